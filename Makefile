@@ -43,10 +43,12 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/store.py
 
-# Workers killed and frozen at random over storage with faults, on both kinds of storage: about ten
-# minutes. `make test` has a short one.
+# Workers killed and frozen at random over storage with faults, on both kinds of storage, and once more
+# with jobs of which a tenth share their ids with others: about twenty minutes. `make test` has a short
+# one.
 chaos: $(INSTALLED) $(AZURITE)
 	PYTHONPATH=. $(BIN)/python tests/chaos/storm.py --jobs 2000 --kills 100 --faults 1000
+	PYTHONPATH=. $(BIN)/python tests/chaos/storm.py --clashes --jobs 2000 --kills 100 --faults 1000
 
 # Both container images built and run, and the ten commands of deploy/README.md with them: some minutes.
 # `make test-slow` has the light image, without torch.

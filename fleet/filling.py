@@ -16,10 +16,13 @@ import typer
 from rich import progress
 
 from fleet import console
+from imagefleet import errors
 from imagefleet.storage.open import Storage, open_storage
 from loadgen import file_source
+from loadgen.campaigns import changes_of
 from loadgen.caption_sweep import SweepSource
-from loadgen.load import Load, Summary
+from loadgen.file_source import FileSource, StreamSource
+from loadgen.load import Checkpoint, Load, Summary
 from loadgen.processes import Refusals
 from loadgen.settings import LoadSettings
 from loadgen.sources import Source
@@ -102,6 +105,25 @@ def fill(
             console.print_note(f"no jobs in {file}: nothing was sent")
     if not summary.finished:
         raise typer.Exit(console.EXIT_INTERRUPTED)
+
+
+def preview(settings: LoadSettings, source: Source, path: Path | None) -> str:
+    """Checks the jobs, and tells which of them were sent before; creates and sends nothing."""
+    if isinstance(source, FileSource) and path and (found := Checkpoint.read(path)):
+        source.ids = found.ids
+
+    source.check(0)
+    if isinstance(source, StreamSource):
+        return ""
+
+    async def compare() -> str:
+        try:
+            async with open_storage(settings) as storage:
+                return str(await changes_of(storage, source))
+        except (errors.SetupError, errors.TransientError) as error:
+            return f"what of it was sent before is not known: {error.message}"
+
+    return console.run(compare())
 
 
 async def _send(storage: Storage, load: Load, show: Callable[[int], None]) -> Summary:

@@ -15,6 +15,7 @@ from fleet import console, filling, options
 from fleet.campaigns import target
 from fleet.files import missing
 from fleet.options import argument, option
+from fleet.redo import replace
 from fleet.results import files
 from imagefleet import errors
 from imagefleet.storage.open import signer_of
@@ -66,7 +67,14 @@ class Sending:
         max=MAX_SHARDS,
         metavar="N",
     )
-    restart: bool = option("Discard the checkpoint; begin with the first job.", default=False)
+    restart: bool = option(
+        "Discard the checkpoint; send all jobs, also those sent before.", default=False
+    )
+    new_only: bool = option("Leave out jobs whose id was sent with another content.", default=False)
+    replace: bool = option(
+        "Have such jobs drawn again, as `redo` does, which needs the operator's rights.",
+        default=False,
+    )
     state: Path | None = option("The checkpoint; default: next to FILE.", metavar="PATH")
 
 
@@ -111,6 +119,10 @@ def command(
 
     shuf prompts.txt | imagefleet load - --format txt
     """
+    if sending.new_only and sending.replace:
+        raise errors.SetupError("choose one: --new-only or --replace")
+    if sending.replace and jobs.file == "-":
+        raise errors.SetupError("--replace reads its file twice: give a name, not standard input")
     priority = checked_priority(sending.priority)
     target.check_name("--campaign", jobs.campaign)
     read = functools.partial(filling.reading, Path(jobs.file), is_shown=not (quiet or as_json))
@@ -133,8 +145,10 @@ def command(
             _check(settings, source, report, elsewhere, read, as_json=as_json)
         elif checking.dry_run:
             with read("checking"):
-                source.check(0)
-            _print_jobs(source, quiet=quiet)
+                changes = filling.preview(
+                    settings, source, _checkpoint(settings, jobs.file, sending)
+                )
+            _print_jobs(source, changes, quiet=quiet)
         else:
             path = _checkpoint(settings, jobs.file, sending)
             in_use = f"another `imagefleet load` is at work with the checkpoint {path}"
@@ -145,6 +159,8 @@ def command(
                     as_json=as_json,
                     facts=lambda: {"invalid": report.count, **_facts(source)},
                     restart=sending.restart,
+                    new_only=sending.new_only,
+                    replace=replace.replace_jobs if sending.replace else None,
                     priority=priority,
                     models=sending.model or (),
                     shards=sending.shards,
@@ -217,8 +233,8 @@ def _check(
         raise typer.Exit(console.EXIT_OPERATOR_MUST_ACT)
 
 
-def _print_jobs(source: sources.Source, *, quiet: bool) -> None:
+def _print_jobs(source: sources.Source, changes: str, *, quiet: bool) -> None:
     if not quiet and (what := source.describe()):
-        console.print_note(what)
+        console.print_note(f"{what}; {changes}")
     for body in source.examples(DRY_RUN_JOBS):
         console.print_json_line(json.loads(body))

@@ -26,13 +26,15 @@ from imagefleet import cancelled, concurrency, errors, retry, signing, validatio
 from imagefleet.job.change import Change
 from imagefleet.job.message import Job, SafeId, split_job_key
 from imagefleet.records import columns, outcomes, pictures, reader
-from imagefleet.records.batch import SentJobs, Submission, Watch
+from imagefleet.records.batch import Submission, Watch
 from imagefleet.records.outcomes import JobFacts, Status
 from imagefleet.records.reader import Counts
+from imagefleet.records.sent import Ledgers
 from imagefleet.storage import dead_letter_queue, enqueue, protocol
 from imagefleet.storage.dead_letter import Check, Selection
 from imagefleet.storage.dead_letter_queue import Discard, OnProgress, Preview, Swept
 from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.routing.models import models_of
 from imagefleet.storage.settings import Priority, SignerSettings, checked_priority
 from imagefleet.submit import RETRIES, BulkSender, keep_noting
 
@@ -117,7 +119,7 @@ class Fleet:
         self.storage = storage
         self.keys = keys
         self.signer = keys.signer(storage.scope)
-        self._sent = SentJobs(storage.blobs)
+        self._ledgers = Ledgers(storage.files)
         self._created = False
         self._closed = False
         self._running: set[asyncio.Task[Any]] = set()
@@ -164,10 +166,10 @@ class Fleet:
     ) -> Batch:
         """Sends jobs; creates the queues and the containers if there are none.
 
-        A job without an id gets one, one without a campaign *campaign*. Jobs before an invalid one
-        are sent. *models* are what workers have from elsewhere than `models/` in the storage.
+        A job without an id gets one, one without a campaign *campaign*. All are checked before the
+        first is sent. *models* are what workers have from elsewhere than `models/` in the storage.
         Raises JobError for an id that is there twice, a large job, or a model that no worker can
-        have.
+        have, and NameTakenError for an id that was sent before with another content.
         """
         campaign = campaign and _checked("campaign", campaign)
         return await self.run(self._submit(jobs, campaign, checked_priority(priority), models))
@@ -178,12 +180,12 @@ class Fleet:
         if not self._created:
             await self.storage.create()
             self._created = True
-        submission = Submission(self.storage, self._sent)
-        sender = BulkSender(
-            enqueue.JobSender(self.storage, priority, elsewhere=models),
-            submission.messages(jobs, campaign, self.signer),
-            before_send=submission.before_send,
-        )
+        submission = Submission(self.storage, self._ledgers)
+        bodies = list(submission.messages(jobs, campaign, self.signer))
+        to = enqueue.JobSender(self.storage, priority, elsewhere=models)
+        await to.check(model for body in bodies for model in models_of(body))
+        await submission.check()
+        sender = BulkSender(to, bodies, before_send=submission.before_send)
 
         async def note() -> None:
             await submission.note_sent(sender.progress.sent)

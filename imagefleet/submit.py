@@ -24,10 +24,9 @@ _PACED_SENDS_PER_SECOND = 10
 #: Seconds between confirmations of finished sends, while a send waits for the rate limit.
 _PACING_STEP_SECONDS = 0.1
 
-#: The longest pauses before the first note of the jobs sent and between two: what is killed leaves
-#: the count of a moment before. On Azure each is a billed write.
-FIRST_NOTE_SECONDS = 0.5
-NOTE_SECONDS = 10.0
+#: The longest pause between two notes of the jobs sent, on Azure a billed write for each campaign:
+#: what is killed leaves the count of a moment before.
+NOTE_SECONDS = 0.5
 
 #: Rides out a storage outage of about a minute.
 RETRIES = retry.RetryPolicy(tries=8, first_wait_seconds=1, longest_wait_seconds=30)
@@ -45,18 +44,17 @@ class Progress:
 
 
 async def keep_noting(note: Callable[[], Awaitable[None]]) -> NoReturn:
-    """Side task: calls *note* now and then, soon at first."""
-    notes = 0
+    """Side task: calls *note* now and then."""
     while True:
-        await asyncio.sleep(retry.backoff(notes, FIRST_NOTE_SECONDS, NOTE_SECONDS))
+        await asyncio.sleep(retry.jitter(NOTE_SECONDS))
         await note()
-        notes += 1
 
 
 @dataclass(eq=False)
 class BulkSender:
     """Sends messages to a queue; None in *bodies* is a position without one, from *start* on.
 
+    *choose* returns each batch with None for what is not to be sent, or none to end.
     *second_drawing* returns a second message for some of them; *before_send* precedes each batch.
     """
 
@@ -65,6 +63,7 @@ class BulkSender:
     start: int = 0
     concurrency: int = 4
     rate: float | None = None
+    choose: Callable[[list[str | None]], Awaitable[list[str | None]]] | None = None
     second_drawing: Callable[[str], str | None] = lambda _: None
     before_send: Callable[[], Awaitable[None]] | None = None
     retry_policy: retry.RetryPolicy = RETRIES
@@ -104,7 +103,10 @@ class BulkSender:
             await self._wait_until(next_send)
             if self._stopping.is_set():
                 return False
-            if not (batch := self._take()):
+            batch = self._take()
+            if self.choose is not None:
+                batch = await self.choose(batch)
+            if not batch:
                 if self._source_error is not None:
                     raise self._source_error
                 return True

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Literal, NamedTuple
 
 from imagefleet import errors
 from imagefleet.cancelled import CancelledCampaigns
@@ -15,96 +17,256 @@ from imagefleet.job import sizes
 from imagefleet.job.chain import THEN_FIELD
 from imagefleet.job.message import (
     COMPARABLE_STEPS,
-    DEFAULT_CAMPAIGN,
     DIGEST_FIELD,
-    message_fields,
+    job_key,
 )
-from imagefleet.records.record import RecordLog
+from imagefleet.records.sent import HASH_BYTES, Digests, Ledger, Ledgers, SentJob, job_of
 from imagefleet.signing import SIGNATURE_FIELD, JobSigner
+from imagefleet.storage.open import Storage
+from loadgen.file_source import FileSource, MendedMessage
+from loadgen.template_source import TemplateSource
 
-#: Campaigns of one load whose jobs are counted: each has a record of its own.
-MAX_CAMPAIGNS = 1_000
+Compared = Literal["new", "changed", "as_before"]
+
+
+class Changes(NamedTuple):
+    """What of a source was sent before, by the ledgers of its campaigns."""
+
+    new: int = 0
+    changed: int = 0
+    as_before: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.changed:,} changed, {self.new:,} new, {self.as_before:,} as before"
+
+
+class FileJobs:
+    """The jobs of a whole file, to be compared: some 40 bytes of memory each."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, Digests] = {}
+        self._positions: dict[str, Digests] = {}
+        self._again = 0
+
+    def add(self, position: int, job: SentJob) -> int | None:
+        """Takes in the job at a position; returns the earlier one that has its id and differs."""
+        if not job.entry:
+            return None
+        digests = self.digests.setdefault(job.campaign, Digests())
+        positions = self._positions.setdefault(job.campaign, Digests())
+        key, digest = job.entry[:HASH_BYTES], job.entry[HASH_BYTES:]
+        before = digests.get(key)
+        if before is None:
+            digests.put(job.entry)
+            positions.put(key + position.to_bytes(HASH_BYTES))
+        elif before != digest:
+            return int.from_bytes(positions.get(key) or b"")
+        else:
+            self._again += 1
+        return None
+
+    async def compared(self, ledgers: Ledgers, changed: list[int]) -> Changes:
+        """What of it was sent before; *changed* gets the positions of the jobs that differ."""
+        counts = Counter[Compared](as_before=self._again)
+        for campaign in self.digests:
+            ledger = ledgers.of(campaign)
+            await ledger.read()
+            counts += await asyncio.to_thread(self._compare, campaign, ledger, changed)
+        changed.sort()
+        return Changes(**counts)
+
+    def _compare(self, campaign: str, ledger: Ledger, changed: list[int]) -> Counter[Compared]:
+        counts = Counter[Compared]()
+        for entry in self.digests[campaign]:
+            found = compare(ledger, entry)
+            counts[found] += 1
+            if found == "changed":
+                position = self._positions[campaign].get(entry[:HASH_BYTES])
+                changed.append(int.from_bytes(position or b""))
+        return counts
+
+
+def jobs_of(source: FileSource, start: int) -> FileJobs:
+    """The jobs of a file from a position on; raises SetupError for two of one id that differ."""
+    jobs = FileJobs()
+
+    def add(position: int, body: str) -> None:
+        job = job_of(body)
+        if (earlier := jobs.add(position, job)) is not None:
+            raise errors.SetupError(
+                f"{source.place(earlier)} and {source.place(position)} are two jobs with one id,"
+                f" {job_key(job.campaign, job.id)}; nothing was sent: give one of them another id"
+            )
+
+    source.check(start, on_body=add)
+    return jobs
+
+
+async def changes_of(storage: Storage, source: TemplateSource | FileSource) -> Changes:
+    """What of a source was sent before; reads all of it, unless nothing of its campaign was."""
+    ledgers = Ledgers(storage.files)
+    if isinstance(source, FileSource):
+        return await jobs_of(source, 0).compared(ledgers, [])
+    if source.count and await ledgers.of(source.campaign).is_new():
+        return Changes(new=source.count)
+    jobs = FileJobs()
+    for position, body in enumerate(source.bodies(0)):
+        jobs.add(position, job_of(body or ""))
+    return await jobs.compared(ledgers, [])
+
+
+def compare(ledger: Ledger, entry: bytes) -> Compared:
+    before = ledger.digest_of(entry)
+    if before is None:
+        return "new"
+    return "as_before" if before == entry[HASH_BYTES:] else "changed"
 
 
 @dataclass(slots=True, eq=False)
 class LoadedCampaigns:
-    """Leaves out the jobs of cancelled campaigns, and counts the others once they are stored."""
+    """Leaves out jobs of cancelled campaigns and those sent before; notes the others once sent."""
 
     cancelled: CancelledCampaigns
-    records: RecordLog
-    load_id: str
+    ledgers: Ledgers
     notice: Callable[[str], None]
     known: Mapping[str, datetime]
     """The cancellations of before this load, which are none of its own."""
-    sent: Counter[str]
-    """Jobs sent by campaign, earlier runs of this load included."""
+    only: str | None
+    """The campaign of all jobs, whose ids are then the source's own: none is there twice."""
+    total: int | None
+    sends_again: bool
+    """Whether jobs that were sent before are sent again."""
+    skips_changed: bool
+    """Whether an id that was sent with another content is left out, or ends the load."""
+    position: int = 0
+    counts: Counter[Compared] = field(default_factory=Counter, init=False)
     left_out: Counter[str] = field(default_factory=Counter, init=False)
-    _in_flight: deque[str | None] = field(default_factory=deque, init=False)
-    """The campaigns of the positions from `_confirmed` on; None: with no job that is to be sent."""
+    noted: int = field(default=0, init=False)
+    """The positions below are in the ledgers."""
+    _is_compared: bool = field(default=True, init=False)
+    _in_flight: deque[tuple[str, bytes] | None] = field(default_factory=deque, init=False)
+    """The jobs at the positions from `_confirmed` on; None: with none that is to be noted."""
     _confirmed: int = field(default=0, init=False)
-    _noted: dict[str, int] = field(default_factory=dict, init=False)
+    _has_ended: bool = field(default=False, init=False)
+    _refusal: errors.SetupError | None = field(default=None, init=False)
     _is_refused: bool = field(default=False, init=False)
-    _has_too_many: bool = field(default=False, init=False)
 
     def is_cancelled(self, campaign: str) -> bool:
         """Whether it was cancelled since this load began."""
         cancelled_at = self.cancelled.times.get(campaign)
         return cancelled_at is not None and cancelled_at != self.known.get(campaign)
 
-    def wanted(
-        self, bodies: Iterable[str | None], start: int, only: str | None, total: int | None
-    ) -> Iterator[str | None]:
-        """*bodies* from position *start* on, with None for those of cancelled campaigns.
+    async def begin(self, sent: Iterable[str | None], noted: int, confirmed: int) -> None:
+        """Begins at position *confirmed*; *sent* are the messages from *noted* on, to be noted."""
+        self.position = self._confirmed = confirmed
+        self.noted = noted
+        if self.only is not None:
+            try:
+                self._is_compared = not await self.ledgers.of(self.only).is_new()
+            except errors.SetupError as error:
+                self._refuse(error)
+        for body in sent:
+            if body is not None and (job := job_of(body)).entry:
+                ledger = await self._ledger(job.campaign)
+                is_left_out = compare(ledger, job.entry) == "changed"
+                if not (is_left_out or self.is_cancelled(job.campaign)):
+                    ledger.pending += job.entry
+        await self.note()
 
-        *only* is the campaign of all, if there is one: nothing follows. None is a job sent before.
+    async def choose(self, bodies: list[str | None]) -> list[str | None]:
+        """The next messages, with None for those that are not sent; none after the last.
+
+        Raises SetupError for an id that was sent with another content, once those before it are
+        returned.
         """
-        self._confirmed = start
-        for position, body in enumerate(bodies, start):
-            campaign = only
-            if campaign is None and body is not None:
-                campaign = message_fields(body).get("campaign") or DEFAULT_CAMPAIGN
-            if campaign is not None and self.is_cancelled(campaign):
-                if campaign not in self.left_out:
-                    self.notice(f"campaign {campaign} was cancelled: no more of its jobs are sent")
-                if only and total is not None:
-                    self.left_out[campaign] = total - position
-                    return
-                self.left_out[campaign] += 1
-                body = campaign = None  # noqa: PLW2901 - the position stays
-            self._in_flight.append(campaign)
-            yield body
+        chosen: list[str | None] = []
+        for body in bodies:
+            if self._refusal is not None or self._has_ended:
+                break
+            job = None if body is None else job_of(body)
+            if job is not None and self.is_cancelled(job.campaign):
+                self._leave_out(job.campaign)
+                if self._has_ended:
+                    break
+                body = job = None  # noqa: PLW2901 - the position stays
+            if job is not None and job.entry and not await self._is_sent(job, body):
+                if self._refusal is not None:
+                    break
+                body = job = None  # noqa: PLW2901
+            self._in_flight.append((job.campaign, job.entry) if job and job.entry else None)
+            chosen.append(body)
+            self.position += 1
+        if self._refusal is not None and not chosen:
+            raise self._refusal
+        return chosen
+
+    def _leave_out(self, campaign: str) -> None:
+        if campaign not in self.left_out:
+            self.notice(f"campaign {campaign} was cancelled: no more of its jobs are sent")
+        if self.only and self.total is not None:
+            self.left_out[campaign] = self.total - self.position
+            self._has_ended = True
+        else:
+            self.left_out[campaign] += 1
+
+    async def _is_sent(self, job: SentJob, body: str | None) -> bool:
+        if not self._is_compared:
+            self.counts["new"] += 1
+            return True
+        ledger = await self._ledger(job.campaign)
+        found = compare(ledger, job.entry)
+        # A failed job that was mended is sent whatever was sent before.
+        if isinstance(body, MendedMessage):
+            found = "new"
+        self.counts[found] += 1
+        if found == "changed" and not self.skips_changed:
+            self._refusal = errors.SetupError(
+                f"the job {job_key(job.campaign, job.id)}, number {self.position + 1}, was sent"
+                " before with another content; those before it are sent: give it another id, or"
+                " --new-only leaves such jobs out"
+            )
+        if found == "changed" or (found == "as_before" and not self.sends_again):
+            return False
+        if self.only is None:
+            ledger.claimed[job.entry[:HASH_BYTES]] = job.entry[HASH_BYTES:]
+        return True
+
+    async def _ledger(self, campaign: str) -> Ledger:
+        ledger = self.ledgers.of(campaign)
+        if not (ledger.is_read or self._is_refused or not self._is_compared):
+            try:
+                await ledger.read()
+            except errors.SetupError as error:
+                self._refuse(error)
+        return ledger
 
     def confirm(self, confirmed: int) -> None:
         """The positions below *confirmed* are stored."""
         while self._in_flight and self._confirmed < confirmed:
             self._confirmed += 1
-            campaign = self._in_flight.popleft()
-            if campaign is None:
-                continue
-            if campaign in self.sent or len(self.sent) < MAX_CAMPAIGNS:
-                self.sent[campaign] += 1
-            elif not self._has_too_many:
-                self._has_too_many = True
-                self.notice(
-                    f"these are jobs of more than {MAX_CAMPAIGNS:,} campaigns: how many are sent is"
-                    " not recorded for the others"
-                )
+            if (job := self._in_flight.popleft()) is not None and not self._is_refused:
+                self.ledgers.of(job[0]).pending += job[1]
 
     async def note(self) -> None:
-        """Notes how many jobs are sent; where that fails, the load goes on."""
-        for campaign, jobs in list(self.sent.items()):
-            if self._is_refused or self._noted.get(campaign) == jobs:
-                continue
+        """Notes which jobs are sent; where that fails, the load goes on."""
+        position = self._confirmed
+        if not self._is_refused:
             try:
-                await self.records.sent(campaign, jobs, self.load_id)
-            except (errors.SetupError, errors.TransientError) as error:
-                self._is_refused = isinstance(error, errors.SetupError)
-                self.notice(
-                    "how many jobs are sent is not recorded, so `imagefleet status` does not"
-                    f" know it: {error.message}"
-                )
-            else:
-                self._noted[campaign] = jobs
+                await self.ledgers.note()
+            except errors.SetupError as error:
+                self._refuse(error)
+            except errors.TransientError as error:
+                self.notice(f"which jobs are sent is not noted yet: {error.message}")
+                return
+        self.noted = position
+
+    def _refuse(self, error: errors.SetupError) -> None:
+        self._is_refused = True
+        self._is_compared = False
+        self.notice(
+            "which jobs are sent is not recorded, so `imagefleet status` does not know it, and jobs"
+            f" that were sent before are sent again: {error.message}"
+        )
 
 
 class Sample:

@@ -45,6 +45,9 @@ ID_BYTES = 12
 
 OnRejected = Callable[[Rejected], None]
 
+#: Called with the position and the message of each job.
+OnBody = Callable[[int, str], None]
+
 #: Called with the place and the job of each entry.
 OnJob = Callable[[str, Job], None]
 
@@ -116,10 +119,18 @@ class UnchangedFile:
             )
 
 
+class MendedMessage(str):
+    """The message of a job that had failed, as `imagefleet failed --export` notes it."""
+
+    __slots__ = ()
+
+
 class _EntrySource(abc.ABC):
     """Jobs from the entries of a format: signed by *signer*, of *campaign* where a job has none."""
 
     identity: str
+    ids: str
+    """What ids are made of where a job has none: the identity, or that of an earlier content."""
     count: int | None
     _can_be_read_again = True
 
@@ -141,15 +152,18 @@ class _EntrySource(abc.ABC):
         self.empty = 0
         """Positions so far that hold no job, an empty line say."""
 
-    def check(self, start: int, on_job: OnJob | None = None) -> None:
+    def check(self, start: int, on_job: OnJob | None = None, on_body: OnBody | None = None) -> None:
         """Checks each entry that is to be sent, for *on_job*; or raises SetupError.
 
-        Without *on_job*, not where it is of no use: what is invalid is skipped, or read only once.
+        *on_body* gets the position and the message of each, unsigned. Without *on_job*, nothing is
+        checked that can be read only once.
         """
-        if on_job is None and (self.report.skips or not self._can_be_read_again):
+        if on_job is None and not self._can_be_read_again:
             return
-        for _ in self._read(start, self.report.reject, on_job or (lambda *_: None)):
-            pass
+        read = self._read(start, self.report.reject, on_job or (lambda *_: None))
+        for position, body in enumerate(read, start):
+            if body is not None and on_body is not None:
+                on_body(position, body)
         if self.report.count and not self.report.skips:
             raise errors.SetupError(self.report.sentence(self._name))
 
@@ -162,6 +176,11 @@ class _EntrySource(abc.ABC):
             f"{rejected.place} is not a valid job: {rejected.reason}; the jobs before it are sent"
             " (--skip-invalid skips such jobs)"
         )
+
+    def place(self, position: int) -> str:
+        """Where the entry at *position* is in the file: its line or its row."""
+        with self._opened() as stream:
+            return next(iter(self._form.entries(stream, position))).place
 
     def examples(self, most: int) -> Iterator[str]:
         return itertools.islice((body for body in self.bodies(0) if body is not None), most)
@@ -177,7 +196,7 @@ class _EntrySource(abc.ABC):
                 problem, body = entry.problem, None
                 try:
                     if entry.text:
-                        body = self._message(entry, f"{self.identity}:{number}", on_job)
+                        body = self._message(entry, f"{self.ids}:{number}", on_job)
                 except errors.JobError as error:
                     problem = error.message
                 if problem:
@@ -202,7 +221,7 @@ class _EntrySource(abc.ABC):
         if on_job is not None:
             on_job(entry.place, job)
         self.mended += on_job is None and has_failed
-        return body
+        return MendedMessage(body) if has_failed else body
 
     @abc.abstractmethod
     def _opened(self) -> AbstractContextManager[io.BufferedReader]:
@@ -235,7 +254,7 @@ class FileSource(_EntrySource):
             entries = form.count(stream)
         if campaign is not None:
             hasher.update(f" campaign={campaign}".encode())
-        self.identity = hasher.hexdigest()
+        self.identity = self.ids = hasher.hexdigest()
         self.count = entries if count is None else min(count, entries)
 
     def describe(self) -> str:
@@ -263,7 +282,7 @@ class StreamSource(_EntrySource):
     ) -> None:
         super().__init__("standard input", form, report, signer, campaign)
         self._stream = stream
-        self.identity = uuid.uuid4().hex
+        self.identity = self.ids = uuid.uuid4().hex
         self.count = count
 
     def describe(self) -> str:

@@ -3,48 +3,61 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 from pydantic import AwareDatetime, BaseModel, Field, ValidationError
 
 from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
-from imagefleet.records.record import RecordLog
+from imagefleet.job.message import job_key
+from imagefleet.records.sent import Ledgers, job_of
 from imagefleet.storage import enqueue
 from imagefleet.storage.open import Storage, absolute_url
 from imagefleet.storage.settings import Priority
 from imagefleet.submit import BulkSender, Progress, keep_noting
-from loadgen.campaigns import LoadedCampaigns, Sample
+from loadgen.campaigns import Changes, FileJobs, LoadedCampaigns, Sample, jobs_of
 from loadgen.caption_sweep import SweepSource
+from loadgen.file_source import FileSource
 from loadgen.processes import Refusals, SenderProcesses
 from loadgen.settings import MOST_BATCHES, LoadSettings
 from loadgen.sources import Source
 
-#: What was sent since is sent again after a kill; replacing a file takes as long as ten sends.
-POSITIONS_BETWEEN_CHECKPOINTS = 256
-SECONDS_BETWEEN_CHECKPOINTS = 0.05
+#: Ids of changed jobs that are named.
+_NAMED = 3
+
+#: Changed jobs that are replaced together.
+_REPLACED_AT_ONCE = 32
+
+
+class Replace(Protocol):
+    """Sends jobs in the place of those that were sent with their ids."""
+
+    def __call__(
+        self, storage: Storage, bodies: list[str], *, only_check: bool
+    ) -> Awaitable[None]: ...
 
 
 class Checkpoint(BaseModel, extra="forbid", frozen=True):
-    """One load of one source into one queue; `confirmed` counts the positions that are stored."""
+    """One load of one source into one queue."""
 
+    confirmed: int = Field(default=0, ge=0)
+    """Positions of which all messages are stored."""
+    noted: int = Field(default=0, ge=0)
+    """Those of them whose jobs are in the ledgers."""
     source: str
+    ids: str = ""
+    """What ids are made of: the source, or its content at the first load."""
     storage: str
     queue: str
-    confirmed: int = Field(default=0, ge=0)
     sample_key: str = ""
     """Chooses the jobs that are drawn twice; random, so that a worker does not know them."""
-    id: str = ""
-    """Names the load across restarts, so that its jobs are counted once."""
-    sent: dict[str, int] = Field(default_factory=dict)
-    """The jobs at the confirmed positions, by campaign."""
     cancelled: dict[str, AwareDatetime] | None = None
     """The cancellations of before the load; later ones are of it."""
 
@@ -67,23 +80,58 @@ class Checkpoint(BaseModel, extra="forbid", frozen=True):
         # Not synced: after a power cut, the queue's last messages may be gone, too.
         written = path.with_name(f"{path.name}.{os.getpid()}")
         try:
-            written.write_text(self.model_dump_json() + "\n", encoding="utf-8")
+            counts = _counts(self.confirmed, self.noted)
+            rest = self.model_dump_json(exclude={"confirmed", "noted"})
+            written.write_bytes(counts + rest.removeprefix("{").encode() + b"\n")
             written.replace(path)
         except OSError as error:
             with contextlib.suppress(OSError):
                 written.unlink(missing_ok=True)
-            raise errors.SetupError(
-                f"the checkpoint {path} cannot be written: {error.strerror};"
-                " choose another path with --state FILE"
-            ) from None
+            raise _unwritable(path, error) from None
+
+
+def _counts(confirmed: int, noted: int) -> bytes:
+    """How a checkpoint's JSON begins, whatever the counts in the same number of bytes."""
+    return f'{{"confirmed":{confirmed:20},"noted":{noted:20},'.encode()
+
+
+def _unwritable(path: Path, error: OSError) -> errors.SetupError:
+    return errors.SetupError(
+        f"the checkpoint {path} cannot be written: {error.strerror};"
+        " choose another path with --state FILE"
+    )
+
+
+class CheckpointFile:
+    """A checkpoint whose counts are overwritten in place, which takes microseconds."""
+
+    def __init__(self, path: Path, checkpoint: Checkpoint) -> None:
+        """Raises SetupError if it cannot be written."""
+        self._path = path
+        checkpoint.write(path)
+        self._file = path.open("r+b", buffering=0)
+
+    def note(self, confirmed: int, noted: int) -> None:
+        """A kill leaves the counts of before or these."""
+        try:
+            self._file.seek(0)
+            self._file.write(_counts(confirmed, noted))
+        except OSError as error:
+            raise _unwritable(self._path, error) from None
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def default_path(source: Path, queue: str) -> Path:
     return source.with_name(f".{source.name}.{queue}.checkpoint.json")
 
 
-def resume(path: Path, new: Checkpoint) -> Checkpoint:
-    """The checkpoint in the file, or *new*; raises SetupError if it is of another load."""
+def resume(path: Path, new: Checkpoint, *, may_change: bool = False) -> Checkpoint:
+    """The checkpoint in the file, or *new*; raises SetupError if it is of another load.
+
+    A source that *may_change* begins anew with the ids that it had.
+    """
     found = Checkpoint.read(path)
     if found is None:
         return new
@@ -92,13 +140,15 @@ def resume(path: Path, new: Checkpoint) -> Checkpoint:
         "queue": f"a load into another queue ({found.queue})",
         "source": "another load: the file has changed since, or the seed or campaign is different",
     }.items():
-        if getattr(found, field) != getattr(new, field):
+        if getattr(found, field) == getattr(new, field):
+            continue
+        if field != "source" or not may_change:
             raise errors.SetupError(
                 f"{path} is the checkpoint of {difference}, {found.confirmed:,} jobs sent;"
                 " --restart discards it and begins with the first job, --state FILE keeps both"
             )
-    random = {"sample_key": found.sample_key or new.sample_key, "id": found.id or new.id}
-    return found.model_copy(update=random)
+    kept = {"sample_key": found.sample_key or new.sample_key, "ids": found.ids or found.source}
+    return (found if found.source == new.source else new).model_copy(update=kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +161,10 @@ class Summary:
     queues: Mapping[str, int]
     """Messages that were sent, by their queue: that of their job's model."""
     sent: int
+    new: int
+    changed: int
+    as_before: int
+    """Jobs that were sent before; they are sent again with `--restart` alone."""
     confirmed: int
     total: int | None
     finished: bool
@@ -135,13 +189,19 @@ class Load:
         checkpoint_path: Path | None,
         *,
         restart: bool,
+        new_only: bool = False,
+        replace: Replace | None = None,
         on_notice: Callable[[str], None] = lambda _: None,
         priority: Priority = "normal",
         models: Collection[str] = (),
         refusals: Refusals | None = None,
         shards: int | None = None,
     ) -> None:
-        """*on_notice* is told what to show; *models* are what workers have from elsewhere."""
+        """*on_notice* is told what to show; *models* are what workers have from elsewhere.
+
+        Jobs that were sent with another content are refused; *new_only* leaves them out, and
+        *replace* sends them.
+        """
         self._storage = storage
         self._queue = storage.queues[priority]
         self._shards = shards
@@ -149,30 +209,42 @@ class Load:
         self._path = checkpoint_path
         new = Checkpoint(
             source=source.identity,
+            ids=source.identity,
             storage=absolute_url(storage),
             queue=self._queue.name,
             sample_key=secrets.token_hex(16),
-            id=secrets.token_hex(8),
         )
-        self._start = resume(checkpoint_path, new) if checkpoint_path and not restart else new
+        self._start = new
+        if checkpoint_path and not restart:
+            may_change = isinstance(source, FileSource)
+            self._start = resume(checkpoint_path, new, may_change=may_change)
+        if isinstance(source, FileSource):
+            source.ids = self._start.ids
         #: Positions that earlier runs have sent.
-        self.confirmed = self._written = self._start.confirmed
-        self._written_at = 0.0
+        self.confirmed = self._start.confirmed
+        self._file: CheckpointFile | None = None
         #: Whether earlier runs have sent everything.
         self.is_done = source.count is not None and self.confirmed >= source.count
         self._on_notice = on_notice
+        self._replace, self._new_only = replace, new_only
+        self._jobs: FileJobs | None = None
+        self._replaced = 0
+        self._is_compared = False
         self._unreadable: list[str] = []
         self._is_said = False
         self._cancelled = CancelledCampaigns(
             storage.files, storage.queue.name, self._unreadable.append
         )
+        self._ledgers = Ledgers(storage.files)
         self._campaigns = LoadedCampaigns(
             self._cancelled,
-            RecordLog(storage.blobs, "load"),
-            self._start.id,
+            self._ledgers,
             on_notice,
             self._start.cancelled or {},
-            Counter(self._start.sent),
+            only=getattr(source, "campaign", None),
+            total=source.count,
+            sends_again=restart,
+            skips_changed=new_only,
         )
         self.refusals = refusals or Refusals()
         left = None if source.count is None else source.count - self.confirmed
@@ -186,21 +258,21 @@ class Load:
         self._to = enqueue.JobSender(storage, priority, elsewhere=models, send=send)
         self._sender = BulkSender(
             self._to,
-            self._campaigns.wanted(
-                source.bodies(self.confirmed),
-                self.confirmed,
-                getattr(source, "campaign", None),
-                source.count,
-            ),
+            source.bodies(self.confirmed),
             start=self.confirmed,
             concurrency=min(settings.concurrency * count, MOST_BATCHES),
             rate=settings.rate,
+            choose=self._campaigns.choose,
             second_drawing=sample.second_drawing,
         )
 
     def check(self) -> None:
         """Raises SetupError for invalid jobs, with their places; slow for a long file."""
-        if not self.is_done:
+        if self.is_done:
+            return
+        if isinstance(self._source, FileSource):
+            self._jobs = jobs_of(self._source, self.confirmed)
+        else:
             self._source.check(self.confirmed)
 
     def stop(self) -> None:
@@ -217,16 +289,23 @@ class Load:
                 self._on_notice(f"shards that jobs are sent to from now on: {self._shards}")
             if not self.is_done:
                 progress = await self._send(on_confirmed)
-        except errors.FleetError:
-            await self._campaigns.note()
-            raise
-        await self._campaigns.note()
+        finally:
+            await self._end()
         seconds = time.monotonic() - began
+        counts = self._campaigns.counts
+        found = Changes(
+            counts["new"], counts["changed"] + self._replaced, counts["as_before"] - self._replaced
+        )
+        if not self._is_compared and (found.changed or found.as_before):
+            self._on_notice(f"{found}")
         return Summary(
             storage=self._storage.url,
             queue=self._queue.name,
             queues=dict(self._to.sent_to.most_common()),
-            sent=progress.sent,
+            sent=progress.sent + self._replaced,
+            new=found.new,
+            changed=found.changed,
+            as_before=found.as_before,
             confirmed=progress.confirmed,
             total=self._source.count,
             finished=progress.finished,
@@ -260,27 +339,75 @@ class Load:
                 self._is_said = True
                 self._on_notice(f"cancelled campaigns are not noticed: {self._unreadable[0]}")
             self._unreadable.clear()
-            if (
-                progress.confirmed - self._written >= POSITIONS_BETWEEN_CHECKPOINTS
-                or time.monotonic() - self._written_at >= SECONDS_BETWEEN_CHECKPOINTS
-            ):
-                self._write_checkpoint(progress.confirmed)
+            self._write_checkpoint()
             on_confirmed(progress.confirmed)
 
-        # Fails before anything is sent, if the path is not writable.
-        self._write_checkpoint(self.confirmed)
+        if self._jobs is not None:
+            await self._compare(self._jobs)
+            self._jobs = None
+        if self._path is not None:
+            # Fails before anything is sent, if the path is not writable.
+            self._file = CheckpointFile(self._path, self._start)
+        noted = min(self._start.noted, self.confirmed)
+        sent = itertools.islice(self._source.bodies(noted), self.confirmed - noted)
+        await self._campaigns.begin(sent, noted, self.confirmed)
         watching = self._cancelled.watch(lambda: True)
         async with (
             concurrency.beside(watching, keep_noting(self._campaigns.note)),
             self._processes or contextlib.nullcontext(),
         ):
-            try:
-                return await self._sender.run(confirm)
-            finally:
-                self._write_checkpoint(self._sender.progress.confirmed)
+            return await self._sender.run(confirm)
 
-    def _write_checkpoint(self, confirmed: int) -> None:
-        if self._path is not None:
-            changes = {"confirmed": confirmed, "sent": dict(self._campaigns.sent)}
-            self._start.model_copy(update=changes).write(self._path)
-            self._written, self._written_at = confirmed, time.monotonic()
+    async def _compare(self, jobs: FileJobs) -> None:
+        """Tells what was sent before; replaces what has changed, or raises SetupError."""
+        changed: list[int] = []
+        try:
+            found = await jobs.compared(self._ledgers, changed)
+        except errors.SetupError:
+            return  # which is said where they are noted
+        self._is_compared = True
+        if found.changed or found.as_before:
+            self._on_notice(f"{found}")
+        if self._new_only or not changed:
+            return
+        if self._replace is None:
+            named = [job_key(*job_of(body)[:2]) for body in self._at(changed[:_NAMED])]
+            more = ", ..." if len(changed) > _NAMED else ""
+            raise errors.SetupError(
+                f"{len(changed):,} of the jobs were sent before with another content:"
+                f" {', '.join(named)}{more}; nothing was sent. Give them other ids; or send only"
+                " the others with --new-only, or have these drawn again with --replace"
+            )
+        parts = [
+            changed[start : start + _REPLACED_AT_ONCE]
+            for start in range(0, len(changed), _REPLACED_AT_ONCE)
+        ]
+        for part in parts:
+            await self._replace(self._storage, list(self._at(part)), only_check=True)
+        for part in parts:
+            bodies = list(self._at(part))
+            await self._replace(self._storage, bodies, only_check=False)
+            for job in map(job_of, bodies):
+                self._ledgers.of(job.campaign).pending += job.entry
+            await self._ledgers.note()
+            self._replaced += len(bodies)
+
+    def _at(self, positions: list[int]) -> Iterator[str]:
+        """The messages at these positions, which are in order."""
+        bodies = self._source.bodies(positions[0])
+        wanted = set(positions)
+        for position, body in enumerate(bodies, positions[0]):
+            if position in wanted and body is not None:
+                yield body
+            if position >= positions[-1]:
+                return
+
+    async def _end(self) -> None:
+        await self._campaigns.note()
+        self._write_checkpoint()
+        if self._file is not None:
+            self._file.close()
+
+    def _write_checkpoint(self) -> None:
+        if self._file is not None:
+            self._file.note(self._sender.progress.confirmed, self._campaigns.noted)

@@ -184,7 +184,8 @@ def _report(made: Manifest, folder: Path, *, as_json: bool) -> None:
         }
     )
     if made.misfits:
-        console.print_warning(f"{console.counted(made.misfits, 'record')} did not fit: left out")
+        verb = "does" if made.misfits == 1 else "do"
+        console.print_warning(f"{console.counted(made.misfits, 'record')} {verb} not fit")
     if as_json:
         console.print_json({**made.model_dump(exclude={"shards"}), "folder": str(folder)})
         return

@@ -12,7 +12,7 @@ from cachetools import LRUCache
 
 from fleet.gallery.index import Filter, Index
 from imagefleet import errors
-from imagefleet.records import reader
+from imagefleet.records import reader, sent
 from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage
 
@@ -111,7 +111,7 @@ class Campaign:
                 await self._read()
                 is_next = not self.is_complete and time.monotonic() < until
             if time.monotonic() >= self._count_at:
-                self.sent = await reader.sent(self._storage, self._name)
+                self.sent = await sent.counts(self._storage, self._name)
                 self._count_at = time.monotonic() + _POLLS_PER_COUNT * self._poll_seconds
             self.problem = ""
         except errors.FleetError as error:

@@ -20,8 +20,16 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from imagefleet import concurrency, errors
 from imagefleet.files import picture
 from imagefleet.job.chain import SEPARATOR
-from imagefleet.job.message import DUPLICATES, MAX_IMAGE_BYTES, REPLACED, Job, job_key, read_job
-from imagefleet.records import once
+from imagefleet.job.message import (
+    DUPLICATES,
+    MAX_IMAGE_BYTES,
+    REPLACED,
+    Job,
+    job_key,
+    read_job,
+    split_job_key,
+)
+from imagefleet.records import once, outcomes, reader
 from imagefleet.records.record import RecordLog
 from imagefleet.storage.dead_letter import Check
 from imagefleet.storage.dead_letter_queue import NO_CHECK
@@ -32,10 +40,19 @@ from imagefleet.storage.protocol import BlobStore
 class JobFinder:
     """The messages that draw images again; *given* by their job's key.
 
-    A job that *check* would not send again counts as none: no worker takes it.
+    A job that *check* would not send again counts as none: no worker takes it. *are_others*: those
+    given take the place of the images' own jobs.
     """
 
-    def __init__(self, blobs: BlobStore, given: Mapping[str, str], check: Check = NO_CHECK) -> None:
+    def __init__(
+        self,
+        blobs: BlobStore,
+        given: Mapping[str, str],
+        check: Check = NO_CHECK,
+        *,
+        are_others: bool = False,
+    ) -> None:
+        self._are_others = are_others
         self._blobs = blobs
         self._given = given
         self._check = check
@@ -49,7 +66,7 @@ class JobFinder:
     async def message(self, name: str, data: bytes) -> str:
         """The message of the job that draws image *name*; raises JobError unless it is one."""
         given = self._given.get(name.rpartition(".")[0].partition(SEPARATOR)[0])
-        if given is not None and draws(read_job(given, "none"), name):
+        if given is not None and (self._are_others or draws(read_job(given, "none"), name)):
             return given
         files = [data]
         for duplicate in self._duplicates.get(name, ()):
@@ -114,6 +131,9 @@ class Replaced:
     refused: dict[str, str] = field(default_factory=dict)
 
 
+#: Jobs that an error names.
+_NAMED = 3
+
 #: The writer in the names of the shards with the notes.
 _WRITER = "redo"
 
@@ -122,9 +142,9 @@ async def check_access(storage: Storage) -> None:
     """Raises SetupError if the credentials may not delete images."""
     if not await storage.blobs.delete(f"{REPLACED}{uuid.uuid4().hex}"):
         raise errors.SetupError(
-            "the credentials may not delete images: `redo` needs the account's key, an identity"
-            " with the role Storage Blob Data Contributor, or the tokens of `imagefleet keys"
-            " mint operator`"
+            "the credentials may not delete images, which to replace one needs: use the account's"
+            " key, an identity with the role Storage Blob Data Contributor, or the tokens of"
+            " `imagefleet keys mint operator`"
         )
 
 
@@ -217,3 +237,39 @@ async def _delete(storage: Storage, entry: Entry) -> bool:
     if found is not None and not await storage.blobs.delete(entry.name):
         raise errors.SetupError(f"the credentials may not delete {entry.name}")
     return True
+
+
+async def replace_jobs(storage: Storage, bodies: list[str], *, only_check: bool) -> None:
+    """Sends jobs in the place of those that were sent with their ids, whose images are put aside.
+
+    Raises SetupError where these have not ended, or images stay. *only_check* changes nothing.
+    """
+    given = by_key(bodies)
+    campaigns = {split_job_key(key)[0] for key in given}
+    ended = {each.key for name in campaigns async for each in reader.ended(storage, name)}
+    waiting, new = list[str](), list[str]()
+    images: dict[str, Mapping[str, str]] = {}
+    for key, body in given.items():
+        job = read_job(body, "none")
+        campaign, job_id = split_job_key(key)
+        stored = await outcomes.stored_images(storage, outcomes.JobFacts(job_id, campaign))
+        if stored and stored[-1].digest == job.digest:
+            continue  # by a run that was killed then
+        names = {each.blob: await storage.blobs.metadata(each.blob) for each in stored if each.blob}
+        images |= {name: metadata for name, metadata in names.items() if metadata is not None}
+        if not stored:
+            (new if key in ended else waiting).append(body if key in ended else key)
+    if waiting:
+        more = ", ..." if len(waiting) > _NAMED else ""
+        raise errors.SetupError(
+            f"{len(waiting):,} jobs that would be replaced have not ended:"
+            f" {', '.join(waiting[:_NAMED])}{more}; wait for them or cancel the campaign"
+        )
+    await check_access(storage)
+    if only_check:
+        return
+    finder = JobFinder(storage.blobs, given, are_others=True)
+    replaced = await replace(storage, images, finder, lambda: None)
+    if replaced.refused:
+        raise errors.SetupError(f"images stay: {replaced.refused}")
+    await storage.models.send(new)

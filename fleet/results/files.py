@@ -84,5 +84,5 @@ def without_case(name: str) -> str:
     if name == name.lower():
         return name
     stem, dot, suffix = name.rpartition(".")
-    digest = hashlib.blake2b(name.encode(), digest_size=4).hexdigest()
+    digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
     return f"{stem or suffix}~{digest}" + (f"{dot}{suffix}" if stem else "")

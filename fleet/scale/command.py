@@ -122,11 +122,10 @@ async def command(
     logs.configure("auto")
     state = running.state or Path(f"{fleet_file.name}-scale.json")
     in_use = f"another `imagefleet scale` keeps the state {state}"
-    # Somebody waits for one decision, or looks on.
     policy = FEW_RETRIES if running.once or running.dry_run else None
     # A preview may run beside the scaler itself.
     alone = contextlib.nullcontext() if running.dry_run else console.only_one(state, in_use)
-    with alone, _one_decision() if running.once else contextlib.nullcontext():
+    with alone, _explained(running.once):
         async with (
             console.connected(settings, policy) as client,
             prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
@@ -161,11 +160,13 @@ async def command(
 
 
 @contextlib.contextmanager
-def _one_decision() -> Iterator[None]:
-    """Says in one sentence why there is no decision: SetupError for what no later one mends."""
+def _explained(is_only_one: bool) -> Iterator[None]:
+    """Says why there is no decision, where *is_only_one* and no later one mends it."""
     try:
         yield
     except errors.TransientError as error:
+        if not is_only_one:
+            raise
         raise errors.SetupError(f"no decision was made: {error}") from None
 
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 from imagefleet import concurrency
 from imagefleet.job.message import Job, fields_if_any
-from imagefleet.records import reader, sweep
+from imagefleet.records import sent, sweep
 from imagefleet.storage import enqueue
 from imagefleet.storage.open import Storage, absolute_url, open_storage
 from imagefleet.storage.settings import Priority, StorageSettings
 from loadgen.caption_sweep import SweepSource
 from loadgen.load import Checkpoint
 
-#: No load is further beyond its checkpoint: it has 64 batches of 32 in flight, and 256 jobs sent
-#: since it wrote it. Where one of so many jobs was sent, the next ones may have been, too.
-WINDOW = 2_304
+#: No load is further beyond its checkpoint: it has 64 batches of 32 in flight. Where one of so many
+#: jobs was sent, the next ones may have been, too.
+WINDOW = 2_048
 
 #: Images that are looked for at the same time.
 _LOOKED_FOR_AT_ONCE = 16
@@ -55,16 +55,13 @@ async def prepare(
             return set()
         checkpoint = Checkpoint.read(path)
         if checkpoint is None:
-            noted = await reader.sent_by_filler(storage, source.campaign)
-            sent = min(noted.get(source.identity, 0), source.count)
+            noted = min(await sent.counts(storage, source.campaign) or 0, source.count)
             checkpoint = Checkpoint(
                 source=source.identity,
                 storage=absolute_url(storage),
                 queue=storage.queues[priority].name,
-                confirmed=sent,
-                # The same everywhere, so that all runs of a sweep are counted as one.
-                id=source.identity,
-                sent={source.campaign: sent},
+                confirmed=noted,
+                noted=noted,
             )
             checkpoint.write(path)
         is_other = checkpoint.source != source.identity  # which `Load` refuses

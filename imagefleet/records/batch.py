@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import uuid
-from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from imagefleet import errors
 from imagefleet.job import sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, job_key
-from imagefleet.records import reader
+from imagefleet.records import reader, sent
 from imagefleet.records.outcomes import JobFacts
-from imagefleet.records.record import Record, RecordLog
+from imagefleet.records.record import Record
+from imagefleet.records.sent import Ledgers
 from imagefleet.storage.open import Storage
-from imagefleet.storage.protocol import BlobStore
 from imagefleet.telemetry import logs
 
 if TYPE_CHECKING:
@@ -29,60 +28,11 @@ _Failure = tuple[str, str | None]
 """A job, and the message that it failed with."""
 
 
-#: Campaigns whose sums are kept: those that were sent to last.
-_MAX_CAMPAIGNS = 1_000
-
-
-@dataclass(slots=True, eq=False)
-class _Campaign:
-    """One campaign's jobs so far; *log* counts as a filler of its own."""
-
-    log: RecordLog
-    sent: int = 0
-    noted: int = 0
-    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
-class SentJobs:
-    """The jobs of one program's submissions; each campaign's sum is in one shard of its records."""
-
-    def __init__(self, blobs: BlobStore) -> None:
-        self._blobs = blobs
-        self._campaigns: OrderedDict[str, _Campaign] = OrderedDict()
-
-    def add(self, campaign: str, jobs: int) -> None:
-        """Counts so many more of a campaign's jobs as sent."""
-        if campaign not in self._campaigns:
-            self._campaigns[campaign] = _Campaign(RecordLog(self._blobs, "client"))
-        self._campaigns.move_to_end(campaign)
-        self._campaigns[campaign].sent += jobs
-
-    async def note(self, campaign: str) -> None:
-        """Notes a campaign's sum, or raises FleetError; those who ask at once share a write."""
-        if (known := self._campaigns.get(campaign)) is None:
-            return
-        wanted = known.sent
-        async with known.writing:
-            if known.noted >= wanted:
-                return
-            jobs = known.sent
-            try:
-                await known.log.sent(campaign, jobs)
-            except errors.SetupError:
-                self._campaigns.pop(campaign, None)
-                raise
-            known.noted = jobs
-        too_many = max(0, len(self._campaigns) - _MAX_CAMPAIGNS)
-        for name, oldest in list(itertools.islice(self._campaigns.items(), too_many)):
-            if oldest.noted == oldest.sent and not oldest.writing.locked():
-                del self._campaigns[name]
-
-
 class Submission:
     """Jobs on their way to the queue, and where their campaigns' records ended before."""
 
-    def __init__(self, storage: Storage, sent: SentJobs) -> None:
-        """*sent* counts the jobs of all submissions of the program."""
+    def __init__(self, storage: Storage, ledgers: Ledgers) -> None:
+        """*ledgers* are those of all submissions of the program."""
         self.jobs: dict[str, JobFacts] = {}
         """The jobs by `JobFacts.key`; their `blobs` are the images to wait for."""
         self._storage = storage
@@ -91,7 +41,7 @@ class Submission:
         self._campaigns: set[str] = set()
         self._with_own_ids: set[str] = set()
         self._noting = asyncio.Lock()
-        self._sent = sent
+        self._ledgers = ledgers
         self._counted = 0  # of the jobs
         self._refused: set[str] = set()
 
@@ -111,11 +61,12 @@ class Submission:
                 str(job.id),
                 job.campaign or DEFAULT_CAMPAIGN,
                 seed=last.seed,
+                digest=job.digest,
                 blobs=tuple(last.blob_name(index) for index in range(last.images)),
                 metadata=last.metadata,
             )
             if facts.key in self.jobs:
-                raise errors.JobError(f"two jobs have the id {facts.key}")
+                raise errors.JobError(f"two jobs have the id {facts.key}: number {number} is one")
             try:
                 (body,) = sizes.checked_messages([job.to_message(signer)])
             except errors.JobError as error:
@@ -125,6 +76,23 @@ class Submission:
             if given.id:
                 self._with_own_ids.add(facts.campaign)
             yield body
+
+    async def check(self) -> None:
+        """Raises NameTakenError for an id that was sent before with another content."""
+        try:
+            known = {name: await self._ledgers.of(name).read() for name in self._with_own_ids}
+        except errors.SetupError:
+            return  # credentials that only add jobs: a worker says so, and the job fails
+        for job in self.jobs.values():
+            if job.campaign in known:
+                entry = sent.entry_of(job.id, str(job.digest))
+                before = known[job.campaign].get(entry[: sent.HASH_BYTES])
+                if before not in {None, entry[sent.HASH_BYTES :]}:
+                    raise errors.NameTakenError(
+                        f"job {job.key} is not the one that was sent with this id before: its"
+                        f" digest is {str(job.digest)[:16]}, and that one's {before.hex()};"
+                        " nothing was sent: give it another id"
+                    )
 
     async def before_send(self) -> None:
         """Notes where the records of the campaigns so far end; a listing for each campaign."""
@@ -146,17 +114,18 @@ class Submission:
         }
 
     async def note_sent(self, count: int) -> None:
-        """Notes in the campaigns' records that the first *count* jobs are in the queue."""
-        new = itertools.islice(self.jobs.values(), self._counted, count)
-        for campaign, jobs in Counter(job.campaign for job in new).items():
-            self._sent.add(campaign, jobs)
+        """Notes in the campaigns' ledgers that the first *count* jobs are in the queue."""
+        for job in itertools.islice(self.jobs.values(), self._counted, count):
+            ledger = self._ledgers.of(job.campaign)
+            ledger.pending += sent.entry_of(job.id, str(job.digest))
         self._counted = max(self._counted, count)
         for campaign in self._campaigns - self._refused:
             try:
-                await self._sent.note(campaign)
+                await self._ledgers.of(campaign).note()
             except errors.FleetError as error:
                 if isinstance(error, errors.SetupError):
                     self._refused.add(campaign)
+                    self._ledgers.of(campaign).pending.clear()
                 why = f"the counts of {campaign} lack jobs that were sent: {error.message}"
                 log.warning(why, action="sent_not_recorded", campaign=campaign)
 
@@ -175,6 +144,8 @@ class Watch:
             reader.Follower(storage, campaign, positions.get(campaign))
             for campaign in dict.fromkeys(job.campaign for job in self.waiting.values())
         ]
+        self._ledgers = Ledgers(storage.files)
+        self._others: list[Record] = []  # of jobs of the same names
         self._images: dict[str, dict[str, Record]] = {}  # by name, of jobs that lack others
         self._ended: dict[_Failure, Record] = {}
         self._replayed: set[_Failure] = set()
@@ -185,8 +156,14 @@ class Watch:
         for follower in self._followers:
             for record in await follower.poll():
                 self.is_behind = True
-                if record.key in self.waiting:
+                if (job := self.waiting.get(record.key)) is None:
+                    continue
+                if record.outcome == "replayed" or record.digest in {None, job.digest}:
                     self._take(record)
+                else:
+                    self._others.append(record)
+        for record in await self._in_their_place():
+            self._take(record)
         if not self.is_behind:
             # The shards are in no order: only now is known which of the failures were replayed.
             for failure, record in self._ended.items():
@@ -195,8 +172,24 @@ class Watch:
                     self.found.append(job.ended(record, images.values()))
             self._ended.clear()
 
+    async def _in_their_place(self) -> list[Record]:
+        """Records of other jobs of the same names, if an operator has sent these since."""
+        others, self._others = self._others, []
+        ledgers = {each.campaign: self._ledgers.of(each.campaign) for each in others}
+        for ledger in ledgers.values():
+            with contextlib.suppress(errors.SetupError):
+                await ledger.read()
+        return [
+            each
+            for each in others
+            if each.key in self.waiting
+            and sent.entry_of(each.id, str(each.digest))
+            == ledgers[each.campaign].known.entry(sent.id_hash(each.id))
+        ]
+
     def _take(self, record: Record) -> None:
-        job = self.waiting[record.key]
+        if (job := self.waiting.get(record.key)) is None:
+            return
         failure = record.key, record.source
         if record.outcome == "replayed":
             self._replayed.add(failure)

@@ -11,6 +11,7 @@ from imagefleet import concurrency
 from imagefleet.records import stored
 from imagefleet.records.once import Again, Replaced, Rivals
 from imagefleet.records.record import Outcome, Record
+from imagefleet.records.sent import HASH_BYTES, Digests, id_hash
 from imagefleet.records.stored import Damaged, StoredShard
 
 
@@ -46,9 +47,10 @@ async def again(shards: Collection[StoredShard], damaged: Damaged) -> tuple[Agai
 async def told_apart(shard: StoredShard, records: list[Record]) -> list[Record]:
     """Records of taken names; those of another job than the stored image's are failed jobs."""
     found = await _metadata([shard], records)
+    of = [(record, found.get(record.blob, {})) for record in records]
     return [
-        each if each.fits(found.get(each.blob, {}), of_any_drawing=True) else each.name_taken()
-        for each in records
+        record if record.fits(metadata, of_any_drawing=True) else record.name_taken(metadata)
+        for record, metadata in of
     ]
 
 
@@ -74,7 +76,7 @@ async def left(
         async for part in parts:
             records = replaced.without(part, once=False)
             # A worker that died in between has stored these images, and written no record.
-            found = await _metadata(shards, filter(again.is_missing, records))
+            found = await _metadata(shards, filter(again.is_left, records))
             left = []
             for record in records:
                 metadata = found.get(record.blob, {})
@@ -82,7 +84,7 @@ async def left(
                     again.found([record])
                     left.append(record)
                 elif again.take(record):
-                    left.append(record.name_taken())
+                    left.append(record.name_taken(metadata))
             yield left
 
 
@@ -120,28 +122,49 @@ async def _metadata(
 class Ends:
     """The jobs that ended without all of their images, each once; those replayed since are none."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Digests | None, damaged: Damaged) -> None:
         self.outcomes: dict[int, Outcome] = {}
         self._settled: set[int] = set()
+        self._known = known
+        self._damaged = damaged
 
     @classmethod
-    async def open(cls, shards: Iterable[StoredShard], damaged: Damaged) -> Self:
-        """Reads what the operator has replayed and discarded."""
-        ends = cls()
+    async def open(
+        cls, shards: Iterable[StoredShard], known: Digests | None, damaged: Damaged
+    ) -> Self:
+        """Reads what the operator has replayed and discarded; only *known* jobs count, if given."""
+        ends = cls(known, damaged)
         async for records in stored.records(stored.of_kind(shards, "settled"), damaged):
             ends._settled.update(record.failure for record in records)
-            discarded = {record.job: record.outcome for record in records}
+            discarded = {record.job: record.outcome for record in ends.sent(records)}
             ends.outcomes |= {job: each for job, each in discarded.items() if each == "discarded"}
         return ends
 
-    def add(self, records: Iterable[Record]) -> list[Record]:
+    def sent(self, records: list[Record]) -> list[Record]:
+        """Those of jobs that were sent; what could not be read has no digest, a stage its own."""
+        if (known := self._known) is None:
+            return records
+        found = []
+        for record in records:
+            digest = known.get(id_hash(record.id))
+            is_of_stage = record.outcome == "completed" and record.stage < record.stages
+            if record.digest and not is_of_stage:
+                is_sent = digest == bytes.fromhex(record.digest)[:HASH_BYTES]
+            else:
+                is_sent = digest is not None
+            if is_sent:
+                found.append(record)
+            else:
+                self._damaged.add(record.key, "a record of a job that was not sent")
+        return found
+
+    def add(self, records: list[Record]) -> list[Record]:
         """The first end of each job that has failed or was cancelled, and not been settled."""
         new = []
-        for record in records:
-            is_end = (
-                record.outcome in {"failed", "cancelled"} and record.failure not in self._settled
-            )
-            if is_end and self.outcomes.get(record.job, "discarded") == "discarded":
+        ended = [record for record in records if record.outcome in {"failed", "cancelled"}]
+        for record in self.sent(ended):
+            is_settled = record.failure in self._settled
+            if not is_settled and self.outcomes.get(record.job, "discarded") == "discarded":
                 self.outcomes[record.job] = record.outcome
                 new.append(record)
         return new

@@ -113,6 +113,11 @@ class Again:
         """The lines of records of images whose names were taken, perhaps."""
         return [line for line in lines if hashed(_name(line)) in self._names]
 
+    def is_left(self, record: Record) -> bool:
+        """Whether no image of its name, or none of its digest, has a record."""
+        drawing = _of_digest(record.blob, record.digest)
+        return drawing in self._drawings or self.is_missing(record)
+
     def is_missing(self, record: Record) -> bool:
         """Whether no image of that name has a record."""
         return hashed(record.blob or "") in self._missing

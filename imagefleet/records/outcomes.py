@@ -31,6 +31,8 @@ class JobFacts:
     campaign: str
     status: Status = "pending"
     seed: int | None = None
+    digest: str | None = dataclasses.field(default=None, kw_only=True)
+    """`Job.digest`, where the whole job is known."""
     reason: str | None = None
     blobs: tuple[str, ...] = ()
     metadata: Mapping[str, JsonValue] = dataclasses.field(default_factory=dict)
@@ -116,6 +118,8 @@ async def stored_images(storage: Storage, job: JobFacts) -> list[Record]:
     images = [(index, 1) for index in range(1, first.images)]
     stages = [(0, stage) for stage in range(2, first.stages + 1)]
     await concurrency.for_each([*images, *stages], look, _LOOKED_UP_AT_ONCE)
+    if first.stages == 1:  # another job of that id may have begun to draw as many
+        found = [record for record in found if record.digest == first.digest]
     return sorted(found, key=lambda record: (record.stage, record.index))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from imagefleet import errors
@@ -46,25 +46,39 @@ async def find(blobs: BlobStore, records: Sequence[Record]) -> Picture | Fault:
     for name in dict.fromkeys([image, *asides]):
         try:
             data = await blobs.read(name, MAX_IMAGE_BYTES)
+            # A worker that found the image of one that died does not know its bytes.
+            are_certain = all(record.sha256 for record in records)
+            told = {} if are_certain else await blobs.metadata(name) or {}
         except errors.JobError:  # larger than any image, or a name of none
             fault = "misfit"
             continue
         if data is None:
             continue
-        if (record := await asyncio.to_thread(_fitting, records, data)) is not None:
+        if (record := await asyncio.to_thread(_fitting, records, data, told)) is not None:
             return Picture(data, record, name != image)
         fault = "misfit"
     return fault
 
 
-def _fitting(records: Sequence[Record], data: bytes) -> Record | None:
-    """The record that has the file's SHA-256, and tells of the job that is in the file."""
+def _fitting(records: Sequence[Record], data: bytes, told: Mapping[str, str]) -> Record | None:
+    """The record that has the file's SHA-256, and tells of the job that is in the file.
+
+    One without, by *told*, the file's metadata: if they are of the file and of the record's job.
+    """
     digest = hashlib.sha256(data).hexdigest()
-    if not (same := [record for record in records if record.sha256 == digest]):
+    is_of_file = told.get("sha256") == digest
+    same = [record for record in records if record.sha256 == digest]
+    same += [
+        each
+        for each in records
+        if not each.sha256 and is_of_file and each.digest == told.get("digest")
+    ]
+    if not same:
         return None
-    found = picture.job_in(data)  # where it is none, or too large for a JPEG, nothing denies it
-    told = {} if found is None else of_job(found[1])
+    found = picture.job_in(data)  # where there is none, as in a large JPEG, nothing denies it
+    in_file = {} if found is None else of_job(found[1])
+    known = {name: in_file[name] for name in _IN_FILE if name in in_file}
     for record in same:
-        if all(getattr(record, name) == told[name] for name in _IN_FILE if told):
+        if all(getattr(record, name) in {None, value} for name, value in known.items()):
             return record
     return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import (
     AsyncGenerator,
@@ -16,11 +15,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
-
 from imagefleet import concurrency, errors
 from imagefleet.job.message import RECORDS
 from imagefleet.records import drawn, stored
+from imagefleet.records import sent as ledger
 from imagefleet.records.record import Kind, Record, ShardName, Totals
 from imagefleet.records.stored import Damaged, StoredShard
 from imagefleet.storage.open import Storage
@@ -47,7 +45,7 @@ _COUNTED_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """A campaign in numbers. *sent* is None where no filler has noted it."""
+    """A campaign in numbers. *sent* is None where nobody has noted it."""
 
     sent: int | None
     images: int
@@ -82,15 +80,11 @@ class Counts:
         return replace(self, **figures)
 
 
-class _Sent(BaseModel, hide_input_in_errors=True):
-    load: str = Field(max_length=200)
-    jobs: int = Field(ge=0, lt=2**53)
-
-
 async def campaigns(storage: Storage) -> AsyncIterator[str]:
-    """The campaigns that have records, by name; a listing of folders in either store."""
+    """The campaigns that have records, by name; listings of folders."""
     found = {name async for name in storage.blobs.folders(RECORDS)}
     found |= {name async for name in storage.files.folders(RECORDS)}
+    found.update(await ledger.campaigns(storage))
     for name in sorted(found):
         if ShardName.read(f"{RECORDS}{name}/-.jobs.jsonl.gz"):
             yield name
@@ -152,18 +146,6 @@ async def end(storage: Storage, campaign: str) -> dict[str, int]:
     }
 
 
-async def sent(storage: Storage, campaign: str) -> int | None:
-    """Counts its jobs, as far as fillers noted them; a listing, and a read for each filler."""
-    by_filler = await sent_by_filler(storage, campaign)
-    return sum(by_filler.values()) if by_filler else None
-
-
-async def sent_by_filler(storage: Storage, campaign: str) -> dict[str, int]:
-    """The jobs that each filler has noted, by what names the filler across its restarts."""
-    shards = await stored.shards_of(storage, campaign)
-    return await _sent(stored.of_kind(shards, "sent"), Damaged())
-
-
 async def newest(storage: Storage, campaign: str, most: int) -> list[Record]:
     """The latest images and jobs, oldest first: a listing, and the ends of 32 shards at most."""
     shards = await stored.shards_of(storage, campaign)
@@ -189,33 +171,38 @@ async def counts(storage: Storage, campaign: str, damaged: Damaged | None = None
     more jobs have ended than were sent.
     """
     damaged = damaged or Damaged()
-    return await _counts(await stored.shards_of(storage, campaign, damaged), damaged)
+    shards = await stored.shards_of(storage, campaign, damaged)
+    sent = await ledger.counts(storage, campaign)
+    return await _counts(storage, campaign, shards, sent, damaged)
 
 
 async def all_counts(storage: Storage, damaged: Damaged) -> dict[str, Counts]:
-    """The numbers of all campaigns: of `counts`, with two listings for them all."""
-    by_campaign: dict[str, list[StoredShard]] = {}
+    """The numbers of all campaigns: of `counts`, with three listings for them all."""
+    with_ledger = set(await ledger.campaigns(storage))
+    by_campaign: dict[str, list[StoredShard]] = {name: [] for name in with_ledger}
     for shard in await stored.shards_of(storage, None, damaged):
         by_campaign.setdefault(shard.campaign, []).append(shard)
     found: dict[str, Counts] = {}
 
     async def count(campaign: str) -> None:
-        found[campaign] = await _counts(by_campaign[campaign], damaged)
+        sent = await ledger.counts(storage, campaign) if campaign in with_ledger else None
+        found[campaign] = await _counts(storage, campaign, by_campaign[campaign], sent, damaged)
 
     await concurrency.for_each(by_campaign, count, _COUNTED_AT_ONCE)
     return found
 
 
-async def _counts(shards: Collection[StoredShard], damaged: Damaged) -> Counts:
-    by_filler = await _sent(stored.of_kind(shards, "sent"), damaged)
-    sent = sum(by_filler.values()) if by_filler else None
-    ends = await drawn.Ends.open(shards, damaged)
-    async for records in stored.records(stored.of_kind(shards, "jobs"), damaged):
-        ends.add(records)
-    is_replaced = bool(stored.of_kind(shards, "replaced"))
-    total = await (_recounted if is_replaced else _counted)(shards, ends, unfit := Damaged())
-    if not is_replaced and sent is not None and total.jobs + len(ends.outcomes) > sent:
-        total = await _recounted(shards, ends, unfit := Damaged())
+async def _counts(
+    storage: Storage,
+    campaign: str,
+    shards: Collection[StoredShard],
+    sent: int | None,
+    damaged: Damaged,
+) -> Counts:
+    total, ends = await _summed(shards, None, unfit := Damaged())
+    if sent is not None and total.jobs + len(ends.outcomes) > sent:
+        known = await ledger.entries(storage, campaign)
+        total, ends = await _summed(shards, known, unfit := Damaged())
     damaged.include(unfit)
     by_outcome = Counter(ends.outcomes.values())
     changed = [shard.blob.modified_at or shard.blob.created_at for shard in shards]
@@ -328,7 +315,7 @@ async def _ended(
     storage: Storage, campaign: str | None, damaged: Damaged
 ) -> AsyncGenerator[list[Record]]:
     shards = await stored.shards_of(storage, campaign, damaged)
-    ends = await drawn.Ends.open(shards, damaged)
+    ends = await drawn.Ends.open(shards, None, damaged)
     jobs = stored.of_kind(shards, "jobs")
     async with aclosing(stored.records(jobs, damaged)) as parts:
         async for records in parts:
@@ -361,6 +348,17 @@ async def _totals(shards: Collection[StoredShard], damaged: Damaged) -> Totals:
     return Totals(records, jobs)
 
 
+async def _summed(
+    shards: Collection[StoredShard], known: ledger.Digests | None, damaged: Damaged
+) -> tuple[Totals, drawn.Ends]:
+    """Images, and how jobs have ended; with those *known* to be sent by all records, and theirs."""
+    ends = await drawn.Ends.open(shards, known, damaged)
+    async for records in stored.records(stored.of_kind(shards, "jobs"), damaged):
+        ends.add(records)
+    is_exact = known is not None or bool(stored.of_kind(shards, "replaced"))
+    return await (_recounted if is_exact else _counted)(shards, ends, damaged), ends
+
+
 async def _counted(shards: Collection[StoredShard], ends: drawn.Ends, damaged: Damaged) -> Totals:
     """The images and completed jobs by the ends of shards, and by the records of taken names."""
     total = await _totals(stored.of_kind(shards, "images"), damaged)
@@ -381,25 +379,8 @@ async def _recounted(shards: Collection[StoredShard], ends: drawn.Ends, damaged:
     completed: set[int] = set()
     async for records in drawn.images(shards, again, replaced, damaged):
         ends.add(records)
-        stored_images = [record for record in records if record.outcome == "completed"]
-        images += len(stored_images)
+        found = [record for record in records if record.outcome == "completed"]
+        images += len(stored_images := ends.sent(found))
         completed.update(record.job for record in stored_images if again.completes(record))
     ends.outcomes = {job: each for job, each in ends.outcomes.items() if job not in completed}
     return Totals(images, len(completed))
-
-
-async def _sent(shards: Collection[StoredShard], damaged: Damaged) -> dict[str, int]:
-    """The jobs sent by each filler: a shard is of one, and its last line has the sum."""
-    latest: dict[str, int] = {}
-
-    async def add(each: StoredShard) -> None:
-        for line in await stored.last_lines(each, damaged):
-            try:
-                note = _Sent.model_validate(json.loads(line))
-            except (ValidationError, ValueError, RecursionError):
-                damaged.add(each.blob.name, "a count of jobs that is not valid")
-            else:
-                latest[note.load] = max(note.jobs, latest.get(note.load, 0))
-
-    await concurrency.for_each(shards, add, stored.CONCURRENT_READS)
-    return latest

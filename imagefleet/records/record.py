@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import re
 import secrets
 import struct
@@ -77,7 +76,7 @@ _OF_DRAWING = ("sampler", "steps", "cfg_scale", "clip_skip")
 
 #: `again` are images whose names were taken; most of them have a record in `images`. `settled` are
 #: failures that were replayed or discarded; an empty shard `cancelled` says that a campaign was.
-Kind = Literal["again", "cancelled", "images", "jobs", "replaced", "sent", "settled"]
+Kind = Literal["again", "cancelled", "images", "jobs", "replaced", "settled"]
 
 #: The kinds that only the operator writes. They lie among the files, where workers have no token.
 OPERATORS: frozenset[Kind] = frozenset({"cancelled", "replaced", "settled"})
@@ -217,11 +216,12 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
         names = ("digest",) if of_any_drawing else ("digest", "sha256")
         return all(metadata.get(name) in {None, getattr(self, name)} for name in names)
 
-    def name_taken(self) -> Record:
-        """The end of its job instead, where the stored image is another job's of that name."""
+    def name_taken(self, metadata: Mapping[str, str]) -> Record:
+        """The end of its job instead, where the image with this *metadata* is another job's."""
         reason = (
-            f"its name is taken: {self.blob} is the image of another job of that id, whose digest"
-            f" is not {self.digest}; give one of them another id"
+            f"its name is taken: {self.blob} is the image of the job {self.key} with the digest"
+            f" {metadata.get('digest', 'unknown')[:64]}, and this job's is {self.digest}; give one"
+            " of them another id"
         )
         failed = {"outcome": "failed", "blob": None, "error": errors.NameTakenError.__name__}
         return self.model_copy(update={**failed, "reason": reason})
@@ -353,7 +353,6 @@ class RecordLog:
         self._writer = re.sub(r"[^A-Za-z0-9._-]", "_", writer)[:100] or "_"
         self._retry_policy = retry_policy
         self._shards: OrderedDict[tuple[str, Kind], _Shard] = OrderedDict()
-        self._load = secrets.token_hex(8)
 
     async def add(self, records: Iterable[Record], *, again: bool = False) -> None:
         """Adds records, those of images as `images`, or *again* if their names were taken."""
@@ -376,11 +375,6 @@ class RecordLog:
     async def open(self, campaign: str, kind: Kind) -> None:
         """Begins a shard, and adds no record; raises SetupError if none may be written."""
         await self._append(campaign, kind, [], jobs=0)
-
-    async def sent(self, campaign: str, jobs: int, load: str | None = None) -> None:
-        """Notes how many jobs *load* (across restarts) or this object has sent so far."""
-        line = json.dumps({"load": load or self._load, "jobs": jobs}).encode() + b"\n"
-        await self._append(campaign, "sent", [line], jobs=0)
 
     async def _append(self, campaign: str, kind: Kind, lines: list[bytes], *, jobs: int) -> None:
         open_shard = self._shard(campaign, kind)

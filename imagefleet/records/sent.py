@@ -18,7 +18,7 @@ from functools import partial
 from typing import NamedTuple
 
 from imagefleet import concurrency, errors
-from imagefleet.job.message import DEFAULT_CAMPAIGN, fields_if_any, read_job
+from imagefleet.job.message import DEFAULT_CAMPAIGN, read_job
 from imagefleet.records.record import RETRIES
 from imagefleet.records.stored import PART_BYTES, Damaged
 from imagefleet.storage.open import Storage
@@ -57,7 +57,7 @@ _ID, _DIGEST, _CAMPAIGN = ('"id":"', '"digest":"', '"campaign":"')
 
 
 class SentJob(NamedTuple):
-    """What the ledger knows of a message's job: *entry* is the hashes of its id and its digest."""
+    """A message's job: *entry* is the hashes of its id and its digest, none of a second drawing."""
 
     campaign: str
     id: str
@@ -78,10 +78,17 @@ class Digests:
         """The entries: key and value in one."""
         return itertools.chain.from_iterable(map(_entries, self._buckets.values()))
 
-    def get(self, key: bytes) -> bytes | None:
+    def entry(self, key: bytes) -> bytes | None:
+        """The entry of *key*."""
         bucket = self._buckets.get(key[:_BUCKET_BYTES])
-        at = -1 if bucket is None else _find(bucket, key)
-        return None if bucket is None or at < 0 else bytes(bucket[at + HASH_BYTES :][:HASH_BYTES])
+        if bucket is None or (at := _find(bucket, key)) < 0:
+            return None
+        return bytes(bucket[at : at + _ENTRY_BYTES])
+
+    def get(self, key: bytes) -> bytes | None:
+        """The value of *key*."""
+        entry = self.entry(key)
+        return None if entry is None else entry[HASH_BYTES:]
 
     def put(self, entry: bytes) -> None:
         """Takes in a key and its value, in place of an earlier one."""
@@ -109,18 +116,16 @@ def entry_of(job_id: str, digest: str) -> bytes:
     return id_hash(job_id) + bytes.fromhex(digest[: 2 * HASH_BYTES])
 
 
-def job_of(body: str) -> SentJob | None:
-    """The job of a message that was checked; None for a second drawing, which is no job."""
-    if body.count(_ID) == body.count(_DIGEST) == 1 and body.count(_CAMPAIGN) <= 1:
+def job_of(body: str) -> SentJob:
+    """The job of a message that was checked."""
+    is_plain = body.count(_ID) == body.count(_DIGEST) == 1 and body.count(_CAMPAIGN) <= 1
+    if is_plain and '"verify":true' not in body:
         # As `Job.to_message` writes most of them: to parse each would take as long as to make it.
-        if '"verify":true' not in body:
-            job_id, digest = _text(body, _ID), _text(body, _DIGEST)
-            return SentJob(_text(body, _CAMPAIGN), job_id, entry_of(job_id, digest))
+        job_id, digest = _text(body, _ID), _text(body, _DIGEST)
+        return SentJob(_text(body, _CAMPAIGN), job_id, entry_of(job_id, digest))
     job = read_job(body, "none").whole
-    if job.verify:
-        return None
-    job_id = str(fields_if_any(body).get("id", job.id))
-    return SentJob(job.campaign or DEFAULT_CAMPAIGN, job_id, entry_of(job_id, job.digest))
+    entry = b"" if job.verify else entry_of(str(job.id), job.digest)
+    return SentJob(job.campaign or DEFAULT_CAMPAIGN, str(job.id), entry)
 
 
 def _text(body: str, before: str) -> str:
@@ -158,6 +163,8 @@ class Ledger:
         self.is_read = False
         self.pending = bytearray()
         """Entries of jobs in the queue that `note` is still to append."""
+        self.claimed: dict[bytes, bytes] = {}
+        """Digests by id of jobs on their way to the queue, until they are noted."""
         self._files = files
         self._folder = f"{SENT}{campaign}/"
         self._end: _End | None = None
@@ -173,7 +180,19 @@ class Ledger:
 
     @property
     def is_in_use(self) -> bool:
-        return bool(self.pending) or self._lock.locked()
+        return bool(self.pending or self.claimed) or self._lock.locked()
+
+    def digest_of(self, entry: bytes) -> bytes | None:
+        """The digest that the id of *entry* was sent with."""
+        key = entry[:HASH_BYTES]
+        return self.claimed.get(key) or self.known.get(key)
+
+    async def is_new(self) -> bool:
+        """Whether nothing was noted yet."""
+        async with self._lock:
+            if self._end is None:
+                self._end = await self.end()
+        return self._end == _End()
 
     async def note(self) -> None:
         """Appends what is pending; those who ask at once share an append. Raises FleetError."""
@@ -182,6 +201,8 @@ class Ledger:
                 entries = bytes(self.pending[: _MAX_ENTRIES * _ENTRY_BYTES])
                 await self._append(entries)
                 del self.pending[: len(entries)]
+                for entry in _entries(entries) if self.claimed else ():
+                    self.claimed.pop(entry[:HASH_BYTES], None)
 
     async def end(self) -> _End:
         """The end as the last whole frame tells it: one read of a short ledger."""
@@ -291,31 +312,36 @@ class Ledgers:
         """A campaign's ledger, as far as it was read."""
         if campaign not in self._ledgers:
             self._ledgers[campaign] = Ledger(self._files, campaign)
-            self._drop_some()
         self._ledgers.move_to_end(campaign)
+        if len(self._ledgers) > MAX_LEDGERS:
+            self._drop_some()
         return self._ledgers[campaign]
 
-    async def note(self, campaigns: Iterable[str] | None = None) -> None:
-        """Appends what is pending, of all campaigns or of these; raises FleetError."""
-        names = self._ledgers if campaigns is None else campaigns
-        ledgers = [self.of(name) for name in names if self.of(name).pending]
+    async def note(self) -> None:
+        """Appends what is pending; raises FleetError."""
+        ledgers = [ledger for ledger in self._ledgers.values() if ledger.pending]
         await concurrency.for_each(ledgers, Ledger.note, _CONCURRENT_APPENDS)
 
     def _drop_some(self) -> None:
-        too_many = max(0, len(self._ledgers) - MAX_LEDGERS)
-        for name in list(itertools.islice(self._ledgers, too_many)):
+        for name in list(itertools.islice(self._ledgers, len(self._ledgers) - MAX_LEDGERS)):
             if not self._ledgers[name].is_in_use:
                 del self._ledgers[name]
 
 
-async def campaigns(storage: Storage) -> list[str]:
+async def campaigns(storage: Storage) -> set[str]:
     """The campaigns that have a ledger; one listing of folders."""
-    return [name async for name in storage.files.folders(SENT)]
+    try:
+        return {name async for name in storage.files.folders(SENT)}
+    except errors.MissingResourceError:  # there are no files
+        return set()
 
 
 async def counts(storage: Storage, campaign: str) -> int | None:
     """How many jobs were sent, each id once; None if nobody has noted any. Mostly one read."""
-    end = await Ledger(storage.files, campaign).end()
+    try:
+        end = await Ledger(storage.files, campaign).end()
+    except errors.MissingResourceError:  # there are no files
+        return None
     return None if end == _End() else end.jobs
 
 
@@ -327,7 +353,7 @@ async def entries(storage: Storage, campaign: str, damaged: Damaged | None = Non
 async def note(storage: Storage, bodies: Iterable[str]) -> None:
     """Notes messages that are in the queue."""
     ledgers = Ledgers(storage.files)
-    for job in filter(None, map(job_of, bodies)):
+    for job in map(job_of, bodies):
         ledgers.of(job.campaign).pending += job.entry
     await ledgers.note()
 

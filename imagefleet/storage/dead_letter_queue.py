@@ -197,8 +197,11 @@ async def replay(
     async def send(entries: list[Entry]) -> list[Entry]:
         chosen, refused = await check.choose(storage, entries, selection)
         swept.refused += refused
-        await storage.models.send([body for _, body, _ in chosen], priority)
         sent = [entry for entry, _, _ in chosen]
+        works = (_is_drawn(storage, entry) for entry in sent)
+        is_drawn = await concurrency.gather(*works)
+        bodies = [each.body for each, drawn in zip(chosen, is_drawn, strict=True) if not drawn]
+        await storage.models.send(bodies, priority)
         await records.add(_notes(sent, "replayed", storage.blobs.clock.now()))
         return sent
 
@@ -318,14 +321,29 @@ async def _settle(
     await concurrency.for_each(messages, settle, protocol.MAX_RECEIVE)
 
 
+async def _is_drawn(storage: Storage, failed: Entry) -> bool:
+    """Whether a job has failed only as its worker could not see that it was drawn before."""
+    return _has_taken_name(failed) and await is_completed(storage, failed)
+
+
+def _has_taken_name(failed: Entry) -> bool:
+    return failed.record is not None and failed.record.error == errors.NameTakenError.__name__
+
+
 async def is_completed(storage: Storage, failed: Entry) -> bool:
-    """Whether all images of a job are stored since: a read for each, or six if there is none."""
+    """Whether all images of a job are stored since: a read for each, or six if there is none.
+
+    Those may be of the job as it was mended; but not where another job has its name.
+    """
     from imagefleet.records import outcomes
 
     if failed.record is None:
         return False
     job = outcomes.JobFacts(failed.record.id, failed.record.campaign)
-    return outcomes.are_all(await outcomes.stored_images(storage, job))
+    images = await outcomes.stored_images(storage, job)
+    if not outcomes.are_all(images):
+        return False
+    return not _has_taken_name(failed) or images[-1].digest == failed.record.digest
 
 
 def _notes(

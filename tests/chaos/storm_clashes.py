@@ -139,10 +139,14 @@ class Outcomes:
     """What cannot be."""
     digests: dict[Key, list[str]]
     """Those of each job's stages."""
+    bad: set[Key]
+    """Jobs that nobody can draw."""
 
     @property
     def taken(self) -> list[Key]:
-        return [key for key, each in self.failed.items() if each.error == "NameTakenError"]
+        """Those that failed for their names alone; a bad job fails for either reason."""
+        taken = [key for key, each in self.failed.items() if each.error == "NameTakenError"]
+        return [key for key in taken if key not in self.bad]
 
 
 async def outcomes_of(storage: Storage, sent: list[StormJob], campaign: str) -> Outcomes:
@@ -152,13 +156,14 @@ async def outcomes_of(storage: Storage, sent: list[StormJob], campaign: str) -> 
     wrong = list[str]()
     owners = await _owners(storage, sent, campaign, wrong)
     failed = await _failed(storage, campaign, wrong)
-    completed = set[Key]()
+    completed, bad = set[Key](), set[Key]()
     for key, job in jobs.items():
         names = drawings([sent_as[key]])
         own = {(name, digest, job.stages) for name in names for digest in names[name]}
         if own <= owners:
             completed.add(key)
-        is_bad = BAD_STEPS in {stage.steps for stage in job.stages_left()}
+        if is_bad := BAD_STEPS in {stage.steps for stage in job.stages_left()}:
+            bad.add(key)
         outcomes = [*["completed"] * (key in completed), *["failed"] * (key in failed)]
         if len(outcomes) != 1:
             wrong.append(f"{_shown(key)} has {outcomes or 'no outcome'}")
@@ -172,7 +177,7 @@ async def outcomes_of(storage: Storage, sent: list[StormJob], campaign: str) -> 
     wrong += [f"of {name}, none is completed" for name in good - ids.keys()]
     digests = {key: [each.stage_digest for each in job.stages_left()] for key, job in jobs.items()}
     known = {key: failed[key] for key in jobs.keys() & failed.keys()}
-    return Outcomes(completed, known, wrong, digests)
+    return Outcomes(completed, known, wrong, digests, bad)
 
 
 async def _owners(
@@ -276,6 +281,7 @@ async def renamed(console: Console, truth: Outcomes) -> list[StormJob]:
     """The jobs whose names were taken, as `failed --export` has them, with names of their own."""
     exported = await console("failed", "--error", "NameTakenError", "--export")
     jobs = [json.loads(line) for line in exported.splitlines()]
+    jobs = [job for job in jobs if job.get("steps") != BAD_STEPS]
     if (count := len(jobs)) != len(truth.taken):
         truth.errors.append(f"{count} jobs are exported, of {len(truth.taken)}")
     return [

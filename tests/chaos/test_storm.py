@@ -25,9 +25,23 @@ async def test_each_stage_of_a_chain_is_drawn_once_and_none_is_lost(
     storage_settings: StorageSettings,
 ) -> None:
     tally = await storm.weather(
-        storage_settings, jobs=16, kills=4, faults=25, seconds=4, seed=2, chains=True
+        storage_settings, jobs=16, kills=4, faults=25, seconds=4, seed=2, kind="chains"
     )
 
     assert tally.is_clean, str(tally)
     assert tally.kills >= 4
     assert tally.images_generated >= 3 * 16
+
+
+@pytest.mark.slow
+async def test_two_jobs_of_one_id_have_an_outcome_each_and_all_commands_say_so(
+    storage_settings: StorageSettings,
+) -> None:
+    tally = await storm.weather(
+        storage_settings, jobs=200, kills=8, faults=60, seconds=6, seed=3, kind="clashes"
+    )
+
+    assert tally.is_clean, str(tally)
+    assert tally.kills + tally.freezes + tally.terms >= 8
+    assert tally.faults >= 60
+    assert tally.names_taken >= 5

@@ -23,7 +23,7 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import MAX_RECEIVE
 from imagefleet.storage.settings import StorageSettings, job_queue
 from imagefleet.submit import BATCH
-from loadgen.load import POSITIONS_BETWEEN_CHECKPOINTS, Checkpoint
+from loadgen.load import Checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,8 +35,8 @@ count: 250
 lists: {noun: [cat, dog, fox]}
 """
 
-#: Jobs that a kill may send twice: those in flight, and since the checkpoint was written.
-WINDOW = 8 * BATCH + POSITIONS_BETWEEN_CHECKPOINTS
+#: Jobs that a kill may send twice: those in flight.
+WINDOW = 8 * BATCH
 
 
 @pytest.fixture

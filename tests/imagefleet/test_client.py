@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import json
 import pydoc
 import re
@@ -196,7 +197,8 @@ async def test_a_job_of_several_images_is_completed_when_all_are_there(
     blobs = fleet.storage.blobs
     (sent,) = [message.body async for message in fleet.storage.queue.browse()]
     facts = {"job": "a", "seed": "4", "images": "3", "digest": read_job(sent, "m").digest}
-    await blobs.create("default/a~1.png", b"by a worker that died", "image/png", facts)
+    facts["sha256"] = hashlib.sha256(data := b"by a worker that died").hexdigest()
+    await blobs.create("default/a~1.png", data, "image/png", facts)
     with pytest.raises(TimeoutError):
         await collect(batch, 0.1)
     assert await fleet.job("a").status() == "pending"

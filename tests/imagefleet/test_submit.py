@@ -181,11 +181,13 @@ async def test_a_cancelled_run_leaves_no_send_behind(storage: Storage) -> None:
 async def test_a_submit_that_is_killed_leaves_the_count_of_a_moment_before(
     storage: Storage, storage_settings: StorageSettings
 ) -> None:
-    settings = storage_settings.model_dump(include={"storage", "queue", "container"})
+    settings = storage_settings.model_dump(
+        include={"storage", "queue", "container", "files_container"}
+    )
     program = f"""
-import itertools, imagefleet
+import imagefleet
 with imagefleet.connect(**{settings!r}) as fleet:
-    jobs = (imagefleet.Job(prompt="a house") for _ in itertools.count())
+    jobs = [imagefleet.Job(prompt="a house")] * 30_000
     fleet.submit(jobs, campaign="spring")
 """
     submitting = await asyncio.create_subprocess_exec(sys.executable, "-c", program)

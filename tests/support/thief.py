@@ -164,7 +164,8 @@ async def numbers_without_bounds(thief: Thief, loot: Loot) -> None:
     (job_id, body), *_ = loot.drawn.items()
     line = loot.record(job_id, body).line()
     for name in (b"size_bytes", b"attempts", b"width"):
-        huge = line.replace(b'"id"', b'"' + name + b'":9007199254740991,"id"', 1)
+        told = line.removesuffix(b"}\n")  # of two values of a name the last counts
+        huge = told + b',"' + name + b'":9007199254740991}\n'
         await shard(thief, loot.campaign, "images", [huge])
     no_json = [b'{"outcome":' * 10_000 + b"\n", b"\xff\n"]
     await shard(thief, loot.campaign, "images", no_json)
@@ -197,8 +198,7 @@ async def messages_of_failed_jobs(thief: Thief, loot: Loot) -> None:
         await thief.poison.send_message(body)
 
 
-async def garbage_in_other_workers_shards(thief: Thief, loot: Loot) -> None:
-    """Only the role for chains can name them: they have random parts."""
+async def nonsense_among_the_records(thief: Thief, loot: Loot) -> None:
     await thief.images.upload_blob("-records/nonsense", b"x")
     await thief.images.upload_blob("-records/../x.images.jsonl.gz", b"x")
 
@@ -217,6 +217,6 @@ ATTACKS: dict[str, Attack] = {
         records_of_images_that_are_not_there,
         drawings_under_workers_names,
         messages_of_failed_jobs,
-        garbage_in_other_workers_shards,
+        nonsense_among_the_records,
     )
 }

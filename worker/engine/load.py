@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from imagefleet import errors
-from imagefleet.files.safetensors import REST_SECONDS, rested, whole
+from imagefleet.files import safetensors
+from imagefleet.files.safetensors import rested, whole
 from imagefleet.telemetry import logs
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def _parts(settings: EngineSettings, device: torch.device, how: Settings) -> Par
                 return _read(settings, device, how)
         except errors.UnsettledFileError as error:
             log.info(f"the model waits: {error}", action="model_waits")
-            time.sleep(REST_SECONDS)
+            time.sleep(safetensors.REST_SECONDS)
 
 
 @contextlib.contextmanager

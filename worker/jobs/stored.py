@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 
 from imagefleet import concurrency, errors
@@ -17,25 +18,29 @@ _LOOKS_AT_ONCE = 16
 _DIGEST_CHARACTERS = 12
 _QUOTED_CHARACTERS = 80
 
+#: Those of an image that the credentials do not let anybody read.
+NOT_READ: Mapping[str, str] = {}
+
 _HOW_TO_MEND = "send this one again with another id (`imagefleet failed --export`)"
 
 
-async def is_stored(blobs: BlobStore, job: Job, index: int) -> bool | None:
-    """Whether an image of a job is stored; None: its name is taken, and nobody may see by whom.
+async def look_up(blobs: BlobStore, job: Job, index: int) -> Mapping[str, str] | None:
+    """The metadata of a job's image; None if it is not stored.
 
-    Raises NameTakenError if another job's image has its name.
+    They are empty if its name is taken, and the credentials do not tell by whom. Raises
+    NameTakenError if another job's image has its name.
     """
     name = job.blob_name(index)
     try:
         found = await blobs.record(name)
     except errors.SetupError:  # a worker's token allows to create images, not to read them
-        return None if await blobs.exists(name) else False
+        return NOT_READ if await blobs.exists(name) else None
     if found is None:
-        return False
+        return None
     # A job of fewer stages draws the same images as another does on its way.
     if _digest_and_stages(found) != (job.stage_digest, str(job.stages)):
         raise errors.NameTakenError(_taken_by(job, found))
-    return True
+    return found.metadata
 
 
 def _digest_and_stages(image: BlobRecord) -> tuple[str, str]:
@@ -66,6 +71,12 @@ def _shown(job: Job) -> str:
     return f"{job.prompt[:_QUOTED_CHARACTERS]!r}, of digest {job.stage_digest[:_DIGEST_CHARACTERS]}"
 
 
+def sha256_in(metadata: Mapping[str, str]) -> str | None:
+    """The SHA-256 that an image's metadata tell; None if they do not, or anything else."""
+    told = metadata.get("sha256", "")
+    return told if re.fullmatch("[0-9a-f]{64}", told) else None
+
+
 async def find_stored(
     blobs: BlobStore, job: Job, source: str, images: Iterable[int]
 ) -> tuple[list[Record], errors.NameTakenError | None]:
@@ -79,8 +90,8 @@ async def find_stored(
 
     async def look(index: int) -> None:
         try:
-            if await is_stored(blobs, job, index) is not False:
-                found[index] = stored_record(job, source, index, blobs.clock.now())
+            if (metadata := await look_up(blobs, job, index)) is not None:
+                found[index] = stored_record(job, source, index, blobs.clock.now(), metadata)
         except errors.NameTakenError as error:
             taken.append(error)
 
@@ -88,10 +99,12 @@ async def find_stored(
     return [found[index] for index in sorted(found)], next(iter(taken), None)
 
 
-def stored_record(job: Job, source: str, index: int, at: datetime) -> Record:
-    """The record of an image that is stored *at* that time; by whom, and when, is not known."""
+def stored_record(
+    job: Job, source: str, index: int, at: datetime, metadata: Mapping[str, str] = NOT_READ
+) -> Record:
+    """The record of an image that is stored *at* that time; by whom, its *metadata* may tell."""
     width, height = job.final_size
-    return Record.model_validate(
+    return Record.of_blob(
         {
             **of_job(job),
             "outcome": "completed",
@@ -104,5 +117,6 @@ def stored_record(job: Job, source: str, index: int, at: datetime) -> Record:
             "model": job.model,
             "width": width,
             "height": height,
-        }
+        },
+        metadata,
     )

@@ -127,9 +127,10 @@ class UploadStage:
         self.suspects.storing(name, image.generated_at)
         with self.settler.metrics.stage_seconds["upload"].time():
             written = await self.settler.retry_policy.call_in_doubt(create)
+        sha256: str | None = file.sha256
         if not is_surely_own:
             try:
-                await self._check_taken(image, is_in_doubt=written)
+                sha256 = await self._sha256_of_taken(image, is_in_doubt=written)
             except errors.FleetError:
                 self.suspects.not_stored(name)
                 raise
@@ -138,7 +139,7 @@ class UploadStage:
         elif written:
             # In doubt another worker may have a record of it, too.
             records = entry.records if is_surely_own else entry.again
-            records.append(self._record(encoded, name, is_own=is_surely_own))
+            records.append(self._record(encoded, name, sha256))
             entry.images_written += 1
             metrics = self.settler.metrics
             metrics.images_stored += 1
@@ -149,22 +150,22 @@ class UploadStage:
         else:
             self.suspects.not_stored(name)
             self.settler.cost.lost("duplicate")
-            entry.again.append(self._record(encoded, name, is_own=False))
+            entry.again.append(self._record(encoded, name, sha256))
             await self._keep_aside(name, encoded, metadata)
 
-    async def _check_taken(self, image: InFlightImage, *, is_in_doubt: bool) -> None:
-        """Raises NameTakenError if the image that has an image's name is another job's.
+    async def _sha256_of_taken(self, image: InFlightImage, *, is_in_doubt: bool) -> str | None:
+        """The SHA-256 of the file that has an image's name; None if it is not known.
 
-        *is_in_doubt*: it is this very image, perhaps.
+        *is_in_doubt*: it is this very image, perhaps. Raises NameTakenError if it is another job's.
         """
         entry, job = image.owner, image.job
-        look = partial(stored.is_stored, self.settler.storage.blobs, job, image.index)
-        found = await self.settler.retry_policy.call(look)
-        if found is False:
+        look = partial(stored.look_up, self.settler.storage.blobs, job, image.index)
+        if (found := await self.settler.retry_policy.call(look)) is None:
             raise errors.TransientError("an image that had its name was removed meanwhile")
         is_first = entry.lease.message.delivery_count == 1 and not entry.deliveries.is_unsure
-        if found is None and is_first and not is_in_doubt:
+        if found is stored.NOT_READ and is_first and not is_in_doubt:
             raise stored.taken_unseen(job, image.index)
+        return stored.sha256_in(found)
 
     async def _keep_aside(
         self, name: str, encoded: _EncodedImage, metadata: dict[str, str]
@@ -180,8 +181,8 @@ class UploadStage:
 
         await self.settler.retry_policy.call(create)
 
-    def _record(self, encoded: _EncodedImage, name: str, *, is_own: bool) -> Record:
-        """The record of an image; *is_own*: the file that is stored is surely this drawing."""
+    def _record(self, encoded: _EncodedImage, name: str, sha256: str | None) -> Record:
+        """The record of an image; *sha256* is of the file that is stored, as far as it is known."""
         image = encoded.image
         width, height = image.final_size
         return self.settler.record(
@@ -189,7 +190,7 @@ class UploadStage:
             "completed",
             blob=name,
             size_bytes=len(encoded.file.data),
-            sha256=encoded.file.sha256 if is_own else None,
+            sha256=sha256,
             index=image.index,
             completes=False if image.job.images > 1 else None,
             seed=image.job.image_seed(image.index),

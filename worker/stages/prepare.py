@@ -284,9 +284,9 @@ class PrepareStage:
         Workers send a stage once that is; but its number is not signed, and anybody may write it.
         """
         before = job.whole.at_stage(job.stage - 1)
-        look = partial(stored.is_stored, self.settler.storage.blobs, before, 0)
+        look = partial(stored.look_up, self.settler.storage.blobs, before, 0)
         with contextlib.suppress(errors.NameTakenError):  # by another job's image
-            if await self.settler.retry_policy.call(look) is not False:
+            if await self.settler.retry_policy.call(look) is not None:
                 return False
         if not await self._hand_back(entry):
             entry.job = None  # which has its end by a message of its own

@@ -89,8 +89,8 @@ ROLES: Mapping[str, Role] = {
             blob="ac",
             files="r",
         ),
-        # It notes how many jobs it has sent, and reads which campaigns are cancelled.
-        Role("load", "`imagefleet load` on existing queues", queue="a", blob="ac", files="r"),
+        # It notes which jobs it has sent, and reads that and which campaigns are cancelled.
+        Role("load", "`imagefleet load` on existing queues", queue="a", blob="ac", files="rac"),
         Role(
             "monitor",
             "the read-only commands: `status`, `job`, `exporter`, `scale`, `results`,"
@@ -107,7 +107,7 @@ ROLES: Mapping[str, Role] = {
             queue="ra",
             poison="rup",
             blob="racdl",
-            files="rcwdl",
+            files="racwdl",
         ),
         Role(
             "files",

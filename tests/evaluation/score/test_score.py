@@ -16,6 +16,7 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 
+import sent_jobs
 from evaluation.score import chunks, metrics, plan
 from evaluation.score.statistics import Statistics
 from fleet import console
@@ -293,7 +294,7 @@ def test_the_end_of_a_campaign_is_waited_for(
 
     async def note(jobs: int) -> None:
         async with open_storage(copy) as storage:
-            await RecordLog(storage.blobs, "filler").sent("plain", jobs, "load")
+            await sent_jobs.note(storage, "plain", jobs)
 
     asyncio.run(note(25))
     assert (

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+import sent_jobs
 from fleet import console
 from imagefleet import cancelled
 from imagefleet.records.record import Record, RecordLog
@@ -71,8 +72,8 @@ async def fill(storage: Storage) -> None:
     )
     await operator.open("spring", "cancelled")
     await operator.add([Record(outcome="replayed", id="again", source="m1", **ended)])
-    await log.sent("spring", 5)
-    await log.sent("autumn", 1)
+    await sent_jobs.note(storage, "spring", 5)
+    await sent_jobs.note(storage, "autumn", 1)
     await storage.queue.send([job("again"), job("flying"), job("waiting", "autumn")])
 
 

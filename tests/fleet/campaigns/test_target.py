@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
+import sent_jobs
 from fleet import console
 from fleet.campaigns import target
 from imagefleet import errors
-from imagefleet.records.record import RecordLog
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -36,7 +36,7 @@ def test_an_unknown_campaign_is_not_acted_on(
     async def fill() -> None:
         async with open_storage(local_settings) as storage:
             await storage.create()
-            await RecordLog(storage.blobs, "load").sent("note", 5)
+            await sent_jobs.note(storage, "note", 5)
 
     asyncio.run(fill())
     ended = in_process(*command, "--storage", local_settings.storage)
@@ -65,7 +65,7 @@ async def test_a_campaign_exists_once_it_has_a_message_an_image_or_a_count(
 ) -> None:
     await storage.queue.send(['{"prompt": "a cat", "id": "a", "campaign": "waiting"}'])
     await storage.blobs.create("drawn/a.png", b"pixels", "image/png", {})
-    await RecordLog(storage.blobs, "load").sent("loading", 0)
+    await sent_jobs.note(storage, "loading", 1)
     for name in ("waiting", "drawn", "loading"):
         assert await target.check_campaign(storage, name) is None
     if storage.queue.finds_all:

@@ -12,14 +12,22 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Awaitable, Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import polling
-from fleet.export import plan, shards
+import sent_jobs
+from fleet.export import formats, plan, shards
+from fleet.results import files
+from imagefleet.job.message import SUFFIXES, duplicate_name, image_stem, job_key
+from imagefleet.records.record import Record, Totals, shard_part
+from imagefleet.records.stored import image_name
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -253,6 +261,70 @@ async def test_an_image_drawn_again_is_exported_with_its_latest_record(
     assert rows[2]["caption"] == "a later house"
 
 
+async def test_one_forged_record_neither_refuses_a_campaign_nor_takes_an_honest_images_place(
+    stored: list[Any], export: Run, local_settings: StorageSettings, tmp_path: Path
+) -> None:
+    honest = stored[0]
+    forged = {"sha256": "0" * 64, "prompt": "forged", "at": honest.at + timedelta(days=1)}
+    line = honest.model_copy(update=forged).line()
+    size = f'"size_bytes":{honest.size_bytes}'.encode()
+    huge = line.replace(size, b'"size_bytes":9007199254740991')
+    async with open_storage(local_settings) as storage:
+        name = "-records/spring/20261101T120000Z-thief-00000000.images.jsonl.gz"
+        await storage.blobs.append(name, shard_part([line] * 20 + [huge], Totals(21, 21)), 0)
+
+    result = await export("out", "--format", "imagefolder", size=10)
+
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert (manifest["images"], manifest["changed"]) == (5, 0)
+    assert manifest["misfits"] >= 2
+    assert "do not fit" in result.stderr
+    text = (tmp_path / "out" / "00000" / "metadata.jsonl").read_text()
+    assert "forged" not in text
+
+
+async def test_a_squatted_name_exports_the_drawing_that_was_kept_aside(
+    stored: list[Any], export: Run, local_settings: StorageSettings, tmp_path: Path
+) -> None:
+    async with open_storage(local_settings) as storage:
+        drawing = await storage.blobs.read("spring/1.png") or b""
+        for name in ("1", "2"):
+            await storage.blobs.delete(f"spring/{name}.png")
+            await storage.blobs.create(f"spring/{name}.png", b"garbage", "image/png", {})
+        await storage.blobs.create(duplicate_name("spring/1.png", "w1"), drawing, "image/png", {})
+
+    result = await export("out", "--format", "imagefolder", code=4, size=10)
+
+    assert (tmp_path / "out" / "00000" / "1.png").read_bytes() == drawing
+    assert "1 image not as recorded: spring/2.png" in result.stderr
+
+
+#: Ids that are alike: other characters than letters, and what looks like a number or a format.
+_IDS = st.from_regex(r"[aA0][aA0._-]{0,3}", fullmatch=True)
+_IMAGES = st.tuples(
+    _IDS, st.sampled_from([(0, 1), (1, 1), (2, 1), (12, 1), (0, 2), (0, 9)]),
+    st.sampled_from(["png", "jpeg", "webp"]),
+)  # fmt: skip
+
+
+@given(st.lists(st.tuples(_IDS, _IMAGES), min_size=2, max_size=30, unique=True))
+def test_no_two_images_have_one_name_in_the_storage_a_download_or_an_export(
+    places: list[tuple[str, tuple[str, tuple[int, int], str]]],
+) -> None:
+    """Of ids, indices, stages, formats and campaigns; keys of WebDataset end at the first dot."""
+    blobs, keys, folders = set(), set(), set()
+    for number, (campaign, (job_id, (index, stage), form)) in enumerate(places):
+        blob = f"{image_stem(job_key(campaign, job_id), index, stage)}.{SUFFIXES[form]}"
+        assert image_name(blob, campaign) is not None
+        record = Record(outcome="completed", id=job_id, blob=blob, at="2026-11-01T12:00:00Z")
+        sample = formats.Sample(f"00000{number:04}", record, b"", None, 0)
+        blobs.add(blob)
+        keys.add(f"{sample.key}.{form}".partition(".")[0])
+        folders.add((campaign, files.without_case(sample.name).lower()))
+        assert duplicate_name(blob, "a/b") != duplicate_name(blob, "a.b")
+    assert len(blobs) == len(keys) == len(folders) == len(places)
+
+
 async def test_a_disk_that_changes_what_it_stores_is_noticed(
     stored: list[Any], export: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,10 +365,9 @@ async def test_an_export_takes_no_more_than_the_disk_has(
 async def test_jobs_still_to_do_are_said(
     stored: list[Any], export: Run, local_settings: StorageSettings
 ) -> None:
-    from imagefleet.records.record import RecordLog
 
     async with open_storage(local_settings) as storage:
-        await RecordLog(storage.blobs, "filler").sent("spring", 7)
+        await sent_jobs.note(storage, "spring", 7)
 
     result = await export()
 
@@ -306,11 +377,10 @@ async def test_jobs_still_to_do_are_said(
 async def test_a_campaign_without_images_is_no_export_that_stays_empty(
     export: Run, local_settings: StorageSettings, tmp_path: Path
 ) -> None:
-    from imagefleet.records.record import RecordLog
 
     async with open_storage(local_settings) as storage:
         await storage.create()
-        await RecordLog(storage.blobs, "filler").sent("spring", 7)
+        await sent_jobs.note(storage, "spring", 7)
 
     assert "campaign spring has no images yet" in (await export(code=2)).stderr
     assert not (tmp_path / "out").exists()

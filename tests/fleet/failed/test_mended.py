@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import re
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+import sent_jobs
 import signers
 from fleet import console
 from imagefleet import errors
@@ -158,8 +160,7 @@ def test_a_file_without_failures_discards_nothing(
 def test_a_loaded_and_discarded_job_is_not_pending_for_ever(within: Within[Any]) -> None:
     async def counts(storage: Storage) -> reader.Counts:
         await fail(storage, TOO_MANY_STEPS)
-        log = RecordLog(storage.blobs, "load")
-        await log.sent("spring", 1)
+        await sent_jobs.note(storage, "spring", 1)
         (failed,) = [each async for each in reader.ended(storage)]
         discarded = failed.model_copy(update={"outcome": "discarded"})
         await RecordLog(storage.files, "operator").add([discarded])
@@ -291,6 +292,37 @@ def test_a_changed_job_is_signed_again_or_stays(
         return read_job(message.body, message.id, signers.trusted(key, storage.scope))
 
     assert within(read_signed).steps == 30
+
+
+@pytest.mark.parametrize("words", [(), ("--set", "steps=30")])
+def test_a_job_whose_signature_has_ended_is_yours_and_is_signed_again_with_the_key_alone(
+    in_process: Imagefleet,
+    within: Within[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+) -> None:
+    key = SigningKey.create(tmp_path / "key.pem")
+    job = Job(prompt="a cat", id="cat")
+
+    async def fail_late(storage: Storage) -> None:
+        then = dataclasses.replace(storage.scope, now=signers.ahead(-31))
+        await fail(storage, job.to_message(JobSigner(key, then)))
+
+    async def reads_again(storage: Storage) -> Job:
+        (message,) = [each async for each in storage.queue.browse()]
+        return read_job(message.body, message.id, signers.trusted(key, storage.scope))
+
+    within(fail_late)
+    monkeypatch.setenv("IMAGEFLEET_TRUSTED_KEY", key.public)
+    (listed,) = json.loads(in_process("failed", "--json").stdout)["jobs"]
+    assert listed["signed"] is True
+    assert "0 failed jobs discarded" in in_process("discard", "--unsigned", "--yes").stdout
+    assert "cat stays" in in_process("replay", "--all", "--yes", *words).stdout
+    assert within(queued) == []
+    monkeypatch.setenv("IMAGEFLEET_SIGNING_KEY", str(tmp_path / "key.pem"))
+    assert "1 failed job replayed" in in_process("replay", "--all", "--yes", *words).stdout
+    assert within(reads_again).prompt == "a cat"
 
 
 def test_a_change_takes_the_place_of_other_names_for_a_field(

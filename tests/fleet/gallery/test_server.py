@@ -18,6 +18,7 @@ from PIL import Image
 from yarl import URL
 
 import polling
+import sent_jobs
 from fleet.gallery import guard
 from fleet.keys import mint
 from imagefleet import errors, redaction
@@ -84,7 +85,7 @@ async def test_images_appear_as_they_are_stored(
         assert found["campaigns"] == ["spring"]
         await served.state_when(lambda state: state["total"] == 1, campaign="spring")
         await store(storage, log, 2, prompt="a blue fish", worker="w2")
-        await log.sent("spring", 5)
+        await sent_jobs.note(storage, "spring", 5)
         state = await served.state_when(lambda state: state["total"] == 2, campaign="spring")
         assert state["counts"] == {"images": 2, "failed": 0, "cancelled": 0}
         assert (state["jobs"], state["problem"]) == (2, "")
@@ -334,6 +335,38 @@ async def test_what_is_no_image_says_so_and_is_never_given_as_something_else(
                         assert (answer.status, answer.content_type) == (415, "application/json")
                         reasons[shown["id"]] = (await answer.json())["error"]
     assert reasons == {"2": "is not a PNG, JPEG or WebP image", "3": "the image has been deleted"}
+
+
+async def test_a_forged_prompt_is_not_shown_beside_another_picture(
+    storage: Storage, storage_settings: StorageSettings, log: RecordLog, serve: Serve
+) -> None:
+    """Of a squatted name, of one whose honest record came later, and of none that is stored."""
+    squatted = {"sha256": "0" * 64, "prompt": "forged"}
+    await store(storage, log, 1, **squatted)
+    await store(storage, log, 2, **squatted)
+    honest = hashlib.sha256(picture()).hexdigest()
+    named = {"outcome": "completed", "campaign": "spring", "at": datetime.now(UTC)}
+    for number, told in ((2, {"sha256": honest, "prompt": "honest"}), (3, squatted)):
+        which = {"id": str(number), "blob": f"spring/{number}.png"}
+        await log.add([Record.model_validate(named | which | told)])
+    async with serve(storage_settings) as served:
+        await served.state_when(lambda state: state["total"] == 3, campaign="spring")
+        query = {"campaign": "spring", "from": 0, "count": 9}
+        rows = (await served.get("/api/rows", **query))["rows"]
+        shown = [await served.get("/api/record", campaign="spring", seq=seq) for seq, *_ in rows]
+        statuses = []
+        for seq, *_ in rows:
+            async with served.client.get(f"/thumbnail?campaign=spring&seq={seq}") as answer:
+                statuses.append(answer.status)
+        state = await served.get("/api/state", campaign="spring")
+    assert [row[2] for row in rows if row[1] == "2"] == [""], "until a picture was looked at"
+    assert {each["id"]: each.get("prompt") for each in shown} == {
+        "1": None,
+        "2": "honest",
+        "3": None,
+    }
+    assert sorted(statuses) == [200, 415, 415]
+    assert state["misfits"] == 1
 
 
 def strings(value: Any) -> Iterator[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from datetime import timedelta
@@ -20,30 +18,17 @@ from azure.storage.queue.aio import QueueClient, QueueServiceClient
 from fleet.keys import mint
 from imagefleet.storage.azure.account import read_address
 from imagefleet.storage.azure.roles import ROLES, Role, name_of
-from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from thief import OPTIONS, Thief, stealing
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "storage.md"
 
 JOB = '{"prompt": "a fox", "id": "victim"}'
-OPTIONS = {"api_version": API_VERSION, "retry_total": 0}
 
 FILES = {"loras/fox.safetensors": b"weights", "models/sd.safetensors": b"weights"}
 RECORDS = "-records/spring/w.images.jsonl.gz"
 IMAGES = {"spring/fox.png": b"pixels", "autumn/owl.png": b"pixels"}
-
-
-@dataclasses.dataclass
-class Thief:
-    """Azure's clients with a worker's tokens, each token for its own resource."""
-
-    jobs: QueueClient
-    high: QueueClient
-    low: QueueClient
-    poison: QueueClient
-    images: ContainerClient
-    files: ContainerClient
 
 
 @pytest.fixture
@@ -58,24 +43,6 @@ async def owner(azurite_settings: StorageSettings) -> AsyncIterator[Storage]:
             await storage.blobs.create(name, data, "image/png", {"job": "x"})
         await storage.blobs.append(RECORDS, b"whole;", 0)
         yield storage
-
-
-@contextlib.asynccontextmanager
-async def stealing(settings: StorageSettings, role: Role) -> AsyncIterator[Thief]:
-    """A thief with the tokens of *role*."""
-    minted = mint.Minter(settings).mint(role, timedelta(hours=1))
-    address = read_address(minted.storage)
-    names = settings.queues_of(None)
-    token = {resource: AzureSasCredential(each) for resource, each in minted.fields.items()}
-    async with (
-        address.queue_client(settings.queue, token["queue"], **OPTIONS) as jobs,
-        address.queue_client(names["high"], token["queue_high"], **OPTIONS) as high,
-        address.queue_client(names["low"], token["queue_low"], **OPTIONS) as low,
-        address.queue_client(settings.poison_queue, token["poison"], **OPTIONS) as poison,
-        address.container_client(settings.container, token["blob"], **OPTIONS) as images,
-        address.container_client(settings.files_container, token["files"], **OPTIONS) as files,
-    ):
-        yield Thief(jobs, high, low, poison, images, files)
 
 
 Deed = Callable[[Thief], Awaitable[Any]]

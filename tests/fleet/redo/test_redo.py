@@ -187,20 +187,22 @@ async def test_a_third_drawing_decides_a_pair_that_two_workers_leave_undecided(
     assert await differing(storage) == []
 
 
-async def test_a_thiefs_garbage_is_replaced_by_the_job_in_the_duplicate_kept_aside(
+async def test_a_thiefs_garbage_is_replaced_by_the_job_that_failed_for_it(
     storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker
 ) -> None:
     await storage.blobs.create("default/j0.png", b"garbage", "image/png", {})
     await storage.queue.send(messages(1))
     await run_worker("good")
-    assert await differing(storage) == ["default/j0.png"]
+    (failed,) = [each async for each in reader.ended(storage)]
+    assert failed.error == "NameTakenError"
+    assert (await redo(storage_settings, job="default/j0.png"))["not_redone"]
 
-    result = await redo(storage_settings, job="default/j0.png")
+    given = {"default/j0": messages(1)[0]}
+    result = await redo(storage_settings, job="default/j0.png", given=given)
     await run_worker("other")
 
     assert (result["replaced"], result["jobs"]) == (1, 1)
     assert await workers(storage) == {"default/j0.png": "other"}
-    assert await differing(storage) == []
 
 
 async def test_a_killed_redo_loses_nothing_at_any_step_and_the_next_one_finishes_it(
@@ -282,21 +284,20 @@ async def test_an_image_that_names_another_image_as_its_jobs_is_not_believed(
     assert (await storage.queue.depth()).messages == 0
 
 
-async def test_an_image_and_its_duplicate_with_different_jobs_need_the_right_one(
+async def test_a_given_job_takes_the_place_of_another_one_of_its_name(
     storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker
 ) -> None:
     forged = json.dumps({"prompt": "another", "id": "j0"})
     await storage.queue.send([forged])
     await run_worker("thief")
-    await storage.queue.send(messages(1))
-    await run_worker("good")
-
-    refused = await redo(storage_settings, job="default/j0.png")
-    assert "different jobs" in refused["not_redone"][0]["reason"]
     given = {"default/j0": messages(1)[0]}
+
     assert (await redo(storage_settings, job="default/j0", given=given))["jobs"] == 1
     await run_worker("good")
-    assert await differing(storage) == []
+
+    assert await workers(storage) == {"default/j0.png": "good"}
+    (record,) = [each async for each in reader.images(storage, "default")]
+    assert record.prompt == "a cat"
 
 
 async def test_a_forged_job_is_not_drawn_where_jobs_are_signed(
@@ -309,7 +310,10 @@ async def test_a_forged_job_is_not_drawn_where_jobs_are_signed(
         await run_worker(name)
 
     settings = SignerSettings(**dict(storage_settings), trusted_key=key.public)
-    result = await redo(settings, worker="thief")
+    (refused,) = (await redo(settings, worker="thief"))["not_redone"]
+    assert "no job in it whose signature with a trusted key still holds" in refused["reason"]
+
+    result = await redo(settings, worker="thief", given={"default/j0": signed})
 
     assert (result["not_redone"], result["images"], result["jobs"]) == ([], 1, 1)
     (message,) = await storage.queue.receive(1, 30)

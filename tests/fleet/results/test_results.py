@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import sent_jobs
 from fleet.results import forms
 from imagefleet.records import reader
 from imagefleet.records.record import Record, RecordLog, Totals, shard_part
@@ -41,7 +42,7 @@ async def stored(
         await add_job(storage, "0005", "cancelled", error=None, reason=None)
         await add_job(storage, "0006", "failed")
         await add_job(storage, "0006", "replayed")
-        await RecordLog(storage.blobs, "filler").sent("spring", 7)
+        await sent_jobs.note(storage, "spring", 7)
         yield storage
 
 
@@ -231,7 +232,7 @@ async def test_numbers_that_no_column_holds_are_a_damaged_record(
 
     assert pq.read_table(tmp_path / "spring.parquet").num_rows == 5
     assert "and 3 more" in result.stderr
-    assert result.stderr.startswith(f"warning: 6 records do not fit, and are left out: {name}: ")
+    assert result.stderr.startswith(f"warning: 6 records do not fit: {name}: ")
 
 
 async def test_a_campaign_with_a_typing_error_is_named(

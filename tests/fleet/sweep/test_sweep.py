@@ -158,7 +158,7 @@ def test_a_sweep_fills_the_queue_and_leaves_its_manifest(
 
     async def read() -> tuple[sweep.Sweep | None, int | None]:
         async with open_storage(local(tmp_path)) as storage:
-            return await sweep.read(storage, "curve"), await reader.sent(storage, "curve")
+            return await sweep.read(storage, "curve"), await sent.counts(storage, "curve")
 
     found, sent = asyncio.run(read())
     assert found is not None

@@ -19,6 +19,7 @@ import pytest
 from standardwebhooks import Webhook
 
 import polling
+import sent_jobs
 from fleet import console
 from fleet.webhooks.endpoint import read_secrets, signed_headers
 from imagefleet.records.record import Record, RecordLog
@@ -42,7 +43,7 @@ def jobs(tmp_path: Path) -> Path:
         async with open_storage(StorageSettings(storage=address)) as storage:
             await storage.create()
             log = RecordLog(storage.blobs, "w1")
-            await log.sent("spring", 4)
+            await sent_jobs.note(storage, "spring", 4)
             await log.add(
                 Record(
                     outcome="completed",

@@ -16,6 +16,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 import polling
+import sent_jobs
 from fleet.webhooks import events, service
 from fleet.webhooks.endpoint import Endpoint, read_secrets
 from fleet.webhooks.events import Source, State
@@ -106,9 +107,9 @@ def record(number: int, outcome: str = "completed", **fields: Any) -> Record:
 
 
 async def test_a_campaign_that_has_an_end_of_every_job_is_reported_once(
-    log: RecordLog, operator: RecordLog, receiver: Any, run: Run
+    storage: Storage, log: RecordLog, operator: RecordLog, receiver: Any, run: Run
 ) -> None:
-    await log.sent("spring", 3)
+    await sent_jobs.note(storage, "spring", 3)
     await log.add([record(1), record(2, "failed", error="JobError", reason="no")])
     await run()
     assert receiver.events == [], "one job is pending"
@@ -129,7 +130,7 @@ async def test_what_a_worker_has_done_is_reported(
     jobs = ({"id": "one"}, {"id": "set", "batch_size": 3}, {"id": "bad", "steps": 500})
     shared = {"prompt": "a cat", "campaign": "spring", "metadata": {"order": 7}}
     await storage.queue.send(json.dumps(shared | each) for each in jobs)
-    await log.sent("spring", len(jobs))
+    await sent_jobs.note(storage, "spring", len(jobs))
     await run_worker("worker-1")
     await run(each_job=True)
     assert {each["id"] for each in receiver.told("job.completed")} == {"one", "set"}
@@ -142,9 +143,9 @@ async def test_what_a_worker_has_done_is_reported(
 
 
 async def test_a_campaign_that_goes_on_ends_again_with_another_id(
-    log: RecordLog, operator: RecordLog, receiver: Any, run: Run
+    storage: Storage, log: RecordLog, operator: RecordLog, receiver: Any, run: Run
 ) -> None:
-    await log.sent("spring", 2)
+    await sent_jobs.note(storage, "spring", 2)
     await log.add([record(1), record(2, "failed", error="JobError", reason="no")])
     await run()
     await operator.add([record(2, "replayed")])

@@ -12,6 +12,7 @@ import pytest
 from imagefleet import Job, aio, errors, retry
 from imagefleet.records import reader
 from imagefleet.records.record import Record, RecordLog, Totals, shard_part
+from imagefleet.records.sent import Ledger, entry_of
 from imagefleet.storage.protocol import BlobPart
 from imagefleet.storage.settings import StorageSettings
 
@@ -281,15 +282,49 @@ async def test_a_failed_job_that_is_looked_up_keeps_the_images_that_it_has(
     assert (found.status, found.blobs) == ("failed", ("spring/a.png", "spring/a~2.png"))
 
 
-async def test_only_jobs_that_are_in_the_queue_count_as_sent(fleet: aio.Fleet) -> None:
-    def jobs() -> Iterator[Job]:
-        yield from (Job(prompt="a house", id=f"{number}") for number in range(40))
+async def test_nothing_of_a_batch_is_sent_before_all_of_it_is_checked(fleet: aio.Fleet) -> None:
+    good = [Job(prompt="a house", id=f"{number}") for number in range(40)]
+
+    def broken() -> Iterator[Job]:
+        yield from good
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        await fleet.submit(jobs(), campaign="spring")
-    sent = (await fleet.depth()).queue.messages
-    assert (await fleet.campaigns())["spring"].sent == sent == 32
+        await fleet.submit(broken(), campaign="spring")
+    with pytest.raises(errors.JobError, match="two jobs have the id spring/3"):
+        await fleet.submit([*good, Job(prompt="a cat", id="3")], campaign="spring")
+    assert (await fleet.depth()).queue.messages == 0
+    assert await fleet.campaigns() == {}
+
+
+async def test_a_second_job_of_an_id_is_refused_however_long_the_first_is_done(
+    fleet: aio.Fleet, log: RecordLog
+) -> None:
+    first = await submit(fleet, "a")
+    await log.add([image("a", digest=first._jobs["spring/a"].digest)])
+    await submit(fleet, "a")  # the same job
+    async with aio.connect(fleet.storage.url) as other:
+        for each in (fleet, other):
+            with pytest.raises(errors.NameTakenError, match="job spring/a is not the one"):
+                await each.submit([Job(prompt="a cat", id="a")], campaign="spring")
+    assert (await fleet.depth()).queue.messages == 2
+    assert (await fleet.campaigns())["spring"].sent == 1
+
+
+async def test_an_older_picture_of_the_id_is_not_the_result_of_a_new_job(
+    fleet: aio.Fleet, log: RecordLog
+) -> None:
+    old = Job(prompt="a cat", id="a", campaign="spring").digest
+    await log.add([image("a", digest=old), end("b", "failed", digest=old)])
+    batch = await submit(fleet, "a", "b")
+    with pytest.raises(TimeoutError, match="2 of 2 jobs"):
+        await statuses(batch.results(0))
+    # An operator has this one drawn in its place.
+    changed = Ledger(fleet.storage.files, "spring")
+    changed.pending += entry_of("a", old)
+    await changed.note()
+    results = batch.results(0)
+    assert (await anext(results)).id == "a"
 
 
 async def test_jobs_are_sent_with_credentials_that_neither_list_nor_append(
@@ -299,7 +334,7 @@ async def test_jobs_are_sent_with_credentials_that_neither_list_nor_append(
         raise errors.SetupError("the SAS token may not append to records")
 
     monkeypatch.setattr(reader, "end", refused)
-    monkeypatch.setattr(fleet.storage.blobs, "append", refused)
+    monkeypatch.setattr(fleet.storage.files, "append", refused)
     with caplog.at_level(logging.WARNING):
         await submit(fleet, "a")
     assert (await fleet.depth()).queue.messages == 1

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import pytest
 
 import polling
+import sent_jobs
 from imagefleet import errors
-from imagefleet.records import once, reader, stored
+from imagefleet.records import once, reader
 from imagefleet.records.record import (
     MAX_MEMBER_BYTES,
     TOTALS_BYTES,
@@ -167,9 +168,7 @@ async def test_counts_are_those_of_the_records(
     storage: Storage, log: RecordLog, operator: RecordLog
 ) -> None:
     await operator.open("spring", "cancelled")
-    await log.sent("spring", 32)
-    await log.sent("spring", 64)
-    await RecordLog(storage.blobs, "another filler").sent("spring", 6)
+    await sent_jobs.note(storage, "spring", 70)
     await log.add(
         [image(1, images=2, completes=False), image(1, images=2, index=1, completes=True), image(2)]
     )
@@ -181,33 +180,6 @@ async def test_counts_are_those_of_the_records(
     assert counted.first_at is not None
     assert counted.last_at is not None
     assert (counted.last_at - counted.first_at).total_seconds() < 60
-
-
-async def test_a_load_that_went_on_after_a_kill_is_counted_once(storage: Storage) -> None:
-    for jobs in (32, 96):
-        await RecordLog(storage.blobs, "filler").sent("spring", jobs, "load-1")
-    assert (await reader.counts(storage, "spring")).sent == 96
-
-
-async def test_of_many_notes_of_one_filler_only_the_last_are_read(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stored, "_END_BYTES", 1_000)
-    filler = RecordLog(storage.blobs, "filler")
-    for jobs in range(1, 101):
-        await filler.sent("spring", jobs)
-    read_bytes = 0
-    real = type(storage.blobs).read_part
-
-    async def read_part(self: Any, *arguments: Any) -> Any:
-        nonlocal read_bytes
-        part = await real(self, *arguments)
-        read_bytes += len(part.data) if part else 0
-        return part
-
-    monkeypatch.setattr(type(storage.blobs), "read_part", read_part)
-    assert await reader.sent(storage, "spring") == 100
-    assert read_bytes == 1_000
 
 
 async def test_a_campaign_without_records_has_zeros(storage: Storage) -> None:

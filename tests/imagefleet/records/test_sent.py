@@ -11,14 +11,14 @@ import pytest
 
 import polling
 from imagefleet import Job, aio, errors, retry
-from imagefleet.records import batch
-from imagefleet.records.record import RecordLog
+from imagefleet.records import sent
 from imagefleet.storage.settings import StorageSettings
 
 
 @pytest.fixture
 async def fleet(storage_settings: StorageSettings) -> AsyncIterator[aio.Fleet]:
-    settings: Any = {"queue": storage_settings.queue, "container": storage_settings.container}
+    names = ("queue", "container", "files_container")
+    settings: Any = {name: getattr(storage_settings, name) for name in names}
     async with aio.connect(storage_settings.storage, **settings) as fleet:
         await fleet.storage.create()
         yield fleet
@@ -28,39 +28,39 @@ async def submit(fleet: aio.Fleet, campaign: str = "spring", jobs: int = 1) -> N
     await fleet.submit([Job(prompt="a house")] * jobs, campaign=campaign)
 
 
-async def notes(fleet: aio.Fleet, campaign: str = "spring") -> int:
-    """The shards of what was sent."""
-    folder = f"-records/{campaign}/"
-    return sum([".sent." in name async for name in fleet.storage.blobs.names(folder)])
+async def blobs(fleet: aio.Fleet, campaign: str = "spring") -> list[str]:
+    """The ledger's blobs."""
+    return [name async for name in fleet.storage.files.names(f"{sent.SENT}{campaign}/")]
 
 
 async def counted(fleet: aio.Fleet) -> dict[str, int | None]:
     return {name: counts.sent for name, counts in (await fleet.campaigns()).items()}
 
 
-async def test_a_program_that_submits_jobs_one_by_one_leaves_one_shard(fleet: aio.Fleet) -> None:
+async def test_a_program_that_submits_jobs_one_by_one_leaves_one_blob(fleet: aio.Fleet) -> None:
     for _ in range(12):
         await submit(fleet)
     assert await counted(fleet) == {"spring": 12}
-    assert await notes(fleet) == 1
+    assert await blobs(fleet) == ["-sent/spring/0000"]
 
 
 async def test_submissions_at_the_same_time_share_writes_and_each_is_counted(
     fleet: aio.Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     appends = 0
-    append = fleet.storage.blobs.append
+    ledger = fleet._ledgers.of("spring")
+    append = fleet.storage.files.append
 
     async def counting(*arguments: Any) -> bool:
         nonlocal appends
         appends += 1
-        await polling.until(lambda: fleet._sent._campaigns["spring"].sent == 40)
+        await polling.until(lambda: appends > 1 or len(ledger.pending) == 40 * 16)
         return await append(*arguments)
 
-    monkeypatch.setattr(fleet.storage.blobs, "append", counting)
+    monkeypatch.setattr(fleet.storage.files, "append", counting)
     await asyncio.gather(*(submit(fleet, jobs=2) for _ in range(20)))
     assert await counted(fleet) == {"spring": 40}
-    assert await notes(fleet) == 1
+    assert await blobs(fleet) == ["-sent/spring/0000"]
     assert appends < 20
 
 
@@ -71,8 +71,8 @@ async def test_jobs_whose_note_failed_are_in_the_next_one(
         raise errors.TransientError("the storage does not answer")
 
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
-        patched.setattr(fleet.storage.blobs, "append", fails)
-        patched.setattr(RecordLog.__init__, "__defaults__", (retry.NEVER,))
+        patched.setattr(fleet.storage.files, "append", fails)
+        patched.setattr(sent, "RETRIES", retry.NEVER)
         await submit(fleet, jobs=3)
     assert "does not answer" in caplog.text
     await submit(fleet)
@@ -82,20 +82,20 @@ async def test_jobs_whose_note_failed_are_in_the_next_one(
 async def test_more_campaigns_than_are_remembered_are_all_counted(
     fleet: aio.Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch, "_MAX_CAMPAIGNS", 2)
+    monkeypatch.setattr(sent, "MAX_LEDGERS", 2)
     names = [f"campaign-{number}" for number in range(5)]
     for _ in range(2):
         for name in names:
             await submit(fleet, name)
     await fleet.submit([Job(prompt="a house", campaign=name) for name in names])
     assert await counted(fleet) == dict.fromkeys(names, 3)
-    assert len(fleet._sent._campaigns) == 2
+    assert len(fleet._ledgers._ledgers) <= 3
 
 
 async def test_a_submission_that_is_cancelled_during_its_note_breaks_no_other(
     fleet: aio.Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    append = fleet.storage.blobs.append
+    append = fleet.storage.files.append
     begun, may_end = asyncio.Event(), asyncio.Event()
 
     async def held(*arguments: Any) -> bool:
@@ -103,11 +103,11 @@ async def test_a_submission_that_is_cancelled_during_its_note_breaks_no_other(
         await may_end.wait()
         return await append(*arguments)
 
-    monkeypatch.setattr(fleet.storage.blobs, "append", held)
+    monkeypatch.setattr(fleet.storage.files, "append", held)
     first = asyncio.create_task(submit(fleet))
     await begun.wait()
     second = asyncio.create_task(submit(fleet))
-    await polling.until(lambda: fleet._sent._campaigns["spring"].sent == 2)
+    await polling.until(lambda: len(fleet._ledgers.of("spring").pending) == 2 * 16)
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     may_end.set()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFilter
 
+import sent_jobs
 from imagefleet.records.record import Lora, Record, RecordLog
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -144,4 +145,4 @@ async def fill(
                 await next(logs).add(some)
                 some = []
         await next(logs).add(some)
-        await next(logs).sent(campaign, count + failed)
+        await sent_jobs.note(storage, campaign, count + failed)

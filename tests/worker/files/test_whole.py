@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from imagefleet.files import kinds, picture, safetensors
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker import process, progress, settle
+from worker.engine import load
 from worker.files import check, library
 from worker.settings import WorkerSettings
 
@@ -182,7 +184,7 @@ def distance(one: Pixels, two: Pixels) -> float:
 async def test_a_lora_that_is_overwritten_in_place_is_drawn_whole_with_its_own_hash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
-    monkeypatch.setattr(safetensors, "REST_SECONDS", 0.3)
+    monkeypatch.setattr(safetensors, "REST_SECONDS", 1.0)
     monkeypatch.setattr(settle, "LONGEST_REST_SECONDS", 1.0)
     model = tiny_model.build_tiny_checkpoint(tmp_path / "model")
     files = [tmp_path / f"{name}.safetensors" for name in ("one", "two")]
@@ -198,7 +200,7 @@ async def test_a_lora_that_is_overwritten_in_place_is_drawn_whole_with_its_own_h
     shared = tmp_path / "shared"
     shared.mkdir()
     shutil.copyfile(files[0], shared / "style.safetensors")
-    command = [sys.executable, "-c", REWRITE, shared / "style.safetensors", "0.8", *files]
+    command = [sys.executable, "-c", REWRITE, shared / "style.safetensors", "2.5", *files]
 
     with subprocess.Popen(command) as rewriting:  # noqa: ASYNC220 - it begins at once
         try:
@@ -229,3 +231,23 @@ async def worker_draws(folder: Path, model: Path, jobs: int) -> progress.WorkerR
     async with open_storage(settings) as storage:
         await jobs_are_sent(storage, jobs)
     return await process.run_worker(settings)
+
+
+def test_a_model_that_is_overwritten_while_it_is_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model.build_tiny_checkpoint(tmp_path / "model")
+    (weights,) = (model / "unet").glob("*.safetensors")
+    read, reads = load._read, 0
+
+    def overwritten_meanwhile(*arguments: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        made = read(*arguments)
+        if reads == 1:
+            weights.write_bytes(weights.read_bytes())
+        return made
+
+    monkeypatch.setattr(load, "_read", overwritten_meanwhile)
+    load.load_engine(load.EngineSettings(model, "cpu")).close()
+    assert reads == 2

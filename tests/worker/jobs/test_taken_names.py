@@ -1,0 +1,292 @@
+"""Two jobs of one name: each has an outcome of its own, and no picture is taken for another's."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from fleet.keys import mint
+from imagefleet import errors, retry
+from imagefleet.files import picture
+from imagefleet.job.message import read_job
+from imagefleet.records import reader
+from imagefleet.storage import dead_letter, dead_letter_queue
+from imagefleet.storage.azure.roles import ROLES
+from imagefleet.storage.azure.storage import AzureStorage
+from imagefleet.storage.dead_letter import Selection
+from imagefleet.storage.open import Storage
+from imagefleet.storage.settings import StorageSettings
+
+Message = Callable[..., str]
+RunPipeline = Callable[..., Any]  # the fixture of conftest.py
+StoreImages = Callable[..., Any]
+
+pytestmark = pytest.mark.usefixtures("soon")
+
+azurite_only = pytest.mark.parametrize("storage_settings", ["azurite"], indirect=True)
+
+
+async def prompts(storage: Storage) -> dict[str, str]:
+    """The prompt of the job in each stored image."""
+    found = {}
+    async for name in storage.blobs.names("default/"):
+        job = picture.job_in(await storage.blobs.read(name) or b"")
+        found[name] = job[1].prompt if job else "?"
+    return found
+
+
+async def failed(storage: Storage) -> list[dead_letter.FailedJob]:
+    found = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
+    return [each for each in found if each is not None]
+
+
+async def lost(storage: Storage, *bodies: str) -> None:
+    """Sends messages whose first worker loses its leases."""
+    await storage.queue.send(bodies)
+    for leased in await storage.queue.receive(len(bodies), 60):
+        await storage.queue.release(leased)
+
+
+async def kept_aside(storage: Storage) -> list[str]:
+    return [name async for name in storage.blobs.names("-duplicates/")]
+
+
+@asynccontextmanager
+async def with_worker_tokens(settings: StorageSettings, role: str = "worker") -> AsyncIterator[Any]:
+    """The storage as a worker's tokens open it."""
+    worker = ROLES["worker"].for_chains() if role == "chains" else ROLES["worker"]
+    minted = mint.Minter(settings).mint(worker, timedelta(hours=1), None, ["stand-in"])
+    tokens = {"storage": minted.storage, "sas": SecretStr(minted.sas)}
+    async with AzureStorage(settings.model_copy(update=tokens), retry.NEVER) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("first", ["a house", "a cat"])
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_a_job_with_the_id_of_another_fails_and_both_are_named(
+    storage: Storage, run_pipeline: RunPipeline, message: Message, first: str, is_lost: bool
+) -> None:
+    bodies = {prompt: message(id="1", prompt=prompt) for prompt in ("a house", "a cat")}
+    second = next(prompt for prompt in bodies if prompt != first)
+    await storage.queue.send([bodies[first]])
+    await run_pipeline(name="the first")
+    if is_lost:
+        await lost(storage, bodies[second])
+    else:
+        await storage.queue.send([bodies[second]])
+    pipeline = await run_pipeline(name="the second")
+
+    assert pipeline.metrics.outcomes == {"failed": 1}
+    assert await prompts(storage) == {"default/1.png": first}
+    assert await kept_aside(storage) == []
+    (record,) = await failed(storage)
+    jobs = {prompt: read_job(body, "m") for prompt, body in bodies.items()}
+    assert (record.error, record.digest) == ("NameTakenError", jobs[second].digest)
+    assert f"another job, of digest {jobs[first].digest[:12]}, that the first" in record.reason
+    assert f"this job is {second!r}, of digest {jobs[second].digest[:12]}" in record.reason
+    counts = await reader.counts(storage, "default")
+    assert (counts.completed, counts.failed, counts.images) == (1, 1, 1)
+    blob = await storage.blobs.metadata("default/1.png")
+    (image,) = [each async for each in reader.images(storage, "default")]
+    assert blob is not None
+    assert (image.digest, image.sha256) == (blob["digest"], blob["sha256"])
+    assert image.digest == jobs[first].stage_digest
+
+
+async def test_a_message_that_was_sent_twice_is_no_other_job(
+    storage: Storage, run_pipeline: RunPipeline, message: Message
+) -> None:
+    once, again = message(id="1", metadata={"row": 1}), message(id="1", metadata={"row": 2})
+    await storage.queue.send([once])
+    await run_pipeline()
+    await storage.queue.send([again])
+    pipeline = await run_pipeline()
+    assert pipeline.metrics.outcomes == {"duplicate": 1}
+    assert await failed(storage) == []
+
+
+@pytest.mark.parametrize("single_first", [True, False])
+async def test_a_job_of_several_images_and_one_of_a_single_one_meet(
+    storage: Storage, run_pipeline: RunPipeline, message: Message, single_first: bool
+) -> None:
+    bodies = [message(id="1", prompt="one"), message(id="1", prompt="two", batch_size=2)]
+    for body in bodies if single_first else reversed(bodies):
+        await storage.queue.send([body])
+        await run_pipeline()
+    (record,) = await failed(storage)
+    assert record.error == "NameTakenError"
+    first = (await prompts(storage))["default/1.png"]
+    assert first == ("one" if single_first else "two")
+    counts = await reader.counts(storage, "default")
+    assert (counts.completed, counts.failed) == (1, 1)
+
+
+async def test_images_of_a_job_and_ids_that_end_in_numbers_are_apart(
+    storage: Storage, run_pipeline: RunPipeline, message: Message
+) -> None:
+    await storage.queue.send([message(id="dup", batch_size=2, prompt="two")])
+    await storage.queue.send(message(id=f"dup-{each}", prompt=f"{each}") for each in range(2))
+    pipeline = await run_pipeline()
+    assert pipeline.metrics.outcomes == {"completed": 3}
+    assert await prompts(storage) == {
+        "default/dup.png": "two",
+        "default/dup~1.png": "two",
+        "default/dup-0.png": "0",
+        "default/dup-1.png": "1",
+    }
+
+
+async def test_two_chains_of_one_id_meet_at_the_stage_in_which_they_differ(
+    storage: Storage, run_pipeline: RunPipeline, message: Message
+) -> None:
+    for steps in (12, 13):
+        await storage.queue.send([message(id="1", steps=11, then=[{"steps": steps}])])
+        pipeline = await run_pipeline()
+    assert pipeline.metrics.outcomes == {"duplicate": 1, "failed": 1}
+    (record,) = await failed(storage)
+    assert (record.error, record.stage) == ("NameTakenError", 2)
+    assert "default/1~s2.png" in record.reason
+    counts = await reader.counts(storage, "default")
+    assert (counts.completed, counts.failed) == (1, 1)
+
+
+async def test_a_name_that_somebody_has_squatted_is_no_picture_of_its_job(
+    storage: Storage, run_pipeline: RunPipeline, message: Message
+) -> None:
+    await storage.blobs.create("default/1.png", b"squatted", "image/png", {"job": "1"})
+    await storage.queue.send([message(id="1")])
+    await run_pipeline()
+    (record,) = await failed(storage)
+    assert record.error == "NameTakenError"
+    assert "of digest none, that an unknown worker stored at" in record.reason
+
+
+async def test_images_found_before_a_taken_name_have_records(
+    storage: Storage, run_pipeline: RunPipeline, message: Message, store_images: StoreImages
+) -> None:
+    body = message(id="1", batch_size=3)
+    await store_images(body, 1, 2)
+    await store_images(message(id="1", prompt="another"))
+    await lost(storage, body)
+    pipeline = await run_pipeline()
+    assert pipeline.metrics.outcomes == {"failed": 1}
+    (record,) = await failed(storage)
+    assert record.reason.endswith("of its 3 images are stored: 1-2")
+    found = [each.blob async for each in reader.images(storage, "default")]
+    assert sorted(map(str, found)) == ["default/1~1.png", "default/1~2.png"]
+
+
+@azurite_only
+async def test_a_token_that_cannot_read_takes_a_new_jobs_taken_name_for_anothers(
+    storage: Storage,
+    storage_settings: StorageSettings,
+    run_pipeline: RunPipeline,
+    message: Message,
+) -> None:
+    bodies = [message(id="1", prompt=prompt) for prompt in ("a house", "a house", "a cat")]
+    async with with_worker_tokens(storage_settings) as opened:
+        for body in bodies:
+            await storage.queue.send([body])
+            await run_pipeline(opened=opened)
+    found = await failed(storage)
+    assert [each.error for each in found] == ["NameTakenError"] * 2
+    assert all("this worker's token cannot read by which job" in each.reason for each in found)
+    assert await prompts(storage) == {"default/1.png": "a house"}
+
+    swept = await dead_letter_queue.replay(storage, Selection(error="NameTakenError"))
+    assert swept.done == 2
+    waiting = [read_job(each.body, "m").prompt async for each in storage.queue.browse()]
+    assert waiting == ["a cat"], "of the other, the image is stored"
+
+
+@azurite_only
+async def test_a_token_that_cannot_read_takes_a_redelivered_jobs_taken_name_for_its_own(
+    storage: Storage,
+    storage_settings: StorageSettings,
+    run_pipeline: RunPipeline,
+    message: Message,
+    store_images: StoreImages,
+) -> None:
+    own, other = message(id="own"), message(id="other", prompt="a dog")
+    await store_images(own)
+    await store_images(message(id="other", prompt="a cat"))
+    await lost(storage, own, other)
+    async with with_worker_tokens(storage_settings) as opened:
+        pipeline = await run_pipeline(opened=opened)
+    assert pipeline.metrics.outcomes == {"duplicate": 2}
+    # Its reader sees the digests, and that the dog was never stored.
+    counts = await reader.counts(storage, "default")
+    assert (counts.completed, counts.failed) == (1, 1)
+
+
+@azurite_only
+async def test_tokens_for_chains_tell_jobs_of_one_id_apart(
+    storage: Storage,
+    storage_settings: StorageSettings,
+    run_pipeline: RunPipeline,
+    message: Message,
+) -> None:
+    outcomes: Counter[str] = Counter()
+    async with with_worker_tokens(storage_settings, "chains") as opened:
+        for prompt in ("a house", "a house", "a cat"):
+            await storage.queue.send([message(id="1", prompt=prompt)])
+            outcomes += (await run_pipeline(opened=opened)).metrics.outcomes
+    assert outcomes == {"completed": 1, "duplicate": 1, "failed": 1}
+
+
+async def test_an_image_whose_reply_was_lost_is_told_from_another_jobs(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Message,
+    store_images: StoreImages,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await store_images(message(id="1", prompt="a cat"))
+    create, is_lost = storage.blobs.create, True
+
+    async def losing(name: str, *arguments: Any, **options: Any) -> bool:
+        nonlocal is_lost
+        is_written = await create(name, *arguments, **options)
+        if is_lost and name.startswith("default/"):
+            is_lost = False
+            error = errors.TransientError("the reply was lost")
+            error.outcome_is_unknown = True
+            raise error
+        return is_written
+
+    monkeypatch.setattr(storage.blobs, "create", losing)
+    await storage.queue.send([message(id="1", prompt="a dog")])
+    pipeline = await run_pipeline()
+    assert pipeline.metrics.outcomes == {"failed": 1}
+    assert pipeline.metrics.images_stored == 0
+    (record,) = await failed(storage)
+    assert record.error == "NameTakenError"
+
+
+async def test_a_second_drawing_of_another_job_is_none(
+    storage: Storage, run_pipeline: RunPipeline, message: Message, store_images: StoreImages
+) -> None:
+    await store_images(message(id="1", prompt="a cat", verify=True))
+    await storage.queue.send([message(id="1", prompt="a dog", verify=True)])
+    pipeline = await run_pipeline()
+    assert pipeline.metrics.outcomes == {"unverified": 1}
+    assert await failed(storage) == []
+
+
+async def test_a_failed_job_is_not_completed_by_another_of_its_id(
+    storage: Storage, run_pipeline: RunPipeline, message: Message
+) -> None:
+    for prompt in ("a house", "a cat"):
+        await storage.queue.send([message(id="1", prompt=prompt)])
+        await run_pipeline()
+    choice = dead_letter_queue.Discard(completed=True)
+    assert (await dead_letter_queue.discard(storage, Selection(), choice=choice)).done == 0
+    assert len(await failed(storage)) == 1
+    assert json.loads((await failed(storage))[0].body or "")["prompt"] == "a cat"
