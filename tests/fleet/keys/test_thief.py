@@ -27,7 +27,6 @@ CAN_CHANGE = {
     "ends_of_completed_jobs": {"results", "report", "failed"},
     "totals_that_lie": {"status", "campaigns", "report"},
     "records_of_images_that_are_not_there": {"status", "campaigns", "report"},
-    "operators_facts": {"status", "campaigns"},  # until what was sent is the ledger's
 }
 
 
