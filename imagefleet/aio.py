@@ -24,7 +24,8 @@ from pydantic import TypeAdapter
 
 from imagefleet import cancelled, concurrency, errors, retry, signing, validation
 from imagefleet.job.change import Change
-from imagefleet.job.message import Job, SafeId, split_job_key
+from imagefleet.job.message import Job, SafeId
+from imagefleet.job.names import split_job_key
 from imagefleet.records import columns, outcomes, pictures, reader
 from imagefleet.records.batch import Submission, Watch
 from imagefleet.records.outcomes import JobFacts, Status
