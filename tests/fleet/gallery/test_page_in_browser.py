@@ -238,6 +238,7 @@ async def test_new_images_come_at_the_top_and_move_nothing_under_a_readers_eyes(
             await storage.blobs.create(f"spring/new{number}.png", b"x", "image/png", {})
             record = {"outcome": "completed", "id": f"new{number}", "campaign": "spring"}
             record |= {"blob": f"spring/new{number}.png", "at": drawn_campaign.BEGAN_AT}
+            record["sha256"] = hashlib.sha256(b"x").hexdigest()
             await log.add([Record.model_validate(record)])
 
         first = "document.querySelector('.tile[aria-posinset=\"1\"]').getAttribute('aria-label')"
@@ -394,8 +395,8 @@ async def test_hostile_texts_are_texts(open_page: Open, tmp_path: Path) -> None:
         names = dict.fromkeys(("worker", "gpu", "model", "sampler", "error"), HOSTILE)
         texts = dict.fromkeys(("prompt", "negative_prompt", "reason", "source"), HOSTILE)
         known: dict[str, Any] = {"id": "1", "campaign": "spring", "at": drawn_campaign.BEGAN_AT}
-        await storage.blobs.create("spring/1.png", drawn_campaign.picture(1), "image/png", {})
-        known["sha256"] = hashlib.sha256(drawn_campaign.picture(1)).hexdigest()
+        known["sha256"] = hashlib.sha256(drawn := drawn_campaign.picture(1)).hexdigest()
+        await storage.blobs.create("spring/1.png", drawn, "image/png", {})
         known |= {"loras": [(HOSTILE, 1)], "metadata": {HOSTILE: HOSTILE}, **names, **texts}
         image = {"outcome": "completed", "blob": "spring/1.png"}
         await RecordLog(storage.blobs, "w").add(
