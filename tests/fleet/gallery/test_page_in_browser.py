@@ -273,7 +273,7 @@ async def test_the_newest_are_there_at_once_and_stay_while_older_ones_are_read(
         await real(self)
 
     monkeypatch.setattr("fleet.gallery.campaign._PART_BYTES", 8_000)
-    monkeypatch.setattr("imagefleet.records.stored._END_BYTES", 8_000)
+    monkeypatch.setattr("imagefleet.records.stored._END_BYTES", 16_000)
     monkeypatch.setattr("fleet.gallery.campaign._ANSWER_SECONDS", 0.1)
     monkeypatch.setattr(Campaign, "_read", wait)
     shown = (
