@@ -121,7 +121,7 @@ class Fleet:
         self.storage = storage
         self.keys = keys
         self.signer = keys.signer(storage.scope)
-        self._ledgers = Ledgers(storage.files)
+        self._ledgers = Ledgers(storage)
         self._created = False
         self._closed = False
         self._running: set[asyncio.Task[Any]] = set()

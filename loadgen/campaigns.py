@@ -106,7 +106,7 @@ def jobs_of(source: FileSource, start: int) -> FileJobs:
 
 async def changes_of(storage: Storage, source: TemplateSource | FileSource) -> Changes:
     """What of a source was sent before; reads all of it, unless nothing of its campaign was."""
-    ledgers = Ledgers(storage.files)
+    ledgers = Ledgers(storage)
     if isinstance(source, FileSource):
         return await jobs_of(source, 0).compared(ledgers, [])
     if source.count and await ledgers.of(source.campaign).is_new():

@@ -246,7 +246,7 @@ class Load:
         self._cancelled = CancelledCampaigns(
             storage.files, storage.queue.name, self._unreadable.append
         )
-        self._ledgers = Ledgers(storage.files)
+        self._ledgers = Ledgers(storage)
         self._campaigns = LoadedCampaigns(
             self._cancelled,
             self._ledgers,

@@ -19,7 +19,7 @@ from imagefleet.storage.settings import StorageSettings
 
 
 async def noted(storage: Storage, *entries: bytes) -> Ledger:
-    ledger = Ledger(storage.files, "spring")
+    ledger = Ledger(storage, "spring")
     ledger.pending += b"".join(entries)
     await ledger.note()
     return ledger
@@ -39,7 +39,7 @@ async def test_many_writers_at_the_same_time_lose_no_job_and_count_none_twice(
 async def test_a_writer_that_has_read_the_ledger_counts_jobs_of_others_once(
     storage: Storage,
 ) -> None:
-    ledgers = [Ledger(storage.files, "spring") for _ in range(6)]
+    ledgers = [Ledger(storage, "spring") for _ in range(6)]
     for number, ledger in enumerate(ledgers):
         await ledger.read()
         for job in range(10 * number, 10 * number + 20):
@@ -54,8 +54,8 @@ async def test_a_full_blob_is_followed_by_another(
     monkeypatch.setattr(sent, "_MAX_FRAMES", 3)
     for number in range(8):
         await noted(storage, entry_of(f"{number}", "0" * 64))
-    names = [name async for name in storage.files.names("-sent/spring/")]
-    assert names == ["-sent/spring/0000", "-sent/spring/0001", "-sent/spring/0002"]
+    names = [name async for name in storage.files.names("-sent/")]
+    assert [name.rpartition("spring/")[2] for name in names] == ["0000", "0001", "0002"]
     assert await sent.counts(storage, "spring") == 8
     assert len(await sent.entries(storage, "spring")) == 8
 
@@ -77,19 +77,19 @@ async def test_an_append_whose_reply_is_lost_is_not_made_twice(
 
     monkeypatch.setattr(storage.files, "append", loses_one)
     await noted(storage, entry_of("a", "0" * 64))
-    part = await storage.files.read_part("-sent/spring/0000", 0, 1_000)
+    part = await storage.files.read_part(f"{sent.folder_of(storage)}spring/0000", 0, 1_000)
     assert part is not None
     assert part.total_bytes == 28 + 16
 
 
 async def test_a_damaged_part_is_said_and_hides_nothing_else(storage: Storage) -> None:
     await noted(storage, entry_of("a", "0" * 64))
-    await storage.files.append("-sent/spring/0000", b"IF-SENT1 broken off", 44)
+    await storage.files.append(f"{sent.folder_of(storage)}spring/0000", b"IF-SENT1 broken off", 44)
     await noted(storage, entry_of("b", "1" * 64))
     damaged = Damaged()
     found = await sent.entries(storage, "spring", damaged)
     assert len(found) == 2
-    assert "-sent/spring/0000: 19 bytes of it are damaged" in str(damaged)
+    assert "/spring/0000: 19 bytes of it are damaged" in str(damaged)
     assert await sent.counts(storage, "spring") == 2
 
 
@@ -135,3 +135,14 @@ async def test_a_storage_without_files_has_no_counts(azurite_settings: StorageSe
     async with open_storage(names) as storage:
         assert await sent.counts(storage, "spring") is None
         assert await sent.campaigns(storage) == set()
+
+
+async def test_fleets_that_share_their_files_have_ledgers_of_their_own(
+    storage: Storage, storage_settings: StorageSettings
+) -> None:
+    others = f"{storage_settings.container}-others"
+    names = storage_settings.model_copy(update={"container": others})
+    await sent_jobs.note(storage, "spring", 3)
+    async with open_storage(names) as other:
+        assert await sent.counts(other, "spring") is None
+        assert await sent.campaigns(other) == set()
