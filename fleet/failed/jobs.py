@@ -15,6 +15,7 @@ from rich.table import Column
 from fleet import console
 from imagefleet import concurrency, errors
 from imagefleet.aio import Fleet
+from imagefleet.job.chain import STAGE_FIELD
 from imagefleet.job.message import (
     DEFAULT_CAMPAIGN,
     DELIVERIES_FIELD,
@@ -132,8 +133,9 @@ async def exported(entry: Entry, blobs: BlobStore) -> dict[str, Any]:
         raise errors.JobError(f"it is {NO_RECORD}")
     if not (fields := fields_if_any(await entry.record.message(blobs))):
         raise errors.JobError("its message is no job in JSON")
-    # A signature is of the fields as they were: a load signs the mended job.
-    for name in (DELIVERIES_FIELD, DIGEST_FIELD, SIGNATURE_FIELD, FAILURE_FIELD):
+    # A signature is of the fields as they were: a load signs the mended job. With another id its
+    # first stage is not stored; with its own it is found, and the job goes on where it failed.
+    for name in (DELIVERIES_FIELD, DIGEST_FIELD, SIGNATURE_FIELD, FAILURE_FIELD, STAGE_FIELD):
         fields.pop(name, None)
     named = {"id": entry.id}
     if entry.record.campaign != DEFAULT_CAMPAIGN:

@@ -445,22 +445,5 @@ def image_stem(key: str, index: int = 0, stage: int = 1) -> str:
     return f"{key}{chain.SEPARATOR}{number}" if number else key
 
 
-def worker_file_name(worker: str) -> str:
-    """A worker's name as part of a blob's."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", worker).lstrip(".") or "_"
-
-
-def duplicate_name(image: str, worker: str) -> str:
-    """The blob of a drawing of *image* that its worker keeps aside, as the name was taken."""
-    return f"{DUPLICATES}{image}/{worker_file_name(worker)}.{image.rpartition('.')[2]}"
-
-
-def split_job_key(name: str, campaign: str | None = None) -> tuple[str, str]:
-    """Campaign and id of a job that somebody names by `campaign/id`, or by its id alone."""
-    if campaign is None and "/" in name:
-        campaign, _, name = name.partition("/")
-    return campaign or DEFAULT_CAMPAIGN, name
-
-
 def _seed_from(job_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(job_id.encode(), digest_size=4).digest())

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import stat
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,9 @@ from imagefleet import errors
 #: Folders beside the blobs in their folder; no segment of a blob's name starts with a dot.
 METADATA_FOLDER = ".metadata"
 TEMPORARY_FOLDER = ".temporary"
+
+#: What a sidecar's temporary name ends in.
+_SIDECAR = ".json"
 
 #: A write failed for want of space.
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -69,10 +73,10 @@ class NewBlobs:
         ]
         try:
             # File by file, each sync would wait for the file system's journal anew.
-            for step in (self._write, _sync, self._link):
-                for draft in drafts:
-                    if draft.outcome is None:
-                        self._noting_errors([draft], partial(step, draft))
+            for step in (self._write, _sync):
+                self._each(drafts, step)
+            with self._alone():
+                self._each(drafts, self._link)
         finally:
             for draft in drafts:
                 _clean_up(draft)
@@ -83,6 +87,26 @@ class NewBlobs:
             within = [draft for draft in stored if draft.folder == folder]
             self._noting_errors(within, partial(sync_folder, folder))
         return [draft.outcome or False for draft in drafts]
+
+    def _each(self, drafts: Sequence[_Draft], step: Callable[[_Draft], None]) -> None:
+        for draft in drafts:
+            if draft.outcome is None:
+                self._noting_errors([draft], partial(step, draft))
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keeps others out, in whatever process, lest a sidecar be another's than its file."""
+        try:
+            folder = os.open(f"{self._root}/{METADATA_FOLDER}", os.O_RDONLY)
+        except FileNotFoundError:  # which the first sidecar makes
+            yield
+            return
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(folder)
 
     def _noting_errors(self, drafts: Sequence[_Draft], work: Callable[[], None]) -> None:
         try:
@@ -101,11 +125,9 @@ class NewBlobs:
         if _is_file(draft.path):
             draft.outcome = False
             return
-        # Before the image, so that no reader finds one without. Not synced: no job depends on it.
-        with self._open(draft.temporary) as file:
+        # Not synced: no job depends on it.
+        with self._open(f"{draft.temporary}{_SIDECAR}") as file:
             file.write(draft.blob.details)
-        sidecar = f"{self._root}/{METADATA_FOLDER}/{draft.blob.name}.json"
-        self._in_folder(sidecar, partial(os.replace, draft.temporary, sidecar))
         draft.file = self._open(draft.temporary)
         if isinstance(draft.blob.content, bytes):
             draft.file.write(draft.blob.content)
@@ -127,7 +149,12 @@ class NewBlobs:
             return path.open("xb")
 
     def _link(self, draft: _Draft) -> None:
-        """Gives the finished file its name."""
+        """Gives the finished file its name, and its sidecar before, so that none is without."""
+        if _is_file(draft.path):
+            draft.outcome = False
+            return
+        sidecar = f"{self._root}/{METADATA_FOLDER}/{draft.blob.name}.json"
+        self._in_folder(sidecar, partial(os.replace, f"{draft.temporary}{_SIDECAR}", sidecar))
         try:
             self._in_folder(draft.path, partial(os.link, draft.temporary, draft.path))
         except FileExistsError:
@@ -194,8 +221,9 @@ def _clean_up(draft: _Draft) -> None:
         with contextlib.suppress(OSError):  # of a full disk, which the outcome tells
             draft.file.close()
     if draft.file is not None or isinstance(draft.outcome, Exception):
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            Path(draft.temporary).unlink()
+        for name in (draft.temporary, draft.temporary + _SIDECAR):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                Path(name).unlink()
 
 
 def _is_file(path: str) -> bool:
