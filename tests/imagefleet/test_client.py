@@ -23,7 +23,6 @@ from imagefleet import Job, aio, cancelled, errors
 from imagefleet.job.message import read_job
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from imagefleet.submit import BATCH
 from worker.engine import contract
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
@@ -158,14 +157,19 @@ async def test_an_old_failure_does_not_count_for_a_resubmitted_job(
 ) -> None:
     await fleet.submit([Job(prompt="broken", id="a")])
     await work()
-    batch = await fleet.submit([Job(prompt="good", id="a")])
+    batch = await fleet.submit([Job(prompt="broken", id="a")])
     with pytest.raises(TimeoutError, match="1 of 1 jobs are not done after 0 seconds"):
         await collect(batch, 0)
     await work()
-    assert (await collect(batch))["a"].status == "completed"
+    assert (await collect(batch))["a"].status == "failed"
 
-    await fleet.discard()
-    assert await fleet.job("a").status() == "completed"
+
+async def test_another_job_of_an_id_that_was_sent_is_refused(fleet: aio.Fleet, work: Work) -> None:
+    await fleet.submit([Job(prompt="a house", id="a")])
+    await work()
+    with pytest.raises(errors.NameTakenError, match="job default/a is not the one that was sent"):
+        await fleet.submit([Job(prompt="a new one", id="b"), Job(prompt="a tree", id="a")])
+    assert (await fleet.depth()).queue.messages == 0, "nothing of the batch is sent"
 
 
 async def test_a_batch_submitted_twice_gives_the_same_images(fleet: aio.Fleet, work: Work) -> None:
@@ -284,7 +288,7 @@ async def test_an_error_in_the_callers_iterable_comes_back_to_the_caller(fleet: 
 
     with pytest.raises(ZeroDivisionError):
         await fleet.submit(jobs())
-    assert (await fleet.depth()).queue.messages == 150 - 150 % BATCH
+    assert (await fleet.depth()).queue.messages == 0, "nothing is sent before all is checked"
     assert len(asyncio.all_tasks()) == 1
 
 
@@ -317,7 +321,7 @@ async def test_a_job_that_no_message_can_hold_is_refused_by_its_id(fleet: aio.Fl
     long = Job(prompt="x" * 60_000, negative_prompt="y" * 60_000, id="long")
     with pytest.raises(errors.JobError, match="job default/long: the message has 120"):
         await fleet.submit([Job(prompt="a house", id="a"), long])
-    assert (await fleet.depth()).queue.messages == 1, "those before it are sent"
+    assert (await fleet.depth()).queue.messages == 0, "nothing is sent before all is checked"
 
 
 @pytest.mark.parametrize(
