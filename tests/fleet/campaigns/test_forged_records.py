@@ -14,7 +14,7 @@ from fleet.keys import mint
 from imagefleet.job.message import MAX_IMAGE_BYTES
 from imagefleet.records import reader
 from imagefleet.records.record import Record, RecordLog, Totals, shard_part
-from imagefleet.records.sent import Ledger, entry_of
+from imagefleet.records.sent import entry_of
 from imagefleet.records.stored import Damaged
 from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.azure.roles import ROLES
@@ -261,7 +261,7 @@ async def test_all_campaigns_are_counted_with_one_listing_of_each_store(
 
 async def send(storage: Storage, jobs: int) -> None:
     """Notes the jobs of `image` and `ended` from number 1 on as sent."""
-    ledger = Ledger(storage.files, "spring")
+    await sent_jobs.note(storage, "spring", jobs)
     for number in range(1, jobs + 1):
         ledger.pending += entry_of(f"job-{number}", ONE)
     await ledger.note()
