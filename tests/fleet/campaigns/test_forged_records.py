@@ -14,7 +14,7 @@ from fleet.keys import mint
 from imagefleet.job.message import MAX_IMAGE_BYTES
 from imagefleet.records import reader
 from imagefleet.records.record import Record, RecordLog, Totals, shard_part
-from imagefleet.records.sent import entry_of
+from imagefleet.records.sent import Ledger, entry_of
 from imagefleet.records.stored import Damaged
 from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.azure.roles import ROLES
