@@ -26,7 +26,7 @@ from imagefleet import cancelled, concurrency, errors, retry, signing, validatio
 from imagefleet.job.change import Change
 from imagefleet.job.message import Job, SafeId
 from imagefleet.job.names import split_job_key
-from imagefleet.records import columns, outcomes, pictures, reader
+from imagefleet.records import columns, outcomes, reader
 from imagefleet.records.batch import Submission, Watch
 from imagefleet.records.outcomes import JobFacts, Status
 from imagefleet.records.reader import Counts
@@ -89,6 +89,8 @@ class Result(JobFacts):
 
         MisfitError: what is stored under its name is another picture than the one recorded.
         """
+        from imagefleet.records import pictures  # which needs Pillow
+
         if not self.blobs:
             raise errors.JobError(f"job {self.id} has no image: {self.reason or self.status}")
         name, storage = self.blobs[index], self.fleet.storage

@@ -31,7 +31,7 @@ class JobFacts:
     campaign: str
     status: Status = "pending"
     seed: int | None = None
-    digest: str | None = dataclasses.field(default=None, kw_only=True)
+    digest: str | None = dataclasses.field(default=None, kw_only=True, compare=False)
     """`Job.digest`, where the whole job is known."""
     reason: str | None = None
     blobs: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ import pytest
 
 from fleet import console, filling
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 
