@@ -261,7 +261,7 @@ async def test_all_campaigns_are_counted_with_one_listing_of_each_store(
 
 async def send(storage: Storage, jobs: int) -> None:
     """Notes the jobs of `image` and `ended` from number 1 on as sent."""
-    ledger = Ledger(storage.files, "spring")
+    ledger = Ledger(storage, "spring")
     for number in range(1, jobs + 1):
         ledger.pending += entry_of(f"job-{number}", ONE)
     await ledger.note()

@@ -18,7 +18,7 @@ import signers
 from fleet import console
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
-from imagefleet.records import reader
+from imagefleet.records import reader, sent
 from imagefleet.records.record import RecordLog
 from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage import dead_letter
@@ -207,7 +207,9 @@ def test_a_replay_sets_fields_by_their_types(in_process: Imagefleet, within: Wit
     assert re.search(r"1 +steps +40 +20 *$", text, re.MULTILINE)
     ended = in_process("replay", "--all", *options, "--yes")
     assert "2 failed jobs replayed" in ended.stdout
+    known = within(lambda storage: sent.entries(storage, "spring"))
     for job in within(queued):
+        assert known.entry(sent.id_hash(job.id)) == sent.entry_of(job.id, job.digest)
         assert (job.steps, job.prompt, job.sampler_name) == (20, "a <red> house=1", "Euler")
         assert (job.output.format, job.campaign) == ("webp", "spring")
     listing = json.loads(in_process("failed", "--json").stdout)
