@@ -126,7 +126,7 @@ def command(
     priority = checked_priority(sending.priority)
     target.check_name("--campaign", jobs.campaign)
     read = functools.partial(filling.reading, Path(jobs.file), is_shown=not (quiet or as_json))
-    with _report(jobs) as report:
+    with _report(jobs, as_json=as_json) as report:
         with read("reading"):
             source = sources.open_source(
                 jobs.file,
@@ -173,7 +173,7 @@ def _facts(source: sources.Source) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def _report(jobs: Jobs) -> Iterator[Report]:
+def _report(jobs: Jobs, *, as_json: bool) -> Iterator[Report]:
     """Shows the first rows that are refused, if the others are sent, and writes all to a file."""
     path, skips = jobs.rejects, jobs.skip_invalid
     console.check_writable(path)
@@ -194,6 +194,10 @@ def _report(jobs: Jobs) -> Iterator[Report]:
         report = Report(skips, note, console.print_warning, str(path or ""))
         try:
             yield report
+        except errors.SetupError:
+            if as_json and report.count:
+                console.print_json({"finished": False, "invalid": report.count})
+            raise
         finally:
             if skips and report.count:
                 console.print_note(f"rows that are no jobs: {report.summary}")

@@ -24,12 +24,14 @@ from pydantic import TypeAdapter
 
 from imagefleet import cancelled, concurrency, errors, retry, signing, validation
 from imagefleet.job.change import Change
-from imagefleet.job.message import Job, SafeId, split_job_key
+from imagefleet.job.message import Job, SafeId
+from imagefleet.job.names import split_job_key
 from imagefleet.records import columns, outcomes, pictures, reader
 from imagefleet.records.batch import Submission, Watch
 from imagefleet.records.outcomes import JobFacts, Status
 from imagefleet.records.reader import Counts
 from imagefleet.records.sent import Ledgers
+from imagefleet.records.stored import Damaged
 from imagefleet.storage import dead_letter_queue, enqueue, protocol
 from imagefleet.storage.dead_letter import Check, Selection
 from imagefleet.storage.dead_letter_queue import Discard, OnProgress, Preview, Swept
@@ -119,7 +121,7 @@ class Fleet:
         self.storage = storage
         self.keys = keys
         self.signer = keys.signer(storage.scope)
-        self._ledgers = Ledgers(storage.files)
+        self._ledgers = Ledgers(storage)
         self._created = False
         self._closed = False
         self._running: set[asyncio.Task[Any]] = set()
@@ -211,13 +213,7 @@ class Fleet:
 
     async def campaigns(self) -> dict[str, Counts]:
         """The campaigns that have records, by name, and how many jobs of each are where."""
-        return await self.run(self._campaigns())
-
-    async def _campaigns(self) -> dict[str, Counts]:
-        return {
-            name: await reader.counts(self.storage, name)
-            async for name in reader.campaigns(self.storage)
-        }
+        return await self.run(reader.all_counts(self.storage, Damaged()))
 
     async def cancel(self, campaign: str) -> datetime:
         """Cancels what was sent of a campaign, and ends its running loads; returns until when.

@@ -20,7 +20,7 @@ from imagefleet.job.message import (
     DIGEST_FIELD,
     job_key,
 )
-from imagefleet.records.sent import HASH_BYTES, Digests, Ledger, Ledgers, SentJob, job_of
+from imagefleet.records.sent import HASH_BYTES, Digests, Ledger, Ledgers, SentJob, id_hash, job_of
 from imagefleet.signing import SIGNATURE_FIELD, JobSigner
 from imagefleet.storage.open import Storage
 from loadgen.file_source import FileSource, MendedMessage
@@ -91,6 +91,8 @@ def jobs_of(source: FileSource, start: int) -> FileJobs:
     jobs = FileJobs()
 
     def add(position: int, body: str) -> None:
+        if isinstance(body, MendedMessage):
+            return  # it is sent whatever was sent before
         job = job_of(body)
         if (earlier := jobs.add(position, job)) is not None:
             raise errors.SetupError(
@@ -104,7 +106,7 @@ def jobs_of(source: FileSource, start: int) -> FileJobs:
 
 async def changes_of(storage: Storage, source: TemplateSource | FileSource) -> Changes:
     """What of a source was sent before; reads all of it, unless nothing of its campaign was."""
-    ledgers = Ledgers(storage.files)
+    ledgers = Ledgers(storage)
     if isinstance(source, FileSource):
         return await jobs_of(source, 0).compared(ledgers, [])
     if source.count and await ledgers.of(source.campaign).is_new():
@@ -138,6 +140,8 @@ class LoadedCampaigns:
     """Whether jobs that were sent before are sent again."""
     skips_changed: bool
     """Whether an id that was sent with another content is left out, or ends the load."""
+    rows: Digests | None = None
+    """Positions by id, of a source that is read once; two of its jobs may clash."""
     position: int = 0
     counts: Counter[Compared] = field(default_factory=Counter, init=False)
     left_out: Counter[str] = field(default_factory=Counter, init=False)
@@ -220,13 +224,17 @@ class LoadedCampaigns:
             found = "new"
         self.counts[found] += 1
         if found == "changed" and not self.skips_changed:
+            earlier = None if self.rows is None else self.rows.get(_row(job))
+            where = "" if earlier is None else f" as number {int.from_bytes(earlier) + 1}"
             self._refusal = errors.SetupError(
                 f"the job {job_key(job.campaign, job.id)}, number {self.position + 1}, was sent"
-                " before with another content; those before it are sent: give it another id, or"
-                " --new-only leaves such jobs out"
+                f" before{where} with another content; those before it are sent: give it another"
+                " id, or --new-only leaves such jobs out"
             )
         if found == "changed" or (found == "as_before" and not self.sends_again):
             return False
+        if self.rows is not None:
+            self.rows.put(_row(job) + self.position.to_bytes(HASH_BYTES))
         if self.only is None:
             ledger.claimed[job.entry[:HASH_BYTES]] = job.entry[HASH_BYTES:]
         return True
@@ -267,6 +275,10 @@ class LoadedCampaigns:
             "which jobs are sent is not recorded, so `imagefleet status` does not know it, and jobs"
             f" that were sent before are sent again: {error.message}"
         )
+
+
+def _row(job: SentJob) -> bytes:
+    return id_hash(job_key(job.campaign, job.id))
 
 
 class Sample:

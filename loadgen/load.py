@@ -17,14 +17,14 @@ from pydantic import AwareDatetime, BaseModel, Field, ValidationError
 from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.job.message import job_key
-from imagefleet.records.sent import Ledgers, job_of
+from imagefleet.records.sent import Digests, Ledgers, job_of
 from imagefleet.storage import enqueue
 from imagefleet.storage.open import Storage, absolute_url
 from imagefleet.storage.settings import Priority
 from imagefleet.submit import BulkSender, Progress, keep_noting
 from loadgen.campaigns import Changes, FileJobs, LoadedCampaigns, Sample, jobs_of
 from loadgen.caption_sweep import SweepSource
-from loadgen.file_source import FileSource
+from loadgen.file_source import FileSource, StreamSource
 from loadgen.processes import Refusals, SenderProcesses
 from loadgen.settings import MOST_BATCHES, LoadSettings
 from loadgen.sources import Source
@@ -151,6 +151,14 @@ def resume(path: Path, new: Checkpoint, *, may_change: bool = False) -> Checkpoi
     return (found if found.source == new.source else new).model_copy(update=kept)
 
 
+def _ids_of(path: Path) -> str:
+    """What the ids of earlier loads of a file are made of, if that is known."""
+    with contextlib.suppress(errors.SetupError):
+        if found := Checkpoint.read(path):
+            return found.ids
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Summary:
     """The result of one load. *confirmed* counts positions of the source, earlier runs included."""
@@ -215,9 +223,12 @@ class Load:
             sample_key=secrets.token_hex(16),
         )
         self._start = new
-        if checkpoint_path and not restart:
+        if checkpoint_path:
             may_change = isinstance(source, FileSource)
-            self._start = resume(checkpoint_path, new, may_change=may_change)
+            if not restart:
+                self._start = resume(checkpoint_path, new, may_change=may_change)
+            elif may_change and (ids := _ids_of(checkpoint_path)):
+                self._start = new.model_copy(update={"ids": ids})
         if isinstance(source, FileSource):
             source.ids = self._start.ids
         #: Positions that earlier runs have sent.
@@ -235,7 +246,7 @@ class Load:
         self._cancelled = CancelledCampaigns(
             storage.files, storage.queue.name, self._unreadable.append
         )
-        self._ledgers = Ledgers(storage.files)
+        self._ledgers = Ledgers(storage)
         self._campaigns = LoadedCampaigns(
             self._cancelled,
             self._ledgers,
@@ -245,6 +256,7 @@ class Load:
             total=source.count,
             sends_again=restart,
             skips_changed=new_only,
+            rows=Digests() if isinstance(source, StreamSource) else None,
         )
         self.refusals = refusals or Refusals()
         left = None if source.count is None else source.count - self.confirmed

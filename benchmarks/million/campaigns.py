@@ -1,6 +1,7 @@
 """The time in which `imagefleet status` counts very many campaigns.
 
     python benchmarks/million/campaigns.py [--campaigns 10000] [--storage local:FOLDER]
+    PYTHONPATH=tests/chaos python benchmarks/million/campaigns.py --storage azurite
 
 Each campaign has a shard of images, one of failed jobs, and a note of what was sent. A storage that
 is given keeps them.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import tempfile
 import time
 from collections.abc import Iterator
@@ -73,11 +75,18 @@ async def measure(url: str, campaigns: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--campaigns", type=int, default=10_000)
-    parser.add_argument("--storage", help="an empty storage; by default a local one for the time")
+    parser.add_argument(
+        "--storage", default="", help="azurite, or an address; a new folder if none"
+    )
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        url = arguments.storage or f"local:{folder}"
-        asyncio.run(measure(url, arguments.campaigns))
+    with contextlib.ExitStack() as stack:
+        url = arguments.storage
+        if url == "azurite":
+            import azurite
+
+            url = stack.enter_context(azurite.running())
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        asyncio.run(measure(url or f"local:{folder}", arguments.campaigns))
 
 
 if __name__ == "__main__":

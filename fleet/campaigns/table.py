@@ -95,7 +95,7 @@ class Campaigns:
                 f"of {console.counted(pending, 'pending job')} {messages:,} at most in a queue or"
                 f" in flight, {pending - messages:,} in none: deleted with `cancel --all` or by"
                 " somebody, or their records are written in a moment; `imagefleet load FILE"
-                " --new-only` sends what is missing again"
+                " --restart` sends them again; what is stored is not drawn twice"
             )
         if self.unfit_records:
             records = console.counted(self.unfit_records, "record")

@@ -21,6 +21,7 @@ from fleet.scale.decision import Goal
 from fleet.settings import MonitorSettings
 from imagefleet import errors
 from imagefleet.pricing import families, prices
+from imagefleet.retry import RetryPolicy
 from imagefleet.telemetry import logs
 
 log = logs.EventLog(__name__)
@@ -74,6 +75,11 @@ class Running:
     until_empty: bool = option("Exit when the queue is empty and no worker runs.", default=False)
     yes: options.Yes = False
 
+    @property
+    def retry_policy(self) -> RetryPolicy | None:
+        """Few tries where somebody waits for one decision, or looks on; else each client's own."""
+        return FEW_RETRIES if self.once or self.dry_run else None
+
 
 @options.from_settings(MonitorSettings)
 async def command(
@@ -122,14 +128,13 @@ async def command(
     logs.configure("auto")
     state = running.state or Path(f"{fleet_file.name}-scale.json")
     in_use = f"another `imagefleet scale` keeps the state {state}"
-    policy = FEW_RETRIES if running.once or running.dry_run else None
     # A preview may run beside the scaler itself.
     alone = contextlib.nullcontext() if running.dry_run else console.only_one(state, in_use)
     with alone, _explained(running.once):
         async with (
-            console.connected(settings, policy) as client,
+            console.connected(settings, running.retry_policy) as client,
             prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
-            deployment.connected(fleet_file, policy) as fleet,
+            deployment.connected(fleet_file, running.retry_policy) as fleet,
         ):
             scaling = scaler.Scaler(
                 goal,

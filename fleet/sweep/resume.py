@@ -74,6 +74,8 @@ async def _sent_beyond(storage: Storage, source: SweepSource, start: int) -> set
     # The queue first: a job that is drawn in between is found by its image.
     queued = await _queued(storage, source, start)
     found: set[str] = set()
+    ledger = sent.Ledger(storage, source.campaign)
+    await ledger.read()
     jobs = source.jobs(start)
     while window := list(itertools.islice(jobs, WINDOW)):
         known = {str(job.id) for job in window} & queued
@@ -81,6 +83,10 @@ async def _sent_beyond(storage: Storage, source: SweepSource, start: int) -> set
         if not known:
             break
         found |= known
+        for job in window:
+            if job.id in known:
+                ledger.pending += sent.entry_of(str(job.id), job.digest)
+    await ledger.note()
     return found
 
 

@@ -167,7 +167,8 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
     def identified(self, job_id: str, campaign: str | None = None) -> Self:
         """The job with *job_id*, a seed derived from its id, *campaign*, where it has none."""
         known_id = self.id or job_id
-        seed = self.seed if self.seed >= 0 else _seed_from(known_id + self._stage_suffix)
+        stage = f"{chain.SEPARATOR}{self.place.number}" if self.place else ""
+        seed = self.seed if self.seed >= 0 else _seed_from(known_id + stage)
         subseed = self.subseed
         if subseed < 0 and self.subseed_strength:
             subseed = _seed_from(f"{known_id}/subseed")
@@ -195,8 +196,8 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
             fields |= {"id": self.id, "campaign": self.campaign}
             fields[chain.INPUT_FIELD] = [f"{img2img.IMAGES}{known.blob_name(0)}"]
             with validation.as_error(ValueError, f"stage {place}: ", Job.model_fields):
-                known = Job.model_validate(fields)
-            known = known.placed(Place(self, place, message, input_size))
+                stage = Job.model_validate(fields)
+            known = stage.placed(Place(self, known, place, message, input_size))
             try:
                 input_size = known.final_size
             except errors.JobError as error:  # of a size that only the stage before tells
@@ -264,10 +265,6 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
         return (self.place and self.place.message) or message_id
 
     @property
-    def _stage_suffix(self) -> str:
-        return f"{chain.SEPARATOR}{self.place.number}" if self.place else ""
-
-    @property
     def images_to_draw(self) -> int:
         return 1 if self.verify else self.images
 
@@ -278,7 +275,9 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
         A job's id stands for it: two jobs of one id with other digests are an error wherever they
         meet.
         """
-        whole = self.whole if self.id is None else self.whole.identified(self.id)
+        if self.place is not None:
+            return self.place.job.digest
+        whole = self if self.id is None else self.identified(self.id)
         return whole.last_stage.stage_digest
 
     @functools.cached_property
@@ -287,7 +286,7 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
         job = self if self.id is None else self.identified(self.id)
         fields = job.model_dump(mode="json", exclude_defaults=True, exclude=_NOT_IN_DIGEST)
         if self.place is not None:
-            fields[chain.INPUT_FIELD] = self.whole.at_stage(self.stage - 1).stage_digest
+            fields[chain.INPUT_FIELD] = self.place.before.stage_digest
         return hashlib.sha256(signing.CANONICAL.encode(fields).encode()).hexdigest()
 
     def blob_name(self, index: int) -> str:
@@ -319,6 +318,8 @@ class Place:
     """A later stage's place in its job: `number` counts from 1."""
 
     job: Job
+    before: Job
+    """The stage before."""
     number: int
     message: str | None
     """The id of the message of the first stage, or of the one that was replayed."""
@@ -443,23 +444,6 @@ def image_stem(key: str, index: int = 0, stage: int = 1) -> str:
     """
     number = f"s{stage}" if stage > 1 else f"{index}" if index else ""
     return f"{key}{chain.SEPARATOR}{number}" if number else key
-
-
-def worker_file_name(worker: str) -> str:
-    """A worker's name as part of a blob's."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", worker).lstrip(".") or "_"
-
-
-def duplicate_name(image: str, worker: str) -> str:
-    """The blob of a drawing of *image* that its worker keeps aside, as the name was taken."""
-    return f"{DUPLICATES}{image}/{worker_file_name(worker)}.{image.rpartition('.')[2]}"
-
-
-def split_job_key(name: str, campaign: str | None = None) -> tuple[str, str]:
-    """Campaign and id of a job that somebody names by `campaign/id`, or by its id alone."""
-    if campaign is None and "/" in name:
-        campaign, _, name = name.partition("/")
-    return campaign or DEFAULT_CAMPAIGN, name
 
 
 def _seed_from(job_id: str) -> int:

@@ -144,7 +144,7 @@ class Watch:
             reader.Follower(storage, campaign, positions.get(campaign))
             for campaign in dict.fromkeys(job.campaign for job in self.waiting.values())
         ]
-        self._ledgers = Ledgers(storage.files)
+        self._ledgers = Ledgers(storage)
         self._others: list[Record] = []  # of jobs of the same names
         self._images: dict[str, dict[str, Record]] = {}  # by name, of jobs that lack others
         self._ended: dict[_Failure, Record] = {}

@@ -11,6 +11,7 @@ from imagefleet import concurrency
 from imagefleet.records import stored
 from imagefleet.records.once import Again, Replaced, Rivals
 from imagefleet.records.record import Outcome, Record
+from imagefleet.records.sent import HASH_BYTES, Digests, id_hash
 from imagefleet.records.stored import Damaged, StoredShard
 
 
@@ -121,28 +122,49 @@ async def _metadata(
 class Ends:
     """The jobs that ended without all of their images, each once; those replayed since are none."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Digests | None, damaged: Damaged) -> None:
         self.outcomes: dict[int, Outcome] = {}
         self._settled: set[int] = set()
+        self._known = known
+        self._damaged = damaged
 
     @classmethod
-    async def open(cls, shards: Iterable[StoredShard], damaged: Damaged) -> Self:
-        """Reads what the operator has replayed and discarded."""
-        ends = cls()
+    async def open(
+        cls, shards: Iterable[StoredShard], known: Digests | None, damaged: Damaged
+    ) -> Self:
+        """Reads what the operator has replayed and discarded; only *known* jobs count, if given."""
+        ends = cls(known, damaged)
         async for records in stored.records(stored.of_kind(shards, "settled"), damaged):
             ends._settled.update(record.failure for record in records)
-            discarded = {record.job: record.outcome for record in records}
+            discarded = {record.job: record.outcome for record in ends.sent(records)}
             ends.outcomes |= {job: each for job, each in discarded.items() if each == "discarded"}
         return ends
 
-    def add(self, records: Iterable[Record]) -> list[Record]:
+    def sent(self, records: list[Record]) -> list[Record]:
+        """Those of jobs that were sent; what could not be read has no digest, a stage its own."""
+        if (known := self._known) is None:
+            return records
+        found = []
+        for record in records:
+            digest = known.get(id_hash(record.id))
+            is_of_stage = record.outcome == "completed" and record.stage < record.stages
+            if record.digest and not is_of_stage:
+                is_sent = digest == bytes.fromhex(record.digest)[:HASH_BYTES]
+            else:
+                is_sent = digest is not None
+            if is_sent:
+                found.append(record)
+            else:
+                self._damaged.add(record.key, "a record of a job that was not sent")
+        return found
+
+    def add(self, records: list[Record]) -> list[Record]:
         """The first end of each job that has failed or was cancelled, and not been settled."""
         new = []
-        for record in records:
-            is_end = (
-                record.outcome in {"failed", "cancelled"} and record.failure not in self._settled
-            )
-            if is_end and self.outcomes.get(record.job, "discarded") == "discarded":
+        ended = [record for record in records if record.outcome in {"failed", "cancelled"}]
+        for record in self.sent(ended):
+            is_settled = record.failure in self._settled
+            if not is_settled and self.outcomes.get(record.job, "discarded") == "discarded":
                 self.outcomes[record.job] = record.outcome
                 new.append(record)
         return new

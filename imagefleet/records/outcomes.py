@@ -69,7 +69,7 @@ async def of_campaign(storage: Storage, campaign: str) -> AsyncIterator[JobFacts
     ended = {record.job async for record in reader.ended(storage, campaign)}
     partial: dict[int, dict[int, Record]] = {}
     async for record in reader.images(storage, campaign):
-        if not _is_of_its_job(record) or record.stage < record.stages:
+        if not is_of_its_job(record) or record.stage < record.stages:
             continue
         images = {record.index: record}
         if record.images > 1:
@@ -152,7 +152,7 @@ def _blobs(records: Iterable[Record]) -> tuple[str, ...]:
     return tuple(record.blob for record in records if record.blob)
 
 
-def _is_of_its_job(record: Record) -> bool:
+def is_of_its_job(record: Record) -> bool:
     """Records are untrusted: one may name another job's image."""
     name = (record.blob or "").rpartition(".")[0]
     return name == image_stem(record.key, record.index, record.stage)

@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple
 
 from imagefleet import errors
 from imagefleet.files import picture
-from imagefleet.job.message import MAX_IMAGE_BYTES, duplicate_name
+from imagefleet.job.message import MAX_IMAGE_BYTES
+from imagefleet.job.names import duplicate_name
 from imagefleet.records.record import Record, of_job
 from imagefleet.storage.protocol import BlobStore
 

@@ -172,12 +172,13 @@ async def counts(storage: Storage, campaign: str, damaged: Damaged | None = None
     """
     damaged = damaged or Damaged()
     shards = await stored.shards_of(storage, campaign, damaged)
-    return await _counts(shards, await ledger.counts(storage, campaign), damaged)
+    sent = await ledger.counts(storage, campaign)
+    return await _counts(storage, campaign, shards, sent, damaged)
 
 
 async def all_counts(storage: Storage, damaged: Damaged) -> dict[str, Counts]:
     """The numbers of all campaigns: of `counts`, with three listings for them all."""
-    with_ledger = await ledger.campaigns(storage)
+    with_ledger = set(await ledger.campaigns(storage))
     by_campaign: dict[str, list[StoredShard]] = {name: [] for name in with_ledger}
     for shard in await stored.shards_of(storage, None, damaged):
         by_campaign.setdefault(shard.campaign, []).append(shard)
@@ -185,20 +186,23 @@ async def all_counts(storage: Storage, damaged: Damaged) -> dict[str, Counts]:
 
     async def count(campaign: str) -> None:
         sent = await ledger.counts(storage, campaign) if campaign in with_ledger else None
-        found[campaign] = await _counts(by_campaign[campaign], sent, damaged)
+        found[campaign] = await _counts(storage, campaign, by_campaign[campaign], sent, damaged)
 
     await concurrency.for_each(by_campaign, count, _COUNTED_AT_ONCE)
     return found
 
 
-async def _counts(shards: Collection[StoredShard], sent: int | None, damaged: Damaged) -> Counts:
-    ends = await drawn.Ends.open(shards, damaged)
-    async for records in stored.records(stored.of_kind(shards, "jobs"), damaged):
-        ends.add(records)
-    is_replaced = bool(stored.of_kind(shards, "replaced"))
-    total = await (_recounted if is_replaced else _counted)(shards, ends, unfit := Damaged())
-    if not is_replaced and sent is not None and total.jobs + len(ends.outcomes) > sent:
-        total = await _recounted(shards, ends, unfit := Damaged())
+async def _counts(
+    storage: Storage,
+    campaign: str,
+    shards: Collection[StoredShard],
+    sent: int | None,
+    damaged: Damaged,
+) -> Counts:
+    total, ends = await _summed(shards, None, unfit := Damaged())
+    if sent is not None and total.jobs + len(ends.outcomes) > sent:
+        known = await ledger.entries(storage, campaign)
+        total, ends = await _summed(shards, known, unfit := Damaged())
     damaged.include(unfit)
     by_outcome = Counter(ends.outcomes.values())
     changed = [shard.blob.modified_at or shard.blob.created_at for shard in shards]
@@ -311,7 +315,7 @@ async def _ended(
     storage: Storage, campaign: str | None, damaged: Damaged
 ) -> AsyncGenerator[list[Record]]:
     shards = await stored.shards_of(storage, campaign, damaged)
-    ends = await drawn.Ends.open(shards, damaged)
+    ends = await drawn.Ends.open(shards, None, damaged)
     jobs = stored.of_kind(shards, "jobs")
     async with aclosing(stored.records(jobs, damaged)) as parts:
         async for records in parts:
@@ -344,6 +348,17 @@ async def _totals(shards: Collection[StoredShard], damaged: Damaged) -> Totals:
     return Totals(records, jobs)
 
 
+async def _summed(
+    shards: Collection[StoredShard], known: ledger.Digests | None, damaged: Damaged
+) -> tuple[Totals, drawn.Ends]:
+    """Images, and how jobs have ended; with those *known* to be sent by all records, and theirs."""
+    ends = await drawn.Ends.open(shards, known, damaged)
+    async for records in stored.records(stored.of_kind(shards, "jobs"), damaged):
+        ends.add(records)
+    is_exact = known is not None or bool(stored.of_kind(shards, "replaced"))
+    return await (_recounted if is_exact else _counted)(shards, ends, damaged), ends
+
+
 async def _counted(shards: Collection[StoredShard], ends: drawn.Ends, damaged: Damaged) -> Totals:
     """The images and completed jobs by the ends of shards, and by the records of taken names."""
     total = await _totals(stored.of_kind(shards, "images"), damaged)
@@ -364,8 +379,8 @@ async def _recounted(shards: Collection[StoredShard], ends: drawn.Ends, damaged:
     completed: set[int] = set()
     async for records in drawn.images(shards, again, replaced, damaged):
         ends.add(records)
-        stored_images = [record for record in records if record.outcome == "completed"]
-        images += len(stored_images)
+        found = [record for record in records if record.outcome == "completed"]
+        images += len(stored_images := ends.sent(found))
         completed.update(record.job for record in stored_images if again.completes(record))
     ends.outcomes = {job: each for job, each in ends.outcomes.items() if job not in completed}
     return Totals(images, len(completed))

@@ -22,7 +22,7 @@ from imagefleet.job.message import DEFAULT_CAMPAIGN, read_job
 from imagefleet.records.record import RETRIES
 from imagefleet.records.stored import PART_BYTES, Damaged
 from imagefleet.storage.open import Storage
-from imagefleet.storage.protocol import BlobPart, BlobStore
+from imagefleet.storage.protocol import BlobPart
 
 #: The folder of the ledgers, in the container of files.
 SENT = "-sent/"
@@ -108,6 +108,11 @@ def _find(bucket: bytearray, key: bytes) -> int:
     return at
 
 
+def folder_of(storage: Storage) -> str:
+    """The folder of a fleet's ledgers; several may share the container of files."""
+    return f"{SENT}{storage.blobs.name}/"
+
+
 def id_hash(job_id: str) -> bytes:
     return hashlib.blake2b(job_id.encode(), digest_size=HASH_BYTES).digest()
 
@@ -158,15 +163,15 @@ class Ledger:
     Several may append to it at the same time, other processes and machines too.
     """
 
-    def __init__(self, files: BlobStore, campaign: str) -> None:
+    def __init__(self, storage: Storage, campaign: str) -> None:
         self.known = Digests()
         self.is_read = False
         self.pending = bytearray()
         """Entries of jobs in the queue that `note` is still to append."""
         self.claimed: dict[bytes, bytes] = {}
         """Digests by id of jobs on their way to the queue, until they are noted."""
-        self._files = files
-        self._folder = f"{SENT}{campaign}/"
+        self._files = storage.files
+        self._folder = f"{folder_of(storage)}{campaign}/"
         self._end: _End | None = None
         self._read_until = _End()
         self._lock = asyncio.Lock()
@@ -210,7 +215,7 @@ class Ledger:
         while (part := await self._part(end.number, 0, _END_BYTES)) is not None:
             total, data = part.total_bytes, part.data
             if total > len(data):
-                part = await self._part(end.number, total - _END_BYTES, _END_BYTES)
+                part = await self._part(end.number, max(0, total - _END_BYTES), _END_BYTES)
                 data = b"" if part is None else part.data
             at = data.rfind(_MAGIC)
             while at >= 0 and _frame_end(data, at) is None:
@@ -304,14 +309,14 @@ class Ledger:
 class Ledgers:
     """The ledgers that one process appends to, by campaign."""
 
-    def __init__(self, files: BlobStore) -> None:
-        self._files = files
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
         self._ledgers: OrderedDict[str, Ledger] = OrderedDict()
 
     def of(self, campaign: str) -> Ledger:
         """A campaign's ledger, as far as it was read."""
         if campaign not in self._ledgers:
-            self._ledgers[campaign] = Ledger(self._files, campaign)
+            self._ledgers[campaign] = Ledger(self._storage, campaign)
         self._ledgers.move_to_end(campaign)
         if len(self._ledgers) > MAX_LEDGERS:
             self._drop_some()
@@ -331,7 +336,7 @@ class Ledgers:
 async def campaigns(storage: Storage) -> set[str]:
     """The campaigns that have a ledger; one listing of folders."""
     try:
-        return {name async for name in storage.files.folders(SENT)}
+        return {name async for name in storage.files.folders(folder_of(storage))}
     except errors.MissingResourceError:  # there are no files
         return set()
 
@@ -339,7 +344,7 @@ async def campaigns(storage: Storage) -> set[str]:
 async def counts(storage: Storage, campaign: str) -> int | None:
     """How many jobs were sent, each id once; None if nobody has noted any. Mostly one read."""
     try:
-        end = await Ledger(storage.files, campaign).end()
+        end = await Ledger(storage, campaign).end()
     except errors.MissingResourceError:  # there are no files
         return None
     return None if end == _End() else end.jobs
@@ -347,12 +352,12 @@ async def counts(storage: Storage, campaign: str) -> int | None:
 
 async def entries(storage: Storage, campaign: str, damaged: Damaged | None = None) -> Digests:
     """The hash of the digest of each job that was sent, by the hash of its id."""
-    return await Ledger(storage.files, campaign).read(damaged)
+    return await Ledger(storage, campaign).read(damaged)
 
 
 async def note(storage: Storage, bodies: Iterable[str]) -> None:
     """Notes messages that are in the queue."""
-    ledgers = Ledgers(storage.files)
+    ledgers = Ledgers(storage)
     for job in map(job_of, bodies):
         ledgers.of(job.campaign).pending += job.entry
     await ledgers.note()

@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from imagefleet import concurrency, errors
 from imagefleet.job.message import SafeId
+from imagefleet.records import sent as ledger
 from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage import protocol
 from imagefleet.storage.dead_letter import Check, Chosen, Entry, FailedJob, Refused, Selection
@@ -202,6 +203,8 @@ async def replay(
         is_drawn = await concurrency.gather(*works)
         bodies = [each.body for each, drawn in zip(chosen, is_drawn, strict=True) if not drawn]
         await storage.models.send(bodies, priority)
+        if check.change is not None:  # other jobs now, of the same ids
+            await ledger.note(storage, bodies)
         await records.add(_notes(sent, "replayed", storage.blobs.clock.now()))
         return sent
 

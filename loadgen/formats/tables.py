@@ -228,7 +228,10 @@ def _rows(text: _Lines, delimiter: str) -> Iterator[_Row]:
             return
         except csv.Error as error:
             text.give_back(taken[1:])
-            yield _Row(line, taken[0], (), f"{error}; is a quote missing, or not doubled?")
+            problem = str(error)
+            if "field limit" in problem:
+                problem = f"a cell does not end within {_MAX_CELL_CHARACTERS:,} characters"
+            yield _Row(line, taken[0], (), f"{problem}; is a quote missing, or not doubled?")
         except UnicodeEncodeError:
             yield _Row(line, "".join(taken), (), "not UTF-8")
         else:
@@ -238,13 +241,18 @@ def _rows(text: _Lines, delimiter: str) -> Iterator[_Row]:
 
 def _with_quotes(text: _Lines, taken: list[str], *, delimiter: str) -> list[str]:
     """The cells of the next row, whose lines are added to *taken*; or raises csv.Error."""
+    first = next(text)
+    taken.append(first)
+    if '"' not in first and "\r" not in first[:-2]:  # as most are: a reader takes longer to make
+        return first.rstrip("\r\n").split(delimiter)
 
-    def take() -> Iterator[str]:
+    def further() -> Iterator[str]:
+        yield first
         for line in text:
             taken.append(line)
             yield line
 
-    return next(csv.reader(take(), delimiter=delimiter, strict=True))
+    return next(csv.reader(further(), delimiter=delimiter, strict=True))
 
 
 def _between_tabs(text: _Lines, taken: list[str]) -> list[str]:

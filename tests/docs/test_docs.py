@@ -214,6 +214,19 @@ def test_every_python_snippet_compiles(page: Path) -> None:
         compile(snippet, str(page), "exec")
 
 
+def test_each_line_of_the_tables_of_security_names_a_test_that_exists() -> None:
+    lines = [line for line in text_of(ROOT / "SECURITY.md").splitlines() if line.startswith("| ")]
+    claims = [line for line in lines if not line.startswith(("| can or", "| ---"))]
+    for claim in claims:
+        named = re.search(r"\| `(tests/[\w/]+\.py)::(?:(\w+)::)?(\w+)` \|$", claim)
+        assert named or claim.endswith("| nothing prevents it |"), claim
+        if named:
+            path, group, test = named.groups()
+            source = (ROOT / path).read_text(encoding="utf-8")
+            assert f"def {test}(" in source, claim
+            assert group is None or f"class {group}" in source, claim
+
+
 def test_the_jobs_that_the_pages_show_are_valid() -> None:
     page = ROOT / "docs" / "jobs.md"
     blocks = [*fences(page, "json"), *re.findall(r"^\{\"id\".*\}$", text_of(page), re.MULTILINE)]

@@ -111,7 +111,10 @@ async def test_a_load_that_resumes_chooses_the_same_and_counts_jobs_as_before(
     first = await load()
     kept = Checkpoint.read(checkpoint)
     assert kept is not None
-    kept.model_copy(update={"confirmed": 900}).write(checkpoint)  # killed, it would be
+    # Killed, it would be so.
+    kept.model_copy(update={"confirmed": 900, "noted": 900}).write(checkpoint)
+    async with open_storage(local_settings) as storage:
+        assert await storage.files.delete("-sent/images/default/0000")
     second = await load()
 
     async with open_storage(local_settings) as storage:

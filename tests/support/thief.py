@@ -198,8 +198,7 @@ async def messages_of_failed_jobs(thief: Thief, loot: Loot) -> None:
         await thief.poison.send_message(body)
 
 
-async def garbage_in_other_workers_shards(thief: Thief, loot: Loot) -> None:
-    """Only the role for chains can name them: they have random parts."""
+async def nonsense_among_the_records(thief: Thief, loot: Loot) -> None:
     await thief.images.upload_blob("-records/nonsense", b"x")
     await thief.images.upload_blob("-records/../x.images.jsonl.gz", b"x")
 
@@ -218,6 +217,6 @@ ATTACKS: dict[str, Attack] = {
         records_of_images_that_are_not_there,
         drawings_under_workers_names,
         messages_of_failed_jobs,
-        garbage_in_other_workers_shards,
+        nonsense_among_the_records,
     )
 }

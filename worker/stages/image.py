@@ -16,7 +16,8 @@ from functools import partial
 from typing import NoReturn
 
 from imagefleet import concurrency, errors, retry
-from imagefleet.job.message import Output, duplicate_name, text_for_image
+from imagefleet.job.message import Output, text_for_image
+from imagefleet.job.names import duplicate_name
 from imagefleet.job.passes.fields import Pass
 from imagefleet.job.sizes import metadata_header
 from imagefleet.pricing import families

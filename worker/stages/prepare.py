@@ -239,7 +239,7 @@ class PrepareStage:
             if not images:
                 await self.settler.images_ended(entry)
                 return None
-            if job.stage > 1 and await self._is_too_early(entry, job):
+            if job.place is not None and await self._is_too_early(entry, job, job.place.before):
                 return None
             requests = await self._requests(entry, job, self._size(job), images)
             first = await self._prepared(requests[0])
@@ -278,12 +278,11 @@ class PrepareStage:
             await self.settler.unverified(entry, "no other worker has taken it")
         return True
 
-    async def _is_too_early(self, entry: InFlightJob, job: Job) -> bool:
+    async def _is_too_early(self, entry: InFlightJob, job: Job, before: Job) -> bool:
         """Hands a stage back unless its input, the image of the stage before, is stored.
 
         Workers send a stage once that is; but its number is not signed, and anybody may write it.
         """
-        before = job.whole.at_stage(job.stage - 1)
         look = partial(stored.look_up, self.settler.storage.blobs, before, 0)
         with contextlib.suppress(errors.NameTakenError):  # by another job's image
             if await self.settler.retry_policy.call(look) is not None:

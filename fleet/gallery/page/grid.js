@@ -276,7 +276,7 @@ export class Grid {
   arrived(tile, how) {
     tile.classList.add(how);
     // Only now it is known that the record, and so its prompt, is of this picture.
-    if (how === "loaded") this.name(tile, tile.row[2] || tile.row[1]);
+    if (how === "loaded" && tile.row) this.describe(tile, tile.row[2] || tile.row[1]);
     this.loading.delete(tile);
     if (this.loading.size < FAR_AT_ONCE) this.fill();
   }
@@ -286,7 +286,7 @@ export class Grid {
     tile.isOutdated = false;
     const [, job, prompt, reason] = row;
     if (this.kind === "images") {
-      this.name(tile, job);
+      this.describe(tile, job);
       tile.classList.remove("loaded", "broken");
       tile.imgPart.src = this.picture(row);
       this.loading.add(tile);
@@ -298,7 +298,7 @@ export class Grid {
     }
   }
 
-  name(tile, words) {
+  describe(tile, words) {
     tile.words.textContent = words;
     tile.setAttribute("aria-label", words);
   }

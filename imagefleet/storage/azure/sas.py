@@ -203,7 +203,10 @@ class TokenBroker:
                 tokens = read_tokens(await response.read())
                 return tokens, _life_seconds(tokens, response.headers.get("Date"))
         except (aiohttp.ClientError, OSError) as error:
-            raise proxies.unreachable("cannot reach the broker", error) from None
+            why = type(error).__name__
+            if isinstance(error, aiohttp.ClientConnectorCertificateError):
+                why = redaction.reason(error)  # which does not end a worker whose tokens are valid
+            raise errors.TransientError(f"cannot reach the broker: {why}") from None
         except ValueError as error:
             raise errors.TransientError(f"invalid answer of the broker: {error}") from None
 

@@ -25,7 +25,8 @@ import polling
 import sent_jobs
 from fleet.export import formats, plan, shards
 from fleet.results import files
-from imagefleet.job.message import SUFFIXES, duplicate_name, image_stem, job_key
+from imagefleet.job.message import SUFFIXES, image_stem, job_key
+from imagefleet.job.names import duplicate_name
 from imagefleet.records.record import Record, Totals, shard_part
 from imagefleet.records.stored import image_name
 from imagefleet.storage.open import Storage, open_storage

@@ -51,7 +51,8 @@ def opened(storage: Storage) -> Campaign:
 
 async def jobs(campaign: Campaign) -> list[int]:
     view = await campaign.view(Filter())
-    return [int(record.id) for record in campaign.index.records(view.seqs.tolist()).values()]
+    found = campaign.index.records(view.seqs.tolist())
+    return [int(records[0].id) for records in found.values()]
 
 
 async def test_the_newest_are_first_and_the_others_come_in_order(

@@ -21,8 +21,13 @@ from imagefleet.storage.settings import StorageSettings
 Imagefleet = Callable[..., Any]
 RunWorker = Callable[..., Awaitable[None]]
 
-#: Attacks that still change an answer, each with the helper whose work ends that.
-NOT_YET: dict[str, str] = {}
+#: Commands that a thief can lie to, as `SECURITY.md` says: an end that a worker alone knows of, and
+#: the number of images in a shard, which are counted up to the jobs that were sent.
+CAN_CHANGE = {
+    "ends_of_completed_jobs": {"results", "report", "failed"},
+    "totals_that_lie": {"status", "campaigns", "report"},
+    "records_of_images_that_are_not_there": {"status", "campaigns", "report"},
+}
 
 
 @pytest.fixture
@@ -144,7 +149,7 @@ def answers(ask: Imagefleet, loot: thief.Loot, tmp_path: Path, run: str) -> dict
     return found
 
 
-@pytest.mark.parametrize("role", ["worker", "chains"])
+@pytest.mark.parametrize("role", ["worker", pytest.param("chains", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("attack", thief.ATTACKS)
 async def test_no_answer_about_honest_jobs_changes(
     attack: str,
@@ -165,4 +170,23 @@ async def test_no_answer_about_honest_jobs_changes(
     after = await asyncio.to_thread(answers, ask, loot, tmp_path, "after")
 
     assert before["download"].keys() == {f"{each}.png" for each in loot.drawn}
-    assert differences(before, after) == {}
+    changed = {where.split("/")[1].split()[0] for where in differences(before, after)}
+    assert changed <= CAN_CHANGE.get(attack, set())
+
+
+async def test_the_second_job_of_a_name_fails_and_the_first_keeps_its_picture(
+    storage: Storage, run_worker: RunWorker
+) -> None:
+    first, second = (json.dumps({"id": "a", "prompt": text}) for text in ("a fox", "an owl"))
+    await storage.create()
+    for body in (first, second):
+        await storage.queue.send([body])
+        await run_worker("w1")
+
+    [message] = [each async for each in storage.poison.browse()]
+    failure = json.loads(message.body)
+    assert "NameTakenError" in message.body
+    assert "an owl" in message.body
+    assert failure
+    found = await storage.blobs.metadata("default/a.png") or {}
+    assert found["digest"] == read_job(first, "none").stage_digest

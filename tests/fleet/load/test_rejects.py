@@ -84,9 +84,10 @@ def test_a_refused_file_keeps_its_rows_and_shows_ten_of_them(
     in_process: Imagefleet, tmp_path: Path
 ) -> None:
     write(tmp_path, ["id,prompt,steps", *(f"i{number},a,x{number}" for number in range(16))])
-    result = in_process("load", "jobs.csv", "--rejects", "rejects.jsonl")
+    result = in_process("load", "jobs.csv", "--rejects", "rejects.jsonl", "--json")
 
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert json.loads(result.stdout) == {"finished": False, "invalid": 16}
     assert "nothing was sent" in result.stderr
     assert "showing 10 of 16; all are in rejects.jsonl" in result.stderr
     assert "error: row 11: steps: should be a valid integer" in result.stderr

@@ -222,7 +222,7 @@ async def test_a_killed_redo_loses_nothing_at_any_step_and_the_next_one_finishes
         monkeypatch.setattr(
             opening,
             "open_storage",
-            lambda _, left=left: Dying(open_storage(storage_settings), left),
+            lambda *_, left=left: Dying(open_storage(storage_settings), left),
         )
         try:
             await redo(storage_settings, worker="bad")

@@ -17,7 +17,7 @@ import pytest
 import polling
 from fleet.keys import mint
 from fleet.results import download, files
-from imagefleet.job.message import duplicate_name
+from imagefleet.job.names import duplicate_name
 from imagefleet.records import stored
 from imagefleet.records.record import RecordLog
 from imagefleet.records.stored import Damaged

@@ -22,7 +22,7 @@ from fleet import console
 from fleet.keys import mint
 from fleet.sweep import resume
 from imagefleet.pricing import families
-from imagefleet.records import reader, sweep
+from imagefleet.records import reader, sent, sweep
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -160,14 +160,14 @@ def test_a_sweep_fills_the_queue_and_leaves_its_manifest(
         async with open_storage(local(tmp_path)) as storage:
             return await sweep.read(storage, "curve"), await sent.counts(storage, "curve")
 
-    found, sent = asyncio.run(read())
+    found, jobs_sent = asyncio.run(read())
     assert found is not None
     assert [(each.name, each.guidance, each.sampler, each.steps) for each in found.groups] == [
         ("cfg-1.5", 1.5, "plms", 50),
         ("cfg-7.0", 7.0, "plms", 50),
     ]
     assert found.captions == sweep.digest(["a red house", "a (blue) boat", "a green hill"])
-    assert sent == 6
+    assert jobs_sent == 6
 
 
 def test_the_same_sweep_again_adds_nothing_here_and_elsewhere(
@@ -180,8 +180,8 @@ def test_the_same_sweep_again_adds_nothing_here_and_elsewhere(
     elsewhere = in_process("sweep", "c.txt", *SWEEP, "--json")
     other = in_process("sweep", "c.txt", *SWEEP, "--seed", "3")
 
-    sent = [json.loads(each.stdout)["sent"] for each in (first, again, elsewhere)]
-    assert sent == [6, 0, 0]
+    numbers = [json.loads(each.stdout)["sent"] for each in (first, again, elsewhere)]
+    assert numbers == [6, 0, 0]
     assert len(bodies_in(local(tmp_path))) == 6
     assert other.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "campaign curve is another sweep already: its seed" in other.stderr

@@ -320,7 +320,7 @@ async def test_an_older_picture_of_the_id_is_not_the_result_of_a_new_job(
     with pytest.raises(TimeoutError, match="2 of 2 jobs"):
         await statuses(batch.results(0))
     # An operator has this one drawn in its place.
-    changed = Ledger(fleet.storage.files, "spring")
+    changed = Ledger(fleet.storage, "spring")
     changed.pending += entry_of("a", old)
     await changed.note()
     results = batch.results(0)

@@ -30,7 +30,8 @@ async def submit(fleet: aio.Fleet, campaign: str = "spring", jobs: int = 1) -> N
 
 async def blobs(fleet: aio.Fleet, campaign: str = "spring") -> list[str]:
     """The ledger's blobs."""
-    return [name async for name in fleet.storage.files.names(f"{sent.SENT}{campaign}/")]
+    folder = f"{sent.folder_of(fleet.storage)}{campaign}/"
+    return [name.removeprefix(folder) async for name in fleet.storage.files.names(folder)]
 
 
 async def counted(fleet: aio.Fleet) -> dict[str, int | None]:
@@ -41,7 +42,7 @@ async def test_a_program_that_submits_jobs_one_by_one_leaves_one_blob(fleet: aio
     for _ in range(12):
         await submit(fleet)
     assert await counted(fleet) == {"spring": 12}
-    assert await blobs(fleet) == ["-sent/spring/0000"]
+    assert await blobs(fleet) == ["0000"]
 
 
 async def test_submissions_at_the_same_time_share_writes_and_each_is_counted(
@@ -60,7 +61,7 @@ async def test_submissions_at_the_same_time_share_writes_and_each_is_counted(
     monkeypatch.setattr(fleet.storage.files, "append", counting)
     await asyncio.gather(*(submit(fleet, jobs=2) for _ in range(20)))
     assert await counted(fleet) == {"spring": 40}
-    assert await blobs(fleet) == ["-sent/spring/0000"]
+    assert await blobs(fleet) == ["0000"]
     assert appends < 20
 
 

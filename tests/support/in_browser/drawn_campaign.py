@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -132,15 +133,18 @@ async def fill(
         images = folder / settings.container / campaign
         images.mkdir(parents=True, exist_ok=True)
         some: list[Record] = []
-        for record in records(count, campaign, failed=failed):
-            some.append(record)
+        for made in records(count, campaign, failed=failed):
+            record = made
             if record.blob and pictures:
                 number = int(record.id)
+                digest = hashlib.sha256(drawn[number % len(drawn)]).hexdigest()
+                record = record.model_copy(update={"sha256": digest})
                 file = folder / settings.container / record.blob
                 if number < len(drawn):
                     file.write_bytes(drawn[number])
                 else:  # one file of many names
                     file.hardlink_to(images / f"{number % len(drawn):07d}.png")
+            some.append(record)
             if len(some) == _APPENDED:
                 await next(logs).add(some)
                 some = []

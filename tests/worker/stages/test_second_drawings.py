@@ -82,9 +82,9 @@ async def test_a_lone_worker_draws_nothing_twice_and_still_ends(
 async def test_a_message_too_large_for_a_count_is_not_handed_back_for_ever(
     storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
 ) -> None:
-    fields = {"prompt": "a " * 3000, "negative_prompt": ""}
+    fields = {"prompt": "a" * 6000, "negative_prompt": ""}
     size = len(message(**fields, id="j", verify=True))
-    fields["negative_prompt"] = "b " * ((MAX_MESSAGE_BYTES - size) // 2)
+    fields["negative_prompt"] = "b" * (MAX_MESSAGE_BYTES - size)
     await storage.queue.send([message(**fields, id="k"), message(**fields, id="k", verify=True)])
     pipeline = await run_pipeline()
     assert pipeline.metrics.outcomes["unverified"] == 1

@@ -1,0 +1,24 @@
+"""Names made of jobs' and workers' names, beside those of images (`message.image_stem`)."""
+
+from __future__ import annotations
+
+import re
+
+from imagefleet.job.message import DEFAULT_CAMPAIGN, DUPLICATES
+
+
+def worker_file_name(worker: str) -> str:
+    """A worker's name as part of a blob's."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", worker).lstrip(".") or "_"
+
+
+def duplicate_name(image: str, worker: str) -> str:
+    """The blob of a drawing of *image* that its worker keeps aside, as the name was taken."""
+    return f"{DUPLICATES}{image}/{worker_file_name(worker)}.{image.rpartition('.')[2]}"
+
+
+def split_job_key(name: str, campaign: str | None = None) -> tuple[str, str]:
+    """Campaign and id of a job that somebody names by `campaign/id`, or by its id alone."""
+    if campaign is None and "/" in name:
+        campaign, _, name = name.partition("/")
+    return campaign or DEFAULT_CAMPAIGN, name

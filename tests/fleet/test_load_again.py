@@ -1,0 +1,160 @@
+"""A load of what was sent before: the same, changed and new jobs are told apart."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet import console
+from imagefleet.job.message import fields_if_any
+from imagefleet.records import sent
+from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.settings import StorageSettings
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
+Load = Callable[..., "subprocess.CompletedProcess[str]"]
+
+MONDAY = "id,prompt\n1,a red house\n2,a blue fish\n"
+TUESDAY = "id,prompt\n1,a cat\n2,a dog\n"
+
+
+@pytest.fixture
+def load(
+    in_process: Imagefleet, tmp_path: Path, storage_settings: StorageSettings
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Writes a file and loads it: into the same storage, whatever the file."""
+
+    def load(name: str, text: str, *options: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / name).write_text(text)
+        names = ("storage", "queue", "container", "files_container")
+        flags = [f"--{each.replace('_', '-')}={getattr(storage_settings, each)}" for each in names]
+        flags += ["--verify-share=0", "--campaign=spring"]
+        return in_process("load", name, *options, *flags)
+
+    return load
+
+
+def within(settings: StorageSettings, work: Callable[[Storage], Coroutine[Any, Any, Any]]) -> Any:
+    async def run() -> Any:
+        async with open_storage(settings) as storage:
+            return await work(storage)
+
+    return asyncio.run(run())
+
+
+def prompts_in(settings: StorageSettings) -> list[str]:
+    async def browse(storage: Storage) -> list[str]:
+        return [fields_if_any(each.body)["prompt"] async for each in storage.queue.browse()]
+
+    return sorted(within(settings, browse))
+
+
+def sent_of(settings: StorageSettings) -> int:
+    found: int = within(settings, lambda storage: sent.counts(storage, "spring"))
+    return found
+
+
+def test_ids_of_monday_with_tuesdays_prompts_are_refused_and_none_is_sent(
+    load: Load, storage_settings: StorageSettings
+) -> None:
+    load("monday.csv", MONDAY)
+    refused = load("tuesday.csv", TUESDAY)
+
+    assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "2 changed, 0 new, 0 as before" in refused.stderr
+    assert "spring/1, spring/2; nothing was sent" in refused.stderr
+    assert prompts_in(storage_settings) == ["a blue fish", "a red house"]
+    assert sent_of(storage_settings) == 2
+
+
+def test_one_changed_three_new_and_the_others_as_before(
+    load: Load, storage_settings: StorageSettings
+) -> None:
+    rows = [f"{number},prompt {number}" for number in range(197)]
+    load("jobs.csv", "\n".join(["id,prompt", *rows]))
+    rows[5] = "5,another prompt"
+    edited = "\n".join(["id,prompt", *rows, *(f"new-{number},a" for number in range(3))])
+    dry = load("jobs.csv", edited, "--dry-run")
+    done = load("jobs.csv", edited, "--new-only", "--json")
+
+    assert "1 changed, 3 new, 196 as before" in dry.stderr
+    summary = json.loads(done.stdout)
+    figures = ("sent", "changed", "new", "as_before", "confirmed")
+    assert [summary[name] for name in figures] == [3, 1, 3, 196, 200]
+    assert "another prompt" not in prompts_in(storage_settings)
+    assert sent_of(storage_settings) == 200
+
+
+def test_a_row_that_is_added_to_a_loaded_file_is_one_new_job_with_or_without_ids(
+    load: Load, storage_settings: StorageSettings
+) -> None:
+    load("prompts.txt", "a house\na fish\n")
+    more = load("prompts.txt", "a house\na fish\na boat\n", "--json")
+
+    assert [json.loads(more.stdout)[name] for name in ("sent", "new", "as_before")] == [1, 1, 2]
+    assert prompts_in(storage_settings) == ["a boat", "a fish", "a house"]
+    again = load("prompts.txt", "a house\na fish\na boat\n", "--restart", "--json")
+    assert json.loads(again.stdout)["sent"] == 3
+    assert sent_of(storage_settings) == 3, "jobs, not messages"
+
+
+def test_two_rows_of_one_id_are_refused_with_both_rows_named(
+    load: Load, storage_settings: StorageSettings
+) -> None:
+    refused = load("jobs.csv", "id,prompt\n1,a cat\n2,a fish\n1,a dog\n")
+    assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "row 2 and row 4 are two jobs with one id, spring/1; nothing was sent" in refused.stderr
+    twice = load("jobs.csv", "id,prompt\n1,a cat\n1,a cat\n", "--json")
+    assert json.loads(twice.stdout)["sent"] == 1, "the same job twice is one"
+    assert prompts_in(storage_settings) == ["a cat"]
+
+
+def test_changed_jobs_are_replaced_once_the_old_ones_have_ended(
+    load: Load, storage_settings: StorageSettings
+) -> None:
+    load("monday.csv", MONDAY)
+    waits = load("tuesday.csv", TUESDAY, "--replace")
+    assert waits.returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert "have not ended: spring/1, spring/2" in waits.stderr
+
+    async def draw(storage: Storage) -> None:
+        await storage.queue.clear()
+        for name in ("1", "2"):
+            metadata = {"job": name, "digest": "0" * 64, "worker": "w1"}
+            await storage.blobs.create(f"spring/{name}.png", b"old", "image/png", metadata)
+
+    within(storage_settings, draw)
+    done = load("tuesday.csv", TUESDAY, "--replace", "--json")
+
+    assert done.returncode == console.EXIT_DONE, done.stderr
+    assert [json.loads(done.stdout)[name] for name in ("sent", "changed", "new")] == [2, 2, 0]
+    assert prompts_in(storage_settings) == ["a cat", "a dog"]
+
+    async def names(storage: Storage) -> list[str]:
+        found = [name async for name in storage.blobs.names()]
+        return sorted(name for name in found if name.startswith(("spring/", "-replaced/")))
+
+    left = within(storage_settings, names)
+    assert [name.split("/")[:3] for name in left] == [
+        ["-replaced", "spring", "1.png"],
+        ["-replaced", "spring", "2.png"],
+    ]
+    again = load("tuesday.csv", TUESDAY, "--restart", "--dry-run")
+    assert "0 changed, 0 new, 2 as before" in again.stderr
+    assert sent_of(storage_settings) == 2
+
+
+def test_a_failed_job_that_was_exported_and_mended_is_sent(
+    load: Load, storage_settings: StorageSettings
+) -> None:
+    load("monday.csv", MONDAY)
+    mended = {"id": "1", "prompt": "a cat", "failure": {"error": "JobError"}}
+    done = load("fix.jsonl", json.dumps(mended))
+    assert done.returncode == console.EXIT_DONE, done.stderr
+    assert "a cat" in prompts_in(storage_settings)

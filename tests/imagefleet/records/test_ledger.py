@@ -1,0 +1,148 @@
+"""The ledger of what was sent: many writers, lost replies, damage, and its size."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+import sent_jobs
+from imagefleet import errors
+from imagefleet.job.message import Job
+from imagefleet.records import sent
+from imagefleet.records.sent import Digests, Ledger, entry_of, job_of
+from imagefleet.records.stored import Damaged
+from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.settings import StorageSettings
+
+
+async def noted(storage: Storage, *entries: bytes) -> Ledger:
+    ledger = Ledger(storage, "spring")
+    ledger.pending += b"".join(entries)
+    await ledger.note()
+    return ledger
+
+
+async def test_many_writers_at_the_same_time_lose_no_job_and_count_none_twice(
+    storage: Storage,
+) -> None:
+    await asyncio.gather(*(sent_jobs.note(storage, "spring", 50, 25 * turn) for turn in range(8)))
+    await sent_jobs.note(storage, "autumn", 3)
+    assert len(await sent.entries(storage, "spring")) == 225
+    assert await sent.campaigns(storage) == {"spring", "autumn"}
+    # Those that did not read the others' jobs may count some of theirs.
+    assert 225 <= (await sent.counts(storage, "spring") or 0) <= 400
+
+
+async def test_a_writer_that_has_read_the_ledger_counts_jobs_of_others_once(
+    storage: Storage,
+) -> None:
+    ledgers = [Ledger(storage, "spring") for _ in range(6)]
+    for number, ledger in enumerate(ledgers):
+        await ledger.read()
+        for job in range(10 * number, 10 * number + 20):
+            ledger.pending += entry_of(f"{job}", "0" * 64)
+    await asyncio.gather(*(ledger.note() for ledger in ledgers))
+    assert await sent.counts(storage, "spring") == 70
+
+
+async def test_a_full_blob_is_followed_by_another(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sent, "_MAX_FRAMES", 3)
+    for number in range(8):
+        await noted(storage, entry_of(f"{number}", "0" * 64))
+    names = [name async for name in storage.files.names("-sent/")]
+    assert [name.rpartition("spring/")[2] for name in names] == ["0000", "0001", "0002"]
+    assert await sent.counts(storage, "spring") == 8
+    assert len(await sent.entries(storage, "spring")) == 8
+
+
+async def test_an_append_whose_reply_is_lost_is_not_made_twice(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = storage.files.append
+
+    replies = iter([False])
+
+    async def loses_one(*arguments: Any) -> bool:
+        is_appended = await append(*arguments)
+        if next(replies, True):
+            return is_appended
+        lost = errors.TransientError("no reply")
+        lost.outcome_is_unknown = True
+        raise lost
+
+    monkeypatch.setattr(storage.files, "append", loses_one)
+    await noted(storage, entry_of("a", "0" * 64))
+    part = await storage.files.read_part(f"{sent.folder_of(storage)}spring/0000", 0, 1_000)
+    assert part is not None
+    assert part.total_bytes == 28 + 16
+
+
+async def test_a_damaged_part_is_said_and_hides_nothing_else(storage: Storage) -> None:
+    await noted(storage, entry_of("a", "0" * 64))
+    await storage.files.append(f"{sent.folder_of(storage)}spring/0000", b"IF-SENT1 broken off", 44)
+    await noted(storage, entry_of("b", "1" * 64))
+    damaged = Damaged()
+    found = await sent.entries(storage, "spring", damaged)
+    assert len(found) == 2
+    assert "/spring/0000: 19 bytes of it are damaged" in str(damaged)
+    assert await sent.counts(storage, "spring") == 2
+
+
+async def test_an_id_has_the_digest_that_was_sent_last(storage: Storage) -> None:
+    ledger = await noted(storage, entry_of("a", "0" * 64))
+    await noted(storage, entry_of("a", "1" * 64))
+    found = await ledger.read()
+    assert found.get(sent.id_hash("a")) == b"\x11" * 8
+    assert len(found) == 1
+
+
+def test_a_message_tells_its_job_whatever_it_holds_besides() -> None:
+    jobs = [
+        Job(prompt='say "id":"x"', id="a", campaign="spring"),
+        Job(prompt="a", id="b", metadata={"id": "c", "digest": "d", "campaign": "e"}),
+        Job(prompt="a", id="c", then=({"steps": 5, "denoising_strength": 0.5},)),
+    ]
+    for job in jobs:
+        found = job_of(job.to_message())
+        assert found.entry == entry_of(str(job.id), job.digest)
+        assert (found.campaign, found.id) == (job.campaign or "default", job.id)
+    assert job_of(Job(prompt="a", id="a", verify=True).to_message()).entry == b""
+    assert job_of('{"prompt": "a", "id": "a"}').entry == job_of('{"id":"a","prompt":"a"}').entry
+
+
+def test_digests_are_found_and_replaced_among_many() -> None:
+    rng = random.Random(1)
+    digests, expected = Digests(), dict[bytes, bytes]()
+    for _ in range(20_000):
+        key, value = rng.randbytes(1) * 2 + rng.randbytes(6), rng.randbytes(8)
+        digests.put(key + value)
+        expected[key] = value
+    for key in rng.sample(sorted(expected), 1_000):
+        expected[key] = rng.randbytes(8)
+        digests.put(key + expected[key])
+    assert {entry[:8]: entry[8:] for entry in digests} == expected
+    assert all(digests.get(key) == value for key, value in expected.items())
+    assert digests.get(b"none" * 2) is None
+
+
+async def test_a_storage_without_files_has_no_counts(azurite_settings: StorageSettings) -> None:
+    names = azurite_settings.model_copy(update={"files_container": "no-such-files"})
+    async with open_storage(names) as storage:
+        assert await sent.counts(storage, "spring") is None
+        assert await sent.campaigns(storage) == set()
+
+
+async def test_fleets_that_share_their_files_have_ledgers_of_their_own(
+    storage: Storage, storage_settings: StorageSettings
+) -> None:
+    others = f"{storage_settings.container}-others"
+    names = storage_settings.model_copy(update={"container": others})
+    await sent_jobs.note(storage, "spring", 3)
+    async with open_storage(names) as other:
+        assert await sent.counts(other, "spring") is None
+        assert await sent.campaigns(other) == set()
