@@ -142,10 +142,11 @@ class Queue:
 
 @dataclass(slots=True)
 class Blob:
-    """A blob, of which only its size is kept, unless it is small."""
+    """A blob, of which only its size and its job's digest are kept, unless it is small."""
 
     size: int
     content: bytearray | None = None
+    digest: str | None = None
 
 
 class Account:

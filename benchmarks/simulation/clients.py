@@ -216,12 +216,20 @@ class BlobClient:
     container: ContainerClient
     name: str
 
-    async def upload_blob(self, data: bytes, *, overwrite: bool = False, **_: Any) -> None:
+    async def upload_blob(
+        self,
+        data: bytes,
+        *,
+        overwrite: bool = False,
+        metadata: dict[str, str] | None = None,
+        **_: Any,
+    ) -> None:
         size = len(data)
 
         def put() -> None:
             container = self.container
             container.account.put(container.container_name, self.name, size, overwrite=overwrite)
+            container.blobs[self.name].digest = (metadata or {}).get("digest")
 
         await self.container.request("PUT", put, size + REQUEST_BYTES)
 
@@ -265,7 +273,14 @@ class BlobClient:
         def read() -> SimpleNamespace:
             if self.name not in self.container.blobs:
                 raise refusal(404, "BlobNotFound")
-            return SimpleNamespace(metadata={}, size=self.container.blobs[self.name].size)
+            blob = self.container.blobs[self.name]
+            return SimpleNamespace(
+                name=self.name,
+                size=blob.size,
+                creation_time=_SENT_AT,
+                last_modified=_SENT_AT,
+                metadata={} if blob.digest is None else {"digest": blob.digest},
+            )
 
         return await self.container.request("GET", read)
 
