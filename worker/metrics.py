@@ -87,9 +87,11 @@ _SECONDS_PER_HOUR = 3600
 FAILURES: tuple[type[errors.FleetError], ...] = (
     errors.JobError,
     errors.InvalidMessageError,
+    errors.UnknownStageError,
     errors.UntrustedJobError,
     errors.MissingFileError,
     errors.UnusableFileError,
+    errors.NameTakenError,
     errors.TransientError,
 )
 
