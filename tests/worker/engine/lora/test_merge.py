@@ -188,11 +188,6 @@ def test_an_image_is_the_same_alone_and_with_seven_others_with_other_loras(
     assert (base == draw(engine, make_request())[0]).all()
 
 
-def test_too_many_loras_are_refused(engine: Any, lora_paths: list[Path], make_request: Any) -> None:
-    with pytest.raises(errors.JobError, match="17 LoRAs"):
-        engine.prepare(make_request(loras=(use(lora_paths[0]),) * 17))
-
-
 def test_a_failed_merge_affects_no_other_image(
     make_engine: Any, lora_paths: list[Path], make_request: Any, draw: Any, monkeypatch: Any
 ) -> None:
