@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +38,7 @@ TICK_SECONDS = 0.1
 DOLLARS_PER_SECOND = 0.25
 
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py
+StoreImages = Callable[..., Awaitable[None]]  # the same
 
 #: Prices at which storage matters as in production, where an image takes ten times as long.
 PRICE_FILE = """
@@ -147,10 +148,13 @@ async def test_start_up_idle_and_busy_add_up_to_the_whole(
 
 
 async def test_an_image_that_is_stored_already_is_wasted_as_a_duplicate(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    store_images: StoreImages,
+    message: Callable[..., str],
 ) -> None:
     await storage.queue.send([message(id="a"), message(id="b")])
-    await storage.blobs.create("default/a.png", b"done", "image/png", {})
+    await store_images(message(id="a"))
     pipeline = await run_pipeline(
         StandInEngine(tick_seconds=0.1),
         runs_on=Replica("x", 3600 * DOLLARS_PER_SECOND, prices.FREE_STORAGE),
