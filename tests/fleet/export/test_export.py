@@ -280,8 +280,10 @@ async def test_one_forged_record_neither_refuses_a_campaign_nor_takes_an_honest_
     assert (manifest["images"], manifest["changed"]) == (5, 0)
     assert manifest["misfits"] >= 2
     assert "do not fit" in result.stderr
-    text = (tmp_path / "out" / "00000" / "metadata.jsonl").read_text()
-    assert "forged" not in text
+    lines = (tmp_path / "out" / "00000" / "metadata.jsonl").read_text().splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    assert len(prompts) == 5
+    assert "forged" not in prompts
 
 
 async def test_a_squatted_name_exports_the_drawing_that_was_kept_aside(
