@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import importlib.util
 import io
 import json
@@ -275,7 +276,9 @@ def work(tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: 
             await local.create()
             await local.poison.send([job.encode() for job in FAILED_JOBS])
             await RecordLog(local.blobs, "w1").add(FAILED_JOBS)
+            sha256 = hashlib.sha256(stored.getvalue()).hexdigest()
             facts = {"worker": "w1", "seconds": "2", "attempt": "1", "job": "0001"}
+            facts["sha256"] = sha256
             await local.blobs.create("spring/0001.png", stored.getvalue(), "image/png", facts)
             image = Record(
                 outcome="completed",
@@ -284,6 +287,7 @@ def work(tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: 
                 at=datetime.now(UTC),
                 blob="spring/0001.png",
                 size_bytes=len(stored.getvalue()),
+                sha256=sha256,
                 seconds=2,
             )
             await RecordLog(local.blobs, "w1").add([image])

@@ -249,14 +249,14 @@ def test_a_files_weights_are_read_once_and_again_only_if_they_are_needed(
     engine = make_slot_engine(slots=2)
     reads, read = [], held._load
     monkeypatch.setattr(
-        held, "_load", lambda *arguments: reads.append(arguments[0]) or read(*arguments)
+        held, "_load", lambda *arguments: reads.append(arguments[0][0]) or read(*arguments)
     )
     path = tmp_path / "edges.safetensors"
     shutil.copy(make_control(0).path, path)
     request = make_request(controls=(make_control(path=path),))
     (image,) = draw(engine, request)
     draw(engine, request, make_request(seed=2, controls=(make_control(path=path, image=1),)))
-    assert reads == [path]
+    assert reads == [str(path)]
     prepared = engine.prepare(request)
     engine._lanes.clear()
     assert engine._control_nets.keep_only(())
@@ -264,7 +264,7 @@ def test_a_files_weights_are_read_once_and_again_only_if_they_are_needed(
     engine.admit(0, prepared)
     (again,) = [each for _ in range(9) for each in engine.tick()]
     assert difference(again.outcome, image) <= ROUNDING
-    assert reads == [path, path]
+    assert reads == [str(path)] * 2
     shutil.copy(make_control(1).path, path)
     (other,) = draw(engine, request)
     assert difference(other, image) > 20, "a replaced file is another one"
