@@ -182,9 +182,9 @@ async def test_a_narrow_terminal_has_the_figures_in_two_rows_and_no_torn_log(
     talk = """
 from worker.stages import image as stage
 create = stage.UploadStage._metadata
-def talk(self, image):
+def talk(self, image, *facts):
     logging.getLogger("talk").info("%s is on its way, %s", image.job.id, "a long story " * 5)
-    return create(self, image)
+    return create(self, image, *facts)
 stage.UploadStage._metadata = talk
 """
     terminal, process = start(
