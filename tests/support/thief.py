@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -98,7 +99,7 @@ async def shard(
     """Creates a shard with *lines*; *totals* may lie."""
     lines = list(lines)
     now = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
-    name = f"-records/{campaign}/{now}-thief-{id(lines):016x}.{kind}.jsonl.gz"
+    name = f"-records/{campaign}/{now}-thief-{secrets.token_hex(8)}.{kind}.jsonl.gz"
     blob = thief.images.get_blob_client(name)
     await blob.create_append_blob()
     await blob.append_block(shard_part(lines, totals or Totals(len(lines), len(lines))))
