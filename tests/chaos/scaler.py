@@ -35,6 +35,9 @@ _METER_SECONDS = 0.1
 #: What the scaler may miss: workers that came and went between two samples, and rounding.
 _TOLERANCE = 0.05
 
+#: What replicas may run, all together, between a scaler's last look and its kill or its next start.
+_UNSEEN_SECONDS = 5.0
+
 Command = Callable[..., Awaitable[int]]
 """Runs `imagefleet ARGUMENTS` and kills it after some seconds; returns its exit code."""
 
@@ -118,7 +121,8 @@ class KilledScaler:
             self.errors.append(f"after the storm the scaler fails with {code}")
             return
         counted = ledger.read(self._ledger, "storm", time.time())
-        cost = self._replica_seconds / 3600 * (counted.price or 0)
+        seconds = max(0.0, self._replica_seconds - _UNSEEN_SECONDS)
+        cost = seconds / 3600 * (counted.price or 0)
         if counted.dollars < cost * (1 - _TOLERANCE):
             self.errors.append(f"the ledger has ${counted.dollars:.6f} of ${cost:.6f}")
         if self.cloud.most_at_once > REPLICAS:
