@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from imagefleet import errors
 from imagefleet.cancelled import CancelledCampaigns
@@ -20,13 +20,20 @@ from imagefleet.job.message import (
     DIGEST_FIELD,
     job_key,
 )
-from imagefleet.records.sent import HASH_BYTES, Digests, Ledger, Ledgers, SentJob, id_hash, job_of
+from imagefleet.records.sent import (
+    HASH_BYTES,
+    Compared,
+    Digests,
+    Ledger,
+    Ledgers,
+    SentJob,
+    id_hash,
+    job_of,
+)
 from imagefleet.signing import SIGNATURE_FIELD, JobSigner
 from imagefleet.storage.open import Storage
 from loadgen.file_source import FileSource, MendedMessage
 from loadgen.template_source import TemplateSource
-
-Compared = Literal["new", "changed", "as_before"]
 
 
 class Changes(NamedTuple):
@@ -78,7 +85,7 @@ class FileJobs:
     def _compare(self, campaign: str, ledger: Ledger, changed: list[int]) -> Counter[Compared]:
         counts = Counter[Compared]()
         for entry in self.digests[campaign]:
-            found = compare(ledger, entry)
+            found = ledger.compare(entry)
             counts[found] += 1
             if found == "changed":
                 position = self._positions[campaign].get(entry[:HASH_BYTES])
@@ -115,13 +122,6 @@ async def changes_of(storage: Storage, source: TemplateSource | FileSource) -> C
     for position, body in enumerate(source.bodies(0)):
         jobs.add(position, job_of(body or ""))
     return await jobs.compared(ledgers, [])
-
-
-def compare(ledger: Ledger, entry: bytes) -> Compared:
-    before = ledger.digest_of(entry)
-    if before is None:
-        return "new"
-    return "as_before" if before == entry[HASH_BYTES:] else "changed"
 
 
 @dataclass(slots=True, eq=False)
@@ -172,7 +172,7 @@ class LoadedCampaigns:
         for body in sent:
             if body is not None and (job := job_of(body)).entry:
                 ledger = await self._ledger(job.campaign)
-                is_left_out = compare(ledger, job.entry) == "changed"
+                is_left_out = ledger.compare(job.entry) == "changed"
                 if not (is_left_out or self.is_cancelled(job.campaign)):
                     ledger.pending += job.entry
         await self.note()
@@ -218,7 +218,7 @@ class LoadedCampaigns:
             self.counts["new"] += 1
             return True
         ledger = await self._ledger(job.campaign)
-        found = compare(ledger, job.entry)
+        found = ledger.compare(job.entry)
         # A failed job that was mended is sent whatever was sent before.
         if isinstance(body, MendedMessage):
             found = "new"

@@ -79,20 +79,21 @@ class Submission:
 
     async def check(self) -> None:
         """Raises NameTakenError for an id that was sent before with another content."""
+        read = {name: self._ledgers.of(name) for name in self._with_own_ids}
         try:
-            known = {name: await self._ledgers.of(name).read() for name in self._with_own_ids}
+            for ledger in read.values():
+                await ledger.read()
         except errors.SetupError:
             return  # credentials that only add jobs: a worker says so, and the job fails
         for job in self.jobs.values():
-            if job.campaign in known:
-                entry = sent.entry_of(job.id, str(job.digest))
-                before = known[job.campaign].get(entry[: sent.HASH_BYTES])
-                if before not in {None, entry[sent.HASH_BYTES :]}:
-                    raise errors.NameTakenError(
-                        f"job {job.key} is not the one that was sent with this id before: its"
-                        f" digest is {str(job.digest)[:16]}, and that one's {before.hex()};"
-                        " nothing was sent: give it another id"
-                    )
+            known, entry = read.get(job.campaign), _entry(job)
+            if known is not None and known.compare(entry) == "changed":
+                before = known.digest_of(entry) or b""
+                raise errors.NameTakenError(
+                    f"job {job.key} is not the one that was sent with this id before: its digest is"
+                    f" {str(job.digest)[:16]}, and that one's {before.hex()}; nothing was sent:"
+                    " give it another id"
+                )
 
     async def before_send(self) -> None:
         """Notes where the records of the campaigns so far end; a listing for each campaign."""
@@ -117,7 +118,7 @@ class Submission:
         """Notes in the campaigns' ledgers that the first *count* jobs are in the queue."""
         for job in itertools.islice(self.jobs.values(), self._counted, count):
             ledger = self._ledgers.of(job.campaign)
-            ledger.pending += sent.entry_of(job.id, str(job.digest))
+            ledger.pending += _entry(job)
         self._counted = max(self._counted, count)
         for campaign in self._campaigns - self._refused:
             try:
@@ -183,8 +184,7 @@ class Watch:
             each
             for each in others
             if each.key in self.waiting
-            and sent.entry_of(each.id, str(each.digest))
-            == ledgers[each.campaign].known.entry(sent.id_hash(each.id))
+            and _entry(each) == ledgers[each.campaign].known.entry(sent.id_hash(each.id))
         ]
 
     def _take(self, record: Record) -> None:
@@ -201,3 +201,7 @@ class Watch:
             if len(images) == len(job.blobs):
                 del self._images[job.key], self.waiting[job.key]
                 self.found.append(job.completed(images.values()))
+
+
+def _entry(job: JobFacts | Record) -> bytes:
+    return sent.entry_of(job.id, str(job.digest))

@@ -15,7 +15,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from imagefleet import concurrency, errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN, read_job
@@ -52,6 +52,9 @@ _CONCURRENT_APPENDS = 16
 MAX_LEDGERS = 4_000
 
 _BUCKET_BYTES = 2
+
+Compared = Literal["new", "changed", "as_before"]
+"""A job beside the one that was sent with its id."""
 
 _ID, _DIGEST, _CAMPAIGN = ('"id":"', '"digest":"', '"campaign":"')
 
@@ -191,6 +194,13 @@ class Ledger:
         """The digest that the id of *entry* was sent with."""
         key = entry[:HASH_BYTES]
         return self.claimed.get(key) or self.known.get(key)
+
+    def compare(self, entry: bytes) -> Compared:
+        """What a job is to those that were sent with its id, as far as the ledger was read."""
+        before = self.digest_of(entry)
+        if before is None:
+            return "new"
+        return "as_before" if before == entry[HASH_BYTES:] else "changed"
 
     async def is_new(self) -> bool:
         """Whether nothing was noted yet."""
