@@ -34,7 +34,7 @@ RETRIES = retry.RetryPolicy(
 )
 
 #: Where a person waits for one look, which can be repeated.
-FEW_RETRIES = retry.RetryPolicy(tries=2, first_wait_seconds=1)
+FEW_RETRIES = retry.RetryPolicy(tries=4, first_wait_seconds=0.5)
 
 #: A server, or a proxy, may ask for hours; meanwhile nobody would watch the budget.
 LONGEST_RETRY_AFTER_SECONDS = 120.0
