@@ -52,6 +52,7 @@ async def store(storage: Storage, campaign: str, id: str, **facts: Any) -> None:
     """An image and its record, as a worker stores them."""
     name = f"{campaign}/{id}.png"
     metadata = {"job": id, "campaign": campaign, "worker": "w1", "attempt": "2", "seconds": "1"}
+    metadata["digest"] = "0" * 64  # as `sent_jobs` notes it
     await storage.blobs.create(name, b"pixels", "image/png", {**metadata, **facts})
     log = RecordLog(storage.blobs, "w1")
     await log.add([Record(outcome="completed", id=id, campaign=campaign, at=NOW, blob=name)])
@@ -72,8 +73,8 @@ async def fill(storage: Storage) -> None:
     )
     await operator.open("spring", "cancelled")
     await operator.add([Record(outcome="replayed", id="again", source="m1", **ended)])
-    await sent_jobs.note(storage, "spring", 5)
-    await sent_jobs.note(storage, "autumn", 1)
+    await sent_jobs.note(storage, "spring", 5, ids=("done", "bad", "again", "late"))
+    await sent_jobs.note(storage, "autumn", 1, ids=["done"])
     await storage.queue.send([job("again"), job("flying"), job("waiting", "autumn")])
 
 
