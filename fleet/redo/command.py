@@ -176,7 +176,7 @@ async def _run(
 
 async def _warn_of_nodes_at_work(storage: Storage, found: Selection) -> None:
     """A worker that may draw its own images again, as wrong as before."""
-    known = {node.name for node in (await quarantine.read(storage.files))[0].nodes}
+    known = {node.name for node in (await quarantine.read(storage.files)).nodes}
     for worker in sorted(set(found.by_worker) - {""}):
         if known.isdisjoint({worker, quarantine.node_of(worker)}):
             console.print_warning(

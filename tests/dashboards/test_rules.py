@@ -23,6 +23,7 @@ ALERTS = {
     "ImagefleetNodesGivenUp",
     "ImagefleetSuspectImages",
     "ImagefleetGpuOut",
+    "ImagefleetClockOff",
 }
 
 
