@@ -93,6 +93,7 @@ SLOW = (
     "worker/engine/passes/test_upscaler_files.py",
     "worker/engine/pixel",
     "worker/engine/slots/test_batch_mates.py",
+    "worker/engine/slots/test_compiled.py",
     "worker/engine/slots/test_convolution.py",
     "worker/engine/slots/test_memory.py",
     "worker/engine/test_baseline.py",
