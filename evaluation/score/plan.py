@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from imagefleet import errors
-from imagefleet.job import prompt
 from imagefleet.records import reader, sweep
 from imagefleet.records.record import Record
 from imagefleet.records.stored import Damaged
@@ -136,7 +135,7 @@ class _Planner:
                 continue
             number = _chunk(blob, self._chunks)
             rows[self._target / group / f"{number:06}.jsonl"].append(
-                Row(blob, _caption(record), record.size_bytes)
+                Row(blob, sweep.caption_of(record), record.size_bytes)
             )
             self.images[group] += 1
             if len(self._guidance[group]) < 2:  # noqa: PLR2004 - two are mixed
@@ -158,13 +157,6 @@ class _Planner:
             damaged,
             self._of_no_group,
         )
-
-
-def _caption(record: Record) -> str:
-    """What the image should show: the sweep's caption, or the prompt without its LoRAs."""
-    if sweep.CAPTION in record.metadata:
-        return caption_of(record)
-    return prompt.read_words(record.prompt or "")[0]
 
 
 def _only(values: set[float | None]) -> float | None:
@@ -196,9 +188,3 @@ def _emptied(folder: Path) -> Path:
 def _listed(plan: Path, features: Path, folder: Path | None = None) -> Iterator[Chunk]:
     for path in sorted(plan.glob("*.jsonl")):
         yield Chunk(path, features / path.stem, folder)
-
-
-def caption_of(record: Record) -> str:
-    """The caption of an image: its prompt, but for LoRA tags and escaped signs."""
-    caption = record.metadata.get(sweep.CAPTION)
-    return caption if isinstance(caption, str) else record.prompt or ""

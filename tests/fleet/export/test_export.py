@@ -302,6 +302,20 @@ async def test_a_squatted_name_exports_the_drawing_that_was_kept_aside(
     assert "1 image not as recorded: spring/2.png" in result.stderr
 
 
+async def test_captions_are_as_they_were_drawn_without_escapes_or_lower_case_operators(
+    export: Run, local_settings: StorageSettings, tmp_path: Path, store_images: Add
+) -> None:
+    async with open_storage(local_settings) as storage:
+        swept = {"prompt": "a boat break and sea", "metadata": {"caption": "a boat BREAK AND sea"}}
+        await store_images(storage, "1", **swept)
+        await store_images(storage, "2", prompt=r"a \(very\) red boat, <lora:outline-style:0.8>")
+
+    await export()
+
+    rows = pq.read_table(tmp_path / "out" / "00000.parquet").to_pylist()
+    assert [row["caption"] for row in rows] == ["a boat BREAK AND sea", "a (very) red boat"]
+
+
 #: Ids that are alike: other characters than letters, and what looks like a number or a format.
 _IDS = st.from_regex(r"[aA0][aA0._-]{0,3}", fullmatch=True)
 _IMAGES = st.tuples(
