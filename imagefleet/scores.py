@@ -52,6 +52,8 @@ class Scores(BaseModel, extra="ignore", frozen=True):
     campaign: str
     reference: str | None
     reference_images: int | None
+    reference_sha256: str | None = None
+    """Of the file, or of all pictures of a folder."""
     extractor: dict[str, Any] | None
     clip_extractor: dict[str, Any] | None
     kid_subsets: int
@@ -76,7 +78,8 @@ def facts(scores: Scores) -> dict[str, str]:
     if scores.reference is not None:
         count = scores.reference_images
         images = "" if count is None else f", {count:,} images"
-        found["reference"] = f"{scores.reference}{images}"
+        content = f"; SHA-256 {scores.reference_sha256}" if scores.reference_sha256 else ""
+        found["reference"] = f"{scores.reference}{images}{content}"
     if scores.extractor:
         found["FID, KID"] = _extractor(scores.extractor)
     if scores.clip_extractor:

@@ -56,6 +56,7 @@ def compute(
         campaign=campaign,
         reference=reference.name if reference else None,
         reference_images=reference.images if reference else None,
+        reference_sha256=reference.sha256 if reference else None,
         extractor=extractor.as_json() if extractor else None,
         clip_extractor=clip.as_json() if clip else None,
         kid_subsets=metrics.KID_SUBSETS,

@@ -343,7 +343,7 @@ def test_a_reference_of_damaged_pictures_is_refused(
         *("--storage", stored.storage, "--processes", "1"),
     )
     assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "1 picture of damaged cannot be read: one.png" in ended.stderr
+    assert "1 picture of damaged cannot be read, or changed meanwhile: one.png" in ended.stderr
     assert "has fewer than 2 pictures" in ended.stderr
 
 
