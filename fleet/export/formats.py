@@ -30,7 +30,7 @@ SUCCESS, FAILED = "success", "failed_to_download"
 
 _FAULTS = {
     "missing": "the image is missing",
-    "misfit": "the image is not as it was recorded",
+    "misfit": "the image is not as it was recorded, or damaged",
 }
 
 #: What the columns of an export have from a result.

@@ -27,7 +27,7 @@ from fleet.export import formats, plan, shards
 from fleet.results import files
 from imagefleet.job.message import SUFFIXES, image_stem, job_key
 from imagefleet.job.names import duplicate_name
-from imagefleet.records.record import Record, Totals, shard_part
+from imagefleet.records.record import Record, RecordLog, Totals, shard_part
 from imagefleet.records.stored import image_name
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -231,7 +231,7 @@ async def test_missing_and_changed_images_are_named_and_left_out(
     again = await export("out", "--format", form, code=4)
 
     assert "error: 1 image missing: spring/2.png" in result.stderr
-    assert "error: 1 image not as recorded: spring/4.png" in result.stderr
+    assert "error: 1 image not as recorded or damaged: spring/4.png" in result.stderr
     assert "out has the whole export already" in again.stderr
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert (manifest["images"], manifest["missing"], manifest["changed"]) == (3, 1, 1)
@@ -299,7 +299,30 @@ async def test_a_squatted_name_exports_the_drawing_that_was_kept_aside(
     result = await export("out", "--format", "imagefolder", code=4, size=10)
 
     assert (tmp_path / "out" / "00000" / "1.png").read_bytes() == drawing
-    assert "1 image not as recorded: spring/2.png" in result.stderr
+    assert "1 image not as recorded or damaged: spring/2.png" in result.stderr
+
+
+async def test_one_changed_byte_is_noticed_and_so_is_what_is_stored_as_recorded_but_no_image(
+    stored: list[Any], export: Run, local_settings: StorageSettings, tmp_path: Path
+) -> None:
+    async with open_storage(local_settings) as storage:
+        data = bytearray(await storage.blobs.read("spring/2.png") or b"")
+        data[len(data) // 2] ^= 1
+        told = {"sha256": str(next(each.sha256 for each in stored if each.id == "2"))}
+        await storage.blobs.delete("spring/2.png")
+        await storage.blobs.create("spring/2.png", bytes(data), "image/png", told)
+        half = bytes(data[: len(data) // 2])
+        digest = hashlib.sha256(half).hexdigest()
+        await storage.blobs.create("spring/6.png", half, "image/png", {"sha256": digest})
+        sixth = {"id": "6", "blob": "spring/6.png", "size_bytes": len(half), "sha256": digest}
+        await RecordLog(storage.blobs, "w1").add([stored[0].model_copy(update=sixth)])
+
+    result = await export(code=4)
+
+    named = "error: 2 images not as recorded or damaged: spring/2.png, spring/6.png"
+    assert named in result.stderr
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert (manifest["images"], manifest["changed"]) == (4, 2)
 
 
 async def test_captions_are_as_they_were_drawn_without_escapes_or_lower_case_operators(
