@@ -27,7 +27,7 @@ from fleet.export import formats, plan, shards
 from fleet.results import files
 from imagefleet.job.message import SUFFIXES, image_stem, job_key
 from imagefleet.job.names import duplicate_name
-from imagefleet.records.record import Record, RecordLog, Totals, shard_part
+from imagefleet.records.record import Record, Totals, shard_part
 from imagefleet.records.stored import image_name
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -37,31 +37,6 @@ Add = Callable[..., Awaitable[Any]]
 Run = Callable[..., Awaitable["subprocess.CompletedProcess[str]"]]
 
 FORMATS = ("webdataset", "parquet", "imagefolder")
-
-
-@pytest.fixture
-def export(in_process: Imagefleet, local_settings: StorageSettings) -> Run:
-    """Runs the command for the campaign `spring`, with two images in a shard."""
-
-    async def run(
-        folder: str = "out", *arguments: str, code: int = 0, size: int = 2
-    ) -> subprocess.CompletedProcess[str]:
-        result = await asyncio.to_thread(
-            in_process,
-            *("export", "spring", "--storage", local_settings.storage),
-            *("--shard-size", str(size), folder, *arguments),
-        )
-        assert result.returncode == code, result.stderr
-        return result
-
-    return run
-
-
-@pytest.fixture
-async def stored(local_settings: StorageSettings, store_images: Add) -> list[Any]:
-    """Five images, in an order that is not that of their names."""
-    async with open_storage(local_settings) as storage:
-        return list(await store_images(storage, "3", "1", "5", "2", "4", metadata={"order": 7}))
 
 
 def content(folder: Path) -> dict[str, str]:
@@ -300,43 +275,6 @@ async def test_a_squatted_name_exports_the_drawing_that_was_kept_aside(
 
     assert (tmp_path / "out" / "00000" / "1.png").read_bytes() == drawing
     assert "1 image not as recorded or damaged: spring/2.png" in result.stderr
-
-
-async def test_one_changed_byte_is_noticed_and_so_is_what_is_stored_as_recorded_but_no_image(
-    stored: list[Any], export: Run, local_settings: StorageSettings, tmp_path: Path
-) -> None:
-    async with open_storage(local_settings) as storage:
-        data = bytearray(await storage.blobs.read("spring/2.png") or b"")
-        data[len(data) // 2] ^= 1
-        told = {"sha256": str(next(each.sha256 for each in stored if each.id == "2"))}
-        await storage.blobs.delete("spring/2.png")
-        await storage.blobs.create("spring/2.png", bytes(data), "image/png", told)
-        half = bytes(data[: len(data) // 2])
-        digest = hashlib.sha256(half).hexdigest()
-        await storage.blobs.create("spring/6.png", half, "image/png", {"sha256": digest})
-        sixth = {"id": "6", "blob": "spring/6.png", "size_bytes": len(half), "sha256": digest}
-        await RecordLog(storage.blobs, "w1").add([stored[0].model_copy(update=sixth)])
-
-    result = await export(code=4)
-
-    named = "error: 2 images not as recorded or damaged: spring/2.png, spring/6.png"
-    assert named in result.stderr
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert (manifest["images"], manifest["changed"]) == (4, 2)
-
-
-async def test_captions_are_as_they_were_drawn_without_escapes_or_lower_case_operators(
-    export: Run, local_settings: StorageSettings, tmp_path: Path, store_images: Add
-) -> None:
-    async with open_storage(local_settings) as storage:
-        swept = {"prompt": "a boat break and sea", "metadata": {"caption": "a boat BREAK AND sea"}}
-        await store_images(storage, "1", **swept)
-        await store_images(storage, "2", prompt=r"a \(very\) red boat, <lora:outline-style:0.8>")
-
-    await export()
-
-    rows = pq.read_table(tmp_path / "out" / "00000.parquet").to_pylist()
-    assert [row["caption"] for row in rows] == ["a boat BREAK AND sea", "a (very) red boat"]
 
 
 #: Ids that are alike: other characters than letters, and what looks like a number or a format.
