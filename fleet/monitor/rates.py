@@ -12,7 +12,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, BeforeValidator
 
-from fleet.monitor.prometheus import Prometheus, Series
+from fleet.monitor.prometheus import Prometheus, Series, gained
 from imagefleet import concurrency, errors
 from imagefleet.telemetry import logs
 
@@ -34,7 +34,7 @@ _IDLE = f"rate(imagefleet_gpu_idle_seconds_total{{$fleet}}[{WINDOW}])"
 _OUTCOMES = 'outcome=~"completed|duplicate|failed|verified|unverified"'
 _ENDED = f"rate(imagefleet_jobs_total{{{_OUTCOMES},$fleet}}[{WINDOW}])"
 _MODEL_ENDED = f"rate(imagefleet_model_jobs_total{{{_OUTCOMES},$fleet}}[{WINDOW}])"
-_FAILED = "increase(imagefleet_failed_jobs_total{$fleet}[1h])"
+_FAILED = gained("imagefleet_failed_jobs_total{$fleet}", "1h")
 
 #: What tells a worker from all others; `device` is one of several GPUs of its machine.
 _WORKER = ("instance", "device")

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from datetime import datetime, timedelta
 from typing import Any
 
+from fleet.monitor import prometheus as queries
 from fleet.monitor import rates
 from fleet.monitor.prometheus import Prometheus
 from fleet.report.records import Model, Records, Worker
@@ -159,9 +160,6 @@ _POINTS = 120
 #: The shortest window of a rate: several pushes.
 _MIN_RATE_SECONDS = 60
 
-#: The oldest sample that counts as a counter's value at the start of the window.
-_LOOK_BACK_SECONDS = 300
-
 #: The stages, in the order of the pipeline.
 _STAGES = ("pull", "prepare", "wait_gpu", "generate", "encode", "upload", "acknowledge")
 
@@ -177,7 +175,9 @@ async def read_metrics(prometheus: Prometheus, began_at: datetime, last_at: date
     rate_seconds = max(_MIN_RATE_SECONDS, 2 * step)
 
     async def gained(metric: str, label: str = "") -> dict[str, float]:
-        found = await prometheus.at(_gain(metric, label, window), ended_at)
+        by = f" by ({label})" if label else ""
+        gain = queries.gained(f"{metric}{{$fleet}}", f"{window:.0f}s")
+        found = await prometheus.at(f"sum{by} {gain}", ended_at)
         return {each.labels.get(label, ""): each.last for each in found}
 
     images = (await gained("imagefleet_images_total")).get("", 0.0)
@@ -206,20 +206,6 @@ async def read_metrics(prometheus: Prometheus, began_at: datetime, last_at: date
         "over_time": over_time,
         "left_out": await rates.left_out(prometheus, ended_at, f"{window:.0f}s"),
     }
-
-
-def _gain(metric: str, label: str, window_seconds: float) -> str:
-    """A query for the exact increase of a counter in a window.
-
-    `increase()` extrapolates, and misses what a worker counted before its first push: here a series
-    that is absent at the start began at zero. Every process pushes its own series, so no counter
-    resets; a scraped worker that restarts at the same address is undercounted.
-    """
-    window = f"{window_seconds:.0f}s"
-    now = f"last_over_time({metric}{{$fleet}}[{window}])"
-    before = f"last_over_time({metric}{{$fleet}}[{_LOOK_BACK_SECONDS}s] offset {window})"
-    by = f" by ({label})" if label else ""
-    return f"sum{by} ({now} - ({before} or 0 * {now}))"
 
 
 def _queries_over_time(window: str) -> dict[str, str]:
