@@ -7,6 +7,9 @@ from fleet.monitor import prometheus
 #: Grafana makes this interval at least four pushes long.
 RATE = "[$__rate_interval]"
 
+#: Two pushes of 15 s, varied by 20 %, and their way. A fleet that is scraped more seldom needs more.
+REPORTING_SECONDS = 40
+
 #: The fleets chosen on the page.
 CHOSEN = 'fleet=~"$fleet"'
 
@@ -23,6 +26,14 @@ def series(metric: str, *matchers: str) -> str:
 def gained(metric: str) -> str:
     """The exact increase of a counter over the time range shown, by fleet."""
     return f"sum by (fleet) {prometheus.gained(metric, '$__range')}"
+
+
+def reporting(metric: str) -> str:
+    """The gauge of processes that still report, two pushes long.
+
+    One that was killed keeps its value for five minutes, beside its successor's.
+    """
+    return f"({metric} and timestamp({metric}) > time() - {REPORTING_SECONDS})"
 
 
 def rate(metric: str, by: str = "") -> str:

@@ -192,3 +192,14 @@ async def test_a_counter_that_begins_anew_within_its_series_adds_up_as_well(
 
     assert report["images"] == pytest.approx(crashed.images + anew.images, rel=0.01)
     assert report["dollars"]["gpu"] == pytest.approx(crashed.dollars + anew.dollars, rel=0.01)
+
+
+async def test_dollars_per_hour_count_a_killed_worker_for_two_pushes_and_its_successor_at_once(
+    past: Callable[..., Awaitable[Past]],
+) -> None:
+    killed, other = Process("a", 0, 120), Process("b", 0, 400, dollars_per_hour=0.36)
+    successor = Process("c", 125, 400)
+    fleet = await past(killed, other, successor)
+
+    for second in (30, 59, 119, 161, 174, 300, 399):
+        assert await fleet.panel("$/h now", second) == pytest.approx(0.72 + 0.36), second
