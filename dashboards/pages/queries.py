@@ -7,7 +7,7 @@ from fleet.monitor import prometheus
 #: Grafana makes this interval at least four pushes long.
 RATE = "[$__rate_interval]"
 
-#: Two pushes of 15 s, varied by 20 %, and their way. A fleet that is scraped more seldom needs more.
+#: Two pushes of 15 s, varied by 20 %, and their way; a fleet that is scraped less often needs more.
 REPORTING_SECONDS = 40
 
 #: The fleets chosen on the page.

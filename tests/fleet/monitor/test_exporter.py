@@ -137,8 +137,8 @@ async def test_an_outage_is_counted_and_the_last_values_stay(
         with pytest.raises(errors.SetupError):
             await exporter.run()
     value, mine = exporter.registry.get_sample_value, {"fleet": "mine"}
-    (failed,) = (each for each in exporter.registry.collect() if "failed" in each.name)
-    assert [each.value for each in failed.samples] == [1]
+    (failed,) = (each for each in exporter.registry.collect() if "failed_looks" in each.name)
+    assert failed.samples[0].value == 1
     assert value("imagefleet_confirmed_dollars_per_hour", mine) == 7.5
     assert value("imagefleet_queue_messages", {"queue": "jobs", "state": "visible", **mine}) == 0
 
