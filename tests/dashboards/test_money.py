@@ -46,6 +46,8 @@ class Process:
     device: str | None = None
     labels: dict[str, str] = field(init=False)
     """Of each metric."""
+    counts: dict[str, float] = field(default_factory=dict)
+    """Other counters with a label, and their values at its end."""
 
     def __post_init__(self) -> None:
         registry = (metrics := WorkerMetrics("acme/jobs", self.device)).registry
@@ -76,8 +78,12 @@ class Process:
                 "imagefleet_price_dollars_per_hour": self.dollars_per_hour,
                 "imagefleet_worker_info": 1.0,
             }
-            for name, value in values.items():
-                yield f"{name}{{{self.labels[name]}}}", BEGAN.timestamp() + self.start + age, value
+            lines = {f"{name}{{{self.labels[name]}}}": value for name, value in values.items()}
+            common = self.labels["imagefleet_images_total"]
+            for series, total in self.counts.items():
+                lines[f"{series[:-1]},{common}}}"] = total * age / seconds
+            for line, value in lines.items():
+                yield line, BEGAN.timestamp() + self.start + age, value
 
 
 @dataclass(frozen=True)
@@ -93,9 +99,10 @@ class Past:
             (found,) = await server.at(query, BEGAN + timedelta(seconds=at))
         return found.last
 
-    async def report(self, end: float) -> dict[str, Any]:
+    async def report(self, end: float, replaced_dollars: float = 0) -> dict[str, Any]:
+        last = BEGAN + timedelta(seconds=end)
         async with prometheus.connected(self.url) as server:
-            read = await figures.read_metrics(server, BEGAN, BEGAN + timedelta(seconds=end))
+            read = await figures.read_metrics(server, BEGAN, last, replaced_dollars)
         return dict(read)
 
 
@@ -158,6 +165,7 @@ def panels() -> dict[str, str]:
     }
 
 
+WASTE = ("start_up", "failed", "duplicate", "second_drawing", "down")
 ALL_IN = "Images per dollar in the time range, all in"
 DOLLARS = "Dollars in the time range"
 
@@ -203,3 +211,40 @@ async def test_dollars_per_hour_count_a_killed_worker_for_two_pushes_and_its_suc
 
     for second in (30, 59, 119, 161, 174, 300, 399):
         assert await fleet.panel("$/h now", second) == pytest.approx(0.72 + 0.36), second
+
+
+async def test_what_the_metrics_say_was_paid_is_split_without_a_rest(
+    past: Callable[..., Awaitable[Past]],
+) -> None:
+    worker = Process("a", 0, 3600, dollars_per_hour=10)
+    worker.counts = {
+        **dict.fromkeys(
+            [f'imagefleet_wasted_dollars_total{{reason="{each}"}}' for each in WASTE], 0.5
+        ),
+        'imagefleet_wasted_dollars_total{reason="idle"}': 2.0,
+        'imagefleet_gpu_idle_seconds_total{reason="queue_empty"}': 30.0,
+        'imagefleet_gpu_idle_seconds_total{reason="starved"}': 10.0,
+        'imagefleet_cost_dollars_total{kind="storage"}': 0.25,
+    }
+    fleet = await past(worker)
+
+    split = (await fleet.report(3600, replaced_dollars=1.5))["split"]
+
+    assert split == pytest.approx(
+        {
+            "images": 10 - 2 - 5 * 0.5 - 1.5,
+            "images_replaced": 1.5,
+            "images_doubled": 0.5,
+            "failed_jobs": 0.5,
+            "start_up": 0.5,
+            "second_drawing": 0.5,
+            "down": 0.5,
+            "idle_queue_empty": 1.5,
+            "idle_starved": 0.5,
+            "storage_operations": 0.25,
+        }
+    )
+    assert sum(split.values()) == pytest.approx(10.25)
+    assert sum((await fleet.report(3600, replaced_dollars=99))["split"].values()) == pytest.approx(
+        10.25
+    )
