@@ -9,7 +9,7 @@ from datetime import datetime
 from pydantic import ValidationError
 
 from imagefleet import errors
-from imagefleet.job.message import ASIDE
+from imagefleet.job.names import ASIDE
 from imagefleet.records.record import Record, hashed
 
 #: How the line of an image's record begins.
