@@ -18,7 +18,8 @@ from fleet.campaigns.target import Target, check_campaign, images, unknown_job
 from fleet.options import Since, argument, option
 from fleet.redo import replace
 from imagefleet import concurrency, errors
-from imagefleet.job.message import ASIDE, CHECKS, DUPLICATES, SUSPECT, job_key
+from imagefleet.job.message import CHECKS, job_key
+from imagefleet.job.names import ASIDE, DUPLICATES, SUSPECT
 from imagefleet.records import drawn
 from imagefleet.storage.open import Storage, signer_of
 from imagefleet.storage.protocol import BlobRecord, BlobStore
@@ -176,7 +177,7 @@ async def _run(
 
 async def _warn_of_nodes_at_work(storage: Storage, found: Selection) -> None:
     """A worker that may draw its own images again, as wrong as before."""
-    known = {node.name for node in (await quarantine.read(storage.files))[0].nodes}
+    known = {node.name for node in (await quarantine.read(storage.files)).nodes}
     for worker in sorted(set(found.by_worker) - {""}):
         if known.isdisjoint({worker, quarantine.node_of(worker)}):
             console.print_warning(
