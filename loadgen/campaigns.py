@@ -193,11 +193,14 @@ class LoadedCampaigns:
                 if self._has_ended:
                     break
                 body = job = None  # noqa: PLW2901 - the position stays
-            if job is not None and job.entry and not await self._is_sent(job, body):
+            is_noted = job is not None and bool(job.entry)
+            if is_noted and not self._is_compared:
+                self.counts["new"] += 1
+            elif job is not None and is_noted and not await self._is_sent(job, body):
                 if self._refusal is not None:
                     break
                 body = job = None  # noqa: PLW2901
-            self._in_flight.append((job.campaign, job.entry) if job and job.entry else None)
+            self._in_flight.append((job.campaign, job.entry) if job and is_noted else None)
             chosen.append(body)
             self.position += 1
         if self._refusal is not None and not chosen:
@@ -214,9 +217,6 @@ class LoadedCampaigns:
             self.left_out[campaign] += 1
 
     async def _is_sent(self, job: SentJob, body: str | None) -> bool:
-        if not self._is_compared:
-            self.counts["new"] += 1
-            return True
         ledger = await self._ledger(job.campaign)
         found = ledger.compare(job.entry)
         # A failed job that was mended is sent whatever was sent before.
@@ -292,6 +292,8 @@ class Sample:
 
     def second_drawing(self, body: str) -> str | None:
         """The message for the second drawing of a job of `Job.to_message`; None: not chosen."""
+        if not self._below:
+            return None
         hashed = self._hash.copy()
         # A load that resumes signs its jobs with another date.
         unsigned = body.partition(f',"{SIGNATURE_FIELD}":')[0]
