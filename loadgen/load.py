@@ -256,8 +256,9 @@ class Load:
             total=source.count,
             sends_again=restart,
             skips_changed=new_only,
-            rows=Digests() if isinstance(source, StreamSource) else None,
         )
+        if isinstance(source, StreamSource):
+            self._campaigns.rows, self._campaigns.place = Digests(), source.place
         self.refusals = refusals or Refusals()
         left = None if source.count is None else source.count - self.confirmed
         count = settings.processes_for(left)
