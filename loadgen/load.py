@@ -144,7 +144,7 @@ def resume(path: Path, new: Checkpoint, *, may_change: bool = False) -> Checkpoi
             continue
         if field != "source" or not may_change:
             raise errors.SetupError(
-                f"{path} is the checkpoint of {difference}, {found.confirmed:,} jobs sent;"
+                f"{path} is the checkpoint of {difference}, jobs sent: {found.confirmed:,};"
                 " --restart discards it and begins with the first job, --state FILE keeps both"
             )
     kept = {"sample_key": found.sample_key or new.sample_key, "ids": found.ids or found.source}
@@ -389,7 +389,7 @@ class Load:
             named = [job_key(*job_of(body)[:2]) for body in self._at(changed[:_NAMED])]
             more = ", ..." if len(changed) > _NAMED else ""
             raise errors.SetupError(
-                f"{len(changed):,} of the jobs were sent before with another content:"
+                f"{len(changed):,} of the jobs {'was' if len(changed) == 1 else 'were'} sent before with another content:"
                 f" {', '.join(named)}{more}; nothing was sent. Give them other ids; or send only"
                 " the others with --new-only, or have these drawn again with --replace"
             )
