@@ -103,9 +103,8 @@ def fill(
         _print_summary(summary, path, told)
         found = summary.changed or summary.as_before or summary.cancelled or told.get("invalid")
         if not (load.is_done or summary.sent) and summary.finished:
-            console.print_note(
-                "nothing was sent" if found else f"no jobs in {file}: nothing was sent"
-            )
+            where = "" if found else f"no jobs in {file}: "
+            console.print_note(f"{where}nothing was sent")
     if not summary.finished:
         raise typer.Exit(console.EXIT_INTERRUPTED)
 
