@@ -12,7 +12,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, BeforeValidator
 
-from fleet.monitor.prometheus import Prometheus, Series
+from fleet.monitor.prometheus import Prometheus, Series, gained
 from imagefleet import concurrency, errors
 from imagefleet.storage.protocol import NOTABLE_OFFSET_SECONDS as _OFF
 from imagefleet.telemetry import logs
@@ -36,7 +36,7 @@ _OUTCOMES = 'outcome=~"completed|duplicate|failed|verified|unverified"'
 _ENDED = f"rate(imagefleet_jobs_total{{{_OUTCOMES},$fleet}}[{WINDOW}])"
 _MODEL_ENDED = f"rate(imagefleet_model_jobs_total{{{_OUTCOMES},$fleet}}[{WINDOW}])"
 _CLOCK = "imagefleet_clock_offset_seconds{$fleet}"
-_FAILED = "increase(imagefleet_failed_jobs_total{$fleet}[1h])"
+_FAILED = gained("imagefleet_failed_jobs_total{$fleet}", "1h")
 
 #: What tells a worker from all others; `device` is one of several GPUs of its machine.
 _WORKER = ("instance", "device")
