@@ -256,8 +256,8 @@ async def replace_jobs(storage: Storage, bodies: list[str], *, only_check: bool)
         more = ", ..." if len(waiting) > _NAMED else ""
         have = "job has" if len(waiting) == 1 else "jobs have"
         raise errors.SetupError(
-            f"{len(waiting):,} {have} not ended: {', '.join(waiting[:_NAMED])}{more}; those that have"
-            " are replaced: wait for the others or cancel the campaign"
+            f"{len(waiting):,} {have} not ended: {', '.join(waiting[:_NAMED])}{more}; before"
+            " they are replaced, wait for them or cancel the campaign"
         )
     await check_access(storage)
     if only_check:
