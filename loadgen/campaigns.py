@@ -142,6 +142,8 @@ class LoadedCampaigns:
     """Whether an id that was sent with another content is left out, or ends the load."""
     rows: Digests | None = None
     """Positions by id, of a source that is read once; two of its jobs may clash."""
+    place: Callable[[int], str] = lambda position: f"number {position + 1}"
+    """Where the job at a position is."""
     position: int = 0
     counts: Counter[Compared] = field(default_factory=Counter, init=False)
     left_out: Counter[str] = field(default_factory=Counter, init=False)
@@ -225,9 +227,9 @@ class LoadedCampaigns:
         self.counts[found] += 1
         if found == "changed" and not self.skips_changed:
             earlier = None if self.rows is None else self.rows.get(_row(job))
-            where = "" if earlier is None else f" as number {int.from_bytes(earlier) + 1}"
+            where = "" if earlier is None else f" as {self.place(int.from_bytes(earlier))}"
             self._refusal = errors.SetupError(
-                f"the job {job_key(job.campaign, job.id)}, number {self.position + 1}, was sent"
+                f"the job {job_key(job.campaign, job.id)}, {self.place(self.position)}, was sent"
                 f" before{where} with another content; those before it are sent: give it another"
                 " id, or --new-only leaves such jobs out"
             )
