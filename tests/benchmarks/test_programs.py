@@ -49,6 +49,7 @@ ELSEWHERE = {
     "fleet_sim.py": "benchmarks/test_fleet_sim.py",
     "million/run.py": "worker/test_long_run.py",
     "overlap.py": "benchmarks/test_documented_commands.py",
+    "scoring/gate.py": "evaluation/gate/test_power.py",
     "scoring/reference.py": "benchmarks/test_programs.py",
     "store.py": "benchmarks/test_documented_commands.py",
 }

@@ -97,7 +97,7 @@ async def test_a_worker_that_draws_wrong_is_named_and_no_good_one(
     )  # fmt: skip
     assert "draws wrong" in ended.stdout
     assert "1 worker added to the quarantine" in ended.stderr
-    nodes = (await quarantine.read(drawn_by_three.files))[0].nodes
+    nodes = (await quarantine.read(drawn_by_three.files)).nodes
     assert [node.name for node in nodes] == ["bad"]
 
 
