@@ -65,8 +65,8 @@ class ExporterSettings(ServiceSettings, MonitorSettings):
     dollars_per_hour: float | None = Field(
         default=None,
         ge=0,
-        description="Price of the whole fleet in $/h, for the cost to empty the queue; by default"
-        " from the workers' metrics.",
+        description="Price of the whole fleet in $/h that you confirmed: an alert fires above it,"
+        " and it gives the cost to empty the queue, by default from the workers' metrics.",
     )
 
 

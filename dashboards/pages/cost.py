@@ -12,6 +12,7 @@ from pages.queries import (
     WITH_GPU,
     gained,
     rate,
+    reporting,
     series,
     share,
 )
@@ -49,7 +50,7 @@ COST = Dashboard(
         Dollars(
             "$/h now",
             "What does the fleet cost while it runs?",
-            f"sum by (fleet) ({series('imagefleet_price_dollars_per_hour')})",
+            f"sum by (fleet) {reporting(series('imagefleet_price_dollars_per_hour'))}",
         ),
         Figure(
             "Images per dollar in the time range, all in",

@@ -35,7 +35,7 @@ SEEN = f"topk by ({ONE_GPU}) (1, last_over_time({INFO}[$__range]))"
 SEEN_NAMED = f"on ({ONE_GPU}) group_left (worker, gpu) {SEEN}"
 
 ONE = f'on ({ONE_GPU}) group_left () imagefleet_worker_info{{worker="$worker", {CHOSEN}}}'
-NODE_SPEED = f"rate({IMAGES}[5m]) * {NAMED}"
+NODE_SPEED = f"sum by ({ONE_GPU}) (rate({IMAGES}[5m])) * {NAMED}"
 
 
 def of_one(metric: str, by: str = "") -> str:
@@ -140,7 +140,10 @@ NODES = Dashboard(
         Table(
             "Faults by node in the time range",
             "Which nodes were broken, and why? Those given up are listed as well.",
-            {"faults": f"(last_over_time({FAULTS}[$__range]) > 0) * {SEEN_NAMED}"},
+            {
+                "faults": f"sum by ({ONE_GPU}, fault)"
+                f" (last_over_time({FAULTS}[$__range]) > 0) * {SEEN_NAMED}"
+            },
         ),
         Table(
             "Workers",

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from fleet.monitor import prometheus
+
 #: Grafana makes this interval at least four pushes long.
 RATE = "[$__rate_interval]"
+
+#: Two pushes of 15 s, varied by 20 %, and their way; a fleet that is scraped less often needs more.
+REPORTING_SECONDS = 40
 
 #: The fleets chosen on the page.
 CHOSEN = 'fleet=~"$fleet"'
@@ -19,14 +24,16 @@ def series(metric: str, *matchers: str) -> str:
 
 
 def gained(metric: str) -> str:
-    """The exact increase of a counter over the time range shown, by fleet.
+    """The exact increase of a counter over the time range shown, by fleet."""
+    return f"sum by (fleet) {prometheus.gained(metric, '$__range')}"
 
-    `increase()` extrapolates, and misses what a worker counted before its first push: a series
-    that is absent at the start began at zero, and every process pushes a new series.
+
+def reporting(metric: str) -> str:
+    """The gauge of processes that still report, two pushes long.
+
+    One that was killed keeps its value for five minutes, beside its successor's.
     """
-    now = f"last_over_time({metric}[$__range])"
-    before = f"last_over_time({metric}[5m] offset $__range)"
-    return f"sum by (fleet) ({now} - ({before} or 0 * {now}))"
+    return f"({metric} and timestamp({metric}) > time() - {REPORTING_SECONDS})"
 
 
 def rate(metric: str, by: str = "") -> str:
@@ -56,7 +63,8 @@ JOBS_ENDED = series("imagefleet_jobs_total")
 DOLLARS = series("imagefleet_cost_dollars_total")
 GPU_DOLLARS = series("imagefleet_cost_dollars_total", 'kind="gpu"')
 
-#: The labels of one worker: `device` only with --gpus, where several have one `instance`.
+#: The labels of one worker, whose counters have `process` as well: `device` only with --gpus, where
+#: several have one `instance`.
 ONE_GPU = "fleet, job, instance, device"
 
 #: Only this series has a worker's name and GPU class; everything else joins it.

@@ -30,6 +30,7 @@ _GAUGES = {
     ),
     "imagefleet_queue_seconds_to_empty": "Time until the queue is empty at its current rate.",
     "imagefleet_queue_dollars_to_empty": "Cost of the fleet until the queue is empty.",
+    "imagefleet_confirmed_dollars_per_hour": "Price of the whole fleet that was confirmed.",
     "imagefleet_exporter_last_look_timestamp_seconds": "Time of the last sample of the queues.",
 }
 
@@ -111,7 +112,7 @@ class Exporter(Collector):
                 await self.sample()
             except errors.TransientError as error:
                 self._failed_samples.inc()
-                log.warning("trying again: %s", error, action="look_failed")
+                log.warning(f"trying again: {error}", action="look_failed")
             await asyncio.sleep(self._settings.sample_seconds)
 
     async def sample(self) -> None:
@@ -123,8 +124,10 @@ class Exporter(Collector):
         fleet = await self._metrics.fleet()
         if fleet is None and self._settings.prometheus:
             self._failed_samples.inc()
+        confirmed = self._settings.dollars_per_hour
         self.figures = {
-            **queue_figures(self._flow, fleet, self._settings.dollars_per_hour),
+            **({} if confirmed is None else {"imagefleet_confirmed_dollars_per_hour": confirmed}),
+            **queue_figures(self._flow, fleet, confirmed),
             "imagefleet_exporter_last_look_timestamp_seconds": time.time(),
         }
 

@@ -27,6 +27,9 @@ _MIN_VALUE, _MAX_VALUE = 1e-15, 1e15
 #: The year 3000.
 _LATEST = 32_503_680_000
 
+#: The oldest sample that counts as a counter's value at the start of a window.
+_LOOK_BACK = "5m"
+
 _Point = tuple[float, float]
 
 
@@ -46,6 +49,19 @@ class _Reply(BaseModel):
     status: Literal["success", "error"]
     data: _Data = _Data(result=[])
     error: str = ""
+
+
+def gained(counter: str, window: str) -> str:
+    """A query for what each series of *counter*, a name with matchers, gained in *window*.
+
+    Last minus first: `increase()` extrapolates, and misses what a process counted before its first
+    sample. A series that is absent at the start began at zero, and each process has its own, by the
+    label `process`; only a series that begins anew all the same is left to `increase()`.
+    """
+    now = f"last_over_time({counter}[{window}])"
+    before = f"last_over_time({counter}[{_LOOK_BACK}] offset {window})"
+    anew = f"increase({counter}[{window}]) and resets({counter}[{window}]) > 0"
+    return f"({anew} or {now} - ({before} or 0 * {now}))"
 
 
 @dataclass(frozen=True, slots=True)

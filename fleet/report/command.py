@@ -67,7 +67,7 @@ async def command(
         storage = client.storage
         await target.check_campaign(storage, campaign)
         records = await report_records.read_records(storage, campaign, limit, given_price)
-        if not (records.images or records.failed or records.cancelled):
+        if not (records.workers or records.failed or records.cancelled):
             raise errors.SetupError(
                 f"campaign {campaign!r} has no images and no failed jobs in {storage.url}"
             )
@@ -77,7 +77,8 @@ async def command(
     metrics, period = None, (figures["began_at"], figures["ended_at"])
     if settings.prometheus is not None and all(period):
         async with prometheus.connected(settings.prometheus, settings.queried_fleet) as server:
-            metrics = await report_figures.read_metrics(server, *period)
+            replaced = (figures["money"]["split"] or {}).get("images_replaced", 0.0)
+            metrics = await report_figures.read_metrics(server, *period, replaced)
     if records.damaged.count:
         console.print_warning(str(records.damaged))
     if metrics and metrics["left_out"]:

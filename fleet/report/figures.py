@@ -9,6 +9,7 @@ from dataclasses import asdict
 from datetime import datetime, timedelta
 from typing import Any
 
+from fleet.monitor import prometheus as queries
 from fleet.monitor import rates
 from fleet.monitor.prometheus import Prometheus
 from fleet.report.records import Model, Records, Worker
@@ -41,7 +42,9 @@ def compute(
     seconds = (ended_at - began_at).total_seconds() if began_at and ended_at else None
     bin_seconds, throughput = _throughput(records.stored_in_second)
     # The messages of failed jobs are sent, received and deleted, too.
-    storage_dollars = prices.storage_dollars(records.jobs + records.failed, records.images, table)
+    drawn = sum(worker.drawn for worker in workers)
+    jobs = records.jobs + records.failed + drawn - records.images
+    storage_dollars = prices.storage_dollars(jobs, drawn, table)
     priced = [worker.gpu_dollars for worker in workers if worker.gpu_dollars is not None]
     gpu_dollars = sum(priced) if priced and len(priced) == len(workers) else None
     dollars = None if gpu_dollars is None else gpu_dollars + storage_dollars
@@ -72,6 +75,7 @@ def compute(
             "images_per_dollar_gpu_only": _quotient(records.images, gpu_dollars),
             "images_per_dollar": _quotient(records.images, dollars),
             "price_source": price_source,
+            "split": None if dollars is None else _split(workers, storage_dollars),
         },
         "workers": [asdict(worker) for worker in workers],
         "models": [asdict(model) for model in _models(records)],
@@ -93,8 +97,8 @@ def _workers(records: Records) -> list[Worker]:
     speeds: dict[str | None, list[float]] = {}
     for worker in workers:
         working = (worker.last_image_at - worker.first_pull_at).total_seconds()
-        if working > 0 and worker.images > 1:
-            worker.images_per_second = worker.images / working
+        if working > 0 and worker.drawn > 1:
+            worker.images_per_second = worker.drawn / working
             speeds.setdefault(worker.gpu, []).append(worker.images_per_second)
         if worker.dollars_per_hour:
             worker.gpu_dollars = worker.seconds / 3600 * worker.dollars_per_hour
@@ -103,6 +107,19 @@ def _workers(records: Records) -> list[Worker]:
         speed = worker.images_per_second
         worker.is_slow = speed is not None and speed < slow[worker.gpu]
     return sorted(workers, key=lambda each: each.images_per_second or 0, reverse=True)
+
+
+def _split(workers: Sequence[Worker], storage_dollars: float) -> dict[str, float]:
+    """What was paid, in rows that add up; a worker's time after its start is its drawings'."""
+    rows = dict.fromkeys(("images", "images_replaced", "images_doubled", "start_up"), 0.0)
+    for worker in workers:
+        start_up = worker.start_up_seconds / 3600 * (worker.dollars_per_hour or 0)
+        each = ((worker.gpu_dollars or 0) - start_up) / worker.drawn
+        rows["images"] += worker.images * each
+        rows["images_replaced"] += worker.replaced * each
+        rows["images_doubled"] += worker.doubled * each
+        rows["start_up"] += start_up
+    return rows | {"storage_operations": storage_dollars}
 
 
 def _models(records: Records) -> list[Model]:
@@ -134,7 +151,8 @@ def _notes(records: Records, workers: Sequence[Worker], table: prices.PriceTable
         "Images, sizes and times come from the workers' records, by the storage's clock.",
         "A worker's time runs from its start-up to its last image of the campaign, in full.",
         "Workers that stored nothing, and idle time before and after, are not included.",
-        "Wasted work leaves no record in storage; the metrics include it (--prometheus).",
+        "Images that were replaced or drawn twice were paid, too, and are included.",
+        "Other wasted work leaves no record in storage; the metrics include it (--prometheus).",
         f"Storage operations: {table.storage.source}; keeping the images is not included.",
     ]
     if records.cancelled:
@@ -159,17 +177,17 @@ _POINTS = 120
 #: The shortest window of a rate: several pushes.
 _MIN_RATE_SECONDS = 60
 
-#: The oldest sample that counts as a counter's value at the start of the window.
-_LOOK_BACK_SECONDS = 300
-
 #: The stages, in the order of the pipeline.
 _STAGES = ("pull", "prepare", "wait_gpu", "generate", "encode", "upload", "acknowledge")
 
 
-async def read_metrics(prometheus: Prometheus, began_at: datetime, last_at: datetime) -> Figures:
+async def read_metrics(
+    prometheus: Prometheus, began_at: datetime, last_at: datetime, replaced_dollars: float = 0.0
+) -> Figures:
     """Reads the whole fleet's totals from the campaign's first worker to after its last image.
 
-    Other campaigns are included; `left_out` names fleets that are not.
+    Other campaigns are included; `left_out` names fleets that are not. *replaced_dollars*: what
+    the images that were replaced cost, by the records.
     """
     ended_at = last_at + timedelta(seconds=TAIL_SECONDS)
     window = (ended_at - began_at).total_seconds()
@@ -177,7 +195,9 @@ async def read_metrics(prometheus: Prometheus, began_at: datetime, last_at: date
     rate_seconds = max(_MIN_RATE_SECONDS, 2 * step)
 
     async def gained(metric: str, label: str = "") -> dict[str, float]:
-        found = await prometheus.at(_gain(metric, label, window), ended_at)
+        by = f" by ({label})" if label else ""
+        gain = queries.gained(f"{metric}{{$fleet}}", f"{window:.0f}s")
+        found = await prometheus.at(f"sum{by} {gain}", ended_at)
         return {each.labels.get(label, ""): each.last for each in found}
 
     images = (await gained("imagefleet_images_total")).get("", 0.0)
@@ -188,15 +208,18 @@ async def read_metrics(prometheus: Prometheus, began_at: datetime, last_at: date
     for name, query in _queries_over_time(f"{rate_seconds:.0f}s").items():
         series = await prometheus.over(query, began_at, last_at, step)
         over_time[name] = series[0].points if series else ()
+    wasted = await gained("imagefleet_wasted_dollars_total", "reason")
+    idle = await gained("imagefleet_gpu_idle_seconds_total", "reason")
     return {
         "began_at": began_at,
         "ended_at": ended_at,
         "images": images,
         "dollars": dollars,
-        "wasted_dollars": await gained("imagefleet_wasted_dollars_total", "reason"),
+        "wasted_dollars": wasted,
+        "split": _split_of_metrics(dollars, wasted, idle, replaced_dollars),
         "jobs": await gained("imagefleet_jobs_total", "outcome"),
         "gpu_busy_seconds": (await gained("imagefleet_gpu_busy_seconds_total")).get("", 0.0),
-        "gpu_idle_seconds": await gained("imagefleet_gpu_idle_seconds_total", "reason"),
+        "gpu_idle_seconds": idle,
         "stage_mean_seconds": {
             stage: spent[stage] / times[stage] for stage in _STAGES if times.get(stage)
         },
@@ -208,18 +231,30 @@ async def read_metrics(prometheus: Prometheus, began_at: datetime, last_at: date
     }
 
 
-def _gain(metric: str, label: str, window_seconds: float) -> str:
-    """A query for the exact increase of a counter in a window.
-
-    `increase()` extrapolates, and misses what a worker counted before its first push: here a series
-    that is absent at the start began at zero. Every process pushes its own series, so no counter
-    resets; a scraped worker that restarts at the same address is undercounted.
-    """
-    window = f"{window_seconds:.0f}s"
-    now = f"last_over_time({metric}{{$fleet}}[{window}])"
-    before = f"last_over_time({metric}{{$fleet}}[{_LOOK_BACK_SECONDS}s] offset {window})"
-    by = f" by ({label})" if label else ""
-    return f"sum{by} ({now} - ({before} or 0 * {now}))"
+def _split_of_metrics(
+    dollars: Mapping[str, float],
+    wasted: Mapping[str, float],
+    idle_seconds: Mapping[str, float],
+    replaced_dollars: float,
+) -> dict[str, float]:
+    """What was paid, in rows that add up."""
+    rest = dict(wasted)
+    idle, waited = rest.pop("idle", 0.0), sum(idle_seconds.values())
+    by_reason = {
+        f"idle_{each}": idle * idle_seconds[each] / waited for each in idle_seconds if waited
+    }
+    drawn = dollars.get("gpu", 0.0) - sum(wasted.values())
+    replaced = min(replaced_dollars, max(0.0, drawn))
+    return {
+        "images": drawn - replaced,
+        "images_replaced": replaced,
+        "images_doubled": rest.pop("duplicate", 0.0),
+        "failed_jobs": rest.pop("failed", 0.0),
+        "start_up": rest.pop("start_up", 0.0),
+        **rest,
+        **(by_reason or {"idle": idle}),
+        "storage_operations": dollars.get("storage", 0.0),
+    }
 
 
 def _queries_over_time(window: str) -> dict[str, str]:

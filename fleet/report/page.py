@@ -125,25 +125,21 @@ def _plots(figures: Figures) -> dict[str, Markup]:
     return {
         "throughput": time_plot({"images/s": points}, "Images/s stored"),
         "money": bars(_rows(costs, _dollars), "Dollars by kind"),
+        "split": bars(_rows(money["split"] or {}, _dollars), "Dollars by what they paid for"),
         "speeds": bars(by_speed, "Workers by speed"),
     }
 
 
 def _metrics_plots(metrics: Figures) -> dict[str, Markup]:
     busy, idle = metrics["gpu_busy_seconds"], metrics["gpu_idle_seconds"]
-    total, gpu = busy + sum(idle.values()), metrics["dollars"].get("gpu", 0.0)
-    kinds = {"gpu": "GPU", "storage": "storage operations"}
-    dollars = {kinds.get(kind, kind): amount for kind, amount in metrics["dollars"].items()}
-    spent = _rows(dollars, _dollars) + _rows(
-        metrics["wasted_dollars"],
-        lambda amount: f"{_dollars(amount)}, {_share(amount, gpu)}",
-        *("of the GPU: ", _BAD),
-    )
+    total = busy + sum(idle.values())
+    paid = sum(metrics["dollars"].values())
+    spent = _rows(metrics["split"], lambda amount: f"{_dollars(amount)}, {_share(amount, paid)}")
     gpu_time = _rows({"busy": busy}, lambda seconds: _share(seconds, total))
     gpu_time += _rows(idle, lambda seconds: _share(seconds, total), "idle: ", _BAD)
     per_dollar = _lines(metrics, images_per_dollar_gpu_only="GPU only", images_per_dollar="all in")
     return {
-        "spent": bars(spent, "Dollars by kind, and waste by reason"),
+        "spent": bars(spent, "Dollars by what they paid for"),
         "gpu_time": bars(gpu_time, "Share of GPU time"),
         "stages": bars(_rows(metrics["stage_mean_seconds"], _seconds), "Mean seconds by stage"),
         "images_per_dollar": time_plot(per_dollar, "Images per dollar over time"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
-from imagefleet.records import reader
+from imagefleet.records import reader, stored
 from imagefleet.records.record import Record, hashed
 from imagefleet.records.stored import Damaged
 from imagefleet.redaction import printable
@@ -30,6 +30,9 @@ _MAX_MODELS = 1_000
 #: The most seconds of a record, some two months; a record's time is what a worker says.
 _MAX_SECONDS = 5_000_000
 
+#: A worker's name and start time.
+_Key = tuple[str, str]
+
 
 @dataclass(slots=True)
 class Worker:
@@ -45,12 +48,20 @@ class Worker:
     first_pull_at: datetime
     last_image_at: datetime
     images: int = 0
+    replaced: int = 0
+    """Images that it drew, and `imagefleet redo` has replaced."""
+    doubled: int = 0
+    """Images that it drew, and another worker had stored."""
     seconds: float = 0.0
-    """Of its start-up, and from its first pull of the campaign to its last image."""
+    """Of its start-up, and from its first pull of the campaign to its last drawing."""
     images_per_second: float | None = None
     """While it worked; None after a single image."""
     gpu_dollars: float | None = None
     is_slow: bool = False
+
+    @property
+    def drawn(self) -> int:
+        return self.images + self.replaced + self.doubled
 
     @property
     def began_at(self) -> datetime:
@@ -81,7 +92,7 @@ class Records:
     images: int = 0
     image_bytes: int = 0
     images_redelivered: int = 0
-    workers: dict[tuple[str, str], Worker] = field(default_factory=dict)
+    workers: dict[_Key, Worker] = field(default_factory=dict)
     models: dict[str, Model] = field(default_factory=dict)
     stored_in_second: Counter[int] = field(default_factory=Counter)
     seconds_in_worker: Counter[int] = field(default_factory=Counter)
@@ -104,6 +115,47 @@ class Records:
                 return steps * _TIME_STEP
         return None
 
+    def model(self, record: Record) -> Model | None:
+        """The model that drew an image, if it is known."""
+        name = printable(record.model or "")
+        if not name or not _has_room(self.models, name, _MAX_MODELS):
+            return None
+        return self.models.setdefault(name, Model(name))
+
+    def add_time(self, record: Record) -> _Key:
+        """Adds the time in which an image was drawn to its worker's and its model's."""
+        # A container that restarts on the same machine keeps its name, but not its start time.
+        started_at = record.started_at.isoformat() if record.started_at else ""
+        key = (printable(record.worker), started_at)
+        if not _has_room(self.workers, key, _MAX_WORKERS):
+            self.damaged.add(record.blob or "", f"there are more than {_MAX_WORKERS:,} workers")
+            return key
+        pulled_at = record.at - timedelta(seconds=record.seconds or 0)
+        if key not in self.workers:
+            self.workers[key] = Worker(
+                name=key[0],
+                gpu=printable(record.gpu) if record.gpu else None,
+                dollars_per_hour=self.given_price or record.price_per_hour or None,
+                start_up_seconds=record.start_up_seconds,
+                first_pull_at=pulled_at,
+                last_image_at=record.at,
+            )
+        worker = self.workers[key]
+        worker.first_pull_at = min(worker.first_pull_at, pulled_at)
+        worker.last_image_at = max(worker.last_image_at, record.at)
+        before, worker.seconds = (
+            worker.seconds,
+            (worker.last_image_at - worker.began_at).total_seconds(),
+        )
+        if (model := self.model(record)) is not None:
+            # One model is drawn at a time, so what was added since the last image is this one's.
+            model.gpu_seconds += (added := worker.seconds - before)
+            if worker.dollars_per_hour is None or model.gpu_dollars is None:
+                model.gpu_dollars = None
+            else:
+                model.gpu_dollars += added / 3600 * worker.dollars_per_hour
+        return key
+
 
 async def read_records(
     storage: Storage, campaign: str, samples: int, given_price: float | None = None
@@ -119,6 +171,7 @@ async def read_records(
         heapq.heappush(drawn, (-hashed(record.blob or ""), records.images, record))
         if len(drawn) > samples:
             heapq.heappop(drawn)
+    await _count_unused(storage, records)
     async for ended in reader.ended(storage, campaign, records.damaged):
         if ended.outcome == "failed":
             reason = (ended.reason or "")[: dead_letter.MAX_REASON_CHARACTERS]
@@ -139,46 +192,43 @@ def _has_room(found: Counter[Any] | dict[Any, Any], key: object, most: int) -> b
 def _count_image(records: Records, record: Record) -> None:
     records.images += 1
     records.image_bytes += record.size_bytes or 0
-    model = None
-    if record.model and _has_room(records.models, name := printable(record.model), _MAX_MODELS):
-        model = records.models.setdefault(name, Model(name))
+    if (model := records.model(record)) is not None:
         model.images += 1
     second = int(record.at.timestamp())
     if _has_room(records.stored_in_second, second, _MAX_SECONDS):
         records.stored_in_second[second] += 1
-    # A container that restarts on the same machine keeps its name, but not its start time.
-    started_at = record.started_at.isoformat() if record.started_at else ""
-    key = (printable(record.worker), started_at)
-    if not _has_room(records.workers, key, _MAX_WORKERS):
-        records.damaged.add(record.blob or "", f"there are more than {_MAX_WORKERS:,} workers")
-        return
-    seconds = record.seconds or 0
     records.jobs += record.completes_job
-    records.seconds_in_worker[math.ceil(seconds / _TIME_STEP)] += 1
+    records.seconds_in_worker[math.ceil((record.seconds or 0) / _TIME_STEP)] += 1
     records.images_redelivered += record.attempts > 1
-    pulled_at = record.at - timedelta(seconds=seconds)
-    if key not in records.workers:
-        given, recorded = records.given_price, record.price_per_hour
-        records.workers[key] = Worker(
-            name=key[0],
-            gpu=printable(record.gpu) if record.gpu else None,
-            dollars_per_hour=(recorded if given is None else given) or None,
-            start_up_seconds=record.start_up_seconds,
-            first_pull_at=pulled_at,
-            last_image_at=record.at,
-        )
-    worker = records.workers[key]
-    worker.images += 1
-    worker.first_pull_at = min(worker.first_pull_at, pulled_at)
-    worker.last_image_at = max(worker.last_image_at, record.at)
-    before, worker.seconds = (
-        worker.seconds,
-        (worker.last_image_at - worker.began_at).total_seconds(),
-    )
-    if model:
-        # One model is drawn at a time, so what was added since the last image is this one's.
-        model.gpu_seconds += (added := worker.seconds - before)
-        if worker.dollars_per_hour is None or model.gpu_dollars is None:
-            model.gpu_dollars = None
-        else:
-            model.gpu_dollars += added / 3600 * worker.dollars_per_hour
+    if (worker := records.workers.get(records.add_time(record))) is not None:
+        worker.images += 1
+
+
+async def _count_unused(storage: Storage, records: Records) -> None:
+    """Counts what was drawn, and paid, besides the images: replaced since, or stored by another."""
+    shards = await stored.shards_of(storage, records.campaign)
+    if not {shard.kind for shard in shards} & {"again", "replaced"}:
+        return
+    # Who finds an image stored writes its record again; it has not drawn it.
+    copies: set[int] = set()
+    drawn, doubled = Counter[_Key](), Counter[_Key]()
+    again = stored.of_kind(shards, "again")
+    async for part in stored.records(again, Damaged()):
+        copies.update(map(_drawing, part))
+    async for part in stored.records(stored.of_kind(shards, "images"), Damaged()):
+        copies.difference_update(map(_drawing, part))
+        for record in part:
+            drawn[records.add_time(record)] += 1
+    async for part in stored.records(again, Damaged()):
+        for record in part:
+            if (name := _drawing(record)) in copies:
+                copies.remove(name)
+                doubled[records.add_time(record)] += 1
+    for key, worker in records.workers.items():
+        unused = max(0, drawn[key] + doubled[key] - worker.images)
+        worker.doubled = min(unused, doubled[key])
+        worker.replaced = unused - worker.doubled
+
+
+def _drawing(record: Record) -> int:
+    return hashed(f"{record.blob} {record.worker} {record.started_at}")

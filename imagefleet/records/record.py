@@ -37,6 +37,7 @@ from imagefleet.job.message import (
     RECORDS,
     Job,
     SafeId,
+    image_stem,
     job_key,
 )
 from imagefleet.job.samplers import MAX_IMAGES_PER_JOB
@@ -102,6 +103,9 @@ _BEFORE_TOTALS = struct.pack("<4s5xBH2sH", b"\x1f\x8b\x08\x04", 255, 20, b"IF", 
 _TOTALS = struct.Struct("<QQ")
 _AFTER_TOTALS = b"\x03\x00" + bytes(8)
 TOTALS_BYTES = len(_BEFORE_TOTALS) + _TOTALS.size + len(_AFTER_TOTALS)
+
+#: Half of most lines are digests, which no level makes smaller: the highest takes twice as long.
+_LEVEL = 3
 
 #: zlib's parameter for a gzip member.
 GZIP = 31
@@ -208,6 +212,16 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
         """Whether this image is the one by which its job is counted as completed."""
         return self.stage == self.stages and (self.images == 1 or bool(self.completes))
 
+    @property
+    def has_own_name(self) -> bool:
+        """Whether the image's name is that of its job."""
+        return self.stem == image_stem(self.key, self.index, self.stage)
+
+    @property
+    def stem(self) -> str:
+        """The image's name without its suffix."""
+        return (self.blob or "").rpartition(".")[0]
+
     def fits(self, metadata: Mapping[str, str], *, of_any_drawing: bool = False) -> bool:
         """Whether it is of the image that is stored with this *metadata*, as far as that tells.
 
@@ -298,7 +312,7 @@ def shard_folder(campaign: str) -> str:
 
 def shard_part(lines: Iterable[bytes], totals: Totals) -> bytes:
     """What to append: *lines*, and the *totals* of the shard with them."""
-    compressor = zlib.compressobj(6, wbits=GZIP)
+    compressor = zlib.compressobj(_LEVEL, wbits=GZIP)
     data = compressor.compress(b"".join(lines)) + compressor.flush()
     return data + _BEFORE_TOTALS + _TOTALS.pack(*totals) + _AFTER_TOTALS
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import uuid
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -18,18 +19,24 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 class LabelledRegistry(CollectorRegistry):
-    """A registry that adds *labels* to every sample."""
+    """A registry that adds *labels*, if any, to every sample, and `process` to counters.
+
+    That one is new for each registry: a counter that begins anew after a crash is another series,
+    though its address and device stay, and what both counted adds up.
+    """
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         super().__init__()
         self._labels = labels
+        self._of_counters = {**labels, "process": uuid.uuid4().hex[:12]} if labels else {}
 
     def collect(self) -> Iterator[Metric]:
         for family in super().collect():
             labelled = copy.copy(family)
+            is_counter = family.type in ("counter", "histogram")
+            labels = self._of_counters if is_counter else self._labels
             labelled.samples = [
-                sample._replace(labels={**sample.labels, **self._labels})
-                for sample in family.samples
+                sample._replace(labels={**sample.labels, **labels}) for sample in family.samples
             ]
             yield labelled
 

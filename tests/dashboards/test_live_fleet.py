@@ -300,6 +300,7 @@ def watch(
 
     def start_exporter(name: str, address: str) -> forks.Fork:
         flags = ["--prometheus", server, "--sample-seconds", "1", "--port", "0"]
+        flags += ["--dollars-per-hour", "9"]
         return start(name, "exporter", *flags, "--storage", address)
 
     workers = [

@@ -19,10 +19,14 @@ ALERTS = {
     "ImagefleetImagesPerDollarLow",
     "ImagefleetGpuIdle",
     "ImagefleetNoCompletions",
+    "ImagefleetOldestJob",
+    "ImagefleetSilent",
+    "ImagefleetCostAboveConfirmed",
     "ImagefleetWaitingForOperator",
     "ImagefleetNodesGivenUp",
     "ImagefleetSuspectImages",
     "ImagefleetGpuOut",
+    "ImagefleetClockOff",
 }
 
 

@@ -120,7 +120,9 @@ async def test_depths_and_ages_of_all_queues_are_exported(storage: Storage) -> N
 async def test_an_outage_is_counted_and_the_last_values_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = ExporterSettings(storage=f"local:{tmp_path}", sample_seconds=0.1, fleet="mine")
+    settings = ExporterSettings(
+        storage=f"local:{tmp_path}", sample_seconds=0.1, fleet="mine", dollars_per_hour=7.5
+    )
     async with open_storage(settings) as storage:
         await storage.create()
         exporter = Exporter(storage, settings, None)
@@ -135,7 +137,9 @@ async def test_an_outage_is_counted_and_the_last_values_stay(
         with pytest.raises(errors.SetupError):
             await exporter.run()
     value, mine = exporter.registry.get_sample_value, {"fleet": "mine"}
-    assert value("imagefleet_exporter_failed_looks_total", mine) == 1
+    (failed,) = (each for each in exporter.registry.collect() if "failed_looks" in each.name)
+    assert failed.samples[0].value == 1
+    assert value("imagefleet_confirmed_dollars_per_hour", mine) == 7.5
     assert value("imagefleet_queue_messages", {"queue": "jobs", "state": "visible", **mine}) == 0
 
 

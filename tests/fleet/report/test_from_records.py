@@ -6,7 +6,7 @@ import asyncio
 import json
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from imagefleet.storage.settings import StorageSettings
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 Add = Callable[..., Awaitable[Any]]
+
+NOON = datetime(2026, 11, 1, 12, tzinfo=UTC)
 
 LINE = {
     "outcome": "completed",
@@ -110,6 +112,45 @@ async def test_a_workers_cost_is_split_between_its_models(
     assert red["gpu_dollars"] + blue["gpu_dollars"] == pytest.approx(worker["gpu_dollars"])
     assert blue["images_per_dollar_gpu_only"] == pytest.approx(2 / 0.078)
     assert (grey["gpu_seconds"], grey["gpu_dollars"]) == (4, None), "its price is not known"
+
+
+async def test_what_redo_has_replaced_and_what_was_drawn_twice_was_paid_and_has_rows_of_its_own(
+    storage: Storage, storage_settings: StorageSettings, in_process: Imagefleet, store_images: Add
+) -> None:
+    bad = {"worker": "bad", "price_per_hour": 3.6, "start_up_seconds": 10}
+    good = {**bad, "worker": "good", "price_per_hour": 1.8, "started_at": NOON}
+    wrong = await store_images(storage, *(f"{number:04}" for number in range(9)), **bad)
+    notes = [
+        each.model_copy(update={"outcome": "replaced", "at": NOON, "source": "journal"})
+        for each in wrong[:6]
+    ]
+    await RecordLog(storage.files, "redo").add(notes)
+    for each in wrong[:6]:
+        assert each.blob is not None
+        await storage.blobs.delete(each.blob)
+    await store_images(storage, *(f"{number:04}" for number in range(6)), **good)
+    doubled = wrong[8].model_copy(update={"worker": "late", "started_at": NOON})
+    await RecordLog(storage.blobs, "late").add([doubled, wrong[7]], again=True)
+
+    figures, page, _ = await report(in_process, storage_settings)
+
+    seconds = {each["name"]: each["seconds"] for each in figures["workers"]}
+    assert seconds == {"bad": 10 + 1.5 + 8, "good": 10 + 1.5 + 5, "late": 10 + 1.5}
+    kept = {
+        each["name"]: (each["images"], each["replaced"], each["doubled"])
+        for each in figures["workers"]
+    }
+    assert kept == {"bad": (3, 6, 0), "good": (6, 0, 0), "late": (0, 0, 1)}
+    money = figures["money"]
+    assert money["gpu_dollars"] == pytest.approx((19.5 * 3.6 + 16.5 * 1.8 + 11.5 * 3.6) / 3600)
+    assert money["images_per_dollar_gpu_only"] == pytest.approx(9 / money["gpu_dollars"])
+    split = money["split"]
+    assert sum(split.values()) == pytest.approx(money["dollars"], rel=1e-9)
+    assert split["images_replaced"] == pytest.approx(6 / 9 * 9.5 * 3.6 / 3600)
+    assert split["images_doubled"] == pytest.approx(1.5 * 3.6 / 3600)
+    assert split["start_up"] == pytest.approx((10 * 3.6 + 10 * 1.8 + 10 * 3.6) / 3600)
+    assert "images replaced" in page
+    assert '<td data-name="replaced or doubled" class="number">6</td>' in page
 
 
 async def test_figures_come_from_records_without_listing_an_image(

@@ -248,6 +248,7 @@ async def test_the_page_shows_the_metrics_and_many_workers(
         "images": 60,
         "dollars": {"gpu": 0.5, "storage": 0.01},
         "wasted_dollars": {"start_up": 0.1, HOSTILE: 0.1},
+        "split": {"images": 0.2, "start_up": 0.1, HOSTILE: 0.1},
         "jobs": {"completed": 60, "failed": 0},
         "gpu_busy_seconds": 90,
         "gpu_idle_seconds": {"queue_empty": 10},
@@ -263,7 +264,7 @@ async def test_the_page_shows_the_metrics_and_many_workers(
     titles = ("Dollars", "GPU time", "Mean time by stage", "Images per dollar", "Workers")
     assert all(f"<h3>{title}</h3>" in html_page for title in titles)
     assert html_page.count("<svg") == 3
-    assert html_page.count('<ul class="bars"') == 5
+    assert html_page.count('<ul class="bars"') == 6
     assert "60 completed." in html_page
     assert "The slowest 15 of 30." in html_page
     slow = sum(worker["is_slow"] for worker in figures["workers"])

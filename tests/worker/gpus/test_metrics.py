@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 
@@ -28,7 +29,7 @@ def values(metrics: MachineMetrics) -> dict[str, float]:
     """Each series as Prometheus writes it."""
     lines = render(metrics.registry).decode().splitlines()
     return {
-        name: float(value)
+        re.sub(',process="[^"]*"', "", name): float(value)
         for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")
     }
 

@@ -1,0 +1,250 @@
+"""Money by the panels' own queries and by the report, on a real Prometheus that has a fleet's past.
+
+What a fleet's processes would have exposed is written as blocks of Prometheus' storage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client import Counter, Gauge
+from prometheus_client.parser import text_string_to_metric_families
+
+import azurite
+import polling
+from fleet.monitor import prometheus
+from fleet.report import figures
+from imagefleet.telemetry.metrics import render
+from worker.metrics import WorkerMetrics
+
+Tool = Callable[[str], str]  # the fixture of conftest.py
+
+BEGAN = datetime(2026, 11, 1, 12, tzinfo=UTC)
+PUSH_SECONDS = 15
+PAGES = Path(__file__).parents[2] / "dashboards" / "grafana"
+
+
+@dataclass
+class Process:
+    """A worker's process from *start* to *end*, in seconds, and what a server knows of it."""
+
+    instance: str
+    start: float
+    end: float
+    images_per_second: float = 1.0
+    dollars_per_hour: float = 0.72
+    device: str | None = None
+    labels: dict[str, str] = field(init=False)
+    """Of each metric."""
+    counts: dict[str, float] = field(default_factory=dict)
+    """Other counters with a label, and their values at its end."""
+
+    def __post_init__(self) -> None:
+        registry = (metrics := WorkerMetrics("acme/jobs", self.device)).registry
+        metrics.set_worker_info(worker=f"{self.instance}-{self.device}", gpu="RTX 3060")
+        Counter("imagefleet_cost_dollars", "...", ["kind"], registry=registry).labels("gpu")
+        Gauge("imagefleet_price_dollars_per_hour", "...", registry=registry)
+        self.labels = {}
+        for family in text_string_to_metric_families(render(registry).decode()):
+            for sample in family.samples:
+                labels = {"job": "imagefleet-worker", "instance": self.instance, **sample.labels}
+                self.labels[sample.name] = ",".join(f'{name}="{labels[name]}"' for name in labels)
+
+    @property
+    def images(self) -> float:
+        return (self.end - self.start) * self.images_per_second
+
+    @property
+    def dollars(self) -> float:
+        return (self.end - self.start) * self.dollars_per_hour / 3600
+
+    def samples(self) -> Iterator[tuple[str, float, float]]:
+        """Each series, the time and the value of each push; the last is at the process's end."""
+        seconds = self.end - self.start
+        for age in [*range(0, int(seconds), PUSH_SECONDS), seconds]:
+            values = {
+                "imagefleet_images_total": age * self.images_per_second,
+                "imagefleet_cost_dollars_total": age * self.dollars_per_hour / 3600,
+                "imagefleet_price_dollars_per_hour": self.dollars_per_hour,
+                "imagefleet_worker_info": 1.0,
+            }
+            lines = {f"{name}{{{self.labels[name]}}}": value for name, value in values.items()}
+            common = self.labels["imagefleet_images_total"]
+            for series, total in self.counts.items():
+                lines[f"{series[:-1]},{common}}}"] = total * age / seconds
+            for line, value in lines.items():
+                yield line, BEGAN.timestamp() + self.start + age, value
+
+
+@dataclass(frozen=True)
+class Past:
+    """A server with the past of a fleet."""
+
+    url: str
+
+    async def panel(self, title: str, at: float, seconds: float = 0) -> float:
+        """What the panel shows *at* that second for a time range of *seconds*."""
+        query = panels()[title].replace("$fleet", ".*").replace("$__range", f"{seconds:.0f}s")
+        async with prometheus.connected(self.url) as server:
+            (found,) = await server.at(query, BEGAN + timedelta(seconds=at))
+        return found.last
+
+    async def report(self, end: float, replaced_dollars: float = 0) -> dict[str, Any]:
+        last = BEGAN + timedelta(seconds=end)
+        async with prometheus.connected(self.url) as server:
+            read = await figures.read_metrics(server, BEGAN, last, replaced_dollars)
+        return dict(read)
+
+
+@pytest.fixture
+async def past(tool: Tool, tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[Past]]]:
+    """Starts a server with what these processes pushed."""
+    async with contextlib.AsyncExitStack() as servers:
+
+        async def start(*processes: Process) -> Past:
+            return await servers.enter_async_context(running(tool, tmp_path, processes))
+
+        yield start
+
+
+@contextlib.asynccontextmanager
+async def running(tool: Tool, folder: Path, processes: Sequence[Process]) -> AsyncIterator[Past]:
+    samples = sorted(
+        (at, series, value) for each in processes for series, at, value in each.samples()
+    )
+    text = "".join(f"{series} {value} {at}\n" for at, series, value in samples)
+    (folder / "past.txt").write_text(text + "# EOF\n")
+    (folder / "empty.yaml").write_text("")
+    make = ["tsdb", "create-blocks-from", "openmetrics", folder / "past.txt", folder / "data"]
+    await asyncio.to_thread(
+        subprocess.run, [tool("promtool"), *make], check=True, capture_output=True, timeout=60
+    )
+    (port,) = azurite.free_ports(1)
+    flags = [
+        f"--config.file={folder / 'empty.yaml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        "--storage.tsdb.retention.time=100y",
+        f"--web.listen-address=127.0.0.1:{port}",
+        "--log.level=error",
+    ]
+    process = await asyncio.create_subprocess_exec(tool("prometheus"), *flags)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        await polling.until(lambda: is_ready(url), bool)
+        yield Past(url)
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def is_ready(url: str) -> bool:
+    try:
+        async with aiohttp.ClientSession(url) as client, client.get("/-/ready") as answer:
+            return answer.ok
+    except aiohttp.ClientConnectionError:
+        return False
+
+
+def panels() -> dict[str, str]:
+    """The first query of each panel by its title."""
+    return {
+        panel["title"]: panel["targets"][0]["expr"]
+        for path in PAGES.glob("*.json")
+        for panel in json.loads(path.read_text())["panels"]
+        if panel.get("targets")
+    }
+
+
+WASTE = ("start_up", "failed", "duplicate", "second_drawing", "down")
+ALL_IN = "Images per dollar in the time range, all in"
+DOLLARS = "Dollars in the time range"
+
+
+@pytest.mark.parametrize("device", ["0", None], ids=["pushed with --gpus", "scraped"])
+async def test_what_a_process_counted_before_it_crashed_and_began_anew_at_its_address_was_paid(
+    past: Callable[..., Awaitable[Past]], device: str | None
+) -> None:
+    crashed = Process("a", 0, 103, images_per_second=0.6, device=device)
+    anew = Process("a", 110, 215, images_per_second=0.5, device=device)
+    other = Process("b", 0, 215, images_per_second=0.25, dollars_per_hour=0.36)
+    images = sum(each.images for each in (crashed, anew, other))
+    dollars = sum(each.dollars for each in (crashed, anew, other))
+    fleet = await past(crashed, anew, other)
+
+    report = await fleet.report(215)
+    shown = await fleet.panel(DOLLARS, 220, 300)
+    assert shown == pytest.approx(dollars, rel=1e-6)
+    assert await fleet.panel(ALL_IN, 220, 300) == pytest.approx(images / dollars, rel=1e-6)
+    assert report["images"] == pytest.approx(images, rel=1e-6)
+    assert report["dollars"] == {"gpu": pytest.approx(dollars, rel=1e-6)}
+    assert report["images_per_dollar"] == pytest.approx(images / dollars, rel=1e-6)
+
+
+async def test_a_counter_that_begins_anew_within_its_series_adds_up_as_well(
+    past: Callable[..., Awaitable[Past]],
+) -> None:
+    crashed, anew = Process("a", 0, 1800), Process("a", 1815, 3600, images_per_second=2)
+    anew.labels = crashed.labels
+
+    report = await (await past(crashed, anew)).report(3600)
+
+    assert report["images"] == pytest.approx(crashed.images + anew.images, rel=0.01)
+    assert report["dollars"]["gpu"] == pytest.approx(crashed.dollars + anew.dollars, rel=0.01)
+
+
+async def test_dollars_per_hour_count_a_killed_worker_for_two_pushes_and_its_successor_at_once(
+    past: Callable[..., Awaitable[Past]],
+) -> None:
+    killed, other = Process("a", 0, 120), Process("b", 0, 400, dollars_per_hour=0.36)
+    successor = Process("c", 125, 400)
+    fleet = await past(killed, other, successor)
+
+    for second in (30, 59, 119, 161, 174, 300, 399):
+        assert await fleet.panel("$/h now", second) == pytest.approx(0.72 + 0.36), second
+
+
+async def test_what_the_metrics_say_was_paid_is_split_without_a_rest(
+    past: Callable[..., Awaitable[Past]],
+) -> None:
+    worker = Process("a", 0, 3600, dollars_per_hour=10)
+    worker.counts = {
+        **dict.fromkeys(
+            [f'imagefleet_wasted_dollars_total{{reason="{each}"}}' for each in WASTE], 0.5
+        ),
+        'imagefleet_wasted_dollars_total{reason="idle"}': 2.0,
+        'imagefleet_gpu_idle_seconds_total{reason="queue_empty"}': 30.0,
+        'imagefleet_gpu_idle_seconds_total{reason="starved"}': 10.0,
+        'imagefleet_cost_dollars_total{kind="storage"}': 0.25,
+    }
+    fleet = await past(worker)
+
+    split = (await fleet.report(3600, replaced_dollars=1.5))["split"]
+
+    assert split == pytest.approx(
+        {
+            "images": 10 - 2 - 5 * 0.5 - 1.5,
+            "images_replaced": 1.5,
+            "images_doubled": 0.5,
+            "failed_jobs": 0.5,
+            "start_up": 0.5,
+            "second_drawing": 0.5,
+            "down": 0.5,
+            "idle_queue_empty": 1.5,
+            "idle_starved": 0.5,
+            "storage_operations": 0.25,
+        }
+    )
+    assert sum(split.values()) == pytest.approx(10.25)
+    assert sum((await fleet.report(3600, replaced_dollars=99))["split"].values()) == pytest.approx(
+        10.25
+    )
