@@ -92,10 +92,11 @@ class Campaigns:
         pending = sum(counts.pending or 0 for _, counts in self.rows)
         if pending > messages:
             found.append(
-                f"of {console.counted(pending, 'pending job')} {messages:,} at most in a queue or"
-                f" in flight, {pending - messages:,} in none: deleted with `cancel --all` or by"
-                " somebody, or their records are written in a moment; `imagefleet load FILE"
-                " --restart` sends them again; what is stored is not drawn twice"
+                f"of {console.counted(pending, 'pending job')} {messages:,} at most in this queue"
+                f" or in flight, {pending - messages:,} not: they wait in another queue of the same"
+                " container (--queue), were deleted with `cancel --all` or by somebody, or their"
+                " records are written in a moment; `imagefleet load FILE --restart` sends deleted"
+                " ones again; what is stored is not drawn twice"
             )
         if self.unfit_records:
             records = console.counted(self.unfit_records, "record")
