@@ -367,7 +367,7 @@ def counted(number: int, noun: str) -> str:
 
 def number(value: float | None, digits: int = 0) -> str:
     """`12,345`, or `-` for an unknown value."""
-    return "-" if value is None else f"{value:,.{digits}f}"
+    return "-" if value is None else f"{value:z,.{digits}f}"  # never "-0.000"
 
 
 def percent(fraction: float | None) -> str:

@@ -16,8 +16,9 @@ from pydantic import AwareDatetime, BaseModel, Field
 from imagefleet import errors, retry, validation
 from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId
 from imagefleet.records.record import RecordLog
+from imagefleet.storage.edit import edit
 from imagefleet.storage.open import Storage
-from imagefleet.storage.protocol import BlobStore
+from imagefleet.storage.protocol import BlobPart, BlobStore
 from imagefleet.telemetry import logs
 from imagefleet.telemetry.logs import Occasion
 
@@ -41,7 +42,6 @@ KEPT = timedelta(days=8)
 MAX_CAMPAIGNS = 1_000
 MAX_BYTES = 1_000_000
 
-_TRIES = 10
 _CLOCK_SECONDS = 0.5
 
 
@@ -119,7 +119,9 @@ class CancelledCampaigns:
         if start is None:
             self.times, self._version = {}, None
         elif start.version != self._version:
-            self._version, found = await _read_list(self._files)
+            part = await self._files.read_part(BLOB, 0, MAX_BYTES)
+            self._version = None if part is None else part.version
+            found = _parse(self._files, part)
             own = (entry for entry in found.campaigns if entry.queue == self._queue)
             self.times = {entry.campaign: entry.at for entry in own}
 
@@ -140,21 +142,18 @@ async def cancel(storage: Storage, campaign: str) -> datetime:
     new = Cancellation(queue=storage.queue.name, campaign=campaign, at=at)
     # Messages in flight count: without any, no message is older than this call.
     is_empty = (await storage.queue.depth()).messages == 0
-    for _ in range(_TRIES):
-        version, found = await _read_list(storage.files)
-        changed = found.with_entry(new, forget=is_empty)
+
+    def with_new(part: BlobPart | None) -> bytes:
+        changed = _parse(storage.files, part).with_entry(new, forget=is_empty)
         if len(changed.campaigns) > MAX_CAMPAIGNS:
             raise errors.SetupError(
                 f"{BLOB} in {storage.files.name} has {MAX_CAMPAIGNS:,} campaigns: they are dropped"
                 f" {KEPT.days} days later by a cancellation while the queue is empty; `imagefleet"
                 " cancel --all` empties it"
             )
-        data = changed.model_dump_json(indent=1).encode()
-        if await storage.files.replace(BLOB, data, "application/json", version):
-            break
-        await asyncio.sleep(retry.jitter(0.2))
-    else:
-        raise errors.TransientError(f"{BLOB} is being changed by others: cancel once more")
+        return changed.model_dump_json(indent=1).encode()
+
+    await edit(storage.files, BLOB, with_new, MAX_BYTES)
     await _wait_until_later(storage, at)
     return at
 
@@ -164,11 +163,10 @@ async def _wait_until_later(storage: Storage, at: datetime) -> None:
         await asyncio.sleep(_CLOCK_SECONDS)
 
 
-async def _read_list(files: BlobStore) -> tuple[str | None, CancelledList]:
-    """The list, empty if there is none, and its version; raises SetupError for anything else."""
-    part = await files.read_part(BLOB, 0, MAX_BYTES)
+def _parse(files: BlobStore, part: BlobPart | None) -> CancelledList:
+    """The list, empty if there is none; raises SetupError for anything else."""
     if part is None:
-        return None, CancelledList()
+        return CancelledList()
     before = f"correct or delete {BLOB} in {files.name}, which is not a list of campaigns: "
     with validation.as_error(errors.SetupError, before):
-        return part.version, CancelledList.model_validate_json(part.data)
+        return CancelledList.model_validate_json(part.data)

@@ -26,6 +26,15 @@ _LOOK = 'role="img" font-family="system-ui, sans-serif" font-size="14" fill="cur
 _MARGIN = 0.08
 
 
+#: Digits after the point, as tables have the figures.
+FIGURES = {"fid": 3, "kid": 5, "clip": 3, "cmmd": 4}
+
+#: Groups of few images, in a sentence.
+_NAMED = 3
+
+Interval = tuple[float, float]
+
+
 class GroupScores(BaseModel, extra="ignore", frozen=True, allow_inf_nan=False):
     """One group of a sweep: one point of a curve. What cannot be computed is None."""
 
@@ -39,11 +48,24 @@ class GroupScores(BaseModel, extra="ignore", frozen=True, allow_inf_nan=False):
     images: int
     left_out: int = 0
     fid: float | None = None
+    fid_interval: Interval | None = None
     kid: float | None = None
+    kid_interval: Interval | None = None
     kid_std: float | None = None
     kid_subset_size: int | None = None
     clip: float | None = None
+    clip_interval: Interval | None = None
     cmmd: float | None = None
+    cmmd_interval: Interval | None = None
+
+    def shown(self, name: str) -> str:
+        """A figure and how far its interval of 95 % reaches: `12.345 ±0.067`."""
+        value, interval = getattr(self, name), getattr(self, f"{name}_interval")
+        if value is None:
+            return "-"
+        digits = FIGURES[name]
+        reach = "" if interval is None else f" ±{(interval[1] - interval[0]) / 2:,.{digits}f}"
+        return f"{value:z,.{digits}f}{reach}"
 
 
 class Scores(BaseModel, extra="ignore", frozen=True):
@@ -52,12 +74,16 @@ class Scores(BaseModel, extra="ignore", frozen=True):
     campaign: str
     reference: str | None
     reference_images: int | None
+    reference_sha256: str | None = None
+    """Of the file, or of all pictures of a folder."""
     extractor: dict[str, Any] | None
     clip_extractor: dict[str, Any] | None
     kid_subsets: int
     groups: tuple[GroupScores, ...]
     left_out: tuple[str, ...] = ()
     """The first images that are missing, not as recorded, or no images."""
+    small: tuple[str, ...] = ()
+    """Groups, and the reference, of fewer than 1,000 images: their figures say little."""
     of_no_group: int = 0
 
 
@@ -76,11 +102,18 @@ def facts(scores: Scores) -> dict[str, str]:
     if scores.reference is not None:
         count = scores.reference_images
         images = "" if count is None else f", {count:,} images"
-        found["reference"] = f"{scores.reference}{images}"
+        content = f"; SHA-256 {scores.reference_sha256}" if scores.reference_sha256 else ""
+        found["reference"] = f"{scores.reference}{images}{content}"
     if scores.extractor:
         found["FID, KID"] = _extractor(scores.extractor)
     if scores.clip_extractor:
         found["CLIP, CMMD"] = _extractor(scores.clip_extractor)
+    if scores.small:
+        more = f" and {len(scores.small) - _NAMED:,} more" if len(scores.small) > _NAMED else ""
+        found["few images"] = (
+            f"fewer than 1,000 in {', '.join(scores.small[:_NAMED])}{more}: FID and CMMD are too"
+            " high"
+        )
     return found
 
 
@@ -172,9 +205,11 @@ def _grid(x: _Axis, y: _Axis) -> list[str]:
 
 
 def _point(group: GroupScores, across: float, down: float, colour: str) -> list[str]:
-    clip, fid = _place(group)
     guidance = "" if group.cfg_scale is None else f"{group.cfg_scale:g}"
-    title = f"<title>{escape(group.group)}: FID {fid:.3f}, CLIP {clip:.3f}</title>"
+    title = (
+        f"<title>{escape(group.group)}: FID {group.shown('fid')}, CLIP {group.shown('clip')}"
+        "</title>"
+    )
     return [
         f'<circle cx="{across:.1f}" cy="{down:.1f}" r="4" fill="{colour}">{title}</circle>',
         f'<text x="{across + 7:.1f}" y="{down - 7:.1f}">{guidance}</text>',

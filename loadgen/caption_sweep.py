@@ -15,6 +15,7 @@ from pydantic import JsonValue
 from imagefleet import errors, validation
 from imagefleet.job import samplers, sizes
 from imagefleet.job.message import Job
+from imagefleet.job.prompt import read_words
 from imagefleet.records import sweep
 from imagefleet.records.sweep import Group, Sweep
 from imagefleet.signing import JobSigner
@@ -243,7 +244,8 @@ class SweepSource:
         }
         if group.lora and group.lora_strength:
             fields["prompt"] += f" <lora:{group.lora}:{group.lora_strength:g}>"
-        if fields["prompt"] != caption:
+        # Who reads the prompt alone would lose what follows a '#', say.
+        if {caption} != {fields["prompt"], read_words(fields["prompt"])[0]}:
             fields["metadata"] = {sweep.CAPTION: caption}
         before = f"group {group.name}, caption {number} ({caption[:60]!r}): "
         with validation.as_error(errors.SetupError, before, Job.model_fields):

@@ -26,7 +26,7 @@ from loadgen.campaigns import Changes, FileJobs, LoadedCampaigns, Sample, jobs_o
 from loadgen.caption_sweep import SweepSource
 from loadgen.file_source import FileSource, StreamSource
 from loadgen.processes import Refusals, SenderProcesses
-from loadgen.settings import MOST_BATCHES, LoadSettings
+from loadgen.settings import LoadSettings
 from loadgen.sources import Source
 
 #: Ids of changed jobs that are named.
@@ -268,11 +268,13 @@ class Load:
         sample = Sample(settings.second_drawings, self._start.sample_key, signer)
         send = self._processes.send if self._processes else None
         self._to = enqueue.JobSender(storage, priority, elsewhere=models, send=send)
+        batches, jobs = settings.batches_for(count)
         self._sender = BulkSender(
             self._to,
             source.bodies(self.confirmed),
             start=self.confirmed,
-            concurrency=min(settings.concurrency * count, MOST_BATCHES),
+            concurrency=batches,
+            batch=jobs,
             rate=settings.rate,
             choose=self._campaigns.choose,
             second_drawing=sample.second_drawing,

@@ -7,6 +7,7 @@ from pydantic import Field
 from imagefleet import concurrency
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.settings import SignerSettings
+from imagefleet.submit import BATCH
 
 #: Finds a node of a hundred that draws wrong within some 20,000 images, for half a percent.
 DEFAULT_VERIFY_SHARE = 0.005
@@ -19,19 +20,22 @@ MOST_PROCESSES = 16
 _MANY_JOBS = 100_000
 _MOST_BY_DEFAULT = 4
 
-#: Batches in flight, of all processes together: `fleet.sweep.resume.WINDOW` counts on it.
-MOST_BATCHES = 64
+#: Jobs in flight, of all processes together: no load is further beyond its checkpoint.
+MOST_IN_FLIGHT = 2_048
+
+#: Batches that they are in on Azure, where each job is a request and one slow one holds up a batch.
+_BATCHES = 8
 
 
 class LoadSettings(SignerSettings):
     """Each field is a flag and an IMAGEFLEET_ variable."""
 
     concurrency: int = Field(
-        default=8,
+        default=BATCH,
         ge=1,
-        le=64,
-        description="Batches of 32 jobs that each process has in flight at once; after a kill,"
-        " those in flight are sent again.",
+        le=512,
+        description="Jobs that each process has in flight at once; after a kill, at most so many"
+        " are sent again.",
     )
     processes: int | None = Field(
         default=None,
@@ -66,6 +70,13 @@ class LoadSettings(SignerSettings):
         if self._is_local or jobs is None or jobs < _MANY_JOBS:
             return 1  # local storage has one writer at a time
         return max(1, min(_MOST_BY_DEFAULT, concurrency.cores() - 1))
+
+    def batches_for(self, processes: int) -> tuple[int, int]:
+        """The batches in flight at once, and the jobs of each."""
+        # One transaction holds all of a batch in local storage, which is written one at a time.
+        batches = processes * (1 if self._is_local else min(_BATCHES, self.concurrency))
+        in_flight = min(processes * self.concurrency, MOST_IN_FLIGHT)
+        return batches, in_flight // batches
 
     @property
     def _is_local(self) -> bool:

@@ -93,10 +93,18 @@ SLOW = (
     "worker/engine/passes/test_upscaler_files.py",
     "worker/engine/pixel",
     "worker/engine/slots/test_batch_mates.py",
+    "worker/engine/slots/test_compiled.py",
     "worker/engine/slots/test_convolution.py",
     "worker/engine/slots/test_memory.py",
     "worker/engine/test_baseline.py",
     "worker/engine/test_batch_engine.py",
+)
+
+#: Files of a few tests that take long: begun first, so that none of them is the last.
+FIRST = (
+    "chaos/test_storm.py",
+    "end_to_end/test_worker_process.py",
+    "fleet/keys/test_thief.py",
 )
 
 #: On the process of another file, by their paths: the images are built once, and torch, which
@@ -274,7 +282,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what is in `SLOW`; for several processes, files of many tests come first.
+    """Marks what is in `SLOW`; for several processes, `FIRST` and files of many tests come first.
 
     Slow tests may take long on a busy machine: only what hangs is ended.
     """
@@ -287,7 +295,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(1200))
     if "PYTEST_XDIST_WORKER" in os.environ:
         tests = Counter(item.path for item in items)
-        items.sort(key=lambda item: (-tests[item.path], str(item.path)))
+        first = {root / path for path in FIRST}
+        items.sort(key=lambda item: (item.path not in first, -tests[item.path], str(item.path)))
 
 
 def pytest_collection_finish() -> None:

@@ -184,6 +184,14 @@ class WorkerMetrics:
             self.registry.register(self._worker)
         self._worker.info(labels)
 
+    def image_stored(self, model: str, stage: int | None) -> None:
+        """Counts an image of that model; *stage* is that of a job of several."""
+        self.images_stored += 1
+        self.images.inc()
+        self.model_images.labels(model).inc()
+        if stage is not None:
+            self.chain_images.labels(str(stage)).inc()
+
     def serve(self, models: Iterable[str]) -> None:
         """Creates the series of models before their first event."""
         for model in models:

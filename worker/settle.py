@@ -89,8 +89,12 @@ class Settler:
                 if image is not None:
                     self.cost.lost("failed")
                 await self.failed(entry, error, image)
+            else:
+                return
         elif image is not None:
             self.cost.lost("failed")
+        if image is not None and not image.index:
+            await entry.first_ended()
 
     def record(self, entry: InFlightJob, outcome: RecordOutcome, **facts: Any) -> Record:
         """The record of an image, or of a job that ended without; *facts* besides its own."""
@@ -111,10 +115,14 @@ class Settler:
         """An image is stored, and its record is in its job's."""
         entry = image.owner
         entry.stored.add(image.index)
-        entry.images_to_store -= 1
+        await self.less_to_store(entry, 1)
         if entry.images_to_store:
             await self.pending.add(entry)
-        else:
+
+    async def less_to_store(self, entry: InFlightJob, images: int) -> None:
+        """So many images of a job are not in the making any more."""
+        entry.images_to_store -= images
+        if not entry.images_to_store:
             await self.images_ended(entry)
 
     async def images_ended(self, entry: InFlightJob) -> None:
@@ -322,8 +330,7 @@ class Settler:
         except errors.FleetError as error:
             await self._not_sent(entry, error, "asks for another model and")
         else:
-            text = f"asks for the model {model} and is moved to its queue"
-            entry.log(logging.INFO, text, "job_moved", model=model)
+            entry.log(logging.INFO, f"is moved to the queue of {model}", "job_moved", model=model)
             await self._end(entry, "moved")
 
     async def unverified(self, entry: InFlightJob, reason: str) -> None:
@@ -337,13 +344,8 @@ class Settler:
         await entry.uploads_end()  # so that their records are there
         if await self._ended_earlier(entry):
             return
-        reason = entry.reason(error)
-        entry.log(
-            logging.WARNING,
-            f"failed permanently: {reason}",
-            "job_failed",
-            error=type(error).__name__,
-        )
+        reason, kind = entry.reason(error), type(error).__name__
+        entry.log(logging.WARNING, f"failed permanently: {reason}", "job_failed", error=kind)
 
         async def add() -> FailedJob:
             async with entry.lease.lock:
@@ -360,7 +362,7 @@ class Settler:
 
         async def finish(fault: errors.TransientError | None) -> None:
             if await self._end(entry, "failed", fault) == "failed":
-                self.metrics.failed_jobs.labels(type(error).__name__).inc()
+                self.metrics.failed_jobs.labels(kind).inc()
 
         try:
             failed = await self.retry_policy.call(add)

@@ -6,11 +6,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import typer
+from rich.table import Table
 
 from evaluation.gate import page, run, sides
 from evaluation.gate.options import Drawn, Judged, Plan
 from evaluation.gate.page import Result
-from evaluation.gate.verdict import Bounds
+from evaluation.gate.verdict import Bounds, Verdict
 from fleet import console, options
 from fleet.options import argument, option
 from imagefleet.storage.settings import StorageSettings
@@ -90,24 +91,30 @@ def _show(result: Result) -> None:
     console.print_tables(
         "", console.totals({name: text for name, text in rows.items() if text != "-"})
     )
-    if judged.passed:
-        console.print_plain("\npassed")
-        return
+    if judged.worst:
+        console.print_tables("", _worst(judged))
+    failed = ", ".join(check.title for check in judged.checks if not check.passed)
+    console.print_plain(f"\nfailed: {failed}" if failed else "\npassed")
+
+
+def _worst(judged: Verdict) -> Table:
+    """Shown of those that pass, too: the bounds may not be the reader's."""
     worst = console.table(
         console.name_column("worst pairs"),
         console.number_column("PSNR"),
-        console.number_column("distance"),
+        console.number_column("SSIM, worst region"),
+        console.number_column("sharpness"),
         "caption",
     )
     for pair in judged.worst:
-        psnr = "identical" if pair.psnr is None else f"{pair.psnr:.1f} dB"
-        distance = console.number(pair.fingerprint_distance, 1)
         worst.add_row(
-            console.untrusted(pair.key), psnr, distance, console.untrusted(pair.caption or "")
+            console.untrusted(pair.key),
+            "identical" if pair.psnr is None else f"{pair.psnr:.1f} dB",
+            console.number(pair.ssim_worst_region, 3),
+            f"{round(pair.sharpness_percent, 1) + 0.0:+.1f} %",
+            console.untrusted(pair.caption or ""),
         )
-    console.print_tables("", worst)
-    failed = ", ".join(check.title for check in judged.checks if not check.passed)
-    console.print_plain(f"\nfailed: {failed}")
+    return worst
 
 
 def _both(a: float | None, b: float | None) -> str:

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from evaluation.gate import images
+from evaluation.gate import images, pair
 from evaluation.gate.images import Drawing, Images
+from evaluation.gate.pair import Shift
 from evaluation.score import metrics
 from evaluation.score.extractors import Extractor, TextExtractor
 from evaluation.score.statistics import Doubles, Statistics
-from imagefleet import concurrency, errors, likeness
+from imagefleet import concurrency, errors
 from imagefleet.job import prompt
 
 #: Read and compared at once: of 1024x1024 pixels, some 100 MB.
@@ -42,7 +43,11 @@ class PairFigures:
     seed: int | None
     squares: float
     """Mean square of the difference of all channels, out of 255 squared."""
-    fingerprint_distance: float
+    ssim: float
+    """Structural similarity, 1 for the same pixels."""
+    ssim_worst_region: float
+    sharpness_percent: float
+    """How much higher B's edges are than A's."""
     feature_distance: float | None
 
     @property
@@ -55,6 +60,8 @@ class Comparison:
     """Everything that was found of the pairs."""
 
     pairs: list[PairFigures] = field(default_factory=list)
+    shift: Shift | None = None
+    """Of all pairs together."""
     halves_a: list[Statistics] = field(default_factory=list)
     halves_b: list[Statistics] = field(default_factory=list)
     directions: Doubles | None = None
@@ -107,19 +114,39 @@ def _add(
     if measures.text_extractor is not None:
         _add_clip_scores(found, pairs, measures.text_extractor)
     for key, (a, b), distance in zip(keys, pairs, apart, strict=True):
-        known = a if a.job is not None else b
-        found.pairs.append(
-            PairFigures(
-                key,
-                names[0][key],
-                names[1][key],
-                known.caption,
-                known.seed,
-                metrics.mean_square(a.pixels, b.pixels),
-                likeness.distance(*(likeness.fingerprint(each.pixels) for each in (a, b))),
-                distance,
-            )
+        name_a, name_b = (side[key] for side in names)
+        add_pair(found, a, b, key, name_a, name_b, distance)
+
+
+def add_pair(
+    found: Comparison,
+    a: Drawing,
+    b: Drawing,
+    key: str,
+    name_a: str = "",
+    name_b: str = "",
+    feature_distance: float | None = None,
+) -> None:
+    """Adds what two drawings of one job show without a network."""
+    known = a if a.job is not None else b
+    shift = Shift.of(a.pixels, b.pixels)
+    found.shift = found.shift + shift if found.shift else shift
+    squares = metrics.mean_square(a.pixels, b.pixels)
+    ssim, worst_region = pair.similarity(a.pixels, b.pixels)
+    found.pairs.append(
+        PairFigures(
+            key,
+            name_a,
+            name_b,
+            known.caption,
+            known.seed,
+            squares,
+            ssim,
+            worst_region,
+            shift.sharpness_percent,
+            feature_distance,
         )
+    )
 
 
 def _add_features(

@@ -68,12 +68,15 @@ class Result:
 
     @property
     def left_out(self) -> list[str]:
-        """Figures that need an extractor which was not given."""
+        """Figures that need an extractor which was not given, or more pairs."""
         figures = {
             "FID and the feature distance (--extractor)": self.measures.extractor,
             "the CLIP score (--clip)": self.measures.text_extractor,
         }
-        return [name for name, extractor in figures.items() if extractor is None]
+        missing = [name for name, extractor in figures.items() if extractor is None]
+        if self.measures.extractor is not None and self.verdict.fid_a is None:
+            missing.append("FID (fewer than four pairs)")
+        return missing
 
     @property
     def fid_against(self) -> str:

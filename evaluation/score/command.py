@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 from rich.table import Table
 
-from evaluation.score import metrics, session
+from evaluation.score import session
 from evaluation.score.extractors import DEMO
 from evaluation.score.session import Computing, Networks
 from fleet import console, options
@@ -16,7 +16,7 @@ from fleet.campaigns import target
 from fleet.options import option
 from imagefleet import errors
 from imagefleet import scores as drawing
-from imagefleet.scores import GroupScores, Scores, facts
+from imagefleet.scores import Scores, facts
 from imagefleet.storage.settings import StorageSettings
 
 #: Facts of a group that differ in one sweep and not in another.
@@ -117,18 +117,9 @@ def _table(scores: Scores) -> Table:
             "-" if group.cfg_scale is None else f"{group.cfg_scale:g}",
             *map(console.untrusted, facts),
             f"{group.images:,}",
-            *_figures(group),
+            *map(group.shown, drawing.FIGURES),
         )
     return rows
-
-
-def _figures(group: GroupScores) -> tuple[str, ...]:
-    return (
-        console.number(group.fid, 3),
-        console.number(group.kid, 5),
-        console.number(group.clip, 3),
-        console.number(group.cmmd, 4),
-    )
 
 
 def _warn(scores: Scores) -> None:
@@ -140,15 +131,4 @@ def _warn(scores: Scores) -> None:
     if scores.of_no_group:
         console.print_warning(
             f"{console.counted(scores.of_no_group, 'image')} of no group of the sweep left out"
-        )
-    few = [
-        group.group
-        for group in scores.groups
-        if group.fid is not None and group.images < metrics.KID_SUBSET_SIZE
-    ]
-    if few:
-        console.print_note(
-            f"fewer than {metrics.KID_SUBSET_SIZE:,} images in {', '.join(few[:3])}"
-            f"{' and others' if len(few) > 3 else ''}: FID is biased upwards, and KID's subsets are"  # noqa: PLR2004
-            " as small"
         )

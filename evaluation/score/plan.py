@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from evaluation.score.hashes import Hashes
 from imagefleet import errors
-from imagefleet.job import prompt
 from imagefleet.records import reader, sweep
 from imagefleet.records.record import Record
 from imagefleet.records.stored import Damaged
@@ -32,11 +32,19 @@ SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp"})
 
 
 class Row(NamedTuple):
-    """An image: its blob or its path below a folder, its caption, and its recorded size."""
+    """An image: its blob or its path below a folder, its caption, and what its file is."""
 
     name: str
     caption: str
     size_bytes: int | None
+    sha256: str | None
+    """None of an image that a worker found of one that died: its size says what it is."""
+
+    def is_of(self, data: bytes) -> bool:
+        """Whether a file is that image."""
+        if self.sha256 is not None:
+            return hashlib.sha256(data).hexdigest() == self.sha256
+        return self.size_bytes in {None, len(data)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +105,18 @@ def pictures(folder: Path) -> list[str]:
     ]
 
 
-def of_folder(folder: Path, work: Path) -> list[Chunk]:
-    """The chunks of pictures in a folder and those in it; raises SetupError if there are none."""
-    names = pictures(folder)
-    if not names:
-        raise errors.SetupError(f"the reference {folder} has no pictures (PNG, JPEG, WebP)")
+def of_folder(
+    folder: Path, names: Sequence[str], work: Path, on_files: Callable[[int], None]
+) -> list[Chunk]:
+    """The chunks of pictures in a folder, which are what their bytes are."""
+    hashed = Hashes(work / "hashes.json")
     target = _emptied(work / "plan" / "reference")
     chunks = _chunks_of(len(names))
     rows = defaultdict[int, list[Row]](list)
     for name in names:
-        rows[_chunk(name, chunks)].append(Row(name, "", None))
+        rows[_chunk(name, chunks)].append(Row(name, "", None, hashed.of(folder / name)))
+        on_files(1)
+    hashed.keep()
     for number, some in rows.items():
         _append(target / f"{number:06}.jsonl", some)
     return list(_listed(target, work / "features" / "reference", folder))
@@ -136,7 +146,7 @@ class _Planner:
                 continue
             number = _chunk(blob, self._chunks)
             rows[self._target / group / f"{number:06}.jsonl"].append(
-                Row(blob, _caption(record), record.size_bytes)
+                Row(blob, sweep.caption_of(record), record.size_bytes, record.sha256)
             )
             self.images[group] += 1
             if len(self._guidance[group]) < 2:  # noqa: PLR2004 - two are mixed
@@ -158,13 +168,6 @@ class _Planner:
             damaged,
             self._of_no_group,
         )
-
-
-def _caption(record: Record) -> str:
-    """What the image should show: the sweep's caption, or the prompt without its LoRAs."""
-    if sweep.CAPTION in record.metadata:
-        return caption_of(record)
-    return prompt.read_words(record.prompt or "")[0]
 
 
 def _only(values: set[float | None]) -> float | None:
@@ -196,9 +199,3 @@ def _emptied(folder: Path) -> Path:
 def _listed(plan: Path, features: Path, folder: Path | None = None) -> Iterator[Chunk]:
     for path in sorted(plan.glob("*.jsonl")):
         yield Chunk(path, features / path.stem, folder)
-
-
-def caption_of(record: Record) -> str:
-    """The caption of an image: its prompt, but for LoRA tags and escaped signs."""
-    caption = record.metadata.get(sweep.CAPTION)
-    return caption if isinstance(caption, str) else record.prompt or ""

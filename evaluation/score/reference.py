@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from evaluation.score import chunks
+from evaluation.score import chunks, extractors, hashes
 from evaluation.score.extractors import DEMO, ExtractorFacts
 from evaluation.score.plan import Chunk
 from evaluation.score.statistics import UNREADABLE, Rows, Statistics
@@ -30,6 +30,8 @@ class Reference:
 
     name: str
     images: int | None
+    sha256: str
+    """Of the file, or of a folder's pictures whatever their names."""
     statistics: Statistics | None = None
     features: Rows | None = None
     clip: Rows | None = None
@@ -58,7 +60,8 @@ def of_chunks(
     if left_out := [name for note in notes for name in note.left_out]:
         shown = ", ".join(left_out[:3])
         console.print_warning(
-            f"{console.counted(len(left_out), 'picture')} of {folder} cannot be read: {shown}"
+            f"{console.counted(len(left_out), 'picture')} of {folder} cannot be read, or changed"
+            f" meanwhile: {shown}"
         )
     images = sum(note.images for note in notes)
     if images < _LEAST:
@@ -67,6 +70,7 @@ def of_chunks(
     return Reference(
         str(folder),
         images,
+        hashes.of_all(row.sha256 or "" for chunk in done for row in chunk.rows()),
         Statistics.of(rows) if rows else None,
         rows,
         chunks.StoredRows(done, "clip", clip.dimensions) if clip else None,
@@ -92,7 +96,7 @@ def read(path: str, extractor: ExtractorFacts | None, clip: ExtractorFacts | Non
             seen = stored["clip_features"] if clip and "clip_features" in stored else None
     except UNREADABLE as error:
         raise errors.SetupError(f"the reference {path} cannot be read: {error}") from None
-    found = Reference(path, images, statistics, features, seen)
+    found = Reference(path, images, extractors.sha256_of(file), statistics, features, seen)
     found.check(extractor)
     return found
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -227,7 +228,7 @@ def _score(work: Work, batch: Sequence[Row], read: Sequence[bytes | None]) -> _S
     """Decodes a batch and computes what is asked for of the images that are whole."""
     images, captions, left_out = [], [], []
     for row, data in zip(batch, read, strict=True):
-        image = None if data is None else picture.decode(data)
+        image = picture.decode(data) if data is not None and row.is_of(data) else None
         if image is None:
             left_out.append(row.name)
         else:
@@ -268,15 +269,21 @@ def _finite(features: Features, extractor: Extractor) -> Features:
 async def _read(chunk: Chunk, rows: Sequence[Row], blobs: BlobStore) -> list[bytes | None]:
     if chunk.folder is not None:
         paths = [chunk.folder / row.name for row in rows]
-        return await asyncio.to_thread(lambda: [path.read_bytes() for path in paths])
+        return await asyncio.to_thread(lambda: [_read_file(path) for path in paths])
     return list(await concurrency.gather(*(_read_blob(row, blobs) for row in rows)))
 
 
-async def _read_blob(row: Row, blobs: BlobStore) -> bytes | None:
-    """None for what is missing or not as it was recorded."""
+def _read_file(path: Path) -> bytes | None:
+    """None if it is gone."""
     try:
-        data = await RETRIES.call(lambda: blobs.read(row.name, MAX_IMAGE_BYTES))
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+async def _read_blob(row: Row, blobs: BlobStore) -> bytes | None:
+    """None for what is missing."""
+    try:
+        return await RETRIES.call(lambda: blobs.read(row.name, MAX_IMAGE_BYTES))
     except errors.UnusableFileError:  # larger than any image
         return None
-    is_same = data is not None and row.size_bytes in {None, len(data)}
-    return data if is_same else None

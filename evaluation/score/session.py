@@ -132,7 +132,11 @@ def _compared(
     folder = Path(named)
     if not folder.is_dir():
         return reference.read(named, extractor, clip)
-    chunks = plan.of_folder(folder, asked.folder)
+    names = plan.pictures(folder)
+    if not names:
+        raise errors.SetupError(f"the reference {folder} has no pictures (PNG, JPEG, WebP)")
+    with console.counting("hashed", len(names), quiet=asked.quiet) as on_files:
+        chunks = plan.of_folder(folder, names, asked.folder, on_files)
     _extract(asked, running.on_chunks(work, chunks), "reference")
     return reference.of_chunks(folder, chunks, extractor, clip)
 

@@ -9,7 +9,7 @@ from fleet import console, options
 from fleet.campaigns import target
 from imagefleet import errors
 from imagefleet.job.message import job_key, read_job
-from imagefleet.records import outcomes
+from imagefleet.records import drawn, outcomes, sent
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
@@ -52,7 +52,8 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> dict[str, Any
     job = outcomes.JobFacts(job_id, campaign)
     # Before the images: a job that completes in between must not be taken for an unknown one.
     messages = (await storage.queue.depth()).messages
-    stored = await outcomes.stored_images(storage, job)
+    digest = await sent.digest_of(storage, campaign, job_id)
+    stored = await drawn.stored_images(storage.blobs, campaign, job_id, digest)
     found: dict[str, Any] = {
         "id": job_id,
         "campaign": campaign,
@@ -64,7 +65,7 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> dict[str, Any
             if name is not None
         ],
     }
-    if outcomes.are_all(stored):
+    if drawn.are_all(stored):
         record = stored[-1] if stored[0].stages > 1 else stored[0]
         found |= _recorded(record) | {"since": max(each.at for each in stored)}
         if record.seconds is None:  # somebody has changed its metadata

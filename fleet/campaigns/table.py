@@ -59,7 +59,7 @@ class Campaigns:
         else:
             found = {self._only: await reader.counts(self._storage, self._only, damaged)}
         self.rows = sorted(found.items(), key=_by_last, reverse=True)
-        self.unfit_records = damaged.count + sum(counts.unfit for counts in found.values())
+        self.unfit_records = damaged.count
         self._refusal = None
 
     def records(self) -> list[dict[str, Any]]:

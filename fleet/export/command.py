@@ -50,8 +50,8 @@ def command(
     """Writes a campaign's images as a verified data set, in shards.
 
     What was interrupted goes on with the same command. A manifest.json names the shards, which
-    follow from the campaign alone. Exit code 4: images are missing or not as they
-    were recorded; they are left out, and named.
+    follow from the campaign alone. Each image has the SHA-256 of its record and can be decoded.
+    Exit code 4: images are missing or not so; they are left out, and named.
 
     imagefleet export spring ./spring
 
@@ -180,7 +180,7 @@ def _report(made: Manifest, folder: Path, *, as_json: bool) -> None:
     download.report_undelivered(
         {
             "missing": (made.missing, made.first_missing),
-            "not as recorded": (made.changed, made.first_changed),
+            "not as recorded or damaged": (made.changed, made.first_changed),
         }
     )
     if made.misfits:

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fleet.results import files
 from fleet.results.forms import arrow, parquet_cells, parquet_schema
 from imagefleet import errors
-from imagefleet.job import prompt
-from imagefleet.records import columns
+from imagefleet.records import columns, sweep
 from imagefleet.records.pictures import Fault
 from imagefleet.records.record import Record
 
@@ -31,7 +30,7 @@ SUCCESS, FAILED = "success", "failed_to_download"
 
 _FAULTS = {
     "missing": "the image is missing",
-    "misfit": "the image is not as it was recorded",
+    "misfit": "the image is not as it was recorded, or damaged",
 }
 
 #: What the columns of an export have from a result.
@@ -71,8 +70,7 @@ class Sample:
         width, height = self.record.width, self.record.height
         return {
             "url": result["address"],
-            # The prompt without the LoRAs that it names.
-            "caption": prompt.read_words(self.record.prompt or "")[0],
+            "caption": sweep.caption_of(self.record),
             "key": self.key,
             "status": FAILED if self.fault else SUCCESS,
             "error_message": _FAULTS[self.fault] if self.fault else None,

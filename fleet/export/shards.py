@@ -18,6 +18,7 @@ from fleet.export.formats import METADATA, Imagefolder, Parquet, Sample, ShardFi
 from fleet.export.plan import WORK, File, Plan, Shard, Work
 from fleet.results import download, files
 from imagefleet import concurrency, errors
+from imagefleet.files import picture
 from imagefleet.records import pictures
 from imagefleet.records.pictures import Fault, Picture
 from imagefleet.records.record import Record
@@ -101,6 +102,8 @@ class Exporter:
                 if isinstance(found, str):
                     count = len(records) if found == "misfit" else 0
                     return Sample(key, records[0], None, found, count)
+                if await asyncio.to_thread(picture.decode, found.data) is None:
+                    return Sample(key, found.record, None, "misfit", 0)  # as recorded, and no image
                 others = [await find([each]) for each in records if each is not found.record]
                 return Sample(key, found.record, found.data, None, others.count("misfit"))
 

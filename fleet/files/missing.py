@@ -203,7 +203,7 @@ def may_exist(storage: Storage) -> bool:
 async def _listed(storage: Storage, kind: FileKind, keys: signing.Keys) -> set[str]:
     """The names in a folder's list, which must be signed if there is a key."""
     listing = Listing(storage, kind.folder, keys)
-    contents, _ = await listing.read()
+    contents = await listing.read()
     if contents is None:
         return set()
     if keys.signing and not contents.is_signed_by(keys.trusted, kind.folder):

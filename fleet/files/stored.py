@@ -22,13 +22,15 @@ from imagefleet import errors, validation
 from imagefleet.files import kinds
 from imagefleet.files.kinds import FileKind
 from imagefleet.signing import Keys
+from imagefleet.storage.edit import edit
 from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import BlobPart
 from worker.files import addresses, check, manifest, model
 from worker.files.disk_cache import DiskCache
 from worker.node import reference
 
-#: Others may change the manifest at the same time.
-_TRIES = 5
+#: What is read of a manifest: a byte more than one may have.
+_MAX_BYTES = manifest.MAX_BYTES + 1
 
 CONTENT_TYPE = "application/octet-stream"
 
@@ -166,12 +168,7 @@ async def store(
 
 async def overwrite(storage: Storage, blob: str, data: bytes) -> None:
     """Stores a small JSON file in place of what is there; TransientError if others do as well."""
-    part = await storage.files.read_part(blob, 0, 1)
-    version = None if part is None else part.version
-    if not await storage.files.replace(blob, data, "application/json", version):
-        raise errors.TransientError(
-            f"{blob} is being changed by others: run the same command again in a moment"
-        )
+    await edit(storage.files, blob, lambda _: data, 1)
 
 
 async def delete(storage: Storage, blob: str) -> None:
@@ -224,19 +221,22 @@ class Listing:
         """What is said of a file that was listed."""
         return f"listed {'and signed ' if self.keys.signing else ''}in {self.blob}"
 
-    async def read(self) -> tuple[manifest.Contents | None, str | None]:
-        """What is there, whoever may change it, and its version."""
-        part = await self.storage.files.read_part(self.blob, 0, manifest.MAX_BYTES + 1)
-        if part is None:
-            return None, None
-        return manifest.parse(self.where, part.data), part.version
+    async def read(self) -> manifest.Contents | None:
+        """What is there, whoever may change it."""
+        return self._parse(await self._part())
+
+    async def _part(self) -> BlobPart | None:
+        return await self.storage.files.read_part(self.blob, 0, _MAX_BYTES)
+
+    def _parse(self, part: BlobPart | None) -> manifest.Contents | None:
+        return None if part is None else manifest.parse(self.where, part.data)
 
     async def check(self, names: Collection[str] = ()) -> Mapping[str, str]:
         """The hashes that it lists; raises SetupError if *names* may not be listed as well.
 
         Before a long upload, rather than after.
         """
-        contents, _ = await self._read()
+        contents = self._checked(await self._part())
         listed = contents.files if contents else {}
         is_kept = contents is not None or self.create or self.keys.signing
         if is_kept and len({*listed, *names}) > manifest.MAX_FILES:
@@ -249,28 +249,29 @@ class Listing:
         None is created where nothing is added, or without a key and *create*. Raises SetupError if
         it is signed, and not with these keys, or not signed; TransientError if others change it.
         """
-        for _ in range(_TRIES):
-            contents, version = await self._read()
-            if contents is None and not (add and (self.create or self.keys.signing)):
-                return False
+        is_listed = True
+
+        def changed(part: BlobPart | None) -> bytes | None:
+            nonlocal is_listed
+            contents = self._checked(part)
+            is_listed = contents is not None or bool(add and (self.create or self.keys.signing))
             before = contents.files if contents else {}
             files = {name: before[name] for name in before if name not in remove} | dict(add)
             is_as_wanted = contents is not None and contents.is_signed == bool(self.keys.signing)
-            if is_as_wanted and files == before:
-                return True
+            if not is_listed or (is_as_wanted and files == before):
+                return None
             content = manifest.encode(self.folder, files, self.keys.signing)
             manifest.parse(self.where, content)  # raises if it has become too large
-            if await self.storage.files.replace(self.blob, content, "application/json", version):
-                return True
-        raise errors.TransientError(
-            f"{self.blob} is being changed by others: run the same command again in a moment"
-        )
+            return content
 
-    async def _read(self) -> tuple[manifest.Contents | None, str | None]:
-        """What is there and its version, if these keys may change it."""
-        contents, version = await self.read()
+        await edit(self.storage.files, self.blob, changed, _MAX_BYTES)
+        return is_listed
+
+    def _checked(self, part: BlobPart | None) -> manifest.Contents | None:
+        """What is there, if these keys may change it."""
+        contents = self._parse(part)
         if contents is None:
-            return None, None
+            return None
         if contents.is_signed and not contents.is_signed_by(self.keys.trusted, self.folder):
             raise errors.SetupError(
                 f"{self.where} is signed, and not with your key: set IMAGEFLEET_SIGNING_KEY, and"
@@ -284,7 +285,7 @@ class Listing:
                 f"{self.where} is not signed, and lists {console.counted(count, 'file')}: look"
                 " through it, then sign it as it is with --manifest, or delete it"
             )
-        return contents, version
+        return contents
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ def shrink(data: bytes) -> bytes:
     """An image's thumbnail as a JPEG; raises DamagedImageError."""
     with picture.opened(data) as image:
         image.draft("RGB", (_PIXELS, _PIXELS))  # a JPEG is decoded at a smaller size
-        small = image.convert("RGB")
+        small = picture.eight_bits(image).convert("RGB")
         small.thumbnail((_PIXELS, _PIXELS), Image.Resampling.BICUBIC, reducing_gap=1)
         stored = io.BytesIO()
         small.save(stored, "JPEG", quality=_JPEG_QUALITY)

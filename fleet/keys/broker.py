@@ -122,12 +122,13 @@ class Broker:
             await self.check_policy()
         except RefusedError as refusal:
             # A caller chooses parts of the reason: escaped, they cannot forge another line.
-            log.warning("refused: %.300a", refusal.reason, action="refused")
+            log.warning(f"refused: {refusal.reason[:300]!a}", action="refused")
             return web.json_response({"error": refusal.reason}, status=refusal.status)
         except errors.FleetError as error:
-            log.warning("%s", error.message, action="policy_failed")
+            log.warning(error.message, action="policy_failed")
             return web.json_response({"error": "try again later"}, status=503)
-        log.info("issued tokens to machine %.60a of %.80a", machine, group, action="tokens_given")
+        whom = f"machine {machine[:60]!a} of {group[:80]!a}"
+        log.info(f"issued tokens to {whom}", action="tokens_given")
         own = self._settings
         life = timedelta(hours=own.token_hours)
         minted = self._minter.mint(own.role, life, self._policy, own.model_names, self._shards)
@@ -145,7 +146,8 @@ class Broker:
                 text = f"cannot read the policies: {str(error) or 'the storage does not answer'}"
                 if not self._policy:
                     raise errors.TransientError(text) from None
-                log.warning("%s; goes on with %s", text, self._policy, action="policy_unchecked")
+                text += f"; goes on with {self._policy}"
+                log.warning(text, action="policy_unchecked")
             self._checked_at = time.monotonic()
 
     async def _find_policy(self) -> str | None:
@@ -164,8 +166,8 @@ class Broker:
         own = self._settings
         name = f"{own.policy}-{secrets.token_hex(4)}"
         await mint.store_policy(own, own.role, name, own.model_names, self._shards)
-        text = "new tokens have the policy %s; imagefleet keys revoke %s ends them"
-        log.info(text, name, own.policy, action="policy_made")
+        ends = f"imagefleet keys revoke {own.policy} ends them"
+        log.info(f"new tokens have the policy {name}; {ends}", action="policy_made")
         return name
 
 
@@ -199,5 +201,5 @@ async def command(settings: BrokerSettings) -> None:
     app = application(Broker(settings, Identities(settings)))
     async with probes.listening(app, settings.host, settings.port, "requests") as port:
         nodes = settings.salad_fleets or settings.organization
-        log.info("issuing tokens on port %d to nodes of %s", port, nodes, action="broker_started")
+        log.info(f"issuing tokens on port {port} to nodes of {nodes}", action="broker_started")
         await console.until_stopped(asyncio.Event().wait())

@@ -221,7 +221,12 @@ def _status_screen(status: FleetStatus, count: int = 20) -> Group:
             "$/h": console.number(fleet.dollars_per_hour, 2),
             "GPU idle": console.percent(fleet.gpu_idle_fraction),
         }
-        parts += [console.totals(rows), *_notes(fleet.left_out)]
+        off = (
+            f"the clock of {worker} is {abs(seconds):,.0f} seconds"
+            f" {'ahead of' if seconds > 0 else 'behind'} the storage's: set it"
+            for worker, seconds in fleet.clocks_off.items()
+        )
+        parts += [console.totals(rows), *_notes(fleet.left_out, *off)]
     if (campaigns := status.campaigns) is None:
         return Group(*parts)
     if campaigns.rows:

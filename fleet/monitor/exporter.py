@@ -112,7 +112,7 @@ class Exporter(Collector):
                 await self.sample()
             except errors.TransientError as error:
                 self._failed_samples.inc()
-                log.warning("trying again: %s", error, action="look_failed")
+                log.warning(f"trying again: {error}", action="look_failed")
             await asyncio.sleep(self._settings.sample_seconds)
 
     async def sample(self) -> None:

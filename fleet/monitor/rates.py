@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator
 
 from fleet.monitor.prometheus import Prometheus, Series, gained
 from imagefleet import concurrency, errors
+from imagefleet.storage.protocol import NOTABLE_OFFSET_SECONDS as _OFF
 from imagefleet.telemetry import logs
 
 log = logs.EventLog(__name__)
@@ -34,6 +35,7 @@ _IDLE = f"rate(imagefleet_gpu_idle_seconds_total{{$fleet}}[{WINDOW}])"
 _OUTCOMES = 'outcome=~"completed|duplicate|failed|verified|unverified"'
 _ENDED = f"rate(imagefleet_jobs_total{{{_OUTCOMES},$fleet}}[{WINDOW}])"
 _MODEL_ENDED = f"rate(imagefleet_model_jobs_total{{{_OUTCOMES},$fleet}}[{WINDOW}])"
+_CLOCK = "imagefleet_clock_offset_seconds{$fleet}"
 _FAILED = gained("imagefleet_failed_jobs_total{$fleet}", "1h")
 
 #: What tells a worker from all others; `device` is one of several GPUs of its machine.
@@ -77,6 +79,8 @@ class FleetRates(BaseModel, frozen=True):
     left_out: str | None = None
     replicas: _Count = 0
     """Machines: each has one worker, or one for each of its GPUs."""
+    clocks_off: Mapping[str, float] = {}
+    """By worker, how far its clock is ahead of the storage's: those a minute off or more."""
 
 
 class WorkerRates(BaseModel, frozen=True):
@@ -98,7 +102,16 @@ async def fleet_rates(prometheus: Prometheus) -> FleetRates:
     now = datetime.now(UTC)
     found = await _ask(prometheus, _OF_FLEET, now, "")
     figures = {name: series[0].last for name, series in found.items() if series}
-    return FleetRates.model_validate({**figures, "left_out": await left_out(prometheus, now)})
+    more = {"left_out": await left_out(prometheus, now), "clocks_off": await _off(prometheus, now)}
+    return FleetRates.model_validate(figures | more)
+
+
+async def _off(prometheus: Prometheus, now: datetime) -> dict[str, float]:
+    """How far clocks are ahead that are off, by the name of their worker."""
+    found = await prometheus.at(f"{_CLOCK} > {_OFF} or {_CLOCK} < -{_OFF}", now)
+    infos = await prometheus.at(_INFO, now) if found else []
+    names = {_labels(info, _WORKER): info.labels.get("worker", "") for info in infos}
+    return {names.get(key := _labels(each, _WORKER)) or key[0]: each.last for each in found}
 
 
 async def worker_rates(prometheus: Prometheus) -> list[WorkerRates]:
@@ -144,7 +157,7 @@ class Watch:
         found = await self.ask(fleet_rates)
         if found is not None:
             if found.left_out and found.left_out != self._left_out:
-                log.warning("%s", found.left_out, action="workers_left_out")
+                log.warning(found.left_out, action="workers_left_out")
             self._left_out = found.left_out
         return found
 
@@ -153,7 +166,7 @@ class Watch:
         try:
             return await query(self._server) if self._server else None
         except errors.FleetError as error:
-            log.warning("without the metrics: %s", error, action="metrics_unknown")
+            log.warning(f"without the metrics: {error}", action="metrics_unknown")
             return None
 
 

@@ -39,5 +39,5 @@ async def run(
         push.pushing(registry, settings, job=name),
     ):
         where = f"metrics at http://{probes.authority(settings.host, port)}/metrics"
-        log.info("%s; %s", doing, where, action="start", port=port)
+        log.info(f"{doing}; {where}", action="start", port=port)
         await console.until_stopped(work())

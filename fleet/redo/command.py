@@ -19,7 +19,7 @@ from fleet.options import Since, argument, option
 from fleet.redo import replace
 from imagefleet import concurrency, errors
 from imagefleet.job.message import ASIDE, CHECKS, DUPLICATES, SUSPECT, job_key
-from imagefleet.records import outcomes
+from imagefleet.records import drawn
 from imagefleet.storage.open import Storage, signer_of
 from imagefleet.storage.protocol import BlobRecord, BlobStore
 from imagefleet.storage.settings import SignerSettings, StorageSettings
@@ -176,7 +176,7 @@ async def _run(
 
 async def _warn_of_nodes_at_work(storage: Storage, found: Selection) -> None:
     """A worker that may draw its own images again, as wrong as before."""
-    known = {node.name for node in (await quarantine.read(storage.files))[0].nodes}
+    known = {node.name for node in (await quarantine.read(storage.files)).nodes}
     for worker in sorted(set(found.by_worker) - {""}):
         if known.isdisjoint({worker, quarantine.node_of(worker)}):
             console.print_warning(
@@ -233,8 +233,8 @@ async def _of_job(storage: Storage, campaign: str, job_id: str) -> Selection:
     name = job_key(campaign, job_id)
     if (metadata := await storage.blobs.metadata(name)) is not None:
         return Selection({name: metadata})
-    job = outcomes.JobFacts(job_id, campaign)
-    stored = [each.blob for each in await outcomes.stored_images(storage, job) if each.blob]
+    images = await drawn.stored_images(storage.blobs, campaign, job_id)
+    stored = [each.blob for each in images if each.blob]
     known = {blob: await storage.blobs.metadata(blob) for blob in stored}
     found = {blob: metadata for blob, metadata in known.items() if metadata is not None}
     if not found:

@@ -22,7 +22,7 @@ from imagefleet.files import picture
 from imagefleet.job.chain import SEPARATOR
 from imagefleet.job.message import DUPLICATES, MAX_IMAGE_BYTES, REPLACED, Job, job_key, read_job
 from imagefleet.job.names import split_job_key
-from imagefleet.records import once, outcomes, reader
+from imagefleet.records import drawn, once, reader
 from imagefleet.records.record import RecordLog
 from imagefleet.storage.dead_letter import Check
 from imagefleet.storage.dead_letter_queue import NO_CHECK
@@ -245,7 +245,7 @@ async def replace_jobs(storage: Storage, bodies: list[str], *, only_check: bool)
     for key, body in given.items():
         job = read_job(body, "none")
         campaign, job_id = split_job_key(key)
-        stored = await outcomes.stored_images(storage, outcomes.JobFacts(job_id, campaign))
+        stored = await drawn.stored_images(storage.blobs, campaign, job_id)
         if stored and stored[-1].digest == job.digest:
             continue  # by a run that was killed then
         names = {each.blob: await storage.blobs.metadata(each.blob) for each in stored if each.blob}

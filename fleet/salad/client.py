@@ -30,7 +30,7 @@ RETRIES = retry.RetryPolicy(
     tries=9,
     first_wait_seconds=1,
     longest_wait_seconds=60,
-    on_retry=lambda error: log.warning("retrying: %s", error, action="salad_retry"),
+    on_retry=lambda error: log.warning(f"retrying: {error}", action="salad_retry"),
 )
 
 #: Where a person waits for one look, which can be repeated.

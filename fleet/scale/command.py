@@ -206,4 +206,4 @@ def _print_record(record: dict[str, Any]) -> None:
     try:
         console.print_json_line({"time": moment, **record})
     except OSError as error:  # a full disk, a closed pipe: somebody has to watch the budget
-        log.warning("the decision cannot be printed: %s", error, action="decision_not_printed")
+        log.warning(f"the decision cannot be printed: {error}", action="decision_not_printed")

@@ -169,7 +169,7 @@ class Scaler:
         except (errors.TransientError, errors.SetupError) as error:
             if isinstance(error, errors.SetupError) and self._known is None:
                 raise
-            log.warning("the replicas stay unchanged: %s", error, action="scale_step_failed")
+            log.warning(f"the replicas stay unchanged: {error}", action="scale_step_failed")
 
     async def step(self) -> dict[str, Any]:
         """Samples, decides, acts, and returns the record; raises TransientError in an outage."""
@@ -243,7 +243,7 @@ class Scaler:
             self._messages = sum(messages for _, messages in counted)
             self._jobs_of_first = self._speeds.jobs_of_first(counted)
         except errors.TransientError as error:
-            log.warning("the queue does not answer: %s", error, action="queue_unknown")
+            log.warning(f"the queue does not answer: {error}", action="queue_unknown")
             self._empty_since = None
             return False
         self._empty_since = None if self._messages else self._empty_since or now
@@ -292,5 +292,5 @@ async def _known(asked: Awaitable[_Answer], what: str) -> _Answer | None:
     try:
         return await asked
     except errors.TransientError as error:
-        log.warning("not known now: the %s: %s", what, error, action=f"{what}_unknown")
+        log.warning(f"not known now: the {what}: {error}", action=f"{what}_unknown")
         return None

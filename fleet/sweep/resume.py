@@ -14,10 +14,7 @@ from imagefleet.storage.open import Storage, absolute_url, open_storage
 from imagefleet.storage.settings import Priority, StorageSettings
 from loadgen.caption_sweep import SweepSource
 from loadgen.load import Checkpoint
-
-#: No load is further beyond its checkpoint: it has 64 batches of 32 in flight. Where one of so many
-#: jobs was sent, the next ones may have been, too.
-WINDOW = 2_048
+from loadgen.settings import MOST_IN_FLIGHT
 
 #: Images that are looked for at the same time.
 _LOOKED_FOR_AT_ONCE = 16
@@ -77,7 +74,8 @@ async def _sent_beyond(storage: Storage, source: SweepSource, start: int) -> set
     ledger = sent.Ledger(storage, source.campaign)
     await ledger.read()
     jobs = source.jobs(start)
-    while window := list(itertools.islice(jobs, WINDOW)):
+    # Where one of so many jobs was sent, the next ones may have been, too.
+    while window := list(itertools.islice(jobs, MOST_IN_FLIGHT)):
         known = {str(job.id) for job in window} & queued
         known |= await _drawn(storage, [job for job in window if job.id not in known])
         if not known:

@@ -84,9 +84,17 @@ def decode(data: bytes) -> Image.Image | None:
     """A file's image in RGB; None if it is none that a worker can have stored."""
     try:
         with opened(data) as image:
-            return image.convert("RGB")
+            return eight_bits(image).convert("RGB")
     except DamagedImageError:
         return None
+
+
+def eight_bits(image: Image.Image) -> Image.Image:
+    """The image; one in 16-bit grey in 8 bits, as Pillow's `convert` makes all above 255 white."""
+    if not image.mode.startswith("I;16"):
+        return image
+    scaled = (np.asarray(image, np.uint32) * 255 + 0x7FFF) // 0xFFFF
+    return Image.fromarray(scaled.astype(np.uint8))
 
 
 def read(data: bytes) -> Picture | None:

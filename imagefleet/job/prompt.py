@@ -128,12 +128,16 @@ def read_prompt(prompt: str, *, comments: bool = True) -> Prompt:
 
 
 def read_words(text: str) -> tuple[str, Sequence[LoraTag]]:
-    """A prompt without its LoRAs, and these; one that cannot be read as it is."""
+    """A prompt's words as they are drawn, and its LoRAs; one that cannot be read as it is.
+
+    That is without weights, escapes and the signs that end sections.
+    """
     try:
         read = read_prompt(text)
     except errors.JobError:
         return text, ()
-    return " ".join(read.text.replace(" ,", "").split()).strip(" ,"), read.loras
+    words = " ".join("".join(part.text for part in section) for section in read.sections)
+    return " ".join(words.replace(" ,", "").split()).strip(" ,"), read.loras
 
 
 def _split_own_weight(text: str) -> tuple[str, float]:

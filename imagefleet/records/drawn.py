@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Self
 
 from imagefleet import concurrency
+from imagefleet.job.message import SUFFIXES, image_stem, job_key
 from imagefleet.records import stored
-from imagefleet.records.once import Again, Replaced, Rivals
-from imagefleet.records.record import Outcome, Record
+from imagefleet.records.once import Again, Replaced, Rivals, jobs_in
+from imagefleet.records.record import Outcome, Record, hashed
 from imagefleet.records.sent import HASH_BYTES, Digests, id_hash
 from imagefleet.records.stored import Damaged, StoredShard
+from imagefleet.storage.protocol import BlobStore
+
+#: Names of one job's images.
+_LOOKED_UP_AT_ONCE = 64
+
+_SUFFIXES = tuple(SUFFIXES.values())
+
+#: A look at the images of so many ended jobs costs less than to read the records of images, and of
+#: one more for each of these bytes.
+_FEW_ENDS = 100
+_BYTES_OF_LOOK_UP = 64 * 2**10
 
 
 async def images(
@@ -20,18 +33,29 @@ async def images(
 ) -> AsyncGenerator[list[Record]]:
     """The record of each image once, and last the jobs that failed for a taken name."""
     drawn = stored.of_kind(shards, "images")
-    rivals = Rivals()
-    async for _, lines in stored.lines_of_all(drawn, Damaged()):
+    is_short = (size := stored.size_bytes(drawn)) <= stored.PART_BYTES
+    rivals, kept = Rivals(size), list[tuple[StoredShard, list[bytes]]]()
+    async for shard, lines in stored.lines_of_all(drawn, damaged if is_short else Damaged()):
         await asyncio.to_thread(rivals.note, lines)
-    async with aclosing(stored.records(drawn, damaged)) as parts:
-        async for part in parts:
-            records = replaced.without(part, once=True)
-            records = await _without_rivals(shards, records, rivals, damaged)
-            again.found(records)
-            yield records
+        if is_short:  # or they are read again
+            kept.append((shard, lines))
+    async with aclosing(_kept(kept) if is_short else stored.lines_of_all(drawn, damaged)) as parts:
+        async for shard, lines in parts:
+            async for part in stored.records_in(shard, lines, damaged):
+                records = replaced.without(part, once=True)
+                records = await _without_rivals(shards, records, rivals, damaged)
+                again.found(records)
+                yield records
     async with aclosing(left(shards, again, replaced)) as parts:
         async for records in parts:
             yield records
+
+
+async def _kept(
+    lines: Iterable[tuple[StoredShard, list[bytes]]],
+) -> AsyncGenerator[tuple[StoredShard, list[bytes]]]:
+    for each in lines:
+        yield each
 
 
 async def again(shards: Collection[StoredShard], damaged: Damaged) -> tuple[Again, Replaced]:
@@ -46,7 +70,7 @@ async def again(shards: Collection[StoredShard], damaged: Damaged) -> tuple[Agai
 
 async def told_apart(shard: StoredShard, records: list[Record]) -> list[Record]:
     """Records of taken names; those of another job than the stored image's are failed jobs."""
-    found = await _metadata([shard], records)
+    found = await _metadata([shard], (record.blob for record in records))
     of = [(record, found.get(record.blob, {})) for record in records]
     return [
         record if record.fits(metadata, of_any_drawing=True) else record.name_taken(metadata)
@@ -76,7 +100,7 @@ async def left(
         async for part in parts:
             records = replaced.without(part, once=False)
             # A worker that died in between has stored these images, and written no record.
-            found = await _metadata(shards, filter(again.is_left, records))
+            found = await _metadata(shards, (each.blob for each in filter(again.is_left, records)))
             left = []
             for record in records:
                 metadata = found.get(record.blob, {})
@@ -92,53 +116,196 @@ async def _without_rivals(
     shards: Collection[StoredShard], records: list[Record], rivals: Rivals, damaged: Damaged
 ) -> list[Record]:
     """Of records with the same name, the first that fits the stored image."""
-    found = await _metadata(shards, filter(rivals.include, records)) if rivals else {}
+    contested = list(filter(rivals.include, records))
+    found = await _metadata(shards, (record.blob for record in contested))
+    gone = {each.stem for each in contested if not found[each.blob]}
+    found |= await _metadata(shards, (f"{stem}.{suffix}" for stem in gone for suffix in _SUFFIXES))
     kept = []
     for record in records:
         if (metadata := found.get(record.blob)) is None:
             kept.append(record)
-        elif not record.fits(metadata):
+            continue
+        is_there = metadata or not any(found[f"{record.stem}.{suffix}"] for suffix in _SUFFIXES)
+        if not is_there or not record.fits(metadata):
             damaged.add(record.blob or "", "a record of another image than the one that is stored")
-        elif rivals.take(record):
+        elif rivals.take(str(record.blob) if metadata else record.stem):
             kept.append(record)
     return kept
 
 
 async def _metadata(
-    shards: Collection[StoredShard], records: Iterable[Record]
+    shards: Collection[StoredShard], names: Iterable[str | None]
 ) -> dict[str | None, Mapping[str, str]]:
-    """The metadata of these records' images; of one that is gone there is none."""
+    """The metadata of images; of one that is gone there is none."""
     found: dict[str | None, Mapping[str, str]] = {}
+    if not (wanted := {name for name in names if name}):
+        return found
 
     async def look(blob: str) -> None:
         found[blob] = await store.metadata(blob) or {}
 
     store = next(shard.store for shard in shards if shard.kind in {"images", "again"})
-    names = {record.blob for record in records if record.blob}
-    await concurrency.for_each(names, look, stored.CONCURRENT_READS)
+    await concurrency.for_each(wanted, look, stored.CONCURRENT_READS)
     return found
+
+
+async def ended(
+    blobs: BlobStore, shards: Collection[StoredShard], ends: Ends, damaged: Damaged
+) -> AsyncGenerator[list[Record]]:
+    """The jobs that have failed or were cancelled, each once, but those of which all is stored.
+
+    Whoever may store images may write that a job has failed; a job that is complete has not.
+    """
+    jobs = stored.of_kind(shards, "jobs")
+    perhaps = await _with_images(shards, ends) if jobs else None
+    async with aclosing(stored.records(jobs, damaged)) as parts:
+        async for records in parts:
+            new = ends.add(records)
+            looked_up = [each for each in new if perhaps is None or ends.job(each) in perhaps]
+            for record, images in await stored_of(blobs, looked_up):
+                if are_all(images):
+                    ends.complete(ends.job(record))
+            yield [record for record in new if ends.job(record) in ends.outcomes]
+
+
+async def _with_images(shards: Collection[StoredShard], ends: Ends) -> set[int] | None:
+    """The jobs with ends and with images, by their records; None if so few ended that all may be.
+
+    Then a look at the images of each costs less.
+    """
+    async for records in stored.records(stored.of_kind(shards, "jobs"), Damaged()):
+        ends.add(records)
+    jobs, found = {*ends.outcomes}, set[int]()
+    ends.outcomes.clear()
+    drawn = [*stored.of_kind(shards, "images"), *stored.of_kind(shards, "again")]
+    if len(jobs) <= _FEW_ENDS + stored.size_bytes(drawn) // _BYTES_OF_LOOK_UP:
+        return None
+    of_campaigns = [shard for shard in drawn if shard.campaign in ends.campaigns]
+    async for shard, lines in stored.lines_of_all(of_campaigns, Damaged()):
+        found |= jobs & await asyncio.to_thread(jobs_in, lines, shard.campaign)
+    return found
+
+
+async def stored_of(
+    blobs: BlobStore, records: Iterable[Record]
+) -> list[tuple[Record, list[Record]]]:
+    """With each record the images of its job that are stored, if they have its digest."""
+    found: list[tuple[Record, list[Record]]] = []
+
+    async def look(record: Record) -> None:
+        digest = record.digest or ""  # of a message that could not be read
+        images = await stored_images(blobs, record.campaign, record.id, digest)
+        found.append((record, images))
+
+    await concurrency.for_each(records, look, stored.CONCURRENT_READS)
+    return found
+
+
+async def stored_images(
+    blobs: BlobStore, campaign: str, job_id: str, digest: str = ""
+) -> list[Record]:
+    """A job's images, as their metadata tells; none as long as the first one is missing.
+
+    *digest*: how that of the job begins, where it is known. Nothing is listed: it may be much.
+    """
+    read = partial(_image, blobs, campaign, job_id, digest)
+    if (first := await read()) is None:
+        return []
+    found = [first]
+
+    async def look(place: tuple[int, int]) -> None:
+        # Images of one stage have one format.
+        suffixes = [(first.blob or "").rpartition(".")[2]] if place[0] else _SUFFIXES
+        if (record := await read(*place, suffixes)) is not None:
+            found.append(record)
+
+    images = [(index, 1) for index in range(1, first.images)]
+    stages = [(0, stage) for stage in range(2, first.stages + 1)]
+    await concurrency.for_each([*images, *stages], look, _LOOKED_UP_AT_ONCE)
+    if first.stages == 1:  # another job of that id may have begun to draw as many
+        found = [record for record in found if record.digest == first.digest]
+    return sorted(found, key=lambda record: (record.stage, record.index))
+
+
+def are_all(images: Sequence[Record]) -> bool:
+    if not images or images[-1].stage < images[-1].stages:
+        return False
+    return len(images) >= images[0].images
+
+
+async def _image(
+    blobs: BlobStore,
+    campaign: str,
+    job_id: str,
+    digest: str,
+    index: int = 0,
+    stage: int = 1,
+    suffixes: Iterable[str] = _SUFFIXES,
+) -> Record | None:
+    """The record of a job's image, in any format; a read for each."""
+    stem = image_stem(job_key(campaign, job_id), index, stage)
+    for suffix in suffixes:
+        blob = await blobs.record(f"{stem}.{suffix}")
+        if blob is None or blob.metadata.get("job", job_id) != job_id:
+            continue
+        known = {
+            "outcome": "completed",
+            "id": job_id,
+            "campaign": campaign,
+            "at": blob.created_at,
+            "blob": blob.name,
+            "size_bytes": blob.size_bytes,
+            "index": index,
+        }
+        found = Record.of_blob(known, blob.metadata)
+        counts = {
+            "images": 1 if stage > 1 else max(found.images, index + 1),
+            "stage": stage,
+            "stages": max(stage, found.stages),
+        }
+        found = found.model_copy(update=counts)
+        if found.stage < found.stages or (found.digest or "").startswith(digest):
+            return found
+    return None
 
 
 class Ends:
     """The jobs that ended without all of their images, each once; those replayed since are none."""
 
-    def __init__(self, known: Digests | None, damaged: Damaged) -> None:
+    def __init__(self, known: Digests | None, damaged: Damaged, job_id: str | None = None) -> None:
+        """Only *known* jobs count, if they are given, and those of *job_id*."""
         self.outcomes: dict[int, Outcome] = {}
+        """Which of both, by `job`."""
+        self.campaigns: set[str] = set()
+        self.unknown: set[str] = set()
+        """Jobs that were not sent."""
+        self._discarded: set[int] = set()
         self._settled: set[int] = set()
         self._known = known
         self._damaged = damaged
+        self._job_id = job_id
 
-    @classmethod
-    async def open(
-        cls, shards: Iterable[StoredShard], known: Digests | None, damaged: Damaged
-    ) -> Self:
-        """Reads what the operator has replayed and discarded; only *known* jobs count, if given."""
-        ends = cls(known, damaged)
-        async for records in stored.records(stored.of_kind(shards, "settled"), damaged):
-            ends._settled.update(record.failure for record in records)
-            discarded = {record.job: record.outcome for record in ends.sent(records)}
-            ends.outcomes |= {job: each for job, each in discarded.items() if each == "discarded"}
-        return ends
+    async def read(self, shards: Iterable[StoredShard]) -> Self:
+        """Reads what the operator has replayed and discarded."""
+        async for records in stored.records(stored.of_kind(shards, "settled"), self._damaged):
+            self._settled.update(record.failure for record in records)
+            discarded = (each for each in self.sent(records) if each.outcome == "discarded")
+            self._discarded.update(map(self.job, discarded))
+        return self
+
+    @property
+    def discarded(self) -> int:
+        """Jobs that were discarded, and have not ended otherwise since."""
+        return len(self._discarded - self.outcomes.keys())
+
+    def job(self, record: Record) -> int:
+        """A hash of a record's job: by its name where one digest of each name is known."""
+        return record.job if self._known is None else hashed(record.key)
+
+    def complete(self, job: int) -> None:
+        """Notes that all of a job's images are stored, so that nothing else ended it."""
+        self.outcomes.pop(job, None)
+        self._discarded.discard(job)
 
     def sent(self, records: list[Record]) -> list[Record]:
         """Those of jobs that were sent; what could not be read has no digest, a stage its own."""
@@ -155,16 +322,21 @@ class Ends:
             if is_sent:
                 found.append(record)
             else:
+                self.unknown.add(f"{record.id} {record.digest}")
                 self._damaged.add(record.key, "a record of a job that was not sent")
         return found
 
     def add(self, records: list[Record]) -> list[Record]:
         """The first end of each job that has failed or was cancelled, and not been settled."""
         new = []
-        ended = [record for record in records if record.outcome in {"failed", "cancelled"}]
+        ended = [
+            record
+            for record in records
+            if record.outcome in {"failed", "cancelled"} and self._job_id in {None, record.id}
+        ]
         for record in self.sent(ended):
-            is_settled = record.failure in self._settled
-            if not is_settled and self.outcomes.get(record.job, "discarded") == "discarded":
-                self.outcomes[record.job] = record.outcome
+            if record.failure not in self._settled and self.job(record) not in self.outcomes:
+                self.outcomes[self.job(record)] = record.outcome
+                self.campaigns.add(record.campaign)
                 new.append(record)
         return new

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from datetime import datetime
@@ -9,11 +11,16 @@ from datetime import datetime
 from pydantic import ValidationError
 
 from imagefleet import errors
-from imagefleet.job.message import ASIDE
+from imagefleet.job.message import ASIDE, job_key
 from imagefleet.records.record import Record, hashed
 
 #: How the line of an image's record begins.
 _BEFORE_NAME = b'{"outcome":"completed","blob":"'
+
+#: The same with its job's id and digest.
+_JOB = re.compile(
+    re.escape(_BEFORE_NAME) + rb'[^"\\]*","id":"([\w.-]+)"(?:,"digest":"([0-9a-f]{64})")?', re.ASCII
+)
 
 
 def note(name: str, metadata: Mapping[str, str], journal: str, at: datetime) -> Record | None:
@@ -131,22 +138,24 @@ class Again:
 
 
 class Rivals:
-    """Finds names that several records have, in 32 MiB; of ten million a few thousand are none."""
+    """Finds names that several records have, in 32 MiB; of ten million a few thousand are none.
 
-    _BITS = 2**28
+    A name is one whatever its suffix: an image has one format.
+    """
 
-    def __init__(self) -> None:
-        self._seen = bytearray(self._BITS // 8)
+    _MOST_BITS = 28
+
+    def __init__(self, size_bytes: int) -> None:
+        """*size_bytes*: those of the records' shards."""
+        self._bits = 2 ** min(self._MOST_BITS, max(10, size_bytes.bit_length()))
+        self._seen = bytearray(self._bits // 8)
         self._names: set[int] = set()
-        self._taken: set[int] = set()
-
-    def __bool__(self) -> bool:
-        return bool(self._names)
+        self._taken: set[str] = set()
 
     def note(self, lines: Iterable[bytes]) -> None:
-        seen, bits = self._seen, self._BITS
+        seen, bits = self._seen, self._bits
         for line in lines:
-            name = hashed(_name(line))
+            name = hashed(_name(line).rpartition(".")[0])
             one, two = name % bits, (name >> 32) % bits
             if seen[one >> 3] >> (one & 7) & seen[two >> 3] >> (two & 7) & 1:
                 self._names.add(name)
@@ -155,13 +164,26 @@ class Rivals:
 
     def include(self, record: Record) -> bool:
         """Whether another record has its name, too."""
-        return hashed(record.blob or "") in self._names
+        return hashed(record.stem) in self._names
 
-    def take(self, record: Record) -> bool:
+    def take(self, name: str) -> bool:
         """True for the first who asks for a name."""
-        is_first = (name := hashed(record.blob or "")) not in self._taken
+        is_first = name not in self._taken
         self._taken.add(name)
         return is_first
+
+
+def jobs_in(lines: Iterable[bytes], campaign: str) -> set[int]:
+    """The jobs (`Record.job`) of the records of images in *lines*, without reading most of them."""
+    found = set()
+    for line in lines:
+        if match := _JOB.match(line):
+            digest = None if match[2] is None else match[2].decode()
+            found.add(hashed(f"{job_key(campaign, match[1].decode())} {digest}"))
+        else:
+            with contextlib.suppress(errors.JobError):
+                found.add(Record.read(line).job)
+    return found
 
 
 def _of_digest(blob: str | None, digest: str | None) -> int:

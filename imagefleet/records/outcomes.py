@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import JsonValue
 
-from imagefleet import concurrency
-from imagefleet.job.message import SUFFIXES, image_stem, job_key
+from imagefleet.job.message import job_key
 from imagefleet.records import reader
+from imagefleet.records.drawn import are_all, stored_images
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
-
-#: Names of one job's images.
-_LOOKED_UP_AT_ONCE = 64
-
-_SUFFIXES = tuple(SUFFIXES.values())
 
 Status = Literal["pending", "completed", "failed", "cancelled", "unknown"]
 
@@ -67,9 +62,10 @@ class JobFacts:
 async def of_campaign(storage: Storage, campaign: str) -> AsyncIterator[JobFacts]:
     """The jobs of a campaign that have ended, each once; 60 bytes of memory for each failed one."""
     ended = {record.job async for record in reader.ended(storage, campaign)}
+    sent_again: dict[int, JobFacts] = {}
     partial: dict[int, dict[int, Record]] = {}
     async for record in reader.images(storage, campaign):
-        if not is_of_its_job(record) or record.stage < record.stages:
+        if record.stage < record.stages:
             continue
         images = {record.index: record}
         if record.images > 1:
@@ -78,20 +74,24 @@ async def of_campaign(storage: Storage, campaign: str) -> AsyncIterator[JobFacts
             if len(images) < record.images:
                 continue
             del partial[record.job]
-        ended.discard(record.job)  # it failed once, and was sent again
-        yield known(images[min(images)]).completed(images.values())
+        facts = known(images[min(images)]).completed(images.values())
+        if record.job in ended:  # these are stored only if it was sent again meanwhile
+            sent_again[record.job] = facts
+        else:
+            yield facts
     async for record in reader.ended(storage, campaign):
         if record.job in ended:
-            ended.remove(record.job)
-            images = partial.get(record.job, {})
-            yield known(record).ended(record, images.values())
+            sent_again.pop(record.job, None)
+            yield known(record).ended(record, partial.get(record.job, {}).values())
+    for facts in sent_again.values():
+        yield facts
 
 
 async def look_up(storage: Storage, job: JobFacts) -> JobFacts:
     """A job by its id and campaign: its images by their names, or its end in the records."""
     # Before the images: a job that completes in between must not be taken for an unknown one.
     waiting = (await storage.queue.depth()).messages
-    images = await stored_images(storage, job)
+    images = await stored_images(storage.blobs, job.campaign, job.id, job.digest or "")
     if are_all(images):
         last = images[-1]
         return dataclasses.replace(job, seed=_seed(last), metadata=last.metadata).completed(images)
@@ -100,40 +100,11 @@ async def look_up(storage: Storage, job: JobFacts) -> JobFacts:
     return job if waiting else dataclasses.replace(job, status="unknown")
 
 
-async def stored_images(storage: Storage, job: JobFacts) -> list[Record]:
-    """A job's images, as their metadata tells; none as long as the first one is missing.
-
-    Nothing is listed: it may be much.
-    """
-    if (first := await _image(storage, job)) is None:
-        return []
-    found = [first]
-
-    async def look(place: tuple[int, int]) -> None:
-        # Images of one stage have one format.
-        suffixes = [(first.blob or "").rpartition(".")[2]] if place[0] else _SUFFIXES
-        if (record := await _image(storage, job, *place, suffixes)) is not None:
-            found.append(record)
-
-    images = [(index, 1) for index in range(1, first.images)]
-    stages = [(0, stage) for stage in range(2, first.stages + 1)]
-    await concurrency.for_each([*images, *stages], look, _LOOKED_UP_AT_ONCE)
-    if first.stages == 1:  # another job of that id may have begun to draw as many
-        found = [record for record in found if record.digest == first.digest]
-    return sorted(found, key=lambda record: (record.stage, record.index))
-
-
-def are_all(images: Sequence[Record]) -> bool:
-    if not images or images[-1].stage < images[-1].stages:
-        return False
-    return len(images) >= images[0].images
-
-
 async def last_end(storage: Storage, job: JobFacts) -> Record | None:
     """The last record of a job that has failed or was cancelled."""
     latest: Record | None = None
-    async for record in reader.ended(storage, job.campaign):
-        if record.key == job.key and (latest is None or record.at >= latest.at):
+    async for record in reader.ended(storage, job.campaign, job_id=job.id):
+        if latest is None or record.at >= latest.at:
             latest = record
     return latest
 
@@ -150,41 +121,3 @@ def _seed(record: Record) -> int | None:
 
 def _blobs(records: Iterable[Record]) -> tuple[str, ...]:
     return tuple(record.blob for record in records if record.blob)
-
-
-def is_of_its_job(record: Record) -> bool:
-    """Records are untrusted: one may name another job's image."""
-    name = (record.blob or "").rpartition(".")[0]
-    return name == image_stem(record.key, record.index, record.stage)
-
-
-async def _image(
-    storage: Storage,
-    job: JobFacts,
-    index: int = 0,
-    stage: int = 1,
-    suffixes: Iterable[str] = _SUFFIXES,
-) -> Record | None:
-    """The record of a job's image, in any format; a read for each."""
-    stem = image_stem(job.key, index, stage)
-    for suffix in suffixes:
-        blob = await storage.blobs.record(f"{stem}.{suffix}")
-        if blob is None or blob.metadata.get("job", job.id) != job.id:
-            continue
-        known = {
-            "outcome": "completed",
-            "id": job.id,
-            "campaign": job.campaign,
-            "at": blob.created_at,
-            "blob": blob.name,
-            "size_bytes": blob.size_bytes,
-            "index": index,
-        }
-        found = Record.of_blob(known, blob.metadata)
-        counts = {
-            "images": 1 if stage > 1 else max(found.images, index + 1),
-            "stage": stage,
-            "stages": max(stage, found.stages),
-        }
-        return found.model_copy(update=counts)
-    return None

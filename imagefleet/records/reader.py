@@ -11,9 +11,8 @@ from collections.abc import (
     Collection,
 )
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 from imagefleet import concurrency, errors
 from imagefleet.job.message import RECORDS
@@ -22,6 +21,7 @@ from imagefleet.records import sent as ledger
 from imagefleet.records.record import Kind, Record, ShardName, Totals
 from imagefleet.records.stored import Damaged, StoredShard
 from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import BlobStore
 
 #: A follower's records at once, about.
 _POLLED = 20_000
@@ -42,6 +42,10 @@ _FOLLOWED: Collection[Kind] = ("again", "images", "jobs", "settled")
 #: Campaigns that are counted at the same time.
 _COUNTED_AT_ONCE = 64
 
+#: Jobs in a ledger of 4 MiB: a campaign of more is counted by the ends of its shards, as is one
+#: with more records of images, as long as they say no more than was sent.
+_READ_ENTRIES = 2**18
+
 
 @dataclass(frozen=True, slots=True)
 class Counts:
@@ -57,8 +61,8 @@ class Counts:
     """The time at which the first process began to write records."""
     last_at: datetime | None
     discarded: int = 0
-    unfit: int = 0
-    """Records that do not fit: more ends than jobs were sent."""
+    unknown: int = 0
+    """Jobs with records that nobody has noted as sent, where others were; in no other number."""
 
     @property
     def pending(self) -> int | None:
@@ -68,16 +72,6 @@ class Counts:
     @property
     def ended(self) -> int:
         return self.completed + self.failed + self.cancelled + self.discarded
-
-    def within_sent(self) -> Counts:
-        """The same where no more jobs have ended than were sent; what is more does not fit."""
-        surplus = 0 if self.sent is None else max(0, self.ended - self.sent)
-        figures: dict[str, Any] = {"unfit": self.unfit + surplus}
-        left = surplus
-        for name in ("discarded", "cancelled", "failed", "completed"):
-            left -= (less := min(left, getattr(self, name)))
-            figures[name] = getattr(self, name) - less
-        return replace(self, **figures)
 
 
 async def campaigns(storage: Storage) -> AsyncIterator[str]:
@@ -98,10 +92,18 @@ def images(
 
 
 def ended(
-    storage: Storage, campaign: str | None = None, damaged: Damaged | None = None
+    storage: Storage,
+    campaign: str | None = None,
+    damaged: Damaged | None = None,
+    *,
+    job_id: str | None = None,
+    known: ledger.Digests | None = None,
 ) -> AsyncIterator[Record]:
-    """The jobs that failed or were cancelled, and not replayed or discarded since; None: of all."""
-    return _singly(_ended(storage, campaign, damaged or Damaged()))
+    """The jobs that failed or were cancelled, and not replayed, discarded or completed since.
+
+    None: those of all campaigns. With *known* only those that are known to be sent.
+    """
+    return _singly(_ended(storage, campaign, damaged or Damaged(), job_id, known))
 
 
 async def _singly(parts: AsyncGenerator[list[Record]]) -> AsyncIterator[Record]:
@@ -165,44 +167,46 @@ async def _end(each: StoredShard, most: int) -> list[Record]:
 
 
 async def counts(storage: Storage, campaign: str, damaged: Damaged | None = None) -> Counts:
-    """A campaign's numbers: a listing, and the ends of its shards of images; all of the other ones.
+    """A campaign's numbers: a listing, and a read for each shard.
 
-    Also the names of all images where some were taken, and all records where some were replaced, or
-    more jobs have ended than were sent.
+    Of a large campaign the ends of the shards of images alone; but also the names of all images
+    where some were taken, and all records where some were replaced, or more jobs have ended than
+    were sent.
     """
     damaged = damaged or Damaged()
     shards = await stored.shards_of(storage, campaign, damaged)
-    sent = await ledger.counts(storage, campaign)
-    return await _counts(storage, campaign, shards, sent, damaged)
+    return await _counts(storage, campaign, shards, damaged)
 
 
 async def all_counts(storage: Storage, damaged: Damaged) -> dict[str, Counts]:
     """The numbers of all campaigns: of `counts`, with three listings for them all."""
-    with_ledger = set(await ledger.campaigns(storage))
-    by_campaign: dict[str, list[StoredShard]] = {name: [] for name in with_ledger}
+    by_campaign = {name: list[StoredShard]() for name in await ledger.campaigns(storage)}
     for shard in await stored.shards_of(storage, None, damaged):
         by_campaign.setdefault(shard.campaign, []).append(shard)
     found: dict[str, Counts] = {}
 
     async def count(campaign: str) -> None:
-        sent = await ledger.counts(storage, campaign) if campaign in with_ledger else None
-        found[campaign] = await _counts(storage, campaign, by_campaign[campaign], sent, damaged)
+        found[campaign] = await _counts(storage, campaign, by_campaign[campaign], damaged)
 
     await concurrency.for_each(by_campaign, count, _COUNTED_AT_ONCE)
     return found
 
 
 async def _counts(
-    storage: Storage,
-    campaign: str,
-    shards: Collection[StoredShard],
-    sent: int | None,
-    damaged: Damaged,
+    storage: Storage, campaign: str, shards: Collection[StoredShard], damaged: Damaged
 ) -> Counts:
-    total, ends = await _summed(shards, None, unfit := Damaged())
-    if sent is not None and total.jobs + len(ends.outcomes) > sent:
-        known = await ledger.entries(storage, campaign)
-        total, ends = await _summed(shards, known, unfit := Damaged())
+    noted = ledger.Ledger(storage, campaign)
+    sent = await noted.count()
+    is_short = stored.size_bytes(stored.of_kind(shards, "images")) <= stored.PART_BYTES
+    is_exact = (is_short and (sent or 0) <= _READ_ENTRIES) or _has(shards, "replaced")
+    while True:
+        known = await noted.read() if is_exact and sent is not None else None
+        ends = await drawn.Ends(known, unfit := Damaged()).read(shards)
+        add = _recounted if is_exact else _counted
+        total = await add(storage.blobs, shards, ends, unfit)
+        if is_exact or sent is None or total.jobs + len(ends.outcomes) + ends.discarded <= sent:
+            break
+        is_exact = True  # what the ends of the shards say is not so
     damaged.include(unfit)
     by_outcome = Counter(ends.outcomes.values())
     changed = [shard.blob.modified_at or shard.blob.created_at for shard in shards]
@@ -212,10 +216,15 @@ async def _counts(
         completed=total.jobs,
         failed=by_outcome["failed"],
         cancelled=by_outcome["cancelled"],
-        discarded=by_outcome["discarded"],
+        discarded=ends.discarded,
         first_at=min(map(stored.began_at, shards), default=None),
         last_at=max(changed, default=None),
-    ).within_sent()
+        unknown=len(ends.unknown),
+    )
+
+
+def _has(shards: Collection[StoredShard], kind: Kind) -> bool:
+    return bool(stored.of_kind(shards, kind))
 
 
 class Follower:
@@ -312,14 +321,17 @@ async def _images(
 
 
 async def _ended(
-    storage: Storage, campaign: str | None, damaged: Damaged
+    storage: Storage,
+    campaign: str | None,
+    damaged: Damaged,
+    job_id: str | None = None,
+    known: ledger.Digests | None = None,
 ) -> AsyncGenerator[list[Record]]:
     shards = await stored.shards_of(storage, campaign, damaged)
-    ends = await drawn.Ends.open(shards, None, damaged)
-    jobs = stored.of_kind(shards, "jobs")
-    async with aclosing(stored.records(jobs, damaged)) as parts:
+    ends = await drawn.Ends(known, damaged, job_id).read(shards)
+    async with aclosing(drawn.ended(storage.blobs, shards, ends, damaged)) as parts:
         async for records in parts:
-            yield ends.add(records)
+            yield records
     for named in sorted({shard.campaign for shard in stored.of_kind(shards, "again")}):
         of_campaign = [shard for shard in shards if shard.campaign == named]
         again, replaced = await drawn.again(of_campaign, damaged)
@@ -348,19 +360,12 @@ async def _totals(shards: Collection[StoredShard], damaged: Damaged) -> Totals:
     return Totals(records, jobs)
 
 
-async def _summed(
-    shards: Collection[StoredShard], known: ledger.Digests | None, damaged: Damaged
-) -> tuple[Totals, drawn.Ends]:
-    """Images, and how jobs have ended; with those *known* to be sent by all records, and theirs."""
-    ends = await drawn.Ends.open(shards, known, damaged)
-    async for records in stored.records(stored.of_kind(shards, "jobs"), damaged):
-        ends.add(records)
-    is_exact = known is not None or bool(stored.of_kind(shards, "replaced"))
-    return await (_recounted if is_exact else _counted)(shards, ends, damaged), ends
-
-
-async def _counted(shards: Collection[StoredShard], ends: drawn.Ends, damaged: Damaged) -> Totals:
+async def _counted(
+    blobs: BlobStore, shards: Collection[StoredShard], ends: drawn.Ends, damaged: Damaged
+) -> Totals:
     """The images and completed jobs by the ends of shards, and by the records of taken names."""
+    async for _ in drawn.ended(blobs, shards, ends, damaged):
+        pass
     total = await _totals(stored.of_kind(shards, "images"), damaged)
     again, replaced = await drawn.again(shards, damaged)
     images, jobs = total.records, total.jobs + await drawn.find(shards, again)
@@ -372,15 +377,28 @@ async def _counted(shards: Collection[StoredShard], ends: drawn.Ends, damaged: D
     return Totals(images, jobs)
 
 
-async def _recounted(shards: Collection[StoredShard], ends: drawn.Ends, damaged: Damaged) -> Totals:
-    """The same by all records; a job that is complete has not ended otherwise."""
+async def _recounted(
+    blobs: BlobStore, shards: Collection[StoredShard], ends: drawn.Ends, damaged: Damaged
+) -> Totals:
+    """The same by all records; where a job has ended otherwise, too, by what is stored of it."""
+    async for records in stored.records(stored.of_kind(shards, "jobs"), damaged):
+        ends.add(records)
     again, replaced = await drawn.again(shards, damaged)
     images = 0
-    completed: set[int] = set()
+    completed, contested = set[int](), dict[int, Record]()
     async for records in drawn.images(shards, again, replaced, damaged):
         ends.add(records)
-        found = [record for record in records if record.outcome == "completed"]
-        images += len(stored_images := ends.sent(found))
-        completed.update(record.job for record in stored_images if again.completes(record))
-    ends.outcomes = {job: each for job, each in ends.outcomes.items() if job not in completed}
+        for record in ends.sent([each for each in records if each.outcome == "completed"]):
+            if (job := ends.job(record)) in ends.outcomes and record.stage == record.stages:
+                contested[job] = record
+                continue
+            images += 1
+            if again.completes(record):
+                completed.add(job)
+    for record, found in await drawn.stored_of(blobs, contested.values()):
+        images += sum(each.stage == each.stages for each in found)
+        if drawn.are_all(found):
+            completed.add(ends.job(record))
+    for job in completed:
+        ends.complete(job)
     return Totals(images, len(completed))

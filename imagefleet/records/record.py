@@ -37,6 +37,7 @@ from imagefleet.job.message import (
     RECORDS,
     Job,
     SafeId,
+    image_stem,
     job_key,
 )
 from imagefleet.job.samplers import MAX_IMAGES_PER_JOB
@@ -207,6 +208,16 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     def completes_job(self) -> bool:
         """Whether this image is the one by which its job is counted as completed."""
         return self.stage == self.stages and (self.images == 1 or bool(self.completes))
+
+    @property
+    def has_own_name(self) -> bool:
+        """Whether the image's name is that of its job."""
+        return self.stem == image_stem(self.key, self.index, self.stage)
+
+    @property
+    def stem(self) -> str:
+        """The image's name without its suffix."""
+        return (self.blob or "").rpartition(".")[0]
 
     def fits(self, metadata: Mapping[str, str], *, of_any_drawing: bool = False) -> bool:
         """Whether it is of the image that is stored with this *metadata*, as far as that tells.

@@ -177,6 +177,7 @@ class Ledger:
         self._folder = f"{folder_of(storage)}{campaign}/"
         self._end: _End | None = None
         self._read_until = _End()
+        self._start: BlobPart | None = None  # the whole ledger, if `end` has read it
         self._lock = asyncio.Lock()
 
     async def read(self, damaged: Damaged | None = None) -> Digests:
@@ -219,11 +220,21 @@ class Ledger:
                 for entry in _entries(entries) if self.claimed else ():
                     self.claimed.pop(entry[:HASH_BYTES], None)
 
+    async def count(self) -> int | None:
+        """How many jobs were sent, each id once; None if nobody has noted any. Mostly one read."""
+        try:
+            end = await self.end()
+        except errors.MissingResourceError:  # there are no files
+            return None
+        return None if end == _End() else end.jobs
+
     async def end(self) -> _End:
         """The end as the last whole frame tells it: one read of a short ledger."""
         end = _End()
         while (part := await self._part(end.number, 0, _END_BYTES)) is not None:
             total, data = part.total_bytes, part.data
+            if end == _End() and total == len(data):
+                self._start = part
             if total > len(data):
                 part = await self._part(end.number, max(0, total - _END_BYTES), _END_BYTES)
                 data = b"" if part is None else part.data
@@ -269,7 +280,9 @@ class Ledger:
     async def _read(self, damaged: Damaged) -> _End:
         end = self._read_until
         while True:
-            part = await self._part(end.number, end.size_bytes, PART_BYTES)
+            part, self._start = self._start, None
+            if part is None or end != _End():
+                part = await self._part(end.number, end.size_bytes, PART_BYTES)
             if part is None:
                 break
             read_bytes = end.size_bytes + len(part.data)
@@ -353,16 +366,21 @@ async def campaigns(storage: Storage) -> set[str]:
 
 async def counts(storage: Storage, campaign: str) -> int | None:
     """How many jobs were sent, each id once; None if nobody has noted any. Mostly one read."""
-    try:
-        end = await Ledger(storage, campaign).end()
-    except errors.MissingResourceError:  # there are no files
-        return None
-    return None if end == _End() else end.jobs
+    return await Ledger(storage, campaign).count()
 
 
 async def entries(storage: Storage, campaign: str, damaged: Damaged | None = None) -> Digests:
     """The hash of the digest of each job that was sent, by the hash of its id."""
     return await Ledger(storage, campaign).read(damaged)
+
+
+async def digest_of(storage: Storage, campaign: str, job_id: str) -> str:
+    """How the digest begins that a job was sent with; empty where nobody has noted it."""
+    try:
+        found = (await entries(storage, campaign)).get(id_hash(job_id))
+    except errors.SetupError:  # there are no files, or none to read with these credentials
+        return ""
+    return "" if found is None else found.hex()
 
 
 async def note(storage: Storage, bodies: Iterable[str]) -> None:

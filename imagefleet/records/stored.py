@@ -6,7 +6,7 @@ import asyncio
 import re
 import zlib
 from collections import deque
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -251,10 +251,21 @@ async def lines_of_all(
 async def records(shards: Iterable[StoredShard], damaged: Damaged) -> AsyncGenerator[list[Record]]:
     """The records of each shard, some at a time: they take ten times the memory of their lines."""
     async with aclosing(lines_of_all(shards, damaged)) as parts:
-        async for part, found in parts:
-            for first in range(0, len(found), _PARSED):
-                some = found[first : first + _PARSED]
-                yield await asyncio.to_thread(parsed, some, part, damaged)
+        async for shard, found in parts:
+            async for some in records_in(shard, found, damaged):
+                yield some
+
+
+async def records_in(
+    shard: StoredShard, lines: Sequence[bytes], damaged: Damaged
+) -> AsyncGenerator[list[Record]]:
+    """The records of a shard's *lines*, some at a time."""
+    for first in range(0, len(lines), _PARSED):
+        yield await asyncio.to_thread(parsed, lines[first : first + _PARSED], shard, damaged)
+
+
+def size_bytes(shards: Iterable[StoredShard]) -> int:
+    return sum(shard.blob.size_bytes for shard in shards)
 
 
 def parsed(found: Iterable[bytes], each: StoredShard, damaged: Damaged) -> list[Record]:
@@ -286,6 +297,8 @@ def _misfit(record: Record, shard: StoredShard) -> str | None:
         return "a record of an image that its job does not have"
     if record.outcome == "completed" and image_name(record.blob or "", shard.campaign) is None:
         return "a record of what is no image of this campaign"
+    if record.outcome == "completed" and not record.has_own_name:
+        return "a record of an image by another job's name"
     if record.outcome == "cancelled" and not shard.is_cancelled:
         return "a record of a cancelled job, though nobody has cancelled the campaign"
     return None

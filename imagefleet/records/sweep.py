@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, JsonValue, StringConstraints
 
 from imagefleet import errors, validation
+from imagefleet.job import prompt
 from imagefleet.job.message import SafeFileName, SafeId
-from imagefleet.records.record import shard_folder
+from imagefleet.records.record import Record, shard_folder
 from imagefleet.storage.open import Storage
 
 MAX_GROUPS = 10_000
@@ -101,6 +102,12 @@ def digest(captions: Iterable[str]) -> Captions:
         hasher.update(caption.encode() + b"\n")
         count += 1
     return Captions(count=count, sha256=hasher.hexdigest())
+
+
+def caption_of(record: Record) -> str:
+    """What the image shows, in words: the sweep's caption, or those that its prompt draws."""
+    caption = record.metadata.get(CAPTION)
+    return caption if isinstance(caption, str) else prompt.read_words(record.prompt or "")[0]
 
 
 async def read(storage: Storage, campaign: str) -> Sweep | None:

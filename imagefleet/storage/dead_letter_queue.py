@@ -338,13 +338,12 @@ async def is_completed(storage: Storage, failed: Entry) -> bool:
 
     Those may be of the job as it was mended; but not where another job has its name.
     """
-    from imagefleet.records import outcomes
+    from imagefleet.records import drawn
 
     if failed.record is None:
         return False
-    job = outcomes.JobFacts(failed.record.id, failed.record.campaign)
-    images = await outcomes.stored_images(storage, job)
-    if not outcomes.are_all(images):
+    images = await drawn.stored_images(storage.blobs, failed.record.campaign, failed.record.id)
+    if not drawn.are_all(images):
         return False
     return not _has_taken_name(failed) or images[-1].digest == failed.record.digest
 

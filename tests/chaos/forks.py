@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from imagefleet.storage.settings import StorageSettings
+
 #: A prelude: the libraries of a command on Azure, which take as long to import as the console.
 #: Not for tests that set SSL_CERT_FILE, which aiohttp reads as it is imported.
 AZURE = "import imagefleet.storage.azure.storage"
@@ -139,6 +141,15 @@ class Forks:
         fork = self.start(*arguments, cwd=cwd, variables=variables, errors=errors, program=program)
         printed, _ = fork.communicate()
         return subprocess.CompletedProcess(arguments, fork.wait(), printed, errors.read_text())
+
+
+def environment(settings: StorageSettings) -> dict[str, str]:
+    """The environment of a command that has the storage of *settings*."""
+    names = ("storage", "queue", "container", "files_container")
+    return {
+        **{name: value for name, value in os.environ.items() if "IMAGEFLEET" not in name},
+        **{f"IMAGEFLEET_{name.upper()}": getattr(settings, name) for name in names},
+    }
 
 
 @contextlib.contextmanager

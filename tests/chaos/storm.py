@@ -199,7 +199,10 @@ class Storm:
     async def console(self, *arguments: str | Path) -> str:
         """Runs the console to its end; returns what it prints."""
         ended = await asyncio.to_thread(
-            self.server.run, *map(str, arguments), cwd=self.folder, variables=self._environment()
+            self.server.run,
+            *map(str, arguments),
+            cwd=self.folder,
+            variables=forks.environment(self.disturbed),
         )
         if ended.returncode not in {0, 4}:
             raise RuntimeError(f"imagefleet {arguments} failed: {ended.stderr}")
@@ -338,18 +341,10 @@ class Storm:
         return self.server.start(
             *map(str, arguments),
             cwd=self.folder,
-            variables=self._environment() | (variables or {}),
+            variables=forks.environment(self.disturbed) | (variables or {}),
             output=self.log,
             program=program,
         )
-
-    def _environment(self) -> dict[str, str]:
-        return {
-            **{name: value for name, value in os.environ.items() if "IMAGEFLEET" not in name},
-            "IMAGEFLEET_STORAGE": self.disturbed.storage,
-            "IMAGEFLEET_QUEUE": self.disturbed.queue,
-            "IMAGEFLEET_CONTAINER": self.disturbed.container,
-        }
 
 
 def _is_newer(path: Path, moment: float) -> bool:

@@ -173,9 +173,7 @@ async def outcomes_of(storage: Storage, sent: list[StormJob], campaign: str) -> 
             wrong.append(f"{_shown(key)} cannot be drawn, and is completed")
     wrong += [f"{_shown(key)} failed, which nobody has sent" for key in failed.keys() - jobs.keys()]
     ids = {key.id for key in completed}
-    # Of two batches, one may have the first image's name and the other the second's: both fail.
-    batches = Counter(key.id for key, job in jobs.items() if job.images > 1)
-    good = {key.id for key in jobs.keys() - bad if batches[key.id] < 2}
+    good = {key.id for key in jobs.keys() - bad}
     wrong += [f"of {name}, none is completed" for name in good - ids]
     digests = {key: [each.stage_digest for each in job.stages_left()] for key, job in jobs.items()}
     known = {key: failed[key] for key in jobs.keys() & failed.keys()}

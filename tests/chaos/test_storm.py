@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+import forks
 import storm
 from imagefleet.storage.settings import StorageSettings
+
+
+def test_commands_and_workers_of_a_storm_have_every_part_of_its_storage(
+    storage_settings: StorageSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in forks.environment(storage_settings).items():
+        monkeypatch.setenv(name, value)
+    assert StorageSettings() == storage_settings
 
 
 async def test_killed_workers_and_faults_lose_no_job_and_show_none_twice(

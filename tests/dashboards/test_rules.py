@@ -26,6 +26,7 @@ ALERTS = {
     "ImagefleetNodesGivenUp",
     "ImagefleetSuspectImages",
     "ImagefleetGpuOut",
+    "ImagefleetClockOff",
 }
 
 

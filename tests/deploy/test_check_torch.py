@@ -61,6 +61,7 @@ def test_a_wrong_torch_is_named(
     assert check_torch.problem(wanted, cuda, architectures) == problem
 
 
+@pytest.mark.slow
 def test_the_torch_of_this_machine_is_read(script: Path) -> None:
     wanted = torch.version.cuda or "none"
     other = "none" if torch.version.cuda else "12.8"

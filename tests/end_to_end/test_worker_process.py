@@ -66,6 +66,9 @@ def worker(model: Path | str, *flags: str | Path) -> list[Any]:
     ]
 
 
+@pytest.mark.parametrize(
+    "storage_settings", ["local", pytest.param("azurite", marks=pytest.mark.slow)], indirect=True
+)
 async def test_a_worker_killed_in_the_middle_costs_no_image_and_generates_none_twice(
     storage: Storage, tiny_model: Path, fork: Start
 ) -> None:

@@ -103,23 +103,38 @@ def test_a_locale_without_a_prompts_letters_ends_no_command(tmp_path: Path, enco
 
     asyncio.run(store())
 
-    def output(*arguments: str) -> str:
-        result = subprocess.run(
-            [sys.executable, "-m", "fleet.main", *arguments, f"--storage={storage.url}"],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding},
-            cwd=tmp_path,
-            capture_output=True,
-            check=False,
-        )
-        assert result.returncode == console.EXIT_DONE, result.stderr
-        return result.stdout.decode(encoding)
+    program = """
+import json, sys
+from fleet import main
+for arguments in json.loads(sys.argv[1]):
+    sys.argv[1:] = arguments
+    try:
+        main.main()
+    except SystemExit as ended:
+        print("exit", ended.code or 0, file=sys.stderr)
+"""
+    commands = [
+        ["results", "default"],
+        ["results", "default", "--format", "csv"],
+        ["results", "default", "--json"],
+        ["load", "a.jsonl", "--dry-run"],
+    ]
+    given = [[*command, f"--storage={storage.url}"] for command in commands]
+    result = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(given)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding},
+        cwd=tmp_path,
+        capture_output=True,
+        check=True,
+    )
 
-    for form in ([], ["--format", "csv"]):
-        assert "caf" in output("results", "default", *form)
-    (line,) = output("results", "default", "--json").splitlines()
+    ends = [line for line in result.stderr.decode().splitlines() if line.startswith("exit")]
+    assert ends == [f"exit {console.EXIT_DONE}"] * len(commands), result.stderr
+    lines = result.stdout.decode(encoding).splitlines()
+    assert sum("caf" in line for line in lines) == len(commands), lines
+    *_, line, job = lines
     assert json.loads(line)["prompt"] == prompt
-    (line,) = output("load", "a.jsonl", "--dry-run").splitlines()
-    assert json.loads(line)["metadata"] == {"n": prompt}
+    assert json.loads(job)["metadata"] == {"n": prompt}
 
 
 def test_half_a_surrogate_pair_in_a_record_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:

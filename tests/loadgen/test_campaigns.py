@@ -57,7 +57,7 @@ def load_of(
     file: Path,
     *,
     rate: float | None = None,
-    concurrency: int = 4,
+    concurrency: int = submit.BATCH,
     restart: bool = False,
     notice: Callable[[str], None] = lambda _: None,
 ) -> Load:

@@ -6,6 +6,7 @@ import itertools
 import json
 import tracemalloc
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import signers
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.records import sweep
+from imagefleet.records.record import Record
 from imagefleet.signing import SigningKey
 from loadgen.caption_sweep import CaptionFile, SweepSource, groups
 
@@ -177,3 +179,25 @@ def test_240_000_jobs_take_the_memory_of_a_few(tmp_path: Path) -> None:
 
     assert json.loads(str(last[-1]))["id"] == "cfg-8.9_002999"
     assert peak < 3_000_000
+
+
+@pytest.mark.parametrize(
+    "caption",
+    [
+        *("a (very) red boat", "cars AND boats", "a BREAK dance", "#1 of 3 <lora:x:1> [dogs]"),
+        *("a boat, at sea,", "half past 3:15", "a \\ sign"),
+    ],
+)
+@pytest.mark.parametrize("lora", [None, "ink"])
+def test_the_caption_of_a_drawing_is_the_line_of_the_file(
+    tmp_path: Path, caption: str, lora: str | None
+) -> None:
+    file = tmp_path / "c.jsonl"
+    file.write_text(json.dumps(caption) + "\n")
+    swept = groups([3], ["PLMS"], [50], [None], lora, [0.5 if lora else None])
+
+    (job,) = jobs(SweepSource(CaptionFile(file), swept, "curve"))
+
+    drawn = {"prompt": job.prompt, "metadata": job.metadata}
+    record = Record(outcome="completed", id="x", at=datetime.now(UTC), **drawn)
+    assert sweep.caption_of(record) == caption

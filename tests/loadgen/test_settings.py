@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from imagefleet import concurrency
-from loadgen.settings import MOST_BATCHES, MOST_PROCESSES, LoadSettings
+from loadgen.settings import MOST_IN_FLIGHT, MOST_PROCESSES, LoadSettings
 
 AZURE = "UseDevelopmentStorage=true"
 MANY = 10_000_000
@@ -29,9 +29,13 @@ def test_processes_are_by_cores_where_they_pay(
     assert LoadSettings(storage=storage, processes=7).processes_for(jobs) == 7
 
 
-def test_a_sweep_looks_as_far_beyond_its_checkpoint_as_any_load_gets() -> None:
-    from fleet.sweep.resume import WINDOW
-    from imagefleet.submit import BATCH
-
-    assert MOST_BATCHES * BATCH <= WINDOW
-    assert MOST_PROCESSES <= MOST_BATCHES
+@pytest.mark.parametrize("processes", [1, 3, MOST_PROCESSES])
+@pytest.mark.parametrize("jobs", [1, 20, 32, 512])
+@pytest.mark.parametrize("storage", [AZURE, "local:data"])
+def test_no_more_jobs_are_in_flight_than_was_asked_for(
+    storage: str, jobs: int, processes: int
+) -> None:
+    settings = LoadSettings(storage=storage, concurrency=jobs)
+    batches, each = settings.batches_for(processes)
+    assert batches >= processes
+    assert 1 <= batches * each <= min(processes * jobs, MOST_IN_FLIGHT)

@@ -68,7 +68,7 @@ def _read(what: str, data: bytes) -> Image.Image:
                 f"{what} has {width:,} x {height:,} pixels; {MAX_PIXELS:,} at most are read"
             )
         image.load()
-        turned = _turned(image)
+        turned = picture.eight_bits(_turned(image))
         if turned.mode not in {"RGB", "P"} or not isinstance(image.info.get("transparency"), bytes):
             return turned
         return turned.convert("RGBA")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NoReturn
 
-from imagefleet import errors
+from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.job.message import Job
 from imagefleet.records.record import Record, RecordLog
@@ -87,6 +87,9 @@ class InFlightJob:
     is_put_off: bool = False  # some of its images are left to its next delivery
     has_ended: bool = False  # none of its images is in the making
     is_looked_up: bool = False  # which of its images are stored was asked for
+    is_first_awaited: bool = False  # its first image is in the making, of several
+    waiting: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+    """What stores the images that wait for the first one to be stored."""
     failures: list[FailedImage] = field(default_factory=list)
     stored: set[int] = field(default_factory=set)
     """The indices of the job's images that are stored, by whomever."""
@@ -114,6 +117,14 @@ class InFlightJob:
         finally:
             self._uploads -= 1
             self._upload_ended.set()
+
+    async def first_ended(self) -> None:
+        """The first image is stored, or will not be: so goes what waits for it."""
+        if not self.is_first_awaited:
+            return
+        self.is_first_awaited = False
+        waiting, self.waiting = self.waiting, []
+        await concurrency.for_each(waiting, lambda store: store(), len(waiting))
 
     async def uploads_end(self) -> None:
         """Returns once no image is being stored."""
@@ -187,11 +198,12 @@ class InFlightJob:
         return self._uploads > 0 or any(in_doubt)
 
     def image_failed(self, index: int, error: errors.FleetError) -> None:
-        """The others go on, unless they would fail as well."""
+        """The others go on, unless they would fail as well, or may not be stored without it."""
         self.failures.append(FailedImage(index, error))
         self.images_to_store -= 1
         most = max(FAILED_IMAGES, len(self.stored) // STORED_PER_FAILED)
-        if isinstance(error, errors.JobError) or len(self.failures) > most:
+        ends_others = isinstance(error, errors.JobError) or (not index and self.is_first_awaited)
+        if ends_others or len(self.failures) > most:
             self.is_stopping = True
 
     def fault_of(self, error: Exception) -> errors.FleetError:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field
 
 from imagefleet import errors, retry, validation
 from imagefleet.storage import protocol
+from imagefleet.storage.edit import edit
 from imagefleet.telemetry import logs
 
 log = logs.EventLog(__name__)
@@ -25,9 +26,6 @@ PERIOD_SECONDS = 300.0
 
 #: The name of a worker by default: the UUID that SaladCloud gives its machine, and its process.
 _SALAD_WORKER = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})-\d+")
-
-#: Others may change the list at the same time.
-_TRIES = 5
 
 
 class Node(BaseModel, extra="allow", frozen=True):
@@ -44,14 +42,17 @@ class Listing(BaseModel, extra="allow", frozen=True):
     nodes: list[Node]
 
 
-async def read(files: protocol.BlobStore) -> tuple[Listing, str | None]:
-    """The list, empty if there is none, and its version; raises SetupError if it is none."""
-    part = await files.read_part(BLOB, 0, MAX_BYTES)
+async def read(files: protocol.BlobStore) -> Listing:
+    """The list, empty if there is none; raises SetupError if it is none."""
+    return _parse(files, await files.read_part(BLOB, 0, MAX_BYTES))
+
+
+def _parse(files: protocol.BlobStore, part: protocol.BlobPart | None) -> Listing:
     if part is None:
-        return Listing(nodes=[]), None
+        return Listing(nodes=[])
     before = f"correct or delete {BLOB} in {files.name}, which is not a list of nodes: "
     with validation.as_error(errors.SetupError, before):
-        return Listing.model_validate_json(part.data), part.version
+        return Listing.model_validate_json(part.data)
 
 
 def node_of(worker: str) -> str:
@@ -63,18 +64,18 @@ def node_of(worker: str) -> str:
 async def add(files: protocol.BlobStore, workers: Iterable[str], reason: str) -> list[str]:
     """Adds nodes, and returns the new ones; raises TransientError if others keep changing it."""
     wanted = list(dict.fromkeys(map(node_of, workers)))
-    for _ in range(_TRIES):
-        found, version = await read(files)
+    new: list[Node] = []
+
+    def with_new(part: protocol.BlobPart | None) -> bytes | None:
+        found = _parse(files, part)
         known = {node.name for node in found.nodes}
         now = f"{files.clock.now():%Y-%m-%dT%H:%M:%SZ}"
-        new = [Node(name=each, reason=reason, at=now) for each in wanted if each not in known]
-        if not new:
-            return []
+        new[:] = [Node(name=each, reason=reason, at=now) for each in wanted if each not in known]
         changed = found.model_copy(update={"nodes": [*found.nodes, *new]})
-        data = changed.model_dump_json(indent=2).encode()
-        if await files.replace(BLOB, data, "application/json", version):
-            return [node.name for node in new]
-    raise errors.TransientError(f"{BLOB} is being changed by others: run the command again")
+        return changed.model_dump_json(indent=2).encode() if new else None
+
+    await edit(files, BLOB, with_new, MAX_BYTES)
+    return [node.name for node in new]
 
 
 class Quarantine:
@@ -88,7 +89,7 @@ class Quarantine:
     async def reason(self) -> str | None:
         """Why this node is on the list; None: it is not, or nobody can tell."""
         try:
-            found, _ = await read(self._files)
+            found = await read(self._files)
         except errors.FleetError as error:
             if self._warning.is_due():
                 where = f"{BLOB} in the container {self._files.name!r}"

@@ -93,14 +93,28 @@ class UploadStage:
     async def run(self) -> NoReturn:
         while True:
             encoded = await self.queue.get()
-            await self.settler.attempt(
-                encoded.image.owner, partial(self._upload, encoded), encoded.image
-            )
+            image, entry = encoded.image, encoded.image.owner
+            store = partial(self.settler.attempt, entry, partial(self._upload, encoded), image)
+            # Whose the first image's name is, theirs are those of the others. In an outage few of
+            # them wait elsewhere than in the queue, where they hold up the engine.
+            if image.index and len(entry.waiting) >= UPLOADS:
+                await entry.uploads_end()
+            if image.index and entry.is_first_awaited:
+                entry.waiting.append(store)
+            else:
+                await store()
 
     async def _upload(self, encoded: _EncodedImage) -> None:
-        with encoded.image.owner.uploading():
+        image, entry = encoded.image, encoded.image.owner
+        if image.index and 0 not in entry.stored:
+            self.settler.cost.lost("failed")
+            await self.settler.less_to_store(entry, 1)
+            return
+        with entry.uploading():
             await self._store(encoded)
-        await self.settler.image_stored(encoded.image)
+        await self.settler.image_stored(image)
+        if not image.index:
+            await entry.first_ended()
 
     async def _store(self, encoded: _EncodedImage) -> None:
         image, file = encoded.image, encoded.file
@@ -142,12 +156,8 @@ class UploadStage:
             records = entry.records if is_surely_own else entry.again
             records.append(self._record(encoded, name, sha256))
             entry.images_written += 1
-            metrics = self.settler.metrics
-            metrics.images_stored += 1
-            metrics.images.inc()
-            metrics.model_images.labels(self.settler.model_name).inc()
-            if image.job.stages > 1:
-                metrics.chain_images.labels(str(image.job.stage)).inc()
+            stage = image.job.stage if image.job.stages > 1 else None
+            self.settler.metrics.image_stored(self.settler.model_name, stage)
         else:
             self.suspects.not_stored(name)
             self.settler.cost.lost("duplicate")
@@ -313,10 +323,8 @@ class GenerateStage:
     async def leave_out(self, entry: InFlightJob, images: int) -> None:
         """Draws so many images of a job no more; those that are begun are stored."""
         entry.is_cancelled = entry.is_cancelled or self.is_cancelled(entry)
-        entry.images_to_store -= images
         self.puller.not_ahead(entry, images)
-        if not entry.images_to_store:
-            await self.settler.images_ended(entry)
+        await self.settler.less_to_store(entry, images)
 
     async def submit(self, image: InFlightImage, request: contract.PreparedRequest) -> bool:
         """Waits until the engine's thread accepts the request; False: the worker drains."""
@@ -336,7 +344,8 @@ class GenerateStage:
         """
         waiting: Counter[InFlightJob] = Counter()
         for ticket in self.engine_thread.stop_accepting():
-            waiting[self._take(ticket).owner] += 1
+            waiting[(image := self._take(ticket)).owner] += 1
+            image.owner.is_first_awaited &= image.index > 0  # none of the others is begun before it
         for entry in self.settler.in_flight:
             left = waiting[entry] + entry.images_to_submit
             entry.is_put_off = entry.is_put_off or left > 0
@@ -356,6 +365,8 @@ class GenerateStage:
             entry = image.owner
             if isinstance(delivery.finished.outcome, errors.JobCancelled):  # not begun
                 await self.settler.attempt(entry, partial(self.leave_out, entry, 1))
+                if not image.index:
+                    await entry.first_ended()
                 continue
             passes = self._passes(image)
             self.encode.upload.watchdog.image_generated(self.engine.family, passes)

@@ -246,6 +246,7 @@ class PrepareStage:
         if entry.settled:
             return None  # handed back meanwhile
         entry.images_to_submit = entry.images_to_store = len(images)
+        entry.is_first_awaited = job.images > 1 and 0 in images
         return BegunJob(entry, deque(zip(images, requests, strict=True)), first)
 
     async def _missing(self, entry: InFlightJob, job: Job) -> list[int]:

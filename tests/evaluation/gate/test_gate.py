@@ -25,6 +25,8 @@ Folders = tuple[Path, Path]
 
 BY_PIXELS = ("--extractor", "none")
 
+WITHOUT_NETWORKS = ["psnr", "alike", "brightness", "contrast", "sharpness", "displacement"]
+
 
 def noisy(path: Path, amplitude: int) -> None:
     """Adds noise to an image, and keeps its job."""
@@ -47,7 +49,7 @@ def test_the_same_images_pass_as_identical(in_process: Imagefleet, folders: Fold
     found = json.loads(ended.stdout)
     assert (found["passed"], found["pairs"], found["identical"]) == (True, 4, 4)
     assert found["psnr"] is None
-    assert [check["name"] for check in found["checks"]] == ["psnr", "alike"]
+    assert [check["name"] for check in found["checks"]] == WITHOUT_NETWORKS
     assert "left out: FID and the feature distance" in ended.stderr
 
 
@@ -80,9 +82,13 @@ def test_the_bounds_decide(in_process: Imagefleet, folders: Folders) -> None:
     def code(*bounds: str) -> int:
         return int(in_process("gate", "./a", "./b", *BY_PIXELS, *bounds).returncode)
 
-    assert code("--set", "alike=0", "--set", "psnr=26") == console.EXIT_DONE  # it is 26.7 dB
-    assert code("--set", "alike=0", "--set", "psnr=27") == console.EXIT_IMAGES_WRONG
-    assert code("--set", "alike=1", "--set", "psnr=26") == console.EXIT_IMAGES_WRONG
+    noise = ("--set", "sharpness=300", "--set", "brightness=3")
+    assert code(*noise, "--set", "alike=0", "--set", "psnr=26") == console.EXIT_DONE  # 26.7 dB
+    assert code(*noise, "--set", "alike=0", "--set", "psnr=27") == console.EXIT_IMAGES_WRONG
+    alike = (*noise, "--set", "alike=1", "--set", "psnr=26")
+    assert code(*alike, "--set", "detail=300", "--set", "ssim=0.1") == console.EXIT_DONE
+    assert code(*alike, "--set", "detail=300", "--set", "ssim=1") == console.EXIT_IMAGES_WRONG
+    assert code(*alike, "--set", "detail=1", "--set", "ssim=0.1") == console.EXIT_IMAGES_WRONG
     for wrong in ("alike=101", "psnr=-1", "psnr=x", "pnsr=1"):
         assert code("--set", wrong) == console.EXIT_OPERATOR_MUST_ACT
 

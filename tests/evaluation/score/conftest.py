@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import random
 from collections.abc import Sequence
@@ -86,6 +87,7 @@ async def fill(settings: StorageSettings, drawn: Drawn, campaign: str, *, swept:
                         at=datetime.now(UTC),
                         blob=f"{campaign}/{name}.png",
                         size_bytes=len(data),
+                        sha256=hashlib.sha256(data).hexdigest(),
                         prompt=f"{drawn.captions[number]}, <lora:night-palette:0.5>",
                         cfg_scale=group.guidance,
                     )
@@ -128,7 +130,7 @@ def small_reference(drawn: Drawn, tmp_path_factory: pytest.TempPathFactory) -> s
     clip = load.load_text_extractor("demo")
     features = extractor.features(drawn.pictures)
     found = reference.Reference(
-        "small", IMAGES, Statistics.of(features), features, clip.features(drawn.pictures)
+        "small", IMAGES, "0" * 64, Statistics.of(features), features, clip.features(drawn.pictures)
     )
     path = tmp_path_factory.mktemp("reference") / "small.npz"
     reference.write(found, path, extractor.facts, clip.facts)

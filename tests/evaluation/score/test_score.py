@@ -66,6 +66,10 @@ def test_a_sweep_has_its_figures_by_group(score: Score, tmp_path: Path) -> None:
     assert clean["cmmd"] < noisy["cmmd"]
     assert clean["clip"] > noisy["clip"] > 10
     assert clean["kid_subset_size"] == 24
+    for name in ("fid", "kid", "clip", "cmmd"):
+        low, high = clean[f"{name}_interval"]
+        assert low < clean[name] < high
+    assert found["small"] == ["cfg-1.5", "cfg-7.0"]
     assert len(found["extractor"]["sha256"]) == 64
     assert "antialiasing" in found["extractor"]["resize"]
     assert (found["reference"], found["reference_images"]) == ("demo", 2000)
@@ -90,7 +94,8 @@ def test_people_get_a_table_and_what_the_figures_depend_on(
     assert "SHA-256" in ended.stdout
     assert "48 images in" in ended.stderr
     assert "images/s" in ended.stderr
-    assert "FID is biased upwards" in ended.stderr
+    assert "±" in ended.stdout
+    assert "fewer than 1,000 in cfg-1.5, cfg-7.0" in ended.stdout
 
 
 def test_a_campaign_that_is_no_sweep_is_one_group(score: Score, asked: tuple[str, ...]) -> None:
@@ -235,7 +240,8 @@ def test_a_folder_and_its_statistics_are_the_same_reference(
     assert (by_folder["reference_images"], by_file["reference_images"]) == (24, 24)
     for one, other in zip(figures(by_folder), figures(by_file), strict=True):
         assert one["images"] == other["images"]
-        for name in ("fid", "kid", "kid_std", "clip", "cmmd"):
+        assert (one["kid_std"], other["kid_std"]) == (None, None)
+        for name in ("fid", "kid", "clip", "cmmd"):
             assert one[name] == pytest.approx(other[name], rel=1e-9)
     with np.load(tmp_path / "seen.npz") as written:
         np.savez(tmp_path / "pytorch-fid.npz", mu=written["mu"], sigma=written["sigma"])
@@ -343,7 +349,7 @@ def test_a_reference_of_damaged_pictures_is_refused(
         *("--storage", stored.storage, "--processes", "1"),
     )
     assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "1 picture of damaged cannot be read: one.png" in ended.stderr
+    assert "1 picture of damaged cannot be read, or changed meanwhile: one.png" in ended.stderr
     assert "has fewer than 2 pictures" in ended.stderr
 
 

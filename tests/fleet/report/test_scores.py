@@ -31,12 +31,14 @@ def scores(campaign: str) -> Scores:
         extractor=extractor,
         clip_extractor=None,
         kid_subsets=100,
+        small=("cfg-9.0", "the reference"),
         groups=tuple(
             GroupScores(
                 group=f"cfg-{guidance}",
                 cfg_scale=guidance,
                 images=2_000,
                 fid=fid,
+                fid_interval=(fid - 0.5, fid + 0.5),
                 clip=30 + guidance,
             )
             for guidance, fid in ((1.5, 21.25), (3.0, 12.5), (8.0, 15.75))
@@ -77,8 +79,9 @@ def test_the_page_has_the_curve_and_the_figures(
     page = (tmp_path / "curve-report.html").read_text()
     drawing = page[page.index('<div class="curve">') : page.index("Each point is named")]
     assert drawing.count("<circle") == 3
-    assert "cfg-3.0: FID 12.500, CLIP 33.000" in drawing
-    assert "21.250" in page
+    assert "cfg-3.0: FID 12.500 ±0.500, CLIP 33.000" in drawing
+    assert "21.250 ±0.500" in page
+    assert "fewer than 1,000 in cfg-9.0, the reference" in page
     assert "val2014, 30,000 images" in page
     assert "&lt;b&gt;inception.pt" in page
     assert "<b>inception" not in page

@@ -460,13 +460,13 @@ def test_a_stopped_scaler_reports_the_workers_that_keep_running(
     in_process("deploy", "apply", "--yes", "--replicas", "20")
     for _ in range(2):
         in_process("deploy", "status")
-    (tmp_path / "jobs.jsonl").write_text('{"prompt": "a cat"}\n' * 20_000)
+    (tmp_path / "jobs.jsonl").write_text('{"prompt": "a cat"}\n' * 200)
     in_process("load", "jobs.jsonl")
     command = Path(sys.executable).with_name("imagefleet")
     with subprocess.Popen(
         [
             *(command, "scale", "--dollars-per-hour", "1", "--max-dollars", "5", "--json"),
-            *("--sample-seconds", "1", "--yes"),
+            *("--images-per-second", "0.01", "--sample-seconds", "1", "--yes"),
         ],
         cwd=tmp_path,
         stdout=subprocess.PIPE,

@@ -17,7 +17,6 @@ import pytest
 from pydantic import SecretStr
 
 import polling
-from evaluation.score.plan import caption_of
 from fleet import console
 from fleet.keys import mint
 from fleet.sweep import resume
@@ -273,7 +272,7 @@ async def test_the_images_of_a_sweep_say_their_group_in_their_records(
     found = [record async for record in reader.images(storage, "curve")]
 
     assert Counter(sweep.group_of(record.id) for record in found) == {"cfg-1.5": 3, "cfg-7.0": 3}
-    assert {caption_of(record) for record in found} == set(CaptionFile(captions).read())
+    assert {sweep.caption_of(record) for record in found} == set(CaptionFile(captions).read())
     by_caption = {(sweep.caption_number(record.id), record.seed) for record in found}
     assert len(by_caption) == 3, "one seed in both groups"
 

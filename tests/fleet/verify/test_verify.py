@@ -97,7 +97,7 @@ async def test_a_worker_that_draws_wrong_is_named_and_no_good_one(
     )  # fmt: skip
     assert "draws wrong" in ended.stdout
     assert "1 worker added to the quarantine" in ended.stderr
-    nodes = (await quarantine.read(drawn_by_three.files))[0].nodes
+    nodes = (await quarantine.read(drawn_by_three.files)).nodes
     assert [node.name for node in nodes] == ["bad"]
 
 
@@ -170,9 +170,8 @@ async def test_drawings_of_unlike_jobs_that_share_an_id_are_not_held_against_a_w
     assert found["quarantined"] == []
 
 
-@pytest.mark.parametrize("victim", ["good", "second"])
 async def test_false_drawings_bring_no_worker_whose_drawings_are_alike_into_quarantine(
-    drawn_by_three: Storage, storage_settings: StorageSettings, in_process: Imagefleet, victim: str
+    drawn_by_three: Storage, storage_settings: StorageSettings, in_process: Imagefleet
 ) -> None:
     """Whoever stores a drawing writes the worker's name beside it, and any digest."""
     honest = drawn_by_three
@@ -188,7 +187,7 @@ async def test_false_drawings_bring_no_worker_whose_drawings_are_alike_into_quar
         verify, in_process, storage_settings, "--quarantine", "--yes"
     )
 
-    assert victim not in found["quarantined"]
+    assert not {"good", "second"} & {*found["quarantined"]}
 
 
 async def test_a_campaigns_pairs_since_a_moment(storage: Storage) -> None:

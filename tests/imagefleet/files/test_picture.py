@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import struct
 import zlib
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from imagefleet.files import picture
 from imagefleet.job import sizes
@@ -93,3 +95,14 @@ def chunk(kind: bytes, data: bytes, size: int | None = None) -> bytes:
 )
 def test_a_hostile_png_has_no_job(chunks: bytes) -> None:
     assert picture.message_in(b"\x89PNG\r\n\x1a\n" + chunks) is None
+
+
+def test_a_16_bit_grey_image_is_scaled_and_not_clipped_to_white() -> None:
+    grey = np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16)
+    file = io.BytesIO()
+    Image.fromarray(grey).save(file, "PNG")
+
+    decoded = picture.decode(file.getvalue())
+
+    assert decoded is not None
+    assert np.asarray(decoded)[..., 0].ravel().tolist() == list(range(256))

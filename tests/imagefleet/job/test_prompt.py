@@ -451,3 +451,17 @@ def test_deeply_nested_brackets_are_read_in_seconds_not_in_hours(pair: str) -> N
 def test_the_longest_prompt_is_read_at_once_whatever_its_text(unit: str, end: str) -> None:
     """Quadratic time would be minutes."""
     assert seconds_to_read(unit * (2**16 // len(unit)) + end) < 2
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (r"a \(very\) red boat, <lora:ink:0.5>", "a (very) red boat"),
+        ("a (red:1.3) [small] boat:1.2", "a red small boat"),
+        ("a boat BREAK a house", "a boat a house"),
+        ("a boat, <lora:ink>, at sea", "a boat, at sea"),
+        ("a boat AND a house", "a boat AND a house"),  # refused, so not drawn
+    ],
+)
+def test_the_words_of_a_prompt_have_neither_weights_nor_escapes(text: str, words: str) -> None:
+    assert prompt.read_words(text)[0] == words

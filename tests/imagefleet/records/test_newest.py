@@ -19,7 +19,7 @@ def image(number: int) -> Record:
         outcome="completed",
         id=f"job-{number:04}",
         campaign="spring",
-        blob=f"spring/{number}.png",
+        blob=f"spring/job-{number:04}.png",
         at=NOON + timedelta(seconds=number),
         prompt=str(pow(7, 500 + number)),
     )

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from evaluation.score.plan import caption_of
 from imagefleet import errors
 from imagefleet.job.message import Job
 from imagefleet.records import reader, sweep
@@ -119,8 +118,8 @@ def test_a_caption_has_one_seed_in_all_groups_and_another_where_it_comes_again()
 def test_the_caption_of_an_image_is_that_of_the_sweep_not_its_escaped_prompt() -> None:
     record = Record(outcome="completed", id="x", at=datetime.now(UTC), prompt=r"a \(red\) house")
 
-    assert caption_of(record) == r"a \(red\) house"
+    assert sweep.caption_of(record) == "a (red) house"
     noted = record.model_copy(update={"metadata": {sweep.CAPTION: "a (red) house"}})
-    assert caption_of(noted) == "a (red) house"
+    assert sweep.caption_of(noted) == "a (red) house"
     forged = record.model_copy(update={"metadata": {sweep.CAPTION: 3}})
-    assert caption_of(forged) == r"a \(red\) house"
+    assert sweep.caption_of(forged) == "a (red) house"

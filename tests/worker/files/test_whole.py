@@ -180,7 +180,9 @@ def distance(one: Pixels, two: Pixels) -> float:
     return float(np.abs(one - two).mean())
 
 
-@pytest.mark.parametrize("rank", [4, 6], ids=["same-size", "other-size"])
+@pytest.mark.parametrize(
+    "rank", [pytest.param(4, marks=pytest.mark.slow), 6], ids=["same-size", "other-size"]
+)
 async def test_a_lora_that_is_overwritten_in_place_is_drawn_whole_with_its_own_hash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:

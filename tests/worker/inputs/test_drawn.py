@@ -31,6 +31,9 @@ def png(pixels: np.ndarray[Any, Any]) -> bytes:
     return buffer.getvalue()
 
 
+@pytest.mark.parametrize(
+    "storage_settings", ["local", pytest.param("azurite", marks=pytest.mark.slow)], indirect=True
+)
 async def test_jobs_of_all_passes_are_drawn_beside_each_other(
     storage: Storage, run_pipeline: RunPipeline, model: Path
 ) -> None:

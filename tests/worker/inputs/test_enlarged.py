@@ -28,6 +28,11 @@ from worker.testing import StandInEngine, draw_noise
 RunPipeline = Callable[..., Any]
 Message = Callable[..., str]
 
+#: The networks are the same on both storages, whose contract has its own tests.
+pytestmark = pytest.mark.parametrize(
+    "storage_settings", ["local", pytest.param("azurite", marks=pytest.mark.slow)], indirect=True
+)
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

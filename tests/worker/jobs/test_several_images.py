@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -246,6 +246,72 @@ async def test_a_failed_image_fails_its_job_once_and_says_what_is_stored(
     assert sorted(second.drawn) == sorted(set(range(40)) - set(done))
     assert await stored(storage) == names(40)
     assert (await reader.counts(storage, "default")).completed == 1
+
+
+class Held:
+    """Keeps an image with the name `j.png` from the storage for a while, if it is to be."""
+
+    def __init__(self, storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.created: list[str] = []
+        self.is_held: Callable[[Mapping[str, str]], bool] = lambda _: True
+        self._create = storage.blobs.create
+        monkeypatch.setattr(storage.blobs, "create", self._held)
+
+    async def _held(self, blob: str, data: bytes, *rest: Any, **named: Any) -> bool:
+        if blob == name(0):
+            await until(lambda: not self.is_held(rest[1]))
+        is_new = await self._create(blob, data, *rest, **named)
+        self.created += [blob] if blob.startswith("default/") else []
+        return is_new
+
+
+async def test_the_engine_draws_on_while_the_first_image_is_stored_and_the_others_wait_for_it(
+    storage: Storage, run_pipeline: RunPipeline, message: Message, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Drawing(capacity=4)
+    held = Held(storage, monkeypatch)
+    held.is_held = lambda _: len(engine.drawn) < 40
+    await storage.queue.send([message(id="j", seed=0, n_iter=40)])
+    await run_pipeline(engine)
+    assert held.created[0] == name(0)
+    assert sorted(engine.drawn) == list(range(40))
+    assert await stored(storage) == names(40)
+
+
+@pytest.mark.parametrize("later", [0, 100])
+async def test_of_two_batches_of_one_id_at_the_same_moment_one_is_completed(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Message,
+    monkeypatch: pytest.MonkeyPatch,
+    later: int,
+) -> None:
+    held = Held(storage, monkeypatch)
+    held.is_held = lambda metadata: metadata["seed"] == str(later) and not held.created
+    await storage.queue.send([message(id="j", seed=seed, n_iter=3) for seed in (0, 100)])
+    await run_pipeline(Drawing(capacity=6))
+    metadata = [each.metadata async for each in storage.blobs.records("default/")]
+    first = 100 - later
+    assert sorted(int(each["seed"]) for each in metadata) == [first, first + 1, first + 2]
+    counts = await reader.counts(storage, "default")
+    assert (counts.images, counts.completed, counts.failed) == (3, 1, 1)
+
+
+@local_only
+async def test_a_first_image_that_fails_for_a_time_claims_the_name_later(
+    storage: Storage, run_pipeline: RunPipeline, message: Message
+) -> None:
+    failures = [errors.TransientError("out of memory")]
+
+    def once(seed: int) -> errors.FleetError | None:
+        return failures.pop() if seed == 0 and failures else None
+
+    await storage.queue.send([message(id="j", seed=0, n_iter=50)])
+    engine = Drawing(once, capacity=4)
+    pipeline = await run_pipeline(engine)
+    assert len(engine.drawn) < 50 + 20, "drawn on without a name"
+    assert pipeline.metrics.outcomes == {"retried": 1, "completed": 1}
+    assert await stored(storage) == names(50)
 
 
 @local_only

@@ -104,7 +104,11 @@ def test_without_a_lora_the_image_is_that_of_diffusers(
     assert difference(base, expected) <= ROUNDING
 
 
-@pytest.mark.parametrize("uses", [ONE, APART, TWO], ids=["one", "apart", "two"])
+@pytest.mark.parametrize(
+    "uses",
+    [pytest.param(ONE, marks=pytest.mark.slow), APART, TWO],
+    ids=["one", "apart", "two"],
+)
 def test_loras_in_three_key_formats_match_diffusers(
     demo_engine: contract.Engine,
     base: Any,

@@ -182,8 +182,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, engine: Any, error: Exception, when: A
     monkeypatch.setattr(step.StepRunner, "run", run)
 
 
-@pytest.mark.parametrize("width", [64, 96])
-@pytest.mark.parametrize("upscaler", ["Latent", "Nearest"])
+@pytest.mark.parametrize(("width", "upscaler"), [(64, "Latent"), (96, "Nearest")])
 def test_out_of_memory_in_either_pass_fails_no_image(
     width: int,
     upscaler: str,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,13 @@ def test_a_model_is_not_taken_while_there_are_jobs(tmp_path: Path, make_request:
     engine.close()
 
 
+@pytest.fixture(scope="module")
+def sd1_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    engine = engine_of(tiny_families.build(tmp_path_factory.mktemp("sd1") / "first", "sd1"))
+    yield engine
+    engine.close()
+
+
 @pytest.mark.parametrize(
     "build",
     [
@@ -147,11 +154,9 @@ def test_a_model_is_not_taken_while_there_are_jobs(tmp_path: Path, make_request:
     ids=["another family", "another native size", "a stage of a cascade", "no model"],
 )
 def test_a_model_of_another_architecture_needs_another_engine(
-    tmp_path: Path, build: Callable[[Path], Path]
+    tmp_path: Path, build: Callable[[Path], Path], sd1_engine: Any
 ) -> None:
-    engine = engine_of(tiny_families.build(tmp_path / "first", "sd1"))
-    assert load.read_beside(engine, load.EngineSettings(build(tmp_path / "second"))) is None
-    engine.close()
+    assert load.read_beside(sd1_engine, load.EngineSettings(build(tmp_path / "second"))) is None
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,115 @@
+"""How far apart two drawings of one job are, without any network.
+
+The structural similarity is scikit-image's. What one broken picture shows is in its worst region,
+not in the mean over the picture; what a wrong setting does to all of them is in `Shift`, where it
+adds up while chance differences cancel out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from PIL import Image
+from skimage.metrics import structural_similarity
+from skimage.transform import resize_local_mean
+
+from evaluation.gate.images import Pixels
+from evaluation.score.statistics import Doubles
+
+#: Regions of a picture in each direction: damage to a sixteenth of it, anywhere, fills one.
+REGIONS = 8
+
+#: Wang et al., "Image Quality Assessment" (2004) compare pictures at about this size.
+_SSIM_PIXELS = 256
+
+#: The side of SSIM's window; smaller pictures are enlarged to a region of one window at least.
+_WINDOW = 7
+
+#: Added to the energy of edges, in squared levels: a flat picture has none.
+_FLAT = 1.0
+
+
+def similarity(a: Pixels, b: Pixels) -> tuple[float, float]:
+    """The SSIM of two pictures [height, width, 3] of one size: the mean, and the worst region's."""
+    side = min(a.shape[:2])
+    if (factor := round(side / _SSIM_PIXELS)) > 1:
+        a, b = (np.asarray(Image.fromarray(each).reduce(factor)) for each in (a, b))
+    elif (times := math.ceil(_WINDOW / side)) > 1:
+        a, b = (each.repeat(times, 0).repeat(times, 1) for each in (a, b))
+    mean, each_pixel = structural_similarity(a, b, channel_axis=2, full=True, data_range=255)
+    regions = [min(REGIONS, length) for length in a.shape[:2]]
+    return float(mean), float(resize_local_mean(each_pixel.mean(2), regions).min())
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """What B's pictures have in common that A's have not; the sums over pairs, which add up."""
+
+    pixels: int
+    brightness: Doubles
+    """[3]: the sums of B - A by channel, in levels."""
+    variance: Doubles
+    """[2, 3]: of A's and B's channels."""
+    edges: Doubles
+    """[2]: the squared differences of neighbours in A and in B."""
+    gradients: Doubles
+    """[2, 2]: the products of A's gradients."""
+    along: Doubles
+    """[2]: the products of A's gradients and B - A."""
+
+    @classmethod
+    def of(cls, a: Pixels, b: Pixels) -> Self:
+        """The sums of one pair of pictures [height, width, 3]."""
+        channels = np.stack([a, b]).reshape(2, -1, 3)
+        pixels = channels.shape[1]
+        grey = np.stack([a, b]).mean(-1, dtype=np.float32)
+        steps = (np.square(np.diff(grey, axis=axis), dtype=np.float64) for axis in (1, 2))
+        edges = sum(step.mean((1, 2)) if step.size else np.zeros(2) for step in steps)
+        apart = (grey[1] - grey[0])[1:-1, 1:-1].ravel().astype(np.float64)
+        across = (grey[0][1:-1, 2:] - grey[0][1:-1, :-2]).ravel() / 2
+        down = (grey[0][2:, 1:-1] - grey[0][:-2, 1:-1]).ravel() / 2
+        gradient = np.stack([across, down]).astype(np.float64)
+        return cls(
+            pixels,
+            (channels[1].astype(np.int16) - channels[0]).sum(0, dtype=np.float64),
+            channels.var(1, dtype=np.float64) * pixels,
+            np.asarray(edges) * pixels,
+            gradient @ gradient.T,
+            gradient @ apart,
+        )
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(
+            self.pixels + other.pixels,
+            self.brightness + other.brightness,
+            self.variance + other.variance,
+            self.edges + other.edges,
+            self.gradients + other.gradients,
+            self.along + other.along,
+        )
+
+    @property
+    def brightness_levels(self) -> float:
+        """The mean change of the channel that changes most, of 255 levels."""
+        return float(np.abs(self.brightness).max() / self.pixels)
+
+    @property
+    def contrast_percent(self) -> float:
+        """The change of the standard deviation of the channel that changes most."""
+        one, other = self.variance + _FLAT * self.pixels
+        return float(100 * np.abs(np.sqrt(other / one) - 1).max())
+
+    @property
+    def sharpness_percent(self) -> float:
+        """The change of the edges' height; blur makes it negative."""
+        one, other = self.edges + _FLAT * self.pixels
+        return float(100 * (np.sqrt(other / one) - 1))
+
+    @property
+    def displacement_pixels(self) -> float:
+        """How far B's pictures have moved, by Lucas and Kanade (1981)."""
+        moved, *_ = np.linalg.lstsq(self.gradients, self.along, rcond=None)
+        return float(np.hypot(*moved))

@@ -1,0 +1,179 @@
+"""A reference is its content: neither names nor times of files stand for what is in them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from evaluation.score import extractors, hashes, plan, run
+from imagefleet.records.record import Record, RecordLog
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import StorageSettings
+
+Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Figures = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def figures(in_process: Imagefleet, stored: StorageSettings, means_onnx: Path) -> Figures:
+    """The groups of `imagefleet score plain --reference FOLDER`, in one state folder or another."""
+
+    def score(
+        reference: Path, *arguments: str, state: str = "state", storage: str = stored.storage
+    ) -> Any:
+        ended = in_process(
+            *("score", "plain", "--extractor", str(means_onnx), "--reference", str(reference)),
+            *("--storage", storage, "--state", state, "--processes", "1", "--json", *arguments),
+        )
+        assert ended.returncode == 0, ended.stderr
+        return json.loads(ended.stdout)["groups"]
+
+    return score
+
+
+def noise(pictures: Path) -> None:
+    """Overwrites each picture with another of the same name and time."""
+    for number, path in enumerate(sorted(pictures.rglob("*.png"))):
+        before = path.stat()
+        pixels = np.random.default_rng(number).integers(0, 60, (128, 128, 3), np.uint8)
+        Image.fromarray(pixels).save(path, compress_level=1)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_another_folder_whose_files_have_the_same_names_is_another_reference(
+    figures: Figures, pictures: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(pictures, other)
+    noise(other)
+
+    first, second = figures(pictures), figures(other)
+
+    assert second == figures(other, state="fresh")
+    assert second[0]["fid"] > first[0]["fid"] + 100
+    assert figures(pictures) == first
+
+
+def test_new_pictures_under_old_names_and_times_are_another_reference(
+    figures: Figures, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hashes, "_RESTED_SECONDS", -1.0)  # what was hashed is trusted
+    first = figures(pictures)
+    noise(pictures)
+
+    second = figures(pictures, "--write-reference", "noise.npz")
+
+    assert second == figures(pictures, state="fresh")
+    assert second[0]["fid"] > first[0]["fid"] + 100
+    written = figures(tmp_path / "noise.npz", state="file")
+    assert written[0]["fid"] == pytest.approx(second[0]["fid"], rel=1e-9)
+
+
+def test_a_file_that_has_rested_is_not_read_again_to_know_it(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, store = next(pictures.rglob("*.png")), tmp_path / "hashes.json"
+    first = hashes.Hashes(store)
+    expected = first.of(path)
+    first.keep()
+    read = iter(())
+    real = extractors.sha256_of
+    monkeypatch.setattr(extractors, "sha256_of", lambda _: next(read))
+    with pytest.raises(StopIteration):  # written a moment ago, it may be written again
+        hashes.Hashes(store).of(path)
+    monkeypatch.setattr(extractors, "sha256_of", real)
+    monkeypatch.setattr(hashes, "_RESTED_SECONDS", -1.0)
+    again = hashes.Hashes(store)
+    assert again.of(path) == expected
+    again.keep()
+    monkeypatch.setattr(extractors, "sha256_of", lambda _: next(read))
+    assert hashes.Hashes(store).of(path) == expected
+    path.write_bytes(path.read_bytes())
+    with pytest.raises(StopIteration):
+        hashes.Hashes(store).of(path)
+
+
+def test_a_picture_that_changes_after_it_was_hashed_is_left_out(
+    in_process: Imagefleet,
+    stored: StorageSettings,
+    pictures: Path,
+    means_onnx: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (first, *_) = sorted(pictures.rglob("*.png"))
+    extract = run.extract
+
+    def change(*arguments: Any) -> None:
+        first.write_bytes(max(pictures.rglob("*.png")).read_bytes())
+        extract(*arguments)
+
+    monkeypatch.setattr(run, "extract", change)
+    ended = in_process(
+        *("score", "plain", "--extractor", str(means_onnx), "--reference", str(pictures)),
+        *("--storage", stored.storage, "--processes", "1", "--json"),
+    )
+    assert json.loads(ended.stdout)["reference_images"] == 23
+    assert f"or changed meanwhile: train/{first.name}" in ended.stderr
+
+
+def test_an_image_drawn_again_in_as_many_bytes_is_computed_again(
+    figures: Figures, stored: StorageSettings, pictures: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(stored.storage.removeprefix("local:"), copy)
+    before = figures(pictures, storage=f"local:{copy}")
+
+    small = next(pictures.rglob("000.png")).read_bytes()
+
+    async def draw_again() -> None:
+        async with open_storage(StorageSettings(storage=f"local:{copy}")) as storage:
+            name = "plain/cfg-1.5_000003.png"
+            size = len(await storage.blobs.read(name) or b"")
+            assert len(small) < size
+            data = small + bytes(size - len(small))
+            await storage.blobs.delete(name)
+            digest = sha256(data).hexdigest()
+            await storage.blobs.create(name, data, "image/png", {"sha256": digest})
+            known = {"campaign": "plain", "size_bytes": size, "sha256": digest}
+            record = Record(
+                outcome="completed",
+                id="cfg-1.5_000003",
+                at=datetime.now(UTC),
+                blob=name,
+                **known,  # type: ignore[arg-type]
+            )
+            await RecordLog(storage.blobs, "w2").add([record])
+
+    asyncio.run(draw_again())
+    after = figures(pictures, storage=f"local:{copy}")
+
+    assert after != before
+    assert after == figures(pictures, state="fresh", storage=f"local:{copy}")
+
+
+def test_the_content_of_a_folder_has_one_name_whatever_its_files_are_called(
+    pictures: Path, tmp_path: Path
+) -> None:
+    renamed = tmp_path / "renamed"
+    renamed.mkdir()
+    for number, path in enumerate(sorted(pictures.rglob("*.png"), reverse=True)):
+        shutil.copy(path, renamed / f"{number}.png")
+
+    found = []
+    for folder in (pictures, renamed):
+        names = plan.pictures(folder)
+        chunks = plan.of_folder(folder, names, tmp_path / folder.name, lambda _: None)
+        found.append(hashes.of_all(str(row.sha256) for each in chunks for row in each.rows()))
+    assert found[0] == found[1]
