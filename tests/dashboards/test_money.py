@@ -116,10 +116,14 @@ class Past:
 
     async def panel(self, title: str, at: float, seconds: float = 0) -> float:
         """What the panel shows *at* that second for a time range of *seconds*."""
+        (value,) = (await self.by_campaign(title, at, seconds)).values()
+        return value
+
+    async def by_campaign(self, title: str, at: float, seconds: float) -> dict[str, float]:
         query = panels()[title].replace("$fleet", ".*").replace("$__range", f"{seconds:.0f}s")
         async with prometheus.connected(self.url) as server:
-            (found,) = await server.at(query, BEGAN + timedelta(seconds=at))
-        return found.last
+            found = await server.at(query, BEGAN + timedelta(seconds=at))
+        return {each.labels.get("campaign", ""): each.last for each in found}
 
     async def report(
         self, end: float, replaced: figures.Replaced = NOTHING_REPLACED
@@ -272,6 +276,26 @@ async def test_what_the_metrics_say_was_paid_is_split_without_a_rest(
     assert sum(
         (await fleet.report(3600, figures.Replaced(36, 99.0)))["split"].values()
     ) == pytest.approx(10.25)
+
+
+async def test_a_campaign_has_its_images_and_its_part_of_what_their_workers_cost(
+    past: Callable[..., Awaitable[Past]],
+) -> None:
+    cheap, dear = Process("a", 0, 1000, device="0"), Process("b", 0, 1000, dollars_per_hour=3.6)
+    anew = Process("a", 1010, 2000, device="0")
+    for process, spring in ((cheap, 1.0), (dear, 0.25), (anew, 0.5)):
+        series = "imagefleet_campaign_images_total"
+        process.counts = {
+            f'{series}{{campaign="spring"}}': spring * process.images,
+            f'{series}{{campaign="autumn"}}': (1 - spring) * process.images,
+        }
+    fleet = await past(cheap, dear, anew)
+
+    images = await fleet.by_campaign("Images by campaign in the time range", 2060, 2120)
+    dollars = await fleet.by_campaign("Dollars by campaign in the time range", 2060, 2120)
+
+    assert images == pytest.approx({"spring": 1000 + 250 + 495, "autumn": 750 + 495})
+    assert dollars == pytest.approx({"spring": 0.2 + 0.25 + 0.099, "autumn": 0.75 + 0.099})
 
 
 #: Of how many drawings each is one that another worker has stored, too.
