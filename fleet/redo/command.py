@@ -18,7 +18,8 @@ from fleet.campaigns.target import Target, check_campaign, images, unknown_job
 from fleet.options import Since, argument, option
 from fleet.redo import replace
 from imagefleet import concurrency, errors
-from imagefleet.job.message import ASIDE, CHECKS, DUPLICATES, SUSPECT, job_key
+from imagefleet.job.message import CHECKS, job_key
+from imagefleet.job.names import ASIDE, DUPLICATES, SUSPECT
 from imagefleet.records import drawn
 from imagefleet.storage.open import Storage, signer_of
 from imagefleet.storage.protocol import BlobRecord, BlobStore

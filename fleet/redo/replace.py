@@ -20,8 +20,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from imagefleet import concurrency, errors
 from imagefleet.files import picture
 from imagefleet.job.chain import SEPARATOR
-from imagefleet.job.message import DUPLICATES, MAX_IMAGE_BYTES, REPLACED, Job, job_key, read_job
-from imagefleet.job.names import split_job_key
+from imagefleet.job.message import MAX_IMAGE_BYTES, Job, job_key, read_job
+from imagefleet.job.names import DUPLICATES, REPLACED, split_job_key
 from imagefleet.records import drawn, once, reader
 from imagefleet.records.record import RecordLog
 from imagefleet.storage.dead_letter import Check

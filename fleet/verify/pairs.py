@@ -13,7 +13,8 @@ from typing import Literal
 from fleet.campaigns.target import Target
 from imagefleet import concurrency, errors, likeness
 from imagefleet.files import picture
-from imagefleet.job.message import CHECKS, COMPARABLE_STEPS, DUPLICATES, MAX_IMAGE_BYTES
+from imagefleet.job.message import CHECKS, COMPARABLE_STEPS, MAX_IMAGE_BYTES
+from imagefleet.job.names import DUPLICATES
 from imagefleet.storage.open import Storage
 
 #: Pairs read at once: two images each, some 400 KB in all.

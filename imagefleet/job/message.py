@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import contextlib
 import functools
 import hashlib
 import json
@@ -13,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
+import pydantic_core
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -23,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from imagefleet import errors, signing, validation
+from imagefleet import errors, validation
 from imagefleet.job import chain, sizes
 from imagefleet.job.passes import fields as passes
 from imagefleet.job.passes import img2img
@@ -45,13 +44,12 @@ DIGEST_FIELD = "digest"
 #: Names of a job, and what is only handed through: two that differ in these draw the same pictures.
 _NOT_IN_DIGEST = {"id", "campaign", "metadata", "verify", chain.THEN_FIELD}
 
+#: Made once: `json.dumps` makes one for each text.
+_TEXT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_ASCII_TEXT = json.JSONEncoder(separators=(",", ":"))
+
 #: The field of an exported failed job that says why it failed, which is no part of the job.
 FAILURE_FIELD = "failure"
-
-BYTE_ORDER_MARK = "\ufeff"
-
-#: The two digits of base64 that are others in addresses.
-_URL_SAFE = str.maketrans("-_", "+/")
 
 #: More than any image of a job has: its pixels, and its file, of which pure noise has 12 MiB.
 MAX_IMAGE_PIXELS = MAX_SIDE**2
@@ -86,20 +84,8 @@ CHECKS = "-checks/"
 #: Jobs of fewer steps are not drawn twice: 5 of 12 with 4 steps came out different, of 15 none.
 COMPARABLE_STEPS = 10
 
-#: Drawings that came too late for their names: below the image's name, one for each worker.
-DUPLICATES = "-duplicates/"
-
-#: Images that `imagefleet redo` has replaced: below the image's name.
-REPLACED = "-replaced/"
-
 #: Shards of records (`imagefleet.records`), below their campaign.
 RECORDS = "-records/"
-
-#: Records of the images that a node has stored since its last good check, once one has failed.
-SUSPECT = "-suspect/"
-
-#: What workers and the operator store beside images begins so.
-ASIDE = "-"
 
 SUFFIXES = {"png": "png", "jpeg": "jpg", "webp": "webp"}
 
@@ -166,17 +152,29 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
 
     def identified(self, job_id: str, campaign: str | None = None) -> Self:
         """The job with *job_id*, a seed derived from its id, *campaign*, where it has none."""
+        missing = self._missing(job_id, campaign)
+        return self.model_copy(update=missing) if missing else self
+
+    def identify(self, job_id: str) -> None:
+        """`identified`, in place: for a job that nobody else has yet, since a copy is slow."""
+        missing = self._missing(job_id)
+        self.__dict__.update(missing)
+        self.model_fields_set.update(missing)
+
+    def _missing(self, job_id: str, campaign: str | None = None) -> dict[str, Any]:
+        """What `identified` gives the job."""
+        missing: dict[str, Any] = {}
         known_id = self.id or job_id
-        stage = f"{chain.SEPARATOR}{self.place.number}" if self.place else ""
-        seed = self.seed if self.seed >= 0 else _seed_from(known_id + stage)
-        subseed = self.subseed
-        if subseed < 0 and self.subseed_strength:
-            subseed = _seed_from(f"{known_id}/subseed")
-        known = {"id": known_id, "seed": seed, "subseed": subseed}
-        known["campaign"] = self.campaign or campaign
-        if all(getattr(self, name) == value for name, value in known.items()):
-            return self
-        return self.model_copy(update=known)
+        if self.id != known_id:
+            missing["id"] = known_id
+        if self.seed < 0:
+            stage = f"{chain.SEPARATOR}{self.place.number}" if self.place else ""
+            missing["seed"] = _seed_from(known_id + stage)
+        if self.subseed < 0 and self.subseed_strength:
+            missing["subseed"] = _seed_from(f"{known_id}/subseed")
+        if campaign and not self.campaign:
+            missing["campaign"] = campaign
+        return missing
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         copy = super().model_copy(update=update, deep=deep)
@@ -277,17 +275,23 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
         """
         if self.place is not None:
             return self.place.job.digest
+        if not self.then:
+            return self.stage_digest
         whole = self if self.id is None else self.identified(self.id)
         return whole.last_stage.stage_digest
 
     @functools.cached_property
     def stage_digest(self) -> str:
         """SHA-256 (hex) of all that decides this stage's images, the stages before it included."""
-        job = self if self.id is None else self.identified(self.id)
-        fields = job.model_dump(mode="json", exclude_defaults=True, exclude=_NOT_IN_DIGEST)
+        given = self.model_fields_set - _NOT_IN_DIGEST
+        fields = self.model_dump(mode="json", include=given, exclude_defaults=True)
+        if self.id is not None:
+            fields |= self._missing(self.id)
         if self.place is not None:
             fields[chain.INPUT_FIELD] = self.place.before.stage_digest
-        return hashlib.sha256(signing.CANONICAL.encode(fields).encode()).hexdigest()
+        # Sorted, so that it does not depend on the order in which the classes name their fields.
+        text = pydantic_core.to_json(dict(sorted(fields.items())))
+        return hashlib.sha256(text).hexdigest()
 
     def blob_name(self, index: int) -> str:
         """The name of image *index*: it follows from the job alone, so a retry finds it taken.
@@ -301,7 +305,7 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
     def to_message(self, signer: JobSigner | None = None) -> str:
         """The whole job in a line of JSON, with the stage's number; signed by *signer*."""
         job = self.whole
-        fields = job.model_dump(mode="json", exclude_defaults=True)
+        fields = job.model_dump(mode="json", include=job.model_fields_set, exclude_defaults=True)
         if job.id is not None:
             fields[DIGEST_FIELD] = job.digest
         if signer is not None:
@@ -353,7 +357,7 @@ def read_job(body: str, message_id: str, trusted: TrustedJobs | None = None) -> 
     if job.then and stage is None:
         signed = {} if signature is None else {SIGNATURE_FIELD: signature}
         chain.check_size(message_text(fields | signed))
-    job = job.identified(message_id)
+    job.identify(message_id)
     if digest is not None and digest != job.digest:
         raise errors.InvalidMessageError(
             f"{DIGEST_FIELD}: it is of another job than this one; a job that was changed goes"
@@ -367,18 +371,13 @@ def message_fields(body: str) -> Any:
 
     Base64 may be in lines, url-safe or without padding; either may begin with a byte order mark.
     """
-    text = body.strip().removeprefix(BYTE_ORDER_MARK)
-    if text.lstrip()[:1] not in {"{", "["}:
-        digits = "".join(text.split()).translate(_URL_SAFE).rstrip("=")
-        with contextlib.suppress(ValueError):
-            padded = digits + "=" * (-len(digits) % 4)
-            text = base64.b64decode(padded, validate=True).decode("utf-8-sig")
-    return json.loads(text)
+    text = body.strip().removeprefix(sizes.BYTE_ORDER_MARK)
+    return json.loads(text if text.lstrip()[:1] in {"{", "["} else sizes.from_base64(text))
 
 
 def message_text(fields: Mapping[str, Any]) -> str:
     """The text of a message, which Azure carries in XML; that excludes two characters."""
-    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+    text = _TEXT.encode(fields)
     text = text.replace("\ufffe", "\\ufffe").replace("\uffff", "\\uffff")
     # Half of a surrogate pair, in a field that no job reads, goes on as its sender escaped it.
     return text.encode(errors="backslashreplace").decode()
@@ -394,7 +393,7 @@ def text_for_image(body: str, job: Job) -> str:
         fields[chain.STAGE_FIELD] = job.stage_field
     if SIGNATURE_FIELD not in fields:  # which is of what was sent alone
         fields.setdefault(DIGEST_FIELD, job.digest)
-    return json.dumps(fields, separators=(",", ":"))
+    return _ASCII_TEXT.encode(fields)
 
 
 def images_of(body: str) -> int:
@@ -413,14 +412,6 @@ def is_signed(body: str) -> bool:
     if body.startswith("{") and SIGNATURE_FIELD not in body:
         return False  # the most common case, without parsing it
     return SIGNATURE_FIELD in fields_if_any(body)
-
-
-def signed_again(body: str, signer: JobSigner) -> str:
-    """The message of a job that was signed, with a signature of now; it may be no valid job."""
-    fields = message_fields(body)
-    unsigned = {DELIVERIES_FIELD, chain.STAGE_FIELD, SIGNATURE_FIELD}
-    signed = {name: value for name, value in fields.items() if name not in unsigned}
-    return message_text(fields | {SIGNATURE_FIELD: signer.sign(signed)})
 
 
 def fields_if_any(body: str) -> dict[str, Any]:

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import re
 
-from imagefleet.job.message import DEFAULT_CAMPAIGN, DUPLICATES
+from imagefleet.job.message import DEFAULT_CAMPAIGN
+
+#: Drawings that came too late for their names: below the image's name, one for each worker.
+DUPLICATES = "-duplicates/"
+
+#: Images that `imagefleet redo` has replaced: below the image's name.
+REPLACED = "-replaced/"
+
+#: Records of the images that a node has stored since its last good check, once one has failed.
+SUSPECT = "-suspect/"
+
+#: What workers and the operator store beside images begins so.
+ASIDE = "-"
 
 
 def worker_file_name(worker: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -35,6 +36,20 @@ MAX_METADATA_BYTES = 4096
 
 #: Characters that XML 1.0, in which Azure transfers messages, does not allow.
 _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
+
+BYTE_ORDER_MARK = "\ufeff"
+
+#: The two digits of base64 that are others in addresses.
+_URL_SAFE = str.maketrans("-_", "+/")
+
+
+def from_base64(text: str) -> str:
+    """A message's JSON from its base64, in lines, url-safe or unpadded; others unchanged."""
+    digits = "".join(text.split()).translate(_URL_SAFE).rstrip("=")
+    with contextlib.suppress(ValueError):
+        padded = digits + "=" * (-len(digits) % 4)
+        text = base64.b64decode(padded, validate=True).decode("utf-8-sig")
+    return text
 
 
 def message_bytes(body: str) -> int:

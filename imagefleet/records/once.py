@@ -11,7 +11,8 @@ from datetime import datetime
 from pydantic import ValidationError
 
 from imagefleet import errors
-from imagefleet.job.message import ASIDE, job_key
+from imagefleet.job.message import job_key
+from imagefleet.job.names import ASIDE
 from imagefleet.records.record import Record, hashed
 
 #: How the line of an image's record begins.

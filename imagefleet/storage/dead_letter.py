@@ -17,19 +17,21 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
 from imagefleet import errors
-from imagefleet.job import sizes
+from imagefleet.job import chain, sizes
 from imagefleet.job.change import Change
 from imagefleet.job.message import (
     DEFAULT_CAMPAIGN,
+    DELIVERIES_FIELD,
     Job,
     SafeId,
     fields_if_any,
     is_signed,
+    message_fields,
+    message_text,
     read_job,
-    signed_again,
 )
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Record
-from imagefleet.signing import JobSigner, TrustedJobs
+from imagefleet.signing import SIGNATURE_FIELD, JobSigner, TrustedJobs
 from imagefleet.storage import protocol
 from imagefleet.storage.deliveries import Deliveries, sent_again, without_deliveries
 from imagefleet.storage.open import Storage
@@ -187,7 +189,12 @@ class Check:
 
     def dated(self, body: str) -> str:
         """The message of a job of `sendable`, with a signature of now where it can be signed."""
-        return body if self.signer is None else signed_again(body, self.signer)
+        if self.signer is None:
+            return body
+        fields = message_fields(body)  # of a job that may be invalid
+        for name in (DELIVERIES_FIELD, chain.STAGE_FIELD, SIGNATURE_FIELD):
+            fields.pop(name, None)
+        return message_text(fields | {SIGNATURE_FIELD: self.signer.sign(fields)})
 
     async def job(self, entry: Entry, blobs: protocol.BlobStore) -> tuple[str, Job | None]:
         """The message that replays a job, and the job: None if it is invalid, and taken anyway.

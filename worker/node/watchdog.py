@@ -25,8 +25,7 @@ from datetime import UTC, datetime
 from typing import Literal, NoReturn
 
 from imagefleet import errors, retry
-from imagefleet.job.message import ASIDE, SUSPECT
-from imagefleet.job.names import worker_file_name
+from imagefleet.job.names import ASIDE, SUSPECT, worker_file_name
 from imagefleet.job.passes.fields import Pass
 from imagefleet.pricing import families, prices
 from imagefleet.storage import protocol

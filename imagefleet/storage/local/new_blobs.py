@@ -11,7 +11,6 @@ import errno
 import fcntl
 import os
 import stat
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -44,11 +43,15 @@ class NewBlob(NamedTuple):
 
 @dataclass(slots=True)
 class _Draft:
-    """A blob on its way; *outcome* is whether it was created, or an error; None: not yet."""
+    """A blob on its way; *outcome* is whether it was created, or an error; None: not yet.
+
+    *sidecar* and *file* have temporary names, as long as there are such.
+    """
 
     blob: NewBlob
     path: str  # strings: pathlib takes longer than the system's calls
     temporary: str
+    sidecar: str | None = None
     file: BinaryIO | None = None
     outcome: bool | errors.FleetError | None = None
 
@@ -68,7 +71,7 @@ class NewBlobs:
         """Whether each blob was created: False if its name is taken; or the error."""
         temporary = f"{self._root}/{TEMPORARY_FOLDER}/"
         drafts = [
-            _Draft(blob, f"{self._root}/{blob.name}", temporary + uuid.uuid4().hex)
+            _Draft(blob, f"{self._root}/{blob.name}", temporary + os.urandom(16).hex())
             for blob in blobs
         ]
         try:
@@ -126,7 +129,8 @@ class NewBlobs:
             draft.outcome = False
             return
         # Not synced: no job depends on it.
-        with self._open(f"{draft.temporary}{_SIDECAR}") as file:
+        draft.sidecar = f"{draft.temporary}{_SIDECAR}"
+        with self._open(draft.sidecar) as file:
             file.write(draft.blob.details)
         draft.file = self._open(draft.temporary)
         if isinstance(draft.blob.content, bytes):
@@ -139,12 +143,12 @@ class NewBlobs:
             os.posix_fadvise(draft.file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _open(self, temporary: str) -> BinaryIO:
-        path = Path(temporary)
         try:
-            return path.open("xb")
+            return open(temporary, "xb")  # noqa: PTH123 - see `_Draft`
         except FileNotFoundError:
             if not self._folder.is_dir():
                 raise no_folder(self._folder) from None
+            path = Path(temporary)
             path.parent.mkdir(exist_ok=True)
             return path.open("xb")
 
@@ -154,7 +158,8 @@ class NewBlobs:
             draft.outcome = False
             return
         sidecar = f"{self._root}/{METADATA_FOLDER}/{draft.blob.name}.json"
-        self._in_folder(sidecar, partial(os.replace, f"{draft.temporary}{_SIDECAR}", sidecar))
+        self._in_folder(sidecar, partial(os.replace, str(draft.sidecar), sidecar))
+        draft.sidecar = None
         try:
             self._in_folder(draft.path, partial(os.link, draft.temporary, draft.path))
         except FileExistsError:
@@ -220,10 +225,14 @@ def _clean_up(draft: _Draft) -> None:
     if draft.file is not None:
         with contextlib.suppress(OSError):  # of a full disk, which the outcome tells
             draft.file.close()
-    if draft.file is not None or isinstance(draft.outcome, Exception):
-        for name in (draft.temporary, draft.temporary + _SIDECAR):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                Path(name).unlink()
+        _remove(draft.temporary)
+    if draft.sidecar is not None:
+        _remove(draft.sidecar)
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        os.unlink(path)  # noqa: PTH108 - see `_Draft`
 
 
 def _is_file(path: str) -> bool:

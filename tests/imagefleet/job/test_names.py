@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from fleet.redo import replace
 from fleet.results import files
 from fleet.webhooks import events
-from imagefleet.job.message import REPLACED, Job
-from imagefleet.job.names import duplicate_name
+from imagefleet.job.message import Job
+from imagefleet.job.names import REPLACED, duplicate_name
 from imagefleet.records import outcomes
 from imagefleet.records.record import Record, of_job
 from imagefleet.storage import protocol
