@@ -33,12 +33,13 @@ async def images(
 ) -> AsyncGenerator[list[Record]]:
     """The record of each image once, and last the jobs that failed for a taken name."""
     drawn = stored.of_kind(shards, "images")
-    is_short = (size := stored.size_bytes(drawn)) <= stored.PART_BYTES
-    rivals, kept = Rivals(size), list[tuple[StoredShard, list[bytes]]]()
-    async for shard, lines in stored.lines_of_all(drawn, damaged if is_short else Damaged()):
-        await asyncio.to_thread(rivals.note, lines)
-        if is_short:  # or they are read again
-            kept.append((shard, lines))
+    kept: list[tuple[StoredShard, list[bytes]]] = []
+    if is_short := stored.size_bytes(drawn) <= stored.PART_BYTES:  # or they are read twice
+        kept = [each async for each in stored.lines_of_all(drawn, damaged)]
+    rivals = Rivals(sum(len(lines) for _, lines in kept) if is_short else None)
+    noted = _kept(kept) if is_short else stored.lines_of_all(drawn, Damaged())
+    async for _, lines in noted:
+        await stored.computed(len(lines), rivals.note, lines)
     async with aclosing(_kept(kept) if is_short else stored.lines_of_all(drawn, damaged)) as parts:
         async for shard, lines in parts:
             async for part in stored.records_in(shard, lines, damaged):

@@ -146,10 +146,11 @@ class Rivals:
 
     _MOST_BITS = 28
 
-    def __init__(self, size_bytes: int) -> None:
-        """*size_bytes*: those of the records' shards."""
-        self._bits = 2 ** min(self._MOST_BITS, max(10, size_bytes.bit_length()))
-        self._seen = bytearray(self._bits // 8)
+    def __init__(self, lines: int | None = None) -> None:
+        """*lines*: how many there are, if that is known; it takes 128 bytes for each at most."""
+        known_bits = self._MOST_BITS if lines is None else (lines << 9).bit_length()
+        self._bits = 2 ** min(self._MOST_BITS, known_bits)
+        self._seen = bytearray(max(1, self._bits // 8))
         self._names: set[int] = set()
         self._taken: set[str] = set()
 

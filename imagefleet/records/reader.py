@@ -175,35 +175,39 @@ async def counts(storage: Storage, campaign: str, damaged: Damaged | None = None
     """
     damaged = damaged or Damaged()
     shards = await stored.shards_of(storage, campaign, damaged)
-    return await _counts(storage, campaign, shards, damaged)
+    return await _counts(storage.blobs, ledger.Ledger(storage, campaign), shards, damaged)
 
 
 async def all_counts(storage: Storage, damaged: Damaged) -> dict[str, Counts]:
     """The numbers of all campaigns: of `counts`, with three listings for them all."""
-    by_campaign = {name: list[StoredShard]() for name in await ledger.campaigns(storage)}
+    noted = {name: ledger.Ledger(storage, name) for name in await ledger.campaigns(storage)}
+    by_campaign: dict[str, list[StoredShard]] = {name: [] for name in noted}
     for shard in await stored.shards_of(storage, None, damaged):
         by_campaign.setdefault(shard.campaign, []).append(shard)
     found: dict[str, Counts] = {}
 
     async def count(campaign: str) -> None:
-        found[campaign] = await _counts(storage, campaign, by_campaign[campaign], damaged)
+        of_campaign = noted.pop(campaign, None), by_campaign[campaign]
+        found[campaign] = await _counts(storage.blobs, *of_campaign, damaged)
 
     await concurrency.for_each(by_campaign, count, _COUNTED_AT_ONCE)
     return found
 
 
 async def _counts(
-    storage: Storage, campaign: str, shards: Collection[StoredShard], damaged: Damaged
+    blobs: BlobStore,
+    noted: ledger.Ledger | None,
+    shards: Collection[StoredShard],
+    damaged: Damaged,
 ) -> Counts:
-    noted = ledger.Ledger(storage, campaign)
-    sent = await noted.count()
+    sent = None if noted is None else await noted.count()
     is_short = stored.size_bytes(stored.of_kind(shards, "images")) <= stored.PART_BYTES
     is_exact = (is_short and (sent or 0) <= _READ_ENTRIES) or _has(shards, "replaced")
     while True:
-        known = await noted.read() if is_exact and sent is not None else None
+        known = None if noted is None or sent is None or not is_exact else await noted.read()
         ends = await drawn.Ends(known, unfit := Damaged()).read(shards)
         add = _recounted if is_exact else _counted
-        total = await add(storage.blobs, shards, ends, unfit)
+        total = await add(blobs, shards, ends, unfit)
         if is_exact or sent is None or total.jobs + len(ends.outcomes) + ends.discarded <= sent:
             break
         is_exact = True  # what the ends of the shards say is not so

@@ -6,11 +6,12 @@ import asyncio
 import re
 import zlib
 from collections import deque
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import islice
+from typing import Any, TypeVar
 
 from imagefleet import errors
 from imagefleet.job.message import RECORDS
@@ -41,11 +42,18 @@ _PARSED = 2_000
 _READ_AHEAD = 8
 CONCURRENT_READS = 16
 
+_Result = TypeVar("_Result")
+
 #: Bytes that are read of the end of a shard: a worker adds 256 records at once, some 50 kB.
 _END_BYTES = 128 * 2**10
 
 #: The fewest bytes of a compressed record; totals that say more records than that are not believed.
 _LEAST_RECORD_BYTES = 4
+#: Those of most, about.
+_RECORD_BYTES = 100
+
+#: To hand so few lines to a thread takes as long as to read them: most of many campaigns have few.
+_FEW_LINES = 20
 
 #: What the records of each kind say.
 _OUTCOMES: Mapping[Kind, Collection[Outcome]] = {
@@ -229,7 +237,7 @@ async def lines(
     part = part or await blobs.read_part(name, offset, part_bytes)
     while part and part.data:
         offset += len(part.data)
-        yield await asyncio.to_thread(decoder.lines, part.data)
+        yield await computed(len(part.data) // _RECORD_BYTES, decoder.lines, part.data)
         if decoder.is_damaged:
             damaged.add(name, _DAMAGED)
             break
@@ -248,6 +256,11 @@ async def lines_of_all(
                     yield start, some
 
 
+async def computed(lines: int, function: Callable[..., _Result], *args: Any) -> _Result:
+    """What *function* returns; on a thread, if there are *lines* enough to be worth one."""
+    return await asyncio.to_thread(function, *args) if lines > _FEW_LINES else function(*args)
+
+
 async def records(shards: Iterable[StoredShard], damaged: Damaged) -> AsyncGenerator[list[Record]]:
     """The records of each shard, some at a time: they take ten times the memory of their lines."""
     async with aclosing(lines_of_all(shards, damaged)) as parts:
@@ -261,7 +274,8 @@ async def records_in(
 ) -> AsyncGenerator[list[Record]]:
     """The records of a shard's *lines*, some at a time."""
     for first in range(0, len(lines), _PARSED):
-        yield await asyncio.to_thread(parsed, lines[first : first + _PARSED], shard, damaged)
+        some = lines[first : first + _PARSED]
+        yield await computed(len(some), parsed, some, shard, damaged)
 
 
 def size_bytes(shards: Iterable[StoredShard]) -> int:

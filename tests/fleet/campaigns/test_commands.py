@@ -52,6 +52,7 @@ async def store(storage: Storage, campaign: str, id: str, **facts: Any) -> None:
     """An image and its record, as a worker stores them."""
     name = f"{campaign}/{id}.png"
     metadata = {"job": id, "campaign": campaign, "worker": "w1", "attempt": "2", "seconds": "1"}
+    metadata["digest"] = "0" * 64  # as `sent_jobs` notes it
     await storage.blobs.create(name, b"pixels", "image/png", {**metadata, **facts})
     log = RecordLog(storage.blobs, "w1")
     await log.add([Record(outcome="completed", id=id, campaign=campaign, at=NOW, blob=name)])
@@ -72,8 +73,8 @@ async def fill(storage: Storage) -> None:
     )
     await operator.open("spring", "cancelled")
     await operator.add([Record(outcome="replayed", id="again", source="m1", **ended)])
-    await sent_jobs.note(storage, "spring", 5)
-    await sent_jobs.note(storage, "autumn", 1)
+    await sent_jobs.note(storage, "spring", 5, ids=("done", "bad", "again", "late"))
+    await sent_jobs.note(storage, "autumn", 1, ids=["done"])
     await storage.queue.send([job("again"), job("flying"), job("waiting", "autumn")])
 
 
@@ -221,4 +222,6 @@ def test_purge_asks_with_the_count_and_keeps_failed_jobs(
     assert (found["messages"], found["deleted"]) == (3, True)
     assert on(filled, depths) == (0, 1)
     noted = in_process("status", *flags(filled))
-    assert "of 2 pending jobs 0 at most in a queue or in flight, 2 in none: deleted" in noted.stdout
+    said = " ".join(noted.stdout.split())
+    assert "of 2 pending jobs 0 at most in this queue or in flight, 2 not: they wait in" in said
+    assert "in another queue of the same container (--queue), were deleted" in said

@@ -75,7 +75,7 @@ async def loot(
 
 #: What changes by itself, or is what a thief may change: the number of what does not fit.
 VOLATILE = {
-    *("misfits", "unfit", "damaged", "folder", "at", "oldest_age_seconds", "damage"),
+    *("misfits", "unfit", "unknown", "damaged", "folder", "at", "oldest_age_seconds", "damage"),
     *("unfit_records", "unrecorded", "messages"),
     *("images_per_second", "seconds", "made_at", "last_at", "first_at"),
 }

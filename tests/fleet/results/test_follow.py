@@ -25,6 +25,9 @@ Add = Callable[..., Awaitable[Any]]
 Start = Callable[..., Awaitable["asyncio.Task[subprocess.CompletedProcess[str]]"]]
 
 
+IDS = [f"{number:04}" for number in range(1, 10)]
+
+
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "POLL_SECONDS", 0.05)
@@ -61,7 +64,7 @@ async def test_it_ends_with_the_campaign_and_misses_nothing(
 ) -> None:
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001")
-        await sent_jobs.note(storage, "spring", 4)
+        await sent_jobs.note(storage, "spring", 4, ids=IDS)
         running = await start("--json")
         await store_images(storage, "0002", "0003")
         assert not running.done()
@@ -84,7 +87,7 @@ async def test_people_see_the_table_and_then_what_is_new(
 ) -> None:
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001")
-        await sent_jobs.note(storage, "spring", 2)
+        await sent_jobs.note(storage, "spring", 2, ids=IDS)
         running = await start()
         await store_images(storage, "0002")
         result = await asyncio.wait_for(running, 20)
@@ -100,7 +103,7 @@ async def test_people_see_no_more_than_the_limit(
 ) -> None:
     async with open_storage(local_settings) as storage:
         await store_images(storage, *["0001"][:already_there])
-        await sent_jobs.note(storage, "spring", 9)
+        await sent_jobs.note(storage, "spring", 9, ids=IDS)
         running = await start("--limit", "2")
         await store_images(storage, "0002", "0003", "0004")
         result = await asyncio.wait_for(running, 20)
@@ -115,7 +118,7 @@ async def test_images_are_downloaded_as_they_arrive(
 ) -> None:
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001")
-        await sent_jobs.note(storage, "spring", 2)
+        await sent_jobs.note(storage, "spring", 2, ids=IDS)
         running = await start("--download", "images")
         await polling.until((tmp_path / "images" / "0001.png").is_file)
         await store_images(storage, "0002")
@@ -158,7 +161,7 @@ async def test_a_campaign_that_goes_on_is_not_counted_at_each_poll(
     monkeypatch.setattr(reader, "counts", counts)
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001")
-        await sent_jobs.note(storage, "spring", 2)
+        await sent_jobs.note(storage, "spring", 2, ids=IDS)
         follower = reader.Follower(storage, "spring")
         polls = reader.follow(storage, follower, "spring", {"completed"}, print)
         for _ in range(50):

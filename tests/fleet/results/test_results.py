@@ -42,7 +42,7 @@ async def stored(
         await add_job(storage, "0005", "cancelled", error=None, reason=None)
         await add_job(storage, "0006", "failed")
         await add_job(storage, "0006", "replayed")
-        await sent_jobs.note(storage, "spring", 7)
+        await sent_jobs.note(storage, "spring", 7, ids=(f"{n:04}" for n in range(1, 7)))
         yield storage
 
 

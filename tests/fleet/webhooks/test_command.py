@@ -43,7 +43,7 @@ def jobs(tmp_path: Path) -> Path:
         async with open_storage(StorageSettings(storage=address)) as storage:
             await storage.create()
             log = RecordLog(storage.blobs, "w1")
-            await sent_jobs.note(storage, "spring", 4)
+            await sent_jobs.note(storage, "spring", 4, ids=(f"job-{n}" for n in range(3)))
             await log.add(
                 Record(
                     outcome="completed",

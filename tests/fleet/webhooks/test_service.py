@@ -22,6 +22,7 @@ from fleet.webhooks.endpoint import Endpoint, read_secrets
 from fleet.webhooks.events import Source, State
 from imagefleet import errors
 from imagefleet.records.record import Record, RecordLog
+from imagefleet.records.sent import note
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -109,7 +110,7 @@ def record(number: int, outcome: str = "completed", **fields: Any) -> Record:
 async def test_a_campaign_that_has_an_end_of_every_job_is_reported_once(
     storage: Storage, log: RecordLog, operator: RecordLog, receiver: Any, run: Run
 ) -> None:
-    await sent_jobs.note(storage, "spring", 3)
+    await sent_jobs.note(storage, "spring", 3, ids=("job-1", "job-2", "job-3"))
     await log.add([record(1), record(2, "failed", error="JobError", reason="no")])
     await run()
     assert receiver.events == [], "one job is pending"
@@ -129,8 +130,10 @@ async def test_what_a_worker_has_done_is_reported(
 ) -> None:
     jobs = ({"id": "one"}, {"id": "set", "batch_size": 3}, {"id": "bad", "steps": 500})
     shared = {"prompt": "a cat", "campaign": "spring", "metadata": {"order": 7}}
-    await storage.queue.send(json.dumps(shared | each) for each in jobs)
-    await sent_jobs.note(storage, "spring", len(jobs))
+    bodies = [json.dumps(shared | each) for each in jobs]
+    await storage.queue.send(bodies)
+    await note(storage, bodies[:2])
+    await sent_jobs.note(storage, "spring", 1, ids=["bad"])
     await run_worker("worker-1")
     await run(each_job=True)
     assert {each["id"] for each in receiver.told("job.completed")} == {"one", "set"}
@@ -145,7 +148,7 @@ async def test_what_a_worker_has_done_is_reported(
 async def test_a_campaign_that_goes_on_ends_again_with_another_id(
     storage: Storage, log: RecordLog, operator: RecordLog, receiver: Any, run: Run
 ) -> None:
-    await sent_jobs.note(storage, "spring", 2)
+    await sent_jobs.note(storage, "spring", 2, ids=("job-1", "job-2"))
     await log.add([record(1), record(2, "failed", error="JobError", reason="no")])
     await run()
     await operator.add([record(2, "replayed")])

@@ -14,7 +14,7 @@ import pytest
 import polling
 import sent_jobs
 from imagefleet import errors
-from imagefleet.records import once, reader
+from imagefleet.records import once, reader, stored
 from imagefleet.records.record import (
     MAX_MEMBER_BYTES,
     TOTALS_BYTES,
@@ -69,7 +69,8 @@ async def test_a_job_of_several_images_is_counted_once_all_are_stored(
     storage: Storage, log: RecordLog
 ) -> None:
     def of_several(index: int, **fields: Any) -> Record:
-        return image(1, blob=f"spring/job-1~{index}.png", images=3, index=index, **fields)
+        name = f"spring/job-1~{index}.png" if index else "spring/job-1.png"
+        return image(1, blob=name, images=3, index=index, **fields)
 
     await log.add([of_several(index, completes=False) for index in (0, 2)])
     assert (await reader.counts(storage, "spring")).completed == 0
@@ -123,6 +124,7 @@ async def test_names_that_were_taken_do_not_make_a_count_read_every_record(
     other = RecordLog(storage.blobs, "other")
     await other.add([image(7), image(900), image(900)], again=True)
     found = len(await everything(reader.images(storage, "spring")))
+    monkeypatch.setattr(stored, "PART_BYTES", 1_000)  # a campaign of more is a large one
     reads = 0
     read = Record.read
 
@@ -168,9 +170,13 @@ async def test_counts_are_those_of_the_records(
     storage: Storage, log: RecordLog, operator: RecordLog
 ) -> None:
     await operator.open("spring", "cancelled")
-    await sent_jobs.note(storage, "spring", 70)
+    await sent_jobs.note(storage, "spring", 70, ids=(f"job-{number}" for number in range(1, 6)))
     await log.add(
-        [image(1, images=2, completes=False), image(1, images=2, index=1, completes=True), image(2)]
+        [
+            image(1, images=2, completes=False),
+            image(1, images=2, index=1, completes=True, blob="spring/job-1~1.png"),
+            image(2),
+        ]
     )
     await log.add([job(3, "failed"), job(4, "cancelled"), job(5, "failed")])
     await operator.add([job(5, "replayed")])

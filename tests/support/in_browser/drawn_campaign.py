@@ -133,8 +133,10 @@ async def fill(
         images = folder / settings.container / campaign
         images.mkdir(parents=True, exist_ok=True)
         some: list[Record] = []
+        ids: list[str] = []
         for made in records(count, campaign, failed=failed):
             record = made
+            ids.append(record.id)
             if record.blob and pictures:
                 number = int(record.id)
                 digest = hashlib.sha256(drawn[number % len(drawn)]).hexdigest()
@@ -149,4 +151,4 @@ async def fill(
                 await next(logs).add(some)
                 some = []
         await next(logs).add(some)
-        await sent_jobs.note(storage, campaign, count + failed)
+        await sent_jobs.note(storage, campaign, count + failed, ids=ids)
