@@ -21,7 +21,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from imagefleet import errors, retry
-from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.storage.protocol import Clock, JobQueue, Operations
 from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.telemetry import logs, metrics
@@ -116,7 +115,8 @@ class WorkerMetrics:
         self.campaign_images = counter(
             "imagefleet_campaign_images", "Images stored, by campaign.", ["campaign"]
         )
-        self._campaigns: set[str] = set()
+        self.campaigns: set[str] = set()
+        """Those with a series of their own: whoever may send jobs names campaigns."""
         self.chain_images = counter(
             "imagefleet_chain_images", "Images stored of jobs with several stages.", ["stage"]
         )
@@ -188,20 +188,6 @@ class WorkerMetrics:
             self._worker = Info("imagefleet_worker", "This worker, always 1.", registry=None)
             self.registry.register(self._worker)
         self._worker.info(labels)
-
-    def image_stored(self, model: str, campaign: str | None, stage: int | None) -> None:
-        """Counts an image of that model; *stage* is that of a job of several."""
-        self.images_stored += 1
-        self.images.inc()
-        self.model_images.labels(model).inc()
-        # Whoever may send jobs names campaigns.
-        name = campaign or DEFAULT_CAMPAIGN
-        if len(self._campaigns) < metrics.MAX_MODELS:
-            self._campaigns.add(name)
-        label = name if name in self._campaigns else metrics.OTHER_MODELS
-        self.campaign_images.labels(label).inc()
-        if stage is not None:
-            self.chain_images.labels(str(stage)).inc()
 
     def serve(self, models: Iterable[str]) -> None:
         """Creates the series of models before their first event."""

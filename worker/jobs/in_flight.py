@@ -20,11 +20,12 @@ from typing import Any, NoReturn
 
 from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
-from imagefleet.job.message import Job
+from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
 from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.deliveries import SUSPECT_AFTER, Deliveries, shown_images
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.telemetry import logs
+from imagefleet.telemetry.metrics import MAX_MODELS, OTHER_MODELS
 from worker import tasks
 from worker.engine import contract
 from worker.inputs.img2img import Overlay
@@ -117,6 +118,21 @@ class InFlightJob:
         finally:
             self._uploads -= 1
             self._upload_ended.set()
+
+    def image_written(self, metrics: WorkerMetrics, model: str) -> None:
+        """An image of this job is stored, by this worker: notes and counts it."""
+        assert self.job is not None  # noqa: S101 - it was drawn
+        self.images_written += 1
+        metrics.images_stored += 1
+        metrics.images.inc()
+        metrics.model_images.labels(model).inc()
+        name = self.job.campaign or DEFAULT_CAMPAIGN
+        if len(metrics.campaigns) < MAX_MODELS:
+            metrics.campaigns.add(name)
+        label = name if name in metrics.campaigns else OTHER_MODELS
+        metrics.campaign_images.labels(label).inc()
+        if self.job.stages > 1:
+            metrics.chain_images.labels(str(self.job.stage)).inc()
 
     async def first_ended(self) -> None:
         """The first image is stored, or will not be: so goes what waits for it."""

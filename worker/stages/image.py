@@ -155,10 +155,7 @@ class UploadStage:
             # In doubt another worker may have a record of it, too.
             records = entry.records if is_surely_own else entry.again
             records.append(self._record(encoded, name, sha256))
-            entry.images_written += 1
-            stage = image.job.stage if image.job.stages > 1 else None
-            campaign = image.job.campaign
-            self.settler.metrics.image_stored(self.settler.model_name, campaign, stage)
+            entry.image_written(self.settler.metrics, self.settler.model_name)
         else:
             self.suspects.not_stored(name)
             self.settler.cost.lost("duplicate")
