@@ -127,7 +127,7 @@ def draw(
     drawn: list[Pixels] = []
     for first in range(0, len(requests), engine.capacity):
         drawn += work.draw(engine, requests[first : first + engine.capacity])
-    asked = [reference.request(kind, engine.default_size, lora) for kind in reference.KINDS]
+    asked = [reference.request(kind, engine.default_size, lora) for kind in reference.CANARY_IMAGES]
     canaries = [work.draw(engine, [request])[0] for request in asked]
     took = {
         "checksum": median(engine.self_check.find_fault),
@@ -175,7 +175,7 @@ def main() -> int:
             rows[f"other machine: {name}"] = row(own, found, is_right=True)
     if (MODEL / "canary.json").exists():
         stored = reference.read((MODEL / "canary.json").read_bytes()).fingerprints
-        kinds = [stored[kind] for kind in reference.KINDS]
+        kinds = [stored[kind] for kind in reference.CANARY_IMAGES]
         for name in right:
             rows[f"reference file: {name}"] = row(kinds, prints(right[name])[-3:], is_right=True)
     for name, spoil in SPOILT.items():

@@ -101,8 +101,10 @@ def fill(
         console.print_json({**asdict(summary), **told})
     elif not quiet:
         _print_summary(summary, path, told)
-        if not (load.is_done or summary.sent or told.get("invalid")) and summary.finished:
-            console.print_note(f"no jobs in {file}: nothing was sent")
+        found = summary.changed or summary.as_before or summary.cancelled or told.get("invalid")
+        if not (load.is_done or summary.sent) and summary.finished:
+            where = "" if found else f"no jobs in {file}: "
+            console.print_note(f"{where}nothing was sent")
     if not summary.finished:
         raise typer.Exit(console.EXIT_INTERRUPTED)
 

@@ -49,6 +49,7 @@ JobFormat = Annotated[
         help="Format of FILE; default: by its name, and jsonl for standard input.",
     ),
 ]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
 #: No setting: IMAGEFLEET_PRIORITY is that of a worker on SaladCloud.
 JobPriority = Annotated[
     str,

@@ -109,12 +109,13 @@ def facts(scores: Scores) -> dict[str, str]:
     if scores.clip_extractor:
         found["CLIP, CMMD"] = _extractor(scores.clip_extractor)
     if scores.small:
-        more = f" and {len(scores.small) - _NAMED:,} more" if len(scores.small) > _NAMED else ""
-        found["few images"] = (
-            f"fewer than 1,000 in {', '.join(scores.small[:_NAMED])}{more}: FID and CMMD are too"
-            " high"
-        )
+        found["few images"] = f"{_few(scores)}: FID and CMMD are too high"
     return found
+
+
+def _few(scores: Scores) -> str:
+    more = f" and {len(scores.small) - _NAMED:,} more" if len(scores.small) > _NAMED else ""
+    return f"fewer than 1,000 in {', '.join(scores.small[:_NAMED])}{more}"
 
 
 def _extractor(facts: dict[str, Any]) -> str:
@@ -146,11 +147,11 @@ def _name(group: GroupScores) -> str:
 def svg(scores: Scores) -> str:
     """FID over the CLIP score, each point with its guidance; "" without both figures."""
     lines = series(scores)
-    points = [_place(group) for groups in lines.values() for group in groups]
-    if not points:
+    spans = [_span(group) for groups in lines.values() for group in groups]
+    if not spans:
         return ""
-    x = _Axis([clip for clip, _ in points], _LEFT, _WIDTH - _RIGHT)
-    y = _Axis([fid for _, fid in points], _HEIGHT - _BOTTOM, _TOP)
+    x = _Axis([end for clip, _ in spans for end in clip], _LEFT, _WIDTH - _RIGHT)
+    y = _Axis([end for _, fid in spans for end in fid], _HEIGHT - _BOTTOM, _TOP)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" {_LOOK}>',
         f"<title>FID and CLIP score of {escape(scores.campaign)}</title>",
@@ -163,11 +164,14 @@ def svg(scores: Scores) -> str:
         places = [(x.place(clip), y.place(fid)) for clip, fid in map(_place, groups)]
         path = " ".join(f"{across:.1f},{down:.1f}" for across, down in places)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        for group, (across, down) in zip(groups, places, strict=True):
-            parts += _point(group, across, down, colour)
+        for group in groups:
+            parts += _point(group, x, y, colour)
         if len(lines) > 1:
             down = _TOP + 16 * number
             parts.append(f'<text x="{_LEFT + 8}" y="{down}" fill="{colour}">{escape(name)}</text>')
+    if scores.small:
+        few = escape(_few(scores))
+        parts.append(f'<text x="{_WIDTH - _RIGHT}" y="{_TOP}" text-anchor="end">{few}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -181,6 +185,12 @@ class _Axis:
 
 def _place(group: GroupScores) -> tuple[float, float]:
     return group.clip or 0.0, group.fid or 0.0
+
+
+def _span(group: GroupScores) -> tuple[Interval, Interval]:
+    """From where to where the intervals reach; from the point to itself without."""
+    clip, fid = _place(group)
+    return group.clip_interval or (clip, clip), group.fid_interval or (fid, fid)
 
 
 def _grid(x: _Axis, y: _Axis) -> list[str]:
@@ -204,13 +214,19 @@ def _grid(x: _Axis, y: _Axis) -> list[str]:
     ]
 
 
-def _point(group: GroupScores, across: float, down: float, colour: str) -> list[str]:
+def _point(group: GroupScores, x: _Axis, y: _Axis, colour: str) -> list[str]:
+    clip, fid = _place(group)
+    across, down = x.place(clip), y.place(fid)
+    (left, right), (low, high) = _span(group)
+    cross = f"M{x.place(left):.1f} {down:.1f}H{x.place(right):.1f}"
+    cross += f"M{across:.1f} {y.place(low):.1f}V{y.place(high):.1f}"
     guidance = "" if group.cfg_scale is None else f"{group.cfg_scale:g}"
     title = (
         f"<title>{escape(group.group)}: FID {group.shown('fid')}, CLIP {group.shown('clip')}"
         "</title>"
     )
     return [
+        f'<path d="{cross}" stroke="{colour}" opacity=".5"/>',
         f'<circle cx="{across:.1f}" cy="{down:.1f}" r="4" fill="{colour}">{title}</circle>',
         f'<text x="{across + 7:.1f}" y="{down - 7:.1f}">{guidance}</text>',
     ]

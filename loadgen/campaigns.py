@@ -142,6 +142,8 @@ class LoadedCampaigns:
     """Whether an id that was sent with another content is left out, or ends the load."""
     rows: Digests | None = None
     """Positions by id, of a source that is read once; two of its jobs may clash."""
+    place: Callable[[int], str] = lambda position: f"number {position + 1}"
+    """Where the job at a position is."""
     position: int = 0
     counts: Counter[Compared] = field(default_factory=Counter, init=False)
     left_out: Counter[str] = field(default_factory=Counter, init=False)
@@ -193,11 +195,14 @@ class LoadedCampaigns:
                 if self._has_ended:
                     break
                 body = job = None  # noqa: PLW2901 - the position stays
-            if job is not None and job.entry and not await self._is_sent(job, body):
+            is_noted = job is not None and bool(job.entry)
+            if is_noted and not self._is_compared:
+                self.counts["new"] += 1
+            elif job is not None and is_noted and not await self._is_sent(job, body):
                 if self._refusal is not None:
                     break
                 body = job = None  # noqa: PLW2901
-            self._in_flight.append((job.campaign, job.entry) if job and job.entry else None)
+            self._in_flight.append((job.campaign, job.entry) if job and is_noted else None)
             chosen.append(body)
             self.position += 1
         if self._refusal is not None and not chosen:
@@ -214,9 +219,6 @@ class LoadedCampaigns:
             self.left_out[campaign] += 1
 
     async def _is_sent(self, job: SentJob, body: str | None) -> bool:
-        if not self._is_compared:
-            self.counts["new"] += 1
-            return True
         ledger = await self._ledger(job.campaign)
         found = ledger.compare(job.entry)
         # A failed job that was mended is sent whatever was sent before.
@@ -225,9 +227,9 @@ class LoadedCampaigns:
         self.counts[found] += 1
         if found == "changed" and not self.skips_changed:
             earlier = None if self.rows is None else self.rows.get(_row(job))
-            where = "" if earlier is None else f" as number {int.from_bytes(earlier) + 1}"
+            where = "" if earlier is None else f" as {self.place(int.from_bytes(earlier))}"
             self._refusal = errors.SetupError(
-                f"the job {job_key(job.campaign, job.id)}, number {self.position + 1}, was sent"
+                f"the job {job_key(job.campaign, job.id)}, {self.place(self.position)}, was sent"
                 f" before{where} with another content; those before it are sent: give it another"
                 " id, or --new-only leaves such jobs out"
             )
@@ -292,6 +294,8 @@ class Sample:
 
     def second_drawing(self, body: str) -> str | None:
         """The message for the second drawing of a job of `Job.to_message`; None: not chosen."""
+        if not self._below:
+            return None
         hashed = self._hash.copy()
         # A load that resumes signs its jobs with another date.
         unsigned = body.partition(f',"{SIGNATURE_FIELD}":')[0]

@@ -289,6 +289,9 @@ class StreamSource(_EntrySource):
         """Describes nothing: how much there is shows at its end."""
         return ""
 
+    def place(self, position: int) -> str:
+        return f"{self._name}, {self._form.unit} {position + self._form.first}"
+
     @contextmanager
     def _opened(self) -> Iterator[io.BufferedReader]:
         with _explained(self._name, self._form):

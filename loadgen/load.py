@@ -144,7 +144,7 @@ def resume(path: Path, new: Checkpoint, *, may_change: bool = False) -> Checkpoi
             continue
         if field != "source" or not may_change:
             raise errors.SetupError(
-                f"{path} is the checkpoint of {difference}, {found.confirmed:,} jobs sent;"
+                f"{path} is the checkpoint of {difference}, jobs sent: {found.confirmed:,};"
                 " --restart discards it and begins with the first job, --state FILE keeps both"
             )
     kept = {"sample_key": found.sample_key or new.sample_key, "ids": found.ids or found.source}
@@ -256,8 +256,9 @@ class Load:
             total=source.count,
             sends_again=restart,
             skips_changed=new_only,
-            rows=Digests() if isinstance(source, StreamSource) else None,
         )
+        if isinstance(source, StreamSource):
+            self._campaigns.rows, self._campaigns.place = Digests(), source.place
         self.refusals = refusals or Refusals()
         left = None if source.count is None else source.count - self.confirmed
         count = settings.processes_for(left)
@@ -387,8 +388,9 @@ class Load:
         if self._replace is None:
             named = [job_key(*job_of(body)[:2]) for body in self._at(changed[:_NAMED])]
             more = ", ..." if len(changed) > _NAMED else ""
+            were = "was" if len(changed) == 1 else "were"
             raise errors.SetupError(
-                f"{len(changed):,} of the jobs were sent before with another content:"
+                f"{len(changed):,} of the jobs {were} sent before with another content:"
                 f" {', '.join(named)}{more}; nothing was sent. Give them other ids; or send only"
                 " the others with --new-only, or have these drawn again with --replace"
             )

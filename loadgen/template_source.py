@@ -137,6 +137,8 @@ class TemplateSource:
 
     def _chosen(self, index: int) -> sweep.Fields:
         """What is swept of job *index*: values of fields, and words by their number."""
+        if not self._sweep.values:
+            return {}
         if self._is_random:
             return self._sweep.drawn(self._seed, index)
         return self._sweep.combination(index % self.combinations)
@@ -149,7 +151,8 @@ class TemplateSource:
 
     def _swept(self, index: int) -> tuple[dict[str, object], str]:
         """The fields of job *index* that are its own, and how its id says what differs."""
-        chosen = self._chosen(index)
+        if not (chosen := self._chosen(index)):
+            return {}, ""
         labels = [
             self._every[name][1][value] if name in self._every else sweep.label({name: value})
             for name, value in chosen.items()

@@ -21,6 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from imagefleet import errors, retry
+from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.storage.protocol import Clock, JobQueue, Operations
 from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.telemetry import logs, metrics
@@ -112,6 +113,10 @@ class WorkerMetrics:
         self.images = counter("imagefleet_images", "Images stored.")
         self.jobs = counter("imagefleet_jobs", "Jobs by outcome.", ["outcome"])
         self.model_images = counter("imagefleet_model_images", "Images stored.", ["model"])
+        self.campaign_images = counter(
+            "imagefleet_campaign_images", "Images stored, by campaign.", ["campaign"]
+        )
+        self._campaigns: set[str] = set()
         self.chain_images = counter(
             "imagefleet_chain_images", "Images stored of jobs with several stages.", ["stage"]
         )
@@ -184,11 +189,17 @@ class WorkerMetrics:
             self.registry.register(self._worker)
         self._worker.info(labels)
 
-    def image_stored(self, model: str, stage: int | None) -> None:
+    def image_stored(self, model: str, campaign: str | None, stage: int | None) -> None:
         """Counts an image of that model; *stage* is that of a job of several."""
         self.images_stored += 1
         self.images.inc()
         self.model_images.labels(model).inc()
+        # Whoever may send jobs names campaigns.
+        name = campaign or DEFAULT_CAMPAIGN
+        if len(self._campaigns) < metrics.MAX_MODELS:
+            self._campaigns.add(name)
+        label = name if name in self._campaigns else metrics.OTHER_MODELS
+        self.campaign_images.labels(label).inc()
         if stage is not None:
             self.chain_images.labels(str(stage)).inc()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pages.panel import Dashboard, Dollars, Figure, Panel, Stack
+from pages.panel import Count, Dashboard, Dollars, Figure, Panel, Stack
 from pages.queries import (
     DOLLARS,
     GPU_DOLLARS,
@@ -11,6 +11,7 @@ from pages.queries import (
     RATE,
     WITH_GPU,
     gained,
+    gained_by_campaign,
     rate,
     reporting,
     series,
@@ -75,6 +76,16 @@ COST = Dashboard(
                 "to empty: {{fleet}}": "max by (fleet)"
                 f" ({series('imagefleet_queue_dollars_to_empty')})",
             },
+        ),
+        Count(
+            "Images by campaign in the time range",
+            "How many images has each campaign?",
+            {"{{fleet}}: {{campaign}}": gained_by_campaign()},
+        ),
+        Dollars(
+            "Dollars by campaign in the time range",
+            "What did the workers cost that drew its images, start and waiting included?",
+            {"{{fleet}}: {{campaign}}": gained_by_campaign(dollars=True)},
         ),
         Panel(
             "Images per dollar",

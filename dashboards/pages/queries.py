@@ -28,6 +28,20 @@ def gained(metric: str) -> str:
     return f"sum by (fleet) {prometheus.gained(metric, '$__range')}"
 
 
+def gained_by_campaign(*, dollars: bool = False) -> str:
+    """The images of each campaign in the time range, or what the workers that drew them cost.
+
+    A worker's dollars, its start and waiting included, are shared by its images.
+    """
+    images = prometheus.gained(CAMPAIGN_IMAGES, "$__range")
+    if not dollars:
+        return f"sum by (fleet, campaign) {images}"
+    worker = f"{ONE_GPU}, process"
+    cost = f"sum by ({worker}) {prometheus.gained(DOLLARS, '$__range')}"
+    drawn = f"(sum by ({worker}) {images} > 0)"
+    return f"sum by (fleet, campaign) ({images} * on ({worker}) group_left () ({cost} / {drawn}))"
+
+
 def reporting(metric: str) -> str:
     """The gauge of processes that still report, two pushes long.
 
@@ -50,6 +64,7 @@ IMAGES = series("imagefleet_images_total")
 INFO = series("imagefleet_worker_info")
 MODEL_JOBS = series("imagefleet_model_queue_messages")
 MODEL_IMAGES = series("imagefleet_model_images_total")
+CAMPAIGN_IMAGES = series("imagefleet_campaign_images_total")
 MODEL_SWITCH_SECONDS = series("imagefleet_model_switch_seconds_total")
 QUEUES = series("imagefleet_queue_messages")
 WAITING_JOBS = series("imagefleet:queue_messages", JOBS)

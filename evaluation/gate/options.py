@@ -7,6 +7,7 @@ from pathlib import Path
 
 from evaluation.gate.sides import Engine, Side
 from evaluation.gate.verdict import Bounds
+from fleet import options
 from fleet.options import option
 from imagefleet.storage.settings import StorageSettings
 
@@ -27,7 +28,7 @@ class Drawn:
     model: Path | None = option("Checkpoint to draw with. [default: the small demo checkpoint]")
     lora_directory: Path | None = option("Folder of LoRAs. [default: the demo's, with its model]")
     embedding_directory: Path | None = option("Folder of textual inversion embeddings.")
-    device: str = option("auto, cpu, cuda or cuda:N.", "auto")
+    device: options.Device = "auto"
     keep: Path | None = option("Keep drawn images in a and b there.", metavar="FOLDER")
 
 

@@ -15,7 +15,7 @@ from evaluation.score.extractors import ExtractorFacts
 from evaluation.score.networks import load
 from evaluation.score.plan import Chunk, Plan
 from evaluation.score.reference import Reference
-from fleet import console
+from fleet import console, options
 from fleet.campaigns import target
 from fleet.options import option
 from imagefleet import errors
@@ -46,7 +46,7 @@ class Networks:
     clip: str | None = option(
         "CLIP of transformers or open_clip, for CLIP score and CMMD.", metavar="FOLDER"
     )
-    device: str = option("auto, cpu, cuda or cuda:N.", "auto")
+    device: options.Device = "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from imagefleet.records import reader
 from imagefleet.records.reader import Counts
 from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage
+from worker.progress import duration
 
 #: A watch counts all campaigns no more often: that takes a listing and some reads for each.
 _FRESH_SECONDS = 30.0
@@ -64,7 +65,12 @@ class Campaigns:
 
     def records(self) -> list[dict[str, Any]]:
         return [
-            {"campaign": name, **asdict(counts), "pending": counts.pending}
+            {
+                "campaign": name,
+                **asdict(counts),
+                "pending": counts.pending,
+                "seconds_left": seconds_left(counts),
+            }
             for name, counts in self.rows
         ]
 
@@ -74,11 +80,13 @@ class Campaigns:
         rows = []
         for campaign, counts in self.rows[:count]:
             numbers = (getattr(counts, figure) for figure in figures)
-            rows.append((campaign, *numbers, _moment(counts.first_at), _moment(counts.last_at)))
+            left = seconds_left(counts)
+            time_left = "-" if left is None else duration(left)
+            rows.append((campaign, *numbers, time_left, _moment(counts.last_at)))
         return console.table(
             console.name_column("campaign"),
-            *map(console.number_column, figures),
-            *map(console.name_column, ("first (UTC)", "last (UTC)")),
+            *map(console.number_column, (*figures, "time left")),
+            console.name_column("last (UTC)"),
             rows=rows,
         )
 
@@ -92,10 +100,11 @@ class Campaigns:
         pending = sum(counts.pending or 0 for _, counts in self.rows)
         if pending > messages:
             found.append(
-                f"of {console.counted(pending, 'pending job')} {messages:,} at most in a queue or"
-                f" in flight, {pending - messages:,} in none: deleted with `cancel --all` or by"
-                " somebody, or their records are written in a moment; `imagefleet load FILE"
-                " --restart` sends them again; what is stored is not drawn twice"
+                f"of {console.counted(pending, 'pending job')} {messages:,} at most in this queue"
+                f" or in flight, {pending - messages:,} not: they wait in another queue of the same"
+                " container (--queue), were deleted with `cancel --all` or by somebody, or their"
+                " records are written in a moment; `imagefleet load FILE --restart` sends deleted"
+                " ones again; what is stored is not drawn twice"
             )
         for campaign, counts in self.rows[:count]:
             if counts.unknown:
@@ -107,6 +116,13 @@ class Campaigns:
             records = console.counted(self.unfit_records, "record")
             found.append(f"{records} not in these figures: they do not fit what was sent or stored")
         return found
+
+
+def seconds_left(counts: Counts) -> float | None:
+    """Until the pending jobs have ended, at the mean speed so far; None before the first has."""
+    if not counts.pending or not counts.ended or not counts.first_at or not counts.last_at:
+        return None
+    return counts.pending * (counts.last_at - counts.first_at).total_seconds() / counts.ended
 
 
 def _by_last(row: tuple[str, Counts]) -> tuple[bool, datetime]:

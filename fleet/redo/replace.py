@@ -254,9 +254,10 @@ async def replace_jobs(storage: Storage, bodies: list[str], *, only_check: bool)
             (new if key in ended else waiting).append(body if key in ended else key)
     if waiting:
         more = ", ..." if len(waiting) > _NAMED else ""
+        have = "job has" if len(waiting) == 1 else "jobs have"
         raise errors.SetupError(
-            f"{len(waiting):,} jobs that would be replaced have not ended:"
-            f" {', '.join(waiting[:_NAMED])}{more}; wait for them or cancel the campaign"
+            f"{len(waiting):,} {have} not ended: {', '.join(waiting[:_NAMED])}{more}; before"
+            " they are replaced, wait for them or cancel the campaign"
         )
     await check_access(storage)
     if only_check:

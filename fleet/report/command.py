@@ -77,7 +77,7 @@ async def command(
     metrics, period = None, (figures["began_at"], figures["ended_at"])
     if settings.prometheus is not None and all(period):
         async with prometheus.connected(settings.prometheus, settings.queried_fleet) as server:
-            replaced = (figures["money"]["split"] or {}).get("images_replaced", 0.0)
+            replaced = report_figures.Replaced.of(figures)
             metrics = await report_figures.read_metrics(server, *period, replaced)
     if records.damaged.count:
         console.print_warning(str(records.damaged))

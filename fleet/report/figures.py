@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from fleet.monitor import prometheus as queries
 from fleet.monitor import rates
@@ -181,13 +181,24 @@ _MIN_RATE_SECONDS = 60
 _STAGES = ("pull", "prepare", "wait_gpu", "generate", "encode", "upload", "acknowledge")
 
 
+class Replaced(NamedTuple):
+    """The images that were replaced, and what they cost, by the records: counters know neither."""
+
+    images: int = 0
+    dollars: float = 0.0
+
+    @classmethod
+    def of(cls, figures: Figures) -> Self:
+        split = figures["money"]["split"] or {"images_replaced": 0.0}
+        return cls(sum(each["replaced"] for each in figures["workers"]), split["images_replaced"])
+
+
 async def read_metrics(
-    prometheus: Prometheus, began_at: datetime, last_at: datetime, replaced_dollars: float = 0.0
+    prometheus: Prometheus, began_at: datetime, last_at: datetime, replaced: Replaced = Replaced()
 ) -> Figures:
     """Reads the whole fleet's totals from the campaign's first worker to after its last image.
 
-    Other campaigns are included; `left_out` names fleets that are not. *replaced_dollars*: what
-    the images that were replaced cost, by the records.
+    Other campaigns are included; `left_out` names fleets that are not.
     """
     ended_at = last_at + timedelta(seconds=TAIL_SECONDS)
     window = (ended_at - began_at).total_seconds()
@@ -200,7 +211,7 @@ async def read_metrics(
         found = await prometheus.at(f"sum{by} {gain}", ended_at)
         return {each.labels.get(label, ""): each.last for each in found}
 
-    images = (await gained("imagefleet_images_total")).get("", 0.0)
+    images = (await gained("imagefleet_images_total")).get("", 0.0) - replaced.images
     dollars = await gained("imagefleet_cost_dollars_total", "kind")
     spent = await gained("imagefleet_stage_seconds_sum", "stage")
     times = await gained("imagefleet_stage_seconds_count", "stage")
@@ -216,7 +227,7 @@ async def read_metrics(
         "images": images,
         "dollars": dollars,
         "wasted_dollars": wasted,
-        "split": _split_of_metrics(dollars, wasted, idle, replaced_dollars),
+        "split": _split_of_metrics(dollars, wasted, idle, replaced.dollars),
         "jobs": await gained("imagefleet_jobs_total", "outcome"),
         "gpu_busy_seconds": (await gained("imagefleet_gpu_busy_seconds_total")).get("", 0.0),
         "gpu_idle_seconds": idle,

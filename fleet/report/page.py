@@ -24,6 +24,7 @@ from imagefleet import scores as campaign_scores
 from imagefleet.files.picture import DamagedImageError
 from imagefleet.job import prompt
 from imagefleet.job.message import MAX_IMAGE_BYTES
+from imagefleet.records import sweep
 from imagefleet.records.record import Record
 from imagefleet.redaction import printable
 from imagefleet.scores import Scores, number_text
@@ -60,7 +61,8 @@ async def read_samples(blobs: BlobStore, records: Records) -> list[Mapping[str, 
 
 def sample(record: Record, address: str, data: str | None) -> Mapping[str, Any]:
     """An image for the page; *data* is a JPEG in base64, None for what is no image."""
-    words, loras = prompt.read_words(printable(record.prompt or ""))
+    words = printable(sweep.caption_of(record))
+    _, loras = prompt.read_words(record.prompt or "")
     return {
         "job": record.id,
         "address": address,

@@ -228,6 +228,11 @@ async def connected(
 ) -> AsyncIterator[Deployment]:
     """The fleet that *file* describes, as deployed on SaladCloud."""
     key = file.api_key.read().get_secret_value()
+    if not key.isprintable():
+        raise errors.SetupError(
+            f"the key of SaladCloud's API, {file.api_key.place}, has a line break or another"
+            " control character in it: copy it again"
+        )
     timeout = aiohttp.ClientTimeout(total=salad_client.TIMEOUT_SECONDS)
     async with proxies.session(timeout=timeout) as session:
         salad = salad_client.SaladClient(

@@ -97,11 +97,15 @@ class SecretSource(_Strict):
             raise ValueError("a secret is {env: VARIABLE} or {file: PATH}")
         return self
 
+    @property
+    def place(self) -> str:
+        """Where it is read."""
+        return f"the variable {self.env}" if self.file is None else f"the secret in {self.file}"
+
     def read(self) -> SecretStr:
         """The secret; raises SetupError if there is none."""
-        where, text = f"the variable {self.env}", os.environ.get(self.env or "", "")
+        where, text = self.place, os.environ.get(self.env or "", "")
         if self.file is not None:
-            where = f"the secret in {self.file}"
             try:
                 text = Path(self.file).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:

@@ -17,6 +17,8 @@ MARGIN_SECONDS = 600.0
 #: Nodes are interrupted: SaladCloud recommends 5 to 10 % more replicas than needed.
 SPARE = 1.1
 
+_BUDGET = "the budget allows no more"
+
 #: A smaller relative change is not worth its start-ups.
 HYSTERESIS = 0.1
 
@@ -81,7 +83,7 @@ def decide(goal: Goal, known: Known, *, is_due: bool) -> Decision:
         return Decision(0, why)
     if not is_due:
         if _is_near_budget(goal, known):
-            return Decision(min(known.replicas, _affordable(goal, known)), _spent(goal, known))
+            return Decision(min(known.replicas, _affordable(goal, known)), _BUDGET)
         kept = min(known.replicas, least) if is_empty else known.replicas
         return Decision(kept, f"{why}: {kept:,} are kept" if is_empty else "no change is due yet")
     need, why = (0, why) if is_empty else _need(goal, known)
@@ -112,10 +114,6 @@ def _affordable(goal: Goal, known: Known) -> int:
     return max(0, math.floor(left / (known.price * seconds / 3600)))
 
 
-def _spent(goal: Goal, known: Known) -> str:
-    return f"${known.spent_dollars:,.2f} of ${goal.max_dollars:,.2f} spent"
-
-
 def _need(goal: Goal, known: Known) -> tuple[int, str]:
     """The replicas that the work needs, and why."""
     if known.messages == 0:
@@ -144,7 +142,7 @@ def _most(goal: Goal, known: Known) -> tuple[int, str]:
     limits = [
         (goal.max_replicas, f"at most {goal.max_replicas:,} are allowed"),
         (known.replicas + known.quota_free, f"the quota allows {known.quota_free:,} more"),
-        (_affordable(goal, known), _spent(goal, known)),
+        (_affordable(goal, known), _BUDGET),
     ]
     if goal.dollars_per_hour is not None:
         most = math.floor(goal.dollars_per_hour / known.price)

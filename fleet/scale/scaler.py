@@ -254,25 +254,16 @@ class Scaler:
     ) -> None:
         is_late = known.messages and self._goal.has_passed(known.now)
         level = logging.WARNING if is_late else logging.INFO
-        if decision.replicas == known.replicas:
-            log.log(
-                level if is_due else logging.DEBUG,
-                "keeping %d replicas: %s",
-                *(known.replicas, decision.reason),
-                action="scale_keep",
-                replicas=known.replicas,
-            )
+        now, then = known.replicas, decision.replicas
+        spent = f"${known.spent_dollars:,.2f} of ${self._goal.max_dollars:,.2f} spent"
+        why = f"{decision.reason}; {spent}"
+        if then == now:
+            level = level if is_due else logging.DEBUG
+            log.log(level, f"keeping {now} replicas: {why}", action="scale_keep", replicas=now)
             return
-        log.log(
-            level,
-            "%s from %d to %d replicas: %s; $%.2f of $%.2f spent",
-            "would scale" if self._is_dry_run else "scaling",
-            *(known.replicas, decision.replicas, decision.reason),
-            *(known.spent_dollars, self._goal.max_dollars),
-            action="scale",
-            replicas=decision.replicas,
-            before=known.replicas,
-        )
+        doing = "would scale" if self._is_dry_run else "scaling"
+        text = f"{doing} from {now} to {then} replicas: {why}"
+        log.log(level, text, action="scale", replicas=then, before=now)
         if not self._is_dry_run:
             await self._fleet.carry_out(deployment.resized(groups, decision.replicas))
 

@@ -178,7 +178,7 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         copy = super().model_copy(update=update, deep=deep)
-        for name in ("digest", "stage_digest"):
+        for name in ("digest", "stage_digest", "given_fields"):
             copy.__dict__.pop(name, None)
         return copy
 
@@ -283,15 +283,20 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
     @functools.cached_property
     def stage_digest(self) -> str:
         """SHA-256 (hex) of all that decides this stage's images, the stages before it included."""
-        given = self.model_fields_set - _NOT_IN_DIGEST
-        fields = self.model_dump(mode="json", include=given, exclude_defaults=True)
-        if self.id is not None:
-            fields |= self._missing(self.id)
+        fields = (
+            self.given_fields if self.id is None else self.given_fields | self._missing(self.id)
+        )
         if self.place is not None:
-            fields[chain.INPUT_FIELD] = self.place.before.stage_digest
+            fields = {**fields, chain.INPUT_FIELD: self.place.before.stage_digest}
         # Sorted, so that it does not depend on the order in which the classes name their fields.
-        text = pydantic_core.to_json(dict(sorted(fields.items())))
+        names = sorted(fields.keys() - _NOT_IN_DIGEST)
+        text = pydantic_core.to_json({name: fields[name] for name in names})
         return hashlib.sha256(text).hexdigest()
+
+    @functools.cached_property
+    def given_fields(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, as JSON has them."""
+        return self.model_dump(mode="json", include=self.model_fields_set, exclude_defaults=True)
 
     def blob_name(self, index: int) -> str:
         """The name of image *index*: it follows from the job alone, so a retry finds it taken.
@@ -305,7 +310,7 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
     def to_message(self, signer: JobSigner | None = None) -> str:
         """The whole job in a line of JSON, with the stage's number; signed by *signer*."""
         job = self.whole
-        fields = job.model_dump(mode="json", include=job.model_fields_set, exclude_defaults=True)
+        fields = dict(job.given_fields)
         if job.id is not None:
             fields[DIGEST_FIELD] = job.digest
         if signer is not None:
@@ -314,7 +319,7 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
             fields[SIGNATURE_FIELD] = signer.sign(fields)
         if self.place is not None:
             fields[chain.STAGE_FIELD] = self.stage_field
-        return message_text(fields)
+        return _for_xml(pydantic_core.to_json(fields).decode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,11 +381,14 @@ def message_fields(body: str) -> Any:
 
 
 def message_text(fields: Mapping[str, Any]) -> str:
-    """The text of a message, which Azure carries in XML; that excludes two characters."""
-    text = _TEXT.encode(fields)
-    text = text.replace("\ufffe", "\\ufffe").replace("\uffff", "\\uffff")
+    """The text of a message; its fields may be of no valid job."""
     # Half of a surrogate pair, in a field that no job reads, goes on as its sender escaped it.
-    return text.encode(errors="backslashreplace").decode()
+    return _for_xml(_TEXT.encode(fields)).encode(errors="backslashreplace").decode()
+
+
+def _for_xml(text: str) -> str:
+    """The text without two characters that XML excludes, in which Azure carries messages."""
+    return text.replace("\ufffe", "\\ufffe").replace("\uffff", "\\uffff")
 
 
 def text_for_image(body: str, job: Job) -> str:

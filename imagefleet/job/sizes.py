@@ -37,6 +37,9 @@ MAX_METADATA_BYTES = 4096
 #: Characters that XML 1.0, in which Azure transfers messages, does not allow.
 _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
+#: Made once: `json.dumps` makes one for each text.
+_METADATA = json.JSONEncoder(ensure_ascii=False)
+
 BYTE_ORDER_MARK = "\ufeff"
 
 #: The two digits of base64 that are others in addresses.
@@ -99,7 +102,7 @@ def check_jpeg_text(text: str, more_bytes: int = 0) -> None:
 
 def metadata_json(metadata: Mapping[str, JsonValue]) -> bytes:
     """A job's metadata as its size is counted; UnicodeEncodeError for half a surrogate pair."""
-    return json.dumps(metadata, ensure_ascii=False).encode()
+    return _METADATA.encode(metadata).encode()
 
 
 def metadata_header(metadata: Mapping[str, JsonValue]) -> str:

@@ -66,7 +66,8 @@ class Submission:
                 metadata=last.metadata,
             )
             if facts.key in self.jobs:
-                raise errors.JobError(f"two jobs have the id {facts.key}: number {number} is one")
+                both = f"numbers {list(self.jobs).index(facts.key) + 1} and {number}"
+                raise errors.JobError(f"two jobs have the id {facts.key}: {both}")
             try:
                 (body,) = sizes.checked_messages([job.to_message(signer)])
             except errors.JobError as error:

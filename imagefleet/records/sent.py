@@ -88,6 +88,9 @@ class Digests:
             return None
         return bytes(bucket[at : at + _ENTRY_BYTES])
 
+    def __contains__(self, key: bytes) -> bool:
+        return self.entry(key) is not None
+
     def get(self, key: bytes) -> bytes | None:
         """The value of *key*."""
         entry = self.entry(key)
@@ -126,22 +129,17 @@ def entry_of(job_id: str, digest: str) -> bytes:
 
 def job_of(body: str) -> SentJob:
     """The job of a message that was checked."""
-    is_plain = body.count(_ID) == body.count(_DIGEST) == 1 and body.count(_CAMPAIGN) <= 1
+    campaigns = body.count(_CAMPAIGN)
+    is_plain = body.count(_ID) == body.count(_DIGEST) == 1 and campaigns <= 1
     if is_plain and '"verify":true' not in body:
         # As `Job.to_message` writes most of them: to parse each would take as long as to make it.
-        job_id, digest = _text(body, _ID), _text(body, _DIGEST)
-        return SentJob(_text(body, _CAMPAIGN), job_id, entry_of(job_id, digest))
+        job_id = body.partition(_ID)[2].partition('"')[0]
+        digest = body.partition(_DIGEST)[2].partition('"')[0]
+        campaign = body.partition(_CAMPAIGN)[2].partition('"')[0] if campaigns else DEFAULT_CAMPAIGN
+        return SentJob(campaign, job_id, entry_of(job_id, digest))
     job = read_job(body, "none").whole
     entry = b"" if job.verify else entry_of(str(job.id), job.digest)
     return SentJob(job.campaign or DEFAULT_CAMPAIGN, str(job.id), entry)
-
-
-def _text(body: str, before: str) -> str:
-    """The text between *before* and the next quote."""
-    if (start := body.find(before)) < 0:
-        return DEFAULT_CAMPAIGN
-    start += len(before)
-    return body[start : body.index('"', start)]
 
 
 class _End(NamedTuple):
@@ -251,12 +249,14 @@ class Ledger:
         return end
 
     async def _append(self, entries: bytes) -> None:
-        ids = {entry[:HASH_BYTES] for entry in _entries(entries)}
+        starts = range(0, len(entries), _ENTRY_BYTES)
+        ids = {entries[start : start + HASH_BYTES] for start in starts}
         for _ in range(_TRIES):
             if self._end is None:
                 self._end = await (self._read(Damaged()) if self.is_read else self.end())
             end = self._end.next_blob() if self._end.is_full else self._end
-            jobs = end.jobs + sum(self.known.get(each) is None for each in ids)
+            known = sum(each in self.known for each in ids) if len(self.known) else 0
+            jobs = end.jobs + len(ids) - known
             frame = _frame(entries, end.frames + 1, jobs)
             append = partial(self._files.append, self._name(end.number), frame, end.size_bytes)
             if await RETRIES.call(append) or await self._is_there(frame, end):

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, JsonValue, StringConstraints
 
 from imagefleet import errors, validation
 from imagefleet.job import prompt
-from imagefleet.job.message import SafeFileName, SafeId
+from imagefleet.job.message import Job, SafeFileName, SafeId
 from imagefleet.records.record import Record, shard_folder
 from imagefleet.storage.open import Storage
 
@@ -104,10 +104,10 @@ def digest(captions: Iterable[str]) -> Captions:
     return Captions(count=count, sha256=hasher.hexdigest())
 
 
-def caption_of(record: Record) -> str:
-    """What the image shows, in words: the sweep's caption, or those that its prompt draws."""
-    caption = record.metadata.get(CAPTION)
-    return caption if isinstance(caption, str) else prompt.read_words(record.prompt or "")[0]
+def caption_of(drawn: Record | Job) -> str:
+    """What an image shows, in words: the sweep's caption, or those that its prompt draws."""
+    caption = drawn.metadata.get(CAPTION)
+    return caption if isinstance(caption, str) else prompt.read_words(drawn.prompt or "")[0]
 
 
 async def read(storage: Storage, campaign: str) -> Sweep | None:

@@ -37,6 +37,8 @@ class Format(abc.ABC):
     suffixes: tuple[str, ...]
     unit: str
     """What an entry is called."""
+    first = 1
+    """The number of the first entry."""
     is_stream = True
     """Whether it is read from its first byte to its last, so that it can come from a pipe."""
 

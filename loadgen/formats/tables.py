@@ -160,6 +160,7 @@ class CsvRows(Format):
     name = "csv"
     suffixes = (".csv", ".tsv")
     unit = "row"
+    first = 2  # the names are row 1
 
     def count(self, stream: BinaryIO) -> int:
         _, rows = _open(stream)
@@ -167,8 +168,7 @@ class CsvRows(Format):
 
     def entries(self, stream: BinaryIO, start: int) -> Iterator[Entry]:
         columns, rows = _open(stream)
-        # The names are row 1.
-        for number, row in enumerate(itertools.islice(rows, start, None), start + 2):
+        for number, row in enumerate(itertools.islice(rows, start, None), start + self.first):
             place = f"row {number}" if row.line == number else f"row {number}, line {row.line}"
             entry = Entry(place, problem=row.problem)
             if not row.problem:

@@ -109,12 +109,14 @@ class FaultProxy:
             headers=request.headers,
             skip_auto_headers=["Content-Type"],  # it is part of the signature
         ) as reply:
+            is_head = request.method == "HEAD"  # whose length is that of a body that is not sent
             headers = {
                 name: value
                 for name, value in reply.headers.items()
-                if name.lower() not in _HOP_BY_HOP
+                if name.lower() not in _HOP_BY_HOP or (is_head and name == "Content-Length")
             }
-            return web.Response(body=await reply.read(), status=reply.status, headers=headers)
+            body = None if is_head else await reply.read()
+            return web.Response(body=body, status=reply.status, headers=headers)
 
     async def _part_by_part(
         self, request: web.BaseRequest, reply: web.Response, *, whole: bool
@@ -122,7 +124,8 @@ class FaultProxy:
         """Sends a reply in two parts with a pause; unless *whole*, the connection breaks there."""
         body = reply.body if isinstance(reply.body, bytes) else b""
         streamed = web.StreamResponse(status=reply.status, headers=reply.headers)
-        streamed.content_length = len(body) + (not whole and not body)
+        if request.method != "HEAD":
+            streamed.content_length = len(body) + (not whole and not body)
         await streamed.prepare(request)
         await streamed.write(body[: len(body) // 2])
         await asyncio.sleep(DELAY_SECONDS)

@@ -155,7 +155,7 @@ async def test_a_worker_serves_probes_and_metrics_while_it_works(
     assert process.stdout is not None
     line = await asyncio.to_thread(process.stdout.readline)
     address = line.split("metrics at ")[1].removesuffix("/metrics\n")
-    async with aiohttp.ClientSession(address) as client, asyncio.timeout(60):
+    async with aiohttp.ClientSession(address) as client, asyncio.timeout(240):
 
         async def ask(path: str) -> tuple[int, str]:
             async with client.get(path) as response:

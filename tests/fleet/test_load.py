@@ -335,6 +335,27 @@ def test_jobs_come_from_standard_input(
     assert "mine" in ids_in(settings_for(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("form", "first", "lines"),
+    [("jsonl", "", ("line 2", "line 40")), ("csv", "id,prompt\n", ("row 3", "row 41"))],
+)
+def test_two_jobs_of_one_id_from_standard_input_are_named_with_their_lines(
+    start: Callable[..., subprocess.Popen[str]], form: str, first: str, lines: tuple[str, str]
+) -> None:
+    ids = [f"j{number}" for number in range(1, 40)] + ["j2"]
+    rows = [f"{name},a fox {number}\n" for number, name in enumerate(ids)]
+    if form == "jsonl":
+        pairs = (row.strip().split(",") for row in rows)
+        rows = [f"{json.dumps({'id': name, 'prompt': prompt})}\n" for name, prompt in pairs]
+    process = start("-", "--format", form, stdin=subprocess.PIPE)
+    _, printed = process.communicate(first + "".join(rows), timeout=280)
+
+    assert process.returncode == console.EXIT_OPERATOR_MUST_ACT
+    earlier, later = (f"standard input, {line}" for line in lines)
+    said = " ".join(printed.split())
+    assert f"default/j2, {later}, was sent before as {earlier} with another content" in said
+
+
 def test_an_invalid_line_of_standard_input_ends_the_load_after_those_before_it(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:

@@ -200,4 +200,4 @@ def test_the_caption_of_a_drawing_is_the_line_of_the_file(
 
     drawn = {"prompt": job.prompt, "metadata": job.metadata}
     record = Record(outcome="completed", id="x", at=datetime.now(UTC), **drawn)
-    assert sweep.caption_of(record) == caption
+    assert sweep.caption_of(record) == sweep.caption_of(job) == caption

@@ -65,8 +65,7 @@ async def test_few_labels_make_few_series(text: str) -> None:
     assert len(samples) < 300
     assert labels <= {
         *("stage", "le", "outcome", "reason", "state", "result", "cache", "kind", "error", "fault"),
-        "model",
-        "origin",
+        *("model", "campaign", "origin"),
         *("queue", "worker", "version", "gpu", "group", "priority"),
     }
 

@@ -157,7 +157,8 @@ class UploadStage:
             records.append(self._record(encoded, name, sha256))
             entry.images_written += 1
             stage = image.job.stage if image.job.stages > 1 else None
-            self.settler.metrics.image_stored(self.settler.model_name, stage)
+            campaign = image.job.campaign
+            self.settler.metrics.image_stored(self.settler.model_name, campaign, stage)
         else:
             self.suspects.not_stored(name)
             self.settler.cost.lost("duplicate")

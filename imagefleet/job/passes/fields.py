@@ -70,6 +70,17 @@ _NULL_IS_DEFAULT = frozenset(
     )
 )
 
+#: Fields that do not simply go into a job, beside those that begin with `hr_`.
+_WITH_RULES = frozenset(
+    (
+        *_WITHOUT_EFFECT,
+        *_OF_SECOND_PASS,
+        *_NEUTRAL_VALUES,
+        *_NULL_IS_DEFAULT,
+        *("init_images", "denoising_strength"),
+    )
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Pass:
@@ -221,6 +232,9 @@ def fields_of_job(payload: Mapping[str, Any]) -> dict[str, Any]:
     fields = {}
     for name, value in payload.items():
         is_hires = name.startswith(hires.PREFIX)
+        if not is_hires and name not in _WITH_RULES:  # as most are
+            fields[name] = value
+            continue
         if (
             name in _WITHOUT_EFFECT
             or (not has_second_pass and (is_hires or name in _OF_SECOND_PASS))

@@ -127,7 +127,9 @@ class Shard:
         except errors.SetupError as error:
             if must_exist:
                 raise
-            self.set_missing(error)
+            # One that is not there, of another fleet's model say, matters to those who take jobs.
+            if not isinstance(error, errors.MissingResourceError):
+                self.set_missing(error)
             return None
         self.is_missing = False
         if depth.oldest_age_seconds is not None:

@@ -16,12 +16,12 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 
-import sent_jobs
 from evaluation.score import chunks, metrics, plan
 from evaluation.score.statistics import Statistics
 from fleet import console
 from imagefleet.records import reader, sweep
 from imagefleet.records.record import Record, RecordLog
+from imagefleet.records.sent import Ledger, entry_of
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import StorageSettings
@@ -298,11 +298,14 @@ def test_the_end_of_a_campaign_is_waited_for(
     shutil.copytree(stored.storage.removeprefix("local:"), tmp_path / "copy")
     polls = 0
 
-    async def note(jobs: int) -> None:
+    async def note(*ids: str) -> None:
         async with open_storage(copy) as storage:
-            await sent_jobs.note(storage, "plain", jobs)
+            ledger = Ledger(storage, "plain")
+            for job_id in ids:
+                ledger.pending += entry_of(job_id, "0" * 64)
+            await ledger.note()
 
-    asyncio.run(note(25))
+    asyncio.run(note("late", *(sweep.job_id("cfg-1.5", number) for number in range(24))))
     assert (
         "1 job of plain still to do"
         in score("plain", "--clip", "demo", storage=copy.storage)["stderr"]

@@ -222,4 +222,6 @@ def test_purge_asks_with_the_count_and_keeps_failed_jobs(
     assert (found["messages"], found["deleted"]) == (3, True)
     assert on(filled, depths) == (0, 1)
     noted = in_process("status", *flags(filled))
-    assert "of 2 pending jobs 0 at most in a queue or in flight, 2 in none: deleted" in noted.stdout
+    said = " ".join(noted.stdout.split())
+    assert "of 2 pending jobs 0 at most in this queue or in flight, 2 not: they wait in" in said
+    assert "in another queue of the same container (--queue), were deleted" in said

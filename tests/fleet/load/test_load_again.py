@@ -104,6 +104,13 @@ def test_a_row_that_is_added_to_a_loaded_file_is_one_new_job_with_or_without_ids
     assert sent_of(storage_settings) == 3, "jobs, not messages"
 
 
+def test_a_file_of_changed_jobs_that_are_left_out_is_not_called_empty(load: Load) -> None:
+    load("monday.csv", MONDAY)
+    left_out = load("tuesday.csv", TUESDAY, "--new-only")
+    assert left_out.returncode == console.EXIT_DONE
+    assert left_out.stderr.split("\n")[:2] == ["2 changed, 0 new, 0 as before", "nothing was sent"]
+
+
 def test_two_rows_of_one_id_are_refused_with_both_rows_named(
     load: Load, storage_settings: StorageSettings
 ) -> None:

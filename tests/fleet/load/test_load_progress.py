@@ -60,8 +60,8 @@ def test_for_programs_progress_is_a_json_object_a_line(
 LINE = '{"prompt":"a red house in a forest, digital art, no ' + "x" * 400 + '"}\n'
 
 
-def long_file(folder: Path, beginning: str = "", lines: int = 13_000) -> str:
-    """A file that takes about a second to check, if it has no more lines."""
+def long_file(folder: Path, beginning: str = "", lines: int = 4_000) -> str:
+    """A file that takes a third of a second to check, if it has no more lines."""
     (folder / "long.jsonl").write_text(beginning + LINE * lines)
     return "long.jsonl"
 

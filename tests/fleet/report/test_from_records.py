@@ -96,7 +96,7 @@ async def test_a_workers_cost_is_split_between_its_models(
     lines += [{**known, "model": "red", "at": "2026-11-01T12:01:21Z"}]
     lines += [{**LINE, "model": "grey", "worker": "w1", "seconds": 4.0}]
     records = [
-        Record.model_validate({**line, "blob": f"spring/{number}.png"})
+        Record.model_validate({**line, "id": str(number), "blob": f"spring/{number}.png"})
         for number, line in enumerate(lines)
     ]
     await storage.create()

@@ -38,7 +38,7 @@ PIXELS = np.arange(32 * 32 * 3, dtype=np.uint8).reshape(32, 32, 3)
 
 def record(worker: str = "w1", seconds: float = 2.0, **more: str) -> dict[str, str]:
     """The metadata that a worker stores with an image."""
-    return {"worker": worker, "seconds": str(seconds), "attempt": "1", "job": "j", **more}
+    return {"worker": worker, "seconds": str(seconds), "attempt": "1", **more}
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ async def hostile_storage(
     facts = {"price_per_hour": "0.03", "gpu": "<b>"}
     await stored("a.png", 1, **record(HOSTILE, **facts))
     await stored("b.png", 2, **record(HOSTILE, **facts))
-    job = Job(prompt="x", id="a", campaign="spring")
+    job = Job(prompt="x", id="c", campaign="spring")
     await add(local_storage, job, errors.JobError(f"no {HOSTILE}"))
     return local_storage.url
 
@@ -287,12 +287,12 @@ async def test_a_sample_shows_its_id_its_prompt_and_its_loras(
     words = "a " + "very " * 60 + "red house"
     parameters = f"{words} <lora:outline-style:0.8>\nNegative prompt: blurry\nSteps: 15"
     image = encode.encode(PIXELS, Output(format=kind), parameters)
-    facts = record(job="0001", prompt=parameters.partition("\n")[0])
-    await keep(local_storage, "spring/0001-3.x", image.data, **facts)
+    facts = record(job="0001", prompt=parameters.partition("\n")[0], index="3", images="4")
+    await keep(local_storage, "spring/0001~3.x", image.data, **facts)
 
     text = html.unescape(await page_of(local_storage))
 
-    address = (local_storage.blobs.folder / "spring" / "0001-3.x").as_uri()
+    address = (local_storage.blobs.folder / "spring" / "0001~3.x").as_uri()
     assert f'<a href="{address}">0001</a>' in text
     assert f"</summary>{words}</details>" in text, "the whole prompt is on the page"
     assert "<li>outline-style 0.8</li>" in text

@@ -373,6 +373,18 @@ def test_an_unknown_api_key_is_reported(
     assert "wrong-key" not in ended.stderr
 
 
+def test_an_api_key_with_a_line_break_is_a_sentence(
+    salad: Any, in_process: Imagefleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SALAD_API_KEY", "half-a-key\nanother-half")
+
+    ended = in_process("deploy", "status")
+
+    assert ended.returncode == 2
+    assert "the variable SALAD_API_KEY, has a line break" in ended.stderr
+    assert "half" not in ended.stderr
+
+
 def test_an_unknown_project_is_reported_with_where_it_stands(
     salad: Any, in_process: Imagefleet, tmp_path: Path
 ) -> None:

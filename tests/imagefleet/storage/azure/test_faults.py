@@ -231,6 +231,19 @@ async def test_an_error_after_a_lost_reply_says_that_the_blob_may_have_been_crea
         assert caught.value.outcome_is_unknown == is_unknown
 
 
+@pytest.mark.parametrize("read_timeout_seconds", [20.0])
+@pytest.mark.parametrize("fault", ["pass", "delay", "slow reply", "truncate"])
+@pytest.mark.parametrize("data", [b"", b"pixels"])
+async def test_the_size_of_a_blob_is_right_however_its_reply_arrives(
+    azure_storage: AzureStorage, faulty_azurite: Any, fault: Any, data: bytes
+) -> None:
+    await azure_storage.blobs.create("fox.png", data, "image/png", {})
+    faulty_azurite.faults.append(fault)
+    record = await azure_storage.blobs.record("fox.png")
+    assert record is not None
+    assert record.size_bytes == len(data)
+
+
 async def test_a_file_whose_commits_reply_was_lost_is_uploaded(
     azure_storage: AzureStorage, faulty_azurite: Any, tmp_path: Path
 ) -> None:

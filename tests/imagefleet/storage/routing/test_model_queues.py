@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections import Counter
 from datetime import UTC, datetime, timedelta
@@ -118,6 +119,20 @@ async def test_depth_find_and_clear_know_the_queues_of_every_model(
         assert [each.message.id async for each in other.queue.find('"b"')]
         await other.queue.clear()
         assert (await other.queue.depth()).messages == 0
+
+
+async def test_the_depth_says_nothing_of_queues_that_only_another_fleet_has(
+    storage: Storage, storage_settings: StorageSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fleets that share a container of images see each other's models."""
+    await storage.models.send([job(A, id="a")])
+    another = storage_settings.model_copy(update={"queue": f"{storage_settings.queue}-b"})
+    caplog.set_level(logging.INFO)
+    async with open_storage(another) as other:
+        await other.create()
+        await other.queue.send([job(id="b")])
+        assert (await other.queue.depth()).messages == 1
+    assert not [each for each in caplog.records if "no jobs are taken" in each.message]
 
 
 async def test_a_worker_takes_jobs_of_its_models_only_and_each_of_them_in_turn(

@@ -1,0 +1,119 @@
+"""Every program of `benchmarks/` runs, with little to do: each makes a figure of the documents."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+TINY = ("--tiny", "--device", "cpu", "--out", "figures.json")
+
+STORE = ("--", "benchmarks/store.py", "--jobs", "50")
+
+#: The programs and the arguments with which they take seconds.
+PROGRAMS: dict[str, tuple[str, ...]] = {
+    "canary.py": ("--jobs", "1", "--steps", "2"),
+    "compare.py": (str(ROOT), "--pairs", "2", "--within", "0.99", *STORE),
+    "demo_model.py": ("--captions", "2", "--device", "cpu", "--threads", "1"),
+    "families/measure.py": (*TINY, "--folder", "models", "--rows", "sd2", "--seconds", "1"),
+    "gpus.py": ("--tiny", "--counts", "1", "--seconds", "3", "--warm", "1", "--jobs", "20"),
+    "million/campaigns.py": ("--campaigns", "20"),
+    "pixel/measure.py": (*TINY, "--folder", "models"),
+    "scoring/speed.py": ("--images", "20", "--processes", "1"),
+    "sending/rates.py": ("--jobs", "64", "--rounds", "1", "--processes", "1"),
+    "stages/encoders.py": (),
+    "stages/img2img.py": (*TINY, "--folder", "models", "--seconds", "1", "--kinds", "img2img"),
+    "start_up/first_image.py": TINY,
+    "train_demo_model.py": (
+        *("--toy", "--processes", "1"),
+        *("--output", "model", "--judge", "judge.safetensors"),
+    ),
+}
+
+#: Programs with tests of their own, by these.
+ELSEWHERE = {
+    "demo_world/cascade/measure.py": "benchmarks/test_demo_cascade.py",
+    "demo_world/cascade/train.py": "benchmarks/test_demo_cascade.py",
+    "demo_world/make_tokenizer.py": "benchmarks/test_programs.py",
+    "engine.py": "benchmarks/test_documented_commands.py",
+    "engine_rows.py": "benchmarks/test_documented_commands.py",  # `engine.py` starts it
+    "fleet_sim.py": "benchmarks/test_fleet_sim.py",
+    "million/run.py": "worker/test_long_run.py",
+    "overlap.py": "benchmarks/test_documented_commands.py",
+    "scoring/gate.py": "evaluation/gate/test_power.py",
+    "scoring/reference.py": "benchmarks/test_programs.py",
+    "store.py": "benchmarks/test_documented_commands.py",
+}
+
+
+def run(folder: Path, program: str, *arguments: str) -> str:
+    """What the program prints, in an empty folder."""
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / program), *arguments],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'chaos'}"},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_runs_with_little_to_do(program: str, tmp_path: Path) -> None:
+    printed = run(tmp_path, program, *PROGRAMS[program])
+
+    assert printed
+    assert "nan" not in printed.lower().split()
+
+
+def test_the_tokenizer_is_made_of_its_vocabulary(tmp_path: Path) -> None:
+    made = ROOT / "imagefleet" / "job" / "clip_tokenizer"
+    vocabulary = tmp_path / "vocabulary.txt.gz"
+    vocabulary.write_bytes(gzip.compress((made / "merges.txt").read_bytes()))
+
+    run(tmp_path, "demo_world/make_tokenizer.py", vocabulary.name, "--output", "tokenizer")
+
+    for path in (tmp_path / "tokenizer").iterdir():
+        assert path.read_bytes() == (made / path.name).read_bytes(), path.name
+
+
+def test_the_demos_reference_is_made_with_the_networks_that_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_file: Callable[[Path], Any]
+) -> None:
+    program = load_file(ROOT / "benchmarks" / "scoring" / "reference.py")
+    monkeypatch.setattr(program, "PICTURES", 4)
+    made, lines = tmp_path / "reference.npz", tmp_path / "captions.txt"
+    arguments = ["--captions", str(lines), "--reference", str(made)]
+    monkeypatch.setattr(sys, "argv", ["reference.py", *arguments])
+
+    program.main()
+
+    assert len(lines.read_text(encoding="utf-8").splitlines()) == 4
+    shipped = np.load(ROOT / "evaluation" / "score" / "demo" / "reference.npz")
+    with np.load(made) as found, shipped:
+        assert found.keys() == shipped.keys()
+        assert len(found["features"]) == len(found["clip_features"]) == 4
+        for name in ("extractor", "clip_extractor"):
+            assert found[name] == shipped[name]
+
+
+def test_no_program_is_left_out() -> None:
+    programs = {
+        str(path.relative_to(ROOT / "benchmarks"))
+        for path in (ROOT / "benchmarks").rglob("*.py")
+        if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+    }
+
+    assert programs == PROGRAMS.keys() | ELSEWHERE.keys()
+    assert all((ROOT / "tests" / test).exists() for test in ELSEWHERE.values())

@@ -1,0 +1,60 @@
+"""A job's digest: the same for the same pictures, whatever else its message says, in any order."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from imagefleet.job.message import Job, read_job
+
+FIELDS: dict[str, Any] = {
+    "prompt": "a red house, \U0001f98a\ufffe",
+    "negative_prompt": "blur",
+    "steps": 12,
+    "cfg_scale": 5.5,
+    "subseed_strength": 0.25,
+    "enable_hr": True,
+    "hr_scale": 2,
+    "denoising_strength": 0.5,
+    "then": [{"prompt": "a blue house"}],
+    "id": "a",
+}
+
+
+def read(**changes: Any) -> Job:
+    return read_job(json.dumps(FIELDS | changes), "message-1")
+
+
+def test_the_order_of_fields_names_and_defaults_do_not_change_the_digest() -> None:
+    backwards = read_job(json.dumps(dict(reversed(FIELDS.items()))), "message-1")
+    named = read(campaign="spring", metadata={"sku": 7}, width=None, n_iter=1, seed=-1)
+
+    assert read().digest == backwards.digest == named.digest
+    assert read_job(read().to_message(), "another").digest == read().digest
+
+
+@pytest.mark.parametrize(
+    "change", [{"prompt": "a cat"}, {"steps": 13}, {"seed": 5}, {"id": "b"}, {"then": []}]
+)
+def test_what_changes_the_pictures_changes_the_digest(change: dict[str, Any]) -> None:
+    assert read(**change).digest != read().digest
+
+
+def test_a_copy_has_a_digest_and_fields_of_its_own() -> None:
+    job = read()
+    before = job.digest, job.given_fields
+
+    copy = job.model_copy(update={"prompt": "a cat"})
+
+    assert copy.digest == read(prompt="a cat").digest != before[0]
+    assert copy.given_fields["prompt"] == "a cat"
+    assert (job.digest, job.given_fields) == before
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_every_field_that_differs_from_its_default_is_in_the_digest(stage: int) -> None:
+    for job in (Job(**FIELDS), Job(**FIELDS).identified("b", "spring"), read()):
+        drawn = job.at_stage(stage)
+        assert drawn.given_fields == drawn.model_dump(mode="json", exclude_defaults=True)
