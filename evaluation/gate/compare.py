@@ -17,7 +17,7 @@ from evaluation.score import metrics
 from evaluation.score.extractors import Extractor, TextExtractor
 from evaluation.score.statistics import Doubles, Statistics
 from imagefleet import concurrency, errors
-from imagefleet.job import prompt
+from imagefleet.records import sweep
 
 #: Read and compared at once: of 1024x1024 pixels, some 100 MB.
 _BATCH = 16
@@ -191,6 +191,6 @@ def _add_clip_scores(
 
 
 def words(a: Drawing, b: Drawing) -> str | None:
-    """A pair's caption without LoRAs."""
-    caption = a.caption or b.caption
-    return prompt.read_words(caption)[0] if caption else None
+    """What a pair should show: the sweep's caption, or the words that the prompt draws."""
+    job = a.job or b.job
+    return None if job is None else sweep.caption_of(job)
