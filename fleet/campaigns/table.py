@@ -106,6 +106,12 @@ class Campaigns:
                 " records are written in a moment; `imagefleet load FILE --restart` sends deleted"
                 " ones again; what is stored is not drawn twice"
             )
+        for campaign, counts in self.rows[:count]:
+            if counts.unknown:
+                found.append(
+                    f"{campaign}: {console.counted(counts.unknown, 'job')} with records"
+                    " not in these figures: no load, sweep or client has noted that they were sent"
+                )
         if self.unfit_records:
             records = console.counted(self.unfit_records, "record")
             found.append(f"{records} not in these figures: they do not fit what was sent or stored")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
-from imagefleet.records import reader, stored
+from imagefleet.records import reader, sent, stored
 from imagefleet.records.record import Record, hashed
 from imagefleet.records.stored import Damaged
 from imagefleet.redaction import printable
@@ -165,14 +165,15 @@ async def read_records(
     The sample is the same each time, as long as the records are: the names with the least hashes.
     """
     records = Records(campaign, given_price)
+    known = await sent.known(storage, campaign)
     drawn: list[tuple[int, int, Record]] = []
-    async for record in reader.images(storage, campaign, records.damaged):
+    async for record in reader.images(storage, campaign, records.damaged, known=known):
         _count_image(records, record)
         heapq.heappush(drawn, (-hashed(record.blob or ""), records.images, record))
         if len(drawn) > samples:
             heapq.heappop(drawn)
     await _count_unused(storage, records)
-    async for ended in reader.ended(storage, campaign, records.damaged):
+    async for ended in reader.ended(storage, campaign, records.damaged, known=known):
         if ended.outcome == "failed":
             reason = (ended.reason or "")[: dead_letter.MAX_REASON_CHARACTERS]
             kind = (printable(ended.error or ""), printable(reason))

@@ -120,7 +120,8 @@ async def _without_rivals(
     contested = list(filter(rivals.include, records))
     found = await _metadata(shards, (record.blob for record in contested))
     gone = {each.stem for each in contested if not found[each.blob]}
-    found |= await _metadata(shards, (f"{stem}.{suffix}" for stem in gone for suffix in _SUFFIXES))
+    others = {f"{stem}.{suffix}" for stem in gone for suffix in _SUFFIXES}
+    found |= await _metadata(shards, others - found.keys())
     kept = []
     for record in records:
         if (metadata := found.get(record.blob)) is None:
@@ -167,6 +168,23 @@ async def ended(
                 if are_all(images):
                     ends.complete(ends.job(record))
             yield [record for record in new if ends.job(record) in ends.outcomes]
+
+
+async def not_ended(
+    shards: Collection[StoredShard], records: list[Record], ends: Ends
+) -> list[Record]:
+    """Records of images without those that only a record tells of, of jobs that ended otherwise."""
+    contested = {each.blob for each in records if ends.job(each) in ends.outcomes}
+    found = await _metadata(shards, contested)
+    kept = []
+    for record in records:
+        if record.blob in contested and not (
+            found[record.blob] and record.fits(found[record.blob])
+        ):
+            ends.damaged.add(record.key, "a record of an image that is not stored: its job ended")
+        else:
+            kept.append(record)
+    return kept
 
 
 async def _with_images(shards: Collection[StoredShard], ends: Ends) -> set[int] | None:
@@ -283,12 +301,12 @@ class Ends:
         self._discarded: set[int] = set()
         self._settled: set[int] = set()
         self._known = known
-        self._damaged = damaged
+        self.damaged = damaged
         self._job_id = job_id
 
     async def read(self, shards: Iterable[StoredShard]) -> Self:
         """Reads what the operator has replayed and discarded."""
-        async for records in stored.records(stored.of_kind(shards, "settled"), self._damaged):
+        async for records in stored.records(stored.of_kind(shards, "settled"), self.damaged):
             self._settled.update(record.failure for record in records)
             discarded = (each for each in self.sent(records) if each.outcome == "discarded")
             self._discarded.update(map(self.job, discarded))
@@ -324,7 +342,7 @@ class Ends:
                 found.append(record)
             else:
                 self.unknown.add(f"{record.id} {record.digest}")
-                self._damaged.add(record.key, "a record of a job that was not sent")
+                self.damaged.add(record.key, "a record of a job that was not sent")
         return found
 
     def add(self, records: list[Record]) -> list[Record]:

@@ -85,10 +85,17 @@ async def campaigns(storage: Storage) -> AsyncIterator[str]:
 
 
 def images(
-    storage: Storage, campaign: str, damaged: Damaged | None = None
+    storage: Storage,
+    campaign: str,
+    damaged: Damaged | None = None,
+    *,
+    known: ledger.Digests | None = None,
 ) -> AsyncIterator[Record]:
-    """Each stored image of a campaign once; a listing, and a read for each 4 MiB of records."""
-    return _singly(_images(storage, campaign, damaged or Damaged()))
+    """Each stored image of a campaign once; a listing, and a read for each 4 MiB of records.
+
+    With *known* only those of jobs that are known to be sent.
+    """
+    return _singly(_images(storage, campaign, damaged or Damaged(), known))
 
 
 def ended(
@@ -314,14 +321,19 @@ async def follow(
 
 
 async def _images(
-    storage: Storage, campaign: str, damaged: Damaged
+    storage: Storage, campaign: str, damaged: Damaged, known: ledger.Digests | None = None
 ) -> AsyncGenerator[list[Record]]:
     shards = await stored.shards_of(storage, campaign, damaged)
+    ends = await drawn.Ends(known, Damaged()).read(shards)
+    async for _ in drawn.ended(storage.blobs, shards, ends, ends.damaged):
+        pass
+    ends.damaged = damaged
     async with aclosing(
         drawn.images(shards, *await drawn.again(shards, damaged), damaged)
     ) as parts:
         async for records in parts:
-            yield [record for record in records if record.outcome == "completed"]
+            found = [record for record in records if record.outcome == "completed"]
+            yield await drawn.not_ended(shards, ends.sent(found), ends)
 
 
 async def _ended(

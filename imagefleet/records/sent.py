@@ -374,6 +374,12 @@ async def entries(storage: Storage, campaign: str, damaged: Damaged | None = Non
     return await Ledger(storage, campaign).read(damaged)
 
 
+async def known(storage: Storage, campaign: str) -> Digests | None:
+    """The same; None if nobody has noted any."""
+    noted = Ledger(storage, campaign)
+    return None if await noted.count() is None else await noted.read()
+
+
 async def digest_of(storage: Storage, campaign: str, job_id: str) -> str:
     """How the digest begins that a job was sent with; empty where nobody has noted it."""
     try:

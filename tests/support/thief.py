@@ -119,9 +119,12 @@ async def records_of_images(thief: Thief, loot: Loot) -> None:
 
 
 async def ends_of_completed_jobs(thief: Thief, loot: Loot) -> None:
+    ends: tuple[dict[str, Any], ...] = ({}, {"digest": None}, {"source": None, "stages": 2})
     for outcome in ("failed", "cancelled"):
-        forged = [loot.record(*job, outcome, error="E").line() for job in loot.drawn.items()]
-        await shard(thief, loot.campaign, "jobs", forged)
+        for told in ends:
+            jobs = loot.drawn.items()
+            forged = [loot.record(*job, outcome, error="E", **told).line() for job in jobs]
+            await shard(thief, loot.campaign, "jobs", forged)
 
 
 async def operators_facts(thief: Thief, loot: Loot) -> None:
@@ -180,6 +183,23 @@ async def records_of_images_that_are_not_there(thief: Thief, loot: Loot) -> None
         await shard(thief, loot.campaign, "images", [line])
 
 
+async def images_of_failed_jobs(thief: Thief, loot: Loot) -> None:
+    """Records only: the images are not stored."""
+    for kind in ("images", "again"):
+        lines = [loot.record(*job).line() for job in loot.failed.items()]
+        await shard(thief, loot.campaign, kind, lines)
+
+
+async def images_by_other_names(thief: Thief, loot: Loot) -> None:
+    """Drawn jobs' images in other formats, and under another job's name."""
+    (_, other), *_ = loot.failed.items()
+    for job_id, body in loot.drawn.items():
+        names = (f"{loot.campaign}/{job_id}.jpg", f"{loot.campaign}/{job_id}.webp")
+        for name in (*names, read_job(other, "none").blob_name(0)):
+            line = loot.record(job_id, body, blob=name).line()
+            await shard(thief, loot.campaign, "images", [line])
+
+
 async def drawings_under_workers_names(thief: Thief, loot: Loot) -> None:
     """False second drawings and duplicates of the right digest, and a worker's own confession."""
     for body in loot.drawn.values():
@@ -216,6 +236,8 @@ ATTACKS: dict[str, Attack] = {
         a_thousand_made_up_campaigns,
         numbers_without_bounds,
         records_of_images_that_are_not_there,
+        images_of_failed_jobs,
+        images_by_other_names,
         drawings_under_workers_names,
         messages_of_failed_jobs,
         nonsense_among_the_records,

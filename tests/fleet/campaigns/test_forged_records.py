@@ -12,7 +12,7 @@ from pydantic import SecretStr
 from fleet.campaigns.table import Campaigns
 from fleet.keys import mint
 from imagefleet.job.message import MAX_IMAGE_BYTES
-from imagefleet.records import reader
+from imagefleet.records import reader, stored
 from imagefleet.records.record import Record, RecordLog, Totals, shard_part
 from imagefleet.records.sent import Ledger, entry_of
 from imagefleet.records.stored import Damaged
@@ -263,6 +263,52 @@ async def test_all_campaigns_are_counted_with_one_listing_of_each_store(
     assert len(found) == many
     assert storage.operations.blob_writes - before[0] <= 3, "listings"
     assert storage.operations.blob_reads - before[1] == many
+
+
+async def test_what_is_said_of_a_job_that_waits_is_believed_until_its_image_is_stored(
+    storage: Storage, worker: RecordLog
+) -> None:
+    await send(storage, 2)
+    await worker.add([ended(1), image(2)])
+    counted = await reader.counts(storage, "spring")
+    assert (counted.completed, counted.failed, counted.pending) == (1, 1, 0)
+
+    await storage.blobs.create("spring/job-1.png", b"pixels", "image/png", {"digest": ONE})
+    await worker.add([image(1)])
+
+    counted = await reader.counts(storage, "spring")
+    assert (counted.completed, counted.failed, counted.pending) == (2, 0, 0)
+
+
+async def test_of_a_large_campaign_the_ends_of_shards_are_believed_up_to_what_was_sent(
+    storage: Storage, worker: RecordLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await send(storage, 5)
+    await worker.add([image(1)])
+    line = image(1).line()
+    assert await worker._blobs.append(SHARD.format("images"), shard_part([line], Totals(3, 3)), 0)
+    assert (await reader.counts(storage, "spring")).completed == 1, "all of it was read"
+    monkeypatch.setattr(stored, "PART_BYTES", 10)
+
+    assert (await reader.counts(storage, "spring")).completed == 4
+    await worker.add([image(2), image(3)])
+    assert (await reader.counts(storage, "spring")).completed == 3, "more than was sent: recounted"
+
+
+async def test_jobs_of_a_producer_that_notes_none_are_named_beside_those_that_were_sent(
+    storage: Storage, worker: RecordLog
+) -> None:
+    await worker.add(image(number) for number in range(10, 188))
+    assert (await reader.counts(storage, "spring")).completed == 178
+    await send(storage, 12)
+    await worker.add(image(number) for number in range(1, 10))
+    campaigns = Campaigns(storage, "spring")
+
+    await campaigns.refresh()
+
+    ((_, counted),) = campaigns.rows
+    assert (counted.sent, counted.completed, counted.unknown) == (12, 12, 175)
+    assert "spring: 175 jobs with records" in " ".join(campaigns.notes(10, 0))
 
 
 async def send(storage: Storage, jobs: int) -> None:

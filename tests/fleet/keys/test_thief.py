@@ -21,14 +21,6 @@ from imagefleet.storage.settings import StorageSettings
 Imagefleet = Callable[..., Any]
 RunWorker = Callable[..., Awaitable[None]]
 
-#: Commands that a thief can lie to, as `SECURITY.md` says: an end that a worker alone knows of, and
-#: the number of images in a shard, which are counted up to the jobs that were sent.
-CAN_CHANGE = {
-    "ends_of_completed_jobs": {"results", "report", "failed"},
-    "totals_that_lie": {"status", "campaigns", "report"},
-    "records_of_images_that_are_not_there": {"status", "campaigns", "report"},
-}
-
 
 @pytest.fixture
 def storage_settings(azurite_settings: StorageSettings) -> StorageSettings:
@@ -79,6 +71,11 @@ VOLATILE = {
     *("unfit_records", "unrecorded", "messages"),
     *("images_per_second", "seconds", "made_at", "last_at", "first_at"),
 }
+
+
+#: Of a report, what no second drawing changes: by whom, and for how long it was drawn, is what
+#: its record says, as `SECURITY.md` has it.
+COUNTED = ("jobs", "images", "images_redelivered", "failed")
 
 
 def stable(value: Any) -> Any:
@@ -135,9 +132,8 @@ def answers(ask: Imagefleet, loot: thief.Loot, tmp_path: Path, run: str) -> dict
         {name: row[name] for name in ("id", "prompt", "worker")} for row in exported
     ]
     report = told("report", "spring")
-    found["report"] = report
-    failed = told("failed", "spring")
-    found["failed"] = failed
+    found["report"] = {name: report[name] for name in COUNTED}
+    found["failed"] = told("failed", "spring")
     verify = told("verify", "spring")
     found["accused"] = [
         each["worker"]
@@ -149,15 +145,8 @@ def answers(ask: Imagefleet, loot: thief.Loot, tmp_path: Path, run: str) -> dict
     return found
 
 
-def in_company() -> list[Any]:
-    """The attacks that may change the same, one after the other in one storage."""
-    groups: dict[frozenset[str], list[str]] = {}
-    for attack in thief.ATTACKS:
-        groups.setdefault(frozenset(CAN_CHANGE.get(attack, ())), []).append(attack)
-    return [
-        pytest.param(group, "worker", id=f"{group[0]} and {len(group) - 1} others")
-        for group in groups.values()
-    ]
+#: One after the other in one storage.
+TOGETHER = pytest.param([*thief.ATTACKS], "worker", id="all of them")
 
 
 def alone() -> list[Any]:
@@ -168,7 +157,7 @@ def alone() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("attacks", "role"), [*in_company(), *alone()])
+@pytest.mark.parametrize(("attacks", "role"), [TOGETHER, *alone()])
 async def test_no_answer_about_honest_jobs_changes(
     attacks: list[str],
     role: str,
@@ -189,8 +178,7 @@ async def test_no_answer_about_honest_jobs_changes(
     after = await asyncio.to_thread(answers, ask, loot, tmp_path, "after")
 
     assert before["download"].keys() == {f"{each}.png" for each in loot.drawn}
-    changed = {where.split("/")[1].split()[0] for where in differences(before, after)}
-    assert changed <= CAN_CHANGE.get(attacks[0], set())
+    assert not differences(before, after)
 
 
 async def test_the_second_job_of_a_name_fails_and_the_first_keeps_its_picture(

@@ -154,6 +154,7 @@ async def test_a_job_of_several_images_needs_them_all_and_a_failed_one_keeps_wha
     assert await statuses(fleet.results("spring")) == {}
     await RecordLog(fleet.storage.blobs, "another").add(images("a", 1, of=3), again=True)
     await log.add([end("b", "failed", seed=9)])
+    await fleet.storage.blobs.create(name("b", 1), b"pixels", "image/png", {"job": "b"})
 
     for results in (batch.results(0), fleet.results("spring")):
         found = {result.id: result async for result in results}
@@ -179,6 +180,7 @@ async def test_a_campaigns_results_have_each_job_once_as_it_is_now(
     operator = RecordLog(fleet.storage.files, "operator")
     await operator.open("spring", "cancelled")
     await log.add([image("a", seed=5, metadata={"order": 7}), end("c", "cancelled")])
+    await fleet.storage.blobs.create("spring/a.png", b"pixels", "image/png", {"job": "a"})
     await log.add([image("a")], again=True)
     await operator.add([end("d", "replayed")])
     await log.add([end("d", "failed"), image("e", campaign="autumn")])
