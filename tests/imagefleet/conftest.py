@@ -1,14 +1,26 @@
-"""A proxy that injects faults between a client and Azurite."""
+"""A proxy that injects faults between a client and Azurite; a client, and its fleet's worker."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from imagefleet import aio, errors
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import StorageSettings
 from proxy import Fault, FaultProxy
+from worker.engine import contract
+from worker.pipeline import Pipeline
+from worker.settings import WorkerSettings
+from worker.testing import StandInEngine, draw_noise
+
+Work = Callable[..., Any]
 
 
 @dataclass(slots=True)
@@ -34,3 +46,48 @@ async def faulty_azurite(azurite_address: str) -> AsyncIterator[FaultyAzurite]:
     proxy = FaultProxy(lambda: faults.popleft() if faults else "pass")
     async with proxy.running(azurite_address):
         yield FaultyAzurite(proxy, faults)
+
+
+def draw(request: contract.ImageRequest) -> contract.Pixels:
+    if "broken" in str(request.prompt):
+        raise errors.JobError("the prompt is broken")
+    return draw_noise(request)
+
+
+@pytest.fixture
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aio, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(aio, "LONGEST_PAUSE_SECONDS", 0.1)
+
+
+@pytest.fixture
+def connect_options(_short_pauses: None, storage_settings: StorageSettings) -> dict[str, str]:
+    names = ("storage", "queue", "container", "files_container")
+    return {name: getattr(storage_settings, name) for name in names}
+
+
+@pytest.fixture
+async def fleet(connect_options: dict[str, Any]) -> AsyncIterator[aio.Fleet]:
+    async with aio.connect(**connect_options) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def work(
+    storage_settings: StorageSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Work:
+    """Runs a worker until the queue is empty."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # of the LoRA cache
+    monkeypatch.setattr("worker.pull.UNTIL_EMPTY_PAUSE_SECONDS", 0.1, raising=False)
+    settings = WorkerSettings(
+        **storage_settings.model_dump(),
+        model=Path("stand-in"),
+        until_empty=True,
+    )
+
+    async def run(draw: Callable[..., contract.Pixels] = draw) -> None:
+        async with open_storage(settings) as storage:
+            pipeline = Pipeline(storage, lambda: StandInEngine(draw=draw), settings)
+            await asyncio.wait_for(pipeline.run(asyncio.Event(), asyncio.Event()), 30)
+
+    return run

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,63 +21,14 @@ import imagefleet
 import polling
 from imagefleet import Job, aio, cancelled, errors
 from imagefleet.job.message import read_job
-from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from worker.engine import contract
-from worker.pipeline import Pipeline
-from worker.settings import WorkerSettings
-from worker.testing import StandInEngine, draw_noise
+from worker.testing import draw_noise
 
 ROOT = Path(__file__).parents[2]
 
 Work = Callable[..., Any]
 
 local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
-
-
-def draw(request: contract.ImageRequest) -> contract.Pixels:
-    if "broken" in str(request.prompt):
-        raise errors.JobError("the prompt is broken")
-    return draw_noise(request)
-
-
-@pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aio, "FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(aio, "LONGEST_PAUSE_SECONDS", 0.1)
-
-
-@pytest.fixture
-def connect_options(storage_settings: StorageSettings) -> dict[str, str]:
-    names = ("storage", "queue", "container", "files_container")
-    return {name: getattr(storage_settings, name) for name in names}
-
-
-@pytest.fixture
-async def fleet(connect_options: dict[str, Any]) -> AsyncIterator[aio.Fleet]:
-    async with aio.connect(**connect_options) as fleet:
-        yield fleet
-
-
-@pytest.fixture
-def work(
-    storage_settings: StorageSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Work:
-    """Runs a worker until the queue is empty."""
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # of the LoRA cache
-    monkeypatch.setattr("worker.pull.UNTIL_EMPTY_PAUSE_SECONDS", 0.1, raising=False)
-    settings = WorkerSettings(
-        **storage_settings.model_dump(),
-        model=Path("stand-in"),
-        until_empty=True,
-    )
-
-    async def run(draw: Callable[..., contract.Pixels] = draw) -> None:
-        async with open_storage(settings) as storage:
-            pipeline = Pipeline(storage, lambda: StandInEngine(draw=draw), settings)
-            await asyncio.wait_for(pipeline.run(asyncio.Event(), asyncio.Event()), 30)
-
-    return run
 
 
 async def collect(batch: aio.Batch, seconds: float = 20) -> dict[str, aio.Result]:
@@ -170,23 +121,6 @@ async def test_another_job_of_an_id_that_was_sent_is_refused(fleet: aio.Fleet, w
     with pytest.raises(errors.NameTakenError, match="job default/a is not the one that was sent"):
         await fleet.submit([Job(prompt="a new one", id="b"), Job(prompt="a tree", id="a")])
     assert (await fleet.depth()).queue.messages == 0, "nothing of the batch is sent"
-
-
-async def test_a_picture_that_is_not_the_one_recorded_is_refused(
-    fleet: aio.Fleet, work: Work
-) -> None:
-    batch = await fleet.submit([Job(prompt=name, id=name) for name in ("a", "b")])
-    await work()
-    (_, a), (_, b) = sorted((await collect(batch)).items())
-    other = await b.data()
-    await fleet.storage.blobs.delete("default/a.png")
-    assert await fleet.storage.blobs.create("default/a.png", other, "image/png", {})
-
-    with pytest.raises(errors.MisfitError, match=r"default/a\.png .* is not the picture that was"):
-        await a.data()
-    with pytest.raises(errors.MisfitError):
-        await a.image()
-    assert await b.data() == other
 
 
 async def test_a_batch_submitted_twice_gives_the_same_images(fleet: aio.Fleet, work: Work) -> None:
@@ -418,36 +352,6 @@ def test_the_sync_client_does_all_that_the_async_one_does(
         fleet.cancel("autumn")
         asyncio.run(work())
         assert fleet.job("autumn/late").status == "cancelled"
-
-
-def test_the_sync_client_tells_the_same_job_a_changed_one_and_a_taken_name_apart(
-    connect_options: dict[str, Any], storage_settings: StorageSettings, work: Work
-) -> None:
-    async def send(body: str) -> None:
-        async with open_storage(storage_settings) as storage:
-            await storage.create()
-            await storage.queue.send([body])
-
-    # Another program's job, which no ledger knows.
-    asyncio.run(send(Job(prompt="a boat", id="taken").to_message()))
-    asyncio.run(work())
-    with imagefleet.connect(**connect_options) as fleet:
-        first = fleet.submit([Job(prompt="a house", id="a")])
-        with pytest.raises(errors.NameTakenError, match="job default/a is not the one that was"):
-            fleet.submit([Job(prompt="a tree", id="b"), Job(prompt="a tree", id="a")])
-        assert fleet.depth().queue.messages == 1, "nothing of that batch is sent"
-        again = fleet.submit([Job(prompt="a house", id="a")])
-        taken = fleet.submit([Job(prompt="a tree", id="taken")])
-        asyncio.run(work())
-
-        (house,) = first.results(timeout=30)
-        assert list(again.results(timeout=30)) == [house]
-        assert house.image().text["parameters"].startswith("a house\n")  # type: ignore[attr-defined]
-        (refused,) = taken.results(timeout=30)
-        assert refused.status == "failed"
-        assert refused.reason is not None
-        assert "taken" in refused.reason
-        assert fleet.campaigns()["default"].sent == 2, "jobs, each once"
 
 
 @local_only
