@@ -345,7 +345,7 @@ async def test_jobs_still_to_do_are_said(
 ) -> None:
 
     async with open_storage(local_settings) as storage:
-        await sent_jobs.note(storage, "spring", 7)
+        await sent_jobs.note(storage, "spring", 7, ids="12345")
 
     result = await export()
 
