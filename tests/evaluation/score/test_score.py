@@ -16,12 +16,12 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 
+import sent_jobs
 from evaluation.score import chunks, metrics, plan
 from evaluation.score.statistics import Statistics
 from fleet import console
 from imagefleet.records import reader, sweep
 from imagefleet.records.record import Record, RecordLog
-from imagefleet.records.sent import Ledger, entry_of
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import StorageSettings
@@ -300,10 +300,7 @@ def test_the_end_of_a_campaign_is_waited_for(
 
     async def note(*ids: str) -> None:
         async with open_storage(copy) as storage:
-            ledger = Ledger(storage, "plain")
-            for job_id in ids:
-                ledger.pending += entry_of(job_id, "0" * 64)
-            await ledger.note()
+            await sent_jobs.note(storage, "plain", len(ids), ids=ids)
 
     asyncio.run(note("late", *(sweep.job_id("cfg-1.5", number) for number in range(24))))
     assert (
