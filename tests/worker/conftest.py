@@ -89,6 +89,8 @@ def store_images(storage: Storage) -> StoreImages:
             facts = {"job": str(job.id), "digest": job.stage_digest}
             if job.stages > 1:
                 facts["stages"] = str(job.stages)
+            if job.images > 1:
+                facts["images"] = str(job.images)
             await storage.blobs.create(job.blob_name(index), data, "image/png", facts)
 
     return store

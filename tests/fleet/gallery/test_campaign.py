@@ -22,7 +22,7 @@ COUNT = 600
 
 
 def image(number: int) -> Record:
-    fields = {"id": f"{number:04}", "campaign": "spring", "blob": f"spring/{number}.png"}
+    fields = {"id": f"{number:04}", "campaign": "spring", "blob": f"spring/{number:04}.png"}
     at = NOON + timedelta(seconds=number)
     prompt = str(pow(7, 200 + number))  # it cannot be compressed to nothing
     return Record.model_validate(fields | {"outcome": "completed", "at": at, "prompt": prompt})

@@ -69,7 +69,7 @@ async def loot(
 VOLATILE = {
     *("misfits", "unfit", "unknown", "damaged", "folder", "at", "oldest_age_seconds", "damage"),
     *("unfit_records", "unrecorded", "messages"),
-    *("images_per_second", "seconds", "made_at", "last_at", "first_at"),
+    *("images_per_second", "seconds", "made_at", "last_at", "first_at", "seconds_left"),
 }
 
 

@@ -15,7 +15,6 @@ from fleet.results import files
 from fleet.webhooks import events
 from imagefleet.job.message import Job
 from imagefleet.job.names import REPLACED, duplicate_name
-from imagefleet.records import outcomes
 from imagefleet.records.record import Record, of_job
 from imagefleet.storage import protocol
 
@@ -87,10 +86,9 @@ def test_the_console_takes_a_record_for_its_own_jobs_image_alone(one: Image, oth
     job = jobs_of(one)
     if job.verify:
         return
-    is_its = outcomes.is_of_its_job
-    assert is_its(record_of(job, one.index))
+    assert record_of(job, one.index).has_own_name
     if one[:4] != other[:4]:
-        assert not is_its(record_of(job, one.index, blob=name_of(other)))
+        assert not record_of(job, one.index, blob=name_of(other)).has_own_name
     assert replace.draws(job, name_of(one))
     assert replace.draws(job, name_of(other)) == any(
         job.blob_name(index) == name_of(other) for index in range(job.images)
