@@ -16,7 +16,6 @@ from PIL import Image
 
 from evaluation.gate.images import Pixels
 from evaluation.score.statistics import Doubles
-from imagefleet import errors
 
 #: Regions of a picture in each direction: damage to a sixteenth of it, anywhere, fills one.
 REGIONS = 8
@@ -32,17 +31,10 @@ _FLAT = 1.0
 
 
 def similarity(a: Pixels, b: Pixels) -> tuple[float, float]:
-    """The SSIM of two pictures [height, width, 3] of one size: the mean, and the worst region's.
+    """The SSIM of two pictures [height, width, 3] of one size: the mean, and the worst region's."""
+    from skimage.metrics import structural_similarity
+    from skimage.transform import resize_local_mean
 
-    Raises SetupError if scikit-image is not installed.
-    """
-    try:
-        from skimage.metrics import structural_similarity
-        from skimage.transform import resize_local_mean
-    except ModuleNotFoundError as error:
-        raise errors.SetupError(
-            f"{error.name} is not installed; to compare images: pip install '.[evaluation]'"
-        ) from None
     side = min(a.shape[:2])
     if (factor := round(side / _SSIM_PIXELS)) > 1:
         a, b = (np.asarray(Image.fromarray(each).reduce(factor)) for each in (a, b))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -63,6 +64,8 @@ def _check(plan: Plan) -> None:
             raise errors.SetupError(f"{flag} is for settings that are drawn here; there are none")
     if plan.a == plan.b and plan.storages[0] == plan.storages[1]:
         raise errors.SetupError(f"A and B are the same: {plan.a}")
+    with load.needs_extra():
+        importlib.import_module("skimage")  # before what takes minutes is drawn
     check.require_path(plan.drawn.model)
     if plan.engines:
         require_libraries()

@@ -36,7 +36,7 @@ def find_device(names: Collection[str | None], device: str) -> str:
 
 def load_extractor(path: str | Path, device: str = "cpu") -> Extractor:
     """The extractor in a TorchScript or ONNX file or a folder; raises SetupError if it is none."""
-    with _needs_extra():
+    with needs_extra():
         return _load(path, device)
 
 
@@ -67,7 +67,7 @@ def _load(path: str | Path, device: str) -> Extractor:
 def load_text_extractor(path: str | Path, device: str = "cpu") -> TextExtractor:
     """An extractor that takes texts, too; raises SetupError as `load_extractor`."""
     if str(path) == DEMO:
-        with _needs_extra():
+        with needs_extra():
             from evaluation.score.demo.extractor import DemoTextExtractor
 
             return DemoTextExtractor(device)
@@ -81,13 +81,13 @@ def load_text_extractor(path: str | Path, device: str = "cpu") -> TextExtractor:
 
 
 @contextlib.contextmanager
-def _needs_extra() -> Iterator[None]:
+def needs_extra() -> Iterator[None]:
     """Raises SetupError, with the command to run, where the extra `evaluation` is missing."""
     try:
         yield
     except ImportError as error:
         raise errors.SetupError(
-            f"{error.name} is not installed; to score images: pip install '.[evaluation]'"
+            f"{error.name} is not installed; to judge images: pip install '.[evaluation]'"
         ) from None
 
 
