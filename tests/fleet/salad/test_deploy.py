@@ -361,28 +361,28 @@ def test_status_shows_what_runs_and_what_it_costs(salad: Any, in_process: Imagef
     assert "750 of 750 replicas run: $22.50/h now" in screen
 
 
-def test_an_unknown_api_key_is_reported(
-    salad: Any, in_process: Imagefleet, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("key", "said", "secret"),
+    [
+        ("wrong-key", "does not know the API key", "wrong-key"),
+        ("half-a-key\nanother-half", "the variable SALAD_API_KEY, has a line break", "half"),
+    ],
+)
+def test_an_api_key_of_no_use_is_reported_without_it(
+    salad: Any,
+    in_process: Imagefleet,
+    monkeypatch: pytest.MonkeyPatch,
+    key: str,
+    said: str,
+    secret: str,
 ) -> None:
-    monkeypatch.setenv("SALAD_API_KEY", "wrong-key")
+    monkeypatch.setenv("SALAD_API_KEY", key)
 
     ended = in_process("deploy", "status")
 
     assert ended.returncode == 2
-    assert "does not know the API key" in ended.stderr
-    assert "wrong-key" not in ended.stderr
-
-
-def test_an_api_key_with_a_line_break_is_a_sentence(
-    salad: Any, in_process: Imagefleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SALAD_API_KEY", "half-a-key\nanother-half")
-
-    ended = in_process("deploy", "status")
-
-    assert ended.returncode == 2
-    assert "the variable SALAD_API_KEY, has a line break" in ended.stderr
-    assert "half" not in ended.stderr
+    assert said in ended.stderr
+    assert secret not in ended.stderr
 
 
 def test_an_unknown_project_is_reported_with_where_it_stands(

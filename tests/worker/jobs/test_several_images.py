@@ -297,17 +297,18 @@ async def test_of_two_batches_of_one_id_at_the_same_moment_one_is_completed(
     assert (counts.images, counts.completed, counts.failed) == (3, 1, 1)
 
 
+def failing_once(at: int) -> Callable[[int], errors.FleetError | None]:
+    """The fault of the image with that seed, the first time that it is drawn."""
+    failures = [errors.TransientError("out of memory")]
+    return lambda seed: failures.pop() if seed == at and failures else None
+
+
 @local_only
 async def test_a_first_image_that_fails_for_a_time_claims_the_name_later(
     storage: Storage, run_pipeline: RunPipeline, message: Message
 ) -> None:
-    failures = [errors.TransientError("out of memory")]
-
-    def once(seed: int) -> errors.FleetError | None:
-        return failures.pop() if seed == 0 and failures else None
-
     await storage.queue.send([message(id="j", seed=0, n_iter=50)])
-    engine = Drawing(once, capacity=4)
+    engine = Drawing(failing_once(0), capacity=4)
     pipeline = await run_pipeline(engine)
     assert len(engine.drawn) < 50 + 20, "drawn on without a name"
     assert pipeline.metrics.outcomes == {"retried": 1, "completed": 1}
@@ -318,13 +319,8 @@ async def test_a_first_image_that_fails_for_a_time_claims_the_name_later(
 async def test_one_image_that_fails_for_a_time_is_all_that_is_drawn_again(
     storage: Storage, run_pipeline: RunPipeline, message: Message
 ) -> None:
-    failures = [errors.TransientError("out of memory")]
-
-    def once(seed: int) -> errors.FleetError | None:
-        return failures.pop() if seed == 3 and failures else None
-
     await storage.queue.send([message(id="j", seed=0, batch_size=12)])
-    engine = Drawing(once)
+    engine = Drawing(failing_once(3))
     pipeline = await run_pipeline(engine)
     assert Counter(engine.drawn) == Counter([*range(12), 3])
     assert pipeline.metrics.outcomes == {"retried": 1, "completed": 1}
