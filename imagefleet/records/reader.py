@@ -185,8 +185,17 @@ async def counts(storage: Storage, campaign: str, damaged: Damaged | None = None
     return await _counts(storage.blobs, ledger.Ledger(storage, campaign), shards, damaged)
 
 
-async def all_counts(storage: Storage, damaged: Damaged) -> dict[str, Counts]:
-    """The numbers of all campaigns: of `counts`, with three listings for them all."""
+Counted = dict[str, tuple[tuple[int | None, int], Counts]]
+"""By campaign, how many jobs were sent and bytes recorded when it was counted, and its numbers."""
+
+
+async def all_counts(
+    storage: Storage, damaged: Damaged, before: Counted | None = None
+) -> dict[str, Counts]:
+    """The numbers of all campaigns: of `counts`, with three listings for them all.
+
+    Campaigns that are as they were *before*, which this call brings up to date, are not read again.
+    """
     noted = {name: ledger.Ledger(storage, name) for name in await ledger.campaigns(storage)}
     by_campaign: dict[str, list[StoredShard]] = {name: [] for name in noted}
     for shard in await stored.shards_of(storage, None, damaged):
@@ -194,8 +203,14 @@ async def all_counts(storage: Storage, damaged: Damaged) -> dict[str, Counts]:
     found: dict[str, Counts] = {}
 
     async def count(campaign: str) -> None:
-        of_campaign = noted.pop(campaign, None), by_campaign[campaign]
-        found[campaign] = await _counts(storage.blobs, *of_campaign, damaged)
+        ledger, shards = noted.pop(campaign, None), by_campaign[campaign]
+        if before is None:
+            found[campaign] = await _counts(storage.blobs, ledger, shards, damaged)
+            return
+        state = (await ledger.count() if ledger else None, stored.size_bytes(shards))
+        if campaign not in before or before[campaign][0] != state:
+            before[campaign] = state, await _counts(storage.blobs, ledger, shards, damaged)
+        found[campaign] = before[campaign][1]
 
     await concurrency.for_each(by_campaign, count, _COUNTED_AT_ONCE)
     return found
