@@ -26,9 +26,12 @@ from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.proofs import machine_key
 from imagefleet.storage.settings import StorageSettings
+from worker import process
 from worker.jobs.stored import proven
 from worker.metrics import WorkerMetrics
 from worker.node.watchdog import Suspects
+from worker.settings import WorkerSettings
+from worker.testing import StandInEngine
 
 M1, M2, STOLEN = (f"0d8f5c1e-77a2-4c1b-9a3e-5b2f0e7d9c1{last}" for last in "123")
 BODIES = {
@@ -50,18 +53,28 @@ def storage_settings(azurite_settings: StorageSettings) -> StorageSettings:
 
 
 @pytest.fixture
-async def machine(storage: Storage, storage_settings: StorageSettings, tmp_path: Path) -> Machine:
-    """Opens the storage as a worker does with what a broker gives its machine."""
+async def settings_of(
+    storage: Storage, storage_settings: StorageSettings, tmp_path: Path
+) -> Callable[[str], StorageSettings]:
+    """The settings of a worker with what a broker gives its machine."""
     secret = await mint.proof_secret(storage_settings)
     minted = mint.Minter(storage_settings).mint(ROLES["worker"], timedelta(hours=1))
 
-    @contextlib.asynccontextmanager
-    async def opened(name: str) -> AsyncIterator[Storage]:
+    def settings(name: str) -> StorageSettings:
         given = {"machine": name, "machine_key": machine_key(secret, name)}
         file = tmp_path / f"{name}.json"
         file.write_text(json.dumps(minted.record | given))
         update = {"storage": minted.storage, "sas_file": file}
-        async with open_storage(storage_settings.model_copy(update=update)) as found:
+        return storage_settings.model_copy(update=update)
+
+    return settings
+
+
+@pytest.fixture
+def machine(settings_of: Callable[[str], StorageSettings]) -> Machine:
+    @contextlib.asynccontextmanager
+    async def opened(name: str) -> AsyncIterator[Storage]:
+        async with open_storage(settings_of(name)) as found:
             await found.check()
             yield found
 
@@ -189,6 +202,31 @@ async def test_a_thief_adds_no_hours_or_costs_to_another_worker(
     assert others == before["workers"]
     assert after["damaged"] > before["damaged"] == 0
     assert after["jobs"] >= before["jobs"] == 5
+
+
+async def test_a_thief_with_a_machines_key_writes_any_figures_of_that_machine(
+    honest: thief.Loot, ask: Ask, machine: Machine
+) -> None:
+    """Nothing prevents it."""
+    told = {"worker": f"{STOLEN}-1", "price_per_hour": 900.0, "start_up_seconds": 36_000.0}
+    async with machine(STOLEN) as stolen:
+        forged = [honest.record(*job, **told) for job in honest.drawn.items()]
+        log = RecordLog(stolen.blobs, "thief", retry.NEVER)
+        await log.add([proven(each, stolen.prover) for each in forged], again=True)
+    report = await asyncio.to_thread(ask, "report", "spring")
+    [own] = [each for each in report["workers"] if each["name"] == f"{STOLEN}-1"]
+    assert (own["images"], own["doubled"]) == (0, 5)
+    assert own["gpu_dollars"] >= 9_000
+
+
+async def test_a_worker_whose_name_is_not_its_machines_says_that_it_proves_nothing(
+    settings_of: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("worker.pull.UNTIL_EMPTY_PAUSE_SECONDS", 0.1)
+    known = {**settings_of(M1).model_dump(), "model": "stand-in", "until_empty": True}
+    for name in (f"{M1}-7", f"{M2}-7"):
+        await process.run_worker(WorkerSettings(**known, name=name), load=StandInEngine)
+        assert ("no proof of what" in caplog.text) == (name == f"{M2}-7")
 
 
 async def test_a_thief_marks_no_images_of_another_worker_as_suspect(
