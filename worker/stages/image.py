@@ -120,7 +120,8 @@ class UploadStage:
         image, file = encoded.image, encoded.file
         entry = image.owner
         name = image.job.blob_name(image.index)
-        metadata = self._metadata(image, file)
+        prover = self.settler.storage.prover
+        metadata = prover.proven(name, self._metadata(image, file))
 
         is_surely_own = True
 
@@ -182,11 +183,12 @@ class UploadStage:
         """Stores a duplicate, so that what took its name first can be compared with it."""
         aside = duplicate_name(name, self.settler.settings.name)
         file, lease = encoded.file, encoded.image.owner.lease
-        blobs = self.settler.storage.blobs
+        storage = self.settler.storage
+        proven = storage.prover.proven(aside, metadata)
 
         async def create() -> bool:
             lease.check()
-            return await blobs.create(aside, file.data, file.content_type, metadata)
+            return await storage.blobs.create(aside, file.data, file.content_type, proven)
 
         await self.settler.retry_policy.call(create)
 
