@@ -95,8 +95,8 @@ async def _check_files(files: BlobStore) -> None:
         log.warning(f"no files, and no list of what is cancelled: {error}", action="no_files")
 
 
-def _check_name(name: str, prover: Prover) -> None:
-    if prover.machine and machine_of(name) != prover.machine:
+def _check_name(name: str, prover: Prover | None) -> None:
+    if prover is not None and machine_of(name) != prover.machine:
         text = f"no proof of what {name} draws: its name does not begin with {prover.machine}-"
         log.warning(f"{text}, the machine's id, as without --name", action="no_proof")
 

@@ -62,8 +62,8 @@ class Storage(Protocol):
         """LoRAs and models, which workers only read."""
 
     @property
-    def prover(self) -> Prover:
-        """Proves what this machine stores; nothing without a broker's key."""
+    def prover(self) -> Prover | None:
+        """Proves what this machine stores; None without a broker's key."""
 
     async def proofs(self) -> Proofs | None:
         """Tells whose names are proven; None in a fleet without a broker, where none are."""
@@ -86,7 +86,7 @@ class Storage(Protocol):
 class LocalStorage:
     """The queues and blobs of one machine. Accesses the disk on first use."""
 
-    prover = Prover()
+    prover = None
 
     def __init__(self, folder: Path, names: StorageSettings) -> None:
         self.url = f"local:{folder}"

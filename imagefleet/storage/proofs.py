@@ -48,10 +48,10 @@ def machine_key(secret: str, machine: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Prover:
-    """Proves what the workers of one machine write; without a machine, nothing."""
+    """Proves what the workers of one machine write."""
 
-    machine: str = ""
-    key: str = field(default="", repr=False)
+    machine: str
+    key: str = field(repr=False)
 
     def proof(self, worker: str, claims: bytes) -> str | None:
         """The proof that *worker* makes these claims; None: it is of another machine."""

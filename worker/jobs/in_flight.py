@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import chain
 from typing import Any, NoReturn
 
 from imagefleet import concurrency, errors
@@ -320,7 +321,7 @@ class PendingRecords:
     flush_seconds: float
     in_flight: Callable[[], int]
     """Jobs in flight; those that wait here are among them."""
-    prover: Callable[[], Prover] = Prover
+    prover: Callable[[], Prover | None] = lambda: None
     _waiting: list[_Waiting] = field(default_factory=list, init=False)
     _records: int = field(default=0, init=False)  # of those that wait
     _first_at: float = field(default=0.0, init=False)
@@ -428,8 +429,9 @@ class PendingRecords:
         return self._first_at + self.flush_seconds - time.monotonic()
 
     def _proven(self, records: Iterable[list[Record]]) -> list[Record]:
+        some = list(chain.from_iterable(records))
         prover = self.prover()
-        return [proven(each, prover) for some in records for each in some]
+        return some if prover is None else [proven(each, prover) for each in some]
 
     async def _write(self, batch: list[_Waiting]) -> errors.TransientError | None:
         try:

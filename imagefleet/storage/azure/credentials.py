@@ -228,10 +228,10 @@ class Credentials:
         return Access(resource, what, credential, self._retry_policy, self._rotating)
 
     @property
-    def prover(self) -> Prover:
+    def prover(self) -> Prover | None:
         """Proves what this machine stores, with the key that came with the tokens in force."""
         tokens = self._rotating.tokens if self._rotating else None
-        return tokens.prover if tokens else Prover()
+        return tokens.prover if tokens else None
 
     def shards(self, resource: Resource, model: str | None) -> int:
         """How many shards of a job queue there are tokens for."""

@@ -112,9 +112,9 @@ class Tokens(QueueTokens):
         return self if model is None else self.models.get(model, QueueTokens())
 
     @property
-    def prover(self) -> Prover:
+    def prover(self) -> Prover | None:
         key = self.machine_key
-        return Prover() if key is None else Prover(self.machine, key.get_secret_value())
+        return None if key is None else Prover(self.machine, key.get_secret_value())
 
     @property
     def ends_at(self) -> datetime | None:

@@ -150,7 +150,7 @@ class AzureStorage:
         self.scope = Scope(lambda: fleet, settings.queue, self._clock.now)
 
     @property
-    def prover(self) -> Prover:
+    def prover(self) -> Prover | None:
         return self._credentials.prover
 
     async def proofs(self) -> Proofs | None:
