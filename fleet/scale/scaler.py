@@ -224,8 +224,8 @@ class Scaler:
         except errors.SetupError as error:
             if self._known is None:
                 raise
-            said = "%s: the replicas are not increased meanwhile"
-            log.warning(said, error, action="ledger_not_written")
+            said = f"{error}: the replicas are not increased meanwhile"
+            log.warning(said, action="ledger_not_written")
             return False
         return True
 

@@ -213,6 +213,11 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
         return self.stage == self.stages and (self.images == 1 or bool(self.completes))
 
     @property
+    def is_end(self) -> bool:
+        """Whether a worker says that its job ended without all of its images."""
+        return self.outcome in {"failed", "cancelled"}
+
+    @property
     def has_own_name(self) -> bool:
         """Whether the image's name is that of its job."""
         return self.stem == image_stem(self.key, self.index, self.stage)
