@@ -136,7 +136,7 @@ def _plan(
     one = gpus.replica_price(classes, file.priority)
     total = sum(body["replicas"] for body in bodies)
     old = {group.name: group.price(known) for group in existing}
-    dollars = {name: price.most if price else None for name, price in old.items()}
+    dollars = {name: price.most if price else 0.0 for name, price in old.items()}
     dollars |= {body["name"]: one.most for body in bodies}
     return bodies, changes.applied(bodies, existing, quota, dollars), one.times(total)
 
@@ -149,10 +149,11 @@ def _plan_lines(plan: changes.Changes) -> list[str]:
         *(f"to drain and delete: {name}" for name in plan.delete),
     ]
     if len(plan.steps) > 1:
+        most = max(sum(step.values()) for step in plan.steps)
         fewest = f"{plan.least_replicas:,} stay" if plan.least_replicas else "for a while none runs"
         lines.append(
             f"in {len(plan.steps)} steps: old replicas stop before as many new ones start, so that"
-            f" {plan.most_replicas:,} run at most; {fewest}"
+            f" {most:,} run at most; {fewest}"
         )
     return lines
 

@@ -165,9 +165,8 @@ def test_no_apply_runs_more_than_before_or_as_confirmed(
         before = sum(each.most * each.revision.dollars for each in case.before)
         most_dollars = max(before, case.replicas * case.after.dollars)
         arguments = ["deploy", "apply", "--yes", "--enough", str(case.enough)]
-        is_shrink = all(each.revision == case.after for each in case.before)
-        requested = sum(each.replicas for each in case.before if not each.is_stopped)
-        fits = case.others + case.replicas <= case.quota
+        alike = [each for each in case.before if each.revision == case.after]
+        starts = case.replicas > sum(each.replicas for each in alike if not each.is_stopped)
 
         for skips, lands in case.ends:
             salad.faults = [Fault(403, skips=skips, lands=lands)]
@@ -177,7 +176,7 @@ def test_no_apply_runs_more_than_before_or_as_confirmed(
 
         assert all(replicas <= most for replicas, _ in salad.billed), salad.billed
         assert all(dollars <= most_dollars + 1e-6 for _, dollars in salad.billed), salad.billed
-        if not fits and not (is_shrink and case.replicas <= requested):
+        if starts and case.others + case.replicas > case.quota:
             assert ended.returncode == 2
             assert "do not fit" in ended.stderr
             assert {method for method, _ in salad.requests} == {"GET"}
