@@ -1,7 +1,6 @@
 """What turns a fleet's container groups into those that are wanted, in steps.
 
-After each step the replicas and their price are at most those before the change or those after it,
-whichever are more: old groups give way to new ones bit by bit, never beside all of them.
+No step has more replicas, or a higher price, than the groups before the change or those after it.
 """
 
 from __future__ import annotations
@@ -104,8 +103,7 @@ def refuse_over_quota(plan: Changes, existing: Sequence[Group], quota: Quota) ->
         raise errors.SetupError(
             f"SaladCloud's quota is {quota.replicas:,} replicas, and other groups use"
             f" {quota.replicas - room:,} (stopped ones count): {wanted:,} do not fit. Request a"
-            " larger quota in the portal, delete groups that you do not need, or use fewer"
-            " --replicas"
+            " larger quota in the portal, or delete groups that you do not need"
         )
 
 

@@ -198,7 +198,7 @@ def test_a_changed_file_replaces_the_groups_a_quarter_at_a_time(
     ended = in_process("deploy", "apply", "--yes")
 
     assert ended.returncode == 0, ended.stderr
-    assert "so that 750 run at most; 562 stay" in ended.stderr
+    assert "in 5 steps, old replicas first, 750 at most: 562 stay" in ended.stderr
     assert not first & set(salad.groups)
     assert replicas(salad) == [375, 375]
     # No restart in place: the fake accepts only patches of replicas.
@@ -214,7 +214,7 @@ def test_one_replica_is_replaced_by_none_and_the_plan_says_so(
 
     ended = in_process("deploy", "apply", "--dry-run", "--replicas", "1")
 
-    assert "so that 1 run at most; for a while none runs" in ended.stderr
+    assert "1 at most: for a while none runs" in ended.stderr
 
 
 def test_new_groups_that_do_not_start_leave_three_quarters_of_the_old_ones(
