@@ -84,7 +84,7 @@ _WITH_RULES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What one pass takes: its size in pixels and the UNet's calls for each half of guidance."""
+    """What one pass takes: its size in pixels, and the UNet's calls with the rows of each."""
 
     width: int
     height: int
@@ -96,6 +96,8 @@ class Pass:
     """Whether the pass ends with pixels, which the VAE decodes."""
     enlarged: int = 0
     """Pixels that networks enlarge before it, or in its place."""
+    rows: int = 2
+    """Rows of a call: 1 without guidance. Steps that `s_min_uncond` leaves without count as 2."""
 
     @property
     def is_drawn(self) -> bool:
@@ -212,16 +214,23 @@ class PassFields(Hires, Extras):
         calls = self.steps
         if begins_with_image:
             calls = img2img.calls(self.steps, self.denoising_strength)
+        rows = _rows(self.guidance)
         if not self.enable_hr:
-            return [Pass(width, height, calls, controls, begins_with_image)]
+            return [Pass(width, height, calls, controls, begins_with_image, rows=rows)]
         by_pixels = self.upscaler not in hires.LATENT
         second = hires.size_after(self, size)
         enlarged = len(self.upscaler_files) * extras.network_pixels(size, second[0] / width)
         steps = hires.steps(self) if self.denoising_strength else 0
+        own, _ = self.hires_prompts
+        second_rows = rows if own is None else _rows(self.cfg_scale * own.weight)
         return [
-            Pass(width, height, calls, decodes=by_pixels),
-            Pass(*second, steps, encodes=by_pixels, enlarged=enlarged),
+            Pass(width, height, calls, decodes=by_pixels, rows=rows),
+            Pass(*second, steps, encodes=by_pixels, enlarged=enlarged, rows=second_rows),
         ]
+
+
+def _rows(guidance: float) -> int:
+    return 1 if guidance == 1 else 2
 
 
 def fields_of_job(payload: Mapping[str, Any]) -> dict[str, Any]:

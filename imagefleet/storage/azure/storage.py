@@ -20,6 +20,7 @@ from imagefleet.storage.azure.credentials import Credentials
 from imagefleet.storage.azure.queue import MOST_SENDS, AzureQueue
 from imagefleet.storage.azure.roles import JOB_QUEUES, name_of
 from imagefleet.storage.azure.sender import MessageSender
+from imagefleet.storage.proofs import SECRETS, Proofs, Prover
 from imagefleet.storage.protocol import Clock, Operations
 from imagefleet.storage.routing.models import ModelQueues
 from imagefleet.storage.settings import Resource, StorageSettings
@@ -147,6 +148,14 @@ class AzureStorage:
         account_name = of_account.path.strip("/") or (of_account.hostname or "").partition(".")[0]
         fleet = f"{account_name}/{settings.container}"
         self.scope = Scope(lambda: fleet, settings.queue, self._clock.now)
+
+    @property
+    def prover(self) -> Prover | None:
+        return self._credentials.prover
+
+    async def proofs(self) -> Proofs | None:
+        secrets = (await self.poison.metadata()).get(SECRETS)
+        return Proofs(secrets.split(",")) if secrets else None
 
     async def create(self) -> None:
         if not await self.models.create():

@@ -1,11 +1,11 @@
-"""Stable Diffusion's UNets for slots: two rows per slot, with shared or per-slot weights.
+"""Stable Diffusion's UNets for slots: one row or two per slot, with shared or per-slot weights.
 
 The same arithmetic on the same weights as diffusers' UNet2DConditionModel, but that activations
 stay channels-last; self-attention's q, k and v are one product, and so are the time projections of
 all resnets; cross-attention's keys and values are an input, which the prompt alone changes.
 Rows are in the order slot 0's prompt (cond), slot 0's negative prompt (uncond), slot 1's prompt...
-Up to the first cross-attention a slot's two rows are equal, and computed as one; not in SDXL, which
-takes more of the prompt beside the timestep.
+Without guidance a slot has the first alone. Up to the first cross-attention a slot's two rows are
+equal, and computed as one; not in SDXL, which takes more of the prompt beside the timestep.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class SlotUnet(SlotEncoder):
         added: torch.Tensor | None = None,
         residuals: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
-        """The UNet's output [2 * slots, 4, height, width].
+        """The UNet's output [rows, 4, height, width].
 
         x [slots, 4, height, width]; times [slots]. *added* [added_rows * slots, width] is added to
         the embedded timesteps, in UNets with such inputs. *residuals* of ControlNets are added to

@@ -100,6 +100,16 @@ class PreparedRequest:
         is_unguided = any(self.schedule.unguided[call : call + 1])
         return 1.0 if is_unguided else self.request.cfg_scale
 
+    def rows(self, call: int) -> int:
+        """The rows of a UNet call: the prompt's, and with guidance the negative prompt's."""
+        return 1 if self.guidance(call) == 1 else 2
+
+    @property
+    def prompts(self) -> list[tuple[Chunk, ...]]:
+        """The prompt, and the negative prompt if any call is guided."""
+        is_guided = any(self.rows(call) > 1 for call in range(len(self.schedule.table)))
+        return [self.prompt, self.negative_prompt] if is_guided else [self.prompt]
+
     def noise(self, channels: int, factor: int) -> NoiseStream:
         """The image's noise from its beginning, for latents of so many *channels*."""
         request = self.request
@@ -121,7 +131,7 @@ class PreparedRequest:
         """The context of its calls: the shortest that holds its longer prompt."""
         if self.states is not None:
             return self.states.shape[1]
-        longest = max(len(self.prompt), len(self.negative_prompt))
+        longest = max(map(len, self.prompts))
         if longest <= text.PLAIN_CHUNKS:
             return text.PLAIN_TOKENS
         tokens = min(each for each in LONG_CHUNKS if each >= longest) * text.CONTEXT_TOKENS

@@ -49,16 +49,19 @@ def draw_in_diffusers(pipeline: Any, request: Any, **changes: Any) -> np.ndarray
     return np.asarray((pipeline(**settings).images[0] * 255).round().astype("uint8"))
 
 
+@pytest.mark.parametrize("cfg_scale", [7.0, 1.0])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_images_are_those_of_diffusers(
     family: str,
+    cfg_scale: float,
     family_engine: Any,
     family_pipeline: Any,
     request_of: Any,
     draw: Any,
     difference: Any,
 ) -> None:
-    request = request_of()
+    """Those without guidance as well, of which it draws one row, too."""
+    request = request_of(cfg_scale=cfg_scale)
     (image,) = draw(family_engine(family), request)
     pipeline = family_pipeline(family)
     assert difference(image, draw_in_diffusers(pipeline, request)) <= ROUNDING
