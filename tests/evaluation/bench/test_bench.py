@@ -63,6 +63,8 @@ def test_the_engine_is_measured_against_the_limit_and_against_diffusers(
     assert report["matrix_limit_fraction"] < 1
     assert report["images_per_dollar"] == pytest.approx(10_000 * report["worker_images_per_second"])
     assert 0 <= report["idle_fraction"] < 1
+    of_images = report["unguided_images_per_second"] / report["no_lora_images_per_second"]
+    assert report["unguided_over_no_lora"] == pytest.approx(of_images)
     assert report["recompiles_after_warmup"] == 0
     assert "images per dollar" in ended.stdout
 
