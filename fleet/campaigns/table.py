@@ -16,7 +16,7 @@ from fleet.monitor import rates
 from fleet.monitor.prometheus import Prometheus
 from imagefleet import errors
 from imagefleet.records import reader
-from imagefleet.records.reader import Counts
+from imagefleet.records.overview import Counts, Overview
 from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage
 from imagefleet.telemetry.metrics import OTHER_MODELS
@@ -31,20 +31,17 @@ _LONG_AGO = datetime.min.replace(tzinfo=UTC)
 class Campaigns:
     """The campaigns of *storage* in numbers, or the one named *only*.
 
-    The latest are first; after those that somebody is known to have sent, the others. With
-    *counted* those that have not changed are not read again, and `unfit_records` lacks theirs.
+    The latest are first; after those that somebody is known to have sent, the others.
     """
 
-    def __init__(
-        self, storage: Storage, only: str | None = None, counted: reader.Counted | None = None
-    ) -> None:
+    def __init__(self, storage: Storage, only: str | None = None) -> None:
         self.rows: Sequence[tuple[str, Counts]] = ()
         self.unfit_records = 0
         """Records that are damaged or forged, and so not in the figures."""
         self.refusal: str | None = None
         self._storage = storage
         self._only = only
-        self._counted = counted
+        self._overview = Overview(storage)
         self._read_at = self._asked_at = -math.inf
         self.dollars: Mapping[str, float] = {}
         """What the workers cost that drew a campaign's images, of those that the metrics cover."""
@@ -80,7 +77,7 @@ class Campaigns:
     async def _count(self) -> None:
         damaged = Damaged()
         if self._only is None:
-            found = await reader.all_counts(self._storage, damaged, self._counted)
+            found = await reader.all_counts(self._storage, damaged, self._overview)
         else:
             found = {self._only: await reader.counts(self._storage, self._only, damaged)}
         self.rows = sorted(found.items(), key=_by_last, reverse=True)

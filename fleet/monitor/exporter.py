@@ -106,7 +106,7 @@ class Exporter(Collector):
         self._settings = settings
         self._metrics = rates.Watch(server)
         self._flow = QueueFlow()
-        self._campaigns = Campaigns(storage, counted={})
+        self._campaigns = Campaigns(storage)
         self.figures: dict[str, float] = {}
         self.registry.register(self)
 

@@ -115,6 +115,7 @@ async def _without_rivals(
 ) -> list[Record]:
     """Of records with the same name, the first that fits the stored image."""
     contested = list(filter(rivals.include, records))
+    damaged.saw_images |= bool(contested)
     found = await metadata_of(shards, (record.blob for record in contested))
     gone = {each.stem for each in contested if not found[each.blob]}
     gone |= {each.key for each in contested if each.stem in gone and rivals.deny(each)}
@@ -165,6 +166,7 @@ async def ended(
         async for records in parts:
             new = ends.add(records)
             looked_up = [each for each in new if perhaps is None or ends.job(each) in perhaps]
+            damaged.saw_images |= bool(looked_up)
             for record, images in await stored_of(blobs, looked_up):
                 if are_all(images):
                     ends.complete(ends.job(record))

@@ -8,6 +8,7 @@ its digest. The last entry of an id counts; a frame's header has the number of i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 import struct
@@ -22,7 +23,7 @@ from imagefleet.job.message import DEFAULT_CAMPAIGN, read_job
 from imagefleet.records.record import RETRIES
 from imagefleet.records.stored import PART_BYTES, Damaged
 from imagefleet.storage.open import Storage
-from imagefleet.storage.protocol import BlobPart
+from imagefleet.storage.protocol import BlobPart, BlobRecord
 
 #: The folder of the ledgers, in the container of files.
 SENT = "-sent/"
@@ -356,12 +357,15 @@ class Ledgers:
                 del self._ledgers[name]
 
 
-async def campaigns(storage: Storage) -> set[str]:
-    """The campaigns that have a ledger; one listing of folders."""
-    try:
-        return {name async for name in storage.files.folders(folder_of(storage))}
-    except errors.MissingResourceError:  # there are no files
-        return set()
+async def listed(storage: Storage) -> dict[str, list[BlobRecord]]:
+    """The blobs of each campaign's ledger; one listing."""
+    found: dict[str, list[BlobRecord]] = {}
+    folder = folder_of(storage)
+    with contextlib.suppress(errors.MissingResourceError):  # there are no files
+        async for blob in storage.files.records(folder):
+            campaign = blob.name.removeprefix(folder).partition("/")[0]
+            found.setdefault(campaign, []).append(blob)
+    return found
 
 
 async def counts(storage: Storage, campaign: str) -> int | None:

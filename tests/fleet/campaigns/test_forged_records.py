@@ -281,23 +281,6 @@ async def test_campaigns_that_nobody_has_sent_do_not_push_the_others_off_the_scr
     assert campaigns.rows[0][0] == "spring"
 
 
-async def test_all_campaigns_are_counted_with_one_listing_of_each_store(
-    storage: Storage, worker: RecordLog
-) -> None:
-    many = 60
-    await worker.add(
-        image(1, campaign=f"campaign-{n}", blob=f"campaign-{n}/job-1.png") for n in range(many)
-    )
-    before = storage.operations.blob_writes, storage.operations.blob_reads
-
-    found = await reader.all_counts(storage, Damaged())
-
-    assert {each.images for each in found.values()} == {1}
-    assert len(found) == many
-    assert storage.operations.blob_writes - before[0] <= 3, "listings"
-    assert storage.operations.blob_reads - before[1] == many
-
-
 async def test_what_is_said_of_a_job_that_waits_is_believed_until_its_image_is_stored(
     storage: Storage, worker: RecordLog
 ) -> None:
