@@ -127,6 +127,7 @@ def train_few_steps(
     teacher = copy.deepcopy(unet)
     one_chunk_teacher = compiled(teacher, device)
     lora = LoraAdapters(RECIPE, unet, None).to(device)
+    lora.strengths = torch.ones(1, device=device)
     parameters = list(lora.parameters())
     optimizer = torch.optim.AdamW(parameters, LEARNING_RATE, (0.9, 0.99), weight_decay=1e-3)
     average = networks.MovingAverage(parameters, AVERAGE_DECAY)
