@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
-from imagefleet.job import override_settings
+from imagefleet.job import override_settings, samplers
 from imagefleet.job.passes import controlnet, extras, hires, img2img
 from imagefleet.job.passes.controlnet import Scripts, Unit
 from imagefleet.job.passes.extras import Extras
@@ -209,18 +209,20 @@ class PassFields(Hires, Extras):
             whole, _ = extras.sizes_after(self, size)
             return [Pass(*whole, 0, decodes=False, enlarged=enlarged)]
         controls, begins_with_image = len(self.controls), bool(self.init_images) and not enlarges
-        calls = self.steps
+        steps = self.steps
         if begins_with_image:
-            calls = img2img.calls(self.steps, self.denoising_strength)
+            steps = img2img.taken_steps(self.steps, self.denoising_strength)
+        calls = samplers.unet_calls(self.sampler, steps)
         if not self.enable_hr:
             return [Pass(width, height, calls, controls, begins_with_image)]
         by_pixels = self.upscaler not in hires.LATENT
         second = hires.size_after(self, size)
         enlarged = len(self.upscaler_files) * extras.network_pixels(size, second[0] / width)
         steps = hires.steps(self) if self.denoising_strength else 0
+        second_calls = samplers.unet_calls(hires.sampler(self), steps)
         return [
             Pass(width, height, calls, decodes=by_pixels),
-            Pass(*second, steps, encodes=by_pixels, enlarged=enlarged),
+            Pass(*second, second_calls, encodes=by_pixels, enlarged=enlarged),
         ]
 
 

@@ -71,7 +71,7 @@ def tick(
     cond, uncond = output.float().unflatten(0, (-1, 2)).unbind(dim=1)
     guided = uncond + state.rows[:, _GUIDANCE, None, None, None] * (cond - uncond)
     stepped, remembered = sampler.step(
-        coefficients, state.latents, guided, state.history, state.noise, image
+        coefficients, state.latents, guided, state.history, state.noise, image, uncond
     )
     state.latents.copy_(stepped)
     state.history.copy_(remembered)
