@@ -254,6 +254,11 @@ class EngineCollector(Collector):
             "Compilations after the warm-up; more than 0 is a bug.",
             value=getattr(engine, "recompiles", 0),
         )
+        yield CounterMetricFamily(
+            "imagefleet_unet_rows",
+            "Rows of the UNet's calls that images took: two a call with guidance, one without.",
+            value=getattr(engine, "unet_rows", 0),
+        )
         yield GaugeMetricFamily(
             "imagefleet_engine_compiling",
             "1 while the engine compiles: it draws meanwhile, but more slowly.",

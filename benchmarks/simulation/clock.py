@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextvars import Context
+from datetime import UTC, datetime
 from types import CellType, FunctionType
 from typing import Any, TypeVar
 from unittest import mock
@@ -23,15 +24,8 @@ Result = TypeVar("Result")
 
 _PACKAGES = frozenset({"imagefleet", "worker", "simulation"})
 
-
-class _Since:
-    """The time of day when the simulation began, and what it has taken."""
-
-    def __init__(self, began_at: float, loop: SimulatedLoop) -> None:
-        self._began_at, self._loop = began_at, loop
-
-    def __call__(self) -> float:
-        return self._began_at + self._loop.now
+#: The time of day at which every simulation begins.
+_BEGAN_AT = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
 
 
 class StuckError(RuntimeError):
@@ -135,12 +129,11 @@ def _answer(answer: asyncio.Future[Result], result: Result) -> None:
 def simulated_time() -> Iterator[SimulatedLoop]:
     """A loop whose time is also that of `time.monotonic` and `time.time` during the block."""
     loop = SimulatedLoop()
-    began_at = time.time() // 1  # whole seconds, so that each run rounds its times alike
-    with (
-        _default_clocks(loop.time),
-        mock.patch.object(time, "monotonic", loop.time),
-        mock.patch.object(time, "time", _Since(began_at, loop)),
-    ):
+    clocks = {"monotonic": loop.time, "time": lambda: _BEGAN_AT + loop.now}
+    with contextlib.ExitStack() as stack:
+        for name, clock in clocks.items():
+            stack.enter_context(_default_clock(getattr(time, name), clock))
+            stack.enter_context(mock.patch.object(time, name, clock))
         asyncio.set_event_loop(loop)
         try:
             yield loop
@@ -150,9 +143,8 @@ def simulated_time() -> Iterator[SimulatedLoop]:
 
 
 @contextlib.contextmanager
-def _default_clocks(clock: Callable[[], float]) -> Iterator[None]:
-    """*clock* wherever `time.monotonic` is a default, which was bound with its class."""
-    usual = time.monotonic
+def _default_clock(usual: Callable[[], float], clock: Callable[[], float]) -> Iterator[None]:
+    """*clock* wherever the *usual* one is a default, which was bound with its class."""
     initialisers = {
         init
         for name, module in list(sys.modules.items())
@@ -164,19 +156,26 @@ def _default_clocks(clock: Callable[[], float]) -> Iterator[None]:
     factories = [
         cell for init in initialisers for cell in init.__closure__ or () if _holds(cell, usual)
     ]
-    defaults = [
+    named = [
         (names, name)
         for init in initialisers
         if (names := init.__kwdefaults__)
         for name, value in names.items()
         if value is usual
     ]
+    defaults = [
+        (init, values)
+        for init in initialisers
+        if (values := init.__defaults__) and any(value is usual for value in values)
+    ]
 
     def bind(to: Callable[[], float]) -> None:
         for cell in factories:
             cell.cell_contents = to
-        for names, name in defaults:
+        for names, name in named:
             names[name] = to
+        for init, values in defaults:
+            init.__defaults__ = tuple(to if value is usual else value for value in values)
 
     bind(clock)
     try:

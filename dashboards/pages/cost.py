@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pages.panel import Count, Dashboard, Dollars, Figure, Panel, Stack
 from pages.queries import (
+    CAMPAIGN_DOLLARS,
+    CAMPAIGN_IMAGES,
     DOLLARS,
     GPU_DOLLARS,
     IMAGES,
@@ -11,7 +13,6 @@ from pages.queries import (
     RATE,
     WITH_GPU,
     gained,
-    gained_by_campaign,
     rate,
     reporting,
     series,
@@ -79,13 +80,17 @@ COST = Dashboard(
         ),
         Count(
             "Images by campaign in the time range",
-            "How many images has each campaign?",
-            {"{{fleet}}: {{campaign}}": gained_by_campaign()},
+            "How many images has each campaign? Beyond the first 50 of a worker's as (others).",
+            {"{{fleet}}: {{campaign}}": gained(CAMPAIGN_IMAGES, "fleet, campaign")},
         ),
         Dollars(
             "Dollars by campaign in the time range",
             "What did the workers cost that drew its images, start and waiting included?",
-            {"{{fleet}}: {{campaign}}": gained_by_campaign(dollars=True)},
+            {
+                "{{fleet}}: {{campaign}}": CAMPAIGN_DOLLARS,
+                "{{fleet}}: workers without an image": f"clamp_min({gained(DOLLARS)}"
+                f" - sum by (fleet) ({CAMPAIGN_DOLLARS}), 0)",
+            },
         ),
         Panel(
             "Images per dollar",

@@ -23,23 +23,9 @@ def series(metric: str, *matchers: str) -> str:
     return f"{metric}{{{', '.join((*matchers, CHOSEN))}}}"
 
 
-def gained(metric: str) -> str:
-    """The exact increase of a counter over the time range shown, by fleet."""
-    return f"sum by (fleet) {prometheus.gained(metric, '$__range')}"
-
-
-def gained_by_campaign(*, dollars: bool = False) -> str:
-    """The images of each campaign in the time range, or what the workers that drew them cost.
-
-    A worker's dollars, its start and waiting included, are shared by its images.
-    """
-    images = prometheus.gained(CAMPAIGN_IMAGES, "$__range")
-    if not dollars:
-        return f"sum by (fleet, campaign) {images}"
-    worker = f"{ONE_GPU}, process"
-    cost = f"sum by ({worker}) {prometheus.gained(DOLLARS, '$__range')}"
-    drawn = f"(sum by ({worker}) {images} > 0)"
-    return f"sum by (fleet, campaign) ({images} * on ({worker}) group_left () ({cost} / {drawn}))"
+def gained(metric: str, by: str = "fleet") -> str:
+    """The exact increase of a counter over the time range shown."""
+    return f"sum by ({by}) {prometheus.gained(metric, '$__range')}"
 
 
 def reporting(metric: str) -> str:
@@ -65,6 +51,7 @@ INFO = series("imagefleet_worker_info")
 MODEL_JOBS = series("imagefleet_model_queue_messages")
 MODEL_IMAGES = series("imagefleet_model_images_total")
 CAMPAIGN_IMAGES = series("imagefleet_campaign_images_total")
+CAMPAIGN_DOLLARS = prometheus.dollars_by_campaign(CHOSEN, "$__range")
 MODEL_SWITCH_SECONDS = series("imagefleet_model_switch_seconds_total")
 QUEUES = series("imagefleet_queue_messages")
 WAITING_JOBS = series("imagefleet:queue_messages", JOBS)
@@ -78,9 +65,7 @@ JOBS_ENDED = series("imagefleet_jobs_total")
 DOLLARS = series("imagefleet_cost_dollars_total")
 GPU_DOLLARS = series("imagefleet_cost_dollars_total", 'kind="gpu"')
 
-#: The labels of one worker, whose counters have `process` as well: `device` only with --gpus, where
-#: several have one `instance`.
-ONE_GPU = "fleet, job, instance, device"
+ONE_GPU = prometheus.ONE_GPU
 
 #: Only this series has a worker's name and GPU class; everything else joins it.
 WITH_GPU = f"on ({ONE_GPU}) group_left (gpu) {INFO}"

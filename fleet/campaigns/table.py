@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -12,11 +12,14 @@ from typing import Any
 from rich.table import Table
 
 from fleet import console
+from fleet.monitor import rates
+from fleet.monitor.prometheus import Prometheus
 from imagefleet import errors
 from imagefleet.records import reader
 from imagefleet.records.reader import Counts
 from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage
+from imagefleet.telemetry.metrics import OTHER_MODELS
 from worker.progress import duration
 
 #: A watch counts all campaigns no more often: that takes a listing and some reads for each.
@@ -28,20 +31,41 @@ _LONG_AGO = datetime.min.replace(tzinfo=UTC)
 class Campaigns:
     """The campaigns of *storage* in numbers, or the one named *only*.
 
-    The latest are first; after those that somebody is known to have sent, the others.
+    The latest are first; after those that somebody is known to have sent, the others. With
+    *counted* those that have not changed are not read again, and `unfit_records` lacks theirs.
     """
 
-    def __init__(self, storage: Storage, only: str | None = None) -> None:
+    def __init__(
+        self, storage: Storage, only: str | None = None, counted: reader.Counted | None = None
+    ) -> None:
         self.rows: Sequence[tuple[str, Counts]] = ()
         self.unfit_records = 0
         """Records that are damaged or forged, and so not in the figures."""
-        self._refusal: str | None = None
+        self.refusal: str | None = None
         self._storage = storage
         self._only = only
-        self._read_at = -math.inf
+        self._counted = counted
+        self._read_at = self._asked_at = -math.inf
+        self.dollars: Mapping[str, float] = {}
+        """What the workers cost that drew a campaign's images, of those that the metrics cover."""
 
-    async def refresh(self) -> None:
-        """Counts again; the numbers of all campaigns may be half a minute old."""
+    async def refresh(self, server: Prometheus | None = None) -> None:
+        """Counts again, and asks a *server* for dollars.
+
+        These, and the numbers of all campaigns, may be half a minute old.
+        """
+        await self._refresh()
+        if server is None or time.monotonic() - self._asked_at < _FRESH_SECONDS:
+            return
+        self._asked_at = time.monotonic()
+        found, since = await rates.campaign_dollars(server), datetime.now(UTC) - rates.MONEY_TIME
+        self.dollars = {
+            name: found[name]
+            for name, counts in self.rows
+            if name in found and counts.first_at is not None and counts.first_at > since
+        }
+
+    async def _refresh(self) -> None:
         now = time.monotonic()
         if self._only is None and now - self._read_at < _FRESH_SECONDS:
             return
@@ -50,18 +74,18 @@ class Campaigns:
         except errors.SetupError as error:  # of a token that may not read records
             if self._only is not None:
                 raise
-            self._refusal = error.message
+            self.refusal = error.message
         self._read_at = now
 
     async def _count(self) -> None:
         damaged = Damaged()
         if self._only is None:
-            found = await reader.all_counts(self._storage, damaged)
+            found = await reader.all_counts(self._storage, damaged, self._counted)
         else:
             found = {self._only: await reader.counts(self._storage, self._only, damaged)}
         self.rows = sorted(found.items(), key=_by_last, reverse=True)
         self.unfit_records = damaged.count
-        self._refusal = None
+        self.refusal = None
 
     def records(self) -> list[dict[str, Any]]:
         return [
@@ -70,6 +94,7 @@ class Campaigns:
                 **asdict(counts),
                 "pending": counts.pending,
                 "seconds_left": seconds_left(counts),
+                "dollars": self.dollars.get(name),
             }
             for name, counts in self.rows
         ]
@@ -82,19 +107,31 @@ class Campaigns:
             numbers = (getattr(counts, figure) for figure in figures)
             left = seconds_left(counts)
             time_left = "-" if left is None else duration(left)
-            rows.append((campaign, *numbers, time_left, _moment(counts.last_at)))
+            cost = [console.number(self.dollars.get(campaign), 2)] if self.dollars else []
+            rows.append((campaign, *numbers, *cost, time_left, _moment(counts.last_at)))
         return console.table(
             console.name_column("campaign"),
-            *map(console.number_column, (*figures, "time left")),
+            *map(console.number_column, (*figures, *(["$"] if self.dollars else []), "time left")),
             console.name_column("last (UTC)"),
             rows=rows,
         )
 
+    def left(self, most: int) -> dict[str, tuple[int, float | None]]:
+        """Pending jobs and seconds left of the latest campaigns that have any; others as one."""
+        found: dict[str, tuple[int, float | None]] = {}
+        for name, counts in self.rows:
+            if counts.pending:
+                label = name if len(found) < most else OTHER_MODELS
+                jobs, seconds = found.get(label, (0, None))
+                left = [each for each in (seconds, seconds_left(counts)) if each is not None]
+                found[label] = jobs + counts.pending, max(left, default=None)
+        return found
+
     def notes(self, count: int, messages: int) -> list[str]:
         """What the table of *count* campaigns lacks; the job queue holds *messages*."""
         found = []
-        if self._refusal:
-            found.append(f"campaigns cannot be counted: {self._refusal}")
+        if self.refusal:
+            found.append(f"campaigns cannot be counted: {self.refusal}")
         if (more := len(self.rows) - count) > 0:
             found.append(f"{console.counted(more, 'earlier campaign')} not shown (--count)")
         pending = sum(counts.pending or 0 for _, counts in self.rows)
@@ -119,10 +156,11 @@ class Campaigns:
 
 
 def seconds_left(counts: Counts) -> float | None:
-    """Until the pending jobs have ended, at the mean speed so far; None before the first has."""
+    """Until the pending jobs have ended, at the mean speed so far; None before there is one."""
     if not counts.pending or not counts.ended or not counts.first_at or not counts.last_at:
         return None
-    return counts.pending * (counts.last_at - counts.first_at).total_seconds() / counts.ended
+    seconds = (counts.last_at - counts.first_at).total_seconds()
+    return counts.pending * seconds / counts.ended if seconds > 0 else None
 
 
 def _by_last(row: tuple[str, Counts]) -> tuple[bool, datetime]:

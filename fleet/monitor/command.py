@@ -157,7 +157,7 @@ async def read_status(
     """Reads the depth of the queues, the *campaigns* and, with a *server*, the fleet's rates."""
     depth, storage = await client.depth(), client.storage
     if campaigns:
-        await campaigns.refresh()
+        await campaigns.refresh(server)
     queue = _queue_status(storage.queue.name, depth.queue)
     return FleetStatus(
         storage=storage.url,

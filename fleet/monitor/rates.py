@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, BeforeValidator
 
-from fleet.monitor.prometheus import Prometheus, Series, gained
+from fleet.monitor.prometheus import Prometheus, Series, dollars_by_campaign, gained
 from imagefleet import concurrency, errors
 from imagefleet.storage.protocol import NOTABLE_OFFSET_SECONDS as _OFF
 from imagefleet.telemetry import logs
@@ -59,6 +59,9 @@ _OF_WORKER = _FIGURES | {
     "dollars_per_hour": "sum$by(imagefleet_price_dollars_per_hour{$fleet})",
     "failed_jobs": f"sum$by({_FAILED})",
 }
+
+#: Whose dollars campaigns have: a server may keep no more than two weeks.
+MONEY_TIME = timedelta(days=7)
 
 _Answer = TypeVar("_Answer")
 
@@ -177,6 +180,16 @@ async def jobs_per_second_by_model(prometheus: Prometheus) -> dict[str, float]:
     """
     found = await prometheus.at(f"sum by (model) ({_MODEL_ENDED})", datetime.now(UTC))
     return {each.labels.get("model", ""): each.last for each in found}
+
+
+async def campaign_dollars(prometheus: Prometheus) -> dict[str, float]:
+    """What the workers cost in the last days that drew each campaign's images.
+
+    Raises the errors of `Prometheus.at`.
+    """
+    query = dollars_by_campaign("$fleet", f"{MONEY_TIME.days}d")
+    found = await prometheus.at(f"sum by (campaign) ({query})", datetime.now(UTC))
+    return {each.labels.get("campaign", ""): each.last for each in found}
 
 
 async def left_out(prometheus: Prometheus, at: datetime, window: str = WINDOW) -> str | None:

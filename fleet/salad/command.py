@@ -13,7 +13,7 @@ from rich.console import Group as Screen
 from fleet import console, options
 from fleet.monitor import watch as watching
 from fleet.options import AsJson, PriceFile, Yes, option
-from fleet.salad import deployment, gpus, groups
+from fleet.salad import changes, deployment, gpus, groups
 from fleet.salad import file as salad_file
 from fleet.salad.file import File, FleetFile, WaitMinutes
 from fleet.salad.groups import Group, Quota
@@ -71,10 +71,10 @@ async def apply(
 ) -> None:
     """Creates the groups, or changes what differs from the file.
 
-    Replicas are changed in place. Any other change restarts workers, so it creates new groups, and
-    drains and deletes the old ones once enough of the new replicas run. After a failure, run it
-    again. With --resize only the number of replicas changes; `imagefleet scale` sets it by the
-    queue instead, again and again.
+    Replicas are changed in place. Any other change restarts workers, so new groups replace the old
+    ones, a quarter at a time, each once enough new replicas run. There are never more replicas, or
+    at a higher price, than before or as confirmed. After a failure, run it again. With --resize
+    only the replicas change; `imagefleet scale` sets them by the queue, again and again.
 
     imagefleet deploy apply --render
 
@@ -98,23 +98,19 @@ async def apply(
             fleet.groups() if change.resize is None else fleet.existing_groups(),
             fleet.client.quota(),
         )
-        bodies, plan, price = _plan(fleet_file, change, known, existing)
+        bodies, plan, price = _plan(fleet_file, change, known, existing, quota)
         if plan:
             console.print_note("\n".join(_plan_lines(plan)))
-            deployment.refuse_over_quota(plan.more_replicas, quota)
+            changes.refuse_over_quota(plan, existing, quota)
             cost = f"cost: {price}, {price.per_day} while all replicas run" if price else "no price"
-            if old := sum(group.replicas for group in existing if group.name in plan.delete):
-                cost += f"; plus {old:,} old replicas until drained"
             console.print_note(cost)
         else:
             console.print_note(f"{fleet_file.name} is up to date")
         if plan and not dry_run:
-            if plan.more_replicas > 0 or plan.start or plan.delete:
+            if plan.new_replicas or plan.delete:
                 console.confirm("Apply?", yes=yes)
-            await fleet.carry_out(plan, bodies)
-            if plan.delete:
-                seconds = change.wait_minutes * 60
-                await fleet.replace(plan.delete, enough=change.enough, wait_seconds=seconds)
+            wait_seconds = change.wait_minutes * 60
+            await fleet.carry_out(plan, bodies, enough=change.enough, wait_seconds=wait_seconds)
             console.print_note("done; `imagefleet deploy status --follow` shows the replicas start")
     if as_json:
         dollars = asdict(price) if price else None
@@ -123,28 +119,39 @@ async def apply(
 
 
 def _plan(
-    file: FleetFile, change: Change, known: Sequence[gpus.GpuClass], existing: Sequence[Group]
-) -> tuple[list[dict[str, Any]], deployment.Changes, gpus.PriceRange | None]:
+    file: FleetFile,
+    change: Change,
+    known: Sequence[gpus.GpuClass],
+    existing: Sequence[Group],
+    quota: Quota,
+) -> tuple[list[dict[str, Any]], changes.Changes, gpus.PriceRange | None]:
     """The requests for the groups, what is to be changed, and the price of all replicas."""
     if change.resize is not None:
-        deployment.refuse_unscalable(existing, change.resize)
+        changes.refuse_unscalable(existing, change.resize)
         one = existing[0].price(known)
-        price = one and one.times(change.resize)
-        return [], deployment.resized(existing, change.resize), price
+        return [], changes.resized(existing, change.resize), one and one.times(change.resize)
     classes = file.gpu_classes(known)
-    bodies = groups.render(file, classes, change.replicas, [group.name for group in existing])
+    bodies = groups.render(file, classes, change.replicas, existing)
+    one = gpus.replica_price(classes, file.priority)
     total = sum(body["replicas"] for body in bodies)
-    price = gpus.replica_price(classes, file.priority).times(total)
-    return bodies, deployment.changes(bodies, existing), price
+    old = {group.name: group.price(known) for group in existing}
+    dollars = {name: price.most if price else 0.0 for name, price in old.items()}
+    dollars |= {body["name"]: one.most for body in bodies}
+    return bodies, changes.applied(bodies, existing, quota, dollars), one.times(total)
 
 
-def _plan_lines(plan: deployment.Changes) -> list[str]:
-    return [
+def _plan_lines(plan: changes.Changes) -> list[str]:
+    lines = [
         *(f"to create: {name}, {count:,} replicas" for name, count in plan.create.items()),
         *(f"to change: {name}, to {count:,} replicas" for name, count in plan.resize.items()),
         *(f"to start: {name}" for name in plan.start),
-        *(f"to drain and delete after the change: {name}" for name in plan.delete),
+        *(f"to drain and delete: {name}" for name in plan.delete),
     ]
+    if len(plan.steps) > 1:
+        most = max(sum(step.values()) for step in plan.steps)
+        stay = f"{plan.least_replicas:,} stay" if plan.least_replicas else "for a while none runs"
+        lines.append(f"in {len(plan.steps)} steps, old replicas first, {most:,} at most: {stay}")
+    return lines
 
 
 def _render(file: FleetFile, replicas: int | None, rendering: Rendering, *, as_json: bool) -> None:

@@ -9,8 +9,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -18,91 +17,15 @@ import aiohttp
 from fleet import console
 from fleet.salad import client as salad_client
 from fleet.salad import groups as salad_groups
+from fleet.salad.changes import Changes
 from fleet.salad.client import SaladClient
 from fleet.salad.file import FleetFile
-from fleet.salad.groups import Group, Quota
+from fleet.salad.groups import Group
 from imagefleet import errors, retry
 from imagefleet.telemetry import proxies
 
 #: Instances start and stop within minutes; each poll is one call.
 POLL_SECONDS = 10.0
-
-#: Old groups are drained in this many steps, each only once the new groups run.
-DRAIN_STEPS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """Groups to create or resize, with their replicas, to start, and old ones to delete."""
-
-    create: Mapping[str, int]
-    resize: Mapping[str, int]
-    start: Sequence[str]
-    delete: Sequence[str]
-    more_replicas: int
-
-    def __bool__(self) -> bool:
-        return bool(self.create or self.resize or self.start or self.delete)
-
-
-def changes(bodies: Sequence[Mapping[str, Any]], existing: Sequence[Group]) -> Changes:
-    """What turns *existing* into *bodies*; raises SetupError if one was changed elsewhere."""
-    for body in bodies:
-        for group in existing:
-            if group.name == body["name"]:
-                _refuse_drift(body, group)
-    return _changes({body["name"]: body["replicas"] for body in bodies}, existing)
-
-
-def resized(groups: Sequence[Group], replicas: int) -> Changes:
-    """What spreads *replicas* over *groups*, which changes nothing else."""
-    shares = salad_groups.split(replicas, len(groups))
-    return _changes(dict(zip((group.name for group in groups), shares, strict=True)), groups)
-
-
-def refuse_unscalable(groups: Sequence[Group], replicas: int) -> None:
-    """Raises SetupError if *groups* are of several revisions or too few for *replicas*."""
-    if is_rolling(groups):
-        raise errors.SetupError(
-            "a rolling change is unfinished: run `imagefleet deploy apply` to continue it"
-        )
-    if replicas > len(groups) * salad_groups.MAX_REPLICAS:
-        raise errors.SetupError(
-            f"{len(groups)} groups can have {salad_groups.MAX_REPLICAS} replicas each, fewer than"
-            f" {replicas:,}: `imagefleet deploy apply --replicas {replicas}` adds groups"
-        )
-
-
-def _changes(wanted: Mapping[str, int], existing: Sequence[Group]) -> Changes:
-    """What gives the fleet the *wanted* replicas by group, and no other group."""
-    kept = [group for group in existing if group.name in wanted]
-    # Reductions first, so that the total never exceeds the old and the new one.
-    kept.sort(key=lambda group: wanted[group.name] - group.replicas)
-    names = {group.name for group in existing}
-    return Changes(
-        create={name: replicas for name, replicas in wanted.items() if name not in names},
-        resize={
-            group.name: wanted[group.name] for group in kept if group.replicas != wanted[group.name]
-        },
-        start=[group.name for group in kept if group.is_stopped and wanted[group.name]],
-        delete=[group.name for group in existing if group.name not in wanted],
-        more_replicas=sum(wanted.values()) - sum(group.replicas for group in kept),
-    )
-
-
-def refuse_over_quota(more_replicas: int, quota: Quota) -> None:
-    """Raises SetupError if the quota does not allow so many more."""
-    if more_replicas > quota.free:
-        raise errors.SetupError(
-            f"SaladCloud's quota is {quota.replicas:,} replicas and {quota.used:,} are in use"
-            f" (stopped groups count): {more_replicas:,} more do not fit. Request a larger quota in"
-            " the portal, delete groups that you do not need, or use fewer --replicas"
-        )
-
-
-def is_rolling(groups: Sequence[Group]) -> bool:
-    """True while groups of several revisions exist."""
-    return len({group.name.rpartition("-")[0] for group in groups}) > 1
 
 
 class Deployment:
@@ -129,49 +52,56 @@ class Deployment:
             )
         return groups
 
-    async def carry_out(self, plan: Changes, bodies: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Makes the changes, except for old groups: those are for `replace`.
+    async def carry_out(
+        self,
+        plan: Changes,
+        bodies: Iterable[Mapping[str, Any]] = (),
+        *,
+        enough: float = 0,
+        wait_seconds: float | None = None,
+    ) -> None:
+        """Takes the steps of *plan*, then deletes old groups; *bodies* creates new ones.
 
-        *bodies* has the requests of the groups to create.
+        A step shrinks groups, waits until their instances are gone, and grows others; the next one
+        follows once *enough* of the new replicas run. Without *wait_seconds* nothing is awaited.
+        Raises TransientError if what is awaited does not come.
         """
+        for step in plan.steps:
+            kept = await self._shrink(step)
+            growing = {name: step[name] for name in step if step[name] > kept.get(name, 0)}
+            if wait_seconds is not None and (growing or plan.delete):
+                await self._until_at_most(kept, wait_seconds)
+            if growing:
+                await self._grow(growing, bodies)
+            if wait_seconds is not None and step is not plan.steps[-1]:
+                await self._until_running(step.keys() - plan.delete, enough, wait_seconds)
+        if plan.delete:
+            await self.delete(plan.delete)
+
+    async def _shrink(self, step: Mapping[str, int]) -> dict[str, int]:
+        """Returns the replicas that stay."""
+        groups = [group for group in await self.groups() if group.name in step]
+        for group in groups:
+            if group.replicas > step[group.name]:
+                await self.resize(group.name, step[group.name])
+        return {group.name: min(step[group.name], group.live_replicas) for group in groups}
+
+    async def _grow(self, step: Mapping[str, int], bodies: Iterable[Mapping[str, Any]]) -> None:
+        groups = {group.name: group for group in await self.groups()}
         for body in bodies:
-            if body["name"] in plan.create:
-                await self.client.create(body)
-                console.print_note(
-                    f"created {body['name']}: {console.counted(body['replicas'], 'replica')}"
-                )
-        for name, replicas in plan.resize.items():
-            await self.resize(name, replicas)
-        for name in plan.start:
-            await self.client.start(name)
-            console.print_note(f"started {name}")
+            if (name := body["name"]) in step and name not in groups:
+                await self.client.create({**body, "replicas": step[name]})
+                console.print_note(f"created {name}: {console.counted(step[name], 'replica')}")
+        for name in filter(groups.get, step):
+            if groups[name].replicas < step[name]:
+                await self.resize(name, step[name])
+            if groups[name].is_stopped:
+                await self.client.start(name)
+                console.print_note(f"started {name}")
 
     async def resize(self, name: str, replicas: int) -> None:
         await self.client.scale(name, replicas)
         console.print_note(f"{name}: {console.counted(replicas, 'replica')}")
-
-    async def replace(self, old: Sequence[str], *, enough: float, wait_seconds: float) -> None:
-        """Drains *old* groups in steps; raises TransientError if not *enough* new replicas run."""
-        groups = await self.groups()
-        replicas = {group.name: group.replicas for group in groups if group.name in old}
-
-        def pending(groups: Sequence[Group]) -> str:
-            new = [group for group in groups if group.name not in old]
-            running = sum(group.running for group in new)
-            wanted = sum(group.replicas for group in new)
-            if running >= math.ceil(wanted * enough):
-                return ""
-            return f"new groups: {running:,} of {wanted:,} replicas run"
-
-        for step in reversed(range(DRAIN_STEPS)):
-            shares = {name: count * step // DRAIN_STEPS for name, count in replicas.items()}
-            if any(replicas.values()):
-                await self._until_none(pending, wait_seconds)
-            for group in await self.groups():
-                if group.replicas > shares.get(group.name, group.replicas):
-                    await self.resize(group.name, shares[group.name])
-            await self._until_at_most(sum(shares.values()), old, wait_seconds)
-        await self.delete(old)
 
     async def drain(self, wait_seconds: float) -> None:
         """Scales to zero, then stops the groups; raises TransientError if instances are left."""
@@ -179,7 +109,7 @@ class Deployment:
         for group in groups:
             if group.replicas:
                 await self.resize(group.name, 0)
-        await self._until_at_most(0, [group.name for group in groups], wait_seconds)
+        await self._until_at_most({group.name: 0 for group in groups}, wait_seconds)
         for group in groups:
             if not group.is_stopped:
                 await self.client.stop(group.name)
@@ -197,10 +127,21 @@ class Deployment:
 
         await self._until_none(pending, wait_seconds)
 
-    async def _until_at_most(self, most: int, names: Sequence[str], wait_seconds: float) -> None:
+    async def _until_at_most(self, most: Mapping[str, int], wait_seconds: float) -> None:
         def pending(groups: Sequence[Group]) -> str:
-            left = sum(group.on_nodes for group in groups if group.name in names)
-            return f"{left:,} instances still run" if left > most else ""
+            more = sum(max(0, group.on_nodes - most.get(group.name, 0)) for group in groups)
+            return f"{console.counted(more, 'instance')} still to stop" if more else ""
+
+        await self._until_none(pending, wait_seconds)
+
+    async def _until_running(
+        self, new: Collection[str], enough: float, wait_seconds: float
+    ) -> None:
+        def pending(groups: Sequence[Group]) -> str:
+            replicas = sum(group.replicas for group in groups if group.name in new)
+            running = sum(group.running for group in groups if group.name in new)
+            is_enough = running >= math.ceil(replicas * enough)
+            return "" if is_enough else f"new groups: {running:,} of {replicas:,} replicas run"
 
         await self._until_none(pending, wait_seconds)
 
@@ -239,25 +180,3 @@ async def connected(
             session, file.api, key, file.organization, file.project, retry_policy
         )
         yield Deployment(salad, file.name)
-
-
-def _refuse_drift(body: Mapping[str, Any], group: Group) -> None:
-    container = body["container"]
-    variables = container["environment_variables"]
-    pairs = {
-        # The API may return the registry's full name; the digest stays.
-        "image": (container["image"].rpartition("@")[2], group.image.rpartition("@")[2]),
-        "priority": (container["priority"], group.priority),
-        "GPU classes": (set(container["resources"]["gpu_classes"]), set(group.gpu_ids)),
-        # Names only: the API need not return values as they were sent.
-        "environment": (
-            set(variables),
-            set(variables if group.environment is None else group.environment),
-        ),
-    }
-    for what, (ours, theirs) in pairs.items():
-        if ours != theirs:
-            raise errors.SetupError(
-                f"{group.name} was changed elsewhere ({what}): change it back in the portal, or"
-                " delete the group there and apply again"
-            )

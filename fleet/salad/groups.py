@@ -57,6 +57,11 @@ class Group(_Answer):
         return self.status == "stopped"
 
     @property
+    def live_replicas(self) -> int:
+        """Replicas that run or are to run."""
+        return 0 if self.is_stopped else self.replicas
+
+    @property
     def on_nodes(self) -> int:
         """Instances to wait for in a drain; a failed allocation leaves none."""
         return self.creating + self.running + self.stopping
@@ -80,6 +85,10 @@ class Quota(_Answer):
     def free(self) -> int:
         return max(0, self.replicas - self.used)
 
+    def room(self, groups: Iterable[Group]) -> int:
+        """What the groups of others leave to *groups*."""
+        return self.replicas - self.used + sum(group.replicas for group in groups)
+
 
 def parse_name(fleet: str, name: str) -> tuple[str, int] | None:
     """The revision and the number of a group's name; None if the group is not one of *fleet*.
@@ -90,18 +99,21 @@ def parse_name(fleet: str, name: str) -> tuple[str, int] | None:
     return (found[1], int(found[2])) if found else None
 
 
-def split(replicas: int, groups: int = 1) -> list[int]:
-    """Replicas per group, spread evenly over *groups* or more if needed."""
-    count = max(groups, -(-replicas // MAX_REPLICAS))
-    each, more = divmod(replicas, count)
-    return [each + (number < more) for number in range(count)]
+def split(replicas: int, now: Sequence[int] = (0,)) -> list[int]:
+    """Replicas of as many groups as *now*, or more if needed: even, but all stay that can."""
+    spread = [*now, *[0] * (-(-replicas // MAX_REPLICAS) - len(now))]
+    for _ in range(replicas - sum(spread)):
+        spread[spread.index(min(spread))] += 1
+    for _ in range(sum(spread) - replicas):
+        spread[-1 - spread[::-1].index(max(spread))] -= 1
+    return spread
 
 
 def render(
     file: FleetFile,
     gpus: Sequence[GpuClass],
     replicas: int | None = None,
-    existing: Iterable[str] = (),
+    existing: Iterable[Group] = (),
     read_secret: Callable[[SecretSource], SecretStr] = SecretSource.read,
 ) -> list[dict[str, Any]]:
     """The request bodies that create the fleet's groups; secrets stay SecretStr.
@@ -114,11 +126,13 @@ def render(
     template = _template(file, gpus, read_secret)
     text = json.dumps(template, sort_keys=True, default=SecretStr.get_secret_value)
     revision = hashlib.sha256(text.encode()).hexdigest()[:_REVISION_DIGITS]
-    names = filter(None, (parse_name(file.name, each) for each in existing))
-    groups = max((number for of, number in names if of == revision), default=1)
+    by_name = {parse_name(file.name, group.name): group.live_replicas for group in existing}
+    now = {key[1]: count for key, count in by_name.items() if key and key[0] == revision}
+    shares = [now.get(number, 0) for number in range(1, max(now, default=1) + 1)]
     return [
         {"name": f"{file.name}-{revision}-{number}", "replicas": share, **template}
-        for number, share in enumerate(split(replicas or file.replicas, groups), start=1)
+        for number, share in enumerate(split(replicas or file.replicas, shares), start=1)
+        if share or number in now
     ]
 
 

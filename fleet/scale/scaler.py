@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fleet.monitor import prometheus, rates
-from fleet.salad import deployment
+from fleet.salad import changes, deployment
 from fleet.salad import groups as salad_groups
 from fleet.salad.file import Model
 from fleet.salad.gpus import GpuClass
@@ -176,7 +176,7 @@ class Scaler:
         now = self._clock()
         is_due = now >= self._due_at
         groups = await self._fleet.existing_groups()
-        obstacle = "a rolling change is under way" if deployment.is_rolling(groups) else ""
+        obstacle = "a rolling change is under way" if changes.is_rolling(groups) else ""
         if not await self._read_queue(now):
             obstacle = "the queue does not answer"
         running = sum(group.running for group in groups)
@@ -224,8 +224,8 @@ class Scaler:
         except errors.SetupError as error:
             if self._known is None:
                 raise
-            said = "%s: the replicas are not increased meanwhile"
-            log.warning(said, error, action="ledger_not_written")
+            said = f"{error}: the replicas are not increased meanwhile"
+            log.warning(said, action="ledger_not_written")
             return False
         return True
 
@@ -265,7 +265,7 @@ class Scaler:
         text = f"{doing} from {now} to {then} replicas: {why}"
         log.log(level, text, action="scale", replicas=then, before=now)
         if not self._is_dry_run:
-            await self._fleet.carry_out(deployment.resized(groups, decision.replicas))
+            await self._fleet.carry_out(changes.resized(groups, decision.replicas))
 
     async def _price(self, groups: Sequence[Group], *, is_due: bool) -> float | None:
         """$/h of a replica of the most expensive class; in an outage, by the last known prices."""

@@ -304,6 +304,12 @@ def _is_off_or_side(pixels: int) -> int:
     return max(pixels, 0)
 
 
+def _without_guidance(scale: float) -> float:
+    """1 for 0, which is how diffusers spells it."""
+    return scale or 1.0
+
+
+Guidance = Annotated[float, AfterValidator(_without_guidance), Field(ge=1, le=MAX_GUIDANCE)]
 Side = Annotated[int, Field(ge=MIN_SIDE, le=MAX_SIDE, multiple_of=8)]
 
 
@@ -315,7 +321,7 @@ class FirstPass(BaseModel):
     sampler_name: Annotated[str, AfterValidator(_known_sampler)] = "Euler a"
     scheduler: Annotated[str | None, AfterValidator(_known_scheduler)] = None
     steps: int = Field(default=20, ge=1, le=150)
-    cfg_scale: float = Field(default=7.0, ge=1, le=MAX_GUIDANCE)
+    cfg_scale: Guidance = 7.0
     width: Side | None = None
     height: Side | None = None
     seed: int = Field(default=-1, ge=-1, le=2**32 - 1)

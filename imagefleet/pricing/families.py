@@ -84,15 +84,15 @@ class Family:
         for job_pass in passes:
             pixels = job_pass.width * job_pass.height / _SIDE**2
             call, decoding = self._per_call(pixels)
-            calls = 2 * job_pass.calls * call * (1 + _CONTROL * job_pass.controls)
+            rows = job_pass.rows * job_pass.calls * call * (1 + _CONTROL * job_pass.controls)
             images = job_pass.decodes + _ENCODING * job_pass.encodes
-            total += calls + images * decoding + job_pass.enlarged * _ENLARGING
+            total += rows + images * decoding + job_pass.enlarged * _ENLARGING
             if job_pass.is_drawn:
-                total += 2 * self.text_tflop
+                total += job_pass.rows * self.text_tflop
         return total
 
     def _per_call(self, pixels: float) -> tuple[float, float]:
-        """TFLOP of one call of the UNet, and of decoding; *pixels* in units of 512x512."""
+        """TFLOP of one row of the UNet, and of decoding; *pixels* in units of 512x512."""
         call, decoding = (
             linear * pixels + quadratic * pixels**2
             for linear, quadratic in (self.unet_tflop, self.vae_tflop)

@@ -9,6 +9,7 @@ import json
 import random
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from azure.core import exceptions
 
 import fleet_sim
 from imagefleet.records.record import Totals, shard_part
+from imagefleet.storage.protocol import Clock
+from imagefleet.storage.routing.route import Route
 from simulation import account, clients, clock, fleet, measure, measured, nodes, reference
 from simulation.clients import Line
 from simulation.fleet import Fleet, Plan, Stage, stand_ins
@@ -49,7 +52,11 @@ def test_the_workers_classes_read_simulated_time_and_real_time_afterwards() -> N
     with clock.simulated_time() as loop:
         loop.now = 7.0
         assert InFlightJob(lease=None).pulled_at == 7.0  # type: ignore[arg-type]
+        assert Route(None).clock() == 7.0  # type: ignore[arg-type]
+        assert Clock().now() == datetime(2026, 1, 1, 0, 0, 7, tzinfo=UTC)
     assert InFlightJob(lease=None).pulled_at > 7.0  # type: ignore[arg-type]
+    assert Route(None).clock is time.monotonic  # type: ignore[arg-type]
+    assert Clock().machine is time.time
 
 
 def test_nodes_that_vanish_and_nodes_that_draw_black_lose_no_job_and_show_none_twice() -> None:

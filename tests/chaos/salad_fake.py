@@ -8,6 +8,7 @@ answered with 400 and recorded in `violations`, which must be empty at the end o
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import uuid
 from collections.abc import Iterator
@@ -19,6 +20,11 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 KEY = "salad-key-0123456789"
+GPU_CLASSES = {
+    "RTX 3060 Ti (8 GB)": "cb6c1931-89b6-4f76-976f-54047320ccc6",
+    "RTX 3070 (8 GB)": "951131f6-5acf-489c-b303-0906be8b26ef",
+    "RTX 6070 (16 GB)": "11111111-2222-4333-8444-555555555555",  # newer than our table
+}
 MOMENT = "2026-11-21T12:00:00Z"
 
 Line = Annotated[str, Field(min_length=1, max_length=1000, pattern=r"^.*$")]
@@ -99,6 +105,7 @@ class Group:
 
     body: dict[str, Any]
     is_stopped: bool = False
+    is_deleted: bool = False
     creating: int = 0
     running: int = 0
     stopping: int = 0
@@ -107,11 +114,18 @@ class Group:
     def replicas(self) -> int:
         return int(self.body["replicas"])
 
-    def step(self, nodes: int) -> None:
+    @property
+    def left(self) -> int:
+        """Instances that run, or have not stopped yet."""
+        return self.running + self.stopping
+
+    def step(self, nodes: int, most_stops: int) -> None:
         """*nodes*: the free nodes of the whole cloud."""
-        wanted = 0 if self.is_stopped else self.replicas
-        self.stopping = max(0, self.running - wanted)
-        self.running = min(self.running, wanted) + min(self.creating, max(0, wanted - self.running))
+        wanted = 0 if self.is_stopped or self.is_deleted else self.replicas
+        more = max(0, self.running - wanted)
+        self.stopping += more - min(self.stopping, most_stops)
+        self.running -= more
+        self.running += min(self.creating, wanted - self.running)
         self.creating = max(0, min(wanted - self.running, nodes))
 
     def record(self) -> dict[str, Any]:
@@ -179,7 +193,10 @@ class SaladFake:
         self.requests: list[tuple[str, str]] = []
         self.violations: list[str] = []
         self.most_at_once = 0
+        self.most_stops = 10_000  # of each group's instances, between two lists
+        self.billed: list[tuple[int, float]] = []  # replicas left and their $/h, after each request
         self.slow_seconds = 0.0  # before each answer that is no fault
+        self.random = random.Random()
 
     def count(self, method: str) -> int:
         return sum(each == method for each, _ in self.requests)
@@ -209,10 +226,13 @@ class SaladFake:
             fault = None
         if fault is None:
             await asyncio.sleep(self.slow_seconds)
-            return await self._served(request, handler)
+            answer = await self._served(request, handler)
+            self._bill()
+            return answer
         self.faults.remove(fault)
         if fault.lands:
             await self._served(request, handler)
+            self._bill()
         if fault.cuts_the_line:
             assert request.transport is not None
             request.transport.close()
@@ -233,13 +253,30 @@ class SaladFake:
             return problem(400, str(error))
         return response
 
-    async def _list(self, request: web.Request) -> web.Response:
+    def _bill(self) -> None:
+        """What may be billed by now, at the price of each group's most expensive class."""
+        prices = {
+            key: self.class_prices.get(name, self.prices) for name, key in GPU_CLASSES.items()
+        }
+        dollars = 0.0
         for group in self.groups.values():
+            container = group.body["container"]
+            priority = container.get("priority", "high")
+            classes = container["resources"]["gpu_classes"]
+            dollars += group.left * max(float(prices[each].get(priority, 0)) for each in classes)
+        self.billed.append((sum(group.left for group in self.groups.values()), dollars))
+
+    async def _list(self, request: web.Request) -> web.Response:
+        for name, group in list(self.groups.items()):
             free = self.nodes - sum(each.running + each.creating for each in self.groups.values())
-            group.step(max(0, free + group.creating))
+            group.step(max(0, free + group.creating), self.most_stops)
+            if group.is_deleted and not group.left:
+                del self.groups[name]
         running = sum(each.running for each in self.groups.values())
         self.most_at_once = max(self.most_at_once, running)
-        return web.json_response({"items": [each.record() for each in self.groups.values()]})
+        # In no order that the specification promises.
+        items = [each.record() for each in self.groups.values()]
+        return web.json_response({"items": self.random.sample(items, len(items))})
 
     async def _create(self, request: web.Request) -> web.Response:
         if request.content_type != "application/json":
@@ -247,7 +284,7 @@ class SaladFake:
         body = Prototype.model_validate(await request.json()).model_dump(exclude_unset=True)
         if body["name"] in self.groups:
             return problem(400, f"a container group named {body['name']} exists already")
-        if self._used + body["replicas"] > self.quota:
+        if self._is_over_quota(body["replicas"]):
             return problem(403, "the quota is exceeded")
         self.groups[body["name"]] = Group(body)
         return web.json_response(self.groups[body["name"]].record(), status=201)
@@ -261,13 +298,13 @@ class SaladFake:
             raise ValueError(f"a patch of content type {request.content_type}")
         patch = Patch.model_validate(await request.json()).model_dump(exclude_unset=True)
         more = patch.get("replicas", group.replicas) - group.replicas
-        if self._used + more > self.quota:
+        if self._is_over_quota(more):
             return problem(403, "the quota is exceeded")
         group.body.update(patch)
         return web.json_response(group.record())
 
     async def _delete(self, request: web.Request) -> web.Response:
-        del self.groups[self._group(request).body["name"]]
+        self._group(request).is_deleted = True
         return web.Response(status=202)
 
     async def _start(self, request: web.Request) -> web.Response:
@@ -289,11 +326,6 @@ class SaladFake:
         return web.json_response({"container_groups_quotas": quotas})
 
     async def _gpu_classes(self, request: web.Request) -> web.Response:
-        classes = {
-            "RTX 3060 Ti (8 GB)": "cb6c1931-89b6-4f76-976f-54047320ccc6",
-            "RTX 3070 (8 GB)": "951131f6-5acf-489c-b303-0906be8b26ef",
-            "RTX 6070 (16 GB)": "11111111-2222-4333-8444-555555555555",  # newer than our table
-        }
         items = [
             {
                 "id": key,
@@ -303,13 +335,18 @@ class SaladFake:
                     for priority, price in self.class_prices.get(name, self.prices).items()
                 ],
             }
-            for name, key in classes.items()
+            for name, key in GPU_CLASSES.items()
         ]
         return web.json_response({"items": items})
 
     @property
     def _used(self) -> int:
         return sum(group.replicas for group in self.groups.values())
+
+    def _is_over_quota(self, more: int) -> bool:
+        """Stricter than the documentation is: what has not stopped yet counts, too."""
+        used = sum(max(group.replicas, group.left) for group in self.groups.values())
+        return more > 0 and used + more > self.quota
 
     def _group(self, request: web.Request) -> Group:
         try:

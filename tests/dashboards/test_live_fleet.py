@@ -13,7 +13,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,7 +25,9 @@ from typing import Any
 import pytest
 import yaml
 
+import azurite
 import forks
+import sent_jobs
 from fleet.monitor import prometheus
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -221,7 +222,8 @@ def test_a_killed_workers_series_go_stale_and_the_others_stay(seen: Seen) -> Non
 
 def test_the_metrics_and_the_records_agree_on_images_per_dollar(seen: Seen) -> None:
     records, metrics = seen.report, seen.report["metrics"]
-    assert metrics["images"] == pytest.approx(records["images"], rel=0.02)
+    # The killed worker had stored images of its four slots, and not written that it had.
+    assert metrics["images"] == pytest.approx(records["images"], rel=0.02, abs=4)
     by_records = records["money"]["images_per_dollar_gpu_only"]
     # The records end with the last image, the metrics with the last push: 4 % on a busy machine.
     # tests/worker/test_cost.py compares them more closely.
@@ -241,7 +243,7 @@ def write_rules(dashboards: Path, folder: Path) -> None:
 
 def start_prometheus(processes: contextlib.ExitStack, tool: Tool, folder: Path, name: str) -> str:
     """Starts a Prometheus; returns its URL."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{azurite.free_ports(1)[0]}"
     command = [
         tool("prometheus"),
         f"--config.file={folder / 'prometheus.yaml'}",
@@ -259,7 +261,7 @@ def start_vmagent(
     processes: contextlib.ExitStack, tool: Tool, server: str, alone: str, folder: Path
 ) -> str:
     """Starts a vmagent that forwards to *server*, and one fleet to *alone*; the URL to push to."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{azurite.free_ports(1)[0]}"
     command = [tool("vmagent")]
     for url, fleets in ((server, ".*"), (alone, FLEET)):
         keep = folder / f"keep-{len(command)}.yaml"
@@ -388,6 +390,7 @@ async def fill(storage: str, jobs: int) -> None:
     async with open_storage(StorageSettings(storage=storage)) as opened:
         await opened.create()
         await opened.queue.send(json.dumps(message) for message in messages)
+        await sent_jobs.begin(opened, "begun", 40)
 
 
 async def ask_all(server: str, asked: dict[str, str], fleet: str, moment: datetime) -> Answers:
@@ -492,9 +495,3 @@ def environment() -> dict[str, str]:
 
 def now() -> datetime:
     return datetime.now(UTC)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        port: int = bound.getsockname()[1]
-        return port

@@ -10,102 +10,32 @@ import contextlib
 import json
 import random
 import subprocess
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import prometheus_client
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 import azurite
+import past_fleet
 import polling
 from fleet.monitor import prometheus
 from fleet.report import figures
 from fleet.report import records as report_records
 from imagefleet.pricing import prices
-from imagefleet.records.record import Record, RecordLog
-from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from imagefleet.telemetry.metrics import render
-from worker.metrics import WorkerMetrics
+from past_fleet import BEGAN, Process
 
 Tool = Callable[[str], str]  # the fixture of conftest.py
 
-BEGAN = datetime(2026, 11, 1, 12, tzinfo=UTC)
-PUSH_SECONDS = 15
 FREE = replace(prices.BUILT_IN, storage=prices.FREE_STORAGE)
 NOTHING_REPLACED = figures.Replaced()
 PAGES = Path(__file__).parents[2] / "dashboards" / "grafana"
-
-
-@dataclass
-class Process:
-    """A worker's process from *start* to *end*, in seconds, and what a server knows of it."""
-
-    instance: str
-    start: float
-    end: float
-    images_per_second: float = 1.0
-    dollars_per_hour: float = 0.72
-    device: str | None = None
-    labels: dict[str, str] = field(init=False)
-    """Of each metric."""
-    counts: dict[str, float] = field(default_factory=dict)
-    """Other counters with a label, and their values at its end."""
-    start_up_seconds: float = 0
-    unpushed_seconds: float = 0
-    """Between its last push and its end; one that was killed has pushed no last time."""
-    stored_share: float = 1
-    """Of what it drew; another one had stored the rest."""
-
-    def __post_init__(self) -> None:
-        registry = (metrics := WorkerMetrics("acme/jobs", self.device)).registry
-        metrics.set_worker_info(worker=f"{self.instance}-{self.device}", gpu="RTX 3060")
-        prometheus_client.Counter(
-            "imagefleet_cost_dollars", "...", ["kind"], registry=registry
-        ).labels("gpu")
-        prometheus_client.Gauge("imagefleet_price_dollars_per_hour", "...", registry=registry)
-        self.labels = {}
-        for family in text_string_to_metric_families(render(registry).decode()):
-            for sample in family.samples:
-                labels = {"job": "imagefleet-worker", "instance": self.instance, **sample.labels}
-                self.labels[sample.name] = ",".join(f'{name}="{labels[name]}"' for name in labels)
-
-    @property
-    def images(self) -> float:
-        return self.images_at(self.end - self.start)
-
-    def images_at(self, age: float) -> float:
-        """What it counts at that age."""
-        drawn = max(0.0, age - self.start_up_seconds) * self.images_per_second
-        return drawn * self.stored_share
-
-    @property
-    def dollars(self) -> float:
-        return (self.end - self.start) * self.dollars_per_hour / 3600
-
-    def samples(self) -> Iterator[tuple[str, float, float]]:
-        """Each series, the time and the value of each push; the last is at the process's end."""
-        seconds = self.end - self.start - self.unpushed_seconds
-        for age in [*range(0, int(seconds), PUSH_SECONDS), seconds]:
-            values = {
-                "imagefleet_images_total": self.images_at(age),
-                "imagefleet_cost_dollars_total": age * self.dollars_per_hour / 3600,
-                "imagefleet_price_dollars_per_hour": self.dollars_per_hour,
-                "imagefleet_worker_info": 1.0,
-            }
-            lines = {f"{name}{{{self.labels[name]}}}": value for name, value in values.items()}
-            common = self.labels["imagefleet_images_total"]
-            for series, total in self.counts.items():
-                lines[f"{series[:-1]},{common}}}"] = total * age / seconds
-            for line, value in lines.items():
-                yield line, BEGAN.timestamp() + self.start + age, value
 
 
 @dataclass(frozen=True)
@@ -119,8 +49,12 @@ class Past:
         (value,) = (await self.by_campaign(title, at, seconds)).values()
         return value
 
-    async def by_campaign(self, title: str, at: float, seconds: float) -> dict[str, float]:
-        query = panels()[title].replace("$fleet", ".*").replace("$__range", f"{seconds:.0f}s")
+    async def by_campaign(
+        self, title: str, at: float, seconds: float, number: int = 0
+    ) -> dict[str, float]:
+        """What a query of the panel finds, the first if no *number* is given."""
+        query = panels()[title][number].replace("$fleet", ".*")
+        query = query.replace("$__range", f"{seconds:.0f}s")
         async with prometheus.connected(self.url) as server:
             found = await server.at(query, BEGAN + timedelta(seconds=at))
         return {each.labels.get("campaign", ""): each.last for each in found}
@@ -183,10 +117,10 @@ async def is_ready(url: str) -> bool:
         return False
 
 
-def panels() -> dict[str, str]:
-    """The first query of each panel by its title."""
+def panels() -> dict[str, list[str]]:
+    """The queries of each panel by its title."""
     return {
-        panel["title"]: panel["targets"][0]["expr"]
+        panel["title"]: [target["expr"] for target in panel["targets"]]
         for path in PAGES.glob("*.json")
         for panel in json.loads(path.read_text())["panels"]
         if panel.get("targets")
@@ -194,6 +128,7 @@ def panels() -> dict[str, str]:
 
 
 WASTE = ("start_up", "failed", "duplicate", "second_drawing", "down")
+WASTED_ROWS = {"failed_jobs": "failed", "images_doubled": "duplicate", "start_up": "start_up"}
 ALL_IN = "Images per dollar in the time range, all in"
 DOLLARS = "Dollars in the time range"
 
@@ -289,83 +224,18 @@ async def test_a_campaign_has_its_images_and_its_part_of_what_their_workers_cost
             f'{series}{{campaign="spring"}}': spring * process.images,
             f'{series}{{campaign="autumn"}}': (1 - spring) * process.images,
         }
-    fleet = await past(cheap, dear, anew)
+    cold = Process("c", 0, 500, images_per_second=0)
+    fleet = await past(cheap, dear, anew, cold)
 
     images = await fleet.by_campaign("Images by campaign in the time range", 2060, 2120)
-    dollars = await fleet.by_campaign("Dollars by campaign in the time range", 2060, 2120)
+    title = "Dollars by campaign in the time range"
+    dollars = await fleet.by_campaign(title, 2060, 2120)
 
     assert images == pytest.approx({"spring": 1000 + 250 + 495, "autumn": 750 + 495})
     assert dollars == pytest.approx({"spring": 0.2 + 0.25 + 0.099, "autumn": 0.75 + 0.099})
-
-
-#: Of how many drawings each is one that another worker has stored, too.
-DOUBLED = 40
-
-
-def a_fleet(chance: random.Random) -> list[Process]:
-    """Workers at unlike prices that start again at their address, or as others, some killed."""
-    processes: list[Process] = []
-    for number in range(chance.randint(2, 4)):
-        at, device = chance.uniform(0, 600), chance.choice(["0", None])
-        name, speed = f"m{number}", chance.uniform(0.05, 0.2)
-        price = chance.choice([0.05, 0.18, 0.36, 1.2])
-        for run in range(chance.randint(1, 3)):
-            end = at + chance.uniform(3_000, 6_000)
-            is_at_its_address = chance.random() < 0.6
-            address = name if is_at_its_address else f"{name}-{run}"
-            process = Process(address, at, end, speed, price, device)
-            process.start_up_seconds = chance.uniform(20, 90)
-            process.unpushed_seconds = chance.choice([0, chance.uniform(0, 15)])
-            processes.append(process)
-            at = end + chance.uniform(5, 400)
-    return processes
-
-
-async def write_records(
-    storage: Storage, processes: Sequence[Process], bad: Process
-) -> Counter[str]:
-    """The processes' images, of which the bad one's last are replaced; how many there are of each.
-
-    No image is drawn in the place of a replaced one: it would be one more.
-    """
-    found, of_first = Counter[str](), 0
-    for number, process in enumerate(processes):
-        log = RecordLog(storage.blobs, process.instance)
-        records = []
-        seconds = process.end - process.start - process.start_up_seconds
-        drawn = int(seconds * process.images_per_second)
-        others = range(5, of_first, DOUBLED)
-        process.stored_share = 1 - len([place for place in others if place < drawn]) / drawn
-        for place in range(drawn):
-            at = process.end - (drawn - 1 - place) / process.images_per_second
-            is_doubled = place in others
-            found["doubled" if is_doubled else "stored"] += 1
-            of = f"0-{place}" if is_doubled else f"{number}-{place}"
-            record = Record(
-                outcome="completed",
-                id=of,
-                campaign="spring",
-                blob=f"spring/{of}.png",
-                at=BEGAN + timedelta(seconds=at),
-                worker=f"{process.instance}-{process.device}",
-                started_at=BEGAN + timedelta(seconds=process.start),
-                start_up_seconds=process.start_up_seconds,
-                price_per_hour=process.dollars_per_hour,
-                seconds=1 / process.images_per_second,
-            )
-            if is_doubled:
-                await log.add([record], again=True)
-            else:
-                records.append(record)
-        await log.add(records)
-        of_first = of_first or drawn
-        if process is bad:
-            replaced = records[-len(records) // 20 :]
-            found["replaced"] = len(replaced)
-            update = {"outcome": "replaced", "source": "journal"}
-            notes = [each.model_copy(update=update) for each in replaced]
-            await RecordLog(storage.files, "redo").add(notes)
-    return found
+    assert await fleet.by_campaign(title, 2060, 2120, 1) == pytest.approx({"": cold.dollars})
+    spent = await fleet.panel(DOLLARS, 2060, 2120)
+    assert sum(dollars.values()) + cold.dollars == pytest.approx(spent)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -373,12 +243,12 @@ async def test_panels_report_records_and_raw_counters_agree_on_every_fleet(
     past: Callable[..., Awaitable[Past]], tmp_path: Path, seed: int
 ) -> None:
     chance = random.Random(seed)
-    processes = a_fleet(chance)
+    processes = past_fleet.a_fleet(chance)
     bad = chance.choice(processes[1:] or processes)
     end = max(each.end for each in processes)
     async with open_storage(StorageSettings(storage=f"local:{tmp_path / 'storage'}")) as storage:
         await storage.create()
-        counted = await write_records(storage, processes, bad)
+        counted = await past_fleet.write_records(storage, processes, bad, chance)
         records = await report_records.read_records(storage, "spring", samples=0)
     dollars = sum(each.dollars for each in processes)
     kept = counted["stored"] - counted["replaced"]
@@ -392,13 +262,19 @@ async def test_panels_report_records_and_raw_counters_agree_on_every_fleet(
     about = partial(pytest.approx, rel=0.01)
     assert shown == about(dollars)
     assert per_dollar == about(counted["stored"] / dollars)
-    assert by_records["images"] == kept
+    assert (by_records["images"], by_records["damaged"]) == (kept, 0)
     assert by_records["money"]["dollars"] == about(dollars)
     assert by_records["money"]["images_per_dollar"] == about(kept / dollars)
+    assert by_records["failed"] == counted["failed"] - counted["replayed"]
+    assert by_records["cancelled"] == counted["cancelled"]
     assert sum(each["replaced"] for each in by_records["workers"]) == counted["replaced"]
     assert sum(each["doubled"] for each in by_records["workers"]) == counted["doubled"]
     assert metrics["images"] == about(kept)
     assert metrics["images_per_dollar"] == about(kept / dollars)
+    for row, reason in WASTED_ROWS.items():
+        series = f'imagefleet_wasted_dollars_total{{reason="{reason}"}}'
+        assert metrics["split"][row] == about(sum(each.counts[series] for each in processes))
+        assert counted["replayed"] > 0 < metrics["split"][row]
     for split, whole in (
         (by_records["money"]["split"], by_records["money"]["dollars"]),
         (metrics["split"], sum(metrics["dollars"].values())),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from datetime import UTC, datetime
 
+from imagefleet.records.record import Record, RecordLog
 from imagefleet.records.sent import Ledger, entry_of
 from imagefleet.storage.open import Storage
 
@@ -18,3 +20,11 @@ async def note(
     for job_id in itertools.islice(itertools.chain(ids, others), jobs):
         ledger.pending += entry_of(job_id, "0" * 64)
     await ledger.note()
+
+
+async def begin(storage: Storage, campaign: str, jobs: int) -> None:
+    """The same, and one of them is completed."""
+    await note(storage, campaign, jobs, ids=["done"])
+    done = {"id": "done", "digest": "0" * 64, "blob": f"{campaign}/done.png"}
+    record = Record(outcome="completed", campaign=campaign, at=datetime.now(UTC), **done)
+    await RecordLog(storage.blobs, "w1").add([record])

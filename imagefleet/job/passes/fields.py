@@ -84,7 +84,7 @@ _WITH_RULES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What one pass takes: its size in pixels and the UNet's calls for each half of guidance."""
+    """What one pass takes: its size in pixels, and the UNet's calls with the rows of each."""
 
     width: int
     height: int
@@ -96,6 +96,8 @@ class Pass:
     """Whether the pass ends with pixels, which the VAE decodes."""
     enlarged: int = 0
     """Pixels that networks enlarge before it, or in its place."""
+    rows: int = 2
+    """Rows of a call: 1 without guidance. Steps that `s_min_uncond` leaves without count as 2."""
 
     @property
     def is_drawn(self) -> bool:
@@ -213,17 +215,26 @@ class PassFields(Hires, Extras):
         if begins_with_image:
             steps = img2img.taken_steps(self.steps, self.denoising_strength)
         calls = samplers.unet_calls(self.sampler, steps)
+        rows = _rows(self.guidance, self.sampler)
         if not self.enable_hr:
-            return [Pass(width, height, calls, controls, begins_with_image)]
+            return [Pass(width, height, calls, controls, begins_with_image, rows=rows)]
         by_pixels = self.upscaler not in hires.LATENT
         second = hires.size_after(self, size)
         enlarged = len(self.upscaler_files) * extras.network_pixels(size, second[0] / width)
         steps = hires.steps(self) if self.denoising_strength else 0
-        second_calls = samplers.unet_calls(hires.sampler(self), steps)
+        own, _ = self.hires_prompts
+        sampler = hires.sampler(self)
+        guidance = self.guidance if own is None else self.cfg_scale * own.weight
+        second_calls, second_rows = samplers.unet_calls(sampler, steps), _rows(guidance, sampler)
         return [
-            Pass(width, height, calls, decodes=by_pixels),
-            Pass(*second, second_calls, encodes=by_pixels, enlarged=enlarged),
+            Pass(width, height, calls, decodes=by_pixels, rows=rows),
+            Pass(*second, second_calls, encodes=by_pixels, enlarged=enlarged, rows=second_rows),
         ]
+
+
+def _rows(guidance: float, sampler: str) -> int:
+    """DDIM CFG++ takes the negative prompt's at any scale."""
+    return 1 if guidance == 1 and sampler != "ddim_cfgpp" else 2
 
 
 def fields_of_job(payload: Mapping[str, Any]) -> dict[str, Any]:

@@ -137,6 +137,8 @@ def test_the_plan_counts_what_encoding_and_a_controlnet_take() -> None:
             call()
         counted.append(counter.get_total_flops() / 1e12)
     plain = sd1.passes_tflop([Pass(512, 512, 1)])
+    unguided = sd1.passes_tflop([Pass(512, 512, 15, rows=1)])
+    assert unguided == pytest.approx(0.55 * sd1.image_tflop(512, 512, 15), rel=0.01)
     assert plain == pytest.approx(sd1.image_tflop(512, 512, 1))
     encodes = sd1.passes_tflop([Pass(512, 512, 1, encodes=True)]) - plain
     controls = sd1.passes_tflop([Pass(512, 512, 1, controls=1)]) - plain

@@ -2,16 +2,19 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 import polling
+import sent_jobs
+from fleet.campaigns import table
 from fleet.monitor.exporter import Exporter, queue_figures
 from fleet.monitor.rates import FleetRates
 from fleet.settings import ExporterSettings
 from imagefleet import errors
+from imagefleet.records import drawn, stored
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import QueueDepth
 from imagefleet.telemetry.metrics import QueueFlow
@@ -115,6 +118,33 @@ async def test_depths_and_ages_of_all_queues_are_exported(storage: Storage) -> N
         assert (messages(f"{name}-high", "visible"), messages(f"{name}-low", "visible")) == (0, 2)
     assert value("imagefleet_queue_oldest_age_seconds", {"queue": name}) is not None
     assert value("imagefleet_exporter_last_look_timestamp_seconds") is not None
+
+
+async def test_campaigns_have_what_is_left_and_those_that_stand_are_not_read_again(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "_FRESH_SECONDS", 0)
+    await sent_jobs.begin(storage, "spring", 4)
+    await sent_jobs.begin(storage, "autumn", 1)
+    exporter, read = Exporter(storage, ExporterSettings(fleet="mine"), None), list[str]()
+
+    async def pending(campaign: str) -> float | None:
+        await exporter.count_campaigns()
+        labels = {"campaign": campaign, "fleet": "mine"}
+        assert exporter.registry.get_sample_value("imagefleet_campaign_seconds_left", labels) != 0
+        return exporter.registry.get_sample_value("imagefleet_campaign_pending_jobs", labels)
+
+    assert await pending("spring") == 3
+    shards = drawn.Ends.read
+
+    async def noting(ends: drawn.Ends, found: Sequence[stored.StoredShard]) -> drawn.Ends:
+        read.extend(shard.campaign for shard in found)
+        return await shards(ends, found)
+
+    monkeypatch.setattr(drawn.Ends, "read", noting)
+    assert (await pending("autumn"), read) == (None, [])
+    await sent_jobs.note(storage, "autumn", 2)
+    assert (await pending("autumn"), set(read)) == (2, {"autumn"})
 
 
 async def test_an_outage_is_counted_and_the_last_values_stay(

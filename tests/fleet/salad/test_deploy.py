@@ -77,6 +77,24 @@ def test_a_half_created_deployment_is_resumed(
     assert ended.stderr.count("to create:") == 1
 
 
+def test_the_price_to_confirm_is_the_whole_fleets_before_and_after_an_interruption(
+    salad: Any, salad_module: Any, in_process: Imagefleet, tmp_path: Path
+) -> None:
+    """It is what `imagefleet exporter --dollars-per-hour` is given."""
+    in_process("deploy", "apply", "--yes")
+    edit(tmp_path, "environment:", "priority: high\nenvironment:")
+    planned = in_process("deploy", "apply", "--dry-run", "--json")
+    salad.faults = [salad_module.Fault(403, method="POST", skips=1, lands=True)]
+    assert in_process("deploy", "apply", "--yes").returncode == 2
+
+    resumed = in_process("deploy", "apply", "--yes", "--json")
+
+    for _ in range(2):
+        status = in_process("deploy", "status", "--json")
+    paid = [json.loads(ended.stdout)["dollars_per_hour"] for ended in (planned, resumed, status)]
+    assert [each["most"] for each in paid] == pytest.approx([750 * 0.08] * 3)
+
+
 def test_a_rate_limited_call_waits_and_succeeds(
     salad: Any, salad_module: Any, in_process: Imagefleet
 ) -> None:
@@ -142,7 +160,7 @@ def test_a_quota_that_is_too_small_is_reported_before_anything_is_created(
 
     assert ended.returncode == 2
     assert "quota is 500 replicas" in ended.stderr
-    assert "750 more do not fit" in ended.stderr
+    assert "750 do not fit" in ended.stderr
     assert salad.count("POST") == 0
 
 
@@ -184,9 +202,10 @@ def test_more_replicas_restart_nothing(salad: Any, in_process: Imagefleet, tmp_p
     assert replicas(salad) == [450, 450]
 
 
-def test_a_changed_file_starts_new_groups_before_old_ones_are_deleted(
+def test_a_changed_file_replaces_the_groups_a_quarter_at_a_time(
     salad: Any, in_process: Imagefleet, tmp_path: Path
 ) -> None:
+    salad.quota = 750
     in_process("deploy", "apply", "--yes")
     for _ in range(3):
         in_process("deploy", "status")
@@ -197,47 +216,101 @@ def test_a_changed_file_starts_new_groups_before_old_ones_are_deleted(
     ended = in_process("deploy", "apply", "--yes")
 
     assert ended.returncode == 0, ended.stderr
+    assert "in 5 steps, old replicas first, 750 at most: 562 stay" in ended.stderr
     assert not first & set(salad.groups)
     assert replicas(salad) == [375, 375]
-    assert sum(group.running for group in salad.groups.values()) >= 600
     # No restart in place: the fake accepts only patches of replicas.
-    assert salad.most_at_once > 750
+    assert sum(group.running for group in salad.groups.values()) >= 562
+    assert salad.most_at_once == 750
 
 
-def test_new_groups_that_do_not_start_leave_the_old_ones_running(
+def test_one_replica_is_replaced_by_none_and_the_plan_says_so(
+    salad: Any, in_process: Imagefleet, tmp_path: Path
+) -> None:
+    in_process("deploy", "apply", "--yes", "--replicas", "1")
+    for _ in range(3):
+        in_process("deploy", "status")
+    edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_SLOTS: 4")
+
+    ended = in_process("deploy", "apply", "--dry-run", "--replicas", "1")
+
+    assert "1 at most: for a while none runs" in ended.stderr
+
+
+def test_new_groups_that_do_not_start_leave_three_quarters_of_the_old_ones(
     salad: Any, in_process: Imagefleet, tmp_path: Path
 ) -> None:
     in_process("deploy", "apply", "--yes")
     for _ in range(3):
         in_process("deploy", "status")
     old = dict(salad.groups)
-    salad.nodes = 800
+    salad.nodes = 600
     edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_SLOTS: 4")
 
     ended = in_process("deploy", "apply", "--yes", "--wait-minutes", "0.005")
 
     assert ended.returncode == 1
     assert "Nothing was undone" in ended.stderr
-    assert sum(group.running for group in old.values()) == 750
+    assert sum(group.running for group in old.values()) == 562
+
+    # Those that did not start give way to the next try before any that runs.
+    edit(tmp_path, "IMAGEFLEET_SLOTS: 4", "IMAGEFLEET_SLOTS: 5")
+    again = in_process("deploy", "apply", "--yes", "--wait-minutes", "0.005")
+    assert again.returncode == 1
+    assert sum(group.running for group in old.values()) == 562
 
     salad.nodes = 10_000
-    again = in_process("deploy", "apply", "--yes")
+    last = in_process("deploy", "apply", "--yes")
 
-    assert again.returncode == 0, again.stderr
+    assert last.returncode == 0, last.stderr
     assert not set(old) & set(salad.groups)
 
 
-def test_old_and_new_groups_of_a_rolling_change_count_against_the_quota(
+def test_more_replicas_than_two_groups_can_have_leave_these_as_they_are(
+    salad: Any, in_process: Imagefleet
+) -> None:
+    salad.quota = 1200
+    in_process("deploy", "apply", "--yes", "--replicas", "1000")
+
+    ended = in_process("deploy", "apply", "--yes", "--replicas", "1200")
+
+    assert ended.returncode == 0, ended.stderr
+    assert replicas(salad) == [500, 500, 200]
+
+
+def test_new_replicas_wait_for_those_that_are_still_to_stop(
+    salad: Any, in_process: Imagefleet
+) -> None:
+    in_process("deploy", "apply", "--yes")
+    for _ in range(3):
+        in_process("deploy", "status")
+    salad.most_stops = 50
+    in_process("deploy", "apply", "--resize", "300")
+
+    ended = in_process("deploy", "apply", "--resize", "700", "--yes")
+
+    assert "instances still to stop" in ended.stderr
+    assert max(billed for billed, _ in salad.billed) == 750
+
+
+def test_the_plan_is_in_the_order_of_the_groups(
     salad: Any, in_process: Imagefleet, tmp_path: Path
 ) -> None:
-    salad.quota = 1000
-    in_process("deploy", "apply", "--yes")
+    """SaladCloud lists them in any order, as the fake does."""
+    in_process("deploy", "apply", "--yes", "--replicas", "5000")
+    names = sorted(salad.groups, key=lambda name: int(name.rpartition("-")[2]))
+    for number, name in enumerate(names):
+        salad.groups[name].body["replicas"] = 499 - number % 3
+
+    for _ in range(3):
+        ended = in_process("deploy", "apply", "--dry-run", "--replicas", "5000")
+        lines = [line for line in ended.stderr.splitlines() if line.startswith("to change")]
+        assert lines == [f"to change: {name}, to 500 replicas" for name in names]
+
     edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_SLOTS: 4")
-
-    ended = in_process("deploy", "apply", "--yes")
-
-    assert ended.returncode == 2
-    assert "750 more do not fit" in ended.stderr
+    ended = in_process("deploy", "apply", "--dry-run", "--replicas", "1")
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("to drain")]
+    assert lines == [f"to drain and delete: {name}" for name in names]
 
 
 def test_a_group_that_was_changed_in_the_portal_is_reported(
@@ -307,10 +380,10 @@ def test_each_change_has_its_json(salad: Any, in_process: Imagefleet) -> None:
     assert applied["create"] == dict.fromkeys(names, 375)
     assert applied["dollars_per_hour"]["most"] == pytest.approx(22.5)
     again = read("apply")
-    assert (again["create"], again["resize"], again["more_replicas"]) == ({}, {}, 0)
+    assert (again["create"], again["resize"], again["new_replicas"]) == ({}, {}, 0)
     resized = read("apply", "--resize", "301")
     assert resized["resize"] == dict(zip(names, [151, 150], strict=True))
-    assert resized["more_replicas"] == -449
+    assert resized["new_replicas"] == 0
     assert read("drain", "--yes") == {"drained": names, "deleted": []}
     assert read("drain", "--delete", "--yes") == {"drained": names, "deleted": names}
 

@@ -86,14 +86,24 @@ def test_the_sdk_refuses_an_invalid_group() -> None:
         models.ContainerGroupCreationRequest._unmap(body)
 
 
-@given(st.integers(0, 60_000), st.integers(1, 20))
+@given(st.integers(0, 6_000), st.integers(1, 20))
 def test_replicas_are_spread_evenly_within_the_limit(replicas: int, groups: int) -> None:
-    shares = salad_groups.split(replicas, groups)
+    shares = salad_groups.split(replicas, [0] * groups)
 
     assert sum(shares) == replicas
     assert max(shares) <= salad_groups.MAX_REPLICAS
     assert max(shares) - min(shares) <= 1
     assert len(shares) == max(groups, -(-replicas // 500))
+
+
+@given(st.integers(0, 6_000), st.lists(st.integers(0, 500), max_size=12))
+def test_a_split_stops_no_replica_that_can_stay(replicas: int, now: list[int]) -> None:
+    shares = salad_groups.split(replicas, now)
+
+    before = [*now, *[0] * (len(shares) - len(now))]
+    assert sum(shares) == replicas
+    assert max(shares, default=0) <= salad_groups.MAX_REPLICAS
+    assert sum(map(min, shares, before)) == min(replicas, sum(now))
 
 
 def test_the_name_of_a_group_identifies_its_fleet() -> None:

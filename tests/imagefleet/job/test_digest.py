@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 
 FIELDS: dict[str, Any] = {
@@ -33,6 +34,16 @@ def test_the_order_of_fields_names_and_defaults_do_not_change_the_digest() -> No
 
     assert read().digest == backwards.digest == named.digest
     assert read_job(read().to_message(), "another").digest == read().digest
+
+
+def test_no_guidance_has_one_digest_however_it_is_spelled() -> None:
+    """0 in diffusers, 1 in AUTOMATIC1111."""
+    for scale in (0, 0.0, "0"):
+        assert read(cfg_scale=scale).digest == read(cfg_scale=1).digest
+    assert read(cfg_scale=0).cfg_scale == 1
+    assert read(cfg_scale=1.5).digest != read(cfg_scale=1).digest
+    with pytest.raises(errors.InvalidMessageError, match=r"cfg_scale: .*greater than or equal"):
+        read(cfg_scale=0.5)
 
 
 @pytest.mark.parametrize(

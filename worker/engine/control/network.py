@@ -47,11 +47,11 @@ class SlotControlNet(SlotEncoder):
         """What is added to the outputs of the UNet's layers, the middle's last.
 
         As `SlotUnet.forward`; *hint* [slots, channels, height, width] from `embed`; *weights*
-        [slots]. Those of the layers before the first prompt have one row per slot, others two.
+        [slots]. Those of the layers before the first prompt have one row per slot, others all.
         """
         x, _, skips = self.encode(x, times, call, added, hint)
         outputs = [out(each) for out, each in zip(self.outs, [*skips, x], strict=True)]
-        return [self._weigh(each, weights) for each in outputs]
+        return [self._weigh(each, weights, call.slot_rows) for each in outputs]
 
     @torch.no_grad()
     def embed(self, pixels: contract.Pixels) -> torch.Tensor:
@@ -72,11 +72,11 @@ class SlotControlNet(SlotEncoder):
         stacks = (stack.shared for stack in self.keys_values.stacks.values())
         return itertools.chain(self.parameters(), self.buffers(), stacks)
 
-    def _weigh(self, output: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def _weigh(self, output: torch.Tensor, weights: torch.Tensor, slot_rows: int) -> torch.Tensor:
         if not self.pools:
             return output * repeat_rows(weights[:, None], len(output))[..., None, None]
-        rows = repeat_rows(output.mean((2, 3), keepdim=True), 2 * len(weights))
-        by_row = torch.stack([weights, torch.zeros_like(weights)], dim=1).flatten()
+        rows = repeat_rows(output.mean((2, 3), keepdim=True), slot_rows * len(weights))
+        by_row = torch.stack([weights, torch.zeros_like(weights)][:slot_rows], dim=1).flatten()
         return rows * by_row[:, None, None, None]
 
 
@@ -87,30 +87,38 @@ class ControlState(NamedTuple):
     hints: torch.Tensor
     """[slots, channels, height, width]: the embedded control images."""
     context: torch.Tensor
-    """[2 * slots, tokens, width]: the keys and values of its cross-attentions."""
+    """[rows, tokens, width]: the keys and values of its cross-attentions."""
     added: torch.Tensor | None
-    """[2 * slots, width], as `SlotState.added`."""
+    """[rows, width], as `SlotState.added`."""
 
     @classmethod
     def zeros(
-        cls, network: SlotControlNet, slots: int, sides: Sequence[int], tokens: int
+        cls, network: SlotControlNet, slots: int, sides: Sequence[int], context: torch.Size
     ) -> ControlState:
-        """An empty state for *slots* slots; *sides*: the latents' height and width."""
-        like = next(network.conv_in.parameters())
+        """An empty state for *slots* slots; *sides*: the latents' height and width.
+
+        *context*: the shape of the UNet's own.
+        """
+        like, (rows, tokens, _) = next(network.conv_in.parameters()), context
         hints = like.new_zeros((slots, len(like), *sides))
         if hints.device.type == "cuda":
             hints = hints.contiguous(memory_format=torch.channels_last)
         return cls(
             network,
             hints,
-            like.new_zeros((2 * slots, tokens, network.context_width)),
-            like.new_zeros((2 * slots, network.added_width)) if network.added_width else None,
+            like.new_zeros((rows, tokens, network.context_width)),
+            like.new_zeros((rows, network.added_width)) if network.added_width else None,
         )
 
     def first(self, slots: int) -> ControlState:
         """Views of the first slots."""
-        added = None if self.added is None else self.added[: 2 * slots]
-        return ControlState(self.network, self.hints[:slots], self.context[: 2 * slots], added)
+        rows = slots * self.slot_rows
+        added = None if self.added is None else self.added[:rows]
+        return ControlState(self.network, self.hints[:slots], self.context[:rows], added)
+
+    @property
+    def slot_rows(self) -> int:
+        return len(self.context) // len(self.hints)
 
     def fill(
         self,
@@ -119,8 +127,8 @@ class ControlState(NamedTuple):
         vectors: torch.Tensor,
         added: tuple[torch.Tensor, ...] | None,
     ) -> None:
-        """Sets a slot to a job's control image, vectors [2, tokens, width] and added inputs."""
-        rows = slice(2 * slot, 2 * slot + 2)
+        """Sets a slot to a job's control image, vectors and added inputs of the slot's rows."""
+        rows = slice(slot * self.slot_rows, (slot + 1) * self.slot_rows)
         self.hints[slot].copy_(hint)
         added_rows = None if self.added is None else self.added[rows]
         self.network.compute_prompt(vectors, added, {}, self.context[rows], added_rows)
@@ -137,7 +145,7 @@ def residuals(
     total: list[torch.Tensor] = []
     for at, control in enumerate(controls):
         weight = weights[:, at].to(x.dtype)
-        call = Call(control.context, mask)
+        call = Call(control.context, mask, slot_rows=control.slot_rows)
         found = control.network(x, times, call, control.added, control.hints, weight)
         total = [_sum(*pair) for pair in zip(total, found, strict=True)] if total else found
     return total

@@ -25,13 +25,17 @@ class Call(NamedTuple):
     """What the layers of one call take beside their inputs."""
 
     context: torch.Tensor
-    """[2 * slots, tokens, width]: see `KeysValues.compute`."""
+    """[rows, tokens, width]: see `KeysValues.compute`."""
     mask: torch.Tensor | None = None
-    """[2 * slots, 1, 1, tokens], added to the attention scores."""
+    """[rows, 1, 1, tokens], added to the attention scores."""
     per_slot: bool = False
     """Each slot's own weights are used, else the shared ones."""
     slots: int = 0
     """Slots whose own changes of convolutions and of the layers for the time are added."""
+    slot_rows: int = 2
+    """Rows of each slot: 1 without guidance, which needs the prompt's output alone."""
+    guidance: torch.Tensor | None = None
+    """[slots]: the scales, for networks that take them as an input."""
 
 
 class KeysValues:
@@ -99,7 +103,7 @@ class Transformer(nn.Module):
         rows, (_, channels, height, width) = len(call.context), x.shape
         # All rows of a slot as one from here on: Inductor copies inputs of products that it finds
         # in another shape.
-        tokens = self.norm(x).permute(0, 2, 3, 1).reshape(rows // 2, -1, channels)
+        tokens = self.norm(x).permute(0, 2, 3, 1).reshape(rows // call.slot_rows, -1, channels)
         tokens = self.proj_in(tokens, call.per_slot)
         for block in self.blocks:
             tokens = block(tokens, len(x), call)
@@ -189,7 +193,7 @@ def _linear(paths: Mapping[nn.Module, str], *layers: nn.Module) -> SlotLinear:
 
 
 def repeat_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """[slots, ...] to [rows, ...], each slot's row for its prompt and its negative prompt."""
+    """[slots, ...] to [rows, ...], each slot's row for each of its prompts."""
     if len(x) == rows:
         return x
     channels_last = x.movedim(1, -1)  # the repeated rows stay in this order
@@ -225,15 +229,20 @@ class SlotState(NamedTuple):
     original: torch.Tensor
     """[slots, 4, height, width]: the latents that are kept there."""
     context: torch.Tensor
-    """[2 * slots, tokens, width]: the keys and values of all cross-attentions."""
+    """[rows, tokens, width]: the keys and values of all cross-attentions."""
     mask: torch.Tensor | None
-    """[2 * slots, 1, 1, tokens], if prompts may be shorter than that."""
+    """[rows, 1, 1, tokens], if prompts may be shorter than that."""
     added: torch.Tensor | None
     """[rows * slots, width], added to the embedded timesteps in UNets with such inputs: one row of
     each slot or two, as the UNet's `added_rows` says."""
     conditioning: torch.Tensor | None
     """[slots, channels, height, width], which some UNets take beside the latents: five channels for
     inpainting, three of the image that an upscaler enlarges."""
+
+    @property
+    def slot_rows(self) -> int:
+        """Rows of each slot: 2 with guidance, 1 without."""
+        return len(self.context) // len(self.latents)
 
     @property
     def added_rows(self) -> int:
@@ -252,14 +261,14 @@ class SlotState(NamedTuple):
 
 
 class SlotNetwork(nn.Module):
-    """A network with two rows per slot, and the weights that slots have of their own, if any."""
+    """A network with one or two rows per slot, and the weights that slots have of their own."""
 
     context_width: int
     """Numbers that the cross-attentions take of each token."""
     added_width: int
     """Number of values the network takes beside the timestep; 0 if it takes none."""
     added_rows: int = 2
-    """Rows of a slot in `added`: 2 if prompt and negative prompt have one each, else 1."""
+    """Rows of a slot in `added`: 2 if each prompt of a slot has one of its own, else 1."""
 
     def __init__(self, like: torch.Tensor, weights: SlotWeights = "merged") -> None:
         """*like* has the device and the type; *weights*: how slots hold LoRAs of transformers."""
@@ -286,11 +295,13 @@ class SlotNetwork(nn.Module):
         """Computes what a slot's calls take of its prompts, into *context* and *added_rows*.
 
         Args:
-            vectors: of the prompt and the negative prompt [2, tokens, text width].
+            vectors: of the prompt, and of the negative prompt for a slot with two rows
+                [slot rows, tokens, text width].
             added: pooled vectors and size ids, one each per row; of an image that is enlarged, the
                 level of the noise on it [1].
             changes: those of the slot's LoRAs.
-            context: the keys and values of all cross-attentions [2, tokens, `context_width`].
+            context: the keys and values of all cross-attentions [slot rows, tokens,
+                `context_width`].
             added_rows: what is added to the embedded timesteps [`added_rows`, `added_width`].
         """
         raise NotImplementedError

@@ -1,16 +1,17 @@
-"""Stable Diffusion's UNets for slots: two rows per slot, with shared or per-slot weights.
+"""Stable Diffusion's UNets for slots: one row or two per slot, with shared or per-slot weights.
 
 The same arithmetic on the same weights as diffusers' UNet2DConditionModel, but that activations
 stay channels-last; self-attention's q, k and v are one product, and so are the time projections of
 all resnets; cross-attention's keys and values are an input, which the prompt alone changes.
 Rows are in the order slot 0's prompt (cond), slot 0's negative prompt (uncond), slot 1's prompt...
-Up to the first cross-attention a slot's two rows are equal, and computed as one; not in SDXL, which
-takes more of the prompt beside the timestep.
+Without guidance a slot has the first alone. Up to the first cross-attention a slot's two rows are
+equal, and computed as one; not in SDXL, which takes more of the prompt beside the timestep.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -103,7 +104,7 @@ class SlotEncoder(SlotNetwork):
         output.
         """
         slots = call.slots
-        time = self.time_embedding(self.time_proj(times).to(x.dtype), slots)
+        time = self.time_embedding(self.time_proj(times).to(x.dtype), slots, call.guidance)
         if added is not None:
             time = repeat_rows(time, len(added)) + added
         time = self.time_projections(time, slots)
@@ -160,7 +161,7 @@ class SlotUnet(SlotEncoder):
         added: torch.Tensor | None = None,
         residuals: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
-        """The UNet's output [2 * slots, 4, height, width].
+        """The UNet's output [rows, 4, height, width].
 
         x [slots, 4, height, width]; times [slots]. *added* [added_rows * slots, width] is added to
         the embedded timesteps, in UNets with such inputs. *residuals* of ControlNets are added to
@@ -187,18 +188,33 @@ class SlotUnet(SlotEncoder):
 class _TimeEmbedding(nn.Module):
     def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
         super().__init__()
-        if original.cond_proj is not None or original.post_act is not None:
+        if original.post_act is not None:
             raise errors.SetupError(UNKNOWN_UNET)
+        self.embed_guidance = original.cond_proj
         self.first, self.act, self.second = original.linear_1, original.act, original.linear_2
         self.first_change, self.second_change = (
             LowRankChange({paths[layer]: layer}) for layer in (self.first, self.second)
         )
 
-    def forward(self, x: torch.Tensor, slots: int) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, slots: int, guidance: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """*guidance*: the scales [slots], of which LCM's models take more than their rows."""
+        if self.embed_guidance is not None and guidance is not None:
+            scales = _sines(guidance - 1, self.embed_guidance.in_features)
+            x = x + self.embed_guidance(scales.to(x.dtype))
         hidden = self.first(x) + self.first_change(x, slots) if slots else self.first(x)
         hidden = self.act(hidden)
         output: torch.Tensor = self.second(hidden)
         return output + self.second_change(hidden, slots) if slots else output
+
+
+def _sines(scales: torch.Tensor, width: int) -> torch.Tensor:
+    """Guidance scales as LCM embeds them [slots, width] (Luo et al. 2023, latent consistency)."""
+    half = width // 2
+    rates = torch.arange(half, device=scales.device) * (-math.log(10_000) / (half - 1))
+    angles = 1000 * scales[:, None] * torch.exp(rates)
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
 class _AddedEmbedding(nn.Module):

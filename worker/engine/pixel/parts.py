@@ -133,10 +133,11 @@ def tick(
     if state.conditioning is not None:
         x = torch.cat([x, state.conditioning], dim=1)
     output = unet(x, state.rows[:, sampler.TIMESTEP], state.context, state.added)
-    cond, uncond = output.float().unflatten(0, (-1, 2)).unbind(dim=1)
-    predicted, variance = cond.split(CHANNELS, dim=1)
-    unguided = uncond[:, :CHANNELS]
-    guided = unguided + rows[:, _GUIDANCE] * (predicted - unguided)
+    cond, *uncond = output.float().unflatten(0, (-1, state.slot_rows)).unbind(dim=1)
+    guided, variance = cond.split(CHANNELS, dim=1)
+    if uncond:
+        unguided = uncond[0][:, :CHANNELS]
+        guided = unguided + rows[:, _GUIDANCE] * (guided - unguided)
     share = (variance + 1) / 2
     small, large = rows[:, schedules.SMALL_LOG], rows[:, schedules.LARGE_LOG]
     deviation = torch.exp(0.5 * (share * large + (1 - share) * small))

@@ -69,7 +69,7 @@ class TextAttention(nn.Module):
 
 
 class PixelUnet(SlotNetwork):
-    """The UNet with two rows per slot: the prompt's, then the negative prompt's."""
+    """The UNet with a row per slot for the prompt, then one for the negative prompt, if any."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class PixelUnet(SlotNetwork):
         context: torch.Tensor,
         added_rows: torch.Tensor | None,
     ) -> None:
-        """As `SlotNetwork.compute_prompt`, of text states [2, tokens, text width].
+        """As `SlotNetwork.compute_prompt`, of text states [slot rows, tokens, text width].
 
         *added* is the timestep [1] of the noise on the image that is upscaled, if one is.
         """
@@ -125,7 +125,7 @@ class PixelUnet(SlotNetwork):
         context: torch.Tensor,
         added: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The noise and the variance of all rows [2 * slots, 6, height, width].
+        """The noise and the variance of all rows [rows, 6, height, width].
 
         x [slots, channels, height, width] in the UNet's type; times [slots] may be fractions;
         *context* and *added*: see `compute_prompt`, of all slots.

@@ -12,6 +12,7 @@ import functools
 import gc
 import itertools
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -55,6 +56,8 @@ class SlotEngine:
         """The last tick's."""
         self.recompiles = 0
         """Graphs compiled after the warm-up; above 0 is a bug."""
+        self.unet_rows = 0
+        """Rows of the UNet's calls that images took."""
         self._has_drawn_job = False
         self.checkpoint: Model = model
         self._unet = parts.unet
@@ -315,10 +318,14 @@ class SlotEngine:
         state, staged = step.state, lane.active[slot].staged
         if staged is None:
             raise RuntimeError("a job starts only once it is staged")
-        rows = slice(2 * slot, 2 * slot + 2)
+        count = state.slot_rows
+        rows, vectors = slice(count * slot, count * (slot + 1)), staged.vectors[:count]
         state.latents[slot].copy_(staged.latents)
-        # An earlier image's history has weight 0, but 0 times NaN would still be NaN.
-        state.history[:, slot].zero_()
+        if staged.history is None:
+            # An earlier image's history has weight 0, but 0 times NaN would still be NaN.
+            state.history[:, slot].zero_()
+        else:
+            state.history[:, slot].copy_(staged.history)
         if staged.inpainting is None:
             state.kept[slot].zero_()
             state.original[slot].zero_()  # 0 times NaN, too
@@ -326,16 +333,17 @@ class SlotEngine:
             state.kept[slot].copy_(staged.inpainting.kept)
             state.original[slot].copy_(staged.inpainting.original)
         if state.mask is not None and staged.mask is not None:
-            state.mask[rows].copy_(staged.mask)
-        added = None
+            state.mask[rows].copy_(staged.mask[:count])
+        added, embedded = staged.added and tuple(each[:count] for each in staged.added), None
         if state.added is not None:
-            added = state.added[state.added_rows * slot : state.added_rows * (slot + 1)]
-        changes = staged.changes.stacked if lane.weight_mode != "shared" else {}
-        self._unet.compute_prompt(staged.vectors, staged.added, changes, state.context[rows], added)
+            embedded = state.added[state.added_rows * slot : state.added_rows * (slot + 1)]
+        is_shared = lane.weight_mode == "shared"
+        changes = {} if is_shared else self._stager.changes_of(lane.active[slot]).stacked
+        self._unet.compute_prompt(vectors, added, changes, state.context[rows], embedded)
         if state.conditioning is not None and staged.conditioning is not None:
             state.conditioning[slot].copy_(staged.conditioning)
         for control, hint in zip(step.controls, staged.hints, strict=True):
-            control.fill(slot, hint, staged.vectors, staged.added)
+            control.fill(slot, hint, vectors, added)
 
     def _step(self, lane: Lane) -> None:
         """Runs one step of a lane's slots and passes finished latents to the decoder."""
@@ -357,12 +365,25 @@ class SlotEngine:
         self._weights.finish_loading()
         self._runner.run(step, lane.weight_mode, max(lane.active) + 1)
         self._weights.note_step()
+        self.unet_rows += len(lane.active) * lane.batch_key.slot_rows
         for slot, job in list(lane.active.items()):
             job.call += 1
             if job.call == job.calls:
                 del lane.active[slot]
                 self._runner.count_image(lane.batch_key, lane.weight_mode)
                 self._end_pass(job, step.state.latents[slot].clone())
+            elif self._weights.may_move(lane, job):
+                del lane.active[slot]
+                self._change_lane(job, step, slot)
+
+    def _change_lane(self, job: SlotJob, step: Step, slot: int) -> None:
+        """Passes an image on to the lane whose slots have the rows of its next call."""
+        latents, history = step.state.latents[slot].clone(), step.state.history[:, slot].clone()
+        if job.staged is not None:
+            job.staged = replace(job.staged, latents=latents, history=history)
+        job.has_weights = False
+        job.batch_key = job.batch_key._replace(slot_rows=job.prepared.rows(job.call))
+        self._lanes.add(job.batch_key, [job], first=True)
 
     def _end_pass(self, job: SlotJob, latents: torch.Tensor) -> None:
         """Passes latents on: to the decoder, or to the lane of the job's second pass."""

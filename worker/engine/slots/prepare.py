@@ -65,6 +65,8 @@ class PreparedRequest:
     controls: tuple[PreparedControl, ...] = ()
     enlarged: begin.LowResolution | None = None
     """The image that an upscaling checkpoint enlarges."""
+    embeds_guidance: bool = False
+    """Whether the UNet takes the guidance scale as an input, in place of a second row."""
 
     @property
     def next_pass(self) -> PreparedRequest | None:
@@ -98,8 +100,23 @@ class PreparedRequest:
 
     def guidance(self, call: int) -> float:
         """The guidance scale of a UNet call; 1 takes the prompt's output alone."""
+        if self.embeds_guidance:
+            return self.request.cfg_scale
         is_unguided = any(self.schedule.unguided[call : call + 1])
         return 1.0 if is_unguided else self.request.cfg_scale * self.schedule.guidance_share
+
+    def rows(self, call: int) -> int:
+        """The rows of a UNet call: the prompt's, and with guidance the negative prompt's."""
+        if self.embeds_guidance or any(self.schedule.unguided[call : call + 1]):
+            return 1
+        needs_both = self.schedule.guidance_share != 1  # DDIM CFG++, at any scale
+        return 2 if needs_both or self.guidance(call) != 1 else 1
+
+    @property
+    def prompts(self) -> list[tuple[Chunk, ...]]:
+        """The prompt, and the negative prompt if any call is guided."""
+        is_guided = any(self.rows(call) > 1 for call in range(len(self.schedule.table)))
+        return [self.prompt, self.negative_prompt] if is_guided else [self.prompt]
 
     def noise(self, channels: int, factor: int) -> NoiseStream:
         """The image's noise from its beginning, for latents of so many *channels*."""
@@ -129,7 +146,7 @@ class PreparedRequest:
         """The context of its calls: the shortest that holds its longer prompt."""
         if self.states is not None:
             return self.states.shape[1]
-        longest = max(len(self.prompt), len(self.negative_prompt))
+        longest = max(map(len, self.prompts))
         if longest <= text.PLAIN_CHUNKS:
             return text.PLAIN_TOKENS
         tokens = min(each for each in LONG_CHUNKS if each >= longest) * text.CONTEXT_TOKENS
@@ -251,6 +268,7 @@ class RequestPreparer(Preparer):
             image=image,
             controls=self._controls(request, schedule, steps),
             enlarged=enlarged,
+            embeds_guidance=self._checkpoint.unet.config.time_cond_proj_dim is not None,
         )
         if request.hires is None:
             return prepared

@@ -32,13 +32,17 @@ class BatchKey(NamedTuple):
     """The ticket of a job that runs alone, since it may be what breaks the calls of others."""
     controls: tuple[Identity, ...] = ()
     """The files of the ControlNets."""
+    slot_rows: int = 2
+    """Rows that each image takes of a call: `PreparedRequest.rows`."""
 
     @classmethod
     def of(cls, prepared: PreparedRequest) -> BatchKey:
+        """The key of a request's first call."""
         request = prepared.request
         merged = None if "unet" in prepared.packs else prepared.lora_key or None
         controls = tuple(each.identity for each in prepared.controls)
-        return cls(request.width, request.height, prepared.tokens, merged, None, controls)
+        size, rows = (request.width, request.height), prepared.rows(0)
+        return cls(*size, prepared.tokens, merged, None, controls, rows)
 
     @property
     def is_masked(self) -> bool:
@@ -52,8 +56,8 @@ class BatchKey(NamedTuple):
 
 
 AddedInputs = tuple[torch.Tensor, ...]
-"""What some UNets take beside the prompt's vectors: the pooled vectors [2, width] of both prompts,
-and `families.table.size_ids` [2, numbers]; or the level [1] of the noise on an enlarged image."""
+"""What some UNets take beside the prompts' vectors: their pooled vectors [prompts, width], and
+`families.table.size_ids` [prompts, numbers]; or the level [1] of the noise on an enlarged image."""
 
 
 AssembledLoras = Mapping[Network, torch.Tensor]
@@ -67,11 +71,12 @@ class Staged:
     latents: torch.Tensor
     """[4, height, width]"""
     vectors: torch.Tensor
-    """[2, tokens, width]: of the prompt and the negative prompt, padded with zeros; or states."""
+    """[prompts, tokens, width]: of the prompt, and of the negative prompt if any call is guided,
+    padded with zeros; or states."""
     noise: NoiseStream
     """The image's noise after its first, which `latents` has."""
     mask: torch.Tensor | None = None
-    """[2, 1, 1, tokens], added to the attention scores; None for an unmasked batch key."""
+    """[prompts, 1, 1, tokens], added to the attention scores; None for an unmasked batch key."""
     added: AddedInputs | None = None
     loras: torch.Tensor | None = None
     """The tensor of the UNet's LoRAs, of which `changes` are views."""
@@ -81,6 +86,9 @@ class Staged:
     """What it keeps, without the dimension of the batch; None if it keeps nothing."""
     hints: Sequence[torch.Tensor] = ()
     """[channels, height, width] for each ControlNet: its embedded image."""
+    history: torch.Tensor | None = None
+    """[sampler.HISTORY, 4, height, width]: earlier estimates of an image that comes from another
+    lane; None for one that begins."""
     conditioning: torch.Tensor | None = None
     """[channels, height, width]: of `ImageCoder.condition`, or the image that an upscaler enlarges,
     with noise; None for ordinary checkpoints."""
@@ -88,7 +96,7 @@ class Staged:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All tensors on the device."""
-        found = [self.latents, self.vectors, self.mask, self.conditioning, self.loras]
+        found = [self.latents, self.history, self.vectors, self.mask, self.conditioning, self.loras]
         found += [*(self.added or ()), *(self.inpainting or ()), *self.hints]
         return [tensor for tensor in found if tensor is not None]
 
@@ -149,6 +157,7 @@ class SlotJob:
     def restart(self) -> None:
         """Back to the seed; in the second pass to that pass' beginning."""
         self.call, self.has_weights = 0, False
+        self.batch_key = self.batch_key._replace(slot_rows=self.prepared.rows(0))
         self.assembling = self.staging = self.staged = None
 
 

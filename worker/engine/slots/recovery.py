@@ -71,13 +71,15 @@ class Recovery:
 
     def restart_all(self) -> None:
         """Frees the tensors of all lanes; their images start again."""
+        jobs: list[SlotJob] = []
         for lane in self._lanes:
-            jobs = list(lane.active.values())
+            jobs += [*lane.active.values(), *lane.waiting]
             lane.active.clear()
-            for job in [*jobs, *lane.waiting]:
-                job.restart()
-            self._lanes.add(lane.batch_key, jobs, first=True)
+            lane.waiting.clear()
             lane.close()
+        for job in jobs:
+            job.restart()
+            self._lanes.add(job.batch_key, [job])
         self._runner.reset()
 
     def try_to_use_less_memory(self) -> bool:

@@ -235,7 +235,7 @@ class LatentStager(Stager):
             prepared = job.prepared
             if not prepared.text_key:
                 by_clip_skip = chunks.setdefault(prepared.request.clip_skip, [])
-                by_clip_skip += [*prepared.prompt, *prepared.negative_prompt]
+                by_clip_skip += itertools.chain.from_iterable(prepared.prompts)
         for clip_skip, each in chunks.items():
             self._encoder.encode_ahead(each, clip_skip)
 
@@ -297,9 +297,9 @@ class LatentStager(Stager):
     def _encode(
         self, job: SlotJob, loras: AssembledLoras
     ) -> tuple[torch.Tensor, torch.Tensor | None, AddedInputs | None]:
-        """Vectors [2, tokens, width], the mask [2, 1, 1, tokens] and the added inputs, if any."""
+        """Vectors, the mask and the added inputs, if any: see `Staged`."""
         prepared = job.prepared
-        prompts = [prepared.prompt, prepared.negative_prompt]
+        prompts = prepared.prompts
         if not job.batch_key.is_masked:
             prompts = [prompt * (text.PLAIN_CHUNKS // len(prompt)) for prompt in prompts]
         with self._loras_merged(prepared, loras):
@@ -320,12 +320,12 @@ class LatentStager(Stager):
         vectors = context.vectors.to(self._device, self._dtype)
         pooled = context.pooled
         if self._family.zeroes_empty_negative and not str(prepared.request.negative_prompt):
-            kept = torch.tensor([1, 0], device=vectors.device, dtype=vectors.dtype)
+            kept = torch.tensor([1, 0], device=vectors.device, dtype=vectors.dtype)[: len(vectors)]
             vectors = vectors * kept[:, None, None]
             pooled = None if pooled is None else pooled * kept.to(pooled)[:, None]
         if pooled is None:
             return vectors, None
-        sizes = table.size_ids(*prepared.told_size).expand(2, -1)
+        sizes = table.size_ids(*prepared.told_size).expand(len(vectors), -1)
         return vectors, (pooled.to(self._device, self._dtype), self._copy(sizes))
 
     @contextlib.contextmanager

@@ -51,7 +51,7 @@ def tick(
     """One UNet call and one sampler step of all slots, in place.
 
     Rows 2 * slot and 2 * slot + 1 of the output are a slot's prompt (cond) and negative prompt
-    (uncond).
+    (uncond); slots with one row take the prompt's output as it is.
     """
     coefficients = state.rows[:, : sampler.COLUMNS]
     image = sampler.Inpainting(state.kept, state.original)
@@ -61,15 +61,17 @@ def tick(
         x = x.contiguous(memory_format=torch.channels_last)
     times = coefficients[:, sampler.TIMESTEP]
     slots = len(x) if weight_mode == "per_slot_convolutions" else 0
-    call = Call(state.context, state.mask, weight_mode != "shared", slots)
+    scales, is_per_slot = state.rows[:, _GUIDANCE], weight_mode != "shared"
+    call = Call(state.context, state.mask, is_per_slot, slots, state.slot_rows, scales)
     steering: Sequence[torch.Tensor] = ()
     if controls:
         steering = residuals(controls, x, times, state.mask, state.rows[:, _GUIDANCE + 1 :])
     if state.conditioning is not None:
         x = torch.cat([x, state.conditioning], dim=1)
-    output = unet(x, times, call, state.added, steering)
-    cond, uncond = output.float().unflatten(0, (-1, 2)).unbind(dim=1)
-    guided = uncond + state.rows[:, _GUIDANCE, None, None, None] * (cond - uncond)
+    guided, uncond = unet(x, times, call, state.added, steering).float(), None
+    if state.slot_rows > 1:
+        cond, uncond = guided.unflatten(0, (-1, 2)).unbind(dim=1)
+        guided = uncond + scales[:, None, None, None] * (cond - uncond)
     stepped, remembered = sampler.step(
         coefficients, state.latents, guided, state.history, state.noise, image, uncond
     )
@@ -189,10 +191,10 @@ class StepRunner:
     ) -> Step:
         """Makes a step with the key's ControlNets."""
         state = self.make_slot_state(batch_key, slots)
-        sides, tokens = state.latents.shape[2:], batch_key.tokens
+        sides, context = state.latents.shape[2:], state.context.shape
         for network in networks:
             network.record_stream()
-        controls = tuple(ControlState.zeros(each, slots, sides, tokens) for each in networks)
+        controls = tuple(ControlState.zeros(each, slots, sides, context) for each in networks)
         feeder = InputFeeder(state, self._copied)
         return Step(batch_key, state, feeder, controls, [self._unet, *networks])
 
@@ -282,7 +284,8 @@ class StepRunner:
         """A step's tick, to be traced on any thread and then taken up."""
         key, slots = step.batch_key, len(step.state.latents)
         return Compiled(
-            f"the UNet for {slots} slots of {key.width}x{key.height} and {key.tokens} tokens"
+            f"the UNet for {slots} slots of {key.width}x{key.height} and {key.tokens} tokens,"
+            f" {key.slot_rows} rows each"
             f" ({weight_mode} weights{f', {len(key.controls)} ControlNets' * bool(key.controls)})",
             self._tick,
             (self._unet, weight_mode, step.state, step.controls),
@@ -355,6 +358,8 @@ class StepRunner:
     def make_slot_state(self, batch_key: BatchKey, slots: int) -> SlotState:
         """Zeros for *slots* slots."""
         unet, model, tokens = self._unet, self._model, batch_key.tokens
+        rows = slots * batch_key.slot_rows
+        added_rows = slots * min(batch_key.slot_rows, unet.added_rows)
         sides = batch_key.height // model.factor, batch_key.width // model.factor
         shape = (slots, model.channels, *sides)
 
@@ -373,9 +378,9 @@ class StepRunner:
             noise=zeros(*shape),
             kept=zeros(slots, 1, *sides),
             original=zeros(*shape),
-            context=zeros(2 * slots, tokens, unet.context_width, dtype=unet.dtype),
-            mask=zeros(2 * slots, 1, 1, tokens, dtype=unet.dtype) if batch_key.is_masked else None,
-            added=zeros(unet.added_rows * slots, unet.added_width, dtype=unet.dtype)
+            context=zeros(rows, tokens, unet.context_width, dtype=unet.dtype),
+            mask=zeros(rows, 1, 1, tokens, dtype=unet.dtype) if batch_key.is_masked else None,
+            added=zeros(added_rows, unet.added_width, dtype=unet.dtype)
             if unet.added_width
             else None,
             conditioning=conditioning,

@@ -144,6 +144,16 @@ class Weights:
         self.finish_loading()
         return {f"unet.{name}": weight for name, weight in self._unet.reloaded.items()}
 
+    def may_move(self, lane: Lane, job: SlotJob) -> bool:
+        """Whether a job goes on in the lane whose slots have as many rows as its next call.
+
+        Not from two rows to one with LoRAs merged into a slot's own weights: there and back, these
+        take longer to load than the row.
+        """
+        rows, held = job.prepared.rows(job.call), lane.batch_key.slot_rows
+        is_merged = self._unet.weights == "merged" and lane.weight_mode != "shared"
+        return rows > held or (rows < held and not (is_merged and job.prepared.lora_key))
+
     @property
     def loads_while_decoding(self) -> bool:
         """Whether the next job should start as soon as a slot is free, not with the next tick."""

@@ -145,6 +145,13 @@ def test_sizes_between_whole_cells_are_refused_where_the_engine_would_enlarge_to
     )
 
 
+def test_a_pass_without_guidance_takes_one_row_a_call() -> None:
+    assert [each.rows for each in read(cfg_scale=0).passes(64, 64)] == [1]
+    job = read(cfg_scale=2, enable_hr=True, hr_prompt="a cat:0.5")
+    assert [each.rows for each in job.passes(64, 64)] == [2, 1]
+    assert read(prompt="a cat:0.5", cfg_scale=2).passes(64, 64)[0].rows == 1, "2 x 0.5"
+
+
 def test_a_second_pass_without_strength_is_enlarging_alone() -> None:
     job = read(enable_hr=True, denoising_strength=0, hr_upscaler="None")
     assert job.passes(64, 64)[1] == Pass(128, 128, 0, encodes=True)

@@ -1,0 +1,133 @@
+"""Images and steps without guidance take one row of a call, beside those with guidance."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from imagefleet.job.samplers import Options
+from worker.engine import contract
+from worker.engine.slots import step
+
+LONG = "a red house in a meadow, (under a blue sky:1.2), " * 5
+
+#: Every other step goes without the negative prompt.
+EVERY_OTHER = Options(s_min_uncond=1000.0)
+
+#: A level of 255 in every value; images in company are to be within 50 dB of those alone.
+ROUNDING, LEAST_DECIBELS = 2, 50
+
+
+def decibels(one: Any, other: Any) -> float:
+    error = np.square(one.astype(float) - other).mean()
+    return float("inf") if error == 0 else float(10 * np.log10(255**2 / error))
+
+
+@pytest.fixture
+def mixed(
+    make_request: Any, make_control: Any, lora_paths: list[Path]
+) -> list[contract.ImageRequest]:
+    style = contract.Lora("style", lora_paths[0], 1.0, 1.0)
+    other = contract.Lora("other", lora_paths[1], 0.5, 1.5)
+    hires = contract.HiresPass(64, 64, denoising_strength=0.7, steps=3, upscaler="Latent")
+    return [
+        make_request(),
+        make_request(seed=2, cfg_scale=1.0),
+        make_request(seed=3, cfg_scale=1.0, loras=(style,), negative_prompt=LONG),
+        make_request(seed=4, loras=(other,), steps=3),
+        make_request(seed=5, sampler_options=EVERY_OTHER, steps=6, sampler="dpmpp_2m_karras"),
+        make_request(seed=6, sampler_options=EVERY_OTHER, loras=(style,), sampler="plms"),
+        make_request(seed=7, cfg_scale=1.0, hires=hires, loras=(other,), prompt=LONG),
+        make_request(seed=8, sampler_options=EVERY_OTHER, controls=(make_control(),)),
+        make_request(seed=9, cfg_scale=1.0, controls=(make_control(),)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({}, 10),
+        ({"cfg_scale": 1.0}, 5),
+        ({"sampler_options": EVERY_OTHER}, 8),
+        ({"sampler_options": Options(s_min_uncond=0.1)}, 10),
+    ],
+)
+def test_an_image_takes_a_row_less_of_each_call_without_guidance(
+    make_slot_engine: Any, engine: Any, make_request: Any, draw: Any, changes: Any, rows: int
+) -> None:
+    slots = make_slot_engine(slots=1)
+    request = make_request(steps=5, **changes)
+    (image,) = draw(slots, request)
+    assert slots.unet_rows == rows
+    # Diffusers' UNet draws both rows there, whatever the guidance.
+    (expected,) = draw(engine, request)
+    assert decibels(image, expected) >= LEAST_DECIBELS
+    (other,) = draw(slots, make_request(steps=5, cfg_scale=3.0))
+    assert decibels(image, other) < 30, "or the test shows nothing"
+
+
+@pytest.mark.parametrize("weights", ["merged", "factors"])
+def test_images_with_and_without_guidance_are_as_alone(
+    make_slot_engine: Any, mixed: list[Any], draw: Any, difference: Any, weights: str
+) -> None:
+    engine = make_slot_engine(slots=3, blocks=2, slot_weights=weights)
+    alone = [draw(engine, request)[0] for request in mixed]
+    for order in ([4, 8, 0, 2, 6, 1, 3, 7, 5], [3, 6, 7, 1, 2, 0, 5, 8, 4]):
+        together = draw(engine, *(mixed[at] for at in order))
+        for at, image in zip(order, together, strict=True):
+            assert difference(image, alone[at]) <= ROUNDING
+            assert decibels(image, alone[at]) >= LEAST_DECIBELS
+
+
+def test_calls_are_full_of_either_kind(
+    make_slot_engine: Any, make_request: Any, draw: Any, monkeypatch: Any
+) -> None:
+    """Neither waits for the other to end, and no row is drawn for nothing."""
+    engine, calls = make_slot_engine(slots=2), list[tuple[int, int]]()
+    run = step.StepRunner.run
+
+    def note(self: Any, used: step.Step, weight_mode: Any, slots: int) -> None:
+        calls.append((slots, used.state.slot_rows))
+        run(self, used, weight_mode, slots)
+
+    monkeypatch.setattr(step.StepRunner, "run", note)
+    scales = [7.0, 1.0, 1.0, 7.0] * 2
+    draw(engine, *(make_request(seed=at, cfg_scale=each) for at, each in enumerate(scales)))
+    assert sorted(set(calls)) == [(2, 1), (2, 2)]
+    assert calls.count((2, 1)) == calls.count((2, 2)) == 8
+
+
+def test_an_image_between_two_kinds_of_steps_begins_again_with_the_first(
+    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+) -> None:
+    """The memory ends in a step without guidance: the first one has guidance."""
+    engine = make_slot_engine(slots=2)
+    requests = [make_request(seed=seed, sampler_options=EVERY_OTHER) for seed in range(3)]
+    sound = draw(engine, *requests)
+    run, failed = step.StepRunner.run, list[int]()
+
+    def fail_once(self: Any, used: step.Step, weight_mode: Any, slots: int) -> None:
+        if used.state.slot_rows == 1 and not failed:
+            failed.append(slots)
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        run(self, used, weight_mode, slots)
+
+    monkeypatch.setattr(step.StepRunner, "run", fail_once)
+    images = draw(engine, *requests)
+    assert failed == [2]
+    for image, expected in zip(images, sound, strict=True):
+        assert difference(image, expected) <= ROUNDING
+
+
+def test_the_negative_prompt_of_an_unguided_image_is_not_encoded(
+    make_slot_engine: Any, make_request: Any, draw: Any
+) -> None:
+    engine = make_slot_engine(slots=2)
+    request = make_request(cfg_scale=1.0, negative_prompt=LONG * 3)
+    assert engine.prepare(request).tokens == engine.prepare(make_request()).tokens
+    image, other = draw(engine, request, make_request(cfg_scale=1.0, negative_prompt=""))
+    assert (image == other).all()
