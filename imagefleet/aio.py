@@ -94,7 +94,8 @@ class Result(JobFacts):
         if not self.blobs:
             raise errors.JobError(f"job {self.id} has no image: {self.reason or self.status}")
         name, storage = self.blobs[index], self.fleet.storage
-        records = [record for record in self.records if record.blob == name]
+        unsaid = {"prompt": None, "negative_prompt": None}  # whoever wrote the record chose them
+        records = [each.model_copy(update=unsaid) for each in self.records if each.blob == name]
         found = await self.fleet.run(pictures.find(storage.blobs, records))
         if found == "missing":
             raise errors.JobError(f"there is no image {name} in {storage.url}")

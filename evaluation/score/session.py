@@ -147,7 +147,7 @@ async def _plan(asked: Asked) -> Plan:
         await target.check_campaign(storage, asked.campaign)
         if asked.computing.follow:
             console.print_note(f"waiting for the end of {asked.campaign}")
-            follower = reader.Follower(storage, asked.campaign)
+            follower = reader.Follower(storage, asked.campaign, trusts_images=True)
             warn = console.print_warning
             async for _ in reader.follow(storage, follower, asked.campaign, (), warn):
                 pass

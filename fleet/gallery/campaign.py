@@ -127,6 +127,8 @@ class Campaign:
             return True
         ends = await reader.end(self._storage, self._name)
         is_large = sum(ends.values()) > _PART_BYTES
+        # A look at each image of a million would take an hour.
+        self._follower.checks.trusts_images = is_large
         if is_large:
             newest = await reader.newest(self._storage, self._name, _NEWEST)
             await asyncio.to_thread(self.index.add, newest)
@@ -143,6 +145,7 @@ class Campaign:
             self._follower.position = before
             raise
         is_complete = self.is_complete or len(records) < _RECORDS_AT_ONCE
+        self._follower.checks.trusts_images &= not is_complete
         self._version += bool(records) or is_complete != self.is_complete
         self.is_complete = is_complete
 

@@ -226,7 +226,9 @@ class Gallery:
 
 def _prompt(records: Sequence[Record]) -> str:
     """The prompt of an image's records; none where they differ until it is known which one fits."""
-    prompts = {record.prompt or "" for record in records}
+    # One without its SHA-256 may be anybody's: a worker that may not read images has none to add.
+    certain = [record for record in records if record.sha256] or records
+    prompts = {record.prompt or "" for record in certain}
     return prompts.pop() if len(prompts) == 1 else ""
 
 

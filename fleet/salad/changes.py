@@ -1,7 +1,6 @@
 """What turns a fleet's container groups into those that are wanted, in steps.
 
-After each step the replicas and their price are at most those before the change or those after it,
-whichever are more: old groups give way to new ones bit by bit, never beside all of them.
+No step has more replicas, or a higher price, than the groups before the change or those after it.
 """
 
 from __future__ import annotations
@@ -19,9 +18,6 @@ from imagefleet import errors
 #: Old groups are drained in this many steps, each only once the new replicas before it run.
 DRAIN_STEPS = 4
 
-#: $/h are sums of decimal fractions: a rounding error is no replica that does not fit.
-_ROUNDING = 1e-6
-
 
 @dataclass(frozen=True, slots=True)
 class Changes:
@@ -37,7 +33,6 @@ class Changes:
     delete: Sequence[str]
     new_replicas: int
     least_replicas: int
-    most_replicas: int
     steps: Sequence[Mapping[str, int]]
 
     def __bool__(self) -> bool:
@@ -48,24 +43,44 @@ def applied(
     bodies: Sequence[Mapping[str, Any]],
     existing: Sequence[Group],
     quota: Quota,
-    dollars: Mapping[str, float | None],
+    dollars: Mapping[str, float],
 ) -> Changes:
     """What turns *existing* into *bodies*; raises SetupError if one was changed elsewhere.
 
-    *dollars* are $/h of one replica of each group, None where the price is unknown.
+    *dollars* are $/h of one replica of each group, 0 where the price is unknown.
     """
     for body in bodies:
         for group in existing:
             if group.name == body["name"]:
                 _refuse_drift(body, group)
+
+    def cost(replicas: Mapping[str, int]) -> float:
+        return sum(count * dollars[name] for name, count in replicas.items())
+
     wanted = {body["name"]: body["replicas"] for body in bodies}
-    return _changes(wanted, existing, _steps(wanted, existing, quota.room(existing), dollars))
+    live = {group.name: group.live_replicas for group in existing}
+    # Those that do not run give way first.
+    running = {group.name: min(group.live_replicas, group.running) for group in existing}
+    old = {name: count for name, count in running.items() if name not in wanted}
+    new = {name: live.get(name, 0) for name in wanted}
+    old_total, total = sum(old.values()), sum(wanted.values())
+    most = max(total, min(sum(live.values()), quota.room(existing)))
+    most_dollars, each = max(cost(live), cost(wanted)), cost(wanted) / total
+    steps: list[Mapping[str, int]] = []
+    for quarters in reversed(range(DRAIN_STEPS + 1)) if old_total else [0]:
+        old = _resplit(old, old_total * quarters // DRAIN_STEPS)
+        fit = most - sum(old.values())
+        if each:
+            fit = min(fit, math.floor((most_dollars - cost(old)) / each + 1e-6))  # rounding
+        new = _resplit(new, min(total, max(sum(new.values()), fit)))
+        if {**old, **new} not in steps[-1:]:
+            steps.append({**old, **new})
+    return _changes(wanted, existing, steps)
 
 
 def resized(groups: Sequence[Group], replicas: int) -> Changes:
     """What gives *groups* so many *replicas* in all, and changes nothing else."""
-    shares = salad_groups.split(replicas, [group.live_replicas for group in groups])
-    wanted = dict(zip((group.name for group in groups), shares, strict=True))
+    wanted = _resplit({group.name: group.live_replicas for group in groups}, replicas)
     return _changes(wanted, groups, [wanted])
 
 
@@ -89,8 +104,7 @@ def refuse_over_quota(plan: Changes, existing: Sequence[Group], quota: Quota) ->
         raise errors.SetupError(
             f"SaladCloud's quota is {quota.replicas:,} replicas, and other groups use"
             f" {quota.replicas - room:,} (stopped ones count): {wanted:,} do not fit. Request a"
-            " larger quota in the portal, delete groups that you do not need, or use fewer"
-            " --replicas"
+            " larger quota in the portal, or delete groups that you do not need"
         )
 
 
@@ -104,10 +118,9 @@ def _changes(
 ) -> Changes:
     kept = [group for group in existing if group.name in wanted]
     live = {group.name: group.live_replicas for group in existing}
-    states = [live, *steps]
     kept_by_step = [
         sum(min(count, before.get(name, 0)) for name, count in after.items())
-        for before, after in itertools.pairwise(states)
+        for before, after in itertools.pairwise([live, *steps])
     ]
     return Changes(
         create={name: count for name, count in wanted.items() if name not in live},
@@ -118,41 +131,8 @@ def _changes(
         delete=[group.name for group in existing if group.name not in wanted],
         new_replicas=sum(max(0, count - live.get(name, 0)) for name, count in wanted.items()),
         least_replicas=min(kept_by_step),
-        most_replicas=max(sum(state.values()) for state in states),
         steps=steps,
     )
-
-
-def _steps(
-    wanted: Mapping[str, int],
-    existing: Sequence[Group],
-    room: int,
-    dollars: Mapping[str, float | None],
-) -> list[Mapping[str, int]]:
-    """The replicas of every group after each step; *room*: what the quota leaves to this fleet."""
-    live = {group.name: group.live_replicas for group in existing}
-    old = {name: count for name, count in live.items() if name not in wanted}
-    new = {name: live.get(name, 0) for name in wanted}
-    # With one price unknown, only the number of replicas is bounded.
-    known = {} if None in dollars.values() else dollars
-
-    def cost(replicas: Mapping[str, int]) -> float:
-        return sum(count * (known.get(name) or 0.0) for name, count in replicas.items())
-
-    old_total, total = sum(old.values()), sum(wanted.values())
-    most = max(total, min(sum(live.values()), room))
-    most_dollars = max(cost(live), cost(wanted))
-    each = max((known.get(name) or 0.0 for name in wanted), default=0.0)
-    steps: list[Mapping[str, int]] = []
-    for quarters in reversed(range(DRAIN_STEPS + 1)) if old_total else [0]:
-        old = _resplit(old, old_total * quarters // DRAIN_STEPS)
-        fit = most - sum(old.values())
-        if each:
-            fit = min(fit, math.floor((most_dollars - cost(old)) / each + _ROUNDING))
-        new = _resplit(new, min(total, max(sum(new.values()), fit)))
-        if {**old, **new} not in steps[-1:]:
-            steps.append({**old, **new})
-    return steps
 
 
 def _resplit(shares: Mapping[str, int], replicas: int) -> dict[str, int]:

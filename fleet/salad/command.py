@@ -72,10 +72,9 @@ async def apply(
     """Creates the groups, or changes what differs from the file.
 
     Replicas are changed in place. Any other change restarts workers, so new groups replace the old
-    ones, a quarter at a time, each once enough of the new replicas run. At no moment are there more
-    replicas, or is their price higher, than before or as confirmed. After a failure, run it again.
-    With --resize only the number of replicas changes; `imagefleet scale` sets it by the queue
-    instead, again and again.
+    ones, a quarter at a time, each once enough new replicas run. There are never more replicas, or
+    at a higher price, than before or as confirmed. After a failure, run it again. With --resize
+    only the replicas change; `imagefleet scale` sets them by the queue, again and again.
 
     imagefleet deploy apply --render
 
@@ -136,7 +135,7 @@ def _plan(
     one = gpus.replica_price(classes, file.priority)
     total = sum(body["replicas"] for body in bodies)
     old = {group.name: group.price(known) for group in existing}
-    dollars = {name: price.most if price else None for name, price in old.items()}
+    dollars = {name: price.most if price else 0.0 for name, price in old.items()}
     dollars |= {body["name"]: one.most for body in bodies}
     return bodies, changes.applied(bodies, existing, quota, dollars), one.times(total)
 
@@ -149,11 +148,9 @@ def _plan_lines(plan: changes.Changes) -> list[str]:
         *(f"to drain and delete: {name}" for name in plan.delete),
     ]
     if len(plan.steps) > 1:
-        fewest = f"{plan.least_replicas:,} stay" if plan.least_replicas else "for a while none runs"
-        lines.append(
-            f"in {len(plan.steps)} steps: old replicas stop before as many new ones start, so that"
-            f" {plan.most_replicas:,} run at most; {fewest}"
-        )
+        most = max(sum(step.values()) for step in plan.steps)
+        stay = f"{plan.least_replicas:,} stay" if plan.least_replicas else "for a while none runs"
+        lines.append(f"in {len(plan.steps)} steps, old replicas first, {most:,} at most: {stay}")
     return lines
 
 

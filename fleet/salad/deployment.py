@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -64,43 +64,38 @@ class Deployment:
 
         A step shrinks groups, waits until their instances are gone, and grows others; the next one
         follows once *enough* of the new replicas run. Without *wait_seconds* nothing is awaited.
-
-        Raises:
-            TransientError: what is awaited did not come; the rest of the plan is not done.
+        Raises TransientError if what is awaited does not come.
         """
         for step in plan.steps:
-            await self._take(step, bodies, plan.delete, wait_seconds)
-            if step is not plan.steps[-1] and wait_seconds is not None:
-                new = {name: count for name, count in step.items() if name not in plan.delete}
-                await self._until_running(new, enough, wait_seconds)
+            kept = await self._shrink(step)
+            growing = {name: step[name] for name in step if step[name] > kept.get(name, 0)}
+            if wait_seconds is not None and (growing or plan.delete):
+                await self._until_at_most(kept, wait_seconds)
+            if growing:
+                await self._grow(growing, bodies)
+            if wait_seconds is not None and step is not plan.steps[-1]:
+                await self._until_running(step.keys() - plan.delete, enough, wait_seconds)
         if plan.delete:
             await self.delete(plan.delete)
 
-    async def _take(
-        self,
-        step: Mapping[str, int],
-        bodies: Iterable[Mapping[str, Any]],
-        old: Sequence[str],
-        wait_seconds: float | None,
-    ) -> None:
-        """Shrinks groups, then grows others, to the replicas of *step*."""
-        groups = {group.name: group for group in await self.groups() if group.name in step}
-        kept = {name: min(step[name], group.live_replicas) for name, group in groups.items()}
-        for name, group in groups.items():
-            if group.replicas > step[name]:
-                await self.resize(name, step[name])
-        growing = [name for name, replicas in step.items() if replicas > kept.get(name, 0)]
-        if wait_seconds is not None and (growing or old):
-            await self._until_at_most(kept, wait_seconds)
+    async def _shrink(self, step: Mapping[str, int]) -> dict[str, int]:
+        """Returns the replicas that stay."""
+        groups = [group for group in await self.groups() if group.name in step]
+        for group in groups:
+            if group.replicas > step[group.name]:
+                await self.resize(group.name, step[group.name])
+        return {group.name: min(step[group.name], group.live_replicas) for group in groups}
+
+    async def _grow(self, step: Mapping[str, int], bodies: Iterable[Mapping[str, Any]]) -> None:
+        groups = {group.name: group for group in await self.groups()}
         for body in bodies:
-            if body["name"] in growing and body["name"] not in groups:
-                await self.client.create({**body, "replicas": step[body["name"]]})
-                replicas = console.counted(step[body["name"]], "replica")
-                console.print_note(f"created {body['name']}: {replicas}")
-        for name in growing:
-            if name in groups and groups[name].replicas < step[name]:
+            if (name := body["name"]) in step and name not in groups:
+                await self.client.create({**body, "replicas": step[name]})
+                console.print_note(f"created {name}: {console.counted(step[name], 'replica')}")
+        for name in filter(groups.get, step):
+            if groups[name].replicas < step[name]:
                 await self.resize(name, step[name])
-            if name in groups and groups[name].is_stopped:
+            if groups[name].is_stopped:
                 await self.client.start(name)
                 console.print_note(f"started {name}")
 
@@ -140,15 +135,13 @@ class Deployment:
         await self._until_none(pending, wait_seconds)
 
     async def _until_running(
-        self, wanted: Mapping[str, int], enough: float, wait_seconds: float
+        self, new: Collection[str], enough: float, wait_seconds: float
     ) -> None:
-        replicas = sum(wanted.values())
-
         def pending(groups: Sequence[Group]) -> str:
-            running = sum(group.running for group in groups if group.name in wanted)
-            if running >= math.ceil(replicas * enough):
-                return ""
-            return f"new groups: {running:,} of {replicas:,} replicas run"
+            replicas = sum(group.replicas for group in groups if group.name in new)
+            running = sum(group.running for group in groups if group.name in new)
+            is_enough = running >= math.ceil(replicas * enough)
+            return "" if is_enough else f"new groups: {running:,} of {replicas:,} replicas run"
 
         await self._until_none(pending, wait_seconds)
 

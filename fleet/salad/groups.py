@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import json
 import re
@@ -101,21 +100,12 @@ def parse_name(fleet: str, name: str) -> tuple[str, int] | None:
 
 
 def split(replicas: int, now: Sequence[int] = (0,)) -> list[int]:
-    """Replicas of so many groups, or of more if needed, that have those of *now*.
-
-    More go to the groups with fewest, fewer to those with most, so that all that can stay does.
-    """
-    now = [*now, *[0] * (-(-replicas // MAX_REPLICAS) - len(now))]
-    bound = max if replicas >= sum(now) else min
-
-    def shares(level: int) -> list[int]:
-        return [bound(each, level) for each in now]
-
-    level = bisect.bisect(range(MAX_REPLICAS + 1), replicas, key=lambda each: sum(shares(each))) - 1
-    spread, rest = shares(level), replicas - sum(shares(level))
-    rising = [place for place, each in enumerate(shares(level + 1)) if each > spread[place]]
-    for place in rising[:rest]:
-        spread[place] += 1
+    """Replicas of as many groups as *now*, or more if needed: even, but all stay that can."""
+    spread = [*now, *[0] * (-(-replicas // MAX_REPLICAS) - len(now))]
+    for _ in range(replicas - sum(spread)):
+        spread[spread.index(min(spread))] += 1
+    for _ in range(sum(spread) - replicas):
+        spread[-1 - spread[::-1].index(max(spread))] -= 1
     return spread
 
 

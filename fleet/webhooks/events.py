@@ -196,6 +196,7 @@ class Source:
             *(storage, state.campaign, state.position, self._damaged),
             most=_RECORDS_AT_ONCE,
             part_bytes=_PART_BYTES,
+            trusts_images=not each_job,
         )
         self._counts: dict[str, tuple[float, float]] = {}
         """The time of each open campaign's next count, and the pause after it."""
@@ -214,7 +215,7 @@ class Source:
             self._counts[record.campaign] = time.monotonic() + SETTLE_SECONDS, SETTLE_SECONDS
             if self._each_job and (event := job_ended(self._fleet, record)):
                 self.state.add(event)
-        self.state.position = dict(self._follower.position)
+        self.state.position = self._follower.start
         return len(records) >= _RECORDS_AT_ONCE
 
     async def find_ends(self, *, is_patient: bool) -> None:

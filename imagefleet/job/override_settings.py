@@ -26,7 +26,7 @@ FIELDS: Mapping[str, str] = {
 }
 
 #: The setting that a sampler takes its eta from; a payload's own `eta` goes before it.
-_ETA = {"ddim": "eta_ddim"}
+_ETA = {"ddim": "eta_ddim", "ddim_cfgpp": "eta_ddim"}
 _USUAL_ETA = "eta_ancestral"
 
 #: Settings about saving, sending and showing images, or about features that are refused elsewhere.

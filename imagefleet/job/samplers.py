@@ -4,20 +4,21 @@ The defaults are those of its API, the samplers' names its own and k-diffusion's
 
 Up to AUTOMATIC1111 1.8 a sampler's name included its schedule ('DPM++ 2M Karras'); 1.9 added the
 field `scheduler`. Both are accepted. A name alone means what it meant before 1.9, so 'DPM++ 2M' has
-no Karras schedule; with `scheduler` 'Automatic' it has, as in 1.9.
+no Karras schedule; with `scheduler` 'Automatic' it has, as in 1.10.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, Field, StringConstraints, model_validator
 
-from imagefleet import errors
+from imagefleet import errors, validation
 from imagefleet.job import clip
 from imagefleet.job import prompt as prompts
 from imagefleet.job.prompt import Prompt
@@ -32,32 +33,49 @@ MAX_GUIDANCE = 30
 #: What a slow node draws in an hour or so: until then a job's images hold a place in a worker.
 MAX_IMAGES_PER_JOB = 1000
 
-SCHEDULERS = ("Automatic", "Uniform", "Karras")
-
-#: Samplers for which AUTOMATIC1111's 'Automatic' is Karras, not Uniform.
-_AUTOMATIC_IS_KARRAS = frozenset({"dpmpp_2m"})
-
-
-#: Samplers whose last timestep takes no step, so that one step would draw nothing but noise.
-_BY_TIMESTEPS = frozenset({"ddim", "plms"})
-
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """AUTOMATIC1111's options of samplers; each sampler has some of them and ignores the others."""
 
     eta: float | None = None
-    """Noise of Euler a (default 1) and of DDIM (default 0)."""
+    """Noise of ancestral and SDE samplers (default 1), of DDIM (0) and of TCD (0.3)."""
     s_churn: float = 0.0
-    """This and the next three: stochastic Euler (Karras et al. 2022, algorithm 2)."""
+    """This and the next two: Euler, Heun and DPM2 (Karras et al. 2022, algorithm 2)."""
     s_tmin: float = 0.0
     s_tmax: float = math.inf
     s_noise: float = 1.0
+    """Scale of the noise of these and of most ancestral and SDE samplers."""
     s_min_uncond: float = 0.0
     """The sigma below which every other step goes without the negative prompt, for all samplers."""
 
 
 DEFAULT_OPTIONS = Options()
+
+
+#: Schedules of sigmas: their keys and AUTOMATIC1111's titles; Turbo is Forge's.
+SCHEDULES: Mapping[str, str] = {
+    "uniform": "Uniform",
+    "karras": "Karras",
+    "exponential": "Exponential",
+    "polyexponential": "Polyexponential",
+    "sgm_uniform": "SGM Uniform",
+    "kl_optimal": "KL Optimal",
+    "align_your_steps": "Align Your Steps",
+    "simple": "Simple",
+    "normal": "Normal",
+    "ddim": "DDIM",
+    "beta": "Beta",
+    "turbo": "Turbo",
+}
+
+SCHEDULERS = ("Automatic", *SCHEDULES.values())
+
+#: Samplers whose last timestep takes no step, so that one step would draw nothing but noise.
+_BY_TIMESTEPS = frozenset({"ddim", "ddim_cfgpp", "plms"})
+
+#: How the samplers' short names ended in AUTOMATIC1111 before 1.9.
+_SHORT = {"karras": "ka", "exponential": "exp"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,39 +84,105 @@ class Sampler:
 
     key: str
     title: str
-    schedule_type: str | None
+    schedule_type: str | None = None
     aliases: tuple[str, ...] = ()
+    method: str = ""
+    """The sampler's key without its schedule."""
+    schedule: str | None = None
+    """A key of SCHEDULES; None for a sampler that has its own timesteps."""
+    automatic: str | None = None
+    """The schedule that AUTOMATIC1111's 'Automatic' is for it."""
+    options: tuple[str, ...] = ()
+    """The fields of `Options` that it has."""
+    calls: int = 1
+    """UNet calls of a step."""
 
     @property
     def name(self) -> str:
-        return f"{self.title} Karras" if self.schedule_type == "Karras" else self.title
+        if self.schedule is None or self.key == self.method:
+            return self.title
+        return f"{self.title} {SCHEDULES[self.schedule]}"
+
+
+_CHURN = ("s_churn", "s_tmin", "s_tmax", "s_noise")
+_ANCESTRAL = ("eta", "s_noise")
+
+
+def _with_schedules(
+    key: str,
+    title: str,
+    short: str,
+    automatic: str = "uniform",
+    options: tuple[str, ...] = (),
+    *,
+    calls: int = 1,
+    alone: str = "uniform",
+    aliases: tuple[str, ...] = (),
+) -> Iterator[Sampler]:
+    """A sampler of sigmas with each schedule; *alone* is the one of its bare name."""
+    for schedule, label in SCHEDULES.items():
+        is_plain = schedule == alone
+        names = [f"{title} {label}"]
+        if schedule in _SHORT:
+            names.append(f"{short}_{_SHORT[schedule]}")
+        yield Sampler(
+            key if is_plain else f"{key}_{schedule}",
+            title,
+            "Automatic" if schedule == automatic == "uniform" else label,
+            (short, *aliases, *names) if is_plain else tuple(names),
+            key,
+            schedule,
+            automatic,
+            options,
+            calls,
+        )
+
+
+def _of_timesteps(key: str, title: str, options: tuple[str, ...] = ()) -> Sampler:
+    return Sampler(key, title, None, (key,), key, options=options)
 
 
 _ALL = (
-    Sampler(
-        "euler_ancestral",
-        "Euler a",
-        "Automatic",
-        ("k_euler_a", "k_euler_ancestral", "euler_a", "euler ancestral"),
+    *_with_schedules(
+        *("euler_ancestral", "Euler a", "k_euler_a", "uniform", ("eta",)),
+        aliases=("k_euler_ancestral", "euler_a", "euler ancestral"),
     ),
-    Sampler("euler_ancestral_karras", "Euler a", "Karras", ("k_euler_a_ka",)),
-    Sampler("euler", "Euler", "Automatic", ("k_euler",)),
-    Sampler("euler_karras", "Euler", "Karras", ("k_euler_ka",)),
-    Sampler("dpmpp_2m", "DPM++ 2M", "Uniform", ("k_dpmpp_2m",)),
-    Sampler("dpmpp_2m_karras", "DPM++ 2M", "Karras", ("k_dpmpp_2m_ka",)),
-    Sampler("ddim", "DDIM", None),
-    Sampler("plms", "PLMS", None),
+    *_with_schedules("euler", "Euler", "k_euler", options=_CHURN),
+    *_with_schedules("dpmpp_2m", "DPM++ 2M", "k_dpmpp_2m", "karras"),
+    *_with_schedules("dpmpp_sde", "DPM++ SDE", "k_dpmpp_sde", "karras", _ANCESTRAL, calls=2),
+    *_with_schedules("dpmpp_2m_sde", "DPM++ 2M SDE", "k_dpmpp_2m_sde", "exponential", _ANCESTRAL),
+    *_with_schedules(
+        *("dpmpp_2m_sde_heun", "DPM++ 2M SDE Heun", "k_dpmpp_2m_sde_heun", "exponential"),
+        _ANCESTRAL,
+    ),
+    *_with_schedules("dpmpp_3m_sde", "DPM++ 3M SDE", "k_dpmpp_3m_sde", "exponential", _ANCESTRAL),
+    *_with_schedules(
+        "dpmpp_2s_ancestral", "DPM++ 2S a", "k_dpmpp_2s_a", "karras", _ANCESTRAL, calls=2
+    ),
+    *_with_schedules("lms", "LMS", "k_lms"),
+    *_with_schedules("heun", "Heun", "k_heun", options=_CHURN, calls=2),
+    *_with_schedules("dpm_2", "DPM2", "k_dpm_2", "karras", _CHURN, calls=2),
+    *_with_schedules("dpm_2_ancestral", "DPM2 a", "k_dpm_2_a", "karras", _ANCESTRAL, calls=2),
+    *_with_schedules("dpm_fast", "DPM fast", "k_dpm_fast", options=_ANCESTRAL),
+    *_with_schedules("restart", "Restart", "restart", "karras", calls=2, alone="karras"),
+    *_with_schedules("lcm", "LCM", "k_lcm"),
+    _of_timesteps("ddim", "DDIM", ("eta",)),
+    _of_timesteps("ddim_cfgpp", "DDIM CFG++", ("eta",)),
+    _of_timesteps("plms", "PLMS"),
+    _of_timesteps("unipc", "UniPC"),
+    _of_timesteps("tcd", "TCD", ("eta",)),
 )
 
 #: DeepFloyd IF's lists of timesteps.
 _LISTS = ["fast27", "smart27", "smart50", "smart100", "smart185", "super27", "super40", "super100"]
 
-#: Those of stages of DeepFloyd IF, which draw in pixels.
+#: Those of stages of DeepFloyd IF, which draw in pixels, and of latent models' what they also take.
 _OF_PIXELS = (
-    Sampler("ddpm", "DDPM", None),
-    Sampler("edm", "EDM", None),
-    *(Sampler(name, name, None) for name in _LISTS),
+    Sampler("ddpm", "DDPM"),
+    Sampler("edm", "EDM"),
+    *(Sampler(name, name) for name in _LISTS),
 )
+_PIXELS_TAKE = ("euler_ancestral", "euler", "dpmpp_2m")
 
 SAMPLERS: Mapping[str, Sampler] = {sampler.key: sampler for sampler in _ALL}
 
@@ -109,29 +193,50 @@ NAMES: Mapping[str, Sampler] = {
     for name in (sampler.key, sampler.name, *sampler.aliases)
 }
 
+_SCHEDULES_BY_NAME = {
+    spelling.lower(): title
+    for key, title in ({"automatic": "Automatic"} | dict(SCHEDULES)).items()
+    for spelling in (key, title, title.replace(" ", ""))
+}
+
 
 def find(name: str, scheduler: str | None = None) -> Sampler:
     """The sampler by name, whose schedule goes before `scheduler`; raises ValueError for others."""
     sampler = NAMES.get(name.lower())
     if sampler is None:
-        known = ", ".join(sampler.name for sampler in (*_ALL, *_OF_PIXELS))
-        raise ValueError(f"unknown sampler {name[:40]!r}; known: {known}")
+        raise ValueError(unknown(name))
     schedule = check_scheduler(scheduler)
-    if schedule == "Automatic" and sampler.key in _AUTOMATIC_IS_KARRAS:
-        schedule = "Karras"
-    if schedule == "Karras":
-        return SAMPLERS.get(f"{sampler.key}_karras", sampler)
-    return sampler
+    if schedule is None or sampler.schedule is None or sampler.key != sampler.method:
+        return sampler
+    keys = {title: key for key, title in SCHEDULES.items()}
+    asked = keys.get(schedule, sampler.automatic)
+    return next(each for each in _ALL if each.method == sampler.method and each.schedule == asked)
+
+
+def unknown(name: str) -> str:
+    """What to say of a name that is no sampler's: a look-alike, and the names of its own kind."""
+    close = difflib.get_close_matches(name.lower(), NAMES, n=1)
+    of_pixels = bool(close) and NAMES[close[0]] in _OF_PIXELS
+    kind = "models of pixels" if of_pixels else "models of latents"
+    meant = f"; did you mean {NAMES[close[0]].name!r}?" if close else ""
+    return f"unknown sampler {name[:40]!r}{meant} (of {kind}: {', '.join(titles(of_pixels))})"
+
+
+def titles(of_pixels: bool) -> list[str]:
+    """The names of the samplers that a kind of model takes, without schedules."""
+    if of_pixels:
+        return [*(SAMPLERS[key].title for key in _PIXELS_TAKE), *(each.name for each in _OF_PIXELS)]
+    return list(dict.fromkeys(sampler.title for sampler in _ALL))
 
 
 def check_scheduler(name: str | None) -> str | None:
     """The scheduler's title, or None; raises ValueError for an unknown one."""
     if not name:
         return None
-    if name.capitalize() not in SCHEDULERS:
-        known = ", ".join(SCHEDULERS)
-        raise ValueError(f"unknown scheduler {name[:40]!r}; known: {known}")
-    return name.capitalize()
+    if (title := _SCHEDULES_BY_NAME.get(name.lower())) is None:
+        hint = validation.suggestion(name, SCHEDULERS)
+        raise ValueError(f"unknown scheduler {name[:40]!r}{hint}; known: {', '.join(SCHEDULERS)}")
+    return title
 
 
 def too_few_steps(key: str) -> str:
@@ -141,6 +246,12 @@ def too_few_steps(key: str) -> str:
 def least_steps(key: str) -> int:
     """The fewest steps that draw an image."""
     return 2 if key in _BY_TIMESTEPS else 1
+
+
+def unet_calls(key: str, steps: int) -> int:
+    """The UNet's calls in so many steps: of two a step, the last step, to sigma 0, makes one."""
+    sampler = SAMPLERS.get(key)
+    return 2 * steps - 1 if sampler and sampler.calls > 1 and steps else steps
 
 
 NoiseSource = Literal["CPU", "GPU", "NV"]

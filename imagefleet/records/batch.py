@@ -143,7 +143,7 @@ class Watch:
         self.is_behind = True
         """Whether there may be more to read at once."""
         self._followers = [
-            reader.Follower(storage, campaign, positions.get(campaign))
+            reader.Follower(storage, campaign, positions.get(campaign), own=self.waiting)
             for campaign in dict.fromkeys(job.campaign for job in self.waiting.values())
         ]
         self._ledgers = Ledgers(storage)
@@ -194,7 +194,7 @@ class Watch:
         failure = record.key, record.source
         if record.outcome == "replayed":
             self._replayed.add(failure)
-        elif record.outcome in {"failed", "cancelled"}:
+        elif record.is_end:
             self._ended[failure] = record
         elif record.blob in job.blobs:  # records are untrusted
             images = self._images.setdefault(job.key, {})

@@ -22,6 +22,10 @@ _LOOKED_UP_AT_ONCE = 64
 
 _SUFFIXES = tuple(SUFFIXES.values())
 
+#: Why a record does not fit.
+ANOTHER = "a record of another image than the one that is stored"
+NOT_SENT = "a record of a job that was not sent"
+
 #: A look at the images of so many ended jobs costs less than to read the records of images, and of
 #: one more for each of these bytes.
 _FEW_ENDS = 100
@@ -69,16 +73,6 @@ async def again(shards: Collection[StoredShard], damaged: Damaged) -> tuple[Agai
     return again, replaced
 
 
-async def told_apart(shard: StoredShard, records: list[Record]) -> list[Record]:
-    """Records of taken names; those of another job than the stored image's are failed jobs."""
-    found = await _metadata([shard], (record.blob for record in records))
-    of = [(record, found.get(record.blob, {})) for record in records]
-    return [
-        record if record.fits(metadata, of_any_drawing=True) else record.name_taken(metadata)
-        for record, metadata in of
-    ]
-
-
 async def find(shards: Collection[StoredShard], again: Again) -> int:
     """Finds the records of images whose names were taken; counts the jobs that others completed."""
     jobs = 0
@@ -101,7 +95,9 @@ async def left(
         async for part in parts:
             records = replaced.without(part, once=False)
             # A worker that died in between has stored these images, and written no record.
-            found = await _metadata(shards, (each.blob for each in filter(again.is_left, records)))
+            found = await metadata_of(
+                shards, (each.blob for each in filter(again.is_left, records))
+            )
             left = []
             for record in records:
                 metadata = found.get(record.blob, {})
@@ -118,10 +114,10 @@ async def _without_rivals(
 ) -> list[Record]:
     """Of records with the same name, the first that fits the stored image."""
     contested = list(filter(rivals.include, records))
-    found = await _metadata(shards, (record.blob for record in contested))
+    found = await metadata_of(shards, (record.blob for record in contested))
     gone = {each.stem for each in contested if not found[each.blob]}
     others = {f"{stem}.{suffix}" for stem in gone for suffix in _SUFFIXES}
-    found |= await _metadata(shards, others - found.keys())
+    found |= await metadata_of(shards, others - found.keys())
     kept = []
     for record in records:
         if (metadata := found.get(record.blob)) is None:
@@ -129,22 +125,23 @@ async def _without_rivals(
             continue
         is_there = metadata or not any(found[f"{record.stem}.{suffix}"] for suffix in _SUFFIXES)
         if not is_there or not record.fits(metadata):
-            damaged.add(record.blob or "", "a record of another image than the one that is stored")
+            damaged.add(record.blob or "", ANOTHER)
         elif rivals.take(str(record.blob) if metadata else record.stem):
             kept.append(record)
     return kept
 
 
-async def _metadata(
+async def metadata_of(
     shards: Collection[StoredShard], names: Iterable[str | None]
 ) -> dict[str | None, Mapping[str, str]]:
-    """The metadata of images; of one that is gone there is none."""
+    """The metadata of images, and their names; of one that is gone there is none."""
     found: dict[str | None, Mapping[str, str]] = {}
     if not (wanted := {name for name in names if name}):
         return found
 
     async def look(blob: str) -> None:
-        found[blob] = await store.metadata(blob) or {}
+        told = await store.metadata(blob)
+        found[blob] = {} if told is None else {**told, "name": blob}
 
     store = next(shard.store for shard in shards if shard.kind in {"images", "again"})
     await concurrency.for_each(wanted, look, stored.CONCURRENT_READS)
@@ -175,7 +172,7 @@ async def not_ended(
 ) -> list[Record]:
     """Records of images without those that only a record tells of, of jobs that ended otherwise."""
     contested = {each.blob for each in records if ends.job(each) in ends.outcomes}
-    found = await _metadata(shards, contested)
+    found = await metadata_of(shards, contested)
     kept = []
     for record in records:
         if record.blob in contested and not (
@@ -288,6 +285,15 @@ async def _image(
     return None
 
 
+def is_sent(record: Record, known: Digests) -> bool:
+    """Whether its job is *known*; what could not be read has no digest, a stage its own."""
+    digest = known.get(id_hash(record.id))
+    is_of_stage = record.outcome == "completed" and record.stage < record.stages
+    if is_of_stage or not record.digest:
+        return digest is not None
+    return digest == bytes.fromhex(record.digest)[:HASH_BYTES]
+
+
 class Ends:
     """The jobs that ended without all of their images, each once; those replayed since are none."""
 
@@ -327,31 +333,23 @@ class Ends:
         self._discarded.discard(job)
 
     def sent(self, records: list[Record]) -> list[Record]:
-        """Those of jobs that were sent; what could not be read has no digest, a stage its own."""
+        """Those of jobs that were sent."""
         if (known := self._known) is None:
             return records
         found = []
         for record in records:
-            digest = known.get(id_hash(record.id))
-            is_of_stage = record.outcome == "completed" and record.stage < record.stages
-            if record.digest and not is_of_stage:
-                is_sent = digest == bytes.fromhex(record.digest)[:HASH_BYTES]
-            else:
-                is_sent = digest is not None
-            if is_sent:
+            if is_sent(record, known):
                 found.append(record)
             else:
                 self.unknown.add(f"{record.id} {record.digest}")
-                self.damaged.add(record.key, "a record of a job that was not sent")
+                self.damaged.add(record.key, NOT_SENT)
         return found
 
     def add(self, records: list[Record]) -> list[Record]:
         """The first end of each job that has failed or was cancelled, and not been settled."""
         new = []
         ended = [
-            record
-            for record in records
-            if record.outcome in {"failed", "cancelled"} and self._job_id in {None, record.id}
+            record for record in records if record.is_end and self._job_id in {None, record.id}
         ]
         for record in self.sent(ended):
             if record.failure not in self._settled and self.job(record) not in self.outcomes:

@@ -9,6 +9,7 @@ from collections.abc import (
     AsyncIterator,
     Callable,
     Collection,
+    Container,
 )
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from imagefleet import concurrency, errors
 from imagefleet.job.message import RECORDS
 from imagefleet.records import drawn, stored
 from imagefleet.records import sent as ledger
+from imagefleet.records.checked import Checks, New
 from imagefleet.records.record import Kind, Record, ShardName, Totals
 from imagefleet.records.stored import Damaged, StoredShard
 from imagefleet.storage.open import Storage
@@ -156,7 +158,7 @@ async def end(storage: Storage, campaign: str) -> dict[str, int]:
 
 
 async def newest(storage: Storage, campaign: str, most: int) -> list[Record]:
-    """The latest images and jobs, oldest first: a listing, and the ends of 32 shards at most."""
+    """The latest images and jobs that fit, oldest first, from the ends of 32 shards at most."""
     shards = await stored.shards_of(storage, campaign)
     shards.sort(key=lambda each: each.blob.modified_at or each.blob.created_at)
     ends = (
@@ -164,13 +166,15 @@ async def newest(storage: Storage, campaign: str, most: int) -> list[Record]:
         + stored.of_kind(shards, "jobs")[-_NEWEST_SHARDS:]
     )
     found = await concurrency.gather(*(_end(each, most) for each in ends))
-    records = sorted((each for some in found for each in some), key=lambda each: each.at)
-    return records[-most:]
+    new = sorted((each for some in found for each in some), key=lambda each: each.record.at)
+    checks = Checks(storage.blobs, ledger.Ledgers(storage), Damaged())
+    return await checks.fitting(new[-most:], shards)
 
 
-async def _end(each: StoredShard, most: int) -> list[Record]:
+async def _end(each: StoredShard, most: int) -> list[New]:
     lines = await stored.last_lines(each, Damaged())
-    return await asyncio.to_thread(stored.parsed, lines[-most:], each, Damaged())
+    records = await asyncio.to_thread(stored.parsed, lines[-most:], each, Damaged())
+    return [New(record, each) for record in records]
 
 
 async def counts(storage: Storage, campaign: str, damaged: Damaged | None = None) -> Counts:
@@ -265,6 +269,8 @@ class Follower:
         *,
         most: int | None = None,
         part_bytes: int = stored.PART_BYTES,
+        own: Container[str] | None = None,
+        trusts_images: bool = False,
     ) -> None:
         """A poll returns some *most* records, and reads a shard by *part_bytes*."""
         self.position: dict[str, int] = dict(position or {})
@@ -274,13 +280,22 @@ class Follower:
         self._most = most or _POLLED
         self._part_bytes = part_bytes
         self._given_up: set[str] = set()
+        ledgers = ledger.Ledgers(storage)
+        self.checks = Checks(storage.blobs, ledgers, self._damaged, own, trusts_images)
+
+    @property
+    def start(self) -> dict[str, int]:
+        """The position of one that goes on later: before all that still waits."""
+        waiting = {each.shard.blob.name: each.offset for each in reversed(self.checks.waiting)}
+        return self.position | waiting
 
     async def poll(self) -> list[Record]:
-        """The next new records, if any: a listing, and a read for each shard that has grown."""
-        found: list[Record] = []
-        before = dict(self.position)
+        """The next new records that fit: two listings, and a read for each shard that has grown."""
+        before = dict(self.position), self.checks.waiting
         try:
-            for shard in await stored.shards_of(self._storage, self._campaign):
+            shards = await stored.shards_of(self._storage, self._campaign)
+            found = await self.checks.fitting((), shards)
+            for shard in shards:
                 name, size = shard.blob.name, shard.blob.size_bytes
                 if shard.kind not in _FOLLOWED or name in self._given_up:
                     continue
@@ -288,22 +303,25 @@ class Follower:
                     continue
                 if len(found) >= self._most:
                     break
-                found += await self._read(shard, offset)
+                found += await self._read(shard, offset, shards)
         except BaseException:  # what was read is not handed over, so it is read again
-            self.position = before
+            self.position, self.checks.waiting = before
             raise
         return found
 
-    async def _read(self, each: StoredShard, offset: int) -> list[Record]:
+    async def _read(
+        self, each: StoredShard, offset: int, shards: Collection[StoredShard]
+    ) -> list[Record]:
         name, found = each.blob.name, list[Record]()
         decoder = stored.ShardDecoder(offset)
         async for lines in stored.lines(each, decoder, self._damaged, part_bytes=self._part_bytes):
             records = await asyncio.to_thread(stored.parsed, lines, each, self._damaged)
-            found += await drawn.told_apart(each, records) if each.kind == "again" else records
+            new = [New(record, each, offset) for record in records]
+            found += await self.checks.fitting(new, shards)
             if len(found) >= self._most:
                 break
         if decoder.is_damaged and decoder.position == offset > 0:
-            return await self._read(each, 0)  # `end` may see a local file during an append
+            return await self._read(each, 0, shards)  # `end` may see a local file during an append
         if decoder.is_damaged:
             self._given_up.add(name)
         self.position[name] = decoder.position

@@ -29,6 +29,7 @@ from imagefleet.files.picture import PNG_KEYWORD
 from imagefleet.job import samplers, sizes
 from imagefleet.job.message import Job, Output
 from imagefleet.job.passes import hires
+from imagefleet.job.samplers import Sampler
 from worker.engine.contract import Pixels
 from worker.settings import version
 
@@ -40,23 +41,22 @@ _SEPARATORS = str.maketrans("", "", ":,")
 #: Characters of an embedding's SHA-256 that are shown.
 _HASH_CHARACTERS = 12
 
-#: AUTOMATIC1111's words for options of samplers, and their fields of a job, by sampler.
-_OPTIONS: Mapping[str, Mapping[str, str]] = {
-    "Euler a": {"Eta": "eta"},
-    "DDIM": {"Eta DDIM": "eta"},
-    "Euler": {
-        "Sigma churn": "s_churn",
-        "Sigma tmin": "s_tmin",
-        "Sigma tmax": "s_tmax",
-        "Sigma noise": "s_noise",
-    },
+#: AUTOMATIC1111's words for options of samplers, and their usual values.
+_OPTIONS: Mapping[str, tuple[str, float]] = {
+    "eta": ("Eta", 1.0),
+    "s_churn": ("Sigma churn", 0.0),
+    "s_tmin": ("Sigma tmin", 0.0),
+    "s_tmax": ("Sigma tmax", 0.0),
+    "s_noise": ("Sigma noise", 1.0),
 }
+
+#: The word of DDIM's eta, and its usual value.
+_OPTIONS_OF_TIMESTEPS = {"eta": ("Eta DDIM", 0.0)}
+
 #: Words for the masked content by `inpainting_fill`; the original is not written.
 _MASKED_CONTENT = {0: "fill", 2: "latent noise", 3: "latent nothing"}
 
 _CONTROL_RESIZE_MODES = ("Just Resize", "Crop and Resize", "Resize and Fill")
-
-_USUAL_ETA = {"Euler a": 1.0, "DDIM": 0.0}
 
 
 def parameters(
@@ -102,7 +102,7 @@ def parameters(
         **_img2img(job, is_cut_out=is_cut_out),
         **_hires(job),
         "NGMS": _number(job.s_min_uncond) if job.s_min_uncond else None,
-        **_options(job, sampler.title),
+        **_options(job, sampler),
         "Lora hashes": ", ".join(f"{name}: {each}" for name, each in loras.items()) or None,
         "TI hashes": ", ".join(f"{name}: {each}" for name, each in embeddings.items()) or None,
         # None that AUTOMATIC1111 would take for one of its own, and be compatible with.
@@ -192,16 +192,16 @@ def _controls(job: Job) -> dict[str, str]:
     }
 
 
-def _options(job: Job, sampler: str) -> dict[str, str]:
+def _options(job: Job, sampler: Sampler) -> dict[str, str]:
     """Options of its sampler that are not as usual; churn's details matter only with some churn."""
-    fields = _OPTIONS.get(sampler, {})
-    usual = {"eta": (None, _USUAL_ETA.get(sampler)), "s_noise": (1.0,)}
-    if sampler == "Euler" and not job.s_churn:
+    words = _OPTIONS if sampler.schedule else _OPTIONS_OF_TIMESTEPS
+    if "s_churn" in sampler.options and not job.s_churn:
         return {}
+    found = {field: getattr(job, field) for field in sampler.options}
     return {
-        word: _number(value)
-        for word, field in fields.items()
-        if (value := getattr(job, field)) not in usual.get(field, (0.0,))
+        words[field][0]: _number(value)
+        for field, value in found.items()
+        if value not in (None, words[field][1])
     }
 
 

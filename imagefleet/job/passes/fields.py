@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
-from imagefleet.job import override_settings
+from imagefleet.job import override_settings, samplers
 from imagefleet.job.passes import controlnet, extras, hires, img2img
 from imagefleet.job.passes.controlnet import Scripts, Unit
 from imagefleet.job.passes.extras import Extras
@@ -211,10 +211,11 @@ class PassFields(Hires, Extras):
             whole, _ = extras.sizes_after(self, size)
             return [Pass(*whole, 0, decodes=False, enlarged=enlarged)]
         controls, begins_with_image = len(self.controls), bool(self.init_images) and not enlarges
-        calls = self.steps
+        steps = self.steps
         if begins_with_image:
-            calls = img2img.calls(self.steps, self.denoising_strength)
-        rows = _rows(self.guidance)
+            steps = img2img.taken_steps(self.steps, self.denoising_strength)
+        calls = samplers.unet_calls(self.sampler, steps)
+        rows = _rows(self.guidance, self.sampler)
         if not self.enable_hr:
             return [Pass(width, height, calls, controls, begins_with_image, rows=rows)]
         by_pixels = self.upscaler not in hires.LATENT
@@ -222,15 +223,18 @@ class PassFields(Hires, Extras):
         enlarged = len(self.upscaler_files) * extras.network_pixels(size, second[0] / width)
         steps = hires.steps(self) if self.denoising_strength else 0
         own, _ = self.hires_prompts
-        second_rows = rows if own is None else _rows(self.cfg_scale * own.weight)
+        sampler = hires.sampler(self)
+        guidance = self.guidance if own is None else self.cfg_scale * own.weight
+        second_calls, second_rows = samplers.unet_calls(sampler, steps), _rows(guidance, sampler)
         return [
             Pass(width, height, calls, decodes=by_pixels, rows=rows),
-            Pass(*second, steps, encodes=by_pixels, enlarged=enlarged, rows=second_rows),
+            Pass(*second, second_calls, encodes=by_pixels, enlarged=enlarged, rows=second_rows),
         ]
 
 
-def _rows(guidance: float) -> int:
-    return 1 if guidance == 1 else 2
+def _rows(guidance: float, sampler: str) -> int:
+    """DDIM CFG++ takes the negative prompt's at any scale."""
+    return 1 if guidance == 1 and sampler != "ddim_cfgpp" else 2
 
 
 def fields_of_job(payload: Mapping[str, Any]) -> dict[str, Any]:

@@ -153,6 +153,6 @@ NEUTRAL_SETTINGS: Mapping[str, tuple[object, ...]] = {
 }
 
 
-def calls(steps: int, denoising_strength: float) -> int:
-    """The UNet's calls, as AUTOMATIC1111 counts them: the last of the schedule's *steps*."""
+def taken_steps(steps: int, denoising_strength: float) -> int:
+    """The steps that are taken of a schedule's *steps*, its last, as AUTOMATIC1111 counts them."""
     return int(min(denoising_strength, 0.999) * steps) + 1

@@ -150,7 +150,7 @@ def test_mixed_steps_are_equally_frequent(tmp_path: Path) -> None:
 def test_a_rate_counts_whole_rounds_after_the_first() -> None:
     finished_at = [1.0, 1.0, 3.0, 3.0, 5.0, 5.0, 5.5]
     rate = work.rate_of(finished_at, 2, [10, 10, 20, 20, 30, 30, 99], [5] * 7)
-    assert (rate.images, rate.unet_calls, rate.pixels_per_second, rate.seconds) == (4, 100, 5, 4.0)
+    assert (rate.images, rate.unet_calls, rate.amount_per_second, rate.seconds) == (4, 100, 5, 4.0)
     with pytest.raises(errors.SetupError, match="too few"):
         work.rate_of(finished_at[:3], 2)
 
@@ -168,7 +168,7 @@ def test_a_rate_of_several_sizes_does_not_depend_on_which_of_them_ends_last(
             pixels += [size] * images
     rate = work.rate_of(finished_at, 16, [15] * len(pixels), pixels)
     expected = sum(images * size for images, size in lanes) / (45 * 0.06)
-    assert rate.pixels_per_second == pytest.approx(expected, rel=0.02)
+    assert rate.amount_per_second == pytest.approx(expected, rel=0.02)
 
 
 def test_drive_keeps_the_engine_full_and_leaves_it_empty(workload: jobs.Workload) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from fleet import console
 from worker.engine import contract, sampler
+from worker.engine.samplers import schedule as schedules
 from worker.engine.slots.engine import SlotEngine
 
 Imagefleet = Callable[..., Any]  # the fixture of conftest.py
@@ -106,8 +107,8 @@ def test_timesteps_that_are_one_step_off_fail(
         table[:-1, sampler.TIMESTEP] = schedule.table[1:, sampler.TIMESTEP]
         return dataclasses.replace(schedule, table=table)
 
-    make = sampler.make_schedule
-    monkeypatch.setattr(sampler, "make_schedule", shifted)
+    make = schedules.make_schedule
+    monkeypatch.setattr(schedules, "make_schedule", shifted)
 
     code, passed = against_float32(in_process, drawn)
 

@@ -74,6 +74,7 @@ async def test_what_only_the_operator_says_is_not_believed_of_a_worker(
     storage: Storage, worker: RecordLog
 ) -> None:
     await worker.add([image(1), ended(2), ended(3)])
+    await storage.blobs.create("spring/job-1.png", b"pixels", "image/png", {"digest": ONE})
     await append(worker, "settled", ended(2, "discarded"), ended(3, "replayed"))
     await append(worker, "jobs", ended(2, "discarded"), ended(3, "replayed"))
     replaced = {"blob": "spring/job-1.png", "source": "redo/1.json"}

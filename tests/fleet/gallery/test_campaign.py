@@ -13,9 +13,10 @@ import pytest
 from fleet.gallery import campaign as campaigns
 from fleet.gallery.campaign import Campaign
 from fleet.gallery.index import Filter, Index
-from imagefleet.records.record import Record, RecordLog
+from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from stored_images import ImageLog
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
 COUNT = 600
@@ -39,7 +40,7 @@ async def storage(
     monkeypatch.setattr("imagefleet.records.stored._END_BYTES", 8_000)
     async with open_storage(local_settings) as opened:
         await opened.create()
-        logs = itertools.cycle([RecordLog(opened.blobs, f"worker-{each}") for each in range(3)])
+        logs = itertools.cycle([ImageLog(opened.blobs, f"worker-{each}") for each in range(3)])
         for first in range(0, COUNT, 10):
             await next(logs).add([image(number) for number in range(first, first + 10)])
         yield opened

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import polling
 from fleet.salad import file as salad_file
 from fleet.salad import gpus, groups
 from salad_fake import Fault, Group, SaladFake, fleet_file
@@ -165,9 +167,8 @@ def test_no_apply_runs_more_than_before_or_as_confirmed(
         before = sum(each.most * each.revision.dollars for each in case.before)
         most_dollars = max(before, case.replicas * case.after.dollars)
         arguments = ["deploy", "apply", "--yes", "--enough", str(case.enough)]
-        is_shrink = all(each.revision == case.after for each in case.before)
-        requested = sum(each.replicas for each in case.before if not each.is_stopped)
-        fits = case.others + case.replicas <= case.quota
+        alike = [each for each in case.before if each.revision == case.after]
+        starts = case.replicas > sum(each.replicas for each in alike if not each.is_stopped)
 
         for skips, lands in case.ends:
             salad.faults = [Fault(403, skips=skips, lands=lands)]
@@ -177,7 +178,7 @@ def test_no_apply_runs_more_than_before_or_as_confirmed(
 
         assert all(replicas <= most for replicas, _ in salad.billed), salad.billed
         assert all(dollars <= most_dollars + 1e-6 for _, dollars in salad.billed), salad.billed
-        if not fits and not (is_shrink and case.replicas <= requested):
+        if starts and case.others + case.replicas > case.quota:
             assert ended.returncode == 2
             assert "do not fit" in ended.stderr
             assert {method for method, _ in salad.requests} == {"GET"}
@@ -191,3 +192,26 @@ def test_no_apply_runs_more_than_before_or_as_confirmed(
         assert {method for method, _ in salad.requests[asked:]} == {"GET"}
 
     check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["PATCH", "POST"])
+def test_an_apply_that_is_killed_half_way_is_finished_by_the_next(
+    salad: SaladFake, in_process: Imagefleet, tmp_path: Path, method: str
+) -> None:
+    path = tmp_path / "fleet.yaml"
+    alike = Revision("[RTX 3060 Ti]", "batch", 1)
+    before = [Before(alike, 400, 400, 0, is_stopped=False) for _ in range(2)]
+    case = Case(before, Revision("[RTX 3070]", "high", 1), 600, 0, 800, 0.8, 10_000, [])
+    set_up(salad, case, path)
+    command = [str(Path(sys.executable).with_name("imagefleet")), "deploy", "apply", "--yes"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
+        polling.until_in_thread(lambda: salad.count(method))
+        process.kill()
+
+    ended = in_process("deploy", "apply", "--yes")
+
+    assert ended.returncode == 0, ended.stderr
+    assert [each.replicas for each in ours(salad).values()] == [300, 300]
+    assert max(replicas for replicas, _ in salad.billed) == 800
+    assert max(dollars for _, dollars in salad.billed) <= 600 * 0.1 + 1e-6

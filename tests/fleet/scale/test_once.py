@@ -36,3 +36,30 @@ def test_one_decision_without_a_network_is_one_sentence_after_a_few_tries(
     said = "error: no decision was made: SaladCloud's API fails (HTTP 503)\n"
     assert ended.stderr.endswith(said)
     assert len(salad.requests) == client.FEW_RETRIES.tries
+
+
+def test_a_decision_names_its_own_queues_and_what_is_spent_once(
+    salad: Any,
+    in_process: Imagefleet,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Another queue of the container has jobs of a model, for which this one has no queue."""
+    monkeypatch.setattr(logs, "configure", lambda _: None)
+    caplog.set_level("INFO")
+    in_process("deploy", "apply", "--yes", "--replicas", "1")
+    (tmp_path / "jobs.jsonl").write_text('{"prompt": "a cat"}\n')
+    (tmp_path / "large.jsonl").write_text('{"prompt": "a dog", "model": "large"}\n')
+    in_process("load", "jobs.jsonl")
+    in_process("load", "large.jsonl", "--queue", "other")
+
+    ended = in_process(
+        "scale", "--dollars-per-hour", "3", "--max-dollars", "0.01", "--once", "--yes"
+    )
+
+    assert ended.returncode == 0, ended.stderr
+    said = "\n".join(caplog.messages) + ended.stderr
+    assert "large" not in said
+    assert "the budget allows no more; $0.00 of $0.01 spent" in said
+    assert said.count("spent") == 1

@@ -22,9 +22,10 @@ import polling
 import sent_jobs
 from fleet import console
 from fleet.webhooks.endpoint import read_secrets, signed_headers
-from imagefleet.records.record import Record, RecordLog
+from imagefleet.records.record import Record
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from stored_images import ImageLog
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -42,7 +43,7 @@ def jobs(tmp_path: Path) -> Path:
     async def prepare() -> None:
         async with open_storage(StorageSettings(storage=address)) as storage:
             await storage.create()
-            log = RecordLog(storage.blobs, "w1")
+            log = ImageLog(storage.blobs, "w1")
             await sent_jobs.note(storage, "spring", 4, ids=(f"job-{n}" for n in range(3)))
             await log.add(
                 Record(

@@ -25,6 +25,7 @@ from imagefleet.records.record import Record, RecordLog
 from imagefleet.records.sent import note
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
+from stored_images import ImageLog
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def storage_settings(local_settings: StorageSettings) -> StorageSettings:
 
 @pytest.fixture
 def log(storage: Storage) -> RecordLog:
-    return RecordLog(storage.blobs, "worker-1")
+    return ImageLog(storage.blobs, "worker-1")
 
 
 @pytest.fixture
@@ -312,7 +313,7 @@ async def test_an_outage_of_the_storage_loses_no_event(
     storage: Storage, log: RecordLog, receiver: Any, run: Run
 ) -> None:
     for number in range(3):
-        await RecordLog(storage.blobs, f"worker-{number}").add([record(number)])
+        await ImageLog(storage.blobs, f"worker-{number}").add([record(number)])
     read_part, calls = storage.blobs.read_part, 0
 
     async def fail(*arguments: Any) -> Any:

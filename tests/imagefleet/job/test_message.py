@@ -211,8 +211,8 @@ def test_blob_names_follow_from_the_job_alone() -> None:
         ("seed_resize_from_w", [8, 4096, 64.5]),
         ("infotext", ["Steps: 30, CFG scale: 9"]),
         ("firstphase_width", [512]),
-        ("sampler_name", ["LMS", "", "DDIM Karras", "DPM++ 2M SDE", None]),
-        ("scheduler", ["Exponential", "SGM Uniform", 5]),
+        ("sampler_name", ["LSM", "", "DDIM Karras", "DPM++ 4M SDE", None]),
+        ("scheduler", ["Exponent", "SGM", 5]),
         ("output", [{"format": "gif"}, {"quality": 0}, {"qualty": 5}, "png"]),
         ("metadata", ["x", {"a": "x" * 4096}, {"a": "\u4e00" * 1400}]),
         ("prompt", [None, 5, "x" * 65_537, "<lora:../x:1>", "a AND b", "[a|b]", "(a:1.1.1)"]),
@@ -435,16 +435,26 @@ def test_an_unsafe_name_is_refused_with_what_is_allowed(field: str) -> None:
 def test_the_older_sampler_field_is_read() -> None:
     assert read(sampler_index="Euler a").sampler == "euler_ancestral"
     with pytest.raises(errors.InvalidMessageError, match="sampler_name"):
-        read(sampler_index="LMS")
+        read(sampler_index="LSM")
 
 
-def test_the_error_for_an_unknown_sampler_or_scheduler_lists_the_known_ones() -> None:
-    known = r"'LMS'; known: Euler a, .*DPM\+\+ 2M Karras"
-    with pytest.raises(errors.InvalidMessageError, match=known):
-        read(sampler_name="LMS")
-    known = "'Beta'; known: Automatic, Uniform, Karras"
-    with pytest.raises(errors.InvalidMessageError, match=known):
-        read(scheduler="Beta")
+@pytest.mark.parametrize(
+    ("field", "name", "said"),
+    [
+        ("sampler_name", "Eular a", "did you mean 'Euler a'? (of models of latents: Euler a, "),
+        ("sampler_name", "DPM++ 2M Karas", "did you mean 'DPM++ 2M Karras'? (of models of lat"),
+        ("sampler_name", "smart5", "did you mean 'smart50'? (of models of pixels: Euler a, "),
+        ("sampler_name", "qqqq", "unknown sampler 'qqqq' (of models of latents: Euler a, "),
+        ("scheduler", "Karas", "did you mean 'Karras'?; known: Automatic, Uniform, Karras, "),
+    ],
+)
+def test_an_unknown_sampler_or_scheduler_gets_a_look_alike_and_the_names_of_its_kind(
+    field: str, name: str, said: str
+) -> None:
+    with pytest.raises(errors.InvalidMessageError) as caught:
+        read(**{field: name})
+    assert said in str(caught.value)
+    assert ("smart50" in str(caught.value)) == (name == "smart5")
 
 
 @pytest.mark.parametrize(
@@ -460,6 +470,12 @@ def test_the_error_for_an_unknown_sampler_or_scheduler_lists_the_known_ones() ->
         ("k_dpmpp_2m", "dpmpp_2m"),
         ("DPM++ 2M Karras", "dpmpp_2m_karras"),
         ("k_dpmpp_2m_ka", "dpmpp_2m_karras"),
+        ("DPM++ 2M SDE Heun Exponential", "dpmpp_2m_sde_heun_exponential"),
+        ("k_dpmpp_2m_sde_heun_exp", "dpmpp_2m_sde_heun_exponential"),
+        ("k_lms_ka", "lms_karras"),
+        ("Euler SGM Uniform", "euler_sgm_uniform"),
+        ("DDIM CFG++", "ddim_cfgpp"),
+        ("Restart", "restart"),
     ],
 )
 def test_samplers_have_the_names_of_a1111_and_k_diffusion(name: str, sampler: str) -> None:
@@ -476,6 +492,13 @@ def test_samplers_have_the_names_of_a1111_and_k_diffusion(name: str, sampler: st
         ("DPM++ 2M Karras", "Uniform", "dpmpp_2m_karras"),
         ("Euler a", "karras", "euler_ancestral_karras"),
         ("Euler a", "Automatic", "euler_ancestral"),
+        ("DPM++ 3M SDE", "Automatic", "dpmpp_3m_sde_exponential"),
+        ("DPM++ SDE", "automatic", "dpmpp_sde_karras"),
+        ("Restart", "Automatic", "restart"),
+        ("Restart", "Uniform", "restart_uniform"),
+        ("LCM", "sgm_uniform", "lcm_sgm_uniform"),
+        ("LCM", "SGMUniform", "lcm_sgm_uniform"),
+        ("UniPC", "Beta", "unipc"),
         ("DDIM", "Karras", "ddim"),
     ],
 )

@@ -7,8 +7,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from imagefleet.records import reader, stored
-from imagefleet.records.record import Record, RecordLog, Totals, shard_part
+from imagefleet.records.record import Record, Totals, shard_part
 from imagefleet.storage.open import Storage
+from stored_images import ImageLog
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
 
@@ -27,7 +28,7 @@ def image(number: int) -> Record:
 
 async def fill(storage: Storage, *, workers: int, appends: int, each: int) -> int:
     """Workers take turns; returns how many records there are."""
-    logs = [RecordLog(storage.blobs, f"worker-{number}") for number in range(workers)]
+    logs = [ImageLog(storage.blobs, f"worker-{number}") for number in range(workers)]
     for turn in range(appends):
         first = turn * each
         await logs[turn % workers].add([image(number) for number in range(first, first + each)])
@@ -46,7 +47,9 @@ async def test_the_latest_records_of_all_shards_come_from_a_small_read_of_each(
     found = await reader.newest(storage, "spring", 10)
 
     assert [record.id for record in found] == [f"job-{n:04}" for n in range(count - 10, count)]
-    assert storage.operations.blob_reads - reads == 3
+    assert storage.operations.blob_reads - reads == 3 + 10 + 1, (
+        "a look at each image, and the ledger"
+    )
 
 
 async def test_a_short_campaign_is_read_whole(storage: Storage) -> None:
@@ -63,6 +66,9 @@ async def test_the_end_of_a_shard_may_be_anything(
 ) -> None:
     monkeypatch.setattr(stored, "_END_BYTES", 500)
     name = "-records/spring/20261122T120000Z-w-1.images.jsonl.gz"
+    for number in range(2):
+        told = {"job": image(number).id}
+        await storage.blobs.create(str(image(number).blob), b"pixels", "image/png", told)
     members = [shard_part([image(n).line()], Totals(n, n)) for n in range(2)]
     whole = members[0] + members[1]
     await storage.blobs.append(name, whole + b"\x1f\x8b no gzip" + bytes(100), 0)

@@ -28,6 +28,7 @@ from imagefleet.records.record import (
 from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from stored_images import ImageLog
 
 _Item = TypeVar("_Item")
 
@@ -57,7 +58,7 @@ async def storage(storage: Storage) -> Storage:
 
 @pytest.fixture
 def log(storage: Storage) -> RecordLog:
-    return RecordLog(storage.blobs, "worker 1/é")
+    return ImageLog(storage.blobs, "worker 1/é")
 
 
 @pytest.fixture
@@ -233,6 +234,8 @@ async def test_the_end_of_a_shard_that_is_still_written_is_read_later(storage: S
     whole = shard_part([image(1).line()], Totals(1, 1))
     more = shard_part([image(2).line()], Totals(2, 2))
     name = "-records/spring/20261122T120000Z-w-1.images.jsonl.gz"
+    for number in (1, 2):
+        await storage.blobs.create(f"spring/job-{number}.png", b"x", "image/png", {"job": "x"})
     await storage.blobs.append(name, whole + more[:20], 0)
     damaged = Damaged()
     follower = reader.Follower(storage, damaged=damaged)

@@ -1,65 +1,26 @@
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from diffusers import DDIMScheduler, EulerAncestralDiscreteScheduler, PNDMScheduler
 
-import batch_engine
 from imagefleet import errors
 from imagefleet.job import samplers
+from sampling import alphas_cumprod, noises, relative_difference, sample, stand_in
 from worker.engine import sampler
 from worker.engine.families import reading
+from worker.engine.samplers import schedule as schedules
 
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 LEADING = {**BETAS, "timestep_spacing": "leading", "steps_offset": 1}
-SHAPE = (2, 4, 8, 8)
 STEP_COUNTS = [1, 2, 3, 15, 20, 50]
 
 #: diffusers converts torch tensors to numpy in a way that numpy deprecates
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
-Unet = Callable[..., torch.Tensor]
-
-
-def alphas_cumprod() -> torch.Tensor:
-    betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
-    return torch.cumprod(1 - betas, dim=0)
-
-
-def stand_in(inputs: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-    """Instead of the UNet: a smooth, non-linear function of input and timestep."""
-    times = (timesteps.float() / 1000).view(-1, 1, 1, 1)
-    return (inputs + 0.3 * inputs.roll(1, dims=-1) * (1 - times)).tanh() * (0.5 + 0.4 * times)
-
-
-def noises(count: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randn(SHAPE, generator=generator) for _ in range(count)]
-
-
-def sample(schedule: sampler.Schedule, noise: list[torch.Tensor], unet: Unet) -> torch.Tensor:
-    """Runs a schedule on all rows, starting from the first of *noise*."""
-    fresh = iter(noise)
-    latents = next(fresh) * schedule.initial_scale
-    if schedule.initial_churn is not None:
-        latents = latents + next(fresh) * schedule.initial_churn
-    history = latents.new_zeros((sampler.HISTORY, *latents.shape))
-    for row, noisy in zip(schedule.table, schedule.noisy, strict=True):
-        rows = row.expand(len(latents), -1)
-        output = unet(sampler.scale_input(rows, latents), rows[:, sampler.TIMESTEP])
-        taken = next(fresh) if noisy else None
-        latents, history = sampler.step(rows, latents, output, history, taken)
-    return latents
-
-
-def relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    assert ours.dtype == theirs.dtype == torch.float32
-    assert ours.shape == theirs.shape
-    return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
 @pytest.mark.parametrize("steps", STEP_COUNTS)
@@ -83,7 +44,7 @@ def test_sigma_samplers_match_k_diffusion(
     draw = getattr(k_diffusion.sampling, f"sample_{name}")
     theirs = draw(model, noise[0] * sigmas[0], sigmas, disable=True)
 
-    schedule = sampler.make_schedule(name + schedule_name, steps, alphas_cumprod(), "epsilon")
+    schedule = schedules.make_schedule(name + schedule_name, steps, alphas_cumprod(), "epsilon")
     assert relative_difference(sample(schedule, noise, stand_in), theirs) < 1e-5
 
 
@@ -117,9 +78,9 @@ def test_options_of_samplers_match_k_diffusion(
     theirs = draw(model, noise[0] * sigmas[0], sigmas, disable=True, **options)
 
     given = samplers.Options(**options)
-    schedule = sampler.make_schedule(name, steps, alphas_cumprod(), "epsilon", given)
+    schedule = schedules.make_schedule(name, steps, alphas_cumprod(), "epsilon", given)
     assert relative_difference(sample(schedule, noise, stand_in), theirs) < 1e-5
-    plain = sampler.make_schedule(name, steps, alphas_cumprod(), "epsilon")
+    plain = schedules.make_schedule(name, steps, alphas_cumprod(), "epsilon")
     if steps > 1:
         assert relative_difference(sample(plain, noise, stand_in), theirs) > 1e-3
 
@@ -136,7 +97,7 @@ def test_v_prediction_matches_k_diffusion(k_diffusion: Any) -> None:
     levels = k_diffusion.external.DiscreteSchedule(sigmas, quantize=False).get_sigmas(15)
     (noise,) = noises(1)
     theirs = k_diffusion.sampling.sample_dpmpp_2m(denoise, noise * levels[0], levels, disable=True)
-    schedule = sampler.make_schedule("dpmpp_2m", 15, alphas_cumprod(), "v_prediction")
+    schedule = schedules.make_schedule("dpmpp_2m", 15, alphas_cumprod(), "v_prediction")
     assert relative_difference(sample(schedule, [noise], stand_in), theirs) < 1e-5
 
 
@@ -178,7 +139,7 @@ def test_v_prediction_from_pure_noise_matches_k_diffusion(
     draw = getattr(k_diffusion.sampling, f"sample_{name}")
     theirs = draw(denoise, noise[0] * sigmas[0], sigmas, disable=True)
 
-    schedule = sampler.make_schedule(name + schedule_name, 15, alphas, "v_prediction")
+    schedule = schedules.make_schedule(name + schedule_name, 15, alphas, "v_prediction")
     assert relative_difference(sample(schedule, noise, stand_in), theirs) < 1e-4
 
 
@@ -204,7 +165,7 @@ def test_plms_at_a1111s_timesteps_matches_diffusers(steps: int) -> None:
     first, *others = a1111_timesteps(steps)
     timesteps = [first, first - 1000 // steps, *others]
     theirs = diffusers_sample(reference, steps, noise, timesteps)
-    schedule = sampler.make_schedule("plms", steps, alphas_cumprod(), "epsilon")
+    schedule = schedules.make_schedule("plms", steps, alphas_cumprod(), "epsilon")
     assert schedule.table[:, sampler.TIMESTEP].tolist() == timesteps
     assert relative_difference(sample(schedule, noise, stand_in), theirs) < 1e-5
 
@@ -218,7 +179,7 @@ def test_ddim_at_a1111s_timesteps_matches_diffusers(steps: int, prediction_type:
     )
     timesteps = a1111_timesteps(steps)
     theirs = diffusers_sample(reference, steps, noise, timesteps)
-    schedule = sampler.make_schedule("ddim", steps, alphas_cumprod(), prediction_type)
+    schedule = schedules.make_schedule("ddim", steps, alphas_cumprod(), prediction_type)
     assert schedule.table[:, sampler.TIMESTEP].tolist() == timesteps
     assert relative_difference(sample(schedule, noise, stand_in), theirs) < 1e-5
 
@@ -237,7 +198,7 @@ def test_ddims_eta_matches_diffusers(steps: int, eta: float) -> None:
             output, timestep, latents, eta=eta, variance_noise=next(fresh)
         ).prev_sample
     given = samplers.Options(eta=eta)
-    schedule = sampler.make_schedule("ddim", steps, alphas_cumprod(), "epsilon", given)
+    schedule = schedules.make_schedule("ddim", steps, alphas_cumprod(), "epsilon", given)
     assert all(schedule.noisy)
     assert relative_difference(sample(schedule, noise, stand_in), latents) < 1e-5
 
@@ -245,19 +206,19 @@ def test_ddims_eta_matches_diffusers(steps: int, eta: float) -> None:
 @pytest.mark.parametrize("name", ["ddim", "plms"])
 def test_a_single_step_that_would_draw_only_noise_is_refused(name: str) -> None:
     with pytest.raises(errors.JobError, match=r"steps is 1: (DDIM|PLMS) takes 2 at least"):
-        sampler.make_schedule(name, 1, alphas_cumprod(), "epsilon")
+        schedules.make_schedule(name, 1, alphas_cumprod(), "epsilon")
 
 
 def test_every_other_call_below_s_min_uncond_is_unguided() -> None:
     given = samplers.Options(s_min_uncond=2.0)
-    schedule = sampler.make_schedule("euler", 10, alphas_cumprod(), "epsilon", given)
-    sigmas = sampler.make_schedule("euler", 10, alphas_cumprod(), "epsilon").table[:, 3].neg()
+    schedule = schedules.make_schedule("euler", 10, alphas_cumprod(), "epsilon", given)
+    sigmas = schedules.make_schedule("euler", 10, alphas_cumprod(), "epsilon").table[:, 3].neg()
     assert schedule.unguided == tuple(
         call % 2 == 1 and float(sigma) < 2.0 for call, sigma in enumerate(sigmas)
     )
     assert any(schedule.unguided)
     assert not all(schedule.unguided[1::2])
-    assert not sampler.make_schedule("euler", 10, alphas_cumprod(), "epsilon").unguided
+    assert not schedules.make_schedule("euler", 10, alphas_cumprod(), "epsilon").unguided
 
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
@@ -272,67 +233,116 @@ def test_euler_ancestral_matches_diffusers(
         **BETAS, prediction_type=prediction_type, timestep_spacing="linspace"
     )
     theirs = diffusers_sample(reference, 15, noise)
-    schedule = sampler.make_schedule("euler_ancestral", 15, alphas_cumprod(), prediction_type)
+    schedule = schedules.make_schedule("euler_ancestral", 15, alphas_cumprod(), prediction_type)
     # diffusers interpolates the sigmas, k-diffusion and AUTOMATIC1111 their logarithms
     assert relative_difference(sample(schedule, noise, stand_in), theirs) < 5e-5
 
 
 def test_sd15_starts_at_its_largest_sigma_and_ends_at_timestep_0() -> None:
-    schedule = sampler.make_schedule("euler_ancestral", 15, alphas_cumprod(), "epsilon")
+    schedule = schedules.make_schedule("euler_ancestral", 15, alphas_cumprod(), "epsilon")
     assert schedule.initial_scale == pytest.approx(14.6146, abs=1e-4)
     timesteps = schedule.table[:, sampler.TIMESTEP].tolist()
     assert timesteps == pytest.approx([999 * at / 14 for at in range(14, -1, -1)], abs=1e-4)
 
 
-def test_only_ancestral_steps_but_the_last_use_noise() -> None:
-    for name in samplers.SAMPLERS:
-        noisy = sampler.make_schedule(name, 5, alphas_cumprod(), "epsilon").noisy
-        assert noisy[-1] is False
-        assert all(noisy[:-1]) if "ancestral" in name else not any(noisy)
+WITH_NOISE = (
+    *("euler_ancestral", "dpm_2_ancestral", "dpmpp_2s_ancestral", "dpmpp_2m_sde"),
+    *("dpmpp_2m_sde_heun", "dpmpp_3m_sde", "dpmpp_sde", "lcm"),
+)
 
 
 @pytest.mark.parametrize("name", samplers.SAMPLERS)
-def test_every_sampler_has_a_finite_schedule_for_any_number_of_steps(name: str) -> None:
+def test_ancestral_and_sde_samplers_alone_use_noise_and_not_to_sigma_0(name: str) -> None:
+    made = schedules.make_schedule(name, 5, alphas_cumprod(), "epsilon")
+    method, ends = samplers.SAMPLERS[name].method, "kl_optimal" not in name
+    if method in ("dpm_fast", "tcd"):
+        return
+    assert any(made.noisy) == (method in WITH_NOISE)
+    assert not (made.noisy[-1] and ends)
+    assert (made.brownian is not None) == ("_sde" in method)
+    if made.brownian is not None:
+        low, high = made.brownian.span
+        assert len(made.brownian.intervals) == sum(made.noisy)
+        assert all(
+            low - 1e-5 <= end < begin <= high + 1e-5 for begin, end in made.brownian.intervals
+        )
+
+
+def assert_finite(name: str, steps: int) -> None:
+    made = schedules.make_schedule(name, steps, alphas_cumprod(), "epsilon")
+    assert made.table.isfinite().all()
+    assert len(made.noisy) == len(made.finished) == len(made.table)
+    assert list(made.finished) == sorted(made.finished)
+    by_timesteps = len(range(0, 1000, 1000 // steps)) - 1
+    calls = {"ddim": by_timesteps, "ddim_cfgpp": by_timesteps, "plms": by_timesteps + 1}
+    sampler_ = samplers.SAMPLERS[name]
+    if sampler_.schedule in (None, "uniform", "karras") and sampler_.method != "unipc":
+        expected = calls.get(name, samplers.unet_calls(name, steps))
+        assert len(made.table) == expected
+
+
+@pytest.mark.parametrize("name", samplers.SAMPLERS)
+def test_every_sampler_with_every_schedule_has_finite_rows(name: str) -> None:
+    for steps in (samplers.least_steps(name), 3, 20, 37):
+        assert_finite(name, steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", samplers.SAMPLERS)
+def test_every_sampler_has_finite_rows_for_any_number_of_steps(name: str) -> None:
     for steps in range(samplers.least_steps(name), 151):
-        schedule = sampler.make_schedule(name, steps, alphas_cumprod(), "epsilon")
-        assert schedule.table.isfinite().all()
-        by_timesteps = len(range(0, 1000, 1000 // steps)) - 1
-        calls = {"ddim": by_timesteps, "plms": by_timesteps + 1}
-        assert len(schedule.table) == calls.get(name, steps)
+        assert_finite(name, steps)
 
 
-@pytest.mark.parametrize("name", ["heun", "ddim_karras", "", "Euler a"])
+@pytest.mark.parametrize("name", ["heun_", "ddim_karras", "", "Euler a"])
 def test_an_unknown_sampler_is_refused_listing_the_known_ones(name: str) -> None:
-    with pytest.raises(errors.JobError, match="only euler_ancestral, euler, dpmpp_2m, ddim, plms"):
-        sampler.make_schedule(name, 5, alphas_cumprod(), "epsilon")
+    with pytest.raises(errors.JobError, match="models of latents: Euler a, Euler, DPM\\+\\+ 2M, "):
+        schedules.make_schedule(name, 5, alphas_cumprod(), "epsilon")
 
 
 def test_rows_of_different_samplers_are_independent() -> None:
-    names = ["euler_ancestral", "ddim", "dpmpp_2m_karras", "euler"]
-    schedules = [sampler.make_schedule(name, 6, alphas_cumprod(), "epsilon") for name in names]
-    starts, *fresh = (torch.cat([noise, noise + 1]) for noise in noises(7))
-    latents = starts * torch.tensor([each.initial_scale for each in schedules]).view(-1, 1, 1, 1)
+    names = ["euler_ancestral", "ddim", "dpmpp_2m_karras", "euler", "lms", "dpmpp_3m_sde", "tcd"]
+    made = [schedules.make_schedule(name, 6, alphas_cumprod(), "epsilon") for name in names]
+    starts, *fresh = (torch.cat([noise, noise + 1, noise - 1, -noise])[:7] for noise in noises(7))
+    latents = starts * torch.tensor([each.initial_scale for each in made]).view(-1, 1, 1, 1)
     history = latents.new_zeros((sampler.HISTORY, *latents.shape))
-    for call, rows in enumerate(torch.stack([each.table for each in schedules], dim=1)):
+    for call, rows in enumerate(torch.stack([each.table for each in made], dim=1)):
         output = stand_in(sampler.scale_input(rows, latents), rows[:, sampler.TIMESTEP])
         latents, history = sampler.step(rows, latents, output, history, fresh[call])
-    for at, schedule in enumerate(schedules):
+    for at, schedule in enumerate(made):
         alone = sample(schedule, [noise[at : at + 1] for noise in (starts, *fresh)], stand_in)
         torch.testing.assert_close(latents[at : at + 1], alone, rtol=1e-6, atol=1e-6)
+
+
+#: Restart is Heun's method below 20 steps, and DPM fast goes its own way whatever its schedule.
+SAME_AS_OTHERS = ("restart_sgm_uniform", "dpm_fast_sgm_uniform")
 
 
 def test_an_image_is_the_same_alone_and_with_other_samplers(
     engine: Any, make_request: Any, draw: Any, difference: Any
 ) -> None:
     # At these steps all make seven UNet calls, so that they share the batch.
-    requests = [
-        make_request(seed=at, sampler=name, steps=6 if name == "plms" else 7)
-        for at, name in enumerate(samplers.SAMPLERS)
+    steps = {"plms": 6, "unipc": 7, "ddim": 7, "ddim_cfgpp": 7}
+    names = [
+        each.key
+        for each in samplers.SAMPLERS.values()
+        if each.key == each.method or each.schedule == "sgm_uniform"
+        if each.key not in SAME_AS_OTHERS
     ]
-    assert len({batch_engine.group(engine.prepare(request)) for request in requests}) == 1
+    requests = [
+        make_request(
+            seed=at,
+            sampler=name,
+            steps=steps.get(name, 4 if samplers.SAMPLERS[name].calls > 1 else 7),
+        )
+        for at, name in enumerate(names)
+    ]
+    calls = [len(engine.prepare(request).schedule.table) for request in requests]
+    requests = [request for request, count in zip(requests, calls, strict=True) if count == 7]
+    assert len(requests) > 30
     together = draw(engine, *requests)
-    for request, beside in zip(requests, together, strict=True):
+    for request, beside in zip(requests[::3], together[::3], strict=True):
         (alone,) = draw(engine, request)
         assert difference(alone, beside) <= 2
-    same_seed = draw(engine, *(make_request(seed=1, sampler=name) for name in samplers.SAMPLERS))
-    assert len({image.tobytes() for image in same_seed}) == len(samplers.SAMPLERS)
+    same_seed = draw(engine, *(dataclasses.replace(each, seed=1) for each in requests))
+    assert len({image.tobytes() for image in same_seed}) == len(requests)

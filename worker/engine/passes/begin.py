@@ -1,7 +1,7 @@
 """What a pass takes beside noise, prepared away from the GPU: images, masks, steps, ControlNets.
 
 img2img and second passes take the end of a schedule, as in AUTOMATIC1111: `t_enc` is the number of
-the step, from the end, whose noise the image gets (`sampler.make_schedule`). An upscaling
+the step, from the end, whose noise the image gets (`samplers.schedule.make_schedule`). An upscaling
 checkpoint's UNet sees an image beside its latents, in their size, as diffusers'
 `StableDiffusionUpscalePipeline` prepares it: with noise of a level that the UNet is told.
 """
@@ -219,17 +219,16 @@ class PreparedControl:
 def prepare_controls(
     controls: Sequence[tuple[Identity, contract.Control]],
     size: tuple[int, int],
-    sampler: str,
-    calls: int,
+    finished: Sequence[int],
     steps: int,
 ) -> tuple[PreparedControl, ...]:
     """A pass' ControlNets that have any effect, in an order that depends on their files alone.
 
-    *size*: width and height in pixels; *calls* of the UNet in so many *steps*. Raises JobError if
-    there are too many, or an image has another size.
+    *size*: width and height in pixels; *finished*: steps at each call of the UNet, of so many
+    *steps*. Raises JobError if there are too many, or an image has another size.
     """
     prepared = [
-        PreparedControl(identity, control.pixels, control_weights(control, sampler, calls, steps))
+        PreparedControl(identity, control.pixels, control_weights(control, finished, steps))
         for identity, control in controls
     ]
     prepared = [each for each in prepared if any(each.weights)]
@@ -247,18 +246,16 @@ def prepare_controls(
 
 
 def control_weights(
-    control: contract.Control, sampler: str, calls: int, steps: int
+    control: contract.Control, finished: Sequence[int], steps: int
 ) -> tuple[float, ...]:
-    """The weight at each of a pass' *calls* of the UNet; 0 outside of its steps.
+    """The weight at each of a pass' calls of the UNet; 0 outside of its steps.
 
-    It works in the steps that sd-webui-controlnet gives it: where the number of finished steps, as
-    AUTOMATIC1111's `state.sampling_step` counts them (0 in the first two, 1 in the third), is
+    It works in the steps that sd-webui-controlnet gives it: where the number of *finished* steps,
+    as AUTOMATIC1111's `state.sampling_step` counts them (0 in the first two, 1 in the third), is
     between *start* and *end* times all steps of the pass, both included. diffusers compares other
     numbers, and so may differ by a step.
     """
-    # PLMS calls the UNet twice in its first step.
-    behind = 2 if sampler == "plms" else 1
-    shares = [max(0, call - behind) / max(1, steps) for call in range(calls)]
+    shares = [done / max(1, steps) for done in finished]
     return tuple(
         control.weight if control.start <= share <= control.end else 0.0 for share in shares
     )

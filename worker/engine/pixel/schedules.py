@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
-import numpy as np
 import torch
 from diffusers import DDPMScheduler
 from diffusers.pipelines.deepfloyd_if import timesteps as named
@@ -27,6 +24,8 @@ from imagefleet.job import samplers
 from imagefleet.job.samplers import Options
 from worker.engine import sampler
 from worker.engine.sampler import Schedule
+from worker.engine.samplers import by_sigma, schedule
+from worker.engine.samplers.sigmas import karras, levels
 
 #: The columns after the sampler's own: the logarithms of the variance's bounds.
 SMALL_LOG, LARGE_LOG = sampler.COLUMNS, sampler.COLUMNS + 1
@@ -44,8 +43,7 @@ LISTS: Mapping[str, Sequence[int]] = {
 #: Karras et al. (2022), table 1: the largest and the smallest sigma.
 _SIGMAS = (80.0, 0.002)
 
-#: What a pixel stage's noise estimates are not thresholded for.
-_OF_NOISE = frozenset({"ddim", "plms"})
+_HEUN = "heun"
 
 #: How the variance is found: learned between two bounds, or one of them.
 _VARIANCES = ("learned_range", "fixed_small", "fixed_small_log", "fixed_large")
@@ -117,16 +115,15 @@ def make_schedule(name: str, steps: int, noise: NoiseSchedule, options: Options)
         return _ddpm(spaced(noise.scheduler, steps), noise)
     if name == EDM:
         return _edm(steps, noise)
-    if name in _OF_NOISE:
+    if name in samplers.SAMPLERS and samplers.SAMPLERS[name].title not in samplers.titles(True):
         raise errors.JobError(
-            f"{samplers.SAMPLERS[name].title} does not work on pixels; use Euler a, Euler, DPM++ 2M"
-            f" or one of {', '.join((DDPM, EDM, *LISTS))}"
+            f"{samplers.SAMPLERS[name].title} does not work on pixels; use"
+            f" {', '.join(samplers.titles(True))}"
         )
-    made = sampler.make_schedule(
+    made = schedule.make_schedule(
         name, steps, noise.alphas_cumprod.double(), noise.prediction_type, options
     )
-    zeros = torch.zeros(len(made.table), COLUMNS - sampler.COLUMNS)
-    return replace(made, table=torch.cat([made.table, zeros], dim=1))
+    return _widened(made)
 
 
 def spaced(scheduler: DDPMScheduler, steps: int) -> list[int]:
@@ -183,45 +180,23 @@ def _ddpm_row(at: int, following: int, noise: NoiseSchedule) -> torch.Tensor:
 
 def edm_sigmas(steps: int, alphas_cumprod: torch.Tensor) -> list[float]:
     """Karras et al. (2022), equation 5, within the sigmas that the UNet knows; the last is 0."""
-    alphas = alphas_cumprod.double().numpy()
-    known = np.sqrt((1 - alphas) / alphas)
-    return sampler.karras_sigmas(min(_SIGMAS[0], known[-1]), max(_SIGMAS[1], known[0]), steps)
+    largest, smallest = levels(alphas_cumprod).ends
+    ends = min(_SIGMAS[0], largest), max(_SIGMAS[1], smallest)
+    return [*karras(*ends, steps).tolist(), 0.0]
 
 
 def _edm(steps: int, noise: NoiseSchedule) -> Schedule:
-    alphas = noise.alphas_cumprod.double().numpy()
-    logs = np.log((1 - alphas) / alphas) / 2
     sigmas = edm_sigmas(steps, noise.alphas_cumprod)
-    calls = list(_heun(sigmas))
-    table = torch.zeros(len(calls), COLUMNS)
-    for row, (sigma, keep, weights) in zip(table, calls, strict=True):
-        row[sampler.TIMESTEP] = float(np.interp(math.log(sigma), logs, np.arange(len(logs))))
-        row[sampler.INPUT_SCALE] = 1 / math.sqrt(sigma**2 + 1)
-        row[sampler.FROM_LATENTS], row[sampler.FROM_OUTPUT] = sampler.to_image(
-            sigma, noise.prediction_type
-        )
-        row[sampler.KEEP] = keep
-        for at, weight in enumerate(weights):
-            row[sampler.FIRST_WEIGHT + at] = weight
-    return Schedule(sigmas[0], table, (False,) * len(calls))
+    moves = list(by_sigma.SAMPLERS[_HEUN](sigmas, samplers.DEFAULT_OPTIONS))
+    known = levels(noise.alphas_cumprod)
+    made = schedule.of_moves(_HEUN, moves, known, noise.prediction_type)
+    return _widened(replace(made, initial_scale=sigmas[0]))
 
 
-def _heun(sigmas: Sequence[float]) -> Iterator[tuple[float, float, Sequence[float]]]:
-    """Yields each call's sigma, what it keeps of the image, and its weights of the estimates.
-
-    The second call of a step starts from where Euler's step arrived, x' = r x + (1 - r) D with
-    r = sigma' / sigma, and needs x = (x' - (1 - r) D) / r. With d = (x - D) / sigma and
-    d' = (x' - D') / sigma' the result is x + (sigma' - sigma) (d + d') / 2.
-    """
-    for sigma, following in pairwise(sigmas):
-        ratio = following / sigma
-        yield sigma, ratio, (1 - ratio,)
-        if following > 0:
-            half = (following - sigma) / 2
-            of_start = 1 + half / sigma
-            keep = of_start / ratio + half / following
-            earlier = -of_start * (1 - ratio) / ratio - half / sigma
-            yield following, keep, (-half / following, earlier)
+def _widened(made: Schedule) -> Schedule:
+    """With the variance's columns, which only DDPM has."""
+    zeros = torch.zeros(len(made.table), COLUMNS - sampler.COLUMNS)
+    return replace(made, table=torch.cat([made.table, zeros], dim=1))
 
 
 def threshold(images: torch.Tensor, limit: float, rank: float | None) -> torch.Tensor:

@@ -26,6 +26,7 @@ from worker.engine.noise import NoiseStream
 from worker.engine.passes import begin, upscaling
 from worker.engine.passes.begin import PreparedControl
 from worker.engine.passes.upscaling import UpscalerCache, Upscaling
+from worker.engine.samplers import schedule as schedules
 
 #: Prompt chunks in the contexts of longer prompts, which share calls with each other by these: only
 #: cross-attention depends on the context, so a call takes 1 %, 4 % and 13 % more operations than a
@@ -99,12 +100,17 @@ class PreparedRequest:
 
     def guidance(self, call: int) -> float:
         """The guidance scale of a UNet call; 1 takes the prompt's output alone."""
-        is_unguided = any(self.schedule.unguided[call : call + 1]) and not self.embeds_guidance
-        return 1.0 if is_unguided else self.request.cfg_scale
+        if self.embeds_guidance:
+            return self.request.cfg_scale
+        is_unguided = any(self.schedule.unguided[call : call + 1])
+        return 1.0 if is_unguided else self.request.cfg_scale * self.schedule.guidance_share
 
     def rows(self, call: int) -> int:
         """The rows of a UNet call: the prompt's, and with guidance the negative prompt's."""
-        return 1 if self.embeds_guidance or self.guidance(call) == 1 else 2
+        if self.embeds_guidance or any(self.schedule.unguided[call : call + 1]):
+            return 1
+        needs_both = self.schedule.guidance_share != 1  # DDIM CFG++, at any scale
+        return 2 if needs_both or self.guidance(call) != 1 else 1
 
     @property
     def prompts(self) -> list[tuple[Chunk, ...]]:
@@ -117,7 +123,14 @@ class PreparedRequest:
         request = self.request
         shape = (channels, request.height // factor, request.width // factor)
         draws = sum(self.schedule.noisy) + (self.schedule.initial_churn is not None)
-        return NoiseStream(request.seed, shape, request.noise, factor=factor, draws=draws)
+        return NoiseStream(
+            request.seed,
+            shape,
+            request.noise,
+            factor=factor,
+            draws=draws,
+            brownian=self.schedule.brownian,
+        )
 
     def first_latents(self, noise: NoiseStream) -> torch.Tensor:
         """The noise that the image starts from [channels, height, width]."""
@@ -305,19 +318,20 @@ class RequestPreparer(Preparer):
             return ()
         self._may_go_on.wait()
         checked = [(self._control_nets.check(each), each) for each in request.controls]
-        size, calls = (request.width, request.height), len(schedule.table)
-        return begin.prepare_controls(checked, size, request.sampler, calls, steps)
+        size = request.width, request.height
+        return begin.prepare_controls(checked, size, schedule.finished, steps)
 
     def _schedule(
         self, request: contract.ImageRequest, steps: int, t_enc: int | None = None
     ) -> sampler.Schedule:
-        return sampler.make_schedule(
+        return schedules.make_schedule(
             request.sampler,
             steps,
             self._checkpoint.alphas_cumprod,
             self._checkpoint.prediction_type,
             request.sampler_options,
             t_enc=t_enc,
+            is_xl=self._checkpoint.family.slug == "sdxl",
         )
 
     def _check_size(self, request: contract.ImageRequest) -> None:

@@ -68,12 +68,12 @@ def tick(
         steering = residuals(controls, x, times, state.mask, state.rows[:, _GUIDANCE + 1 :])
     if state.conditioning is not None:
         x = torch.cat([x, state.conditioning], dim=1)
-    guided = unet(x, times, call, state.added, steering).float()
+    guided, uncond = unet(x, times, call, state.added, steering).float(), None
     if state.slot_rows > 1:
         cond, uncond = guided.unflatten(0, (-1, 2)).unbind(dim=1)
         guided = uncond + scales[:, None, None, None] * (cond - uncond)
     stepped, remembered = sampler.step(
-        coefficients, state.latents, guided, state.history, state.noise, image
+        coefficients, state.latents, guided, state.history, state.noise, image, uncond
     )
     state.latents.copy_(stepped)
     state.history.copy_(remembered)

@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from imagefleet import errors
+from sampling import alphas_cumprod
 from worker.engine import contract
 from worker.engine.control import held, network
 from worker.engine.passes import begin
+from worker.engine.samplers.schedule import make_schedule
 
 ROUNDING = 2
 
@@ -140,6 +142,8 @@ def test_a_map_of_classes_keeps_its_colours_in_the_second_pass(make_control: Any
         ("euler", 1.0, 1.0, []),
         ("plms", 0.0, 0.0, [0, 1, 2]),
         ("plms", 0.25, 0.5, [4, 5, 6]),
+        ("heun", 0.0, 0.0, [0, 1, 2]),
+        ("heun", 0.25, 0.5, [5, 6, 7, 8, 9, 10]),
     ],
 )
 def test_the_steps_are_those_of_sd_webui_controlnet(
@@ -147,10 +151,10 @@ def test_the_steps_are_those_of_sd_webui_controlnet(
 ) -> None:
     """Calls with `start <= state.sampling_step / steps <= end`, that being set after each step."""
     control = make_control(weight=0.5, start=start, end=end)
-    calls = 9 if sampler == "plms" else 8
-    weights = begin.control_weights(control, sampler, calls, 8)
+    made = make_schedule(sampler, 9 if sampler == "plms" else 8, alphas_cumprod(), "epsilon")
+    weights = begin.control_weights(control, made.finished, 8)
     assert [at for at, weight in enumerate(weights) if weight == 0.5] == steered
-    assert {weights[at] for at in range(calls) if at not in steered} <= {0.0}
+    assert {weights[at] for at in range(len(weights)) if at not in steered} <= {0.0}
 
 
 def test_controlnets_without_effect_take_no_lane_and_load_nothing_on_the_device(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from imagefleet import errors
 from imagefleet.job import samplers
 from worker.engine import sampler
 from worker.engine.passes import begin
+from worker.engine.samplers import schedule as schedules
 
 BETAS = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
 ALPHAS = torch.cumprod(1 - BETAS, dim=0)
@@ -18,7 +20,7 @@ ALPHAS = torch.cumprod(1 - BETAS, dim=0)
 
 def schedule(name: str, taken: begin.Steps, **options: Any) -> sampler.Schedule:
     given = samplers.Options(**options)
-    return sampler.make_schedule(name, taken.steps, ALPHAS, "epsilon", given, t_enc=taken.t_enc)
+    return schedules.make_schedule(name, taken.steps, ALPHAS, "epsilon", given, t_enc=taken.t_enc)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,22 @@ def test_a_schedule_longer_than_the_models_timesteps_is_refused() -> None:
         begin.second_pass(10, 0.0099)
 
 
-@pytest.mark.parametrize("name", samplers.SAMPLERS)
+BY_TIMESTEPS = ("ddim", "ddim_cfgpp", "plms", "unipc")
+
+#: UNet calls of the end of a schedule.
+CALLS: dict[str, Callable[[int], int]] = {
+    "ddim": lambda t_enc: t_enc - 1,
+    "ddim_cfgpp": lambda t_enc: t_enc - 1,
+    "plms": lambda t_enc: t_enc - (t_enc < 2),
+    "unipc": lambda t_enc: t_enc,
+    **dict.fromkeys(("euler", "lms", "dpmpp_2m_sde", "lcm", "tcd"), lambda t_enc: t_enc + 1),
+    **dict.fromkeys(("heun", "dpm_2", "dpmpp_sde"), lambda t_enc: 2 * t_enc + 1),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [each for each in samplers.SAMPLERS if "_" not in each or each in CALLS]
+)
 def test_every_sampler_has_a_finite_end_for_any_steps_and_strength(name: str) -> None:
     for count in (1, 2, 3, 7, 20, 150):
         for strength in (0.0, 0.01, 0.3, 0.5, 0.75, 0.99, 1.0):
@@ -64,10 +81,9 @@ def test_every_sampler_has_a_finite_end_for_any_steps_and_strength(name: str) ->
                 assert made.table.isfinite().all()
                 assert len(made.noisy) == len(made.table) >= 1
                 assert 0 < made.image_scale <= 1
-                calls = max(1, taken.t_enc - 1 + (name == "plms" and taken.t_enc > 1))
-                if name not in ("ddim", "plms"):
-                    calls = taken.t_enc + 1
-                assert len(made.table) == calls
+                assert len(made.table) == len(made.finished)
+                if name in CALLS and (taken.t_enc > 0 or name not in BY_TIMESTEPS):
+                    assert len(made.table) == max(1, CALLS[name](taken.t_enc))
 
 
 @pytest.mark.parametrize("name", samplers.SAMPLERS)
@@ -122,7 +138,7 @@ def test_the_churn_of_the_end_of_a_schedule_is_k_diffusions(
 
 def test_s_min_uncond_counts_the_calls_of_the_pass() -> None:
     made = schedule("euler", begin.img2img(20, 0.5), s_min_uncond=3.0)
-    whole = sampler.make_schedule(
+    whole = schedules.make_schedule(
         "euler", 20, ALPHAS, "epsilon", samplers.Options(s_min_uncond=3.0)
     )
     assert len(made.unguided) == 11

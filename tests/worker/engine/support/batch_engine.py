@@ -201,7 +201,9 @@ def denoise(
         for image, stream, into in zip(images, streams, noise, strict=True):
             if image.schedule.noisy[call]:
                 stream.fill(into)
-        latents, history = sampler.step(rows, latents, guided, history, noise.to(device))
+        latents, history = sampler.step(
+            rows, latents, guided, history, noise.to(device), uncond=uncond
+        )
     return latents
 
 

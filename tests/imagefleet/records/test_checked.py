@@ -1,0 +1,143 @@
+"""What a follower hands on: nothing that what is stored, or what was sent, does not bear out."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from imagefleet import Job, aio, errors
+from imagefleet.records import once, reader
+from imagefleet.records.record import Record, RecordLog
+from imagefleet.records.sent import Ledger, entry_of
+from imagefleet.records.stored import Damaged
+from imagefleet.storage.open import Storage
+from imagefleet.storage.settings import StorageSettings
+from stored_images import ImageLog
+
+NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
+ONE, OTHER = "1" * 64, "2" * 64
+
+
+def record(job_id: str, outcome: str = "completed", **fields: Any) -> Record:
+    known = {"outcome": outcome, "id": job_id, "campaign": "spring", "at": NOON, "digest": ONE}
+    known["source"] = f"message-{job_id}"
+    if outcome == "completed":
+        known |= {"blob": f"spring/{job_id}.png", "sha256": ONE}
+    return Record.model_validate(known | fields)
+
+
+async def send(storage: Storage, *ids: str) -> None:
+    ledger = Ledger(storage, "spring")
+    for job_id in ids:
+        ledger.pending += entry_of(job_id, ONE)
+    await ledger.note()
+
+
+@pytest.fixture
+async def storage(storage: Storage) -> Storage:
+    await storage.create()
+    await send(storage, "a", "b", "c", "d")
+    return storage
+
+
+@pytest.fixture
+def worker(storage: Storage) -> ImageLog:
+    return ImageLog(storage.blobs, "worker")
+
+
+@pytest.fixture
+def thief(storage: Storage) -> RecordLog:
+    return RecordLog(storage.blobs, "thief")
+
+
+async def test_only_what_fits_is_handed_on(
+    storage: Storage, worker: ImageLog, thief: RecordLog
+) -> None:
+    await worker.add([record("a"), record("b", "failed")])
+    forged = [
+        record("a", sha256=OTHER),
+        record("a", blob="spring/a.jpg"),
+        record("c"),
+        record("a", "failed"),
+        record("a", "failed", digest=None),
+        record("made-up", "failed"),
+        record("d", "failed", digest=OTHER),
+    ]
+    await thief.add(forged)
+    others = [record("a", digest=OTHER), record("c", sha256=None), record("a", sha256=OTHER)]
+    await thief.add(others, again=True)
+    damaged = Damaged()
+
+    found = await reader.Follower(storage, "spring", damaged=damaged).poll()
+
+    assert sorted((each.id, each.outcome) for each in found) == [
+        ("a", "completed"),
+        ("b", "failed"),
+    ]
+    assert damaged.count == len(forged) + len(others)
+    assert "records do not fit" in str(damaged)
+
+
+async def test_a_job_of_several_images_is_not_complete_before_all_are_stored(
+    storage: Storage, worker: ImageLog, thief: RecordLog
+) -> None:
+    await worker.add([record("a", images=2, completes=False, sha256=None)])
+    forged = record("a", images=2, completes=True, sha256=None)
+    await thief.add([forged], again=True)
+    found = await reader.Follower(storage).poll()
+    assert [each.completes for each in found] == [False]
+
+
+async def test_the_record_of_a_job_that_a_load_has_not_noted_yet_waits(
+    storage: Storage, worker: ImageLog
+) -> None:
+    now = datetime.now(UTC)
+    await worker.add([record("e", at=now), record("a"), record("x", "failed", at=now)])
+    await worker.add([record("y", "failed", at=now - timedelta(hours=1))])
+    damaged = Damaged()
+    follower = reader.Follower(storage, damaged=damaged)
+    assert [each.id for each in await follower.poll()] == ["a"]
+    assert damaged.count == 1
+    start = follower.start
+    await send(storage, "e")
+    assert [each.id for each in await follower.poll()] == ["e"]
+    assert await follower.poll() == []
+    later = reader.Follower(storage, position=start)
+    assert {each.id for each in await later.poll()} == {"a", "e"}, "it was killed meanwhile"
+
+
+async def test_a_replaced_drawing_is_no_misfit(storage: Storage, worker: ImageLog) -> None:
+    told = {"worker": "w1", "started_at": "2026-11-22T12:00:00.123+00:00"}
+    await worker.add([record("a", **told)])
+    await storage.blobs.delete("spring/a.png")
+    note = once.note("spring/a.png", told | {"job": "a"}, "redo/1.json", NOON)
+    assert note is not None
+    await RecordLog(storage.files, "operator").add([note])
+    await worker.add([record("a", sha256=OTHER, worker="w2")])
+    damaged = Damaged()
+    found = await reader.Follower(storage, damaged=damaged).poll()
+    assert [each.worker for each in found] == ["w2"]
+    assert damaged.count == 0
+
+
+async def test_the_client_has_the_picture_of_a_job_that_somebody_says_has_failed(
+    local_settings: StorageSettings,
+) -> None:
+    async with aio.connect(local_settings.storage) as fleet:
+        batch = await fleet.submit([Job(prompt="a fox", id=name) for name in ("a", "b")])
+        [digest, _] = [job.digest for job in batch._jobs.values()]
+        known = {"campaign": "default", "digest": digest}
+        told = {"job": "a", "digest": str(digest), "sha256": ONE, "images": "1"}
+        await fleet.storage.blobs.create("default/a.png", b"pixels", "image/png", told)
+        forged = record("a", blob="default/a.png", **known)
+        lies = [record("a", "failed", **known), forged.model_copy(update={"sha256": OTHER})]
+        await RecordLog(fleet.storage.blobs, "thief").add(lies)
+        results = batch.results(0)
+        found = await anext(results)
+        assert (found.id, found.status, found.records[0].sha256) == ("a", "completed", ONE)
+        with pytest.raises(TimeoutError):
+            await anext(results)
+        with pytest.raises(errors.MisfitError):
+            await found.data()  # these pixels have another SHA-256

@@ -1,0 +1,109 @@
+"""k-diffusion's samplers on schedules computed apart, as AUTOMATIC1111 1.10 puts them together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import stats
+
+#: Key: k-diffusion's function, and what AUTOMATIC1111 gives it.
+METHODS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "euler": ("euler", {}),
+    "euler_ancestral": ("euler_ancestral", {}),
+    "dpmpp_2m": ("dpmpp_2m", {}),
+    "dpmpp_sde": ("dpmpp_sde", {}),
+    "dpmpp_2m_sde": ("dpmpp_2m_sde", {}),
+    "dpmpp_2m_sde_heun": ("dpmpp_2m_sde", {"solver_type": "heun"}),
+    "dpmpp_3m_sde": ("dpmpp_3m_sde", {}),
+    "dpmpp_2s_ancestral": ("dpmpp_2s_ancestral", {}),
+    "lms": ("lms", {}),
+    "heun": ("heun", {}),
+    "dpm_2": ("dpm_2", {}),
+    "dpm_2_ancestral": ("dpm_2_ancestral", {}),
+    "dpm_fast": ("dpm_fast", {"eta": 1.0}),
+}
+
+_SDE = ("dpmpp_sde", "dpmpp_2m_sde", "dpmpp_2m_sde_heun", "dpmpp_3m_sde")
+
+_AYS = [14.615, 6.475, 3.861, 2.697, 1.886, 1.396, 0.963, 0.652, 0.399, 0.152, 0.029]
+
+
+class Reference:
+    def __init__(self, k_diffusion: Any, unet: Callable[..., Any], alphas: torch.Tensor) -> None:
+        self.sampling = k_diffusion.sampling
+        self.model = k_diffusion.external.DiscreteEpsDDPMDenoiser(
+            unet, alphas.float(), quantize=False
+        )
+        self.ends = float(self.model.sigma_min), float(self.model.sigma_max)
+
+    def draw(
+        self,
+        method: str,
+        schedule: str,
+        steps: int,
+        noise: Sequence[torch.Tensor],
+        options: Mapping[str, Any],
+    ) -> torch.Tensor:
+        name, given = METHODS[method]
+        given = {**given, **options}
+        sigmas = self.sigmas(schedule, steps)
+        if method in ("dpm_2", "dpm_2_ancestral", "dpmpp_3m_sde"):
+            sigmas = self.sigmas(schedule, steps + 1)
+            sigmas = torch.cat([sigmas[:-2], sigmas[-1:]])
+        if method in _SDE:
+            given["noise_sampler"] = lambda *_: torch.randn_like(noise[0])
+        function = getattr(self.sampling, f"sample_{name}")
+        begun = noise[0] * sigmas[0]
+        path = (*self.ends, steps) if method == "dpm_fast" else (sigmas,)
+        drawn: torch.Tensor = function(self.model, begun, *path, disable=True, **given)
+        return drawn
+
+    def sigmas(self, schedule: str, steps: int) -> torch.Tensor:
+        """By k-diffusion where it has the schedule, else by its definition."""
+        if schedule in ("karras", "exponential", "polyexponential"):
+            found: torch.Tensor = getattr(self.sampling, f"get_sigmas_{schedule}")(
+                steps, *self.ends
+            )
+            return found
+        if schedule in ("uniform", "normal"):
+            return self.model.get_sigmas(steps)
+        made: list[float] = getattr(self, f"_{schedule}")(steps)
+        end = [] if schedule == "kl_optimal" else [0.0]
+        return torch.tensor([*made, *end])
+
+    def _sgm_uniform(self, steps: int) -> list[float]:
+        times = torch.linspace(999, 0, steps + 1)[:-1]
+        return self.model.t_to_sigma(times).tolist()
+
+    def _turbo(self, steps: int) -> list[float]:
+        """Timesteps a stride apart that end a stride above -1, rounded."""
+        return [
+            float(self.model.sigmas[round(1000 * at / steps - 1)]) for at in range(steps, 0, -1)
+        ]
+
+    def _simple(self, steps: int) -> list[float]:
+        return [float(self.model.sigmas[999 - int(at * 1000 / steps)]) for at in range(steps)]
+
+    def _ddim(self, steps: int) -> list[float]:
+        return [float(self.model.sigmas[at]) for at in range(1, 1000, 1000 // steps)][::-1]
+
+    def _beta(self, steps: int) -> list[float]:
+        low, high = self.ends
+        places = stats.beta.ppf(1 - np.linspace(0, 1, steps), 0.6, 0.6)
+        return [low + float(place) * (high - low) for place in places]
+
+    def _kl_optimal(self, steps: int) -> list[float]:
+        """Sabour et al. (2024), theorem 3.1: the arc tangent goes down evenly."""
+        low, high = (math.atan(end) for end in self.ends)
+        return [math.tan(high + at / steps * (low - high)) for at in range(steps + 1)]
+
+    def _align_your_steps(self, steps: int) -> list[float]:
+        """Interpolated in log sigma, by the paper's recipe."""
+        if steps == len(_AYS):
+            return _AYS
+        old, new = (torch.linspace(0, 1, count).numpy() for count in (len(_AYS), steps))
+        return np.exp(np.interp(new, old, np.log(_AYS))).tolist()  # type: ignore[no-any-return]

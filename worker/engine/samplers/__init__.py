@@ -1,0 +1,1 @@
+"""Samplers and their schedules, as tables of the one update in `worker.engine.sampler`."""

@@ -1,0 +1,320 @@
+"""Samplers of sigmas: latents have variance sigma^2 + 1, and estimates are the denoised image.
+
+The formulas are those of k-diffusion (`sampling.py`); LCM's and Restart's are their papers', as
+AUTOMATIC1111 steps through them. LMS weighs estimates of the noise, (latents - image) / sigma.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from imagefleet.job.samplers import Options
+from worker.engine.samplers import sigmas as schedules
+from worker.engine.samplers.moves import BEFORE, ESTIMATES, LATENTS, Move, towards
+
+Sigmas = Sequence[float]
+_Moves = Iterator[Move]
+
+NEW, LAST = ESTIMATES[:2]
+
+_LMS_ORDER = 4
+
+#: Restart goes through these sigmas again, from so many steps on, and twice from more.
+_RESTART_FROM, _RESTART_TO = 0.1, 2.0
+_RESTART_STEPS, _MANY_RESTART_STEPS = 20, 36
+
+
+def churned(sigmas: Sigmas, options: Options) -> list[float]:
+    """The sigma that each step starts from after its churn (Karras et al. 2022, algorithm 2)."""
+    gamma = min(options.s_churn / max(1, len(sigmas) - 1), math.sqrt(2) - 1)
+    return [
+        sigma * (1 + gamma) if options.s_tmin <= sigma <= options.s_tmax else sigma
+        for sigma in sigmas
+    ]
+
+
+def churn_noise(sigma: float, hat: float, options: Options) -> float:
+    """Standard deviation of the noise that raises *sigma* to *hat*."""
+    return options.s_noise * math.sqrt(hat**2 - sigma**2)
+
+
+def _with_churn(
+    sigmas: Sigmas, options: Options
+) -> Iterator[tuple[int, float, float, float | None]]:
+    """Each step's number, sigmas after churn and at the end, and the following step's churn.
+
+    k-diffusion draws the noise of churn at each step, whether it is used or not.
+    """
+    hats = churned(sigmas, options)
+    for at, following in enumerate(sigmas[1:]):
+        has_noise = options.s_churn > 0 and following > 0
+        noise = churn_noise(following, hats[at + 1], options) if has_noise else None
+        yield at, hats[at], following, noise
+
+
+def _euler(sigmas: Sigmas, options: Options) -> _Moves:
+    for at, sigma, following, noise in _with_churn(sigmas, options):
+        yield Move(sigma, towards(following / sigma), noise, finished=at - 1)
+
+
+def _heun_step(
+    at: int, sigma: float, following: float, noise: float | None = None
+) -> Iterator[Move]:
+    if following == 0:
+        yield Move(sigma, towards(0.0), noise, finished=at - 1)
+        return
+    yield Move(sigma, towards(following / sigma), finished=at - 1)
+    slopes = (BEFORE - LAST) / sigma + (LATENTS - NEW) / following
+    yield Move(following, BEFORE + (following - sigma) / 2 * slopes, noise, finished=at)
+
+
+def _heun(sigmas: Sigmas, options: Options) -> _Moves:
+    for at, sigma, following, noise in _with_churn(sigmas, options):
+        yield from _heun_step(at, sigma, following, noise)
+
+
+def _dpm_2(sigmas: Sigmas, options: Options) -> _Moves:
+    for at, sigma, following, noise in _with_churn(sigmas, options):
+        yield from _midpoint_step(at, sigma, following, noise)
+
+
+def _midpoint_step(at: int, sigma: float, following: float, noise: float | None) -> _Moves:
+    if following == 0:
+        yield Move(sigma, towards(0.0), noise, finished=at - 1)
+        return
+    middle = math.sqrt(sigma * following)
+    yield Move(sigma, towards(middle / sigma), finished=at - 1)
+    slope = (LATENTS - NEW) / middle
+    yield Move(middle, BEFORE + (following - sigma) * slope, noise, finished=at)
+
+
+def _ancestral(sigma: float, following: float, options: Options) -> tuple[float, float]:
+    """The sigma that a step goes down to, and the noise that raises it to the following one."""
+    eta = 1.0 if options.eta is None else options.eta
+    up = min(following, eta * following * math.sqrt(1 - (following / sigma) ** 2))
+    return math.sqrt(following**2 - up**2), up
+
+
+def _euler_ancestral(sigmas: Sigmas, options: Options) -> _Moves:
+    """AUTOMATIC1111 does not pass `s_noise` on to it."""
+    for at, (sigma, following) in enumerate(pairwise(sigmas)):
+        down, up = _ancestral(sigma, following, options)
+        yield Move(sigma, towards(down / sigma), up or None, finished=at - 1)
+
+
+def _dpm_2_ancestral(sigmas: Sigmas, options: Options) -> _Moves:
+    for at, (sigma, following) in enumerate(pairwise(sigmas)):
+        down, up = _ancestral(sigma, following, options)
+        yield from _midpoint_step(at, sigma, down, options.s_noise * up or None)
+
+
+def _dpmpp_2s_ancestral(sigmas: Sigmas, options: Options) -> _Moves:
+    for at, (sigma, following) in enumerate(pairwise(sigmas)):
+        down, up = _ancestral(sigma, following, options)
+        noise = options.s_noise * up or None
+        if down == 0:
+            yield Move(sigma, towards(0.0), noise, finished=at - 1)
+            continue
+        middle = math.sqrt(sigma * down)
+        yield Move(sigma, towards(middle / sigma), finished=at - 1)
+        ratio = down / sigma
+        yield Move(middle, ratio * BEFORE + (1 - ratio) * NEW, noise, finished=at)
+
+
+def _dpmpp_sde(sigmas: Sigmas, options: Options) -> _Moves:
+    for at, (sigma, following) in enumerate(pairwise(sigmas)):
+        if following == 0:
+            yield Move(sigma, towards(0.0), finished=at - 1)
+            continue
+        # The Brownian motion is asked for at these sigmas as k-diffusion rounds them.
+        start, end = (-torch.tensor([sigma, following]).log()).unbind()
+        times = torch.stack([start, start + (end - start) / 2, end])
+        start_sigma, middle, end_sigma = times.neg().exp().tolist()
+        down, up = _ancestral(sigma, middle, options)
+        noise, interval = options.s_noise * up or None, (start_sigma, middle)
+        yield Move(sigma, towards(down / sigma), noise, interval, finished=at - 1)
+        down, up = _ancestral(sigma, following, options)
+        noise, interval = options.s_noise * up or None, (start_sigma, end_sigma)
+        ratio = down / sigma
+        yield Move(middle, ratio * BEFORE + (1 - ratio) * NEW, noise, interval, finished=at)
+
+
+def _dpmpp_2m(sigmas: Sigmas, _: Options) -> _Moves:
+    """First order at the first step, without an earlier estimate, and at the last, to sigma 0."""
+    for at, (sigma, following) in enumerate(pairwise(sigmas)):
+        ratio = following / sigma
+        move = towards(ratio)
+        if at > 0 and following > 0:
+            last = math.log(sigmas[at - 1] / sigma) / math.log(sigma / following)
+            move = move + (1 - ratio) / (2 * last) * (NEW - LAST)
+        yield Move(sigma, move, finished=at - 1)
+
+
+def _exponential_step(sigma: float, following: float, options: Options) -> tuple[float, Move]:
+    """The SDE's first order step: its length h + eta h in log sigma, and its move."""
+    eta = 1.0 if options.eta is None else options.eta
+    length = math.log(sigma / following)
+    noise = following * math.sqrt(-math.expm1(-2 * eta * length)) * options.s_noise
+    move = towards(math.exp(-length * (1 + eta)))
+    return length * (1 + eta), Move(sigma, move, noise or None, (sigma, following))
+
+
+def _dpmpp_2m_sde(sigmas: Sigmas, options: Options, *, is_heun: bool = False) -> _Moves:
+    lengths = [0.0]
+    for at, (sigma, following) in enumerate(pairwise(sigmas)):
+        if following == 0:
+            yield Move(sigma, NEW, finished=at - 1)
+            continue
+        long, move = _exponential_step(sigma, following, options)
+        lengths.append(math.log(sigma / following))
+        latents = move.latents
+        if at > 0:
+            ratio = lengths[-2] / lengths[-1]
+            weight = 1 + math.expm1(-long) / long if is_heun else -math.expm1(-long) / 2
+            latents = latents + weight / ratio * (NEW - LAST)
+        yield move._replace(latents=latents, finished=at - 1)
+
+
+def _dpmpp_2m_sde_heun(sigmas: Sigmas, options: Options) -> _Moves:
+    return _dpmpp_2m_sde(sigmas, options, is_heun=True)
+
+
+def _dpmpp_3m_sde(sigmas: Sigmas, options: Options) -> _Moves:
+    older = ESTIMATES[2]
+    lengths: list[float] = []
+    for at, (sigma, following) in enumerate(pairwise(sigmas)):
+        if following == 0:
+            yield Move(sigma, NEW, finished=at - 1)
+            continue
+        long, move = _exponential_step(sigma, following, options)
+        lengths.append(math.log(sigma / following))
+        latents = move.latents
+        phi_2 = math.expm1(-long) / long + 1
+        if at > 0:
+            first = lengths[-2] / lengths[-1]
+            slope = (NEW - LAST) / first
+            if at > 1:
+                second = lengths[-3] / lengths[-1]
+                curve = (slope - (LAST - older) / second) / (first + second)
+                latents = latents - (phi_2 / long - 0.5) * curve
+                slope = slope + first * curve
+            latents = latents + phi_2 * slope
+        yield move._replace(latents=latents, finished=at - 1)
+
+
+def _lms(sigmas: Sigmas, _: Options) -> _Moves:
+    """Adams-Bashforth's method of the noise, over uneven steps: two points are exact for cubics."""
+    points, weights = np.polynomial.legendre.leggauss(2)
+    for at, (sigma, following) in enumerate(pairwise(sigmas)):
+        known = sigmas[max(0, at + 1 - _LMS_ORDER) : at + 1][::-1]
+        half = (following - sigma) / 2
+        places, latents = sigma + half * (points + 1), LATENTS
+        for this, estimate in zip(known, ESTIMATES, strict=False):
+            factors = [(places - other) / (this - other) for other in known if other != this]
+            latents = latents + half * (weights @ np.prod([points**0, *factors], axis=0)) * estimate
+        yield Move(sigma, latents, finished=at - 1)
+
+
+def dpm_fast(largest: float, smallest: float, calls: int, options: Options) -> _Moves:
+    """DPM-Solver-Fast (Lu et al. 2022): steps of three calls, of equal lengths in log sigma."""
+    count = calls // 3 + 1
+    orders = [3] * (count - 1) + [calls % 3] if calls % 3 else [3] * (count - 2) + [2, 1]
+    places = np.linspace(math.log(largest), math.log(smallest), count + 1)
+    for at, (order, start, end) in enumerate(zip(orders, places, places[1:], strict=False)):
+        sigma, following = math.exp(start), math.exp(end)
+        down = max(smallest, _ancestral(sigma, following, options)[0])
+        has_noise = options.eta is None or options.eta > 0
+        noise = options.s_noise * math.sqrt(max(0.0, following**2 - down**2))
+        *first, last = solver_step(order, sigma, down if has_noise else following)
+        yield from (move._replace(finished=at - (call == 0)) for call, move in enumerate(first))
+        yield last._replace(noise=noise if has_noise else None, finished=at - (order == 1))
+
+
+def solver_step(order: int, sigma: float, end: float) -> _Moves:
+    """The calls of DPM-Solver's singlestep of an order, by its section 3; the last one arrives."""
+    if order == 1:
+        yield Move(sigma, towards(end / sigma))
+        return
+    length = math.log(sigma / end)
+    first = sigma * math.exp(-length / order)
+    yield Move(sigma, towards(first / sigma))
+    if order == 2:  # noqa: PLR2004
+        yield Move(first, BEFORE + (end - sigma) * (LATENTS - NEW) / first)
+        return
+    second = sigma * math.exp(-2 * length / 3)
+    slope = (BEFORE - LAST) / sigma
+    change = (LATENTS - NEW) / first - slope
+    yield Move(
+        first, BEFORE + (second - sigma) * slope - second * 2 * bend(2 * length / 3) * change
+    )
+    slope = (BEFORE - ESTIMATES[2]) / first  # the same: its call's step went along it
+    change = (LATENTS - NEW) / second - slope
+    begun = BEFORE + (sigma - first) * slope
+    yield Move(second, begun + (end - sigma) * slope - end * 1.5 * bend(length) * change)
+
+
+def bend(length: float) -> float:
+    """(exp(h) - 1) / h - 1, which is what a step of length h has of the slope's change."""
+    return math.expm1(length) / length - 1 if length else 0.0
+
+
+def _lcm(sigmas: Sigmas, _: Options) -> _Moves:
+    """Luo et al. (2023): the image that the consistency model sees, with the noise of the next."""
+    for at, (sigma, following) in enumerate(pairwise(sigmas)):
+        yield Move(sigma, NEW, following or None, finished=at - 1)
+
+
+def _restart(sigmas: Sigmas, _: Options) -> _Moves:
+    """Heun's method, which goes back by noise (Xu et al. 2023), by AUTOMATIC1111's rule."""
+    steps = _restart_steps(list(sigmas))
+    for at, (sigma, following) in enumerate(steps):
+        noise = None
+        if at + 1 < len(steps) and (begin := steps[at + 1][0]) > following:
+            noise = math.sqrt(begin**2 - following**2)
+        yield from _heun_step(at, sigma, following, noise)
+
+
+def _restart_steps(sigmas: list[float]) -> list[tuple[float, float]]:
+    """From 20 steps on, 9 of them go a second time from sigma 2 to 0.1; of 36, a quarter twice."""
+    count = len(sigmas) - 1
+    if count < _RESTART_STEPS:
+        return list(pairwise(sigmas))
+    repeated, times = (count // 4, 2) if count >= _MANY_RESTART_STEPS else (9, 1)
+    kept = schedules.karras(sigmas[0], sigmas[-2], count - repeated * times)
+    known = torch.cat([kept, torch.zeros(1)])
+    low, high = (int((known - end).abs().argmin()) for end in (_RESTART_FROM, _RESTART_TO))
+    whole = list(pairwise(known.tolist()))
+    if high >= low or low == 0:
+        return whole
+    part = schedules.karras(float(known[high]), float(known[low]), repeated + 1)
+    return [*whole[:low], *list(pairwise(part.tolist())) * times, *whole[low:]]
+
+
+#: Samplers that have AUTOMATIC1111's churn.
+WITH_CHURN = frozenset({"euler", "heun", "dpm_2"})
+
+#: Samplers that make one step more, and leave the last but one of the sigmas out.
+WITHOUT_NEXT_TO_LAST = frozenset({"dpm_2", "dpm_2_ancestral", "dpmpp_3m_sde"})
+
+#: The moves of a sampler, by its key, from its sigmas.
+SAMPLERS: Mapping[str, Callable[[Sigmas, Options], _Moves]] = {
+    "euler_ancestral": _euler_ancestral,
+    "euler": _euler,
+    "dpmpp_2m": _dpmpp_2m,
+    "dpmpp_sde": _dpmpp_sde,
+    "dpmpp_2m_sde": _dpmpp_2m_sde,
+    "dpmpp_2m_sde_heun": _dpmpp_2m_sde_heun,
+    "dpmpp_2s_ancestral": _dpmpp_2s_ancestral,
+    "dpmpp_3m_sde": _dpmpp_3m_sde,
+    "lms": _lms,
+    "heun": _heun,
+    "dpm_2": _dpm_2,
+    "dpm_2_ancestral": _dpm_2_ancestral,
+    "restart": _restart,
+    "lcm": _lcm,
+}

@@ -1,0 +1,262 @@
+"""Samplers of timesteps: latents have variance 1, and estimates are the noise, or UniPC's image.
+
+DDIM, PLMS and UniPC follow AUTOMATIC1111. The timesteps of the first two are 1, 1 + r, 1 + 2r, ...
+below 1000 with r = 1000 // steps, of which the last takes no step; PLMS calls the UNet twice at the
+second one. UniPC is Zhao et al. (2023) of order 3 with B(h) = h, at even times. TCD is Zheng et al.
+(2024), as diffusers' `TCDScheduler` has it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from imagefleet.job.samplers import Options
+from worker.engine.samplers.moves import ESTIMATES, LATENTS, Combination, Move
+
+Alphas = npt.NDArray[np.float64]
+
+#: The weights of the Adams-Bashforth methods of orders 1 to 4, newest first.
+_ADAMS_BASHFORTH = (
+    (1.0,),
+    (3 / 2, -1 / 2),
+    (23 / 12, -16 / 12, 5 / 12),
+    (55 / 24, -59 / 24, 37 / 24, -9 / 24),
+)
+
+_UNIPC_ORDER = 3
+
+#: TCD was distilled on so many timesteps; its paper's stochasticity.
+_TCD_TIMESTEPS = 50
+_TCD_GAMMA = 0.3
+
+
+class Start(NamedTuple):
+    """What the first latents have: of an image, and of noise."""
+
+    image_scale: float
+    noise_scale: float
+
+
+class Path(NamedTuple):
+    """Where a sampler goes, and from where."""
+
+    start: Start
+    moves: Iterator[Move]
+
+
+def _noised(alpha: float) -> Start:
+    return Start(math.sqrt(alpha), math.sqrt(1 - alpha))
+
+
+def to_noise(alpha: float, prediction_type: str) -> tuple[float, float]:
+    """Coefficients of latents and output in the noise."""
+    if prediction_type == "v_prediction":
+        return math.sqrt(1 - alpha), math.sqrt(alpha)
+    return 0.0, 1.0
+
+
+def _ddim(path: Sequence[int], alphas: Alphas, prediction: str, options: Options) -> Iterator[Move]:
+    return _ddim_moves(path, alphas, prediction, options, is_cfgpp=False)
+
+
+def _ddim_cfgpp(
+    path: Sequence[int], alphas: Alphas, prediction: str, options: Options
+) -> Iterator[Move]:
+    """Chung et al. (2024): the noise that is put back is that without the prompt."""
+    return _ddim_moves(path, alphas, prediction, options, is_cfgpp=True)
+
+
+def _ddim_moves(
+    path: Sequence[int], alphas: Alphas, prediction: str, options: Options, *, is_cfgpp: bool
+) -> Iterator[Move]:
+    eta = options.eta or 0.0
+    for at, (timestep, following) in enumerate(pairwise(path)):
+        alpha, next_alpha = alphas[timestep], alphas[following]
+        variance = (1 - next_alpha) / (1 - alpha) * (1 - alpha / next_alpha)
+        noise = eta * math.sqrt(variance)
+        estimate = to_noise(alpha, prediction)
+        back = math.sqrt(max(0.0, 1 - next_alpha - noise**2))
+        yield Move(
+            timestep,
+            _transfer(alpha, next_alpha, noise),
+            noise if eta else None,
+            finished=at - 1,
+            estimate=estimate,
+            from_uncond=back * estimate[1] if is_cfgpp else 0.0,
+        )
+
+
+def _plms(path: Sequence[int], alphas: Alphas, prediction: str, _: Options) -> Iterator[Move]:
+    """The first step is repeated with the mean of the estimates at both of its ends."""
+    for at, (timestep, following) in enumerate(pairwise(path)):
+        alpha = alphas[timestep]
+        order = min(at, len(_ADAMS_BASHFORTH) - 1)
+        # The estimate that only the repeated step uses is left out.
+        known = [each for place, each in enumerate(ESTIMATES) if place != at or at == 0]
+        weights = zip(_ADAMS_BASHFORTH[order], known, strict=False)
+        slope = sum((weight * each for weight, each in weights), 0 * LATENTS)
+        estimate = to_noise(alpha, prediction)
+        move = _transfer(alpha, alphas[following], slope=slope)
+        yield Move(timestep, move, finished=at - 1, estimate=estimate)
+        if at == 0:
+            gain = float(move[1])
+            repeated = LATENTS + gain / 2 * (ESTIMATES[0] - ESTIMATES[1])
+            estimate = to_noise(alphas[following], prediction)
+            yield Move(following, repeated, estimate=estimate)
+
+
+def _transfer(
+    alpha: float, following: float, noise: float = 0.0, slope: Combination = ESTIMATES[0]
+) -> Combination:
+    """The next latents by an estimate of the noise (Song et al. 2021, equation 12).
+
+    *noise* is the standard deviation of fresh noise in them.
+    """
+    keep = math.sqrt(following / alpha)
+    gain = math.sqrt(max(0.0, 1 - following - noise**2)) - keep * math.sqrt(1 - alpha)
+    return keep * LATENTS + gain * slope
+
+
+def ddim_timesteps(steps: int, alphas: Alphas) -> list[int]:
+    """The timestep of each step, and of the last one's result."""
+    last = len(alphas) - 1
+    return [min(1 + at, last) for at in reversed(range(0, len(alphas), len(alphas) // steps))]
+
+
+_DDIM_LIKE: Mapping[str, Callable[[Sequence[int], Alphas, str, Options], Iterator[Move]]] = {
+    "ddim": _ddim,
+    "ddim_cfgpp": _ddim_cfgpp,
+    "plms": _plms,
+}
+
+
+def _tcd(steps: int, t_enc: int | None, alphas: Alphas, prediction: str, options: Options) -> Path:
+    grid = max(_TCD_TIMESTEPS, steps)
+    known = (np.arange(grid, 0, -1) * (len(alphas) // grid) - 1).tolist()
+    path = [known[int(at * grid / steps)] for at in range(steps)]
+    taken = path if t_enc is None else path[steps - t_enc - 1 :]
+    start = Start(0.0, 1.0) if t_enc is None else _noised(alphas[taken[0]])
+    return Path(start, _tcd_moves(taken, alphas, prediction, options))
+
+
+def _tcd_moves(
+    path: Sequence[int], alphas: Alphas, prediction: str, options: Options
+) -> Iterator[Move]:
+    """Each step goes beyond its end by a share of the way, and back by noise; not the last one."""
+    gamma = _TCD_GAMMA if options.eta is None else options.eta
+    for at, (timestep, following) in enumerate(pairwise([*path, 0])):
+        beyond = alphas[int((1 - gamma) * following)]
+        kept = alphas[following] / beyond if gamma and at + 1 < len(path) else 1.0
+        move = math.sqrt(kept) * _transfer(alphas[timestep], beyond)
+        noise = math.sqrt(1 - kept) or None
+        estimate = to_noise(alphas[timestep], prediction)
+        yield Move(timestep, move, noise, finished=at - 1, estimate=estimate)
+
+
+class _Times(NamedTuple):
+    """UniPC's points: alpha, sigma and log(alpha / sigma) of each."""
+
+    alpha: Alphas
+    sigma: Alphas
+    level: Alphas
+
+    def weights(self, at: int, order: int, *, is_corrector: bool) -> tuple[float, Alphas]:
+        """How the latents at a point follow from those before it, and from estimates of the image.
+
+        The weights [order + 1] are of the estimate at the point itself, which only the corrector
+        has, and of those before it, newest first.
+        """
+        gap = self.level[at] - self.level[at - 1]
+        earlier = self.level[at - order : at - 1][::-1]
+        places = [*((earlier - self.level[at - 1]) / gap).tolist(), 1.0]
+        kept = -gap
+        phi, factorial, targets = math.expm1(kept) / kept - 1, 1, []
+        for power in range(1, order + 1):
+            targets.append(phi * factorial / kept)
+            factorial *= power + 1
+            phi = phi / kept - 1 / factorial
+        matrix = np.array([[place**power for place in places] for power in range(order)])
+        found = np.zeros(order)
+        if not is_corrector:
+            size = order - 1
+            solved = np.linalg.solve(matrix[:size, :size], targets[:size])
+            found[:size] = 0.5 if size == 1 else solved
+        else:
+            found[:] = 0.5 if order == 1 else np.linalg.solve(matrix, targets)
+        found *= -self.alpha[at] * kept
+        weights = np.zeros(order + 1)
+        weights[0] = found[-1]
+        weights[2:] = found[:-1] / places[:-1]
+        weights[1] = -self.alpha[at] * math.expm1(kept) - weights.sum()
+        return self.sigma[at] / self.sigma[at - 1], weights
+
+
+def _unipc(steps: int, t_enc: int | None, alphas: Alphas, prediction: str, _: Options) -> Path:
+    """As many calls as steps: the last point is arrived at without one."""
+    known = ddim_timesteps(steps, alphas)
+    start, first, count = Start(0.0, 1.0), 1.0, len(known)
+    if t_enc is not None:
+        start, count = _noised(alphas[known[-1 - t_enc]]), t_enc
+        first = (known[len(known) - t_enc] + 1) / len(alphas) if t_enc else first
+    return Path(start, _unipc_moves(first, count, alphas, prediction) if count else iter(()))
+
+
+def _unipc_moves(first: float, count: int, alphas: Alphas, prediction: str) -> Iterator[Move]:
+    train = len(alphas)
+    times = np.linspace(first, 1 / train, count + 1)
+    logs = np.interp(times, np.arange(1, train + 1) / train, 0.5 * np.log(alphas))
+    sigma = np.sqrt(-np.expm1(2 * logs))
+    points = _Times(np.exp(logs), sigma, logs - np.log(sigma))
+    order = min(_UNIPC_ORDER, count)
+    orders = [min(at, order, count + 1 - at) for at in range(count + 1)]
+    corrected, predicted = LATENTS, (1.0, np.zeros(1))
+    for at, time in enumerate(times[:-1]):
+        if at > 0:  # the latents are what was predicted of those corrected before
+            keep, weights = predicted
+            before = (LATENTS - _weighed(weights[1:], ESTIMATES[1:])) / keep
+            keep, weights = points.weights(at, orders[at], is_corrector=True)
+            corrected = keep * before + _weighed(weights, ESTIMATES)
+        predicted = points.weights(at + 1, orders[at + 1], is_corrector=False)
+        keep, weights = predicted
+        timestep = time * train - 1
+        from_latents, from_output = to_noise(alphas[int(timestep)], prediction)
+        noise, alpha = points.sigma[at], points.alpha[at]
+        yield Move(
+            timestep,
+            keep * corrected + _weighed(weights[1:], ESTIMATES),
+            finished=at - 2,
+            estimate=((1 - noise * from_latents) / alpha, -noise * from_output / alpha),
+        )
+
+
+def _weighed(weights: Sequence[float] | Alphas, vectors: Sequence[Combination]) -> Combination:
+    return sum(
+        (weight * vector for weight, vector in zip(weights, vectors, strict=False)), 0 * LATENTS
+    )
+
+
+def _like_ddim(
+    name: str, steps: int, t_enc: int | None, alphas: Alphas, prediction: str, options: Options
+) -> Path:
+    known, start = ddim_timesteps(steps, alphas), Start(0.0, 1.0)
+    if t_enc is not None:
+        start = _noised(alphas[known[-1 - t_enc]])
+        known = known[len(known) - t_enc :]
+    return Path(start, _DDIM_LIKE[name](known, alphas, prediction, options))
+
+
+def make_path(
+    name: str, steps: int, t_enc: int | None, alphas: Alphas, prediction: str, options: Options
+) -> Path:
+    """The path of a sampler by its key; see `schedule.make_schedule`."""
+    if name == "tcd":
+        return _tcd(steps, t_enc, alphas, prediction, options)
+    if name == "unipc":
+        return _unipc(steps, t_enc, alphas, prediction, options)
+    return _like_ddim(name, steps, t_enc, alphas, prediction, options)
