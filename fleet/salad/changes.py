@@ -1,7 +1,6 @@
 """What turns a fleet's container groups into those that are wanted, in steps.
 
-After each step the replicas and their price are at most those before the change or those after it,
-whichever are more: old groups give way to new ones bit by bit, never beside all of them.
+No step has more replicas, or a higher price, than the groups before the change or those after it.
 """
 
 from __future__ import annotations
@@ -60,7 +59,9 @@ def applied(
 
     wanted = {body["name"]: body["replicas"] for body in bodies}
     live = {group.name: group.live_replicas for group in existing}
-    old = {name: count for name, count in live.items() if name not in wanted}
+    # Those that do not run give way first.
+    running = {group.name: min(group.live_replicas, group.running) for group in existing}
+    old = {name: count for name, count in running.items() if name not in wanted}
     new = {name: live.get(name, 0) for name in wanted}
     old_total, total = sum(old.values()), sum(wanted.values())
     most = max(total, min(sum(live.values()), quota.room(existing)))
@@ -70,8 +71,7 @@ def applied(
         old = _resplit(old, old_total * quarters // DRAIN_STEPS)
         fit = most - sum(old.values())
         if each:
-            # A replica that does not fit by a rounding error fits.
-            fit = min(fit, math.floor((most_dollars - cost(old)) / each + 1e-6))
+            fit = min(fit, math.floor((most_dollars - cost(old)) / each + 1e-6))  # rounding
         new = _resplit(new, min(total, max(sum(new.values()), fit)))
         if {**old, **new} not in steps[-1:]:
             steps.append({**old, **new})
@@ -104,8 +104,7 @@ def refuse_over_quota(plan: Changes, existing: Sequence[Group], quota: Quota) ->
         raise errors.SetupError(
             f"SaladCloud's quota is {quota.replicas:,} replicas, and other groups use"
             f" {quota.replicas - room:,} (stopped ones count): {wanted:,} do not fit. Request a"
-            " larger quota in the portal, delete groups that you do not need, or use fewer"
-            " --replicas"
+            " larger quota in the portal, or delete groups that you do not need"
         )
 
 

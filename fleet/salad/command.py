@@ -72,10 +72,9 @@ async def apply(
     """Creates the groups, or changes what differs from the file.
 
     Replicas are changed in place. Any other change restarts workers, so new groups replace the old
-    ones, a quarter at a time, each once enough of the new replicas run. At no moment are there more
-    replicas, or is their price higher, than before or as confirmed. After a failure, run it again.
-    With --resize only the number of replicas changes; `imagefleet scale` sets it by the queue
-    instead, again and again.
+    ones, a quarter at a time, each once enough new replicas run. There are never more replicas, or
+    at a higher price, than before or as confirmed. After a failure, run it again. With --resize
+    only the replicas change; `imagefleet scale` sets them by the queue, again and again.
 
     imagefleet deploy apply --render
 
@@ -150,11 +149,8 @@ def _plan_lines(plan: changes.Changes) -> list[str]:
     ]
     if len(plan.steps) > 1:
         most = max(sum(step.values()) for step in plan.steps)
-        fewest = f"{plan.least_replicas:,} stay" if plan.least_replicas else "for a while none runs"
-        lines.append(
-            f"in {len(plan.steps)} steps: old replicas stop before as many new ones start, so that"
-            f" {most:,} run at most; {fewest}"
-        )
+        stay = f"{plan.least_replicas:,} stay" if plan.least_replicas else "for a while none runs"
+        lines.append(f"in {len(plan.steps)} steps, old replicas first, {most:,} at most: {stay}")
     return lines
 
 

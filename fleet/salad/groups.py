@@ -100,10 +100,7 @@ def parse_name(fleet: str, name: str) -> tuple[str, int] | None:
 
 
 def split(replicas: int, now: Sequence[int] = (0,)) -> list[int]:
-    """Replicas of so many groups, or of more if needed, that have those of *now*.
-
-    More go to the groups with fewest, fewer to those with most, so that all that can stay does.
-    """
+    """Replicas of as many groups as *now*, or more if needed: even, but all stay that can."""
     spread = [*now, *[0] * (-(-replicas // MAX_REPLICAS) - len(now))]
     for _ in range(replicas - sum(spread)):
         spread[spread.index(min(spread))] += 1

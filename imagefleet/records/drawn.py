@@ -106,7 +106,8 @@ async def left(
             )
             left = []
             for record in records:
-                metadata = found.get(record.blob, {})
+                if not (metadata := found.get(record.blob, {})):
+                    continue  # there is no such image
                 if again.is_missing(record) and record.fits(metadata, of_any_drawing=True):
                     again.found([record])
                     left.append(record)
@@ -123,6 +124,7 @@ async def _without_rivals(
     damaged.saw_images |= bool(contested)
     found = await metadata_of(shards, (record.blob for record in contested))
     gone = {each.stem for each in contested if not found[each.blob]}
+    gone |= {each.key for each in contested if each.stem in gone and rivals.deny(each)}
     others = {f"{stem}.{suffix}" for stem in gone for suffix in _SUFFIXES}
     found |= await metadata_of(shards, others - found.keys())
     kept = []
@@ -130,7 +132,9 @@ async def _without_rivals(
         if (metadata := found.get(record.blob)) is None:
             kept.append(record)
             continue
-        is_there = metadata or not any(found[f"{record.stem}.{suffix}"] for suffix in _SUFFIXES)
+        stems = {record.stem, record.key} if rivals.deny(record) else {record.stem}
+        names = (f"{stem}.{suffix}" for stem in stems for suffix in _SUFFIXES)
+        is_there = metadata or not any(map(found.get, names))
         if not is_there or not record.fits(metadata):
             damaged.add(record.blob or "", ANOTHER)
         elif rivals.take(str(record.blob) if metadata else record.stem):

@@ -162,6 +162,22 @@ def test_a_job_in_flight_and_one_of_several_images(
     assert (other["state"], other["images"]) == ("queued", [])
 
 
+def test_an_image_of_another_digest_than_the_job_that_was_sent_is_not_its_own(
+    local_settings: StorageSettings, in_process: Imagefleet
+) -> None:
+    async def squat(storage: Storage) -> None:
+        for name, digest in (("taken", "1" * 64), ("done", "0" * 64)):
+            await store(storage, "spring", name, digest=digest)
+        await sent_jobs.note(storage, "spring", 2, ids=("taken", "done"))
+        await storage.queue.send([job("taken")])
+
+    on(local_settings, squat)
+    for name, state, images in (("taken", "queued", 0), ("done", "completed", 1)):
+        found = in_process("job", f"spring/{name}", "--json", *flags(local_settings)).stdout
+        told = json.loads(found)
+        assert (told["state"], len(told["images"])) == (state, images)
+
+
 def test_what_an_image_does_not_tell_of_its_job_is_not_made_up(
     local_settings: StorageSettings, in_process: Imagefleet
 ) -> None:

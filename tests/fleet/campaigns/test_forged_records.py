@@ -170,10 +170,42 @@ async def test_of_two_records_of_an_image_the_one_of_the_stored_image_counts(
     assert reads == 1 + 3 + others, "one shard, the metadata where two compete, other formats"
 
 
+async def test_no_job_has_images_or_stages_that_were_never_drawn(
+    storage: Storage, worker: RecordLog
+) -> None:
+    await send(storage, 2)
+    several = {"images": 2, "digest": ONE}
+    honest = [
+        image(1),
+        image(2, completes=False, **several),
+        image(2, index=1, completes=True, blob="spring/job-2~1.png", **several),
+    ]
+    for each in honest:
+        await storage.blobs.create(str(each.blob), b"pixels", "image/png", {"digest": ONE})
+    forged = [
+        image(1, images=64, index=5, blob="spring/job-1~5.png"),
+        image(1, stage=2, stages=2, blob="spring/job-1~s2.png"),
+        image(2, images=64, index=7, blob="spring/job-2~7.png"),
+    ]
+    await RecordLog(worker._blobs, "thief").add(forged)
+    await worker.add(honest)
+    await worker.add(forged, again=True)
+    damaged = Damaged()
+
+    found = [each.blob async for each in reader.images(storage, "spring", damaged)]
+    counted = await reader.counts(storage, "spring")
+
+    assert sorted(map(str, found)) == sorted(str(each.blob) for each in honest)
+    assert damaged.count == len(forged)
+    assert (counted.images, counted.completed, counted.pending) == (3, 2, 0)
+
+
 async def test_a_job_whose_name_another_job_took_has_failed_and_is_no_duplicate(
     storage: Storage, worker: RecordLog
 ) -> None:
-    await storage.blobs.create("spring/job-2.png", b"pixels", "image/png", {"digest": ONE})
+    for number in (1, 2):
+        name = f"spring/job-{number}.png"
+        await storage.blobs.create(name, b"pixels", "image/png", {"digest": ONE})
     await worker.add([image(1)])
     again = [image(1), image(1, digest=OTHER, source="m1"), image(1, digest=OTHER, source="m1")]
     # A worker stored the second one, and died before it wrote its record.

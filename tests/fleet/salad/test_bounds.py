@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import polling
 from fleet.salad import file as salad_file
 from fleet.salad import gpus, groups
 from salad_fake import Fault, Group, SaladFake, fleet_file
@@ -190,3 +192,26 @@ def test_no_apply_runs_more_than_before_or_as_confirmed(
         assert {method for method, _ in salad.requests[asked:]} == {"GET"}
 
     check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["PATCH", "POST"])
+def test_an_apply_that_is_killed_half_way_is_finished_by_the_next(
+    salad: SaladFake, in_process: Imagefleet, tmp_path: Path, method: str
+) -> None:
+    path = tmp_path / "fleet.yaml"
+    alike = Revision("[RTX 3060 Ti]", "batch", 1)
+    before = [Before(alike, 400, 400, 0, is_stopped=False) for _ in range(2)]
+    case = Case(before, Revision("[RTX 3070]", "high", 1), 600, 0, 800, 0.8, 10_000, [])
+    set_up(salad, case, path)
+    command = [str(Path(sys.executable).with_name("imagefleet")), "deploy", "apply", "--yes"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
+        polling.until_in_thread(lambda: salad.count(method))
+        process.kill()
+
+    ended = in_process("deploy", "apply", "--yes")
+
+    assert ended.returncode == 0, ended.stderr
+    assert [each.replicas for each in ours(salad).values()] == [300, 300]
+    assert max(replicas for replicas, _ in salad.billed) == 800
+    assert max(dollars for _, dollars in salad.billed) <= 600 * 0.1 + 1e-6

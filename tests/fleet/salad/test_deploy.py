@@ -77,6 +77,24 @@ def test_a_half_created_deployment_is_resumed(
     assert ended.stderr.count("to create:") == 1
 
 
+def test_the_price_to_confirm_is_the_whole_fleets_before_and_after_an_interruption(
+    salad: Any, salad_module: Any, in_process: Imagefleet, tmp_path: Path
+) -> None:
+    """It is what `imagefleet exporter --dollars-per-hour` is given."""
+    in_process("deploy", "apply", "--yes")
+    edit(tmp_path, "environment:", "priority: high\nenvironment:")
+    planned = in_process("deploy", "apply", "--dry-run", "--json")
+    salad.faults = [salad_module.Fault(403, method="POST", skips=1, lands=True)]
+    assert in_process("deploy", "apply", "--yes").returncode == 2
+
+    resumed = in_process("deploy", "apply", "--yes", "--json")
+
+    for _ in range(2):
+        status = in_process("deploy", "status", "--json")
+    paid = [json.loads(ended.stdout)["dollars_per_hour"] for ended in (planned, resumed, status)]
+    assert [each["most"] for each in paid] == pytest.approx([750 * 0.08] * 3)
+
+
 def test_a_rate_limited_call_waits_and_succeeds(
     salad: Any, salad_module: Any, in_process: Imagefleet
 ) -> None:
@@ -198,7 +216,7 @@ def test_a_changed_file_replaces_the_groups_a_quarter_at_a_time(
     ended = in_process("deploy", "apply", "--yes")
 
     assert ended.returncode == 0, ended.stderr
-    assert "so that 750 run at most; 562 stay" in ended.stderr
+    assert "in 5 steps, old replicas first, 750 at most: 562 stay" in ended.stderr
     assert not first & set(salad.groups)
     assert replicas(salad) == [375, 375]
     # No restart in place: the fake accepts only patches of replicas.
@@ -210,11 +228,13 @@ def test_one_replica_is_replaced_by_none_and_the_plan_says_so(
     salad: Any, in_process: Imagefleet, tmp_path: Path
 ) -> None:
     in_process("deploy", "apply", "--yes", "--replicas", "1")
+    for _ in range(3):
+        in_process("deploy", "status")
     edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_SLOTS: 4")
 
     ended = in_process("deploy", "apply", "--dry-run", "--replicas", "1")
 
-    assert "so that 1 run at most; for a while none runs" in ended.stderr
+    assert "1 at most: for a while none runs" in ended.stderr
 
 
 def test_new_groups_that_do_not_start_leave_three_quarters_of_the_old_ones(
@@ -233,10 +253,16 @@ def test_new_groups_that_do_not_start_leave_three_quarters_of_the_old_ones(
     assert "Nothing was undone" in ended.stderr
     assert sum(group.running for group in old.values()) == 562
 
-    salad.nodes = 10_000
-    again = in_process("deploy", "apply", "--yes")
+    # Those that did not start give way to the next try before any that runs.
+    edit(tmp_path, "IMAGEFLEET_SLOTS: 4", "IMAGEFLEET_SLOTS: 5")
+    again = in_process("deploy", "apply", "--yes", "--wait-minutes", "0.005")
+    assert again.returncode == 1
+    assert sum(group.running for group in old.values()) == 562
 
-    assert again.returncode == 0, again.stderr
+    salad.nodes = 10_000
+    last = in_process("deploy", "apply", "--yes")
+
+    assert last.returncode == 0, last.stderr
     assert not set(old) & set(salad.groups)
 
 

@@ -125,7 +125,7 @@ async def test_names_that_were_taken_do_not_make_a_count_read_every_record(
 ) -> None:
     """Each interrupted node leaves some: a count of a million images must not take a minute."""
     await log.add(image(number, prompt="é" * 9) for number in range(300))
-    other = RecordLog(storage.blobs, "other")
+    other = ImageLog(storage.blobs, "other")
     await other.add([image(7), image(900), image(900)], again=True)
     found = len(await everything(reader.images(storage, "spring")))
     monkeypatch.setattr(stored, "PART_BYTES", 1_000)  # a campaign of more is a large one
