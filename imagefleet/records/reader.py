@@ -64,12 +64,14 @@ def images(
     damaged: Damaged | None = None,
     *,
     known: ledger.Digests | None = None,
+    ended: set[int] | None = None,
 ) -> AsyncIterator[Record]:
     """Each stored image of a campaign once; a listing, and a read for each 4 MiB of records.
 
-    With *known* only those of jobs that are known to be sent.
+    With *known* only those of jobs that are known to be sent. *ended* takes in the jobs that ended
+    otherwise.
     """
-    return _singly(_images(storage, campaign, damaged or Damaged(), known))
+    return _singly(_images(storage, campaign, damaged or Damaged(), known, ended))
 
 
 def ended(
@@ -330,18 +332,25 @@ async def follow(
 
 
 async def _images(
-    storage: Storage, campaign: str, damaged: Damaged, known: ledger.Digests | None = None
+    storage: Storage,
+    campaign: str,
+    damaged: Damaged,
+    known: ledger.Digests | None = None,
+    ended: set[int] | None = None,
 ) -> AsyncGenerator[list[Record]]:
     shards = await stored.shards_of(storage, campaign, damaged)
     ends = await drawn.Ends(known, Damaged()).read(shards)
     async for _ in drawn.ended(storage.blobs, shards, ends, ends.damaged):
         pass
     ends.damaged = damaged
+    ended = set() if ended is None else ended
+    ended.update(ends.outcomes)
     async with aclosing(
         drawn.images(shards, *await drawn.again(shards, damaged), damaged)
     ) as parts:
         async for records in parts:
             found = [record for record in records if record.outcome == "completed"]
+            ended.update(record.job for record in records if record.is_end)
             yield await drawn.not_ended(shards, ends.sent(found), ends)
 
 
