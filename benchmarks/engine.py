@@ -64,8 +64,16 @@ ROWS = (
     Row("mixed", "engine", 12, 4),
     Row("no_lora", "base", 10, 4),
     Row("mixed_steps", "engine", 18, 6),
-    Row("baseline", "plain", 0, 3, fills=True),
+    Row("baseline", "plain", 0, 6, fills=True),
+    Row("baseline_four_steps", "plain", 0, 6, fills=True),
     Row("worker", "engine", 20, 8),
+    Row("cfg_1", "base", 10, 4),
+    Row("half_guided", "base", 16, 8),
+    Row("all_samplers", "base", 3, 120),
+    Row("four_steps_engine", "few_steps", 8, 4),
+    Row("four_steps", "few_steps", 20, 8),
+    Row("four_steps_lora_engine", "few_steps_lora", 8, 4),
+    Row("four_steps_lora", "few_steps_lora", 20, 8),
     Row("rank_32", "loras", 10, 6),
     Row("rank_128", "loras", 10, 8),
     Row("locon_all", "loras", 10, 8),
@@ -323,6 +331,7 @@ def summarise(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "matrix_limit_images_per_second": most,
         "diffusers_peft_images_per_second": rounded(found("baseline")),
         **summarise_jobs(rows),
+        **summarise_few_steps(rows),
         "hardware": limit.get("hardware"),
         "versions": limit.get("versions"),
     }
@@ -353,6 +362,35 @@ def summarise_jobs(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "prompts_mixed_over_rank_32": quotient(found("prompts"), found("rank_32")),
         "company_psnr_db": rounded(found("company", "psnr_db")),
         "least_capped_over_uncapped": min((each for each in capped if each), default=None),
+    }
+
+
+def summarise_few_steps(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The main figures of images without guidance, of few steps, and of all samplers."""
+
+    def found(row: str, key: str = "images_per_second") -> float | None:
+        return rows.get(row, {}).get(key)
+
+    def rows_of(row: str) -> float | None:
+        return found(row, "unet_rows_per_second")
+
+    each = rows.get("all_samplers", {}).get("each", {})
+    guided, unguided = rows_of("no_lora"), rows_of("cfg_1")
+    # Half of the images are guided, and have two thirds of the rows.
+    unmixed = 3 / (2 / guided + 1 / unguided) if guided and unguided else None
+    return {
+        "cfg1_over_cfg7": quotient(found("cfg_1"), found("no_lora")),
+        "guided_mixed_over_unmixed": quotient(rows_of("half_guided"), unmixed),
+        "all_samplers_over_euler_a": quotient(rows_of("all_samplers"), each.get("euler_ancestral")),
+        "slowest_sampler_over_euler_a": quotient(
+            found("all_samplers", "slowest"), each.get("euler_ancestral")
+        ),
+        "sd15_4_steps_images_per_second": rounded(found("four_steps")),
+        "sd15_4_steps_idle_fraction": rounded(found("four_steps", "idle_fraction")),
+        "sd15_4_steps_lora_images_per_second": rounded(found("four_steps_lora")),
+        "sd15_4_steps_lora_over_diffusers_peft": quotient(
+            found("four_steps_lora"), found("baseline_four_steps")
+        ),
     }
 
 

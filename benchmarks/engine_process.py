@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -158,20 +159,25 @@ def rate(
     options: Options,
     warmth: Figures,
     seconds: float,
+    amount: Literal["pixels", "unet_rows"] = "pixels",
 ) -> Figures:
-    """Images/s of the engine alone, always full; of one size, or of several."""
+    """Images/s of the engine alone, always full; of one size, or of several.
+
+    *amount*: what is counted beside images and calls, per second.
+    """
+    amount_of = pixels if amount == "pixels" else functools.partial(unet_rows, engine)
     machine.reset_peak(options.torch_device)
     cpu_seconds, began_at = time.process_time(), time.perf_counter()
     width = None
     if len(workload.sizes) == 1:
         key = BatchKey.of(engine.prepare(workload.request(0)))
         width = engine._lanes.slots_of(key)  # noqa: SLF001
-    measured = work.drive(engine, workload.requests(), seconds, width=width)
+    measured = work.drive(engine, workload.requests(), seconds, width=width, amount_of=amount_of)
     cores = (time.process_time() - cpu_seconds) / (time.perf_counter() - began_at)
     return {
         "images_per_second": measured.images_per_second,
         "unet_calls_per_second": measured.unet_calls_per_second,
-        "pixels_per_second": measured.pixels_per_second,
+        f"{amount}_per_second": measured.amount_per_second,
         "images": measured.images,
         "seconds": measured.seconds,
         "cpu_cores": cores,
@@ -179,6 +185,16 @@ def rate(
         "recompiles_after_warmup": engine.recompiles,
         **warmth,
     }
+
+
+def pixels(request: contract.ImageRequest) -> float:
+    return request.width * request.height
+
+
+def unet_rows(engine: SlotEngine, request: contract.ImageRequest) -> float:
+    """The rows that an image takes of all UNet calls: one of a call without guidance, else two."""
+    prepared = engine.prepare(request)
+    return sum(prepared.rows(call) for call in range(len(prepared.schedule.table)))
 
 
 def limit_memory(options: Options) -> None:

@@ -41,6 +41,7 @@ from evaluation.bench import engine as bench_engine
 from evaluation.bench import jobs as bench_jobs
 from imagefleet import errors
 from imagefleet.files import demo
+from imagefleet.job import samplers
 from overlap import FarStorage
 from worker.engine import contract
 from worker.engine import device as devices
@@ -51,6 +52,12 @@ EXACT_WEIGHTS = (0.35, 1.0, 0.8, 1.0)
 EXACT_PROMPTS = ("a red star in the desert", "a blue car in the city", "an orange cat",
                  "a green tree in a meadow", "a purple fish at sea", "a yellow house",
                  "a white bird by the sea", "a pink flower")  # fmt: skip
+
+#: The guidance of consecutive jobs: as many with it as without, in no order.
+HALF_GUIDED = (7.0, 1.0, 1.0, 7.0, 1.0, 7.0, 7.0, 7.0, 1.0, 1.0)
+
+#: Each with one schedule: others only change numbers.
+SAMPLERS = tuple(name for name in samplers.SAMPLERS if not name.endswith("_karras"))
 
 #: SD1.5 at the reference's size and steps, even in a trial.
 LIMIT_SIZE, LIMIT_STEPS = (512, 512), 15
@@ -121,41 +128,59 @@ def exact_requests(steps: int) -> list[contract.ImageRequest]:
 def engine(options: Options, channel: Channel) -> None:
     """Another LoRA per job: with equal steps, with mixed steps, and in a whole worker."""
     setup = build(options)
+    mixed = replace(setup.workload, steps=tuple(bench_jobs.MIXED_STEPS))
+    from_queue(options, channel, setup, {"mixed": setup.workload, "mixed_steps": mixed}, "worker")
+
+
+def few_steps(options: Options, channel: Channel) -> None:
+    """Four steps without guidance, as distilled models draw: the engine, and in a whole worker."""
+    setup = build(options)
+    row = "four_steps" if options.group == "few_steps" else "four_steps_lora"
+    loras = () if options.group == "few_steps" else setup.workload.loras
+    few = replace(setup.workload, loras=loras, steps=(4,), cfg_scales=(1.0,))
+    from_queue(options, channel, setup, {f"{row}_engine": few}, row)
+
+
+def from_queue(
+    options: Options,
+    channel: Channel,
+    setup: bench_engine.Setup,
+    rows: Mapping[str, bench_jobs.Workload],
+    worker_row: str,
+) -> None:
+    """The rates of an engine that is always full, and of a worker with the first of the jobs."""
+    first, *_ = rows
 
     def serve_and_fill() -> tuple[contract.Engine, list[str]]:
         """Runs on the engine's thread, as in a worker."""
         engine, workload, warmth = warm(
-            options, setup, setup.workload, options.slots, ("per_slot", "shared")
+            options, setup, rows[first], options.slots, ("per_slot", "shared")
         )
-        mixed = replace(workload, steps=tuple(bench_jobs.MIXED_STEPS))
-        rates: list[float] = []
+        rates: dict[str, float] = {}
 
-        def measure_mixed(seconds: float) -> Figures:
-            figures = rate(engine, workload, options, warmth, seconds)
-            rates.append(figures["images_per_second"])
+        def measure(row: str, seconds: float) -> Figures:
+            drawn = replace(rows[row], sizes=workload.sizes)
+            figures = rate(engine, drawn, options, warmth, seconds)
+            rates[row] = figures["images_per_second"]
             return figures
 
         seconds = channel.serve(
-            {
-                "mixed": measure_mixed,
-                "mixed_steps": lambda seconds: rate(engine, mixed, options, warmth, seconds),
-            },
-            until="worker",
+            {row: functools.partial(measure, row) for row in rows}, until=worker_row
         )
         width = work.images_at_once(engine)
-        images_per_second = rates[0] if rates else width / 4
+        images_per_second = rates.get(first, width / 4)
         jobs = (3 + math.ceil(seconds * images_per_second / width)) * width
         return engine, [workload.message(at) for at in range(jobs)]
 
-    settings = bench_engine.worker_settings(setup, "far-away")
+    settings = bench_engine.worker_settings(setup, worker_row)
     try:
         far, idle_fraction = asyncio.run(work.work(settings, serve_and_fill, wrap=FarStorage))
     except errors.FleetError as error:
         log.exception("the worker failed")
-        channel.reply(row="worker", error=f"{type(error).__name__}: {error}"[:500])
+        channel.reply(row=worker_row, error=f"{type(error).__name__}: {error}"[:500])
         return
     channel.reply(
-        row="worker",
+        row=worker_row,
         images_per_second=far.images_per_second,
         idle_fraction=idle_fraction,
         images=far.images,
@@ -164,11 +189,36 @@ def engine(options: Options, channel: Channel) -> None:
 
 
 def base(options: Options, channel: Channel) -> None:
-    """No LoRA."""
+    """No LoRA: with guidance, without, and half and half; and with each sampler."""
     setup = build(options)
     plain = replace(setup.workload, loras=())
     engine, workload, warmth = warm(options, setup, plain, options.slots, ("shared", "per_slot"))
-    channel.serve({"no_lora": functools.partial(rate, engine, workload, options, warmth)})
+
+    def measure(jobs: bench_jobs.Workload, seconds: float) -> Figures:
+        if not options.is_tiny:
+            for number in range(len(jobs.cfg_scales)):
+                engine.warm_up(jobs.request(number))
+        return rate(engine, jobs, options, warmth, seconds, "unet_rows")
+
+    def all_samplers(seconds: float) -> Figures:
+        by_turns = rate(
+            engine, replace(workload, samplers=SAMPLERS), options, warmth, seconds, "unet_rows"
+        )
+        each = {
+            name: rate(
+                engine, replace(workload, samplers=(name,)), options, warmth, seconds, "unet_rows"
+            )["unet_rows_per_second"]
+            for name in SAMPLERS
+        }
+        return {**by_turns, "each": each, "slowest": min(each.values())}
+
+    rows = {
+        "no_lora": workload,
+        "cfg_1": replace(workload, cfg_scales=(1.0,)),
+        "half_guided": replace(workload, cfg_scales=HALF_GUIDED),
+    }
+    measures = {row: functools.partial(measure, jobs) for row, jobs in rows.items()}
+    channel.serve({**measures, "all_samplers": all_samplers})
 
 
 def capped(options: Options, channel: Channel) -> None:
@@ -186,13 +236,15 @@ def plain(options: Options, channel: Channel) -> None:
     setup = build(options)
     device = options.torch_device
     pipeline = baseline.PlainDiffusers(setup.model, device, devices.find_dtype("auto", device))
-    workload = replace(setup.workload, sizes=((64, 64) if options.is_tiny else (512, 512),))
-    requests = [workload.request(number) for number in range(1 if options.is_tiny else 4)]
-    for request in requests:
-        pipeline.use_loras(request.loras)
-    pipeline.draw(requests[:1])
+    sizes = ((64, 64) if options.is_tiny else (512, 512),)
+    guided = replace(setup.workload, sizes=sizes)
+    few = replace(guided, steps=(4,), cfg_scales=(1.0,))
 
-    def one_at_a_time(_: float) -> Figures:
+    def one_at_a_time(workload: bench_jobs.Workload, _: float) -> Figures:
+        requests = [workload.request(number) for number in range(1 if options.is_tiny else 4)]
+        for request in requests:
+            pipeline.use_loras(request.loras)
+        pipeline.draw(requests[:1])
         began_at = time.perf_counter()
         for request in requests:
             pipeline.use_loras(request.loras)
@@ -200,13 +252,16 @@ def plain(options: Options, channel: Channel) -> None:
         seconds = time.perf_counter() - began_at
         return {"images_per_second": len(requests) / seconds, "images": len(requests)}
 
-    channel.serve({"baseline": one_at_a_time})
+    rows = {"baseline": guided, "baseline_four_steps": few}
+    channel.serve({row: functools.partial(one_at_a_time, jobs) for row, jobs in rows.items()})
 
 
 GROUPS: Mapping[str, Callable[[Options, Channel], None]] = {
     "exact": exact,
     "exact_compiled": exact,
     "engine": engine,
+    "few_steps": few_steps,
+    "few_steps_lora": few_steps,
     "base": base,
     "plain": plain,
     "capped": capped,

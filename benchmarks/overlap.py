@@ -147,6 +147,7 @@ class FarStorage:
         self.blobs = FarBlobs(storage.blobs)
         self.files = FarBlobs(storage.files)
         self.models = FarModels(storage.models)
+        self.prover = storage.prover
 
 
 class FarModels:

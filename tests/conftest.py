@@ -72,6 +72,7 @@ SLOW = (
     "end_to_end/test_gpus.py",
     "end_to_end/test_gpus_with_models.py",
     "end_to_end/test_job_mode.py",
+    "end_to_end/test_ledger.py",
     "end_to_end/test_models.py",
     "end_to_end/test_salad_worker.py",
     "end_to_end/test_several_images.py",

@@ -14,6 +14,7 @@ from typing import NoReturn
 from imagefleet import errors
 from imagefleet.pricing import families
 from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.proofs import Prover, machine_of
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.telemetry import logs, probes, push
 from worker import progress, replica, tasks
@@ -92,6 +93,12 @@ async def _check_files(files: BlobStore) -> None:
     except errors.MissingResourceError as error:
         files.may_be_missing = True
         log.warning(f"no files, and no list of what is cancelled: {error}", action="no_files")
+
+
+def _check_name(name: str, prover: Prover | None) -> None:
+    if prover is not None and machine_of(name) != prover.machine:
+        text = f"no proof of what {name} draws: its name does not begin with {prover.machine}-"
+        log.warning(f"{text}, the machine's id, as without --name", action="no_proof")
 
 
 @dataclass
@@ -201,6 +208,7 @@ class _Worker:
                 and await tasks.run_until(self._stop, _check_files(storage.files))
             ):
                 return
+            _check_name(self._settings.name, storage.prover)
             key = self._settings.trusted_key
             signed = f"jobs signed with {key} " if key else ""
             address = f"http://{probes.authority(self._settings.host, self._port)}/metrics"

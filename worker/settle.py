@@ -63,6 +63,7 @@ class Settler:
             self.metrics,
             in_flight.flush_seconds(self.storage.url, self.settings.lease_seconds),
             lambda: len(self.in_flight),
+            lambda: self.storage.prover,
         )
 
     def add(self, entry: InFlightJob) -> None:

@@ -61,7 +61,7 @@ OTHER_WAYS = {"sdxl_capped_11_factors": "factors", "sdxl_capped_7_factors": "fac
 #: More than there are slots: no two images drawn at once share a LoRA.
 FILES, TINY_FILES = 24, 5
 
-STEPS, TINY_STEPS = 20, 3
+STEPS, TINY_STEPS, FEW_STEPS = 20, 3, 4
 BASELINE_IMAGES = 4
 
 #: What a row may take beside its seconds.
@@ -150,7 +150,7 @@ def load_engine(
 def prepare_rates(
     arguments: argparse.Namespace, family: tiny_families.FamilyName, *, with_none: bool = True
 ) -> Measure:
-    """Images/s with another LoRA per job and without, always full."""
+    """Images/s with another LoRA per job, without, and in few steps without guidance."""
     engine, workload = load_engine(arguments, build_model(arguments, family))
 
     def measure(seconds: float) -> Figures:
@@ -167,9 +167,11 @@ def prepare_rates(
         }
         if with_none:
             plain = replace(workload, loras=())
-            figures["no_lora_images_per_second"] = work.drive(
-                engine, plain.requests(), seconds
-            ).images_per_second
+            few = replace(plain, steps=(FEW_STEPS,), cfg_scales=(1.0,))
+            engine.warm_up(few.request(0))
+            for name, jobs in {"no_lora": plain, "few_steps": few}.items():
+                driven = work.drive(engine, jobs.requests(), seconds)
+                figures[f"{name}_images_per_second"] = driven.images_per_second
         return figures
 
     return measure
@@ -276,6 +278,7 @@ def summarise(rows: Mapping[str, Figures]) -> Figures:
     return {
         "sdxl_mixed_over_diffusers_peft": over(mixed, found("plain", "images_per_second")),
         "sdxl_mixed_over_no_lora": over(mixed, none),
+        "sdxl_4_over_20": over(found("sdxl", "few_steps_images_per_second"), none),
         "sdxl_matrix_limit_fraction": over(mixed, limit),
         "sdxl_no_lora_matrix_limit_fraction": over(none, limit),
         "sdxl_capped_23_over_uncapped": over(found("sdxl_capped_23"), mixed),

@@ -174,6 +174,16 @@ class Sender:
         await self._client.send_message(body)
 
 
+class Reads:
+    """In place of `BlobReads`, likewise."""
+
+    def __init__(self, client: ContainerClient, *_: object) -> None:
+        self._client = client
+
+    async def part(self, name: str, *_: int) -> SimpleNamespace:
+        return await self._client.get_blob_client(name).download_blob()
+
+
 @dataclass(slots=True)
 class ContainerClient:
     """`azure.storage.blob.aio.ContainerClient`, as far as `AzureBlobs` uses it."""

@@ -19,7 +19,7 @@ from imagefleet.storage.azure import storage as azure_storage
 from imagefleet.storage.azure.storage import AzureStorage
 from imagefleet.storage.settings import PRIORITIES, job_queue
 from simulation import account, engine
-from simulation.clients import Address, Sender
+from simulation.clients import Address, Reads, Sender
 from simulation.clock import SimulatedLoop
 from simulation.nodes import START_UP_SECONDS, Card, Node, Weather, seconds_until_replaced
 from simulation.threads import SimulatedBatches
@@ -313,6 +313,7 @@ def stand_ins() -> Iterator[None]:
     try:
         with (
             mock.patch.object(azure_storage, "MessageSender", Sender),
+            mock.patch.object(azure_storage, "BlobReads", Reads),
             mock.patch.object(pipeline, "EngineThread", engine.SimulatedEngineThread),
             mock.patch.object(encode, "encode", engine.encode),
             mock.patch.object(concurrency, "Batches", SimulatedBatches),

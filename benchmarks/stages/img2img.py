@@ -78,7 +78,7 @@ class Run:
 
     def rows_per_second(self, requests: Requests) -> float:
         return work.drive(
-            self.engine, requests, self._seconds, pixels_of=self._rows
+            self.engine, requests, self._seconds, amount_of=self._rows
         ).pixels_per_second
 
     def txt2img(self) -> Requests:

@@ -139,6 +139,8 @@ def _show(report: Mapping[str, Any]) -> None:
         "another LoRA per job": "{mixed_lora_images_per_second:.2f} images/s,"
         " {matrix_limit_fraction:.0%} of the limit",
         "no LoRA": "{no_lora_images_per_second:.2f} images/s",
+        "nor guidance": "{unguided_images_per_second:.2f} images/s,"
+        " {unguided_over_no_lora:.2f} times as many",
         "whole worker": "{worker_images_per_second:.2f} images/s",
         "engine idle": "{idle_fraction:.1%} of the time",
         "limit": "{matrix_limit_images_per_second:.2f} images/s: {tflop:.4g} TFLOP per image at"

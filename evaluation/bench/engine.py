@@ -135,6 +135,8 @@ def measure(setup: Setup, asked: Asked, step: StartStep) -> dict[str, Any]:
         "mixed_lora_images_per_second": mixed,
         "no_lora_images_per_second": without,
         "mixed_over_no_lora": mixed / without,
+        "unguided_images_per_second": run.unguided.images_per_second,
+        "unguided_over_no_lora": run.unguided.images_per_second / without,
         "worker_images_per_second": from_queue.images_per_second,
         "idle_fraction": idle_fraction,
         "flops_per_image": flops,
@@ -193,6 +195,9 @@ class _EngineRun:
         self.width = engine.slots
         self.mixed = self._drive(engine, "another LoRA per job", self.workload)
         self.without = self._drive(engine, "no LoRA", replace(self.workload, loras=()))
+        unguided = replace(self.workload, loras=(), cfg_scale=1.0)
+        engine.warm_up(unguided.request(0))
+        self.unguided = self._drive(engine, "no guidance", unguided)
         self.recompiles = engine.recompiles
         rounds = 3 + math.ceil(self._seconds * self.mixed.images_per_second / self.width)
         jobs = rounds * self.width

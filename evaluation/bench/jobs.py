@@ -27,8 +27,8 @@ _STRENGTHS = (0.35, 0.5, 0.65, 0.8)
 class Workload:
     """Endless jobs with different seeds, prompts and LoRAs, if there are any.
 
-    A prompt is the job's number and *words*; *sizes*, *loras* (those of one job), *steps* and
-    *repeats*, how often the words are in the prompt, are used in turn.
+    A prompt is the job's number and *words*; *sizes*, *loras* (those of one job), *steps*,
+    *repeats*, how often the words are in the prompt, *samplers* and *cfg_scales* are used in turn.
     """
 
     words: str
@@ -38,8 +38,8 @@ class Workload:
     loras: tuple[tuple[str, ...], ...] = ()
     steps: tuple[int, ...] = (15,)
     repeats: tuple[int, ...] = (1,)
-    sampler: str = "euler_ancestral"
-    cfg_scale: float = 7.0
+    samplers: tuple[str, ...] = ("euler_ancestral",)
+    cfg_scales: tuple[float, ...] = (7.0,)
 
     def requests(self) -> Iterator[contract.ImageRequest]:
         """All jobs, as requests to an engine."""
@@ -55,9 +55,9 @@ class Workload:
             prompt=self._prompt(number),
             negative_prompt=self.negative_prompt,
             loras=tuple(loras),
-            sampler=self.sampler,
+            sampler=self.samplers[number % len(self.samplers)],
             steps=self._steps(number),
-            cfg_scale=self.cfg_scale,
+            cfg_scale=self._cfg_scale(number),
             seed=number,
             width=width,
             height=height,
@@ -71,9 +71,9 @@ class Workload:
             "id": f"{number:06}",
             "prompt": f"{self._prompt(number)}{tags}",
             "negative_prompt": self.negative_prompt,
-            "sampler_name": samplers.SAMPLERS[self.sampler].name,
+            "sampler_name": samplers.SAMPLERS[self.samplers[number % len(self.samplers)]].name,
             "steps": self._steps(number),
-            "cfg_scale": self.cfg_scale,
+            "cfg_scale": self._cfg_scale(number),
             "seed": number,
             "width": width,
             "height": height,
@@ -85,6 +85,9 @@ class Workload:
 
     def _steps(self, number: int) -> int:
         return self.steps[number * _STRIDE % len(self.steps)]
+
+    def _cfg_scale(self, number: int) -> float:
+        return self.cfg_scales[number % len(self.cfg_scales)]
 
     def _size(self, number: int) -> tuple[int, int]:
         return self.sizes[number % len(self.sizes)]

@@ -30,7 +30,8 @@ class Rate:
 
     images: int
     unet_calls: int
-    pixels_per_second: float
+    amount_per_second: float
+    """Pixels/s, or what `drive` counts in their place."""
     seconds: float
 
     @property
@@ -69,13 +70,14 @@ def drive(
     seconds: float,
     on_progress: Callable[[float], None] = lambda _: None,
     *,
-    pixels_of: Callable[[contract.ImageRequest], float] = lambda each: each.width * each.height,
+    amount_of: Callable[[contract.ImageRequest], float] = lambda each: each.width * each.height,
     width: int | None = None,
 ) -> Rate:
     """Keeps *engine* full for *seconds*; *on_progress* is called with the seconds so far.
 
-    *pixels_of*: what an image counts in pixels/s, if not its own. *width*: how many images finish
-    together if they are alike; larger ones than the native size are fewer than the default.
+    *amount_of*: what an image counts in `Rate.amount_per_second`, if not its pixels. *width*: how
+    many images finish together if they are alike; larger ones than the native size are fewer than
+    the default.
 
     Raises:
         FleetError: an image failed.
@@ -85,7 +87,7 @@ def drive(
     drawn: list[contract.ImageRequest] = []
     finished_at: list[float] = []
     calls: list[int] = []
-    pixels: list[float] = []
+    amounts: list[float] = []
     with ThreadPoolExecutor(PREPARERS) as threads:
         while not _is_enough(finished_at, width, seconds):
             while engine.free:
@@ -103,37 +105,37 @@ def drive(
                 finished_at.append(time.perf_counter())
                 request = drawn[finished.ticket]
                 calls.append(request.steps)
-                pixels.append(pixels_of(request))
+                amounts.append(amount_of(request))
             if finished_at:
                 on_progress(finished_at[-1] - finished_at[0])
         while engine.busy:
             engine.tick()
-    return rate_of(finished_at, width, calls, pixels)
+    return rate_of(finished_at, width, calls, amounts)
 
 
 def rate_of(
     finished_at: Sequence[float],
     width: int,
     calls: Sequence[int] = (),
-    pixels: Sequence[float] = (),
+    amounts: Sequence[float] = (),
 ) -> Rate:
     """The rate over whole rounds of *width* images, without the first round.
 
     Images that start together finish together, so a part of a round would be an error of up to a
-    round. *calls* and *pixels* are each image's, if they are to be counted. Rounds of several sizes
-    overlap: pixels/s are then a line's through all of them (`_slope`).
+    round. *calls* and *amounts* are each image's, if they are to be counted. Rounds of unlike
+    images overlap: the amount per second is then a line's through all of them (`_slope`).
     """
     counted = (len(finished_at) - width) // width * width
     if counted <= 0:
         raise errors.SetupError(f"too few images to measure a rate: {len(finished_at)}")
     end = width + counted
     seconds = finished_at[end - 1] - finished_at[width - 1]
-    drawn = pixels[width:end]
+    drawn = amounts[width:end]
     if len(set(drawn)) > 1:
-        pixels_per_second = _slope(finished_at[width - 1 :], pixels[width - 1 :])
+        amount_per_second = _slope(finished_at[width - 1 :], amounts[width - 1 :])
     else:
-        pixels_per_second = sum(drawn) / seconds
-    return Rate(counted, sum(calls[width:end]), pixels_per_second, seconds)
+        amount_per_second = sum(drawn) / seconds
+    return Rate(counted, sum(calls[width:end]), amount_per_second, seconds)
 
 
 def _slope(finished_at: Sequence[float], amounts: Sequence[float]) -> float:

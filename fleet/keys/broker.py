@@ -21,6 +21,7 @@ from fleet.keys import mint
 from fleet.salad import groups
 from fleet.settings import BrokerSettings
 from imagefleet import errors
+from imagefleet.storage import proofs
 from imagefleet.storage.open import open_storage
 from imagefleet.telemetry import logs, probes
 
@@ -108,6 +109,7 @@ class Broker:
         self._identities = identities
         self._minter = mint.Minter(settings)
         self._policy = ""
+        self._secret: str | None = None
         self._shards = 1
         self._checked_at = float("-inf")
         self._lock = asyncio.Lock()
@@ -132,15 +134,20 @@ class Broker:
         own = self._settings
         life = timedelta(hours=own.token_hours)
         minted = self._minter.mint(own.role, life, self._policy, own.model_names, self._shards)
-        return web.json_response(minted.record, headers={"Cache-Control": "no-store"})
+        answer = minted.record
+        if proofs.machine_of(machine) == machine:
+            key = proofs.machine_key(str(self._secret), machine)
+            answer |= {"machine": machine, "machine_key": key}
+        return web.json_response(answer, headers={"Cache-Control": "no-store"})
 
     async def check_policy(self) -> None:
-        """Finds or makes the policy; raises FleetError if there never was one."""
+        """Finds or makes the policy and the secret; raises FleetError if there never was one."""
         async with self._lock:
             if time.monotonic() - self._checked_at < CHECK_SECONDS:
                 return
             try:
                 async with asyncio.timeout(LONGEST_CHECK_SECONDS):
+                    self._secret = await mint.proof_secret(self._settings, self._secret)
                     self._policy = await self._find_policy() or await self._make_policy()
             except (errors.TransientError, TimeoutError) as error:
                 text = f"cannot read the policies: {str(error) or 'the storage does not answer'}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import secrets
 from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -22,6 +23,7 @@ from azure.storage.queue import QueueSasPermissions, generate_queue_sas
 from azure.storage.queue.aio import QueueClient
 
 from imagefleet import errors
+from imagefleet.storage import proofs
 from imagefleet.storage.azure import account
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.roles import (
@@ -237,6 +239,23 @@ async def policies(settings: StorageSettings, role: Role, models: Collection[str
         async with _stored(settings, place, may_be_missing=True) as policies:
             found.append({name for name, each in policies.items() if each.permission == permission})
     return set.intersection(*found)
+
+
+async def proof_secret(settings: StorageSettings, own: str | None = None) -> str:
+    """The secret of the machines' keys; makes one if there is none.
+
+    *own* is one that was in use before. Of two brokers that make one at the same time, one replaces
+    the other's, and adds it again when it asks next: proofs by both count.
+    """
+    async with Place("poison").client(settings) as queue:
+        with azure_errors.translated(f"the metadata of {settings.poison_queue!r}"):
+            found = (await queue.get_queue_properties()).metadata or {}
+            known = found.get(proofs.SECRETS, "").split(",") if proofs.SECRETS in found else []
+            wanted = [*known, *([own] if own else [])] or [secrets.token_hex(32)]
+            if len(wanted := list(dict.fromkeys(wanted))) > len(known):
+                stored = {**found, proofs.SECRETS: ",".join(wanted)}
+                await queue.set_queue_metadata(stored)
+    return own or wanted[0]
 
 
 def is_of_broker(policy: str, name: str) -> bool:

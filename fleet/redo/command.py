@@ -19,7 +19,7 @@ from fleet.options import Since, argument, option
 from fleet.redo import replace
 from imagefleet import concurrency, errors
 from imagefleet.job.message import CHECKS, job_key
-from imagefleet.job.names import ASIDE, DUPLICATES, SUSPECT
+from imagefleet.job.names import ASIDE, DUPLICATES, SUSPECT, worker_file_name
 from imagefleet.records import drawn
 from imagefleet.storage.open import Storage, signer_of
 from imagefleet.storage.protocol import BlobRecord, BlobStore
@@ -191,7 +191,8 @@ def _show(result: dict[str, Any], *, dry_run: bool) -> None:
         then = "the next one finishes it" if dry_run else "it is finished now"
         console.print_note(f"a run was interrupted; {then}")
     if damaged := result["damaged_records"]:
-        console.print_warning(f"{console.counted(damaged, 'suspect record')} cannot be read")
+        left_out = f"{console.counted(damaged, 'suspect record')} left out"
+        console.print_warning(f"{left_out}: damaged, or without proof of their worker")
     images = console.counted(result["images"], "image")
     if not result["images"]:
         console.print_plain("no images to draw again")
@@ -220,7 +221,7 @@ async def select(storage: Storage, which: Which, on_listed: Callable[[], None]) 
         return await _of_job(storage, named.campaign, named.id)
     await check_campaign(storage, named.campaign)
     if which.suspect:
-        return await _by_records(storage.blobs, named.campaign, on_listed)
+        return await _by_records(storage, named.campaign, on_listed)
     return await _by_worker(storage.blobs, which, on_listed)
 
 
@@ -273,17 +274,21 @@ async def _records(blobs: BlobStore, campaign: str | None) -> AsyncIterator[Blob
 
 
 async def _by_records(
-    blobs: BlobStore, campaign: str | None, on_listed: Callable[[], None]
+    storage: Storage, campaign: str | None, on_listed: Callable[[], None]
 ) -> Selection:
-    found = Selection()
+    found, blobs, proofs = Selection(), storage.blobs, await storage.proofs()
     suspects: dict[str, str] = {}
-    async for name in blobs.names(SUSPECT):
-        if not name.endswith(".json"):
+    async for blob in blobs.records(SUSPECT):
+        if not blob.name.endswith(".json"):
             continue
         try:
-            data = await blobs.read(name, _MAX_RECORD_BYTES)
-            record = SuspectRecord.model_validate_json(data or b"")
+            data = await blobs.read(blob.name, _MAX_RECORD_BYTES) or b""
+            record = SuspectRecord.model_validate_json(data)
         except (ValidationError, errors.UnusableFileError):
+            found.damaged_records += 1
+            continue
+        author = worker_file_name(record.worker)
+        if proofs and proofs.author(blob.name, blob.metadata, data) != author:
             found.damaged_records += 1
             continue
         start = "" if campaign is None else f"{campaign}/"

@@ -42,7 +42,7 @@ def compute(
     seconds = (ended_at - began_at).total_seconds() if began_at and ended_at else None
     bin_seconds, throughput = _throughput(records.stored_in_second)
     # The messages of failed jobs are sent, received and deleted, too.
-    drawn = sum(worker.drawn for worker in workers)
+    drawn = max(records.images, sum(worker.drawn for worker in workers))
     jobs = records.jobs + records.failed + drawn - records.images
     storage_dollars = prices.storage_dollars(jobs, drawn, table)
     priced = [worker.gpu_dollars for worker in workers if worker.gpu_dollars is not None]

@@ -18,6 +18,7 @@ from imagefleet.records.stored import Damaged
 from imagefleet.redaction import printable
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
+from imagefleet.storage.proofs import Proofs
 
 #: The resolution, in seconds, of an image's time in the worker: few distinct values.
 _TIME_STEP = 0.05
@@ -101,6 +102,9 @@ class Records:
     samples: list[Record] = field(default_factory=list)
     """Of the images drawn as samples."""
     damaged: Damaged = field(default_factory=Damaged)
+    proofs: Proofs | None = None
+    """In a fleet with proofs, no other record counts to a worker's time and cost."""
+    _unproven: set[int] = field(default_factory=set)
 
     @property
     def failed(self) -> int:
@@ -121,6 +125,16 @@ class Records:
         if not name or not _has_room(self.models, name, _MAX_MODELS):
             return None
         return self.models.setdefault(name, Model(name))
+
+    def is_credited(self, record: Record) -> bool:
+        """Whether a record's worker has drawn its image, as far as that is to be proven."""
+        if self.proofs is None or self.proofs.accept(record.worker, record.claims, record.proof):
+            return True
+        if record.worker != "?" and (drawing := _drawing(record)) not in self._unproven:
+            self._unproven.add(drawing)
+            why = f"no proof that {record.worker} has drawn it: its time and cost are left out"
+            self.damaged.add(record.blob or "", why)
+        return False
 
     def add_time(self, record: Record) -> _Key:
         """Adds the time in which an image was drawn to its worker's and its model's."""
@@ -164,7 +178,7 @@ async def read_records(
 
     The sample is the same each time, as long as the records are: the names with the least hashes.
     """
-    records = Records(campaign, given_price)
+    records = Records(campaign, given_price, proofs=await storage.proofs())
     known = await sent.known(storage, campaign)
     drawn: list[tuple[int, int, Record]] = []
     async for record in reader.images(storage, campaign, records.damaged, known=known):
@@ -199,8 +213,10 @@ def _count_image(records: Records, record: Record) -> None:
     if _has_room(records.stored_in_second, second, _MAX_SECONDS):
         records.stored_in_second[second] += 1
     records.jobs += record.completes_job
-    records.seconds_in_worker[math.ceil((record.seconds or 0) / _TIME_STEP)] += 1
     records.images_redelivered += record.attempts > 1
+    if not records.is_credited(record):
+        return
+    records.seconds_in_worker[math.ceil((record.seconds or 0) / _TIME_STEP)] += 1
     if (worker := records.workers.get(records.add_time(record))) is not None:
         worker.images += 1
 
@@ -215,13 +231,13 @@ async def _count_unused(storage: Storage, records: Records) -> None:
     drawn, doubled = Counter[_Key](), Counter[_Key]()
     again = stored.of_kind(shards, "again")
     async for part in stored.records(again, Damaged()):
-        copies.update(map(_drawing, part))
+        copies.update(map(_drawing, filter(records.is_credited, part)))
     async for part in stored.records(stored.of_kind(shards, "images"), Damaged()):
-        copies.difference_update(map(_drawing, part))
-        for record in part:
+        for record in filter(records.is_credited, part):
+            copies.discard(_drawing(record))
             drawn[records.add_time(record)] += 1
     async for part in stored.records(again, Damaged()):
-        for record in part:
+        for record in filter(records.is_credited, part):
             if (name := _drawing(record)) in copies:
                 copies.remove(name)
                 doubled[records.add_time(record)] += 1

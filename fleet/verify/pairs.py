@@ -16,6 +16,7 @@ from imagefleet.files import picture
 from imagefleet.job.message import CHECKS, COMPARABLE_STEPS, MAX_IMAGE_BYTES
 from imagefleet.job.names import DUPLICATES
 from imagefleet.storage.open import Storage
+from imagefleet.storage.proofs import Proofs, machine_of
 
 #: Pairs read at once: two images each, some 400 KB in all.
 CONCURRENCY = 16
@@ -24,9 +25,17 @@ CONCURRENCY = 16
 NO_RECORD = ""
 
 Result = Literal[
-    "alike", "different", "same_worker", "not_there", "unreadable", "few_steps", "other_job"
+    "alike",
+    "different",
+    "same_worker",
+    "not_there",
+    "unreadable",
+    "few_steps",
+    "other_job",
+    "unproven",
 ]
-"""`not_there`: the image is not drawn yet; `few_steps`: it may come out different rightly."""
+"""`not_there`: the image is not drawn yet; `few_steps`: it may come out different rightly;
+`unproven`: anybody with a token may have stored the second drawing."""
 
 RESULTS: Mapping[Result, str] = {
     "alike": "pairs alike",
@@ -36,6 +45,7 @@ RESULTS: Mapping[Result, str] = {
     "unreadable": "no readable image",
     "few_steps": "of too few steps",
     "other_job": "of other jobs",
+    "unproven": "without proof of their worker",
 }
 
 
@@ -72,15 +82,16 @@ async def listed(storage: Storage, named: Target, since: datetime | None) -> Asy
 
 async def compare(storage: Storage, pairs: Iterable[Pair], on_pair: Callable[[], None]) -> None:
     """Compares the images of each pair, some at once."""
+    proofs = await storage.proofs()
 
     async def work(pair: Pair) -> None:
-        await _compare(storage, pair)
+        await _compare(storage, proofs, pair)
         on_pair()
 
     await concurrency.for_each(pairs, work, CONCURRENCY)
 
 
-async def _compare(storage: Storage, pair: Pair) -> None:
+async def _compare(storage: Storage, proofs: Proofs | None, pair: Pair) -> None:
     facts = await storage.blobs.metadata(pair.image)
     if facts is None:
         return
@@ -88,11 +99,21 @@ async def _compare(storage: Storage, pair: Pair) -> None:
     if pair.digest is None or facts.get("digest") != pair.digest:
         pair.result = "other_job"
         return
-    if len(set(pair.workers)) == 1:
+    if proofs is None and len(set(pair.workers)) == 1:
         pair.result = "same_worker"
         return
     first, second = [await _read(storage, name) for name in (pair.image, pair.second)]
-    if first is not None and second is not None:  # not deleted meanwhile, for a redo
+    if first is None or second is None:  # deleted meanwhile, for a redo
+        return
+    if proofs is not None:
+        told = await storage.blobs.metadata(pair.second) or {}
+        author = proofs.author(pair.image, facts, first)
+        pair.workers = author or NO_RECORD, proofs.author(pair.second, told, second) or NO_RECORD
+    if proofs is not None and pair.workers[1] == NO_RECORD:
+        pair.result = "unproven"
+    elif len(set(pair.workers)) == 1:
+        pair.result = "same_worker"
+    else:
         judged = await asyncio.to_thread(_judge, first, second)
         pair.result, pair.distance, pair.note = judged
 
@@ -120,7 +141,7 @@ def _judge(first: bytes, second: bytes) -> tuple[Result, float | None, str | Non
     return "few_steps" if few else "different", distance, None
 
 
-#: A worker is named once pairs with so many other workers speak against it: one differing pair
+#: A worker is named once pairs with so many other machines speak against it: one differing pair
 #: does not tell which of its two is wrong.
 ENOUGH_WITNESSES = 2
 
@@ -130,7 +151,7 @@ _PRIOR_PAIRS = 4
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One worker's pairs; *witnesses*: the other workers whose pairs speak against it."""
+    """One worker's pairs; *witnesses*: the other machines whose pairs speak against it."""
 
     worker: str
     compared: int
@@ -145,8 +166,8 @@ class Record:
     def is_for_quarantine(self) -> bool:
         """Whether nothing speaks for it, either.
 
-        Who stores a drawing writes the worker's name beside it, so false drawings can speak against
-        anybody. But who may not read images makes none alike without drawing it.
+        Without proofs, who stores a drawing writes any worker's name beside it, so false drawings
+        can speak against anybody. But who may not read images makes none alike without drawing it.
         """
         return self.draws_wrong and self.compared == self.different
 
@@ -170,7 +191,8 @@ def judge(pairs: Sequence[Pair]) -> list[Record]:
     for pair in pairs:
         other, suspect = sorted(pair.workers, key=lambda each: shares.get(each, 0))
         if pair.result == "different" and shares[suspect] != shares[other]:
-            witnesses[suspect].add(other)
+            # A machine has as many names as processes, and proves each.
+            witnesses[suspect].add(machine_of(other) or other)
     records = [
         Record(each, compared[each], different[each], len(witnesses[each])) for each in compared
     ]

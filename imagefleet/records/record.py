@@ -71,6 +71,12 @@ _OF_BLOB = (
     *("images", "stage", "stages", "seed", "digest", "sha256"),
 )
 
+#: What its worker proves of an image's record.
+_PROVEN = {
+    *("blob", "digest", "sha256", "at", "seconds", "model", "worker", "gpu", "started_at"),
+    *("start_up_seconds", "price_per_hour"),
+}
+
 #: What a job has by the same names; the second are of how it is drawn.
 _OF_JOB = ("id", "images", "stage", "stages", "prompt", "negative_prompt", "metadata")
 _OF_DRAWING = ("sampler", "steps", "cfg_scale", "clip_skip")
@@ -191,6 +197,8 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     reason: _Text | None = None
     body: _Text | None = None
     """The message that replays a failed job."""
+    proof: Annotated[str, StringConstraints(pattern=r"^[\w-]{22}$")] | None = None
+    """Of `claims`, by the machine of its worker."""
 
     @property
     def key(self) -> str:
@@ -216,6 +224,11 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     def is_end(self) -> bool:
         """Whether a worker says that its job ended without all of its images."""
         return self.outcome in {"failed", "cancelled"}
+
+    @property
+    def claims(self) -> bytes:
+        """What `proof` is of: who has drawn which image, when, and at what cost."""
+        return self.model_dump_json(include=_PROVEN).encode()
 
     @property
     def has_own_name(self) -> bool:

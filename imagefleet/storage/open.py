@@ -13,6 +13,7 @@ from imagefleet import errors, retry
 from imagefleet.signing import JobSigner, Scope
 from imagefleet.storage.local.blobs import LocalBlobs
 from imagefleet.storage.local.queue import LocalQueue, QueueFile
+from imagefleet.storage.proofs import Proofs, Prover
 from imagefleet.storage.protocol import BlobStore, JobQueue, Operations
 from imagefleet.storage.routing.models import ModelQueues
 from imagefleet.storage.routing.queue import RoutedQueue
@@ -64,6 +65,13 @@ class Storage(Protocol):
         """LoRAs and models, which workers only read."""
 
     @property
+    def prover(self) -> Prover | None:
+        """Proves what this machine stores; None without a broker's key."""
+
+    async def proofs(self) -> Proofs | None:
+        """Tells whose names are proven; None in a fleet without a broker, where none are."""
+
+    @property
     def operations(self) -> Operations:
         """The operations of this object so far."""
 
@@ -80,6 +88,8 @@ class Storage(Protocol):
 
 class LocalStorage:
     """The queues and blobs of one machine. Accesses the disk on first use."""
+
+    prover = None
 
     def __init__(self, folder: Path, names: StorageSettings) -> None:
         self.url = f"local:{folder}"
@@ -100,6 +110,9 @@ class LocalStorage:
         self.scope = Scope(
             lambda: f"{_fleet_id(folder)}/{names.container}", names.queue, self.blobs.clock.now
         )
+
+    async def proofs(self) -> None:
+        return None
 
     async def create(self) -> None:
         await self.models.create()

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-ENGINE_ROWS = "mixed,no_lora,worker,baseline"
+ENGINE_ROWS = "mixed,no_lora,worker,baseline,cfg_1,half_guided,all_samplers,four_steps_lora"
 
 
 @pytest.mark.parametrize(

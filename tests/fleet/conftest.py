@@ -95,7 +95,10 @@ class RunWorker(Protocol):
     """Runs a worker until the queue is empty."""
 
     async def __call__(
-        self, name: str, draw: Callable[[contract.ImageRequest], contract.Pixels] = draw_picture
+        self,
+        name: str,
+        draw: Callable[[contract.ImageRequest], contract.Pixels] = draw_picture,
+        opened: Storage | None = None,
     ) -> None: ...
 
 
@@ -109,7 +112,9 @@ def run_worker(
     monkeypatch.setattr("worker.pull.UNTIL_EMPTY_PAUSE_SECONDS", 0.1)
 
     async def run(
-        name: str, draw: Callable[[contract.ImageRequest], contract.Pixels] = draw_picture
+        name: str,
+        draw: Callable[[contract.ImageRequest], contract.Pixels] = draw_picture,
+        opened: Storage | None = None,
     ) -> None:
         settings = WorkerSettings(
             **storage_settings.model_dump(),
@@ -119,7 +124,7 @@ def run_worker(
             name=name,
         )
         pipeline = Pipeline(
-            storage,
+            opened or storage,
             lambda: StandInEngine(size=(64, 64), draw=draw),
             settings,
             machine=Machine(Replica("a GPU", 0.036, prices.FREE_STORAGE)),

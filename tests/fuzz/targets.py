@@ -41,6 +41,7 @@ from imagefleet.records.record import Record
 from imagefleet.storage import deliveries, protocol
 from imagefleet.storage.azure import account, roles, sas
 from imagefleet.storage.dead_letter import FailedJob
+from imagefleet.storage.proofs import Proofs
 from loadgen import sources
 from worker.files import addresses, manifest
 
@@ -56,6 +57,8 @@ MAX_YAML_SECONDS = 4.0
 MAX_MESSAGE_CHARACTERS = 3_000
 
 NOON = datetime(2026, 11, 1, 12, tzinfo=UTC)
+
+PROOFS = Proofs(["5ec2e7"])
 LOOP = asyncio.new_event_loop()
 
 
@@ -202,15 +205,17 @@ def _blob_metadata(data: bytes) -> None:
     if isinstance(facts := json.loads(data), dict):
         facts = {str(name): str(value) for name, value in facts.items()}
         Record.of_blob({"outcome": "completed", "id": "a", "at": NOON}, facts)
+        assert PROOFS.author("a.png", facts, data) is None
 
 
 def _reported_record(data: bytes) -> None:
     record = Record.read(data)
-    found = records.Records("spring")
-    for at in (record.at, NOON):
-        records._count_image(found, record.model_copy(update={"at": at}))
-    computed = figures.compute(found, "local:x", prices.BUILT_IN, "a test")
-    json.loads(console.json_text(computed), parse_constant=_no)
+    for proofs in (None, PROOFS):
+        found = records.Records("spring", proofs=proofs)
+        for at in (record.at, NOON):
+            records._count_image(found, record.model_copy(update={"at": at}))
+        computed = figures.compute(found, "local:x", prices.BUILT_IN, "a test")
+        json.loads(console.json_text(computed), parse_constant=_no)
 
 
 def _no(constant: str) -> None:
@@ -389,7 +394,9 @@ TARGETS: dict[str, Target] = {
         (
             b'{"outcome": "completed", "blob": "spring/a.png", "id": "a", "seconds": 2.5,'
             b' "at": "2026-11-01T00:00:00Z", "started_at": "2026-11-01T00:00:00Z", "model": "m",'
-            b' "price_per_hour": 0.1, "start_up_seconds": 31.5, "size_bytes": 5}',
+            b' "price_per_hour": 0.1, "start_up_seconds": 31.5, "size_bytes": 5,'
+            b' "worker": "0d8f5c1e-77a2-4c1b-9a3e-5b2f0e7d9c11-17",'
+            b' "proof": "YEPKG8_CiCQ6i2LvN5Nkzw"}',
         ),
     ),
     "poison record": Target(

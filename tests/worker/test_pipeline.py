@@ -226,7 +226,7 @@ class FaultyStorage:
         self.operations = opened.operations
         self.blobs = FaultyBlobs(opened.blobs, faults)
         self.files = opened.files
-        self.models = opened.models
+        self.models, self.prover = opened.models, opened.prover
 
 
 async def test_an_upload_that_fails_is_repeated_without_generating_again(

@@ -37,6 +37,7 @@ from worker.engine import checksums
 from worker.engine.families import reading, table
 from worker.engine.families.table import Config, Family, Model, TextEncoder
 from worker.engine.files import safetensors
+from worker.engine.lora import merge
 from worker.engine.lora.file import Network
 from worker.engine.slots import memory
 
@@ -98,8 +99,9 @@ def load_checkpoint(
     prediction_type: str | None = None,
     *,
     like: Checkpoint | None = None,
+    accelerator: Path | None = None,
 ) -> Checkpoint:
-    """Loads a checkpoint.
+    """Loads a checkpoint, with the LoRA *accelerator* merged into it.
 
     *config* is a folder with a single file's configuration; *prediction_type* holds where there is
     no configuration of the scheduler. Each network has the precision of *like*'s, if given. Raises
@@ -133,6 +135,8 @@ def load_checkpoint(
     if family.overflows_in_float16:
         nn.Module.to(vae, dtype=torch.float32)  # a file's float16 has too few digits to scale
         scale_down(vae)
+    if accelerator is not None:
+        merge.merge_for_good(accelerator, networks)
     placed = _placements(family, networks, device, dtype)
     if like is not None:
         placed |= {name: (device, each.dtype) for name, each in like.networks.items()}

@@ -45,6 +45,8 @@ class EngineSettings:
     default the folder of the same name beside the file, or the file's own."""
     prediction_type: str | None = None
     """'epsilon' or 'v_prediction', where no configuration of the scheduler says."""
+    accelerator: Path | None = None
+    """A LoRA that is merged into the weights for all images."""
     slots: int | None = None
     """Images drawn at once; None takes as many as the GPU's memory holds."""
     compile: Compile = "auto"
@@ -130,11 +132,18 @@ def _read(settings: EngineSettings, device: torch.device, how: Settings) -> Part
 
     dtype = devices.find_dtype(settings.precision, device)
     if table.pipeline_of(settings.model) in pixel_checkpoint.FAMILIES:
+        if settings.accelerator is not None:
+            raise errors.SetupError("the model is a stage of IF, for which there is no accelerator")
         stage = pixel_checkpoint.load_checkpoint(settings.model, device, dtype)
         devices.set_up(device, fp16_accumulate=settings.fp16_accumulate)
         return pixels.of_pixels(stage, how)
     loaded = checkpoint.load_checkpoint(
-        settings.model, device, dtype, settings.config, settings.prediction_type
+        settings.model,
+        device,
+        dtype,
+        settings.config,
+        settings.prediction_type,
+        accelerator=settings.accelerator,
     )
     devices.set_up(
         device,
@@ -170,6 +179,7 @@ def read_beside(engine: Engine, settings: EngineSettings) -> Callable[[], bool] 
                 settings.config,
                 settings.prediction_type,
                 like=like,
+                accelerator=settings.accelerator,
             )
     except (errors.SetupError, errors.UnsettledFileError):
         return None

@@ -12,10 +12,11 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import chain
 from typing import Any, NoReturn
 
 from imagefleet import concurrency, errors
@@ -24,12 +25,13 @@ from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
 from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.deliveries import SUSPECT_AFTER, Deliveries, shown_images
 from imagefleet.storage.open import LOCAL_SCHEME
+from imagefleet.storage.proofs import Prover
 from imagefleet.telemetry import logs
 from imagefleet.telemetry.metrics import MAX_MODELS, OTHER_MODELS
 from worker import tasks
 from worker.engine import contract
 from worker.inputs.img2img import Overlay
-from worker.jobs.stored import stored_record
+from worker.jobs.stored import proven, stored_record
 from worker.leases import Lease
 from worker.metrics import WorkerMetrics
 
@@ -319,6 +321,7 @@ class PendingRecords:
     flush_seconds: float
     in_flight: Callable[[], int]
     """Jobs in flight; those that wait here are among them."""
+    prover: Callable[[], Prover | None] = lambda: None
     _waiting: list[_Waiting] = field(default_factory=list, init=False)
     _records: int = field(default=0, init=False)  # of those that wait
     _first_at: float = field(default=0.0, init=False)
@@ -425,11 +428,16 @@ class PendingRecords:
             return 0.0
         return self._first_at + self.flush_seconds - time.monotonic()
 
+    def _proven(self, records: Iterable[list[Record]]) -> list[Record]:
+        some = list(chain.from_iterable(records))
+        prover = self.prover()
+        return some if prover is None else [proven(each, prover) for each in some]
+
     async def _write(self, batch: list[_Waiting]) -> errors.TransientError | None:
         try:
             with self.metrics.stage_seconds["record"].time():
-                await self.log.add([record for each in batch for record in each.records])
-                await self.log.add([record for each in batch for record in each.again], again=True)
+                await self.log.add(self._proven(each.records for each in batch))
+                await self.log.add(self._proven(each.again for each in batch), again=True)
         except errors.TransientError as error:
             return error
         return None

@@ -9,6 +9,7 @@ from datetime import datetime
 from imagefleet import concurrency, errors
 from imagefleet.job.message import Job
 from imagefleet.records.record import Record, of_job
+from imagefleet.storage.proofs import Prover, machine_of
 from imagefleet.storage.protocol import BlobRecord, BlobStore
 
 #: Images of one job that are looked for at the same time.
@@ -20,6 +21,9 @@ _QUOTED_CHARACTERS = 80
 
 #: Those of an image that the credentials do not let anybody read.
 NOT_READ: Mapping[str, str] = {}
+
+#: The worker of a record that names none.
+_NOBODY = "?"
 
 _HOW_TO_MEND = "send this one again with another id (`imagefleet failed --export`)"
 
@@ -75,6 +79,15 @@ def sha256_in(metadata: Mapping[str, str]) -> str | None:
     """The SHA-256 that an image's metadata tell; None if they do not, or anything else."""
     told = metadata.get("sha256", "")
     return told if re.fullmatch("[0-9a-f]{64}", told) else None
+
+
+def proven(record: Record, prover: Prover) -> Record:
+    """A record with the proof of who has drawn its image; of another machine's, it names nobody."""
+    if record.blob is None or (machine := machine_of(record.worker)) is None:
+        return record
+    if machine != prover.machine:
+        return record.model_copy(update={"worker": _NOBODY})
+    return record.model_copy(update={"proof": prover.proof(record.worker, record.claims)})
 
 
 async def find_stored(

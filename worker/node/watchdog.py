@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hashlib
 import json
 import time
 from collections import Counter, deque
@@ -29,6 +30,7 @@ from imagefleet.job.names import ASIDE, SUSPECT, worker_file_name
 from imagefleet.job.passes.fields import Pass
 from imagefleet.pricing import families, prices
 from imagefleet.storage import protocol
+from imagefleet.storage.proofs import Prover
 from imagefleet.telemetry import logs
 from worker.gpu_thread import EngineThread
 from worker.metrics import NodeFault, WorkerMetrics
@@ -314,6 +316,7 @@ class Suspects:
     blobs: protocol.BlobStore
     metrics: WorkerMetrics
     retry_policy: retry.RetryPolicy
+    prover: Callable[[], Prover | None] = lambda: None
     began_at: float = field(default_factory=time.monotonic)
     # A dict of as many is copied as a whole now and then, which leaves megabytes of holes.
     _stored: deque[tuple[str, float]] = field(
@@ -363,10 +366,13 @@ class Suspects:
         }
         blob = f"{SUSPECT}{worker_file_name(self.worker)}/{now:%Y%m%dT%H%M%SZ}.json"
         data = json.dumps(content).encode()
+        told = {"worker": worker_file_name(self.worker), "sha256": hashlib.sha256(data).hexdigest()}
+        prover = self.prover()
+        told = told if prover is None else prover.proven(blob, told)
         what = f"{len(names)} images since {content['since']} are suspect"
         try:
             await self.retry_policy.call(
-                lambda: self.blobs.create(blob, data, "application/json", {})
+                lambda: self.blobs.create(blob, data, "application/json", told)
             )
         except errors.FleetError as error:
             redo = f"`imagefleet redo --worker {self.worker} --since {content['since']}`"

@@ -120,7 +120,7 @@ class UploadStage:
         image, file = encoded.image, encoded.file
         entry = image.owner
         name = image.job.blob_name(image.index)
-        metadata = self._metadata(image, file)
+        metadata = self._proven(name, self._metadata(image, file))
 
         is_surely_own = True
 
@@ -182,13 +182,17 @@ class UploadStage:
         """Stores a duplicate, so that what took its name first can be compared with it."""
         aside = duplicate_name(name, self.settler.settings.name)
         file, lease = encoded.file, encoded.image.owner.lease
-        blobs = self.settler.storage.blobs
+        blobs, proven = self.settler.storage.blobs, self._proven(aside, metadata)
 
         async def create() -> bool:
             lease.check()
-            return await blobs.create(aside, file.data, file.content_type, metadata)
+            return await blobs.create(aside, file.data, file.content_type, proven)
 
         await self.settler.retry_policy.call(create)
+
+    def _proven(self, blob: str, metadata: dict[str, str]) -> dict[str, str]:
+        prover = self.settler.storage.prover
+        return metadata if prover is None else prover.proven(blob, metadata)
 
     def _record(self, encoded: _EncodedImage, name: str, sha256: str | None) -> Record:
         """The record of an image; *sha256* is of the file that is stored, as far as it is known."""

@@ -154,7 +154,11 @@ class PrepareStage:
         """The stages for an engine whose model's file has *model_hash*."""
         settler = puller.settler
         suspects = Suspects(
-            settler.settings.name, settler.storage.blobs, settler.metrics, settler.retry_policy
+            settler.settings.name,
+            settler.storage.blobs,
+            settler.metrics,
+            settler.retry_policy,
+            lambda: settler.storage.prover,
         )
         upload = UploadStage(settler, watchdog, suspects)
         return cls(GenerateStage(engine, EncodeStage(model_hash, upload), puller), files)

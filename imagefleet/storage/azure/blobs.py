@@ -12,9 +12,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from azure.core import MatchConditions
-from azure.core.async_paging import AsyncItemPaged
 from azure.core.exceptions import HttpResponseError
-from azure.core.pipeline import PipelineResponse
 from azure.storage.blob import BlobBlock, BlobProperties, ContentSettings
 from azure.storage.blob.aio import BlobClient, ContainerClient
 
@@ -22,12 +20,11 @@ from imagefleet import concurrency
 from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access
+from imagefleet.storage.azure.reads import BlobReads, Page
 from imagefleet.storage.azure.roles import ANY_PERMISSION
 
+#: Who asks for names mostly stops at the first.
 _NAMES_PAGE = 1_000
-
-#: Azure's limit: whoever lists records needs them all.
-_RECORDS_PAGE = 5_000
 
 #: Never exists: `check_blob_name` refuses this name.
 _NO_BLOB = ".imagefleet-check"
@@ -52,9 +49,12 @@ _Result = TypeVar("_Result")
 class AzureBlobs(protocol.BlobStore):
     """The blobs of one container."""
 
-    def __init__(self, client: ContainerClient, access: Access, clock: protocol.Clock) -> None:
+    def __init__(
+        self, client: ContainerClient, access: Access, reads: BlobReads, clock: protocol.Clock
+    ) -> None:
         self.clock = clock
         self._client = client
+        self._reads = reads
         self._address = client.url.partition("?")[0]
         self._access = access
         self._call = access.call
@@ -206,25 +206,12 @@ class AzureBlobs(protocol.BlobStore):
         return await self._found("d", request, azure_errors.LESS_PERMISSION) is not None
 
     async def read_part(self, name: str, offset: int, max_bytes: int) -> protocol.BlobPart | None:
-        blob = self._blob(name)
-        ranges: list[PipelineResponse[Any, Any]] = []
+        protocol.check_blob_name(name)
 
         async def request() -> protocol.BlobPart:
             with azure_errors.tolerated({"InvalidRange"}):  # the offset is past its end
-                part = await blob.download_blob(
-                    offset=offset, length=max_bytes, raw_response_hook=ranges.append
-                )
-                data = await part.readall()
-                # The SDK's `size` is that of the part, and its range the one that was asked for.
-                total = int((part.properties.content_range or "").rpartition("/")[2])
-                sent = ranges[-1].http_response.headers.get("Content-Range", "")
-                end = min(offset + max_bytes, total)
-                if not sent.startswith(f"bytes {offset}-") or len(data) != end - offset:
-                    raise azure_errors.ReplyLostError(
-                        f"{self._access.what} sent another part of {name!r} than was asked for"
-                    )
-                return protocol.BlobPart(data, total, part.properties.etag)
-            properties = await blob.get_blob_properties()
+                return await self._reads.part(name, offset, max_bytes)
+            properties = await self._blob(name).get_blob_properties()
             return protocol.BlobPart(b"", properties.size, properties.etag)
 
         return await self._found("r", request)
@@ -233,30 +220,28 @@ class AzureBlobs(protocol.BlobStore):
         return f"{self._address}/{quote(name, safe='~/')}"
 
     async def names(self, prefix: str = "") -> AsyncIterator[str]:
-        blobs = self._client.list_blob_names(
-            name_starts_with=prefix or None, results_per_page=_NAMES_PAGE
-        )
-        async for name in self._listed(blobs):
-            yield name
+        async for page in self._pages(prefix, maxresults=f"{_NAMES_PAGE}"):
+            for blob in page.blobs:
+                yield blob.name
 
     async def records(self, prefix: str = "") -> AsyncIterator[protocol.BlobRecord]:
-        blobs = self._client.list_blobs(
-            name_starts_with=prefix or None, include=["metadata"], results_per_page=_RECORDS_PAGE
-        )
-        async for blob in self._listed(blobs):
-            yield _record(blob)
+        async for page in self._pages(prefix, include="metadata"):
+            for blob in page.blobs:
+                yield blob
 
     async def folders(self, prefix: str) -> AsyncIterator[str]:
-        blobs = self._client.walk_blobs(name_starts_with=prefix, results_per_page=_NAMES_PAGE)
-        async for blob in self._listed(blobs):
-            if blob.name.endswith("/"):
-                yield blob.name.removeprefix(prefix).removesuffix("/")
+        async for page in self._pages(prefix, delimiter="/"):
+            for folder in page.folders:
+                yield folder.removeprefix(prefix).removesuffix("/")
 
-    async def _listed(self, blobs: AsyncItemPaged[_Result]) -> AsyncIterator[_Result]:
-        pages = aiter(blobs.by_page())
-        while (page := await self._call("l", lambda: anext(pages, None))) is not None:
-            async for blob in page:
-                yield blob
+    async def _pages(self, prefix: str, **parameters: str) -> AsyncIterator[Page]:
+        """A listing, 5,000 blobs a request unless `maxresults` are fewer."""
+        marker: str | None = ""
+        while marker is not None:
+            request = partial(self._reads.page, prefix, marker, **parameters)
+            page = await self._call("l", request)
+            yield page
+            marker = page.marker or None
 
     @property
     def _not_there(self) -> Collection[str]:

@@ -22,6 +22,7 @@ from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure import roles
 from imagefleet.storage.azure import sas as sas_tokens
 from imagefleet.storage.azure.account import AzureAddress
+from imagefleet.storage.proofs import Prover
 from imagefleet.storage.settings import Resource, StorageSettings
 from imagefleet.telemetry import logs
 
@@ -225,6 +226,12 @@ class Credentials:
         kind = "container" if roles.is_container(resource) else "queue"
         what = f"the {kind} {roles.name_of(self._settings, resource, model, shard)!r}"
         return Access(resource, what, credential, self._retry_policy, self._rotating)
+
+    @property
+    def prover(self) -> Prover | None:
+        """Proves what this machine stores, with the key that came with the tokens in force."""
+        tokens = self._rotating.tokens if self._rotating else None
+        return tokens.prover if tokens else None
 
     def shards(self, resource: Resource, model: str | None) -> int:
         """How many shards of a job queue there are tokens for."""

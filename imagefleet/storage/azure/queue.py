@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from datetime import datetime, timedelta
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -138,6 +138,9 @@ class AzureQueue:
                 await self._properties()
 
         await self._call(ANY_PERMISSION, request)
+
+    async def metadata(self) -> Mapping[str, str]:
+        return (await self._call("r", self._properties)).metadata or {}
 
     async def read_shards(self) -> protocol.Shards:
         await self._call("r", self._properties)

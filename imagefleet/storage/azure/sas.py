@@ -18,6 +18,7 @@ import aiohttp
 from pydantic import AfterValidator, AwareDatetime, BaseModel, SecretStr, model_validator
 
 from imagefleet import errors, redaction, retry, validation
+from imagefleet.storage.proofs import Prover
 from imagefleet.storage.settings import Resource, StorageSettings
 from imagefleet.telemetry import proxies
 
@@ -79,7 +80,8 @@ class Tokens(QueueTokens):
     """`{"queue": ..., "poison": ..., "blob": ..., "files": ..., "expires_at": ...}`.
 
     A role has tokens only for what it needs; one of the whole account is for what has none.
-    `models` has the tokens of the queues of each model.
+    `models` has the tokens of the queues of each model; `machine` the id of the machine that they
+    were given to, and `machine_key` what it proves its work with.
     """
 
     poison: _SasToken | None = None
@@ -87,6 +89,8 @@ class Tokens(QueueTokens):
     files: _SasToken | None = None
     models: dict[str, QueueTokens] = {}
     expires_at: AwareDatetime | None = None
+    machine: str = ""
+    machine_key: SecretStr | None = None
 
     @model_validator(mode="after")
     def _check_that_there_is_one(self) -> Self:
@@ -106,6 +110,11 @@ class Tokens(QueueTokens):
 
     def _given(self, model: str | None) -> QueueTokens:
         return self if model is None else self.models.get(model, QueueTokens())
+
+    @property
+    def prover(self) -> Prover | None:
+        key = self.machine_key
+        return None if key is None else Prover(self.machine, key.get_secret_value())
 
     @property
     def ends_at(self) -> datetime | None:

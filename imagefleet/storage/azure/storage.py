@@ -18,8 +18,10 @@ from imagefleet.storage.azure import account, sas
 from imagefleet.storage.azure.blobs import AzureBlobs
 from imagefleet.storage.azure.credentials import Credentials
 from imagefleet.storage.azure.queue import MOST_SENDS, AzureQueue
+from imagefleet.storage.azure.reads import BlobReads
 from imagefleet.storage.azure.roles import JOB_QUEUES, name_of
 from imagefleet.storage.azure.sender import MessageSender
+from imagefleet.storage.proofs import SECRETS, Proofs, Prover
 from imagefleet.storage.protocol import Clock, Operations
 from imagefleet.storage.routing.models import ModelQueues
 from imagefleet.storage.settings import Resource, StorageSettings
@@ -130,7 +132,8 @@ class AzureStorage:
                 raw_request_hook=self._count_blob_operation,
                 **options,
             )
-            return AzureBlobs(client, of, self._clock)
+            reads = BlobReads(client, self._transport, API_VERSION, self.operations)
+            return AzureBlobs(client, of, reads, self._clock)
 
         self.poison = queue("poison")
         self.blobs = container("blob")
@@ -148,6 +151,14 @@ class AzureStorage:
         account_name = of_account.path.strip("/") or (of_account.hostname or "").partition(".")[0]
         fleet = f"{account_name}/{settings.container}"
         self.scope = Scope(lambda: fleet, settings.queue, self._clock.now)
+
+    @property
+    def prover(self) -> Prover | None:
+        return self._credentials.prover
+
+    async def proofs(self) -> Proofs | None:
+        secrets = (await self.poison.metadata()).get(SECRETS)
+        return Proofs(secrets.split(",")) if secrets else None
 
     async def create(self) -> None:
         if not await self.models.create():
@@ -182,7 +193,7 @@ class AzureStorage:
 
     def _count_blob_operation(self, request: PipelineRequest[Any]) -> None:
         http = request.http_request
-        if http.method in {"GET", "HEAD"} and http.query.get("comp") != "list":
+        if http.method in {"GET", "HEAD"}:
             self.operations.blob_reads += 1
         elif http.method != "DELETE":
             self.operations.blob_writes += 1

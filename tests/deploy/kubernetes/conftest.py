@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -24,8 +25,10 @@ Manifest = dict[str, Any]
 DEPLOY = Path(__file__).parents[3] / "deploy" / "kubernetes"
 SCHEMAS = Path(__file__).parents[1] / "schemas"
 
-#: The version of Kubernetes' schemas.
-KUBERNETES = "1.32"
+#: Versions of Kubernetes' schemas: the oldest that the README promises, and a newer one.
+OLDEST = re.search(r"Kubernetes and kubectl (1\.\d+) or newer", (DEPLOY / "README.md").read_text())
+assert OLDEST is not None
+KUBERNETES = (OLDEST[1], "1.32")
 
 #: In the order of the kustomization, whose last one has to be the last.
 COMPONENTS = tuple(
@@ -146,7 +149,8 @@ def errors_of() -> Callable[[Sequence[Manifest]], list[Exception]]:
                 if manifest["kind"] in schemas:
                     jsonschema.validate(manifest, schemas[manifest["kind"]])
                 else:
-                    kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+                    for version in KUBERNETES:
+                        kubernetes_validate.validate(manifest, version, strict=True)
             except (jsonschema.ValidationError, kubernetes_validate.ValidationError) as error:
                 found.append(error)
         return found

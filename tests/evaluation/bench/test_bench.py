@@ -63,6 +63,8 @@ def test_the_engine_is_measured_against_the_limit_and_against_diffusers(
     assert report["matrix_limit_fraction"] < 1
     assert report["images_per_dollar"] == pytest.approx(10_000 * report["worker_images_per_second"])
     assert 0 <= report["idle_fraction"] < 1
+    of_images = report["unguided_images_per_second"] / report["no_lora_images_per_second"]
+    assert report["unguided_over_no_lora"] == pytest.approx(of_images)
     assert report["recompiles_after_warmup"] == 0
     assert "images per dollar" in ended.stdout
 
@@ -148,7 +150,7 @@ def test_mixed_steps_are_equally_frequent(tmp_path: Path) -> None:
 def test_a_rate_counts_whole_rounds_after_the_first() -> None:
     finished_at = [1.0, 1.0, 3.0, 3.0, 5.0, 5.0, 5.5]
     rate = work.rate_of(finished_at, 2, [10, 10, 20, 20, 30, 30, 99], [5] * 7)
-    assert (rate.images, rate.unet_calls, rate.pixels_per_second, rate.seconds) == (4, 100, 5, 4.0)
+    assert (rate.images, rate.unet_calls, rate.amount_per_second, rate.seconds) == (4, 100, 5, 4.0)
     with pytest.raises(errors.SetupError, match="too few"):
         work.rate_of(finished_at[:3], 2)
 
@@ -166,7 +168,7 @@ def test_a_rate_of_several_sizes_does_not_depend_on_which_of_them_ends_last(
             pixels += [size] * images
     rate = work.rate_of(finished_at, 16, [15] * len(pixels), pixels)
     expected = sum(images * size for images, size in lanes) / (45 * 0.06)
-    assert rate.pixels_per_second == pytest.approx(expected, rel=0.02)
+    assert rate.amount_per_second == pytest.approx(expected, rel=0.02)
 
 
 def test_drive_keeps_the_engine_full_and_leaves_it_empty(workload: jobs.Workload) -> None:

@@ -23,6 +23,7 @@ from imagefleet import errors, retry
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.azure.storage import AzureStorage
 from imagefleet.storage.open import open_storage
+from imagefleet.storage.proofs import Prover, machine_key
 from imagefleet.storage.settings import StorageSettings
 
 ORGANIZATION = "2c3573b6-88de-4067-821f-1af088bd9c6a"
@@ -125,6 +126,50 @@ async def test_a_node_of_the_group_gets_a_workers_tokens_that_work(
             await worker.check()
             await worker.files.check()
             assert await worker.blobs.create("fox.png", b"pixels", "image/png", {})
+
+
+MACHINE = "0d8f5c1e-77a2-4c1b-9a3e-5b2f0e7d9c11"
+
+
+async def test_each_machine_gets_a_key_of_its_own_that_no_restart_changes(
+    start: Any, salad: Salad, azurite_settings: StorageSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys: dict[str, set[str]] = {}
+    for _ in range(2):
+        async with start() as client:
+            for machine in (MACHINE, MACHINE.replace("0d", "1d"), "a-machine", MACHINE.upper()):
+                _, body = await ask(client, salad.sign(sub=machine))
+                keys.setdefault(machine, set()).add(body.get("machine_key", ""))
+                assert body.get("machine", machine) == machine
+    first, second, *others = keys.values()
+    assert others == [{""}, {""}], "names of workers begin with no such id"
+    assert len(first) == len(second) == 1
+    assert first != second
+    async with open_storage(azurite_settings) as owner:
+        proofs = await owner.proofs()
+    (key,) = first
+    proof = Prover(MACHINE, key).proof(f"{MACHINE}-7", b"claims")
+    assert proofs is not None
+    assert proofs.accept(f"{MACHINE}-7", b"claims", proof)
+    assert key not in caplog.text
+
+
+async def test_two_brokers_that_begin_at_once_end_with_both_secrets(
+    azurite_settings: StorageSettings,
+) -> None:
+    async with open_storage(azurite_settings) as owner:
+        await owner.create()
+        assert await owner.proofs() is None
+        first = await mint.proof_secret(azurite_settings)
+        assert await mint.proof_secret(azurite_settings) == first, "one is there"
+        replaced = "5ec2e7" * 10
+        for _ in range(2):
+            assert await mint.proof_secret(azurite_settings, replaced) == replaced
+        proofs = await owner.proofs()
+    for secret in (first, replaced):
+        proof = Prover(MACHINE, machine_key(secret, MACHINE)).proof(MACHINE, b"claims")
+        assert proofs is not None
+        assert proofs.accept(MACHINE, b"claims", proof)
 
 
 def policy_of(body: dict[str, Any]) -> str:

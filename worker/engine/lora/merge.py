@@ -11,17 +11,19 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
-from imagefleet.files.safetensors import Identity
+from imagefleet import errors
+from imagefleet.files.safetensors import Identity, identify
 from worker.engine.files import safetensors
 from worker.engine.files.safetensors import Place
 from worker.engine.lora import kinds
-from worker.engine.lora.file import WeightDelta, adaptable_layers
+from worker.engine.lora.file import Layers, Network, WeightDelta, adaptable_layers, read_lora
 from worker.engine.lora.kinds import Factors, Stack, StackedChange
 
 LoraKey = tuple[object, ...]
@@ -101,6 +103,29 @@ class Merger:
             merged += strength * delta.compute(original)
         self._merged.add(path)
         weight.copy_(merged)
+
+
+@torch.no_grad()
+def merge_for_good(path: Path, networks: Mapping[str, Any]) -> None:
+    """Merges a LoRA into a checkpoint that was just read, before its weights are summed.
+
+    Raises SetupError if it is not one, or not for this model.
+    """
+    encoders = {name: each for name, each in networks.items() if name not in {"unet", "vae"}}
+    layers = Layers(networks["unet"], cast("Mapping[Network, nn.Module]", encoders))
+    try:
+        with safetensors.named(f"the accelerator {path.name!r}"):
+            found = read_lora(path, identify(path), layers)
+    except (errors.UnusableFileError, errors.TransientError) as error:
+        raise errors.SetupError(error.message) from error
+    for network, deltas in found.deltas.items():
+        changed = adaptable_layers(networks[network]) if deltas else {}
+        for name, delta in deltas.items():
+            layer = changed[name]
+            original = layer.weight.float()
+            # Not in place: what is read of a file may be the file's own memory.
+            merged = (original + delta.compute(original)).to(layer.weight.dtype)
+            layer.weight = nn.Parameter(merged, requires_grad=False)
 
 
 #: Use, out and in: layers of one shape, whose weights are stacked and merged at once.

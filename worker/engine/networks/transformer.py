@@ -34,6 +34,8 @@ class Call(NamedTuple):
     """Slots whose own changes of convolutions and of the layers for the time are added."""
     slot_rows: int = 2
     """Rows of each slot: 1 without guidance, which needs the prompt's output alone."""
+    guidance: torch.Tensor | None = None
+    """[slots]: the scales, for networks that take them as an input."""
 
 
 class KeysValues:

@@ -11,6 +11,7 @@ equal, and computed as one; not in SDXL, which takes more of the prompt beside t
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -103,7 +104,7 @@ class SlotEncoder(SlotNetwork):
         output.
         """
         slots = call.slots
-        time = self.time_embedding(self.time_proj(times).to(x.dtype), slots)
+        time = self.time_embedding(self.time_proj(times).to(x.dtype), slots, call.guidance)
         if added is not None:
             time = repeat_rows(time, len(added)) + added
         time = self.time_projections(time, slots)
@@ -187,18 +188,33 @@ class SlotUnet(SlotEncoder):
 class _TimeEmbedding(nn.Module):
     def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
         super().__init__()
-        if original.cond_proj is not None or original.post_act is not None:
+        if original.post_act is not None:
             raise errors.SetupError(UNKNOWN_UNET)
+        self.embed_guidance = original.cond_proj
         self.first, self.act, self.second = original.linear_1, original.act, original.linear_2
         self.first_change, self.second_change = (
             LowRankChange({paths[layer]: layer}) for layer in (self.first, self.second)
         )
 
-    def forward(self, x: torch.Tensor, slots: int) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, slots: int, guidance: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """*guidance*: the scales [slots], of which LCM's models take more than their rows."""
+        if self.embed_guidance is not None and guidance is not None:
+            scales = _sines(guidance - 1, self.embed_guidance.in_features)
+            x = x + self.embed_guidance(scales.to(x.dtype))
         hidden = self.first(x) + self.first_change(x, slots) if slots else self.first(x)
         hidden = self.act(hidden)
         output: torch.Tensor = self.second(hidden)
         return output + self.second_change(hidden, slots) if slots else output
+
+
+def _sines(scales: torch.Tensor, width: int) -> torch.Tensor:
+    """Guidance scales as LCM embeds them [slots, width] (Luo et al. 2023, latent consistency)."""
+    half = width // 2
+    rates = torch.arange(half, device=scales.device) * (-math.log(10_000) / (half - 1))
+    angles = 1000 * scales[:, None] * torch.exp(rates)
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
 class _AddedEmbedding(nn.Module):

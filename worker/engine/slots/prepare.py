@@ -64,6 +64,8 @@ class PreparedRequest:
     controls: tuple[PreparedControl, ...] = ()
     enlarged: begin.LowResolution | None = None
     """The image that an upscaling checkpoint enlarges."""
+    embeds_guidance: bool = False
+    """Whether the UNet takes the guidance scale as an input, in place of a second row."""
 
     @property
     def next_pass(self) -> PreparedRequest | None:
@@ -97,12 +99,12 @@ class PreparedRequest:
 
     def guidance(self, call: int) -> float:
         """The guidance scale of a UNet call; 1 takes the prompt's output alone."""
-        is_unguided = any(self.schedule.unguided[call : call + 1])
+        is_unguided = any(self.schedule.unguided[call : call + 1]) and not self.embeds_guidance
         return 1.0 if is_unguided else self.request.cfg_scale
 
     def rows(self, call: int) -> int:
         """The rows of a UNet call: the prompt's, and with guidance the negative prompt's."""
-        return 1 if self.guidance(call) == 1 else 2
+        return 1 if self.embeds_guidance or self.guidance(call) == 1 else 2
 
     @property
     def prompts(self) -> list[tuple[Chunk, ...]]:
@@ -253,6 +255,7 @@ class RequestPreparer(Preparer):
             image=image,
             controls=self._controls(request, schedule, steps),
             enlarged=enlarged,
+            embeds_guidance=self._checkpoint.unet.config.time_cond_proj_dim is not None,
         )
         if request.hires is None:
             return prepared

@@ -61,7 +61,8 @@ def tick(
         x = x.contiguous(memory_format=torch.channels_last)
     times = coefficients[:, sampler.TIMESTEP]
     slots = len(x) if weight_mode == "per_slot_convolutions" else 0
-    call = Call(state.context, state.mask, weight_mode != "shared", slots, state.slot_rows)
+    scales, is_per_slot = state.rows[:, _GUIDANCE], weight_mode != "shared"
+    call = Call(state.context, state.mask, is_per_slot, slots, state.slot_rows, scales)
     steering: Sequence[torch.Tensor] = ()
     if controls:
         steering = residuals(controls, x, times, state.mask, state.rows[:, _GUIDANCE + 1 :])
@@ -70,7 +71,7 @@ def tick(
     guided = unet(x, times, call, state.added, steering).float()
     if state.slot_rows > 1:
         cond, uncond = guided.unflatten(0, (-1, 2)).unbind(dim=1)
-        guided = uncond + state.rows[:, _GUIDANCE, None, None, None] * (cond - uncond)
+        guided = uncond + scales[:, None, None, None] * (cond - uncond)
     stepped, remembered = sampler.step(
         coefficients, state.latents, guided, state.history, state.noise, image
     )

@@ -22,6 +22,7 @@ from imagefleet.storage.azure import credentials, sas
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.azure.storage import AzureStorage
 from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.proofs import Prover
 from imagefleet.storage.settings import StorageSettings
 
 LEASE_SECONDS = 30
@@ -280,6 +281,30 @@ async def test_a_broker_is_asked_again_before_its_tokens_expire(
         for _ in range(5):
             await storage.queue.depth()
     assert len(broker.identity_tokens) == 2
+
+
+async def test_a_brokers_key_proves_what_its_machine_stores_and_is_not_shown(
+    owner: Storage,
+    broker_settings: StorageSettings,
+    broker: Any,
+    mint: Mint,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("DEBUG")
+    machine, key = "0d8f5c1e-77a2-4c1b-9a3e-5b2f0e7d9c11", "5ec2e7" * 10
+    broker.answer = lambda: answer(
+        json.dumps(json.loads(mint()) | {"machine": machine, "machine_key": key})
+    )
+    async with AzureStorage(broker_settings, retry.NEVER, identity_token=identity_token) as storage:
+        assert storage.prover is None, "before the first tokens"
+        await storage.check()
+        assert storage.prover == Prover(machine, key)
+        assert key not in repr((storage.prover, tokens_of(storage).tokens)) + caplog.text
+        broker.answer = lambda: answer(json.dumps(json.loads(mint()) | {"machine_key": [key]}))
+        tokens_of(storage).source.due_at = 0.0
+        await storage.queue.depth()
+        await polling.until(lambda: "invalid answer of the broker" in caplog.text)
+    assert key not in caplog.text
 
 
 async def test_a_wrong_clock_does_not_shorten_a_tokens_life(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from diffusers import UNet2DConditionModel
 
-from worker.engine import text
+from imagefleet.job.samplers import Options
+from worker.engine import load, text
 from worker.engine.control.held import ControlNets
 from worker.engine.families.table import size_ids
 from worker.engine.lora.merge import NO_CHANGES
@@ -68,6 +72,35 @@ def test_images_are_those_of_diffusers(
     assert image.std() > 20, "not a uniform image"
     (other,) = draw(family_engine(family), request_of(prompt="a boat"))
     assert difference(image, other) > 20, "or the test shows nothing"
+
+
+@pytest.mark.parametrize("family", ["sd1", "sdxl"])
+def test_an_lcm_models_image_depends_on_the_guidance_that_it_embeds(
+    family: str,
+    family_folder: Any,
+    family_pipeline: Any,
+    request_of: Any,
+    draw: Any,
+    difference: Any,
+    tmp_path: Path,
+) -> None:
+    """And never takes a row for the negative prompt."""
+    folder = shutil.copytree(family_folder(family), tmp_path / "lcm")
+    config = UNet2DConditionModel.load_config(folder / "unet")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        unet = UNet2DConditionModel.from_config({**config, "time_cond_proj_dim": 32}).eval()
+    unet.save_pretrained(folder / "unet")
+    pipeline = family_pipeline(family)
+    pipeline = type(pipeline)(**{**pipeline.components, "unet": unet})
+    engine = load.load_engine(load.EngineSettings(folder, "cpu", slots=2))
+    images = []
+    for scale in (1.0, 3.0, 7.0):
+        request = request_of(cfg_scale=scale, sampler_options=Options(s_min_uncond=1000.0))
+        images += draw(engine, request)
+        assert difference(images[-1], draw_in_diffusers(pipeline, request)) <= ROUNDING
+    assert engine.unet_rows == 3 * request.steps
+    assert difference(images[0], images[1]) > ROUNDING < difference(images[1], images[2])
 
 
 @pytest.mark.parametrize("width", [64, 96])

@@ -1,0 +1,254 @@
+"""The ledger of money of a real fleet: `report`, `status`, a panel and the processes' own counters.
+
+Real workers push, are killed and restarted; jobs fail and are replayed, wait and are cancelled; a
+worker's images are redone. What the processes counted is noted on its way to the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from prometheus_client.parser import text_string_to_metric_families
+
+import polling
+from fleet import console
+from fleet.monitor import prometheus
+from imagefleet.records import reader
+from imagefleet.storage.open import Storage
+
+COMMAND = Path(sys.executable).with_name("imagefleet")
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "dashboards" / "grafana" / "cost.json"
+
+#: Jobs that are drawn, three times; that fail when they are, until they are replayed; and that are
+#: cancelled.
+DRAWN, BROKEN, CANCELLED = 40, 6, 8
+JOBS = 3 * DRAWN + BROKEN
+
+#: Images that a killed worker has stored since its last push, at most.
+UNPUSHED = 8
+
+IMAGES, READY = "imagefleet_images_total", "imagefleet_start_up_seconds"
+
+#: Pushes several times a second, so that a killed worker has pushed nearly all that it counted.
+OFTEN = "from imagefleet.telemetry import push; push.PUSH_SECONDS = 1.0"
+#: Draws nothing for a broken prompt, as long as the file *marker* is there.
+BREAKS = """
+    from pathlib import Path
+    from worker.testing import draw_noise
+    def draw(request):
+        if str(request.prompt) == "broken" and Path("{marker}").exists():
+            raise errors.JobError
+        return draw_noise(request)
+    return StandInEngine(capacity=4, tick_seconds=0.5, draw=draw)
+"""
+
+Run = Callable[..., Awaitable[Any]]
+Start = Callable[..., Awaitable[asyncio.subprocess.Process]]
+StandInWorker = Callable[..., list[Any]]  # the fixture of conftest.py
+
+pytestmark = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+
+
+class Noting:
+    """Passes pushes on to a server, and keeps the last value of each series."""
+
+    def __init__(self, push_url: str) -> None:
+        self.url = ""
+        self._push_url = push_url
+        self._last: dict[tuple[str, ...], tuple[str, dict[str, str], float]] = {}
+
+    def total(self, metric: str, **labels: str) -> float:
+        """The sum over all processes, or over those with the labels."""
+        found = (each for each in self._last.values() if each[0] == metric)
+        return sum(value for _, own, value in found if labels.items() <= own.items())
+
+    def of(self, worker: str, metric: str) -> float:
+        """The same of a worker's process."""
+        infos = [own for name, own, _ in self._last.values() if name == "imagefleet_worker_info"]
+        of = [own["instance"] for own in infos if own["worker"] == worker]
+        return sum(self.total(metric, instance=each) for each in of)
+
+    async def take(self, request: web.Request) -> web.Response:
+        text = await request.text()
+        extra = [each.partition("=")[::2] for each in request.query.getall("extra_label")]
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels = {**sample.labels, **dict(extra)}
+                series = (sample.name, *map("=".join, sorted(labels.items())))
+                self._last[series] = sample.name, labels, sample.value
+        url = f"{self._push_url}?{request.query_string}"
+        async with aiohttp.ClientSession() as client, client.post(url, data=text) as answer:
+            return web.Response(status=answer.status)
+
+
+@pytest.fixture
+async def noting(victoria_metrics: Any) -> AsyncIterator[Noting]:
+    receiver = Noting(victoria_metrics.push_url)
+    app = web.Application(client_max_size=2**24)
+    app.router.add_post("/push", receiver.take)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    receiver.url = f"http://127.0.0.1:{runner.addresses[0][1]}/push"
+    yield receiver
+    await runner.cleanup()
+
+
+@pytest.fixture
+def run(environment: dict[str, str], tmp_path: Path) -> Run:
+    """Runs a command to its end; returns its JSON."""
+
+    async def run_command(*arguments: str) -> Any:
+        process = await asyncio.create_subprocess_exec(
+            *(COMMAND, *arguments), env=environment, cwd=tmp_path, stdout=subprocess.PIPE
+        )
+        out, _ = await process.communicate()
+        assert process.returncode == 0, arguments
+        return json.loads(out) if "--json" in arguments else None
+
+    return run_command
+
+
+@pytest.fixture
+async def start(
+    noting: Noting, stand_in_worker: StandInWorker, environment: dict[str, str], tmp_path: Path
+) -> AsyncIterator[Start]:
+    """Starts a worker that pushes, with a stand-in engine or, named "demo", with the real one."""
+    processes = []
+
+    async def start_worker(name: str, price: str, *more: str) -> asyncio.subprocess.Process:
+        flags = ["--push-url", noting.url, "--lease-seconds", "2", "--slots", "4"]
+        flags += ["--device", "cpu", "--name", name, "--price-per-hour", price, *more]
+        loading = BREAKS.format(marker=tmp_path / "broken")
+        command = stand_in_worker(*flags, loading=loading, changes=OFTEN)
+        if name == "demo":
+            command[2] = f"{OFTEN}; from fleet import main; main.main()"
+        variables = {**environment, "IMAGEFLEET_LOG_FORMAT": "json"}
+        with (tmp_path / f"{name}.log").open("wb") as log:
+            process = await asyncio.create_subprocess_exec(*command, env=variables, stderr=log)
+        processes.append(process)
+        return process
+
+    yield start_worker
+    for process in processes:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def process_of(log: Path, gpu: str) -> int:
+    """The first worker of a GPU, by its parent's log."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    started = [each for each in lines if each["action"] == "worker_started" and each["gpu"] == gpu]
+    return int(started[0]["process_id"])
+
+
+async def counted(storage: Storage, **wanted: int) -> None:
+    """Waits until the campaign `spring` has these numbers."""
+    await polling.until(
+        lambda: reader.counts(storage, "spring"),
+        lambda found: all(getattr(found, name) == value for name, value in wanted.items()),
+    )
+
+
+@pytest.fixture
+async def redone(
+    storage: Storage, noting: Noting, start: Start, run: Run, tmp_path: Path
+) -> dict[str, Any]:
+    """What `redo` says at the end of a fleet that has drawn everything."""
+
+    async def load(name: str, campaign: str, count: int, prompt: str) -> None:
+        job = {"campaign": campaign, "prompt": prompt, "steps": 4}
+        lines = (json.dumps({**job, "id": f"{name}{number}"}) + "\n" for number in range(count))
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+        await run("load", f"{name}.jsonl")
+
+    (marker := tmp_path / "broken").touch()
+    await load("cancelled", "autumn", CANCELLED, "a cat")
+    await run("cancel", "autumn", "--yes")
+    await load("broken", "spring", BROKEN, "broken")
+    await load("first", "spring", DRAWN, "a house")
+    pair = await start("pair", "1.2", "--gpus", "0,1")
+    await polling.until(lambda: noting.total(IMAGES, device="1"))
+    os.kill(process_of(tmp_path / "pair.log", "1"), signal.SIGKILL)
+    alone = await start("alone", "0.36")
+    await polling.until(lambda: noting.of("alone", READY))
+    await load("second", "spring", DRAWN, "a house")
+    await polling.until(lambda: noting.of("alone", IMAGES))
+    alone.kill()
+    demo = await start("demo", "3.6")
+    await polling.until(lambda: noting.of("demo", READY))
+    await load("third", "spring", DRAWN, "a house")
+    await counted(storage, completed=3 * DRAWN, failed=BROKEN)
+    marker.unlink()
+    await run("replay", "spring", "--yes")
+    await counted(storage, completed=JOBS, failed=0)
+    found = await run("redo", "--worker", "alone", "--yes", "--json")
+    await counted(storage, completed=JOBS, images=JOBS)
+    for process in (pair, demo):
+        process.terminate()
+    codes = [await process.wait() for process in (pair, demo, alone)]
+    assert codes == [console.EXIT_DONE, console.EXIT_DONE, -signal.SIGKILL]
+    return dict(found)
+
+
+@pytest.mark.timeout(400)
+async def test_what_a_fleet_paid_is_what_its_processes_counted_row_by_row(
+    victoria_metrics: Any, noting: Noting, redone: dict[str, Any], run: Run
+) -> None:
+    await victoria_metrics.arrived()
+
+    report = await run("report", "spring", "--json", "--prometheus", victoria_metrics.url)
+    status = await run("status", "--json", "--prometheus", victoria_metrics.url)
+    panels = json.loads(PAGE.read_text())["panels"]
+    title = "Images per dollar in the time range, all in"
+    (query,) = [each["targets"][0]["expr"] for each in panels if each["title"] == title]
+    query = query.replace("$fleet", ".*").replace("$__range", "1h")
+    async with prometheus.connected(victoria_metrics.url) as server:
+        (panel,) = await server.at(query, datetime.now(UTC))
+
+    def wasted(reason: str) -> float:
+        return noting.total("imagefleet_wasted_dollars_total", reason=reason)
+
+    metrics, split = report["metrics"], report["metrics"]["split"]
+    dollars, drawn = noting.total("imagefleet_cost_dollars_total"), noting.total(IMAGES)
+    exactly = partial(pytest.approx, rel=1e-3)
+    assert redone["replaced"] > 0
+    assert noting.total("imagefleet_gpu_restarts_total") == 1
+    # Of two processes that were killed, what was stored since the last push is in no counter.
+    every = JOBS + redone["replaced"]
+    assert every - 2 * UNPUSHED <= drawn <= every
+    assert panel.last == exactly(drawn / dollars)
+    assert metrics["images"] == drawn - redone["replaced"]
+    assert metrics["images_per_dollar"] == exactly(metrics["images"] / dollars)
+    assert sum(split.values()) == exactly(dollars)
+    for row, reason in (("failed_jobs", "failed"), ("images_doubled", "duplicate")):
+        assert split[row] == exactly(wasted(reason))
+    assert split["start_up"] == exactly(wasted("start_up"))
+    idle = sum(value for row, value in split.items() if row.startswith("idle"))
+    assert idle == exactly(wasted("idle"))
+    assert min(split["failed_jobs"], split["images_replaced"], idle, split["start_up"]) > 0
+
+    assert (report["images"], report["failed"]) == (JOBS, 0)
+    assert sum(each["replaced"] for each in report["workers"]) == redone["replaced"]
+    assert sum(report["money"]["split"].values()) == exactly(report["money"]["dollars"])
+    rows = {each["campaign"]: each for each in status["campaigns"]}
+    assert rows["autumn"]["cancelled"] == CANCELLED
+    assert rows["spring"]["dollars"] == exactly(dollars)
+    for row in rows.values():
+        ends = ("completed", "failed", "cancelled", "discarded", "pending")
+        assert sum(row[name] for name in ends) == row["sent"]

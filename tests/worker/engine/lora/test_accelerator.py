@@ -1,0 +1,67 @@
+"""A LoRA that all images share is merged once, with those of jobs beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from imagefleet import errors
+from worker.engine import checkpoint as checkpoints
+from worker.engine import contract, load
+
+ROUNDING = 2
+
+
+@pytest.fixture
+def accelerated(checkpoint: Path, lora_paths: list[Path]) -> Any:
+    return load.EngineSettings(checkpoint, "cpu", slots=3, accelerator=lora_paths[0])
+
+
+def test_an_accelerator_is_as_a_lora_of_every_job(
+    slot_engine: Any,
+    accelerated: Any,
+    lora_paths: list[Path],
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    shared, style, other = (contract.Lora(path.stem, path, 1.0, 1.0) for path in lora_paths)
+    own = [(), (style,), (other, style), (shared,)]
+    engine = load.load_engine(accelerated)
+    images = draw(engine, *(make_request(loras=loras) for loras in own))
+    twice = contract.Lora(shared.name, shared.path, 2.0, 2.0)
+    tagged = [(shared,), (shared, style), (shared, other, style), (twice,)]
+    for image, loras in zip(images, tagged, strict=True):
+        assert difference(image, draw(slot_engine, make_request(loras=loras))[0]) <= ROUNDING
+    assert difference(images[0], draw(slot_engine, make_request())[0]) > 20
+
+
+def test_the_sum_of_its_weights_is_of_what_it_draws_with(accelerated: Any) -> None:
+    """Else each check of the weights would find them damaged; and it is another model."""
+    engine = load.load_engine(accelerated)
+    assert engine.self_check.find_fault() is None
+    plain = checkpoints.load_checkpoint(accelerated.model, torch.device("cpu"), torch.float32)
+    assert engine.self_check.weights_id != plain.weights_id
+
+
+def test_a_model_that_is_changed_to_has_the_accelerator_too(
+    accelerated: Any, slot_engine: Any, make_request: Any, draw: Any
+) -> None:
+    engine = load.load_engine(accelerated)
+    (expected,) = draw(engine, make_request())
+    take = load.read_beside(engine, accelerated)
+    assert take is not None
+    assert take()
+    assert (draw(engine, make_request())[0] == expected).all()
+
+
+def test_a_file_that_is_no_lora_of_the_model_is_refused(accelerated: Any, tmp_path: Path) -> None:
+    broken = tmp_path / "lcm.safetensors"
+    broken.write_bytes(b"\0" * 100)
+    for path in (broken, tmp_path / "missing-lcm.safetensors"):
+        settings = load.EngineSettings(accelerated.model, "cpu", accelerator=path)
+        with pytest.raises(errors.SetupError, match=f"the accelerator '{path.name}'"):
+            load.load_engine(settings)
