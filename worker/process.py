@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NoReturn
 
 from imagefleet import errors
@@ -23,6 +24,7 @@ from worker.files import check, model
 from worker.files.kernels import cache as kernels
 from worker.gpu_thread import THREAD_NAME, Take
 from worker.gpus.child import Member
+from worker.inputs.reader import JobFiles
 from worker.metrics import Outcome, WorkerMetrics
 from worker.models import checkpoints
 from worker.models.change import WorkerModels
@@ -122,6 +124,7 @@ class _Worker:
     _gpu: str = replica.NO_GPU
     _kernels: kernels.KernelCache | None = None
     _engine: contract.Engine | None = None
+    _accelerator: Path | None = None
 
     def __post_init__(self) -> None:
         member = self._member
@@ -230,6 +233,8 @@ class _Worker:
             settings = await model.fetch(checkpoint.settings, storage.files)
             return replace(checkpoint, settings=settings)
 
+        if self._settings.accelerator is not None:
+            self._accelerator = await JobFiles.of(storage, self._settings).accelerator_path()
         found = await checkpoints.find(self._settings, storage.files)
         for at, item in enumerate(found):
             if not model.has_known_name(item.settings):  # nor, then, the queue of its jobs
@@ -346,8 +351,8 @@ class _Worker:
             device.check_listed_gpu()
         self._engine = None  # its memory is the next one's
         around = self._kernels.compiling if self._kernels else None
-        own = replace(_engine_settings(checkpoint), around_compiling=around)
-        self._engine = load.load_engine(own)
+        own = _engine_settings(checkpoint, self._accelerator)
+        self._engine = load.load_engine(replace(own, around_compiling=around))
         return self._engine
 
     def _read_weights(self, checkpoint: Checkpoint) -> Take | None:
@@ -357,10 +362,10 @@ class _Worker:
         family = families.of_title(check.family(path)).slug
         if self._engine is None or self._engine.family != family:
             return None  # nothing is read that could not be used
-        return load.read_beside(self._engine, _engine_settings(checkpoint))
+        return load.read_beside(self._engine, _engine_settings(checkpoint, self._accelerator))
 
 
-def _engine_settings(checkpoint: Checkpoint) -> load.EngineSettings:
+def _engine_settings(checkpoint: Checkpoint, accelerator: Path | None) -> load.EngineSettings:
     settings, path = checkpoint.settings, model.local_path(checkpoint.settings)
     return load.EngineSettings(
         path,
@@ -368,6 +373,7 @@ def _engine_settings(checkpoint: Checkpoint) -> load.EngineSettings:
         precision=settings.precision,
         config=settings.config,
         prediction_type=check.prediction_type(path),
+        accelerator=accelerator,
         slots=settings.slots,
         compile="off" if settings.compile == "off" else "background",
         fp16_accumulate=settings.fp16_accumulate,

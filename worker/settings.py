@@ -22,7 +22,7 @@ from imagefleet.telemetry.settings import TelemetrySettings
 #: The settings of a worker by subject, in the order of the help and the documentation.
 SUBJECTS: dict[str, tuple[str, ...]] = {
     "Model and LoRAs": (
-        *("model", "model_sha256", "config", "precision", "lora_directory"),
+        *("model", "model_sha256", "config", "precision", "accelerator", "lora_directory"),
         *("embedding_directory", "cache", "cache_megabytes"),
     ),
     "GPU": ("gpus", "device", "slots", "compile", "kernels", "fp16_accumulate"),
@@ -94,6 +94,13 @@ class WorkerSettings(TelemetrySettings):
     precision: Literal["auto", "float16", "bfloat16", "float32"] = Field(
         default="auto",
         description="Precision of the weights; auto is float16 on a GPU, float32 on a CPU.",
+    )
+    accelerator: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A LoRA for few steps that all jobs are drawn with: a .safetensors file, or a"
+        " name as in prompts. The kind follows from the name (LCM, Lightning, Hyper, DMD2, PCM);"
+        " jobs without steps, sampler and guidance get the kind's.",
     )
     lora_directory: Path | None = Field(
         default=None,

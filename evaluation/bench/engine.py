@@ -195,7 +195,7 @@ class _EngineRun:
         self.width = engine.slots
         self.mixed = self._drive(engine, "another LoRA per job", self.workload)
         self.without = self._drive(engine, "no LoRA", replace(self.workload, loras=()))
-        unguided = replace(self.workload, loras=(), cfg_scale=1.0)
+        unguided = replace(self.workload, loras=(), cfg_scales=(1.0,))
         engine.warm_up(unguided.request(0))
         self.unguided = self._drive(engine, "no guidance", unguided)
         self.recompiles = engine.recompiles

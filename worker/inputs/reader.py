@@ -22,6 +22,7 @@ from imagefleet.job.passes import img2img as given
 from imagefleet.signing import TrustedJobs, TrustedKeys, trusted_keys
 from imagefleet.storage import protocol
 from imagefleet.storage.open import Storage
+from worker.accelerator import Accelerator
 from worker.engine import contract
 from worker.engine.pixel import text_states
 from worker.files.library import EmbeddingLibrary, FileLibrary, read_whole
@@ -262,6 +263,7 @@ class JobFiles:
     hashes: FileHashes
     trusted: TrustedJobs | None
     """The jobs that are taken; None: they need no signature."""
+    accelerator: Accelerator | None = None
 
     @classmethod
     def of(cls, storage: Storage, settings: WorkerSettings) -> JobFiles:
@@ -293,4 +295,11 @@ class JobFiles:
             ),
             hashes=FileHashes(cache),
             trusted=None if trusted is None else TrustedJobs(trusted, storage.scope),
+            accelerator=Accelerator.of(settings.accelerator) if settings.accelerator else None,
         )
+
+    async def accelerator_path(self) -> Path:
+        """The accelerator's file, if there is one; raises as `FileLibrary.resolve`."""
+        if self.accelerator is None:
+            raise ValueError("the worker has no accelerator")
+        return self.accelerator.path or await self.loras.resolve(self.accelerator.name)

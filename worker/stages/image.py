@@ -21,7 +21,7 @@ from imagefleet.job.names import duplicate_name
 from imagefleet.job.passes.fields import Pass
 from imagefleet.job.sizes import metadata_header
 from imagefleet.pricing import families
-from imagefleet.records.record import MAX_NAME_CHARACTERS, Embedding, Record
+from imagefleet.records.record import MAX_NAME_CHARACTERS, Embedding, Record, of_job
 from imagefleet.telemetry import logs
 from worker import tasks
 from worker.engine import contract
@@ -201,6 +201,7 @@ class UploadStage:
         return self.settler.record(
             image.owner,
             "completed",
+            **of_job(image.job),
             blob=name,
             size_bytes=len(encoded.file.data),
             sha256=sha256,

@@ -73,6 +73,8 @@ class BegunJob:
     """
 
     entry: InFlightJob
+    job: Job
+    """As it is drawn."""
     requests: deque[tuple[int, contract.ImageRequest]]
     """The requests left, each with its image's index."""
     first: contract.PreparedRequest
@@ -80,8 +82,6 @@ class BegunJob:
     def take(self) -> tuple[InFlightImage, contract.PreparedRequest]:
         """The next image."""
         entry = self.entry
-        if entry.job is None:
-            raise RuntimeError("read the job first")
         index, request = self.requests.popleft()
         prepared = self.first
         if request is not prepared.request:
@@ -92,7 +92,7 @@ class BegunJob:
             final = last.width, last.height
         elif entry.overlay is not None:
             final = entry.overlay.size
-        image = InFlightImage(entry, entry.job, index, size, final, request.embeddings)
+        image = InFlightImage(entry, self.job, index, size, final, request.embeddings)
         return image, prepared
 
 
@@ -245,13 +245,15 @@ class PrepareStage:
                 return None
             if job.place is not None and await self._is_too_early(entry, job, job.place.before):
                 return None
+            if self.files.accelerator is not None and not job.only_upscales:
+                job = self.files.accelerator.fit(job)
             requests = await self._requests(entry, job, self._size(job), images)
             first = await self._prepared(requests[0])
         if entry.settled:
             return None  # handed back meanwhile
         entry.images_to_submit = entry.images_to_store = len(images)
         entry.is_first_awaited = job.images > 1 and 0 in images
-        return BegunJob(entry, deque(zip(images, requests, strict=True)), first)
+        return BegunJob(entry, job, deque(zip(images, requests, strict=True)), first)
 
     async def _missing(self, entry: InFlightJob, job: Job) -> list[int]:
         """The images to draw: earlier deliveries may have stored some."""
@@ -362,6 +364,9 @@ class PrepareStage:
         entry.lora_hashes = {
             lora.name: self.files.hashes.of_lora(lora.path, lora.identity) for lora in loras
         }
+        if (accelerator := self.files.accelerator) is not None:
+            path = await retry.UNTIL_ACCESS.call(self.files.accelerator_path)
+            entry.lora_hashes[accelerator.name] = self.files.hashes.of_lora(path)
         inputs = NO_INPUTS
         text_encoder = self.engine.text_encoder
         if job.has_inputs or text_encoder is not None:

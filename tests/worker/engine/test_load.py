@@ -145,7 +145,9 @@ def test_a_worker_takes_such_a_gpu_for_broken_if_its_parent_chose_it(
 ) -> None:
     gpu("13.0", "580.95.05", works=False)
     settings = WorkerSettings(model=str(checkpoint), device="cuda")
-    worker: Any = SimpleNamespace(_settings=settings, _member=member, _kernels=None)
+    worker: Any = SimpleNamespace(
+        _settings=settings, _member=member, _kernels=None, _accelerator=None
+    )
     with pytest.raises(fault, match="CUDA GPU"):
         process._Worker._load_engine(worker, Checkpoint("tiny", settings))
 

@@ -393,7 +393,9 @@ class SlotEngine:
             latents = sampler.restore(latents, job.staged.inpainting)
         if (following := job.prepared.next_pass) is None:
             self._decoder.add(job.ticket, latents)
-            self._has_drawn_job |= not job.urgent
+            if not (job.urgent or self._has_drawn_job):
+                self._has_drawn_job = True
+                self._runner.native_rows = job.prepared.rows(0)
             return
         drawn = torch.cuda.current_stream().record_event() if self._on_gpu else None
         # Still alone if the first pass was.

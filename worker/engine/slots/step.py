@@ -165,6 +165,8 @@ class StepRunner:
         self.max_compiled = _MAX_COMPILED_KEYS
         self.paused_for: BatchKey | None = None
         """The key whose jobs need the memory: nothing is compiled while there are some."""
+        self.native_rows = 2
+        """Rows of the slots of ordinary jobs, which the first one shows."""
         self._unet = parts.unet
         self._model = parts.model
         self._tick = parts.tick
@@ -244,7 +246,8 @@ class StepRunner:
     @property
     def native(self) -> BatchKey:
         """The key of ordinary jobs."""
-        return BatchKey(*self._model.default_size, self._model.family.plain_tokens, None, None)
+        size, tokens = self._model.default_size, self._model.family.plain_tokens
+        return BatchKey(*size, tokens, None, None, slot_rows=self.native_rows)
 
     def can_run(self, step: Step, weight_mode: WeightMode) -> bool:
         """False if another mode should run, since that is compiled and this one is not.
@@ -284,8 +287,8 @@ class StepRunner:
         """A step's tick, to be traced on any thread and then taken up."""
         key, slots = step.batch_key, len(step.state.latents)
         return Compiled(
-            f"the UNet for {slots} slots of {key.width}x{key.height} and {key.tokens} tokens,"
-            f" {key.slot_rows} rows each"
+            f"the UNet for {slots * key.slot_rows} rows of {slots} slots, {key.width}x{key.height}"
+            f" and {key.tokens} tokens"
             f" ({weight_mode} weights{f', {len(key.controls)} ControlNets' * bool(key.controls)})",
             self._tick,
             (self._unet, weight_mode, step.state, step.controls),

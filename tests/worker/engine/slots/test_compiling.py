@@ -119,6 +119,18 @@ def test_compiling_leaves_the_first_job_alone_but_waits_for_none(
     assert (engine._compilation._tracing is None, engine.busy) == (False, False)
 
 
+def test_a_worker_whose_jobs_are_without_guidance_compiles_for_those_first(
+    engine: Any, compiler: Compiler, make_request: Any, draw: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "_HEAD_START_SECONDS", 60.0)
+    engine.compile_in_background()
+    width, height = engine.default_size
+    draw(engine, make_request(cfg_scale=1.0, steps=1, width=width, height=height))
+    engine.tick()
+    polling.until_in_thread(lambda: bool(compiler.began))
+    assert compiler.began[0].startswith("the UNet for 2 rows of 2 slots, ")
+
+
 def test_without_jobs_it_compiles_all_the_same(engine: Any, compiler: Compiler) -> None:
     engine.compile_in_background()
     assert engine.busy

@@ -1,0 +1,101 @@
+"""A worker with an accelerator draws each job with the steps, sampler and guidance that fit it."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from imagefleet import errors
+from imagefleet.job.message import Job, read_job
+from imagefleet.records import reader
+from imagefleet.storage.open import Storage
+from worker.accelerator import KINDS, Accelerator
+
+LIGHTNING = "sdxl_lightning_4step_lora"
+
+
+def job_of(**fields: Any) -> Job:
+    return read_job(json.dumps({"prompt": "a house", "id": "a", **fields}), "m1")
+
+
+@pytest.mark.parametrize(
+    ("name", "title", "steps", "guidance", "sampler"),
+    [
+        (LIGHTNING, "SDXL-Lightning", 4, 1.0, "euler_sgm_uniform"),
+        ("Hyper-SDXL-8steps-CFG-lora", "Hyper-SD with CFG", 8, 5.0, "euler_sgm_uniform"),
+        ("Hyper-SD15-2steps-lora", "Hyper-SD", 2, 1.0, "euler_sgm_uniform"),
+        ("folder/dmd2_sdxl_4step_lora.safetensors", "DMD2", 4, 1.0, "lcm_sgm_uniform"),
+        ("pcm_sd15_smallcfg_8step", "PCM", 8, 1.0, "euler_sgm_uniform"),
+        ("lcm-lora-sdv1-5", "LCM", 4, 1.0, "lcm_sgm_uniform"),
+    ],
+)
+def test_a_job_that_says_nothing_is_drawn_as_the_kind_of_file_wants(
+    name: str, title: str, steps: int, guidance: float, sampler: str
+) -> None:
+    accelerator = Accelerator.of(name)
+    assert accelerator.kind.title == title
+    for usual in ({}, {"steps": 20, "cfg_scale": 7, "scheduler": "Automatic"}):
+        drawn = accelerator.fit(job_of(**usual))
+        assert (drawn.steps, drawn.guidance, drawn.sampler) == (steps, guidance, sampler)
+
+
+def test_every_sampler_of_every_kind_is_one_of_the_engines() -> None:
+    for kind in KINDS:
+        for name in kind.samplers:
+            accelerator = Accelerator("x", "x", kind, kind.steps[0])
+            assert accelerator.fit(job_of(sampler_name=name)).sampler
+
+
+def test_a_job_keeps_what_fits_and_its_digest() -> None:
+    job = job_of(steps=8, cfg_scale=1.5, sampler_name="k_euler_a", then=[{"prompt": "a barn"}])
+    drawn = Accelerator.of("lcm").fit(job)
+    assert (drawn.steps, drawn.cfg_scale, drawn.sampler) == (8, 1.5, "euler_ancestral_sgm_uniform")
+    assert (drawn.digest, drawn.stage_digest) == (job.digest, job.stage_digest)
+    assert drawn.prompt == job.prompt
+    assert Accelerator.of("lcm").fit(job_of(cfg_scale=0)).guidance == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"steps": 15}, "steps is 15, and this worker .* 2 to 8: leave it out"),
+        ({"cfg_scale": 5}, "cfg_scale is 5, .* takes 1: leave it out"),
+        ({"sampler_name": "DDIM"}, "the sampler is DDIM, .* takes Euler with SGM Uniform"),
+        ({"sampler_name": "Euler Karras"}, "the sampler is Euler Karras"),
+        ({"sampler_name": "Euler", "scheduler": "Karras"}, "the sampler is Euler Karras"),
+    ],
+)
+def test_a_job_that_contradicts_has_failed(fields: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(errors.JobError, match=complaint):
+        Accelerator.of(LIGHTNING).fit(job_of(**fields))
+
+
+def test_a_file_whose_name_tells_no_kind_is_refused() -> None:
+    with pytest.raises(errors.SetupError, match="'detail-tweaker': its name tells no kind"):
+        Accelerator.of("detail-tweaker")
+
+
+async def test_images_and_records_tell_how_a_job_was_drawn(
+    storage: Storage,
+    run_pipeline: Any,
+    message: Callable[..., str],
+    lora_bytes: Callable[[str], bytes],
+) -> None:
+    await storage.files.create(f"loras/{LIGHTNING}.safetensors", lora_bytes("x"), "text/plain", {})
+    sent = message(id="j", campaign="spring")
+    await storage.queue.send([sent, message(id="k", steps=50)])
+    pipeline = await run_pipeline(accelerator=LIGHTNING)
+    assert pipeline.metrics.outcomes == {"completed": 1, "failed": 1}
+    job = read_job(sent, "m")
+    data = await storage.blobs.read(job.blob_name(0))
+    assert data is not None
+    text = Image.open(io.BytesIO(data)).info["parameters"]
+    assert "Steps: 4, Sampler: Euler, Schedule type: SGM Uniform, CFG scale: 1," in text
+    assert f'Lora hashes: "{LIGHTNING}: ' in text or f"Lora hashes: {LIGHTNING}: " in text
+    (record,) = [each async for each in reader.images(storage, "spring")]
+    assert (record.steps, record.cfg_scale, record.digest) == (4, 1.0, job.digest)

@@ -1,0 +1,116 @@
+"""An accelerator: a LoRA with which a model draws in few steps, merged for all of a worker's jobs.
+
+Each kind wants its own sampler, steps and guidance. A job that leaves them out, or has the usual
+ones of all jobs, is drawn with those; it stays the same job, and its image tells how it was drawn.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from imagefleet import errors
+from imagefleet.job import samplers
+from imagefleet.job.message import Job
+
+#: Sigmas of timesteps that end where a step ends, such as 999, 749, 499 and 249.
+_SCHEDULE = "SGM Uniform"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a kind of accelerator draws with; the first sampler and guidance are the usual ones."""
+
+    title: str
+    pattern: str
+    """Of the names of its files, in lower case."""
+    samplers: tuple[str, ...]
+    steps: tuple[int, int]
+    guidance: tuple[float, float] = (1.0, 1.0)
+
+
+#: By their makers' descriptions. The first that fits a file's name: Hyper-SD's CFG-preserved files
+#: are drawn with guidance, and DMD2 "will not behave" with other samplers than LCM.
+KINDS = (
+    Kind("Hyper-SD with CFG", r"hyper.*cfg", ("Euler", "TCD"), (8, 12), (5.0, 8.0)),
+    Kind("Hyper-SD", r"hyper", ("Euler", "TCD"), (1, 8)),
+    Kind("SDXL-Lightning", r"lightning", ("Euler",), (2, 8)),
+    Kind("DMD2", r"dmd", ("LCM",), (1, 8), (1.0, 2.0)),
+    Kind("PCM", r"pcm", ("Euler",), (2, 16), (1.0, 8.0)),
+    Kind("LCM", r"lcm", ("LCM", "Euler a"), (2, 8), (1.0, 2.0)),
+)
+
+#: Where a file's name says nothing like "4step".
+_USUAL_STEPS = 4
+_STEPS = re.compile(r"(\d+)[-_ ]?steps?")
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """A file of some kind."""
+
+    source: str
+    """The setting: a file, or the name of a LoRA."""
+    name: str
+    kind: Kind
+    steps: int
+
+    @classmethod
+    def of(cls, source: str) -> Accelerator:
+        """The accelerator of a setting; raises SetupError if its name tells no kind."""
+        name = Path(source).stem if source.endswith(".safetensors") else source
+        for kind in KINDS:
+            if re.search(kind.pattern, name.lower()):
+                least, most = kind.steps
+                told = _STEPS.search(name.lower())
+                steps = int(told[1]) if told else _USUAL_STEPS
+                return cls(source, name, kind, min(max(steps, least), most))
+        raise errors.SetupError(
+            f"--accelerator {name[:40]!r}: its name tells no kind; it should hold lcm, lightning,"
+            " hyper, dmd2 or pcm"
+        )
+
+    @property
+    def path(self) -> Path | None:
+        """The file, if the setting is one; else the name is that of a LoRA of jobs."""
+        given = Path(self.source).expanduser()
+        return given if given.suffix == ".safetensors" else None
+
+    def fit(self, job: Job) -> Job:
+        """The job with these settings where it has the usual ones, of the same digest.
+
+        Raises JobError if it has others that contradict.
+        """
+        kind, given = self.kind, job.given_fields
+        schedule = samplers.check_scheduler(given.get("scheduler"))
+        if schedule in {None, "Automatic"}:
+            schedule = _SCHEDULE
+        sampler = samplers.find(given.get("sampler_name", kind.samplers[0]), schedule)
+        if sampler.title not in kind.samplers or sampler.schedule_type not in {None, _SCHEDULE}:
+            taken = f"{' or '.join(kind.samplers)} with {_SCHEDULE}"
+            raise self._refusal(f"the sampler is {sampler.name}", taken)
+        steps, (least, most) = given.get("steps", self.steps), kind.steps
+        if not least <= steps <= most:
+            raise self._refusal(f"steps is {steps}", f"{least} to {most}")
+        scale, (low, high) = given.get("cfg_scale", kind.guidance[0]), kind.guidance
+        if not low <= scale <= high:
+            taken = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+            raise self._refusal(f"cfg_scale is {scale:g}", taken)
+        fields: dict[str, Any] = {
+            "sampler_name": sampler.title,
+            "scheduler": _SCHEDULE,
+            "steps": steps,
+            "cfg_scale": scale,
+        }
+        drawn = job.model_copy(update=fields)
+        # Its name in the storage and in the records: it is another's by no more than this worker.
+        vars(drawn).update(digest=job.digest, stage_digest=job.stage_digest)
+        return drawn
+
+    def _refusal(self, given: str, taken: str) -> errors.JobError:
+        return errors.JobError(
+            f"{given}, and this worker draws with {self.name[:40]!r}, an accelerator of the kind"
+            f" {self.kind.title}, which takes {taken}: leave it out of the job"
+        )
