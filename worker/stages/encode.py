@@ -50,8 +50,12 @@ _OPTIONS: Mapping[str, tuple[str, float]] = {
     "s_noise": ("Sigma noise", 1.0),
 }
 
-#: The word of DDIM's eta, and its usual value.
-_OPTIONS_OF_TIMESTEPS = {"eta": ("Eta DDIM", 0.0)}
+#: The words for the eta of samplers of timesteps, and its usual value.
+_ETA_OF_TIMESTEPS = {
+    "ddim": ("Eta DDIM", 0.0),
+    "ddim_cfgpp": ("Eta DDIM", 0.0),
+    "tcd": ("Eta", 0.3),
+}
 
 #: Words for the masked content by `inpainting_fill`; the original is not written.
 _MASKED_CONTENT = {0: "fill", 2: "latent noise", 3: "latent nothing"}
@@ -194,7 +198,7 @@ def _controls(job: Job) -> dict[str, str]:
 
 def _options(job: Job, sampler: Sampler) -> dict[str, str]:
     """Options of its sampler that are not as usual; churn's details matter only with some churn."""
-    words = _OPTIONS if sampler.schedule else _OPTIONS_OF_TIMESTEPS
+    words = {**_OPTIONS, "eta": _ETA_OF_TIMESTEPS.get(sampler.method, _OPTIONS["eta"])}
     if "s_churn" in sampler.options and not job.s_churn:
         return {}
     found = {field: getattr(job, field) for field in sampler.options}
