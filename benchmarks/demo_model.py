@@ -79,14 +79,17 @@ class Painter:
         self.pipeline.set_progress_bar_config(disable=True)
         self.images_drawn = 0
 
-    def draw(self, contexts: Tensor, negatives: Tensor, seeds: list[int]) -> Tensor:
+    def draw(
+        self, contexts: Tensor, negatives: Tensor, seeds: list[int], steps: int = STEPS,
+        guidance: float = GUIDANCE,
+    ) -> Tensor:  # fmt: skip
         """Contexts [B, 77, width] -> images [B, 3, 128, 128] in 0..1."""
         pictures = []
         for start in range(0, len(seeds), BATCH):
             part = slice(start, start + BATCH)
             drawn = self.pipeline(
                 prompt_embeds=contexts[part], negative_prompt_embeds=negatives[part],
-                num_inference_steps=STEPS, guidance_scale=GUIDANCE, output_type="np",
+                num_inference_steps=steps, guidance_scale=guidance, output_type="np",
                 generator=[torch.Generator().manual_seed(seed) for seed in seeds[part]],
             )  # fmt: skip
             pictures.append(torch.from_numpy(drawn.images).permute(0, 3, 1, 2))

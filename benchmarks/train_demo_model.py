@@ -1,8 +1,8 @@
 """Makes the demo checkpoint with one command: python benchmarks/train_demo_model.py.
 
 Stages run in order: pictures are drawn in the background; the autoencoder and the judge train on
-them; then the UNet with the text encoder; then the LoRAs. `--stages` repeats some of them on
-what `--output` already holds.
+them; then the UNet with the text encoder; then the LoRAs, and last the one for few steps.
+`--stages` repeats some of them on what `--output` already holds.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from demo_world import networks
 from demo_world.captions import CaptionWriter
 from demo_world.pictures import Pictures, PictureSet, Studio
 from demo_world.shapes import SHAPES
-from demo_world.training import train_judge, train_lora, train_unet, train_vae
+from demo_world.training import train_few_steps, train_judge, train_lora, train_unet, train_vae
 from demo_world.training.train_unet import LatentSet
 from demo_world.world import NEW_OBJECT, STYLES, SceneOptions
 from evaluation.score.demo import judge
 from imagefleet.job import clip
 
-STAGES = ("vae", "judge", "unet", "soften", "loras")
+STAGES = ("vae", "judge", "unet", "soften", "loras", "few-steps")
 #: Everything that the autoencoder and the judge must know: styles and the new object too.
 _ALL_SCENES = (
     *(SceneOptions(),) * 6,
@@ -41,7 +41,7 @@ _ALL_SCENES = (
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How much of everything; the seconds, 19 minutes in all, cut a stage short on a slower GPU."""
+    """How much of everything; the seconds, 26 minutes in all, cut a stage short on a slower GPU."""
 
     vae_pictures: int = 44_000
     base_pictures: int = 260_000
@@ -56,16 +56,20 @@ class Settings:
     soften_seconds: float = 150
     lora_steps: int = 1_500
     lora_seconds: float = 45
+    few_steps_captions: int = 30_000
+    few_steps_steps: int = 6_000
+    few_steps_seconds: float = 420
     unet_batch: int = train_unet.BATCH
     lora_batch: int = train_lora.BATCH
     vae_batch: int = train_vae.BATCH
     judge_batch: int = train_judge.BATCH
+    few_steps_batch: int = train_few_steps.BATCH
 
 
 #: Minutes on a CPU: shows that every stage runs, not that it learns.
 TOY = Settings(
-    300, 250, 250, 3, 60, 3, 60, 4, 90, 1, 90, 1, 60, unet_batch=8, lora_batch=8, vae_batch=4,
-    judge_batch=8,
+    300, 250, 250, 3, 60, 3, 60, 4, 90, 1, 90, 1, 60, 20, 2, 60, unet_batch=8, lora_batch=8,
+    vae_batch=4, judge_batch=8, few_steps_batch=4,
 )  # fmt: skip
 
 
@@ -121,15 +125,19 @@ class _Run:
         self.judge_file: Path = arguments.judge
         self.cache: Path | None = arguments.cache
         self.settings = TOY if arguments.toy else Settings()
-        changes = {"unet_seconds": arguments.unet_seconds, "base_pictures": arguments.pictures}
+        changes = {
+            "unet_seconds": arguments.unet_seconds,
+            "base_pictures": arguments.pictures,
+            "few_steps_seconds": arguments.few_steps_seconds,
+        }
         changes = {name: value for name, value in changes.items() if value is not None}
         self.settings = replace(self.settings, **changes)
         self.resume: bool = arguments.resume
         self._base: LatentSet | None = None
         tokenizer = CLIPTokenizer.from_pretrained(clip.TOKENIZER)
-        writer = CaptionWriter(tokenizer, tokenizer.get_vocab())
+        self.writer = CaptionWriter(tokenizer, tokenizer.get_vocab())
         sets = _picture_sets(arguments.stages, self.settings, self.cache)
-        self.studio = Studio(sets, writer, arguments.processes) if sets else None
+        self.studio = Studio(sets, self.writer, arguments.processes) if sets else None
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         torch.manual_seed(0)
         torch.backends.cuda.matmul.allow_tf32 = True
@@ -241,6 +249,16 @@ class _Run:
             lora.save(self.output / "loras" / f"{recipe.name}.safetensors")
             self.log(f"LoRA saved: {recipe.name}")
 
+    def run_few_steps(self) -> None:
+        settings = self.settings
+        unet, text_encoder = self.load_model(fresh=False)
+        lora = train_few_steps.train_few_steps(
+            unet, text_encoder, self.writer, settings.few_steps_captions,
+            settings.few_steps_steps, settings.few_steps_seconds, settings.few_steps_batch,
+        )  # fmt: skip
+        lora.save(self.output / "loras" / f"{train_few_steps.RECIPE.name}.safetensors")
+        self.log(f"LoRA saved: {train_few_steps.RECIPE.name}")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -252,6 +270,7 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true", help="a few steps of everything, on a CPU")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--unet-seconds", type=float)
+    parser.add_argument("--few-steps-seconds", type=float)
     parser.add_argument("--pictures", type=int, help="pictures for the UNet to train on")
     arguments = parser.parse_args()
     run = _Run(arguments)
@@ -263,6 +282,8 @@ def main() -> None:
         run.run_soften()
     if "loras" in arguments.stages:
         run.run_loras()
+    if "few-steps" in arguments.stages:
+        run.run_few_steps()
     run.log("done")
 
 

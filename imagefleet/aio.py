@@ -29,7 +29,7 @@ from imagefleet.job.names import split_job_key
 from imagefleet.records import columns, outcomes, reader
 from imagefleet.records.batch import Submission, Watch
 from imagefleet.records.outcomes import JobFacts, Status
-from imagefleet.records.reader import Counts
+from imagefleet.records.overview import Counts
 from imagefleet.records.sent import Ledgers
 from imagefleet.records.stored import Damaged
 from imagefleet.storage import dead_letter_queue, enqueue, protocol

@@ -15,8 +15,8 @@ from fleet import console
 from fleet.monitor import rates
 from fleet.monitor.prometheus import Prometheus
 from imagefleet import errors
-from imagefleet.records import reader
-from imagefleet.records.reader import Counts
+from imagefleet.records import reader, sent
+from imagefleet.records.overview import Counts, Overview
 from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage
 from imagefleet.telemetry.metrics import OTHER_MODELS
@@ -31,20 +31,18 @@ _LONG_AGO = datetime.min.replace(tzinfo=UTC)
 class Campaigns:
     """The campaigns of *storage* in numbers, or the one named *only*.
 
-    The latest are first; after those that somebody is known to have sent, the others. With
-    *counted* those that have not changed are not read again, and `unfit_records` lacks theirs.
+    The latest are first; after those that somebody is known to have sent, the others.
     """
 
-    def __init__(
-        self, storage: Storage, only: str | None = None, counted: reader.Counted | None = None
-    ) -> None:
+    def __init__(self, storage: Storage, only: str | None = None) -> None:
         self.rows: Sequence[tuple[str, Counts]] = ()
         self.unfit_records = 0
         """Records that are damaged or forged, and so not in the figures."""
         self.refusal: str | None = None
+        self._elsewhere: Mapping[str, int] = {}
         self._storage = storage
         self._only = only
-        self._counted = counted
+        self._overview = Overview(storage)
         self._read_at = self._asked_at = -math.inf
         self.dollars: Mapping[str, float] = {}
         """What the workers cost that drew a campaign's images, of those that the metrics cover."""
@@ -80,10 +78,11 @@ class Campaigns:
     async def _count(self) -> None:
         damaged = Damaged()
         if self._only is None:
-            found = await reader.all_counts(self._storage, damaged, self._counted)
+            found = await reader.all_counts(self._storage, damaged, self._overview)
         else:
             found = {self._only: await reader.counts(self._storage, self._only, damaged)}
         self.rows = sorted(found.items(), key=_by_last, reverse=True)
+        self._elsewhere = await sent.elsewhere(self._storage)
         self.unfit_records = damaged.count
         self.refusal = None
 
@@ -135,14 +134,18 @@ class Campaigns:
         if (more := len(self.rows) - count) > 0:
             found.append(f"{console.counted(more, 'earlier campaign')} not shown (--count)")
         pending = sum(counts.pending or 0 for _, counts in self.rows)
-        if pending > messages:
-            found.append(
-                f"of {console.counted(pending, 'pending job')} {messages:,} at most in this queue"
-                f" or in flight, {pending - messages:,} not: they wait in another queue of the same"
-                " container (--queue), were deleted with `cancel --all` or by somebody, or their"
-                " records are written in a moment; `imagefleet load FILE --restart` sends deleted"
-                " ones again; what is stored is not drawn twice"
-            )
+        if (left := pending - messages) > 0:
+            where = [f"{messages:,} at most in this queue or in flight"]
+            for queue, waiting in self._elsewhere.items():
+                where.append(f"{min(left, waiting):,} wait in the queue {queue}")
+                left -= min(left, waiting)
+            if left:
+                where.append(
+                    f"{left:,} not: they were deleted with `cancel --all` or by somebody, or their"
+                    " records are written in a moment; `imagefleet load FILE --restart` sends"
+                    " deleted ones again; what is stored is not drawn twice"
+                )
+            found.append(f"of {console.counted(pending, 'pending job')} {', '.join(where)}")
         for campaign, counts in self.rows[:count]:
             if counts.unknown:
                 found.append(

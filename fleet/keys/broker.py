@@ -95,7 +95,7 @@ class Identities:
         is_ours = (fleet == group or groups.parse_name(fleet, group) for fleet in self._fleets)
         if self._fleets and not any(is_ours):
             raise RefusedError(403, f"no tokens for the container group {group!r}")
-        return str(claims["sub"]), group
+        return str(claims.get("salad_machine_id", claims["sub"])), group
 
 
 class Broker:
@@ -135,9 +135,9 @@ class Broker:
         life = timedelta(hours=own.token_hours)
         minted = self._minter.mint(own.role, life, self._policy, own.model_names, self._shards)
         answer = minted.record
-        if proofs.machine_of(machine) == machine:
-            key = proofs.machine_key(str(self._secret), machine)
-            answer |= {"machine": machine, "machine_key": key}
+        if (own_id := proofs.machine_of(machine)) == machine.lower():
+            key = proofs.machine_key(str(self._secret), own_id)
+            answer |= {"machine": own_id, "machine_key": key}
         return web.json_response(answer, headers={"Cache-Control": "no-store"})
 
     async def check_policy(self) -> None:

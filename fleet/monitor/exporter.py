@@ -47,9 +47,9 @@ CAMPAIGN_SECONDS = 300.0
 async def command(settings: ExporterSettings) -> None:
     """Exports queue depths, and the time and cost to empty them.
 
-    A fleet needs one. It serves /metrics on --port and pushes them to --push-url if given. With
-    --prometheus it takes the completion rate from the workers' metrics instead of deriving it
-    from the queue depth.
+    A fleet needs one. It also counts what is left of each campaign, every five minutes. It serves
+    /metrics on --port and pushes them to --push-url if given. With --prometheus it takes the
+    completion rate from the workers' metrics instead of deriving it from the queue depth.
 
     imagefleet exporter --prometheus http://localhost:9090
     """
@@ -106,7 +106,7 @@ class Exporter(Collector):
         self._settings = settings
         self._metrics = rates.Watch(server)
         self._flow = QueueFlow()
-        self._campaigns = Campaigns(storage, counted={})
+        self._campaigns = Campaigns(storage)
         self.figures: dict[str, float] = {}
         self.registry.register(self)
 

@@ -224,7 +224,8 @@ def _count_image(records: Records, record: Record) -> None:
 async def _count_unused(storage: Storage, records: Records) -> None:
     """Counts what was drawn, and paid, besides the images: replaced since, or stored by another."""
     shards = await stored.shards_of(storage, records.campaign)
-    if not {shard.kind for shard in shards} & {"again", "replaced"}:
+    # With proofs all are read: another record of an image may stand in the place of the proven one.
+    if records.proofs is None and not {each.kind for each in shards} & {"again", "replaced"}:
         return
     # Who finds an image stored writes its record again; it has not drawn it.
     copies: set[int] = set()

@@ -20,6 +20,7 @@ from fleet.results import download, forms
 from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.records import reader
+from imagefleet.records.overview import Counts
 from imagefleet.records.record import Record
 from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage
@@ -136,7 +137,7 @@ class _Results:
         warn, outcomes = console.print_warning, self.to.outcomes
         return _limited(reader.follow(self.storage, follower, self.campaign, outcomes, warn), left)
 
-    async def total(self, counts: reader.Counts | None = None) -> int:
+    async def total(self, counts: Counts | None = None) -> int:
         """How many results there are."""
         counts = counts or await reader.counts(self.storage, self.campaign)
         numbers = {"completed": counts.images, "failed": counts.failed}

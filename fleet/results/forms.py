@@ -19,7 +19,7 @@ from fleet.results import files
 from imagefleet import errors
 from imagefleet.job.message import image_stem
 from imagefleet.records import columns
-from imagefleet.records.reader import Counts
+from imagefleet.records.overview import Counts
 from imagefleet.records.record import Record
 from imagefleet.redaction import printable
 

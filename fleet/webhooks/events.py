@@ -15,7 +15,7 @@ from imagefleet import errors
 from imagefleet.job.message import image_stem
 from imagefleet.job.sizes import MAX_METADATA_BYTES, metadata_json
 from imagefleet.records import reader
-from imagefleet.records.reader import Counts
+from imagefleet.records.overview import Counts
 from imagefleet.records.record import Record
 from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage

@@ -113,8 +113,9 @@ def metadata_header(metadata: Mapping[str, JsonValue]) -> str:
 
 def read_metadata_header(header: str) -> Any:
     """The JSON of a header of `metadata_header`; raises ValueError for any other."""
-    is_plain = header.startswith("{")
-    return pydantic_core.from_json(header if is_plain else base64.b64decode(header, validate=True))
+    data = header.encode(errors="surrogatepass")
+    is_plain = data.startswith(b"{")
+    return pydantic_core.from_json(data if is_plain else base64.b64decode(data, validate=True))
 
 
 def _is_small(metadata: dict[str, JsonValue]) -> dict[str, JsonValue]:

@@ -22,6 +22,8 @@ _LOOKED_UP_AT_ONCE = 64
 
 _SUFFIXES = tuple(SUFFIXES.values())
 
+_Lines = AsyncGenerator[tuple[StoredShard, list[bytes]]]
+
 #: Why a record does not fit.
 ANOTHER = "a record of another image than the one that is stored"
 NOT_SENT = "a record of a job that was not sent"
@@ -36,15 +38,11 @@ async def images(
     shards: Collection[StoredShard], again: Again, replaced: Replaced, damaged: Damaged
 ) -> AsyncGenerator[list[Record]]:
     """The record of each image once, and last the jobs that failed for a taken name."""
-    drawn = stored.of_kind(shards, "images")
-    kept: list[tuple[StoredShard, list[bytes]]] = []
-    if is_short := stored.size_bytes(drawn) <= stored.PART_BYTES:  # or they are read twice
-        kept = [each async for each in stored.lines_of_all(drawn, damaged)]
-    rivals = Rivals(sum(len(lines) for _, lines in kept) if is_short else None)
-    noted = _kept(kept) if is_short else stored.lines_of_all(drawn, Damaged())
-    async for _, lines in noted:
+    first, second, count = await _twice(stored.of_kind(shards, "images"), damaged)
+    rivals = Rivals(count)
+    async for _, lines in first:
         await stored.computed(len(lines), rivals.note, lines)
-    async with aclosing(_kept(kept) if is_short else stored.lines_of_all(drawn, damaged)) as parts:
+    async with aclosing(second) as parts:
         async for shard, lines in parts:
             async for part in stored.records_in(shard, lines, damaged):
                 records = replaced.without(part, once=True)
@@ -56,9 +54,17 @@ async def images(
             yield records
 
 
-async def _kept(
-    lines: Iterable[tuple[StoredShard, list[bytes]]],
-) -> AsyncGenerator[tuple[StoredShard, list[bytes]]]:
+async def _twice(
+    shards: Collection[StoredShard], damaged: Damaged
+) -> tuple[_Lines, _Lines, int | None]:
+    """The lines of *shards* two times, read once if they are few; then also their number."""
+    if stored.size_bytes(shards) > stored.PART_BYTES:
+        return stored.lines_of_all(shards, Damaged()), stored.lines_of_all(shards, damaged), None
+    kept = [each async for each in stored.lines_of_all(shards, damaged)]
+    return _kept(kept), _kept(kept), sum(len(lines) for _, lines in kept)
+
+
+async def _kept(lines: Iterable[tuple[StoredShard, list[bytes]]]) -> _Lines:
     for each in lines:
         yield each
 
@@ -100,7 +106,8 @@ async def left(
             )
             left = []
             for record in records:
-                metadata = found.get(record.blob, {})
+                if not (metadata := found.get(record.blob, {})):
+                    continue  # there is no such image
                 if again.is_missing(record) and record.fits(metadata, of_any_drawing=True):
                     again.found([record])
                     left.append(record)
@@ -114,8 +121,10 @@ async def _without_rivals(
 ) -> list[Record]:
     """Of records with the same name, the first that fits the stored image."""
     contested = list(filter(rivals.include, records))
+    damaged.saw_images |= bool(contested)
     found = await metadata_of(shards, (record.blob for record in contested))
     gone = {each.stem for each in contested if not found[each.blob]}
+    gone |= {each.key for each in contested if each.stem in gone and rivals.deny(each)}
     others = {f"{stem}.{suffix}" for stem in gone for suffix in _SUFFIXES}
     found |= await metadata_of(shards, others - found.keys())
     kept = []
@@ -123,7 +132,9 @@ async def _without_rivals(
         if (metadata := found.get(record.blob)) is None:
             kept.append(record)
             continue
-        is_there = metadata or not any(found[f"{record.stem}.{suffix}"] for suffix in _SUFFIXES)
+        stems = {record.stem, record.key} if rivals.deny(record) else {record.stem}
+        names = (f"{stem}.{suffix}" for stem in stems for suffix in _SUFFIXES)
+        is_there = metadata or not any(map(found.get, names))
         if not is_there or not record.fits(metadata):
             damaged.add(record.blob or "", ANOTHER)
         elif rivals.take(str(record.blob) if metadata else record.stem):
@@ -155,16 +166,18 @@ async def ended(
 
     Whoever may store images may write that a job has failed; a job that is complete has not.
     """
-    jobs = stored.of_kind(shards, "jobs")
-    perhaps = await _with_images(shards, ends) if jobs else None
-    async with aclosing(stored.records(jobs, damaged)) as parts:
-        async for records in parts:
-            new = ends.add(records)
-            looked_up = [each for each in new if perhaps is None or ends.job(each) in perhaps]
-            for record, images in await stored_of(blobs, looked_up):
-                if are_all(images):
-                    ends.complete(ends.job(record))
-            yield [record for record in new if ends.job(record) in ends.outcomes]
+    first, second, _ = await _twice(stored.of_kind(shards, "jobs"), damaged)
+    perhaps = await _with_images(first, shards, ends)
+    async with aclosing(second) as parts:
+        async for shard, lines in parts:
+            async for records in stored.records_in(shard, lines, damaged):
+                new = ends.add(records)
+                looked_up = [each for each in new if perhaps is None or ends.job(each) in perhaps]
+                damaged.saw_images |= bool(looked_up)
+                for record, images in await stored_of(blobs, looked_up):
+                    if are_all(images):
+                        ends.complete(ends.job(record))
+                yield [record for record in new if ends.job(record) in ends.outcomes]
 
 
 async def not_ended(
@@ -184,13 +197,16 @@ async def not_ended(
     return kept
 
 
-async def _with_images(shards: Collection[StoredShard], ends: Ends) -> set[int] | None:
+async def _with_images(
+    ended: _Lines, shards: Collection[StoredShard], ends: Ends
+) -> set[int] | None:
     """The jobs with ends and with images, by their records; None if so few ended that all may be.
 
     Then a look at the images of each costs less.
     """
-    async for records in stored.records(stored.of_kind(shards, "jobs"), Damaged()):
-        ends.add(records)
+    async for shard, lines in ended:
+        async for records in stored.records_in(shard, lines, Damaged()):
+            ends.add(records)
     jobs, found = {*ends.outcomes}, set[int]()
     ends.outcomes.clear()
     drawn = [*stored.of_kind(shards, "images"), *stored.of_kind(shards, "again")]

@@ -11,6 +11,7 @@ from datetime import datetime
 from pydantic import ValidationError
 
 from imagefleet import errors
+from imagefleet.job.chain import SEPARATOR
 from imagefleet.job.message import job_key
 from imagefleet.job.names import ASIDE
 from imagefleet.records.record import Record, hashed
@@ -22,6 +23,10 @@ _BEFORE_NAME = b'{"outcome":"completed","blob":"'
 _JOB = re.compile(
     re.escape(_BEFORE_NAME) + rb'[^"\\]*","id":"([\w.-]+)"(?:,"digest":"([0-9a-f]{64})")?', re.ASCII
 )
+
+
+#: How many images and stages its job has, if that is not one.
+_COUNTS = re.compile(rb'"(?:images|stages)":\d+')
 
 
 def note(name: str, metadata: Mapping[str, str], journal: str, at: datetime) -> Record | None:
@@ -139,12 +144,13 @@ class Again:
 
 
 class Rivals:
-    """Finds names that several records have, in 32 MiB; of ten million a few thousand are none.
+    """Finds names that several records have, in 64 MiB; of ten million less than 1 % are none.
 
-    A name is one whatever its suffix: an image has one format.
+    A name is one whatever its suffix: an image has one format. And jobs of which records say
+    unlike numbers of images or stages: one that has more than were drawn.
     """
 
-    _MOST_BITS = 28
+    _MOST_BITS = 29
 
     def __init__(self, lines: int | None = None) -> None:
         """*lines*: how many there are, if that is known; it takes 128 bytes for each at most."""
@@ -152,21 +158,33 @@ class Rivals:
         self._bits = 2 ** min(self._MOST_BITS, known_bits)
         self._seen = bytearray(max(1, self._bits // 8))
         self._names: set[int] = set()
+        self._jobs: set[int] = set()
         self._taken: set[str] = set()
 
     def note(self, lines: Iterable[bytes]) -> None:
-        seen, bits = self._seen, self._bits
         for line in lines:
-            name = hashed(_name(line).rpartition(".")[0])
-            one, two = name % bits, (name >> 32) % bits
-            if seen[one >> 3] >> (one & 7) & seen[two >> 3] >> (two & 7) & 1:
+            stem = _name(line).rpartition(".")[0]
+            if self._is_seen(name := hashed(stem)):
                 self._names.add(name)
-            seen[one >> 3] |= 1 << (one & 7)
-            seen[two >> 3] |= 1 << (two & 7)
+            job = stem.partition(SEPARATOR)[0]
+            is_known = self._is_seen(hashed(f"{job} of"))
+            if not self._is_seen(hashed(f"{job} of {_COUNTS.findall(line)}")) and is_known:
+                self._jobs.add(hashed(job))
+
+    def _is_seen(self, name: int) -> bool:
+        seen, one, two = self._seen, name % self._bits, (name >> 32) % self._bits
+        is_seen = seen[one >> 3] >> (one & 7) & seen[two >> 3] >> (two & 7) & 1
+        seen[one >> 3] |= 1 << (one & 7)
+        seen[two >> 3] |= 1 << (two & 7)
+        return bool(is_seen)
 
     def include(self, record: Record) -> bool:
-        """Whether another record has its name, too."""
-        return hashed(record.stem) in self._names
+        """Whether another record has its name, too, or denies how many images its job has."""
+        return hashed(record.stem) in self._names or self.deny(record)
+
+    def deny(self, record: Record) -> bool:
+        """Whether another record says that its job has other images or stages."""
+        return hashed(record.key) in self._jobs
 
     def take(self, name: str) -> bool:
         """True for the first who asks for a name."""

@@ -61,10 +61,10 @@ class JobFacts:
 
 async def of_campaign(storage: Storage, campaign: str) -> AsyncIterator[JobFacts]:
     """The jobs of a campaign that have ended, each once; 60 bytes of memory for each failed one."""
-    ended = {record.job async for record in reader.ended(storage, campaign)}
+    ended = set[int]()
     sent_again: dict[int, JobFacts] = {}
     partial: dict[int, dict[int, Record]] = {}
-    async for record in reader.images(storage, campaign):
+    async for record in reader.images(storage, campaign, ended=ended):
         if record.stage < record.stages:
             continue
         images = {record.index: record}

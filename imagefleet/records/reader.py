@@ -12,14 +12,13 @@ from collections.abc import (
     Container,
 )
 from contextlib import aclosing
-from dataclasses import dataclass
-from datetime import datetime
 
 from imagefleet import concurrency, errors
 from imagefleet.job.message import RECORDS
 from imagefleet.records import drawn, stored
 from imagefleet.records import sent as ledger
 from imagefleet.records.checked import Checks, New
+from imagefleet.records.overview import Counts, Kept, Overview, hashed
 from imagefleet.records.record import Kind, Record, ShardName, Totals
 from imagefleet.records.stored import Damaged, StoredShard
 from imagefleet.storage.open import Storage
@@ -49,38 +48,11 @@ _COUNTED_AT_ONCE = 64
 _READ_ENTRIES = 2**18
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """A campaign in numbers. *sent* is None where nobody has noted it."""
-
-    sent: int | None
-    images: int
-    completed: int
-    """Jobs of which every image is stored."""
-    failed: int
-    cancelled: int
-    first_at: datetime | None
-    """The time at which the first process began to write records."""
-    last_at: datetime | None
-    discarded: int = 0
-    unknown: int = 0
-    """Jobs with records that nobody has noted as sent, where others were; in no other number."""
-
-    @property
-    def pending(self) -> int | None:
-        """Jobs without an end: queued, in flight, or lost with their messages."""
-        return None if self.sent is None else self.sent - self.ended
-
-    @property
-    def ended(self) -> int:
-        return self.completed + self.failed + self.cancelled + self.discarded
-
-
 async def campaigns(storage: Storage) -> AsyncIterator[str]:
     """The campaigns that have records, by name; listings of folders."""
     found = {name async for name in storage.blobs.folders(RECORDS)}
     found |= {name async for name in storage.files.folders(RECORDS)}
-    found.update(await ledger.campaigns(storage))
+    found.update(await ledger.listed(storage))
     for name in sorted(found):
         if ShardName.read(f"{RECORDS}{name}/-.jobs.jsonl.gz"):
             yield name
@@ -92,12 +64,14 @@ def images(
     damaged: Damaged | None = None,
     *,
     known: ledger.Digests | None = None,
+    ended: set[int] | None = None,
 ) -> AsyncIterator[Record]:
     """Each stored image of a campaign once; a listing, and a read for each 4 MiB of records.
 
-    With *known* only those of jobs that are known to be sent.
+    With *known* only those of jobs that are known to be sent. *ended* takes in the jobs that ended
+    otherwise.
     """
-    return _singly(_images(storage, campaign, damaged or Damaged(), known))
+    return _singly(_images(storage, campaign, damaged or Damaged(), known, ended))
 
 
 def ended(
@@ -189,34 +163,38 @@ async def counts(storage: Storage, campaign: str, damaged: Damaged | None = None
     return await _counts(storage.blobs, ledger.Ledger(storage, campaign), shards, damaged)
 
 
-Counted = dict[str, tuple[tuple[int | None, int], Counts]]
-"""By campaign, how many jobs were sent and bytes recorded when it was counted, and its numbers."""
-
-
 async def all_counts(
-    storage: Storage, damaged: Damaged, before: Counted | None = None
+    storage: Storage, damaged: Damaged, overview: Overview | None = None
 ) -> dict[str, Counts]:
     """The numbers of all campaigns: of `counts`, with three listings for them all.
 
-    Campaigns that are as they were *before*, which this call brings up to date, are not read again.
+    Campaigns that have not changed since they were counted for the *overview* are not read again.
     """
-    noted = {name: ledger.Ledger(storage, name) for name in await ledger.campaigns(storage)}
+    overview = overview or Overview(storage)
+    noted = await ledger.listed(storage)
     by_campaign: dict[str, list[StoredShard]] = {name: [] for name in noted}
     for shard in await stored.shards_of(storage, None, damaged):
         by_campaign.setdefault(shard.campaign, []).append(shard)
+    before, kept = await overview.read(), dict[str, Kept]()
     found: dict[str, Counts] = {}
 
     async def count(campaign: str) -> None:
-        ledger, shards = noted.pop(campaign, None), by_campaign[campaign]
-        if before is None:
-            found[campaign] = await _counts(storage.blobs, ledger, shards, damaged)
-            return
-        state = (await ledger.count() if ledger else None, stored.size_bytes(shards))
-        if campaign not in before or before[campaign][0] != state:
-            before[campaign] = state, await _counts(storage.blobs, ledger, shards, damaged)
-        found[campaign] = before[campaign][1]
+        blobs, shards, unfit = noted.get(campaign, ()), by_campaign[campaign], Damaged()
+        listed = hashed([*blobs, *(shard.blob for shard in shards)])
+        of_campaign = before.get(campaign)
+        if of_campaign is None or of_campaign.listed != listed:
+            of = ledger.Ledger(storage, campaign) if blobs else None
+            counts = await _counts(storage.blobs, of, shards, unfit)
+            of_campaign = Kept(listed, counts, unfit.count)
+            damaged.include(unfit)
+        else:
+            damaged.count += of_campaign.unfit
+        found[campaign] = of_campaign.counts
+        if not unfit.saw_images:  # whose names and bytes no listing of records tells
+            kept[campaign] = of_campaign
 
     await concurrency.for_each(by_campaign, count, _COUNTED_AT_ONCE)
+    await overview.keep(kept)
     return found
 
 
@@ -354,18 +332,25 @@ async def follow(
 
 
 async def _images(
-    storage: Storage, campaign: str, damaged: Damaged, known: ledger.Digests | None = None
+    storage: Storage,
+    campaign: str,
+    damaged: Damaged,
+    known: ledger.Digests | None = None,
+    ended: set[int] | None = None,
 ) -> AsyncGenerator[list[Record]]:
     shards = await stored.shards_of(storage, campaign, damaged)
     ends = await drawn.Ends(known, Damaged()).read(shards)
     async for _ in drawn.ended(storage.blobs, shards, ends, ends.damaged):
         pass
     ends.damaged = damaged
+    ended = set() if ended is None else ended
+    ended.update(ends.outcomes)
     async with aclosing(
         drawn.images(shards, *await drawn.again(shards, damaged), damaged)
     ) as parts:
         async for records in parts:
             found = [record for record in records if record.outcome == "completed"]
+            ended.update(record.job for record in records if record.is_end)
             yield await drawn.not_ended(shards, ends.sent(found), ends)
 
 
@@ -415,6 +400,7 @@ async def _counted(
     """The images and completed jobs by the ends of shards, and by the records of taken names."""
     async for _ in drawn.ended(blobs, shards, ends, damaged):
         pass
+    damaged.saw_images |= _has(shards, "again")
     total = await _totals(stored.of_kind(shards, "images"), damaged)
     again, replaced = await drawn.again(shards, damaged)
     images, jobs = total.records, total.jobs + await drawn.find(shards, again)
@@ -438,14 +424,16 @@ async def _recounted(
     async for records in drawn.images(shards, again, replaced, damaged):
         ends.add(records)
         for record in ends.sent([each for each in records if each.outcome == "completed"]):
-            if (job := ends.job(record)) in ends.outcomes and record.stage == record.stages:
-                contested[job] = record
+            if (job := ends.job(record)) in ends.outcomes:
+                if record.stage == record.stages or job not in contested:
+                    contested[job] = record
                 continue
             images += 1
             if again.completes(record):
                 completed.add(job)
+    damaged.saw_images |= bool(contested) or _has(shards, "again")
     for record, found in await drawn.stored_of(blobs, contested.values()):
-        images += sum(each.stage == each.stages for each in found)
+        images += len(found)
         if drawn.are_all(found):
             completed.add(ends.job(record))
     for job in completed:

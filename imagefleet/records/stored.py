@@ -115,6 +115,8 @@ class Damaged:
     count: int = 0
     shards: set[str] = field(default_factory=set)
     reasons: list[str] = field(default_factory=list)
+    saw_images: bool = False
+    """Whether it was asked which images are stored, so that more than records decided."""
 
     def add(self, shard: str, reason: str) -> None:
         self.count += 1
@@ -125,6 +127,7 @@ class Damaged:
     def include(self, others: Damaged) -> None:
         self.count += others.count
         self.shards |= others.shards
+        self.saw_images |= others.saw_images
         self.reasons += others.reasons[: _KEPT_REASONS - len(self.reasons)]
 
     def __str__(self) -> str:

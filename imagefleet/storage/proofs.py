@@ -28,7 +28,9 @@ _PROVEN = (
 )
 
 #: SaladCloud's id of a machine, alone or before the rest of a worker's name.
-_MACHINE = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})(?:-.*)?", re.DOTALL)
+_MACHINE = re.compile(
+    r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})(?:-.*)?", re.DOTALL | re.IGNORECASE
+)
 
 #: Of a code's 32 bytes: nobody finds one of 128 bits by trying, and half of most records are codes.
 _CODE_BYTES = 16
@@ -37,7 +39,7 @@ _CODE_BYTES = 16
 def machine_of(worker: str) -> str | None:
     """The machine with whose id a worker's name begins; None for a name without one."""
     found = _MACHINE.fullmatch(worker)
-    return found[1] if found else None
+    return found[1].lower() if found else None
 
 
 @functools.lru_cache(4096)

@@ -21,7 +21,8 @@ from azure.storage.blob.aio import ContainerClient
 from azure.storage.queue.aio import QueueClient
 
 from fleet.keys import mint
-from imagefleet.job.message import read_job
+from imagefleet.job.message import MAX_IMAGE_BYTES, image_stem, job_key, read_job
+from imagefleet.job.samplers import MAX_IMAGES_PER_JOB
 from imagefleet.records.record import Record, Totals, shard_part
 from imagefleet.storage.azure.account import read_address
 from imagefleet.storage.azure.roles import Role
@@ -66,13 +67,22 @@ async def stealing(settings: StorageSettings, role: Role) -> AsyncIterator[Thief
 
 @dataclasses.dataclass(frozen=True)
 class Loot:
-    """What the thief knows: bodies of jobs in *campaign*, by what became of them."""
+    """What the thief knows: bodies of jobs in *campaign*, by what became of them.
+
+    Of *prey* the messages are the first in the queue.
+    """
 
     campaign: str
     drawn: dict[str, str]
     failed: dict[str, str]
     waiting: dict[str, str]
+    prey: dict[str, str]
     workers: tuple[str, ...]
+
+    @property
+    def honest(self) -> dict[str, str]:
+        """The jobs that commands are asked about."""
+        return {**self.drawn, **self.failed, **self.waiting}
 
     def record(self, job_id: str, body: str, outcome: str = "completed", **told: Any) -> Record:
         """A forged record, credited to an honest worker."""
@@ -110,11 +120,11 @@ async def store(thief: Thief, name: str, data: bytes = GARBAGE, **metadata: str)
 
 
 async def records_of_images(thief: Thief, loot: Loot) -> None:
-    """Images that are stored, with another SHA-256, before and after the honest record."""
+    """Images that are stored, with another SHA-256 or none, before and after the honest record."""
     for kind in ("images", "again"):
-        for days in (-1, 1):
+        for days, told in ((-1, {}), (1, {}), (0, {"sha256": None}), (0, {"worker": "w2"})):
             at = datetime.now(UTC) + timedelta(days=days)
-            forged = [loot.record(*job, at=at).line() for job in loot.drawn.items()]
+            forged = [loot.record(*job, at=at, **told).line() for job in loot.drawn.items()]
             await shard(thief, loot.campaign, kind, forged)
 
 
@@ -134,8 +144,9 @@ async def operators_facts(thief: Thief, loot: Loot) -> None:
         lines = [loot.record(*job, outcome).line() for job in everybody.items()]
         for kind in ("jobs", "settled"):
             await shard(thief, loot.campaign, kind, lines)
+    redo = {"source": "redo/1.json"}  # as if one were under way
     lines = [
-        loot.record(*job, "replaced", blob=read_job(job[1], "none").blob_name(0)).line()
+        loot.record(*job, "replaced", blob=read_job(job[1], "none").blob_name(0), **redo).line()
         for job in loot.drawn.items()
     ]
     await shard(thief, loot.campaign, "replaced", lines)
@@ -153,7 +164,7 @@ async def totals_that_lie(thief: Thief, loot: Loot) -> None:
         await shard(thief, loot.campaign, "images", line, lie)
 
 
-async def a_thousand_made_up_campaigns(thief: Thief, loot: Loot) -> None:
+async def hundreds_of_made_up_campaigns(thief: Thief, loot: Loot) -> None:
     line = loot.record("x", '{"prompt": "x", "id": "x"}').line()
     turn = asyncio.Semaphore(32)
 
@@ -161,16 +172,21 @@ async def a_thousand_made_up_campaigns(thief: Thief, loot: Loot) -> None:
         async with turn:
             await shard(thief, f"made-up-{number}", "images", [line])
 
-    await asyncio.gather(*map(add, range(1_000)))
+    await asyncio.gather(*map(add, range(300)))
 
 
 async def numbers_without_bounds(thief: Thief, loot: Loot) -> None:
     (job_id, body), *_ = loot.drawn.items()
     line = loot.record(job_id, body).line()
-    for name in (b"size_bytes", b"attempts", b"width"):
+    for name in (b"size_bytes", b"attempts", b"width", b"images", b"seconds", b"index"):
         told = line.removesuffix(b"}\n")  # of two values of a name the last counts
         huge = told + b',"' + name + b'":9007199254740991}\n'
         await shard(thief, loot.campaign, "images", [huge])
+    many = {"images": MAX_IMAGES_PER_JOB, "completes": True, "attempts": 1_000_000}
+    most = {"size_bytes": MAX_IMAGE_BYTES, "seconds": 600_000, "price_per_hour": 1_000, **many}
+    for kind in ("images", "again"):
+        lines = [loot.record(*job, **most).line() for job in loot.drawn.items()]
+        await shard(thief, loot.campaign, kind, lines)
     no_json = [b'{"outcome":' * 10_000 + b"\n", b"\xff\n"]
     await shard(thief, loot.campaign, "images", no_json)
     await shard(thief, loot.campaign, "jobs", no_json)
@@ -188,6 +204,25 @@ async def images_of_failed_jobs(thief: Thief, loot: Loot) -> None:
     for kind in ("images", "again"):
         lines = [loot.record(*job).line() for job in loot.failed.items()]
         await shard(thief, loot.campaign, kind, lines)
+
+
+async def records_of_later_stages(thief: Thief, loot: Loot) -> None:
+    """Of jobs that have one, and of a failed one."""
+    for job_id, body in {**loot.drawn, **loot.failed}.items():
+        name = f"{image_stem(job_key(loot.campaign, job_id), 0, 2)}.png"
+        for told in ({"stage": 2, "stages": 2, "blob": name}, {"stages": 2}):
+            for kind in ("images", "again"):
+                line = loot.record(job_id, body, **told).line()
+                await shard(thief, loot.campaign, kind, [line])
+
+
+async def images_of_jobs_that_were_never_sent(thief: Thief, loot: Loot) -> None:
+    body = json.dumps({"prompt": "x", "id": "made-up", "campaign": loot.campaign})
+    record = loot.record("made-up", body)
+    told = {"digest": str(record.digest), "sha256": str(record.sha256)}
+    await store(thief, str(record.blob), **told, job="made-up")
+    for kind in ("images", "again"):
+        await shard(thief, loot.campaign, kind, [record.line()])
 
 
 async def images_by_other_names(thief: Thief, loot: Loot) -> None:
@@ -214,9 +249,29 @@ async def drawings_under_workers_names(thief: Thief, loot: Loot) -> None:
 
 
 async def messages_of_failed_jobs(thief: Thief, loot: Loot) -> None:
-    """Poison messages: of completed jobs, of none, and not even JSON."""
+    """Poison messages: well-formed and others of completed jobs, of none, and not even JSON."""
+    for job_id, body in loot.drawn.items():
+        known = loot.record(job_id, body, "failed", error="E", reason="forged")
+        known = known.model_copy(update={"body": body})
+        await thief.poison.send_message(known.model_dump_json(exclude_defaults=True))
     for body in [*loot.drawn.values(), '{"prompt": "a", "id": "forged"}', "no JSON", "[" * 9_000]:
         await thief.poison.send_message(body)
+
+
+async def other_texts_of_leased_messages(thief: Thief, loot: Loot) -> None:
+    """Now they are drawn jobs of another prompt, at a later stage, or with five deaths behind."""
+    (job_id, body), *_ = loot.drawn.items()
+    lies: list[dict[str, Any]] = [
+        {"prompt": "forged"},
+        {"stage": 2, "then": [{"enable_hr": True}]},
+        {"deliveries": {"known": 10**6, "lost_alone": 10**6, "stored": "0-99"}},
+    ]
+    for lie in lies:
+        message = await thief.jobs.receive_message()
+        assert message is not None
+        assert json.loads(message.content)["id"] in loot.prey
+        text = json.dumps({**json.loads(body), "id": job_id, **lie})
+        await thief.jobs.update_message(message, visibility_timeout=0, content=text)
 
 
 async def nonsense_among_the_records(thief: Thief, loot: Loot) -> None:
@@ -233,13 +288,16 @@ ATTACKS: dict[str, Attack] = {
         ends_of_completed_jobs,
         operators_facts,
         totals_that_lie,
-        a_thousand_made_up_campaigns,
+        hundreds_of_made_up_campaigns,
         numbers_without_bounds,
         records_of_images_that_are_not_there,
         images_of_failed_jobs,
+        records_of_later_stages,
+        images_of_jobs_that_were_never_sent,
         images_by_other_names,
         drawings_under_workers_names,
         messages_of_failed_jobs,
+        other_texts_of_leased_messages,
         nonsense_among_the_records,
     )
 }

@@ -71,7 +71,9 @@ class _Adapter(nn.Module):
     def __init__(self, layer: nn.Linear | nn.Conv2d, rank: int, alpha: float) -> None:
         super().__init__()
         if isinstance(layer, nn.Conv2d):
-            self.down: nn.Module = nn.Conv2d(layer.in_channels, rank, 1, bias=False)
+            self.down: nn.Module = nn.Conv2d(
+                layer.in_channels, rank, layer.kernel_size, layer.stride, layer.padding, bias=False
+            )
             self.up: nn.Module = nn.Conv2d(rank, layer.out_channels, 1, bias=False)
         else:
             self.down = nn.Linear(layer.in_features, rank, bias=False)
@@ -90,7 +92,7 @@ class LoraAdapters(nn.Module):
     """The adapters of a UNet and a text encoder, under kohya's names."""
 
     def __init__(
-        self, recipe: LoraRecipe, unet: UNet2DConditionModel, text_encoder: CLIPTextModel
+        self, recipe: LoraRecipe, unet: UNet2DConditionModel, text_encoder: CLIPTextModel | None
     ) -> None:
         super().__init__()
         self._recipe = recipe
@@ -98,9 +100,9 @@ class LoraAdapters(nn.Module):
         self.strengths = torch.ones(1)
         self._handles: list[RemovableHandle] = []
         for name, layer in unet.named_modules():
-            if re.search(recipe.unet_layers, name):
+            if isinstance(layer, nn.Linear | nn.Conv2d) and re.search(recipe.unet_layers, name):
                 self._attach("lora_unet_" + name.replace(".", "_"), layer)
-        for name, layer in text_encoder.named_modules():
+        for name, layer in text_encoder.named_modules() if text_encoder else ():
             if re.search(_TEXT + "$", name):
                 plain_name = name.removeprefix("text_model.").replace(".", "_")
                 self._attach("lora_te_text_model_" + plain_name, layer)

@@ -1,6 +1,6 @@
 """Requests made by hand and signed by the SDK, whose own take several times the CPU time.
 
-It runs seventeen policies for each, and reads and writes XML by reflection (`benchmarks/sending`).
+It runs seventeen policies for each, and reads and writes XML by reflection.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 
 from fleet import console
 from fleet.campaigns.table import Campaigns
-from imagefleet.records.reader import Counts
+from imagefleet.records.overview import Counts
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry.metrics import OTHER_MODELS

@@ -10,10 +10,11 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+import sent_jobs
 from fleet.gallery import campaign as campaigns
 from fleet.gallery.campaign import Campaign
 from fleet.gallery.index import Filter, Index
-from imagefleet.records.record import Record
+from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from stored_images import ImageLog
@@ -85,6 +86,24 @@ async def test_rows_are_those_that_the_page_knows_until_it_asks_what_is_new(
     known = await campaign.view(Filter(), is_new=False)
     assert (known.generation, len(known.seqs)) == (generation, 40)
     assert (await campaign.view(Filter())).generation > generation
+    await campaign.close()
+
+
+async def test_a_long_campaign_is_listed_without_a_look_at_each_image(storage: Storage) -> None:
+    waits, made_up, made_up_later, waits_later = range(COUNT, COUNT + 4)
+    sent = [f"{number:04}" for number in [*range(COUNT), waits, waits_later]]
+    await sent_jobs.note(storage, "spring", len(sent), ids=sent)
+    thief = RecordLog(storage.blobs, "thief")
+    await thief.add([image(waits), image(made_up)])
+    campaign = opened(storage)
+    await campaign.refresh()
+    assert waits not in await jobs(campaign), "the newest are looked at"
+    while not campaign.is_complete:
+        await campaign.refresh()
+    await thief.add([image(made_up_later), image(waits_later)])
+    await campaign.refresh()
+    assert await jobs(campaign) == [*range(COUNT), waits]
+    assert campaign.damaged.count == 3
     await campaign.close()
 
 

@@ -138,11 +138,14 @@ async def test_each_machine_gets_a_key_of_its_own_that_no_restart_changes(
     for _ in range(2):
         async with start() as client:
             for machine in (MACHINE, MACHINE.replace("0d", "1d"), "a-machine", MACHINE.upper()):
-                _, body = await ask(client, salad.sign(sub=machine))
+                _, body = await ask(client, salad.sign(salad_machine_id=machine))
                 keys.setdefault(machine, set()).add(body.get("machine_key", ""))
-                assert body.get("machine", machine) == machine
-    first, second, *others = keys.values()
-    assert others == [{""}, {""}], "names of workers begin with no such id"
+                assert body.get("machine", machine) == machine.lower()
+            _, body = await ask(client, salad.sign(sub=MACHINE, salad_machine_id=None))
+            keys[MACHINE].add(body["machine_key"])
+    first, second, other, upper_case = keys.values()
+    assert other == {""}, "names of workers begin with no such id"
+    assert upper_case == first
     assert len(first) == len(second) == 1
     assert first != second
     async with open_storage(azurite_settings) as owner:

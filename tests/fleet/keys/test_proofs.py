@@ -21,7 +21,7 @@ from fleet.keys import mint
 from imagefleet import retry
 from imagefleet.job.message import read_job
 from imagefleet.job.names import duplicate_name
-from imagefleet.records.record import RecordLog
+from imagefleet.records.record import RecordLog, Totals, shard_part
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.proofs import machine_key
@@ -88,7 +88,8 @@ async def honest(storage: Storage, machine: Machine, run_worker: Any) -> thief.L
         await storage.queue.send([json.dumps(json.loads(each) | of) for each in DRAWN.values()])
         async with machine(name[:36]) as opened:
             await run_worker(name, opened=opened)
-    return thief.Loot("spring", DRAWN, {}, {"j5": BODIES["j5"]}, (f"{M1}-17", f"{M2}-17"))
+    waiting = {"j5": BODIES["j5"]}
+    return thief.Loot("spring", DRAWN, {}, waiting, {}, (f"{M1}-17", f"{M2}-17"))
 
 
 @pytest.fixture
@@ -202,6 +203,28 @@ async def test_a_thief_adds_no_hours_or_costs_to_another_worker(
     assert others == before["workers"]
     assert after["damaged"] > before["damaged"] == 0
     assert after["jobs"] >= before["jobs"] == 5
+
+
+async def test_a_record_in_the_place_of_an_honest_one_takes_no_hours_from_its_worker(
+    honest: thief.Loot, ask: Ask, storage: Storage, machine: Machine
+) -> None:
+    """By who may read images, as the tokens for chains allow."""
+    before = await asyncio.to_thread(ask, "report", "spring")
+    lines = []
+    async with machine(STOLEN) as stolen:
+        for job_id, body in honest.drawn.items():
+            metadata = await storage.blobs.metadata(read_job(body, "none").blob_name(0)) or {}
+            told = {"sha256": metadata["sha256"], "worker": f"{STOLEN}-1"}
+            lines.append(proven(honest.record(job_id, body, **told), stolen.prover).line())
+        first = "-records/spring/20200101T000000Z-first.images.jsonl.gz"
+        await stolen.blobs.append(first, shard_part(lines, Totals(5, 5)), 0)
+    after = await asyncio.to_thread(ask, "report", "spring")
+    [known] = before["workers"]
+    [found, others] = sorted(after["workers"], key=lambda each: str(each["name"]))
+    assert (found["name"], others["name"]) == (f"{M1}-17", f"{STOLEN}-1")
+    for name in ("first_pull_at", "last_image_at", "start_up_seconds", "seconds", "gpu_dollars"):
+        assert found[name] == known[name], name
+    assert found["images"] + found["replaced"] == known["images"] == 5
 
 
 async def test_a_thief_with_a_machines_key_writes_any_figures_of_that_machine(

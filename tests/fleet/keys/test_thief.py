@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import csv
 import hashlib
+import io
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 import thief
-from imagefleet import aio
+from fleet.gallery.campaign import Campaign
+from fleet.gallery.index import Filter, Tab
+from fleet.gallery.server import _prompt
+from fleet.monitor.exporter import Exporter
+from fleet.settings import ExporterSettings
+from imagefleet import aio, errors
 from imagefleet.job.message import read_job
+from imagefleet.records import reader
+from imagefleet.records.batch import Submission, Watch
+from imagefleet.records.record import Record
+from imagefleet.records.sent import Ledgers
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
@@ -35,6 +47,14 @@ def ask(
     for name in ("storage", "queue", "container", "files_container"):
         monkeypatch.setenv(f"IMAGEFLEET_{name.upper()}", str(getattr(storage_settings, name)))
 
+    async def until_quiet(
+        _: Storage, follower: reader.Follower, __: str, outcomes: set[str], ___: object
+    ) -> AsyncIterator[list[Record]]:
+        while records := await follower.poll():
+            yield [record for record in records if record.outcome in outcomes]
+
+    monkeypatch.setattr(reader, "follow", until_quiet)  # the campaign has no end
+
     def run(*arguments: str) -> Any:
         return in_process(*arguments)
 
@@ -54,15 +74,15 @@ async def loot(
     """An honest campaign: some jobs drawn, all of them twice, one failed, and some that wait."""
     drawn = bodies("a", "b", "c", "d")
     failed = bodies("bad", prompt="a house <lora:none:1>")
-    waiting = bodies("late", "later")
+    waiting, prey = bodies("late", "later"), bodies("prey-1", "prey-2", "prey-3")
     async with aio.connect(**storage_settings.model_dump(exclude_defaults=True)) as fleet:
-        for jobs in ({**drawn, **failed}, waiting):
-            await fleet.submit([read_job(body, "none") for body in jobs.values()])
-            if jobs is not waiting:
-                await run_worker("w1")
-                await storage.queue.send([*bodies(*drawn, verify=True).values()])
-                await run_worker("w2")
-    return thief.Loot("spring", drawn, failed, waiting, ("w1", "w2"))
+        await fleet.submit([read_job(body, "none") for body in {**drawn, **failed}.values()])
+        await run_worker("w1")
+        await storage.queue.send([*bodies(*drawn, verify=True).values()])
+        await run_worker("w2")
+        await fleet.submit([read_job(body, "none") for body in prey.values()])
+        await fleet.submit([read_job(body, "none") for body in waiting.values()])
+    return thief.Loot("spring", drawn, failed, waiting, prey, ("w1", "w2"))
 
 
 #: What changes by itself, or is what a thief may change: the number of what does not fit.
@@ -72,6 +92,15 @@ VOLATILE = {
     *("images_per_second", "seconds", "made_at", "last_at", "first_at", "seconds_left"),
 }
 
+
+#: Of a result that is followed, what no second record of its image changes.
+KNOWN = ("id", "campaign", "outcome", "index", "blob", "error", "reason")
+
+#: What counts messages and images that are the thief's: `SECURITY.md` lists each.
+CAN = {
+    *("replay dry run", "discard dry run", "export dry run"),
+    *("redo w1 dry run", "redo w2 dry run"),
+}
 
 #: Of a report, what no second drawing changes: by whom, and for how long it was drawn, is what
 #: its record says, as `SECURITY.md` has it.
@@ -91,49 +120,86 @@ def differences(before: Any, after: Any, where: str = "") -> dict[str, tuple[Any
         for name in {**before, **after}:
             found |= differences(before.get(name), after.get(name), f"{where}/{name}")
         return found
+    if isinstance(before, list) and isinstance(after, list) and before != after:
+        gone = [each for each in before if each not in after]
+        return {where: (gone, [each for each in after if each not in before])}
     return {} if before == after else {where: (before, after)}
 
 
-def pictures(folder: Path) -> dict[str, str]:
-    """The hash of each picture that was written."""
+def pictures(folder: Path, loot: thief.Loot) -> dict[str, str]:
+    """The hash of each picture of an honest job that was written."""
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*.png"))
+        if path.stem in loot.honest
     }
 
 
-def answers(ask: Imagefleet, loot: thief.Loot, tmp_path: Path, run: str) -> dict[str, Any]:
+def of_honest(lines: Iterable[dict[str, Any]], loot: thief.Loot) -> list[Any]:
+    """Each line about an honest job once, in order."""
+    told = {json.dumps(stable(each), sort_keys=True) for each in lines if each["id"] in loot.honest}
+    return sorted(told)
+
+
+def commands(ask: Imagefleet, loot: thief.Loot, tmp_path: Path, run: str) -> dict[str, Any]:
     """What each command says about the honest campaign and its jobs."""
     found: dict[str, Any] = {}
-    honest = {*loot.drawn, *loot.failed, *loot.waiting}
 
     def told(*arguments: str) -> Any:
         result = ask(*arguments, "--json")
         assert result.returncode in {0, 4}, (arguments, result.stderr)
         return stable(json.loads(result.stdout))
 
-    for job_id in sorted(honest):
+    def lines(*arguments: str) -> list[Any]:
+        result = ask(*arguments)
+        assert result.returncode == 0, (arguments, result.stderr)
+        return [json.loads(line) for line in result.stdout.splitlines()]
+
+    for job_id in ("a", "bad", "late"):
         found[f"job {job_id}"] = told("job", f"spring/{job_id}")
     status = told("status", "spring")
     found["status spring"] = {name: status[name] for name in status if name != "queues"}
     found["campaigns"] = [
         each for each in told("status")["campaigns"] if each.get("campaign", "spring") == "spring"
     ]
-    lines = ask("results", "spring", "--json").stdout.splitlines()
-    rows = [stable(row) for row in map(json.loads, lines) if row["id"] in honest]
-    found["results"] = sorted(rows, key=lambda row: (row["id"], row["outcome"]))
+    found["results"] = of_honest(lines("results", "spring", "--json"), loot)
+    failed = ("results", "spring", "--outcome", "failed", "--json")
+    found["results failed"] = of_honest(lines(*failed), loot)
+    table = ask("results", "spring", "--format", "csv").stdout
+    found["results csv"] = of_honest(csv.DictReader(io.StringIO(table)), loot)
+    followed = lines("results", "spring", "--follow", "--json")
+    found["followed"] = of_honest(({name: each[name] for name in KNOWN} for each in followed), loot)
     ask("results", "spring", "--download", f"images-{run}")
-    found["download"] = pictures(tmp_path / f"images-{run}")
+    found["download"] = pictures(tmp_path / f"images-{run}", loot)
+    ask("results", "spring", "--download", f"followed-{run}", "--follow")
+    found["followed download"] = pictures(tmp_path / f"followed-{run}", loot)
+    found["export dry run"] = told("export", "spring", f"shards-{run}", "--dry-run")
     ask("export", "spring", f"shards-{run}", "--format", "imagefolder")
-    found["export"] = pictures(tmp_path / f"shards-{run}")
+    found["export"] = pictures(tmp_path / f"shards-{run}", loot)
     text = next((tmp_path / f"shards-{run}").rglob("metadata.jsonl")).read_text()
-    exported = [stable(json.loads(line)) for line in text.splitlines()]
     found["exported"] = [
-        {name: row[name] for name in ("id", "prompt", "worker")} for row in exported
+        {name: row[name] for name in ("id", "prompt", "worker")}
+        for row in map(json.loads, text.splitlines())
+        if row["id"] in loot.honest
     ]
     report = told("report", "spring")
     found["report"] = {name: report[name] for name in COUNTED}
     found["failed"] = told("failed", "spring")
+    for verb in ("replay", "discard"):
+        found[f"{verb} dry run"] = told(verb, "spring", "--dry-run")
+    for worker in loot.workers:
+        found[f"redo {worker} dry run"] = told("redo", "spring", "--worker", worker, "--dry-run")
+    hook = ("--url", "https://example.com/hook", "--secret-file", "secret", "--dry-run")
+    events = lines("webhooks", "spring", *hook, "--each-job")
+    of_jobs = [each for each in events if "id" in each["data"]]
+    found["webhooks of jobs"] = of_honest(
+        (
+            {"id": each["data"]["id"], "event": each["webhook-id"], **each["data"]}
+            for each in of_jobs
+        ),
+        loot,
+    )
+    found["webhooks"] = [each["type"] for each in lines("webhooks", "spring", *hook)]
     verify = told("verify", "spring")
     found["accused"] = [
         each["worker"]
@@ -142,6 +208,53 @@ def answers(ask: Imagefleet, loot: thief.Loot, tmp_path: Path, run: str) -> dict
         and each["compared"] == each["different"]
         and each["worker"] in loot.workers
     ]
+    return found
+
+
+async def picture_of(result: aio.Result) -> str:
+    """The hash of a result's picture, or why there is none."""
+    try:
+        return hashlib.sha256(await result.data()).hexdigest()
+    except errors.FleetError as error:
+        return error.message
+
+
+async def programs(loot: thief.Loot, storage: Storage, settings: StorageSettings) -> dict[str, Any]:
+    """What the gallery, the exporter and the client say."""
+    found: dict[str, Any] = {}
+    campaign = Campaign(storage, "spring", 0.0)
+    while not campaign.is_complete:
+        await campaign.refresh()
+    found["gallery counts"] = campaign.index.counts()
+    for tab in get_args(Tab):
+        view = await campaign.view(Filter(tab=tab))
+        rows = campaign.index.records(view.seqs.tolist()).values()
+        found[f"gallery {tab}"] = sorted((each[0].id, _prompt(each)) for each in rows)
+    await campaign.close()
+    exporter = Exporter(storage, ExporterSettings(**settings.model_dump()), None)
+    await exporter.sample()
+    queue = {
+        "queue": storage.queue.name,
+        "fleet": ExporterSettings(**settings.model_dump()).fleet_name,
+    }
+    found["exporter"] = exporter.registry.get_sample_value("imagefleet_queue_messages", queue)
+    async with aio.connect(**settings.model_dump(exclude_defaults=True)) as fleet:
+        submission = Submission(storage, Ledgers(storage))
+        wanted = [read_job(loot.honest[name], "none") for name in sorted(loot.honest)]
+        list(submission.messages(wanted, None))
+        watch = Watch(storage, submission.jobs.values(), {})
+        while watch.is_behind:
+            await watch.poll()
+        results = [aio.Result(**each.fields(), fleet=fleet) for each in watch.found]
+        listed = [each async for each in fleet.results("spring")]
+        for name, some in (("waited for", results), ("client", listed)):
+            found[name] = sorted(
+                [
+                    (each.id, each.status, each.blobs, each.blobs and await picture_of(each))
+                    for each in some
+                    if each.id in loot.honest
+                ]
+            )
     return found
 
 
@@ -168,17 +281,26 @@ async def test_no_answer_about_honest_jobs_changes(
     tmp_path: Path,
 ) -> None:
     worker = ROLES["worker"]
-    before = await asyncio.to_thread(answers, ask, loot, tmp_path, "before")
+    (tmp_path / "secret").write_text(f"whsec_{base64.b64encode(bytes(24)).decode()}\n")
+
+    async def answers(run: str) -> dict[str, Any]:
+        told = await asyncio.to_thread(commands, ask, loot, tmp_path, run)
+        return told | await programs(loot, storage, storage_settings)
+
+    before = await answers("before")
     async with thief.stealing(
         storage_settings, worker.for_chains() if role == "chains" else worker
     ) as stolen:
         for attack in attacks:
             await thief.ATTACKS[attack](stolen, loot)
 
-    after = await asyncio.to_thread(answers, ask, loot, tmp_path, "after")
+    after = await answers("after")
 
     assert before["download"].keys() == {f"{each}.png" for each in loot.drawn}
-    assert not differences(before, after)
+    found = differences(before, after)
+    changed = {way.split("/")[1] for way in found}
+    assert changed <= CAN, found
+    assert len(attacks) == 1 or changed == CAN, "SECURITY.md says that these do"
 
 
 async def test_the_second_job_of_a_name_fails_and_the_first_keeps_its_picture(

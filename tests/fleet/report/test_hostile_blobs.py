@@ -76,6 +76,7 @@ METADATA: dict[str, Mapping[str, str]] = {
     "worker": {"worker": "w" * 5000},
     "metadata": {"metadata": "{" * 2000},
     "infinite": {"metadata": '{"a": 1e999}'},
+    "surrogate": {"metadata": '{"\ud800": 1}'},
     "images": {"images": "1000000000"},
 }
 

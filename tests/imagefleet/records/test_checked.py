@@ -80,6 +80,18 @@ async def test_only_what_fits_is_handed_on(
     assert "records do not fit" in str(damaged)
 
 
+async def test_what_a_second_record_says_of_a_stored_image_comes_after_the_first(
+    storage: Storage, worker: ImageLog, thief: RecordLog
+) -> None:
+    """A worker that finds the image of one that died may not read it, and so does not prove it."""
+    await worker.add([record("a", prompt="honest")])
+    follower = reader.Follower(storage)
+    first = await follower.poll()
+    await thief.add([record("a", sha256=None, prompt="forged")], again=True)
+    found = [*first, *await follower.poll()]
+    assert [each.prompt for each in found] == ["honest", "forged"]
+
+
 async def test_a_job_of_several_images_is_not_complete_before_all_are_stored(
     storage: Storage, worker: ImageLog, thief: RecordLog
 ) -> None:

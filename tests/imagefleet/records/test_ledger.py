@@ -31,7 +31,7 @@ async def test_many_writers_at_the_same_time_lose_no_job_and_count_none_twice(
     await asyncio.gather(*(sent_jobs.note(storage, "spring", 50, 25 * turn) for turn in range(8)))
     await sent_jobs.note(storage, "autumn", 3)
     assert len(await sent.entries(storage, "spring")) == 225
-    assert await sent.campaigns(storage) == {"spring", "autumn"}
+    assert set(await sent.listed(storage)) == {"spring", "autumn"}
     # Those that did not read the others' jobs may count some of theirs.
     assert 225 <= (await sent.counts(storage, "spring") or 0) <= 400
 
@@ -134,7 +134,7 @@ async def test_a_storage_without_files_has_no_counts(azurite_settings: StorageSe
     names = azurite_settings.model_copy(update={"files_container": "no-such-files"})
     async with open_storage(names) as storage:
         assert await sent.counts(storage, "spring") is None
-        assert await sent.campaigns(storage) == set()
+        assert await sent.listed(storage) == {}
 
 
 async def test_fleets_that_share_their_files_have_ledgers_of_their_own(
@@ -145,4 +145,4 @@ async def test_fleets_that_share_their_files_have_ledgers_of_their_own(
     await sent_jobs.note(storage, "spring", 3)
     async with open_storage(names) as other:
         assert await sent.counts(other, "spring") is None
-        assert await sent.campaigns(other) == set()
+        assert await sent.listed(other) == {}

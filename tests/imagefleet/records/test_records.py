@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -14,19 +15,21 @@ import pytest
 import polling
 import sent_jobs
 from imagefleet import errors
-from imagefleet.records import once, reader, stored
+from imagefleet.records import once, outcomes, reader, stored
 from imagefleet.records.record import (
     MAX_MEMBER_BYTES,
     TOTALS_BYTES,
     Lora,
     Record,
     RecordLog,
+    ShardName,
     Totals,
     shard_part,
     totals_at,
 )
 from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.protocol import BlobPart
 from imagefleet.storage.settings import StorageSettings
 from stored_images import ImageLog
 
@@ -122,7 +125,7 @@ async def test_names_that_were_taken_do_not_make_a_count_read_every_record(
 ) -> None:
     """Each interrupted node leaves some: a count of a million images must not take a minute."""
     await log.add(image(number, prompt="é" * 9) for number in range(300))
-    other = RecordLog(storage.blobs, "other")
+    other = ImageLog(storage.blobs, "other")
     await other.add([image(7), image(900), image(900)], again=True)
     found = len(await everything(reader.images(storage, "spring")))
     monkeypatch.setattr(stored, "PART_BYTES", 1_000)  # a campaign of more is a large one
@@ -206,6 +209,29 @@ async def test_a_job_that_failed_is_listed_until_it_is_replayed_and_again_if_it_
         ("job-2", "message-2"),
         ("job-1", "message-of-the-replay"),
     ]
+
+
+async def test_shards_of_a_short_campaign_are_read_once_for_its_images(
+    storage: Storage, log: RecordLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await log.add([image(1), image(2), job(3, "failed"), job(4, "failed")])
+    kinds: list[str | None] = []
+    read_part = storage.blobs.read_part
+
+    async def note(name: str, offset: int, max_bytes: int) -> BlobPart | None:
+        found = ShardName.read(name)
+        kinds.append(found and found.kind)
+        return await read_part(name, offset, max_bytes)
+
+    monkeypatch.setattr(storage.blobs, "read_part", note)
+
+    assert len(await everything(reader.images(storage, "spring"))) == 2
+    assert sorted(map(str, kinds)) == ["images", "jobs"]
+
+    kinds.clear()
+    statuses = Counter([each.status async for each in outcomes.of_campaign(storage, "spring")])
+    assert statuses == {"completed": 2, "failed": 2}
+    assert Counter(kinds) == {"images": 1, "jobs": 2}  # the second time for what they say
 
 
 async def test_campaigns_are_told_apart(storage: Storage, log: RecordLog) -> None:

@@ -43,8 +43,12 @@ def test_a_machine_proves_all_names_that_begin_with_its_id(name: str) -> None:
     assert accepted(proven(IMAGE.model_copy(update={"worker": MACHINE + name}), PROVER))
 
 
+def test_an_id_is_one_in_capitals_as_well() -> None:
+    assert accepted(proven(IMAGE.model_copy(update={"worker": f"{MACHINE.upper()}-17"}), PROVER))
+
+
 @pytest.mark.parametrize(
-    "name", [f"{OTHER}-17", f"{MACHINE}0", f"x{MACHINE}-17", f"x-{MACHINE}", MACHINE.upper(), "w"]
+    "name", [f"{OTHER}-17", f"{MACHINE}0", f"x{MACHINE}-17", f"x-{MACHINE}", "w"]
 )
 def test_a_machine_proves_no_other_name(name: str) -> None:
     assert machine_of(name) != MACHINE
