@@ -227,3 +227,9 @@ def test_sd_parsers_reads_the_jobs_values_back(prompt: str, negative: str, name:
     assert sampler.model is not None
     assert sampler.model.name == "dreamy"
     assert read.metadata["Size"] == "512x768"
+
+
+def test_what_decoded_in_place_of_the_vae_is_told_as_a1111_tells_it() -> None:
+    told = encode.parameters(job_of(), 0, (512, 512), "m", decoder="TAESD")
+    assert ", VAE Decoder: TAESD, " in told
+    assert "VAE Decoder" not in facts_of()
