@@ -102,7 +102,8 @@ def exact(options: Options, channel: Channel) -> None:
 def exact_requests(steps: int) -> list[contract.ImageRequest]:
     """Images of the demo checkpoint with different steps, every other one with a LoRA."""
     folder = demo.TRAINED / "loras"
-    names = sorted(path.stem for path in folder.glob("*.safetensors"))
+    files = set(folder.glob("*.safetensors")) - {demo.ACCELERATOR}  # it is for no guidance
+    names = sorted(path.stem for path in files)
     requests = []
     for number, prompt in enumerate(EXACT_PROMPTS):
         loras: tuple[contract.Lora, ...] = ()
