@@ -30,7 +30,7 @@ from imagefleet.records import reader
 from imagefleet.storage.open import Storage
 
 COMMAND = Path(sys.executable).with_name("imagefleet")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "dashboards" / "grafana" / "cost.json"
 
 #: Jobs that are drawn, some at once; that fail when they are, until they are replayed; and that are
