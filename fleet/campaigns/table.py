@@ -15,7 +15,7 @@ from fleet import console
 from fleet.monitor import rates
 from fleet.monitor.prometheus import Prometheus
 from imagefleet import errors
-from imagefleet.records import reader
+from imagefleet.records import reader, sent
 from imagefleet.records.overview import Counts, Overview
 from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage
@@ -39,6 +39,7 @@ class Campaigns:
         self.unfit_records = 0
         """Records that are damaged or forged, and so not in the figures."""
         self.refusal: str | None = None
+        self._elsewhere: Mapping[str, int] = {}
         self._storage = storage
         self._only = only
         self._overview = Overview(storage)
@@ -81,6 +82,7 @@ class Campaigns:
         else:
             found = {self._only: await reader.counts(self._storage, self._only, damaged)}
         self.rows = sorted(found.items(), key=_by_last, reverse=True)
+        self._elsewhere = await sent.elsewhere(self._storage)
         self.unfit_records = damaged.count
         self.refusal = None
 
@@ -132,14 +134,18 @@ class Campaigns:
         if (more := len(self.rows) - count) > 0:
             found.append(f"{console.counted(more, 'earlier campaign')} not shown (--count)")
         pending = sum(counts.pending or 0 for _, counts in self.rows)
-        if pending > messages:
-            found.append(
-                f"of {console.counted(pending, 'pending job')} {messages:,} at most in this queue"
-                f" or in flight, {pending - messages:,} not: they wait in another queue of the same"
-                " container (--queue), were deleted with `cancel --all` or by somebody, or their"
-                " records are written in a moment; `imagefleet load FILE --restart` sends deleted"
-                " ones again; what is stored is not drawn twice"
-            )
+        if (left := pending - messages) > 0:
+            where = [f"{messages:,} at most in this queue or in flight"]
+            for queue, waiting in self._elsewhere.items():
+                where.append(f"{min(left, waiting):,} wait in the queue {queue}")
+                left -= min(left, waiting)
+            if left:
+                where.append(
+                    f"{left:,} not: they were deleted with `cancel --all` or by somebody, or their"
+                    " records are written in a moment; `imagefleet load FILE --restart` sends"
+                    " deleted ones again; what is stored is not drawn twice"
+                )
+            found.append(f"of {console.counted(pending, 'pending job')} {', '.join(where)}")
         for campaign, counts in self.rows[:count]:
             if counts.unknown:
                 found.append(

@@ -424,15 +424,16 @@ async def _recounted(
     async for records in drawn.images(shards, again, replaced, damaged):
         ends.add(records)
         for record in ends.sent([each for each in records if each.outcome == "completed"]):
-            if (job := ends.job(record)) in ends.outcomes and record.stage == record.stages:
-                contested[job] = record
+            if (job := ends.job(record)) in ends.outcomes:
+                if record.stage == record.stages or job not in contested:
+                    contested[job] = record
                 continue
             images += 1
             if again.completes(record):
                 completed.add(job)
     damaged.saw_images |= bool(contested) or _has(shards, "again")
     for record, found in await drawn.stored_of(blobs, contested.values()):
-        images += sum(each.stage == each.stages for each in found)
+        images += len(found)
         if drawn.are_all(found):
             completed.add(ends.job(record))
     for job in completed:

@@ -35,6 +35,9 @@ class Storage(Protocol):
         """The address without secrets, for messages."""
 
     @property
+    def settings(self) -> StorageSettings: ...
+
+    @property
     def scope(self) -> Scope:
         """What jobs of this storage's queues are signed for."""
 
@@ -90,6 +93,7 @@ class LocalStorage:
 
     def __init__(self, folder: Path, names: StorageSettings) -> None:
         self.url = f"local:{folder}"
+        self.settings = names
         self._file = QueueFile(folder / QUEUE_FILE)
         self.operations = Operations()
 

@@ -29,7 +29,6 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "gpus.py": ("--tiny", "--counts", "1", "--seconds", "3", "--warm", "1", "--jobs", "100"),
     "pixel/measure.py": (*TINY, "--folder", "models"),
     "scoring/speed.py": ("--images", "20", "--processes", "1"),
-    "stages/encoders.py": (),
     "stages/img2img.py": (*TINY, "--folder", "models", "--seconds", "1", "--kinds", "img2img"),
     "start_up/first_image.py": TINY,
     "train_demo_model.py": (

@@ -4,8 +4,8 @@ AUTOMATIC1111's `parameters` are the text from which its users, and many viewers
 
 PNG is written here, around Intel's igzip (the `isal` package): 2 ms and 410 KB for a 512x512
 photograph where Pillow takes 57 ms and 378 KB at its default level and 19 ms and 423 KB at its
-fastest (`benchmarks/stages/encoders.py`). OpenCV (7 ms) and imagecodecs (6 ms) are slower, a
-hundred times as large to install, and write no text; fpng (0.7 ms) has no licence.
+fastest, on one core of a server. OpenCV (7 ms) and imagecodecs (6 ms) are slower, a hundred times
+as large to install, and write no text; fpng (0.7 ms) has no licence.
 """
 
 from __future__ import annotations

@@ -95,6 +95,7 @@ class AzureStorage:
         identity_token: sas.IdentityToken | None = None,
         read_timeout_seconds: float = READ_TIMEOUT_SECONDS,
     ) -> None:
+        self.settings = settings
         self._through_proxy = proxies.through_proxy()
         self._transport = AioHttpTransport(
             connection_timeout=CONNECT_TIMEOUT_SECONDS,

@@ -200,6 +200,17 @@ async def test_no_job_has_images_or_stages_that_were_never_drawn(
     assert (counted.images, counted.completed, counted.pending) == (3, 2, 0)
 
 
+async def test_of_a_failed_job_only_the_images_that_are_stored_are_counted(
+    storage: Storage, worker: RecordLog
+) -> None:
+    await send(storage, 2)
+    told = {"digest": OTHER, "stages": "2", "job": "job-2"}
+    await storage.blobs.create("spring/job-2.png", b"pixels", "image/png", told)
+    await worker.add([ended(1), ended(2), image(1, stages=2), image(2, digest=OTHER, stages=2)])
+    counted = await reader.counts(storage, "spring")
+    assert (counted.images, counted.completed, counted.failed) == (1, 0, 2)
+
+
 async def test_a_job_whose_name_another_job_took_has_failed_and_is_no_duplicate(
     storage: Storage, worker: RecordLog
 ) -> None:
