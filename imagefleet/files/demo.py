@@ -54,3 +54,9 @@ def messages() -> list[str]:
     jobs = read_jobs(TRAINED)
     first, others, last = jobs[:7], jobs[7:14], jobs[14:]
     return [REFERENCE_MESSAGE, *first, INVALID_MESSAGE, *others, MISSING_LORA_MESSAGE, *last]
+
+
+def without_sampling(message: str) -> str:
+    """The message without steps, sampler and guidance, for a worker with an accelerator."""
+    sampling = {"steps", "sampler_name", "cfg_scale"}
+    return json.dumps({k: v for k, v in json.loads(message).items() if k not in sampling})
