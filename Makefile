@@ -75,9 +75,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	echo "Python 3.11 or newer is needed: name one with make PYTHON=/path/to/python3" >&2; exit 1
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --constraint constraints.txt --editable ".[dev]"
-# The samplers' tests compare with it; what else it asks for (torchvision, CLIP ...) is for training.
+# The samplers' tests compare with these; what else they ask for (torchvision, CLIP ...) is for training.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --constraint constraints.txt --no-deps k-diffusion
+	  --constraint constraints.txt --no-deps k-diffusion torchsde trampoline
 # The metrics' tests compare with it; torchvision, which it asks for, reads its own data sets.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --constraint constraints.txt --no-deps torch-fidelity

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -298,12 +299,17 @@ class Benchmark:
             log.write(f"{elapsed:6.1f} s  {text}\n")
 
 
-def summarise(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+Rows = Mapping[str, Mapping[str, Any]]
+
+
+def figure(rows: Rows, row: str, key: str = "images_per_second") -> float | None:
+    """What a row measured; None if it did not."""
+    return rows.get(row, {}).get(key)
+
+
+def summarise(rows: Rows) -> dict[str, Any]:
     """The main figures, and those they are computed from."""
-
-    def found(row: str, key: str = "images_per_second") -> float | None:
-        return rows.get(row, {}).get(key)
-
+    found = functools.partial(figure, rows)
     mixed, limit = found("mixed"), rows.get("limit", {})
     from_queue = found("worker") or mixed
     most = quotient(limit.get("matrix_flops_per_second"), limit.get("flops_per_image"))
@@ -342,12 +348,9 @@ COMPARED = ("rank_128", "shuffled_ranks", "two_loras", "three_loras", "locon_six
             "loha", "lokr", "dora")  # fmt: skip
 
 
-def summarise_jobs(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def summarise_jobs(rows: Rows) -> dict[str, Any]:
     """The main figures of `engine_job_rows.py`."""
-
-    def found(row: str, key: str = "images_per_second") -> float | None:
-        return rows.get(row, {}).get(key)
-
+    found = functools.partial(figure, rows)
     names = ("rank_32", *COMPARED)
     capped = [quotient(found(f"capped_{row}"), found(row)) for row in names]
     capped.append(quotient(found("capped_sizes"), found("sizes")))
@@ -365,15 +368,10 @@ def summarise_jobs(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def summarise_few_steps(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def summarise_few_steps(rows: Rows) -> dict[str, Any]:
     """The main figures of images without guidance, of few steps, and of all samplers."""
-
-    def found(row: str, key: str = "images_per_second") -> float | None:
-        return rows.get(row, {}).get(key)
-
-    def rows_of(row: str) -> float | None:
-        return found(row, "unet_rows_per_second")
-
+    found = functools.partial(figure, rows)
+    rows_of = functools.partial(figure, rows, key="unet_rows_per_second")
     each = rows.get("all_samplers", {}).get("each", {})
     guided, unguided = rows_of("no_lora"), rows_of("cfg_1")
     # Half of the images are guided, and have two thirds of the rows.

@@ -57,7 +57,7 @@ EXACT_PROMPTS = ("a red star in the desert", "a blue car in the city", "an orang
 HALF_GUIDED = (7.0, 1.0, 1.0, 7.0, 1.0, 7.0, 7.0, 7.0, 1.0, 1.0)
 
 #: Each with one schedule: others only change numbers.
-SAMPLERS = tuple(name for name in samplers.SAMPLERS if not name.endswith("_karras"))
+SAMPLERS = tuple({each.title: key for key, each in reversed(samplers.SAMPLERS.items())}.values())
 
 #: SD1.5 at the reference's size and steps, even in a trial.
 LIMIT_SIZE, LIMIT_STEPS = (512, 512), 15
@@ -102,7 +102,8 @@ def exact(options: Options, channel: Channel) -> None:
 def exact_requests(steps: int) -> list[contract.ImageRequest]:
     """Images of the demo checkpoint with different steps, every other one with a LoRA."""
     folder = demo.TRAINED / "loras"
-    names = sorted(path.stem for path in folder.glob("*.safetensors"))
+    files = set(folder.glob("*.safetensors")) - {demo.ACCELERATOR}  # it is for no guidance
+    names = sorted(path.stem for path in files)
     requests = []
     for number, prompt in enumerate(EXACT_PROMPTS):
         loras: tuple[contract.Lora, ...] = ()

@@ -85,14 +85,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--captions", type=int, default=200, help="held-out captions to draw")
     parser.add_argument("--model", type=Path, default=demo_model.ROOT / "demo_model")
-    parser.add_argument("--lora", type=Path, help="by default the model's own")
     parser.add_argument("--picture", type=Path, help="a PNG to write")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
     given = parser.parse_args()
     if given.threads:
         torch.set_num_threads(given.threads)
-    lora = given.lora or given.model / "loras" / f"{train_few_steps.RECIPE.name}.safetensors"
+    lora = given.model / "loras" / f"{train_few_steps.RECIPE.name}.safetensors"
     cases, judge = held_out_cases(given.captions), load_judge()
     drawn = draw(Painter(given.model, given.device), cases, lora)
     figures = []

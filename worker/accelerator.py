@@ -40,6 +40,7 @@ KINDS = (
     Kind("DMD2", r"dmd", ("LCM",), (1, 8), (1.0, 2.0)),
     Kind("PCM", r"pcm", ("Euler",), (2, 16), (1.0, 8.0)),
     Kind("LCM", r"lcm", ("LCM", "Euler a"), (2, 8), (1.0, 2.0)),
+    Kind("few steps", r"few[-_ ]?steps", ("Euler",), (1, 8)),  # the demo's
 )
 
 #: Where a file's name says nothing like "4step".
@@ -69,7 +70,7 @@ class Accelerator:
                 return cls(source, name, kind, min(max(steps, least), most))
         raise errors.SetupError(
             f"--accelerator {name[:40]!r}: its name tells no kind; it should hold lcm, lightning,"
-            " hyper, dmd2 or pcm"
+            " hyper, dmd2, pcm or few-steps"
         )
 
     @property

@@ -21,7 +21,7 @@ from worker.testing import StandInPrepared
 #: As the worker chooses for a card with room for them.
 SLOTS = 16
 
-#: As measured for a 512x512 PNG (`benchmarks/stages/encoders.py`).
+#: Of a PNG of 512x512 (worker/stages/encode.py).
 ENCODE_SECONDS = 0.002
 
 _PICTURE = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)

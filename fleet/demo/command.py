@@ -42,6 +42,7 @@ def command(
         metavar="FOLDER",
     ),
     cascade: bool = option("Jobs in two stages instead: a cascade in pixels.", default=False),
+    few_steps: bool = option("4 steps without guidance, not 15 with it.", default=False),
     json_file: options.JsonFile = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -54,8 +55,12 @@ def command(
 
     imagefleet demo --output /tmp/demo --json-file /tmp/demo.json
 
+    imagefleet demo --few-steps
+
     imagefleet demo --cascade
     """
+    if cascade and few_steps:
+        raise errors.SetupError("give --cascade or --few-steps, not both")
     console.check_writable(json_file)
     require_libraries()
     if cascade:
@@ -65,11 +70,14 @@ def command(
     else:
         checkpoint = demo.find_checkpoint()
         model, loras, messages = str(checkpoint), checkpoint / "loras", demo.messages()
+        if few_steps:
+            messages = list(map(demo.without_sampling, messages))
     storage = output / "storage"
     given = {
         "storage": f"local:{storage}",
         "model": model,
         "lora_directory": loras,
+        "accelerator": str(demo.ACCELERATOR) if few_steps else None,
         "compile": "off",  # it takes longer than the whole demo
         "until_empty": True,
         "cache": storage / "cache",

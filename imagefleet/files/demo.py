@@ -21,6 +21,9 @@ def _trained(name: str) -> Path:
 #: The demo's checkpoint, and the folder of the cascade's two.
 TRAINED, CASCADE = _trained("demo_model"), _trained("demo_cascade")
 
+#: The LoRA with which the demo's checkpoint draws in four steps.
+ACCELERATOR = TRAINED / "loras" / "few-steps.safetensors"
+
 #: A misspelt field and an unknown LoRA, for the demo to show failed jobs.
 INVALID_MESSAGE = json.dumps({"prompt": "a lighthouse in a storm", "stepz": 15})
 _WITH_LORA = "a castle in the clouds, <lora:no-such-style:0.8>"
@@ -51,3 +54,9 @@ def messages() -> list[str]:
     jobs = read_jobs(TRAINED)
     first, others, last = jobs[:7], jobs[7:14], jobs[14:]
     return [REFERENCE_MESSAGE, *first, INVALID_MESSAGE, *others, MISSING_LORA_MESSAGE, *last]
+
+
+def without_sampling(message: str) -> str:
+    """The message without steps, sampler and guidance, for a worker with an accelerator."""
+    sampling = {"steps", "sampler_name", "cfg_scale"}
+    return json.dumps({k: v for k, v in json.loads(message).items() if k not in sampling})

@@ -25,14 +25,10 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "compare.py": (str(ROOT), "--pairs", "2", "--within", "0.99", *STORE),
     "demo_model.py": ("--captions", "2", "--device", "cpu", "--threads", "1"),
     "families/measure.py": (*TINY, "--folder", "models", "--rows", "sd2", "--seconds", "1"),
-    "few_steps.py": (
-        *("--captions", "1", "--device", "cpu", "--threads", "1", "--picture", "few.png"),
-        *("--lora", str(ROOT / "demo_model" / "loras" / "night-palette.safetensors")),
-    ),
+    "few_steps.py": ("--captions", "1", "--device", "cpu", "--threads", "1", "--picture", "a.png"),
     "gpus.py": ("--tiny", "--counts", "1", "--seconds", "3", "--warm", "1", "--jobs", "100"),
     "pixel/measure.py": (*TINY, "--folder", "models"),
     "scoring/speed.py": ("--images", "20", "--processes", "1"),
-    "stages/encoders.py": (),
     "stages/img2img.py": (*TINY, "--folder", "models", "--seconds", "1", "--kinds", "img2img"),
     "start_up/first_image.py": TINY,
     "train_demo_model.py": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
@@ -121,6 +122,29 @@ entry.main()
             shown = sheet.crop((left, 12, left + 176, 12 + 176))
             tile = contact_sheet.read_tile((folder / name).read_bytes())
             assert shown.tobytes() == tile.tobytes()
+
+
+def test_the_demos_jobs_are_drawn_in_four_steps_too(
+    tmp_path: Path, worker_forks: forks.Forks
+) -> None:
+    arguments = ("demo", "--few-steps", "--json-file", "demo.json")
+    result = worker_forks.run(*arguments, cwd=tmp_path, variables=os.environ)
+
+    assert result.returncode == 0, result.stderr
+    report = json.loads((tmp_path / "demo.json").read_text())
+    assert (report["jobs"], report["images"], report["failed"]) == (24, 22, 2)
+    pictures = list((tmp_path / "demo-output" / "storage" / "images").glob("*/*.png"))
+    told = [Image.open(io.BytesIO(path.read_bytes())).info["parameters"] for path in pictures]
+    assert len(told) == 22
+    assert all("Steps: 4, Sampler: Euler, Schedule type: SGM Uniform" in text for text in told)
+    assert all("few-steps" in text for text in told)
+
+
+def test_few_steps_are_not_of_the_cascade(tmp_path: Path) -> None:
+    result = run(COMMAND, "demo", "--cascade", "--few-steps", cwd=tmp_path)
+
+    assert result.returncode == 2
+    assert result.stderr == "error: give --cascade or --few-steps, not both\n"
 
 
 def test_without_its_weights_the_cascades_demo_says_so_in_one_line(tmp_path: Path) -> None:

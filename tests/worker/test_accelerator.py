@@ -32,6 +32,7 @@ def job_of(**fields: Any) -> Job:
         ("folder/dmd2_sdxl_4step_lora.safetensors", "DMD2", 4, 1.0, "lcm_sgm_uniform"),
         ("pcm_sd15_smallcfg_8step", "PCM", 8, 1.0, "euler_sgm_uniform"),
         ("lcm-lora-sdv1-5", "LCM", 4, 1.0, "lcm_sgm_uniform"),
+        ("few-steps", "few steps", 4, 1.0, "euler_sgm_uniform"),
     ],
 )
 def test_a_job_that_says_nothing_is_drawn_as_the_kind_of_file_wants(

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageStat
 
+import sent_jobs
 from fleet.gallery.campaign import Campaign
 from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.dead_letter_queue import Swept
@@ -233,6 +234,7 @@ async def test_new_images_come_at_the_top_and_move_nothing_under_a_readers_eyes(
     await drawn_campaign.fill(tmp_path / "data", 150, pictures=2)
     async with open_storage(settings) as storage, open_page(settings) as page:
         log = RecordLog(storage.blobs, "worker-2")
+        await sent_jobs.note(storage, "spring", 2, ids=("new1", "new2"))
 
         async def arrive(number: int) -> None:
             await storage.blobs.create(f"spring/new{number}.png", b"x", "image/png", {})
@@ -400,7 +402,10 @@ async def test_hostile_texts_are_texts(open_page: Open, tmp_path: Path) -> None:
         known |= {"loras": [(HOSTILE, 1)], "metadata": {HOSTILE: HOSTILE}, **names, **texts}
         image = {"outcome": "completed", "blob": "spring/1.png"}
         await RecordLog(storage.blobs, "w").add(
-            [Record.model_validate(known | each) for each in (image, {"outcome": "failed"})]
+            [
+                Record.model_validate(known | each)
+                for each in (image, {"outcome": "failed", "id": "2"})
+            ]
         )
     async with open_page(settings) as page:
         await page.evaluate("window.alert = text => { window.owned = text; }")

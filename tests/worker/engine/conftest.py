@@ -277,7 +277,7 @@ def k_diffusion() -> types.SimpleNamespace:
     assert found, "k-diffusion is missing: `make test` installs it, without its dependencies"
     package = types.ModuleType("k_diffusion")
     package.__path__ = list(found.submodule_search_locations or ())
-    unused = ["torchdiffeq", "torchsde", "torchvision", "torchvision.transforms"]
+    unused = ["torchdiffeq", "torchvision", "torchvision.transforms"]
     stubs = {name: types.ModuleType(name) for name in unused}
     vars(stubs["torchdiffeq"])["odeint"] = None
     vars(stubs["torchvision.transforms"])["functional"] = None

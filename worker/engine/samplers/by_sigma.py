@@ -132,9 +132,9 @@ def _dpmpp_sde(sigmas: Sigmas, options: Options) -> _Moves:
             yield Move(sigma, towards(0.0), finished=at - 1)
             continue
         # The Brownian motion is asked for at these sigmas as k-diffusion rounds them.
-        start, end = (-torch.tensor([sigma, following]).log()).unbind()
-        times = torch.stack([start, start + (end - start) / 2, end])
-        start_sigma, middle, end_sigma = times.neg().exp().tolist()
+        start, end = (-torch.tensor(each).log() for each in (sigma, following))
+        times = (start, start + (end - start) / 2, end)
+        start_sigma, middle, end_sigma = (float(time.neg().exp()) for time in times)
         down, up = _ancestral(sigma, middle, options)
         noise, interval = options.s_noise * up or None, (start_sigma, middle)
         yield Move(sigma, towards(down / sigma), noise, interval, finished=at - 1)

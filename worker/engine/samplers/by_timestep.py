@@ -224,7 +224,7 @@ def _unipc_moves(first: float, count: int, alphas: Alphas, prediction: str) -> I
             corrected = keep * before + _weighed(weights, ESTIMATES)
         predicted = points.weights(at + 1, orders[at + 1], is_corrector=False)
         keep, weights = predicted
-        timestep = time * train - 1
+        timestep = round(time * train - 1, 6)
         from_latents, from_output = to_noise(alphas[int(timestep)], prediction)
         noise, alpha = points.sigma[at], points.alpha[at]
         yield Move(

@@ -128,7 +128,7 @@ def _polyexponential(known: Levels, steps: int) -> torch.Tensor:
 
 
 def _kl_optimal(known: Levels, steps: int) -> torch.Tensor:
-    largest, smallest = torch.tensor(known.ends).arctan()
+    largest, smallest = (torch.tensor(end).arctan() for end in known.ends)
     share = torch.arange(steps + 1) / steps
     angles: torch.Tensor = share * smallest + (1.0 - share) * largest
     return angles.tan()

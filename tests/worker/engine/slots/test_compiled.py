@@ -13,6 +13,7 @@ import batch_engine
 import polling
 import tiny_model
 from engine_process import decibels
+from imagefleet.job.samplers import Options
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract
 from worker.engine.families.latents import of_latents
@@ -120,6 +121,29 @@ def test_no_job_causes_a_recompile_and_the_images_match(
     assert compiled_engine.recompiles == 0
     for request, image in zip(requests, images, strict=True):
         assert difference(image, draw(plain_engine, request)[0]) <= ROUNDING
+
+
+@pytest.mark.slow
+def test_slots_of_one_row_are_compiled_beside_those_of_two(
+    small_model: Path, plain_engine: contract.Engine, make_request: Any, draw: Any
+) -> None:
+    loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
+    engine = slot_engine.SlotEngine(of_latents(loaded, Settings(2, backend="eager")))
+    size = {"width": 32, "height": 32}
+    every_other = Options(s_min_uncond=1000.0)
+    requests = [
+        make_request(**size, seed=1),
+        make_request(**size, seed=2, cfg_scale=1.0),
+        make_request(**size, seed=3, sampler_options=every_other),
+    ]
+    for request in requests[:2]:
+        engine.warm_up(request)
+    assert {key.slot_rows for key in engine._runner._compiled} == {1, 2}
+    images = draw(engine, *requests, *requests)
+    for request, image, again in zip(requests, images[:3], images[3:], strict=True):
+        (expected,) = draw(plain_engine, request)
+        assert min(decibels(each, expected) for each in (image, again)) > LEAST_DECIBELS
+    assert engine.recompiles == 0
 
 
 @pytest.mark.slow

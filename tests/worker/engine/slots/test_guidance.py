@@ -70,11 +70,18 @@ def test_an_image_takes_a_row_less_of_each_call_without_guidance(
     assert decibels(image, other) < 30, "or the test shows nothing"
 
 
-@pytest.mark.parametrize("weights", ["merged", "factors"])
+@pytest.mark.parametrize(
+    ("weights", "slots"),
+    [
+        ("merged", 3),
+        pytest.param("factors", 3, marks=pytest.mark.slow),
+        pytest.param("reloaded", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_images_with_and_without_guidance_are_as_alone(
-    make_slot_engine: Any, mixed: list[Any], draw: Any, difference: Any, weights: str
+    make_slot_engine: Any, mixed: list[Any], draw: Any, difference: Any, weights: str, slots: int
 ) -> None:
-    engine = make_slot_engine(slots=3, blocks=2, slot_weights=weights)
+    engine = make_slot_engine(slots=slots, blocks=2, slot_weights=weights)
     alone = [draw(engine, request)[0] for request in mixed]
     for order in ([4, 8, 0, 2, 6, 1, 3, 7, 5], [3, 6, 7, 1, 2, 0, 5, 8, 4]):
         together = draw(engine, *(mixed[at] for at in order))

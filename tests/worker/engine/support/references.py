@@ -25,6 +25,7 @@ METHODS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "dpm_2": ("dpm_2", {}),
     "dpm_2_ancestral": ("dpm_2_ancestral", {}),
     "dpm_fast": ("dpm_fast", {"eta": 1.0}),
+    "dpm_adaptive": ("dpm_adaptive", {"eta": 1.0}),
 }
 
 _SDE = ("dpmpp_sde", "dpmpp_2m_sde", "dpmpp_2m_sde_heun", "dpmpp_3m_sde")
@@ -48,18 +49,58 @@ class Reference:
         noise: Sequence[torch.Tensor],
         options: Mapping[str, Any],
     ) -> torch.Tensor:
+        return self.draw_by(method, self.model, schedule, steps, noise, **options)
+
+    def draw_by(
+        self,
+        method: str,
+        denoise: Callable[..., torch.Tensor],
+        schedule: str,
+        steps: int,
+        noise: Sequence[torch.Tensor],
+        **options: Any,
+    ) -> torch.Tensor:
+        """Draws with a function that denoises in place of the model."""
+        sigmas = self._taken(method, schedule, steps)
+        own = {"dpm_fast": (*self.ends, steps), "dpm_adaptive": self.ends}
+        path = own.get(method, (sigmas,))
+        return self._run(method, denoise, noise[0] * sigmas[0], path, options)
+
+    def draw_end(
+        self,
+        method: str,
+        denoise: Callable[..., torch.Tensor],
+        image: torch.Tensor,
+        steps: int,
+        t_enc: int,
+        noise: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """The last `t_enc` + 1 steps of the uniform schedule, on an image."""
+        sigmas = self._taken(method, "uniform", steps)[steps - t_enc - 1 :]
+        ends = sigmas[-2].item(), sigmas[0].item(), len(sigmas) - 1
+        path = {"dpm_fast": ends, "dpm_adaptive": ends[:2]}.get(method, (sigmas,))
+        return self._run(method, denoise, image + noise[0] * sigmas[0], path, {})
+
+    def _taken(self, method: str, schedule: str, steps: int) -> torch.Tensor:
+        if method not in ("dpm_2", "dpm_2_ancestral", "dpmpp_3m_sde"):
+            return self.sigmas(schedule, steps)
+        longer = self.sigmas(schedule, steps + 1)
+        return torch.cat([longer[:-2], longer[-1:]])
+
+    def _run(
+        self,
+        method: str,
+        denoise: Callable[..., torch.Tensor],
+        begun: torch.Tensor,
+        path: Sequence[Any],
+        options: Mapping[str, Any],
+    ) -> torch.Tensor:
         name, given = METHODS[method]
         given = {**given, **options}
-        sigmas = self.sigmas(schedule, steps)
-        if method in ("dpm_2", "dpm_2_ancestral", "dpmpp_3m_sde"):
-            sigmas = self.sigmas(schedule, steps + 1)
-            sigmas = torch.cat([sigmas[:-2], sigmas[-1:]])
         if method in _SDE:
-            given["noise_sampler"] = lambda *_: torch.randn_like(noise[0])
+            given.setdefault("noise_sampler", lambda *_: torch.randn_like(begun))
         function = getattr(self.sampling, f"sample_{name}")
-        begun = noise[0] * sigmas[0]
-        path = (*self.ends, steps) if method == "dpm_fast" else (sigmas,)
-        drawn: torch.Tensor = function(self.model, begun, *path, disable=True, **given)
+        drawn: torch.Tensor = function(denoise, begun, *path, disable=True, **given)
         return drawn
 
     def sigmas(self, schedule: str, steps: int) -> torch.Tensor:

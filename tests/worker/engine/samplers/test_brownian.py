@@ -1,0 +1,94 @@
+"""Noise of SDE samplers against k-diffusion's, whose Brownian motion is torchsde's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import references
+from imagefleet.job.samplers import Noise
+from sampling import alphas_cumprod, stand_in
+from worker.engine.noise import NoiseStream, Philox
+from worker.engine.samplers.brownian import BrownianTree
+from worker.engine.samplers.schedule import make_schedule
+
+#: torchsde rounds its ends, and then warns of points beyond them, which it takes as the ends.
+pytestmark = pytest.mark.filterwarnings("ignore:Should have t:UserWarning")
+
+SHAPE = (4, 8, 8)
+SDE = ("dpmpp_sde", "dpmpp_2m_sde", "dpmpp_3m_sde")
+
+
+def cpu(seed: int) -> torch.Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def theirs(k_diffusion: Any) -> Callable[[float, float, int], Any]:
+    def make(low: float, high: float, seed: int) -> Any:
+        like, ends = torch.zeros(1, *SHAPE), (torch.tensor(low), torch.tensor(high))
+        return k_diffusion.sampling.BrownianTreeNoiseSampler(like, *ends, seed=[seed])
+
+    return make
+
+
+@pytest.mark.parametrize("seed", [0, 2**32 - 1])
+@pytest.mark.parametrize("steps", [2, 15])
+@pytest.mark.parametrize("schedule", ["karras", "exponential", "uniform", "sgm_uniform"])
+@pytest.mark.parametrize("method", SDE)
+def test_the_noise_of_an_image_is_k_diffusions_to_the_bit(
+    k_diffusion: Any, theirs: Any, method: str, schedule: str, steps: int, seed: int
+) -> None:
+    """At the sigmas of k-diffusion, in its order, from the image's own seed."""
+    asked: list[tuple[Any, Any]] = []
+
+    def remember(sigma: Any, following: Any) -> torch.Tensor:
+        asked.append((sigma, following))
+        return torch.zeros(1, *SHAPE)
+
+    reference = references.Reference(k_diffusion, stand_in, alphas_cumprod())
+    noise = [torch.zeros(1, *SHAPE)]
+    reference.draw_by(method, reference.model, schedule, steps, noise, noise_sampler=remember)
+    name = method if schedule == "uniform" else f"{method}_{schedule}"
+    made = make_schedule(name, steps, alphas_cumprod(), "epsilon")
+    assert made.brownian is not None
+    stream = NoiseStream(
+        seed, SHAPE, Noise("CPU"), factor=8, draws=len(asked), brownian=made.brownian
+    )
+    assert torch.equal(stream.first(), cpu(seed))
+    sampler = theirs(*made.brownian.span, seed)
+    assert len(asked) == sum(made.noisy)
+    for sigma, following in asked:
+        out = torch.empty(SHAPE)
+        stream.fill(out)
+        assert torch.equal(out, sampler(sigma, following)[0])
+
+
+def test_increments_of_parts_add_up_whatever_was_asked_before() -> None:
+    tree, other = (BrownianTree(3, (0.03, 14.6), cpu) for _ in range(2))
+    whole = tree.noise(10.0, 2.0) * 8**0.5
+    parts = other.noise(3.0, 2.0) + other.noise(10.0, 3.0) * 7**0.5
+    torch.testing.assert_close(whole, parts, rtol=0, atol=2e-5)
+    for _ in range(40):  # until the first halves are forgotten
+        other.noise(14.0, 0.05)
+        other.noise(9.1, 8.7)
+    assert torch.equal(tree.noise(5.0, 4.0), other.noise(5.0, 4.0))
+
+
+def test_the_noise_has_variance_1_and_follows_the_source() -> None:
+    tree = BrownianTree(5, (0.03, 14.6), lambda seed: Philox(seed).randn((4, 64, 64)))
+    noise = tree.noise(2.0, 1.5)
+    assert float(noise.std()) == pytest.approx(1, abs=0.02)
+    settings = Noise("NV", seed_delta=31337)
+    made = make_schedule("dpmpp_2m_sde", 5, alphas_cumprod(), "epsilon").brownian
+    drawn = []
+    for each in (settings, Noise("NV"), Noise("CPU")):
+        stream = NoiseStream(5, SHAPE, each, factor=8, draws=4, brownian=made)
+        stream.first()
+        drawn.append(torch.empty(SHAPE))
+        stream.fill(drawn[-1])
+    assert torch.equal(drawn[0], drawn[1]), "the delta is not of this noise, there either"
+    assert not torch.equal(drawn[1], drawn[2])

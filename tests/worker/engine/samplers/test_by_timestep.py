@@ -1,0 +1,185 @@
+"""UniPC, TCD, LCM, DDIM CFG++ and Restart against diffusers, or their formulas computed apart."""
+
+from __future__ import annotations
+
+import math
+import sys
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from diffusers import LCMScheduler, TCDScheduler, UniPCMultistepScheduler
+
+import references
+from imagefleet.job.samplers import Options
+from sampling import alphas_cumprod, noises, relative_difference, sample, stand_in, taking
+from worker.engine import sampler
+from worker.engine.samplers import by_timestep
+from worker.engine.samplers.schedule import make_schedule
+
+#: diffusers converts torch tensors to numpy in a way that numpy deprecates
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+COUNTS = [1, 2, 3, 4, 5, 8, 12, 16, 25, 50]
+
+
+def run(scheduler: Any, start: torch.Tensor, timesteps: Any, **options: Any) -> torch.Tensor:
+    latents = start
+    for timestep in timesteps:
+        output = stand_in(latents, timestep)
+        latents = scheduler.step(output, timestep, latents, **options).prev_sample
+    return latents
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+@pytest.mark.parametrize("count", [3, 9, 27, 37, 111])
+def test_unipc_is_diffusers_where_its_times_are_whole_timesteps(
+    count: int, prediction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AUTOMATIC1111's times are even fractions; diffusers rounds them."""
+    monkeypatch.setattr(by_timestep, "ddim_timesteps", lambda *_: [0] * count)
+    (noise,) = noises(1)
+    scheduler = UniPCMultistepScheduler(
+        **BETAS,
+        solver_order=3,
+        solver_type="bh1",
+        prediction_type=prediction,
+        timestep_spacing="linspace",
+        final_sigmas_type="sigma_min",
+    )
+    scheduler.set_timesteps(count)
+    made = make_schedule("unipc", count, alphas_cumprod(), prediction)
+    assert made.table[:, sampler.TIMESTEP].tolist() == pytest.approx(scheduler.timesteps.tolist())
+    theirs = run(scheduler, noise, scheduler.timesteps)
+    assert relative_difference(sample(made, [noise], stand_in), theirs) < 1e-5
+
+
+@pytest.mark.parametrize("steps", COUNTS)
+def test_unipc_has_even_times_and_one_call_each(steps: int) -> None:
+    made = make_schedule("unipc", steps, alphas_cumprod(), "epsilon")
+    count = len(range(0, 1000, 1000 // steps))
+    expected = torch.linspace(999, 0, count + 1)[:-1]
+    torch.testing.assert_close(made.table[:, sampler.TIMESTEP], expected, rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+@pytest.mark.parametrize("eta", [0.0, None, 1.0])
+@pytest.mark.parametrize("steps", COUNTS)
+def test_tcd_is_diffusers(
+    steps: int, eta: float | None, prediction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise = noises(steps + 1)
+    module = sys.modules[TCDScheduler.__module__]
+    monkeypatch.setattr(module, "randn_tensor", taking(noise[1:]))
+    scheduler = TCDScheduler(**BETAS, prediction_type=prediction, clip_sample=False)
+    scheduler.set_timesteps(steps)
+    made = make_schedule("tcd", steps, alphas_cumprod(), prediction, Options(eta=eta))
+    assert made.table[:, sampler.TIMESTEP].tolist() == scheduler.timesteps.tolist()
+    gamma = 0.3 if eta is None else eta
+    theirs = run(scheduler, noise[0], scheduler.timesteps, eta=gamma)
+    assert relative_difference(sample(made, noise, stand_in), theirs) < 1e-5
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, 5, 8, 10])
+def test_lcm_at_trailing_timesteps_is_diffusers(
+    steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As DMD2 was distilled: 999, 749, 499, 249 of four."""
+    noise = noises(steps + 1)
+    module = sys.modules[LCMScheduler.__module__]
+    monkeypatch.setattr(module, "randn_tensor", taking(noise[1:]))
+    scheduler = LCMScheduler(**BETAS, clip_sample=False)
+    made = make_schedule("lcm_turbo", steps, alphas_cumprod(), "epsilon")
+    timesteps = [1000 * at // steps - 1 for at in range(steps, 0, -1)]
+    assert made.table[:, sampler.TIMESTEP].tolist() == timesteps
+    scheduler.set_timesteps(timesteps=timesteps)
+    scale = math.sqrt(1 + made.initial_scale**2)  # its latents have variance 1
+    begun = noise[0] * made.initial_scale / scale
+    theirs = run(scheduler, begun, scheduler.timesteps)
+    assert relative_difference(sample(made, noise, stand_in), theirs) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("schedule", "timesteps"),
+    [
+        ("", [999, 679, 339, 19]),
+        ("_simple", [999, 759, 499, 259]),
+        ("_karras", [999, 759, 339, 19]),
+    ],
+)
+def test_lcm_is_automatic1111s(schedule: str, timesteps: list[int]) -> None:
+    """It calls the UNet at the nearest of the 50 timesteps that LCM was distilled on."""
+    noise = noises(5)
+    made = make_schedule(f"lcm{schedule}", 4, alphas_cumprod(), "epsilon")
+    assert made.table[:, sampler.TIMESTEP].tolist() == timesteps
+    sigmas = [*(-made.table[:, sampler.FROM_OUTPUT]).tolist(), 0.0]
+    latents = noise[0] * sigmas[0]
+    for (sigma, following), timestep, fresh in zip(
+        pairwise(sigmas), timesteps, noise[1:], strict=True
+    ):
+        output = stand_in(latents / math.sqrt(sigma**2 + 1), torch.tensor(timestep))
+        scaled = 10 * timestep
+        out, skip = scaled / math.hypot(scaled, 0.5), 0.25 / (scaled**2 + 0.25)
+        latents = (latents - sigma * output) * out + latents * skip + following * fresh
+    assert relative_difference(sample(made, noise, stand_in), latents) < 1e-5
+
+
+@pytest.mark.parametrize("eta", [0.0, 0.7])
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+@pytest.mark.parametrize("steps", [2, 4, 5, 10, 15, 20, 30, 35, 50, 100])
+def test_ddim_cfgpp_puts_the_noise_without_the_prompt_back(
+    steps: int, prediction: str, eta: float
+) -> None:
+    """Chung et al. (2024), algorithm 2, at AUTOMATIC1111's scale, of which 12.5 is 1."""
+
+    def without(latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+        return stand_in(latents.roll(1, dims=-2), timesteps)
+
+    def noise_of(unet: Any, latents: torch.Tensor, timestep: int, alpha: float) -> torch.Tensor:
+        output: torch.Tensor = unet(latents, torch.tensor(timestep))
+        if prediction == "epsilon":
+            return output
+        return math.sqrt(alpha) * output + math.sqrt(1 - alpha) * latents
+
+    noise, alphas = noises(steps + 20), alphas_cumprod().tolist()
+    latents, *fresh = noise
+    path = [1 + at for at in range(0, 1000, 1000 // steps)][::-1]
+    for (timestep, following), drawn in zip(pairwise(path), fresh, strict=False):
+        alpha, after = alphas[timestep], alphas[following]
+        uncond = noise_of(without, latents, timestep, alpha)
+        cond = noise_of(stand_in, latents, timestep, alpha)
+        guided = uncond + 7 / 12.5 * (cond - uncond)
+        image = (latents - math.sqrt(1 - alpha) * guided) / math.sqrt(alpha)
+        deviation = eta * math.sqrt((1 - after) / (1 - alpha) * (1 - alpha / after))
+        back = math.sqrt(1 - after - deviation**2)
+        latents = math.sqrt(after) * image + back * uncond + deviation * drawn
+    made = make_schedule("ddim_cfgpp", steps, alphas_cumprod(), prediction, Options(eta=eta))
+    ours = sample(made, noise, stand_in, uncond=without, scale=7.0)
+    assert relative_difference(ours, latents) < 1e-5
+
+
+@pytest.mark.parametrize("schedule", ["uniform", "karras", "kl_optimal"])
+@pytest.mark.parametrize("steps", [1, 4, 8, 15, 19, 20, 28, 35, 36, 50])
+def test_restart_is_automatic1111s(k_diffusion: Any, steps: int, schedule: str) -> None:
+    """Xu et al. (2023): of 20 steps and more, some go back from sigma 0.1 to 2, by noise."""
+    noise = noises(4)
+    reference = references.Reference(k_diffusion, stand_in, alphas_cumprod())
+    karras, sigmas = k_diffusion.sampling.get_sigmas_karras, reference.sigmas(schedule, steps)
+    parts = [sigmas]
+    if steps >= 20:
+        again, times = (9, 1) if steps < 36 else (steps // 4, 2)
+        sigmas = karras(steps - again * times, float(sigmas[-2]), float(sigmas[0]))
+        low, high = ((sigmas - end).abs().argmin() for end in (0.1, 2))
+        back = karras(again + 1, float(sigmas[low]), float(sigmas[high]))[:-1]
+        parts = [sigmas[: low + 1], *[back] * times, sigmas[low:]]
+    fresh = iter(noise[1:])
+    latents = noise[0] * parts[0][0]
+    for before, part in pairwise([parts[0][:1], *parts]):
+        if part[0] > before[-1]:
+            latents = latents + next(fresh) * (part[0] ** 2 - before[-1] ** 2) ** 0.5
+        latents = k_diffusion.sampling.sample_heun(reference.model, latents, part, disable=True)
+    name = "restart" if schedule == "karras" else f"restart_{schedule}"
+    made = make_schedule(name, steps, alphas_cumprod(), "epsilon")
+    assert relative_difference(sample(made, noise, stand_in), latents) < 2e-5

@@ -1,0 +1,89 @@
+"""Options of samplers, ends of schedules and inpainting, against k-diffusion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import references
+from imagefleet.job.samplers import Options
+from sampling import SHAPE, alphas_cumprod, noises, relative_difference, sample, stand_in, taking
+from worker.engine import sampler
+from worker.engine.samplers.schedule import make_schedule
+
+CHURN = {"s_churn": 8.0, "s_tmin": 0.1, "s_tmax": 9.0, "s_noise": 1.02}
+OPTIONS = [
+    *((method, CHURN) for method in ("euler", "heun", "dpm_2")),
+    *((method, {"eta": 0.0}) for method in references.METHODS if "ancestral" in method),
+    *((method, {"eta": 0.0}) for method in references.METHODS if "_sde" in method),
+    *(
+        (method, {"eta": 0.6, "s_noise": 1.1})
+        for method in references.METHODS
+        if "_sde" in method or method in ("dpm_2_ancestral", "dpmpp_2s_ancestral", "dpm_fast")
+    ),
+    ("euler_ancestral", {"eta": 0.3}),
+    ("dpm_fast", {"eta": 0.0}),
+]
+
+
+@pytest.mark.parametrize(("method", "options"), OPTIONS)
+@pytest.mark.parametrize("steps", [2, 7, 20])
+def test_options_are_k_diffusions(
+    k_diffusion: Any,
+    method: str,
+    options: dict[str, float],
+    steps: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noise = noises(3 * steps + 80)
+    monkeypatch.setattr(torch, "randn_like", taking(noise[1:]))
+    reference = references.Reference(k_diffusion, stand_in, alphas_cumprod())
+    theirs = reference.draw(method, "uniform", steps, noise, options)
+    made = make_schedule(method, steps, alphas_cumprod(), "epsilon", Options(**options))
+    bound = 4e-5 if (method, steps) == ("heun", 2) else 1e-5
+    assert relative_difference(sample(made, noise, stand_in), theirs) < bound
+
+
+@pytest.mark.parametrize("t_enc", [1, 5, 14])
+@pytest.mark.parametrize("method", references.METHODS)
+def test_an_inpainting_of_the_end_of_a_schedule_is_k_diffusions(
+    k_diffusion: Any, method: str, t_enc: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The image is in the estimate where it is kept, as in AUTOMATIC1111's `CFGDenoiser`."""
+    image, *noise = noises(100)
+    kept = torch.zeros(SHAPE[0], 1, *SHAPE[2:])
+    kept[..., 4:] = 1
+    monkeypatch.setattr(torch, "randn_like", taking(noise[1:]))
+    reference = references.Reference(k_diffusion, stand_in, alphas_cumprod())
+
+    def masked(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = reference.model(x, sigma) * (1 - kept) + image * kept
+        return found
+
+    theirs = reference.draw_end(method, masked, image, 15, t_enc, noise)
+    made = make_schedule(method, 15, alphas_cumprod(), "epsilon", t_enc=t_enc)
+    inpainting = sampler.Inpainting(kept, image)
+    ours = sample(made, noise, stand_in, image=image, inpainting=inpainting)
+    assert relative_difference(ours, theirs) < 1e-5
+
+
+@pytest.mark.parametrize("method", references.METHODS)
+def test_v_prediction_is_k_diffusions(
+    k_diffusion: Any, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise = noises(100)
+    monkeypatch.setattr(torch, "randn_like", taking(noise[1:]))
+    reference = references.Reference(k_diffusion, stand_in, alphas_cumprod())
+    scalings = k_diffusion.external.VDenoiser(None).get_scalings
+    epsilon = reference.model
+
+    def denoise(latents: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+        skip, out, scale = (part.view(-1, 1, 1, 1) for part in scalings(sigma))
+        return stand_in(latents * scale, epsilon.sigma_to_t(sigma)) * out + latents * skip
+
+    theirs = reference.draw_by(method, denoise, "karras", 12, noise)
+    name = f"{method}_karras"
+    made = make_schedule(name, 12, alphas_cumprod(), "v_prediction")
+    assert relative_difference(sample(made, noise, stand_in), theirs) < 1e-5
