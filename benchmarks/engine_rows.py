@@ -56,8 +56,15 @@ EXACT_PROMPTS = ("a red star in the desert", "a blue car in the city", "an orang
 #: The guidance of consecutive jobs: as many with it as without, in no order.
 HALF_GUIDED = (7.0, 1.0, 1.0, 7.0, 1.0, 7.0, 7.0, 7.0, 1.0, 1.0)
 
-#: Each with one schedule: others only change numbers.
-SAMPLERS = tuple({each.title: key for key, each in reversed(samplers.SAMPLERS.items())}.values())
+#: Each with one schedule: others only change numbers. How many calls an image takes of DPM adaptive
+#: is known once it is drawn.
+SAMPLERS = tuple(
+    {
+        each.title: key
+        for key, each in reversed(samplers.SAMPLERS.items())
+        if each.title != "DPM adaptive"
+    }.values()
+)
 
 #: SD1.5 at the reference's size and steps, even in a trial.
 LIMIT_SIZE, LIMIT_STEPS = (512, 512), 15
