@@ -374,6 +374,7 @@ def _engine_settings(checkpoint: Checkpoint, accelerator: Path | None) -> load.E
         config=settings.config,
         prediction_type=check.prediction_type(path),
         accelerator=accelerator,
+        taesd=settings.taesd,
         slots=settings.slots,
         compile="off" if settings.compile == "off" else "background",
         fp16_accumulate=settings.fp16_accumulate,

@@ -22,8 +22,8 @@ from imagefleet.telemetry.settings import TelemetrySettings
 #: The settings of a worker by subject, in the order of the help and the documentation.
 SUBJECTS: dict[str, tuple[str, ...]] = {
     "Model and LoRAs": (
-        *("model", "model_sha256", "config", "precision", "accelerator", "lora_directory"),
-        *("embedding_directory", "cache", "cache_megabytes"),
+        *("model", "model_sha256", "config", "precision", "accelerator", "taesd"),
+        *("lora_directory", "embedding_directory", "cache", "cache_megabytes"),
     ),
     "GPU": ("gpus", "device", "slots", "compile", "kernels", "fp16_accumulate"),
     "Jobs and leases": (
@@ -101,6 +101,11 @@ class WorkerSettings(TelemetrySettings):
         description="A LoRA for few steps that all jobs are drawn with: a .safetensors file, or a"
         " name as in prompts. The kind follows from the name (LCM, Lightning, Hyper, DMD2, PCM);"
         " jobs without steps, sampler and guidance get the kind's.",
+    )
+    taesd: Path | None = Field(
+        default=None,
+        description="Folder of a tiny autoencoder (TAESD) in diffusers format, of the model's"
+        " family, that decodes the images in place of the VAE: faster, visibly softer.",
     )
     lora_directory: Path | None = Field(
         default=None,

@@ -60,6 +60,7 @@ def compute(
         "image_bytes": records.image_bytes,
         "images_per_second": _quotient(records.images, seconds),
         "images_redelivered": records.images_redelivered,
+        "images_replaced": sum(each.replaced for each in workers) + records.replaced_unrecorded,
         "seconds_in_worker_median": records.time_in_worker(0.5),
         "seconds_in_worker_p95": records.time_in_worker(0.95),
         "failed": records.failed,
@@ -190,7 +191,7 @@ class Replaced(NamedTuple):
     @classmethod
     def of(cls, figures: Figures) -> Self:
         split = figures["money"]["split"] or {"images_replaced": 0.0}
-        return cls(sum(each["replaced"] for each in figures["workers"]), split["images_replaced"])
+        return cls(figures["images_replaced"], split["images_replaced"])
 
 
 async def read_metrics(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
-from imagefleet.records import reader, sent, stored
+from imagefleet.records import once, reader, sent, stored
 from imagefleet.records.record import Record, hashed
 from imagefleet.records.stored import Damaged
 from imagefleet.redaction import printable
@@ -99,6 +99,8 @@ class Records:
     seconds_in_worker: Counter[int] = field(default_factory=Counter)
     failed_by_error: Counter[tuple[str, str]] = field(default_factory=Counter)
     cancelled: int = 0
+    replaced_unrecorded: int = 0
+    """Images that `imagefleet redo` has replaced, of workers without a record."""
     samples: list[Record] = field(default_factory=list)
     """Of the images drawn as samples."""
     damaged: Damaged = field(default_factory=Damaged)
@@ -138,9 +140,7 @@ class Records:
 
     def add_time(self, record: Record) -> _Key:
         """Adds the time in which an image was drawn to its worker's and its model's."""
-        # A container that restarts on the same machine keeps its name, but not its start time.
-        started_at = record.started_at.isoformat() if record.started_at else ""
-        key = (printable(record.worker), started_at)
+        key = _key(record)
         if not _has_room(self.workers, key, _MAX_WORKERS):
             self.damaged.add(record.blob or "", f"there are more than {_MAX_WORKERS:,} workers")
             return key
@@ -227,6 +227,9 @@ async def _count_unused(storage: Storage, records: Records) -> None:
     # With proofs all are read: another record of an image may stand in the place of the proven one.
     if records.proofs is None and not {each.kind for each in shards} & {"again", "replaced"}:
         return
+    noted: dict[int, _Key] = {}
+    async for part in stored.records(stored.of_kind(shards, "replaced"), Damaged()):
+        noted.update((_drawing(note), _key(note)) for note in part)
     # Who finds an image stored writes its record again; it has not drawn it.
     copies: set[int] = set()
     drawn, doubled = Counter[_Key](), Counter[_Key]()
@@ -236,17 +239,28 @@ async def _count_unused(storage: Storage, records: Records) -> None:
     async for part in stored.records(stored.of_kind(shards, "images"), Damaged()):
         for record in filter(records.is_credited, part):
             copies.discard(_drawing(record))
+            noted.pop(_drawing(record), None)
             drawn[records.add_time(record)] += 1
     async for part in stored.records(again, Damaged()):
         for record in filter(records.is_credited, part):
             if (name := _drawing(record)) in copies:
                 copies.remove(name)
+                noted.pop(name, None)
                 doubled[records.add_time(record)] += 1
+    # A worker that was killed has stored these, and written no record.
+    drawn.update(key for key in noted.values() if key in records.workers)
+    records.replaced_unrecorded = sum(key not in records.workers for key in noted.values())
     for key, worker in records.workers.items():
         unused = max(0, drawn[key] + doubled[key] - worker.images)
         worker.doubled = min(unused, doubled[key])
         worker.replaced = unused - worker.doubled
 
 
+def _key(record: Record) -> _Key:
+    # A container that restarts on the same machine keeps its name, but not its start time.
+    started_at = record.started_at.isoformat() if record.started_at else ""
+    return printable(record.worker), started_at
+
+
 def _drawing(record: Record) -> int:
-    return hashed(f"{record.blob} {record.worker} {record.started_at}")
+    return hashed(once.drawing(record))

@@ -61,10 +61,10 @@ class Replaced:
 
     def add(self, notes: Iterable[Record]) -> None:
         for note in notes:
-            drawing = _drawing(note)
-            if (noted := hashed(f"{note.source} {drawing}")) not in self._noted:
+            name = drawing(note)
+            if (noted := hashed(f"{note.source} {name}")) not in self._noted:
                 self._noted.add(noted)
-                self._left[hashed(drawing)] += 1
+                self._left[hashed(name)] += 1
 
     def without(self, records: list[Record], *, once: bool) -> list[Record]:
         """Leaves out drawings that were replaced; *once*: for each note the first of its worker."""
@@ -72,15 +72,15 @@ class Replaced:
             return records
         kept = []
         for record in records:
-            drawing = hashed(_drawing(record))
-            if drawing not in self._left or (once and not self._left[drawing]):
+            name = hashed(drawing(record))
+            if name not in self._left or (once and not self._left[name]):
                 kept.append(record)
             else:
-                self._left[drawing] -= once
+                self._left[name] -= once
         return kept
 
 
-def _drawing(record: Record) -> str:
+def drawing(record: Record) -> str:
     """Names a drawing of an image by who has drawn it; metadata of images are in ASCII."""
     worker = record.worker.encode("ascii", "replace").decode()
     started = "" if record.started_at is None else f"{record.started_at.timestamp():.3f}"

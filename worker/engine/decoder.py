@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderKL, AutoencoderTiny
 from torch import nn
 
 from imagefleet import errors
@@ -20,6 +20,8 @@ from worker.engine.kernels.compile import Compiled, GraphPool
 from worker.engine.kernels.layers import time_convolutions
 
 log = logs.EventLog(__name__)
+
+Vae: TypeAlias = AutoencoderKL | AutoencoderTiny
 
 #: Pixels per VAE call: it needs far more memory per pixel than the UNet.
 _SLICE_PIXELS = 1024 * 1024
@@ -78,7 +80,7 @@ class Decoder:
 
     def __init__(
         self,
-        vae: AutoencoderKL | None,
+        vae: Vae | None,
         factor: int = 1,
         *,
         backend: str | None = None,
@@ -267,21 +269,20 @@ class Decoder:
 
 
 def decode(
-    vae: AutoencoderKL | None, latents: torch.Tensor, *, in_stripes: bool = False
+    vae: Vae | None, latents: torch.Tensor, *, in_stripes: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decodes latents [images, 4, height, width]; see `to_pixels`."""
     return to_pixels(to_images(vae, latents, in_stripes=in_stripes))
 
 
-def to_images(
-    vae: AutoencoderKL | None, latents: torch.Tensor, *, in_stripes: bool = False
-) -> torch.Tensor:
+def to_images(vae: Vae | None, latents: torch.Tensor, *, in_stripes: bool = False) -> torch.Tensor:
     """The VAE's images of latents [images, 4, height, width], from -1 to 1, in float32."""
     if vae is None:
         return latents
     scaled = (latents / vae.config.scaling_factor).to(vae.dtype)
-    if vae.post_quant_conv is not None:
+    if getattr(vae, "post_quant_conv", None) is not None:
         scaled = vae.post_quant_conv(scaled)
+    in_stripes = in_stripes and isinstance(vae, AutoencoderKL)  # a tiny one takes far less memory
     images: torch.Tensor
     images = decode_in_stripes(vae.decoder, scaled) if in_stripes else vae.decoder(scaled)
     return images.float()

@@ -47,6 +47,8 @@ class EngineSettings:
     """'epsilon' or 'v_prediction', where no configuration of the scheduler says."""
     accelerator: Path | None = None
     """A LoRA that is merged into the weights for all images."""
+    taesd: Path | None = None
+    """A folder with an AutoencoderTiny, which decodes all images in place of the VAE."""
     slots: int | None = None
     """Images drawn at once; None takes as many as the GPU's memory holds."""
     compile: Compile = "auto"
@@ -86,6 +88,7 @@ def load_engine(settings: EngineSettings) -> SlotEngine:
             slot_weights=settings.slot_weights,
             backend="inductor" if is_compiled else None,
             compiled_modes=settings.compiled_modes,
+            taesd=settings.taesd,
         ),
     )
     engine = slot_engine.SlotEngine(made)
@@ -132,8 +135,10 @@ def _read(settings: EngineSettings, device: torch.device, how: Settings) -> Part
 
     dtype = devices.find_dtype(settings.precision, device)
     if table.pipeline_of(settings.model) in pixel_checkpoint.FAMILIES:
-        if settings.accelerator is not None:
-            raise errors.SetupError("the model is a stage of IF, for which there is no accelerator")
+        if settings.accelerator or settings.taesd:
+            raise errors.SetupError(
+                "the model is a stage of IF, for which there is no accelerator and no TAESD"
+            )
         stage = pixel_checkpoint.load_checkpoint(settings.model, device, dtype)
         devices.set_up(device, fp16_accumulate=settings.fp16_accumulate)
         return pixels.of_pixels(stage, how)

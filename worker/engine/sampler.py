@@ -56,6 +56,10 @@ class BrownianNoise(NamedTuple):
     """From which sigma to which, in the order of the calls with noise."""
 
 
+Extend = Callable[[torch.Tensor, torch.Tensor, Callable[[torch.Tensor], None]], "Schedule"]
+"""From an image's latents, which it may change, its history, and what fills a tensor with noise."""
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """One image's coefficients, one row per UNet call."""
@@ -78,6 +82,8 @@ class Schedule:
     """How many steps are finished at each call, as AUTOMATIC1111 counts them."""
     guidance_share: float = 1.0
     """What multiplies the guidance scale."""
+    extend: Extend | None = None
+    """Makes the schedule longer after its last call; None for one that is whole."""
 
 
 class Inpainting(NamedTuple):

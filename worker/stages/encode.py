@@ -50,8 +50,12 @@ _OPTIONS: Mapping[str, tuple[str, float]] = {
     "s_noise": ("Sigma noise", 1.0),
 }
 
-#: The word of DDIM's eta, and its usual value.
-_OPTIONS_OF_TIMESTEPS = {"eta": ("Eta DDIM", 0.0)}
+#: The words for the eta of samplers of timesteps, and its usual value.
+_ETA_OF_TIMESTEPS = {
+    "ddim": ("Eta DDIM", 0.0),
+    "ddim_cfgpp": ("Eta DDIM", 0.0),
+    "tcd": ("Eta", 0.3),
+}
 
 #: Words for the masked content by `inpainting_fill`; the original is not written.
 _MASKED_CONTENT = {0: "fill", 2: "latent noise", 3: "latent nothing"}
@@ -69,10 +73,12 @@ def parameters(
     lora_hashes: Mapping[str, str] | None = None,
     embedding_hashes: Mapping[str, str] | None = None,
     is_cut_out: bool = False,
+    decoder: str | None = None,
 ) -> str:
     """The `parameters` of image *index* of a job; *size* is (width, height) in pixels.
 
     *is_cut_out*: only the masked part of the image that it was given was drawn, in that size.
+    *decoder*: what decodes in place of the VAE.
 
     'RNG: CPU' makes AUTOMATIC1111 draw the same noise; its default, the GPU's, is not written.
     """
@@ -103,6 +109,7 @@ def parameters(
         **_hires(job),
         "NGMS": _number(job.s_min_uncond) if job.s_min_uncond else None,
         **_options(job, sampler),
+        "VAE Decoder": decoder,
         "Lora hashes": ", ".join(f"{name}: {each}" for name, each in loras.items()) or None,
         "TI hashes": ", ".join(f"{name}: {each}" for name, each in embeddings.items()) or None,
         # None that AUTOMATIC1111 would take for one of its own, and be compatible with.
@@ -194,7 +201,7 @@ def _controls(job: Job) -> dict[str, str]:
 
 def _options(job: Job, sampler: Sampler) -> dict[str, str]:
     """Options of its sampler that are not as usual; churn's details matter only with some churn."""
-    words = _OPTIONS if sampler.schedule else _OPTIONS_OF_TIMESTEPS
+    words = {**_OPTIONS, "eta": _ETA_OF_TIMESTEPS.get(sampler.method, _OPTIONS["eta"])}
     if "s_churn" in sampler.options and not job.s_churn:
         return {}
     found = {field: getattr(job, field) for field in sampler.options}

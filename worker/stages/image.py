@@ -266,17 +266,17 @@ class EncodeStage:
         """The image's text; waits for the hashes in it, which were begun before it was drawn."""
         if image.job.only_upscales:
             return encode.of_enlarged(image.job, image.owner.source_parameters)
-        model = await _result(self.model_hash)
         loras = {name: await _result(each) for name, each in image.owner.lora_hashes.items()}
         return encode.parameters(
             image.job,
             image.index,
             image.size,
             self.upload.settler.model_name,
-            model_hash=model,
+            model_hash=await _result(self.model_hash),
             lora_hashes={name: each for name, each in loras.items() if each},
             embedding_hashes={each.name: each.sha256 for each in image.embeddings},
             is_cut_out=image.owner.overlay is not None and image.owner.overlay.box is not None,
+            decoder="TAESD" if self.upload.settler.settings.taesd else None,
         )
 
     async def _encode(self, generated: GeneratedImage) -> None:

@@ -26,9 +26,11 @@ from imagefleet.records import reader
 from imagefleet.records.batch import Submission, Watch
 from imagefleet.records.record import Record
 from imagefleet.records.sent import Ledgers
-from imagefleet.storage.azure.roles import ROLES
+from imagefleet.signing import SigningKey
+from imagefleet.storage.azure.roles import ROLES, Role
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
+from worker.files import manifest
 
 Imagefleet = Callable[..., Any]
 RunWorker = Callable[..., Awaitable[None]]
@@ -68,8 +70,27 @@ def bodies(*ids: str, **fields: object) -> dict[str, str]:
 
 
 @pytest.fixture
+async def role(
+    request: pytest.FixtureRequest,
+    storage: Storage,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Role:
+    """Whose tokens were stolen; with the param `signed` the fleet's jobs are."""
+    if request.param == "signed":
+        key = SigningKey.create(tmp_path / "key.pem")
+        monkeypatch.setenv("IMAGEFLEET_SIGNING_KEY", str(tmp_path / "key.pem"))
+        monkeypatch.setenv("IMAGEFLEET_TRUSTED_KEY", key.public)
+        await storage.create()
+        for kind in ("loras", "embeddings"):
+            name, listed = f"{kind}/manifest.json", manifest.encode(kind, {}, key)
+            await storage.files.create(name, listed, "application/json", {})
+    return ROLES["worker"].for_chains() if request.param == "chains" else ROLES["worker"]
+
+
+@pytest.fixture
 async def loot(
-    storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker
+    role: Role, storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker
 ) -> thief.Loot:
     """An honest campaign: some jobs drawn, all of them twice, one failed, and some that wait."""
     drawn = bodies("a", "b", "c", "d")
@@ -78,10 +99,15 @@ async def loot(
     async with aio.connect(**storage_settings.model_dump(exclude_defaults=True)) as fleet:
         await fleet.submit([read_job(body, "none") for body in {**drawn, **failed}.values()])
         await run_worker("w1")
-        await storage.queue.send([*bodies(*drawn, verify=True).values()])
+        second = [read_job(body, "none") for body in bodies(*drawn, verify=True).values()]
+        await storage.queue.send([job.to_message(fleet.signer) for job in second])
         await run_worker("w2")
         await fleet.submit([read_job(body, "none") for body in prey.values()])
         await fleet.submit([read_job(body, "none") for body in waiting.values()])
+        # As a worker that leased them has read them.
+        drawn = {
+            name: read_job(body, "none").to_message(fleet.signer) for name, body in drawn.items()
+        }
     return thief.Loot("spring", drawn, failed, waiting, prey, ("w1", "w2"))
 
 
@@ -259,7 +285,10 @@ async def programs(loot: thief.Loot, storage: Storage, settings: StorageSettings
 
 
 #: One after the other in one storage.
-TOGETHER = pytest.param([*thief.ATTACKS], "worker", id="all of them")
+TOGETHER = (
+    pytest.param([*thief.ATTACKS], "worker", id="all of them"),
+    pytest.param([*thief.ATTACKS], "signed", id="all of them, signed", marks=pytest.mark.slow),
+)
 
 
 def alone() -> list[Any]:
@@ -270,17 +299,16 @@ def alone() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("attacks", "role"), [TOGETHER, *alone()])
+@pytest.mark.parametrize(("attacks", "role"), [*TOGETHER, *alone()], indirect=["role"])
 async def test_no_answer_about_honest_jobs_changes(
     attacks: list[str],
-    role: str,
+    role: Role,
     ask: Imagefleet,
     loot: thief.Loot,
     storage: Storage,
     storage_settings: StorageSettings,
     tmp_path: Path,
 ) -> None:
-    worker = ROLES["worker"]
     (tmp_path / "secret").write_text(f"whsec_{base64.b64encode(bytes(24)).decode()}\n")
 
     async def answers(run: str) -> dict[str, Any]:
@@ -288,9 +316,7 @@ async def test_no_answer_about_honest_jobs_changes(
         return told | await programs(loot, storage, storage_settings)
 
     before = await answers("before")
-    async with thief.stealing(
-        storage_settings, worker.for_chains() if role == "chains" else worker
-    ) as stolen:
+    async with thief.stealing(storage_settings, role) as stolen:
         for attack in attacks:
             await thief.ATTACKS[attack](stolen, loot)
 

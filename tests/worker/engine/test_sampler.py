@@ -255,7 +255,7 @@ WITH_NOISE = (
 def test_ancestral_and_sde_samplers_alone_use_noise_and_not_to_sigma_0(name: str) -> None:
     made = schedules.make_schedule(name, 5, alphas_cumprod(), "epsilon")
     method, ends = samplers.SAMPLERS[name].method, "kl_optimal" not in name
-    if method in ("dpm_fast", "tcd"):
+    if method in ("dpm_fast", "dpm_adaptive", "tcd"):
         return
     assert any(made.noisy) == (method in WITH_NOISE)
     assert not (made.noisy[-1] and ends)
@@ -276,7 +276,10 @@ def assert_finite(name: str, steps: int) -> None:
     by_timesteps = len(range(0, 1000, 1000 // steps)) - 1
     calls = {"ddim": by_timesteps, "ddim_cfgpp": by_timesteps, "plms": by_timesteps + 1}
     sampler_ = samplers.SAMPLERS[name]
-    if sampler_.schedule in (None, "uniform", "karras") and sampler_.method != "unipc":
+    if sampler_.schedule in (None, "uniform", "karras") and sampler_.method not in (
+        "unipc",
+        "dpm_adaptive",
+    ):
         expected = calls.get(name, samplers.unet_calls(name, steps))
         assert len(made.table) == expected
 
@@ -315,7 +318,7 @@ def test_rows_of_different_samplers_are_independent() -> None:
 
 
 #: Restart is Heun's method below 20 steps, and DPM fast goes its own way whatever its schedule.
-SAME_AS_OTHERS = ("restart_sgm_uniform", "dpm_fast_sgm_uniform")
+SAME_AS_OTHERS = ("restart_sgm_uniform", "dpm_fast_sgm_uniform", "dpm_adaptive_sgm_uniform")
 
 
 def test_an_image_is_the_same_alone_and_with_other_samplers(

@@ -152,6 +152,18 @@ def test_each_option_is_stated_in_a1111s_words_and_place() -> None:
             "Sigma churn: 2, Sigma tmin: 0.1, Sigma tmax: 5, Sigma noise: 1.1, Version",
         ),
         ({"sampler_name": "Euler", "s_noise": 1.1}, "RNG: CPU, Version"),
+        ({"sampler_name": "DPM++ SDE", "s_noise": 1.1}, "RNG: CPU, Sigma noise: 1.1, Version"),
+        ({"sampler_name": "TCD", "eta": 0}, "RNG: CPU, Eta: 0, Version"),
+        ({"sampler_name": "DPM++ 2M SDE"}, "Sampler: DPM++ 2M SDE, Schedule type: Uniform, "),
+        (
+            {"sampler_name": "DPM++ 2M SDE", "scheduler": "Automatic"},
+            "Sampler: DPM++ 2M SDE, Schedule type: Exponential, ",
+        ),
+        (
+            {"sampler_name": "DPM++ 2M SDE Karras"},
+            "Sampler: DPM++ 2M SDE, Schedule type: Karras, ",
+        ),
+        ({"sampler_name": "DDIM CFG++"}, "Sampler: DDIM CFG++, CFG scale"),
     ],
 )
 def test_only_options_that_the_sampler_has_are_stated(fields: dict[str, Any], written: str) -> None:
@@ -215,3 +227,9 @@ def test_sd_parsers_reads_the_jobs_values_back(prompt: str, negative: str, name:
     assert sampler.model is not None
     assert sampler.model.name == "dreamy"
     assert read.metadata["Size"] == "512x768"
+
+
+def test_what_decoded_in_place_of_the_vae_is_told_as_a1111_tells_it() -> None:
+    told = encode.parameters(job_of(), 0, (512, 512), "m", decoder="TAESD")
+    assert ", VAE Decoder: TAESD, " in told
+    assert "VAE Decoder" not in facts_of()

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
+import torch
+from diffusers import AutoencoderTiny
+from torch import nn
+
+from imagefleet import errors
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.control.held import ControlNets
 from worker.engine.decoder import Decoder
+from worker.engine.families import reading
 from worker.engine.kernels import layers
 from worker.engine.kernels.compile import GraphPool
 from worker.engine.lora.merge import Merger
@@ -20,6 +27,21 @@ from worker.engine.slots.staging import LatentStager
 
 #: Slots of low rank have room for LoRAs of it from the start; for others their memory grows.
 _USUAL_RANK = 32
+
+
+def _read_tiny(folder: Path, checkpoint: Checkpoint) -> AutoencoderTiny:
+    """The TAESD of a folder, beside the checkpoint's VAE; raises SetupError if it is none."""
+    try:
+        tiny = AutoencoderTiny.from_pretrained(folder, local_files_only=True, use_safetensors=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise errors.SetupError(f"--taesd {str(folder)!r}: {reading.brief(error)}") from error
+    factor = 2 ** (len(tiny.config.decoder_block_out_channels) - 1)
+    if (factor, tiny.config.latent_channels) != (checkpoint.factor, checkpoint.channels):
+        raise errors.SetupError(f"--taesd {str(folder)!r} does not fit the model's latents")
+    tiny.requires_grad_(requires_grad=False).eval()
+    nn.Module.to(tiny, device=checkpoint.vae.device, dtype=checkpoint.vae.dtype)
+    tiny.to(memory_format=torch.channels_last)
+    return tiny
 
 
 def of_latents(checkpoint: Checkpoint, settings: Settings) -> Parts:
@@ -38,6 +60,7 @@ def of_latents(checkpoint: Checkpoint, settings: Settings) -> Parts:
     )
     if weights == "reloaded":
         settings = replace(settings, slots=1, compiled_modes=("per_slot",))
+    decoding = checkpoint.vae if settings.taesd is None else _read_tiny(settings.taesd, checkpoint)
     keeps_on_cpu = is_large and memory.has_no_room_for_originals(device, layer_bytes)
     merger = Merger(checkpoint.unet, keeps_on_cpu=keeps_on_cpu)
     unet = SlotUnet(checkpoint.unet, weights)
@@ -65,7 +88,7 @@ def of_latents(checkpoint: Checkpoint, settings: Settings) -> Parts:
         control_nets=control_nets,
         stager=stager,
         merger=merger,
-        decoder=Decoder(checkpoint.vae, checkpoint.factor, backend=settings.backend, pool=pool),
+        decoder=Decoder(decoding, checkpoint.factor, backend=settings.backend, pool=pool),
         pool=pool,
         costs=Costs(merge_seconds=1.0) if keeps_on_cpu else Costs(),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from imagefleet.job.samplers import Options, Sampler
 from worker.engine.sampler import BrownianNoise, Schedule
 from worker.engine.samplers import by_sigma, by_timestep
 from worker.engine.samplers import sigmas as schedules
+from worker.engine.samplers.adaptive import Try
 from worker.engine.samplers.moves import LATENTS, Move
 from worker.engine.samplers.sigmas import Levels
 
@@ -103,14 +104,16 @@ def _of_sigmas(
         del whole[-2]
     sigmas = whole if t_enc is None else whole[steps - t_enc - 1 :]
     count = steps if t_enc is None else len(sigmas) - 1
-    if method != "dpm_fast":
+    # Two take steps of their own between the ends, which are the schedule's with an image alone.
+    ends = known.ends if t_enc is None else (sigmas[0], sigmas[max(-2, -len(sigmas))])
+    moves: list[Move] = []
+    if method not in ("dpm_fast", "dpm_adaptive"):
         moves = list(by_sigma.SAMPLERS[method](sigmas, options))
-    elif count > 0:  # its own steps between the ends, which the schedule's are without an image
-        ends = known.ends if t_enc is None else (sigmas[0], sigmas[-2])
+    elif method == "dpm_fast" and count > 0:
         moves = list(by_sigma.dpm_fast(*ends, count, options))
-    else:
-        moves = []
     made = of_moves(method, moves, known, prediction_type, options)
+    if method == "dpm_adaptive" and count > 0 and ends[0] > ends[1]:
+        made = _of_tries(Try(*ends, options), (), known, prediction_type)
     churn = None
     if method in by_sigma.WITH_CHURN and options.s_churn > 0:
         churn = by_sigma.churn_noise(sigmas[0], by_sigma.churned(sigmas, options)[0], options)
@@ -125,6 +128,23 @@ def _of_sigmas(
         initial_churn=churn,
         brownian=brownian,
     )
+
+
+def _of_tries(
+    attempt: Try, before: Sequence[_Call], known: Levels, prediction_type: str
+) -> Schedule:
+    """The calls before a try and its own; the schedule is extended by the next one."""
+    own = [_call_of("dpm_adaptive", move, known, prediction_type) for move in attempt.moves()]
+    calls = [*before, *own]
+    made = _tabulate(calls, attempt.options)
+
+    def extend(
+        latents: torch.Tensor, history: torch.Tensor, draw: Callable[[torch.Tensor], None]
+    ) -> Schedule:
+        following = attempt.finish(latents, history, draw)
+        return made if following.is_done else _of_tries(following, calls, known, prediction_type)
+
+    return replace(made, extend=extend)
 
 
 def of_moves(

@@ -369,6 +369,8 @@ class SlotEngine:
         for slot, job in list(lane.active.items()):
             job.call += 1
             if job.call == job.calls:
+                job.extend(step.state.latents[slot], step.state.history[:, slot])
+            if job.call == job.calls:
                 del lane.active[slot]
                 self._runner.count_image(lane.batch_key, lane.weight_mode)
                 self._end_pass(job, step.state.latents[slot].clone())

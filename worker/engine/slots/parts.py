@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from worker.engine.control.held import ControlNets
@@ -36,6 +37,8 @@ class Settings:
     """torch.compile's, None for no compilation."""
     compiled_modes: Sequence[WeightMode] = WEIGHT_MODES
     """The modes that the UNet is compiled for, in this order."""
+    taesd: Path | None = None
+    """A folder with an AutoencoderTiny to decode with."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -316,6 +316,8 @@ class RequestPreparer(Preparer):
         """The ControlNets of a pass that takes so many *steps*."""
         if not request.controls:
             return ()
+        if schedule.extend is not None:
+            raise errors.JobError("DPM adaptive cannot be controlled: it has no number of steps")
         self._may_go_on.wait()
         checked = [(self._control_nets.check(each), each) for each in request.controls]
         size = request.width, request.height

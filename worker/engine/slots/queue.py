@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -129,6 +129,8 @@ class SlotJob:
     call: int = 0
     first_pass: FirstPass | None = None
     """The first pass of a job in its second pass."""
+    begun_with: PreparedRequest | None = None
+    """What `prepared` was before its schedule was extended."""
     has_weights: bool = False
     """True once its slot holds its weights; not needed while the shared ones serve all slots."""
 
@@ -154,8 +156,17 @@ class SlotJob:
         """UNet calls of this pass."""
         return len(self.prepared.schedule.table)
 
+    def extend(self, latents: torch.Tensor, history: torch.Tensor) -> None:
+        """Makes its schedule longer after the last call, if that depends on its latents."""
+        extend = self.prepared.schedule.extend
+        if extend is not None and self.staged is not None:
+            self.begun_with = self.begun_with or self.prepared
+            schedule = extend(latents, history, self.staged.noise.fill)
+            self.prepared = replace(self.prepared, schedule=schedule)
+
     def restart(self) -> None:
         """Back to the seed; in the second pass to that pass' beginning."""
+        self.prepared = self.begun_with or self.prepared
         self.call, self.has_weights = 0, False
         self.batch_key = self.batch_key._replace(slot_rows=self.prepared.rows(0))
         self.assembling = self.staging = self.staged = None

@@ -43,7 +43,7 @@ def check(
         for each in samplers.SAMPLERS.values()
         if each.method == method and each.schedule == schedule
     )
-    noise = noises(3 * steps + 12)
+    noise = noises(3 * steps + 80)
     made = make_schedule(sampler.key, steps, alphas_cumprod(), "epsilon", Options(**options))
     return relative_difference(
         sample(made, noise, stand_in), theirs(method, schedule, steps, noise, **options)

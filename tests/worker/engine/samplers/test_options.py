@@ -37,7 +37,7 @@ def test_options_are_k_diffusions(
     steps: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    noise = noises(3 * steps + 12)
+    noise = noises(3 * steps + 80)
     monkeypatch.setattr(torch, "randn_like", taking(noise[1:]))
     reference = references.Reference(k_diffusion, stand_in, alphas_cumprod())
     theirs = reference.draw(method, "uniform", steps, noise, options)
@@ -52,7 +52,7 @@ def test_an_inpainting_of_the_end_of_a_schedule_is_k_diffusions(
     k_diffusion: Any, method: str, t_enc: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The image is in the estimate where it is kept, as in AUTOMATIC1111's `CFGDenoiser`."""
-    image, *noise = noises(60)
+    image, *noise = noises(100)
     kept = torch.zeros(SHAPE[0], 1, *SHAPE[2:])
     kept[..., 4:] = 1
     monkeypatch.setattr(torch, "randn_like", taking(noise[1:]))
@@ -73,7 +73,7 @@ def test_an_inpainting_of_the_end_of_a_schedule_is_k_diffusions(
 def test_v_prediction_is_k_diffusions(
     k_diffusion: Any, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noise = noises(60)
+    noise = noises(100)
     monkeypatch.setattr(torch, "randn_like", taking(noise[1:]))
     reference = references.Reference(k_diffusion, stand_in, alphas_cumprod())
     scalings = k_diffusion.external.VDenoiser(None).get_scalings

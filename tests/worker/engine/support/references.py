@@ -25,6 +25,7 @@ METHODS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "dpm_2": ("dpm_2", {}),
     "dpm_2_ancestral": ("dpm_2_ancestral", {}),
     "dpm_fast": ("dpm_fast", {"eta": 1.0}),
+    "dpm_adaptive": ("dpm_adaptive", {"eta": 1.0}),
 }
 
 _SDE = ("dpmpp_sde", "dpmpp_2m_sde", "dpmpp_2m_sde_heun", "dpmpp_3m_sde")
@@ -61,7 +62,8 @@ class Reference:
     ) -> torch.Tensor:
         """Draws with a function that denoises in place of the model."""
         sigmas = self._taken(method, schedule, steps)
-        path = (*self.ends, steps) if method == "dpm_fast" else (sigmas,)
+        own = {"dpm_fast": (*self.ends, steps), "dpm_adaptive": self.ends}
+        path = own.get(method, (sigmas,))
         return self._run(method, denoise, noise[0] * sigmas[0], path, options)
 
     def draw_end(
@@ -76,7 +78,7 @@ class Reference:
         """The last `t_enc` + 1 steps of the uniform schedule, on an image."""
         sigmas = self._taken(method, "uniform", steps)[steps - t_enc - 1 :]
         ends = sigmas[-2].item(), sigmas[0].item(), len(sigmas) - 1
-        path = ends if method == "dpm_fast" else (sigmas,)
+        path = {"dpm_fast": ends, "dpm_adaptive": ends[:2]}.get(method, (sigmas,))
         return self._run(method, denoise, image + noise[0] * sigmas[0], path, {})
 
     def _taken(self, method: str, schedule: str, steps: int) -> torch.Tensor:

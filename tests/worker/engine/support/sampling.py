@@ -45,7 +45,10 @@ def sample(
     if schedule.initial_churn is not None:
         latents = latents + next(fresh) * schedule.initial_churn
     history = latents.new_zeros((sampler.HISTORY, *latents.shape))
-    for row, noisy in zip(schedule.table, schedule.noisy, strict=True):
+    call = 0
+    while call < len(schedule.table):
+        row, noisy = schedule.table[call], schedule.noisy[call]
+        call += 1
         rows = row.expand(len(latents), -1)
         seen = latents if inpainting is None else sampler.mask_input(rows, latents, inpainting)
         inputs, times = sampler.scale_input(rows, seen), rows[:, sampler.TIMESTEP]
@@ -55,6 +58,8 @@ def sample(
             output = without + scale * schedule.guidance_share * (output - without)
         taken = next(fresh) if noisy else None
         latents, history = sampler.step(rows, latents, output, history, taken, inpainting, without)
+        if call == len(schedule.table) and schedule.extend is not None:
+            schedule = schedule.extend(latents, history, lambda out: out.copy_(next(fresh)))
     return latents
 
 

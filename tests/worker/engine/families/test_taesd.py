@@ -1,0 +1,80 @@
+"""A tiny autoencoder decodes in place of the VAE."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderTiny
+
+from imagefleet import errors
+from worker.engine import contract, load
+
+
+@pytest.fixture
+def build_taesd(tmp_path: Path) -> Any:
+    """Random weights; *blocks*: each but the first doubles the sides."""
+
+    def build(blocks: int = 2) -> Path:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            widths, counts = (8,) * blocks, (1,) * blocks
+            tiny = AutoencoderTiny(
+                encoder_block_out_channels=widths,
+                decoder_block_out_channels=widths,
+                num_encoder_blocks=counts,
+                num_decoder_blocks=counts,
+            )
+        tiny.save_pretrained(tmp_path / f"taesd-{blocks}")
+        return tmp_path / f"taesd-{blocks}"
+
+    return build
+
+
+@pytest.mark.parametrize("family", ["sd1", "sdxl"])
+def test_images_are_those_that_the_tiny_decoder_makes_of_the_latents(
+    family: str,
+    family_folder: Any,
+    family_engine: Any,
+    build_taesd: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, init = family_engine(family), np.zeros((64, 64, 3), np.uint8)
+    folder = build_taesd(len(plain.checkpoint.vae.config.block_out_channels))
+    engine = load.load_engine(
+        load.EngineSettings(family_folder(family), "cpu", slots=2, taesd=folder)
+    )
+    seen, add = [], type(engine._decoder).add
+    monkeypatch.setattr(
+        type(engine._decoder), "add", lambda *given: seen.append(given[2]) or add(*given)
+    )
+    requests = [make_request(seed=1), make_request(init=contract.InitImage(init, 0.5))]
+    images = [draw(engine, request)[0] for request in requests]
+    for image, latents in zip(images, list(seen), strict=True):
+        with torch.no_grad():
+            made = AutoencoderTiny.from_pretrained(folder).decode(latents[None]).sample[0]
+        expected = ((made / 2 + 0.5).clamp(0, 1) * 255).round().permute(1, 2, 0).byte()
+        assert difference(image, expected.numpy()) <= 1
+    # The same latents, whatever decodes them: an image to begin with goes through the VAE.
+    mine, seen[:] = list(seen), []
+    for request in requests:
+        draw(plain, request)
+    for one, other in zip(mine, seen, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-3)
+
+
+def test_what_is_none_for_the_model_is_refused(
+    family_folder: Any, build_taesd: Any, tmp_path: Path
+) -> None:
+    for folder, complaint in (
+        (tmp_path / "missing", "--taesd '.*missing'"),
+        (build_taesd(1), "does not fit the model's latents"),
+    ):
+        with pytest.raises(errors.SetupError, match=complaint):
+            load.load_engine(load.EngineSettings(family_folder("sd1"), "cpu", taesd=folder))

@@ -1,0 +1,75 @@
+"""DPM adaptive in slots: images whose number of calls nobody knows, beside others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from imagefleet import errors
+from imagefleet.job.samplers import Options
+from worker.engine import contract
+
+
+def requests(make_request: Any) -> list[contract.ImageRequest]:
+    return [
+        make_request(seed=1, sampler="dpm_adaptive"),
+        make_request(seed=2, sampler="dpm_adaptive", sampler_options=Options(eta=0.0)),
+        make_request(seed=3, sampler="heun", steps=9),
+        make_request(seed=4, sampler="dpm_adaptive", sampler_options=Options(s_min_uncond=5.0)),
+        make_request(seed=5, sampler="euler_ancestral", steps=12),
+        make_request(seed=6, sampler="dpm_adaptive", cfg_scale=1.0),
+    ]
+
+
+def test_an_image_of_unknown_calls_is_what_it_is_alone(
+    slot_engine: Any, make_request: Any, draw: Any, difference: Any
+) -> None:
+    asked = requests(make_request)
+    together = draw(slot_engine, *asked)
+    assert len({image.tobytes() for image in together}) == len(asked)
+    for request, image in zip(asked, together, strict=True):
+        (alone,) = draw(slot_engine, request)
+        assert difference(alone, image) <= 2
+
+
+def test_its_second_pass_and_the_steps_that_are_given_change_what_they_change(
+    slot_engine: Any, make_request: Any, draw: Any
+) -> None:
+    hires = contract.HiresPass(96, 96, denoising_strength=0.6, steps=3, upscaler="Latent")
+    plain, longer, enlarged = draw(
+        slot_engine,
+        make_request(sampler="dpm_adaptive", steps=4),
+        make_request(sampler="dpm_adaptive", steps=40),
+        make_request(sampler="dpm_adaptive", steps=4, hires=hires),
+    )
+    assert np.array_equal(plain, longer), "it has no number of steps, there either"
+    assert enlarged.shape[:2] == (96, 96)
+
+
+def test_a_failed_image_begins_again_with_its_first_row(
+    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any
+) -> None:
+    engine = make_slot_engine()
+    request = make_request(seed=3, sampler="dpm_adaptive")
+    (whole,) = draw(engine, request)
+    engine.admit(0, engine.prepare(request))
+    for _ in range(7):
+        assert not engine.tick()
+    (job,) = next(iter(engine._lanes)).active.values()
+    assert job.calls > 3
+    job.restart()
+    assert (job.call, job.calls) == (0, 3)
+    del next(iter(engine._lanes)).active[0]
+    engine._add(job)
+    finished: list[Any] = []
+    while not finished:
+        finished = list(engine.tick())
+    assert difference(finished[0].outcome, whole) <= 2
+
+
+def test_it_cannot_be_controlled(slot_engine: Any, make_request: Any, make_control: Any) -> None:
+    request = make_request(sampler="dpm_adaptive", controls=(make_control(0),))
+    with pytest.raises(errors.JobError, match="DPM adaptive cannot be controlled"):
+        slot_engine.prepare(request)

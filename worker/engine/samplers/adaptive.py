@@ -1,0 +1,97 @@
+"""DPM adaptive: DPM-Solver-23 (Lu et al. 2022), whose steps depend on the image.
+
+Its rows are made as it goes: three calls for each try of a step, after which the error of the
+solution of order 2 against that of order 3 decides whether the step is taken, and how long the next
+one is. This waits for the GPU at every third tick of such an image. All constants are
+k-diffusion's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from imagefleet.job.samplers import Options
+from worker.engine.samplers.by_sigma import bend, solver_step
+from worker.engine.samplers.moves import BEFORE, Move
+
+_ABSOLUTE, _RELATIVE = 0.0078, 0.05
+_FIRST_LENGTH = 0.05
+_ACCEPTED = 0.81
+_TINY = 1e-5
+
+#: Tries after which every step is taken, so that an image ends.
+_MOST_TRIES = 150
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """One try of a step, from a sigma down."""
+
+    sigma: float
+    last: float
+    """The sigma at which the image is done."""
+    options: Options
+    length: float = _FIRST_LENGTH
+    """In log sigma."""
+    number: int = 0
+    before: torch.Tensor | None = None
+    """The solution of order 2 of the step that was taken last."""
+
+    @property
+    def is_done(self) -> bool:
+        return math.log(self.sigma / self.last) <= _TINY
+
+    @property
+    def _ends(self) -> tuple[float, float]:
+        """The sigma of the step's end, and the one below it that noise then raises to it."""
+        eta = 1.0 if self.options.eta is None else self.options.eta
+        end = max(self.last, self.sigma * math.exp(-self.length))
+        up = min(end, eta * end * math.sqrt(max(0.0, 1 - (end / self.sigma) ** 2)))
+        return end, max(self.last, math.sqrt(end**2 - up**2))
+
+    def moves(self) -> Iterator[Move]:
+        """The three calls; after the last one the latents are those of the second."""
+        *first, third = solver_step(3, self.sigma, self._ends[1])
+        yield from (move._replace(finished=self.number - 1) for move in first)
+        yield third._replace(latents=BEFORE, finished=self.number - 1)
+
+    def finish(
+        self,
+        latents: torch.Tensor,
+        history: torch.Tensor,
+        draw: Callable[[torch.Tensor], None],
+    ) -> Try:
+        """Takes the step or goes back, in place, and returns the next try.
+
+        *latents* [4, height, width] and *history* [HISTORY, 4, height, width] are as the third call
+        has left them; *draw* fills a tensor with noise.
+        """
+        end, down = self._ends
+        length = math.log(self.sigma / down)
+        first, second = (self.sigma * math.exp(-length * part / 3) for part in (1, 2))
+        slope = (latents - history[2]) / first
+        begun = latents + (self.sigma - first) * slope
+        change = (latents - history[1]) / first - slope
+        last_change = (history[-1] - history[0]) / second - slope
+        straight = begun + (down - self.sigma) * slope
+        low = straight + 1.5 * (down - self.sigma) * change
+        high = straight - 1.5 * down * bend(length) * last_change
+        before = begun if self.before is None else self.before
+        allowed = (_RELATIVE * torch.maximum(low.abs(), before.abs())).clamp(min=_ABSOLUTE)
+        error = float(torch.linalg.norm((low - high) / allowed)) / math.sqrt(low.numel())
+        order = 3 if self.options.eta == 0 else 1.5
+        factor = 1 + math.atan((1 / (error + 1e-8)) ** (1 / order) - 1)
+        following = replace(self, length=self.length * factor, number=self.number + 1)
+        if factor < _ACCEPTED and self.number < _MOST_TRIES:
+            latents.copy_(begun)
+            return following
+        if self.options.eta != 0:
+            drawn = torch.empty(latents.shape)
+            draw(drawn)
+            high += math.sqrt(max(0.0, end**2 - down**2)) * drawn.to(high.device)
+        latents.copy_(high)
+        return replace(following, sigma=end, before=low)
