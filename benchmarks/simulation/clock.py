@@ -153,35 +153,21 @@ def _default_clock(usual: Callable[[], float], clock: Callable[[], float]) -> It
         if isinstance(each, type)
         and isinstance(init := each.__dict__.get("__init__"), FunctionType)
     }
-    factories = [
-        cell for init in initialisers for cell in init.__closure__ or () if _holds(cell, usual)
-    ]
-    named = [
-        (names, name)
-        for init in initialisers
-        if (names := init.__kwdefaults__)
-        for name, value in names.items()
-        if value is usual
-    ]
-    defaults = [
-        (init, values)
-        for init in initialisers
-        if (values := init.__defaults__) and any(value is usual for value in values)
-    ]
 
-    def bind(to: Callable[[], float]) -> None:
-        for cell in factories:
-            cell.cell_contents = to
-        for names, name in named:
-            names[name] = to
-        for init, values in defaults:
-            init.__defaults__ = tuple(to if value is usual else value for value in values)
+    def bind(old: Callable[[], float], new: Callable[[], float]) -> None:
+        for init in initialisers:
+            defaults, named = init.__defaults__ or (), init.__kwdefaults__ or {}
+            init.__defaults__ = tuple(new if each is old else each for each in defaults)
+            init.__kwdefaults__ = {key: new if named[key] is old else named[key] for key in named}
+            for cell in init.__closure__ or ():
+                if _holds(cell, old):
+                    cell.cell_contents = new
 
-    bind(clock)
+    bind(usual, clock)
     try:
         yield
     finally:
-        bind(usual)
+        bind(clock, usual)
 
 
 def _holds(cell: CellType, value: object) -> bool:

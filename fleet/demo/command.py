@@ -77,14 +77,14 @@ def command(
         "storage": f"local:{storage}",
         "model": model,
         "lora_directory": loras,
-        "accelerator": str(demo.ACCELERATOR) if few_steps else None,
         "compile": "off",  # it takes longer than the whole demo
         "until_empty": True,
         "cache": storage / "cache",
         "name": "demo",
     }
-    # Its jobs are not signed, and one of them never could be.
-    settings = options.read(WorkerSettings, given).model_copy(update={"trusted_key": None})
+    # Its jobs are not signed, and one of them never could be; the fleet's accelerator is not its.
+    own = {"trusted_key": None, "accelerator": str(demo.ACCELERATOR) if few_steps else None}
+    settings = options.read(WorkerSettings, given).model_copy(update=own)
     in_use = f"another `imagefleet demo` is at work in {output}"
     with console.only_one(storage, in_use):
         _prepare(storage)

@@ -55,9 +55,10 @@ def interrupt_a_demo(demo: forks.Fork, cwd: Path) -> str:
 def test_the_demo_runs_end_to_end_and_starts_anew_after_ctrl_c(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker_forks: forks.Forks
 ) -> None:
-    # The fleet's own key: the demo's jobs are not signed.
+    # The fleet's own: the demo's jobs are not signed, and are of another model.
     key = SigningKey.create(tmp_path / "key.pem")
     monkeypatch.setenv("IMAGEFLEET_TRUSTED_KEY", key.public)
+    monkeypatch.setenv("IMAGEFLEET_ACCELERATOR", "sdxl_lightning_4step_lora")
     demo = worker_forks.start("demo", cwd=tmp_path, variables=os.environ)
     printed = interrupt_a_demo(demo, tmp_path)
     assert demo.returncode == 130, printed
