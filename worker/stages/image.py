@@ -41,8 +41,8 @@ ENCODERS = 2
 #: Images that wait for these threads, so that tiny ones share their way there and back.
 ENCODING = 16
 
-#: Uploads in flight: storage that takes a second for each still keeps up with 16 images/s.
-UPLOADS = 16
+#: Uploads in flight: storage that takes half a second for each still keeps up with 64 images/s.
+UPLOADS = 32
 
 #: Encoded images that may wait, for each upload in flight.
 WAITING_PER_UPLOAD = 2
