@@ -27,7 +27,7 @@ from imagefleet import errors
 from worker.engine import contract, load
 from worker.engine import device as devices
 from worker.engine.slots.engine import SlotEngine
-from worker.engine.slots.queue import BatchKey, WeightMode
+from worker.engine.slots.queue import WeightMode
 
 log = logging.getLogger("benchmark")
 
@@ -171,8 +171,7 @@ def rate(
     cpu_seconds, began_at = time.process_time(), time.perf_counter()
     width = None
     if len(workload.sizes) == 1:
-        key = BatchKey.of(engine.prepare(workload.request(0)))
-        width = engine._lanes.slots_of(key)  # noqa: SLF001
+        width = engine.slots_for(workload.request(0))
     measured = work.drive(engine, workload.requests(), seconds, width=width, amount_of=amount_of)
     cores = (time.process_time() - cpu_seconds) / (time.perf_counter() - began_at)
     return {

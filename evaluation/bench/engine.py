@@ -22,6 +22,7 @@ from imagefleet.pricing import families
 from worker.engine import contract, load
 from worker.engine import device as devices
 from worker.engine.families import table
+from worker.engine.slots.engine import SlotEngine
 from worker.files import check
 from worker.settings import WorkerSettings
 
@@ -204,8 +205,7 @@ class _EngineRun:
         self._show = self._step("whole worker, from queue to stored image", jobs)
         return engine, [self.workload.message(number) for number in range(jobs)]
 
-    def _drive(
-        self, engine: contract.Engine, name: str, workload: bench_jobs.Workload
-    ) -> work.Rate:
-        seconds = self._seconds
-        return work.drive(engine, workload.requests(), seconds, self._step(name, seconds))
+    def _drive(self, engine: SlotEngine, name: str, workload: bench_jobs.Workload) -> work.Rate:
+        seconds, width = self._seconds, engine.slots_for(workload.request(0))
+        progress = self._step(name, seconds)
+        return work.drive(engine, workload.requests(), seconds, progress, width=width)

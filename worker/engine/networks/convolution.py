@@ -154,7 +154,7 @@ class SlotChanges:
             self.groups.setdefault(change.shape, []).extend(change.paths)
             self._members.setdefault(change.shape, []).append(change)
         self._like = like
-        self._slots = 0
+        self._slots: tuple[int, ...] = (0,)
         self._capacities: dict[Shape, int] = {}
         self._parts: dict[Shape, Factors] = {}
         self._block = 0
@@ -198,8 +198,8 @@ class SlotChanges:
         self._capacities.clear()
         self._allocate()
 
-    def resize(self, slots: int) -> None:
-        """Allocates zero changes for *slots* slots, in one block."""
+    def resize(self, *slots: int) -> None:
+        """Allocates zero changes for the *slots* of the first block; others have the last ones'."""
         self._slots, self._block = slots, 0
         self._allocate()
 
@@ -215,7 +215,7 @@ class SlotChanges:
 
     def use_block(self, block: int) -> None:
         """Uses another block of slots' changes, allocated at its first use."""
-        self._block, slots = block, self._slots
+        self._block, slots = block, self._slots[min(block, len(self._slots) - 1)]
         if not self._capacities or not slots:
             return
         if block not in self._blocks:

@@ -85,18 +85,19 @@ class WeightStack:
             linear.weight = self.shared[places].flatten(0, 1)
         self.resize(0)
 
-    def resize(self, slots: int) -> None:
-        """Allocates zero weights for *slots* slots, in one block."""
+    def resize(self, *slots: int) -> None:
+        """Allocates zero weights for the *slots* of the first block; others have the last ones'."""
         self._slots = slots
         self._parts = self._divide()
-        self._blocks: list[list[torch.Tensor]] = []
+        self._blocks: dict[int, list[torch.Tensor]] = {}
         self.use_block(0)
 
     def use_block(self, block: int) -> None:
         """Uses another block of slots' weights, allocated at its first use."""
-        while len(self._blocks) <= block:
+        if block not in self._blocks:
+            slots = self._slots[min(block, len(self._slots) - 1)]
             shapes = [self.shared[_whole(part)].shape for part in self._parts]
-            self._blocks.append([self.shared.new_zeros((self._slots, *each)) for each in shapes])
+            self._blocks[block] = [self.shared.new_zeros((slots, *each)) for each in shapes]
         self._own = self._blocks[block]
         for part, own in zip(self._parts, self._own, strict=True):
             first = _whole(part).start
@@ -114,7 +115,7 @@ class WeightStack:
 
     def _divide(self) -> list[_Part]:
         """The parts, none larger than need be for one of the linears."""
-        layer_bytes = self._slots * self.shared[0].nbytes
+        layer_bytes = max(self._slots) * self.shared[0].nbytes
         divided: list[_Part] = []
         for linear, places in self._linears:
             first = divided[-1][0][1].start if divided else 0
@@ -145,10 +146,10 @@ class ReloadedStack:
         """The slot's weights [out, in], by path."""
         return dict(zip(self.paths, self._own, strict=True))
 
-    def resize(self, slots: int) -> None:
+    def resize(self, *slots: int) -> None:
         """There is one slot, whose weights are in use without LoRAs as well."""
-        if slots > 1:
-            raise ValueError(f"{slots} slots, and weights of one alone")
+        if max(slots) > 1:
+            raise ValueError(f"{max(slots)} slots, and weights of one alone")
 
     def use_block(self, block: int) -> None:
         """Does nothing: all lanes use the same weights."""

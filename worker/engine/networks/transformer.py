@@ -334,12 +334,12 @@ class SlotNetwork(nn.Module):
         for sampler in self._upsamplers:
             sampler.fold()
 
-    def resize(self, slots: int) -> None:
-        """Allocates zero weights for *slots* slots, in one block."""
+    def resize(self, *slots: int) -> None:
+        """Allocates zero weights for the *slots* of the first block; others have the last ones'."""
         self._block = 0
         for stack in self._stacks.values():
-            stack.resize(slots)
-        self.changes.resize(slots)
+            stack.resize(*slots)
+        self.changes.resize(*slots)
 
     def use_block(self, block: int) -> None:
         """Uses another block of slots' weights, allocated at its first use.

@@ -82,7 +82,7 @@ class SlotEngine:
             _OVERTAKES_PER_SLOT * self.slots,
         )
         self._runner.max_compiled = self._lanes.max_open - 1
-        self._weights.resize(self.slots)
+        self._weights.resize(self._lanes.block_slots)
         self._decoder.max_images = self.slots
         self._recovery = Recovery(parts, self._lanes, self._runner, self._weights)
         self._decoder.free_memory = self._recovery.try_to_use_less_memory
@@ -106,8 +106,12 @@ class SlotEngine:
 
     @property
     def slots(self) -> int:
-        """Images drawn in one call; reduced when the memory runs out."""
+        """Images of two rows drawn in one call; reduced when the memory runs out."""
         return self._runner.slots
+
+    def slots_for(self, request: contract.ImageRequest) -> int:
+        """Images like this one drawn in one call."""
+        return self._lanes.slots_of(BatchKey.of(self._preparer.prepare(request)))
 
     @property
     def capacity(self) -> int:
@@ -250,7 +254,7 @@ class SlotEngine:
 
     def _open(self, lane: Lane) -> Step:
         if lane.step is None:
-            lane.block = self._lanes.choose_block()
+            lane.block = self._lanes.choose_block(lane)
             self._unet.use_block(lane.block)
             networks = [self._control_nets.get(each) for each in lane.batch_key.controls]
             lane.step = self._runner.make_step(lane.batch_key, lane.slots, networks)
@@ -384,7 +388,7 @@ class SlotEngine:
         if job.staged is not None:
             job.staged = replace(job.staged, latents=latents, history=history)
         job.has_weights = False
-        job.batch_key = job.batch_key._replace(slot_rows=job.prepared.rows(job.call))
+        job.batch_key = job.batch_key.at(job.prepared, job.call)
         self._lanes.add(job.batch_key, [job], first=True)
 
     def _end_pass(self, job: SlotJob, latents: torch.Tensor) -> None:
@@ -395,7 +399,7 @@ class SlotEngine:
             self._decoder.add(job.ticket, latents)
             if not (job.urgent or self._has_drawn_job):
                 self._has_drawn_job = True
-                self._runner.native_rows = job.prepared.rows(0)
+                self._runner.native = self._runner.native.at(job.prepared, 0)
             return
         drawn = torch.cuda.current_stream().record_event() if self._on_gpu else None
         # Still alone if the first pass was.

@@ -29,6 +29,10 @@ SHARED_TURN_TICKS = 16
 #: where the memory has room for several lanes' weights; elsewhere no larger.
 _ROOMY_CONTEXT = 4
 
+#: Where there are so many blocks of weights, two of them are one of twice the slots, for images of
+#: one row with LoRAs of their own.
+_BLOCKS_PER_WIDE_ONE = 4
+
 #: How many times full an urgent lane counts as.
 _URGENT = 2.0
 
@@ -99,9 +103,9 @@ class Lanes:
     def __init__(
         self, slots: int, blocks: int, native: tuple[int, int], max_overtakes: int
     ) -> None:
-        """*slots* of lanes of the *native* width and height, and of smaller ones.
+        """*slots* of two rows in lanes of the *native* width and height, and of smaller ones.
 
-        *blocks*: for how many lanes there is memory for weights.
+        *blocks*: for how many such lanes there is memory for weights.
         """
         self.slots = slots
         self.blocks = blocks
@@ -129,6 +133,12 @@ class Lanes:
         return MAX_LANES if self.blocks > 1 else MAX_LANES_SHARING
 
     @property
+    def block_slots(self) -> list[int]:
+        """For how many slots each block has weights."""
+        wide = self.blocks // _BLOCKS_PER_WIDE_ONE if self.slots > 1 else 0
+        return [self.slots] * (self.blocks - 2 * wide) + [2 * self.slots] * wide
+
+    @property
     def free(self) -> int:
         """Jobs that may still be admitted, whatever their batch keys.
 
@@ -143,21 +153,27 @@ class Lanes:
         beyond = sum(max(0, lane.held - lane.slots) for lane in inside)
         beyond += sum(lane.held for lane in outside)
         room = 0 if outside else min(max(0, lane.slots - lane.held) for lane in inside)
-        ready = self.slots * (len(inside) if self._turn_ticks > 1 else 1)
+        ready = max(self.slots, *(lane.slots for lane in inside))
+        ready *= len(inside) if self._turn_ticks > 1 else 1
         return max(0, ready + room - beyond)
 
     def slots_of(self, batch_key: BatchKey) -> int:
         """The slots that make a lane's calls as large as those of the native size.
 
         So a larger size needs no more memory, and all lanes' ticks take about as long. A lane's own
-        memory is mostly its context, which long prompts must not multiply.
+        memory is mostly its context, which long prompts must not multiply. Images of one row are
+        twice as many, if their slots need no weights of their own or there is memory for these. A
+        single slot stays one.
         """
         if batch_key.isolated is not None:
             return 1
-        slots = self.slots * math.prod(self._native) / (batch_key.width * batch_key.height)
+        most = self.slots
+        if batch_key.slot_rows == 1 and self.slots > 1:
+            most = 2 * self.slots if batch_key.is_plain else self.block_slots[-1]
+        slots = most * math.prod(self._native) / (batch_key.width * batch_key.height)
         most_tokens = PLAIN_TOKENS * (_ROOMY_CONTEXT if self.blocks > 1 else 1)
         slots *= min(1, most_tokens / batch_key.tokens)
-        return max(1, min(self.slots, round(slots)))
+        return max(1, min(most, round(slots)))
 
     def lane_of(self, batch_key: BatchKey) -> Lane:
         """The lane of a batch key; a new one has the slots of `slots_of`."""
@@ -215,10 +231,14 @@ class Lanes:
         is_long = lane.is_exclusive and self._tick - self._turn_began_at > PATIENCE_TICKS
         return not (lane.is_closing or is_long)
 
-    def choose_block(self) -> int:
+    def choose_block(self, lane: Lane) -> int:
         """The weights for a lane that opens: unused ones, or those that fewest lanes share."""
-        users = [lane.block for lane in self if lane.step is not None]
-        return min(range(self.blocks), key=users.count)
+        if lane.batch_key.is_plain:
+            return 0  # it uses none
+        users = [each.block for each in self if each.step and not each.batch_key.is_plain]
+        slots = self.block_slots
+        fitting = [block for block in range(len(slots)) if slots[block] >= lane.slots]
+        return min(fitting, key=lambda block: (users.count(block), block))
 
     def clear(self) -> None:
         self._lanes.clear()

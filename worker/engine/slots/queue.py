@@ -33,6 +33,8 @@ class BatchKey(NamedTuple):
     """The files of the ControlNets."""
     slot_rows: int = 2
     """Rows that each image takes of a call: `PreparedRequest.rows`."""
+    is_plain: bool = False
+    """True for one row without LoRAs: its slots need no weights of their own."""
 
     @classmethod
     def of(cls, prepared: PreparedRequest) -> BatchKey:
@@ -40,8 +42,13 @@ class BatchKey(NamedTuple):
         request = prepared.request
         merged = None if "unet" in prepared.packs else prepared.lora_key or None
         controls = tuple(each.identity for each in prepared.controls)
-        size, rows = (request.width, request.height), prepared.rows(0)
-        return cls(*size, prepared.tokens, merged, None, controls, rows)
+        key = cls(request.width, request.height, prepared.tokens, merged, None, controls)
+        return key.at(prepared, 0)
+
+    def at(self, prepared: PreparedRequest, call: int) -> BatchKey:
+        """The key of a later call, which may take another number of rows."""
+        rows = prepared.rows(call)
+        return self._replace(slot_rows=rows, is_plain=rows == 1 and not prepared.lora_key)
 
     @property
     def is_masked(self) -> bool:
@@ -167,7 +174,7 @@ class SlotJob:
         """Back to the seed; in the second pass to that pass' beginning."""
         self.prepared = self.begun_with or self.prepared
         self.call, self.has_weights = 0, False
-        self.batch_key = self.batch_key._replace(slot_rows=self.prepared.rows(0))
+        self.batch_key = self.batch_key.at(self.prepared, 0)
         self.assembling = self.staging = self.staged = None
 
 

@@ -110,7 +110,8 @@ class Recovery:
         if self._lanes.blocks > 1:
             self._share_block()
         elif in_call > 1:
-            self._shrink(math.ceil(self._lanes.slots * memory.fewer(in_call) / failed.slots))
+            slots = math.ceil(self._lanes.slots * memory.fewer(in_call) / failed.slots)
+            self._shrink(min(slots, self._lanes.slots - 1))
         elif has_others and failed.batch_key.isolated is None:
             return [self._isolate(job) for job in jobs]
         elif failed.batch_key.controls and self._lanes.slots > 1:
@@ -156,18 +157,18 @@ class Recovery:
         self._lanes.blocks = 1
         self._stager.room_bytes = self._unet.slot_bytes
         self._runner.max_compiled = self._lanes.max_open - 1
-        self._resize(self._lanes.slots)
+        self._resize()
 
     def _shrink(self, slots: int) -> None:
         log.warning(f"out of memory: reduced to {slots} slots", action="slots_shrunk")
         self._runner.slots = self._lanes.slots = self._decoder.max_images = slots
-        self._resize(slots)
+        self._resize()
 
-    def _resize(self, slots: int) -> None:
+    def _resize(self) -> None:
         """Allocates one block of weights anew; all lanes are closed."""
         for lane in self._lanes:
             lane.slots = self._lanes.slots_of(lane.batch_key)
-        self._weights.resize(0)
+        self._weights.resize([0])
         self._decoder.forget_compiled()
         torch.cuda.empty_cache()  # the memory of CUDA graphs too, which nothing else could use
-        self._weights.resize(slots)
+        self._weights.resize(self._lanes.block_slots)

@@ -165,8 +165,9 @@ class StepRunner:
         self.max_compiled = _MAX_COMPILED_KEYS
         self.paused_for: BatchKey | None = None
         """The key whose jobs need the memory: nothing is compiled while there are some."""
-        self.native_rows = 2
-        """Rows of the slots of ordinary jobs, which the first one shows."""
+        size, tokens = parts.model.default_size, parts.model.family.plain_tokens
+        self.native = BatchKey(*size, tokens, None, None)
+        """The key of ordinary jobs, whose rows the first one shows."""
         self._unet = parts.unet
         self._model = parts.model
         self._tick = parts.tick
@@ -237,17 +238,16 @@ class StepRunner:
             return []
         modes: list[WeightMode] = []
         if not step.compiled or step.batch_key in self._to_compile:
-            modes = [each for each in self._compiled_modes if each not in step.compiled]
+            modes = [each for each in self._modes(step) if each not in step.compiled]
         frequent = self._images_with_convolutions[step.batch_key] >= _COMPILE_AFTER_IMAGES
         if self._unet.changes.exist and frequent:
             modes.append("per_slot_convolutions")
         return [each for each in modes if each not in step.compiled]
 
-    @property
-    def native(self) -> BatchKey:
-        """The key of ordinary jobs."""
-        size, tokens = self._model.default_size, self._model.family.plain_tokens
-        return BatchKey(*size, tokens, None, None, slot_rows=self.native_rows)
+    def _modes(self, step: Step) -> Sequence[WeightMode]:
+        """What is compiled of a step from the start."""
+        is_shared = step.batch_key.is_plain and self._unet.weights != "reloaded"
+        return ("shared",) if is_shared else self._compiled_modes
 
     def can_run(self, step: Step, weight_mode: WeightMode) -> bool:
         """False if another mode should run, since that is compiled and this one is not.
@@ -309,8 +309,8 @@ class StepRunner:
             ran = {**step.compiled, weight_mode: compiled}
             if weight_mode not in WEIGHT_MODES:
                 self._time({weight_mode: compiled})
-            elif all(each in ran for each in self._compiled_modes):
-                self._time({each: ran[each] for each in self._compiled_modes})
+            elif all(each in ran for each in self._modes(step)):
+                self._time({each: ran[each] for each in self._modes(step)})
         step.compiled[weight_mode] = compiled
         self._compiled[step.batch_key] = step
         self._to_compile.add(step.batch_key)

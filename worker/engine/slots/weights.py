@@ -66,10 +66,10 @@ class Weights:
             return (self._held.own or None) if self._held else None
         return self.merged or None
 
-    def resize(self, slots: int) -> None:
-        """Allocates one block of slots' weights anew."""
+    def resize(self, block_slots: Sequence[int]) -> None:
+        """Allocates the first block of slots' weights anew, the others at their first use."""
         self._forget()
-        self._unet.resize(slots)
+        self._unet.resize(*block_slots)
 
     def renew(self) -> None:
         """Starts over after the checkpoint's weights have been replaced; no slot is in use."""

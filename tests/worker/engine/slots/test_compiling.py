@@ -128,7 +128,7 @@ def test_a_worker_whose_jobs_are_without_guidance_compiles_for_those_first(
     draw(engine, make_request(cfg_scale=1.0, steps=1, width=width, height=height))
     engine.tick()
     polling.until_in_thread(lambda: bool(compiler.began))
-    assert compiler.began[0].startswith("the UNet for 2 rows of 2 slots, ")
+    assert compiler.began[0].startswith("the UNet for 4 rows of 4 slots, ")
 
 
 def test_without_jobs_it_compiles_all_the_same(engine: Any, compiler: Compiler) -> None:

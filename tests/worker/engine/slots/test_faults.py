@@ -66,8 +66,8 @@ def test_slots_that_are_given_up_are_freed_before_fewer_are_allocated(
     ]
     resize, held = Weights.resize, []
 
-    def note(weights: Weights, slots: int) -> None:
-        if slots:
+    def note(weights: Weights, slots: list[int]) -> None:
+        if any(slots):
             held.extend(each() for each in former)
         resize(weights, slots)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -71,17 +72,25 @@ def test_an_image_takes_a_row_less_of_each_call_without_guidance(
 
 
 @pytest.mark.parametrize(
-    ("weights", "slots"),
+    ("weights", "slots", "blocks"),
     [
-        ("merged", 3),
-        pytest.param("factors", 3, marks=pytest.mark.slow),
-        pytest.param("reloaded", 1, marks=pytest.mark.slow),
+        ("merged", 3, 2),
+        pytest.param("merged", 2, 4, marks=pytest.mark.slow),
+        pytest.param("factors", 3, 2, marks=pytest.mark.slow),
+        pytest.param("factors", 2, 4, marks=pytest.mark.slow),
+        pytest.param("reloaded", 1, 2, marks=pytest.mark.slow),
     ],
 )
 def test_images_with_and_without_guidance_are_as_alone(
-    make_slot_engine: Any, mixed: list[Any], draw: Any, difference: Any, weights: str, slots: int
+    make_slot_engine: Any,
+    mixed: list[Any],
+    draw: Any,
+    difference: Any,
+    weights: str,
+    slots: int,
+    blocks: int,
 ) -> None:
-    engine = make_slot_engine(slots=slots, blocks=2, slot_weights=weights)
+    engine = make_slot_engine(slots=slots, blocks=blocks, slot_weights=weights)
     alone = [draw(engine, request)[0] for request in mixed]
     for order in ([4, 8, 0, 2, 6, 1, 3, 7, 5], [3, 6, 7, 1, 2, 0, 5, 8, 4]):
         together = draw(engine, *(mixed[at] for at in order))
@@ -90,22 +99,67 @@ def test_images_with_and_without_guidance_are_as_alone(
             assert decibels(image, alone[at]) >= LEAST_DECIBELS
 
 
-def test_calls_are_full_of_either_kind(
-    make_slot_engine: Any, make_request: Any, draw: Any, monkeypatch: Any
-) -> None:
-    """Neither waits for the other to end, and no row is drawn for nothing."""
-    engine, calls = make_slot_engine(slots=2), list[tuple[int, int]]()
-    run = step.StepRunner.run
+@pytest.fixture
+def calls(monkeypatch: Any) -> list[tuple[int, int]]:
+    """Of each call, the slots and their rows."""
+    noted, run = list[tuple[int, int]](), step.StepRunner.run
 
     def note(self: Any, used: step.Step, weight_mode: Any, slots: int) -> None:
-        calls.append((slots, used.state.slot_rows))
+        noted.append((slots, used.state.slot_rows))
         run(self, used, weight_mode, slots)
 
     monkeypatch.setattr(step.StepRunner, "run", note)
+    return noted
+
+
+def test_calls_are_full_of_either_kind(
+    make_slot_engine: Any, make_request: Any, draw: Any, calls: list[tuple[int, int]]
+) -> None:
+    """Neither waits for the other to end, no row is drawn for nothing, and calls are as large."""
     scales = [7.0, 1.0, 1.0, 7.0] * 2
-    draw(engine, *(make_request(seed=at, cfg_scale=each) for at, each in enumerate(scales)))
-    assert sorted(set(calls)) == [(2, 1), (2, 2)]
-    assert calls.count((2, 1)) == calls.count((2, 2)) == 8
+    requests = [make_request(seed=at, cfg_scale=each) for at, each in enumerate(scales)]
+    draw(make_slot_engine(slots=2), *requests)
+    assert sorted(set(calls)) == [(2, 2), (4, 1)]
+    assert (calls.count((2, 2)), calls.count((4, 1))) == (8, 4)
+
+
+@pytest.mark.parametrize(("blocks", "slots"), [(3, 2), (4, 4)])
+def test_images_of_one_row_with_loras_are_twice_as_many_if_weights_for_them_have_room(
+    make_slot_engine: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    lora_paths: list[Path],
+    calls: list[tuple[int, int]],
+    blocks: int,
+    slots: int,
+) -> None:
+    engine = make_slot_engine(slots=2, blocks=blocks)
+    requests = [
+        make_request(seed=at, cfg_scale=1.0, loras=(contract.Lora("one", path, 1.0, scale),))
+        for at, (path, scale) in enumerate(
+            zip(lora_paths[:2] * 2, (0.5, 1.0, 1.5, 2.0), strict=True)
+        )
+    ]
+    alone = [draw(engine, request)[0] for request in requests]
+    calls.clear()
+    images = draw(engine, *requests)
+    assert set(calls) == {(slots, 1)}
+    for image, expected in zip(images, alone, strict=True):
+        assert difference(image, expected) <= ROUNDING
+
+
+def test_the_engine_asks_for_as_many_images_as_fill_its_calls(
+    make_slot_engine: Any, make_request: Any, calls: list[tuple[int, int]]
+) -> None:
+    engine, tickets, finished = make_slot_engine(slots=2), itertools.count(), 0
+    prepared = engine.prepare(make_request(cfg_scale=1.0))
+    while finished < 24:
+        while engine.free:
+            engine.admit(next(tickets), prepared)
+        finished += len(engine.tick())
+    assert engine.capacity == 8, "one more ready for each of four slots"
+    assert set(calls) == {(4, 1)}
 
 
 def test_an_image_between_two_kinds_of_steps_begins_again_with_the_first(
@@ -125,7 +179,7 @@ def test_an_image_between_two_kinds_of_steps_begins_again_with_the_first(
 
     monkeypatch.setattr(step.StepRunner, "run", fail_once)
     images = draw(engine, *requests)
-    assert failed == [2]
+    assert failed == [3]
     for image, expected in zip(images, sound, strict=True):
         assert difference(image, expected) <= ROUNDING
 

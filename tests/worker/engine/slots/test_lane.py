@@ -60,11 +60,11 @@ class Drawing:
         if lane is None:
             return False
         if lane.step is None:
-            lane.block = self.lanes.choose_block()
+            lane.block = self.lanes.choose_block(lane)
             lane.step = SimpleNamespace(is_kept=False)  # type: ignore[assignment]
         assert sum(1 for each in self.lanes if each.step) <= self.lanes.max_open
         lane.weight_mode = self.weight_mode
-        for slot in range(SLOTS if self.lanes.takes_jobs(lane) else 0):
+        for slot in range(lane.slots if self.lanes.takes_jobs(lane) else 0):
             if slot not in lane.active and (job := lane.take()):
                 lane.active[slot] = job
         self.ran.append(lane)
@@ -127,6 +127,30 @@ def test_lanes_that_share_weights_take_long_turns_and_stay_nearly_full() -> None
     changes = sum(1 for one, following in itertools.pairwise(drawing.ran) if one != following)
     assert changes <= len(drawing.ran) / SHARED_TURN_TICKS + 20, "turns end early at the end only"
     assert drawing.most_held <= SLOTS * 6
+
+
+def test_guided_and_unguided_jobs_fill_calls_as_large() -> None:
+    chosen, guided = random.Random(3), SIZES[0]
+    unguided = guided._replace(slot_rows=1, is_plain=True)
+    keys = [chosen.choice([guided, unguided]) for _ in range(600)]
+    drawing = Drawing(keys, calls=various_calls()).run()
+    assert {lane.slots * lane.batch_key.slot_rows for lane in drawing.ran} == {2 * SLOTS}
+    assert mean(drawing.fill) > 0.96
+    assert drawing.most_held <= 5 * SLOTS, "those in slots, and one for each slot of the larger"
+
+
+@pytest.mark.parametrize(("blocks", "slots"), [(1, SLOTS), (3, SLOTS), (4, 2 * SLOTS)])
+def test_slots_of_one_row_are_as_many_as_there_are_weights_for(blocks: int, slots: int) -> None:
+    lanes = Lanes(SLOTS, blocks, LARGEST, max_overtakes=2)
+    with_loras = SIZES[0]._replace(slot_rows=1)
+    plain = with_loras._replace(is_plain=True)
+    assert [lanes.slots_of(each) for each in (with_loras, plain)] == [slots, 2 * SLOTS]
+    assert sum(lanes.block_slots) == blocks * SLOTS, "no more memory than for two rows"
+    lanes.slots = 1
+    assert lanes.slots_of(plain) == 1, "the last slot has no more images that could fail"
+    lane = Lane(with_loras, slots, max_overtakes=2)
+    lanes.slots = SLOTS
+    assert lanes.block_slots[lanes.choose_block(lane)] >= slots
 
 
 def test_a_rare_size_waits_no_longer_than_stated() -> None:
