@@ -40,7 +40,7 @@ from imagefleet.telemetry import logs
 
 if TYPE_CHECKING:
     from imagefleet import aio
-    from imagefleet.retry import RetryPolicy
+    from imagefleet.concurrency import RetryPolicy
     from imagefleet.storage.settings import StorageSettings
 
 log = logs.EventLog(__name__)
@@ -126,14 +126,16 @@ async def connected(
     settings: StorageSettings, retry_policy: RetryPolicy | None = None
 ) -> AsyncIterator[aio.Fleet]:
     """The client of the settings' storage; raises SetupError if it or its queue cannot be used."""
-    from imagefleet import aio, retry, signing
+    from imagefleet import aio, concurrency, signing
     from imagefleet.storage.open import open_storage
     from imagefleet.storage.settings import SignerSettings
 
     keys = signing.NO_KEYS
     if isinstance(settings, SignerSettings):
         keys = settings.keys()
-    async with aio.Fleet(open_storage(settings, retry_policy or retry.DEFAULT), keys) as fleet:
+    async with aio.Fleet(
+        open_storage(settings, retry_policy or concurrency.DEFAULT), keys
+    ) as fleet:
         await fleet.storage.check()
         yield fleet
 

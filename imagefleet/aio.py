@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, TypeVar, Unp
 
 from pydantic import TypeAdapter
 
-from imagefleet import cancelled, concurrency, errors, retry, signing, validation
+from imagefleet import cancelled, concurrency, errors, signing, validation
 from imagefleet.job.change import Change
 from imagefleet.job.message import Job, SafeId
 from imagefleet.job.names import split_job_key
@@ -413,7 +413,7 @@ class _Pace:
         if remaining <= 0:
             raise TimeoutError(f"{left} not done after {self._timeout:g} seconds")
         self._quiet_polls = 0 if progress else self._quiet_polls + 1
-        seconds = retry.backoff(self._quiet_polls, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+        seconds = concurrency.backoff(self._quiet_polls, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         await self._fleet.run(asyncio.sleep(min(seconds, remaining)))
 
 

@@ -13,7 +13,7 @@ from typing import NoReturn, Self
 
 from pydantic import AwareDatetime, BaseModel, Field
 
-from imagefleet import errors, retry, validation
+from imagefleet import concurrency, errors, validation
 from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId
 from imagefleet.records.record import RecordLog
 from imagefleet.storage.edit import edit
@@ -110,7 +110,7 @@ class CancelledCampaigns:
     async def watch(self, has_work: Callable[[], bool]) -> NoReturn:
         """Side task: reads the list every five seconds while there is work."""
         while True:
-            await asyncio.sleep(retry.jitter(PERIOD_SECONDS / 5))
+            await asyncio.sleep(concurrency.jitter(PERIOD_SECONDS / 5))
             if has_work():
                 await self.refresh()
 

@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import NoReturn
 
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
+from imagefleet.concurrency import RetryPolicy
 from imagefleet.storage import protocol
 
 #: Positions in flight, which a kill may send twice: a disk sync for so many gives 34,000 jobs/s.
@@ -29,7 +30,7 @@ _PACING_STEP_SECONDS = 0.1
 NOTE_SECONDS = 0.5
 
 #: Rides out a storage outage of about a minute.
-RETRIES = retry.RetryPolicy(tries=8, first_wait_seconds=1, longest_wait_seconds=30)
+RETRIES = concurrency.RetryPolicy(tries=8, first_wait_seconds=1, longest_wait_seconds=30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Progress:
 async def keep_noting(note: Callable[[], Awaitable[None]]) -> NoReturn:
     """Side task: calls *note* now and then."""
     while True:
-        await asyncio.sleep(retry.jitter(NOTE_SECONDS))
+        await asyncio.sleep(concurrency.jitter(NOTE_SECONDS))
         await note()
 
 
@@ -67,7 +68,7 @@ class BulkSender:
     choose: Callable[[list[str | None]], Awaitable[list[str | None]]] | None = None
     second_drawing: Callable[[str], str | None] = lambda _: None
     before_send: Callable[[], Awaitable[None]] | None = None
-    retry_policy: retry.RetryPolicy = RETRIES
+    retry_policy: RetryPolicy = RETRIES
 
     def __post_init__(self) -> None:
         self.progress = Progress(self.start, 0)

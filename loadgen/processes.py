@@ -15,7 +15,7 @@ from asyncio import StreamReader, StreamWriter
 from collections.abc import Iterable
 from typing import Any, Self, cast
 
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import Priority, StorageSettings
 
@@ -30,7 +30,7 @@ class Refusals:
 
     def __init__(self) -> None:
         self.count = 0
-        self.policy = dataclasses.replace(retry.PATIENT, on_retry=self._note)
+        self.policy = dataclasses.replace(concurrency.PATIENT, on_retry=self._note)
 
     def take(self) -> int:
         taken, self.count = self.count, 0
@@ -38,7 +38,7 @@ class Refusals:
 
     def _note(self, error: errors.TransientError) -> None:
         self.count += isinstance(error, errors.BusyError)
-        retry.log_retry(error)
+        concurrency.log_retry(error)
 
 
 class SenderProcesses:

@@ -20,7 +20,7 @@ from prometheus_client import Counter, Gauge, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.storage.protocol import Clock, JobQueue, Operations
 from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.telemetry import logs, metrics
@@ -430,4 +430,4 @@ async def measure_depth(
                 metrics.queues.update(queue.name, depth)
                 if queue is jobs:
                     on_depth(depth.messages)
-        await asyncio.sleep(retry.jitter(jobs.look_seconds(DEPTH_SECONDS), high=1.5))
+        await asyncio.sleep(concurrency.jitter(jobs.look_seconds(DEPTH_SECONDS), high=1.5))

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.storage.open import Storage
 from imagefleet.telemetry import logs
@@ -101,7 +101,7 @@ class Pipeline:
         *,
         on_settled: Callable[[Outcome], None] = lambda _: None,
         on_depth: Callable[[int], None] = lambda _: None,
-        retry_policy: retry.RetryPolicy = STORAGE_RETRIES,
+        retry_policy: concurrency.RetryPolicy = STORAGE_RETRIES,
         metrics: WorkerMetrics | None = None,
         machine: Machine = Machine(),
     ) -> None:

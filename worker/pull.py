@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from imagefleet import concurrency, errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.job.message import images_of
 from imagefleet.storage import protocol
 from imagefleet.telemetry import logs
@@ -174,7 +174,7 @@ class Puller:
         waits = [self._stopped.wait()]
         if until_empty and self.settler.in_flight:
             waits.append(self.settler.nothing_in_flight.wait())
-        seconds = retry.backoff(empty_polls, FIRST_PAUSE_SECONDS, longest)
+        seconds = concurrency.backoff(empty_polls, FIRST_PAUSE_SECONDS, longest)
         await tasks.first_of(*waits, timeout_seconds=seconds)
 
     def _count_to_pull(self) -> int:

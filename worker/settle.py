@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.files import safetensors
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, RecordLog, of_job
@@ -47,7 +47,7 @@ class Settler:
     metrics: WorkerMetrics
     cost: CostMeter
     settings: WorkerSettings
-    retry_policy: retry.RetryPolicy
+    retry_policy: concurrency.RetryPolicy
     on_settled: Callable[[InFlightJob, Outcome], None]
     cancelled_campaigns: CancelledCampaigns
     pending: PendingRecords = field(init=False)
@@ -374,7 +374,9 @@ class Settler:
             await self.pending.put(finish, [*entry.records, record], entry.again)
 
     async def _retry(self, entry: InFlightJob, error: errors.FleetError, attempts: int) -> None:
-        delay_seconds = retry.backoff(attempts - 1, FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS)
+        delay_seconds = concurrency.backoff(
+            attempts - 1, FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS
+        )
         attempt = f"attempt {attempts} of {self.settings.max_attempts}"
         text = f"failed, {attempt}, retrying in {delay_seconds:.0f} s: {error}"
         entry.log(logging.WARNING, text, "job_retried", error=type(error).__name__)
@@ -384,7 +386,9 @@ class Settler:
     async def _wait_for_file(self, entry: InFlightJob, error: errors.FleetError) -> None:
         """Hands back a job whose file is being written, which is no attempt of the job's."""
         deliveries = entry.lease.message.delivery_count
-        seconds = retry.backoff(deliveries - 1, safetensors.REST_SECONDS, LONGEST_REST_SECONDS)
+        seconds = concurrency.backoff(
+            deliveries - 1, safetensors.REST_SECONDS, LONGEST_REST_SECONDS
+        )
         entry.log(logging.INFO, f"waits {seconds:.0f} s: {error}", "job_waits_for_file")
         await self._end_after_records(entry, "handed_back", partial(self._release, entry, seconds))
 

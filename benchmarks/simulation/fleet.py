@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
-from imagefleet import concurrency, errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.pricing import prices
 from imagefleet.storage.azure import account as azure_account
 from imagefleet.storage.azure import storage as azure_storage
@@ -269,7 +269,7 @@ class Fleet:
         settings = self._settings.model_copy(update={"name": name})
         address = Address(self.account, node.line)
         with mock.patch.object(azure_account, "read_address", return_value=address):
-            storage = AzureStorage(settings, retry.DEFAULT)
+            storage = AzureStorage(settings, concurrency.DEFAULT)
         storage.models.stand_at(share_of(name))
         table = prices.BUILT_IN.storage
         model = "simulated" if place.stage is None else account.stage_model(place.stage)

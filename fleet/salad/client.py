@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from fleet.salad import gpus
 from fleet.salad import groups as salad_groups
 from fleet.salad.groups import Group, Quota
-from imagefleet import errors, redaction, retry
+from imagefleet import concurrency, errors, redaction
 from imagefleet.telemetry import logs, proxies
 
 log = logs.EventLog(__name__)
@@ -26,7 +26,7 @@ CALL_BURST = 20
 CALLS_PER_SECOND = 3
 
 #: The waits add up to a minute and a half on average.
-RETRIES = retry.RetryPolicy(
+RETRIES = concurrency.RetryPolicy(
     tries=9,
     first_wait_seconds=1,
     longest_wait_seconds=60,
@@ -34,7 +34,7 @@ RETRIES = retry.RetryPolicy(
 )
 
 #: Where a person waits for one look, which can be repeated.
-FEW_RETRIES = retry.RetryPolicy(tries=4, first_wait_seconds=0.5)
+FEW_RETRIES = concurrency.RetryPolicy(tries=4, first_wait_seconds=0.5)
 
 #: A server, or a proxy, may ask for hours; meanwhile nobody would watch the budget.
 LONGEST_RETRY_AFTER_SECONDS = 120.0
@@ -75,7 +75,7 @@ class SaladClient:
         key: str,
         organization: str = "",
         project: str = "",
-        retry_policy: retry.RetryPolicy | None = None,
+        retry_policy: concurrency.RetryPolicy | None = None,
     ) -> None:
         """*retry_policy*: in place of `RETRIES`."""
         self._retry_policy = retry_policy
@@ -211,7 +211,7 @@ def _read(response: aiohttp.ClientResponse, text: str, shown: str, *, is_repeat:
     body, message = _body(text)[0], _body(shown)[1]
     message = redaction.printable(redaction.message(message))
     details = f"HTTP {status}" + (f", {message}" if message else "")
-    after_seconds = retry.after_seconds(
+    after_seconds = concurrency.after_seconds(
         headers.get("Retry-After"), LONGEST_RETRY_AFTER_SECONDS, headers.get("Date")
     )
     if status == HTTPStatus.TOO_MANY_REQUESTS:

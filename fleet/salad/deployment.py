@@ -21,7 +21,7 @@ from fleet.salad.changes import Changes
 from fleet.salad.client import SaladClient
 from fleet.salad.file import FleetFile
 from fleet.salad.groups import Group
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.telemetry import proxies
 
 #: Instances start and stop within minutes; each poll is one call.
@@ -165,7 +165,7 @@ class Deployment:
 
 @contextlib.asynccontextmanager
 async def connected(
-    file: FleetFile, retry_policy: retry.RetryPolicy | None = None
+    file: FleetFile, retry_policy: concurrency.RetryPolicy | None = None
 ) -> AsyncIterator[Deployment]:
     """The fleet that *file* describes, as deployed on SaladCloud."""
     key = file.api_key.read().get_secret_value()

@@ -20,8 +20,8 @@ from fleet.scale import scaler
 from fleet.scale.decision import Goal
 from fleet.settings import MonitorSettings
 from imagefleet import errors
+from imagefleet.concurrency import RetryPolicy
 from imagefleet.pricing import families, prices
-from imagefleet.retry import RetryPolicy
 from imagefleet.telemetry import logs
 
 log = logs.EventLog(__name__)

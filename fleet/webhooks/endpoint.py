@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from fleet.webhooks.events import Event
-from imagefleet import errors, redaction, retry
+from imagefleet import concurrency, errors, redaction
 from imagefleet.storage.protocol import Clock
 
 #: The specification recommends 15 to 30 seconds.
@@ -141,7 +141,7 @@ def _meaning(status: int, retry_after: str | None) -> Answer:
     failure = f"HTTP {status}"
     if HTTPStatus.MULTIPLE_CHOICES <= status < HTTPStatus.BAD_REQUEST:
         failure += ", a redirect, which is not followed: give the new address"
-    pause_seconds = retry.after_seconds(retry_after, _LONGEST_PAUSE_SECONDS)
+    pause_seconds = concurrency.after_seconds(retry_after, _LONGEST_PAUSE_SECONDS)
     if status in _OVERLOADED and pause_seconds is None:
         pause_seconds = PAUSE_SECONDS
     return Answer(failure, status == HTTPStatus.GONE, pause_seconds or 0.0)

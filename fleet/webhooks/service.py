@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from fleet import console
 from fleet.webhooks.endpoint import Answer, Endpoint
 from fleet.webhooks.events import Event, Source
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.telemetry import logs
 
 log = logs.EventLog(__name__)
@@ -154,7 +154,7 @@ class Service:
     async def _attempt(self, event: Event) -> None:
         answer = await self._endpoint.send(event)
         if answer.pause_seconds:
-            until = time.time() + retry.jitter(answer.pause_seconds, *_JITTER)
+            until = time.time() + concurrency.jitter(answer.pause_seconds, *_JITTER)
             self._paused_until = max(self._paused_until, until)
         if answer.failure is None:
             self._succeeded(event)
@@ -178,7 +178,7 @@ class Service:
         now = time.time()
         self._attempts.labels("failed").inc()
         self._failing.add(event.id)
-        self._probe_at = now + retry.jitter(PROBE_SECONDS, *_JITTER)
+        self._probe_at = now + concurrency.jitter(PROBE_SECONDS, *_JITTER)
         if answer.is_gone:
             self._state.gone_at = datetime.now(UTC)
         event.attempts += 1
@@ -189,7 +189,7 @@ class Service:
             level, then, action = logging.ERROR, "it is given up", "webhook_given_up"
         else:
             pause = RETRY_SECONDS[min(event.attempts, len(RETRY_SECONDS)) - 1]
-            event.due_at = now + max(retry.jitter(pause, *_JITTER), answer.pause_seconds)
+            event.due_at = now + max(concurrency.jitter(pause, *_JITTER), answer.pause_seconds)
             level, then = logging.WARNING, f"the next follows in {event.due_at - now:.0f} s"
         log.log(
             level,

@@ -29,7 +29,7 @@ from pydantic import (
     ValidationError,
 )
 
-from imagefleet import concurrency, errors, retry, validation
+from imagefleet import concurrency, errors, validation
 from imagefleet.job.chain import MAX_STAGES
 from imagefleet.job.message import (
     DEFAULT_CAMPAIGN,
@@ -127,7 +127,7 @@ _MAX_OPEN = 1_000
 _TRIES = 3
 
 #: The retries of writing: only one process writes to a shard, so a lost reply is asked for again.
-RETRIES = retry.RetryPolicy(tries=8, first_wait_seconds=0.5, longest_wait_seconds=30)
+RETRIES = concurrency.RetryPolicy(tries=8, first_wait_seconds=0.5, longest_wait_seconds=30)
 
 
 class Lora(NamedTuple):
@@ -375,7 +375,7 @@ class RecordLog:
     """Adds records to the campaigns' shards; each call is durable when it returns."""
 
     def __init__(
-        self, blobs: BlobStore, writer: str, retry_policy: retry.RetryPolicy = RETRIES
+        self, blobs: BlobStore, writer: str, retry_policy: concurrency.RetryPolicy = RETRIES
     ) -> None:
         """*blobs*: the images of a worker's records, the files for the kinds of the operator.
 

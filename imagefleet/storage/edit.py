@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.storage.protocol import BlobPart, BlobStore
 
 #: Others who change a blob in the same moment, before it is given up.
@@ -25,7 +25,7 @@ async def edit(
         version = None if part is None else part.version
         if data is None or await files.replace(name, data, "application/json", version):
             return
-        await asyncio.sleep(retry.jitter(0.2))
+        await asyncio.sleep(concurrency.jitter(0.2))
     raise errors.TransientError(
         f"{name} is being changed by others: run the same command again in a moment"
     )

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Protocol, Self
 
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.signing import JobSigner, Scope
 from imagefleet.storage.local.blobs import LocalBlobs
 from imagefleet.storage.local.queue import LocalQueue, QueueFile
@@ -157,7 +157,7 @@ def signer_of(settings: SignerSettings) -> JobSigner | None:
 
 def open_storage(
     settings: StorageSettings,
-    retry_policy: retry.RetryPolicy = retry.DEFAULT,
+    retry_policy: concurrency.RetryPolicy = concurrency.DEFAULT,
     *,
     identity_token: Callable[[], Awaitable[str]] | None = None,
 ) -> Storage:

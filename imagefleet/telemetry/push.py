@@ -16,7 +16,7 @@ import aiohttp
 from prometheus_client import CollectorRegistry
 from yarl import URL
 
-from imagefleet import errors, redaction, retry
+from imagefleet import concurrency, errors, redaction
 from imagefleet.telemetry import logs, metrics, proxies
 from imagefleet.telemetry.settings import TelemetrySettings
 
@@ -32,7 +32,7 @@ TIMEOUT_SECONDS = 10.0
 LAST_PUSH_SECONDS = 5.0
 
 #: The retries of one push: the next one is minutes away at most.
-RETRY_POLICY = retry.RetryPolicy(tries=3, longest_wait_seconds=2, on_retry=lambda _: None)
+RETRY_POLICY = concurrency.RetryPolicy(tries=3, longest_wait_seconds=2, on_retry=lambda _: None)
 
 _RETRYABLE = frozenset({408, 425, 429})
 
@@ -76,7 +76,7 @@ class Pusher:
     _registry: CollectorRegistry
     url: str
     labels: Mapping[str, str]
-    _retry_policy: retry.RetryPolicy = RETRY_POLICY
+    _retry_policy: concurrency.RetryPolicy = RETRY_POLICY
     _failing: bool = False
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class Pusher:
         """Pushes now, so that counters start at zero, and then forever."""
         while True:
             await self.push_for(every_seconds)
-            await asyncio.sleep(retry.jitter(every_seconds, 0.8, 1.2))
+            await asyncio.sleep(concurrency.jitter(every_seconds, 0.8, 1.2))
 
     async def push_for(self, seconds: float) -> bool:
         """Pushes, retrying for at most *seconds*; False if that failed."""

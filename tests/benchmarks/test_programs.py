@@ -17,15 +17,17 @@ ROOT = Path(__file__).parents[2]
 
 TINY = ("--tiny", "--device", "cpu", "--out", "figures.json")
 
+ONE_THREAD = ("--device", "cpu", "--threads", "1")
+
 STORE = ("--", "benchmarks/store.py", "--jobs", "50")
 
 #: The programs and the arguments with which they take seconds.
 PROGRAMS: dict[str, tuple[str, ...]] = {
     "canary.py": ("--jobs", "1", "--steps", "2"),
     "compare.py": (str(ROOT), "--pairs", "2", "--within", "0.99", *STORE),
-    "demo_model.py": ("--captions", "2", "--device", "cpu", "--threads", "1"),
+    "demo_model.py": ("--captions", "2", *ONE_THREAD),
     "families/measure.py": (*TINY, "--folder", "models", "--rows", "sd2", "--seconds", "1"),
-    "few_steps.py": ("--captions", "1", "--device", "cpu", "--threads", "1", "--picture", "a.png"),
+    "scoring/few_steps.py": ("--captions", "1", *ONE_THREAD, "--picture", "a.png"),
     "gpus.py": ("--tiny", "--counts", "1", "--seconds", "3", "--warm", "1", "--jobs", "100"),
     "pixel/measure.py": (*TINY, "--folder", "models"),
     "scoring/speed.py": ("--images", "20", "--processes", "1"),

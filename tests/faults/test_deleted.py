@@ -12,7 +12,7 @@ import pytest
 from azure.storage.blob import BlobServiceClient
 from azure.storage.queue import QueueServiceClient
 
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.open import LOCAL_SCHEME, Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -111,7 +111,7 @@ async def test_a_name_that_azure_still_deletes_is_waited_for(
 ) -> None:
     answers = [(409, code)] * 2
     proxy = FaultProxy(lambda: answers.pop() if answers else "pass")
-    policy = retry.RetryPolicy(tries=3, first_wait_seconds=0.01, longest_wait_seconds=0.01)
+    policy = concurrency.RetryPolicy(tries=3, first_wait_seconds=0.01, longest_wait_seconds=0.01)
     async with proxy.running(azurite_address):
         settings = azurite_settings.model_copy(update={"storage": proxy.address})
         async with open_storage(settings, policy) as storage:

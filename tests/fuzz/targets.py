@@ -42,6 +42,7 @@ from imagefleet.storage import deliveries, protocol
 from imagefleet.storage.azure import account, roles, sas
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.proofs import Proofs
+from in_memory import InMemory
 from loadgen import sources
 from worker.files import addresses, manifest
 
@@ -57,7 +58,6 @@ MAX_YAML_SECONDS = 4.0
 MAX_MESSAGE_CHARACTERS = 3_000
 
 NOON = datetime(2026, 11, 1, 12, tzinfo=UTC)
-
 PROOFS = Proofs(["5ec2e7"])
 LOOP = asyncio.new_event_loop()
 
@@ -102,24 +102,6 @@ class Target:
         except Exception as error:
             raise FoundError(f"{type(error).__name__}: {str(error)[:300]}") from error
         return refusal, time.thread_time() - began
-
-
-class InMemory:
-    """A path to bytes that are in no file."""
-
-    def __init__(self, data: bytes, name: str) -> None:
-        self._data = data
-        self.name = name
-        self.suffix, self.parent = Path(name).suffix, Path()
-
-    def __str__(self) -> str:
-        return self.name
-
-    def read_bytes(self) -> bytes:
-        return self._data
-
-    def read_text(self, encoding: str = "utf-8") -> str:
-        return self._data.decode(encoding)
 
 
 class _NoBlobs:

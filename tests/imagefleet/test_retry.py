@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from imagefleet import errors, retry
-from imagefleet.retry import RetryPolicy
+from imagefleet import concurrency, errors
+from imagefleet.concurrency import RetryPolicy
 
 FAST = RetryPolicy(tries=4, first_wait_seconds=0.001, longest_wait_seconds=0.002)
 
@@ -54,7 +54,7 @@ async def test_a_permanent_error_is_not_retried(error: errors.FleetError) -> Non
 async def test_retries_can_be_switched_off() -> None:
     storage = Storage(errors.TransientError(), "done")
     with pytest.raises(errors.TransientError):
-        await retry.NEVER.call(storage.call)
+        await concurrency.NEVER.call(storage.call)
     assert storage.calls == 1
 
 
@@ -94,8 +94,8 @@ async def test_a_busy_storage_is_waited_for_by_whom_fills_it_and_by_nobody_else(
 
     with pytest.raises(errors.BusyError):
         await dataclasses.replace(FAST, tries=2).call(Storage(*outcomes).call)
-    assert retry.PATIENT.waits_while_busy
-    assert not retry.DEFAULT.waits_while_busy
+    assert concurrency.PATIENT.waits_while_busy
+    assert not concurrency.DEFAULT.waits_while_busy
 
 
 async def test_the_first_attempt_counts_towards_the_time_limit(
@@ -103,7 +103,7 @@ async def test_the_first_attempt_counts_towards_the_time_limit(
 ) -> None:
     storage = Storage(errors.TransientError(), "done")
     now = iter([0.0, 60.0])
-    monkeypatch.setattr(retry, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(concurrency, "time", SimpleNamespace(monotonic=lambda: next(now)))
 
     async def slowly() -> str:
         return await storage.call()
@@ -115,7 +115,7 @@ async def test_the_first_attempt_counts_towards_the_time_limit(
 
 
 def test_a_backoff_doubles_up_to_its_limit_and_is_jittered() -> None:
-    pauses = [retry.backoff(retries, 1, 10) for retries in (0, 1, 2, 3, 4, 10_000)]
+    pauses = [concurrency.backoff(retries, 1, 10) for retries in (0, 1, 2, 3, 4, 10_000)]
     for pause, longest in zip(pauses, [1, 2, 4, 8, 10, 10], strict=True):
         assert longest / 2 <= pause <= longest
-    assert len({retry.backoff(0, 1, 10) for _ in range(10)}) > 1
+    assert len({concurrency.backoff(0, 1, 10) for _ in range(10)}) > 1

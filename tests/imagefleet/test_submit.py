@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 import polling
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
@@ -99,7 +99,7 @@ async def test_a_transient_error_is_retried(storage: Storage) -> None:
         await send(bodies)
 
     storage.queue.send = fail_twice  # type: ignore[method-assign]
-    retries = retry.RetryPolicy(tries=5, first_wait_seconds=0.001)
+    retries = concurrency.RetryPolicy(tries=5, first_wait_seconds=0.001)
     await BulkSender(storage.queue, numbers(0, BATCH), retry_policy=retries).run()
 
     assert await numbers_in(storage) == wanted(0, BATCH)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from imagefleet import retry
+from imagefleet import concurrency
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.job.message import read_job
 from imagefleet.storage.open import Storage
@@ -23,7 +23,7 @@ from worker.settings import WorkerSettings
 from worker.testing import StandInEngine
 
 #: Faults are retried as often as in production, but at once.
-IMPATIENT = retry.RetryPolicy(
+IMPATIENT = concurrency.RetryPolicy(
     tries=5, first_wait_seconds=0.001, longest_wait_seconds=0.001, waits_for_access=True
 )
 

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 import polling
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore
@@ -363,8 +363,8 @@ async def test_credentials_that_run_out_cost_a_job_no_attempt(
     monkeypatch: pytest.MonkeyPatch,
     prompt: str,
 ) -> None:
-    at_once = dataclasses.replace(retry.UNTIL_ACCESS, longest_wait_seconds=0.001)
-    monkeypatch.setattr(retry, "UNTIL_ACCESS", at_once)
+    at_once = dataclasses.replace(concurrency.UNTIL_ACCESS, longest_wait_seconds=0.001)
+    monkeypatch.setattr(concurrency, "UNTIL_ACCESS", at_once)
     await storage.files.create("loras/fox.safetensors", lora_bytes("x"), "text/plain", {})
     await storage.queue.send([message(id="j", prompt=prompt)])
     opened = FaultyStorage(storage, faults=0)

@@ -16,7 +16,7 @@ import aiohttp
 from pydantic import BaseModel
 from yarl import URL
 
-from imagefleet import errors, redaction, retry
+from imagefleet import concurrency, errors, redaction
 from imagefleet.files.kinds import BY_FOLDER, MODEL
 from imagefleet.storage import protocol
 from imagefleet.telemetry import logs, proxies
@@ -213,7 +213,7 @@ class Download:
         self.part = self.cache.folder / f"{self.name}.part"
         self._state = self.cache.folder / f"{self.name}.part.json"
 
-    async def run(self, retry_policy: retry.RetryPolicy) -> None:
+    async def run(self, retry_policy: concurrency.RetryPolicy) -> None:
         """Raises SetupError if the file is another; TransientError after the last try."""
         self._furthest_bytes = self._size()
         while True:
@@ -256,7 +256,7 @@ class Download:
             if self._size() - self._furthest_bytes < PROGRESS_BYTES:
                 raise
             self._furthest_bytes = self._size()
-            retry.log_retry(error)
+            concurrency.log_retry(error)
             return False
 
     def _refuse_another(self, opened: Opened, total: int | None, version: str | None) -> None:

@@ -14,7 +14,7 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.files import kinds, safetensors
 from imagefleet.signing import trusted_keys
 from imagefleet.storage import protocol
@@ -29,7 +29,7 @@ from worker.settings import WorkerSettings
 log = logs.EventLog(__name__)
 
 #: A few minutes without a byte, on average.
-STORAGE_RETRIES = retry.RetryPolicy(tries=15, longest_wait_seconds=30)
+STORAGE_RETRIES = concurrency.RetryPolicy(tries=15, longest_wait_seconds=30)
 
 _UNPACKING = "unpacking"
 
@@ -67,7 +67,7 @@ def stored_blob(settings: WorkerSettings) -> str | None:
 async def fetch(
     settings: WorkerSettings,
     blobs: protocol.BlobStore,
-    retry_policy: retry.RetryPolicy = STORAGE_RETRIES,
+    retry_policy: concurrency.RetryPolicy = STORAGE_RETRIES,
 ) -> WorkerSettings:
     """Fetches the model unless it is on this machine; cancelled, it resumes the next time.
 
@@ -104,7 +104,7 @@ async def fetch(
 
 
 async def _pinned(
-    settings: WorkerSettings, blobs: protocol.BlobStore, retry_policy: retry.RetryPolicy
+    settings: WorkerSettings, blobs: protocol.BlobStore, retry_policy: concurrency.RetryPolicy
 ) -> WorkerSettings:
     """The settings with the hash that a signed manifest gives, where the model's is to be known."""
     trusted = trusted_keys(settings.trusted_key)
@@ -125,7 +125,7 @@ async def fetch_to(
     address: Address,
     sha256: str | None,
     blobs: protocol.BlobStore | None,
-    retry_policy: retry.RetryPolicy = STORAGE_RETRIES,
+    retry_policy: concurrency.RetryPolicy = STORAGE_RETRIES,
     *,
     wanted: kinds.FileKind,
     on_progress: Callable[[int, int | None], None] = lambda _so_far, _total: None,

@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.telemetry import logs, metrics, probes, push
 from worker import tasks
 from worker.gpus.child import HURRY, STOP, Assignment, Child
@@ -175,7 +175,7 @@ class _Parent:
             if crashes > MAX_CRASHES:
                 self._leave_out(gpu, code, f"it crashed {crashes} times in a row")
                 return
-            seconds = retry.backoff(crashes - 1, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+            seconds = concurrency.backoff(crashes - 1, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
             text = f"GPU {gpu}: {_words(code)}; starting it again in {seconds:.0f} s"
             log.error(text, action="worker_crashed", gpu=gpu, exit_code=code)
             await tasks.first_of(self._stop.wait(), timeout_seconds=seconds)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from imagefleet import concurrency, errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.files import kinds
 from imagefleet.job.message import DEFAULT_CAMPAIGN, MAX_IMAGE_BYTES, Job
 from imagefleet.job.passes import extras, hires
@@ -192,7 +192,7 @@ class InputReader:
         return contract.Control(unit.model, path, pixels, unit.weight, start, end)
 
     async def _resolve(self, library: FileLibrary, name: str) -> Path:
-        return await retry.UNTIL_ACCESS.call(partial(library.resolve, name))
+        return await concurrency.UNTIL_ACCESS.call(partial(library.resolve, name))
 
     async def _find_texts(self, job: Job, encoder: str) -> tuple[Path, Path]:
         """The files of the prompt's text states and the negative prompt's."""
@@ -232,7 +232,7 @@ class InputReader:
         try:
             # Images are never overwritten; inputs may be half-copied.
             read = blobs.read if place.container == "images" else partial(read_whole, blobs)
-            data = await retry.UNTIL_ACCESS.call(partial(read, place.blob, MAX_IMAGE_BYTES))
+            data = await concurrency.UNTIL_ACCESS.call(partial(read, place.blob, MAX_IMAGE_BYTES))
             if data is None:
                 await blobs.check()  # without its container, the job is not at fault
         except errors.UnusableFileError as error:

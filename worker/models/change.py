@@ -25,7 +25,7 @@ from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.storage.routing.models import SERVED_SPAN, ModelQueues
 from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.telemetry import host, logs
@@ -247,7 +247,7 @@ class WorkerModels:
         looked_at = time.monotonic()
         idle_looks = 0
         while True:
-            await asyncio.sleep(retry.jitter(IDLE_LOOK_SECONDS))
+            await asyncio.sleep(concurrency.jitter(IDLE_LOOK_SECONDS))
             idle_looks = idle_looks if is_idle() else 0
             seconds = time.monotonic() - looked_at
             is_due = seconds >= LOOK_SECONDS and self._choice.may_leave
@@ -335,7 +335,7 @@ async def note_served(models: ModelQueues, names: Callable[[], Sequence[str]]) -
                 await models.note_served(name)
         except errors.FleetError as error:
             log.debug(f"which models are served cannot be noted: {error}")
-        await asyncio.sleep(retry.jitter(SERVED_SPAN.total_seconds() / 2))
+        await asyncio.sleep(concurrency.jitter(SERVED_SPAN.total_seconds() / 2))
 
 
 async def make_queues(models: ModelQueues, names: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.storage import protocol
 from imagefleet.telemetry import logs
 from worker.engine import contract
@@ -108,7 +108,7 @@ class NodeCheck(Collector):
             if speed >= least:
                 return
             if left:
-                await asyncio.sleep(retry.jitter(UPLOAD_PAUSE_SECONDS, high=1.5))
+                await asyncio.sleep(concurrency.jitter(UPLOAD_PAUSE_SECONDS, high=1.5))
         raise self._broken(
             "upload_speed",
             f"the upload to the storage runs at {speed / 1e6:.2f} Mbit/s, less than"

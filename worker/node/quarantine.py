@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from pydantic import BaseModel, Field
 
-from imagefleet import errors, retry, validation
+from imagefleet import concurrency, errors, validation
 from imagefleet.storage import protocol
 from imagefleet.storage.edit import edit
 from imagefleet.telemetry import logs
@@ -104,7 +104,7 @@ class Quarantine:
     async def watch(self, listed: Callable[[str], None]) -> NoReturn:
         """Side task: once this node is listed, calls *listed* and raises NodeError."""
         while True:
-            await asyncio.sleep(retry.jitter(PERIOD_SECONDS))
+            await asyncio.sleep(concurrency.jitter(PERIOD_SECONDS))
             if reason := await self.reason():
                 listed(reason)
                 raise errors.NodeError(f"this node is quarantined: {reason}")

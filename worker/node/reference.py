@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from imagefleet import errors, likeness, retry, validation
+from imagefleet import concurrency, errors, likeness, validation
 from imagefleet.likeness import Fingerprint
 from imagefleet.storage import protocol
 from imagefleet.telemetry import logs
@@ -114,7 +114,7 @@ def request(kind: CanaryImage, size: tuple[int, int], lora: Path | None) -> cont
 
 
 async def find(
-    settings: WorkerSettings, files: protocol.BlobStore, retry_policy: retry.RetryPolicy
+    settings: WorkerSettings, files: protocol.BlobStore, retry_policy: concurrency.RetryPolicy
 ) -> Reference | None:
     """The reference of the settings' model: stored with it, or beside it; None without one."""
     stored, path = model.stored_blob(settings), beside(model.local_path(settings))

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 import aiohttp
 from prometheus_client import Counter
 
-from imagefleet import errors, redaction, retry
+from imagefleet import concurrency, errors, redaction
 from imagefleet.telemetry import logs
 from worker import tasks
 
@@ -194,7 +194,7 @@ async def _update(metadata: SaladMetadata, jobs_in_flight: Callable[[], int]) ->
                     log.warning(text, action="deletion_cost_failed")
             else:
                 current = cost
-        await asyncio.sleep(retry.jitter(COST_SECONDS, 0.8, 1.2))
+        await asyncio.sleep(concurrency.jitter(COST_SECONDS, 0.8, 1.2))
 
 
 async def retry_until_fixed(
@@ -229,7 +229,7 @@ async def retry_until_fixed(
                     f"giving up after {waited_seconds:.0f} s: {error}", action="setup_given_up"
                 )
                 return None
-            seconds = retry.backoff(pauses, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+            seconds = concurrency.backoff(pauses, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
             log.error(  # noqa: TRY400
                 f"no node could work like this, retrying in {seconds:.0f} s: {error}",
                 action="setup_awaited",

@@ -25,7 +25,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from imagefleet import errors, likeness, retry
+from imagefleet import concurrency, errors, likeness
 from imagefleet.likeness import Fingerprint
 from imagefleet.telemetry import logs
 from worker.engine import contract
@@ -181,7 +181,7 @@ class NodeSelfCheck:
     async def watch_weights(self) -> NoReturn:
         """Side task: compares the weights on the device with the file's; raises NodeError."""
         while True:
-            await asyncio.sleep(retry.jitter(WEIGHTS_SECONDS))
+            await asyncio.sleep(concurrency.jitter(WEIGHTS_SECONDS))
             async with self._one_at_a_time:
                 # Read a second time: the sum itself may have been computed wrongly.
                 if await self._weights_fault() and (fault := await self._weights_fault()):

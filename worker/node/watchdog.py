@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Literal, NoReturn
 
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.job.names import ASIDE, SUSPECT, worker_file_name
 from imagefleet.job.passes.fields import Pass
 from imagefleet.pricing import families, prices
@@ -315,7 +315,7 @@ class Suspects:
     worker: str
     blobs: protocol.BlobStore
     metrics: WorkerMetrics
-    retry_policy: retry.RetryPolicy
+    retry_policy: concurrency.RetryPolicy
     prover: Callable[[], Prover | None] = lambda: None
     began_at: float = field(default_factory=time.monotonic)
     # A dict of as many is copied as a whole now and then, which leaves megabytes of holes.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
-from imagefleet import concurrency, errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.job.message import Output, text_for_image
 from imagefleet.job.names import duplicate_name
 from imagefleet.job.passes.fields import Pass
@@ -60,7 +60,7 @@ def _log_outage(error: errors.TransientError) -> None:
 
 
 #: Storage that is down for a few minutes costs no generated image; leases are renewed meanwhile.
-STORAGE_RETRIES = retry.RetryPolicy(
+STORAGE_RETRIES = concurrency.RetryPolicy(
     tries=15, longest_wait_seconds=30, waits_for_access=True, on_retry=_log_outage
 )
 

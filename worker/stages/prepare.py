@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
-from imagefleet import cancelled, concurrency, errors, retry
+from imagefleet import cancelled, concurrency, errors
 from imagefleet.job.message import Job, job_key, read_job
 from imagefleet.pricing import families
 from imagefleet.storage import protocol
@@ -309,7 +309,7 @@ class PrepareStage:
             return False
         until_empty = self.settler.settings.until_empty
         seconds = HAND_BACK_SECONDS_UNTIL_EMPTY if until_empty else HAND_BACK_SECONDS
-        await self.settler.hand_back(entry, retry.jitter(seconds))
+        await self.settler.hand_back(entry, concurrency.jitter(seconds))
         return True
 
     def _remember(self, job: Job) -> None:
@@ -346,7 +346,7 @@ class PrepareStage:
             return requests_of(job, size, (), (), images, inputs)
         prompt = job.parsed_prompt
         resolving = [
-            retry.UNTIL_ACCESS.call(partial(self.files.loras.resolve, tag.name))
+            concurrency.UNTIL_ACCESS.call(partial(self.files.loras.resolve, tag.name))
             for tag in prompt.loras
         ]
         paths = await asyncio.gather(*resolving) if resolving else []
@@ -365,7 +365,7 @@ class PrepareStage:
             lora.name: self.files.hashes.of_lora(lora.path, lora.identity) for lora in loras
         }
         if (accelerator := self.files.accelerator) is not None:
-            path = await retry.UNTIL_ACCESS.call(self.files.accelerator_path)
+            path = await concurrency.UNTIL_ACCESS.call(self.files.accelerator_path)
             entry.lora_hashes[accelerator.name] = self.files.hashes.of_lora(path)
         inputs = NO_INPUTS
         text_encoder = self.engine.text_encoder
@@ -382,14 +382,14 @@ class PrepareStage:
 
     async def _find_embeddings(self, job: Job) -> tuple[contract.Embedding, ...]:
         """The embeddings that the prompts name."""
-        names = await retry.UNTIL_ACCESS.call(self.files.embeddings.names)
+        names = await concurrency.UNTIL_ACCESS.call(self.files.embeddings.names)
         if not names:
             return ()
         find = partial(self.engine.find_embeddings, job.all_prompts, names)
         found = await asyncio.get_running_loop().run_in_executor(self._threads, find)
         files = await asyncio.gather(
             *(
-                retry.UNTIL_ACCESS.call(partial(self.files.embeddings.resolve_hashed, name))
+                concurrency.UNTIL_ACCESS.call(partial(self.files.embeddings.resolve_hashed, name))
                 for name in found
             )
         )

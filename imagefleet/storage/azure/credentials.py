@@ -17,7 +17,7 @@ from typing import TypeVar
 from azure.core.credentials import AzureSasCredential
 from azure.core.credentials_async import AsyncTokenCredential
 
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure import roles
 from imagefleet.storage.azure import sas as sas_tokens
@@ -48,7 +48,7 @@ class Access:
     """Names it in messages."""
     credential: AzureSasCredential | AsyncTokenCredential | None
     """None: the address has it."""
-    retry_policy: retry.RetryPolicy
+    retry_policy: concurrency.RetryPolicy
     _tokens: RotatingTokens | None
     _accepted: bool = False
 
@@ -203,7 +203,7 @@ class Credentials:
         address: AzureAddress,
         settings: StorageSettings,
         identity_token: sas_tokens.IdentityToken | None = None,
-        retry_policy: retry.RetryPolicy = retry.NEVER,
+        retry_policy: concurrency.RetryPolicy = concurrency.NEVER,
     ) -> None:
         self._settings = settings
         self._retry_policy = retry_policy

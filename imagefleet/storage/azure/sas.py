@@ -17,7 +17,7 @@ from urllib.parse import parse_qs
 import aiohttp
 from pydantic import AfterValidator, AwareDatetime, BaseModel, SecretStr, model_validator
 
-from imagefleet import errors, redaction, retry, validation
+from imagefleet import concurrency, errors, redaction, validation
 from imagefleet.storage.proofs import Prover
 from imagefleet.storage.settings import Resource, StorageSettings
 from imagefleet.telemetry import proxies
@@ -185,9 +185,9 @@ class TokenBroker:
             return tokens
         finally:
             retries = max(0, self._failures - 1)
-            pause = retry.backoff(retries, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+            pause = concurrency.backoff(retries, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
             self.retry_at = time.monotonic() + pause
-            renewal_at = time.monotonic() + retry.jitter(life_seconds, *_RENEWED_AFTER)
+            renewal_at = time.monotonic() + concurrency.jitter(life_seconds, *_RENEWED_AFTER)
             self.due_at = max(self.retry_at, renewal_at)
 
     async def _request(self) -> tuple[Tokens, float]:

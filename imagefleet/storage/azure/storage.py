@@ -12,7 +12,7 @@ import aiohttp
 from azure.core.pipeline import PipelineRequest
 from azure.core.pipeline.transport import AioHttpTransport
 
-from imagefleet import retry
+from imagefleet import concurrency
 from imagefleet.signing import Scope
 from imagefleet.storage.azure import account, sas
 from imagefleet.storage.azure.blobs import AzureBlobs
@@ -90,7 +90,7 @@ class AzureStorage:
     def __init__(
         self,
         settings: StorageSettings,
-        retry_policy: retry.RetryPolicy,
+        retry_policy: concurrency.RetryPolicy,
         *,
         identity_token: sas.IdentityToken | None = None,
         read_timeout_seconds: float = READ_TIMEOUT_SECONDS,

@@ -19,7 +19,7 @@ from pydantic import SecretStr
 
 from fleet.keys import broker, mint
 from fleet.settings import BrokerSettings
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.azure.storage import AzureStorage
 from imagefleet.storage.open import open_storage
@@ -122,7 +122,7 @@ async def test_a_node_of_the_group_gets_a_workers_tokens_that_work(
     )
     async with open_storage(azurite_settings) as owner:
         await owner.create()
-        async with AzureStorage(settings, retry.NEVER) as worker:
+        async with AzureStorage(settings, concurrency.NEVER) as worker:
             await worker.check()
             await worker.files.check()
             assert await worker.blobs.create("fox.png", b"pixels", "image/png", {})
@@ -192,7 +192,9 @@ async def test_nodes_get_tokens_for_shards_that_are_made_while_the_broker_runs(
     _, body = await ask(client, salad.sign())
     assert len(body["shards"]) == 2
     update = {"storage": body["storage"], "sas": SecretStr(json.dumps(body))}
-    async with AzureStorage(azurite_settings.model_copy(update=update), retry.NEVER) as worker:
+    async with AzureStorage(
+        azurite_settings.model_copy(update=update), concurrency.NEVER
+    ) as worker:
         await worker.check()
         assert {each.shard for each in await worker.queue.receive(32, 30)} == {0, 1, 2}
         removed = await mint.remove_policy(azurite_settings, "broker")
@@ -213,7 +215,9 @@ async def test_tokens_for_chains_have_a_policy_of_their_own_and_work_for_every_s
             _, tokens = await ask(client, salad.sign())
         policies.append(policy_of(tokens))
         update = {"storage": tokens["storage"], "sas": SecretStr(json.dumps(tokens))}
-        async with AzureStorage(azurite_settings.model_copy(update=update), retry.NEVER) as worker:
+        async with AzureStorage(
+            azurite_settings.model_copy(update=update), concurrency.NEVER
+        ) as worker:
             await worker.models.send([body])
             if chains:
                 assert await worker.blobs.read("default/a.png") == b"pixels"
@@ -285,7 +289,7 @@ async def test_a_thiefs_tokens_end_with_the_policy_and_the_fleets_go_on(
     async def works(body: dict[str, Any]) -> bool:
         changes = {"storage": body["storage"], "sas": SecretStr(json.dumps(body))}
         settings = azurite_settings.model_copy(update=changes)
-        async with AzureStorage(settings, retry.NEVER) as worker:
+        async with AzureStorage(settings, concurrency.NEVER) as worker:
             try:
                 await worker.queue.receive(1, 30)
             except errors.SetupError:

@@ -25,7 +25,7 @@ from fleet.keys import check as keys_check
 from fleet.keys import command as keys
 from fleet.keys import mint
 from fleet.monitor import command as monitor
-from imagefleet import aio, cancelled, errors, retry
+from imagefleet import aio, cancelled, concurrency, errors
 from imagefleet.records import reader
 from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.azure import account as azure_address
@@ -75,7 +75,9 @@ async def test_a_workers_tokens_allow_its_work_and_no_more(
 ) -> None:
     await owner.queue.send(["a job", "another", "a bad one"])
     await owner.files.create("loras/fox.safetensors", b"weights", "application/octet-stream", {})
-    async with AzureStorage(with_role(azurite_settings, ROLES["worker"]), retry.NEVER) as worker:
+    async with AzureStorage(
+        with_role(azurite_settings, ROLES["worker"]), concurrency.NEVER
+    ) as worker:
         await worker.check()
         await worker.files.check()
         assert (await worker.queue.depth()).messages == 3
@@ -145,7 +147,7 @@ async def test_load_adds_messages_counts_them_and_reads_what_is_cancelled(
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text('{"prompt": "a fox"}\n{"prompt": "an owl"}\n')
     noticed: list[str] = []
-    storage = AzureStorage(with_role(azurite_settings, role), retry.NEVER)
+    storage = AzureStorage(with_role(azurite_settings, role), concurrency.NEVER)
     async with storage:
         source = sources.open_source(str(jobs), count=None, seed=None)
         checkpoint = tmp_path / "checkpoint.json"
@@ -170,7 +172,9 @@ async def test_a_monitor_reads_everything_and_changes_nothing(
 ) -> None:
     await owner.queue.send(["a job"])
     await owner.blobs.create("spring/fox.png", b"pixels", "image/png", {"job": "1"})
-    async with AzureStorage(with_role(azurite_settings, ROLES["monitor"]), retry.NEVER) as storage:
+    async with AzureStorage(
+        with_role(azurite_settings, ROLES["monitor"]), concurrency.NEVER
+    ) as storage:
         await storage.check()
         assert (await monitor.read_status(aio.Fleet(storage))).queue.messages == 1
         assert [each.name async for each in storage.blobs.records("spring/")] == ["spring/fox.png"]
@@ -199,7 +203,9 @@ async def test_an_operator_lists_replays_and_discards_failed_jobs(
         body='{"prompt": "a fox"}',
     )
     await owner.poison.send([record.encode()] * 40)
-    async with AzureStorage(with_role(azurite_settings, ROLES["operator"]), retry.NEVER) as storage:
+    async with AzureStorage(
+        with_role(azurite_settings, ROLES["operator"]), concurrency.NEVER
+    ) as storage:
         await storage.check()
         everything = Selection()
         listed = [entry async for entry in dead_letter_queue.browse(storage, everything)]
@@ -221,7 +227,9 @@ async def test_an_operator_cancels_a_campaign_and_does_not_purge(
 ) -> None:
     monkeypatch.setattr(cancelled, "LOAD_SECONDS", -10.0)  # it waits for nothing
     await owner.queue.send(["a job"])
-    async with AzureStorage(with_role(azurite_settings, ROLES["operator"]), retry.NEVER) as storage:
+    async with AzureStorage(
+        with_role(azurite_settings, ROLES["operator"]), concurrency.NEVER
+    ) as storage:
         assert await cancelled.cancel(storage, "spring")
         with pytest.raises(errors.SetupError, match="takes the account key"):
             await storage.queue.clear()
@@ -262,12 +270,14 @@ async def test_a_worker_needs_each_permission_on_its_queue(
     await owner.queue.send(["a job"])
     (leased,) = await owner.queue.receive(1, LEASE_SECONDS)
     less = dataclasses.replace(ROLES["worker"], queue="rup".replace(letter, ""))
-    async with AzureStorage(with_role(azurite_settings, less), retry.NEVER) as storage:
+    async with AzureStorage(with_role(azurite_settings, less), concurrency.NEVER) as storage:
         await storage.check()
         for each, request in needed.items():
             if each == letter:
                 await refused(request(storage))
-    async with AzureStorage(with_role(azurite_settings, ROLES["worker"]), retry.NEVER) as storage:
+    async with AzureStorage(
+        with_role(azurite_settings, ROLES["worker"]), concurrency.NEVER
+    ) as storage:
         await needed[letter](storage)
 
 

@@ -18,7 +18,7 @@ from pydantic import SecretStr
 
 import thief
 from fleet.keys import mint
-from imagefleet import retry
+from imagefleet import concurrency
 from imagefleet.job.message import read_job
 from imagefleet.job.names import duplicate_name
 from imagefleet.records.record import RecordLog, Totals, shard_part
@@ -181,7 +181,7 @@ async def test_a_thief_adds_no_hours_or_costs_to_another_worker(
     before = await asyncio.to_thread(ask, "report", "spring")
     price = {"price_per_hour": 900.0, "start_up_seconds": 80_000.0}
     async with machine(STOLEN) as stolen:
-        log = RecordLog(stolen.blobs, "thief", retry.NEVER)
+        log = RecordLog(stolen.blobs, "thief", concurrency.NEVER)
         for days in (-3, 3):
             at = datetime.now(UTC) + timedelta(days=days)
             jobs = [*honest.drawn.items(), *honest.waiting.items()]
@@ -234,7 +234,7 @@ async def test_a_thief_with_a_machines_key_writes_any_figures_of_that_machine(
     told = {"worker": f"{STOLEN}-1", "price_per_hour": 900.0, "start_up_seconds": 36_000.0}
     async with machine(STOLEN) as stolen:
         forged = [honest.record(*job, **told) for job in honest.drawn.items()]
-        log = RecordLog(stolen.blobs, "thief", retry.NEVER)
+        log = RecordLog(stolen.blobs, "thief", concurrency.NEVER)
         await log.add([proven(each, stolen.prover) for each in forged], again=True)
     report = await asyncio.to_thread(ask, "report", "spring")
     [own] = [each for each in report["workers"] if each["name"] == f"{STOLEN}-1"]
@@ -268,7 +268,7 @@ async def test_a_thief_marks_no_images_of_another_worker_as_suspect(
 
     async with machine(M1) as broken:
         made = Suspects(
-            f"{M1}-17", broken.blobs, WorkerMetrics(), retry.NEVER, lambda: broken.prover
+            f"{M1}-17", broken.blobs, WorkerMetrics(), concurrency.NEVER, lambda: broken.prover
         )
         for image in images:
             made.storing(image, made.began_at)

@@ -14,7 +14,7 @@ import pytest
 from pydantic import SecretStr
 
 from fleet.salad import client
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     async def sleep(seconds: float) -> None:
         waited.append(seconds)
 
-    monkeypatch.setattr(retry, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(concurrency, "asyncio", SimpleNamespace(sleep=sleep))
     return waited
 
 

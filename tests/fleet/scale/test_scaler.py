@@ -22,7 +22,7 @@ from fleet.monitor import prometheus
 from fleet.salad import client, deployment
 from fleet.scale import scaler
 from fleet.scale.decision import Goal
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import logs
@@ -199,7 +199,7 @@ async def test_an_outage_leaves_the_replicas_and_the_change_is_retried(
 ) -> None:
     make, clock, _ = scaling
     scaler_ = make(GOAL)
-    monkeypatch.setattr(client, "RETRIES", retry.NEVER)
+    monkeypatch.setattr(client, "RETRIES", concurrency.NEVER)
     salad.faults = [salad_module.Fault(503, method="PATCH")]
     records: list[Any] = []
 

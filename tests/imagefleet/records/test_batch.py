@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from imagefleet import Job, aio, errors, retry
+from imagefleet import Job, aio, concurrency, errors
 from imagefleet.records import reader
 from imagefleet.records.record import Record, RecordLog, Totals, shard_part
 from imagefleet.records.sent import Ledger, entry_of
@@ -45,7 +45,7 @@ def end(job_id: str, outcome: str, message: str = "m", **fields: Any) -> Record:
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aio, "FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(aio, "RETRIES", retry.RetryPolicy(tries=3, first_wait_seconds=0.001))
+    monkeypatch.setattr(aio, "RETRIES", concurrency.RetryPolicy(tries=3, first_wait_seconds=0.001))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import polling
-from imagefleet import Job, aio, errors, retry
+from imagefleet import Job, aio, concurrency, errors
 from imagefleet.records import sent
 from imagefleet.storage.settings import StorageSettings
 
@@ -73,7 +73,7 @@ async def test_jobs_whose_note_failed_are_in_the_next_one(
 
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
         patched.setattr(fleet.storage.files, "append", fails)
-        patched.setattr(sent, "RETRIES", retry.NEVER)
+        patched.setattr(sent, "RETRIES", concurrency.NEVER)
         await submit(fleet, jobs=3)
     assert "does not answer" in caplog.text
     await submit(fleet)

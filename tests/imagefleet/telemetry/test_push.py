@@ -14,11 +14,11 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter
 
 import polling
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.telemetry import metrics, push
 from imagefleet.telemetry.settings import TelemetrySettings
 
-FAST = retry.RetryPolicy(tries=3, first_wait_seconds=0.001, on_retry=lambda _: None)
+FAST = concurrency.RetryPolicy(tries=3, first_wait_seconds=0.001, on_retry=lambda _: None)
 
 PATH = "/api/v1/import/prometheus"
 

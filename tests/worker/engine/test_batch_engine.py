@@ -11,7 +11,7 @@ import torch
 
 from imagefleet import errors
 from worker.engine import contract
-from worker.engine.noise import NoiseStream
+from worker.engine.sampler import NoiseStream
 from worker.engine.slots.prepare import PreparedRequest
 
 #: Out of 255. Another batch size means another order of float32 sums, which may change the rounding

@@ -12,7 +12,8 @@ import torch
 from imagefleet.job import samplers
 from imagefleet.job.samplers import Noise
 from worker.engine import contract
-from worker.engine.noise import NoiseStream, Philox, philox, philox_words
+from worker.engine.sampler import NoiseStream
+from worker.engine.samplers.philox import Philox, philox, philox_words
 
 NV = Noise("NV")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from imagefleet import errors, likeness, retry
+from imagefleet import concurrency, errors, likeness
 from imagefleet.storage.open import Storage
 from worker.engine import checkpoint as checkpoints
 from worker.engine import checksums, contract, load
@@ -165,7 +165,7 @@ async def test_a_damaged_demo_model_ends_the_worker(
         lambda: engine,
         worker_settings(model=DEMO_MODEL),
         on_settled=settled,
-        retry_policy=retry.NEVER,
+        retry_policy=concurrency.NEVER,
     )
     with pytest.raises(errors.NodeError, match=f"this node draws wrong images: {found}"):
         await pipeline.run(asyncio.Event(), asyncio.Event())

@@ -20,7 +20,7 @@ from yarl import URL
 
 import polling
 from header_files import LORA, REFINER, file_of
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import StorageSettings
@@ -30,7 +30,7 @@ from worker.settings import WorkerSettings
 
 CONTENT = file_of(data=os.urandom(3_000_000))
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
-IMPATIENT = retry.RetryPolicy(tries=4, first_wait_seconds=0.001, longest_wait_seconds=0.001)
+IMPATIENT = concurrency.RetryPolicy(tries=4, first_wait_seconds=0.001, longest_wait_seconds=0.001)
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ def blobs(local_settings: StorageSettings) -> BlobStore:
 
 
 async def fetch(
-    settings: WorkerSettings, blobs: BlobStore, retry_policy: retry.RetryPolicy = IMPATIENT
+    settings: WorkerSettings, blobs: BlobStore, retry_policy: concurrency.RetryPolicy = IMPATIENT
 ) -> Path:
     await model.fetch(settings, blobs, retry_policy)
     return model.local_path(settings)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from worker.files.disk_cache import DiskCache
 from worker.files.download import Download, HttpSource
 
@@ -23,7 +23,7 @@ SIZE = len(CONTENT)
 BROKEN = 500_000
 
 TRIES = 6
-POLICY = retry.RetryPolicy(tries=TRIES, first_wait_seconds=0.001, longest_wait_seconds=0.001)
+POLICY = concurrency.RetryPolicy(tries=TRIES, first_wait_seconds=0.001, longest_wait_seconds=0.001)
 
 #: Requests that suffice for any answer, with a file of three times what counts as progress.
 MOST_REQUESTS = 4 * TRIES

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from header_files import file_of
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.signing import SigningKey
 from imagefleet.storage.open import Storage
 from worker.files import manifest, model
@@ -18,7 +18,7 @@ from worker.settings import WorkerSettings
 
 CONTENT = file_of()
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
-IMPATIENT = retry.RetryPolicy(tries=2, first_wait_seconds=0.001, longest_wait_seconds=0.001)
+IMPATIENT = concurrency.RetryPolicy(tries=2, first_wait_seconds=0.001, longest_wait_seconds=0.001)
 
 
 @pytest.fixture

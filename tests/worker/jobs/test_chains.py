@@ -19,7 +19,7 @@ from pydantic import SecretStr
 
 import polling
 from fleet.keys import mint
-from imagefleet import cancelled, errors, retry
+from imagefleet import cancelled, concurrency, errors
 from imagefleet.files import picture
 from imagefleet.job.change import Change
 from imagefleet.job.message import Job, Output, read_job
@@ -448,7 +448,9 @@ async def test_tokens_for_chains_suffice_and_those_for_workers_do_not(
     for role, images in ((worker.for_chains(), IMAGES), (worker, ["default/b.png"])):
         minted = mint.Minter(storage_settings).mint(role, timedelta(hours=1), None, models)
         tokens = {"storage": minted.storage, "sas": SecretStr(minted.sas)}
-        async with AzureStorage(storage_settings.model_copy(update=tokens), retry.NEVER) as opened:
+        async with AzureStorage(
+            storage_settings.model_copy(update=tokens), concurrency.NEVER
+        ) as opened:
             await JobSender(storage).send([body])
             await run_pipeline(Drawing(), opened=opened)
             await run_pipeline(Drawing("second"), opened=opened)

@@ -19,7 +19,7 @@ import pytest
 
 import storm_clashes
 import storm_worker
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.records import reader
 from imagefleet.storage.open import QUEUE_FILE, Storage, open_storage
 from storm_jobs import StormJob
@@ -50,7 +50,7 @@ MOST_CALLS = 200
 
 _CALLS = {"receive", "renew", "release", "delete", "send", "create", "append", "record", "exists"}
 
-AT_ONCE = retry.RetryPolicy(tries=3, first_wait_seconds=0.001, longest_wait_seconds=0.001)
+AT_ONCE = concurrency.RetryPolicy(tries=3, first_wait_seconds=0.001, longest_wait_seconds=0.001)
 
 
 class Life:

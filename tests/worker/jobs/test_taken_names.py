@@ -13,7 +13,7 @@ import pytest
 from pydantic import SecretStr
 
 from fleet.keys import mint
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.files import picture
 from imagefleet.job.message import read_job
 from imagefleet.records import reader
@@ -64,7 +64,7 @@ async def with_worker_tokens(settings: StorageSettings, role: str = "worker") ->
     worker = ROLES["worker"].for_chains() if role == "chains" else ROLES["worker"]
     minted = mint.Minter(settings).mint(worker, timedelta(hours=1), None, ["stand-in"])
     tokens = {"storage": minted.storage, "sas": SecretStr(minted.sas)}
-    async with AzureStorage(settings.model_copy(update=tokens), retry.NEVER) as opened:
+    async with AzureStorage(settings.model_copy(update=tokens), concurrency.NEVER) as opened:
         yield opened
 
 

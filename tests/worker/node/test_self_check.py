@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import polling
-from imagefleet import errors, likeness, retry
+from imagefleet import concurrency, errors, likeness
 from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.gpu_thread import EngineThread
@@ -86,7 +86,7 @@ async def checks_of(engine: Engine, storage: Storage) -> AsyncIterator[NodeSelfC
         engine_thread,
         Canary(engine, engine_thread, itertools.count()),
         metrics,
-        Suspects("a worker", storage.blobs, metrics, retry.NEVER),
+        Suspects("a worker", storage.blobs, metrics, concurrency.NEVER),
     )
     try:
         yield made
@@ -239,7 +239,7 @@ async def test_a_damaged_reference_is_a_warning(
 ) -> None:
     (tmp_path / "model.canary.json").write_bytes(damage)
     settings = worker_settings(model=tmp_path / "model.safetensors")
-    assert await reference.find(settings, storage.files, retry.NEVER) is None
+    assert await reference.find(settings, storage.files, concurrency.NEVER) is None
     assert "cannot be read" in caplog.text
 
 
@@ -251,7 +251,7 @@ async def test_a_reference_is_found_in_the_storage_in_the_folder_and_beside_the_
 
     async def found(model: object) -> Reference | None:
         settings = worker_settings(model=model)
-        return await reference.find(settings, storage.files, retry.NEVER)
+        return await reference.find(settings, storage.files, concurrency.NEVER)
 
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "canary.json").write_bytes(data)
@@ -274,7 +274,7 @@ async def test_a_record_that_cannot_be_stored_is_in_the_log_with_what_to_do(
         raise errors.TransientError("no answer")
 
     monkeypatch.setattr(storage.blobs, "create", refuse)
-    made = Suspects("w", storage.blobs, WorkerMetrics(), retry.NEVER)
+    made = Suspects("w", storage.blobs, WorkerMetrics(), concurrency.NEVER)
     made.storing("default/a.png", made.began_at)
     await made.record(made.began_at, "wrong")
     (line,) = caplog.records
@@ -285,7 +285,7 @@ async def test_a_record_has_what_was_generated_since_and_stays_bounded(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watchdog, "MAX_IMAGES", 3)
-    made = Suspects("odd/näme", storage.blobs, WorkerMetrics(), retry.NEVER)
+    made = Suspects("odd/näme", storage.blobs, WorkerMetrics(), concurrency.NEVER)
     start = made.began_at
     await made.record(start, "nothing was stored")
     assert not await recorded(storage)

@@ -41,7 +41,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         pauses.append(seconds)
         return 0.0
 
-    monkeypatch.setattr("imagefleet.retry.jitter", jitter)
+    monkeypatch.setattr("imagefleet.concurrency.jitter", jitter)
     return pauses
 
 

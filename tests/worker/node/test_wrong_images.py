@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import polling
-from imagefleet import errors, likeness, retry
+from imagefleet import concurrency, errors, likeness
 from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.gpu_thread import EngineThread
@@ -258,7 +258,7 @@ async def test_5000_good_images_raise_no_alarm(
     await engine_thread.start()
     metrics = WorkerMetrics()
     canary = Canary(engine, engine_thread, itertools.count())
-    suspects = Suspects("worker", storage.blobs, metrics, retry.NEVER)
+    suspects = Suspects("worker", storage.blobs, metrics, concurrency.NEVER)
     checks = NodeSelfCheck(engine, engine_thread, canary, metrics, suspects)
     await checks.start_up(None)
     caplog.clear()

@@ -23,7 +23,7 @@ from imagefleet.job.passes.controlnet import MOST_CONTROLS
 from imagefleet.job.samplers import MAX_SIDE, MIN_SIDE, Noise
 from worker.engine import contract
 from worker.engine.families.reading import ImageNoise
-from worker.engine.noise import NoiseStream
+from worker.engine.sampler import NoiseStream
 
 #: AUTOMATIC1111's limit: at 1, img2img would take one step more than there are.
 _MOST_STRENGTH = 0.999

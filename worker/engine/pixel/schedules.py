@@ -25,7 +25,8 @@ from imagefleet.job.samplers import Options
 from worker.engine import sampler
 from worker.engine.sampler import Schedule
 from worker.engine.samplers import by_sigma, schedule
-from worker.engine.samplers.sigmas import karras, levels
+from worker.engine.samplers.by_sigma import karras
+from worker.engine.samplers.schedule import levels
 
 #: The columns after the sampler's own: the logarithms of the variance's bounds.
 SMALL_LOG, LARGE_LOG = sampler.COLUMNS, sampler.COLUMNS + 1

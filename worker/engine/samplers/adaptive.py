@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from imagefleet.job.samplers import Options
+from worker.engine.sampler import BEFORE, Move
 from worker.engine.samplers.by_sigma import bend, solver_step
-from worker.engine.samplers.moves import BEFORE, Move
 
 _ABSOLUTE, _RELATIVE = 0.0078, 0.05
 _FIRST_LENGTH = 0.05

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from imagefleet.job.samplers import Options
-from worker.engine.samplers import sigmas as schedules
-from worker.engine.samplers.moves import BEFORE, ESTIMATES, LATENTS, Move, towards
+from worker.engine.sampler import BEFORE, ESTIMATES, LATENTS, Move, towards
 
 Sigmas = Sequence[float]
 _Moves = Iterator[Move]
@@ -24,9 +23,19 @@ NEW, LAST = ESTIMATES[:2]
 
 _LMS_ORDER = 4
 
+#: Karras et al. (2022), table 1.
+_RHO = 7.0
+
 #: Restart goes through these sigmas again, from so many steps on, and twice from more.
 _RESTART_FROM, _RESTART_TO = 0.1, 2.0
 _RESTART_STEPS, _MANY_RESTART_STEPS = 20, 36
+
+
+def karras(largest: float, smallest: float, steps: int) -> torch.Tensor:
+    """Karras et al. (2022), equation 5."""
+    low, high = smallest ** (1 / _RHO), largest ** (1 / _RHO)
+    sigmas: torch.Tensor = (high + torch.linspace(0, 1, steps) * (low - high)) ** _RHO
+    return sigmas
 
 
 def churned(sigmas: Sigmas, options: Options) -> list[float]:
@@ -285,13 +294,13 @@ def _restart_steps(sigmas: list[float]) -> list[tuple[float, float]]:
     if count < _RESTART_STEPS:
         return list(pairwise(sigmas))
     repeated, times = (count // 4, 2) if count >= _MANY_RESTART_STEPS else (9, 1)
-    kept = schedules.karras(sigmas[0], sigmas[-2], count - repeated * times)
+    kept = karras(sigmas[0], sigmas[-2], count - repeated * times)
     known = torch.cat([kept, torch.zeros(1)])
     low, high = (int((known - end).abs().argmin()) for end in (_RESTART_FROM, _RESTART_TO))
     whole = list(pairwise(known.tolist()))
     if high >= low or low == 0:
         return whole
-    part = schedules.karras(float(known[high]), float(known[low]), repeated + 1)
+    part = karras(float(known[high]), float(known[low]), repeated + 1)
     return [*whole[:low], *list(pairwise(part.tolist())) * times, *whole[low:]]
 
 

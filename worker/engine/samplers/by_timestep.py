@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from imagefleet.job.samplers import Options
-from worker.engine.samplers.moves import ESTIMATES, LATENTS, Combination, Move
+from worker.engine.sampler import ESTIMATES, LATENTS, Combination, Move
 
 Alphas = npt.NDArray[np.float64]
 

@@ -22,10 +22,10 @@ from worker.engine.control.held import ControlNets
 from worker.engine.files.safetensors import ReadOnce
 from worker.engine.lora import file as lora_file
 from worker.engine.lora import merge
-from worker.engine.noise import NoiseStream
 from worker.engine.passes import begin, upscaling
 from worker.engine.passes.begin import PreparedControl
 from worker.engine.passes.upscaling import UpscalerCache, Upscaling
+from worker.engine.sampler import NoiseStream
 from worker.engine.samplers import schedule as schedules
 
 #: Prompt chunks in the contexts of longer prompts, which share calls with each other by these: only

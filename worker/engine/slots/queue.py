@@ -13,8 +13,7 @@ import torch
 from imagefleet.files.safetensors import Identity
 from worker.engine.lora.file import Network
 from worker.engine.lora.merge import NO_CHANGES, LoraChanges, LoraKey, Shape
-from worker.engine.noise import NoiseStream
-from worker.engine.sampler import Inpainting
+from worker.engine.sampler import Inpainting, NoiseStream
 from worker.engine.slots.memory import WeightMode
 from worker.engine.slots.prepare import PreparedRequest
 from worker.engine.text import PLAIN_TOKENS

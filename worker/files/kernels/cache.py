@@ -25,7 +25,7 @@ import pynvml
 from filelock import FileLock, Timeout
 
 import worker
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.files import safetensors
 from imagefleet.files.kinds import KERNELS
 from imagefleet.signing import TrustedKeys, trusted_keys
@@ -49,7 +49,7 @@ Origin = Literal["image", "disk", "store", "compiled"]
 LONGEST_WAIT_SECONDS = 60.0
 
 #: Fewer than for a model: without it, the worker compiles.
-RETRIES = retry.RetryPolicy(tries=3, give_up_seconds=30)
+RETRIES = concurrency.RetryPolicy(tries=3, give_up_seconds=30)
 
 #: Torch's and Triton's variables for their folders.
 TORCH_FOLDER, TRITON_FOLDER = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
@@ -83,7 +83,7 @@ class KernelCache:
         blobs: protocol.BlobStore,
         image: Path | None = None,
         trusted: TrustedKeys | None = None,
-        retry_policy: retry.RetryPolicy = RETRIES,
+        retry_policy: concurrency.RetryPolicy = RETRIES,
     ) -> None:
         """Looks on the disk, in the folder *image*, and in the storage; never raises FleetError.
 
@@ -127,7 +127,7 @@ class KernelCache:
         blobs: protocol.BlobStore,
         image: Path | None,
         trusted: TrustedKeys | None,
-        retry_policy: retry.RetryPolicy,
+        retry_policy: concurrency.RetryPolicy,
     ) -> Origin | None:
         if self._ready.exists():
             return "disk"

@@ -21,7 +21,7 @@ from azure.storage.queue import QueueSasPermissions, generate_queue_sas
 from pydantic import SecretStr
 
 from imagefleet import errors
-from imagefleet.retry import NEVER
+from imagefleet.concurrency import NEVER
 from imagefleet.storage.azure.storage import AzureStorage
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings

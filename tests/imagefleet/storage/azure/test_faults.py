@@ -11,7 +11,7 @@ import pytest
 
 import polling
 from imagefleet import errors
-from imagefleet.retry import NEVER, RetryPolicy
+from imagefleet.concurrency import NEVER, RetryPolicy
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.storage import AzureStorage
 from imagefleet.storage.settings import StorageSettings

@@ -39,12 +39,12 @@ def record(event, arguments):
         addresses.add(str(arguments[0]))
 
 sys.addaudithook(record)
-from imagefleet import errors, retry
+from imagefleet import errors, concurrency
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
 async def depth():
-    async with open_storage(StorageSettings(), retry.NEVER) as storage:
+    async with open_storage(StorageSettings(), concurrency.NEVER) as storage:
         return (await storage.queue.depth()).messages
 
 try:

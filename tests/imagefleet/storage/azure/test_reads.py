@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from aiohttp import web
 
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.storage.azure.storage import AzureStorage
 from imagefleet.storage.settings import StorageSettings
 
@@ -17,7 +17,7 @@ async def test_a_blob_is_read_and_listed_by_its_name_whatever_is_in_it(
     azurite_settings: StorageSettings, odd: str
 ) -> None:
     name = f"{odd}/{odd}.png"
-    async with AzureStorage(azurite_settings, retry.NEVER) as storage:
+    async with AzureStorage(azurite_settings, concurrency.NEVER) as storage:
         await storage.create()
         assert await storage.blobs.create(name, b"0123456789", "image/png", {"by": "me"})
         part = await storage.blobs.read_part(name, 3, 4)
@@ -33,7 +33,7 @@ async def test_reads_and_pages_of_listings_are_counted_as_they_are_billed(
     azurite_settings: StorageSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("imagefleet.storage.azure.blobs._NAMES_PAGE", 2)
-    async with AzureStorage(azurite_settings, retry.NEVER) as storage:
+    async with AzureStorage(azurite_settings, concurrency.NEVER) as storage:
         await storage.create()
         for number in range(5):
             await storage.blobs.create(f"{number}", b"1", "image/png", {})
@@ -57,7 +57,7 @@ async def test_a_listing_that_a_proxy_made_up_is_not_an_empty_one(answer: str) -
     url = f"http://127.0.0.1:{runner.addresses[0][1]}/devstoreaccount1"
     address = f"AccountName=devstoreaccount1;AccountKey=a2V5;BlobEndpoint={url};QueueEndpoint={url}"
     try:
-        async with AzureStorage(StorageSettings(storage=address), retry.NEVER) as storage:
+        async with AzureStorage(StorageSettings(storage=address), concurrency.NEVER) as storage:
             with pytest.raises(errors.TransientError, match="not one of Azure"):
                 _ = [name async for name in storage.blobs.names()]
     finally:

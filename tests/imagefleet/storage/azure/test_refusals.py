@@ -14,7 +14,7 @@ from azure.storage.queue import QueueSasPermissions, generate_queue_sas
 from pydantic import SecretStr
 
 from imagefleet import errors
-from imagefleet.retry import NEVER
+from imagefleet.concurrency import NEVER
 from imagefleet.storage.azure import roles
 from imagefleet.storage.azure.errors import Credential, Refusal
 from imagefleet.storage.azure.storage import AzureStorage

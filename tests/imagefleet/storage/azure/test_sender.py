@@ -12,7 +12,7 @@ from azure.core.credentials import AzureSasCredential
 from azure.storage.queue.aio import QueueClient
 from pydantic import SecretStr
 
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.storage.azure import sender
 from imagefleet.storage.azure.sender import MessageSender
 from imagefleet.storage.azure.storage import API_VERSION, AzureStorage
@@ -26,7 +26,7 @@ ODD = "a\tb\nc <&> ]]> \"d\" 'e' é ☃ 🦊 &amp; "
 
 @pytest.fixture
 async def storage(azurite_settings: StorageSettings) -> AsyncIterator[AzureStorage]:
-    async with AzureStorage(azurite_settings, retry.NEVER) as opened:
+    async with AzureStorage(azurite_settings, concurrency.NEVER) as opened:
         await opened.create()
         yield opened
 
@@ -68,7 +68,7 @@ async def test_a_new_token_signs_the_next_message(azurite_settings: StorageSetti
         credential := AzureSasCredential("sig=old"),
         api_version=API_VERSION,
     )
-    async with AzureStorage(azurite_settings, retry.NEVER) as storage:
+    async with AzureStorage(azurite_settings, concurrency.NEVER) as storage:
         adding = MessageSender(client, storage._transport, API_VERSION, lambda: None)
         first = await adding.signed(10)
         credential.update("sig=new")
@@ -86,7 +86,7 @@ async def test_a_token_in_the_address_is_sent_along(azurite_settings: StorageSet
             "sas": SecretStr(""),
         }
     )
-    async with AzureStorage(settings, retry.NEVER) as storage:
+    async with AzureStorage(settings, concurrency.NEVER) as storage:
         signed = await storage.queues["normal"].main.first._sender.signed(10)
     assert signed.url.startswith("https://pictures.queue.core.windows.net/")
     assert "/messages?messagettl=-1&" in signed.url
@@ -128,7 +128,7 @@ async def test_a_storage_that_asks_to_slow_down_gets_every_message_once(
 ) -> None:
     queue, settings = busy
     refusals: list[errors.TransientError] = []
-    patient = retry.RetryPolicy(
+    patient = concurrency.RetryPolicy(
         tries=2,
         first_wait_seconds=0.02,
         longest_wait_seconds=0.1,

@@ -11,7 +11,7 @@ import pytest
 from pydantic import SecretStr
 
 from fleet.keys import mint
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import (
@@ -248,7 +248,7 @@ async def idle_receives_a_day(fleet: StandIns) -> dict[str, int]:
     polls = 0
     while fleet.clock.now < ends_at:
         assert await fleet.receive() == []
-        fleet.clock.now += retry.backoff(
+        fleet.clock.now += concurrency.backoff(
             polls, pull.FIRST_PAUSE_SECONDS, pull.LONGEST_PAUSE_SECONDS
         )
         polls += 1

@@ -23,8 +23,8 @@ from PIL import Image
 
 import a1111
 from worker.engine import contract
-from worker.engine.noise import NoiseStream
 from worker.engine.passes import begin
+from worker.engine.sampler import NoiseStream
 
 #: Out of 255: another batch size and other products mean another order of float32 sums.
 ROUNDING = 2

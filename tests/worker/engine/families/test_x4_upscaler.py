@@ -32,12 +32,13 @@ from imagefleet.job import clip
 from imagefleet.job.samplers import Noise
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract, load
-from worker.engine import noise as noises
 from worker.engine.families.latents import of_latents
 from worker.engine.families.table import X4_UPSCALER, of_folder
 from worker.engine.lora.merge import NO_CHANGES
 from worker.engine.networks.transformer import Call
 from worker.engine.networks.unet import SlotUnet
+from worker.engine.sampler import NoiseStream
+from worker.engine.samplers.philox import Philox
 from worker.engine.slots import engine as slots
 from worker.engine.slots.parts import Settings
 
@@ -197,14 +198,14 @@ def test_the_images_noise_is_drawn_before_that_of_the_latents() -> None:
     """As diffusers does it, with the generators of a CPU and of a GPU."""
     for source in ("CPU", "NV"):
         settings = Noise(source=source)
-        stream = noises.NoiseStream(7, (4, 8, 8), settings, factor=4, draws=1)
+        stream = NoiseStream(7, (4, 8, 8), settings, factor=4, draws=1)
         drawn = [stream.of_image((3, 8, 8)), stream.first(), torch.empty(4, 8, 8)]
         stream.fill(drawn[2])
-        generator = noises.Philox(7) if source == "NV" else torch.Generator().manual_seed(7)
+        generator = Philox(7) if source == "NV" else torch.Generator().manual_seed(7)
         for each in drawn:
             expected = (
                 generator.randn(tuple(each.shape))
-                if isinstance(generator, noises.Philox)
+                if isinstance(generator, Philox)
                 else torch.randn(each.shape, generator=generator)
             )
             torch.testing.assert_close(each, expected, rtol=0, atol=0)

@@ -11,8 +11,9 @@ import torch
 import references
 from imagefleet.job.samplers import Noise
 from sampling import alphas_cumprod, stand_in
-from worker.engine.noise import NoiseStream, Philox
+from worker.engine.sampler import NoiseStream
 from worker.engine.samplers.brownian import BrownianTree
+from worker.engine.samplers.philox import Philox
 from worker.engine.samplers.schedule import make_schedule
 
 #: torchsde rounds its ends, and then warns of points beyond them, which it takes as the ends.

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import tiny_model
 from imagefleet import errors
 from worker.engine import contract
-from worker.engine.noise import NoiseStream
+from worker.engine.sampler import NoiseStream
 from worker.engine.slots import engine as slots
 from worker.engine.slots import lane, queue, step
 from worker.engine.slots.prepare import PreparedRequest

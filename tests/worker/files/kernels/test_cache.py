@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import polling
-from imagefleet import errors, retry
+from imagefleet import concurrency, errors
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.open import Storage
 from kernel_files import CUBIN, GRAPH, KEY, OTHER, compile_into
@@ -22,7 +22,7 @@ from worker.files.kernels.cache import KernelCache
 from worker.metrics import WorkerMetrics
 from worker.settings import WorkerSettings
 
-IMPATIENT = retry.RetryPolicy(tries=2, first_wait_seconds=0.001, longest_wait_seconds=0.001)
+IMPATIENT = concurrency.RetryPolicy(tries=2, first_wait_seconds=0.001, longest_wait_seconds=0.001)
 NAME = f"{KEY.name}{archive.SUFFIX}"
 
 

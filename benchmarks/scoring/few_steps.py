@@ -1,4 +1,6 @@
-"""What few steps without guidance draw with the demo's LoRA: python benchmarks/few_steps.py.
+"""What few steps without guidance draw with the demo's LoRA.
+
+    python benchmarks/scoring/few_steps.py --picture few-steps.png
 
 The held-out captions of `demo_model.py`, read by the same judge: as jobs draw them, and in few
 Euler steps of one row ("trailing" timesteps, which A1111 calls SGM Uniform), with the LoRA and
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +21,9 @@ import torch
 from diffusers import EulerDiscreteScheduler
 from PIL import Image
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import demo_model
 from demo_model import Case, Painter, held_out_cases

@@ -1,0 +1,91 @@
+"""The names of samplers and schedulers that jobs have."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from imagefleet import errors
+from imagefleet.job.message import Job, read_job
+
+
+def read(**fields: Any) -> Job:
+    return read_job(json.dumps({"prompt": "a cat", **fields}), "message-1")
+
+
+def test_the_older_sampler_field_is_read() -> None:
+    assert read(sampler_index="Euler a").sampler == "euler_ancestral"
+    with pytest.raises(errors.InvalidMessageError, match="sampler_name"):
+        read(sampler_index="LSM")
+
+
+@pytest.mark.parametrize(
+    ("field", "name", "said"),
+    [
+        ("sampler_name", "Eular a", "did you mean 'Euler a'? (of models of latents: Euler a, "),
+        ("sampler_name", "DPM++ 2M Karas", "did you mean 'DPM++ 2M Karras'? (of models of lat"),
+        ("sampler_name", "smart5", "did you mean 'smart50'? (of models of pixels: Euler a, "),
+        ("sampler_name", "qqqq", "unknown sampler 'qqqq' (of models of latents: Euler a, "),
+        ("scheduler", "Karas", "did you mean 'Karras'?; known: Automatic, Uniform, Karras, "),
+    ],
+)
+def test_an_unknown_sampler_or_scheduler_gets_a_look_alike_and_the_names_of_its_kind(
+    field: str, name: str, said: str
+) -> None:
+    with pytest.raises(errors.InvalidMessageError) as caught:
+        read(**{field: name})
+    assert said in str(caught.value)
+    assert ("smart50" in str(caught.value)) == (name == "smart5")
+
+
+@pytest.mark.parametrize(
+    ("name", "sampler"),
+    [
+        ("Euler a", "euler_ancestral"),
+        ("K_EULER_A", "euler_ancestral"),
+        ("Euler", "euler"),
+        ("k_euler", "euler"),
+        ("DDIM", "ddim"),
+        ("PLMS", "plms"),
+        ("DPM++ 2M", "dpmpp_2m"),
+        ("k_dpmpp_2m", "dpmpp_2m"),
+        ("DPM++ 2M Karras", "dpmpp_2m_karras"),
+        ("k_dpmpp_2m_ka", "dpmpp_2m_karras"),
+        ("DPM++ 2M SDE Heun Exponential", "dpmpp_2m_sde_heun_exponential"),
+        ("k_dpmpp_2m_sde_heun_exp", "dpmpp_2m_sde_heun_exponential"),
+        ("k_lms_ka", "lms_karras"),
+        ("Euler SGM Uniform", "euler_sgm_uniform"),
+        ("DDIM CFG++", "ddim_cfgpp"),
+        ("Restart", "restart"),
+    ],
+)
+def test_samplers_have_the_names_of_a1111_and_k_diffusion(name: str, sampler: str) -> None:
+    assert read(sampler_name=name).sampler == sampler
+
+
+@pytest.mark.parametrize(
+    ("name", "scheduler", "sampler"),
+    [
+        ("DPM++ 2M", "Karras", "dpmpp_2m_karras"),
+        ("DPM++ 2M", "Automatic", "dpmpp_2m_karras"),
+        ("DPM++ 2M", "uniform", "dpmpp_2m"),
+        ("DPM++ 2M", "", "dpmpp_2m"),
+        ("DPM++ 2M Karras", "Uniform", "dpmpp_2m_karras"),
+        ("Euler a", "karras", "euler_ancestral_karras"),
+        ("Euler a", "Automatic", "euler_ancestral"),
+        ("DPM++ 3M SDE", "Automatic", "dpmpp_3m_sde_exponential"),
+        ("DPM++ SDE", "automatic", "dpmpp_sde_karras"),
+        ("Restart", "Automatic", "restart"),
+        ("Restart", "Uniform", "restart_uniform"),
+        ("LCM", "sgm_uniform", "lcm_sgm_uniform"),
+        ("LCM", "SGMUniform", "lcm_sgm_uniform"),
+        ("UniPC", "Beta", "unipc"),
+        ("DDIM", "Karras", "ddim"),
+    ],
+)
+def test_the_scheduler_field_means_what_it_does_in_a1111_1_9(
+    name: str, scheduler: str, sampler: str
+) -> None:
+    assert read(sampler_name=name, scheduler=scheduler).sampler == sampler

@@ -1,0 +1,135 @@
+"""The generator of an NVIDIA GPU, on any machine: AUTOMATIC1111's noise `NV`.
+
+Philox 4x32-10 (Salmon et al. 2011) with the Box-Muller transform, as cuRAND has it, is computed
+here with integers and with additions, multiplications, divisions and square roots of float64 only,
+whose results IEEE 754 determines: the logarithm and the sine of libraries differ between machines
+in their last bits.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Shape = tuple[int, ...]
+
+_Numbers = npt.NDArray[np.float32]
+_Doubles = npt.NDArray[np.float64]
+_Words = npt.NDArray[np.uint64]
+"""32-bit words, each in 64 bits."""
+
+_ROUNDS = 10
+_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+_WORD = 0xFFFFFFFF
+
+#: cuRAND's constant for an angle, in float32: 2 pi / 2**32.
+_RADIANS = float(np.float32(2 * math.pi * 2.0**-32))
+
+#: 1, 1/3, 1/5, ...: the inverse hyperbolic tangent's series, highest power first.
+_ATANH_SERIES = tuple(1 / power for power in range(15, 0, -2))
+
+#: The series of -sin, highest power first.
+_SINE_SERIES = tuple(
+    (1 if power % 4 == 3 else -1) / math.factorial(power)  # noqa: PLR2004
+    for power in range(23, 0, -2)
+)
+
+#: float64's bits of the square root of 1/2, and its exponent's place.
+_ROOT_HALF = np.uint64(0x3FE6A09E667F3BCD)
+_MANTISSA_BITS = 52
+
+#: Numbers computed at once: more would not stay in a core's cache, and take twice as long.
+_BLOCK = 2**14
+
+
+class Philox:
+    """One image's generator, as `torch.Generator("cuda")`: each call draws from new counters."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed % 2**64
+        self._calls = 0
+
+    def randn(self, shape: Shape) -> torch.Tensor:
+        numbers = np.empty(math.prod(shape), np.float32)
+        for start in range(0, len(numbers), _BLOCK):
+            block = numbers[start : start + _BLOCK]
+            block[:] = _box_muller(*philox(self._seed, self._calls, start, len(block)))
+        self._calls += 1
+        return torch.from_numpy(numbers.reshape(shape))
+
+
+def philox(seed: int, offset: int, start: int, count: int) -> tuple[_Words, _Words]:
+    """The first two of Philox's four words at counters (offset, 0, index, 0).
+
+    There are so many indices, from *start* on.
+    """
+    zeros = np.zeros(count, np.uint64)
+    indices = np.arange(start, start + count, dtype=np.uint64)
+    counter = [zeros + np.uint64(offset), zeros, indices, zeros.copy()]
+    words = philox_words(counter, (seed & _WORD, seed >> 32))
+    return words[0], words[1]
+
+
+def philox_words(counter: list[_Words], key: tuple[int, int]) -> list[_Words]:
+    """Philox 4x32-10 of four words of counters."""
+    (even, left, odd, right), (key_even, key_odd) = counter, key
+    word, half = np.uint64(_WORD), np.uint64(32)
+    product_even, product_odd = np.empty_like(even), np.empty_like(odd)
+    for _ in range(_ROUNDS):
+        np.multiply(even, _MULTIPLIERS[0], out=product_even)
+        np.multiply(odd, _MULTIPLIERS[1], out=product_odd)
+        even = (product_odd >> half) ^ left ^ np.uint64(key_even)
+        odd = (product_even >> half) ^ right ^ np.uint64(key_odd)
+        left, right = product_odd & word, product_even & word
+        key_even = (key_even + _KEY_STEPS[0]) & _WORD
+        key_odd = (key_odd + _KEY_STEPS[1]) & _WORD
+    return [even, left, odd, right]
+
+
+def _box_muller(first: _Words, second: _Words) -> _Numbers:
+    """The first of the transform's two normal numbers; the arguments are overwritten."""
+    uniform = first.astype(np.float64)
+    uniform *= 2.0**-32
+    uniform += 2.0**-33
+    radius = np.sqrt(_minus_two_log(uniform))
+    angle = second.astype(np.float64)
+    angle *= _RADIANS
+    angle += _RADIANS / 2
+    radius *= _sine(angle)
+    return radius.astype(np.float32)
+
+
+def _minus_two_log(numbers: _Doubles) -> _Doubles:
+    """-2 log(x) = -2 exponent log(2) - 4 artanh((m - 1) / (m + 1)), with m near 1; x in (0, 1)."""
+    bits = numbers.view(np.uint64)
+    exponent = (bits - _ROOT_HALF).view(np.int64) >> _MANTISSA_BITS
+    near_one = (bits - (exponent << _MANTISSA_BITS).view(np.uint64)).view(np.float64)
+    ratio = near_one - 1
+    ratio /= near_one + 1
+    result = _series(_ATANH_SERIES, ratio)
+    result *= -4
+    scaled = exponent.astype(np.float64)
+    scaled *= -2 * math.log(2)
+    result += scaled
+    return result
+
+
+def _sine(angles: _Doubles) -> _Doubles:
+    """The sine of angles from 0 to 2 pi, as that of the opposite angles, from -pi to pi."""
+    angles -= math.pi
+    return _series(_SINE_SERIES, angles)
+
+
+def _series(coefficients: tuple[float, ...], x: _Doubles) -> _Doubles:
+    """A polynomial of odd powers, by Horner's rule."""
+    square = x * x
+    result = np.full_like(x, coefficients[0])
+    for coefficient in coefficients[1:]:
+        result *= square
+        result += coefficient
+    result *= x
+    return result
