@@ -307,34 +307,6 @@ async def test_the_loras_of_a_job_are_fetched_concurrently(
     assert pipeline.metrics.outcomes == {"completed": 1}
 
 
-class DistantBlobs(FaultyBlobs):
-    """Blobs that are stored once as many are on their way as 60 images/s are in 0.3 s."""
-
-    IMAGES = 18
-
-    def __init__(self, blobs: BlobStore) -> None:
-        super().__init__(blobs, faults=0)
-        self._all = asyncio.Barrier(self.IMAGES)
-
-    async def create(
-        self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str], **more: Any
-    ) -> bool:
-        if name.endswith(".png"):
-            await self._all.wait()
-        return await super().create(name, data, content_type, metadata, **more)
-
-
-async def test_a_distant_storage_does_not_hold_up_the_fastest_engine(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
-) -> None:
-    jobs = 2 * DistantBlobs.IMAGES
-    await storage.queue.send(message(id=f"j{number}") for number in range(jobs))
-    opened = FaultyStorage(storage, faults=0)
-    opened.blobs = DistantBlobs(storage.blobs)
-    pipeline = await run_pipeline(opened=opened)
-    assert pipeline.metrics.outcomes == {"completed": jobs}
-
-
 class ClosedBlobs(FaultyBlobs):
     """Blobs whose first requests meet credentials that have run out."""
 

@@ -1,0 +1,34 @@
+"""Images on their way to a storage that is far away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from imagefleet.storage.open import Storage
+
+#: On their way at once, where an engine draws 60 images/s and each takes 0.3 s.
+IMAGES = 18
+
+
+async def test_a_distant_storage_does_not_hold_up_the_fastest_engine(
+    storage: Storage,
+    run_pipeline: Callable[..., Any],
+    message: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """None is stored before as many are on their way."""
+    create, on_their_way = storage.blobs.create, asyncio.Barrier(IMAGES)
+
+    async def wait_and_create(name: str, *rest: Any, **more: Any) -> bool:
+        if name.endswith(".png"):
+            await on_their_way.wait()
+        return await create(name, *rest, **more)
+
+    monkeypatch.setattr(storage.blobs, "create", wait_and_create)
+    await storage.queue.send(message(id=f"j{number}") for number in range(2 * IMAGES))
+    pipeline = await run_pipeline()
+    assert pipeline.metrics.outcomes == {"completed": 2 * IMAGES}
