@@ -70,7 +70,7 @@ ROWS = (
     Row("worker", "engine", 20, 8),
     Row("cfg_1", "base", 10, 4),
     Row("half_guided", "base", 16, 8),
-    Row("all_samplers", "base", 3, 120),
+    Row("all_samplers", "base", 2, 120),
     Row("four_steps_engine", "few_steps", 8, 4),
     Row("four_steps", "few_steps", 20, 8),
     Row("four_steps_lora_engine", "few_steps_lora", 8, 4),

@@ -144,6 +144,7 @@ def warm(
     began_at = time.monotonic()
     engine = load_engine(options, setup.model, slots, compiled)
     workload = replace(workload, sizes=(engine.default_size,))
+    engine.warm_up(workload.request(0))
     bench_engine.draw_a_round(engine, workload)
     figures: Figures = {
         "slots": work.images_at_once(engine),

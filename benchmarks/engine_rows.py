@@ -56,8 +56,15 @@ EXACT_PROMPTS = ("a red star in the desert", "a blue car in the city", "an orang
 #: The guidance of consecutive jobs: as many with it as without, in no order.
 HALF_GUIDED = (7.0, 1.0, 1.0, 7.0, 1.0, 7.0, 7.0, 7.0, 1.0, 1.0)
 
-#: Each with one schedule: others only change numbers.
-SAMPLERS = tuple({each.title: key for key, each in reversed(samplers.SAMPLERS.items())}.values())
+#: Each with one schedule: others only change numbers. How many calls an image takes of DPM adaptive
+#: is known once it is drawn.
+SAMPLERS = tuple(
+    {
+        each.title: key
+        for key, each in reversed(samplers.SAMPLERS.items())
+        if each.title != "DPM adaptive"
+    }.values()
+)
 
 #: SD1.5 at the reference's size and steps, even in a trial.
 LIMIT_SIZE, LIMIT_STEPS = (512, 512), 15
@@ -139,7 +146,8 @@ def few_steps(options: Options, channel: Channel) -> None:
     row = "four_steps" if options.group == "few_steps" else "four_steps_lora"
     loras = () if options.group == "few_steps" else setup.workload.loras
     few = replace(setup.workload, loras=loras, steps=(4,), cfg_scales=(1.0,))
-    from_queue(options, channel, setup, {f"{row}_engine": few}, row)
+    modes: Sequence[WeightMode] = ("per_slot",) if loras else ("shared",)
+    from_queue(options, channel, setup, {f"{row}_engine": few}, row, modes)
 
 
 def from_queue(
@@ -148,15 +156,14 @@ def from_queue(
     setup: bench_engine.Setup,
     rows: Mapping[str, bench_jobs.Workload],
     worker_row: str,
+    compiled: Sequence[WeightMode] = ("per_slot", "shared"),
 ) -> None:
     """The rates of an engine that is always full, and of a worker with the first of the jobs."""
     first, *_ = rows
 
     def serve_and_fill() -> tuple[contract.Engine, list[str]]:
         """Runs on the engine's thread, as in a worker."""
-        engine, workload, warmth = warm(
-            options, setup, rows[first], options.slots, ("per_slot", "shared")
-        )
+        engine, workload, warmth = warm(options, setup, rows[first], options.slots, compiled)
         rates: dict[str, float] = {}
 
         def measure(row: str, seconds: float) -> Figures:
@@ -193,33 +200,28 @@ def base(options: Options, channel: Channel) -> None:
     """No LoRA: with guidance, without, and half and half; and with each sampler."""
     setup = build(options)
     plain = replace(setup.workload, loras=())
-    engine, workload, warmth = warm(options, setup, plain, options.slots, ("shared", "per_slot"))
-
-    def measure(jobs: bench_jobs.Workload, seconds: float) -> Figures:
-        if not options.is_tiny:
-            for number in range(len(jobs.cfg_scales)):
-                engine.warm_up(jobs.request(number))
-        return rate(engine, jobs, options, warmth, seconds, "unet_rows")
+    engine, workload, warmth = warm(options, setup, plain, options.slots, ("shared",))
+    unguided = replace(workload, cfg_scales=(1.0,))
+    engine.warm_up(unguided.request(0))
+    measure = functools.partial(rate, engine, options=options, warmth=warmth, amount="unet_rows")
 
     def all_samplers(seconds: float) -> Figures:
-        by_turns = rate(
-            engine, replace(workload, samplers=SAMPLERS), options, warmth, seconds, "unet_rows"
-        )
         each = {
-            name: rate(
-                engine, replace(workload, samplers=(name,)), options, warmth, seconds, "unet_rows"
-            )["unet_rows_per_second"]
-            for name in SAMPLERS
+            name: measure(replace(workload, samplers=(name,)), seconds=seconds) for name in SAMPLERS
         }
-        return {**by_turns, "each": each, "slowest": min(each.values())}
+        rows = {name: figures["unet_rows_per_second"] for name, figures in each.items()}
+        by_turns = measure(replace(workload, samplers=SAMPLERS), seconds=seconds)
+        return {**by_turns, "each": rows, "slowest": min(rows.values())}
 
-    rows = {
+    jobs = {
         "no_lora": workload,
-        "cfg_1": replace(workload, cfg_scales=(1.0,)),
+        "cfg_1": unguided,
         "half_guided": replace(workload, cfg_scales=HALF_GUIDED),
     }
-    measures = {row: functools.partial(measure, jobs) for row, jobs in rows.items()}
-    channel.serve({**measures, "all_samplers": all_samplers})
+    rows = {
+        row: lambda seconds, each=each: measure(each, seconds=seconds) for row, each in jobs.items()
+    }
+    channel.serve({**rows, "all_samplers": all_samplers})
 
 
 def capped(options: Options, channel: Channel) -> None:
