@@ -307,5 +307,12 @@ def test_every_field_of_a_record_is_a_result_or_left_out_on_purpose() -> None:
     from imagefleet.records import columns
 
     of_jobs = {"body", "source", "images", "completes", "stages"}
-    left_out = of_jobs | {"started_at", "start_up_seconds", "price_per_hour", "digest", "sha256"}
+    left_out = of_jobs | {
+        "started_at",
+        "start_up_seconds",
+        "price_per_hour",
+        "digest",
+        "sha256",
+        "proof",
+    }
     assert set(Record.model_fields) - left_out == set(columns.COLUMNS) - {"address"}

@@ -345,7 +345,7 @@ def test_a_damaged_file_of_an_upscaler_is_refused_before_anything_is_drawn(
             "unknown upscaler 'ESRGAN_4x'; .*Latent, .*Lanczos",
         ),
         ({"hires": hires(100, 96)}, "100x96 pixels"),
-        ({"hires": hires(sampler="dpm_adaptive")}, "unknown sampler 'dpm_adaptive'"),
+        ({"hires": hires(sampler="dpm_adaptiv")}, "unknown sampler 'dpm_adaptiv'"),
         ({"hires": hires(denoising_strength=1e-9)}, "denoising_strength 1e-09 is too small"),
         ({"hires": hires(denoising_strength=1.5)}, "between 0 and 1"),
         ({"hires": hires(prompt="word " * 5000)}, "chunks"),
