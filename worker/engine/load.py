@@ -48,7 +48,7 @@ class EngineSettings:
     accelerator: Path | None = None
     """A LoRA that is merged into the weights for all images."""
     taesd: Path | None = None
-    """A folder with an AutoencoderTiny, which decodes all images in place of the VAE."""
+    """A folder with an AutoencoderTiny, which decodes what is not to be decoded by the VAE."""
     slots: int | None = None
     """Images drawn at once; None takes as many as the GPU's memory holds."""
     compile: Compile = "auto"

@@ -133,6 +133,11 @@ class SlotEngine:
 
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest | PreparedUpscale:
         """See `Preparer.prepare` and `BesideTicks.prepare`."""
+        if request.decoder == "TAESD" and not self._decoder.has_tiny:
+            raise errors.JobError(
+                "sd_vae_decode_method is TAESD, and this worker has none (--taesd): leave it out of"
+                " the job"
+            )
         if request.upscale is not None:
             return self._upscales.prepare(request)
         return self._preparer.prepare(request)
@@ -396,7 +401,7 @@ class SlotEngine:
         if job.staged is not None and job.staged.inpainting is not None:
             latents = sampler.restore(latents, job.staged.inpainting)
         if (following := job.prepared.next_pass) is None:
-            self._decoder.add(job.ticket, latents)
+            self._decoder.add(job.ticket, latents, job.prepared.request.decoder)
             if not (job.urgent or self._has_drawn_job):
                 self._has_drawn_job = True
                 self._runner.native = self._runner.native.at(job.prepared, 0)
