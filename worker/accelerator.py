@@ -15,6 +15,7 @@ from imagefleet import errors
 from imagefleet.job import samplers
 from imagefleet.job.message import Job
 from imagefleet.job.samplers import Sampler
+from worker.settings import WorkerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,3 +141,9 @@ class Accelerator:
             f"{given}, and this worker draws with {self.name[:40]!r}, an accelerator of the kind"
             f" {self.kind.title}, which takes {taken}: leave it out of the job"
         )
+
+
+def is_unguided(settings: WorkerSettings) -> bool:
+    """Whether a worker draws jobs that say nothing without guidance."""
+    source = settings.accelerator
+    return source is not None and Accelerator.of(source).kind.guidance[0] == 1

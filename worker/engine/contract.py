@@ -187,6 +187,8 @@ class Engine(Protocol):
     """The checkpoint's model family (`imagefleet.pricing.families`)."""
     default_size: tuple[int, int]
     """The checkpoint's native (width, height), for jobs without a size."""
+    is_unguided: bool
+    """Whether most images are drawn without guidance, as with an accelerator."""
     text_encoder: str | None
     """The encoder whose states of the prompts each request has as files; None: it needs none."""
     lora_lookups: Mapping[str, int]
