@@ -19,6 +19,7 @@ from imagefleet.storage.proofs import Prover, machine_of
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.telemetry import logs, probes, push
 from worker import progress, replica, tasks
+from worker.accelerator import is_unguided
 from worker.engine import contract, load
 from worker.files import check, model
 from worker.files.kernels import cache as kernels
@@ -374,6 +375,7 @@ def _engine_settings(checkpoint: Checkpoint, accelerator: Path | None) -> load.E
         config=settings.config,
         prediction_type=check.prediction_type(path),
         accelerator=accelerator,
+        is_unguided=is_unguided(settings),
         taesd=settings.taesd,
         slots=settings.slots,
         compile="off" if settings.compile == "off" else "background",

@@ -105,7 +105,8 @@ class WorkerSettings(TelemetrySettings):
     taesd: Path | None = Field(
         default=None,
         description="Folder of a tiny autoencoder (TAESD) in diffusers format, of the model's"
-        " family, that decodes the images in place of the VAE: faster, visibly softer.",
+        " family, that decodes in place of the VAE, unless a job asks for that: faster, visibly"
+        " softer.",
     )
     lora_directory: Path | None = Field(
         default=None,

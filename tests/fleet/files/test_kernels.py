@@ -146,7 +146,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     used: dict[str, Any] = {}
 
     def load_engine(settings: load.EngineSettings) -> SimpleNamespace:
-        used.update(slots=settings.slots, compile=settings.compile)
+        used.update(asdict(settings))
         compile_into(cache.use_folder(Path("unused"), KEY))
         return SimpleNamespace(close=lambda: None)
 
@@ -162,6 +162,7 @@ def test_a_build_packs_what_a_worker_with_these_settings_compiles(
     in_process: Imagefleet, gpu: dict[str, Any], tmp_path: Path
 ) -> None:
     build = ("files", "make", "kernels", "--model", str(DEMO), "--cache", "cache", "--slots", "6")
+    build += ("--accelerator", "sdxl_lightning_4step", "--taesd", "taesd")
     dry = in_process(*build, "--dry-run")
     assert dry.stdout == f"kernels/{NAME}\n", dry.stderr
     assert gpu == {}
@@ -172,6 +173,7 @@ def test_a_build_packs_what_a_worker_with_these_settings_compiles(
     size = path.stat().st_size
     assert json.loads(built.stdout) == {"path": f"out/{NAME}", "key": asdict(KEY), "bytes": size}
     assert (gpu["slots"], gpu["compile"]) == (6, "auto")
+    assert (gpu["is_unguided"], gpu["taesd"]) == (True, Path("taesd"))
     assert archive.check(path)[0] == KEY
     assert (tmp_path / "cache" / "kernels" / KEY.name / GRAPH).exists()
 
