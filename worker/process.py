@@ -223,7 +223,10 @@ class _Worker:
             if await tasks.run_until(self._stop, finding):
                 models = finding.result() if self._load is None else None
                 async with kernels.fetching(
-                    self._first_model, storage.files, self._metrics.set_kernels
+                    self._first_model,
+                    storage.files,
+                    self._metrics.set_kernels,
+                    may_share=self._metadata is None,  # not from strangers' machines
                 ) as self._kernels:
                     await self._pipeline.run(self._stop, self._hurry, models)
 
