@@ -61,6 +61,8 @@ class EngineSettings:
     """How slots hold LoRAs (`memory.SlotWeights`); None decides by the GPU's memory."""
     around_compiling: Around | None = None
     """What is entered while something is compiled beside the ticks."""
+    queue_seconds: Callable[[], float | None] = lambda: None
+    """For how long the queue's jobs will last; None if unknown."""
 
 
 def load_engine(settings: EngineSettings) -> SlotEngine:
@@ -89,6 +91,7 @@ def load_engine(settings: EngineSettings) -> SlotEngine:
             backend="inductor" if is_compiled else None,
             compiled_modes=settings.compiled_modes,
             taesd=settings.taesd,
+            queue_seconds=settings.queue_seconds,
         ),
     )
     engine = slot_engine.SlotEngine(made)

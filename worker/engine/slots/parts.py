@@ -39,6 +39,8 @@ class Settings:
     """The modes that the UNet is compiled for, in this order."""
     taesd: Path | None = None
     """A folder with an AutoencoderTiny to decode with."""
+    queue_seconds: Callable[[], float | None] = lambda: None
+    """For how long the queue's jobs will last; None if unknown. It decides what is compiled."""
 
 
 @dataclass(frozen=True, slots=True)
