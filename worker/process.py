@@ -356,7 +356,8 @@ class _Worker:
         self._engine = None  # its memory is the next one's
         around = self._kernels.compiling if self._kernels else None
         own = _engine_settings(checkpoint, self._accelerator)
-        self._engine = load.load_engine(replace(own, around_compiling=around))
+        lasting = replace(own, queue_seconds=lambda: self._meter.queue_seconds)
+        self._engine = load.load_engine(replace(lasting, around_compiling=around))
         return self._engine
 
     def _read_weights(self, checkpoint: Checkpoint) -> Take | None:

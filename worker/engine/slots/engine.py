@@ -256,6 +256,9 @@ class SlotEngine:
     # The parts of a tick.
 
     def _add(self, job: SlotJob) -> None:
+        if not self._lanes.jobs:
+            self._runner.outlook.begin()
+        job.batch_key = self._runner.place(job)
         self._lanes.add(job.batch_key, [job], first=job.urgent)
 
     def _open_lane(self, batch_key: BatchKey) -> tuple[Lane, Step]:
@@ -387,7 +390,6 @@ class SlotEngine:
                 job.extend(step.state.latents[slot], step.state.history[:, slot])
             if job.call == job.calls:
                 del lane.active[slot]
-                self._runner.count_image(lane.batch_key, lane.weight_mode)
                 self._end_pass(job, step.state.latents[slot].clone())
             elif self._weights.may_move(lane, job):
                 del lane.active[slot]
