@@ -20,12 +20,12 @@ import pytest
 import typer
 import write_settings
 
+from evaluation.stand_in import StandInEngine
 from fleet import console, main, options
 from imagefleet.job.message import Job, read_job
 from imagefleet.storage.open import open_storage
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
-from worker.testing import StandInEngine
 
 ROOT = Path(__file__).parents[2]
 

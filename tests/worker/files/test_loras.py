@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import polling
+from evaluation.stand_in import StandInEngine, StandInPrepared
 from imagefleet import errors
 from imagefleet.files.kinds import LORA
 from imagefleet.job import prompt
@@ -21,7 +22,6 @@ from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobPart
 from worker.engine import contract
 from worker.files.library import FileLibrary, Source
-from worker.testing import StandInEngine, StandInPrepared
 
 LoraBytes = Callable[[str], bytes]  # the fixture of conftest.py
 
