@@ -116,9 +116,9 @@ def draw_floats(draw: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., lis
         found: Images = {}
         add = engine._decoder.add
 
-        def note(ticket: int, image: torch.Tensor) -> None:
+        def note(ticket: int, image: torch.Tensor, *decoder: object) -> None:
             found[ticket] = image.clone()
-            add(ticket, image)
+            add(ticket, image, *decoder)
 
         monkeypatch.setattr(engine._decoder, "add", note)
         outcomes = draw(engine, *requests)
