@@ -223,7 +223,10 @@ class _Worker:
             if await tasks.run_until(self._stop, finding):
                 models = finding.result() if self._load is None else None
                 async with kernels.fetching(
-                    self._first_model, storage.files, self._metrics.set_kernels
+                    self._first_model,
+                    storage.files,
+                    self._metrics.set_kernels,
+                    may_share=self._metadata is None,  # not from strangers' machines
                 ) as self._kernels:
                     await self._pipeline.run(self._stop, self._hurry, models)
 
@@ -353,7 +356,8 @@ class _Worker:
         self._engine = None  # its memory is the next one's
         around = self._kernels.compiling if self._kernels else None
         own = _engine_settings(checkpoint, self._accelerator)
-        self._engine = load.load_engine(replace(own, around_compiling=around))
+        lasting = replace(own, queue_seconds=lambda: self._meter.queue_seconds)
+        self._engine = load.load_engine(replace(lasting, around_compiling=around))
         return self._engine
 
     def _read_weights(self, checkpoint: Checkpoint) -> Take | None:

@@ -63,6 +63,8 @@ class EngineSettings:
     """How slots hold LoRAs (`memory.SlotWeights`); None decides by the GPU's memory."""
     around_compiling: Around | None = None
     """What is entered while something is compiled beside the ticks."""
+    queue_seconds: Callable[[], float | None] = lambda: None
+    """For how long the queue's jobs will last; None if unknown."""
 
 
 def load_engine(settings: EngineSettings) -> SlotEngine:
@@ -92,6 +94,7 @@ def load_engine(settings: EngineSettings) -> SlotEngine:
             compiled_modes=settings.compiled_modes,
             taesd=settings.taesd,
             is_unguided=settings.is_unguided,
+            queue_seconds=settings.queue_seconds,
         ),
     )
     engine = slot_engine.SlotEngine(made)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from fleet import console
+from imagefleet import concurrency
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -22,6 +23,7 @@ from kernel_files import GRAPH, KEY, OTHER, compile_into
 from worker.engine import load
 from worker.files.kernels import archive, cache
 from worker.files.kernels.cache import KernelCache
+from worker.files.kernels.shared import SharedKernels
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 
@@ -135,6 +137,31 @@ def test_what_no_worker_could_load_never_reaches_the_storage(
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert reason in result.stderr
     assert not (tmp_path / "imagefleet-data").exists()
+
+
+def test_what_workers_share_is_listed_and_removed_as_what_was_added(
+    in_process: Imagefleet,
+    flags: list[str],
+    storage_settings: StorageSettings,
+    tmp_path: Path,
+) -> None:
+    async def share() -> None:
+        async with open_storage(storage_settings) as storage:
+            await storage.create()
+            policy = concurrency.RetryPolicy(tries=1)
+            await SharedKernels(storage.files, tmp_path / "w", KEY, None, policy).share(None)
+
+    compile_into(tmp_path / "w")
+    asyncio.run(share())
+    (row,) = json.loads(in_process("files", "list", "kernels", "--json", *flags).stdout)["files"]
+    shared = f"{KEY.name}/1.tar.xz"
+    assert (row["name"], row["content"]) == (shared, "NVIDIA H200, torch 2.11.0, by a worker")
+    assert len(row["sha256"]) == 64
+    removed = in_process("files", "remove", "kernels", shared, "--yes", *flags)
+    assert removed.stdout == f"kernels/{shared}: removed\n", removed.stderr
+    assert json.loads(in_process("files", "list", "kernels", "--json", *flags).stdout) == {
+        "files": []
+    }
 
 
 # Building: what only a GPU can do is replaced, the rest is real.

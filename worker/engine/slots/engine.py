@@ -25,6 +25,7 @@ from worker.engine.checkpoint import Checkpoint
 from worker.engine.control.held import KEPT_BYTES
 from worker.engine.families.table import Model
 from worker.engine.kernels.compile import Around
+from worker.engine.networks.transformer import SlotPrompts
 from worker.engine.passes.beside import BesideTicks, PreparedUpscale
 from worker.engine.self_check import SelfCheck
 from worker.engine.slots import memory, weights
@@ -255,6 +256,7 @@ class SlotEngine:
     # The parts of a tick.
 
     def _add(self, job: SlotJob) -> None:
+        job.batch_key = self._runner.place(job, is_first=not self._lanes.jobs)
         self._lanes.add(job.batch_key, [job], first=job.urgent)
 
     def _open_lane(self, batch_key: BatchKey) -> tuple[Lane, Step]:
@@ -352,7 +354,8 @@ class SlotEngine:
             embedded = state.added[state.added_rows * slot : state.added_rows * (slot + 1)]
         is_shared = lane.weight_mode == "shared"
         changes = {} if is_shared else self._stager.changes_of(lane.active[slot]).stacked
-        self._unet.compute_prompt(vectors, added, changes, state.context[rows], embedded)
+        prompts = SlotPrompts(vectors, added, changes, state.context[rows], embedded)
+        self._unet.compute_prompt(prompts)
         if state.conditioning is not None and staged.conditioning is not None:
             state.conditioning[slot].copy_(staged.conditioning)
         for control, hint in zip(step.controls, staged.hints, strict=True):
@@ -385,7 +388,6 @@ class SlotEngine:
                 job.extend(step.state.latents[slot], step.state.history[:, slot])
             if job.call == job.calls:
                 del lane.active[slot]
-                self._runner.count_image(lane.batch_key, lane.weight_mode)
                 self._end_pass(job, step.state.latents[slot].clone())
             elif self._weights.may_move(lane, job):
                 del lane.active[slot]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import polling
 from worker.engine import contract
@@ -257,3 +259,47 @@ def test_a_broken_compiler_ends_compiling_not_the_worker(
     assert not engine.is_compiling
     assert compiled_modes(engine) == []
     assert len(draw(engine, make_request())) == 1
+
+
+def test_jobs_that_would_run_uncompiled_do_not_hold_up_the_compiled_ones(
+    engine: Any,
+    slot_engine: Any,
+    compiler: Compiler,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Changes of convolutions would take all images of their calls along, until they compile."""
+    path, name = tmp_path / "locon.safetensors", "lora_unet_mid_block_resnets_0_conv1"
+    width = engine.checkpoint.unet.mid_block.resnets[0].conv1.in_channels
+    tensors = {"down": torch.randn(2, width, 3, 3) / 24, "up": torch.randn(width, 2, 1, 1) / 2}
+    save_file({f"{name}.lora_{each}.weight": tensors[each] for each in tensors}, path)
+    locon = (contract.Lora("locon", path, 0.0, 1.0),)
+    requests = [
+        make_request(seed=seed, steps=2 + seed % 3, loras=locon if seed % 3 == 1 else ())
+        for seed in range(6)
+    ]
+    expected = draw(slot_engine, *requests)
+    ran: list[tuple[bool, set[bool]]] = []
+    original = step.StepRunner.run
+
+    def run(self: Any, used: step.Step, mode: Any, slots: int) -> None:
+        (lane,) = (each for each in engine._lanes if each.step is used)
+        ran.append((mode in used.compiled, {j.changes_convolutions for j in lane.active.values()}))
+        original(self, used, mode, slots)
+
+    monkeypatch.setattr(step.StepRunner, "run", run)
+    compiler.end(3)
+    engine.warm_up(requests[0])
+    for image, sound in zip(draw(engine, *requests), expected, strict=True):
+        assert difference(image, sound) <= ROUNDING
+    assert {(compiled, *changes) for compiled, changes in ran} == {(True, False), (False, True)}
+    compiler.end(1)
+    engine.warm_up(requests[1])
+    ran.clear()
+    for image, sound in zip(draw(engine, *requests), expected, strict=True):
+        assert difference(image, sound) <= ROUNDING
+    assert all(compiled for compiled, _ in ran)
+    assert any(len(changes) == 2 for _, changes in ran), "in one lane again"
