@@ -91,6 +91,11 @@ class Accelerator:
 
         Raises JobError if it has others that contradict.
         """
+        if any(tag.name == self.name for tag in job.parsed_prompt.loras):
+            raise errors.JobError(
+                f"the prompt names the LoRA {self.name[:40]!r}, which this worker draws all jobs"
+                " with: leave it out of the job"
+            )
         kind, given = self.kind, job.given_fields
         name = given.get("sampler_name", kind.samplers[0])
         sampler = self._sampler("the sampler", name, given.get("scheduler"))
