@@ -256,9 +256,7 @@ class SlotEngine:
     # The parts of a tick.
 
     def _add(self, job: SlotJob) -> None:
-        if not self._lanes.jobs:
-            self._runner.outlook.begin()
-        job.batch_key = self._runner.place(job)
+        job.batch_key = self._runner.place(job, is_first=not self._lanes.jobs)
         self._lanes.add(job.batch_key, [job], first=job.urgent)
 
     def _open_lane(self, batch_key: BatchKey) -> tuple[Lane, Step]:

@@ -200,13 +200,15 @@ class StepRunner:
         feeder = InputFeeder(state, self._copied)
         return Step(batch_key, state, feeder, controls, [self._unet, *networks])
 
-    def place(self, job: SlotJob) -> BatchKey:
-        """Counts a job among those that come; returns its key.
+    def place(self, job: SlotJob, *, is_first: bool) -> BatchKey:
+        """Counts a job among those that come, the *first* after none; returns its key.
 
         Apart, if it would have the compiled images of its lane run uncompiled.
         """
         plain, changes = job.batch_key._replace(is_apart=False), job.changes_convolutions
         if self.may_compile and not job.urgent:
+            if is_first:
+                self.outlook.begin()
             calls = Counter(plain.at(job.prepared, call) for call in range(job.calls))
             for key, count in calls.items():
                 work = count * key.slot_rows * key.width * key.height
