@@ -93,7 +93,6 @@ SLOW = (
     "worker/engine/passes/test_tiles.py",
     "worker/engine/passes/test_upscaler_files.py",
     "worker/engine/pixel",
-    "worker/engine/slots/test_batch_mates.py",
     "worker/engine/slots/test_compiled.py",
     "worker/engine/slots/test_convolution.py",
     "worker/engine/slots/test_memory.py",

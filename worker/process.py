@@ -19,6 +19,7 @@ from imagefleet.storage.proofs import Prover, machine_of
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.telemetry import logs, probes, push
 from worker import progress, replica, tasks
+from worker.accelerator import is_unguided
 from worker.engine import contract, load
 from worker.files import check, model
 from worker.files.kernels import cache as kernels
@@ -222,7 +223,10 @@ class _Worker:
             if await tasks.run_until(self._stop, finding):
                 models = finding.result() if self._load is None else None
                 async with kernels.fetching(
-                    self._first_model, storage.files, self._metrics.set_kernels
+                    self._first_model,
+                    storage.files,
+                    self._metrics.set_kernels,
+                    may_share=self._metadata is None,  # not from strangers' machines
                 ) as self._kernels:
                     await self._pipeline.run(self._stop, self._hurry, models)
 
@@ -352,7 +356,8 @@ class _Worker:
         self._engine = None  # its memory is the next one's
         around = self._kernels.compiling if self._kernels else None
         own = _engine_settings(checkpoint, self._accelerator)
-        self._engine = load.load_engine(replace(own, around_compiling=around))
+        lasting = replace(own, queue_seconds=lambda: self._meter.queue_seconds)
+        self._engine = load.load_engine(replace(lasting, around_compiling=around))
         return self._engine
 
     def _read_weights(self, checkpoint: Checkpoint) -> Take | None:
@@ -374,6 +379,7 @@ def _engine_settings(checkpoint: Checkpoint, accelerator: Path | None) -> load.E
         config=settings.config,
         prediction_type=check.prediction_type(path),
         accelerator=accelerator,
+        is_unguided=is_unguided(settings),
         taesd=settings.taesd,
         slots=settings.slots,
         compile="off" if settings.compile == "off" else "background",

@@ -142,6 +142,11 @@ class ProgressMeter:
         self._flow.add_sample(at, messages)
         self._depth = messages, counts.ended_jobs
 
+    @property
+    def queue_seconds(self) -> float | None:
+        """Until the queue is empty, as it went lately; infinite while it does not shrink."""
+        return self._flow.seconds_to_empty if self._depth else None
+
     def read(
         self, now: float, seconds: float, phase: Phase, counts: Counts, why_waiting: str | None
     ) -> Progress:

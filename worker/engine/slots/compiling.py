@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -20,6 +21,7 @@ from worker.engine.kernels.compile import (
 from worker.engine.slots.lane import Lane, Lanes
 from worker.engine.slots.memory import WeightMode
 from worker.engine.slots.parts import Parts
+from worker.engine.slots.paying import Kind
 from worker.engine.slots.queue import BatchKey
 from worker.engine.slots.step import Step, StepRunner
 
@@ -161,7 +163,8 @@ class Compilation:
     def _next(self) -> BatchKey | None:
         """What is compiled next, once the compiler is free."""
         asked = [self._asked] if self._asked else []
-        held = (lane.batch_key for lane in self._lanes if lane.held)
+        held = [lane.batch_key._replace(is_apart=False) for lane in self._lanes if lane.held]
+        held.sort(key=lambda key: self._runner.outlook.share(Kind(key)), reverse=True)
         keys = [*asked, self._runner.native, *held]
         return next((each for each in keys if self._runner.should_compile(each)), None)
 
@@ -208,13 +211,16 @@ class Compilation:
 
     def _compile(self, lane: Lane, step: Step) -> Iterator[Compiled]:
         """Yields each function before its first run, to be traced on any thread."""
-        began_at = time.monotonic()
+        began_at, graphs = time.monotonic(), 0
         self._unet.use_block(lane.block)
         self._runner.select_kernels(step)
         for mode in self._runner.missing_modes(step):
-            yield from self._compile_tick(lane, step, mode)
-            # Before other modes: all images go through it.
-            yield from self._decoder.compile(step.state.latents.shape[1:])
+            tick = self._compile_tick(lane, step, mode)
+            # The VAE before other modes: all images go through it.
+            for each in itertools.chain(tick, self._decoder.compile(step.state.latents.shape[1:])):
+                graphs += 1
+                yield each
+        self._runner.note_compiled(time.monotonic() - began_at, graphs)
         if self._unet.device.type == "cuda":
             exempt_from_collection()
         seconds = ((mode, getattr(self._runner.costs, f"{mode}_seconds")) for mode in step.compiled)

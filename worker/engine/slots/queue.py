@@ -35,6 +35,8 @@ class BatchKey(NamedTuple):
     """Rows that each image takes of a call: `PreparedRequest.rows`."""
     is_plain: bool = False
     """True for one row without LoRAs: its slots need no weights of their own."""
+    is_apart: bool = False
+    """True for jobs that change convolutions while others of their kind are compiled without."""
 
     @classmethod
     def of(cls, prepared: PreparedRequest) -> BatchKey:
@@ -180,7 +182,7 @@ class SlotJob:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of a tick in each mode, and of merging LoRAs into the shared weights.
+    """Seconds of a tick in each mode, of merging LoRAs into the shared weights, and of compiling.
 
     The defaults are guesses until a GPU is timed; a CPU never is.
     """
@@ -189,6 +191,10 @@ class Costs:
     per_slot_convolutions_seconds: float = 0.11
     shared_seconds: float = 0.1
     merge_seconds: float = 0.02
+    graph_seconds: float = 40.0
+    """To compile one beside the ticks."""
+    saved_share: float = 0.35
+    """Of the seconds of an uncompiled tick, by compiling it."""
 
 
 def own_mode(convolutions: bool) -> WeightMode:

@@ -6,6 +6,7 @@ Each lane has tensors of its own, compiled where that pays.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,8 @@ from worker.engine.networks.transformer import Call, SlotNetwork, SlotState
 from worker.engine.networks.unet import SlotUnet
 from worker.engine.slots.memory import WEIGHT_MODES, WeightMode
 from worker.engine.slots.parts import Parts
-from worker.engine.slots.queue import BatchKey
+from worker.engine.slots.paying import Kind, Outlook
+from worker.engine.slots.queue import BatchKey, SlotJob
 
 #: The column of the guidance scale, after the sampler's own columns.
 _GUIDANCE = sampler.COLUMNS
@@ -31,10 +33,6 @@ _GUIDANCE = sampler.COLUMNS
 #: is far enough, and all other threads' work for the GPU waits for it, prompts and LoRAs of the
 #: next jobs as well.
 _MAX_TICKS_AHEAD = 1
-
-#: Images of a batch key after which it is compiled as well: compiling takes a minute or two, in
-#: which some thousand images of another could be drawn, and gains a third.
-_COMPILE_AFTER_IMAGES = 1000
 
 #: Each compiled key holds its memory for good: three sizes, with short and with long prompts.
 _MAX_COMPILED_KEYS = 6
@@ -166,8 +164,10 @@ class StepRunner:
         self.paused_for: BatchKey | None = None
         """The key whose jobs need the memory: nothing is compiled while there are some."""
         size, tokens = parts.model.default_size, parts.model.family.plain_tokens
-        self.native = BatchKey(*size, tokens, None, None)
+        rows, is_plain = (1, True) if parts.settings.is_unguided else (2, False)
+        self.native = BatchKey(*size, tokens, None, None, (), rows, is_plain)
         """The key of ordinary jobs, whose rows the first one shows."""
+        self.outlook = Outlook(parts.settings.queue_seconds)
         self._unet = parts.unet
         self._model = parts.model
         self._tick = parts.tick
@@ -178,9 +178,8 @@ class StepRunner:
         self._pool = parts.pool
         self._copied: deque[torch.cuda.Event] = deque()
         self._compiled: dict[BatchKey, Step] = {}
-        self._to_compile: set[BatchKey] = set()
-        self._images = Counter[BatchKey]()
-        self._images_with_convolutions = Counter[BatchKey]()
+        self._to_compile: set[Kind] = set()
+        self._uncompiled_seconds = 0.0
         self._dropped_recompiles = 0
 
     @property
@@ -201,11 +200,22 @@ class StepRunner:
         feeder = InputFeeder(state, self._copied)
         return Step(batch_key, state, feeder, controls, [self._unet, *networks])
 
-    def count_image(self, batch_key: BatchKey, weight_mode: WeightMode) -> None:
-        """Counts an image: what is frequent is compiled."""
-        self._images[batch_key] += 1
-        if weight_mode == "per_slot_convolutions":
-            self._images_with_convolutions[batch_key] += 1
+    def place(self, job: SlotJob, *, is_first: bool) -> BatchKey:
+        """Counts a job among those that come, the *first* after none; returns its key.
+
+        Apart, if it would have the compiled images of its lane run uncompiled.
+        """
+        plain, changes = job.batch_key._replace(is_apart=False), job.changes_convolutions
+        if self.may_compile and not job.urgent:
+            if is_first:
+                self.outlook.begin()
+            calls = Counter(plain.at(job.prepared, call) for call in range(job.calls))
+            for key, count in calls.items():
+                work = count * key.slot_rows * key.width * key.height
+                self.outlook.add(Kind(key, changes), work)
+        compiled = step.compiled if (step := self._compiled.get(plain)) else {}
+        missing = bool(compiled) and "per_slot_convolutions" not in compiled
+        return plain._replace(is_apart=changes and missing)
 
     @property
     def may_compile(self) -> bool:
@@ -214,40 +224,48 @@ class StepRunner:
         return can_compile and self.paused_for is None
 
     def request(self, batch_key: BatchKey, *, convolutions: bool = False) -> None:
-        """Has a key compiled before it is frequent; *convolutions*: changes of them as well."""
-        self._to_compile.add(batch_key)
-        if convolutions:
-            self._images_with_convolutions[batch_key] += _COMPILE_AFTER_IMAGES
+        """Has a key compiled whether or not it pays; *convolutions*: changes of them as well."""
+        self._to_compile |= {Kind(batch_key), Kind(batch_key, convolutions)}
 
     def should_compile(self, batch_key: BatchKey) -> bool:
         if not self.may_compile or batch_key.is_rare:
             return False
         if step := self._compiled.get(batch_key):
             return bool(self.missing_modes(step))
-        is_frequent = self._images[batch_key] >= _COMPILE_AFTER_IMAGES and len(
-            self._compiled
-        ) < min(self.max_compiled, _MAX_COMPILED_KEYS)
-        return batch_key in self._to_compile or is_frequent
+        has_room = len(self._compiled) < min(self.max_compiled, _MAX_COMPILED_KEYS)
+        return Kind(batch_key) in self._to_compile or (has_room and self._pays(batch_key))
 
     def missing_modes(self, step: Step) -> list[WeightMode]:
         """The modes to compile, the first of which any job can run in.
 
-        The one with changes of convolutions once they are frequent.
+        The one with changes of convolutions once that pays.
         """
         if not self.may_compile:
             return []
+        key = step.batch_key
         modes: list[WeightMode] = []
-        if not step.compiled or step.batch_key in self._to_compile:
-            modes = [each for each in self._modes(step) if each not in step.compiled]
-        frequent = self._images_with_convolutions[step.batch_key] >= _COMPILE_AFTER_IMAGES
-        if self._unet.changes.exist and frequent:
+        if not step.compiled or Kind(key) in self._to_compile:
+            modes += self._modes(step)
+        kind = Kind(key, convolutions=True)
+        pays = kind in self._to_compile or self.outlook.pays(kind, 1, self.costs)
+        if self._unet.changes.exist and pays:
             modes.append("per_slot_convolutions")
         return [each for each in modes if each not in step.compiled]
 
+    def _pays(self, batch_key: BatchKey) -> bool:
+        """Whether compiling a key pays, its VAE call included."""
+        graphs = 2 if self._is_shared(batch_key) else len(self._compiled_modes) + 1
+        return any(
+            self.outlook.pays(Kind(batch_key, bool(more)), graphs + more, self.costs)
+            for more in (0, 1)
+        )
+
+    def _is_shared(self, batch_key: BatchKey) -> bool:
+        return batch_key.is_plain and self._unet.weights != "reloaded"
+
     def _modes(self, step: Step) -> Sequence[WeightMode]:
         """What is compiled of a step from the start."""
-        is_shared = step.batch_key.is_plain and self._unet.weights != "reloaded"
-        return ("shared",) if is_shared else self._compiled_modes
+        return ("shared",) if self._is_shared(step.batch_key) else self._compiled_modes
 
     def can_run(self, step: Step, weight_mode: WeightMode) -> bool:
         """False if another mode should run, since that is compiled and this one is not.
@@ -278,6 +296,10 @@ class StepRunner:
         try:
             with _keeping(step), torch.no_grad():
                 self._tick(self._unet, "shared", step.state, step.controls)
+                if self._device.type == "cuda":
+                    tick = functools.partial(self._tick, self._unet, "shared")
+                    call = functools.partial(tick, step.state, step.controls)
+                    self._uncompiled_seconds = fastest_seconds(call, 1)
         except BaseException:
             for network in step.networks:
                 network.use_default_attention()
@@ -313,21 +335,23 @@ class StepRunner:
                 self._time({each: ran[each] for each in self._modes(step)})
         step.compiled[weight_mode] = compiled
         self._compiled[step.batch_key] = step
-        self._to_compile.add(step.batch_key)
+        self._to_compile.add(Kind(step.batch_key))
+
+    def note_compiled(self, seconds: float, graphs: int) -> None:
+        """What compiling has taken tells what more of it will."""
+        self.costs = replace(self.costs, graph_seconds=seconds / max(1, graphs))
 
     def resume(self) -> None:
-        """Compiles again what has been frequent since the last time; the rest once it is."""
+        """Compiles again, once it pays: the memory may soon be needed again."""
         self.paused_for = None
-        self._to_compile = {
-            each for each in self._to_compile if self._images[each] >= _COMPILE_AFTER_IMAGES
-        }
-        self._images.clear()
-        self._images_with_convolutions.clear()
+        self._to_compile.clear()
+        self.outlook.start_over()
 
     def put_off(self, batch_key: BatchKey) -> None:
-        """Compiles a key only after as many images again: the memory did not suffice."""
-        self._images[batch_key] = self._images_with_convolutions[batch_key] = 0
-        self._to_compile.discard(batch_key)
+        """Compiles a key only after a while: the memory did not suffice."""
+        for kind in (Kind(batch_key), Kind(batch_key, convolutions=True)):
+            self._to_compile.discard(kind)
+            self.outlook.start_over(kind)
 
     def drop(self, step: Step) -> None:
         """Compiles nothing any more, since a compiled tick failed; other steps stay."""
@@ -349,7 +373,8 @@ class StepRunner:
             if compiled := step.compiled.pop(mode, None):
                 self._dropped_recompiles += compiled.recompiles
                 compiled.release()
-        self._images_with_convolutions.clear()
+                self.outlook.start_over(Kind(step.batch_key, convolutions=True))
+        self._to_compile = {each for each in self._to_compile if not each.convolutions}
 
     def reset(self) -> None:
         """Forgets all compiled steps; their keys are compiled again."""
@@ -396,6 +421,9 @@ class StepRunner:
                 for weight_mode, each in compiled.items()
             }
             self.costs = replace(self.costs, **seconds)
+            if self._uncompiled_seconds and "shared" in compiled:
+                saved = 1 - self.costs.shared_seconds / self._uncompiled_seconds
+                self.costs = replace(self.costs, saved_share=max(0.0, saved))
 
 
 @contextlib.contextmanager

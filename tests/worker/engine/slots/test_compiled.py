@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from worker.engine import contract
 from worker.engine.families.latents import of_latents
 from worker.engine.kernels import compile as compiling
 from worker.engine.slots import engine as slot_engine
-from worker.engine.slots import step
+from worker.engine.slots import paying
 from worker.engine.slots.parts import Settings
 
 ROUNDING = 2
@@ -41,7 +42,8 @@ def drawn_meanwhile(
     Traced as on a GPU with fullgraph, without generating kernels.
     """
     loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
-    engine = slot_engine.SlotEngine(of_latents(loaded, Settings(2, backend="eager")))
+    never = Settings(2, backend="eager", queue_seconds=lambda: 0.0)
+    engine = slot_engine.SlotEngine(of_latents(loaded, never))
     engine.compile_in_background()
     images: list[contract.Outcome] = []
     noticed: list[bool] = []
@@ -312,7 +314,6 @@ def test_changes_of_convolutions_are_compiled_once_they_are_frequent(
     tmp_path: Path,
     monkeypatch: Any,
 ) -> None:
-    monkeypatch.setattr(step, "_COMPILE_AFTER_IMAGES", 3)
     engine = compiled_engine
 
     def request(seed: int, rank: int) -> contract.ImageRequest:
@@ -331,7 +332,8 @@ def test_changes_of_convolutions_are_compiled_once_they_are_frequent(
         return set(active.compiled)
 
     draw(engine, request(1, 4), request(2, 4))
-    assert compiled_modes() == {"per_slot", "shared"}, "two are not frequent"
+    assert compiled_modes() == {"per_slot", "shared"}, "no more will come"
+    monkeypatch.setattr(engine._runner.outlook, "_seconds_left", lambda: math.inf)
     requests = [request(seed, 4) for seed in range(5)]
     images = draw(engine, *requests)
     engine._compilation.finish()
@@ -357,8 +359,9 @@ def test_a_frequent_size_is_compiled_meanwhile_and_fails_without_the_others(
     difference: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step, "_COMPILE_AFTER_IMAGES", 1)
     runner = compiled_engine._runner
+    monkeypatch.setattr(paying, "_DEVIATIONS", 0.0)  # a few images tell
+    monkeypatch.setattr(runner.outlook, "_seconds_left", lambda: math.inf)
     monkeypatch.setattr(runner, "_compiled_modes", ("shared",))
     monkeypatch.setattr(compiled_engine._decoder, "_backend", None)
     take_up, attempts = runner.take_up, iter(range(100))
@@ -374,7 +377,8 @@ def test_a_frequent_size_is_compiled_meanwhile_and_fails_without_the_others(
         for seed in range(6)
     ]
     expected = [draw(plain_engine, request)[0] for request in requests]
-    for _ in range(2):
+    for turn in range(2):
+        monkeypatch.setattr(runner.outlook, "_clock", lambda at=turn: 1e6 * (1 + at))
         for image, sound in zip(draw(compiled_engine, *requests), expected, strict=True):
             assert difference(image, sound) <= ROUNDING
         compiled_engine._compilation.finish()

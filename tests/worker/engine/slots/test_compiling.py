@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import polling
 from worker.engine import contract
 from worker.engine.kernels.compile import THREAD_NAME, Compiled
 from worker.engine.slots import compiling, step
+from worker.node import check as node_check
 
 ROUNDING = 2
 
@@ -131,6 +134,21 @@ def test_a_worker_whose_jobs_are_without_guidance_compiles_for_those_first(
     assert compiler.began[0].startswith("the UNet for 4 rows of 4 slots, ")
 
 
+def test_a_worker_with_an_accelerator_compiles_for_one_row_before_any_job(
+    make_slot_engine: Any, compiler: Compiler
+) -> None:
+    engine = make_slot_engine(slots=2, backend="eager", is_unguided=True)
+    plain = engine.prepare(node_check.plain_request(engine, seed=0))
+    assert (plain.rows(0), plain.request.steps) == (1, 30), "as much work as of two rows"
+    compiler.end(5)
+    engine.warm_up()
+    ticks = [name.split(",")[0] for name in compiler.began if "UNet" in name]
+    assert ticks == [
+        "the UNet for 4 rows of 4 slots",  # without LoRAs
+        *["the UNet for 2 rows of 2 slots"] * 2,  # with: as many as there are weights for
+    ]
+
+
 def test_without_jobs_it_compiles_all_the_same(engine: Any, compiler: Compiler) -> None:
     engine.compile_in_background()
     assert engine.busy
@@ -241,3 +259,47 @@ def test_a_broken_compiler_ends_compiling_not_the_worker(
     assert not engine.is_compiling
     assert compiled_modes(engine) == []
     assert len(draw(engine, make_request())) == 1
+
+
+def test_jobs_that_would_run_uncompiled_do_not_hold_up_the_compiled_ones(
+    engine: Any,
+    slot_engine: Any,
+    compiler: Compiler,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Changes of convolutions would take all images of their calls along, until they compile."""
+    path, name = tmp_path / "locon.safetensors", "lora_unet_mid_block_resnets_0_conv1"
+    width = engine.checkpoint.unet.mid_block.resnets[0].conv1.in_channels
+    tensors = {"down": torch.randn(2, width, 3, 3) / 24, "up": torch.randn(width, 2, 1, 1) / 2}
+    save_file({f"{name}.lora_{each}.weight": tensors[each] for each in tensors}, path)
+    locon = (contract.Lora("locon", path, 0.0, 1.0),)
+    requests = [
+        make_request(seed=seed, steps=2 + seed % 3, loras=locon if seed % 3 == 1 else ())
+        for seed in range(6)
+    ]
+    expected = draw(slot_engine, *requests)
+    ran: list[tuple[bool, set[bool]]] = []
+    original = step.StepRunner.run
+
+    def run(self: Any, used: step.Step, mode: Any, slots: int) -> None:
+        (lane,) = (each for each in engine._lanes if each.step is used)
+        ran.append((mode in used.compiled, {j.changes_convolutions for j in lane.active.values()}))
+        original(self, used, mode, slots)
+
+    monkeypatch.setattr(step.StepRunner, "run", run)
+    compiler.end(3)
+    engine.warm_up(requests[0])
+    for image, sound in zip(draw(engine, *requests), expected, strict=True):
+        assert difference(image, sound) <= ROUNDING
+    assert {(compiled, *changes) for compiled, changes in ran} == {(True, False), (False, True)}
+    compiler.end(1)
+    engine.warm_up(requests[1])
+    ran.clear()
+    for image, sound in zip(draw(engine, *requests), expected, strict=True):
+        assert difference(image, sound) <= ROUNDING
+    assert all(compiled for compiled, _ in ran)
+    assert any(len(changes) == 2 for _, changes in ran), "in one lane again"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import weakref
 from pathlib import Path
 from typing import Any
@@ -179,13 +180,18 @@ def test_a_large_image_without_memory_leaves_later_ones_compiled_once_that_pays(
     small_model: Path,
     is_frequent: bool,
 ) -> None:
-    engine = make_slot_engine(model=small_model, slots=1, backend="eager")
+    lasts = math.inf
+    engine = make_slot_engine(
+        model=small_model, slots=1, backend="eager", queue_seconds=lambda: lasts
+    )
     large, ordinary = make_request(width=128), make_request()
     (sound,) = draw(make_slot_engine(model=small_model, slots=1), large)
     native = engine._runner.native._replace(width=64, height=64)
     engine._compilation.run(native)
-    monkeypatch.setattr(step, "_COMPILE_AFTER_IMAGES", 2)
-    draw(engine, *[ordinary] * (3 if is_frequent else 1))
+    draw(engine, *[ordinary] * 9)
+    if is_frequent:  # else a large image comes as soon as it is compiled
+        hour_later = engine._runner.outlook._clock() + 3600
+        monkeypatch.setattr(engine._runner.outlook, "_clock", lambda: hour_later)
     memory = torch.cuda.OutOfMemoryError("CUDA out of memory")
 
     def is_too_much(_: list[int]) -> bool:

@@ -1,0 +1,110 @@
+"""What is compiled beside the drawing: kinds whose images in sight outlast what it costs."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable
+
+import pytest
+
+from worker.engine.slots.paying import Kind, Outlook
+from worker.engine.slots.queue import BatchKey, Costs
+
+USUAL, OTHER, RARE = (Kind(BatchKey(512 + 64 * at, 512, 154, None, None)) for at in range(3))
+
+GRAPHS = 3
+
+COSTS = Costs(graph_seconds=30.0, saved_share=0.35)
+
+
+class Clock:
+    seconds = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def outlook(left: float | None, kinds: Iterable[Kind] = (), clock: Clock | None = None) -> Outlook:
+    made = Outlook(lambda: left, clock or Clock())
+    for kind in kinds:
+        made.add(kind, 1.0)
+    return made
+
+
+def pays(of: Outlook, kind: Kind) -> bool:
+    return of.pays(kind, GRAPHS, COSTS)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("share", [0.005, 0.01])
+def test_a_kind_that_is_always_rare_never_compiles_however_long_the_queue(
+    seed: int, share: float
+) -> None:
+    chosen = random.Random(seed)
+    of = outlook(math.inf)
+    for _ in range(5000):
+        of.add(RARE if chosen.random() < share else USUAL, chosen.uniform(0.5, 2.0))
+        assert not pays(of, RARE)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_half_of_a_deep_queue_compiles_within_the_first_jobs(seed: int) -> None:
+    chosen = random.Random(seed)
+    of = outlook(3000.0, chosen.choices([USUAL, OTHER], k=32))
+    assert pays(of, OTHER)
+
+
+@pytest.mark.parametrize("left", [0.0, 60.0, 90.0, 150.0])
+def test_a_queue_that_ends_before_it_pays_is_drawn_uncompiled(left: float) -> None:
+    assert not pays(outlook(left, [USUAL] * 100), USUAL)
+    assert not pays(outlook(math.inf, [USUAL] * 100), RARE), "none has come"
+
+
+def test_of_a_queue_of_unknown_depth_as_much_is_expected_as_has_come() -> None:
+    clock = Clock()
+    of = outlook(None, [USUAL, OTHER] * 50, clock)
+    assert not pays(of, USUAL), "it has just begun"
+    clock.seconds += 600
+    assert pays(of, USUAL)
+    of.begin()
+    assert not pays(of, USUAL), "there was nothing to draw"
+
+
+def test_small_images_are_less_work() -> None:
+    of = outlook(600.0)
+    for _ in range(50):
+        of.add(USUAL, 30.0)
+        of.add(OTHER, 1.0)
+    assert pays(of, USUAL)
+    assert not pays(of, OTHER), "half of the images, a thirtieth of the work"
+
+
+def test_what_comes_no_more_is_forgotten() -> None:
+    of = outlook(math.inf, [*[OTHER] * 100, *[USUAL] * 600])
+    assert of.share(OTHER) == 0
+    assert of.share(USUAL) == pytest.approx(1, abs=0.1)
+    assert not pays(of, OTHER)
+
+
+@pytest.mark.parametrize(("had_lasted", "pays_at_once"), [(60.0, False), (3600.0, True)])
+def test_what_was_lost_is_compiled_again_if_it_lasts_long_enough_between_losses(
+    had_lasted: float, pays_at_once: bool
+) -> None:
+    clock = Clock()
+    of = outlook(math.inf, [USUAL] * 50, clock)
+    clock.seconds += had_lasted
+    of.start_over()
+    assert pays(of, USUAL) == pays_at_once
+    clock.seconds += 600
+    assert pays(of, USUAL)
+
+
+def test_what_could_not_be_kept_is_tried_again_after_a_while_and_others_are_not_put_off() -> None:
+    clock = Clock()
+    of = outlook(math.inf, [USUAL, OTHER] * 50, clock)
+    clock.seconds += 3600
+    of.start_over(OTHER)
+    assert (pays(of, USUAL), pays(of, OTHER)) == (True, False)
+    clock.seconds += 3600
+    assert pays(of, OTHER)

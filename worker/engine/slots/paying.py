@@ -1,0 +1,108 @@
+"""Whether compiling pays: what it saves of the work in sight, against what it costs the drawing.
+
+In sight is what the queue holds, of which each kind takes the share that it has of the last images.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from worker.engine.slots.queue import BatchKey, Costs
+
+#: Admitted images by which those to come are judged. Few enough that a campaign of another size
+#: shows within minutes.
+_REMEMBERED = 512
+
+#: So many deviations of its number of images does a kind's share leave out: of the first few, one
+#: in a hundred may be two.
+_DEVIATIONS = 2.0
+
+#: What is in sight lasts no longer: a rented node may be gone by then. So a kind with less than
+#: about a fortieth of the work is never compiled.
+_MOST_SECONDS = 3600.0
+
+#: What drawing loses while something is compiled beside it.
+_SLOWED = 0.3
+
+
+class Kind(NamedTuple):
+    """Images that take a graph of their own."""
+
+    batch_key: BatchKey
+    convolutions: bool = False
+    """Whether their LoRAs change convolutions."""
+
+
+class Outlook:
+    """What has come lately, and for how long it will go on."""
+
+    def __init__(
+        self,
+        seconds_left: Callable[[], float | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """*seconds_left*: until the queue is empty.
+
+        None if unknown: then it is expected to last for as long as it has.
+        """
+        self._seconds_left = seconds_left
+        self._clock = clock
+        self._recent: deque[tuple[Kind, float]] = deque()
+        self._images = Counter[Kind]()
+        self._work: dict[Kind, float] = {}
+        self._began_at = self._clock()
+        self._lost: dict[Kind | None, tuple[float, float]] = {None: (self._began_at, math.inf)}
+        """When, and how long it had lasted."""
+
+    def begin(self) -> None:
+        """Jobs come after a time without any."""
+        self._began_at = self._clock()
+
+    def add(self, kind: Kind, work: float) -> None:
+        """An image was admitted: *work* is what all images' are measured in."""
+        self._count(kind, 1, work)
+        self._recent.append((kind, work))
+        if len(self._recent) > _REMEMBERED:
+            oldest, its_work = self._recent.popleft()
+            self._count(oldest, -1, -its_work)
+
+    def start_over(self, kind: Kind | None = None) -> None:
+        """What was compiled for all kinds was lost; or what is for one could not be kept.
+
+        All is expected to last as long as it had, or has since; that one only as it has since.
+        """
+        now = self._clock()
+        before, _ = self._lost[None]
+        self._lost[kind] = now, now - before if kind is None else 0.0
+
+    def share(self, kind: Kind) -> float:
+        """Of the work to come, by a cautious guess: that of four images alone is none."""
+        images = self._images[kind]
+        if not images:
+            return 0.0
+        cautious = max(0.0, 1 - _DEVIATIONS / math.sqrt(images))
+        return cautious * self._work[kind] / sum(self._work.values())
+
+    def seconds(self, kind: Kind) -> float:
+        """For how long images like the last ones are expected."""
+        now, left = self._clock(), self._seconds_left()
+        known = now - self._began_at if left is None else left
+        lost = [self._lost[each] for each in (None, kind) if each in self._lost]
+        lasts = (max(now - at, lasted) for at, lasted in lost)
+        return min(known, _MOST_SECONDS, *lasts)
+
+    def pays(self, kind: Kind, graphs: int, costs: Costs) -> bool:
+        """Whether so many graphs for a kind save more than they cost."""
+        compile_seconds = graphs * costs.graph_seconds
+        seconds = self.seconds(kind) - compile_seconds
+        return self.share(kind) * costs.saved_share * seconds > _SLOWED * compile_seconds
+
+    def _count(self, kind: Kind, images: int, work: float) -> None:
+        self._images[kind] += images
+        self._work[kind] = self._work.get(kind, 0.0) + work
+        if not self._images[kind]:
+            del self._images[kind], self._work[kind]
