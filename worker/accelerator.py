@@ -82,9 +82,9 @@ class Accelerator:
         return given if given.suffix == ".safetensors" else None
 
     @property
-    def rows(self) -> int:
-        """Rows of a step of a job that leaves its guidance out."""
-        return 1 if self.kind.guidance[0] == 1 else 2
+    def usual(self) -> tuple[int, int]:
+        """Steps, and rows of each, of a job that leaves steps and guidance out."""
+        return self.steps, 1 if self.kind.guidance[0] == 1 else 2
 
     def fit(self, job: Job) -> Job:
         """The job with these settings where it has the usual ones, of the same digest.
