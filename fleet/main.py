@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
 import itertools
 import os
@@ -18,6 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from fleet import console, health
+from imagefleet import errors
 from imagefleet.telemetry import logs
 
 #: The commands and groups of commands, with their lines in the help.
@@ -86,8 +86,6 @@ STORAGE_OPTIONS = {
     "--sas-file": "File of these tokens, which is read again when it changes",
     "--broker-url": "Service that issues them to workers on SaladCloud",
 }
-
-_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 #: `Invalid value for '--jobs': Input should be ...`, which settings report without these words.
 _INVALID_VALUE = re.compile(r"^Invalid value for '([^']+)': (?:Input |Value error, )?")
@@ -287,7 +285,7 @@ def main() -> None:
         code = console.EXIT_INTERRUPTED
     except OSError as error:
         code = console.EXIT_UNEXPECTED
-        if error.errno in _DISK_FULL:
+        if error.errno in errors.DISK_FULL:
             place = error.filename or "the output"
             console.report_error(f"the disk is full: cannot write {place}; free some space", code)
         else:

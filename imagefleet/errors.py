@@ -13,7 +13,11 @@ The docstring of a class is its default message.
 
 from __future__ import annotations
 
+import errno
 import inspect
+
+#: `OSError.errno` of a write that failed for want of space.
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class FleetError(Exception):

@@ -1,12 +1,12 @@
-"""The figures of `imagefleet score`: its JSON, the FID-CLIP curve as SVG, and the axes of plots."""
+"""The figures of `imagefleet score`: its JSON, the FID-CLIP curve as SVG, and plots like it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
@@ -33,6 +33,17 @@ FIGURES = {"fid": 3, "kid": 5, "clip": 3, "cmmd": 4}
 _NAMED = 3
 
 Interval = tuple[float, float]
+
+
+class Point(NamedTuple):
+    """A point of a plot with the intervals of both figures, its label and its tooltip."""
+
+    x: float
+    y: float
+    x_interval: Interval
+    y_interval: Interval
+    label: str
+    title: str
 
 
 class GroupScores(BaseModel, extra="ignore", frozen=True, allow_inf_nan=False):
@@ -146,32 +157,52 @@ def _name(group: GroupScores) -> str:
 
 def svg(scores: Scores) -> str:
     """FID over the CLIP score, each point with its guidance; "" without both figures."""
-    lines = series(scores)
-    spans = [_span(group) for groups in lines.values() for group in groups]
-    if not spans:
+    lines = {name: list(map(_point, groups)) for name, groups in series(scores).items()}
+    title, few = f"FID and CLIP score of {scores.campaign}", _few(scores) if scores.small else ""
+    return plot(lines, title, "CLIP score", "FID", few)
+
+
+def _point(group: GroupScores) -> Point:
+    clip, fid = group.clip or 0.0, group.fid or 0.0
+    return Point(
+        clip,
+        fid,
+        group.clip_interval or (clip, clip),
+        group.fid_interval or (fid, fid),
+        "" if group.cfg_scale is None else f"{group.cfg_scale:g}",
+        f"{group.group}: FID {group.shown('fid')}, CLIP {group.shown('clip')}",
+    )
+
+
+def plot(
+    lines: Mapping[str, Sequence[Point]], title: str, x_name: str, y_name: str, note: str = ""
+) -> str:
+    """Named lines as SVG; "" without points."""
+    points = [point for line in lines.values() for point in line]
+    if not points:
         return ""
-    x = _Axis([end for clip, _ in spans for end in clip], _LEFT, _WIDTH - _RIGHT)
-    y = _Axis([end for _, fid in spans for end in fid], _HEIGHT - _BOTTOM, _TOP)
+    x = _Axis([end for point in points for end in point.x_interval], _LEFT, _WIDTH - _RIGHT)
+    y = _Axis([end for point in points for end in point.y_interval], _HEIGHT - _BOTTOM, _TOP)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" {_LOOK}>',
-        f"<title>FID and CLIP score of {escape(scores.campaign)}</title>",
+        f"<title>{escape(title)}</title>",
         # A picture by itself has no page whose colours it could take.
         "<style>svg:root { color: #1c1d21; background: #fff; }</style>",
-        *_grid(x, y),
+        *_grid(x, y, escape(x_name), escape(y_name)),
     ]
-    for number, (name, groups) in enumerate(lines.items()):
+    for number, (name, line) in enumerate(lines.items()):
         colour = _COLOURS[number % len(_COLOURS)]
-        places = [(x.place(clip), y.place(fid)) for clip, fid in map(_place, groups)]
-        path = " ".join(f"{across:.1f},{down:.1f}" for across, down in places)
+        path = " ".join(f"{x.place(point.x):.1f},{y.place(point.y):.1f}" for point in line)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        for group in groups:
-            parts += _point(group, x, y, colour)
+        for point in line:
+            parts += _drawn(point, x, y, colour)
         if len(lines) > 1:
             down = _TOP + 16 * number
             parts.append(f'<text x="{_LEFT + 8}" y="{down}" fill="{colour}">{escape(name)}</text>')
-    if scores.small:
-        few = escape(_few(scores))
-        parts.append(f'<text x="{_WIDTH - _RIGHT}" y="{_TOP}" text-anchor="end">{few}</text>')
+    if note:
+        parts.append(
+            f'<text x="{_WIDTH - _RIGHT}" y="{_TOP}" text-anchor="end">{escape(note)}</text>'
+        )
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -183,17 +214,7 @@ class _Axis:
         self.marks = nice_ticks(begin, end)
 
 
-def _place(group: GroupScores) -> tuple[float, float]:
-    return group.clip or 0.0, group.fid or 0.0
-
-
-def _span(group: GroupScores) -> tuple[Interval, Interval]:
-    """From where to where the intervals reach; from the point to itself without."""
-    clip, fid = _place(group)
-    return group.clip_interval or (clip, clip), group.fid_interval or (fid, fid)
-
-
-def _grid(x: _Axis, y: _Axis) -> list[str]:
+def _grid(x: _Axis, y: _Axis, x_name: str, y_name: str) -> list[str]:
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
     parts = [
         f'<path d="M{_LEFT} {y.place(mark):.1f}H{right}" stroke="currentColor" opacity=".15"/>'
@@ -209,26 +230,21 @@ def _grid(x: _Axis, y: _Axis) -> list[str]:
     middle = (_TOP + bottom) / 2
     return [
         *parts,
-        f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 12}" {_MIDDLE}>CLIP score</text>',
-        f'<text transform="translate(16 {middle}) rotate(-90)" {_MIDDLE}>FID</text>',
+        f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 12}" {_MIDDLE}>{x_name}</text>',
+        f'<text transform="translate(16 {middle}) rotate(-90)" {_MIDDLE}>{y_name}</text>',
     ]
 
 
-def _point(group: GroupScores, x: _Axis, y: _Axis, colour: str) -> list[str]:
-    clip, fid = _place(group)
-    across, down = x.place(clip), y.place(fid)
-    (left, right), (low, high) = _span(group)
+def _drawn(point: Point, x: _Axis, y: _Axis, colour: str) -> list[str]:
+    across, down = x.place(point.x), y.place(point.y)
+    (left, right), (low, high) = point.x_interval, point.y_interval
     cross = f"M{x.place(left):.1f} {down:.1f}H{x.place(right):.1f}"
     cross += f"M{across:.1f} {y.place(low):.1f}V{y.place(high):.1f}"
-    guidance = "" if group.cfg_scale is None else f"{group.cfg_scale:g}"
-    title = (
-        f"<title>{escape(group.group)}: FID {group.shown('fid')}, CLIP {group.shown('clip')}"
-        "</title>"
-    )
+    title = f"<title>{escape(point.title)}</title>"
     return [
         f'<path d="{cross}" stroke="{colour}" opacity=".5"/>',
         f'<circle cx="{across:.1f}" cy="{down:.1f}" r="4" fill="{colour}">{title}</circle>',
-        f'<text x="{across + 7:.1f}" y="{down - 7:.1f}">{guidance}</text>',
+        f'<text x="{across + 7:.1f}" y="{down - 7:.1f}">{escape(point.label)}</text>',
     ]
 
 

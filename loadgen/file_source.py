@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, TypedDict, Unpack, cast
 
 from imagefleet import errors
 from imagefleet.job import sizes
@@ -125,8 +125,20 @@ class MendedMessage(str):
     __slots__ = ()
 
 
+class Terms(TypedDict, total=False):
+    """What jobs are made of a file; a template has no use for a report."""
+
+    count: int | None
+    """The most entries; by default all."""
+    report: Report | None
+    """Is told of each row that is no job."""
+    signer: JobSigner | None
+    campaign: str | None
+    """That of jobs without one."""
+
+
 class _EntrySource(abc.ABC):
-    """Jobs from the entries of a format: signed by *signer*, of *campaign* where a job has none."""
+    """Jobs from the entries of a format."""
 
     identity: str
     ids: str
@@ -134,19 +146,12 @@ class _EntrySource(abc.ABC):
     count: int | None
     _can_be_read_again = True
 
-    def __init__(
-        self,
-        name: str,
-        form: Format,
-        report: Report | None,
-        signer: JobSigner | None,
-        campaign: str | None,
-    ) -> None:
+    def __init__(self, name: str, form: Format, terms: Terms) -> None:
         self._name = name
         self._form = form
-        self.report = report or Report()
-        self._signer = signer
-        self._campaign = campaign
+        self.report = terms.get("report") or Report()
+        self._signer = terms.get("signer")
+        self._campaign = terms.get("campaign")
         self.mended = 0
         """Jobs of the messages so far that had failed, as `imagefleet failed --export` notes it."""
         self.empty = 0
@@ -233,17 +238,8 @@ class FileSource(_EntrySource):
 
     count: int
 
-    def __init__(
-        self,
-        path: Path,
-        form: Format = FORMATS["jsonl"],
-        *,
-        count: int | None = None,
-        report: Report | None = None,
-        signer: JobSigner | None = None,
-        campaign: str | None = None,
-    ) -> None:
-        super().__init__(str(path), form, report, signer, campaign)
+    def __init__(self, path: Path, form: Format = FORMATS["jsonl"], **terms: Unpack[Terms]) -> None:
+        super().__init__(str(path), form, terms)
         # The same bytes are other jobs in another format.
         person = b"" if form.name == "jsonl" else form.name.encode()
         self._file = UnchangedFile(path, form)
@@ -252,9 +248,10 @@ class FileSource(_EntrySource):
             hasher = hashlib.file_digest(stream, new_hash)
         with self._opened() as stream:
             entries = form.count(stream)
-        if campaign is not None:
-            hasher.update(f" campaign={campaign}".encode())
+        if self._campaign is not None:
+            hasher.update(f" campaign={self._campaign}".encode())
         self.identity = self.ids = hasher.hexdigest()
+        count = terms.get("count")
         self.count = entries if count is None else min(count, entries)
 
     def describe(self) -> str:
@@ -271,19 +268,12 @@ class StreamSource(_EntrySource):
     _can_be_read_again = False
 
     def __init__(
-        self,
-        stream: io.BufferedReader,
-        form: Format = FORMATS["jsonl"],
-        *,
-        count: int | None = None,
-        report: Report | None = None,
-        signer: JobSigner | None = None,
-        campaign: str | None = None,
+        self, stream: io.BufferedReader, form: Format = FORMATS["jsonl"], **terms: Unpack[Terms]
     ) -> None:
-        super().__init__("standard input", form, report, signer, campaign)
+        super().__init__("standard input", form, terms)
         self._stream = stream
         self.identity = self.ids = uuid.uuid4().hex
-        self.count = count
+        self.count = terms.get("count")
 
     def describe(self) -> str:
         """Describes nothing: how much there is shows at its end."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
-from typing import cast
+from typing import Unpack, cast
 
 from imagefleet import errors
-from imagefleet.signing import JobSigner
 from loadgen import template
-from loadgen.file_source import FORMATS, FileSource, StreamSource, find_format
-from loadgen.rejects import Report
+from loadgen.file_source import FORMATS, FileSource, StreamSource, Terms, find_format
 from loadgen.template_source import TemplateSource
 
 #: Messages by position, None for a position without one; the same identity means the same messages.
@@ -21,36 +19,24 @@ _STREAMED = {name: form for name, form in FORMATS.items() if form.is_stream}
 
 
 def open_source(
-    name: str,
-    *,
-    form: str | None = None,
-    count: int | None = None,
-    seed: int | None = None,
-    report: Report | None = None,
-    signer: JobSigner | None = None,
-    campaign: str | None = None,
+    name: str, *, form: str | None = None, seed: int | None = None, **terms: Unpack[Terms]
 ) -> Source:
-    """The source for a file's name, of jobs signed by *signer*; `-` is standard input.
+    """The source for a file's name; `-` is standard input. *form* overrides what the name tells.
 
-    *campaign* is for jobs without one. *form* overrides what the name tells. *report* is told of
-    each row that is no job, and whether such rows are skipped; else they are a SetupError.
+    The report of the *terms* says whether rows that are no jobs are skipped; else they are a
+    SetupError.
     """
-    path = Path(name)
+    path, report = Path(name), terms.get("report")
     if form is None and path.suffix in template.SUFFIXES:
         if report is not None and (report.skips or report.rejects):
             flag = "--skip-invalid" if report.skips else "--rejects"
             raise errors.SetupError(f"{flag} is for files of jobs, not for templates")
-        return TemplateSource(path, count=count, seed=seed, signer=signer, campaign=campaign)
+        return TemplateSource(path, seed=seed, **terms)
     if seed is not None:
         raise errors.SetupError("--seed is for templates, not for files of jobs")
     if name == "-":
-        return StreamSource(
-            cast("io.BufferedReader", sys.stdin.buffer),
-            find_format(path, form or "jsonl", _STREAMED),
-            count=count,
-            report=report,
-            signer=signer,
-            campaign=campaign,
-        )
+        stream = cast("io.BufferedReader", sys.stdin.buffer)
+        found = find_format(path, form or "jsonl", _STREAMED)
+        return StreamSource(stream, found, **terms)
     found = find_format(path, form, other_suffixes=template.SUFFIXES)
-    return FileSource(path, found, count=count, report=report, signer=signer, campaign=campaign)
+    return FileSource(path, found, **terms)

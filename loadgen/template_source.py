@@ -10,15 +10,15 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Unpack
 
 from pydantic import ValidationError
 
 from imagefleet import errors, validation
 from imagefleet.job import sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
-from imagefleet.signing import JobSigner
 from loadgen import sweep, template
-from loadgen.file_source import ID_BYTES, OnJob, digest
+from loadgen.file_source import ID_BYTES, OnJob, Terms, digest
 from loadgen.sweep import Sweep
 from loadgen.template import Draw, Patterns
 
@@ -30,17 +30,10 @@ _WORD_CHARACTERS = 24
 
 
 class TemplateSource:
-    def __init__(
-        self,
-        path: Path,
-        *,
-        count: int | None = None,
-        seed: int | None = None,
-        signer: JobSigner | None = None,
-        campaign: str | None = None,
-    ) -> None:
+    def __init__(self, path: Path, *, seed: int | None = None, **terms: Unpack[Terms]) -> None:
+        campaign, count = terms.get("campaign"), terms.get("count")
         self._path = path
-        self._signer = signer
+        self._signer = terms.get("signer")
         read, content = template.read_template(path)
         self._seed = read.seed if seed is None else seed
         self._fixed, fields = sweep.read(read.job)

@@ -14,9 +14,8 @@ from typing import Any
 from imagefleet import errors
 from imagefleet.job import samplers
 from imagefleet.job.message import Job
-
-#: Sigmas of timesteps that end where a step ends, such as 999, 749, 499 and 249.
-_SCHEDULE = "SGM Uniform"
+from imagefleet.job.samplers import Sampler
+from worker.settings import WorkerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +28,18 @@ class Kind:
     samplers: tuple[str, ...]
     steps: tuple[int, int]
     guidance: tuple[float, float] = (1.0, 1.0)
+    schedule: str = "SGM Uniform"
+    """Of timesteps that end where a step ends, such as 999, 749, 499 and 249."""
 
 
 #: By their makers' descriptions. The first that fits a file's name: Hyper-SD's CFG-preserved files
-#: are drawn with guidance, and DMD2 "will not behave" with other samplers than LCM.
+#: are drawn with guidance, and DMD2 "will not behave" with other samplers than LCM, which takes its
+#: timesteps whole in Turbo alone.
 KINDS = (
     Kind("Hyper-SD with CFG", r"hyper.*cfg", ("Euler", "TCD"), (8, 12), (5.0, 8.0)),
     Kind("Hyper-SD", r"hyper", ("Euler", "TCD"), (1, 8)),
     Kind("SDXL-Lightning", r"lightning", ("Euler",), (2, 8)),
-    Kind("DMD2", r"dmd", ("LCM",), (1, 8), (1.0, 2.0)),
+    Kind("DMD2", r"dmd", ("LCM",), (1, 8), (1.0, 2.0), "Turbo"),
     Kind("PCM", r"pcm", ("Euler",), (2, 16), (1.0, 8.0)),
     Kind("LCM", r"lcm", ("LCM", "Euler a"), (2, 8), (1.0, 2.0)),
     Kind("few steps", r"few[-_ ]?steps", ("Euler",), (1, 8)),  # the demo's
@@ -79,39 +81,74 @@ class Accelerator:
         given = Path(self.source).expanduser()
         return given if given.suffix == ".safetensors" else None
 
+    @property
+    def rows(self) -> int:
+        """Rows of a step of a job that leaves its guidance out."""
+        return 1 if self.kind.guidance[0] == 1 else 2
+
     def fit(self, job: Job) -> Job:
         """The job with these settings where it has the usual ones, of the same digest.
 
         Raises JobError if it has others that contradict.
         """
         kind, given = self.kind, job.given_fields
-        schedule = samplers.check_scheduler(given.get("scheduler"))
-        if schedule in {None, "Automatic"}:
-            schedule = _SCHEDULE
-        sampler = samplers.find(given.get("sampler_name", kind.samplers[0]), schedule)
-        if sampler.title not in kind.samplers or sampler.schedule_type not in {None, _SCHEDULE}:
-            taken = f"{' or '.join(kind.samplers)} with {_SCHEDULE}"
-            raise self._refusal(f"the sampler is {sampler.name}", taken)
-        steps, (least, most) = given.get("steps", self.steps), kind.steps
-        if not least <= steps <= most:
-            raise self._refusal(f"steps is {steps}", f"{least} to {most}")
-        scale, (low, high) = given.get("cfg_scale", kind.guidance[0]), kind.guidance
-        if not low <= scale <= high:
-            taken = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-            raise self._refusal(f"cfg_scale is {scale:g}", taken)
+        name = given.get("sampler_name", kind.samplers[0])
+        sampler = self._sampler("the sampler", name, given.get("scheduler"))
+        steps = given.get("steps", self.steps)
+        self._check("steps", steps, kind.steps)
+        scale = given.get("cfg_scale", kind.guidance[0])
+        self._check("cfg_scale", scale, kind.guidance)
+        weight = scale * job.parsed_prompt.weight
+        self._check("cfg_scale times the prompt's own weight", weight, kind.guidance)
         fields: dict[str, Any] = {
             "sampler_name": sampler.title,
-            "scheduler": _SCHEDULE,
+            "scheduler": kind.schedule,
             "steps": steps,
             "cfg_scale": scale,
         }
+        if job.enable_hr:
+            fields |= self._fit_second_pass(job, sampler, scale)
         drawn = job.model_copy(update=fields)
         # Its name in the storage and in the records: it is another's by no more than this worker.
         vars(drawn).update(digest=job.digest, stage_digest=job.stage_digest)
         return drawn
+
+    def _fit_second_pass(self, job: Job, first: Sampler, scale: float) -> dict[str, Any]:
+        kind, name = self.kind, job.hr_sampler_name
+        second = self._sampler("hr_sampler_name", name or first.title, job.hr_scheduler)
+        if job.hr_second_pass_steps:
+            self._check("hr_second_pass_steps", job.hr_second_pass_steps, kind.steps)
+        own, _ = job.hires_prompts
+        if own is not None:
+            weight = scale * own.weight
+            self._check("cfg_scale times the weight of hr_prompt", weight, kind.guidance)
+        return {"hr_sampler_name": name and second.title, "hr_scheduler": None}
+
+    def _sampler(self, field: str, name: str, scheduler: str | None) -> Sampler:
+        schedule = samplers.check_scheduler(scheduler)
+        if schedule in {None, "Automatic"}:
+            schedule = self.kind.schedule
+        sampler = samplers.find(name, schedule)
+        usual = {None, self.kind.schedule}
+        if sampler.title not in self.kind.samplers or sampler.schedule_type not in usual:
+            taken = f"{' or '.join(self.kind.samplers)} with {self.kind.schedule}"
+            raise self._refusal(f"{field} is {sampler.name}", taken)
+        return sampler
+
+    def _check(self, field: str, value: float, limits: tuple[float, float]) -> None:
+        low, high = limits
+        if not low <= value <= high:
+            taken = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+            raise self._refusal(f"{field} is {value:g}", taken)
 
     def _refusal(self, given: str, taken: str) -> errors.JobError:
         return errors.JobError(
             f"{given}, and this worker draws with {self.name[:40]!r}, an accelerator of the kind"
             f" {self.kind.title}, which takes {taken}: leave it out of the job"
         )
+
+
+def is_unguided(settings: WorkerSettings) -> bool:
+    """Whether a worker draws jobs that say nothing without guidance."""
+    source = settings.accelerator
+    return source is not None and Accelerator.of(source).kind.guidance[0] == 1

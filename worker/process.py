@@ -19,6 +19,7 @@ from imagefleet.storage.proofs import Prover, machine_of
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.telemetry import logs, probes, push
 from worker import progress, replica, tasks
+from worker.accelerator import is_unguided
 from worker.engine import contract, load
 from worker.files import check, model
 from worker.files.kernels import cache as kernels
@@ -222,7 +223,10 @@ class _Worker:
             if await tasks.run_until(self._stop, finding):
                 models = finding.result() if self._load is None else None
                 async with kernels.fetching(
-                    self._first_model, storage.files, self._metrics.set_kernels
+                    self._first_model,
+                    storage.files,
+                    self._metrics.set_kernels,
+                    may_share=self._metadata is None,  # not from strangers' machines
                 ) as self._kernels:
                     await self._pipeline.run(self._stop, self._hurry, models)
 
@@ -375,6 +379,7 @@ def _engine_settings(checkpoint: Checkpoint, accelerator: Path | None) -> load.E
         config=settings.config,
         prediction_type=check.prediction_type(path),
         accelerator=accelerator,
+        is_unguided=is_unguided(settings),
         taesd=settings.taesd,
         slots=settings.slots,
         compile="off" if settings.compile == "off" else "background",

@@ -27,8 +27,8 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     ),
     "GPU": ("gpus", "device", "slots", "compile", "kernels", "fp16_accumulate"),
     "Jobs and leases": (
-        *("trusted_key", "input_campaigns", "lease_seconds", "max_attempts", "prefetch_seconds"),
-        *("grace_seconds", "until_empty"),
+        *("trusted_key", "signing_key", "input_campaigns", "lease_seconds", "max_attempts"),
+        *("prefetch_seconds", "grace_seconds", "until_empty"),
     ),
     "Node": ("start_up_seconds", "min_images_per_second", "host", "port"),
     "Cost and labels": ("name", "group", "gpu", "priority", "price_per_hour", "price_file"),
@@ -105,7 +105,8 @@ class WorkerSettings(TelemetrySettings):
     taesd: Path | None = Field(
         default=None,
         description="Folder of a tiny autoencoder (TAESD) in diffusers format, of the model's"
-        " family, that decodes the images in place of the VAE: faster, visibly softer.",
+        " family, that decodes in place of the VAE, unless a job asks for that: faster, visibly"
+        " softer.",
     )
     lora_directory: Path | None = Field(
         default=None,
@@ -161,6 +162,12 @@ class WorkerSettings(TelemetrySettings):
         description="Public key (`imagefleet keys mint signing`) with which each job, and the"
         " list of LoRAs and models, must be signed; several, separated by commas, during a change"
         " of keys. By default nothing need be signed.",
+    )
+    signing_key: Path | None = Field(
+        default=None,
+        description="File of the private key (`imagefleet keys mint signing`) that signs, for"
+        " workers with --trusted-key, jobs, the lists of files, and, on a worker, the kernels that"
+        " it shares: only on machines of your own.",
     )
     input_campaigns: str = Field(
         default="own",

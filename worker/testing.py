@@ -30,6 +30,7 @@ class StandInEngine:
 
     model_name = "stand-in"
     family = "sd1"
+    is_unguided = False
     text_encoder: str | None = None
 
     def __init__(

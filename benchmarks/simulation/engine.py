@@ -45,6 +45,7 @@ class SimulatedEngine:
     family = "sd1"
     text_encoder: str | None = None
     default_size = (512, 512)
+    is_unguided = False
     self_check: contract.SelfCheck | None = None
 
     def __init__(

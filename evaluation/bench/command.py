@@ -37,9 +37,9 @@ def command(
 ) -> None:
     """Measures this machine's speed.
 
-    engine: images/s with another LoRA per job, without LoRA, and for a whole worker, for 15 Euler
-    ancestral steps with guidance; the share of the limit that this machine's matrix products set;
-    and images per dollar.
+    engine: images/s with another LoRA per job, without LoRA, without guidance, and for a whole
+    worker, for Euler ancestral steps; the share of the limit that this machine's matrix products
+    set; and images per dollar.
 
     latency: the seconds from a prompt to its images, with another LoRA for each. Each number of
     images has an engine with as many slots: on a GPU it is compiled first, which takes minutes.
@@ -91,10 +91,12 @@ def _measure_engine(asked: Asked) -> dict[str, Any]:
         step("creating the LoRAs" if asked.model else "creating the model and the LoRAs", 1)
         setup = bench_engine.prepare(asked.model, Path(name), asked.device, family=asked.family)
         report = bench_engine.measure(setup, asked, step)
-    per_hour = report["worker_images_per_second"] * _SECONDS_PER_HOUR
+    per_dollar = _SECONDS_PER_HOUR / price if price else None
     return report | {
         "dollars_per_hour": price,
-        "images_per_dollar": per_hour / price if price else None,
+        "images_per_dollar": per_dollar and per_dollar * report["worker_images_per_second"],
+        "unguided_images_per_dollar": per_dollar
+        and per_dollar * report["unguided_images_per_second"],
     }
 
 
@@ -153,7 +155,8 @@ def _show(report: Mapping[str, Any]) -> None:
             " {over_diffusers_peft:.1f}x as fast"
         )
     rows["images per dollar"] = (
-        "{images_per_dollar:,.0f} at ${dollars_per_hour:g}/h"
+        "{images_per_dollar:,.0f} at ${dollars_per_hour:g}/h; engine without guidance"
+        " {unguided_images_per_dollar:,.0f}"
         if report["images_per_dollar"] is not None
         else "unknown price: give --price-per-hour or --gpu"
     )

@@ -190,7 +190,9 @@ class _EngineRun:
                 fp16_accumulate=asked.fp16_accumulate,
             )
         )
-        self.workload = replace(self._setup.workload, sizes=(engine.default_size,))
+        given = self._setup.workload
+        steps = (asked.steps,) if asked.steps else given.steps
+        self.workload = replace(given, sizes=(engine.default_size,), steps=steps)
         draw_a_round(engine, self.workload)
         self.ready_seconds = time.monotonic() - began_at
         self.width = engine.slots

@@ -38,7 +38,9 @@ class Asked:
         min=0.1,
     )
     steps: int | None = option(
-        "latency, scaling: of each image. [default: 15 of SD1.5, else 20]", min=1, max=150
+        "Of each image. [default: engine 15, latency the family's, scaling 20]",
+        min=1,
+        max=150,
     )
     set_: list[str] | None = option(
         "scaling: a field of each job, sampler_name=PLMS say; repeatable.",
@@ -76,7 +78,7 @@ class Shown:
 _OF_ALL = frozenset({"model", "device"})
 _OF: dict[Kind, frozenset[str]] = {
     "engine": _OF_ALL
-    | {"family", "slots", "seconds", "baseline", "fp16_accumulate"}
+    | {"family", "slots", "seconds", "steps", "baseline", "fp16_accumulate"}
     | {"price_per_hour", "gpu", "priority"},
     "latency": _OF_ALL | {"family", "steps"},
     "scaling": _OF_ALL | {"slots", "steps", "seconds", "set_", "workers"},

@@ -19,6 +19,7 @@ from fleet.files.stored import Report
 from imagefleet import errors, likeness
 from imagefleet.likeness import Fingerprint
 from imagefleet.storage.open import open_storage
+from worker.accelerator import is_unguided
 from worker.engine import contract, load
 from worker.files import check, model
 from worker.files.kernels import archive
@@ -221,8 +222,9 @@ def _compile(settings: WorkerSettings, folder: Path) -> None:
     """Compiles into the *folder*; raises SetupError if torch has kept nothing."""
     path = model.local_path(settings)
     check.check_path(path)
-    names = ("device", "precision", "config", "slots", "fp16_accumulate")
-    _engine(path, compile="auto", **{name: getattr(settings, name) for name in names}).close()
+    names = ("device", "precision", "config", "taesd", "slots", "fp16_accumulate")
+    own = {name: getattr(settings, name) for name in names}
+    _engine(path, compile="auto", is_unguided=is_unguided(settings), **own).close()
     if not any(folder.glob("fxgraph/*/*/*")):
         raise errors.SetupError(
             f"torch kept no kernels in {folder}: it could not compile (the warnings above say why),"

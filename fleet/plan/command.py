@@ -56,6 +56,9 @@ class Machines:
     images_per_second: float | None = option("Speed of one replica.", min=0.0001, metavar="NUMBER")
     bench: options.BenchReports = None
     replicas: int | None = option("Number of replicas.", min=1, metavar="COUNT")
+    accelerator: str | None = option(
+        "The workers' --accelerator, whose steps and guidance count.", metavar="FILE|NAME"
+    )
 
 
 @options.flat
@@ -84,7 +87,7 @@ def command(
     """
     if machines.replicas is not None and deadline is not None:
         raise errors.SetupError("give --replicas or --deadline, not both")
-    works = _works(batch)
+    works = _works(batch, machines.accelerator)
     table = prices.read_table(machines.prices_path)
     mix = mix_of(machines, works, table, prices.as_priority(priority))
     images = sum(work.images for work in works)
@@ -138,13 +141,14 @@ def mix_of(
     return mix
 
 
-def _works(batch: Batch) -> list[Work]:
+def _works(batch: Batch, accelerator: str | None) -> list[Work]:
     """The batch by model, of a file or of so many jobs."""
-    models = read_models(batch.model or [], batch.family)
+    models = read_models(batch.model or [], batch.family, accelerator)
     if batch.file is None:
         if batch.jobs is None:
             raise errors.SetupError("give the batch: --jobs COUNT, or a FILE of jobs")
-        return of_count(batch.jobs, batch.images_per_job or 1, models.family_of(None))
+        images = batch.images_per_job or 1
+        return of_count(batch.jobs, images, models.family_of(None), models.accelerator)
     if batch.images_per_job is not None:
         raise errors.SetupError("--images-per-job goes with --jobs: the jobs of FILE say it")
     with reading(Path(batch.file), "reading", is_shown=True):

@@ -10,6 +10,7 @@ from imagefleet import errors
 from imagefleet.job.message import Job
 from imagefleet.pricing import families
 from loadgen.sources import Source
+from worker.accelerator import Accelerator
 from worker.files import check
 
 
@@ -29,10 +30,18 @@ class Work:
         return self.tflop / self.images
 
 
-def of_count(jobs: int, images_per_job: int, family: families.Family) -> list[Work]:
-    """The work of so many jobs of the family's own size and steps."""
+def of_count(
+    jobs: int,
+    images_per_job: int,
+    family: families.Family,
+    accelerator: Accelerator | None = None,
+) -> list[Work]:
+    """The work of so many jobs of the family's own size, and steps without an accelerator's."""
     images = jobs * images_per_job
-    return [Work(None, family, jobs, images, images * family.image_tflop())]
+    tflop = family.image_tflop()
+    if accelerator is not None:
+        tflop = family.image_tflop(steps=accelerator.steps, rows=accelerator.rows)
+    return [Work(None, family, jobs, images, images * tflop)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +50,8 @@ class Models:
 
     by_name: Mapping[str, families.Family]
     others: families.Family | None
+    accelerator: Accelerator | None = None
+    """What all jobs are drawn with."""
 
     def family_of(self, model: str | None) -> families.Family:
         """Raises SetupError for a model whose family nothing tells."""
@@ -54,7 +65,7 @@ class Models:
         return family or families.SD1
 
 
-def read_models(given: Sequence[str], family: str | None) -> Models:
+def read_models(given: Sequence[str], family: str | None, accelerator: str | None = None) -> Models:
     """Models given as NAME=FAMILY or checkpoints; raises SetupError for what is neither."""
     by_name = {}
     for text in given:
@@ -71,13 +82,19 @@ def read_models(given: Sequence[str], family: str | None) -> Models:
                 f"--model {str(path)!r}: should be NAME={'|'.join(families.FAMILIES)}, or the path"
                 " of a checkpoint"
             )
-    return Models(by_name, None if family is None else families.find(family))
+    others = None if family is None else families.find(family)
+    return Models(by_name, others, Accelerator.of(accelerator) if accelerator else None)
 
 
 def add_stages(found: dict[str | None, Work], models: Models, job: Job, jobs: int = 1) -> None:
-    """Adds *jobs* such jobs to *found*, stage by stage; raises JobError for impossible sizes."""
+    """Adds *jobs* such jobs to *found*, stage by stage.
+
+    Raises JobError for impossible sizes, and for what contradicts the accelerator.
+    """
     before: families.Size | None = None
     for stage in job.stages_left():
+        if models.accelerator is not None and not stage.only_upscales:
+            stage = models.accelerator.fit(stage)  # noqa: PLW2901 - as the worker does
         work = found.get(stage.model)
         if work is None:
             work = found[stage.model] = Work(stage.model, models.family_of(stage.model))

@@ -30,6 +30,7 @@ from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobStore
 
 
+@dataclass(frozen=True, slots=True)
 class JobFinder:
     """The messages that draw images again; *given* by their job's key.
 
@@ -37,35 +38,27 @@ class JobFinder:
     given take the place of the images' own jobs.
     """
 
-    def __init__(
-        self,
-        blobs: BlobStore,
-        given: Mapping[str, str],
-        check: Check = NO_CHECK,
-        *,
-        are_others: bool = False,
-    ) -> None:
-        self._are_others = are_others
-        self._blobs = blobs
-        self._given = given
-        self._check = check
-        self._duplicates: dict[str, list[str]] = defaultdict(list)
+    blobs: BlobStore
+    given: Mapping[str, str]
+    check: Check = NO_CHECK
+    are_others: bool = field(default=False, kw_only=True)
+    _duplicates: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list), init=False)
 
     async def list_duplicates(self, prefix: str) -> None:
         """Lists the duplicates of images whose names begin so, before their jobs are asked for."""
-        async for name in self._blobs.names(DUPLICATES + prefix):
+        async for name in self.blobs.names(DUPLICATES + prefix):
             self._duplicates[name.removeprefix(DUPLICATES).rpartition("/")[0]].append(name)
 
     async def message(self, name: str, data: bytes) -> str:
         """The message of the job that draws image *name*; raises JobError unless it is one."""
-        given = self._given.get(name.rpartition(".")[0].partition(SEPARATOR)[0])
-        if given is not None and (self._are_others or draws(read_job(given, "none"), name)):
+        given = self.given.get(name.rpartition(".")[0].partition(SEPARATOR)[0])
+        if given is not None and (self.are_others or draws(read_job(given, "none"), name)):
             return given
         files = [data]
         for duplicate in self._duplicates.get(name, ()):
             with contextlib.suppress(errors.UnusableFileError):
-                files.append(await self._blobs.read(duplicate, MAX_IMAGE_BYTES) or b"")
-        jobs = filter(None, (picture.job_in(file, self._check.sendable) for file in files))
+                files.append(await self.blobs.read(duplicate, MAX_IMAGE_BYTES) or b"")
+        jobs = filter(None, (picture.job_in(file, self.check.sendable) for file in files))
         found = {job.to_message(): message for message, job in jobs if draws(job, name)}
         if len(found) > 1:
             raise errors.JobError(
@@ -73,10 +66,10 @@ class JobFinder:
             )
         if not found:
             signed = ""
-            if self._check.trusted is not None:
+            if self.check.trusted is not None:
                 signed = " whose signature with a trusted key still holds"
             raise errors.JobError(f"it has no job in it{signed}: give its job with --jobs")
-        return self._check.dated(found.popitem()[1])
+        return self.check.dated(found.popitem()[1])
 
 
 def draws(job: Job, name: str) -> bool:

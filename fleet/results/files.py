@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import sqlite3
@@ -11,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from imagefleet import errors
-
-_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @contextlib.contextmanager
@@ -39,7 +36,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _DISK_FULL:
+        if error.errno in errors.DISK_FULL:
             raise
         place = error.filename or path
         raise errors.SetupError(f"cannot write {place}: {error.strerror or error}") from None

@@ -298,6 +298,11 @@ def name_of(text: str) -> str:
 
 def _check_setting(setting: str, value: _Value) -> None:
     """Refuses a value that every worker would refuse, before it reaches hundreds of nodes."""
+    if setting == "signing_key":
+        raise ValueError(
+            "environment: IMAGEFLEET_SIGNING_KEY is not for machines of strangers: what it signs,"
+            " workers draw and run"
+        )
     if isinstance(value, SecretSource):
         return
     # Alone, since the whole model would also read this machine's variables.

@@ -23,6 +23,7 @@ from imagefleet import errors
 from imagefleet.concurrency import RetryPolicy
 from imagefleet.pricing import families, prices
 from imagefleet.telemetry import logs
+from worker.accelerator import Accelerator
 
 log = logs.EventLog(__name__)
 
@@ -197,7 +198,11 @@ def _assumed_speed(file: salad_file.FleetFile, images_per_job: int) -> scaler.Sp
     records = [prices.ASSUMED_IMAGES_PER_SECOND.get(each.name) for each in classes]
     served = file.served_models()
     family = served[0].family if served else families.SD1
-    known = [family.images_per_second(record) for record in records if record]
+    steps, rows = family.steps, 2
+    if name := file.environment.get(options.variable("accelerator")):
+        accelerator = Accelerator.of(str(name))
+        steps, rows = accelerator.steps, accelerator.rows
+    known = [family.images_per_second(record, steps, rows) for record in records if record]
     return scaler.Speed(min(known) / images_per_job, "assumed") if known else None
 
 

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -111,36 +111,29 @@ class Speeds:
         return Speed(by_queue, "measured by the queue (lower bound)") if by_queue else None
 
 
+@dataclass(eq=False)
 class Scaler:
     """Scales one fleet by its queue and its budget."""
 
-    def __init__(
-        self,
-        goal: Goal,
-        fleet: deployment.Deployment,
-        storage: Storage,
-        ledger_path: Path,
-        speeds: Speeds,
-        *,
-        is_dry_run: bool = False,
-        clock: Callable[[], float] | None = None,
-        wall_clock: Callable[[], float] = time.time,
-    ) -> None:
-        """*clock*, which nobody sets, counts the cost; *wall_clock* is for the deadline."""
-        self._goal = goal
-        self._fleet = fleet
-        self._storage = storage
-        self._ledger_path = ledger_path
-        self._speeds = speeds
-        self._is_dry_run = is_dry_run
-        self._clock = clock or host.steady_clock()
-        self._wall_clock = wall_clock
-        self._ledger = ledger.read(ledger_path, fleet.fleet, self._clock())
+    _goal: Goal
+    _fleet: deployment.Deployment
+    _storage: Storage
+    _ledger_path: Path
+    _speeds: Speeds
+    _: KW_ONLY
+    is_dry_run: bool = False
+    clock: Callable[[], float] = field(default_factory=host.steady_clock)
+    """Counts the cost; nobody sets it."""
+    wall_clock: Callable[[], float] = time.time
+    """Is for the deadline."""
+
+    def __post_init__(self) -> None:
+        self._ledger = ledger.read(self._ledger_path, self._fleet.fleet, self.clock())
         self._classes: Sequence[GpuClass] = ()
         self._messages = 0
         self._jobs_of_first = 0.0
         self._empty_since: float | None = None
-        self._due_at = self._clock()
+        self._due_at = self.clock()
         self._known: Known | None = None
 
     @property
@@ -173,7 +166,7 @@ class Scaler:
 
     async def step(self) -> dict[str, Any]:
         """Samples, decides, acts, and returns the record; raises TransientError in an outage."""
-        now = self._clock()
+        now = self.clock()
         is_due = now >= self._due_at
         groups = await self._fleet.existing_groups()
         obstacle = "a rolling change is under way" if changes.is_rolling(groups) else ""
@@ -189,7 +182,7 @@ class Scaler:
         quota = await _known(self._fleet.client.quota(), "quota") if is_due else None
         per_job = self._jobs_of_first / self._messages if self._messages else 1.0
         known = Known(
-            now=self._wall_clock(),
+            now=self.wall_clock(),
             messages=self._messages,
             empty_seconds=0.0 if self._empty_since is None else now - self._empty_since,
             replicas=sum(group.replicas for group in groups if not group.is_stopped),
@@ -219,7 +212,7 @@ class Scaler:
     def _write_ledger(self) -> bool:
         """False if it cannot be written any more; the budget is watched all the same."""
         try:
-            if not self._is_dry_run:
+            if not self.is_dry_run:
                 ledger.write(self._ledger_path, self._ledger)
         except errors.SetupError as error:
             if self._known is None:
@@ -261,10 +254,10 @@ class Scaler:
             level = level if is_due else logging.DEBUG
             log.log(level, f"keeping {now} replicas: {why}", action="scale_keep", replicas=now)
             return
-        doing = "would scale" if self._is_dry_run else "scaling"
+        doing = "would scale" if self.is_dry_run else "scaling"
         text = f"{doing} from {now} to {then} replicas: {why}"
         log.log(level, text, action="scale", replicas=then, before=now)
-        if not self._is_dry_run:
+        if not self.is_dry_run:
             await self._fleet.carry_out(changes.resized(groups, decision.replicas))
 
     async def _price(self, groups: Sequence[Group], *, is_due: bool) -> float | None:

@@ -25,6 +25,7 @@ from imagefleet.storage.settings import checked_priority
 from loadgen import caption_sweep, sweep
 from loadgen.caption_sweep import CaptionFile, SweepSource
 from loadgen.settings import LoadSettings
+from worker.accelerator import Accelerator
 
 #: The fields that may have several values, and their values by default.
 _COMBINED = {"cfg_scale": "7", "sampler_name": "Euler a", "steps": "20", "lora_strength": "1"}
@@ -122,7 +123,7 @@ def command(
     target.check_name("--campaign", captions.campaign)
     is_shown = not (sending.quiet or as_json)
     reading = functools.partial(filling.reading, captions.file, is_shown=is_shown)
-    models = _models(grid)
+    models = _models(grid, machines.accelerator)
     groups, shared = _groups_and_shared(grid.fields or [], list(models.by_name) or [None])
     drawn_with = {*models.by_name, *(stage.get("model") for stage in shared.get("then", []))}
     for name in sending.model or []:
@@ -171,7 +172,7 @@ def command(
         )
 
 
-def _models(grid: Grid) -> Models:
+def _models(grid: Grid, accelerator: str | None) -> Models:
     """The families of the models of a list."""
     found: dict[str, families.Family] = {}
     for model in grid.models.split(",") if grid.models else []:
@@ -179,7 +180,8 @@ def _models(grid: Grid) -> Models:
         if name in found:
             raise errors.SetupError(f"--models: {name[:60]} is there twice")
         found[name] = families.find(slug or grid.family)
-    return Models(found, families.find(grid.family))
+    made = Accelerator.of(accelerator) if accelerator else None
+    return Models(found, families.find(grid.family), made)
 
 
 def _groups_and_shared(

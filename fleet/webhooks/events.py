@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from dataclasses import KW_ONLY, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
@@ -173,30 +174,25 @@ class State(BaseModel, extra="forbid"):
         self.waiting.setdefault(event.id, event)
 
 
+@dataclass(eq=False)
 class Source:
     """Adds to *state* what the records tell; each event at least once, whatever is killed."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        state: State,
-        fleet: str,
-        *,
-        each_job: bool = False,
-        since: datetime | None = None,
-    ) -> None:
-        """The name of the *fleet* is part of the events' ids."""
-        self.state = state
-        self._storage = storage
-        self._fleet = fleet
-        self._each_job = each_job
-        self._since = since
+    _storage: Storage
+    state: State
+    _fleet: str
+    """The name of the fleet, which is part of the events' ids."""
+    _: KW_ONLY
+    each_job: bool = False
+    since: datetime | None = None
+
+    def __post_init__(self) -> None:
         self._damaged = Damaged()
         self._follower = reader.Follower(
-            *(storage, state.campaign, state.position, self._damaged),
+            *(self._storage, self.state.campaign, self.state.position, self._damaged),
             most=_RECORDS_AT_ONCE,
             part_bytes=_PART_BYTES,
-            trusts_images=not each_job,
+            trusts_images=not self.each_job,
         )
         self._counts: dict[str, tuple[float, float]] = {}
         """The time of each open campaign's next count, and the pause after it."""
@@ -209,11 +205,11 @@ class Source:
             log.warning(f"{self._damaged}", action="record_damaged")
         for record in records:
             is_end = record.outcome in {"completed", "failed", "cancelled"}  # or an operator's note
-            if not is_end or (self._since and record.at < self._since):
+            if not is_end or (self.since and record.at < self.since):
                 continue
             self.state.open_campaigns.add(record.campaign)
             self._counts[record.campaign] = time.monotonic() + SETTLE_SECONDS, SETTLE_SECONDS
-            if self._each_job and (event := job_ended(self._fleet, record)):
+            if self.each_job and (event := job_ended(self._fleet, record)):
                 self.state.add(event)
         self.state.position = self._follower.start
         return len(records) >= _RECORDS_AT_ONCE

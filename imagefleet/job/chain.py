@@ -39,6 +39,7 @@ INHERITED = frozenset(
         *("sampler_name", *_OF_SAMPLER, "steps", "cfg_scale", "s_min_uncond"),
         *("width", "height", "seed", "subseed", "subseed_strength", "randn_source"),
         *("eta_noise_seed_delta", "seed_resize_from_w", "seed_resize_from_h", "output", "metadata"),
+        "sd_vae_decode_method",
     )
 )
 

@@ -23,6 +23,7 @@ FIELDS: Mapping[str, str] = {
     "s_tmax": "s_tmax",
     "s_tmin": "s_tmin",
     "sd_model_checkpoint": "model",
+    "sd_vae_decode_method": "sd_vae_decode_method",
 }
 
 #: The setting that a sampler takes its eta from; a payload's own `eta` goes before it.
@@ -73,7 +74,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "emphasis": (None, "Original"),
     "k_sched_type": (None, "Automatic", "default"),
     "sd_noise_schedule": (None, "Default"),
-    "sd_vae_decode_method": (None, "Full"),
 }
 
 _UNSET: tuple[object, ...] = (None, "")

@@ -315,6 +315,9 @@ def _without_guidance(scale: float) -> float:
     return scale or 1.0
 
 
+VaeDecoder = Literal["Full", "TAESD"]
+"""AUTOMATIC1111's `sd_vae_decode_method`: what decodes the images."""
+
 Guidance = Annotated[float, AfterValidator(_without_guidance), Field(ge=1, le=MAX_GUIDANCE)]
 Side = Annotated[int, Field(ge=MIN_SIDE, le=MAX_SIDE, multiple_of=8)]
 
@@ -348,6 +351,8 @@ class FirstPass(BaseModel):
     seed_resize_from_w: Annotated[int, AfterValidator(_is_off_or_side)] = 0
     seed_resize_from_h: Annotated[int, AfterValidator(_is_off_or_side)] = 0
     enable_prompt_comments: bool = True
+    sd_vae_decode_method: VaeDecoder | None = None
+    """None: the worker's usual one."""
 
     @model_validator(mode="after")
     def _draws_images(self) -> Self:

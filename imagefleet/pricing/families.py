@@ -72,11 +72,15 @@ class Family:
         return self.scale * size[0], self.scale * size[1]
 
     def image_tflop(
-        self, width: int | None = None, height: int | None = None, steps: int | None = None
+        self,
+        width: int | None = None,
+        height: int | None = None,
+        steps: int | None = None,
+        rows: int = 2,
     ) -> float:
-        """The operations of one image with guidance, in units of 10^12."""
+        """The operations of one image of so many rows a step (1: no guidance), in 10^12."""
         call, decoding = self._per_call((width or self.width) * (height or self.height) / _SIDE**2)
-        return 2 * (steps or self.steps) * call + decoding + 2 * self.text_tflop
+        return rows * ((steps or self.steps) * call + self.text_tflop) + decoding
 
     def passes_tflop(self, passes: Iterable[Pass]) -> float:
         """The operations of one image of several passes, or one that begins with another."""
@@ -99,9 +103,10 @@ class Family:
         )
         return call, decoding
 
-    def images_per_second(self, of_sd1: float) -> float:
+    def images_per_second(self, of_sd1: float, steps: int | None = None, rows: int = 2) -> float:
         """The speed of a card that draws so many of SD1.5's images per second."""
-        return of_sd1 * self.rate * SD1.image_tflop() / self.image_tflop()
+        tflop = self.image_tflop(steps=steps, rows=rows)
+        return of_sd1 * self.rate * SD1.image_tflop() / tflop
 
 
 def _read() -> Mapping[str, Family]:

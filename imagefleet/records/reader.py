@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Callable,
-    Collection,
-    Container,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Container
 from contextlib import aclosing
+from typing import ParamSpec
 
 from imagefleet import concurrency, errors
 from imagefleet.job.message import RECORDS
@@ -23,6 +18,8 @@ from imagefleet.records.record import Kind, Record, ShardName, Totals
 from imagefleet.records.stored import Damaged, StoredShard
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobStore
+
+_Terms = ParamSpec("_Terms")
 
 #: A follower's records at once, about.
 _POLLED = 20_000
@@ -58,53 +55,15 @@ async def campaigns(storage: Storage) -> AsyncIterator[str]:
             yield name
 
 
-def images(
-    storage: Storage,
-    campaign: str,
-    damaged: Damaged | None = None,
-    *,
-    known: ledger.Digests | None = None,
-    ended: set[int] | None = None,
-) -> AsyncIterator[Record]:
-    """Each stored image of a campaign once; a listing, and a read for each 4 MiB of records.
-
-    With *known* only those of jobs that are known to be sent. *ended* takes in the jobs that ended
-    otherwise.
-    """
-    return _singly(_images(storage, campaign, damaged or Damaged(), known, ended))
-
-
-def ended(
-    storage: Storage,
-    campaign: str | None = None,
-    damaged: Damaged | None = None,
-    *,
-    job_id: str | None = None,
-    known: ledger.Digests | None = None,
-) -> AsyncIterator[Record]:
-    """The jobs that failed or were cancelled, and not replayed, discarded or completed since.
-
-    None: those of all campaigns. With *known* only those that are known to be sent.
-    """
-    return _singly(_ended(storage, campaign, damaged or Damaged(), job_id, known))
-
-
-async def _singly(parts: AsyncGenerator[list[Record]]) -> AsyncIterator[Record]:
-    async with aclosing(parts):
-        async for records in parts:
-            for record in records:
-                yield record
-
-
 async def results(
     storage: Storage, campaign: str, outcomes: Collection[str], damaged: Damaged
 ) -> AsyncGenerator[list[Record]]:
     """A campaign's images, and then its jobs that have failed or were cancelled, some at a time."""
     wanted = []
     if "completed" in outcomes:
-        wanted.append(_images(storage, campaign, damaged))
+        wanted.append(image_parts(storage, campaign, damaged))
     if set(outcomes) - {"completed"}:
-        wanted.append(_ended(storage, campaign, damaged))
+        wanted.append(ended_parts(storage, campaign, damaged))
     for parts in wanted:
         async with aclosing(parts):
             async for records in parts:
@@ -331,13 +290,20 @@ async def follow(
             await asyncio.sleep(POLL_SECONDS)
 
 
-async def _images(
+async def image_parts(
     storage: Storage,
     campaign: str,
-    damaged: Damaged,
+    damaged: Damaged | None = None,
+    *,
     known: ledger.Digests | None = None,
     ended: set[int] | None = None,
 ) -> AsyncGenerator[list[Record]]:
+    """Each stored image of a campaign once; a listing, and a read for each 4 MiB of records.
+
+    With *known* only those of jobs that are known to be sent. *ended* takes in the jobs that ended
+    otherwise.
+    """
+    damaged = damaged or Damaged()
     shards = await stored.shards_of(storage, campaign, damaged)
     ends = await drawn.Ends(known, Damaged()).read(shards)
     async for _ in drawn.ended(storage.blobs, shards, ends, ends.damaged):
@@ -354,13 +320,19 @@ async def _images(
             yield await drawn.not_ended(shards, ends.sent(found), ends)
 
 
-async def _ended(
+async def ended_parts(
     storage: Storage,
-    campaign: str | None,
-    damaged: Damaged,
+    campaign: str | None = None,
+    damaged: Damaged | None = None,
+    *,
     job_id: str | None = None,
     known: ledger.Digests | None = None,
 ) -> AsyncGenerator[list[Record]]:
+    """The jobs that failed or were cancelled, and not replayed, discarded or completed since.
+
+    None: those of all campaigns. With *known* only those that are known to be sent.
+    """
+    damaged = damaged or Damaged()
     shards = await stored.shards_of(storage, campaign, damaged)
     ends = await drawn.Ends(known, damaged, job_id).read(shards)
     async with aclosing(drawn.ended(storage.blobs, shards, ends, damaged)) as parts:
@@ -373,6 +345,21 @@ async def _ended(
         async with aclosing(drawn.left(of_campaign, again, replaced)) as parts:
             async for records in parts:
                 yield ends.add(records)
+
+
+def _singly(
+    read: Callable[_Terms, AsyncGenerator[list[Record]]],
+) -> Callable[_Terms, AsyncGenerator[Record]]:
+    async def singly(*args: _Terms.args, **terms: _Terms.kwargs) -> AsyncGenerator[Record]:
+        async with aclosing(read(*args, **terms)) as parts:
+            async for records in parts:
+                for record in records:
+                    yield record
+
+    return singly
+
+
+images, ended = _singly(image_parts), _singly(ended_parts)
 
 
 async def _totals(shards: Collection[StoredShard], damaged: Damaged) -> Totals:

@@ -13,13 +13,13 @@ import re
 import secrets
 import struct
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
+from cachetools import LRUCache
 from pydantic import (
     AwareDatetime,
     BaseModel,
@@ -384,7 +384,7 @@ class RecordLog:
         self._blobs = blobs
         self._writer = re.sub(r"[^A-Za-z0-9._-]", "_", writer)[:100] or "_"
         self._retry_policy = retry_policy
-        self._shards: OrderedDict[tuple[str, Kind], _Shard] = OrderedDict()
+        self._shards: LRUCache[tuple[str, Kind], _Shard] = LRUCache(_MAX_OPEN)
 
     async def add(self, records: Iterable[Record], *, again: bool = False) -> None:
         """Adds records, those of images as `images`, or *again* if their names were taken."""
@@ -417,13 +417,10 @@ class RecordLog:
             await self._append_part(open_shard, last, jobs)
 
     def _shard(self, campaign: str, kind: Kind) -> _Shard:
-        key = campaign, kind
-        if key not in self._shards:
-            self._shards[key] = _Shard(shard_folder(campaign), self._writer, kind)
-            if len(self._shards) > _MAX_OPEN:
-                self._shards.popitem(last=False)
-        self._shards.move_to_end(key)
-        return self._shards[key]
+        if (found := self._shards.get((campaign, kind))) is None:
+            found = _Shard(shard_folder(campaign), self._writer, kind)
+            self._shards[campaign, kind] = found
+        return found
 
     async def _append_part(self, to: _Shard, lines: list[bytes], jobs: int) -> None:
         if not to.name or to.appends >= _MAX_APPENDS or to.position >= _MAX_BYTES:

@@ -26,7 +26,7 @@ _PROMPTS = frozenset({"prompt", "negative_prompt", "hr_prompt", "hr_negative_pro
 _TEXTS = _PROMPTS | {
     *("campaign", "id", "model", "randn_source", "sampler_index", "sampler_name", "scheduler"),
     *("init_images", "mask", "hr_upscaler", "hr_sampler_name", "hr_scheduler"),
-    *("upscaler_1", "upscaler_2"),
+    *("upscaler_1", "upscaler_2", "sd_vae_decode_method"),
 }
 
 #: Fields whose cells are JSON objects; `metadata.NAME` is a column for one key of an object.

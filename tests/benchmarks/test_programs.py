@@ -28,7 +28,10 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "compare.py": (str(ROOT), "--pairs", "2", "--within", "0.99", *STORE),
     "demo_model.py": ("--captions", "2", *ONE_THREAD),
     "families/measure.py": (*TINY, "--folder", "models", "--rows", "sd2", "--seconds", "1"),
-    "scoring/few_steps.py": ("--captions", "1", *ONE_THREAD, "--picture", "a.png"),
+    "scoring/few_steps.py": (
+        *("--captions", "2", *ONE_THREAD),
+        *("--picture", "a.png", "--curves", ".", "--out", "a.json"),
+    ),
     "gpus.py": ("--tiny", "--counts", "1", "--seconds", "3", "--warm", "1", "--jobs", "100"),
     "pixel/measure.py": (*TINY, "--folder", "models"),
     "scoring/speed.py": ("--images", "20", "--processes", "1"),

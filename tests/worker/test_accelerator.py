@@ -12,6 +12,7 @@ from PIL import Image
 
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
+from imagefleet.job.passes import hires
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage
 from worker.accelerator import KINDS, Accelerator
@@ -29,7 +30,7 @@ def job_of(**fields: Any) -> Job:
         (LIGHTNING, "SDXL-Lightning", 4, 1.0, "euler_sgm_uniform"),
         ("Hyper-SDXL-8steps-CFG-lora", "Hyper-SD with CFG", 8, 5.0, "euler_sgm_uniform"),
         ("Hyper-SD15-2steps-lora", "Hyper-SD", 2, 1.0, "euler_sgm_uniform"),
-        ("folder/dmd2_sdxl_4step_lora.safetensors", "DMD2", 4, 1.0, "lcm_sgm_uniform"),
+        ("folder/dmd2_sdxl_4step_lora.safetensors", "DMD2", 4, 1.0, "lcm_turbo"),
         ("pcm_sd15_smallcfg_8step", "PCM", 8, 1.0, "euler_sgm_uniform"),
         ("lcm-lora-sdv1-5", "LCM", 4, 1.0, "lcm_sgm_uniform"),
         ("few-steps", "few steps", 4, 1.0, "euler_sgm_uniform"),
@@ -69,11 +70,23 @@ def test_a_job_keeps_what_fits_and_its_digest() -> None:
         ({"sampler_name": "DDIM"}, "the sampler is DDIM, .* takes Euler with SGM Uniform"),
         ({"sampler_name": "Euler Karras"}, "the sampler is Euler Karras"),
         ({"sampler_name": "Euler", "scheduler": "Karras"}, "the sampler is Euler Karras"),
+        ({"prompt": "a house:3"}, "cfg_scale times the prompt's own weight is 3, .* takes 1:"),
+        ({"enable_hr": True, "hr_sampler_name": "DPM++ 2M"}, "hr_sampler_name is DPM.. 2M SGM"),
+        ({"enable_hr": True, "hr_scheduler": "Karras"}, "hr_sampler_name is Euler Karras"),
+        ({"enable_hr": True, "hr_second_pass_steps": 15}, "hr_second_pass_steps is 15"),
+        ({"enable_hr": True, "hr_prompt": "a hut:2"}, "the weight of hr_prompt is 2, .* takes 1"),
     ],
 )
 def test_a_job_that_contradicts_has_failed(fields: dict[str, Any], complaint: str) -> None:
     with pytest.raises(errors.JobError, match=complaint):
         Accelerator.of(LIGHTNING).fit(job_of(**fields))
+
+
+def test_a_second_pass_is_drawn_as_the_first() -> None:
+    fields = {"enable_hr": True, "hr_scheduler": "Automatic", "hr_second_pass_steps": 3}
+    for name, sampler in ((None, "lcm_turbo"), ("LCM", "lcm_turbo"), ("LCM Turbo", "lcm_turbo")):
+        drawn = Accelerator.of("dmd2").fit(job_of(hr_sampler_name=name, **fields))
+        assert (hires.sampler(drawn), hires.steps(drawn), drawn.steps) == (sampler, 3, 4)
 
 
 def test_a_file_whose_name_tells_no_kind_is_refused() -> None:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from imagefleet import errors
 from imagefleet.files.safetensors import Identity
 from imagefleet.job.prompt import Prompt
-from imagefleet.job.samplers import DEFAULT_NOISE, DEFAULT_OPTIONS, Noise, Options
+from imagefleet.job.samplers import DEFAULT_NOISE, DEFAULT_OPTIONS, Noise, Options, VaeDecoder
 
 Pixels = npt.NDArray[np.uint8]
 """One image: [height, width, 3], RGB."""
@@ -133,6 +133,8 @@ class ImageRequest:
     text_states: tuple[Path, Path] | None = None
     """Files with what a text encoder says of the two prompts (`pixel.text_states`), for stages
     without an encoder."""
+    decoder: VaeDecoder | None = None
+    """None: TAESD if the engine has one."""
     upscale: Upscale | None = None
     """The upscaling of a request that draws nothing: else only `init.pixels` and size matter."""
 
@@ -185,6 +187,8 @@ class Engine(Protocol):
     """The checkpoint's model family (`imagefleet.pricing.families`)."""
     default_size: tuple[int, int]
     """The checkpoint's native (width, height), for jobs without a size."""
+    is_unguided: bool
+    """Whether most images are drawn without guidance, as with an accelerator."""
     text_encoder: str | None
     """The encoder whose states of the prompts each request has as files; None: it needs none."""
     lora_lookups: Mapping[str, int]

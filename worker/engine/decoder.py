@@ -13,6 +13,7 @@ from diffusers import AutoencoderKL, AutoencoderTiny
 from torch import nn
 
 from imagefleet import errors
+from imagefleet.job.samplers import VaeDecoder
 from imagefleet.telemetry import logs
 from worker.engine import contract
 from worker.engine import errors as engine_errors
@@ -36,10 +37,19 @@ _ROWS = 32
 _MAX_WAIT_TICKS = 8
 
 
+_SliceKey: TypeAlias = tuple[Vae | None, torch.Size]
+"""What images that are decoded together have in common: what decodes them, and latents' shape."""
+
+
 class _FinishedLatents(NamedTuple):
     ticket: int
     latents: torch.Tensor
     since_tick: int
+    vae: Vae | None
+
+    @property
+    def slice_key(self) -> _SliceKey:
+        return self.vae, self.latents.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +92,13 @@ class Decoder:
         self,
         vae: Vae | None,
         factor: int = 1,
-        *,
+        tiny: AutoencoderTiny | None = None,
         backend: str | None = None,
         pool: GraphPool | None = None,
     ) -> None:
-        """*factor*: pixels for each of the latents' rows."""
+        """*factor*: pixels for each of the latents' rows. *tiny* decodes unless the VAE is to."""
         self._vae = vae
+        self._usual = tiny or vae
         self._pixels_per_latent = factor**2
         self.slice_pixels = _SLICE_PIXELS
         self.max_images = _MAX_IMAGES
@@ -100,7 +111,7 @@ class Decoder:
         self._queue: deque[_FinishedLatents] = deque()
         self._copies: deque[tuple[Sequence[_FinishedLatents], HostCopy]] = deque()
         self._failed: list[contract.Finished] = []
-        self._compiled: dict[torch.Size, tuple[torch.Tensor, Compiled]] = {}
+        self._compiled: dict[_SliceKey, tuple[torch.Tensor, Compiled]] = {}
         # Of single images for which the memory was too short.
         self._striped_shapes: set[torch.Size] = set()
         self._tick = 0
@@ -113,25 +124,34 @@ class Decoder:
     def recompiles(self) -> int:
         return sum(compiled.recompiles for _, compiled in self._compiled.values())
 
-    def add(self, ticket: int, latents: torch.Tensor) -> None:
+    @property
+    def has_tiny(self) -> bool:
+        return self._usual is not self._vae
+
+    def add(self, ticket: int, latents: torch.Tensor, by: VaeDecoder | None = None) -> None:
         """Queues an image's latents [4, height, width], which must not change any more."""
-        self._queue.append(_FinishedLatents(ticket, latents, self._tick))
+        vae = self._vae if by == "Full" else self._usual
+        self._queue.append(_FinishedLatents(ticket, latents, self._tick, vae))
 
     def compile(self, shape: torch.Size) -> Iterator[Compiled]:
         """Compiles for latents of *shape* [4, height, width]; nothing without a backend.
 
         Yields the function before its first run, to be traced on any thread.
         """
-        if self._vae is None or self._backend is None:
-            return
-        if self.is_striped or shape in self._compiled:
+        for vae in dict.fromkeys((self._usual, self._vae)):
+            if vae is not None and (vae, shape) not in self._compiled:
+                yield from self._compile(vae, shape)
+
+    def _compile(self, vae: Vae, shape: torch.Size) -> Iterator[Compiled]:
+        if self._backend is None or self.is_striped:
             return
         size = self._slice_size(shape)
-        latents = torch.zeros((size, *shape), device=self._vae.device)
+        latents = torch.zeros((size, *shape), device=vae.device)
+        name = "the VAE" if vae is self._vae else "TAESD"
         compiled = Compiled(
-            f"the VAE for {size} images of {shape[2]}x{shape[1]} latents",
+            f"{name} for {size} images of {shape[2]}x{shape[1]} latents",
             decode,
-            (self._vae, latents),
+            (vae, latents),
             backend=self._backend,
             pool=self._pool,
         )
@@ -145,10 +165,10 @@ class Decoder:
             if not engine_errors.is_out_of_memory(error):
                 raise
             log.warning(
-                "the VAE runs uncompiled: not enough memory to compile it", action="compile_failed"
+                f"{name} runs uncompiled: not enough memory to compile it", action="compile_failed"
             )
         else:
-            self._compiled[shape] = (latents, compiled)
+            self._compiled[vae, shape] = (latents, compiled)
 
     def run(self, *, flush: bool, lanes: int = 1) -> None:
         """Decodes full slices and those that have waited long enough; with *flush*, all.
@@ -156,10 +176,10 @@ class Decoder:
         *lanes* take turns, each with images of its own shape.
         """
         self._tick += 1
-        for shape in dict.fromkeys(drawn.latents.shape for drawn in self._queue):
-            size = self._slice_size(shape)
-            is_urgent = flush or shape not in self._compiled
-            while part := [each for each in self._queue if each.latents.shape == shape][:size]:
+        for key in dict.fromkeys(drawn.slice_key for drawn in self._queue):
+            size = self._slice_size(key[1])
+            is_urgent = flush or key not in self._compiled
+            while part := [each for each in self._queue if each.slice_key == key][:size]:
                 waited = self._tick - part[0].since_tick
                 if not (len(part) == size or is_urgent or waited >= lanes * _MAX_WAIT_TICKS):
                     break
@@ -169,8 +189,13 @@ class Decoder:
 
     def decode(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Decodes latents [images, 4, height, width] at once, uncompiled."""
+        return self._decode_uncompiled(self._usual, latents)
+
+    def _decode_uncompiled(
+        self, vae: Vae | None, latents: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         is_striped = self.is_striped or latents.shape[1:] in self._striped_shapes
-        return decode(self._vae, latents, in_stripes=is_striped)
+        return decode(vae, latents, in_stripes=is_striped)
 
     def collect(self, *, wait: bool) -> list[contract.Finished]:
         """The images that have reached the host; *wait* blocks for at least one slice, if any.
@@ -222,8 +247,8 @@ class Decoder:
             )
         # Outside the handler, where the error's traceback no longer holds any tensors.
         shape = part[0].latents.shape
-        if shape in self._compiled:
-            self._compiled.pop(shape)[1].release()
+        if part[0].slice_key in self._compiled:
+            self._compiled.pop(part[0].slice_key)[1].release()
         torch.cuda.empty_cache()
         if half := len(part) // 2:
             if out_of_memory:
@@ -238,30 +263,30 @@ class Decoder:
 
     @torch.no_grad()
     def _decode(self, part: Sequence[_FinishedLatents]) -> HostCopy:
-        shape = part[0].latents.shape
+        vae, shape = key = part[0].slice_key
         latents = torch.stack([drawn.latents for drawn in part])
-        if shape in self._compiled:
-            held, compiled = self._compiled[shape]
+        if key in self._compiled:
+            held, compiled = self._compiled[key]
             held[: len(part)].copy_(latents)
             pixels, is_finite = compiled()
         else:
             time_convolutions(lasting=len(part) == self._slice_size(shape))
-            pixels, is_finite = self.decode(latents)
+            pixels, is_finite = self._decode_uncompiled(vae, latents)
         return HostCopy.begin(pixels, is_finite, len(part))
 
     def _retry_in_float32(self, drawn: _FinishedLatents) -> contract.Outcome:
         """Decodes in float32, from then on, with a VAE that overflows in float16 as some do."""
-        if self._vae is None:
+        if (vae := drawn.vae) is None:
             return errors.TransientError("the image is NaN")
-        if self._vae.dtype == torch.float16 and drawn.latents.isfinite().all():
+        if vae.dtype == torch.float16 and drawn.latents.isfinite().all():
             log.warning(
                 "the VAE overflows in float16: it decodes in float32 from now on",
                 action="vae_widened",
             )
-            self._vae.float()
+            vae.float()
             self.forget_compiled()
             self._backend = None
-        if self._vae.dtype == torch.float32:
+        if vae.dtype == torch.float32:
             (again,) = self._decode([drawn]).wait()
             if again is not None:
                 return again

@@ -48,7 +48,9 @@ class EngineSettings:
     accelerator: Path | None = None
     """A LoRA that is merged into the weights for all images."""
     taesd: Path | None = None
-    """A folder with an AutoencoderTiny, which decodes all images in place of the VAE."""
+    """A folder with an AutoencoderTiny, which decodes what is not to be decoded by the VAE."""
+    is_unguided: bool = False
+    """Whether most images are drawn without guidance; compiled for first, until a job shows."""
     slots: int | None = None
     """Images drawn at once; None takes as many as the GPU's memory holds."""
     compile: Compile = "auto"
@@ -91,6 +93,7 @@ def load_engine(settings: EngineSettings) -> SlotEngine:
             backend="inductor" if is_compiled else None,
             compiled_modes=settings.compiled_modes,
             taesd=settings.taesd,
+            is_unguided=settings.is_unguided,
             queue_seconds=settings.queue_seconds,
         ),
     )

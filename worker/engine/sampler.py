@@ -25,7 +25,7 @@ import functools
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -201,30 +201,24 @@ def towards(ratio: float, estimate: Combination = ESTIMATES[0]) -> Combination:
     return ratio * LATENTS + (1 - ratio) * estimate
 
 
+@dataclass(eq=False)
 class NoiseStream:
-    """One image's noise: first the noise that it starts from, then one for each call with noise."""
+    """One image's noise: first the noise that it starts from, then one for each call with noise.
 
-    def __init__(
-        self,
-        seed: int,
-        shape: Shape,
-        settings: Noise,
-        *,
-        factor: int,
-        draws: int,
-        brownian: BrownianNoise | None = None,
-    ) -> None:
-        """*factor*: pixels for each of the latents' rows; *draws*: of noise after the first.
+    *factor*: pixels for each of the latents' rows; *draws*: of noise after the first. Those of a
+    *brownian* motion follow from the seed alone, whatever its delta.
+    """
 
-        Those of a *brownian* motion follow from the seed alone, whatever its delta.
-        """
-        self._seed = seed
-        self._shape = shape
-        self._settings = settings
-        self._factor = factor
-        self._draws = draws
-        self._draw = self._make(seed)
-        self._brownian = brownian
+    _seed: int
+    _shape: Shape
+    _settings: Noise
+    _: KW_ONLY
+    factor: int
+    draws: int
+    brownian: BrownianNoise | None = None
+
+    def __post_init__(self) -> None:
+        self._draw = self._make(self._seed)
         self._next: Future[torch.Tensor] | None = None
 
     def of_image(self, shape: Shape) -> torch.Tensor:
@@ -237,7 +231,7 @@ class NoiseStream:
         noise_shape = shape
         if settings.resize_from is not None:
             width, height = settings.resize_from
-            noise_shape = (shape[0], height // self._factor, width // self._factor)
+            noise_shape = (shape[0], height // self.factor, width // self.factor)
         draw = self._draw if noise_shape == shape else self._make(self._seed)
         noise = draw(noise_shape)
         if settings.subseed_strength:
@@ -247,9 +241,9 @@ class NoiseStream:
             noise = _put_into_middle(noise, self._draw(shape))
         if settings.seed_delta:
             self._draw = self._make(self._seed + settings.seed_delta)
-        if self._brownian is not None:
-            tree = BrownianTree(self._seed, self._brownian.span, lambda at: self._make(at)(shape))
-            increments = iter(self._brownian.intervals)
+        if self.brownian is not None:
+            tree = BrownianTree(self._seed, self.brownian.span, lambda at: self._make(at)(shape))
+            increments = iter(self.brownian.intervals)
             self._draw = lambda _: tree.noise(*next(increments))
         self._draw_ahead()
         return noise
@@ -264,9 +258,9 @@ class NoiseStream:
 
     def _draw_ahead(self) -> None:
         self._next = None
-        is_slow = self._settings.source in PHILOX or self._brownian is not None
-        if self._draws and is_slow:
-            self._draws -= 1
+        is_slow = self._settings.source in PHILOX or self.brownian is not None
+        if self.draws and is_slow:
+            self.draws -= 1
             self._next = _AHEAD.submit(self._draw, self._shape)
 
     def _make(self, seed: int) -> Callable[[Shape], torch.Tensor]:

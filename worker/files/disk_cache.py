@@ -39,8 +39,6 @@ _FETCH_LOCKS = 256
 #: Seconds after which another worker's fetch is taken to hang: the file is fetched twice.
 FETCH_SECONDS = 120.0
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-
 
 class DiskCache:
     """One folder; where *max_bytes* are given, the least recently used files are evicted.
@@ -77,7 +75,7 @@ class DiskCache:
                 self._evict(len(data))
                 _write(path, data)
             except OSError as error:
-                if error.errno not in {*_FULL, errno.ENOENT}:
+                if error.errno not in {*errors.DISK_FULL, errno.ENOENT}:
                     raise
                 # Another program took the room, or removed the folder.
                 self._evict(len(data), least_bytes=len(data))
@@ -142,7 +140,7 @@ class DiskCache:
                 " --cache"
             ) from error
         except OSError as error:
-            if error.errno in _FULL:
+            if error.errno in errors.DISK_FULL:
                 raise errors.NodeError(
                     f"the disk of the cache {self.folder} is full: use a larger disk or another"
                     " --cache"

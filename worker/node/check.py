@@ -224,15 +224,18 @@ class NodeCheck(Collector):
 
 
 def plain_request(engine: contract.Engine, seed: int) -> contract.ImageRequest:
-    """An image that every healthy node can generate: the checkpoint's own size, no LoRA."""
+    """An image that every healthy node can generate: the checkpoint's own size, no LoRA.
+
+    Of one row a step where the engine compiles for that, and of twice the steps: as much work.
+    """
     width, height = engine.default_size
     return contract.ImageRequest(
         prompt=_PROMPT,
         negative_prompt="",
         loras=(),
         sampler="euler_ancestral",
-        steps=_STEPS,
-        cfg_scale=7,
+        steps=2 * _STEPS if engine.is_unguided else _STEPS,
+        cfg_scale=1 if engine.is_unguided else 7,
         seed=seed,
         width=width,
         height=height,

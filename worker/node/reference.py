@@ -97,8 +97,13 @@ def stored_name(blob: str) -> str:
     return f"{blob.removesuffix('.tar').removesuffix('.safetensors')}{SUFFIX}"
 
 
-def request(kind: CanaryImage, size: tuple[int, int], lora: Path | None) -> contract.ImageRequest:
-    """A canary's image; *lora* is the engine's own, as `contract.SelfCheck.write_lora` wrote it."""
+def request(
+    kind: CanaryImage, size: tuple[int, int], lora: Path | None, *, is_unguided: bool = False
+) -> contract.ImageRequest:
+    """A canary's image; *lora* is the engine's own, as `contract.SelfCheck.write_lora` wrote it.
+
+    *is_unguided*: in one row, as the engine's jobs; no reference has such images.
+    """
     loras = () if lora is None else (contract.Lora("canary", lora, 1.0, 1.0),)
     return contract.ImageRequest(
         prompt=_PROMPT,
@@ -106,7 +111,7 @@ def request(kind: CanaryImage, size: tuple[int, int], lora: Path | None) -> cont
         loras=() if kind == "without_lora" else loras,
         sampler=_SAMPLER,
         steps=STEPS,
-        cfg_scale=_CFG_SCALE,
+        cfg_scale=1.0 if is_unguided else _CFG_SCALE,
         seed=_OTHER_SEED if kind == "other_seed" else _SEED,
         width=size[0],
         height=size[1],

@@ -312,7 +312,10 @@ class NodeSelfCheck:
         if jobs != own and any((jobs, kind) not in self._expected for kind in kinds):
             sizes = [own, jobs]  # the first of its size is worth something on a good node only
         for size in sizes:
-            requests = [references.request(each, size, self._lora) for each in kinds]
+            requests = [
+                references.request(each, size, self._lora, is_unguided=self.engine.is_unguided)
+                for each in kinds
+            ]
             drawn = await self.canary.draw(requests)
             found = dict(zip(kinds, map(likeness.fingerprint, drawn), strict=True))
             if message := self._alike(found) or self._differs(found, size):

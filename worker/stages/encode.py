@@ -29,7 +29,7 @@ from imagefleet.files.picture import PNG_KEYWORD
 from imagefleet.job import samplers, sizes
 from imagefleet.job.message import Job, Output
 from imagefleet.job.passes import hires
-from imagefleet.job.samplers import Sampler
+from imagefleet.job.samplers import Sampler, VaeDecoder
 from worker.engine.contract import Pixels
 from worker.settings import version
 
@@ -73,12 +73,12 @@ def parameters(
     lora_hashes: Mapping[str, str] | None = None,
     embedding_hashes: Mapping[str, str] | None = None,
     is_cut_out: bool = False,
-    decoder: str | None = None,
+    decoder: VaeDecoder | None = None,
 ) -> str:
     """The `parameters` of image *index* of a job; *size* is (width, height) in pixels.
 
     *is_cut_out*: only the masked part of the image that it was given was drawn, in that size.
-    *decoder*: what decodes in place of the VAE.
+    *decoder*: what decoded it; None for the VAE.
 
     'RNG: CPU' makes AUTOMATIC1111 draw the same noise; its default, the GPU's, is not written.
     """
@@ -109,7 +109,7 @@ def parameters(
         **_hires(job),
         "NGMS": _number(job.s_min_uncond) if job.s_min_uncond else None,
         **_options(job, sampler),
-        "VAE Decoder": decoder,
+        "VAE Decoder": decoder if decoder != "Full" else None,
         "Lora hashes": ", ".join(f"{name}: {each}" for name, each in loras.items()) or None,
         "TI hashes": ", ".join(f"{name}: {each}" for name, each in embeddings.items()) or None,
         # None that AUTOMATIC1111 would take for one of its own, and be compatible with.

@@ -19,6 +19,7 @@ from imagefleet import concurrency, errors
 from imagefleet.job.message import Output, text_for_image
 from imagefleet.job.names import duplicate_name
 from imagefleet.job.passes.fields import Pass
+from imagefleet.job.samplers import VaeDecoder
 from imagefleet.job.sizes import metadata_header
 from imagefleet.pricing import families
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Embedding, Record, of_job
@@ -266,6 +267,7 @@ class EncodeStage:
         """The image's text; waits for the hashes in it, which were begun before it was drawn."""
         if image.job.only_upscales:
             return encode.of_enlarged(image.job, image.owner.source_parameters)
+        usual: VaeDecoder | None = "TAESD" if self.upload.settler.settings.taesd else None
         loras = {name: await _result(each) for name, each in image.owner.lora_hashes.items()}
         return encode.parameters(
             image.job,
@@ -276,7 +278,7 @@ class EncodeStage:
             lora_hashes={name: each for name, each in loras.items() if each},
             embedding_hashes={each.name: each.sha256 for each in image.embeddings},
             is_cut_out=image.owner.overlay is not None and image.owner.overlay.box is not None,
-            decoder="TAESD" if self.upload.settler.settings.taesd else None,
+            decoder=image.job.sd_vae_decode_method or usual,
         )
 
     async def _encode(self, generated: GeneratedImage) -> None:

@@ -430,6 +430,7 @@ def requests_of(
             init=inputs.init,
             hires=inputs.hires,
             controls=inputs.controls,
+            decoder=job.sd_vae_decode_method,
             upscale=inputs.upscale,
         )
         for index in (range(job.images_to_draw) if images is None else images)

@@ -89,6 +89,14 @@ ROLES: Mapping[str, Role] = {
             blob="ac",
             files="r",
         ),
+        Role(
+            "trusted-worker",
+            "workers on machines of your own, which share the kernels that they compile",
+            queue="rup",
+            poison="a",
+            blob="ac",
+            files="rc",
+        ),
         # It notes which jobs it has sent, and reads that and which campaigns are cancelled.
         Role("load", "`imagefleet load` on existing queues", queue="a", blob="ac", files="rac"),
         Role(

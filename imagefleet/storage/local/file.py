@@ -10,7 +10,7 @@ import uuid
 from pathlib import Path
 
 from imagefleet import errors
-from imagefleet.storage.local.new_blobs import DISK_FULL, sync_folder
+from imagefleet.storage.local.new_blobs import sync_folder
 
 #: Seconds to wait for another process's transaction: milliseconds, unless the machine is busy.
 BUSY_TIMEOUT_SECONDS = 30
@@ -199,7 +199,7 @@ def translated(error: sqlite3.Error, path: Path) -> errors.FleetError:
 
 
 def _translated_os_error(error: OSError, path: Path) -> errors.FleetError:
-    if error.errno in DISK_FULL:
+    if error.errno in errors.DISK_FULL:
         return _full(path)
     return errors.SetupError(f"no access to {path}: {error.strerror or error}")
 

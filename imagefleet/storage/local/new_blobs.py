@@ -26,9 +26,6 @@ TEMPORARY_FOLDER = ".temporary"
 #: What a sidecar's temporary name ends in.
 _SIDECAR = ".json"
 
-#: A write failed for want of space.
-DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-
 _IN_THE_WAY = (FileExistsError, IsADirectoryError, NotADirectoryError)
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTSUP})
 
@@ -180,7 +177,7 @@ class NewBlobs:
 
 def translated(error: OSError, folder: Path) -> errors.FleetError:
     """What the system says, as an error that names *folder* and what to do."""
-    if error.errno in DISK_FULL:
+    if error.errno in errors.DISK_FULL:
         return errors.StorageFullError(
             f"the disk is full: cannot write to {folder}; free some space"
         )

@@ -50,6 +50,7 @@ def test_the_engine_is_measured_against_the_limit_and_against_diffusers(
     in_process: Any, model: Path, tmp_path: Path
 ) -> None:
     arguments = ("--model", str(model), "--seconds", "0.3", "--slots", "2", "--baseline")
+    arguments += ("--steps", "4")
     priced = ("--price-per-hour", "0.36", "--json-file", str(tmp_path / "new" / "report.json"))
     ended = in_process("bench", "engine", *arguments, *priced)
     assert ended.returncode == 0, ended.stderr
@@ -62,6 +63,10 @@ def test_the_engine_is_measured_against_the_limit_and_against_diffusers(
     )
     assert report["matrix_limit_fraction"] < 1
     assert report["images_per_dollar"] == pytest.approx(10_000 * report["worker_images_per_second"])
+    assert report["unguided_images_per_dollar"] == pytest.approx(
+        10_000 * report["unguided_images_per_second"]
+    )
+    assert report["steps"] == 4
     assert 0 <= report["idle_fraction"] < 1
     of_images = report["unguided_images_per_second"] / report["no_lora_images_per_second"]
     assert report["unguided_over_no_lora"] == pytest.approx(of_images)

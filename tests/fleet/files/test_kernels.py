@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from fleet import console
+from imagefleet import concurrency
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -22,6 +23,7 @@ from kernel_files import GRAPH, KEY, OTHER, compile_into
 from worker.engine import load
 from worker.files.kernels import archive, cache
 from worker.files.kernels.cache import KernelCache
+from worker.files.kernels.shared import SharedKernels
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 
@@ -137,6 +139,31 @@ def test_what_no_worker_could_load_never_reaches_the_storage(
     assert not (tmp_path / "imagefleet-data").exists()
 
 
+def test_what_workers_share_is_listed_and_removed_as_what_was_added(
+    in_process: Imagefleet,
+    flags: list[str],
+    storage_settings: StorageSettings,
+    tmp_path: Path,
+) -> None:
+    async def share() -> None:
+        async with open_storage(storage_settings) as storage:
+            await storage.create()
+            policy = concurrency.RetryPolicy(tries=1)
+            await SharedKernels(storage.files, tmp_path / "w", KEY, None, policy).share(None)
+
+    compile_into(tmp_path / "w")
+    asyncio.run(share())
+    (row,) = json.loads(in_process("files", "list", "kernels", "--json", *flags).stdout)["files"]
+    shared = f"{KEY.name}/1.tar.xz"
+    assert (row["name"], row["content"]) == (shared, "NVIDIA H200, torch 2.11.0, by a worker")
+    assert len(row["sha256"]) == 64
+    removed = in_process("files", "remove", "kernels", shared, "--yes", *flags)
+    assert removed.stdout == f"kernels/{shared}: removed\n", removed.stderr
+    assert json.loads(in_process("files", "list", "kernels", "--json", *flags).stdout) == {
+        "files": []
+    }
+
+
 # Building: what only a GPU can do is replaced, the rest is real.
 
 
@@ -146,7 +173,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     used: dict[str, Any] = {}
 
     def load_engine(settings: load.EngineSettings) -> SimpleNamespace:
-        used.update(slots=settings.slots, compile=settings.compile)
+        used.update(asdict(settings))
         compile_into(cache.use_folder(Path("unused"), KEY))
         return SimpleNamespace(close=lambda: None)
 
@@ -162,6 +189,7 @@ def test_a_build_packs_what_a_worker_with_these_settings_compiles(
     in_process: Imagefleet, gpu: dict[str, Any], tmp_path: Path
 ) -> None:
     build = ("files", "make", "kernels", "--model", str(DEMO), "--cache", "cache", "--slots", "6")
+    build += ("--accelerator", "sdxl_lightning_4step", "--taesd", "taesd")
     dry = in_process(*build, "--dry-run")
     assert dry.stdout == f"kernels/{NAME}\n", dry.stderr
     assert gpu == {}
@@ -172,6 +200,7 @@ def test_a_build_packs_what_a_worker_with_these_settings_compiles(
     size = path.stat().st_size
     assert json.loads(built.stdout) == {"path": f"out/{NAME}", "key": asdict(KEY), "bytes": size}
     assert (gpu["slots"], gpu["compile"]) == (6, "auto")
+    assert (gpu["is_unguided"], gpu["taesd"]) == (True, Path("taesd"))
     assert archive.check(path)[0] == KEY
     assert (tmp_path / "cache" / "kernels" / KEY.name / GRAPH).exists()
 

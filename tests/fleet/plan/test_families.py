@@ -115,6 +115,31 @@ def test_steps_and_size_of_the_jobs_count(in_process: Imagefleet, jobs: Write) -
     assert plan(in_process, jobs(small | {"width": 1024}))["hours"] > 2 * one
 
 
+@pytest.mark.parametrize(("family", "side", "times"), [("sd1", 512, 6.04), ("sdxl", 1024, 7.47)])
+def test_an_accelerators_steps_of_one_row_are_planned_as_if_the_job_named_them(
+    family: str, side: int, times: float, in_process: Imagefleet, jobs: Write
+) -> None:
+    size = {"width": side, "height": side}
+    of, few = ("--family", family), ("--accelerator", "lightning_4step")
+    guided = plan(in_process, jobs(size | {"steps": 20, "cfg_scale": 7}), *of)["hours"]
+    named = plan(in_process, jobs(size | {"steps": 4, "cfg_scale": 1}), *of)["hours"]
+
+    assert guided / named == pytest.approx(times, abs=0.01)
+    assert plan(in_process, jobs({}), *of, *few)["hours"] == pytest.approx(named)
+    assert plan(in_process, "--jobs", "1", *of, *few)["hours"] == pytest.approx(named)
+    two = plan(in_process, jobs({"steps": 2}), *of, *few)["hours"]
+    assert two < named, "the job's own steps"
+
+
+def test_a_job_that_an_accelerator_refuses_is_not_planned_with_it(
+    in_process: Imagefleet, jobs: Write
+) -> None:
+    result = in_process("plan", jobs({"steps": 30}), "--accelerator", "lightning_4step")
+
+    assert result.returncode == 2
+    assert "line 1: steps is 30" in result.stderr
+
+
 @pytest.mark.parametrize(("before", "side"), [({"width": 256, "height": 384}, 1024), ({}, 2048)])
 def test_a_stage_that_enlarges_counts_all_its_steps_and_four_times_the_size_before(
     before: dict[str, int], side: int, tmp_path: Path

@@ -143,6 +143,7 @@ def test_every_class_with_a_price_has_its_uuid() -> None:
         ("failure_threshold: 20", "failure_threshold: 100", "startup_probe.failure_threshold"),
         ("IMAGEFLEET_QUEUE:", "IMAGEFLEET_QEUE:", "did you mean 'IMAGEFLEET_QUEUE'"),
         ("IMAGEFLEET_QUEUE:", "IMAGEFLEET_SIGNING_KEY:", "do not write secrets into this file"),
+        ("IMAGEFLEET_QUEUE: jobs", "IMAGEFLEET_SIGNING_KEY: {env: X}", "not for machines of stra"),
         ("{env: IMAGEFLEET_TRUSTED_KEY}", "jobs", "IMAGEFLEET_TRUSTED_KEY: should be a pub"),
         ("IMAGEFLEET_QUEUE: jobs", "IMAGEFLEET_QUEUE: No Queue", "IMAGEFLEET_QUEUE"),
         ("IMAGEFLEET_MODEL: /models/checkpoint", "IMAGEFLEET_COMPILE: off", "in quotes"),

@@ -108,6 +108,20 @@ def test_the_scaler_assumes_the_slowest_class_on_the_first_model(
     assert sd1.jobs_per_second == pytest.approx(1.63 / 2)
 
 
+def test_the_scaler_does_not_rent_for_twenty_guided_steps_where_four_of_one_row_are_drawn(
+    tmp_path: Path,
+) -> None:
+    added = "environment:\n  IMAGEFLEET_ACCELERATOR: sdxl_lightning_4step_lora\n"
+    few, usual = (
+        scale._assumed_speed(file, 1)
+        for file in (read(tmp_path, "environment:\n", added), read(tmp_path))
+    )
+
+    assert few is not None
+    assert usual is not None
+    assert few.jobs_per_second / usual.jobs_per_second == pytest.approx(7.47, abs=0.01)
+
+
 def test_the_scaler_counts_the_queues_of_its_file_and_keeps_its_bounds(
     salad: Any, in_process: Imagefleet, tmp_path: Path
 ) -> None:

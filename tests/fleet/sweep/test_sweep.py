@@ -89,6 +89,7 @@ def test_more_steps_take_longer_by_the_speed_that_is_known(
     of_two = hours("15", "--models", "dreams,xl=sdxl", "--gpu", "RTX 4090")
     assert of_two > 4 * hours("15", "--gpu", "RTX 4090")
     assert hours("10,50") == pytest.approx(hours("10") + hours("50"))
+    assert hours("20", "--accelerator", "lcm") < hours("20") / 6
     report = {
         "hardware": {"device": "NVIDIA GeForce RTX 4090", "memory_bytes": 24 * 2**30},
         "worker_images_per_second": 2.0,

@@ -1,23 +1,27 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
+import functools
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
+from imagefleet.job.samplers import VaeDecoder
 from worker.engine import decoder
 
+VAE: Any = object()
+TINY: Any = object()
 SMALL, LARGE = torch.Size((4, 2, 2)), torch.Size((4, 2, 4))
 
 
 @pytest.fixture
-def slices(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes that are decoded."""
-    seen: list[tuple[int, ...]] = []
+def slices(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The shapes that are decoded, told apart if by the VAE."""
+    seen: list[tuple[Any, ...]] = []
 
-    def decode(_vae: Any, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        seen.append(tuple(latents.shape))
+    def decode(vae: Any, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append((*latents.shape, "VAE") if vae is VAE else tuple(latents.shape))
         return torch.zeros(len(latents), 2, 2, 3, dtype=torch.uint8), torch.ones(
             len(latents)
         ).bool()
@@ -27,11 +31,12 @@ def slices(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 def make_decoder(*compiled: torch.Size) -> decoder.Decoder:
-    made = decoder.Decoder(SimpleNamespace(device="cpu"), 8)  # type: ignore[arg-type]
+    made = decoder.Decoder(VAE, 8, TINY)
     made.max_images = 2
-    for shape in compiled:
+    for vae, shape in itertools.product((VAE, TINY), compiled):
         latents = torch.zeros(2, *shape)
-        made._compiled[shape] = (latents, lambda latents=latents: decoder.decode(None, latents))  # type: ignore[assignment]
+        run = functools.partial(decoder.decode, vae, latents)
+        made._compiled[vae, shape] = (latents, run)  # type: ignore[assignment]
     return made
 
 
@@ -55,3 +60,14 @@ def test_a_part_of_a_slice_waits_longer_where_lanes_take_turns(slices: Any, lane
         waiting.run(flush=False, lanes=lanes)
         ticks += 1
     assert ticks == 8 * lanes
+
+
+def test_a_slice_is_of_one_decoder(slices: Any) -> None:
+    waiting = make_decoder(SMALL)
+    by: tuple[VaeDecoder | None, ...] = (None, "Full", "TAESD", "Full", "Full")
+    for ticket, each in enumerate(by):
+        waiting.add(ticket, torch.zeros(SMALL), each)
+    waiting.run(flush=False)
+    assert slices == [(2, *SMALL), (2, *SMALL, "VAE")]
+    waiting.run(flush=True)
+    assert [each.ticket for each in waiting.collect(wait=True)] == [0, 2, 1, 3, 4]

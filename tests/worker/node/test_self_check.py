@@ -57,10 +57,12 @@ class Engine(StandInEngine):
         self.self_check = Weights()
         self.wrong: list[contract.Pixels | None] = []
         self.sizes: list[tuple[int, int]] = []
+        self.scales = set[float]()
         self.is_dark = False
 
     def draw_next(self, request: contract.ImageRequest) -> contract.Pixels:
         self.sizes.append((request.width, request.height))
+        self.scales.add(request.cfg_scale)
         wrong = self.wrong.pop(0) if self.wrong else None
         if self.is_dark:
             return right(request) // 2
@@ -138,6 +140,17 @@ async def test_weights_that_differ_once_were_read_wrongly_and_twice_are_a_fault(
             await watching
         assert checks.fault is not None
         assert checks.fault.kind == "weights"
+
+
+@pytest.mark.parametrize(("is_unguided", "scale"), [(True, 1.0), (False, 3.0)])
+async def test_canaries_take_as_many_rows_as_the_jobs(
+    storage: Storage, is_unguided: bool, scale: float
+) -> None:
+    engine = Engine()
+    engine.is_unguided = is_unguided
+    async with checks_of(engine, storage) as checks:
+        await checks.start_up(None)
+        assert engine.scales == {scale}
 
 
 async def test_a_job_of_another_size_is_checked_in_its_size_once_the_node_was_proved_in_its_own(

@@ -233,3 +233,4 @@ def test_what_decoded_in_place_of_the_vae_is_told_as_a1111_tells_it() -> None:
     told = encode.parameters(job_of(), 0, (512, 512), "m", decoder="TAESD")
     assert ", VAE Decoder: TAESD, " in told
     assert "VAE Decoder" not in facts_of()
+    assert "VAE Decoder" not in encode.parameters(job_of(), 0, (512, 512), "m", decoder="Full")

@@ -49,3 +49,24 @@ async def test_an_image_states_what_its_job_asked_for_and_the_hashes_of_its_file
     assert f"Model hash: {hashlib.sha256(data).hexdigest()[:10]}, " in text
     assert f'Lora hashes: "fox: {hashlib.sha256(weights).hexdigest()[:12]}", ' in text
     assert "RNG: NV, Eta: 0.5, " in text
+
+
+async def test_a_job_goes_before_the_worker_in_what_decodes_its_image(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str], tmp_path: Path
+) -> None:
+    asked: dict[str, str | None] = {}
+
+    def draw(request: contract.ImageRequest) -> contract.Pixels:
+        asked[str(request.prompt)] = request.decoder
+        return draw_noise(request)
+
+    for by in ("Full", "TAESD", None):
+        settings = {"sd_vae_decode_method": by}
+        await storage.queue.send([message(id=f"{by}", prompt=f"{by}", override_settings=settings)])
+    await run_pipeline(StandInEngine(draw=draw), taesd=tmp_path)
+    assert asked == {"Full": "Full", "TAESD": "TAESD", "None": None}
+    for by in asked:
+        image = await storage.blobs.read(f"default/{by}.png")
+        assert image is not None
+        text = Image.open(io.BytesIO(image)).info["parameters"]
+        assert ("VAE Decoder: TAESD" in text) == (by != "Full")

@@ -53,14 +53,14 @@ def of_latents(checkpoint: Checkpoint, settings: Settings) -> Parts:
         layers.replace_group_norms(checkpoint.vae)
         layers.replace_upsamplers(checkpoint.vae)
     control_nets = ControlNets(checkpoint.unet, is_compiled=is_compiled)
-    stager = LatentStager(checkpoint, control_nets)
+    tiny = None if settings.taesd is None else _read_tiny(settings.taesd, checkpoint)
+    stager = LatentStager(checkpoint, control_nets, tiny)
     layer_bytes = linear.transformer_bytes(checkpoint.unet)
     weights = settings.slot_weights or memory.choose_weights(
         device, layer_bytes, settings.slots, is_large=is_large
     )
     if weights == "reloaded":
         settings = replace(settings, slots=1, compiled_modes=("per_slot",))
-    decoding = checkpoint.vae if settings.taesd is None else _read_tiny(settings.taesd, checkpoint)
     keeps_on_cpu = is_large and memory.has_no_room_for_originals(device, layer_bytes)
     merger = Merger(checkpoint.unet, keeps_on_cpu=keeps_on_cpu)
     unet = SlotUnet(checkpoint.unet, weights)
@@ -88,7 +88,7 @@ def of_latents(checkpoint: Checkpoint, settings: Settings) -> Parts:
         control_nets=control_nets,
         stager=stager,
         merger=merger,
-        decoder=Decoder(decoding, checkpoint.factor, backend=settings.backend, pool=pool),
+        decoder=Decoder(checkpoint.vae, checkpoint.factor, tiny, settings.backend, pool),
         pool=pool,
         costs=Costs(merge_seconds=1.0) if keeps_on_cpu else Costs(),
     )

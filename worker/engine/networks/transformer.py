@@ -260,6 +260,21 @@ class SlotState(NamedTuple):
         return SlotState(*views)._replace(history=self.history[:, :slots])
 
 
+class SlotPrompts(NamedTuple):
+    """A slot's prompts, and what is computed of them: the last two fields."""
+
+    vectors: torch.Tensor
+    """Of the prompt, and of the negative prompt if it has a row [slot rows, tokens, text width]."""
+    added: tuple[torch.Tensor, ...] | None
+    """Pooled vectors and size ids by row; of an image that is enlarged, its level of noise [1]."""
+    changes: Mapping[Group, StackedChange]
+    """Those of the slot's LoRAs."""
+    context: torch.Tensor
+    """The keys and values of all cross-attentions [slot rows, tokens, `context_width`]."""
+    added_rows: torch.Tensor | None
+    """What is added to the embedded timesteps [`added_rows`, `added_width`]."""
+
+
 class SlotNetwork(nn.Module):
     """A network with one or two rows per slot, and the weights that slots have of their own."""
 
@@ -284,26 +299,8 @@ class SlotNetwork(nn.Module):
         self._upsamplers: list[Upsampler] = []
         self._block = 0
 
-    def compute_prompt(
-        self,
-        vectors: torch.Tensor,
-        added: tuple[torch.Tensor, ...] | None,
-        changes: Mapping[Group, StackedChange],
-        context: torch.Tensor,
-        added_rows: torch.Tensor | None,
-    ) -> None:
-        """Computes what a slot's calls take of its prompts, into *context* and *added_rows*.
-
-        Args:
-            vectors: of the prompt, and of the negative prompt for a slot with two rows
-                [slot rows, tokens, text width].
-            added: pooled vectors and size ids, one each per row; of an image that is enlarged, the
-                level of the noise on it [1].
-            changes: those of the slot's LoRAs.
-            context: the keys and values of all cross-attentions [slot rows, tokens,
-                `context_width`].
-            added_rows: what is added to the embedded timesteps [`added_rows`, `added_width`].
-        """
+    def compute_prompt(self, prompts: SlotPrompts) -> None:
+        """Computes what a slot's calls take of its prompts."""
         raise NotImplementedError
 
     @property

@@ -21,7 +21,6 @@ from torch import nn
 
 from imagefleet import errors
 from worker.engine.kernels.layers import Upsampler
-from worker.engine.lora.kinds import StackedChange
 from worker.engine.lora.merge import Group
 from worker.engine.networks.convolution import LowRankChange, SlotChanges, SlotConv
 from worker.engine.networks.linear import (
@@ -38,6 +37,7 @@ from worker.engine.networks.transformer import (
     KeysValues,
     SelfAttention,
     SlotNetwork,
+    SlotPrompts,
     Transformer,
     repeat_rows,
 )
@@ -78,17 +78,10 @@ class SlotEncoder(SlotNetwork):
         self.context_width = self.keys_values.width
 
     @torch.no_grad()
-    def compute_prompt(
-        self,
-        vectors: torch.Tensor,
-        added: tuple[torch.Tensor, ...] | None,
-        changes: Mapping[Group, StackedChange],
-        context: torch.Tensor,
-        added_rows: torch.Tensor | None,
-    ) -> None:
-        self.keys_values.compute(vectors, changes, context)
-        if self.added is not None and added is not None and added_rows is not None:
-            added_rows.copy_(self.added(*added))
+    def compute_prompt(self, prompts: SlotPrompts) -> None:
+        self.keys_values.compute(prompts.vectors, prompts.changes, prompts.context)
+        if self.added is not None and prompts.added is not None and prompts.added_rows is not None:
+            prompts.added_rows.copy_(self.added(*prompts.added))
 
     def encode(
         self,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from cachetools import LRUCache
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderKL, AutoencoderTiny
 
 from imagefleet import errors
 from imagefleet.telemetry import logs
@@ -80,12 +80,12 @@ class ImageCoder:
     def _to_latents(self, images: torch.Tensor) -> torch.Tensor:
         return self._finite(lambda vae: _encode(vae, images), "the latents of an image are")
 
-    def decode(self, latents: torch.Tensor) -> contract.Pixels:
+    def decode(self, latents: torch.Tensor, tiny: AutoencoderTiny | None = None) -> contract.Pixels:
         """The pixels of latents [4, height, width], rounded down as AUTOMATIC1111 does here.
 
-        Raises TransientError if they are NaN.
+        By the VAE, or by *tiny*. Raises TransientError if they are NaN.
         """
-        images = self._finite(lambda vae: _decode(vae, latents), "the image is")
+        images = self._finite(lambda vae: _decode(tiny or vae, latents), "the image is")
         levels = ((images / 2 + 0.5).clamp(0, 1) * 255).to(torch.uint8)
         pixels: contract.Pixels = levels[0].permute(1, 2, 0).cpu().numpy()
         return pixels
@@ -118,7 +118,7 @@ class ImageCoder:
         return self._wide
 
 
-def _decode(vae: AutoencoderKL, latents: torch.Tensor) -> torch.Tensor:
+def _decode(vae: decoder.Vae, latents: torch.Tensor) -> torch.Tensor:
     try:
         return decoder.to_images(vae, latents[None])
     except Exception as error:

@@ -6,7 +6,7 @@ the embedded timestep, and the keys and values of every attention. None of it de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +15,7 @@ from diffusers import UNet2DConditionModel
 from torch import nn
 
 from worker.engine.kernels import layers
-from worker.engine.lora.kinds import StackedChange
-from worker.engine.lora.merge import Group
-from worker.engine.networks.transformer import SlotNetwork, repeat_rows
+from worker.engine.networks.transformer import SlotNetwork, SlotPrompts, repeat_rows
 
 
 class TextAttention(nn.Module):
@@ -97,18 +95,9 @@ class PixelUnet(SlotNetwork):
             layers.replace_group_norms(unet)
 
     @torch.no_grad()
-    def compute_prompt(
-        self,
-        vectors: torch.Tensor,
-        added: tuple[torch.Tensor, ...] | None,
-        _changes: Mapping[Group, StackedChange],
-        context: torch.Tensor,
-        added_rows: torch.Tensor | None,
-    ) -> None:
-        """As `SlotNetwork.compute_prompt`, of text states [slot rows, tokens, text width].
-
-        *added* is the timestep [1] of the noise on the image that is upscaled, if one is.
-        """
+    def compute_prompt(self, prompts: SlotPrompts) -> None:
+        """As `SlotNetwork.compute_prompt`, of text states [slot rows, tokens, text width]."""
+        vectors, added, _, context, added_rows = prompts
         embedded = self.unet.add_embedding(vectors)
         if added is not None:
             (level,) = added

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -189,10 +190,6 @@ def _dpmpp_2m_sde(sigmas: Sigmas, options: Options, *, is_heun: bool = False) ->
         yield move._replace(latents=latents, finished=at - 1)
 
 
-def _dpmpp_2m_sde_heun(sigmas: Sigmas, options: Options) -> _Moves:
-    return _dpmpp_2m_sde(sigmas, options, is_heun=True)
-
-
 def _dpmpp_3m_sde(sigmas: Sigmas, options: Options) -> _Moves:
     older = ESTIMATES[2]
     lengths: list[float] = []
@@ -317,7 +314,7 @@ SAMPLERS: Mapping[str, Callable[[Sigmas, Options], _Moves]] = {
     "dpmpp_2m": _dpmpp_2m,
     "dpmpp_sde": _dpmpp_sde,
     "dpmpp_2m_sde": _dpmpp_2m_sde,
-    "dpmpp_2m_sde_heun": _dpmpp_2m_sde_heun,
+    "dpmpp_2m_sde_heun": partial(_dpmpp_2m_sde, is_heun=True),
     "dpmpp_2s_ancestral": _dpmpp_2s_ancestral,
     "dpmpp_3m_sde": _dpmpp_3m_sde,
     "lms": _lms,

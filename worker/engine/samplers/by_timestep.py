@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -61,20 +62,15 @@ def to_noise(alpha: float, prediction_type: str) -> tuple[float, float]:
     return 0.0, 1.0
 
 
-def _ddim(path: Sequence[int], alphas: Alphas, prediction: str, options: Options) -> Iterator[Move]:
-    return _ddim_moves(path, alphas, prediction, options, is_cfgpp=False)
-
-
-def _ddim_cfgpp(
-    path: Sequence[int], alphas: Alphas, prediction: str, options: Options
+def _ddim(
+    path: Sequence[int],
+    alphas: Alphas,
+    prediction: str,
+    options: Options,
+    *,
+    is_cfgpp: bool = False,
 ) -> Iterator[Move]:
-    """Chung et al. (2024): the noise that is put back is that without the prompt."""
-    return _ddim_moves(path, alphas, prediction, options, is_cfgpp=True)
-
-
-def _ddim_moves(
-    path: Sequence[int], alphas: Alphas, prediction: str, options: Options, *, is_cfgpp: bool
-) -> Iterator[Move]:
+    """*is_cfgpp*: the noise that is put back is that without the prompt (Chung et al. 2024)."""
     eta = options.eta or 0.0
     for at, (timestep, following) in enumerate(pairwise(path)):
         alpha, next_alpha = alphas[timestep], alphas[following]
@@ -131,7 +127,7 @@ def ddim_timesteps(steps: int, alphas: Alphas) -> list[int]:
 
 _DDIM_LIKE: Mapping[str, Callable[[Sequence[int], Alphas, str, Options], Iterator[Move]]] = {
     "ddim": _ddim,
-    "ddim_cfgpp": _ddim_cfgpp,
+    "ddim_cfgpp": partial(_ddim, is_cfgpp=True),
     "plms": _plms,
 }
 
@@ -241,16 +237,6 @@ def _weighed(weights: Sequence[float] | Alphas, vectors: Sequence[Combination]) 
     )
 
 
-def _like_ddim(
-    name: str, steps: int, t_enc: int | None, alphas: Alphas, prediction: str, options: Options
-) -> Path:
-    known, start = ddim_timesteps(steps, alphas), Start(0.0, 1.0)
-    if t_enc is not None:
-        start = _noised(alphas[known[-1 - t_enc]])
-        known = known[len(known) - t_enc :]
-    return Path(start, _DDIM_LIKE[name](known, alphas, prediction, options))
-
-
 def make_path(
     name: str, steps: int, t_enc: int | None, alphas: Alphas, prediction: str, options: Options
 ) -> Path:
@@ -259,4 +245,8 @@ def make_path(
         return _tcd(steps, t_enc, alphas, prediction, options)
     if name == "unipc":
         return _unipc(steps, t_enc, alphas, prediction, options)
-    return _like_ddim(name, steps, t_enc, alphas, prediction, options)
+    known, start = ddim_timesteps(steps, alphas), Start(0.0, 1.0)
+    if t_enc is not None:
+        start = _noised(alphas[known[-1 - t_enc]])
+        known = known[len(known) - t_enc :]
+    return Path(start, _DDIM_LIKE[name](known, alphas, prediction, options))

@@ -25,6 +25,7 @@ from worker.engine.checkpoint import Checkpoint
 from worker.engine.control.held import KEPT_BYTES
 from worker.engine.families.table import Model
 from worker.engine.kernels.compile import Around
+from worker.engine.networks.transformer import SlotPrompts
 from worker.engine.passes.beside import BesideTicks, PreparedUpscale
 from worker.engine.self_check import SelfCheck
 from worker.engine.slots import memory, weights
@@ -49,6 +50,7 @@ class SlotEngine:
         model, settings = parts.model, parts.settings
         self.model_name = model.name
         self.family = model.family.slug
+        self.is_unguided = settings.is_unguided
         self.text_encoder = model.states_encoder
         self.default_size = model.default_size
         self.lora_lookups = parts.preparer.lora_lookups
@@ -133,6 +135,11 @@ class SlotEngine:
 
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest | PreparedUpscale:
         """See `Preparer.prepare` and `BesideTicks.prepare`."""
+        if request.decoder == "TAESD" and not self._decoder.has_tiny:
+            raise errors.JobError(
+                "sd_vae_decode_method is TAESD, and this worker has none (--taesd): leave it out of"
+                " the job"
+            )
         if request.upscale is not None:
             return self._upscales.prepare(request)
         return self._preparer.prepare(request)
@@ -188,10 +195,13 @@ class SlotEngine:
     def warm_up(self, request: contract.ImageRequest | None = None) -> None:
         """Compiles, records and times all that requests like this one need, or ordinary ones.
 
-        That is its size, prompts' length and ControlNets; a minute or two on a GPU.
+        That is its size, prompts' length and ControlNets; a minute or two on a GPU. Ordinary ones
+        of one row may have LoRAs of their own or not.
         """
         native, prepare = self._runner.native, self._preparer.prepare
-        self._compilation.run(native if request is None else BatchKey.of(prepare(request)))
+        keys = (native, native._replace(is_plain=False))
+        for each in dict.fromkeys(keys) if request is None else [BatchKey.of(prepare(request))]:
+            self._compilation.run(each)
 
     def compile_in_background(self, around: Around | None = None) -> None:
         """The same for the native size while images are drawn, soon after the first one.
@@ -344,7 +354,8 @@ class SlotEngine:
             embedded = state.added[state.added_rows * slot : state.added_rows * (slot + 1)]
         is_shared = lane.weight_mode == "shared"
         changes = {} if is_shared else self._stager.changes_of(lane.active[slot]).stacked
-        self._unet.compute_prompt(vectors, added, changes, state.context[rows], embedded)
+        prompts = SlotPrompts(vectors, added, changes, state.context[rows], embedded)
+        self._unet.compute_prompt(prompts)
         if state.conditioning is not None and staged.conditioning is not None:
             state.conditioning[slot].copy_(staged.conditioning)
         for control, hint in zip(step.controls, staged.hints, strict=True):
@@ -396,7 +407,7 @@ class SlotEngine:
         if job.staged is not None and job.staged.inpainting is not None:
             latents = sampler.restore(latents, job.staged.inpainting)
         if (following := job.prepared.next_pass) is None:
-            self._decoder.add(job.ticket, latents)
+            self._decoder.add(job.ticket, latents, job.prepared.request.decoder)
             if not (job.urgent or self._has_drawn_job):
                 self._has_drawn_job = True
                 self._runner.native = self._runner.native.at(job.prepared, 0)
@@ -421,7 +432,8 @@ class SlotEngine:
     def _fit_memory(self, parts: Parts) -> int:
         """Fits the GPU's memory for images of the model's native size; returns the blocks."""
         width, height = self.default_size
-        state = self._runner.make_slot_state(self._runner.native, 1)
+        guided = self._runner.native._replace(slot_rows=2, is_plain=False)
+        state = self._runner.make_slot_state(guided, 1)
         state_bytes = sum(tensor.nbytes for tensor in state if tensor is not None)
         is_large = self.checkpoint.family.has_large_layers
         decode = functools.partial(self._decoder.decode, state.latents)

@@ -38,7 +38,9 @@ class Settings:
     compiled_modes: Sequence[WeightMode] = WEIGHT_MODES
     """The modes that the UNet is compiled for, in this order."""
     taesd: Path | None = None
-    """A folder with an AutoencoderTiny to decode with."""
+    """A folder with an AutoencoderTiny, which decodes what is not to be decoded by the VAE."""
+    is_unguided: bool = False
+    """Whether most images are drawn without guidance."""
     queue_seconds: Callable[[], float | None] = lambda: None
     """For how long the queue's jobs will last; None if unknown. It decides what is compiled."""
 

@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from diffusers import AutoencoderTiny
 
 from imagefleet.job.clip import Chunk
 from worker.engine import contract, embeddings, text
@@ -193,8 +194,14 @@ class Stager:
 class LatentStager(Stager):
     """Encodes prompts and images as well."""
 
-    def __init__(self, checkpoint: Checkpoint, control_nets: ControlNets) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        control_nets: ControlNets,
+        tiny: AutoencoderTiny | None = None,
+    ) -> None:
         super().__init__(checkpoint, control_nets)
+        self._tiny = tiny
         self._dtype = checkpoint.unet.dtype
         self._family = checkpoint.family
         self._is_inpainting = (
@@ -280,17 +287,20 @@ class LatentStager(Stager):
         if job.first_pass is not None and prepared.upscaling is not None:
             if self._stream is not None and job.first_pass.drawn is not None:
                 self._stream.wait_event(job.first_pass.drawn)
-            return self._upscale(job.first_pass.latents, prepared.upscaling)
+            tiny = self._tiny if prepared.request.decoder != "Full" else None
+            return self._upscale(job.first_pass.latents, prepared.upscaling, tiny)
         if prepared.image is None:
             return None
         latents = self._images.encode_init(prepared.image)
         return prepared.image.with_content(latents, prepared.request)
 
-    def _upscale(self, latents: torch.Tensor, upscaling: Upscaling) -> torch.Tensor:
+    def _upscale(
+        self, latents: torch.Tensor, upscaling: Upscaling, tiny: AutoencoderTiny | None
+    ) -> torch.Tensor:
         if upscaling.latent_mode is not None:
             latents = upscaling.enlarge_latents(latents, self._factor)
         else:
-            pixels = self._images.decode(latents)
+            pixels = self._images.decode(latents, tiny)
             latents = self._images.encode(upscaling.enlarge_pixels(pixels))
         return upscaling.crop(latents, self._factor)
 

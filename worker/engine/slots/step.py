@@ -164,7 +164,8 @@ class StepRunner:
         self.paused_for: BatchKey | None = None
         """The key whose jobs need the memory: nothing is compiled while there are some."""
         size, tokens = parts.model.default_size, parts.model.family.plain_tokens
-        self.native = BatchKey(*size, tokens, None, None)
+        rows, is_plain = (1, True) if parts.settings.is_unguided else (2, False)
+        self.native = BatchKey(*size, tokens, None, None, (), rows, is_plain)
         """The key of ordinary jobs, whose rows the first one shows."""
         self.outlook = Outlook(parts.settings.queue_seconds)
         self._unet = parts.unet

@@ -13,7 +13,7 @@ import lzma
 import os
 import re
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
@@ -32,9 +32,14 @@ MAX_BYTES = 8 * 2**30
 #: Stands for the folder in Triton's lists of files, which have absolute paths.
 _FOLDER = b"[KERNELS]"
 
+#: Of the empty files that say what is compiled: unpacked last, since by then it is there.
+DONE_SUFFIX = ".compiled"
+
+#: Of the lists of files that archives in the storage have.
+NOTE_SUFFIX = ".names"
+
 #: What torch and the workers keep beside the kernels.
-_LEFT_OUT = frozenset({"locks", "lock"})
-_LEFT_OUT_SUFFIXES = frozenset({".lock", ".part", ".ready", ".pyc"})
+_LEFT_OUT = frozenset({"locks", "lock", ".lock", ".part", ".ready", ".pyc", NOTE_SUFFIX})
 
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9.]+")
 
@@ -88,14 +93,24 @@ class Key:
         return [f"{name} {theirs[name]}" for name in mine if mine[name] != theirs[name]]
 
 
+def names(folder: Path) -> list[str]:
+    """The files to pack, by their paths in the folder."""
+    return [path.relative_to(folder).as_posix() for path in _files(folder)]
+
+
 def pack(
-    folder: Path, key: Key, target: Path, on_progress: Callable[[int, int], None] = lambda *_: None
+    folder: Path,
+    key: Key,
+    target: Path,
+    on_progress: Callable[[int, int], None] = lambda *_: None,
+    *,
+    names: Collection[str] | None = None,
 ) -> int:
-    """Writes *target* in one step; returns the number of files.
+    """Writes *target* in one step, with all files or *names* alone; returns their number.
 
     *on_progress* gets the bytes packed so far, and in all.
     """
-    files = list(_files(folder))
+    files = list(_files(folder)) if names is None else [folder / name for name in names]
     total = sum(len(_read(path, folder)) for path in files)
     packed = 0
     with appearing(target) as part:
@@ -127,10 +142,10 @@ def check(path: Path) -> tuple[Key, int]:
     return key, sum(len(content) for _, content in entries)
 
 
-def unpack(path: Path, folder: Path, key: Key) -> None:
+def unpack(path: Path, folder: Path, key: Key) -> list[str]:
     """Unpacks into *folder*, each file in one step; those that are there already stay.
 
-    Raises:
+    Returns the names of all. Raises:
         UnusableArchiveError: it is damaged or for another key, and nothing was unpacked; NodeError,
         SetupError: the disk is full, or the folder not writable.
     """
@@ -141,8 +156,11 @@ def unpack(path: Path, folder: Path, key: Key) -> None:
     with cache.errors():
         folder.mkdir(parents=True, exist_ok=True)
         cache.check_room(size)
+        found_names = []
         for name, content in itertools.islice(_entries(path), 1, None):
             _write(folder / name, content, folder)
+            found_names.append(name)
+    return found_names
 
 
 def _entries(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -169,11 +187,9 @@ def _entries(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.rglob("*")):
-        is_left_out = path.suffix in _LEFT_OUT_SUFFIXES or not _LEFT_OUT.isdisjoint(
-            path.relative_to(folder).parts
-        )
-        if not is_left_out and path.is_file() and not path.is_symlink():
+    for path in sorted(folder.rglob("*"), key=lambda each: (each.suffix == DONE_SUFFIX, each)):
+        parts = {*path.suffixes, *path.relative_to(folder).parts}
+        if parts.isdisjoint(_LEFT_OUT) and path.is_file() and not path.is_symlink():
             yield path
 
 

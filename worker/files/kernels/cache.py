@@ -1,7 +1,7 @@
 """A worker's compiled kernels: found on this machine, in the image or in the storage, or compiled.
 
 Compiling waits for them, drawing does not. Whatever goes wrong is one line in the log: the worker
-then compiles, as it does without them.
+then compiles, as it does without them. What it compiles it stores for others, where it may.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import platform
 import re
 import tempfile
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 import pynvml
 from filelock import FileLock, Timeout
@@ -28,15 +29,16 @@ import worker
 from imagefleet import concurrency, errors
 from imagefleet.files import safetensors
 from imagefleet.files.kinds import KERNELS
-from imagefleet.signing import TrustedKeys, trusted_keys
+from imagefleet.signing import SigningKey, TrustedKeys, trusted_keys
 from imagefleet.storage import protocol
 from imagefleet.telemetry import logs
 from worker import replica, tasks
 from worker.files import manifest, model
 from worker.files.disk_cache import DiskCache
 from worker.files.download import BlobSource, Download
-from worker.files.kernels import archive
+from worker.files.kernels import archive, shared
 from worker.files.kernels.archive import Key
+from worker.files.kernels.shared import SharedKernels
 from worker.files.manifest import Manifest
 from worker.settings import WorkerSettings
 
@@ -47,6 +49,12 @@ Origin = Literal["image", "disk", "store", "compiled"]
 
 #: Compiling takes longer than most downloads, but not longer than those of the slowest lines.
 LONGEST_WAIT_SECONDS = 60.0
+
+#: Between two looks at whether what is to be compiled has arrived, while more is being fetched.
+_LOOK_SECONDS = 0.2
+
+#: What is compiled is shared after this time, with what its first runs have tuned.
+SETTLE_SECONDS = 20.0
 
 #: Fewer than for a model: without it, the worker compiles.
 RETRIES = concurrency.RetryPolicy(tries=3, give_up_seconds=30)
@@ -74,9 +82,33 @@ class KernelCache:
     _variant: object = None
     origin: Origin | None = None
     _is_settled: threading.Event = field(default_factory=threading.Event)
+    _asked: asyncio.Event = field(default_factory=asyncio.Event)
+    _compiled: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_shared: bool = False
 
     def __post_init__(self) -> None:
         self._ready = self.folder / f"{self.key.name}.ready"
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def exchange(
+        self,
+        blobs: protocol.BlobStore,
+        image: Path | None,
+        trusted: TrustedKeys | None,
+        signing: SigningKey | None,
+        *,
+        shares: bool,
+    ) -> None:
+        """Fetches as `fetch`, again before each compilation, and stores what is compiled here."""
+        self._loop, self._is_shared = asyncio.get_running_loop(), shares
+        others = SharedKernels(blobs, self.folder, self.key, trusted, RETRIES)
+        try:
+            await self.fetch(blobs, image, trusted, others=others)
+            sharing = [self._share(others, signing)] if shares else []
+            await concurrency.gather(self._keep_up(others), *sharing)
+        finally:
+            self.give_up()
 
     async def fetch(
         self,
@@ -84,23 +116,21 @@ class KernelCache:
         image: Path | None = None,
         trusted: TrustedKeys | None = None,
         retry_policy: concurrency.RetryPolicy = RETRIES,
+        others: SharedKernels | None = None,
     ) -> None:
         """Looks on the disk, in the folder *image*, and in the storage; never raises FleetError.
 
-        With *trusted* keys, one of them must have signed the storage's list of kernels.
+        With *trusted* keys, one of them must have signed the storage's list of kernels, and what
+        *others* share.
         """
-        try:
+        with self._fetching():
             async with DiskCache(self.folder).lock():  # another worker may be fetching them
                 origin = await self._find(blobs, image, trusted, retry_policy)
             if origin is not None:
                 self._settle(origin)
-        except errors.FleetError as error:
-            log.warning(f"stored kernels cannot be used: {error}", action="kernels_failed")
-        except Exception:
-            log.exception("the stored kernels cannot be used", action="kernels_failed")
-            raise
-        finally:
-            self.give_up()
+        if others is not None:
+            await self._fetch_shared(others)
+        self._is_settled.set()
 
     @contextlib.contextmanager
     def compiling(self, what: str) -> Iterator[None]:
@@ -108,19 +138,84 @@ class KernelCache:
 
         As far as its kernels are not there; for any thread.
         """
-        if not self._is_settled.wait(LONGEST_WAIT_SECONDS):
-            self._is_settled.set()  # once is enough
-            log.info(f"compiling {what}: stored kernels have not arrived", action="kernels_late")
-        with by_one_first(self.folder, repr((self.key.name, self._variant, what))):
+        self._await_stored(what)
+        with by_one_first(self.folder, self._named(what)):
             before = self._graphs()
             yield
             if self._graphs() - before:
                 self._settle("compiled")
+                self._tell(self._compiled)
             self._mark()
+
+    def is_compiled(self, what: str) -> bool:
+        """Whether the kernels of *what* are here, whoever compiled them."""
+        return _done(self.folder, self._named(what)).exists()
 
     def give_up(self) -> None:
         """Fetches nothing any more, and lets no compiler wait for it."""
-        self._is_settled.set()
+        with self._lock:
+            self._loop = None
+            self._is_settled.set()
+
+    def _named(self, what: str) -> str:
+        return repr((self.key.name, self._variant, what))
+
+    def _tell(self, event: asyncio.Event, first: Callable[[], None] = lambda: None) -> None:
+        """Sets an event of the loop's, from any thread; nothing once that is given up."""
+        with self._lock:
+            if self._loop is not None:
+                first()
+                self._loop.call_soon_threadsafe(event.set)
+
+    def _await_stored(self, what: str) -> None:
+        """Waits for the kernels of *what*, as long as they may be on their way."""
+        if not self.is_compiled(what):
+            self._tell(self._asked, self._is_settled.clear)  # another may have compiled it since
+        ends_at = time.monotonic() + LONGEST_WAIT_SECONDS
+        while not self.is_compiled(what) and not self._is_settled.wait(_LOOK_SECONDS):
+            if time.monotonic() > ends_at:
+                self._is_settled.set()  # once is enough
+                log.info(
+                    f"compiling {what}: stored kernels have not arrived", action="kernels_late"
+                )
+
+    async def _keep_up(self, others: SharedKernels) -> NoReturn:
+        """Fetches what has appeared, whenever something is about to be compiled."""
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            await self._fetch_shared(others)
+            self._is_settled.set()
+
+    async def _fetch_shared(self, others: SharedKernels) -> None:
+        with self._fetching():
+            if await others.fetch() and self.origin != "compiled":
+                self._settle("store")
+
+    async def _share(self, others: SharedKernels, signing: SigningKey | None) -> None:
+        """Stores what is compiled, once nothing is for a while; ends where it may not."""
+        while True:
+            await self._compiled.wait()
+            while self._compiled.is_set():
+                self._compiled.clear()
+                await asyncio.sleep(SETTLE_SECONDS)
+            try:
+                await others.share(signing)
+            except errors.FleetError as error:
+                log.info(f"kernels are not shared: {error}", action="kernels_not_shared")
+                if isinstance(error, errors.SetupError):
+                    return
+
+    @contextlib.contextmanager
+    def _fetching(self) -> Iterator[None]:
+        """Logs what keeps stored kernels from here, so that the worker compiles."""
+        try:
+            yield
+        except errors.FleetError as error:
+            log.warning(f"stored kernels cannot be used: {error}", action="kernels_failed")
+        except Exception:
+            log.exception("the stored kernels cannot be used", action="kernels_failed")
+            raise
 
     async def _find(
         self,
@@ -134,7 +229,7 @@ class KernelCache:
         name = f"{self.key.name}{archive.SUFFIX}"
         if image is not None and (image / name).exists():
             try:
-                await self._unpack(image / name)
+                await self._unpack(image / name, "image")
             except archive.UnusableArchiveError as error:
                 log.warning(
                     f"the image's kernels are left out: {error.message}", action="kernels_damaged"
@@ -156,13 +251,13 @@ class KernelCache:
         )
         await download.run(retry_policy)
         try:
-            await self._unpack(download.part)
+            await self._unpack(download.part, sha256)
         finally:
             download.forget()
         return "store"
 
-    async def _unpack(self, path: Path) -> None:
-        await asyncio.to_thread(archive.unpack, path, self.folder, self.key)
+    async def _unpack(self, path: Path, source: str) -> None:
+        await asyncio.to_thread(shared.unpack, path, self.folder, self.key, source)
         self._mark()
 
     def _mark(self) -> None:
@@ -178,7 +273,7 @@ class KernelCache:
             return
         advice = (
             ": `imagefleet files make kernels` and `files add kernels` spare other workers that"
-            if origin == "compiled"
+            if origin == "compiled" and not self._is_shared
             else ""
         )
         log.info(
@@ -196,16 +291,23 @@ async def fetching(
     settings: WorkerSettings,
     blobs: protocol.BlobStore,
     on_origin: Callable[[Origin], None] = lambda _: None,
+    *,
+    may_share: bool = True,
 ) -> AsyncIterator[KernelCache | None]:
-    """A worker's kernels, fetched during the block once its model is here; None as `open_cache`."""
+    """A worker's kernels, fetched during the block once its model is here; None as `open_cache`.
+
+    Those that it compiles are stored for others if it *may_share* them and others would take them.
+    """
     found = await asyncio.to_thread(open_cache, settings, on_origin)
     if found is None:
         yield None
         return
-    trusted = trusted_keys(settings.trusted_key)
-    fetch = found.fetch(blobs, settings.kernels, trusted)
+    trusted, key_file = trusted_keys(settings.trusted_key), settings.signing_key
+    signing = SigningKey.read(key_file) if key_file is not None and may_share else None
+    shares = may_share and (signing is not None or trusted is None)
+    exchange = found.exchange(blobs, settings.kernels, trusted, signing, shares=shares)
     try:
-        async with tasks.background(fetch, "fetch kernels"):
+        async with tasks.background(exchange, "exchange kernels"):
             yield found
     finally:
         found.give_up()
@@ -264,9 +366,8 @@ def by_one_first(folder: Path, what: str) -> Iterator[None]:
 
     The system frees the lock of a worker that dies; the next one then compiles.
     """
-    name = hashlib.blake2b(what.encode(), digest_size=12).hexdigest()
-    done = folder / f"imagefleet-{name}.compiled"
-    lock = FileLock(folder / f"imagefleet-{name}.lock")
+    done = _done(folder, what)
+    lock = FileLock(done.with_suffix(".lock"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not done.exists():
@@ -285,6 +386,12 @@ def by_one_first(folder: Path, what: str) -> Iterator[None]:
             done.touch()
     finally:
         lock.release()
+
+
+def _done(folder: Path, what: str) -> Path:
+    """The file that says that *what* is compiled; in an archive, it comes with the kernels."""
+    name = hashlib.blake2b(what.encode(), digest_size=12).hexdigest()
+    return folder / f"imagefleet-{name}{archive.DONE_SUFFIX}"
 
 
 def find_key(model: Path, device: str) -> Key | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,30 @@ def test_images_are_those_that_the_tiny_decoder_makes_of_the_latents(
         draw(plain, request)
     for one, other in zip(mine, seen, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-3)
+
+
+def test_a_request_has_the_decoder_that_it_asks_for(
+    family_folder: Any,
+    family_engine: Any,
+    build_taesd: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    plain, hires = family_engine("sd1"), contract.HiresPass(96, 96, 0.5, 2, "Lanczos")
+    folder = build_taesd(len(plain.checkpoint.vae.config.block_out_channels))
+    engine = load.load_engine(
+        load.EngineSettings(family_folder("sd1"), "cpu", slots=2, taesd=folder)
+    )
+    for request in (make_request(), make_request(hires=hires)):
+        full, tiny, usual = draw(
+            engine, *(replace(request, decoder=each) for each in ("Full", "TAESD", None))
+        )
+        assert difference(full, draw(plain, request)[0]) <= 1
+        assert difference(full, tiny) > 20
+        assert difference(tiny, usual) <= 1
+    with pytest.raises(errors.JobError, match=r"sd_vae_decode_method is TAESD, .* has none"):
+        plain.prepare(make_request(decoder="TAESD"))
 
 
 def test_what_is_none_for_the_model_is_refused(

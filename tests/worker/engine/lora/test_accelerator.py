@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from imagefleet import errors
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract, load
+from worker.engine.lora import merge
+from worker.engine.slots import step
 
 ROUNDING = 2
 
@@ -56,6 +59,38 @@ def test_a_model_that_is_changed_to_has_the_accelerator_too(
     assert take is not None
     assert take()
     assert (draw(engine, make_request())[0] == expected).all()
+
+
+@pytest.mark.parametrize("has_style", [False, True])
+def test_one_that_many_prompts_name_is_merged_once_unless_each_has_a_style_beside_it(
+    make_slot_engine: Any,
+    make_request: Any,
+    lora_paths: list[Path],
+    draw: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    has_style: bool,
+) -> None:
+    calls, merged = set[tuple[str, int]](), list[int]()
+    run, activate = step.StepRunner.run, merge.Merger.activate
+
+    def note(self: Any, used: step.Step, weight_mode: Any, slots: int) -> None:
+        calls.add((weight_mode, used.state.slot_rows))
+        run(self, used, weight_mode, slots)
+
+    monkeypatch.setattr(step.StepRunner, "run", note)
+    monkeypatch.setattr(
+        merge.Merger, "activate", lambda *given: merged.append(len(given[1])) or activate(*given)
+    )
+    shared, style = (contract.Lora(path.stem, path, 1.0, 1.0) for path in lora_paths[:2])
+    styles = [(replace(style, unet_weight=0.1 * at),) if has_style else () for at in range(1, 13)]
+    requests = [
+        make_request(seed=seed, cfg_scale=1.0, steps=4, loras=(shared, *own))
+        for seed, own in enumerate(styles)
+    ]
+    draw(make_slot_engine(slots=2), *requests)
+    mode, merges = ("per_slot", []) if has_style else ("shared", [1])
+    assert calls == {(mode, 1)}
+    assert merged == merges
 
 
 def test_a_file_that_is_no_lora_of_the_model_is_refused(accelerated: Any, tmp_path: Path) -> None:

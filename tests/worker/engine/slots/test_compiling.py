@@ -16,6 +16,7 @@ import polling
 from worker.engine import contract
 from worker.engine.kernels.compile import THREAD_NAME, Compiled
 from worker.engine.slots import compiling, step
+from worker.node import check as node_check
 
 ROUNDING = 2
 
@@ -131,6 +132,21 @@ def test_a_worker_whose_jobs_are_without_guidance_compiles_for_those_first(
     engine.tick()
     polling.until_in_thread(lambda: bool(compiler.began))
     assert compiler.began[0].startswith("the UNet for 4 rows of 4 slots, ")
+
+
+def test_a_worker_with_an_accelerator_compiles_for_one_row_before_any_job(
+    make_slot_engine: Any, compiler: Compiler
+) -> None:
+    engine = make_slot_engine(slots=2, backend="eager", is_unguided=True)
+    plain = engine.prepare(node_check.plain_request(engine, seed=0))
+    assert (plain.rows(0), plain.request.steps) == (1, 30), "as much work as of two rows"
+    compiler.end(5)
+    engine.warm_up()
+    ticks = [name.split(",")[0] for name in compiler.began if "UNet" in name]
+    assert ticks == [
+        "the UNet for 4 rows of 4 slots",  # without LoRAs
+        *["the UNet for 2 rows of 2 slots"] * 2,  # with: as many as there are weights for
+    ]
 
 
 def test_without_jobs_it_compiles_all_the_same(engine: Any, compiler: Compiler) -> None:

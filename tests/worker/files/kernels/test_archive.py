@@ -45,6 +45,11 @@ def test_kernels_come_out_as_they_were_and_know_where_they_are(
     assert str(tmp_path / "there").encode() not in lzma.decompress(packed.read_bytes())
 
 
+def test_that_something_is_compiled_is_said_once_all_of_it_is_there(packed: Path) -> None:
+    with tarfile.open(packed) as tar:
+        assert tar.getnames()[-1] == "imagefleet-12.compiled"
+
+
 def test_the_same_kernels_give_the_same_bytes_whatever_their_folder(tmp_path: Path) -> None:
     for name in ("a", "much/longer"):
         target = tmp_path / f"{name[0]}.tar.xz"
