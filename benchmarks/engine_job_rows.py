@@ -149,7 +149,7 @@ def limit(options: Options) -> tuple[bench_engine.Setup, int | None, str]:
     setup = build(options)
     if not options.group.startswith("capped"):
         return setup, options.slots, ""
-    limit_memory(options)
+    limit_memory(options.torch_device)
     return setup, options.capped_slots, "capped_"
 
 

@@ -35,7 +35,7 @@ from imagefleet.telemetry import logs
 from worker import process
 from worker.node import watchdog
 from worker.settings import WorkerSettings
-from worker.testing import StandInEngine
+from evaluation.stand_in import StandInEngine
 
 logs.configure("text")
 watchdog.MIN_UPLOAD_MEGABITS = 0  # Azurite is not a line to measure

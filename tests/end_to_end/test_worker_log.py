@@ -91,7 +91,7 @@ Start = Callable[..., Worker]
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forks.Forks]:
     """Of workers with a stand-in engine, which it starts without their imports."""
     folder = tmp_path_factory.mktemp("forks")
-    prelude = "import worker.process, worker.testing"
+    prelude = "import evaluation.stand_in, worker.process"
     with forks.running(Path(sys.executable), folder, os.environ, prelude) as made:
         yield made
 
