@@ -169,12 +169,12 @@ class KernelCache:
 
     def _await_stored(self, what: str) -> None:
         """Waits for the kernels of *what*, as long as they may be on their way."""
-        if not self.is_compiled(what):
+        if not self.is_compiled(what) and not self._asked.is_set():
             self._tell(self._asked, self._is_settled.clear)  # another may have compiled it since
         ends_at = time.monotonic() + LONGEST_WAIT_SECONDS
         while not self.is_compiled(what) and not self._is_settled.wait(_LOOK_SECONDS):
             if time.monotonic() > ends_at:
-                self._is_settled.set()  # once is enough
+                self._is_settled.set()  # once is enough for what hangs
                 log.info(
                     f"compiling {what}: stored kernels have not arrived", action="kernels_late"
                 )
@@ -183,9 +183,9 @@ class KernelCache:
         """Fetches what has appeared, whenever something is about to be compiled."""
         while True:
             await self._asked.wait()
-            self._asked.clear()
             with self._fetching():
                 await self._fetch_shared(others)
+            self._asked.clear()
             self._is_settled.set()
 
     async def _fetch_shared(self, others: SharedKernels) -> None:
@@ -205,6 +205,9 @@ class KernelCache:
                 log.info(f"kernels are not shared: {error}", action="kernels_not_shared")
                 if isinstance(error, errors.SetupError):
                     return
+            except Exception:
+                log.exception("kernels are not shared", action="kernels_not_shared")
+                raise
 
     @contextlib.contextmanager
     def _fetching(self) -> Iterator[None]:

@@ -191,6 +191,23 @@ async def test_what_arrives_while_something_is_found_on_the_disk_is_not_taken_fo
         assert kernels.origin == "store"
 
 
+async def test_a_download_that_hangs_is_waited_for_once(
+    storage: Storage,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(cache, "LONGEST_WAIT_SECONDS", 0.0)
+    never = asyncio.Event()
+    async with working(storage, tmp_path / "b") as kernels:
+        await compile_here(kernels, UNET, "fabc")
+        monkeypatch.setattr(SharedKernels, "fetch", lambda _: never.wait())
+        for size in ("a size", "a larger size", "the largest size"):
+            await compile_here(kernels, size, f"f{len(size)}")
+    assert caplog.text.count("stored kernels have not arrived") <= 2
+
+
 async def test_after_a_restart_nothing_is_fetched_or_stored_again(
     storage: Storage, tmp_path: Path
 ) -> None:
