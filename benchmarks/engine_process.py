@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -35,7 +35,8 @@ Figures = dict[str, Any]
 Measure = Callable[[float], Figures]
 """Measures for the given seconds."""
 
-CAP_BYTES = int(7.4 * 2**30)
+#: GiB that cards have for one process, by the GB that they are sold with.
+CAPS = {8: 7.4, 12: 11.0, 16: 15.0, 24: 23.0}
 
 #: To create the model; the other groups give up after it.
 BUILDING_SECONDS = 60.0
@@ -197,11 +198,35 @@ def unet_rows(engine: SlotEngine, request: contract.ImageRequest) -> float:
     return sum(prepared.rows(call) for call in range(len(prepared.schedule.table)))
 
 
-def limit_memory(options: Options) -> None:
-    """Limits this process to what a GPU of 8 GB has."""
-    if options.torch_device.type == "cuda":
-        total_bytes = torch.cuda.get_device_properties(options.torch_device).total_memory
-        torch.cuda.set_per_process_memory_fraction(CAP_BYTES / total_bytes, options.torch_device)
+def limit_memory(device: torch.device, gigabytes: float = 8.0) -> None:
+    """Limits this process to what a card of so many GB has for one."""
+    if device.type == "cuda":
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        usable = CAPS.get(gigabytes, gigabytes - 1) * 2**30
+        torch.cuda.set_per_process_memory_fraction(usable / total_bytes, device)
+
+
+def add_figures(path: Path, figures: Figures) -> Figures:
+    """Adds to the results in a file; returns all of them."""
+    results = json.loads(path.read_text()) if path.exists() else {}
+    results |= figures
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=2) + "\n")
+    return cast("Figures", results)
+
+
+def add_row(
+    path: Path, summarise: Callable[[dict[str, Figures]], Figures], row: str, figures: Figures
+) -> None:
+    """Adds a row's figures, and the main ones anew.
+
+    A row that failed does not replace what an earlier run measured.
+    """
+    print(f"{row}: {json.dumps(figures)}", flush=True)
+    rows: dict[str, Figures] = add_figures(path, {}).get("rows", {})
+    if "error" not in figures or row not in rows:
+        rows[row] = figures
+    add_figures(path, {**summarise(rows), "rows": rows})
 
 
 def decibels(image: contract.Pixels, reference: contract.Pixels) -> float:

@@ -227,7 +227,7 @@ def base(options: Options, channel: Channel) -> None:
 def capped(options: Options, channel: Channel) -> None:
     """Another LoRA per job, on a GPU limited to 8 GB."""
     setup = build(options)
-    limit_memory(options)
+    limit_memory(options.torch_device)
     engine, workload, warmth = warm(
         options, setup, setup.workload, options.capped_slots, ("per_slot",)
     )

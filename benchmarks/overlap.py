@@ -15,7 +15,7 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,18 @@ LATENCY_SECONDS = 0.3
 SIZE = (512, 512)
 WARM_UP_JOBS = 5
 
+#: The calls that a storage answers.
+QUEUE = {"send", "receive", "renew", "release", "delete", "depth"}
+BLOBS = {"create", "append", "exists", "read", "metadata", "delete", "read_part"}
 
-class FarQueue:
-    """A job queue with LATENCY_SECONDS per call."""
 
-    def __init__(self, queue: protocol.JobQueue) -> None:
-        self._queue = queue
-        self.name = queue.name
+class Far:
+    """A queue or a container, *calls* of which take LATENCY_SECONDS longer."""
+
+    def __init__(self, near: Any, calls: Collection[str]) -> None:
+        self._near, self._calls = near, calls
+        self.written_at: list[float] = []
+        """When blobs were created."""
 
     def add(self, queues: Iterable[protocol.JobQueue]) -> None:
         """None of a model's queues: they would only be empty."""
@@ -52,89 +57,18 @@ class FarQueue:
         """Seconds between two looks at the depth of a queue that is in one piece."""
         return seconds
 
-    async def check(self) -> None:
-        await self._queue.check()
-
-    async def send(self, bodies: Iterable[str]) -> None:
-        await asyncio.sleep(LATENCY_SECONDS)
-        await self._queue.send(bodies)
-
-    async def receive(
-        self, max_messages: int, lease_seconds: float
-    ) -> list[protocol.LeasedMessage]:
-        await asyncio.sleep(LATENCY_SECONDS)
-        return await self._queue.receive(max_messages, lease_seconds)
-
-    async def renew(
-        self, message: protocol.LeasedMessage, lease_seconds: float, body: str | None = None
-    ) -> protocol.LeasedMessage:
-        await asyncio.sleep(LATENCY_SECONDS)
-        return await self._queue.renew(message, lease_seconds, body)
-
-    async def release(
-        self, message: protocol.LeasedMessage, delay_seconds: float = 0, body: str | None = None
-    ) -> None:
-        await asyncio.sleep(LATENCY_SECONDS)
-        await self._queue.release(message, delay_seconds, body)
-
-    async def delete(self, message: protocol.LeasedMessage) -> None:
-        await asyncio.sleep(LATENCY_SECONDS)
-        await self._queue.delete(message)
-
-    def browse(self) -> AsyncIterator[protocol.Message]:
-        return self._queue.browse()
-
-    async def depth(self) -> protocol.QueueDepth:
-        await asyncio.sleep(LATENCY_SECONDS)
-        return await self._queue.depth()
-
-
-class FarBlobs:
-    """A blob store with LATENCY_SECONDS per call that records when blobs were written."""
-
-    def __init__(self, blobs: protocol.BlobStore) -> None:
-        self.name, self._blobs = blobs.name, blobs
-        self.written_at: list[float] = []
-
-    async def create(
-        self,
-        name: str,
-        data: bytes,
-        content_type: str,
-        metadata: Mapping[str, str],
-        on_doubt: Callable[[], None] = lambda: None,
-    ) -> bool:
-        await asyncio.sleep(LATENCY_SECONDS)
-        written = await self._blobs.create(name, data, content_type, metadata, on_doubt)
-        self.written_at.append(time.monotonic())
-        return written
-
-    async def append(self, name: str, data: bytes, position: int) -> bool:
-        await asyncio.sleep(LATENCY_SECONDS)
-        return await self._blobs.append(name, data, position)
-
-    async def exists(self, name: str) -> bool:
-        await asyncio.sleep(LATENCY_SECONDS)
-        return await self._blobs.exists(name)
-
-    async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
-        await asyncio.sleep(LATENCY_SECONDS)
-        return await self._blobs.read(name, max_bytes)
-
-    async def metadata(self, name: str) -> Mapping[str, str] | None:
-        await asyncio.sleep(LATENCY_SECONDS)
-        return await self._blobs.metadata(name)
-
-    async def delete(self, name: str) -> bool:
-        await asyncio.sleep(LATENCY_SECONDS)
-        return await self._blobs.delete(name)
-
-    async def read_part(self, name: str, offset: int, max_bytes: int) -> protocol.BlobPart | None:
-        await asyncio.sleep(LATENCY_SECONDS)
-        return await self._blobs.read_part(name, offset, max_bytes)
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._blobs, name)
+        if name not in self._calls:
+            return getattr(self._near, name)
+
+        async def call(*arguments: Any, **named: Any) -> Any:
+            await asyncio.sleep(LATENCY_SECONDS)
+            answer = await getattr(self._near, name)(*arguments, **named)
+            if name == "create":
+                self.written_at.append(time.monotonic())
+            return answer
+
+        return call
 
 
 class FarStorage:
@@ -142,10 +76,8 @@ class FarStorage:
 
     def __init__(self, storage: Storage) -> None:
         self.url, self.operations = storage.url, storage.operations
-        self.queue = FarQueue(storage.queue)
-        self.poison = FarQueue(storage.poison)
-        self.blobs = FarBlobs(storage.blobs)
-        self.files = FarBlobs(storage.files)
+        self.queue, self.poison = Far(storage.queue, QUEUE), Far(storage.poison, QUEUE)
+        self.blobs, self.files = Far(storage.blobs, BLOBS), Far(storage.files, BLOBS)
         self.models = FarModels(storage.models)
         self.prover = storage.prover
 
@@ -156,8 +88,8 @@ class FarModels:
     def __init__(self, models: ModelQueues) -> None:
         self._models = models
 
-    def served(self, names: Iterable[str]) -> FarQueue:
-        return FarQueue(self._models.served(names))
+    def served(self, names: Iterable[str]) -> Far:
+        return Far(self._models.served(names), QUEUE)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._models, name)

@@ -62,7 +62,7 @@ def build_tiny_checkpoint(
         tokenizer = _tokenizer()
         if clips_tokenizer:
             tokenizer = CLIPTokenizer.from_pretrained(clip.TOKENIZER)
-        text_encoder = _text_encoder(tokenizer)
+        text_encoder = make_text_encoder(tokenizer)
         unet = _unet(size)
         vae = make_vae(size)
     unet.save_pretrained(folder / "unet")
@@ -118,18 +118,25 @@ def _byte_alphabet() -> list[str]:
     return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
 
 
-def _text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
+def make_text_encoder(
+    tokenizer: CLIPTokenizer,
+    made: Any = CLIPTextModel,
+    width: int = _TEXT_WIDTH,
+    layers: int = 4,
+    **more: Any,
+) -> Any:
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
-        hidden_size=_TEXT_WIDTH,
-        intermediate_size=2 * _TEXT_WIDTH,
-        num_hidden_layers=4,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.eos_token_id,
+        **more,
     )
-    text_encoder = CLIPTextModel(config)
+    text_encoder = made(config)
     random_model.raise_mean(text_encoder)
     return text_encoder
 

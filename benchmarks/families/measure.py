@@ -35,25 +35,21 @@ from filelock import FileLock
 
 import lora_kinds
 from engine import Group
-from engine_process import Channel, Figures, Measure, decibels
+from engine_job_rows import weaken
+from engine_process import Channel, Figures, Measure, add_figures, add_row, decibels, limit_memory
 from evaluation.bench import engine as bench_engine
 from evaluation.bench import jobs as bench_jobs
 from evaluation.bench import machine, random_model, work
 from families import tiny_families
 from imagefleet import errors
-from worker.engine import contract, load
 from worker.engine import device as devices
+from worker.engine import load
 from worker.engine.families import table
 from worker.engine.slots import memory
 from worker.engine.slots.engine import SlotEngine
 
-#: GiB of the limited rows: what cards of 24, 16, 12 and 8 GB have for one process.
-CAPS = {
-    "sdxl_capped_23": 23.0,
-    "sdxl_capped_15": 15.0,
-    "sdxl_capped_11": 11.0,
-    "sdxl_capped_7": 7.4,
-}
+#: The GB of the cards that the limited rows stand for; they are named by what is usable of them.
+CAPS = {"sdxl_capped_23": 24, "sdxl_capped_15": 16, "sdxl_capped_11": 12, "sdxl_capped_7": 8}
 
 #: Other ways to hold LoRAs than the memory decides.
 OTHER_WAYS = {"sdxl_capped_11_factors": "factors", "sdxl_capped_7_factors": "factors"}
@@ -66,8 +62,6 @@ BASELINE_IMAGES = 4
 
 #: What a row may take beside its seconds.
 OVERTIME_SECONDS = 240.0
-
-COMPANY_STRENGTH = 0.05
 
 
 def build_model(arguments: argparse.Namespace, family: tiny_families.FamilyName) -> Path:
@@ -181,10 +175,8 @@ def prepare_capped(arguments: argparse.Namespace, row: str) -> Measure:
     """The same with the GPU's memory limited."""
     build_model(arguments, "sdxl")
     arguments.slot_weights = OTHER_WAYS.get(row, arguments.slot_weights)
-    (gibibytes,) = (each for name, each in CAPS.items() if row.startswith(name))
-    if arguments.device.type == "cuda":
-        total = torch.cuda.get_device_properties(arguments.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(gibibytes * 2**30 / total, arguments.device)
+    (gigabytes,) = (each for name, each in CAPS.items() if row.startswith(name))
+    limit_memory(arguments.device, gigabytes)
     return prepare_rates(arguments, "sdxl", with_none=False)
 
 
@@ -245,15 +237,6 @@ def measure_company(arguments: argparse.Namespace) -> Figures:
     return {"psnr_db": min(figures.values()), "psnr_db_each": figures}
 
 
-def weaken(request: contract.ImageRequest) -> contract.ImageRequest:
-    """A random LoRA is as large as the weights, far larger than any trained one."""
-    weaker = (
-        replace(lora, text_encoder_weight=COMPANY_STRENGTH, unet_weight=COMPANY_STRENGTH)
-        for lora in request.loras
-    )
-    return replace(request, loras=tuple(weaker))
-
-
 ROWS: Mapping[str, Callable[[argparse.Namespace], Measure]] = {
     "limit": prepare_limit,
     "plain": prepare_plain,
@@ -305,30 +288,8 @@ def measure_row(arguments: argparse.Namespace) -> None:
     channel.serve({arguments.row: measure})
 
 
-class Results:
-    """The figures of the rows so far, in a file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._earlier: Figures = json.loads(path.read_text()) if path.exists() else {}
-        self._rows: dict[str, Figures] = self._earlier.get("rows", {})
-
-    def add(self, row: str, figures: Figures) -> None:
-        """A row that failed does not replace what an earlier run measured."""
-        print(f"{row}: {json.dumps(figures)}", flush=True)
-        if "error" in figures and row in self._rows:
-            return
-        self._rows[row] = figures
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        results = {**self._earlier, **summarise(self._rows), "rows": self._rows}
-        self._path.write_text(json.dumps(results, indent=2) + "\n")
-
-    def show(self) -> None:
-        print(json.dumps(summarise(self._rows)))
-
-
 async def measure_together(
-    names: Sequence[str], arguments: argparse.Namespace, results: Results
+    names: Sequence[str], arguments: argparse.Namespace, add: Callable[[str, Figures], None]
 ) -> None:
     """Starts the processes of all the rows; each measures while nothing else runs."""
     given = [each for each in sys.argv[1:] if each != "--together"]
@@ -342,11 +303,11 @@ async def measure_together(
         for name, group in groups.items():
             if not group.is_ready:
                 group.send(signal.SIGSTOP)
-                results.add(name, {"error": "its process failed or took too long to be ready"})
+                add(name, {"error": "its process failed or took too long to be ready"})
         for name, group in groups.items():
             if group.is_ready:
                 limit = 2 * arguments.seconds + OVERTIME_SECONDS
-                results.add(name, await group.measure(name, arguments.seconds, limit))
+                add(name, await group.measure(name, arguments.seconds, limit))
                 await group.end()  # leaves its memory to the others
     finally:
         for task in waiting:
@@ -355,11 +316,11 @@ async def measure_together(
 
 
 async def run(arguments: argparse.Namespace) -> None:
-    results = Results(arguments.out)
+    add = functools.partial(add_row, arguments.out, summarise)
     names = arguments.rows.split(",")
     for batch in [names] if arguments.together else [[name] for name in names]:
-        await measure_together(batch, arguments, results)
-    results.show()
+        await measure_together(batch, arguments, add)
+    print(json.dumps(summarise(add_figures(arguments.out, {})["rows"])))
 
 
 def main() -> None:

@@ -13,10 +13,9 @@ from typing import Any, Literal
 import torch
 from diffusers import UNet2DConditionModel
 from safetensors.torch import save_file
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 import tiny_model
-from evaluation.bench import random_model
 from imagefleet.job import clip
 
 FamilyName = Literal["sd1", "sd2", "sdxl"]
@@ -174,21 +173,10 @@ def _sdxl_unet(size: int) -> UNet2DConditionModel:
 
 def _text_encoder(width: int, activation: str, *, is_second: bool = False) -> Any:
     tokenizer = CLIPTokenizer.from_pretrained(clip.TOKENIZER)
-    config = CLIPTextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        hidden_act=activation,
-        projection_dim=width,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.eos_token_id,
+    made = CLIPTextModelWithProjection if is_second else CLIPTextModel
+    return tiny_model.make_text_encoder(
+        tokenizer, made, width, 3, hidden_act=activation, projection_dim=width
     )
-    encoder = CLIPTextModelWithProjection(config) if is_second else CLIPTextModel(config)
-    random_model.raise_mean(encoder)
-    return encoder
 
 
 def _write_index(folder: Path, family: FamilyName) -> None:

@@ -125,24 +125,11 @@ def compared(one: Figures, many: Figures) -> Figures:
     for gpu in each:
         for reason, seconds in gpu["idle_seconds"].items():
             reasons[reason] = reasons.get(reason, 0.0) + seconds
-    waited = ", ".join(f"{reason} {seconds:.1f} s" for reason, seconds in reasons.items())
-    slowest = sorted(
-        many["stage_seconds"],
-        key=lambda stage: one["stage_seconds"].get(stage, 0.0) - many["stage_seconds"][stage],
-    )[:2]
-    slower = " and ".join(
-        f"{stage} {1000 * one['stage_seconds'].get(stage, 0.0):.1f} ->"
-        f" {1000 * many['stage_seconds'][stage]:.1f} ms"
-        for stage in slowest
-    )
-    found["why"] = (
-        f"{share:.1%} of linear: while busy {found['speed_while_busy_over_one']:.1%} of one GPU's"
-        f" speed"
-        + (f" at {found['clock_over_one']:.1%} of its clock" if "clock_over_one" in found else "")
-        + f"; busy {found['busy_time_over_one']:.1%} of its time (idle {many['idle_fraction']:.2%},"
-        f" one {one['idle_fraction']:.2%}; {waited or 'never'}); {many['cores_used']:.1f} cores"
-        f" used (one {one['cores_used']:.1f}); stages that take most longer: {slower}"
-    )
+    found["idle_seconds"] = reasons
+    found["stage_seconds_longer"] = {
+        stage: seconds - one["stage_seconds"].get(stage, 0.0)
+        for stage, seconds in many["stage_seconds"].items()
+    }
     return found
 
 

@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -33,14 +32,13 @@ import torch
 from diffusers import IFPipeline, UNet2DConditionModel
 from torch.utils.flop_counter import FlopCounterMode
 
-from evaluation.bench import machine
+from engine_process import Figures, add_figures
+from evaluation.bench import machine, work
 from pixel import tiny_cascade
 from worker.engine import contract, load
 from worker.engine import device as devices
 from worker.engine.pixel import text_stage, text_states
 from worker.engine.slots.engine import SlotEngine
-
-Figures = dict[str, Any]
 
 #: Channels of the first block; the names are DeepFloyd's.
 CHANNELS = {"M": 192, "L": 320, "XL": 704}
@@ -57,20 +55,15 @@ def make_unet(size: str) -> UNet2DConditionModel:
     return UNet2DConditionModel(
         sample_size=64,
         in_channels=3,
-        out_channels=6,
+        **tiny_cascade.IF_UNET,
         layers_per_block=3,
         block_out_channels=tuple(channels * level for level in (1, 2, 3, 4)),
         down_block_types=("ResnetDownsampleBlock2D", *["SimpleCrossAttnDownBlock2D"] * 3),
-        mid_block_type="UNetMidBlock2DSimpleCrossAttn",
         up_block_types=(*["SimpleCrossAttnUpBlock2D"] * 3, "ResnetUpsampleBlock2D"),
         cross_attention_dim=4 * channels,
         encoder_hid_dim=4096,
         attention_head_dim=64,
-        addition_embed_type="text",
         addition_embed_type_num_heads=64,
-        cross_attention_norm="group_norm",
-        resnet_time_scale_shift="scale_shift",
-        act_fn="gelu",
     )
 
 
@@ -125,18 +118,6 @@ def make_requests(
     ]
 
 
-def draw(engine: SlotEngine, requests: Sequence[contract.ImageRequest]) -> list[contract.Outcome]:
-    """Draws requests as fast as the engine takes them."""
-    waiting = list(enumerate(requests))
-    outcomes: dict[int, contract.Outcome] = {}
-    while waiting or engine.busy:
-        while waiting and engine.free:
-            ticket, request = waiting.pop(0)
-            engine.admit(ticket, engine.prepare(request))
-        outcomes |= {each.ticket: each.outcome for each in engine.tick()}
-    return [outcomes[ticket] for ticket in range(len(requests))]
-
-
 def measure_slots(arguments: argparse.Namespace, folder: Path, width: int) -> Figures:
     """Images/s of the engine, from the first image after a full round to the last."""
     began_at = time.monotonic()
@@ -151,14 +132,12 @@ def measure_slots(arguments: argparse.Namespace, folder: Path, width: int) -> Fi
     steps = TINY_STEPS if arguments.tiny else STEPS
     rounds = TINY_ROUNDS if arguments.tiny else ROUNDS
     requests = make_requests(folder, engine, engine.slots, width, steps)
-    draw(engine, requests)
+    work.draw(engine, requests)
     ready_seconds = time.monotonic() - began_at
     machine.reset_peak(devices.find_device(arguments.device))
     began_at = time.monotonic()
-    outcomes = draw(engine, requests * rounds)
+    outcomes = work.draw(engine, requests * rounds)
     seconds = time.monotonic() - began_at
-    if not all(isinstance(each, np.ndarray) for each in outcomes):
-        raise RuntimeError(f"not all images were drawn: {outcomes}")
     figures = {
         "slots": engine.slots,
         "images": len(outcomes),
@@ -219,12 +198,12 @@ def measure_difference(arguments: argparse.Namespace, folder: Path, width: int) 
     engine = load.load_engine(
         load.EngineSettings(folder, arguments.device, precision="float32", slots=2, compile="off")
     )
-    drawn = draw(engine, make_requests(folder, engine, 3, width, TINY_STEPS))
+    drawn = work.draw(engine, make_requests(folder, engine, 3, width, TINY_STEPS))
     engine.close()
     plain = Diffusers(folder, device, torch.float32, width)
     expected = [plain.draw([number], TINY_STEPS)[0] for number in (1, 2, 3)]
     torch.backends.cudnn.allow_tf32 = True
-    return int(np.abs(np.stack(drawn).astype(int) - np.stack(expected)).max())  # type: ignore[arg-type]
+    return int(np.abs(np.stack(drawn).astype(int) - np.stack(expected)).max())
 
 
 def count_flops(folder: Path, steps: int) -> float:
@@ -282,10 +261,7 @@ def main() -> None:
         print(f"{name:<16} {figures[name]['images_per_second']:.3f} images/s", flush=True)
     rates = (figures[name]["images_per_second"] for name in ("slots", "diffusers"))
     ratio = round(next(rates) / next(rates), 4)
-    results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    results |= {"if_base_over_diffusers": ratio, "if_base": figures}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(results, indent=2) + "\n")
+    add_figures(arguments.out, {"if_base_over_diffusers": ratio, "if_base": figures})
     print(json.dumps({"if_base_over_diffusers": ratio}))
 
 

@@ -38,6 +38,7 @@ from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny_model
+from engine_process import add_figures
 from evaluation.bench import engine as bench_engine
 from evaluation.bench import jobs as bench_jobs
 from evaluation.bench import machine, work
@@ -79,7 +80,7 @@ class Run:
     def rows_per_second(self, requests: Requests) -> float:
         return work.drive(
             self.engine, requests, self._seconds, amount_of=self._rows
-        ).pixels_per_second
+        ).amount_per_second
 
     def txt2img(self) -> Requests:
         return self._workload.requests()
@@ -238,11 +239,9 @@ def main() -> None:
         engine.warm_up(replace(native, sizes=(run.large,)).request(0))  # nothing on a CPU
     if CONTROLNET in kinds:
         engine.warm_up(next(run.controlled()))
-    results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}
     for found in measure(run, kinds, alone=arguments.alone):
-        arguments.out.write_text(json.dumps({**results, **found}, indent=2) + "\n")
+        add_figures(arguments.out, found)
     engine.close()
     table = Table("jobs", "rows/s", "of txt2img")
     rows = found[_details(kinds)]

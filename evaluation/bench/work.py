@@ -52,11 +52,13 @@ def images_at_once(engine: contract.Engine) -> int:
 def draw(
     engine: contract.Engine, requests: Sequence[contract.ImageRequest]
 ) -> list[contract.Pixels]:
-    """Draws at most the engine's capacity of images; raises FleetError if one failed."""
-    for ticket, request in enumerate(requests):
-        engine.admit(ticket, engine.prepare(request))
+    """Draws images as fast as the engine takes them; raises FleetError if one failed."""
+    waiting = deque(enumerate(requests))
     images: dict[int, contract.Pixels] = {}
-    while engine.busy:
+    while waiting or engine.busy:
+        while waiting and engine.free:
+            ticket, request = waiting.popleft()
+            engine.admit(ticket, engine.prepare(request))
         for finished in engine.tick():
             if isinstance(finished.outcome, errors.FleetError):
                 raise finished.outcome

@@ -23,6 +23,7 @@ STORE = ("--", "benchmarks/store.py", "--jobs", "50")
 
 #: The programs and the arguments with which they take seconds.
 PROGRAMS: dict[str, tuple[str, ...]] = {
+    "bag.py": (*TINY, "--folder", "models", "--minute", "5", "--rows", "bag_sizes,uniform"),
     "canary.py": ("--jobs", "1", "--steps", "2"),
     "compare.py": (str(ROOT), "--pairs", "2", "--within", "0.99", *STORE),
     "demo_model.py": ("--captions", "2", *ONE_THREAD),
@@ -35,7 +36,6 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "pixel/measure.py": (*TINY, "--folder", "models"),
     "scoring/speed.py": ("--images", "20", "--processes", "1"),
     "stages/img2img.py": (*TINY, "--folder", "models", "--seconds", "1", "--kinds", "img2img"),
-    "start_up/first_image.py": TINY,
     "train_demo_model.py": (
         *("--toy", "--processes", "1"),
         *("--output", "model", "--judge", "judge.safetensors"),

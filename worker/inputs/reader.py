@@ -263,7 +263,10 @@ class JobFiles:
         )
 
     async def accelerator_path(self) -> Path:
-        """The accelerator's file, if there is one; raises as `FileLibrary.resolve`."""
+        """The accelerator's file; raises SetupError if the storage has none that can be used."""
         if self.accelerator is None:
             raise ValueError("the worker has no accelerator")
-        return self.accelerator.path or await self.loras.resolve(self.accelerator.name)
+        try:
+            return self.accelerator.path or await self.loras.resolve(self.accelerator.name)
+        except errors.JobError as error:  # of which no job is to fail
+            raise errors.SetupError(f"--accelerator: {error.message}") from None

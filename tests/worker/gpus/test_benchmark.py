@@ -46,4 +46,4 @@ def test_what_is_missing_to_linear_is_idle_time_or_speed() -> None:
     found = figures.compared(one, waits)
     assert found["speed_while_busy_over_one"] == pytest.approx(1.0, abs=3e-3)
     assert found["busy_time_over_one"] == pytest.approx(0.95)
-    assert "starved 6.0 s" in found["why"]
+    assert found["idle_seconds"] == {"starved": pytest.approx(6.0)}
