@@ -170,10 +170,7 @@ def company(options: Options, channel: Channel) -> None:
     workload = replace(workload, sizes=(engine.default_size,), steps=(15, 11, 13))
 
     def measure(_: float) -> Figures:
-        beside = [
-            replace(request, loras=tuple(weaken(lora) for lora in request.loras))
-            for request in map(workload.request, range(len(names)))
-        ]
+        beside = [weaken(workload.request(number)) for number in range(len(names))]
         subjects = [replace(request, seed=100 + at) for at, request in enumerate(beside)]
         subjects.append(replace(subjects[0], loras=()))
         each = []
@@ -186,5 +183,7 @@ def company(options: Options, channel: Channel) -> None:
     channel.serve({"company": measure})
 
 
-def weaken(lora: contract.Lora) -> contract.Lora:
-    return replace(lora, text_encoder_weight=COMPANY_STRENGTH, unet_weight=COMPANY_STRENGTH)
+def weaken(request: contract.ImageRequest) -> contract.ImageRequest:
+    """A random LoRA is as large as the weights, far larger than any trained one."""
+    weaker = {"text_encoder_weight": COMPANY_STRENGTH, "unet_weight": COMPANY_STRENGTH}
+    return replace(request, loras=tuple(replace(lora, **weaker) for lora in request.loras))

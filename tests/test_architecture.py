@@ -34,7 +34,7 @@ USES_TORCH = ("worker.engine", "evaluation.bench", "evaluation.score")
 
 FILES_IN_A_FOLDER = 14
 LINES_IN_A_FILE = 500
-WORKER_SETTINGS = 43
+WORKER_SETTINGS = 44
 
 
 #: What `make test` unpacks into the tests' folders.

@@ -35,14 +35,15 @@ from filelock import FileLock
 
 import lora_kinds
 from engine import Group
+from engine_job_rows import weaken
 from engine_process import Channel, Figures, Measure, add_figures, add_row, decibels, limit_memory
 from evaluation.bench import engine as bench_engine
 from evaluation.bench import jobs as bench_jobs
 from evaluation.bench import machine, random_model, work
 from families import tiny_families
 from imagefleet import errors
-from worker.engine import contract, load
 from worker.engine import device as devices
+from worker.engine import load
 from worker.engine.families import table
 from worker.engine.slots import memory
 from worker.engine.slots.engine import SlotEngine
@@ -61,8 +62,6 @@ BASELINE_IMAGES = 4
 
 #: What a row may take beside its seconds.
 OVERTIME_SECONDS = 240.0
-
-COMPANY_STRENGTH = 0.05
 
 
 def build_model(arguments: argparse.Namespace, family: tiny_families.FamilyName) -> Path:
@@ -236,15 +235,6 @@ def measure_company(arguments: argparse.Namespace) -> Figures:
         )
         engine.close()
     return {"psnr_db": min(figures.values()), "psnr_db_each": figures}
-
-
-def weaken(request: contract.ImageRequest) -> contract.ImageRequest:
-    """A random LoRA is as large as the weights, far larger than any trained one."""
-    weaker = (
-        replace(lora, text_encoder_weight=COMPANY_STRENGTH, unet_weight=COMPANY_STRENGTH)
-        for lora in request.loras
-    )
-    return replace(request, loras=tuple(weaker))
 
 
 ROWS: Mapping[str, Callable[[argparse.Namespace], Measure]] = {

@@ -55,20 +55,15 @@ def make_unet(size: str) -> UNet2DConditionModel:
     return UNet2DConditionModel(
         sample_size=64,
         in_channels=3,
-        out_channels=6,
+        **tiny_cascade.IF_UNET,
         layers_per_block=3,
         block_out_channels=tuple(channels * level for level in (1, 2, 3, 4)),
         down_block_types=("ResnetDownsampleBlock2D", *["SimpleCrossAttnDownBlock2D"] * 3),
-        mid_block_type="UNetMidBlock2DSimpleCrossAttn",
         up_block_types=(*["SimpleCrossAttnUpBlock2D"] * 3, "ResnetUpsampleBlock2D"),
         cross_attention_dim=4 * channels,
         encoder_hid_dim=4096,
         attention_head_dim=64,
-        addition_embed_type="text",
         addition_embed_type_num_heads=64,
-        cross_attention_norm="group_norm",
-        resnet_time_scale_shift="scale_shift",
-        act_fn="gelu",
     )
 
 

@@ -24,6 +24,16 @@ _TEXT_WIDTH = 32
 #: As `google/t5-v1_1-xxl` in the configuration of IF's text encoder.
 ENCODER = "tiny-t5"
 
+#: What the UNets of all IF's stages have in common.
+IF_UNET: dict[str, Any] = {
+    "out_channels": 6,
+    "mid_block_type": "UNetMidBlock2DSimpleCrossAttn",
+    "addition_embed_type": "text",
+    "cross_attention_norm": "group_norm",
+    "resnet_time_scale_shift": "scale_shift",
+    "act_fn": "gelu",
+}
+
 _PIPELINES = {"base": "IFPipeline", "sr": "IFSuperResolutionPipeline"}
 
 
@@ -86,20 +96,15 @@ def make_unet(stage: StageName) -> UNet2DConditionModel:
             "only_cross_attention": (False, True),
         }
     unet = UNet2DConditionModel(
-        out_channels=6,
+        **IF_UNET,
         layers_per_block=1,
         block_out_channels=(32, 64),
         down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
-        mid_block_type="UNetMidBlock2DSimpleCrossAttn",
         up_block_types=("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
         cross_attention_dim=96,
         encoder_hid_dim=_TEXT_WIDTH,
         attention_head_dim=8,
-        addition_embed_type="text",
         addition_embed_type_num_heads=2,
-        cross_attention_norm="group_norm",
-        resnet_time_scale_shift="scale_shift",
-        act_fn="gelu",
         **own,
     )
     with torch.no_grad():

@@ -202,7 +202,8 @@ async def test_torch_and_its_companions_write_nothing_else(
     assert code == 0
     assert log[-1]["images"] == 1
     expected = {"start", "loaded", "fits", "node_check", "reference_missing", "first_image", "stop"}
-    assert {line["action"] for line in log} == expected
+    slow = {"progress"}  # a line a minute
+    assert {line["action"] for line in log} - slow == expected
 
 
 async def test_a_log_has_a_line_a_minute_with_the_figures_and_why_nothing_is_done(

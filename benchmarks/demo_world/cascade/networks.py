@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import T5Config, T5EncoderModel, T5Tokenizer
 
 from demo_world import captions
+from pixel.tiny_cascade import IF_UNET
 
 StageName = Literal["base", "sr"]
 
@@ -83,17 +84,12 @@ def build_unet(stage: StageName) -> UNet2DConditionModel:
         }
     return UNet2DConditionModel(
         sample_size=SIDES[stage],
-        out_channels=6,
+        **IF_UNET,
         layers_per_block=1,
-        mid_block_type="UNetMidBlock2DSimpleCrossAttn",
         cross_attention_dim=TEXT_WIDTH,
         encoder_hid_dim=TEXT_WIDTH,
         attention_head_dim=32,
-        addition_embed_type="text",
         addition_embed_type_num_heads=4,
-        cross_attention_norm="group_norm",
-        resnet_time_scale_shift="scale_shift",
-        act_fn="gelu",
         **own,
     )
 

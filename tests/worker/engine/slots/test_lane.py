@@ -162,6 +162,20 @@ def test_a_rare_size_waits_no_longer_than_stated() -> None:
     assert mean(drawing.fill) > 1 - 1 / PATIENCE_TICKS - 0.01
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_a_lane_with_few_images_takes_ticks_by_its_images_not_by_turns(seed: int) -> None:
+    """A compiled call computes all of its slots, so an empty one is lost."""
+    chosen = random.Random(seed)
+    share = chosen.uniform(0.005, 0.15)
+    keys = [SIZES[chosen.random() < share] for _ in range(600)]
+    drawing = Drawing(keys, calls=various_calls(), blocks=chosen.choice([1, 20])).run()
+    of_rare = [lane for lane in drawing.ran if lane.batch_key == SIZES[1]]
+    assert len(drawing.drawn_at) == 600
+    own = keys.count(SIZES[1]) / len(keys)
+    assert len(of_rare) / len(drawing.ran) <= own + 1 / PATIENCE_TICKS + 0.01
+    assert max(map(drawing.waited, range(600))) <= 9 * (PATIENCE_TICKS + 4)
+
+
 @pytest.mark.parametrize(("blocks", "turn"), [(20, 1), (1, SHARED_TURN_TICKS)])
 def test_every_lane_runs_within_its_patience_and_a_turn_of_each_other(
     blocks: int, turn: int
