@@ -95,7 +95,9 @@ async def test_an_expired_token_says_when_it_expired_and_how_to_get_a_new_one(
         f"the queue '{created.poison_queue}'",
         f"the container '{created.container}'",
     )
-    also = ("", "", " or `imagefleet keys mint load`")  # its token of the container is the same
+    # Whose tokens of the same are the same.
+    trusted, load = (f" or `imagefleet keys mint {role}`" for role in ("trusted-worker", "load"))
+    also = (trusted, trusted, trusted + load)
     for name, role, complaint in zip(names, also, await complaints(settings), strict=True):
         assert complaint == (
             f"the SAS token of {name} expired on {ended:%Y-%m-%d %H:%M} UTC, 2 days ago: mint new"
