@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from evaluation.stand_in import StandInEngine
 from imagefleet.job.message import read_job
 from imagefleet.storage import protocol
 from imagefleet.storage.open import Storage, open_storage
@@ -30,7 +31,6 @@ from worker.engine import contract
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
 from worker.stages import encode
-from worker.testing import StandInEngine
 
 TICK_SECONDS = 0.1
 LATENCY_SECONDS = 0.3

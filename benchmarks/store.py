@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from evaluation.stand_in import StandInEngine
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.protocol import MAX_RECEIVE, LeasedMessage
 from worker.process import run_worker
 from worker.progress import WorkerReport
 from worker.settings import WorkerSettings
-from worker.testing import StandInEngine
 
 if TYPE_CHECKING:
     from multiprocessing.pool import AsyncResult

@@ -263,24 +263,6 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def markdown_table() -> str:
-    """The settings of all commands as Markdown: a heading and a table for each subject."""
-    sections: dict[str, list[str]] = {}
-    seen: set[str] = set()
-    for model, (_, commands) in PROJECT_SETTINGS.items():
-        for name, field in model.model_fields.items():
-            if name in seen:
-                continue
-            seen.add(name)
-            heading = [f"## {subject(model, name)}", "", f"For {commands}.", ""]
-            heading += ["| flag and variable | default | description |", "| --- | --- | --- |"]
-            lines = sections.setdefault(subject(model, name), heading)
-            names = f"`{flag(name)}`<br>`{variable(name)}`"
-            default = f"`{_default(field)}`" if _default(field) else ""
-            lines.append(f"| {names} | {default} | {field.description} |")
-    return "\n".join("\n".join(lines) + "\n" for lines in sections.values())
-
-
 def subject(model: type[BaseSettings], name: str) -> str:
     """The subject of *model*'s setting *name*, in help and documentation."""
     of_worker = (each for each, names in worker_settings.SUBJECTS.items() if name in names)
@@ -297,7 +279,7 @@ def subject(model: type[BaseSettings], name: str) -> str:
 def _parameters(model: type[BaseSettings]) -> Iterator[inspect.Parameter]:
     """Typer options that leave values as text, so that pydantic alone judges them."""
     for name, field in model.model_fields.items():
-        kind, default = _bare_type(field.annotation), _default(field)
+        kind, default = _bare_type(field.annotation), shown_default(field)
         is_switch = kind is bool
         extra = field.json_schema_extra
         is_repeatable = isinstance(extra, dict) and bool(extra.get("repeatable"))
@@ -330,7 +312,7 @@ def _metavar(kind: object) -> str:
     return _METAVARS.get(kind, "TEXT")
 
 
-def _default(field: FieldInfo) -> str:
+def shown_default(field: FieldInfo) -> str:
     # A factory's value differs from machine to machine; the description says what it is.
     if field.is_required() or field.default_factory or field.default is None:
         return ""

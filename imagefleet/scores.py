@@ -17,6 +17,9 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 24, 18, 50
 
 _MIDDLE = 'text-anchor="middle"'
 
+#: Where the names of lines begin, at the right: neither a curve's best end nor its worst.
+_NAMES_DOWN = 140
+
 #: As on the report's page.
 _COLOURS = ("#2f6db5", "#d9772b", "#3d9a63", "#b0435a", "#7d62b0", "#7a7f87")
 
@@ -190,6 +193,7 @@ def plot(
         "<style>svg:root { color: #1c1d21; background: #fff; }</style>",
         *_grid(x, y, escape(x_name), escape(y_name)),
     ]
+    right = f'x="{_WIDTH - _RIGHT}" text-anchor="end"'
     for number, (name, line) in enumerate(lines.items()):
         colour = _COLOURS[number % len(_COLOURS)]
         path = " ".join(f"{x.place(point.x):.1f},{y.place(point.y):.1f}" for point in line)
@@ -197,12 +201,10 @@ def plot(
         for point in line:
             parts += _drawn(point, x, y, colour)
         if len(lines) > 1:
-            down = _TOP + 16 * number
-            parts.append(f'<text x="{_LEFT + 8}" y="{down}" fill="{colour}">{escape(name)}</text>')
+            place = f'{right} y="{_NAMES_DOWN + 16 * number}" fill="{colour}"'
+            parts.append(f"<text {place}>{escape(name)}</text>")
     if note:
-        parts.append(
-            f'<text x="{_WIDTH - _RIGHT}" y="{_TOP}" text-anchor="end">{escape(note)}</text>'
-        )
+        parts.append(f'<text {right} y="{_TOP}">{escape(note)}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

@@ -82,15 +82,20 @@ class Accelerator:
         return given if given.suffix == ".safetensors" else None
 
     @property
-    def rows(self) -> int:
-        """Rows of a step of a job that leaves its guidance out."""
-        return 1 if self.kind.guidance[0] == 1 else 2
+    def usual(self) -> tuple[int, int]:
+        """Steps, and rows of each, of a job that leaves steps and guidance out."""
+        return self.steps, 1 if self.kind.guidance[0] == 1 else 2
 
     def fit(self, job: Job) -> Job:
         """The job with these settings where it has the usual ones, of the same digest.
 
         Raises JobError if it has others that contradict.
         """
+        if any(tag.name == self.name for tag in job.parsed_prompt.loras):
+            raise errors.JobError(
+                f"the prompt names the LoRA {self.name[:40]!r}, which this worker draws all jobs"
+                " with: leave it out of the job"
+            )
         kind, given = self.kind, job.given_fields
         name = given.get("sampler_name", kind.samplers[0])
         sampler = self._sampler("the sampler", name, given.get("scheduler"))

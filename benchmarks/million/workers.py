@@ -17,10 +17,10 @@ from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import NamedTuple
 
+from evaluation.stand_in import StandInEngine
 from worker.process import run_worker
 from worker.progress import WorkerReport
 from worker.settings import WorkerSettings
-from worker.testing import StandInEngine
 
 
 class Usage(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from evaluation.stand_in import StandInPrepared
 from imagefleet import errors
 from imagefleet.job.prompt import Prompt
 from simulation.account import IMAGE_BYTES, STEPS
@@ -16,7 +17,6 @@ from simulation.clock import SimulatedLoop
 from worker.engine import contract
 from worker.gpu_thread import Delivery, EngineThread
 from worker.stages.encode import EncodedImage, refuse_one_colour
-from worker.testing import StandInPrepared
 
 #: As the worker chooses for a card with room for them.
 SLOTS = 16

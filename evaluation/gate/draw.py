@@ -21,7 +21,7 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract, load
 from worker.engine import device as devices
-from worker.files.library import EmbeddingLibrary, FileLibrary
+from worker.files.library import EmbeddingLibrary, FileLibrary, Source
 from worker.inputs.img2img import Overlay
 from worker.inputs.reader import InputReader, Inputs
 from worker.stages import encode
@@ -115,19 +115,10 @@ async def _images(jobs: Sequence[Job], setup: Setup, engine: contract.Engine) ->
         address = f"local:{empty}/storage"
         async with open_storage(StorageSettings(storage=address)) as storage:
             await storage.create()
-            loras = FileLibrary(
-                storage.files,
-                LORA,
-                directory=setup.lora_directory,
-                cache=Path(empty, "loras"),
-                cache_bytes=0,
-            )
-            embeddings = EmbeddingLibrary(
-                storage.files,
-                directory=setup.embedding_directory,
-                cache=Path(empty, "embeddings"),
-            )
-            reader = InputReader(storage.files, storage.blobs, cache=Path(empty), cache_bytes=0)
+            source = Source(storage.files, Path(empty), cache_bytes=0)
+            loras = FileLibrary(source, LORA, setup.lora_directory)
+            embeddings = EmbeddingLibrary(source, setup.embedding_directory)
+            reader = InputReader(source, storage.blobs)
             images = []
             for job in jobs:
                 with _naming(job):

@@ -16,7 +16,7 @@ from imagefleet.job.clip import Names, sections_of
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.files import check
-from worker.files.library import EmbeddingLibrary
+from worker.files.library import EmbeddingLibrary, Source
 
 Tokenise = Callable[[Sequence[str]], list[list[int]]]
 
@@ -47,8 +47,8 @@ async def find(
         where = storage or f"local:{folder}/none"
         settings = options.read(StorageSettings, {"storage": where})
         async with open_storage(settings) as opened:
-            cache = Path(folder, "cache")
-            library = EmbeddingLibrary(opened.files, directory=directory, cache=cache)
+            source = Source(opened.files, Path(folder, "cache"), kinds.EMBEDDING.cached_bytes)
+            library = EmbeddingLibrary(source, directory)
             names = await library.names()
             return [await _read(library, name, family) for name in _named(texts, tokenise, names)]
 

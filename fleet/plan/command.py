@@ -147,8 +147,7 @@ def _works(batch: Batch, accelerator: str | None) -> list[Work]:
     if batch.file is None:
         if batch.jobs is None:
             raise errors.SetupError("give the batch: --jobs COUNT, or a FILE of jobs")
-        images = batch.images_per_job or 1
-        return of_count(batch.jobs, images, models.family_of(None), models.accelerator)
+        return of_count(batch.jobs, batch.images_per_job or 1, models)
     if batch.images_per_job is not None:
         raise errors.SetupError("--images-per-job goes with --jobs: the jobs of FILE say it")
     with reading(Path(batch.file), "reading", is_shown=True):

@@ -30,18 +30,11 @@ class Work:
         return self.tflop / self.images
 
 
-def of_count(
-    jobs: int,
-    images_per_job: int,
-    family: families.Family,
-    accelerator: Accelerator | None = None,
-) -> list[Work]:
+def of_count(jobs: int, images_per_job: int, models: Models) -> list[Work]:
     """The work of so many jobs of the family's own size, and steps without an accelerator's."""
-    images = jobs * images_per_job
-    tflop = family.image_tflop()
-    if accelerator is not None:
-        tflop = family.image_tflop(steps=accelerator.steps, rows=accelerator.rows)
-    return [Work(None, family, jobs, images, images * tflop)]
+    images, family = jobs * images_per_job, models.family_of(None)
+    usual = models.accelerator.usual if models.accelerator else ()
+    return [Work(None, family, jobs, images, images * family.image_tflop(None, None, *usual))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,8 +200,7 @@ def _assumed_speed(file: salad_file.FleetFile, images_per_job: int) -> scaler.Sp
     family = served[0].family if served else families.SD1
     steps, rows = family.steps, 2
     if name := file.environment.get(options.variable("accelerator")):
-        accelerator = Accelerator.of(str(name))
-        steps, rows = accelerator.steps, accelerator.rows
+        steps, rows = Accelerator.of(str(name)).usual
     known = [family.images_per_second(record, steps, rows) for record in records if record]
     return scaler.Speed(min(known) / images_per_job, "assumed") if known else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -32,6 +33,8 @@ class FileKind:
     max_bytes: int | None = None
     fetched_at_once: int = 8
     """The most files that a worker fetches at once; they are in memory meanwhile."""
+    cached_bytes: int = sys.maxsize
+    """The most that a worker keeps on disk, where its settings allow more."""
     needs_list: bool = False
     """Whether workers use only what the folder's manifest lists, signed or not."""
     stops_without_list: bool = False
@@ -85,7 +88,7 @@ LORA = FileKind(
     max_bytes=2**30,
     stops_without_list=True,
 )
-#: SDXL's with 75 vectors has 0.6 MB; some have a preview image within.
+#: SDXL's with 75 vectors has 0.6 MB; some have a preview image within. Thousands are kept.
 EMBEDDING = FileKind(
     "embedding",
     "embedding",
@@ -93,6 +96,7 @@ EMBEDDING = FileKind(
     "prompts use it by its name",
     describe=_describe_embedding,
     max_bytes=16 * 2**20,
+    cached_bytes=256 * 2**20,
     needs_list=True,
 )
 #: SDXL's have 2.5 GB in half precision. They are checked in memory, so they are fetched singly.
@@ -113,7 +117,8 @@ UPSCALER = FileKind(
     max_bytes=2**29,
     takes_unknown=True,
 )
-#: T5-XXL's have 631 kB.
+#: T5-XXL's have 631 kB, and those of some 1,700 prompts are kept: a job's stages may be drawn on
+#: the same machine, and all jobs may have one negative prompt; besides, each is mostly used once.
 TEXT = FileKind(
     "text",
     "text states",
@@ -121,6 +126,7 @@ TEXT = FileKind(
     "stages without a text encoder draw from them",
     describe=lambda _path, header, _content: header.metadata.get("encoder", ""),
     max_bytes=2**22,
+    cached_bytes=2**30,
 )
 #: Programs, whose key `worker.files.kernels` reads.
 KERNELS = FileKind(

@@ -19,13 +19,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from evaluation.stand_in import StandInEngine
 from imagefleet import cancelled
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage, open_storage
 from worker.engine import contract
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
-from worker.testing import StandInEngine
 
 #: Two images a second, eight at once.
 CAPACITY = 8

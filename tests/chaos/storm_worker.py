@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from evaluation.stand_in import StandInEngine
 from fleet import console, options
 from imagefleet import errors
 from imagefleet.job.message import Job
@@ -30,7 +31,6 @@ from worker import process
 from worker.engine import contract
 from worker.settings import WorkerSettings
 from worker.stages import encode
-from worker.testing import StandInEngine
 
 #: Jobs with this many steps are bad: they fail for good.
 BAD_STEPS = 13

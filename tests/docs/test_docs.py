@@ -18,13 +18,14 @@ from typing import Any
 
 import pytest
 import typer
+import write_settings
 
+from evaluation.stand_in import StandInEngine
 from fleet import console, main, options
 from imagefleet.job.message import Job, read_job
 from imagefleet.storage.open import open_storage
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
-from worker.testing import StandInEngine
 
 ROOT = Path(__file__).parents[2]
 
@@ -140,7 +141,7 @@ def test_the_readme_is_short() -> None:
 def test_the_page_of_settings_is_current() -> None:
     page = text_of(ROOT / "docs" / "settings.md")
 
-    assert options.markdown_table() in page, "write it anew: make docs"
+    assert write_settings.table() in page, "write it anew: make docs"
 
 
 def test_every_exit_code_is_in_the_runbook_with_what_to_do() -> None:

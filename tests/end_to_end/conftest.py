@@ -25,7 +25,7 @@ import asyncio, fcntl, logging, os, sys, termios, threading, time, warnings
 from fleet import main
 from imagefleet import errors
 from worker import process
-from worker.testing import StandInEngine
+from evaluation.stand_in import StandInEngine
 
 if os.isatty(0):
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C reaches it

@@ -20,6 +20,7 @@ from aiohttp import web
 
 import forks
 import polling
+from evaluation.stand_in import StandInEngine
 from fleet import health
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -27,7 +28,6 @@ from worker import process
 from worker.metrics import Outcome
 from worker.node import salad
 from worker.settings import WorkerSettings
-from worker.testing import StandInEngine
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +42,7 @@ from imagefleet.telemetry import logs
 from worker import gpu_thread, process, pull
 from worker.node import salad
 from worker.settings import WorkerSettings
-from worker.testing import StandInEngine
+from evaluation.stand_in import StandInEngine
 
 salad.FIRST_PAUSE_SECONDS = 0.2
 pull.LONGEST_PAUSE_SECONDS = 1

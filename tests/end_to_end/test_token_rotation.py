@@ -35,7 +35,7 @@ from imagefleet.telemetry import logs
 from worker import process
 from worker.node import watchdog
 from worker.settings import WorkerSettings
-from worker.testing import StandInEngine
+from evaluation.stand_in import StandInEngine
 
 logs.configure("text")
 watchdog.MIN_UPLOAD_MEGABITS = 0  # Azurite is not a line to measure
@@ -116,11 +116,13 @@ async def test_a_worker_survives_tokens_that_are_rotated_in_a_file_sometimes_too
         rotate()
         process = start(IMAGEFLEET_SAS_FILE=str(file))
         ended = asyncio.create_task(asyncio.to_thread(process.communicate, timeout=280))
-        rotations = 0
+        rotations, has_begun = 0, False
         while not ended.done():
-            # Every third time the tokens have been expired for two seconds.
-            await asyncio.wait({ended}, timeout=5 if rotations % 3 == 2 else 1.5)
+            # A worker that has begun is late every third time: they have expired two seconds ago.
+            is_late = has_begun and rotations % 3 == 2
+            await asyncio.wait({ended}, timeout=5 if is_late else 1.5 if has_begun else 0.5)
             rotate()
+            has_begun = has_begun or bool([each async for each in storage.blobs.names("default/")])
             rotations += 1
         output, _ = await ended
         assert process.returncode == 0, output

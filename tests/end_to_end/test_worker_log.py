@@ -91,7 +91,7 @@ Start = Callable[..., Worker]
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forks.Forks]:
     """Of workers with a stand-in engine, which it starts without their imports."""
     folder = tmp_path_factory.mktemp("forks")
-    prelude = "import worker.process, worker.testing"
+    prelude = "import evaluation.stand_in, worker.process"
     with forks.running(Path(sys.executable), folder, os.environ, prelude) as made:
         yield made
 
@@ -202,7 +202,8 @@ async def test_torch_and_its_companions_write_nothing_else(
     assert code == 0
     assert log[-1]["images"] == 1
     expected = {"start", "loaded", "fits", "node_check", "reference_missing", "first_image", "stop"}
-    assert {line["action"] for line in log} == expected
+    slow = {"progress"}  # a line a minute
+    assert {line["action"] for line in log} - slow == expected
 
 
 async def test_a_log_has_a_line_a_minute_with_the_figures_and_why_nothing_is_done(

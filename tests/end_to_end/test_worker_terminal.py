@@ -227,9 +227,9 @@ async def test_a_terminal_that_becomes_narrower_shows_every_figure_still(
 async def test_ctrl_c_drains_and_says_so(storage: Storage, start: Start) -> None:
     await fill(storage, 400)
     slow = """
-from worker import testing
-testing.StandInEngine.tick = (lambda tick: lambda self: (time.sleep(SLOW), tick(self))[1])(
-    testing.StandInEngine.tick
+from evaluation import stand_in
+stand_in.StandInEngine.tick = (lambda tick: lambda self: (time.sleep(SLOW), tick(self))[1])(
+    stand_in.StandInEngine.tick
 )
 SLOW = 3
 """

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from evaluation.stand_in import StandInEngine
 from fleet import main
 from imagefleet import concurrency
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
-from worker.testing import StandInEngine
 
 IMPATIENT = concurrency.RetryPolicy(
     tries=3, first_wait_seconds=0.01, longest_wait_seconds=0.05, waits_for_access=True

@@ -12,6 +12,7 @@ import pytest
 from azure.storage.blob import BlobServiceClient
 from azure.storage.queue import QueueServiceClient
 
+from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import concurrency, errors
 from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.open import LOCAL_SCHEME, Storage, open_storage
@@ -21,7 +22,6 @@ from loadgen.load import Load
 from loadgen.settings import LoadSettings
 from proxy import FaultProxy
 from worker.engine import contract
-from worker.testing import StandInEngine, draw_noise
 
 Jobs = Callable[..., list[str]]
 Work = Callable[..., Coroutine[Any, Any, Any]]

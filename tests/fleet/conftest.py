@@ -19,6 +19,7 @@ import pytest
 from aiolimiter import AsyncLimiter
 
 import forks
+from evaluation.stand_in import StandInEngine
 from imagefleet.job.message import Output
 from imagefleet.pricing import prices
 from imagefleet.records.record import Record, RecordLog
@@ -31,7 +32,6 @@ from worker.pipeline import Machine, Pipeline
 from worker.replica import Replica
 from worker.settings import WorkerSettings
 from worker.stages import encode
-from worker.testing import StandInEngine
 
 __all__ = ["as_it_was", "built", "in_process"]
 

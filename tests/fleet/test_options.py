@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 import typer
+import write_settings
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from typer.testing import CliRunner
@@ -201,14 +202,14 @@ def test_help_shows_description_variable_and_default(app: typer.Typer) -> None:
 
 
 def test_the_table_has_each_setting_once() -> None:
-    flags = re.findall(r"^\| `(--[a-z0-9-]+)`", options.markdown_table(), re.MULTILINE)
+    flags = re.findall(r"^\| `(--[a-z0-9-]+)`", write_settings.table(), re.MULTILINE)
 
     assert len(flags) == len(set(flags))
     assert {"--storage", "--max-attempts", "--rate"} <= set(flags)
 
 
 def test_the_table_has_a_heading_for_each_subject() -> None:
-    headings = re.findall(r"^## (.*)$", options.markdown_table(), re.MULTILINE)
+    headings = re.findall(r"^## (.*)$", write_settings.table(), re.MULTILINE)
 
     assert headings[:4] == ["Storage", "Metrics and logs", "Model and LoRAs", "GPU"]
     assert len(headings) == len(set(headings))
@@ -224,7 +225,7 @@ def test_every_setting_of_a_worker_has_one_subject() -> None:
 
 
 def test_a_default_that_differs_from_machine_to_machine_is_not_shown() -> None:
-    row = next(row for row in options.markdown_table().splitlines() if "`--name`" in row)
+    row = next(row for row in write_settings.table().splitlines() if "`--name`" in row)
 
     assert row.split("|")[2].strip() == ""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import aio, errors
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -18,7 +19,6 @@ from proxy import Fault, FaultProxy
 from worker.engine import contract
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
-from worker.testing import StandInEngine, draw_noise
 
 Work = Callable[..., Any]
 

@@ -19,10 +19,10 @@ import pytest
 
 import imagefleet
 import polling
+from evaluation.stand_in import draw_noise
 from imagefleet import Job, aio, cancelled, errors
 from imagefleet.job.message import read_job
 from imagefleet.storage.settings import StorageSettings
-from worker.testing import draw_noise
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import pytest
 
+from evaluation.stand_in import StandInEngine
 from imagefleet import concurrency
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.job.message import read_job
@@ -20,7 +21,6 @@ from worker.engine import contract
 from worker.pipeline import Machine, Pipeline
 from worker.replica import UNKNOWN, Replica
 from worker.settings import WorkerSettings
-from worker.testing import StandInEngine
 
 #: Faults are retried as often as in production, but at once.
 IMPATIENT = concurrency.RetryPolicy(

@@ -70,6 +70,10 @@ def test_a_job_keeps_what_fits_and_its_digest() -> None:
         ({"sampler_name": "DDIM"}, "the sampler is DDIM, .* takes Euler with SGM Uniform"),
         ({"sampler_name": "Euler Karras"}, "the sampler is Euler Karras"),
         ({"sampler_name": "Euler", "scheduler": "Karras"}, "the sampler is Euler Karras"),
+        (
+            {"prompt": f"a house <lora:{LIGHTNING}:1>"},
+            "names the LoRA '.*', which this worker draws",
+        ),
         ({"prompt": "a house:3"}, "cfg_scale times the prompt's own weight is 3, .* takes 1:"),
         ({"enable_hr": True, "hr_sampler_name": "DPM++ 2M"}, "hr_sampler_name is DPM.. 2M SGM"),
         ({"enable_hr": True, "hr_scheduler": "Karras"}, "hr_sampler_name is Euler Karras"),
@@ -92,6 +96,15 @@ def test_a_second_pass_is_drawn_as_the_first() -> None:
 def test_a_file_whose_name_tells_no_kind_is_refused() -> None:
     with pytest.raises(errors.SetupError, match="'detail-tweaker': its name tells no kind"):
         Accelerator.of("detail-tweaker")
+
+
+async def test_a_name_that_is_no_file_of_the_storage_ends_the_worker_and_fails_no_job(
+    storage: Storage, run_pipeline: Any, message: Callable[..., str]
+) -> None:
+    await storage.queue.send([message(id="j")])
+    with pytest.raises(errors.SetupError, match="--accelerator: no LoRA lcm"):
+        await run_pipeline(accelerator="lcm")
+    assert not (await storage.poison.depth()).messages
 
 
 async def test_images_and_records_tell_how_a_job_was_drawn(

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 import polling
+from evaluation.stand_in import StandInEngine
 from imagefleet import cancelled
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobRecord
 from worker.engine import contract
-from worker.testing import StandInEngine
 
 Message = Callable[..., str]
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py

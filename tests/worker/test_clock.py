@@ -14,6 +14,7 @@ import pytest
 from prometheus_client import generate_latest
 
 import azurite
+from evaluation.stand_in import StandInEngine, draw_noise
 from fleet.report import figures
 from fleet.report import records as report_records
 from fleet.webhooks import events
@@ -27,7 +28,6 @@ from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import Clock
 from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract
-from worker.testing import StandInEngine, draw_noise
 
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 

@@ -14,6 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 import polling
+from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.pricing import prices
 from imagefleet.storage.open import Storage
@@ -23,7 +24,6 @@ from worker.engine import contract
 from worker.metrics import CostMeter
 from worker.replica import Replica
 from worker.settings import WorkerSettings
-from worker.testing import StandInEngine, draw_noise
 
 #: Beside images, what says something about jobs and workers.
 NOTES = ("-records/", "-models/", "-serving/")

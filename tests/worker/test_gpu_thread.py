@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 import polling
+from evaluation.stand_in import StandInEngine, StandInPrepared, draw_noise
 from imagefleet import errors
 from worker import gpu_thread
 from worker.engine import contract
 from worker.gpu_thread import EngineThread
-from worker.testing import StandInEngine, StandInPrepared, draw_noise
 
 
 def prepared(seed: int) -> StandInPrepared:

@@ -15,13 +15,13 @@ import pytest
 from PIL import Image
 
 import polling
+from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import concurrency, errors
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore
 from worker import gpu_thread
 from worker.engine import contract
-from worker.testing import StandInEngine, draw_noise
 
 #: Beside images, what says something about jobs and workers.
 NOTES = ("-records/", "-models/", "-serving/")

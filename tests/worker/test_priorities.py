@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.storage.open import Storage
 from worker.engine import contract
-from worker.testing import StandInEngine, draw_noise
 
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 

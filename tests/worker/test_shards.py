@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from evaluation.stand_in import StandInEngine
 from imagefleet import cancelled
 from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.dead_letter import Selection
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
-from worker.testing import StandInEngine
 
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 

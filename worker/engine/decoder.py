@@ -187,15 +187,12 @@ class Decoder:
                     self._queue.remove(drawn)
                 self._decode_or_share(part)
 
-    def decode(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decodes latents [images, 4, height, width] at once, uncompiled."""
-        return self._decode_uncompiled(self._usual, latents)
-
-    def _decode_uncompiled(
-        self, vae: Vae | None, latents: torch.Tensor
+    def decode(
+        self, latents: torch.Tensor, vae: Vae | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decodes latents [images, 4, height, width] at once, uncompiled."""
         is_striped = self.is_striped or latents.shape[1:] in self._striped_shapes
-        return decode(vae, latents, in_stripes=is_striped)
+        return decode(vae or self._usual, latents, in_stripes=is_striped)
 
     def collect(self, *, wait: bool) -> list[contract.Finished]:
         """The images that have reached the host; *wait* blocks for at least one slice, if any.
@@ -271,7 +268,7 @@ class Decoder:
             pixels, is_finite = compiled()
         else:
             time_convolutions(lasting=len(part) == self._slice_size(shape))
-            pixels, is_finite = self._decode_uncompiled(vae, latents)
+            pixels, is_finite = self.decode(latents, vae)
         return HostCopy.begin(pixels, is_finite, len(part))
 
     def _retry_in_float32(self, drawn: _FinishedLatents) -> contract.Outcome:

@@ -35,14 +35,24 @@ log = logs.EventLog(__name__)
 #: text states of its prompts.
 REMEMBERED = 10_000
 
-#: Bytes of fetched embeddings kept on disk: thousands of them.
-CACHE_BYTES = 256 * 2**20
-
 #: The names of embeddings are listed again after this time.
 LIST_SECONDS = 300.0
 
 #: The longest that a job waits for the list: a storage that hangs must not hold up the GPU.
 READ_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The storage that a worker fetches files from, and where it keeps them."""
+
+    blobs: protocol.BlobStore
+    cache: Path
+    """It has a folder for each kind of file."""
+    cache_bytes: int
+    """The most that is kept of each kind."""
+    trusted: TrustedKeys | None = None
+    """One of these keys must list the files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,25 +104,18 @@ async def read_whole(
 class FileLibrary:
     """Resolves names to files. A name is one safe path segment, checked with the prompt."""
 
-    def __init__(
-        self,
-        blobs: protocol.BlobStore,
-        kind: FileKind,
-        *,
-        cache: Path,
-        cache_bytes: int,
-        directory: Path | None = None,
-        trusted: TrustedKeys | None = None,
-    ) -> None:
-        """*directory* comes before the storage, whose files one of the *trusted* keys must list."""
+    def __init__(self, source: Source, kind: FileKind, directory: Path | None = None) -> None:
+        """*directory* comes before the storage."""
         self.lookups: Counter[str] = Counter()
-        self._blobs = blobs
+        self._blobs = source.blobs
         self._kind = kind
         self._folders = [own_folder(kind, directory)] if directory else []
-        self._cache = DiskCache(cache, cache_bytes)
+        self._cache = DiskCache(
+            source.cache / kind.folder, min(source.cache_bytes, kind.cached_bytes)
+        )
         self._fetches: dict[str, asyncio.Task[Path]] = {}
         self._room = asyncio.Semaphore(kind.fetched_at_once)
-        self._storage_manifest = Manifest.stored(blobs, kind, trusted)
+        self._storage_manifest = Manifest.stored(source.blobs, kind, source.trusted)
         # What was checked in full, and against which hash.
         self._checked: LRUCache[Path, tuple[Identity, str | None]] = LRUCache(REMEMBERED)
 
@@ -261,27 +264,13 @@ def unreadable(kind: FileKind, path: Path, reason: str | None) -> errors.SetupEr
 class EmbeddingLibrary(FileLibrary):
     """The embeddings of a folder, and of `embeddings/` in the storage."""
 
-    def __init__(
-        self,
-        blobs: protocol.BlobStore,
-        *,
-        directory: Path | None,
-        cache: Path,
-        trusted: TrustedKeys | None = None,
-    ) -> None:
-        super().__init__(
-            blobs,
-            EMBEDDING,
-            cache=cache,
-            cache_bytes=CACHE_BYTES,
-            directory=directory,
-            trusted=trusted,
-        )
-        if path := local_path(blobs, EMBEDDING.folder):
+    def __init__(self, source: Source, directory: Path | None = None) -> None:
+        super().__init__(source, EMBEDDING, directory)
+        if path := local_path(source.blobs, EMBEDDING.folder):
             self._folders.append(Folder(path, self._storage_manifest, must_exist=False))
         self._own = directory
         # With a trusted key, only the manifest counts.
-        self._listed = [each for each in (directory, None if trusted else path) if each]
+        self._listed = [each for each in (directory, None if source.trusted else path) if each]
         self._names: tuple[str, ...] = ()
         self._pickles: dict[str, Path] = {}
         self._ignored: set[str] = set()

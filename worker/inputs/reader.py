@@ -19,13 +19,13 @@ from imagefleet.files import kinds
 from imagefleet.job.message import DEFAULT_CAMPAIGN, MAX_IMAGE_BYTES, Job
 from imagefleet.job.passes import extras, hires
 from imagefleet.job.passes import img2img as given
-from imagefleet.signing import TrustedJobs, TrustedKeys, trusted_keys
+from imagefleet.signing import TrustedJobs, trusted_keys
 from imagefleet.storage import protocol
 from imagefleet.storage.open import Storage
 from worker.accelerator import Accelerator
 from worker.engine import contract
 from worker.engine.pixel import text_states
-from worker.files.library import EmbeddingLibrary, FileLibrary, read_whole
+from worker.files.library import EmbeddingLibrary, FileLibrary, Source, read_whole
 from worker.files.manifest import FileHashes
 from worker.inputs import img2img, pictures
 from worker.inputs.img2img import Begin, Overlay
@@ -34,10 +34,6 @@ from worker.settings import WorkerSettings
 
 #: Images decoded and resized at once: one of the largest takes some 200 MB meanwhile.
 DECODED_AT_ONCE = 2
-
-#: Bytes of fetched text states on disk: those of some 1,700 prompts. A job's stages may be drawn on
-#: the same machine, and all jobs may have one negative prompt; besides, each is mostly used once.
-TEXT_STATES_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,30 +57,16 @@ class InputReader:
     """Reads the inputs of jobs; those of a job's images are read once."""
 
     def __init__(
-        self,
-        files_of_jobs: protocol.BlobStore,
-        images: protocol.BlobStore,
-        *,
-        cache: Path,
-        cache_bytes: int,
-        trusted: TrustedKeys | None = None,
-        campaigns: str = "own",
+        self, source: Source, images: protocol.BlobStore, *, campaigns: str = "own"
     ) -> None:
-        """*cache_bytes* for each kind of file, which one of the *trusted* keys must list.
-
-        *campaigns* is the setting `input_campaigns`.
-        """
+        """*campaigns* is the setting `input_campaigns`."""
         # A campaign may be called "own".
         opened = "" if campaigns == "own" else campaigns
         self._campaigns = {name.strip() for name in opened.split(",")}
-        self._containers = {"files": files_of_jobs, "images": images}
-
-        def library(kind: kinds.FileKind, most: int = cache_bytes) -> FileLibrary:
-            own = cache / kind.folder
-            return FileLibrary(files_of_jobs, kind, cache=own, cache_bytes=most, trusted=trusted)
-
-        self._upscalers, self._controlnets = library(kinds.UPSCALER), library(kinds.CONTROLNET)
-        self._text_states = library(kinds.TEXT, min(cache_bytes, TEXT_STATES_BYTES))
+        self._containers = {"files": source.blobs, "images": images}
+        self._upscalers = FileLibrary(source, kinds.UPSCALER)
+        self._controlnets = FileLibrary(source, kinds.CONTROLNET)
+        self._text_states = FileLibrary(source, kinds.TEXT)
         self._room = asyncio.Semaphore(DECODED_AT_ONCE)
 
     async def read(
@@ -268,38 +250,23 @@ class JobFiles:
     @classmethod
     def of(cls, storage: Storage, settings: WorkerSettings) -> JobFiles:
         """The files of a storage and of the settings' own folders."""
-        cache, cache_bytes = settings.cache, settings.cache_megabytes * 2**20
         trusted = trusted_keys(settings.trusted_key)
+        cache_bytes = settings.cache_megabytes * 2**20
+        source = Source(storage.files, settings.cache, cache_bytes, trusted)
         return cls(
-            loras=FileLibrary(
-                storage.files,
-                kinds.LORA,
-                directory=settings.lora_directory,
-                cache=cache / "loras",
-                cache_bytes=cache_bytes,
-                trusted=trusted,
-            ),
-            embeddings=EmbeddingLibrary(
-                storage.files,
-                directory=settings.embedding_directory,
-                cache=cache / "embeddings",
-                trusted=trusted,
-            ),
-            inputs=InputReader(
-                storage.files,
-                storage.blobs,
-                cache=cache,
-                cache_bytes=cache_bytes,
-                trusted=trusted,
-                campaigns=settings.input_campaigns,
-            ),
-            hashes=FileHashes(cache),
+            loras=FileLibrary(source, kinds.LORA, settings.lora_directory),
+            embeddings=EmbeddingLibrary(source, settings.embedding_directory),
+            inputs=InputReader(source, storage.blobs, campaigns=settings.input_campaigns),
+            hashes=FileHashes(settings.cache),
             trusted=None if trusted is None else TrustedJobs(trusted, storage.scope),
             accelerator=Accelerator.of(settings.accelerator) if settings.accelerator else None,
         )
 
     async def accelerator_path(self) -> Path:
-        """The accelerator's file, if there is one; raises as `FileLibrary.resolve`."""
+        """The accelerator's file; raises SetupError if the storage has none that can be used."""
         if self.accelerator is None:
             raise ValueError("the worker has no accelerator")
-        return self.accelerator.path or await self.loras.resolve(self.accelerator.name)
+        try:
+            return self.accelerator.path or await self.loras.resolve(self.accelerator.name)
+        except errors.JobError as error:  # of which no job is to fail
+            raise errors.SetupError(f"--accelerator: {error.message}") from None

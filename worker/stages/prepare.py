@@ -136,6 +136,7 @@ class PrepareStage:
         self.engine, self.settler = self.generate.engine, self.generate.settler
         self.turns = Turns(protocol.MAX_RECEIVE)
         self._isolation = Isolation()
+        self._accelerator_hash: Future[str | None] | None = None
         self._drawn_here: OrderedDict[str, None] = OrderedDict()
         self._threads = ThreadPoolExecutor(PREPARERS, "prepare")
         self._prepared = concurrency.Batches(
@@ -365,8 +366,10 @@ class PrepareStage:
             lora.name: self.files.hashes.of_lora(lora.path, lora.identity) for lora in loras
         }
         if (accelerator := self.files.accelerator) is not None:
-            path = await concurrency.UNTIL_ACCESS.call(self.files.accelerator_path)
-            entry.lora_hashes[accelerator.name] = self.files.hashes.of_lora(path)
+            if self._accelerator_hash is None:  # that of the file which is merged, for good
+                path = await concurrency.UNTIL_ACCESS.call(self.files.accelerator_path)
+                self._accelerator_hash = self.files.hashes.of_lora(path)
+            entry.lora_hashes[accelerator.name] = self._accelerator_hash
         inputs = NO_INPUTS
         text_encoder = self.engine.text_encoder
         if job.has_inputs or text_encoder is not None:

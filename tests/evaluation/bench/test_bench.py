@@ -14,10 +14,10 @@ import tiny_model
 from evaluation.bench import command as bench
 from evaluation.bench import engine as bench_engine
 from evaluation.bench import jobs, machine, work
+from evaluation.stand_in import StandInEngine
 from imagefleet import errors
 from imagefleet.job.message import read_job
 from worker.engine import contract
-from worker.testing import StandInEngine
 
 pytestmark = pytest.mark.filterwarnings(
     # diffusers converts torch tensors to numpy in a way that numpy deprecates

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from evaluation.stand_in import draw_noise
 from fleet.webhooks import events
 from imagefleet import aio, errors
 from imagefleet.job.message import Job
@@ -18,7 +19,6 @@ from imagefleet.records import reader
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract
-from worker.testing import draw_noise
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 RunWorker = Callable[..., Awaitable[None]]  # the fixture of conftest.py

@@ -17,7 +17,7 @@ from header_files import LORA, file_of, shaped
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from worker.files.library import EmbeddingLibrary
+from worker.files.library import EmbeddingLibrary, Source
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 
@@ -35,7 +35,7 @@ def used(settings: StorageSettings, cache: Path, trusted: str | None = None) -> 
     async def read() -> dict[str, str]:
         async with open_storage(settings) as storage:
             keys = TrustedKeys.read(trusted) if trusted else None
-            library = EmbeddingLibrary(storage.files, directory=None, cache=cache, trusted=keys)
+            library = EmbeddingLibrary(Source(storage.files, cache, 2**20, keys))
             names = await library.names()
             return {name: (await library.resolve_hashed(name))[1] for name in names}
 

@@ -15,7 +15,7 @@ from imagefleet.files.kinds import KINDS
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from worker.files.library import FileLibrary
+from worker.files.library import FileLibrary, Source
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 
@@ -61,13 +61,8 @@ def test_a_file_is_stored_signed_listed_and_found_by_workers(
 
     async def resolved(trusted: TrustedKeys) -> bytes:
         async with open_storage(local_settings) as storage:
-            library = FileLibrary(
-                storage.files,
-                KINDS[kind],
-                cache=tmp_path / "cache",
-                cache_bytes=2**20,
-                trusted=trusted,
-            )
+            source = Source(storage.files, tmp_path / "cache", 2**20, trusted)
+            library = FileLibrary(source, KINDS[kind])
             return (await library.resolve("4x (a)")).read_bytes()
 
     trusted = TrustedKeys.read(key.public)

@@ -21,7 +21,7 @@ from imagefleet.storage.settings import StorageSettings
 from pixel import tiny_cascade
 from worker.engine.pixel import text_stage, text_states
 from worker.files import manifest
-from worker.files.library import FileLibrary
+from worker.files.library import FileLibrary, Source
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 
@@ -75,13 +75,8 @@ def found_by_workers(
 ) -> list[torch.Tensor]:
     async def resolve() -> list[Path]:
         async with open_storage(settings) as storage:
-            library = FileLibrary(
-                storage.files,
-                TEXT,
-                cache=cache,
-                cache_bytes=2**20,
-                trusted=TrustedKeys.read(trusted) if trusted else None,
-            )
+            keys = TrustedKeys.read(trusted) if trusted else None
+            library = FileLibrary(Source(storage.files, cache, 2**20, keys), TEXT)
             return [
                 await library.resolve(text_states.stem(each, tiny_cascade.ENCODER))
                 for each in prompts

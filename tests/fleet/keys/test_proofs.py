@@ -17,6 +17,7 @@ from azure.core.exceptions import HttpResponseError
 from pydantic import SecretStr
 
 import thief
+from evaluation.stand_in import StandInEngine
 from fleet.keys import mint
 from imagefleet import concurrency
 from imagefleet.job.message import read_job
@@ -31,7 +32,6 @@ from worker.jobs.stored import proven
 from worker.metrics import WorkerMetrics
 from worker.node.watchdog import Suspects
 from worker.settings import WorkerSettings
-from worker.testing import StandInEngine
 
 M1, M2, STOLEN = (f"0d8f5c1e-77a2-4c1b-9a3e-5b2f0e7d9c1{last}" for last in "123")
 BODIES = {

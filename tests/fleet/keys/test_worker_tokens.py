@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
+from evaluation.stand_in import StandInEngine, draw_noise
 from fleet.keys import mint
 from imagefleet import errors
 from imagefleet.files.kinds import TEXT
@@ -28,7 +29,6 @@ from worker.engine.pixel import text_states
 from worker.metrics import Outcome
 from worker.node.watchdog import NO_LIMITS
 from worker.settings import WorkerSettings
-from worker.testing import StandInEngine, draw_noise
 
 #: Beside images, what says something about jobs and workers.
 NOTES = ("-records/", "-models/", "-serving/")

@@ -223,7 +223,7 @@ def test_a_report_of_other_steps_counts_by_its_operations(
 
 def test_a_measured_rate_of_a_family_is_used_and_named() -> None:
     measured = replace(SDXL, rate=1.2, is_measured=True, rate_source="families-h200.json")
-    (job,) = work.of_count(1, 1, measured)
+    (job,) = work.of_count(1, 1, work.Models({}, measured))
     record = prices.ASSUMED_IMAGES_PER_SECOND[GPU]
 
     speed = estimate.find_speed(GPU, None, None, job)

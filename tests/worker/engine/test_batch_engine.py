@@ -150,7 +150,7 @@ def test_clip_skip_changes_the_image_and_is_limited(
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"), [({"sampler": "heun"}, "heun"), ({"width": 65}, "65x64")]
+    ("change", "reason"), [({"sampler": "huen"}, "huen"), ({"width": 65}, "65x64")]
 )
 def test_unsupported_requests_are_refused(
     engine: Any, make_request: Any, change: dict[str, Any], reason: str

@@ -24,7 +24,7 @@ from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import LOCAL_SCHEME, Storage
 from worker.files import addresses, manifest
-from worker.files.library import EmbeddingLibrary
+from worker.files.library import EmbeddingLibrary, Source
 
 Library = Callable[..., EmbeddingLibrary]
 FileBytes = Callable[[str], bytes]  # the fixture lora_bytes of conftest.py: any safetensors file
@@ -34,9 +34,9 @@ MakeMessage = Callable[..., str]
 
 @pytest.fixture
 def library(storage: Storage, tmp_path: Path) -> Library:
-    def make(**changes: Any) -> EmbeddingLibrary:
-        settings = {"directory": None, "cache": tmp_path / "cache", **changes}
-        return EmbeddingLibrary(storage.files, **settings)
+    def make(directory: Path | None = None, trusted: TrustedKeys | None = None) -> EmbeddingLibrary:
+        source = Source(storage.files, tmp_path / "cache", 2**20, trusted)
+        return EmbeddingLibrary(source, directory)
 
     return make
 

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 import polling
+from evaluation.stand_in import StandInEngine, StandInPrepared
 from imagefleet import errors
 from imagefleet.files.kinds import LORA
 from imagefleet.job import prompt
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobPart
 from worker.engine import contract
-from worker.files.library import FileLibrary
-from worker.testing import StandInEngine, StandInPrepared
+from worker.files.library import FileLibrary, Source
 
 LoraBytes = Callable[[str], bytes]  # the fixture of conftest.py
 
@@ -66,9 +66,9 @@ Library = Callable[..., FileLibrary]
 def library(tmp_path: Path) -> Library:
     kind = dataclasses.replace(LORA, max_bytes=1000)
 
-    def make(blobs: Any, **changes: Any) -> FileLibrary:
+    def make(blobs: Any, directory: Path | None = None, **changes: Any) -> FileLibrary:
         settings = {"cache_bytes": 10_000, **changes}
-        return FileLibrary(blobs, kind, cache=tmp_path / "cache", **settings)
+        return FileLibrary(Source(blobs, tmp_path / "cache", **settings), kind, directory)
 
     return make
 
@@ -80,7 +80,7 @@ async def put(storage: Storage, name: str, data: bytes) -> None:
 
 def kept(folder: Path) -> set[str]:
     """The LoRAs in the cache, with partial files; beside them are the locks alone."""
-    return {path.stem for path in (folder / "cache").iterdir() if path.suffix != ".lock"}
+    return {path.stem for path in (folder / "cache" / "loras").iterdir() if path.suffix != ".lock"}
 
 
 def sha256(data: bytes) -> str:
@@ -164,7 +164,7 @@ async def test_every_name_allowed_in_a_prompt_works_in_both_storages_and_on_the_
     await put(storage, name, lora_bytes(name))
     path = await library(storage.files).resolve(name)
     assert path.read_bytes() == lora_bytes(name)
-    assert path.parent == tmp_path / "cache"
+    assert path.parent == tmp_path / "cache" / "loras"
 
 
 async def test_the_folder_comes_before_the_storage(

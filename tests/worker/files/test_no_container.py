@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from evaluation.stand_in import StandInEngine
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker import process
 from worker.settings import WorkerSettings
-from worker.testing import StandInEngine
 
 JOBS = {
     "plain": {"prompt": "a house"},

@@ -19,7 +19,7 @@ WORKER = """
 import asyncio, sys
 from pathlib import Path
 from imagefleet.files.kinds import LORA
-from worker.files.library import FileLibrary
+from worker.files.library import FileLibrary, Source
 
 class Blobs:
     name = "files"
@@ -33,7 +33,7 @@ class Blobs:
         return Path("lora").read_bytes()
 
 async def main():
-    library = FileLibrary(Blobs(), LORA, cache=Path("cache"), cache_bytes=10**6)
+    library = FileLibrary(Source(Blobs(), Path("cache"), cache_bytes=10**6), LORA)
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     return await library.resolve(sys.argv[1])
@@ -90,7 +90,7 @@ def test_a_lora_that_two_gpus_want_at_once_is_downloaded_once(
         begin(each)
     said = sorted(each.communicate(timeout=280)[0].split() for each in workers)
     assert said == [["begins", "style.safetensors"], ["style.safetensors"]]
-    assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 1
+    assert len(list((tmp_path / "cache" / "loras").glob("*.safetensors"))) == 1
 
 
 def test_a_worker_killed_as_it_downloads_does_not_hold_up_the_others(

@@ -122,7 +122,7 @@ async def test_a_file_that_somebody_copies_into_the_local_storage_is_waited_for(
         assert path is not None
         path.parent.mkdir()
         path.write_bytes(b"half")
-        own = library.FileLibrary(storage.files, kind, cache=tmp_path / "cache", cache_bytes=10**9)
+        own = library.FileLibrary(library.Source(storage.files, tmp_path / "cache", 10**9), kind)
         with pytest.raises(errors.UnsettledFileError):
             await own.resolve("x")
         path.write_bytes(EMPTY)

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 import tiny_model
+from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.files.picture import message_in, parameters
 from imagefleet.records import reader
@@ -23,7 +24,6 @@ from imagefleet.storage.open import Storage
 from tests.worker.engine.support import esrgan
 from worker.engine import contract
 from worker.engine.load import EngineSettings, load_engine
-from worker.testing import StandInEngine, draw_noise
 
 RunPipeline = Callable[..., Any]
 Message = Callable[..., str]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.files.kinds import CONTROLNET
 from imagefleet.records import reader
@@ -19,7 +20,6 @@ from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.inputs import img2img
-from worker.testing import StandInEngine, draw_noise
 
 RunPipeline = Callable[..., Any]
 

@@ -18,6 +18,7 @@ from PIL import Image
 from pydantic import SecretStr
 
 import polling
+from evaluation.stand_in import StandInEngine, draw_noise
 from fleet.keys import mint
 from imagefleet import cancelled, concurrency, errors
 from imagefleet.files import picture
@@ -36,7 +37,6 @@ from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract
 from worker.jobs import chains
 from worker.stages import encode
-from worker.testing import StandInEngine, draw_noise
 
 Message = Callable[..., str]
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py

@@ -19,6 +19,7 @@ import pytest
 
 import storm_clashes
 import storm_worker
+from evaluation.stand_in import StandInEngine
 from imagefleet import concurrency, errors
 from imagefleet.records import reader
 from imagefleet.storage.open import QUEUE_FILE, Storage, open_storage
@@ -26,7 +27,6 @@ from storm_jobs import StormJob
 from worker.engine import contract
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
-from worker.testing import StandInEngine
 
 HOUSE: StormJob = {"id": "a", "prompt": "a house", "seed": 1}
 CAT: StormJob = {**HOUSE, "prompt": "a cat"}

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import polling
+from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.records import reader
 from imagefleet.records.record import Record
@@ -22,7 +23,6 @@ from imagefleet.storage.protocol import BlobStore
 from worker.engine import contract
 from worker.jobs import in_flight as records
 from worker.metrics import WorkerMetrics
-from worker.testing import StandInEngine, draw_noise
 
 Message = Callable[..., str]
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py

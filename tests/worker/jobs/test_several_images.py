@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import polling
+from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.records import reader
 from imagefleet.storage import dead_letter
@@ -19,7 +20,6 @@ from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobRecord
 from worker.engine import contract
 from worker.jobs.in_flight import InFlightImage
-from worker.testing import StandInEngine, draw_noise
 
 Message = Callable[..., str]
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.records import outcomes
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
 from worker.engine import contract
-from worker.testing import StandInEngine, draw_noise
 
 Message = Callable[..., str]
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py

@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 import polling
+from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.storage.open import Storage
 from imagefleet.telemetry import host
@@ -26,7 +27,6 @@ from worker.models.change import WorkerModels
 from worker.models.checkpoints import Checkpoint
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
-from worker.testing import StandInEngine, draw_noise
 
 #: What does not depend on the storage is tested on one.
 local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 import polling
+from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.gpu_thread import EngineThread
 from worker.node import canary
 from worker.node.canary import Canary
-from worker.testing import StandInEngine, draw_noise
 
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 Draw = Callable[[contract.ImageRequest], contract.Pixels]

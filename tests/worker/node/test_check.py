@@ -10,6 +10,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
+from evaluation.stand_in import StandInEngine
 from imagefleet import errors
 from imagefleet.storage.open import Storage
 from worker.engine import contract
@@ -18,7 +19,6 @@ from worker.node import check as node_check
 from worker.node.check import NodeCheck
 from worker.node.watchdog import NodeLimits, broken_below, limits_of, standard_images
 from worker.settings import WorkerSettings
-from worker.testing import StandInEngine
 
 MakeSettings = Callable[..., WorkerSettings]  # the fixture of conftest.py
 

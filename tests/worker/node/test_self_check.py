@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import polling
+from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import concurrency, errors, likeness
 from imagefleet.storage.open import Storage
 from worker.engine import contract
@@ -27,7 +28,6 @@ from worker.node.reference import Reference
 from worker.node.self_check import MOST_COPIES, NodeSelfCheck
 from worker.node.watchdog import Suspects
 from worker.settings import WorkerSettings
-from worker.testing import StandInEngine, draw_noise
 
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 

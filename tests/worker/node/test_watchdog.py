@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 import polling
+from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.job.passes.fields import Pass
 from imagefleet.storage.open import Storage
@@ -20,7 +21,6 @@ from worker.node.salad import SaladMetadata
 from worker.node.watchdog import NodeLimits, NodeWatchdog
 from worker.pipeline import Machine, Pipeline
 from worker.settings import WorkerSettings
-from worker.testing import StandInEngine, draw_noise
 
 MakeSettings = Callable[..., WorkerSettings]  # the fixture of conftest.py
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import polling
+from evaluation.stand_in import StandInEngine
 from imagefleet import concurrency, errors, likeness
 from imagefleet.storage.open import Storage
 from worker.engine import contract
@@ -26,7 +27,6 @@ from worker.node import self_check
 from worker.node.canary import Canary
 from worker.node.self_check import NodeSelfCheck
 from worker.node.watchdog import Suspects
-from worker.testing import StandInEngine
 
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 Draw = Callable[[contract.ImageRequest], contract.Pixels]

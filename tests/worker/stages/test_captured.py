@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import signers
+from evaluation.stand_in import StandInEngine
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.signing import JobSigner, Scope, SigningKey
@@ -17,7 +18,6 @@ from imagefleet.storage import dead_letter, dead_letter_queue
 from imagefleet.storage.dead_letter import Check, FailedJob, Selection
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
-from worker.testing import StandInEngine
 
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.files import picture
 from imagefleet.job.message import read_job
@@ -19,7 +20,6 @@ from imagefleet.job.samplers import MAX_IMAGES_PER_JOB
 from imagefleet.job.sizes import MAX_MESSAGE_BYTES
 from imagefleet.storage.open import Storage
 from worker.engine import contract
-from worker.testing import StandInEngine, draw_noise
 
 #: Beside images, what says something about jobs and workers.
 NOTES = ("-records/", "-models/", "-serving/")

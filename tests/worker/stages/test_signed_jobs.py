@@ -14,6 +14,7 @@ import pytest
 
 import polling
 import signers
+from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.signing import JobSigner, SigningKey
@@ -24,7 +25,6 @@ from worker import process
 from worker.engine import contract
 from worker.files import manifest
 from worker.settings import WorkerSettings
-from worker.testing import StandInEngine, draw_noise
 
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 LoraBytes = Callable[[str], bytes]

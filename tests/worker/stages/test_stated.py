@@ -8,10 +8,10 @@ from typing import Any
 
 from PIL import Image
 
+from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet.job.samplers import Noise, Options
 from imagefleet.storage.open import Storage
 from worker.engine import contract
-from worker.testing import StandInEngine, draw_noise
 
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 

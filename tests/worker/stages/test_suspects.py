@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 import polling
+from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.storage import dead_letter
 from imagefleet.storage.deliveries import CONDEMNED_AFTER, Deliveries
 from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.stages.prepare import Isolation
-from worker.testing import StandInEngine, draw_noise
 
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 

@@ -118,6 +118,8 @@ def merge_for_good(path: Path, networks: Mapping[str, Any]) -> None:
             found = read_lora(path, identify(path), layers)
     except (errors.UnusableFileError, errors.TransientError) as error:
         raise errors.SetupError(error.message) from error
+    if not found.deltas.get("unet"):
+        raise errors.SetupError(f"the accelerator {path.name!r} changes nothing of the UNet")
     for network, deltas in found.deltas.items():
         changed = adaptable_layers(networks[network]) if deltas else {}
         for name, delta in deltas.items():

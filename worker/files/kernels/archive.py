@@ -142,10 +142,12 @@ def check(path: Path) -> tuple[Key, int]:
     return key, sum(len(content) for _, content in entries)
 
 
-def unpack(path: Path, folder: Path, key: Key) -> list[str]:
+def unpack(
+    path: Path, folder: Path, key: Key, on_file: Callable[[str], None] = lambda _: None
+) -> list[str]:
     """Unpacks into *folder*, each file in one step; those that are there already stay.
 
-    Returns the names of all. Raises:
+    Returns the names of all; *on_file* gets each before it is there. Raises:
         UnusableArchiveError: it is damaged or for another key, and nothing was unpacked; NodeError,
         SetupError: the disk is full, or the folder not writable.
     """
@@ -158,6 +160,7 @@ def unpack(path: Path, folder: Path, key: Key) -> list[str]:
         cache.check_room(size)
         found_names = []
         for name, content in itertools.islice(_entries(path), 1, None):
+            on_file(name)
             _write(folder / name, content, folder)
             found_names.append(name)
     return found_names

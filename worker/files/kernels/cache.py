@@ -35,8 +35,7 @@ from imagefleet.telemetry import logs
 from worker import replica, tasks
 from worker.files import manifest, model
 from worker.files.disk_cache import DiskCache
-from worker.files.download import BlobSource, Download
-from worker.files.kernels import archive, shared
+from worker.files.kernels import archive
 from worker.files.kernels.archive import Key
 from worker.files.kernels.shared import SharedKernels
 from worker.files.manifest import Manifest
@@ -84,12 +83,12 @@ class KernelCache:
     _is_settled: threading.Event = field(default_factory=threading.Event)
     _asked: asyncio.Event = field(default_factory=asyncio.Event)
     _compiled: asyncio.Event = field(default_factory=asyncio.Event)
-    _is_shared: bool = False
 
     def __post_init__(self) -> None:
         self._ready = self.folder / f"{self.key.name}.ready"
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._others: SharedKernels | None = None
 
     async def exchange(
         self,
@@ -101,10 +100,9 @@ class KernelCache:
         shares: bool,
     ) -> None:
         """Fetches as `fetch`, again before each compilation, and stores what is compiled here."""
-        self._loop, self._is_shared = asyncio.get_running_loop(), shares
-        others = SharedKernels(blobs, self.folder, self.key, trusted, RETRIES)
+        self._loop = asyncio.get_running_loop()
         try:
-            await self.fetch(blobs, image, trusted, others=others)
+            others = await self.fetch(blobs, image, trusted)
             sharing = [self._share(others, signing)] if shares else []
             await concurrency.gather(self._keep_up(others), *sharing)
         finally:
@@ -116,21 +114,23 @@ class KernelCache:
         image: Path | None = None,
         trusted: TrustedKeys | None = None,
         retry_policy: concurrency.RetryPolicy = RETRIES,
-        others: SharedKernels | None = None,
-    ) -> None:
+    ) -> SharedKernels:
         """Looks on the disk, in the folder *image*, and in the storage; never raises FleetError.
 
         With *trusted* keys, one of them must have signed the storage's list of kernels, and what
-        *others* share.
+        other workers share, which is returned.
         """
+        others = self._others = SharedKernels(blobs, self.folder, self.key, trusted, retry_policy)
         with self._fetching():
             async with DiskCache(self.folder).lock():  # another worker may be fetching them
-                origin = await self._find(blobs, image, trusted, retry_policy)
+                origin = await self._find(others, image, trusted)
             if origin is not None:
                 self._settle(origin)
-        if others is not None:
             await self._fetch_shared(others)
+            if self.origin is None:
+                log.info(f"no kernels are stored for {self.key.name}", action="no_kernels")
         self._is_settled.set()
+        return others
 
     @contextlib.contextmanager
     def compiling(self, what: str) -> Iterator[None]:
@@ -169,12 +169,12 @@ class KernelCache:
 
     def _await_stored(self, what: str) -> None:
         """Waits for the kernels of *what*, as long as they may be on their way."""
-        if not self.is_compiled(what):
+        if not self.is_compiled(what) and not self._asked.is_set():
             self._tell(self._asked, self._is_settled.clear)  # another may have compiled it since
         ends_at = time.monotonic() + LONGEST_WAIT_SECONDS
         while not self.is_compiled(what) and not self._is_settled.wait(_LOOK_SECONDS):
             if time.monotonic() > ends_at:
-                self._is_settled.set()  # once is enough
+                self._is_settled.set()  # once is enough for what hangs
                 log.info(
                     f"compiling {what}: stored kernels have not arrived", action="kernels_late"
                 )
@@ -183,14 +183,14 @@ class KernelCache:
         """Fetches what has appeared, whenever something is about to be compiled."""
         while True:
             await self._asked.wait()
+            with self._fetching():
+                await self._fetch_shared(others)
             self._asked.clear()
-            await self._fetch_shared(others)
             self._is_settled.set()
 
     async def _fetch_shared(self, others: SharedKernels) -> None:
-        with self._fetching():
-            if await others.fetch() and self.origin != "compiled":
-                self._settle("store")
+        if await others.fetch() and self.origin != "compiled":
+            self._settle("store")
 
     async def _share(self, others: SharedKernels, signing: SigningKey | None) -> None:
         """Stores what is compiled, once nothing is for a while; ends where it may not."""
@@ -205,6 +205,9 @@ class KernelCache:
                 log.info(f"kernels are not shared: {error}", action="kernels_not_shared")
                 if isinstance(error, errors.SetupError):
                     return
+            except Exception:
+                log.exception("kernels are not shared", action="kernels_not_shared")
+                raise
 
     @contextlib.contextmanager
     def _fetching(self) -> Iterator[None]:
@@ -218,47 +221,27 @@ class KernelCache:
             raise
 
     async def _find(
-        self,
-        blobs: protocol.BlobStore,
-        image: Path | None,
-        trusted: TrustedKeys | None,
-        retry_policy: concurrency.RetryPolicy,
+        self, stored: SharedKernels, image: Path | None, trusted: TrustedKeys | None
     ) -> Origin | None:
         if self._ready.exists():
             return "disk"
         name = f"{self.key.name}{archive.SUFFIX}"
         if image is not None and (image / name).exists():
             try:
-                await self._unpack(image / name, "image")
+                await asyncio.to_thread(stored.unpack, image / name, "image")
             except archive.UnusableArchiveError as error:
                 log.warning(
                     f"the image's kernels are left out: {error.message}", action="kernels_damaged"
                 )
             else:
+                self._mark()
                 return "image"
-        sha256 = await retry_policy.call(lambda: find_sha256(blobs, name, trusted))
-        if sha256 is None:
-            log.info(f"no kernels are stored for {self.key.name}", action="no_kernels")
+        found = await stored.retry_policy.call(lambda: find_sha256(stored.blobs, name, trusted))
+        if found is None:
             return None
-        download = Download(
-            DiskCache(self.folder),
-            name,
-            BlobSource(blobs, name, KERNELS.folder),
-            sha256,
-            copies=1,
-            check=lambda _part, _is_whole: None,
-            stated_in=f"{KERNELS.folder}/{manifest.NAME}",
-        )
-        await download.run(retry_policy)
-        try:
-            await self._unpack(download.part, sha256)
-        finally:
-            download.forget()
-        return "store"
-
-    async def _unpack(self, path: Path, source: str) -> None:
-        await asyncio.to_thread(shared.unpack, path, self.folder, self.key, source)
+        await stored.get(name, found, f"{KERNELS.folder}/{manifest.NAME}")
         self._mark()
+        return "store"
 
     def _mark(self) -> None:
         """Tells later workers that they need not fetch anything."""
@@ -266,18 +249,16 @@ class KernelCache:
             self._ready.touch()
 
     def _graphs(self) -> set[Path]:
-        return set(self.folder.glob("fxgraph/*/*/*"))
+        """All that were compiled, here or by other workers of this machine."""
+        fetched = self._others.unpacked if self._others else set()
+        found = set(self.folder.glob("fxgraph/*/*/*"))
+        return found - {self.folder / name for name in list(fetched)}
 
     def _settle(self, origin: Origin) -> None:
         if origin == self.origin:
             return
-        advice = (
-            ": `imagefleet files make kernels` and `files add kernels` spare other workers that"
-            if origin == "compiled" and not self._is_shared
-            else ""
-        )
         log.info(
-            f"kernels={origin} for {self.key.name}{advice}",
+            f"kernels={origin} for {self.key.name}",
             action="kernels",
             kernels=origin,
             key=self.key.name,

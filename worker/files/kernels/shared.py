@@ -44,13 +44,15 @@ _SIGNATURE, _SHA256, _CONTENT = "signature", "sha256", "content"
 class SharedKernels:
     """The archives of one key in the storage, and what of them is in this machine's *folder*."""
 
-    _blobs: protocol.BlobStore
+    blobs: protocol.BlobStore
     _folder: Path
     _key: Key
     _trusted: TrustedKeys | None
-    _retry_policy: concurrency.RetryPolicy
+    retry_policy: concurrency.RetryPolicy
     _settled: set[int] = field(default_factory=set)
     """The numbers of archives that are unpacked, or refused."""
+    unpacked: set[str] = field(default_factory=set)
+    """The files that were unpacked, or are about to be."""
 
     async def fetch(self) -> bool:
         """Unpacks what has appeared since; returns whether anything has. Raises FleetError."""
@@ -68,6 +70,21 @@ class SharedKernels:
                     self._settled.add(number)
         return has_new
 
+    async def get(self, name: str, sha256: str, stated_in: str) -> None:
+        """Fetches and unpacks an archive; raises as `Download.run` and `archive.unpack`."""
+        cache, source = DiskCache(self._folder), BlobSource(self.blobs, name, KERNELS.folder)
+        found = Download(cache, sha256, source, sha256, 1, lambda *_: None, stated_in=stated_in)
+        await found.run(self.retry_policy)
+        try:
+            await asyncio.to_thread(self.unpack, found.part, sha256)
+        finally:
+            found.forget()
+
+    def unpack(self, path: Path, source: str) -> None:
+        """As `archive.unpack`; notes which files the *source* has."""
+        names = archive.unpack(path, self._folder, self._key, self.unpacked.add)
+        self._note(source, names)
+
     async def share(self, signing: SigningKey | None) -> None:
         """Stores what no archive has, for other workers, unless no graph is among that.
 
@@ -77,8 +94,7 @@ class SharedKernels:
         while names := await asyncio.to_thread(self._new):
             number = next(self._numbers(), None)
             if number is None:
-                log.info(f"kernels are not shared: there are {MOST}", action="kernels_not_shared")
-                return
+                raise errors.SetupError(f"there are {MOST} archives of this key already")
             with (
                 DiskCache(self._folder).errors(),
                 tempfile.NamedTemporaryFile(dir=self._folder, suffix=".part") as part,
@@ -95,7 +111,7 @@ class SharedKernels:
     async def _appeared(self) -> list[tuple[int, protocol.BlobRecord]]:
         async def record(number: int) -> protocol.BlobRecord | None:
             blob = f"{KERNELS.folder}/{self._blob(number)}"
-            return await self._retry_policy.call(lambda: self._blobs.record(blob))
+            return await self.retry_policy.call(lambda: self.blobs.record(blob))
 
         numbers = list(itertools.islice(self._numbers(), _AHEAD))
         records = await concurrency.gather(*map(record, numbers))
@@ -112,23 +128,15 @@ class SharedKernels:
             raise errors.SetupError(f"{record.name} has {record.size_bytes:,} bytes")
         if len(sha256) != hashlib.sha256().digest_size * 2 or not sha256.isalnum():
             raise errors.SetupError(f"{record.name} states no SHA-256")
-        if _note(self._folder, sha256).exists():
+        if (self._folder / f"{sha256}{archive.NOTE_SUFFIX}").exists():
             return False
-        download = Download(
-            DiskCache(self._folder),
-            sha256,
-            BlobSource(self._blobs, self._blob(number), KERNELS.folder),
-            sha256,
-            copies=1,
-            check=lambda _part, _is_whole: None,
-            stated_in="its metadata",
-        )
-        await download.run(self._retry_policy)
-        try:
-            await asyncio.to_thread(unpack, download.part, self._folder, self._key, sha256)
-        finally:
-            download.forget()
+        await self.get(self._blob(number), sha256, "its metadata")
         return True
+
+    def _note(self, source: str, names: Collection[str]) -> None:
+        path = self._folder / f"{source}{archive.NOTE_SUFFIX}"
+        with DiskCache(self._folder).errors(), appearing(path) as part:
+            part.write_text("\n".join(names))
 
     def _new(self) -> list[str]:
         """The files that no archive has; none of them without a new graph."""
@@ -154,31 +162,17 @@ class SharedKernels:
             signed = {"name": self._blob(number), _SHA256: sha256}
             metadata[_SIGNATURE] = signing.sign(_PURPOSE, signed)
         blob = f"{KERNELS.folder}/{self._blob(number)}"
-        if await self._retry_policy.call(
-            lambda: self._blobs.create(blob, data, "application/octet-stream", metadata)
+        if await self.retry_policy.call(
+            lambda: self.blobs.create(blob, data, "application/octet-stream", metadata)
         ):
             self._settled.add(number)
-            note(self._folder, sha256, names)
+            self._note(sha256, names)
             log.info(
                 f"{blob} has {len(names)} files, {len(data) / 1e6:,.1f} MB, for workers"
                 " with the same GPU",
                 action="kernels_shared",
                 bytes=len(data),
             )
-
-
-def unpack(path: Path, folder: Path, key: Key, source: str) -> None:
-    """As `archive.unpack`; notes which files the *source* has."""
-    note(folder, source, archive.unpack(path, folder, key))
-
-
-def note(folder: Path, source: str, names: Collection[str]) -> None:
-    with DiskCache(folder).errors(), appearing(_note(folder, source)) as part:
-        part.write_text("\n".join(names))
-
-
-def _note(folder: Path, source: str) -> Path:
-    return folder / f"{source}{archive.NOTE_SUFFIX}"
 
 
 def _graphs(names: Collection[str]) -> set[PurePosixPath]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from imagefleet import errors
 from worker.engine import checkpoint as checkpoints
@@ -100,3 +101,13 @@ def test_a_file_that_is_no_lora_of_the_model_is_refused(accelerated: Any, tmp_pa
         settings = load.EngineSettings(accelerated.model, "cpu", accelerator=path)
         with pytest.raises(errors.SetupError, match=f"the accelerator '{path.name}'"):
             load.load_engine(settings)
+
+
+def test_a_lora_of_the_text_encoder_alone_is_refused(
+    accelerated: Any, lora_paths: list[Path], tmp_path: Path
+) -> None:
+    of_text = {key: each for key, each in load_file(lora_paths[0]).items() if "lora_te" in key}
+    save_file(of_text, tmp_path / "lcm.safetensors")
+    settings = replace(accelerated, accelerator=tmp_path / "lcm.safetensors")
+    with pytest.raises(errors.SetupError, match="changes nothing of the UNet"):
+        load.load_engine(settings)

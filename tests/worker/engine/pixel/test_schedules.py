@@ -147,12 +147,14 @@ def test_edm_is_algorithm_1_of_karras(prediction: str) -> None:
             second = (euler - denoise(euler, following)) / following
             x = euler - (following - sigma) * slope + (following - sigma) * (slope + second) / 2
     levels = [sigmas[0], *(each for each in sigmas[1:-1] for _ in range(2))]
-    image, earlier = start.clone(), torch.zeros_like(start)
+    image, before, earlier = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
     for row, sigma in zip(made.table.double(), levels, strict=True):
         estimate = denoise(image, sigma)
-        first, second_weight = row[sampler.FIRST_WEIGHT], row[sampler.FIRST_WEIGHT + 1]
-        image = row[sampler.KEEP] * image + first * estimate + second_weight * earlier
-        earlier = estimate
+        weights = row[sampler.FIRST_WEIGHT : sampler.COLUMNS]
+        assert not weights[2:-1].any()
+        drawn = row[sampler.KEEP] * image + weights[0] * estimate
+        drawn += weights[1] * earlier + weights[-1] * before
+        image, before, earlier = drawn, image, estimate
     assert torch.allclose(image, x, rtol=0, atol=1e-4), (image - x).abs().max()
 
 

@@ -175,6 +175,39 @@ async def test_a_compiler_goes_on_with_the_first_while_more_are_fetched(
         assert not await compile_here(other, UNET, "fabc")
 
 
+async def test_what_arrives_while_something_is_found_on_the_disk_is_not_taken_for_compiled(
+    storage: Storage, tmp_path: Path
+) -> None:
+    data, loop = packed(tmp_path, "fabc"), asyncio.get_running_loop()
+    async with working(storage, tmp_path / "b") as kernels:
+
+        def run() -> None:
+            with kernels.compiling(UNET):
+                asyncio.run_coroutine_threadsafe(put(storage, 1, data), loop).result()
+                kernels._tell(kernels._asked)
+                polling.until_in_thread(lambda: kernels.origin)
+
+        await asyncio.to_thread(run)
+        assert kernels.origin == "store"
+
+
+async def test_a_download_that_hangs_is_waited_for_once(
+    storage: Storage,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(cache, "LONGEST_WAIT_SECONDS", 0.0)
+    never = asyncio.Event()
+    async with working(storage, tmp_path / "b") as kernels:
+        await compile_here(kernels, UNET, "fabc")
+        monkeypatch.setattr(SharedKernels, "fetch", lambda _: never.wait())
+        for size in ("a size", "a larger size", "the largest size"):
+            await compile_here(kernels, size, f"f{len(size)}")
+    assert caplog.text.count("stored kernels have not arrived") <= 2
+
+
 async def test_after_a_restart_nothing_is_fetched_or_stored_again(
     storage: Storage, tmp_path: Path
 ) -> None:
@@ -280,8 +313,11 @@ async def test_a_fleets_archives_have_an_end(
     storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "MOST", 2)
-    for graph in ("fabc", "fbcd", "fcde"):
+    for graph in ("fabc", "fbcd"):
         compile_graph(tmp_path / "a", graph)
+        await sharing(storage, tmp_path / "a").share(None)
+    compile_graph(tmp_path / "a", "fcde")
+    with pytest.raises(errors.SetupError, match="there are 2 archives"):
         await sharing(storage, tmp_path / "a").share(None)
     assert await numbers(storage) == [1, 2]
 

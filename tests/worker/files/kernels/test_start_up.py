@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import polling
+from evaluation.stand_in import StandInEngine
 from imagefleet.storage.open import Storage
 from kernel_files import GRAPH, KEY, compile_into
 from worker import process
 from worker.files.kernels import archive, cache
 from worker.settings import WorkerSettings
-from worker.testing import StandInEngine
 
 
 @pytest.fixture
