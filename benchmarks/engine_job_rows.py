@@ -8,11 +8,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import lora_kinds
 from engine_process import Channel, Figures, Options, build, decibels, limit_memory, rate, warm
 from evaluation.bench import engine as bench_engine
 from evaluation.bench import jobs as bench_jobs
 from evaluation.bench import work
+from families import lora_kinds
 from imagefleet.files import demo
 from worker.engine import contract, load
 

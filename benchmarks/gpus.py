@@ -75,9 +75,9 @@ class Setup:
 
 def prepare(folder: Path, model: Path | None, count: int, *, is_tiny: bool) -> Setup:
     """Writes a LoRA and links it once for each job: to a worker they are as many files."""
-    import lora_kinds
     import tiny_model
     from evaluation.bench import engine as bench_engine
+    from families import lora_kinds
     from worker.engine import device
 
     name = "cpu" if is_tiny else "auto"

@@ -33,14 +33,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from filelock import FileLock
 
-import lora_kinds
 from engine import Group
 from engine_job_rows import weaken
 from engine_process import Channel, Figures, Measure, add_figures, add_row, decibels, limit_memory
 from evaluation.bench import engine as bench_engine
 from evaluation.bench import jobs as bench_jobs
 from evaluation.bench import machine, random_model, work
-from families import tiny_families
+from families import lora_kinds, tiny_families
 from imagefleet import errors
 from worker.engine import device as devices
 from worker.engine import load

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from worker.progress import Counts, Phase, Progress, ProgressMeter, WorkerReport, duration
@@ -89,6 +91,19 @@ def test_a_queue_that_grows_has_no_time_left() -> None:
     read(meter, 0, counts())
 
     assert read(meter, 61, counts(61)).seconds_left is None
+
+
+def test_for_how_long_the_queue_lasts_is_unknown_until_it_is_measured_twice() -> None:
+    meter = ProgressMeter()
+    assert meter.queue_seconds is None
+    meter.measured(0, 1000, counts())
+    assert meter.queue_seconds is None
+    meter.measured(60, 700, counts(60))
+    assert meter.queue_seconds == 140
+    meter.measured(120, 1100, counts(60))
+    assert meter.queue_seconds == math.inf
+    meter.measured(180, 0, counts(60))
+    assert meter.queue_seconds == 0
 
 
 def test_without_the_right_to_measure_the_queue_the_other_figures_remain() -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import lora_kinds
 from evaluation.bench import baseline, machine
+from families import lora_kinds
 from imagefleet import errors
 from worker.engine import contract
 

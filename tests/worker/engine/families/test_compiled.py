@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 
-import lora_kinds
+from families import lora_kinds
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract
 from worker.engine.families.latents import of_latents

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import lora_kinds
 from evaluation.bench import random_model
+from families import lora_kinds
 from imagefleet import errors
 from worker.engine import contract
 from worker.engine.lora import file as lora_file

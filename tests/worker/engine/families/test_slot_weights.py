@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-import lora_kinds
+from families import lora_kinds
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract
 from worker.engine.families.latents import of_latents

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -303,3 +304,18 @@ def test_jobs_that_would_run_uncompiled_do_not_hold_up_the_compiled_ones(
         assert difference(image, sound) <= ROUNDING
     assert all(compiled for compiled, _ in ran)
     assert any(len(changes) == 2 for _, changes in ran), "in one lane again"
+
+
+def test_half_of_a_deep_queue_is_compiled_beside_the_ticks_and_a_rare_size_is_not(
+    make_slot_engine: Any, compiler: Compiler, make_request: Any, draw: Any
+) -> None:
+    engine = make_slot_engine(slots=2, backend="eager", queue_seconds=lambda: math.inf)
+    engine.compile_in_background()
+    compiler.end(100)
+    widths = [96 if at % 2 else 64 for at in range(20)]
+    widths[9] = widths[14] = 128
+    draw(engine, *[make_request(seed=at, width=width) for at, width in enumerate(widths)])
+    draw(engine, *[make_request(seed=at, width=96, steps=1) for at in range(2)])
+    engine._compilation.finish()
+    compiled = {each.batch_key.width for each in engine._runner._compiled.values()}
+    assert compiled == {engine._runner.native.width, 64, 96}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import lora_kinds
+from families import lora_kinds
 from worker.engine import contract
 from worker.engine.lora.file import adaptable_layers
 from worker.engine.lora.merge import Shape
