@@ -67,7 +67,8 @@ def test_the_engine_is_measured_against_the_limit_and_against_diffusers(
         10_000 * report["unguided_images_per_second"]
     )
     assert report["steps"] == 4
-    assert 0 <= report["idle_fraction"] < 1
+    # 1 where so few images are all drawn before the first is stored.
+    assert 0 <= report["idle_fraction"] <= 1
     of_images = report["unguided_images_per_second"] / report["no_lora_images_per_second"]
     assert report["unguided_over_no_lora"] == pytest.approx(of_images)
     assert report["recompiles_after_warmup"] == 0
