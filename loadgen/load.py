@@ -316,7 +316,7 @@ class Load:
         return Summary(
             storage=self._storage.url,
             queue=self._queue.name,
-            queues=dict(self._to.sent_to.most_common()),
+            queues=dict(sorted(self._to.sent_to.items(), key=lambda each: (-each[1], each[0]))),
             sent=progress.sent + self._replaced,
             new=found.new,
             changed=found.changed,
