@@ -17,6 +17,7 @@ def test_commands_and_workers_of_a_storm_have_every_part_of_its_storage(
     assert StorageSettings() == storage_settings
 
 
+@pytest.mark.slow
 async def test_killed_workers_and_faults_lose_no_job_and_show_none_twice(
     storage_settings: StorageSettings,
 ) -> None:
