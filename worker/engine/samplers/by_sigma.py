@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from imagefleet.job.samplers import Options
-from worker.engine.sampler import BEFORE, ESTIMATES, LATENTS, Move, towards
+from worker.engine.sampler import BEFORE, ESTIMATES, LATENTS, Combination, Move, towards
 
 Sigmas = Sequence[float]
 _Moves = Iterator[Move]
+_Bend = Callable[[Combination, float, Sequence[float]], Combination]
 
 NEW, LAST = ESTIMATES[:2]
 
@@ -174,24 +175,8 @@ def _exponential_step(sigma: float, following: float, options: Options) -> tuple
     return length * (1 + eta), Move(sigma, move, noise or None, (sigma, following))
 
 
-def _dpmpp_2m_sde(sigmas: Sigmas, options: Options, *, is_heun: bool = False) -> _Moves:
-    lengths = [0.0]
-    for at, (sigma, following) in enumerate(pairwise(sigmas)):
-        if following == 0:
-            yield Move(sigma, NEW, finished=at - 1)
-            continue
-        long, move = _exponential_step(sigma, following, options)
-        lengths.append(math.log(sigma / following))
-        latents = move.latents
-        if at > 0:
-            ratio = lengths[-2] / lengths[-1]
-            weight = 1 + math.expm1(-long) / long if is_heun else -math.expm1(-long) / 2
-            latents = latents + weight / ratio * (NEW - LAST)
-        yield move._replace(latents=latents, finished=at - 1)
-
-
-def _dpmpp_3m_sde(sigmas: Sigmas, options: Options) -> _Moves:
-    older = ESTIMATES[2]
+def _dpmpp_multistep_sde(sigmas: Sigmas, options: Options, *, bend: _Bend) -> _Moves:
+    """The SDE's first order steps, which *bend* corrects by the estimates of earlier ones."""
     lengths: list[float] = []
     for at, (sigma, following) in enumerate(pairwise(sigmas)):
         if following == 0:
@@ -199,18 +184,29 @@ def _dpmpp_3m_sde(sigmas: Sigmas, options: Options) -> _Moves:
             continue
         long, move = _exponential_step(sigma, following, options)
         lengths.append(math.log(sigma / following))
-        latents = move.latents
-        phi_2 = math.expm1(-long) / long + 1
-        if at > 0:
-            first = lengths[-2] / lengths[-1]
-            slope = (NEW - LAST) / first
-            if at > 1:
-                second = lengths[-3] / lengths[-1]
-                curve = (slope - (LAST - older) / second) / (first + second)
-                latents = latents - (phi_2 / long - 0.5) * curve
-                slope = slope + first * curve
-            latents = latents + phi_2 * slope
+        latents = bend(move.latents, long, lengths) if at > 0 else move.latents
         yield move._replace(latents=latents, finished=at - 1)
+
+
+def _second_order(
+    latents: Combination, long: float, lengths: Sequence[float], *, is_heun: bool = False
+) -> Combination:
+    ratio = lengths[-2] / lengths[-1]
+    weight = 1 + math.expm1(-long) / long if is_heun else -math.expm1(-long) / 2
+    return latents + weight / ratio * (NEW - LAST)
+
+
+def _third_order(latents: Combination, long: float, lengths: Sequence[float]) -> Combination:
+    newest, before, *older = reversed(lengths)
+    phi_2 = math.expm1(-long) / long + 1
+    first = before / newest
+    slope = (NEW - LAST) / first
+    if older:
+        second = older[0] / newest
+        curve = (slope - (LAST - ESTIMATES[2]) / second) / (first + second)
+        latents = latents - (phi_2 / long - 0.5) * curve
+        slope = slope + first * curve
+    return latents + phi_2 * slope
 
 
 def _lms(sigmas: Sigmas, _: Options) -> _Moves:
@@ -313,10 +309,10 @@ SAMPLERS: Mapping[str, Callable[[Sigmas, Options], _Moves]] = {
     "euler": _euler,
     "dpmpp_2m": _dpmpp_2m,
     "dpmpp_sde": _dpmpp_sde,
-    "dpmpp_2m_sde": _dpmpp_2m_sde,
-    "dpmpp_2m_sde_heun": partial(_dpmpp_2m_sde, is_heun=True),
+    "dpmpp_2m_sde": partial(_dpmpp_multistep_sde, bend=_second_order),
+    "dpmpp_2m_sde_heun": partial(_dpmpp_multistep_sde, bend=partial(_second_order, is_heun=True)),
     "dpmpp_2s_ancestral": _dpmpp_2s_ancestral,
-    "dpmpp_3m_sde": _dpmpp_3m_sde,
+    "dpmpp_3m_sde": partial(_dpmpp_multistep_sde, bend=_third_order),
     "lms": _lms,
     "heun": _heun,
     "dpm_2": _dpm_2,
