@@ -31,6 +31,11 @@ class Kind:
     schedule: str = "SGM Uniform"
     """Of timesteps that end where a step ends, such as 999, 749, 499 and 249."""
 
+    @property
+    def rows(self) -> int:
+        """Rows of each step of a job that leaves guidance out."""
+        return 1 if self.guidance[0] == 1 else 2
+
 
 #: By their makers' descriptions. The first that fits a file's name: Hyper-SD's CFG-preserved files
 #: are drawn with guidance, and DMD2 "will not behave" with other samplers than LCM, which takes its
@@ -84,7 +89,7 @@ class Accelerator:
     @property
     def usual(self) -> tuple[int, int]:
         """Steps, and rows of each, of a job that leaves steps and guidance out."""
-        return self.steps, 1 if self.kind.guidance[0] == 1 else 2
+        return self.steps, self.kind.rows
 
     def fit(self, job: Job) -> Job:
         """The job with these settings where it has the usual ones, of the same digest.
@@ -156,4 +161,4 @@ class Accelerator:
 def is_unguided(settings: WorkerSettings) -> bool:
     """Whether a worker draws jobs that say nothing without guidance."""
     source = settings.accelerator
-    return source is not None and Accelerator.of(source).kind.guidance[0] == 1
+    return source is not None and Accelerator.of(source).kind.rows == 1
