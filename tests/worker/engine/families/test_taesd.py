@@ -35,22 +35,30 @@ def build_taesd(tmp_path: Path) -> Any:
     return build
 
 
+@pytest.fixture
+def with_taesd(family_folder: Any, family_engine: Any, build_taesd: Any) -> Any:
+    """A family's engine with TAESD, the folder of that, and the engine without."""
+
+    def make(family: str) -> tuple[Any, Path, Any]:
+        plain = family_engine(family)
+        folder = build_taesd(len(plain.checkpoint.vae.config.block_out_channels))
+        settings = load.EngineSettings(family_folder(family), "cpu", slots=2, taesd=folder)
+        return load.load_engine(settings), folder, plain
+
+    return make
+
+
 @pytest.mark.parametrize("family", ["sd1", "sdxl"])
 def test_images_are_those_that_the_tiny_decoder_makes_of_the_latents(
     family: str,
-    family_folder: Any,
-    family_engine: Any,
-    build_taesd: Any,
+    with_taesd: Any,
     make_request: Any,
     draw: Any,
     difference: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain, init = family_engine(family), np.zeros((64, 64, 3), np.uint8)
-    folder = build_taesd(len(plain.checkpoint.vae.config.block_out_channels))
-    engine = load.load_engine(
-        load.EngineSettings(family_folder(family), "cpu", slots=2, taesd=folder)
-    )
+    engine, folder, plain = with_taesd(family)
+    init = np.zeros((64, 64, 3), np.uint8)
     seen, add = [], type(engine._decoder).add
     monkeypatch.setattr(
         type(engine._decoder), "add", lambda *given: seen.append(given[2]) or add(*given)
@@ -71,18 +79,9 @@ def test_images_are_those_that_the_tiny_decoder_makes_of_the_latents(
 
 
 def test_a_request_has_the_decoder_that_it_asks_for(
-    family_folder: Any,
-    family_engine: Any,
-    build_taesd: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
+    with_taesd: Any, make_request: Any, draw: Any, difference: Any
 ) -> None:
-    plain, hires = family_engine("sd1"), contract.HiresPass(96, 96, 0.5, 2, "Lanczos")
-    folder = build_taesd(len(plain.checkpoint.vae.config.block_out_channels))
-    engine = load.load_engine(
-        load.EngineSettings(family_folder("sd1"), "cpu", slots=2, taesd=folder)
-    )
+    (engine, _, plain), hires = with_taesd("sd1"), contract.HiresPass(96, 96, 0.5, 2, "Lanczos")
     for request in (make_request(), make_request(hires=hires)):
         full, tiny, usual = draw(
             engine, *(replace(request, decoder=each) for each in ("Full", "TAESD", None))
