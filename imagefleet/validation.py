@@ -82,5 +82,10 @@ def location(parts: Sequence[object]) -> str:
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'cfg_scale'?`, or an empty string if no known name is close."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    close = closest(name, known)
+    return f"; did you mean {close!r}?" if close else ""
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like *name*, if one is."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)

@@ -9,7 +9,6 @@ no Karras schedule; with `scheduler` 'Automatic' it has, as in 1.10.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 from collections.abc import Iterator, Mapping
@@ -219,10 +218,10 @@ def find(name: str, scheduler: str | None = None) -> Sampler:
 
 def unknown(name: str) -> str:
     """What to say of a name that is no sampler's: a look-alike, and the names of its own kind."""
-    close = difflib.get_close_matches(name.lower(), NAMES, n=1)
-    of_pixels = bool(close) and NAMES[close[0]] in _OF_PIXELS
+    close = NAMES.get(validation.closest(name.lower(), NAMES) or "")
+    of_pixels = close in _OF_PIXELS
     kind = "models of pixels" if of_pixels else "models of latents"
-    meant = f"; did you mean {NAMES[close[0]].name!r}?" if close else ""
+    meant = f"; did you mean {close.name!r}?" if close else ""
     return f"unknown sampler {name[:40]!r}{meant} (of {kind}: {', '.join(titles(of_pixels))})"
 
 
