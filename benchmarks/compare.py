@@ -9,8 +9,6 @@ worse than `--within`: smaller, or larger of a figure that is CPU time.
     python benchmarks/compare.py BASE_TREE --pairs 8 -- benchmarks/overlap.py --jobs 20
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

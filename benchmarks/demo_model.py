@@ -5,8 +5,6 @@ drawn with 15 Euler-ancestral steps at guidance 7 and read by the judge. Prints 
 line is one JSON object.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -8,8 +8,6 @@ local storage. The rates exclude the first images, since start-up is not compare
     python benchmarks/overlap.py [--jobs 60]
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

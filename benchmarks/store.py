@@ -8,8 +8,6 @@ its last.
     python benchmarks/store.py [--jobs 10000]
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -5,8 +5,6 @@
 Uses Grafana's generator, grafana-foundation-sdk, whose types follow the published schema.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

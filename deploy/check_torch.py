@@ -3,8 +3,6 @@
 python deploy/check_torch.py 12.8    (or 13, or none)
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

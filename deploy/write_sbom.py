@@ -4,8 +4,6 @@ cyclonedx-bom lists the Python packages with their licences; Python itself and D
 added to its document.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -4,8 +4,6 @@ A page's links are written relative to its place in the repository. A link to a 
 leads there; a link to any other file of the repository leads to a copy of it in the site.
 """
 
-from __future__ import annotations
-
 import json
 import os.path
 import posixpath

@@ -1,7 +1,5 @@
 """Runs the notebook and writes it with what it shows: python docs/run_notebook.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import nbformat

@@ -3,8 +3,6 @@
 PYTHONPATH=tests/support python docs/write_gallery_pictures.py
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

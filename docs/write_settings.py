@@ -3,8 +3,6 @@
 python docs/write_settings.py
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -8,8 +8,6 @@ Then run this: python examples/client.py. Both use ./imagefleet-data, or the sto
 IMAGEFLEET_STORAGE names.
 """
 
-from __future__ import annotations
-
 import imagefleet
 
 COLOURS = ("red", "green", "blue")

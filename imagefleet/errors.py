@@ -11,8 +11,6 @@ FleetError
 The docstring of a class is its default message.
 """
 
-from __future__ import annotations
-
 import errno
 import inspect
 

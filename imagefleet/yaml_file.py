@@ -1,7 +1,5 @@
 """Reads YAML that people write, or forge: errors never quote it, and it cannot grow."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tasks: the first of several to end, and named side tasks that must not end at all."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal

@@ -1,7 +1,5 @@
 """Whether a picture shows what its caption asks for, by what the judge finds in it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The networks of the checkpoint (Stable Diffusion 1.5's architecture, far fewer channels)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

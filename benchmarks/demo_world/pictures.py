@@ -1,7 +1,5 @@
 """Draws many scenes at once, on every CPU core, into memory shared between the processes."""
 
-from __future__ import annotations
-
 import mmap
 import multiprocessing
 import random

@@ -1,7 +1,5 @@
 """Backgrounds of the drawn world, drawn with Pillow at any size."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The drawn world: what a scene holds, how scenes are sampled, and how they are drawn."""
 
-from __future__ import annotations
-
 import random
 import zlib
 from dataclasses import dataclass, field, replace

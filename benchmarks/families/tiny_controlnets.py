@@ -1,7 +1,5 @@
 """Tiny random ControlNets for tiny checkpoints, which steer their images visibly."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

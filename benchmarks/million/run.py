@@ -8,8 +8,6 @@ end each image is looked up: none may be missing, none may have been drawn twice
     PYTHONPATH=tests/chaos python benchmarks/million/run.py --jobs 100000 --storage azurite
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -1,7 +1,5 @@
 """Worker processes with an instant engine, and what they use while they work."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """An Azurite of its own whose answers take as long as those of a storage in another region."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

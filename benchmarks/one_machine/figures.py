@@ -1,7 +1,5 @@
 """What samples of a machine's workers say: rates, idle time, cores and clocks."""
 
-from __future__ import annotations
-
 import os
 import statistics
 from collections import Counter, defaultdict

@@ -4,8 +4,6 @@ Scenes that training never showed are drawn by the program that drew its trainin
 captions go to `demo_model/captions.txt`, their features to `evaluation/score/demo/reference.npz`.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

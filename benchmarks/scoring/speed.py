@@ -5,8 +5,6 @@ its own with as many as it starts. A tenth of the images comes first: memory is 
 as much. Prints a table; the last line is one JSON object.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import io

@@ -1,7 +1,5 @@
 """A storage account in memory, with Azure's documented limits, and what became of its jobs."""
 
-from __future__ import annotations
-
 import gzip
 import heapq
 import itertools

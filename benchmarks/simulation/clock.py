@@ -4,8 +4,6 @@
 take real time: 2,000 workers run on one thread, so that a run can be repeated by its seed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import heapq

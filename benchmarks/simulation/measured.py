@@ -1,7 +1,5 @@
 """What was measured of this engine, for `--measured`: of one machine, or as a share of a limit."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """In place of calls that share their way to a thread: they run at once, in simulated time."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar

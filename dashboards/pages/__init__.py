@@ -1,7 +1,5 @@
 """The dashboards; `write.py` turns them into Grafana's JSON and the README's tables."""
 
-from __future__ import annotations
-
 from pages.cost import COST
 from pages.failures import FAILURES
 from pages.fleet import FLEET

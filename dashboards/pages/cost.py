@@ -1,7 +1,5 @@
 """What the images cost."""
 
-from __future__ import annotations
-
 from pages.panel import Count, Dashboard, Dollars, Figure, Panel, Stack
 from pages.queries import (
     CAMPAIGN_DOLLARS,

@@ -1,7 +1,5 @@
 """What fails."""
 
-from __future__ import annotations
-
 from pages.panel import Dashboard, Figure, Panel, Stack, Table
 from pages.queries import FAILED_JOBS, INFO, JOBS_ENDED, NAMED, ONE_GPU, gained, rate, series
 

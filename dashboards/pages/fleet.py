@@ -1,7 +1,5 @@
 """How fast the fleet is."""
 
-from __future__ import annotations
-
 from pages.panel import Dashboard, Figure, Panel, Stack
 from pages.queries import (
     IMAGES,

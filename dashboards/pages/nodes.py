@@ -1,7 +1,5 @@
 """What the nodes do, and one worker's details."""
 
-from __future__ import annotations
-
 from pages.panel import Count, Dashboard, Figure, Panel, Stack, Table
 from pages.queries import (
     BUSY_SECONDS,

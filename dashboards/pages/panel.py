@@ -1,7 +1,5 @@
 """What a dashboard is made of."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial

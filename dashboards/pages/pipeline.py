@@ -1,7 +1,5 @@
 """What a job waits for."""
 
-from __future__ import annotations
-
 from pages.panel import Dashboard, Figure, Panel, Stack
 from pages.queries import (
     BUSY_SECONDS,

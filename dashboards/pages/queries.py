@@ -1,7 +1,5 @@
 """Parts of the queries; each asks only for the fleets chosen on the page."""
 
-from __future__ import annotations
-
 from fleet.monitor import prometheus
 
 #: Grafana makes this interval at least four pushes long.

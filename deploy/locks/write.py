@@ -7,8 +7,6 @@ The versions are those of constraints.txt, the files those for Python 3.11 on li
 name no index: pip takes a package from wherever it is set up to, and refuses one with another hash.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The baseline of all comparisons: diffusers' own pipeline with peft, one job at a time."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The runs of `imagefleet bench scaling`: real workers on one campaign, and their images/s."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The jobs that the gate draws: those of a file, or those of the images to compare with."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The options of `imagefleet gate`, and what they ask for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

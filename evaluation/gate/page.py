@@ -1,7 +1,5 @@
 """What the gate found, as JSON and as a page with the worst pairs beside their difference."""
 
-from __future__ import annotations
-
 import base64
 import io
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ not in the mean over the picture; what a wrong setting does to all of them is in
 adds up while chance differences cancel out.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Self

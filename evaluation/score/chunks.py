@@ -1,7 +1,5 @@
 """What was computed of each chunk, kept on the disk: features, scores, and what was left out."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from itertools import accumulate

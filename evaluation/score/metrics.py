@@ -4,8 +4,6 @@ The tests compare them with torch-fidelity's. Those need torch, torchvision and 
 memory; here an ONNX network needs neither, and features stay in files. It has no CMMD.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Self

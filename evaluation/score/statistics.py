@@ -3,8 +3,6 @@
 torch-fidelity computes them of an array of all features, 2.5 GB for 300,000 images of Inception's.
 """
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass

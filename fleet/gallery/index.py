@@ -4,8 +4,6 @@ It has a row for each image and for each job that ended without one. Its texts a
 records are.
 """
 
-from __future__ import annotations
-
 import secrets
 import sqlite3
 import threading

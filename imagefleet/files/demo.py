@@ -1,7 +1,5 @@
 """The demo's checkpoint with its 24 messages, of which two are invalid, and its cascade."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

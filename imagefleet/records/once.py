@@ -1,7 +1,5 @@
 """Which records of images count: each image once, and none of a drawing that was replaced."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Delivers the picture that a record is of: the file whose SHA-256 it has, or none."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Whoever has a worker's token can write any worker's name. A broker gives each ma
 made of a secret of the fleet and the machine's id, with which the names of its workers begin.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import hashlib

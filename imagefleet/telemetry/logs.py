@@ -1,7 +1,5 @@
 """The log of a long-running process: text for people or JSON lines for programs."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

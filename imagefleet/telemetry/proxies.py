@@ -1,7 +1,5 @@
 """Sessions of HTTP clients, which all go through the same proxies of the environment."""
 
-from __future__ import annotations
-
 import os
 import urllib.request
 from typing import Any

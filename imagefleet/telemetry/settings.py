@@ -1,7 +1,5 @@
 """Settings of metrics and logs, and the name of a fleet: the label `fleet` of its metrics."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Literal, Self

@@ -1,7 +1,5 @@
 """JSON: an array of jobs, read piece by piece, or a single job."""
 
-from __future__ import annotations
-
 import codecs
 import itertools
 import json

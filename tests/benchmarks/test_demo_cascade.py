@@ -3,8 +3,6 @@
 A few steps, on a CPU: that the cascade draws well is measured (`demo_world/cascade/measure.py`).
 """
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

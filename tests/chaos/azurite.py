@@ -1,7 +1,5 @@
 """Starts Azurite, in memory, for tests and storms."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

@@ -5,8 +5,6 @@ The worker is whole but for its engine, a stand-in of a consumer card's speed.
     PYTHONPATH=. python tests/chaos/cancel.py [--jobs 100000] [--others 200]
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """Fixtures that run the console command in the test's process."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A proxy between clients and Azurite whose requests suffer faults."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

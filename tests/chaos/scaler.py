@@ -1,7 +1,5 @@
 """`imagefleet scale` on a fake SaladCloud, killed at random moments while it spends."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

@@ -4,8 +4,6 @@ A tenth share their ids with jobs of other content. `imagefleet load` refuses su
 messages are those of a foreign producer; some are exact copies of others.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import random

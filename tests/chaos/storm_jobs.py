@@ -3,8 +3,6 @@
 Or jobs of three stages, of which the second and the third are for one of two models each.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """What a storm did, and what is left of it."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from dataclasses import dataclass, field

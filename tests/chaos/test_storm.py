@@ -1,7 +1,5 @@
 """A short storm on each storage; `make chaos` makes long ones."""
 
-from __future__ import annotations
-
 import pytest
 
 import forks

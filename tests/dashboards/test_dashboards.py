@@ -1,7 +1,5 @@
 """The dashboards' files, checked without Grafana."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -5,8 +5,6 @@ and the exporter of another fleet; a node fails its check; one worker is killed,
 stopped, and a report is made. A second Prometheus gets the first fleet alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Recording and alert rules, checked with promtool."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Callable

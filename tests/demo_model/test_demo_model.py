@@ -1,7 +1,5 @@
 """The demo checkpoint: what it is made of, and that it draws what a prompt says."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator, Sequence

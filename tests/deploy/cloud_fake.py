@@ -4,8 +4,6 @@ SaladCloud's metadata service and keys, with which a node proves who it is, and 
 Apps: HTTPS in front of a container of an image that was built here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ssl

@@ -1,7 +1,5 @@
 """The check that an image has the torch it was built for, and the versions it is built with."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tomllib

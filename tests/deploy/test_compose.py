@@ -1,7 +1,5 @@
 """The compose files, parsed by docker compose and compared with the repository."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

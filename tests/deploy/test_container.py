@@ -1,7 +1,5 @@
 """Builds and runs the light image without Docker, and the worker's with `make images`."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

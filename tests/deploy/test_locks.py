@@ -1,7 +1,5 @@
 """The lock files: that they are fresh, complete, and hold a hash of each package."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

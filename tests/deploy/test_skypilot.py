@@ -1,7 +1,5 @@
 """The SkyPilot file: its schema, its secrets, and what its script runs."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 import os

@@ -6,8 +6,6 @@ the demo's checkpoint; the worker really draws, with tokens from a broker in the
 as no registry is at hand.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

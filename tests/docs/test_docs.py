@@ -1,7 +1,5 @@
 """README and docs/: no dead link, no command or flag that does not exist, snippets that compile."""
 
-from __future__ import annotations
-
 import asyncio
 import csv
 import functools

@@ -1,7 +1,5 @@
 """The notebook runs, and shows what the one in the repository shows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any

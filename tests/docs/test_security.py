@@ -1,7 +1,5 @@
 """SECURITY.md: what its tables claim names a test that exists."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The console command as a user starts it, and a checkpoint that it can use."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The curve of a cascade by the commands that make it: a sweep in two stages, drawn and scored."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

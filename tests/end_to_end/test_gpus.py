@@ -3,8 +3,6 @@
 The workers run on the CPU, one process for each number.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -3,8 +3,6 @@
 The workers run on the CPU with a stand-in engine, which marks each image with its model.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

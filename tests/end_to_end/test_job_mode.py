@@ -1,7 +1,5 @@
 """What a Kubernetes Job makes of `worker --until-empty`: exit codes of real processes."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Two models, two queues and real worker processes that are killed while they change the model."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import io

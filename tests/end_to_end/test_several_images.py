@@ -1,7 +1,5 @@
 """A job of several images, and real worker processes that are killed and stopped in its middle."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

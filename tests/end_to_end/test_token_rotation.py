@@ -1,7 +1,5 @@
 """A worker process whose tokens expire every few seconds: every job is done once."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The first tutorial: its own commands, as a newcomer pastes them, from an empty folder."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

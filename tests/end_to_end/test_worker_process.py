@@ -1,7 +1,5 @@
 """Real worker processes, signals and engine on a tiny checkpoint, with both storages."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import signal

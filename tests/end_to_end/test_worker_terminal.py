@@ -1,7 +1,5 @@
 """A worker on a terminal: its live line, its log above it, and what Ctrl-C leaves there."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Commands that measure are run in the test's process."""
 
-from __future__ import annotations
-
 from in_process import as_it_was, built, in_process
 
 __all__ = ["as_it_was", "built", "in_process"]

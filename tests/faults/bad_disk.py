@@ -9,8 +9,6 @@ should on a read-only disk, is started again. Then the faults end, the rest is d
 the tally, as one JSON object on the last line. Exit code 1 if a job was lost, or an image is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -1,7 +1,5 @@
 """Disks that are small or cannot be written, and workers on them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

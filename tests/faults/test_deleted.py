@@ -1,7 +1,5 @@
 """A queue or a container deleted while workers and fillers use it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Coroutine

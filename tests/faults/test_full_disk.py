@@ -1,7 +1,5 @@
 """Full disks: the storage's is waited for, a cache's is the node's, an output's is one line."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """Fixtures that run the console command."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import hashlib

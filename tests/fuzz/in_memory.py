@@ -1,7 +1,5 @@
 """A path to bytes that are in no file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -1,7 +1,5 @@
 """Damaged variants of valid inputs: bytes, text and the values inside of JSON."""
 
-from __future__ import annotations
-
 import base64
 import json
 import random

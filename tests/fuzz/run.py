@@ -7,8 +7,6 @@
 at a time). The last line is one JSON object. Exit code 1 if anything was found.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -1,7 +1,5 @@
 """A short run of the fuzzer, the same each time; `make fuzz` is the long one."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """A proxy that injects faults between a client and Azurite; a client, and its fleet's worker."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """Calls that share a batch: none waits for another's caller, error, or event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """What the clients refuse: pictures and jobs that are not those which a name stands for."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A load of several campaigns: one is cancelled meanwhile, and each has its jobs counted."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter

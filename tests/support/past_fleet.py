@@ -1,7 +1,5 @@
 """Fleets that never were: what their processes would have exposed, and recorded."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence

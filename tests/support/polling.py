@@ -1,7 +1,5 @@
 """How tests wait for what other tasks, threads and processes do: nowhere for a fixed time."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import time

@@ -1,7 +1,5 @@
 """Notes jobs as sent, for tests that have no use for their messages."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """Signers of jobs, and what they have signed, for tests without a storage or with one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 

@@ -1,7 +1,5 @@
 """Writes records as a worker does: after the images that they are of."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from imagefleet.records.record import Record, RecordLog

@@ -1,7 +1,5 @@
 """Fixtures of the worker's tests: settings for both storages, and a pipeline run to its end."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

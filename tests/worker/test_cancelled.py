@@ -1,7 +1,5 @@
 """A worker and a campaign that is cancelled while its jobs are queued, waiting or being drawn."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading

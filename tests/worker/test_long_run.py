@@ -1,7 +1,5 @@
 """What a worker must not do more of with each job: lose one, keep files open, add metrics."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

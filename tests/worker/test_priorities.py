@@ -1,7 +1,5 @@
 """A worker on the queues of three priorities."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

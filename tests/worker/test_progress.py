@@ -1,7 +1,5 @@
 """A worker's figures, from counts alone."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Workers on queues of several shards."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The GPU engine; the only package of the worker that imports torch."""
 
-from __future__ import annotations
-
 import os
 
 # torch and transformers read both when they are imported, so they are set first.

@@ -4,8 +4,6 @@ A card of a desktop has no ECC: a bit that flips in its memory stays until the w
 again, and changes every image a little.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 

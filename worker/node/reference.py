@@ -4,8 +4,6 @@ A file beside the checkpoint has their fingerprints. It belongs to these weights
 of the canary only: any other is ignored, never a reason to give a node up.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path

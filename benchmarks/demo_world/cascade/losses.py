@@ -5,8 +5,6 @@ little of the variational bound, whose gradient reaches the variance alone. A st
 says so predicts the velocity instead of the noise (Salimans and Ho, 2022).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pictures of the drawn world with captions, drawn on all CPU cores while the training runs."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

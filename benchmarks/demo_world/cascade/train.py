@@ -7,8 +7,6 @@ all, are for one GPU, which spends five minutes of that on compiling; docs/casca
 repository's copy was trained.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Trains the autoencoder, and turns pictures into latents with it."""
 
-from __future__ import annotations
-
 import torch
 from diffusers import AutoencoderKL
 from diffusers.models import upsampling

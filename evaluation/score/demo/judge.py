@@ -4,8 +4,6 @@ A small convolutional network labels each of 32x32 cells of a picture with an ob
 colour; what is in the picture, where and how large follows from counting cells.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """A folder with a CLIP model as transformers or open_clip saves it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A CLIP model as open_clip saves it, read as transformers' model of the same maths."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The address of an Azure Storage account: a connection string, or a URL and SAS tokens."""
 
-from __future__ import annotations
-
 import base64
 import re
 from dataclasses import dataclass

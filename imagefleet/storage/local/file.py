@@ -1,7 +1,5 @@
 """The SQLite file: its schema and statements, how it is created and opened, and its errors."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The manifests as `kubectl kustomize` renders them, and the schemas that they have to fit."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """Components of the kustomization: what each one changes, and that they go together."""
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import re

@@ -1,7 +1,5 @@
 """The rendered manifests, checked against their schemas, each other and the settings."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

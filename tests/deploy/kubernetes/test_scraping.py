@@ -4,8 +4,6 @@ Debian builds Prometheus without the discovery of Kubernetes. So vmagent, which 
 configuration, discovers the pods of a fake API server, and promtool checks the rest.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The benchmark command on a small checkpoint; its figures are not compared."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

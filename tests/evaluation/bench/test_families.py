@@ -1,7 +1,5 @@
 """The benchmark of other model families than SD1.x."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

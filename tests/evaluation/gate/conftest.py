@@ -1,7 +1,5 @@
 """Images as workers store them, with their jobs in them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

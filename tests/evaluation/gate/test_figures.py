@@ -1,7 +1,5 @@
 """The gate's figures against their definitions, over several batches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`imagefleet gate` on images that are there: what passes, what fails, what cannot be compared."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

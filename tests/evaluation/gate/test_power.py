@@ -1,7 +1,5 @@
 """The damage that the gate's documents promise to see, by the program behind their table."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Redraws by the demo's checkpoint in which nothing is wrong: the gate passes each."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A sweep whose images a program drew, in a local storage."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """Extractors: the user's files with their hashes, and images as each network takes them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

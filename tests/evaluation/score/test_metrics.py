@@ -1,7 +1,5 @@
 """The metrics are those of torch-fidelity and of the papers, however the features are cut."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import itertools

@@ -1,7 +1,5 @@
 """A CLIP folder of open_clip has the features that open_clip 3.3.0 computes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

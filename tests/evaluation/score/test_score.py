@@ -1,7 +1,5 @@
 """`imagefleet score`: the figures by group, and the same ones however the work is cut."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

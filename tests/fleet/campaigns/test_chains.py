@@ -1,7 +1,5 @@
 """What the commands, webhooks and the client tell of jobs in stages."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

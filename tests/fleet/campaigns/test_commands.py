@@ -1,7 +1,5 @@
 """`imagefleet status`, `job` and `cancel`, on both storages."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The table of campaigns."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 

@@ -1,7 +1,5 @@
 """The command `imagefleet export`, and images for it."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 from collections.abc import Awaitable, Callable

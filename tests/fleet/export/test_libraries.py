@@ -1,7 +1,5 @@
 """The webdataset and datasets libraries read what `imagefleet export` writes."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

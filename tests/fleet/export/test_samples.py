@@ -1,7 +1,5 @@
 """What an export says of an image is true: its bytes, its pixels and its caption."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """`imagefleet files` with kernels: from a folder of them into the storage, and to a worker."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

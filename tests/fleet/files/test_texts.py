@@ -1,7 +1,5 @@
 """`imagefleet files` with text states: workers find what is stored, however often it runs."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Thumbnails are made once, of anything that a blob may hold, and take no more than their share."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import struct

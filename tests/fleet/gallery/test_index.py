@@ -1,7 +1,5 @@
 """The index has a row for each image and each job that ended, whatever order records come in."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta

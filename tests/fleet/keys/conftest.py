@@ -1,7 +1,5 @@
 """Fixtures of the tests of tokens."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """The token broker, with real signatures and Azurite."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """`imagefleet broker`: its settings, and the process from its start to its end."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """`imagefleet keys mint signing`, and keys in the wrong place."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a thief does with the tokens of the role `worker`, by Azure's API and without our code."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from datetime import timedelta

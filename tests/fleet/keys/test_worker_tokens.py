@@ -1,7 +1,5 @@
 """The tokens of the role `worker` suffice for all of its work, and no letter of them is spare."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """`imagefleet load` and the rows that are no jobs: named, counted and kept to be mended."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Callable

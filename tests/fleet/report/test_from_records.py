@@ -1,7 +1,5 @@
 """The report from the workers' records: no image is listed, and no record is trusted."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

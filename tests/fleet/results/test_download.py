@@ -1,7 +1,5 @@
 """`imagefleet results --download`: each file whole or absent, none twice, none elsewhere."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

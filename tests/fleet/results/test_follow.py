@@ -1,7 +1,5 @@
 """`imagefleet results --follow`: new results as they come, until the campaign's end or Ctrl-C."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -1,7 +1,5 @@
 """`imagefleet deploy apply` never has more replicas run, or a higher price, than was confirmed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The client of SaladCloud's API: rate limit, retries and errors."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta

@@ -1,7 +1,5 @@
 """A receiver of webhooks that verifies them with the specification's own library."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import Counter, deque

@@ -1,7 +1,5 @@
 """A job's digest: the same for the same pictures, whatever else its message says, in any order."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

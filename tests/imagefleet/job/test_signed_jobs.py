@@ -1,7 +1,5 @@
 """Jobs that are signed: what a signature covers, and what a worker refuses."""
 
-from __future__ import annotations
-
 import base64
 import json
 from datetime import UTC, datetime, timedelta

@@ -1,7 +1,5 @@
 """How senders write a job's message down: base64, byte order marks, NULs, any script."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

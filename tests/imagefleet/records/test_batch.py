@@ -1,7 +1,5 @@
 """The client's results, from records as workers write them: what is counted, and what it costs."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime

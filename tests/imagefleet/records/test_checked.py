@@ -1,7 +1,5 @@
 """What a follower hands on: nothing that what is stored, or what was sent, does not bear out."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 from typing import Any
 

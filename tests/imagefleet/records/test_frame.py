@@ -1,7 +1,5 @@
 """Results as data frames."""
 
-from __future__ import annotations
-
 import sys
 from datetime import UTC, datetime
 

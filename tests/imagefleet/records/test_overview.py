@@ -1,7 +1,5 @@
 """The overview of all campaigns: how little is read again, and that it is never wrong."""
 
-from __future__ import annotations
-
 import asyncio
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple

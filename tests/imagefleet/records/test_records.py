@@ -1,7 +1,5 @@
 """What is written to shards is read again: on both storages, each image once."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json

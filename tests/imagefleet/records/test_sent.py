@@ -1,7 +1,5 @@
 """What a program has sent is counted, however it submits, and costs one shard a campaign."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator

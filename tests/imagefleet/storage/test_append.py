@@ -1,7 +1,5 @@
 """The contract of appending and of listing folders, on both storages."""
 
-from __future__ import annotations
-
 import pytest
 
 from imagefleet import errors

@@ -1,7 +1,5 @@
 """The contract of blobs, which every storage must fulfil; `test_contract.py` has that of queues."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,7 +1,5 @@
 """Failed jobs are read from their records, which agree with the poison queue whatever is killed."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

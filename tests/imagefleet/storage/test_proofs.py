@@ -1,7 +1,5 @@
 """Proofs of authorship: no machine proves what another has done."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 
 import pytest

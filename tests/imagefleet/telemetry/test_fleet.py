@@ -1,7 +1,5 @@
 """The label `fleet`: which fleet a process or a command belongs to."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

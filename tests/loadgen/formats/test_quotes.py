@@ -1,7 +1,5 @@
 """Quotes that were not meant: what an unclosed or a stray one may cost, and what it may not."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """A campaign of any length on the local storage, without a worker: pictures and their records."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Iterator

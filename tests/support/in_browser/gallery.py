@@ -1,7 +1,5 @@
 """`imagefleet gallery` as a process, and what its page shows, for a browser."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

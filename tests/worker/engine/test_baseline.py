@@ -1,7 +1,5 @@
 """The baselines of measurements: plain diffusers, random models, the machine's limit."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The engine's checks of itself: a flipped bit is found, and its LoRA changes images."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Embeddings: cached, batched at any length, and masked exactly."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

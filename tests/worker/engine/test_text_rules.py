@@ -6,8 +6,6 @@ last 20 is a comma, what follows that comma goes into the next. Chunks are fille
 and encoded alone. Vectors are multiplied by their weights, and each chunk's mean is restored.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

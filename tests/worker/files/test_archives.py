@@ -1,7 +1,5 @@
 """Archives of models: files and folders alone, and none outside."""
 
-from __future__ import annotations
-
 import io
 import os
 import tarfile

@@ -1,7 +1,5 @@
 """Manifests of files: plain ones, and signed ones, which list all that a worker takes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

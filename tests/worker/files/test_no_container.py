@@ -1,7 +1,5 @@
 """A fleet without a container of files, on both storages."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable

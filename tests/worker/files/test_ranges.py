@@ -1,7 +1,5 @@
 """Every answer that RFC 9110 allows to a request for a range, from a real server."""
 
-from __future__ import annotations
-
 import gzip
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping

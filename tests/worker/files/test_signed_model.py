@@ -1,7 +1,5 @@
 """`--model store:NAME` with a trusted key: its hash comes from the signed list of models."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files in folders that others write: each is read whole, or waited for without an attempt."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

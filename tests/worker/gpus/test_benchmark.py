@@ -1,7 +1,5 @@
 """The figures of `benchmarks/gpus.py`, by which several GPUs are judged."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Jobs of img2img, inpainting and the second pass, drawn by the engine with a tiny checkpoint."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Jobs that only enlarge an image, alone and as a stage, on both storages."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable

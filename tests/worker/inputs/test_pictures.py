@@ -1,7 +1,5 @@
 """Pictures from outside: whatever is wrong with a file is the job's fault, and said so."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib

@@ -1,7 +1,5 @@
 """Jobs of several stages on both storages: each stage once, in its model's queue, none lost."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

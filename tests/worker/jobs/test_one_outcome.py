@@ -4,8 +4,6 @@ The whole pipeline on the local storage, with a stand-in engine; its queue deliv
 worker that died had in flight.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

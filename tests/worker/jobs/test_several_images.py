@@ -1,7 +1,5 @@
 """Jobs of several images on both storages: one by one, and only what is missing a second time."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading

@@ -1,7 +1,5 @@
 """Two jobs of one name: each has an outcome of its own, and no picture is taken for another's."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """Messages of later stages whose input is not stored: they wait, and fail no job but themselves."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable

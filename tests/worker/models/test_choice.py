@@ -1,7 +1,5 @@
 """When a worker changes its model, in simulated time: what it costs, and that none starves."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 

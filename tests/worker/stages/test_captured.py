@@ -1,7 +1,5 @@
 """Signed messages that somebody has kept, and sends again: later, elsewhere, or as they are."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path

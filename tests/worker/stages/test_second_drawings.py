@@ -1,7 +1,5 @@
 """Second drawings and duplicates: what is stored beside the images, by whom, and how it counts."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

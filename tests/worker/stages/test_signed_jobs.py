@@ -1,7 +1,5 @@
 """A worker with a trusted key takes signed jobs and signed lists of files, and nothing else."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib

@@ -1,7 +1,5 @@
 """Jobs whose workers died: generated alone, so that the job or the chance is found out."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

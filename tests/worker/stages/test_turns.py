@@ -1,7 +1,5 @@
 """The order in which jobs begin and go on."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Images on their way to a storage that is far away."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Where a job's images may be: no path leads out of their folder, no text is taken for an image."""
 
-from __future__ import annotations
-
 import base64
 import json
 

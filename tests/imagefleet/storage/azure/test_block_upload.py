@@ -1,7 +1,5 @@
 """An upload in blocks that breaks off, and goes on where it was."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Account keys and SAS tokens with restricted permissions."""
 
-from __future__ import annotations
-
 import json
 import re
 import traceback

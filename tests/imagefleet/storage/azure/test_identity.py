@@ -1,7 +1,5 @@
 """The workload identity of a Kubernetes pod."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import json

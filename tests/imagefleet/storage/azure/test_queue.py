@@ -1,7 +1,5 @@
 """Properties of Azure Storage alone: messages and blobs as other programs see them."""
 
-from __future__ import annotations
-
 from contextlib import aclosing
 
 from azure.storage.blob.aio import BlobClient

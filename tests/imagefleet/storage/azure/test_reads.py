@@ -1,7 +1,5 @@
 """Reads and listings that are made by hand: whatever is in a name, with a key and with tokens."""
 
-from __future__ import annotations
-
 import pytest
 from aiohttp import web
 

@@ -1,7 +1,5 @@
 """What a refused request says: when the token ended, or which role would suffice."""
 
-from __future__ import annotations
-
 import json
 import re
 from datetime import UTC, datetime, timedelta

@@ -1,7 +1,5 @@
 """Blobs in a folder: atomic and durable writes."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json

@@ -1,7 +1,5 @@
 """A queue file that is damaged, foreign, deleted or replaced, and clocks that jump."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

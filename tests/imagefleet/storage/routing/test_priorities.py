@@ -1,7 +1,5 @@
 """Three queues as one: their order, that none starves, and what polling them costs."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from datetime import UTC, datetime, timedelta

@@ -1,7 +1,5 @@
 """Images with textual inversion embeddings are those of diffusers, for each family."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

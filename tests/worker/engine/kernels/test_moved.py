@@ -1,7 +1,5 @@
 """Torch's own caches, from one folder through an archive into another."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The decoder in stripes computes what it computes whole."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The tiny model's layers, and a cache of LoRA files for them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

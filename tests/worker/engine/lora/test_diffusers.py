@@ -1,7 +1,5 @@
 """LoRAs on the trained demo model draw the same images as diffusers with peft."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

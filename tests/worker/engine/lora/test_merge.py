@@ -1,7 +1,5 @@
 """Merged LoRAs: their images, and the weights they leave unchanged."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

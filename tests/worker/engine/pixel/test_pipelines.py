@@ -1,7 +1,5 @@
 """Whole images, in float32, against diffusers' own pipelines of DeepFloyd IF."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

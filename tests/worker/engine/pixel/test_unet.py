@@ -1,7 +1,5 @@
 """The UNet with its text computed once, in float64, against diffusers' whole UNet."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """DPM adaptive in slots: images whose number of calls nobody knows, beside others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

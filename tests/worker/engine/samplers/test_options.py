@@ -1,7 +1,5 @@
 """Options of samplers, ends of schedules and inpainting, against k-diffusion."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

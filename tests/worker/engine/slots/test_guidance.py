@@ -1,7 +1,5 @@
 """Images and steps without guidance take one row of a call, beside those with guidance."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

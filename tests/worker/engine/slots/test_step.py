@@ -1,7 +1,5 @@
 """How far the host is ahead of the GPU."""
 
-from __future__ import annotations
-
 from collections import deque
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """A folder as torch and Triton leave it, small, and the key of a machine."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

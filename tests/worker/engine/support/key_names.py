@@ -1,7 +1,5 @@
 """The keys of checkpoints and LoRAs, as other tools write them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs schedules without an engine, on a function in place of the UNet."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Archives of compiled kernels: what is in them, and which are refused."""
 
-from __future__ import annotations
-
 import io
 import json
 import lzma

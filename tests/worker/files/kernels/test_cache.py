@@ -1,7 +1,5 @@
 """Where a worker finds its kernels; whatever keeps it from them is a log line, and it compiles."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """What compiled kernels are good for: what changes the key, and what does not."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import struct

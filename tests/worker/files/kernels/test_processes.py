@@ -1,7 +1,5 @@
 """Two real processes with torch's compiler: what one compiles, the other takes from the storage."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

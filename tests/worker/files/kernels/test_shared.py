@@ -1,7 +1,5 @@
 """Kernels that workers share: who gets which, and what is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib
