@@ -1,10 +1,7 @@
 """`imagefleet scale`: sets the replicas by the queue, a deadline and a budget."""
 
-from __future__ import annotations
-
 import contextlib
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -15,12 +12,10 @@ from fleet.monitor import prometheus
 from fleet.options import option
 from fleet.salad import deployment, gpus
 from fleet.salad import file as salad_file
-from fleet.salad.client import FEW_RETRIES
 from fleet.scale import scaler
 from fleet.scale.decision import Goal
 from fleet.settings import MonitorSettings
 from imagefleet import errors
-from imagefleet.concurrency import RetryPolicy
 from imagefleet.pricing import families, prices
 from imagefleet.telemetry import logs
 from worker.accelerator import Accelerator
@@ -29,46 +24,16 @@ log = logs.EventLog(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What the scaler may spend, and by when the queue should be empty."""
-
-    max_dollars: float = option("Total budget, across restarts.", ..., min=0.01, metavar="DOLLARS")
-    deadline: str | None = option(
-        "When the queue should be empty: 2026-12-01T08:00, in local time, or with its"
-        " zone, 2026-12-01T08:00Z.",
-        metavar="TIME",
-    )
-    dollars_per_hour: float | None = option("Most $/h of the fleet.", min=0.01, metavar="DOLLARS")
-    replicas: int | None = option(
-        "At most; by default those of the fleet file.", min=1, metavar="COUNT"
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Queue:
-    """The jobs that count, and the speed at which they are drawn."""
+class Running:
+    """How fast a replica draws; how long the scaler runs, and what it does."""
 
     images_per_second: float | None = option(
         "Of one replica, with the first of the fleet file's `models`; those of other"
-        " families count by their operations. Measured by default.",
+        " families count by their operations. By default as --prometheus measures it.",
         min=0.0001,
         metavar="NUMBER",
     )
     images_per_job: int = option("", 1, min=1, max=64, metavar="COUNT")
-    model: list[str] | None = option(
-        "Count the jobs of this model and those without one; repeatable. By default those"
-        " of the fleet file's `models`, and without them the jobs of all models.",
-        metavar="NAME",
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Running:
-    """How long the scaler runs, and what it does."""
-
-    every_minutes: float = option(
-        "Between changes; nodes take minutes to start.", 15, min=1, max=240
-    )
     sample_seconds: float = option("Between samples, which count the cost.", 60, min=1, max=600)
     state: Path | None = option("Record of the cost [default: NAME-scale.json].", metavar="FILE")
     dry_run: bool = options.dry_run("each decision in the log")
@@ -76,17 +41,17 @@ class Running:
     until_empty: bool = option("Exit when the queue is empty and no worker runs.", default=False)
     yes: options.Yes = False
 
-    @property
-    def retry_policy(self) -> RetryPolicy | None:
-        """Few tries where somebody waits for one decision, or looks on; else each client's own."""
-        return FEW_RETRIES if self.once or self.dry_run else None
 
-
-@options.from_settings(MonitorSettings)
+@options.flat
 async def command(
     settings: MonitorSettings,
-    limits: Limits,
-    queue: Queue,
+    *,
+    max_dollars: float = option("Total budget, across restarts.", ..., min=0.01, metavar="DOLLARS"),
+    deadline: datetime | None = options.moment("When the queue should be empty"),
+    dollars_per_hour: float | None = option("Most $/h of the fleet.", min=0.01, metavar="DOLLARS"),
+    replicas: int | None = option(
+        "At most; by default those of the fleet file.", min=1, metavar="COUNT"
+    ),
     running: Running,
     file: salad_file.File = None,
     as_json: options.AsJsonLines = False,
@@ -103,23 +68,18 @@ async def command(
 
     imagefleet scale --dollars-per-hour 15 --max-dollars 100 --dry-run --once
     """
-    deadline = _deadline(limits)
+    if deadline is None and dollars_per_hour is None:
+        raise errors.SetupError("give a goal: --deadline, --dollars-per-hour or both")
+    _refuse_past(deadline)
     fleet_file = salad_file.read_file(file)
     served = fleet_file.served_models()
-    if running.until_empty and fleet_file.min_replicas:
-        raise errors.SetupError(
-            f"--until-empty would never end: the fleet file keeps {fleet_file.min_replicas:,}"
-            " replicas (min_replicas)"
-        )
     goal = Goal(
-        max_dollars=limits.max_dollars,
-        max_replicas=limits.replicas or fleet_file.replicas,
-        min_replicas=fleet_file.min_replicas,
-        deadline=deadline,
-        dollars_per_hour=limits.dollars_per_hour,
-        every_seconds=running.every_minutes * 60,
+        max_dollars=max_dollars,
+        max_replicas=replicas or fleet_file.replicas,
+        deadline=deadline.timestamp() if deadline else None,
+        dollars_per_hour=dollars_per_hour,
         sample_seconds=running.sample_seconds,
-        models=queue.model or [model.name for model in served] or None,
+        models=[model.name for model in served] or None,
     )
     most = console.counted(goal.max_replicas, "replica")
     console.confirm(
@@ -131,11 +91,11 @@ async def command(
     in_use = f"another `imagefleet scale` keeps the state {state}"
     # A preview may run beside the scaler itself.
     alone = contextlib.nullcontext() if running.dry_run else console.only_one(state, in_use)
-    with alone, _explained(running.once):
+    with alone:
         async with (
-            console.connected(settings, running.retry_policy) as client,
+            console.connected(settings) as client,
             prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
-            deployment.connected(fleet_file, running.retry_policy) as fleet,
+            deployment.connected(fleet_file) as fleet,
         ):
             scaling = scaler.Scaler(
                 goal,
@@ -143,8 +103,8 @@ async def command(
                 client.storage,
                 state,
                 scaler.Speeds(
-                    given=_given_speed(queue),
-                    assumed=_assumed_speed(fleet_file, queue.images_per_job),
+                    given=_given_speed(running),
+                    assumed=_assumed_speed(fleet_file, running.images_per_job),
                     server=server,
                     models=served,
                 ),
@@ -165,31 +125,15 @@ async def command(
                     )
 
 
-@contextlib.contextmanager
-def _explained(is_only_one: bool) -> Iterator[None]:
-    """Says why there is no decision, where *is_only_one* and no later one mends it."""
-    try:
-        yield
-    except errors.TransientError as error:
-        if not is_only_one:
-            raise
-        raise errors.SetupError(f"no decision was made: {error}") from None
-
-
-def _deadline(limits: Limits) -> float | None:
-    """The deadline in Unix seconds; raises SetupError without a goal, or for one in the past."""
-    if limits.deadline is None and limits.dollars_per_hour is None:
-        raise errors.SetupError("give a goal: --deadline, --dollars-per-hour or both")
-    moment = options.read_moment("--deadline", limits.deadline)
-    if moment is not None and moment.timestamp() <= time.time():
-        past = moment.isoformat(" ", "minutes")
+def _refuse_past(deadline: datetime | None) -> None:
+    if deadline is not None and deadline.timestamp() <= time.time():
+        past = deadline.isoformat(" ", "minutes")
         raise errors.SetupError(f"--deadline {past} is in the past: give a later one")
-    return moment.timestamp() if moment else None
 
 
-def _given_speed(queue: Queue) -> scaler.Speed | None:
-    speed = queue.images_per_second
-    return scaler.Speed(speed / queue.images_per_job, "given") if speed else None
+def _given_speed(running: Running) -> scaler.Speed | None:
+    speed = running.images_per_second
+    return scaler.Speed(speed / running.images_per_job, "given") if speed else None
 
 
 def _assumed_speed(file: salad_file.FleetFile, images_per_job: int) -> scaler.Speed | None:

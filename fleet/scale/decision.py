@@ -1,7 +1,5 @@
 """The scaling decision: a pure function of what is known, with its reason."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -33,8 +31,6 @@ class Goal:
     dollars_per_hour: float | None = None
     every_seconds: float = 900
     sample_seconds: float = 60
-    min_replicas: int = 0
-    """Kept with an empty queue, too, until the deadline."""
     models: Collection[str] | None = None
     """Of the jobs that name a model, those of these count; None: all."""
 
@@ -76,24 +72,18 @@ def decide(goal: Goal, known: Known, *, is_due: bool) -> Decision:
     Unless a change is due, they only ever become fewer: for an empty queue, or near the budget.
     After the deadline, too: more would be paid for without meeting it.
     """
-    least = 0 if goal.has_passed(known.now) else goal.min_replicas
-    is_empty = known.empty_seconds >= SETTLE_SECONDS
-    why = "the queue is empty"
-    if is_empty and not least:
-        return Decision(0, why)
+    if known.empty_seconds >= SETTLE_SECONDS:
+        return Decision(0, "the queue is empty")
     if not is_due:
         if _is_near_budget(goal, known):
             return Decision(min(known.replicas, _affordable(goal, known)), _BUDGET)
-        kept = min(known.replicas, least) if is_empty else known.replicas
-        return Decision(kept, f"{why}: {kept:,} are kept" if is_empty else "no change is due yet")
-    need, why = (0, why) if is_empty else _need(goal, known)
-    if need < least:
-        need, why = least, f"{why}: at least {least:,} are kept"
+        return Decision(known.replicas, "no change is due yet")
+    need, why = _need(goal, known)
     most, bound = _most(goal, known)
     is_close = abs(need - known.replicas) <= HYSTERESIS * known.replicas
     if need > most:
         need, why = most, f"{why}, but {bound}"
-    elif least <= known.replicas <= most and is_close:
+    elif known.replicas <= most and is_close:
         need, why = known.replicas, f"{why}: close enough"
     return Decision(need, why)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from fleet import console
-from imagefleet import errors
+from imagefleet import errors, validation
 from imagefleet.telemetry import host
 
 #: Clocks are set by seconds all the time.
@@ -26,7 +26,7 @@ class Ledger:
     dollars: float = 0.0
     price: float | None = None
     boot: str | None = None
-    """The boot of the machine that wrote it, and its *uptime* then."""
+    """The boot of the machine that wrote it, and its *uptime* at *at*."""
     uptime: float = 0.0
 
     def counted(self, now: float, running: int, price: float | None) -> Ledger:
@@ -43,9 +43,6 @@ class Ledger:
         return replace(self, at=at, running=running, dollars=dollars, price=price)
 
 
-_LEDGER = TypeAdapter(Ledger)
-
-
 def read(path: Path, fleet: str, now: float) -> Ledger:
     """The ledger in the file, or a new one.
 
@@ -56,15 +53,10 @@ def read(path: Path, fleet: str, now: float) -> Ledger:
         SetupError: it cannot be read, belongs to another fleet or is of the future, so the cost is
             unknown.
     """
-    try:
-        ledger = _LEDGER.validate_json(path.read_bytes())
-    except FileNotFoundError:
+    otherwise = "is no ledger of a scaler, so the cost is unknown; delete it to start from zero"
+    ledger = validation.read_file(Ledger, path, otherwise)
+    if ledger is None:
         return Ledger(fleet, now, now, 0)
-    except (OSError, ValueError) as error:
-        raise errors.SetupError(
-            f"the scaler's ledger {path} cannot be read ({error!r}), so the cost is unknown; delete"
-            " it to start from zero"
-        ) from None
     if ledger.boot is not None and ledger.boot == host.boot_id():
         ledger = replace(ledger, at=now - (host.uptime() - ledger.uptime))
     if ledger.fleet != fleet:
@@ -81,7 +73,7 @@ def read(path: Path, fleet: str, now: float) -> Ledger:
     return ledger
 
 
-def write(path: Path, ledger: Ledger) -> None:
+def write(path: Path, ledger: Ledger, now: float) -> None:
     """Replaces the file atomically; raises SetupError if it cannot be written."""
-    written = replace(ledger, boot=host.boot_id(), uptime=host.uptime())
-    console.write_file(path, _LEDGER.dump_json(written))
+    written = replace(ledger, boot=host.boot_id(), uptime=host.uptime() - (now - ledger.at))
+    console.write_file(path, TypeAdapter(Ledger).dump_json(written))

@@ -1,11 +1,8 @@
 """Samples the queue and the fleet every minute, and sets the replicas every 15 minutes."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from pathlib import Path
@@ -28,12 +25,6 @@ log = logs.EventLog(__name__)
 
 _Answer = TypeVar("_Answer")
 
-#: Work, in replica-seconds, after which the shrinking queue gives a speed.
-_MEASURED_REPLICA_SECONDS = 600.0
-
-#: Samples in the measurement: half an hour by default.
-_SAMPLES = 30
-
 
 @dataclass(frozen=True, slots=True)
 class Speed:
@@ -41,27 +32,6 @@ class Speed:
 
     jobs_per_second: float
     source: str
-
-
-class QueueSpeed:
-    """A lower bound of a replica's speed, from how fast the queue shrinks."""
-
-    def __init__(self) -> None:
-        self._samples: deque[tuple[float, float, float]] = deque(maxlen=_SAMPLES)
-
-    def add(self, at: float, jobs: float, running: int) -> None:
-        before_at, _, worked = self._samples[-1] if self._samples else (at, 0.0, 0.0)
-        self._samples.append((at, jobs, worked + running * (at - before_at)))
-
-    @property
-    def jobs_per_second(self) -> float | None:
-        """The measured speed; None until it is measured, and while the queue grows."""
-        if not self._samples:
-            return None
-        (_, first, before), (_, last, after) = self._samples[0], self._samples[-1]
-        if after - before < _MEASURED_REPLICA_SECONDS or last >= first:
-            return None
-        return (first - last) / (after - before)
 
 
 class Speeds:
@@ -75,10 +45,9 @@ class Speeds:
         server: prometheus.Prometheus | None = None,
         models: Sequence[Model] = (),
     ) -> None:
-        self.queue = QueueSpeed()
         self._given = given
         self._last = assumed
-        self._metrics = rates.Watch(server)
+        self._server = server
         first = models[0].family if models else families.SD1
         self._weights = {
             model.name: first.images_per_second(1) / model.family.images_per_second(1)
@@ -102,13 +71,12 @@ class Speeds:
         return self._last
 
     async def _measured(self) -> Speed | None:
-        fleet = await self._metrics.fleet()
+        fleet = await rates.ask(self._server, rates.fleet_rates)
         if fleet is not None and fleet.replicas:
-            by_model = await self._metrics.ask(rates.jobs_per_second_by_model) or {}
+            by_model = await rates.ask(self._server, rates.jobs_per_second_by_model) or {}
             if jobs_per_second := self.jobs_of_first(by_model.items()):
                 return Speed(jobs_per_second / fleet.replicas, "measured by the metrics")
-        by_queue = self.queue.jobs_per_second
-        return Speed(by_queue, "measured by the queue (lower bound)") if by_queue else None
+        return None
 
 
 @dataclass(eq=False)
@@ -177,7 +145,6 @@ class Scaler:
         self._ledger = self._ledger.counted(now, running, price)
         if not self._write_ledger():
             obstacle = "the ledger cannot be written"
-        self._speeds.queue.add(now, self._jobs_of_first, running)
         speed = await self._speeds.find()
         quota = await _known(self._fleet.client.quota(), "quota") if is_due else None
         per_job = self._jobs_of_first / self._messages if self._messages else 1.0
@@ -213,7 +180,7 @@ class Scaler:
         """False if it cannot be written any more; the budget is watched all the same."""
         try:
             if not self.is_dry_run:
-                ledger.write(self._ledger_path, self._ledger)
+                ledger.write(self._ledger_path, self._ledger, self.clock())
         except errors.SetupError as error:
             if self._known is None:
                 raise

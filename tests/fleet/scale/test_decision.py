@@ -1,7 +1,5 @@
 """The decisions of `imagefleet scale`, and its ledger."""
 
-from __future__ import annotations
-
 import errno
 import os
 from dataclasses import replace
@@ -202,7 +200,7 @@ def test_the_ledger_counts_the_time_that_the_scaler_was_away(
     path = tmp_path / "ledger.json"
     ledger = scale_ledger.read(path, "fleet", now=0.0).counted(0.0, 100, 0.03)
     ledger = ledger.counted(1800.0, 100, 0.03)
-    scale_ledger.write(path, ledger)
+    scale_ledger.write(path, ledger, 1800.0)
 
     later = scale_ledger.read(path, "fleet", now=9999.0).counted(3600.0, 20, 0.03)
 
@@ -216,7 +214,7 @@ def test_between_two_scalers_the_machines_uptime_counts_not_its_clock(
     path = tmp_path / "ledger.json"
     monkeypatch.setattr(host, "boot_id", lambda: "a boot")
     monkeypatch.setattr(host, "uptime", lambda: 500.0)
-    scale_ledger.write(path, scale_ledger.Ledger("fleet", 0, 100_000.0, 100, price=0.03))
+    scale_ledger.write(path, scale_ledger.Ledger("fleet", 0, 100_000.0, 100, price=0.03), 100_000.0)
     monkeypatch.setattr(host, "uptime", lambda: 500.0 + 3600.0)
 
     for now in (1_000.0, 900_000.0):
@@ -224,11 +222,26 @@ def test_between_two_scalers_the_machines_uptime_counts_not_its_clock(
         assert later.dollars == pytest.approx(3.0)
 
 
+def test_time_between_a_sample_and_its_writing_is_counted_by_the_next_scaler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ledger.json"
+    monkeypatch.setattr(host, "boot_id", lambda: "a boot")
+    monkeypatch.setattr(host, "uptime", lambda: 500.0)
+    sampled = scale_ledger.Ledger("fleet", 0, at=100_000.0, running=100, price=0.03)
+    scale_ledger.write(path, sampled, now=100_036.0)
+    monkeypatch.setattr(host, "uptime", lambda: 500.0 + 36.0)
+
+    later = scale_ledger.read(path, "fleet", 100_072.0).counted(100_072.0, 100, 0.03)
+
+    assert later.dollars == pytest.approx(100 * 0.03 * 72 / 3600)
+
+
 def test_a_ledger_of_the_future_is_an_error_for_its_cost_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "ledger.json"
-    scale_ledger.write(path, scale_ledger.Ledger("fleet", 0, 100_000.0, 100, price=0.03))
+    scale_ledger.write(path, scale_ledger.Ledger("fleet", 0, 100_000.0, 100, price=0.03), 100_000.0)
     monkeypatch.setattr(host, "boot_id", lambda: "the next boot")
     assert scale_ledger.read(path, "fleet", 99_990.0).running == 100
     with pytest.raises(errors.SetupError, match=r"10\.0 hours in the future.*set this machine"):
@@ -240,14 +253,14 @@ def test_a_write_that_fails_leaves_the_ledger_as_it_was(
 ) -> None:
     path = tmp_path / "ledger.json"
     ledger = scale_ledger.Ledger("fleet", 0, 100.0, 100, price=0.03)
-    scale_ledger.write(path, ledger)
+    scale_ledger.write(path, ledger, 100.0)
 
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(errors.SetupError, match="No space left"):
-        scale_ledger.write(path, ledger.counted(200.0, 50, 0.03))
+        scale_ledger.write(path, ledger.counted(200.0, 50, 0.03), 200.0)
     assert scale_ledger.read(path, "fleet", 100.0).running == 100
     assert list(tmp_path.iterdir()) == [path]
 

@@ -1,7 +1,5 @@
 """Which jobs a scaler counts where jobs name models."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +11,7 @@ import pytest
 from fleet.monitor import prometheus
 from fleet.salad.file import Model
 from fleet.scale import scaler
-from fleet.scale.decision import Goal, Known, decide
+from fleet.scale.decision import Goal
 from imagefleet.pricing import families
 from imagefleet.storage.open import Storage
 
@@ -93,44 +91,13 @@ async def test_a_job_of_sdxl_counts_by_its_seconds_of_work(
 
 async def test_speeds_that_workers_report_count_their_models() -> None:
     class Metrics:
-        fleet = None
-
         async def at(self, query: str, _: datetime) -> list[prometheus.Series]:
             if "model_jobs" in query:
                 rates = {"small": 1.0, "large": 0.5}
-                return [prometheus.Series({"model": m}, ((0.0, r),)) for m, r in rates.items()]
-            return [prometheus.Series({}, ((0.0, 2.0),))]
+                return [prometheus.Series(metric={"model": m}, value=(0, rates[m])) for m in rates]
+            return [prometheus.Series(metric={}, value=(0, 2))]
 
     server: Any = Metrics()
     speed = await scaler.Speeds(server=server, models=SD1_AND_SDXL).find()
     of_sdxl = 1 / families.find("sdxl").images_per_second(1)
     assert speed.jobs_per_second == pytest.approx((1.0 + 0.5 * of_sdxl) / 2)
-
-
-@pytest.mark.parametrize(
-    ("changes", "is_due", "wanted"),
-    [
-        ({"empty_seconds": 900.0, "replicas": 9}, False, 4),
-        ({"empty_seconds": 900.0, "replicas": 0}, True, 4),
-        ({"messages": 1}, True, 4),
-        ({"messages": 10_000}, True, 11),
-        ({"empty_seconds": 900.0, "spent_dollars": 99.99, "replicas": 4}, False, 0),
-        ({"empty_seconds": 900.0, "now": 5000.0}, True, 0),
-    ],
-)
-def test_the_fewest_replicas_are_kept_within_budget_and_deadline(
-    changes: dict[str, Any], is_due: bool, wanted: int
-) -> None:
-    goal = replace(GOAL, min_replicas=4, max_replicas=11, dollars_per_hour=None, deadline=4000.0)
-    known = Known(
-        now=1000.0,
-        messages=0,
-        empty_seconds=0.0,
-        replicas=5,
-        running=5,
-        spent_dollars=0.0,
-        price=0.5,
-        quota_free=100,
-        jobs_per_second=0.1,
-    )
-    assert decide(goal, replace(known, **changes), is_due=is_due).replicas == wanted

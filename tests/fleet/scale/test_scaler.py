@@ -1,7 +1,5 @@
 """`imagefleet scale` with a queue, a fake SaladCloud and a fake clock."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import signal
@@ -32,28 +30,16 @@ Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of
 GOAL = Goal(max_dollars=1000, max_replicas=750, dollars_per_hour=1000)
 
 
-def test_the_shrinking_queue_gives_a_speed() -> None:
-    speed = scaler.QueueSpeed()
-    assert speed.jobs_per_second is None
-    speed.add(0.0, 10_000, running=10)
-    assert speed.jobs_per_second is None
-    speed.add(60.0, 9_400, running=10)
-
-    assert speed.jobs_per_second == pytest.approx(1.0)
-
-
 class Metrics:
     """A Prometheus that answers every query with one number, or not at all."""
 
     value: float | None = 8.0
-    fleet: str | None = None
 
     async def at(self, query: str, moment: datetime) -> list[prometheus.Series]:
         if self.value is None:
             raise errors.TransientError("no answer")
-        if query.startswith("count by (fleet)"):
-            return [prometheus.Series({"fleet": "theirs"}, ((0.0, 4.0),))]
-        return [prometheus.Series({}, ((0.0, 4.0 if "worker_info" in query else self.value),))]
+        value = 4.0 if "worker_info" in query else self.value
+        return [prometheus.Series(metric={}, value=(0, value))]
 
 
 async def test_a_measured_speed_replaces_the_assumed_one_and_stays() -> None:
@@ -394,7 +380,8 @@ def test_a_deadline_that_is_no_time_is_refused_with_an_example(
 
     assert ended.returncode == 2
     assert ended.stderr == (
-        f"error: --deadline {deadline}: should be a date and a time, such as 2026-12-01T08:00\n"
+        "error: --deadline: should be a date and a time, such as 2026-12-01T08:00, not"
+        f" {deadline}\n"
     )
 
 
@@ -482,17 +469,3 @@ def test_a_stopped_scaler_reports_the_workers_that_keep_running(
     assert record["running"] == 20
     assert "20 workers keep running and nothing limits their cost" in log
     assert json.loads((tmp_path / "sd15-batch-scale.json").read_text())["running"] == 20
-
-
-async def test_workers_that_the_speed_leaves_out_are_logged_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    metrics: Any = Metrics()
-    metrics.fleet = "mine/jobs"
-    speeds = scaler.Speeds(assumed=scaler.Speed(1.0, "assumed"), server=metrics)
-
-    for _ in range(2):
-        await speeds.find()
-
-    (line,) = [each for each in caplog.records if "theirs" in each.getMessage()]
-    assert line.action == "workers_left_out"
