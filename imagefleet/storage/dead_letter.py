@@ -4,8 +4,6 @@ Anybody with a worker's token may add a record. So its job must be one that a wo
 takes before it is sent again, and with trusted keys it must be signed as well.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib
@@ -33,7 +31,7 @@ from imagefleet.job.message import (
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Record
 from imagefleet.signing import SIGNATURE_FIELD, JobSigner, TrustedJobs
 from imagefleet.storage import protocol
-from imagefleet.storage.deliveries import Deliveries, sent_again, without_deliveries
+from imagefleet.storage.deliveries import Deliveries, without_deliveries
 from imagefleet.storage.open import Storage
 from imagefleet.storage.routing import models
 
@@ -124,14 +122,12 @@ class Selection:
 
     *error* is a part of the error's class or reason, ignoring case. *id* is the job's or the
     message's; what is no record of a job has its message's, and is in the campaign `default`.
-    *sources* are the failures themselves, by the ids of the messages that failed.
     *model* is the one that the job names; jobs whose message is in a blob have none.
     """
 
     error: str | None = None
     campaign: str | None = None
     id: str | None = None
-    sources: frozenset[str] | None = None
     model: str | None = None
 
     def matches(self, entry: Entry) -> bool:
@@ -140,13 +136,11 @@ class Selection:
         record = entry.record
         if record is None:
             is_named = self.id is not None and self.campaign == DEFAULT_CAMPAIGN
-            others = (self.error, self.sources, self.model)
-            return all(each is None for each in others) and (is_named or self.campaign is None)
+            is_other = self.error is not None or self.model is not None
+            return not is_other and (is_named or self.campaign is None)
         if self.model is not None and self.model != models.model_of(record.body or "{}"):
             return False
         if self.campaign is not None and self.campaign != record.campaign:
-            return False
-        if self.sources is not None and record.source not in self.sources:
             return False
         return self.error is None or (
             self.error.lower() in f"{record.error}: {record.reason}".lower()
@@ -163,7 +157,7 @@ class Refused:
 
 
 class Chosen(NamedTuple):
-    """A failed job that is moved; with the message that replays it, and its job if it is valid."""
+    """A failed job that is moved; where it is replayed, with its message and its job."""
 
     entry: Entry
     body: str = ""
@@ -172,10 +166,9 @@ class Chosen(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What a failed job must be to be sent again; *takes_invalid*, since workers may be newer."""
+    """What a failed job must be to be sent again."""
 
     trusted: TrustedJobs | None = None
-    takes_invalid: bool = False
     change: Change | None = None
     signer: JobSigner | None = None
     """Signs what was signed anew; without it, a job whose date has passed stays."""
@@ -196,8 +189,8 @@ class Check:
             fields.pop(name, None)
         return message_text(fields | {SIGNATURE_FIELD: self.signer.sign(fields)})
 
-    async def job(self, entry: Entry, blobs: protocol.BlobStore) -> tuple[str, Job | None]:
-        """The message that replays a job, and the job: None if it is invalid, and taken anyway.
+    async def job(self, entry: Entry, blobs: protocol.BlobStore) -> tuple[str, Job]:
+        """The message that replays a job, and the job.
 
         Raises UntrustedJobError if none of the trusted keys has signed it, JobError if it is none.
         """
@@ -217,8 +210,6 @@ class Check:
         except errors.InvalidMessageError as error:
             if self.change is not None:  # which may make it valid
                 return self.change.apply(body, entry.id)
-            if self.takes_invalid:  # but signed: that is checked first
-                return self.dated(body), None
             raise errors.InvalidMessageError(
                 f"its job is not valid for this version: {error.message}"
             ) from None
@@ -308,7 +299,9 @@ def _named(body: str) -> dict[str, Any]:
 def _replayable(message: protocol.LeasedMessage, job: Job | None) -> str:
     if job is None or is_signed(message.body):  # a signature is of the fields as they were sent
         body = without_deliveries(message.body)
-        return body if job is None or job.place is None else sent_again(body, job)
+        if job is None or job.place is None:
+            return body
+        return message_text(fields_if_any(body) | {chain.STAGE_FIELD: job.stage_field})
     body = job.to_message()
     # The job's generated id and seed may make a full message too large.
     return body if sizes.fits(body) else message.body

@@ -4,8 +4,6 @@ They are listed by their records beside the images, since to read those hides no
 readers. Notes among the files say what became of them, so that lists and counts leave them out.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools
@@ -199,9 +197,12 @@ async def replay(
         chosen, refused = await check.choose(storage, entries, selection)
         swept.refused += refused
         sent = [entry for entry, _, _ in chosen]
-        works = (_is_drawn(storage, entry) for entry in sent)
-        is_drawn = await concurrency.gather(*works)
-        bodies = [each.body for each, drawn in zip(chosen, is_drawn, strict=True) if not drawn]
+        # Those stay that have failed only as their worker could not see that they were drawn.
+        bodies = [
+            body
+            for entry, body, _ in chosen
+            if not (_has_taken_name(entry) and await is_completed(storage, entry))
+        ]
         await storage.models.send(bodies, priority)
         if check.change is not None:  # other jobs now, of the same ids
             await ledger.note(storage, bodies)
@@ -322,11 +323,6 @@ async def _settle(
             await call(message)
 
     await concurrency.for_each(messages, settle, protocol.MAX_RECEIVE)
-
-
-async def _is_drawn(storage: Storage, failed: Entry) -> bool:
-    """Whether a job has failed only as its worker could not see that it was drawn before."""
-    return _has_taken_name(failed) and await is_completed(storage, failed)
 
 
 def _has_taken_name(failed: Entry) -> bool:

@@ -5,8 +5,6 @@ job that it had only pulled. So a worker that hands a message back writes down h
 ended; what the storage has counted beyond that was lost with a worker.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Iterable
@@ -14,8 +12,8 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, Field, ValidationError
 
-from imagefleet.job import chain, sizes
-from imagefleet.job.message import DELIVERIES_FIELD, Job, fields_if_any, message_text
+from imagefleet.job import sizes
+from imagefleet.job.message import DELIVERIES_FIELD, fields_if_any, message_text
 from imagefleet.job.samplers import MAX_IMAGES_PER_JOB
 from imagefleet.storage import protocol
 
@@ -42,8 +40,8 @@ class Deliveries(BaseModel, extra="ignore", frozen=True, hide_input_in_errors=Tr
     """Lost deliveries in which the job was generated alone."""
     is_alone: bool = False
     """The latest one was marked as generated alone."""
-    stored: str = Field(default="", max_length=10_000)
-    """Images of a job of several that are stored with their records, as `0-6, 9`."""
+    images: tuple[Annotated[int, Field(ge=0, lt=MAX_IMAGES_PER_JOB)], ...] = ()
+    """Images of a job of several that are stored with their records."""
     is_unsure: bool = False
     """Whether more of the job's images may be stored."""
 
@@ -56,7 +54,7 @@ class Deliveries(BaseModel, extra="ignore", frozen=True, hide_input_in_errors=Tr
         with contextlib.suppress(ValidationError):
             before = cls.model_validate(fields_if_any(message.body).get(DELIVERIES_FIELD) or {})
         if is_first:  # sent again after it had failed
-            return cls(stored=before.stored, is_unsure=before.is_unsure)
+            return cls(images=before.images, is_unsure=before.is_unsure)
         lost = max(0, message.delivery_count - 1 - before.known)
         return before.model_copy(
             update={
@@ -67,11 +65,6 @@ class Deliveries(BaseModel, extra="ignore", frozen=True, hide_input_in_errors=Tr
                 "is_unsure": before.is_unsure or lost > 0,
             }
         )
-
-    @property
-    def images(self) -> set[int]:
-        """The images of `stored`."""
-        return _images(self.stored)
 
     @property
     def is_suspect(self) -> bool:
@@ -91,7 +84,7 @@ class Deliveries(BaseModel, extra="ignore", frozen=True, hide_input_in_errors=Tr
 
     def with_images(self, stored: Iterable[int], *, is_unsure: bool) -> Self:
         """The same for a job of which these images are stored."""
-        return self.model_copy(update={"stored": shown_images(stored), "is_unsure": is_unsure})
+        return self.model_copy(update={"images": (*sorted(stored),), "is_unsure": is_unsure})
 
     def write_to(self, body: str) -> str | None:
         """The message's text with this record; None where it cannot hold one."""
@@ -113,27 +106,9 @@ def without_deliveries(body: str) -> str:
     return message_text(fields)
 
 
-def sent_again(body: str, stage: Job) -> str:
-    """The message of a stage as one that nobody has sent before."""
-    return message_text(fields_if_any(body) | {chain.STAGE_FIELD: stage.stage_field})
-
-
 def shown_images(numbers: Iterable[int]) -> str:
     """Numbers of images in words: `0-6, 9`."""
     # Of numbers in a row, number and place differ by the same.
     placed = itertools.groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
     runs = [[number for _, number in run] for _, run in placed]
     return ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def _images(text: str) -> set[int]:
-    """The numbers of `shown_images`; those of a damaged text are none."""
-    found: set[int] = set()
-    for run in filter(None, text.split(",")):
-        first, _, last = run.strip().partition("-")
-        if not (first.isdecimal() and (last or first).isdecimal()):
-            return set()
-        if max(len(first), len(last)) > len(str(MAX_IMAGES_PER_JOB)):
-            return set()
-        found.update(range(int(first), min(int(last or first), MAX_IMAGES_PER_JOB - 1) + 1))
-    return found

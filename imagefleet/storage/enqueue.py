@@ -1,7 +1,5 @@
 """Sends jobs to the queues of their models; refuses those whose model no worker can have."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from functools import partial
@@ -36,7 +34,7 @@ class JobSender:
         self._storage = storage
         self._priority = priority
         self._send = send or partial(storage.models.send, priority=priority)
-        self._known = {stem(name) for name in elsewhere}
+        self._known = {MODEL.stem(PurePosixPath(name).name) for name in elsewhere}
         #: Messages that were sent, by the name of their queue.
         self.sent_to: Counter[str] = Counter()
 
@@ -72,8 +70,3 @@ async def stored_models(files: protocol.BlobStore) -> set[str]:
     except errors.SetupError:
         return set()
     return {name.stem for name in names if name.suffix in MODEL.suffixes}
-
-
-def stem(name: str) -> str:
-    """The name of a model by the name or path of its file or folder."""
-    return MODEL.stem(PurePosixPath(name).name)

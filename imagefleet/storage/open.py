@@ -1,7 +1,5 @@
 """The storage, and how the one is opened that an address names."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import uuid
@@ -30,28 +28,19 @@ FLEET_FILE = "fleet.id"
 class Storage(Protocol):
     """The job queues, their poison queue, the images, and the files that workers read."""
 
-    @property
-    def url(self) -> str:
-        """The address without secrets, for messages."""
-
-    @property
-    def settings(self) -> StorageSettings: ...
-
-    @property
-    def scope(self) -> Scope:
-        """What jobs of this storage's queues are signed for."""
-
-    @property
-    def queue(self) -> RoutedQueue:
-        """All job queues as one, by priority; it sends to that of normal priority."""
-
-    @property
-    def queues(self) -> Mapping[Priority, RoutedQueue]:
-        """The queue of each priority of jobs without a model."""
-
-    @property
-    def models(self) -> ModelQueues:
-        """The queues of jobs that name a model; what sends jobs to the right ones."""
+    url: str
+    """The address without secrets, for messages."""
+    settings: StorageSettings
+    scope: Scope
+    """What jobs of this storage's queues are signed for."""
+    queue: RoutedQueue
+    """All job queues as one, by priority; it sends to that of normal priority."""
+    queues: Mapping[Priority, RoutedQueue]
+    """The queue of each priority of jobs without a model."""
+    models: ModelQueues
+    """The queues of jobs that name a model; what sends jobs to the right ones."""
+    operations: Operations
+    """The operations of this object so far."""
 
     @property
     def poison(self) -> JobQueue: ...
@@ -70,10 +59,6 @@ class Storage(Protocol):
 
     async def proofs(self) -> Proofs | None:
         """Tells whose names are proven; None in a fleet without a broker, where none are."""
-
-    @property
-    def operations(self) -> Operations:
-        """The operations of this object so far."""
 
     async def create(self) -> None:
         """Creates the queues and the containers if they do not exist."""
@@ -121,9 +106,8 @@ class LocalStorage:
         await self.files.create_folder()
 
     async def check(self) -> None:
-        for queue in (self.queue, self.poison):
-            await queue.check()
-        await self.blobs.check()
+        for part in (self.queue, self.poison, self.blobs):
+            await part.check()
 
     async def __aenter__(self) -> Self:
         return self

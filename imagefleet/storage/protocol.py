@@ -7,6 +7,7 @@ receive on an empty queue returns at once. `test_contract.py` tests every implem
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
@@ -15,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
-from imagefleet import errors
+from imagefleet import concurrency, errors
 from imagefleet.job import sizes
 from imagefleet.telemetry import logs
 
@@ -24,9 +25,11 @@ log = logs.EventLog(__name__)
 #: Azure's limit for one receive.
 MAX_RECEIVE = 32
 
-#: Azure's limits for a lease.
-MIN_LEASE_SECONDS = 1
+#: Azure's limit for a lease.
 MAX_LEASE_SECONDS = 7 * 24 * 3600
+
+#: Others who change a blob in the same moment, before an edit of it is given up.
+_EDIT_TRIES = 10
 
 #: No control characters, nor any that are special to Windows or a shell.
 _BLOB_NAME_PART = re.compile(r"[^./\\:*?\"<>|\x00-\x1f\x7f][^/\\:*?\"<>|\x00-\x1f\x7f]{0,199}")
@@ -64,14 +67,6 @@ AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
-class FoundMessage:
-    """A message that nobody has leased for it."""
-
-    message: Message
-    is_leased: bool
-
-
-@dataclass(frozen=True, slots=True)
 class QueueDepth:
     """The size of a queue. `leased` is None on Azure, which reports only the sum.
 
@@ -86,17 +81,8 @@ class QueueDepth:
     model: str | None = field(default=None, compare=False)
 
 
-class Stamps(NamedTuple):
-    """The times of the storage's clock between which a message sent at a moment is stamped."""
-
-    earliest: datetime
-    latest: datetime
-
-
 #: A clock that is off by more is named: a job's times, and those of its node, are compared.
 NOTABLE_OFFSET_SECONDS = 60.0
-
-_SECOND = 1.0
 
 
 class Clock:
@@ -123,7 +109,7 @@ class Clock:
     def answered(self, date: datetime, asked_at: float) -> None:
         """Learns from an answer's *date*; it was asked for at *asked_at* of `machine`."""
         second = date.timestamp()
-        least, most = asked_at - second - _SECOND, self.machine() - second
+        least, most = asked_at - second - 1.0, self.machine() - second
         self._least, self._most = max(least, self._least), min(most, self._most)
         if self._least > self._most:  # the first answer; or one of the clocks was set
             self._least, self._most = least, most
@@ -148,13 +134,6 @@ class Shards(NamedTuple):
     def with_made(self, made: int) -> Shards:
         """The same where so many were made already, by somebody else perhaps."""
         return Shards(self.used, max(self.made, made))
-
-
-class Sends(Protocol):
-    """What jobs are sent to."""
-
-    async def send(self, bodies: Iterable[str]) -> None:
-        """Sends messages as `JobQueue.send` does."""
 
 
 class JobQueue(Protocol):
@@ -200,24 +179,20 @@ class JobQueue(Protocol):
     def finds_all(self) -> bool:
         """Whether `find` sees every message. On Azure it sees the first 32 that are visible."""
 
-    def find(self, text: str) -> AsyncIterator[FoundMessage]:
-        """The messages that may contain *text*, leased ones too; changes nothing."""
+    def find(self, text: str) -> AsyncIterator[tuple[Message, bool]]:
+        """The messages that may contain *text*, and whether each is leased; changes nothing."""
 
     async def depth(self) -> QueueDepth: ...
 
     async def clear(self) -> None:
         """Deletes all messages, those in flight as well."""
 
-    async def stamps(self) -> Stamps:
-        """The `enqueued_at` of messages sent now, by the clock of the storage."""
-
 
 class StoredQueue(JobQueue, Protocol):
     """One queue of the storage, with which the number of shards that it is the first of is kept."""
 
-    @property
-    def shards(self) -> Shards | None:
-        """The shards that `create`, `check`, `depth` or `read_shards` saw last; None before."""
+    shards: Shards | None
+    """The shards that `create`, `check`, `depth` or `read_shards` saw last; None before."""
 
     async def create(self) -> bool:
         """Creates the queue if it does not exist; False if the credentials do not allow that."""
@@ -259,8 +234,7 @@ class BlobStore(Protocol):
     clock: Clock
     """The clock of the storage: times that others compare are read from it."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
 
     async def check(self) -> None:
         """Raises SetupError if it does not exist or access is refused."""
@@ -301,6 +275,24 @@ class BlobStore(Protocol):
         For the few blobs that people edit: a local storage does not notice two processes that
         overwrite the same one in the same moment.
         """
+
+    async def edit(
+        self, name: str, changed: Callable[[BlobPart | None], bytes | None], max_bytes: int
+    ) -> None:
+        """Stores what *changed* makes of a small JSON blob, or of None without one; None: nothing.
+
+        It is called again where somebody else was faster. Raises TransientError if others keep on.
+        """
+        for _ in range(_EDIT_TRIES):
+            part = await self.read_part(name, 0, max_bytes)
+            data = changed(part)
+            version = None if part is None else part.version
+            if data is None or await self.replace(name, data, "application/json", version):
+                return
+            await asyncio.sleep(concurrency.jitter(0.2))
+        raise errors.TransientError(
+            f"{name} is being changed by others: run the same command again in a moment"
+        )
 
     async def append(self, name: str, data: bytes, position: int) -> bool:
         """Adds to the end of a blob of *position* bytes, durably; at 0 creates it.
@@ -352,22 +344,6 @@ class Operations:
     queue: int = 0
     blob_writes: int = 0
     blob_reads: int = 0
-
-
-def check_receive(max_messages: int, lease_seconds: float) -> None:
-    """Raises ValueError for arguments beyond the limits."""
-    if not 1 <= max_messages <= MAX_RECEIVE:
-        raise ValueError(f"max_messages must be 1 to {MAX_RECEIVE}, not {max_messages}")
-    check_lease(lease_seconds)
-
-
-def check_lease(lease_seconds: float) -> None:
-    """Raises ValueError for a lease beyond the limits."""
-    if not MIN_LEASE_SECONDS <= lease_seconds <= MAX_LEASE_SECONDS:
-        raise ValueError(
-            f"lease_seconds must be {MIN_LEASE_SECONDS} to {MAX_LEASE_SECONDS:,},"
-            f" not {lease_seconds}"
-        )
 
 
 def check_blob_name(name: str) -> None:

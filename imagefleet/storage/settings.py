@@ -1,7 +1,5 @@
 """Settings of the storage, which every command shares."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re
@@ -61,9 +59,8 @@ PRIORITIES: tuple[Priority, ...] = get_args(Priority)
 
 def checked_priority(text: str) -> Priority:
     """Raises SetupError for what is no priority."""
-    for priority in PRIORITIES:
-        if text == priority:
-            return priority
+    if text in PRIORITIES:
+        return text
     raise errors.SetupError(f"the priority {text[:80]!r} is not one of {', '.join(PRIORITIES)}")
 
 

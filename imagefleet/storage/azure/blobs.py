@@ -1,27 +1,27 @@
 """The blob store on Azure Blob Storage: one Put Blob per image, which never overwrites."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from functools import partial
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 from azure.core import MatchConditions
 from azure.core.exceptions import HttpResponseError
-from azure.storage.blob import BlobBlock, BlobProperties, ContentSettings
+from azure.storage.blob import BlobBlock, ContentSettings
 from azure.storage.blob.aio import BlobClient, ContainerClient
 
 from imagefleet import concurrency
 from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access
-from imagefleet.storage.azure.reads import BlobReads, Page
 from imagefleet.storage.azure.roles import ANY_PERMISSION
+from imagefleet.storage.azure.signed import BlobReads, Page
 
 #: Who asks for names mostly stops at the first.
 _NAMES_PAGE = 1_000
@@ -52,6 +52,7 @@ class AzureBlobs(protocol.BlobStore):
     def __init__(
         self, client: ContainerClient, access: Access, reads: BlobReads, clock: protocol.Clock
     ) -> None:
+        self.name = client.container_name
         self.clock = clock
         self._client = client
         self._reads = reads
@@ -59,22 +60,10 @@ class AzureBlobs(protocol.BlobStore):
         self._access = access
         self._call = access.call
 
-    @property
-    def name(self) -> str:
-        return str(self._client.container_name)
-
     async def create_container(self) -> None:
-        """Creates the container if it does not exist."""
-
-        async def request() -> None:
-            with azure_errors.tolerated({"ContainerAlreadyExists"}):
-                await self._client.create_container()
-
-        await self._call("", request)
+        await self._found("", self._client.create_container, {"ContainerAlreadyExists"})
 
     async def check(self) -> None:
-        """Raises SetupError if the container does not exist or the credentials are wrong."""
-
         async def request() -> None:
             # By a blob that does not exist: a container's SAS token may not read the properties of
             # the container itself, and the error code would be that of Azure's firewall.
@@ -115,24 +104,20 @@ class AzureBlobs(protocol.BlobStore):
         earlier = azure_errors.LESS_PERMISSION
         lists = await self._found("c", lambda: blob.get_block_list("uncommitted"), earlier)
         there = {block.id for block in lists[1]} if lists else set()
-        blocks, reading = _blocks(file), asyncio.Lock()
-        ids: list[str] = []
         stored_bytes = 0
 
-        async def send_some() -> None:
+        async def send(number: int) -> None:
             nonlocal stored_bytes
-            while True:
-                async with reading:
-                    if (block := await asyncio.to_thread(next, blocks, None)) is None:
-                        return
-                    ids.append(block[0])
-                if block[0] not in there:
-                    send = partial(blob.stage_block, *block, read_timeout=_BLOCK_SECONDS)
-                    await self._call("c", send)
-                stored_bytes += len(block[1])
-                on_progress(stored_bytes)
+            ids[number], data = await asyncio.to_thread(_block, source, number)
+            if ids[number] not in there:
+                stage = partial(blob.stage_block, ids[number], data, read_timeout=_BLOCK_SECONDS)
+                await self._call("c", stage)
+            stored_bytes += len(data)
+            on_progress(stored_bytes)
 
-        await concurrency.gather(*(send_some() for _ in range(_CONCURRENT_BLOCKS)))
+        with await asyncio.to_thread(file.open, "rb") as source:
+            ids = [""] * -(-os.fstat(source.fileno()).st_size // BLOCK_BYTES)
+            await concurrency.for_each(range(len(ids)), send, _CONCURRENT_BLOCKS)
         commit = partial(
             blob.commit_block_list,
             [BlobBlock(block_id=each) for each in ids],
@@ -144,14 +129,8 @@ class AzureBlobs(protocol.BlobStore):
     async def replace(self, name: str, data: bytes, content_type: str, version: str | None) -> bool:
         if version is None:
             return await self.create(name, data, content_type, {})
-        request = partial(
-            self._blob(name).upload_blob,
-            data,
-            overwrite=True,
-            etag=version,
-            match_condition=MatchConditions.IfNotModified,
-            **_properties(content_type, {}),
-        )
+        write = partial(self._blob(name).upload_blob, data, **_over(version))
+        request = partial(write, **_properties(content_type, {}))
         return await self._found("w", request, {"ConditionNotMet"}) is not None
 
     async def append(self, name: str, data: bytes, position: int) -> bool:
@@ -192,8 +171,11 @@ class AzureBlobs(protocol.BlobStore):
         return await self._found("r", request)
 
     async def record(self, name: str) -> protocol.BlobRecord | None:
-        found = await self._found("r", self._blob(name).get_blob_properties)
-        return None if found is None else _record(found)
+        blob = await self._found("r", self._blob(name).get_blob_properties)
+        if blob is None:
+            return None
+        metadata, times = dict(blob.metadata or {}), (blob.creation_time, blob.last_modified)
+        return protocol.BlobRecord(blob.name, blob.size, times[0], metadata, times[1])
 
     async def delete(self, name: str) -> bool:
         blob = self._blob(name)
@@ -256,13 +238,8 @@ class AzureBlobs(protocol.BlobStore):
         """True if the credentials allow creating blobs; creates none."""
         with azure_errors.tolerated(azure_errors.LESS_PERMISSION):
             with azure_errors.tolerated({"ConditionNotMet"}):
-                # Only over a blob with this ETag, which none has.
-                await self._client.get_blob_client(_NO_BLOB).upload_blob(
-                    b"",
-                    overwrite=True,
-                    etag='"0x0"',
-                    match_condition=MatchConditions.IfNotModified,
-                )
+                # An ETag that no blob has.
+                await self._client.get_blob_client(_NO_BLOB).upload_blob(b"", **_over('"0x0"'))
             return True
         return False
 
@@ -307,28 +284,23 @@ class AzureBlobs(protocol.BlobStore):
         return await self._call(permission, tolerant)
 
 
+def _over(etag: str) -> dict[str, Any]:
+    """Overwrites a blob that has this ETag, and no other."""
+    return {"overwrite": True, "etag": etag, "match_condition": MatchConditions.IfNotModified}
+
+
 def _properties(content_type: str, metadata: Mapping[str, str]) -> dict[str, Any]:
     settings = ContentSettings(content_type=content_type)
     return {"content_settings": settings, "metadata": dict(metadata)}
 
 
-def _blocks(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Each block's id and content.
+def _block(file: BufferedReader, number: int) -> tuple[str, bytes]:
+    """A block's id and content.
 
     The id is the content's hash, so that a repeated upload sends what is missing, and blocks of two
     versions of a file are never mixed.
     """
-    with path.open("rb") as file:
-        number = 0
-        while data := file.read(BLOCK_BYTES):
-            # With its number: the same content may occur twice.
-            digest = hashlib.sha256(number.to_bytes(4) + data).digest()
-            yield base64.urlsafe_b64encode(digest).decode(), data
-            number += 1
-
-
-def _record(blob: BlobProperties) -> protocol.BlobRecord:
-    metadata = dict(blob.metadata or {})
-    return protocol.BlobRecord(
-        blob.name, blob.size, blob.creation_time, metadata, blob.last_modified
-    )
+    data = os.pread(file.fileno(), BLOCK_BYTES, number * BLOCK_BYTES)
+    # With its number: the same content may occur twice.
+    digest = hashlib.sha256(number.to_bytes(4) + data).digest()
+    return base64.urlsafe_b64encode(digest).decode(), data

@@ -31,11 +31,6 @@ log = logs.EventLog(__name__)
 #: Set by Kubernetes for a pod with workload identity, and by nothing else.
 FEDERATED_TOKEN_FILE = "AZURE_FEDERATED_TOKEN_FILE"  # noqa: S105 - a variable's name
 
-#: How long a request whose token has expired waits for a new one before it fails. Once there is
-#: one, all that wait proceed together: renewals too, each of which may be a lease's last.
-WAIT_SECONDS = 10.0
-_POLL_SECONDS = 0.25
-
 _Result = TypeVar("_Result")
 
 
@@ -76,22 +71,21 @@ class Access:
                 await self._tokens.refresh_if_due()
             used = self._in_use()
             if isinstance(self.credential, AzureSasCredential) and not used.token:
-                missing = azure_errors.missing_token(self.what, self._resource, permission)
-                raise errors.NoTokenError(missing)
+                who_may = azure_errors.remedy(self._resource, permission)
+                raise errors.NoTokenError(f"there is no SAS token for {self.what}{who_may}")
             try:
                 with azure_errors.translated(self.what, used, permission):
                     result = await request()
             except azure_errors.RefusedError as refusal:
-                await self._wait_for_newer(used.token, refusal)
+                await self._renew(used.token, refusal)
             else:
                 self._accepted = True
                 return result
 
-    async def _wait_for_newer(self, refused: str, refusal: azure_errors.RefusedError) -> None:
+    async def _renew(self, refused: str, refusal: azure_errors.RefusedError) -> None:
         if self._tokens is None or not isinstance(self.credential, AzureSasCredential):
             raise refusal
-        wait_seconds = WAIT_SECONDS if self._accepted else 0.0
-        if await self._tokens.wait_for_newer(self.credential, refused, refusal, wait_seconds):
+        if await self._tokens.renew(self.credential, refused):
             return
         source = self._tokens.source.name
         if self._accepted:
@@ -121,10 +115,8 @@ class RotatingTokens:
         self.tokens: sas_tokens.Tokens | None = None
         self._refreshing: asyncio.Task[None] | None = None
         self._failure: errors.FleetError | None = None
-        self._refusal_logged = False
 
     def credential(self, resource: Resource, model: str | None, shard: int) -> AzureSasCredential:
-        """The credential of a queue or container, of a *model*'s queue if given."""
         key = resource, model, shard
         if key not in self.credentials:
             token = self.tokens.of(*key) if self.tokens else ""
@@ -140,29 +132,14 @@ class RotatingTokens:
         elif time.monotonic() >= self.source.due_at:
             self._refresh()
 
-    async def wait_for_newer(
-        self,
-        credential: AzureSasCredential,
-        refused: str,
-        refusal: azure_errors.RefusedError,
-        wait_seconds: float,
-    ) -> bool:
-        """Waits for another token than *refused*; False: in vain. SetupError: there comes none."""
-        ends_at = time.monotonic() + wait_seconds
-        while True:
-            if time.monotonic() >= self.source.retry_at and credential.signature == refused:
-                await asyncio.shield(self._refresh())
-            if credential.signature != refused:
-                return True
-            if isinstance(self._failure, errors.SetupError):
-                raise self._failure
-            if time.monotonic() >= ends_at:
-                return False
-            if not self._refusal_logged:
-                self._refusal_logged = True
-                text = f"{refusal.message}; waiting for {self.source.name} to provide new ones"
-                log.warning(text, action="tokens_refused")
-            await asyncio.sleep(_POLL_SECONDS)
+    async def renew(self, credential: AzureSasCredential, refused: str) -> bool:
+        """Whether there is another token than *refused*; raises SetupError if none will come."""
+        if credential.signature == refused and time.monotonic() >= self.source.retry_at:
+            await asyncio.shield(self._refresh())
+        is_newer = credential.signature != refused
+        if not is_newer and isinstance(self._failure, errors.SetupError):
+            raise self._failure
+        return is_newer
 
     async def close(self) -> None:
         if self._refreshing is not None:
@@ -185,7 +162,6 @@ class RotatingTokens:
         self._failure = None
         if tokens is None:
             return
-        self._refusal_logged = False
         self.tokens = tokens
         for key, credential in self.credentials.items():
             if token := tokens.of(*key):  # not every model's queue has one

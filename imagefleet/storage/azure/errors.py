@@ -3,22 +3,19 @@
 Of a refusal, it says in one sentence why the credentials in use were refused, and what to do.
 """
 
-from __future__ import annotations
-
 import re
 import traceback
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from email.utils import parsedate_to_datetime
 from types import SimpleNamespace
 from urllib.parse import parse_qs
 
 import aiohttp
 from azure.core import exceptions
 
-from imagefleet import errors
+from imagefleet import concurrency, errors
 from imagefleet.storage.azure import roles, sas
 from imagefleet.storage.settings import Resource
 from imagefleet.telemetry import proxies
@@ -86,7 +83,6 @@ class Credential:
     is_from_broker: bool = False
 
     def field(self, name: str) -> str:
-        """A field of the token."""
         return parse_qs(self.token.removeprefix("?")).get(name, [""])[0]
 
 
@@ -156,9 +152,13 @@ def answered(status: int, headers: Mapping[str, str], body: bytes) -> exceptions
     return error
 
 
+def _headers(error: exceptions.HttpResponseError) -> Mapping[str, str]:
+    return getattr(error.response, "headers", {})
+
+
 def is_azurites_overwrite(error: exceptions.HttpResponseError) -> bool:
     """True for what Azurite may answer where Azure answers UnauthorizedBlobOverwrite."""
-    server = getattr(error.response, "headers", {}).get("Server", "")
+    server = _headers(error).get("Server", "")
     return server.startswith("Azurite") and code_of(error) in LESS_PERMISSION
 
 
@@ -185,7 +185,9 @@ def _from_response(
         return errors.MissingResourceError(f"{what} does not exist; `imagefleet load` creates it")
     if status == 401 or status == 403:  # noqa: PLR1714, PLR2004 - narrows the type
         kind = RefusedError if code in _NOT_ACCEPTED else errors.SetupError
-        return kind(Refusal(what, credential, permission, code, status, _date_of(error)).sentence())
+        # Azure's time, by which it judges tokens; else this machine's.
+        at = concurrency.http_date(_headers(error).get("Date")) or datetime.now(UTC)
+        return kind(Refusal(what, credential, permission, code, status, at).sentence())
     if status == 413 or code in _JOB_AT_FAULT:  # noqa: PLR2004 - Content Too Large
         return errors.JobError(f"{what} refuses the job: {answer}")
     # Without a status: a success with an invalid body, from a proxy, say.
@@ -201,14 +203,6 @@ def _is_of_the_sdk(error: Exception) -> bool:
     frames = list(traceback.walk_tb(error.__traceback__))
     module = str(frames[-1][0].f_globals.get("__name__")) if frames else ""
     return module.startswith(("azure.", "xml.", "email.", "isodate"))
-
-
-def _date_of(error: exceptions.HttpResponseError) -> datetime:
-    """Azure's time, by which it judges tokens; else this machine's."""
-    headers = getattr(error.response, "headers", {})
-    with suppress(ValueError):
-        return parsedate_to_datetime(headers.get("Date", "")).astimezone(UTC)
-    return datetime.now(UTC)
 
 
 def _from_connection(error: Exception, what: str) -> errors.FleetError:
@@ -259,7 +253,7 @@ class Refusal:
 
     def _of_token(self, answer: str) -> str:
         used, token = self.credential, f"the SAS token of {self.what}"
-        ends_at, begins_at = sas.expiry(used.token), sas.moment(used.token, "st")
+        ends_at, begins_at = sas.moment(used.token, "se"), sas.moment(used.token, "st")
         if ends_at and ends_at <= self.at:
             since = f"{_moment(ends_at)}, {_span(self.at - ends_at)} ago{self._skew()}"
             return f"{token} expired on {since}{self._renewal()}"
@@ -269,8 +263,8 @@ class Refusal:
         allowed = used.field("sp")
         is_denied = allowed and self.permission not in allowed + roles.ANY_PERMISSION
         if self.code in LESS_PERMISSION or is_denied:
-            remedy = _remedy(used.resource, self.permission)
-            return f"{token} may not {self._doing()} {answer}{remedy}"
+            who_may = remedy(used.resource, self.permission)
+            return f"{token} may not {self._doing()} {answer}{who_may}"
         if self.code in _REASONS and self.code != "AuthorizationFailure":
             return f"Azure refuses access to {self.what}: {_REASONS[self.code]} {answer}"
         reason = (
@@ -310,12 +304,7 @@ class Refusal:
         return f"; this machine's clock is {_span(abs(ahead))} {side} Azure's"
 
 
-def missing_token(what: str, resource: Resource, permission: str) -> str:
-    """There is no token for a request for *what* that needs *permission*."""
-    return f"there is no SAS token for {what}{_remedy(resource, permission)}"
-
-
-def _remedy(resource: Resource | None, permission: str) -> str:
+def remedy(resource: Resource | None, permission: str) -> str:
     """The roles that suffice, the one with the fewest permissions first."""
     able = roles.with_permission(resource, permission) if resource and permission else []
     if not able:

@@ -5,19 +5,13 @@ unless limited to one page; `update_message` without a timeout hands the message
 message object it sends the whole body again; messages expire after seven days by default.
 """
 
-from __future__ import annotations
-
-import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from datetime import datetime, timedelta
-from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any, TypeVar
 
 from azure.core.credentials import AzureSasCredential
-from azure.core.pipeline import PipelineResponse
 from azure.storage.queue import QueueMessage, QueueProperties
 from azure.storage.queue.aio import QueueClient
 
@@ -27,10 +21,9 @@ from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access
 from imagefleet.storage.azure.roles import ANY_PERMISSION
-from imagefleet.storage.azure.sender import MessageSender
+from imagefleet.storage.azure.signed import MessageSender
 
-#: Sends in flight at first, and at most: from far away, 128 at 50 ms are a queue's limit.
-FIRST_SENDS = 32
+#: Sends in flight at most: from far away, 128 at 50 ms are a queue's limit.
 MOST_SENDS = 128
 
 #: Releases in flight at once: more would only wait in Azure.
@@ -53,45 +46,6 @@ def shards_of(properties: QueueProperties) -> protocol.Shards:
     return protocol.Shards() if is_one else protocol.Shards(int(used), int(made))
 
 
-class SendWindow:
-    """The sends in flight to one queue.
-
-    Additive increase, multiplicative decrease, as of TCP (RFC 5681): one more after as many
-    successes as there are sends in flight, and half of them once the queue asks to slow down. What
-    was in flight at that moment may be refused for the same reason and does not count again. Other
-    faults are not of too many sends: their retries wait by themselves.
-    """
-
-    def __init__(self, first: int = FIRST_SENDS, most: int = MOST_SENDS) -> None:
-        self.size = float(first)
-        self._most = most
-        self._room = asyncio.Semaphore(first)
-        self._permits = first  # of the semaphore, those that are taken included
-        self._decreases = 0
-
-    async def run(self, send: Callable[[], Awaitable[None]]) -> None:
-        """Awaits *send* once there is room for it."""
-        await self._room.acquire()
-        decreases = self._decreases
-        try:
-            await send()
-        except errors.BusyError:
-            if decreases == self._decreases:
-                self._decreases += 1
-                self.size = max(1.0, self.size / 2)
-            raise
-        else:
-            self.size = min(self._most, self.size + 1 / self.size)
-        finally:
-            self._permits -= 1
-            while self._permits < int(self.size):
-                self._permits += 1
-                self._room.release()
-            while self._permits > int(self.size) and not self._room.locked():
-                self._permits -= 1
-                await self._room.acquire()  # at once
-
-
 class AzureQueue:
     """A job queue in roughly the order of the sends; Azure guarantees none."""
 
@@ -106,12 +60,9 @@ class AzureQueue:
         self._access = access
         self._call = access.call
         self._sender = sender
-        self._window = SendWindow()
         self.shards: protocol.Shards | None = None
 
     async def create(self) -> bool:
-        """Creates the queue if it does not exist; False if the credentials do not allow that."""
-
         async def request() -> bool:
             with azure_errors.tolerated(azure_errors.NOT_FOR_TOKENS):
                 if not isinstance(self._access.credential, AzureSasCredential):
@@ -131,8 +82,6 @@ class AzureQueue:
             return False
 
     async def check(self) -> None:
-        """Raises SetupError if the queue does not exist or the credentials are wrong."""
-
         async def request() -> None:
             with azure_errors.tolerated(azure_errors.LESS_PERMISSION):
                 await self._properties()
@@ -160,16 +109,13 @@ class AzureQueue:
         messages = sizes.checked_messages(bodies)
 
         async def send(body: str) -> None:
-            attempt = partial(self._access.attempt, "a", partial(self._sender.send, body))
-            await self._access.retry_policy.call(partial(self._window.run, attempt))
+            await self._call("a", partial(self._sender.send, body))
 
-        await concurrency.for_each(messages, send, min(len(messages), MOST_SENDS))
+        await concurrency.for_each(messages, send, MOST_SENDS)
 
     async def receive(
         self, max_messages: int, lease_seconds: float
     ) -> list[protocol.LeasedMessage]:
-        protocol.check_receive(max_messages, lease_seconds)
-
         async def request() -> list[protocol.LeasedMessage]:
             pages = self._client.receive_messages(
                 messages_per_page=max_messages,
@@ -185,7 +131,6 @@ class AzureQueue:
     async def renew(
         self, message: protocol.LeasedMessage, lease_seconds: float, body: str | None = None
     ) -> protocol.LeasedMessage:
-        protocol.check_lease(lease_seconds)
         updated = await self._set_visible_after(message, lease_seconds, body)
         if updated is None:
             # The lost renewal replaced the receipt, or another worker has the message.
@@ -198,9 +143,8 @@ class AzureQueue:
         await self._set_visible_after(message, delay_seconds, body)
 
     async def delete(self, message: protocol.LeasedMessage) -> None:
-        await self._call_with_receipt(
-            "p", partial(self._client.delete_message, message.id, message.receipt)
-        )
+        request = partial(self._client.delete_message, message.id, message.receipt)
+        await self._call_with_receipt("p", request)
 
     async def browse(self) -> AsyncIterator[protocol.Message]:
         visible = await self._peek(protocol.MAX_RECEIVE)
@@ -220,10 +164,10 @@ class AzureQueue:
         finally:
             await concurrency.for_each(leased.values(), self._hand_back, CONCURRENT_RELEASES)
 
-    async def find(self, text: str) -> AsyncIterator[protocol.FoundMessage]:
+    async def find(self, text: str) -> AsyncIterator[tuple[protocol.Message, bool]]:
         for message in await self._peek(protocol.MAX_RECEIVE):
             if text in message.body or text == message.id or not message.body.startswith("{"):
-                yield protocol.FoundMessage(message, is_leased=False)
+                yield message, False
 
     async def depth(self) -> protocol.QueueDepth:
         properties = await self._call("r", self._properties)
@@ -244,19 +188,6 @@ class AzureQueue:
                 before, left = left, (await self.depth()).messages
                 if left >= before:
                     raise
-
-    async def stamps(self) -> protocol.Stamps:
-        dates: list[datetime] = []
-
-        def keep_date(response: PipelineResponse[Any, Any]) -> None:
-            dates.append(parsedate_to_datetime(response.http_response.headers["Date"]))
-
-        await self._call(
-            "r", lambda: self._client.get_queue_properties(raw_response_hook=keep_date)
-        )
-        # Both are whole seconds, from servers whose clocks differ by less than one.
-        second = timedelta(seconds=1)
-        return protocol.Stamps(dates[-1] - second, dates[-1] + second)
 
     async def _properties(self) -> QueueProperties:
         found = await self._client.get_queue_properties()
@@ -283,16 +214,9 @@ class AzureQueue:
         self, message: protocol.LeasedMessage, seconds: float, body: str | None
     ) -> QueueMessage | None:
         # By id: given the message, the SDK would send its content again.
-        return await self._call_with_receipt(
-            "u",
-            partial(
-                self._client.update_message,
-                message.id,
-                message.receipt,
-                body,
-                visibility_timeout=math.ceil(seconds),
-            ),
-        )
+        update = partial(self._client.update_message, message.id, message.receipt, body)
+        request = partial(update, visibility_timeout=math.ceil(seconds))
+        return await self._call_with_receipt("u", request)
 
     async def _peek(self, max_messages: int) -> list[protocol.Message]:
         peeked = await self._call("r", lambda: self._client.peek_messages(max_messages))

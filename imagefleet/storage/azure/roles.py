@@ -47,10 +47,6 @@ _AZURE_QUEUE_ROLES: Mapping[str, str] = {
     "u": "Storage Queue Data Contributor",
     "p": "Storage Queue Data Message Processor",
 }
-_AZURE_BLOB_ROLES: Mapping[str, str] = {
-    "r": "Storage Blob Data Reader",
-    "l": "Storage Blob Data Reader",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +137,10 @@ def name_of(
 
 
 def is_job_queue(resource: Resource) -> bool:
-    """Whether it is a queue of jobs, of which each model has its own."""
     return resource in JOB_QUEUES.values()
 
 
 def is_container(resource: Resource) -> bool:
-    """Whether it is a container of blobs, not a queue."""
     return resource in {"blob", "files"}
 
 
@@ -168,11 +162,10 @@ def of_token(resource: Resource, letters: str) -> list[Role]:
 def azure_role(resource: Resource, letter: str) -> str:
     """The least of Azure's own roles that gives an identity this permission."""
     if is_container(resource):
-        return _AZURE_BLOB_ROLES.get(letter, "Storage Blob Data Contributor")
+        return f"Storage Blob Data {'Reader' if letter in {'r', 'l'} else 'Contributor'}"
     return _AZURE_QUEUE_ROLES.get(letter, "Storage Queue Data Contributor")
 
 
 def explain(resource: Resource, letters: Iterable[str]) -> list[str]:
-    """What each of the letters allows."""
     words = BLOB_PERMISSIONS if is_container(resource) else QUEUE_PERMISSIONS
     return [words.get(letter, letter) for letter in letters]

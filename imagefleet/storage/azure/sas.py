@@ -8,8 +8,7 @@ import re
 import ssl
 import time
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Self, get_args
 from urllib.parse import parse_qs
@@ -42,8 +41,6 @@ LONGEST_PAUSE_SECONDS = 30.0
 #: Refusals in a row that are final. A single one may be due to an identity token that has just
 #: expired.
 _MAX_REFUSALS = 3
-
-_TIMEOUT_SECONDS = 20
 
 _RETRYABLE = frozenset({408, 425, 429})
 
@@ -119,7 +116,7 @@ class Tokens(QueueTokens):
     @property
     def ends_at(self) -> datetime | None:
         """The time at which the first of them expires, as far as that is known."""
-        ends = [expiry(self.of(resource)) for resource in get_args(Resource)]
+        ends = [moment(self.of(resource), "se") for resource in get_args(Resource)]
         return self.expires_at or min((end for end in ends if end), default=None)
 
 
@@ -139,19 +136,16 @@ class TokenFile:
         """
         self.due_at = time.monotonic() + FILE_CHECK_SECONDS
         try:
-            return await asyncio.to_thread(self._read_if_changed)
+            # A Kubernetes secret is a link that is moved, so its path stays the same.
+            status = await asyncio.to_thread(self._path.stat)
+            version = (status.st_ino, status.st_mtime_ns, status.st_size)
+            if version == self._version:
+                return None
+            tokens = read_tokens(await asyncio.to_thread(self._path.read_bytes))
         except (OSError, ValueError) as error:
             kind = errors.TransientError if self._version else errors.SetupError
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise kind(f"{self.name} holds no SAS tokens: {reason}") from None
-
-    def _read_if_changed(self) -> Tokens | None:
-        # A Kubernetes secret is a link that is moved, so its path stays the same.
-        status = self._path.stat()
-        version = (status.st_ino, status.st_mtime_ns, status.st_size)
-        if version == self._version:
-            return None
-        tokens = read_tokens(self._path.read_bytes())
         self._version = version
         return tokens
 
@@ -199,7 +193,7 @@ class TokenBroker:
                 f"cannot get this node's identity token for the broker: {redaction.reason(error)}"
             ) from None
         headers = {"Authorization": f"Bearer {identity_token}", "Accept": "application/json"}
-        timeout = aiohttp.ClientTimeout(total=_TIMEOUT_SECONDS)
+        timeout = aiohttp.ClientTimeout(total=20)
         try:
             async with (
                 proxies.session(timeout=timeout) as session,
@@ -210,7 +204,10 @@ class TokenBroker:
             ):
                 self._check_status(response.status)
                 tokens = read_tokens(await response.read())
-                return tokens, _life_seconds(tokens, response.headers.get("Date"))
+                # By the broker's clock: the node's own may be wrong.
+                now = concurrency.http_date(response.headers.get("Date")) or datetime.now(UTC)
+                ends_at = tokens.ends_at or now + timedelta(seconds=_UNKNOWN_LIFE_SECONDS)
+                return tokens, (ends_at - now).total_seconds()
         except (aiohttp.ClientError, OSError) as error:
             why = type(error).__name__
             if isinstance(error, aiohttp.ClientConnectorCertificateError):
@@ -278,26 +275,10 @@ def read_tokens(text: str | bytes) -> Tokens:
         return Tokens.model_validate_json(text)
 
 
-def expiry(token: str) -> datetime | None:
-    """The time at which a SAS token expires; None if its stored access policy determines that."""
-    return moment(token, "se")
-
-
 def moment(token: str, field: str) -> datetime | None:
-    """A time that a SAS token states, if it does."""
+    """A time that a SAS token states: "se" is its expiry, unless a stored policy determines it."""
     (text,) = parse_qs(token).get(field, [""])
     with contextlib.suppress(ValueError):
         moment = datetime.fromisoformat(text)
         return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
     return None
-
-
-def _life_seconds(tokens: Tokens, date: str | None) -> float:
-    """How long they are valid by the broker's clock (*date*): the node's own may be wrong."""
-    ends_at = tokens.ends_at
-    if ends_at is None:
-        return _UNKNOWN_LIFE_SECONDS
-    now = datetime.now(UTC)
-    with contextlib.suppress(ValueError):
-        now = parsedate_to_datetime(date).astimezone(UTC) if date else now
-    return (ends_at - now).total_seconds()

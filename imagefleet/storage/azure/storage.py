@@ -1,10 +1,6 @@
 """Azure Storage: one HTTP session, and a client for each queue and container."""
 
-from __future__ import annotations
-
-import contextlib
 import logging
-from email.utils import parsedate_to_datetime
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -18,9 +14,8 @@ from imagefleet.storage.azure import account, sas
 from imagefleet.storage.azure.blobs import AzureBlobs
 from imagefleet.storage.azure.credentials import Credentials
 from imagefleet.storage.azure.queue import MOST_SENDS, AzureQueue
-from imagefleet.storage.azure.reads import BlobReads
 from imagefleet.storage.azure.roles import JOB_QUEUES, name_of
-from imagefleet.storage.azure.sender import MessageSender
+from imagefleet.storage.azure.signed import BlobReads, MessageSender, SignedRequests
 from imagefleet.storage.proofs import SECRETS, Proofs, Prover
 from imagefleet.storage.protocol import Clock, Operations
 from imagefleet.storage.routing.models import ModelQueues
@@ -75,8 +70,8 @@ class _ClockReader:
         # What a proxy answers in Azure's place lacks the id.
         if date != self._last and "x-ms-request-id" in response.headers:
             self._last = date
-            with contextlib.suppress(ValueError):
-                self._clock.answered(parsedate_to_datetime(date or ""), asked_at)
+            if (at := concurrency.http_date(date)) is not None:
+                self._clock.answered(at, asked_at)
         return response
 
 
@@ -120,19 +115,18 @@ class AzureStorage:
             client = address.queue_client(
                 name, of.credential, raw_request_hook=self._count_queue_operation, **options
             )
-            count = self._count_queue_operation
-            sender = MessageSender(client, self._transport, API_VERSION, count)
+            requests = SignedRequests(client.credential, self._transport, API_VERSION)
+            sender = MessageSender(client, requests, self.operations)
             return AzureQueue(client, of, sender, self._clock)
 
         def container(resource: Resource) -> AzureBlobs:
             of = access.of(resource)
+            name = name_of(settings, resource)
             client = address.container_client(
-                name_of(settings, resource),
-                of.credential,
-                raw_request_hook=self._count_blob_operation,
-                **options,
+                name, of.credential, raw_request_hook=self._count_blob_operation, **options
             )
-            reads = BlobReads(client, self._transport, API_VERSION, self.operations)
+            requests = SignedRequests(client.credential, self._transport, API_VERSION)
+            reads = BlobReads(client, requests, self.operations)
             return AzureBlobs(client, of, reads, self._clock)
 
         self.poison = queue("poison")
@@ -168,9 +162,8 @@ class AzureStorage:
         await self.files.create_container()
 
     async def check(self) -> None:
-        await self.queue.check()
-        await self.poison.check()
-        await self.blobs.check()
+        for part in (self.queue, self.poison, self.blobs):
+            await part.check()
 
     async def __aenter__(self) -> Self:
         self._transport.session = aiohttp.ClientSession(
@@ -188,7 +181,7 @@ class AzureStorage:
 
     # The SDK calls these for each request that it sends, retries and pages included.
 
-    def _count_queue_operation(self, _: PipelineRequest[Any] | None = None) -> None:
+    def _count_queue_operation(self, _: PipelineRequest[Any]) -> None:
         self.operations.queue += 1
 
     def _count_blob_operation(self, request: PipelineRequest[Any]) -> None:

@@ -1,7 +1,5 @@
 """The blob store in a folder: each blob is a file, its name a path below the folder."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl
@@ -66,6 +64,7 @@ class LocalBlobs(protocol.BlobStore):
 
     def __init__(self, folder: Path, operations: protocol.Operations) -> None:
         self.folder = folder
+        self.name = folder.name
         self.clock = protocol.Clock()
         self._address = folder.absolute().as_uri()
         self._operations = operations
@@ -74,10 +73,6 @@ class LocalBlobs(protocol.BlobStore):
         self._creations: Batches[NewBlob, bool] = Batches(
             self._new.create, threads, most=_MOST_AT_ONCE, at_once=_CREATORS
         )
-
-    @property
-    def name(self) -> str:
-        return self.folder.name
 
     async def create_folder(self) -> None:
         def create() -> None:
@@ -92,7 +87,6 @@ class LocalBlobs(protocol.BlobStore):
         await self._in_thread(create)
 
     async def check(self) -> None:
-        """Raises SetupError if there is no such folder."""
         if not self.may_be_missing and not self.folder.is_dir():
             raise no_folder(self.folder)
 
@@ -212,11 +206,9 @@ class LocalBlobs(protocol.BlobStore):
                 yield name
 
     async def records(self, prefix: str = "") -> AsyncIterator[protocol.BlobRecord]:
-        def read(page: list[str]) -> list[protocol.BlobRecord]:
-            return [self._record(name) for name in page]
-
         async for page in self._pages(prefix):
-            for record in await self._in_thread(partial(read, page)):
+            read = partial(list[protocol.BlobRecord], map(self._record, page))
+            for record in await self._in_thread(read):
                 yield record
 
     async def folders(self, prefix: str) -> AsyncIterator[str]:

@@ -4,8 +4,6 @@ A blob is written and synced under a temporary name, then linked to its own, and
 synced, once for all that are created together.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -22,9 +20,6 @@ from imagefleet import errors
 #: Folders beside the blobs in their folder; no segment of a blob's name starts with a dot.
 METADATA_FOLDER = ".metadata"
 TEMPORARY_FOLDER = ".temporary"
-
-#: What a sidecar's temporary name ends in.
-_SIDECAR = ".json"
 
 _IN_THE_WAY = (FileExistsError, IsADirectoryError, NotADirectoryError)
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTSUP})
@@ -79,7 +74,12 @@ class NewBlobs:
                 self._each(drafts, self._link)
         finally:
             for draft in drafts:
-                _clean_up(draft)
+                if draft.file is not None:
+                    with contextlib.suppress(OSError):  # of a full disk, which the outcome tells
+                        draft.file.close()
+                    _remove(draft.temporary)
+                if draft.sidecar is not None:
+                    _remove(draft.sidecar)
         # Also of those that somebody else has created: the message is deleted next, which reaches
         # the disk with a later send or checkpoint, and a power failure must not lose both.
         stored = [draft for draft in drafts if isinstance(draft.outcome, bool)]
@@ -126,7 +126,7 @@ class NewBlobs:
             draft.outcome = False
             return
         # Not synced: no job depends on it.
-        draft.sidecar = f"{draft.temporary}{_SIDECAR}"
+        draft.sidecar = f"{draft.temporary}.json"
         with self._open(draft.sidecar) as file:
             file.write(draft.blob.details)
         draft.file = self._open(draft.temporary)
@@ -216,15 +216,6 @@ def sync_folder(folder: Path | str) -> None:
 def _sync(draft: _Draft) -> None:
     if draft.file is not None:
         os.fsync(draft.file.fileno())
-
-
-def _clean_up(draft: _Draft) -> None:
-    if draft.file is not None:
-        with contextlib.suppress(OSError):  # of a full disk, which the outcome tells
-            draft.file.close()
-        _remove(draft.temporary)
-    if draft.sidecar is not None:
-        _remove(draft.sidecar)
 
 
 def _remove(path: str) -> None:

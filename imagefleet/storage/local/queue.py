@@ -9,8 +9,6 @@ The clock of the leases is the machine's uptime plus a constant that the first p
 of the machine writes into the file: a lease ends when it should although somebody sets the time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -20,8 +18,9 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from imagefleet import errors
 from imagefleet.concurrency import Batches
@@ -31,17 +30,12 @@ from imagefleet.storage.local import file as sqlite_file
 from imagefleet.telemetry import host
 
 _Result = TypeVar("_Result")
+_Work = Callable[..., object]
 
 _BROWSE_PAGE = 100
 
 #: Changes of single messages in one transaction, which takes a millisecond then.
 _MOST_CHANGES = 64
-
-
-class _Change(NamedTuple):
-    """Work that shares a transaction with what else waits."""
-
-    work: Callable[[sqlite3.Connection], object]
 
 
 class QueueFile:
@@ -53,9 +47,10 @@ class QueueFile:
         self._connection: sqlite3.Connection | None = None
         self._identity: tuple[int, int] | None = None
         self._clock_ahead = 0.0
-        self._calls: Batches[_Change | Callable[[], object], Any] = Batches(
+        self._calls: Batches[tuple[bool, _Work], Any] = Batches(
             self._do, self._thread, most=_MOST_CHANGES
         )
+        """Work, and whether it shares a transaction with what else waits."""
 
     async def run(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
         """Does *work* in the thread of the file.
@@ -63,12 +58,12 @@ class QueueFile:
         Raises TransientError if another process locks the file for too long, or the disk is full,
         SetupError if the file or the queue does not exist or cannot be used.
         """
-        done: _Result = await self._calls(lambda: work(self._open()))
+        done: _Result = await self._calls((False, lambda: work(self._open())))
         return done
 
     async def change(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
         """Does *work* in one transaction with what else waits; after an error it has no effect."""
-        done: _Result = await self._calls(_Change(work))
+        done: _Result = await self._calls((True, work))
         return done
 
     async def create(self, queue: str) -> None:
@@ -81,7 +76,7 @@ class QueueFile:
                 with transaction(connection, durable=True):
                     connection.execute("INSERT OR IGNORE INTO queues (name) VALUES (?)", (queue,))
 
-        await self._calls(work)
+        await self._calls((False, work))
 
     def now(self) -> float:
         """The clock of the leases; only for *work*."""
@@ -91,20 +86,18 @@ class QueueFile:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
         self._thread.shutdown()
 
-    def _do(self, calls: Sequence[_Change | Callable[[], object]]) -> list[object]:
+    def _do(self, calls: Sequence[tuple[bool, _Work]]) -> list[object]:
         outcomes: list[object] = []
-        for is_change, group in itertools.groupby(calls, lambda each: isinstance(each, _Change)):
-            if is_change:
-                outcomes += self._change([each for each in group if isinstance(each, _Change)])
-            else:
-                outcomes += [self._outcome(each) for each in group if callable(each)]
+        for is_shared, group in itertools.groupby(calls, itemgetter(0)):
+            works = [work for _, work in group]
+            outcomes += self._change(works) if is_shared else map(self._outcome, works)
         return outcomes
 
-    def _change(self, changes: Sequence[_Change]) -> Sequence[object]:
+    def _change(self, changes: Sequence[_Work]) -> Sequence[object]:
         def work() -> list[object]:
             connection = self._open()
             with transaction(connection):
-                return [change.work(connection) for change in changes]
+                return [change(connection) for change in changes]
 
         outcome = self._outcome(work)
         return [outcome] * len(changes) if isinstance(outcome, Exception) else outcome
@@ -163,20 +156,12 @@ class LocalQueue:
 
     finds_all = True
 
-    def __init__(
-        self,
-        file: QueueFile,
-        name: str,
-        operations: protocol.Operations,
-        *,
-        clock: Callable[[], float] | None = None,
-    ) -> None:
-        """*clock* replaces both this machine's and that of the leases, for tests."""
+    def __init__(self, file: QueueFile, name: str, operations: protocol.Operations) -> None:
         self._file = file
         self.name = name
         self._operations = operations
-        self._clock = clock or time.time
-        self._lease_clock = clock or file.now
+        self._clock = time.time
+        self._lease_clock = file.now
         self.shards: protocol.Shards | None = None
 
     async def create(self) -> bool:
@@ -216,8 +201,6 @@ class LocalQueue:
     async def receive(
         self, max_messages: int, lease_seconds: float
     ) -> list[protocol.LeasedMessage]:
-        protocol.check_receive(max_messages, lease_seconds)
-
         def receive(connection: sqlite3.Connection) -> list[Any]:
             now = self._lease_clock()
             # An idle worker polls, and must not take the write lock each time.
@@ -237,7 +220,6 @@ class LocalQueue:
     async def renew(
         self, message: protocol.LeasedMessage, lease_seconds: float, body: str | None = None
     ) -> protocol.LeasedMessage:
-        protocol.check_lease(lease_seconds)
         sequence, version, _ = _key(message)
         await self._update(message, lease_seconds, body)
         return message.renewed(f"{sequence}.{version + 1}", body)
@@ -254,9 +236,9 @@ class LocalQueue:
         async for _, *row in self._pages(sqlite_file.BROWSE):
             yield self._message(*row)
 
-    async def find(self, text: str) -> AsyncIterator[protocol.FoundMessage]:
+    async def find(self, text: str) -> AsyncIterator[tuple[protocol.Message, bool]]:
         async for _, *row, is_leased in self._pages(sqlite_file.FIND, text, text):
-            yield protocol.FoundMessage(self._message(*row), bool(is_leased))
+            yield self._message(*row), bool(is_leased)
 
     async def depth(self) -> protocol.QueueDepth:
         def depth(connection: sqlite3.Connection) -> protocol.QueueDepth:
@@ -278,12 +260,6 @@ class LocalQueue:
                 connection.execute(sqlite_file.CLEAR, (self.name,))
 
         await self._run(clear)
-
-    async def stamps(self) -> protocol.Stamps:
-        now = datetime.fromtimestamp(
-            self._clock(), UTC
-        )  # the processes that share the file share a clock
-        return protocol.Stamps(now, now)
 
     async def _run(
         self, work: Callable[[sqlite3.Connection], _Result], operations: int = 1

@@ -5,21 +5,19 @@ a blob `-models/NAME` beside the images tells that there are some, since a queue
 hold the model's.
 """
 
-from __future__ import annotations
-
 import asyncio
-import functools
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import cached_property, partial
 
 from imagefleet import concurrency, errors
 from imagefleet.job import chain, sizes
 from imagefleet.job.message import fields_if_any, message_text
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.storage import protocol
-from imagefleet.storage.routing.queue import RoutedQueue
+from imagefleet.storage.routing.queue import FindMore, RoutedQueue
 from imagefleet.storage.routing.route import Route
 from imagefleet.storage.settings import PRIORITIES, Priority
 from imagefleet.telemetry import logs
@@ -57,7 +55,7 @@ class ModelQueues:
     granted: Callable[[Priority, str | None], int] = lambda *_: 1
 
     def __post_init__(self) -> None:
-        self._opened: dict[str | None, Queues] = {}
+        self._opened: dict[str | None, dict[Priority, RoutedQueue]] = {}
         self._made: set[str] = set()
         self._making = asyncio.Lock()
         self._listed_at: float | None = None
@@ -69,20 +67,18 @@ class ModelQueues:
     def of(self, model: str | None) -> Queues:
         """A model's queues, whether they exist or not."""
         if model not in self._opened:
-            routes = ((each, self._route(each, model)) for each in PRIORITIES)
-            self._opened[model] = {priority: RoutedQueue([route]) for priority, route in routes}
+            self._opened[model] = {}
+            for level, priority in enumerate(PRIORITIES):
+                route = Route(
+                    partial(self.open_shard, priority, model),
+                    partial(self.granted, priority, model),
+                    level,
+                    model,
+                )
+                if self._share is not None:
+                    route.stand_at(self._share)
+                self._opened[model][priority] = RoutedQueue([route])
         return self._opened[model]
-
-    def _route(self, priority: Priority, model: str | None) -> Route:
-        route = Route(
-            lambda number: self.open_shard(priority, model, number),
-            lambda: self.granted(priority, model),
-            level=PRIORITIES.index(priority),
-            model=model,
-        )
-        if self._share is not None:
-            route.stand_at(self._share)
-        return route
 
     def stand_at(self, share: float) -> None:
         """Sets where a worker stands among all, from 0 to 1: it decides the home in each queue."""
@@ -154,7 +150,7 @@ class ModelQueues:
                 self._names = sorted(name for name in found if SAFE_NAME.fullmatch(name))
         return sorted({*self._names[:MAX_MODELS], *self._made})
 
-    @functools.cached_property
+    @cached_property
     def all(self) -> RoutedQueue:
         """The queues of all jobs as one, those of models included once they are looked for."""
 
@@ -172,7 +168,7 @@ class ModelQueues:
             queue.add(self.of(model).values())
         return queue
 
-    def _as_one(self, find_more: Callable[[], Awaitable[None]] | None = None) -> RoutedQueue:
+    def _as_one(self, find_more: FindMore | None = None) -> RoutedQueue:
         routes = [queue.main for queue in self.default.values()]
         return RoutedQueue(routes, self.default["normal"].main, find_more=find_more)
 

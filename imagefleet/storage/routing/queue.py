@@ -14,6 +14,8 @@ from imagefleet.storage import protocol
 from imagefleet.storage.routing import route as rule
 from imagefleet.storage.routing.route import Route, Shard
 
+FindMore = Callable[[], Awaitable[None]]
+
 Answers = dict[Shard, int | errors.FleetError]
 """What plain queues answered in a receive: how many messages they had, or an error."""
 
@@ -26,16 +28,9 @@ class RoutedQueue:
     """
 
     def __init__(
-        self,
-        routes: list[Route],
-        main: Route | None = None,
-        *,
-        find_more: Callable[[], Awaitable[None]] | None = None,
+        self, routes: list[Route], main: Route | None = None, *, find_more: FindMore | None = None
     ) -> None:
-        """*main* None is the first one.
-
-        *find_more* calls `add` for other models' queues, before all queues are looked at.
-        """
+        """*find_more* calls `add` for other models' queues, before all queues are looked at."""
         self.main = main or routes[0]
         self.routes = {route.name: route for route in routes}
         self._find_more = find_more
@@ -61,7 +56,8 @@ class RoutedQueue:
 
     def look_seconds(self, seconds: float) -> float:
         """Seconds between two looks at the sizes; *seconds* where all queues have one shard."""
-        return rule.look_seconds(seconds, max(len(each.order) for each in self.routes.values()))
+        shards = max(len(each.order) for each in self.routes.values())
+        return seconds * min(shards, rule.MOST_SELDOM)
 
     async def check(self) -> None:
         await self.main.first.check()
@@ -85,7 +81,6 @@ class RoutedQueue:
     async def receive(
         self, max_messages: int, lease_seconds: float
     ) -> list[protocol.LeasedMessage]:
-        protocol.check_receive(max_messages, lease_seconds)
         received: list[protocol.LeasedMessage] = []
         answers: Answers = {}
         async for shard in self._in_turn(answers):
@@ -134,19 +129,16 @@ class RoutedQueue:
     def finds_all(self) -> bool:
         return all(route.first.finds_all for route in self.routes.values())
 
-    async def find(self, text: str) -> AsyncIterator[protocol.FoundMessage]:
+    async def find(self, text: str) -> AsyncIterator[tuple[protocol.Message, bool]]:
         async for shard in self._all():
             with self._main_must_exist(shard):
-                async for found in shard.queue.find(text):
-                    yield dataclasses.replace(found, message=shard.labelled(found.message))
+                async for message, is_leased in shard.queue.find(text):
+                    yield shard.labelled(message), is_leased
 
     async def clear(self) -> None:
         async for shard in self._all():
             with self._main_must_exist(shard):
                 await shard.queue.clear()
-
-    async def stamps(self) -> protocol.Stamps:
-        return await self.main.first.stamps()
 
     async def depth(self) -> protocol.QueueDepth:
         # The main queue alone at first: without access there is none to the others either.
@@ -203,18 +195,18 @@ class RoutedQueue:
             isinstance(answer, errors.FleetError) for answer in answers.values()
         )
         for shard, answer in answers.items():
-            shards = len(shard.of.order)
             if not isinstance(answer, errors.FleetError):
                 shard.is_missing = False
             # After an outage of all none must wait for long, nor a shard that is throttled.
-            elif not is_outage and (shards == 1 or isinstance(answer, errors.SetupError)):
+            elif not is_outage and (
+                len(shard.of.order) == 1 or isinstance(answer, errors.SetupError)
+            ):
                 shard.set_missing(answer)
                 continue
             if isinstance(answer, int) and answer:
                 shard.empty_receives, shard.due_at = 0, 0.0
                 continue
-            longest = rule.longest_pause_seconds(shards, is_home=shard.is_home, is_idle=is_idle)
-            shard.due_at = now + rule.pause_seconds(shard.empty_receives, longest)
+            shard.due_at = now + rule.pause_seconds(shard, is_idle=is_idle)
             shard.empty_receives += 1
         for route in {shard.of for shard in answers}:
             route.note(answers, self._receives)

@@ -72,21 +72,12 @@ def in_order(share: float, shards: Shards) -> list[int]:
     return [home, *others]
 
 
-def pause_seconds(empty_receives: int, longest_seconds: float) -> float:
-    """How long a queue is left alone that was empty once more than *empty_receives* times."""
-    return min(FIRST_PAUSE_SECONDS * float(2 ** min(empty_receives, 30)), longest_seconds)
-
-
-def longest_pause_seconds(shards: int, *, is_home: bool, is_idle: bool) -> float:
-    """The longest pause of an empty queue, one of so many *shards*; *is_idle*: all are empty."""
-    if is_home:
-        return LONGEST_IDLE_PAUSE_SECONDS if is_idle else LONGEST_HOME_PAUSE_SECONDS
-    return min(SECONDS_PER_SHARD * (shards - 1), LONGEST_PAUSE_SECONDS)
-
-
-def look_seconds(seconds: float, shards: int) -> float:
-    """Seconds between two looks at all shards' sizes; *seconds* between those at a single shard."""
-    return seconds * min(shards, MOST_SELDOM)
+def pause_seconds(shard: Shard, *, is_idle: bool) -> float:
+    """How long a shard is left alone that was empty once more; *is_idle*: all queues are."""
+    longest = min(SECONDS_PER_SHARD * (len(shard.of.order) - 1), LONGEST_PAUSE_SECONDS)
+    if shard.number == shard.of.order[0]:
+        longest = LONGEST_IDLE_PAUSE_SECONDS if is_idle else LONGEST_HOME_PAUSE_SECONDS
+    return min(FIRST_PAUSE_SECONDS * 2.0 ** min(shard.empty_receives, 30), longest)
 
 
 def spread(bodies: list[str], shards: int, first: int) -> dict[int, list[str]]:
@@ -109,10 +100,6 @@ class Shard:
     """The number of the last receive of its route that it had jobs for."""
     is_missing: bool = False
     """Whether it did not exist, had no token or did not answer when it was asked last."""
-
-    @property
-    def is_home(self) -> bool:
-        return self.number == self.of.order[0]
 
     def labelled(self, message: protocol.AnyMessage) -> protocol.AnyMessage:
         """A message as callers know it: they settle it by its route's name and its shard."""
@@ -192,7 +179,7 @@ class Route:
     def stand_at(self, share: float) -> None:
         """Sets the home and the order by `in_order`."""
         self._share = share
-        self._put_in_order()
+        self.order = in_order(share, self._shards or Shards())
 
     async def create(self) -> bool:
         """Creates the first shard, as `StoredQueue.create`; `set_shards` makes the others."""
@@ -303,7 +290,4 @@ class Route:
                 shards=shards.used,
             )
         self._shards = shards
-        self._put_in_order()
-
-    def _put_in_order(self) -> None:
-        self.order = in_order(self._share, self._shards or Shards())
+        self.order = in_order(self._share, shards)

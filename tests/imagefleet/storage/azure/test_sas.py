@@ -1,7 +1,5 @@
 """SAS tokens that change while a process runs."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -70,9 +68,8 @@ def broker_settings(settings: StorageSettings, broker: Any) -> StorageSettings:
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks the file on each request, and does not wait for new tokens."""
+    """Checks the file on each request."""
     monkeypatch.setattr(sas, "FILE_CHECK_SECONDS", 0.0)
-    monkeypatch.setattr(credentials, "WAIT_SECONDS", 0.0)
 
 
 async def identity_token() -> str:
@@ -152,35 +149,6 @@ async def test_new_tokens_are_used_before_the_old_ones_expire(
             await storage.queue.depth()
     assert caplog.text.count("new SAS tokens from the file") == first + 1
     assert "sig=" not in caplog.text
-
-
-async def test_all_waiting_requests_proceed_when_there_are_new_tokens(
-    owner: Storage,
-    settings: StorageSettings,
-    file: Path,
-    mint: Mint,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(credentials, "WAIT_SECONDS", 600.0)
-    refused = 0
-    wait_for_newer = credentials.RotatingTokens.wait_for_newer
-
-    async def counted(*arguments: Any) -> bool:
-        nonlocal refused
-        refused += 1
-        return await wait_for_newer(*arguments)
-
-    monkeypatch.setattr(credentials.RotatingTokens, "wait_for_newer", counted)
-    replace(file, mint())
-    async with AzureStorage(settings, concurrency.NEVER) as storage:
-        await storage.check()
-        expire(storage, mint)
-        waiting = [asyncio.create_task(storage.queue.depth()) for _ in range(5)]
-        await polling.until(lambda: refused == 5)
-        assert not any(task.done() for task in waiting)
-        replace(file, mint(2 * ONE_HOUR))
-        assert [depth.messages for depth in await asyncio.gather(*waiting)] == [0] * 5
-        assert refused == 5
 
 
 async def test_an_updated_kubernetes_secret_is_read(

@@ -1,7 +1,5 @@
 """Properties of the local queue alone: strict order, indexed statements, safety in crashes."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import sqlite3
@@ -51,8 +49,11 @@ async def file(tmp_path: Path) -> AsyncIterator[QueueFile]:
 
 
 @pytest.fixture
-def queue(file: QueueFile, clock: Clock) -> LocalQueue:
-    return LocalQueue(file, "jobs", Operations(), clock=clock)
+def queue(file: QueueFile, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> LocalQueue:
+    queue = LocalQueue(file, "jobs", Operations())
+    monkeypatch.setattr(queue, "_clock", clock)
+    monkeypatch.setattr(queue, "_lease_clock", clock)
+    return queue
 
 
 def bodies(messages: list[Message]) -> list[str]:

@@ -1,7 +1,5 @@
 """Queues by model: their names, and that each job gets into its own, on both storages."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -116,7 +114,7 @@ async def test_depth_find_and_clear_know_the_queues_of_every_model(
         assert by_model == {A: 1, B: 1, None: 1}
         assert depth.messages == 3
         assert await ids(other.queue) == ["a", "b", "none"]
-        assert [each.message.id async for each in other.queue.find('"b"')]
+        assert [each.id async for each, _ in other.queue.find('"b"')]
         await other.queue.clear()
         assert (await other.queue.depth()).messages == 0
 

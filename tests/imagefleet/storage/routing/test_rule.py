@@ -1,7 +1,5 @@
 """Who takes from which shard: none starves, idle workers cost little, and new jobs are found."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from datetime import UTC, datetime
@@ -23,7 +21,6 @@ from imagefleet.storage.routing.route import Route
 from imagefleet.storage.settings import MAX_SHARDS, PRIORITIES, Priority, job_queue
 from unused_queue import UnusedQueue
 from worker import metrics, pull
-from worker.models import change
 from worker.settings import share_of
 
 LEASE_SECONDS = 30
@@ -242,9 +239,10 @@ async def test_idle_workers_cost_what_the_page_says() -> None:
     assert [int(row[0]) for row in rows] == [1, 2, 4, 8, 16]
     for shards, stated, millions, dollars in rows:
         fleet = StandIns(int(shards))
-        asked = await fleet.idle_receives(fleet.worker(0.3)) / PART
+        worker = fleet.worker(0.3)
+        asked = await fleet.idle_receives(worker) / PART
         sizes = len(fleet.stored) + 1  # the poison queue's as well; an empty one is one request
-        looks = 24 * 3600 / route.look_seconds(metrics.DEPTH_SECONDS, int(shards))
+        looks = 24 * 3600 / worker.look_seconds(metrics.DEPTH_SECONDS)
         operations = asked + sizes * looks
         assert operations == pytest.approx(int(stated.replace(",", "")), rel=0.03)
         assert WORKERS * operations / 1e6 == pytest.approx(int(millions), rel=0.03)
@@ -276,11 +274,8 @@ async def test_jobs_that_a_look_at_the_sizes_shows_are_received_at_once() -> Non
     assert len(await queue.receive(32, LEASE_SECONDS)) == 1
 
 
-def test_sizes_are_looked_at_less_often_with_more_shards() -> None:
-    assert [route.look_seconds(60, shards) for shards in (1, 3, 8, 32)] == [60, 180, 300, 300]
-
-
-def test_an_idle_worker_of_several_models_looks_less_and_less_often_at_the_others() -> None:
-    pauses = [change.idle_pause_seconds(looks, 10.0) for looks in range(20)]
-    assert pauses[:3] == [0.5, 1.0, 2.0]
-    assert max(pauses) == 10.0
+async def test_sizes_are_looked_at_less_often_with_more_shards() -> None:
+    for shards, seconds in ((1, 60), (3, 180), (8, 300), (32, 300)):
+        queue = StandIns(shards).queue(0.0)
+        await queue.depth()
+        assert queue.look_seconds(60) == seconds

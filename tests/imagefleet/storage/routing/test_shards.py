@@ -1,7 +1,5 @@
 """A queue of several shards, on both storages: nothing is lost, whatever their number becomes."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json
@@ -77,7 +75,7 @@ async def test_all_shards_are_browsed_searched_and_cleared(storage: Storage) -> 
     await storage.queue.send(jobs)
     assert sorted([each.body async for each in storage.queue.browse()]) == jobs
     (found,) = [each async for each in storage.queue.find("job-5")]
-    assert found.message.queue == storage.queue.name
+    assert found[0].queue == storage.queue.name
     await storage.queue.clear()
     assert (await storage.queue.depth()).messages == 0
 

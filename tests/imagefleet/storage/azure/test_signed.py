@@ -1,10 +1,6 @@
 """Messages are added without the SDK's own path, which they must still be equal to."""
 
-from __future__ import annotations
-
-import time
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 from aiohttp import web
@@ -13,8 +9,7 @@ from azure.storage.queue.aio import QueueClient
 from pydantic import SecretStr
 
 from imagefleet import concurrency, errors
-from imagefleet.storage.azure import sender
-from imagefleet.storage.azure.sender import MessageSender
+from imagefleet.storage.azure.signed import MessageSender, SignedRequests
 from imagefleet.storage.azure.storage import API_VERSION, AzureStorage
 from imagefleet.storage.settings import StorageSettings
 
@@ -38,29 +33,6 @@ async def test_a_message_arrives_as_it_was_sent(storage: AzureStorage, body: str
     assert message.body == body
 
 
-async def test_messages_of_one_length_share_a_signature_for_some_seconds(
-    storage: AzureStorage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[int] = []
-    original = MessageSender._made
-
-    async def count(self: MessageSender, length: int) -> Any:
-        made.append(length)
-        return await original(self, length)
-
-    monkeypatch.setattr(MessageSender, "_made", count)
-    queue = storage.queues["normal"]
-    await queue.send(["the first"])
-    await queue.send([f"no {number:02}" for number in range(50)])
-    assert len(made) == 2, "one for each length"
-
-    now = time.time
-    for moved in (sender.SIGNED_SECONDS + 1, -1.0):  # the clock may be set back, too
-        monkeypatch.setattr(time, "time", lambda moved=moved: now() + moved)
-        await queue.send(["later"])
-    assert len(made) == 4
-
-
 async def test_a_new_token_signs_the_next_message(azurite_settings: StorageSettings) -> None:
     client = QueueClient(
         "https://pictures.queue.core.windows.net",
@@ -69,7 +41,8 @@ async def test_a_new_token_signs_the_next_message(azurite_settings: StorageSetti
         api_version=API_VERSION,
     )
     async with AzureStorage(azurite_settings, concurrency.NEVER) as storage:
-        adding = MessageSender(client, storage._transport, API_VERSION, lambda: None)
+        requests = SignedRequests(credential, storage._transport, API_VERSION)
+        adding = MessageSender(client, requests, storage.operations)
         first = await adding.signed(10)
         credential.update("sig=new")
         second = await adding.signed(10)
