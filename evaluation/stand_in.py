@@ -1,7 +1,5 @@
 """A stand-in for the engine, for tests and measurements of everything around it, without torch."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -10,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from imagefleet import errors
+from imagefleet.job import samplers
 from imagefleet.job.prompt import Prompt
 from worker.engine import contract
 
@@ -95,5 +94,8 @@ class StandInEngine:
 def draw_noise(request: contract.ImageRequest) -> contract.Pixels:
     """Noise of the size of the request's last pass, determined by its seed."""
     last = request.upscale or request.hires or request
+    width, height = last.width, last.height
+    if request.upscale is None:
+        width, height = samplers.whole_cells(width, height)
     random = np.random.default_rng(request.seed)
-    return random.integers(0, 256, (last.height, last.width, 3), np.uint8)
+    return random.integers(0, 256, (height, width, 3), np.uint8)

@@ -23,6 +23,7 @@ from collections.abc import (
     Sequence,
 )
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -40,7 +41,6 @@ from imagefleet.telemetry import logs
 
 if TYPE_CHECKING:
     from imagefleet import aio
-    from imagefleet.concurrency import RetryPolicy
     from imagefleet.storage.settings import StorageSettings
 
 log = logs.EventLog(__name__)
@@ -55,6 +55,9 @@ EXIT_OPERATOR_MUST_ACT = 2
 
 #: This machine cannot do its work: a supervisor should replace it, not restart it.
 EXIT_REPLACE_THIS_NODE = 3
+
+#: Lines of a table or of a list: about a screen.
+SCREEN_LINES = 20
 
 #: The exit code of --fail-on-failed if all is done, but jobs went to the poison queue.
 EXIT_JOBS_FAILED = 4
@@ -78,9 +81,6 @@ _ACTIONS = {
 
 #: `worker.gpu_thread.THREAD_NAME`; the console imports the worker only to run it.
 ENGINE_THREAD = "engine"
-
-#: Wider than any table, for output to a pipe or file.
-_UNLIMITED_WIDTH = 10_000
 
 Result = TypeVar("Result")
 
@@ -122,20 +122,14 @@ def one_line_errors() -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def connected(
-    settings: StorageSettings, retry_policy: RetryPolicy | None = None
-) -> AsyncIterator[aio.Fleet]:
+async def connected(settings: StorageSettings) -> AsyncIterator[aio.Fleet]:
     """The client of the settings' storage; raises SetupError if it or its queue cannot be used."""
-    from imagefleet import aio, concurrency, signing
+    from imagefleet import aio, signing
     from imagefleet.storage.open import open_storage
     from imagefleet.storage.settings import SignerSettings
 
-    keys = signing.NO_KEYS
-    if isinstance(settings, SignerSettings):
-        keys = settings.keys()
-    async with aio.Fleet(
-        open_storage(settings, retry_policy or concurrency.DEFAULT), keys
-    ) as fleet:
+    keys = settings.keys() if isinstance(settings, SignerSettings) else signing.NO_KEYS
+    async with aio.Fleet(open_storage(settings), keys) as fleet:
         await fleet.storage.check()
         yield fleet
 
@@ -193,32 +187,18 @@ def print_plain(text: str, to: Console = stdout) -> None:
     to.print(redaction.printable(text), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
-def name_column(heading: str) -> Column:
-    """A column of names, ids or addresses, which `print_tables` neither cuts nor wraps."""
-    return Column(heading, no_wrap=True)
+#: Columns of names, ids or addresses, and of figures; `print_tables` neither cuts nor wraps them.
+name_column = partial(Column, no_wrap=True)
+number_column = partial(Column, justify="right", no_wrap=True)
 
 
-def number_column(heading: str) -> Column:
-    """A column of figures, which `print_tables` neither cuts nor wraps."""
-    return Column(heading, justify="right", no_wrap=True)
-
-
-def table(
-    *columns: Column | str, rows: Iterable[Iterable[object]] = (), title: str | None = None
-) -> Table:
+def table(*columns: Column | str, rows: Iterable[Iterable[object]] = ()) -> Table:
     """A table without vertical lines: a selected row is its text.
 
     Cells are `untrusted`; numbers get their commas, and None is `-`.
     """
     made = Table(
-        *columns,
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
+        *columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
     )
     for row in rows:
         made.add_row(*map(_cell, row))
@@ -234,7 +214,7 @@ def _cell(value: object) -> Text:
 def print_tables(*parts: ConsoleRenderable | str, to: Console = stdout) -> None:
     """Prints tables and text with whole names and figures; a terminal's width limits the rest."""
     if not to.is_terminal:
-        to = Console(file=to.file, width=_UNLIMITED_WIDTH)
+        to = Console(file=to.file, width=10_000)  # wider than any table
     for part in parts:
         keep_whole(part)
         to.print(untrusted(part) if isinstance(part, str) else part, crop=False, highlight=False)
@@ -269,9 +249,26 @@ def print_json(record: Mapping[str, Any] | Sequence[Any], indent: int | None = 2
     sys.stdout.flush()
 
 
-def print_json_line(record: Mapping[str, Any]) -> None:
-    """Prints one JSON object as one line, the form of each document of a stream."""
-    print_json(record, indent=None)
+#: The form of each document of a stream.
+print_json_line = partial(print_json, indent=None)
+
+
+def show(
+    record: Mapping[str, Any] | Sequence[Any],
+    *parts: ConsoleRenderable | Mapping[str, str] | str,
+    as_json: bool,
+) -> None:
+    """Prints a result: *record* for a program, or lines, facts and tables for a person."""
+    if as_json:
+        print_json(record)
+        return
+    for part in parts:
+        if isinstance(part, str):
+            print_plain(part)
+        elif isinstance(part, Mapping):
+            print_facts(part)
+        else:
+            print_tables(part)
 
 
 def write_file(path: Path, content: str | bytes, *, private: bool = False) -> None:
@@ -321,6 +318,12 @@ def confirm(question: str, *, yes: bool) -> None:
         raise errors.SetupError(f"{question} Cannot ask without a terminal: add --yes")
     if not typer.confirm(question, err=True):
         raise typer.Exit(EXIT_OPERATOR_MUST_ACT)
+
+
+def print_more(count: int, what: str, to: Console = stdout) -> None:
+    """Says how many more there are than were printed, if there are."""
+    if count > 0:
+        print_plain(f"and {count:,} {what}", to)
 
 
 def print_facts(facts: Mapping[str, str], to: Console = stdout) -> None:

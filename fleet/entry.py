@@ -1,11 +1,6 @@
 """The console script; probes, which run every few seconds, skip the console's slow imports."""
 
-from __future__ import annotations
-
 import sys
-
-#: The exit code of `fleet.console` after an interrupt; that module is one of the slow imports.
-EXIT_INTERRUPTED = 130
 
 
 def main() -> None:
@@ -18,7 +13,7 @@ def main() -> None:
 
         cli.main()
     except KeyboardInterrupt:  # before a command has begun: the imports take a second
-        sys.exit(EXIT_INTERRUPTED)
+        sys.exit(130)  # `console.EXIT_INTERRUPTED`, whose import is one of the slow ones
 
 
 if __name__ == "__main__":

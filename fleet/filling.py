@@ -1,27 +1,26 @@
 """Fills a queue from a source of jobs: what `imagefleet load` and `sweep` share."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import typer
 from rich import progress
 
-from fleet import console
+from fleet import console, options
+from fleet.options import option
 from imagefleet import errors
 from imagefleet.storage.open import Storage, open_storage
 from loadgen import file_source
-from loadgen.campaigns import changes_of
+from loadgen.campaigns import changes_of, shown
 from loadgen.caption_sweep import SweepSource
-from loadgen.file_source import FileSource, StreamSource
+from loadgen.file_source import FileSource
 from loadgen.load import Checkpoint, Load, Summary
 from loadgen.processes import Refusals
 from loadgen.settings import LoadSettings
@@ -33,6 +32,19 @@ SECONDS_BETWEEN_LINES = 5.0
 
 #: Bytes of a file that is read at once, and shown.
 _BUFFER_BYTES = 2**18
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """What `load` and `sweep` may say of how jobs are sent."""
+
+    priority: options.JobPriority = "normal"
+    model: list[str] | None = option(
+        "A model that workers have from elsewhere than the storage; repeatable.", metavar="NAME"
+    )
+    restart: bool = option("Begin anew: send all jobs, also those sent before.", default=False)
+    quiet: bool = option("No progress.", default=False)
+
 
 Reading = Callable[[str], contextlib.AbstractContextManager[None]]
 
@@ -70,9 +82,9 @@ def fill(
     source: Source | SweepSource,
     file: str,
     path: Path | None,
+    sending: Sending,
     reading: Reading | None = None,
     *,
-    quiet: bool,
     as_json: bool,
     facts: Callable[[], Mapping[str, Any]] = dict,
     **terms: Any,
@@ -87,6 +99,9 @@ def fill(
         *(storage, source, settings, path),
         refusals=refusals,
         on_notice=console.print_note,
+        restart=sending.restart,
+        priority=sending.priority,
+        models=sending.model or (),
         **terms,
     )
     _announce(load, file, path)
@@ -94,6 +109,7 @@ def fill(
         with reading("checking"):
             load.check()  # before the event loop begins: Ctrl-C can interrupt a long file
     is_live = console.stderr.is_terminal and not as_json
+    quiet = sending.quiet
     with showing(load, source.count, is_live=is_live, quiet=quiet, as_json=as_json) as show:
         summary = console.run(_send(storage, load, show))
     told = facts()
@@ -115,13 +131,11 @@ def preview(settings: LoadSettings, source: Source, path: Path | None) -> str:
         source.ids = found.ids
 
     source.check(0)
-    if isinstance(source, StreamSource):
-        return ""
 
     async def compare() -> str:
         try:
             async with open_storage(settings) as storage:
-                return str(await changes_of(storage, source))
+                return shown(await changes_of(storage, source))
         except (errors.SetupError, errors.TransientError) as error:
             return f"what of it was sent before is not known: {error.message}"
 
@@ -160,7 +174,7 @@ def _announce(load: Load, file: str, path: Path | None) -> None:
 
 @contextlib.contextmanager
 def showing(
-    load: Load, total: int | None, *, is_live: bool, quiet: bool, as_json: bool = False
+    load: Load, total: int, *, is_live: bool, quiet: bool, as_json: bool = False
 ) -> Iterator[Callable[[int], None]]:
     """A bar if *is_live*, else occasional lines on stderr, of JSON with *as_json*."""
     said_at = time.monotonic()
@@ -204,9 +218,8 @@ def showing(
             }
             console.print_note(console.json_text(facts, indent=None).rstrip())
         else:
-            of_total = "" if total is None else f" of {total:,}"
             ends = "" if left is None else f", {duration(left)} left"
-            console.print_note(f"{confirmed:,}{of_total} jobs sent, {rate}{ends}")
+            console.print_note(f"{confirmed:,} of {total:,} jobs sent, {rate}{ends}")
 
     with bar:
         yield show

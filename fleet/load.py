@@ -1,7 +1,5 @@
 """`imagefleet load`: fills the job queue from a template or a file of jobs."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -19,7 +17,7 @@ from fleet.redo import replace
 from fleet.results import files
 from imagefleet import errors
 from imagefleet.storage.open import signer_of
-from imagefleet.storage.settings import MAX_SHARDS, checked_priority
+from imagefleet.storage.settings import MAX_SHARDS
 from loadgen import sources
 from loadgen.load import default_path
 from loadgen.rejects import MOST_SHOWN, Rejected, Report
@@ -30,8 +28,6 @@ DRY_RUN_JOBS = 10
 
 @dataclass(frozen=True, slots=True)
 class Jobs:
-    """Which jobs are made of the file."""
-
     file: str = argument(
         "A template (.yaml, .toml), a file of jobs (.jsonl, .json, .csv, .parquet, .txt"
         " with a prompt per line; all but Parquet also as .gz), or - for standard input.",
@@ -45,6 +41,11 @@ class Jobs:
     campaign: str | None = option(
         "Campaign of the jobs without one: the folder of their images.", metavar="NAME"
     )
+    defaults: str | None = option(
+        "What jobs leave out: a1111-1.10 for the values of AUTOMATIC1111's API; default: those of"
+        " imagefleet.",
+        metavar="NAME",
+    )
     skip_invalid: bool = option("Skip what is not a valid job.", default=False)
     rejects: Path | None = option(
         "Write what is not a valid job there, with what is wrong, to be mended and loaded.",
@@ -53,22 +54,13 @@ class Jobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Sending:
-    """Where the jobs are sent, and from which of them on."""
-
-    priority: options.JobPriority = "normal"
-    model: list[str] | None = option(
-        "A model that workers have from elsewhere than the storage; repeatable.", metavar="NAME"
-    )
+class Sending(filling.Sending):
     shards: int | None = option(
         "Queues of the storage that each job queue is spread over from now on, for more"
         " than 2,000 messages/s; workers find out. Default: as it is.",
         min=1,
         max=MAX_SHARDS,
         metavar="N",
-    )
-    restart: bool = option(
-        "Discard the checkpoint; send all jobs, also those sent before.", default=False
     )
     new_only: bool = option("Leave out jobs whose id was sent with another content.", default=False)
     replace: bool = option(
@@ -78,32 +70,24 @@ class Sending:
     state: Path | None = option("The checkpoint; default: next to FILE.", metavar="PATH")
 
 
-@dataclass(frozen=True, slots=True)
-class Checking:
-    """What is looked up in place of a load."""
-
-    dry_run: bool = options.dry_run("the number of jobs, and ten of them as JSON lines")
+@options.flat
+def command(
+    settings: LoadSettings,
+    jobs: Jobs,
+    sending: Sending,
+    dry_run: bool = options.dry_run("the number of jobs, and ten of them as JSON lines"),
     check: bool = option(
         "Show which LoRAs, models and embeddings the jobs name that are not in the"
         " storage; send nothing.",
         default=False,
-    )
+    ),
     lora_directory: Path | None = option(
         "With --check: the folder of LoRAs that workers have besides those in the storage."
         f" [env: {options.variable('lora_directory')}]",
         metavar="PATH",
         envvar=options.variable("lora_directory"),
         show_envvar=False,
-    )
-
-
-@options.from_settings(LoadSettings)
-def command(
-    settings: LoadSettings,
-    jobs: Jobs,
-    sending: Sending,
-    checking: Checking,
-    quiet: bool = option("No progress.", default=False),
+    ),
     as_json: bool = option("Print the summary as JSON.", False, "--json"),
 ) -> None:
     """Fills the job queue from a template or a file of jobs.
@@ -121,12 +105,14 @@ def command(
     """
     if sending.new_only and sending.replace:
         raise errors.SetupError("choose one: --new-only or --replace")
-    if sending.replace and jobs.file == "-":
-        raise errors.SetupError("--replace reads its file twice: give a name, not standard input")
-    priority = checked_priority(sending.priority)
     target.check_name("--campaign", jobs.campaign)
-    read = functools.partial(filling.reading, Path(jobs.file), is_shown=not (quiet or as_json))
-    with _report(jobs, as_json=as_json) as report:
+    path = _checkpoint(settings, jobs.file, sending)
+    file, rejects = Path(jobs.file), jobs.rejects
+    is_shown = not (sending.quiet or as_json)
+    read = functools.partial(filling.reading, file, is_shown=is_shown)
+    if rejects is not None and rejects.resolve() == file.resolve():
+        raise errors.SetupError(f"--rejects {rejects}: is the file of jobs itself")
+    with reporting(rejects, skips=jobs.skip_invalid, as_json=as_json) as report:
         with read("reading"):
             source = sources.open_source(
                 jobs.file,
@@ -134,35 +120,32 @@ def command(
                 count=jobs.count,
                 seed=jobs.seed,
                 report=report,
-                signer=None if checking.dry_run else signer_of(settings),
+                signer=None if dry_run else signer_of(settings),
                 campaign=jobs.campaign,
+                defaults=jobs.defaults,
             )
-        if jobs.rejects and jobs.file != "-":
+        if jobs.rejects:
             with read("checking"):
                 source.check(0, lambda *_: None)  # all of it, whatever was sent before
-        if checking.check:
-            elsewhere = missing.Elsewhere(checking.lora_directory, sending.model or ())
+        if check:
+            elsewhere = missing.Elsewhere(lora_directory, sending.model or ())
             _check(settings, source, report, elsewhere, read, as_json=as_json)
-        elif checking.dry_run:
+        elif dry_run:
             with read("checking"):
-                changes = filling.preview(
-                    settings, source, _checkpoint(settings, jobs.file, sending)
-                )
-            _print_jobs(source, changes, quiet=quiet)
+                changes = filling.preview(settings, source, path)
+            if not sending.quiet:
+                console.print_note(f"{source.describe()}; {changes}")
+            for body in source.examples(DRY_RUN_JOBS):
+                console.print_json_line(json.loads(body))
         else:
-            path = _checkpoint(settings, jobs.file, sending)
             in_use = f"another `imagefleet load` is at work with the checkpoint {path}"
             with console.only_one(path, in_use) if path else contextlib.nullcontext():
                 filling.fill(
-                    *(settings, source, jobs.file, path, read),
-                    quiet=quiet,
+                    *(settings, source, jobs.file, path, sending, read),
                     as_json=as_json,
                     facts=lambda: {"invalid": report.count, **_facts(source)},
-                    restart=sending.restart,
                     new_only=sending.new_only,
                     replace=replace.replace_jobs if sending.replace else None,
-                    priority=priority,
-                    models=sending.model or (),
                     shards=sending.shards,
                 )
 
@@ -173,12 +156,9 @@ def _facts(source: sources.Source) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def _report(jobs: Jobs, *, as_json: bool) -> Iterator[Report]:
+def reporting(path: Path | None, *, skips: bool, as_json: bool) -> Iterator[Report]:
     """Shows the first rows that are refused, if the others are sent, and writes all to a file."""
-    path, skips = jobs.rejects, jobs.skip_invalid
     console.check_writable(path)
-    if path is not None and path.resolve() == Path(jobs.file).resolve():
-        raise errors.SetupError(f"--rejects {path}: is the file of jobs itself")
     with contextlib.ExitStack() as stack:
         file = None
         if path is not None:
@@ -207,7 +187,7 @@ def _checkpoint(settings: LoadSettings, file: str, sending: Sending) -> Path | N
     if file != "-":
         return sending.state or default_path(Path(file), settings.queue)
     if sending.state or sending.restart:
-        raise errors.SetupError("standard input has no checkpoint: it cannot be read twice")
+        raise errors.SetupError("standard input has no checkpoint: the next one is another")
     return None
 
 
@@ -231,10 +211,3 @@ def _check(
         missing.show(uses, found)
     if found:
         raise typer.Exit(console.EXIT_OPERATOR_MUST_ACT)
-
-
-def _print_jobs(source: sources.Source, changes: str, *, quiet: bool) -> None:
-    if not quiet and (what := source.describe()):
-        console.print_note(f"{what}; {changes}")
-    for body in source.examples(DRY_RUN_JOBS):
-        console.print_json_line(json.loads(body))

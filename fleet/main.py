@@ -1,9 +1,7 @@
 """`imagefleet`, the operator's console. Each command imports what it needs only when it runs."""
 
-from __future__ import annotations
-
+import contextlib
 import importlib
-import itertools
 import os
 import platform
 import re
@@ -24,7 +22,9 @@ from imagefleet.telemetry import logs
 COMMANDS: Mapping[str, str] = {
     "demo": "Generates images on this machine: no account, no GPU.",
     "worker": "Generates images from the queue's jobs: one worker per GPU.",
+    "serve": "Serves AUTOMATIC1111's and OpenAI's APIs in front of the storage.",
     "load": "Fills the job queue from a template or a file of jobs.",
+    "import": "Makes jobs that draw pictures of other programs again.",
     "sweep": "Draws captions with all combinations of settings.",
     "job": "Shows what became of one job.",
     "cancel": "Cancels the queued jobs of a campaign.",
@@ -46,7 +46,7 @@ COMMANDS: Mapping[str, str] = {
     "failed": "Counts the failed jobs by error and lists them, or shows one.",
     "replay": "Puts failed jobs back into the job queue.",
     "discard": "Deletes failed jobs for good.",
-    "keys": "Creates, checks and revokes SAS tokens.",
+    "keys": "Creates and revokes SAS tokens.",
     "deploy": "Deploys workers to SaladCloud.",
     "files": "Adds, lists, removes and makes models, LoRAs and other files.",
     "bench": "Measures this machine's speed.",
@@ -55,6 +55,7 @@ COMMANDS: Mapping[str, str] = {
 #: Where those are that are not the `command` of `fleet.NAME.command`, as `module:attribute`.
 _ELSEWHERE = {
     "load": "fleet.load:command",
+    "import": "fleet.importing:command",
     "job": "fleet.campaigns.job:command",
     "cancel": "fleet.campaigns.cancel:command",
     "status": "fleet.monitor.command:command",
@@ -62,6 +63,7 @@ _ELSEWHERE = {
     "score": "evaluation.score.command:command",
     "gate": "evaluation.gate.command:command",
     "prompt": "fleet.prompt:command",
+    "serve": "fleet.serve:command",
     "replay": "fleet.failed.command:replay_command",
     "discard": "fleet.failed.command:discard_command",
     "keys": "fleet.keys.command:app",
@@ -72,7 +74,7 @@ _ELSEWHERE = {
 }
 
 #: Commands whose stderr is a log, which a program may read.
-_SERVICES = ("worker", "exporter", "broker", "webhooks")
+_SERVICES = ("worker", "serve", "exporter", "broker", "webhooks")
 
 #: The options that all commands on a storage share, in short: `StorageSettings` takes 0.1 s to
 #: import, and docs/settings.md has its own descriptions.
@@ -95,7 +97,7 @@ class Command(TyperCommand):
     """A command whose help has its flags under the subjects of the settings."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+        return [re.sub(r"[{}]", "", piece) for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         subjects: dict[str, list[tuple[str, str]]] = {}
@@ -140,21 +142,16 @@ class LazyCommands(UserDict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if self.data[name] is None:
-            self.data[name] = _built(name)
+            found = find(name)
+            app = typer.Typer(rich_markup_mode=None, add_completion=False)
+            app.callback()(lambda: None)  # makes it a group, however few commands it has
+            if isinstance(found, typer.Typer):
+                app.add_typer(found, name=name, short_help=COMMANDS[name])
+            else:
+                app.command(name)(found)
+            _use_help_classes(app)
+            self.data[name] = typer.main.get_group(app).commands[name]
         return self.data[name]
-
-
-def _built(name: str) -> Any:
-    """The click command that typer makes of a command; imports it."""
-    found = find(name)
-    app = typer.Typer(rich_markup_mode=None, add_completion=False)
-    app.callback()(lambda: None)  # makes it a group, however few commands it has
-    if isinstance(found, typer.Typer):
-        app.add_typer(found, name=name, short_help=COMMANDS[name])
-    else:
-        app.command(name)(found)
-    _use_help_classes(app)
-    return typer.main.get_group(app).commands[name]
 
 
 class Console(Group):
@@ -216,25 +213,16 @@ def root(
 ) -> None:
     """The options of `imagefleet` itself."""
     if version:
-        _print_versions(as_json=as_json)
+        versions: dict[str, str | None] = dict.fromkeys(("imagefleet", "torch", "diffusers"))
+        for distribution in versions:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                versions[distribution] = metadata.version(distribution)
+        versions["python"] = platform.python_version()
+        lines = [f"{name} {installed or 'not installed'}" for name, installed in versions.items()]
+        console.show(versions, *lines, as_json=as_json)
         raise typer.Exit
     if context.invoked_subcommand is None or as_json:
         raise typer.BadParameter("give a command; `imagefleet --help` lists them")
-
-
-def _print_versions(*, as_json: bool) -> None:
-    versions: dict[str, str | None] = {}
-    for distribution in ("imagefleet", "torch", "diffusers"):
-        try:
-            versions[distribution] = metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            versions[distribution] = None
-    versions["python"] = platform.python_version()
-    if as_json:
-        console.print_json(versions)
-        return
-    for name, installed in versions.items():
-        console.print_plain(f"{name} {installed or 'not installed'}")
 
 
 @app.command(
@@ -259,13 +247,8 @@ def _use_help_classes(group: typer.Typer) -> None:
 
 def _log_format(arguments: Sequence[str], variables: Mapping[str, str]) -> logs.LogFormat:
     """The log format of a command line that nothing has checked yet; an invalid one is `auto`."""
-    name = "--log-format"
-    given = variables.get("IMAGEFLEET_LOG_FORMAT", "")
-    for flag, following in itertools.pairwise([*arguments, ""]):
-        if flag == name:
-            given = following
-        elif flag.startswith(f"{name}="):
-            given = flag.partition("=")[2]
+    flags = re.findall(r"--log-format[= ](\w+)", " ".join(arguments))
+    given = flags[-1] if flags else variables.get("IMAGEFLEET_LOG_FORMAT")
     formats: tuple[logs.LogFormat, ...] = get_args(logs.LogFormat)
     return next((each for each in formats if each == given), "auto")
 
@@ -275,6 +258,7 @@ def main() -> None:
     if sys.argv[1:2] and sys.argv[1] in _SERVICES:
         # Wrong settings, too, are reported in the log.
         logs.configure(_log_format(sys.argv[2:], os.environ))
+    code = console.EXIT_UNEXPECTED
     try:
         # Not standalone: typer would print a wrong option as a box of several lines.
         code = app(standalone_mode=False)
@@ -284,14 +268,12 @@ def main() -> None:
     except typer.Abort:
         code = console.EXIT_INTERRUPTED
     except OSError as error:
-        code = console.EXIT_UNEXPECTED
         if error.errno in errors.DISK_FULL:
             place = error.filename or "the output"
             console.report_error(f"the disk is full: cannot write {place}; free some space", code)
         else:
             console.report_bug(error)
     except Exception as error:  # noqa: BLE001 - a bug, with its traceback
-        code = console.EXIT_UNEXPECTED
         console.report_bug(error)
     console.leave(code)
 

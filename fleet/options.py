@@ -4,8 +4,6 @@ Each field becomes a flag and an `IMAGEFLEET_` variable; a flag overrides the va
 overrides the default. An invalid value is one line that names the setting both ways.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import functools
@@ -25,9 +23,9 @@ from pydantic_settings import BaseSettings
 
 from fleet import console
 from fleet.settings import BrokerSettings, ExporterSettings, MonitorSettings, WebhookSettings
+from gateway.settings import GatewaySettings
 from imagefleet import errors, redaction, validation
-from imagefleet.storage import settings as storage_settings
-from imagefleet.storage.settings import SignerSettings, StorageSettings
+from imagefleet.storage.settings import Priority, SignerSettings, StorageSettings
 from imagefleet.telemetry.settings import TelemetrySettings
 from loadgen.settings import LoadSettings
 from worker import settings as worker_settings
@@ -52,29 +50,30 @@ JobFormat = Annotated[
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
 #: No setting: IMAGEFLEET_PRIORITY is that of a worker on SaladCloud.
 JobPriority = Annotated[
-    str,
+    Priority,
     typer.Option(
-        "--priority",
-        metavar="|".join(storage_settings.PRIORITIES),
-        help="Priority of the jobs: workers take high ones first and low ones last.",
+        "--priority", help="Priority of the jobs: workers take high ones first and low ones last."
     ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
-Since = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TIME",
-        help="Only what was stored since then: 2026-12-01T08:00, in local time, or with its zone,"
-        " 2026-12-01T08:00Z.",
-    ),
-]
 PriceFile = Annotated[
     Path | None, typer.Option("--price-file", metavar="FILE", help="Your own prices, as YAML.")
 ]
-BenchReports = Annotated[
-    list[Path] | None,
-    typer.Option(metavar="FILE", help="JSON of `imagefleet bench engine`; repeatable."),
-]
+
+
+def _moment(text: str) -> datetime:
+    try:
+        return datetime.fromisoformat(text).astimezone()
+    except (ValueError, OverflowError, OSError):
+        what = f"should be a date and a time, such as 2026-12-01T08:00, not {text}"
+        raise typer.BadParameter(what[:150]) from None
+
+
+def moment(what: str) -> Any:
+    """An option of a date and time."""
+    zones = "2026-12-01T08:00, in local time, or with its zone, 2026-12-01T08:00Z"
+    return option(f"{what}: {zones}.", metavar="TIME", parser=_moment)
+
 
 #: Every settings model, with its subject and its commands for the documentation. A variable that
 #: is in none of them is refused: it is most likely a typing error.
@@ -84,12 +83,13 @@ PROJECT_SETTINGS: Mapping[type[BaseSettings], tuple[str, str]] = {
     MachineSettings: ("Worker", "`worker`, `files make`"),
     SignerSettings: (
         "Signatures",
-        "`load`, `sweep`, `failed`, `gallery`, `files`",
+        "`load`, `import`, `sweep`, `failed`, `gallery`, `files`",
     ),
     LoadSettings: ("Load generator", "`load`, `sweep`"),
     MonitorSettings: ("Monitoring", "`status`, `exporter`, `report`, `scale`"),
     ExporterSettings: ("Exporter", "`exporter`"),
     BrokerSettings: ("Broker", "`broker`"),
+    GatewaySettings: ("Gateway", "`serve`"),
     WebhookSettings: ("Webhooks", "`webhooks`"),
 }
 
@@ -116,17 +116,13 @@ Command = Callable[..., Result]
 def option(
     text: str, default: Any = None, *flags: str, make: Any = typer.Option, **terms: Any
 ) -> Any:
-    """An option of a command or of its dataclass: the help, the default (...: none), typer's terms.
-
-    For `flat` and `from_settings`.
-    """
+    """An option of a command, or of its dataclass: help, default (...: none), typer's terms."""
     found = dataclasses.MISSING if default is ... else default
     metadata = {"flags": flags, "info": make(*flags, help=text, **terms)}
     return dataclasses.field(default=found, metadata=metadata)
 
 
 def argument(text: str, default: Any = ..., **terms: Any) -> Any:
-    """The same for an argument."""
     return option(text, default, make=typer.Argument, **terms)
 
 
@@ -135,50 +131,42 @@ def dry_run(what: str) -> Any:
     return option(f"Show {what}; change nothing.", default=False)
 
 
-def from_settings(model: type[BaseSettings]) -> Callable[[Command[Result]], Command[Result]]:
-    """Gives a typer command one option for each field of *model*.
+def flat(command: Command[Result]) -> Command[Result]:
+    """A typer command, maybe a coroutine, that has one option for each field of its dataclasses.
 
-    The command takes the validated settings first and its own typer options after them; a dataclass
-    of them stands for one option a field:
+    And of its settings, which it gets validated:
 
         @app.command()
-        @options.from_settings(StorageSettings)
+        @options.flat
         def failed(settings: StorageSettings, which: Selected, limit: Limit = 20) -> None: ...
     """
-    return functools.partial(flat, model=model)
-
-
-def flat(command: Command[Result], model: type[BaseSettings] | None = None) -> Command[Result]:
-    """A typer command, maybe a coroutine, whose dataclasses stand for one option a field."""
-    parameters = dict(inspect.signature(command, eval_str=True).parameters)
-    settings = parameters.pop(next(iter(parameters))).name if model else ""
-    shared = list(_parameters(model)) if model else []
-    groups: dict[str, Any] = {}
+    groups: dict[str, tuple[Any, list[inspect.Parameter]]] = {}
     flattened: list[inspect.Parameter] = []
-    for name, parameter in parameters.items():
-        if dataclasses.is_dataclass(group := parameter.annotation):
-            groups[name] = group
-            hints = get_type_hints(group, include_extras=True)
-            flattened += [
-                _as_typer_does(hints[each.name], each) for each in dataclasses.fields(group)
-            ]
+    of_settings: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
+        kind = parameter.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseSettings):
+            of_settings = list(_parameters(kind))
+            groups[name] = kind, of_settings
+        elif dataclasses.is_dataclass(kind):
+            hints = get_type_hints(kind, include_extras=True)
+            own = [_as_typer_does(hints[each.name], each) for each in dataclasses.fields(kind)]
+            groups[name] = kind, own
+            flattened += own
         elif isinstance(field := parameter.default, dataclasses.Field):
             field.name = name
-            flattened.append(_as_typer_does(parameter.annotation, field))
+            flattened.append(_as_typer_does(kind, field))
         else:
             flattened.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-    flattened += shared
+    flattened += of_settings
 
     @functools.wraps(command)
     def wrapper(**given: Any) -> Result:
         with console.one_line_errors():
-            made: dict[str, Any] = {}
-            if model is not None:
-                flags = {each.name: given.pop(each.name) for each in shared}
-                made[settings] = read(model, flags)
-            for name, group in groups.items():
-                names = [each.name for each in dataclasses.fields(group)]
-                made[name] = group(**{each: given.pop(each) for each in names})
+            made = {}
+            for name, (kind, fields) in groups.items():
+                taken = {each.name: given.pop(each.name) for each in fields}
+                made[name] = read(kind, taken) if fields is of_settings else kind(**taken)
             result = command(**made, **given)
             return asyncio.run(result) if inspect.iscoroutine(result) else result
 
@@ -226,10 +214,7 @@ def by_setting(
 ) -> dict[str, Value]:
     """The values of the IMAGEFLEET_ variables by the setting of *model* that each is for.
 
-    Leaves out empty values and those of *other_models*.
-
-    Raises:
-        ValueError: a variable is unknown.
+    Leaves out empty values and those of *other_models*; raises ValueError for an unknown variable.
     """
     own = {variable(name): name for name in model.model_fields}
     others = {variable(name) for other in other_models for name in other.model_fields}
@@ -242,17 +227,13 @@ def by_setting(
     return {name: value for name, value in given.items() if value not in (None, "")}
 
 
-def read_moment(flag: str, text: str | None) -> datetime | None:
-    """The date and time given for *flag*; raises SetupError for one that is not understood."""
-    if text is None:
-        return None
-    try:
-        return datetime.fromisoformat(text).astimezone()
-    except (ValueError, OverflowError, OSError):
-        raise errors.SetupError(
-            f"{flag} {text[:_SHOWN_CHARACTERS]}: should be a date and a time, such as"
-            " 2026-12-01T08:00"
-        ) from None
+def choose(what: str, name: str, known: Mapping[str, Value], others: Iterable[str] = ()) -> Value:
+    """What is called so; raises SetupError with the *known* names, or the one that is close."""
+    if name not in known:
+        names = [*known, *others]
+        hint = validation.suggestion(name, names) or f": give one of {', '.join(names)}"
+        raise errors.SetupError(f"unknown {what} {name[:40]!r}{hint}")
+    return known[name]
 
 
 def variable(name: str) -> str:
@@ -284,12 +265,15 @@ def _parameters(model: type[BaseSettings]) -> Iterator[inspect.Parameter]:
         extra = field.json_schema_extra
         is_repeatable = isinstance(extra, dict) and bool(extra.get("repeatable"))
         value: Any = bool if is_switch else list[str] if is_repeatable else str
+        metavar = _METAVARS.get(kind, "TEXT")
+        if get_origin(kind) is Literal:
+            metavar = "|".join(map(str, get_args(kind)))
         notes = f"env: {variable(name)}" + (f"; default: {default}" if default else "")
         made = option(
             f"{field.description or ''} [{notes}]",
             None,
             f"{flag(name)}/--no-{flag(name)[2:]}" if is_switch else flag(name),
-            metavar=None if is_switch else _metavar(kind),
+            metavar=None if is_switch else metavar,
             show_default=False,
             rich_help_panel=subject(model, name) or None,
         )
@@ -304,12 +288,6 @@ def _bare_type(annotation: object) -> object:
     if get_origin(annotation) in {Union, types.UnionType}:
         return _bare_type(next(each for each in get_args(annotation) if each is not type(None)))
     return annotation
-
-
-def _metavar(kind: object) -> str:
-    if get_origin(kind) is Literal:
-        return "|".join(str(each) for each in get_args(kind))
-    return _METAVARS.get(kind, "TEXT")
 
 
 def shown_default(field: FieldInfo) -> str:

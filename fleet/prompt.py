@@ -1,11 +1,11 @@
 """`imagefleet prompt`: shows how a prompt is parsed and tokenized, without torch."""
 
-from __future__ import annotations
-
+import contextlib
+import functools
 import itertools
-import json
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ from fleet.options import argument, option
 from imagefleet import errors
 from imagefleet.job import clip
 from imagefleet.job import prompt as prompts
-from worker.files import check
 
 #: CLIP's pre-tokenization: words, digits and punctuation.
 _WORD = (
@@ -35,9 +34,6 @@ _WORD = (
 def command(
     text: str = argument("The prompt.", metavar="TEXT", show_default=False),
     negative: str = option("The negative prompt.", ""),
-    model: Path | None = option(
-        "A checkpoint or its tokenizer folder; by default CLIP's tokenizer.", metavar="PATH"
-    ),
     embedding_directory: Path | None = option(
         "A folder of textual inversion embeddings, as the worker's."
         f" [env: {options.variable('embedding_directory')}]",
@@ -46,40 +42,40 @@ def command(
         show_envvar=False,
     ),
     storage: str | None = option(
-        "Also the embeddings in this storage, local:PATH say.", metavar="URL"
+        "Also the embeddings and LoRAs in this storage, local:PATH say.", metavar="URL"
     ),
+    steps: int = option("Steps, which prompt editing counts.", 20, min=1, max=150),
     as_json: options.AsJson = False,
 ) -> None:
     """Shows a prompt's tokens, weights, LoRAs and embeddings.
 
-    Without --embedding-directory or --storage the names of embeddings are words. Exit code 2 if it
-    uses unsupported syntax, or an embedding that cannot be used.
+    Of prompt editing it shows the words of each step, with a sampler of one call a step. Without
+    --embedding-directory or --storage the names of embeddings are words. Exit code 2 if it uses
+    unsupported syntax, or an embedding that cannot be used.
 
     imagefleet prompt 'a (red:1.3) castle, <lora:night-palette:0.8>' --negative 'blurry'
 
     imagefleet prompt 'a castle' --negative 'EasyNegative' --storage local:./imagefleet-data
     """
-    tokenizer = _load_tokenizer(_find_tokenizer(model))
-    tokenise = partial(_tokenise, tokenizer)
-    parsed = {
-        "prompt": _parse(text, prompts.read_prompt),
-        "negative": _parse(negative, prompts.read_negative_prompt),
+    readers = {
+        "prompt": partial(prompts.read_prompt, text, steps=steps),
+        "negative": partial(prompts.read_negative_prompt, negative, steps=steps),
     }
-    found: Sequence[Known] = ()
+    found, loras = list[Known](), None
     if embedding_directory or storage:
-        texts = [each for each in parsed.values() if isinstance(each, prompts.Prompt)]
-        has_family = model is not None and (model.is_file() or (model / "unet").is_dir())
-        family = check.family(model) if model is not None and has_family else None
-        found = console.run(known.find(texts, tokenise, embedding_directory, storage, family))
+        texts = [*_readable(readers.values())]
+        found, loras = console.run(known.find(texts, _tokenise, embedding_directory, storage))
     named = clip.Names[clip.Embedding](
-        zip(tokenise([each.name for each in found]), found, strict=True)
+        zip(_tokenise([each.name for each in found]), found, strict=True)
     )
-    readings = {name: _read(each, tokenizer, named) for name, each in parsed.items()}
+    readings = {name: _read(read, named, steps, loras) for name, read in readers.items()}
+    for name, written in (("prompt", text), ("negative", negative)):
+        readings[name]["comments"] = re.findall("#.*", written)
     if as_json:
         console.print_json(readings)
     else:
         for name, reading in readings.items():
-            _print(name, reading, tokenizer)
+            _print(name, reading)
         if embedding_directory or storage:
             for name in known.missing(f"{text} {negative}", found):
                 console.print_note(
@@ -95,146 +91,134 @@ def command(
         raise typer.Exit(console.EXIT_OPERATOR_MUST_ACT)
 
 
-def _parse(text: str, read: Callable[[str], prompts.Prompt]) -> prompts.Prompt | errors.JobError:
-    """The parsed prompt, or why it is not supported."""
-    try:
-        return read(text)
-    except errors.JobError as error:
-        return error
+def _readable(readers: Iterable[Callable[[], prompts.Prompt]]) -> Iterator[prompts.Prompt]:
+    for read in readers:
+        with contextlib.suppress(errors.JobError):
+            yield read()
 
 
-def _tokenise(tokenizer: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+def _tokenise(texts: Sequence[str]) -> list[list[int]]:
     cleaned = [clip.cleaned(each) for each in texts]
-    return [each.ids for each in tokenizer.encode_batch(cleaned, add_special_tokens=False)]
+    return [each.ids for each in tokenizer().encode_batch(cleaned, add_special_tokens=False)]
 
 
 def _read(
-    parsed: prompts.Prompt | errors.JobError,
-    tokenizer: tokenizers.Tokenizer,
+    read: Callable[[], prompts.Prompt],
     named: clip.Names[clip.Embedding],
+    steps: int,
+    stored: Collection[str] | None,
 ) -> dict[str, Any]:
     """The prompt as JSON, or the reason why it is not supported."""
     try:
-        if isinstance(parsed, errors.JobError):
-            raise parsed
-        comma = tokenizer.token_to_id(",</w>")
-        cut = clip.cut_into_chunks(parsed, partial(_tokenise, tokenizer), comma, named)
+        parsed = read()
+        texts = [
+            {"part": number, "weight": part.weight, **_text(state, named)}
+            | {"steps": [call + 1 for call in range(steps) if part.at(call).text == state.text]}
+            for number, part in enumerate(parsed.subprompts, start=1)
+            for state in {state.text: state for state in part.states}.values()
+        ]
     except errors.JobError as error:
-        nothing: dict[str, Any] = {name: [] for name in ("chunks", "loras", "embeddings")}
-        return nothing | {"tokens": 0, "weight": 1.0, "unsupported": error.message}
+        return {"texts": [], "loras": [], "unsupported": error.message}
+    reasons = (each["reason"] for text in texts for each in text["embeddings"])
+    loras = [
+        {**asdict(lora), "is_stored": None if stored is None else lora.name in stored}
+        for lora in parsed.loras
+    ]
+    return {"texts": texts, "loras": loras, "unsupported": next(filter(None, reasons), None)}
+
+
+def _text(state: prompts.State, named: clip.Names[clip.Embedding]) -> dict[str, Any]:
+    cut = clip.cut_into_chunks(state, _tokenise, tokenizer().token_to_id(",</w>"), named)
     used = [
-        {
-            "name": (found := cast(Known, insert.embedding)).name,
-            "family": found.family,
-            "tokens": found.length,
-            "chunk": number,
-            "at": insert.at,
-            "unusable": found.reason,
-        }
+        {**asdict(cast(Known, insert.embedding)), "chunk": number, "at": insert.at}
         for number, chunk in enumerate(cut, start=1)
         for insert in chunk.inserts
     ]
-    return {
-        "tokens": sum(len(chunk.tokens) for chunk in cut),
-        "chunks": [
-            {
-                "tokens": [tokenizer.id_to_token(token) for token in chunk.tokens],
-                "ids": chunk.tokens,
-                "weights": chunk.weights,
-            }
-            for chunk in cut
-        ],
-        "loras": [asdict(lora) for lora in parsed.loras],
-        "embeddings": used,
-        "weight": parsed.weight,
-        "unsupported": next((each["unusable"] for each in used if each["unusable"]), None),
-    }
+    name = tokenizer().id_to_token
+    chunks = [
+        {"tokens": [*map(name, each.tokens)], "ids": each.tokens, "weights": each.weights}
+        for each in cut
+    ]
+    tokens = sum(len(chunk.tokens) for chunk in cut)
+    return {"tokens": tokens, "chunks": chunks, "embeddings": used}
 
 
-def _find_tokenizer(model: Path | None) -> Path:
-    if model is None or model.is_file():
-        return clip.TOKENIZER  # a single file has none of its own
-    candidates = [clip.tokenizer_of(model, _vocabulary_size(model)), model]
-    for folder in candidates:
-        if any((folder / name).is_file() for name in ("vocab.json", "tokenizer.json")):
-            return folder
-    raise errors.SetupError(f"no tokenizer in {str(candidates[0])!r}")
-
-
-def _vocabulary_size(model: Path) -> int:
-    """Tokens that a diffusers checkpoint's text encoder knows; 0 where there is none."""
-    try:
-        config = json.loads((model / "text_encoder" / "config.json").read_bytes())
-        return int(config["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
-
-
-def _load_tokenizer(folder: Path) -> tokenizers.Tokenizer:
+@functools.cache
+def tokenizer() -> tokenizers.Tokenizer:
     """CLIP's tokenizer, with the rules that transformers gives it."""
-    try:
-        if not (folder / "vocab.json").is_file():
-            tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-            tokenizer.no_truncation()
-            tokenizer.no_padding()
-            return tokenizer
-        model = models.BPE.from_file(
-            str(folder / "vocab.json"),
-            str(folder / "merges.txt"),
-            end_of_word_suffix="</w>",
-            unk_token="<|endoftext|>",  # noqa: S106 - not a secret
-        )
-    except Exception as error:  # the library raises only this class
-        raise errors.SetupError(f"{str(folder)!r} is not a CLIP tokenizer: {error}") from error
-    tokenizer = tokenizers.Tokenizer(model)
+    model = models.BPE.from_file(
+        str(clip.TOKENIZER / "vocab.json"),
+        str(clip.TOKENIZER / "merges.txt"),
+        end_of_word_suffix="</w>",
+        unk_token="<|endoftext|>",  # noqa: S106 - not a secret
+    )
+    found = tokenizers.Tokenizer(model)
     spaces = normalizers.Replace(tokenizers.Regex(r"\s+"), " ")
     rules = [normalizers.NFC(), spaces, normalizers.Lowercase()]
-    tokenizer.normalizer = normalizers.Sequence(rules)
+    found.normalizer = normalizers.Sequence(rules)
     words = pre_tokenizers.Split(tokenizers.Regex(_WORD), behavior="removed", invert=True)
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|startoftext|>", "<|endoftext|>"])
-    return tokenizer
+    found.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
+    found.decoder = decoders.ByteLevel()
+    found.add_special_tokens(["<|startoftext|>", "<|endoftext|>"])
+    return found
 
 
-def _print(name: str, reading: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> None:
+def _print(name: str, reading: dict[str, Any]) -> None:
     if reading["unsupported"]:
         return
-    chunk_count = console.counted(len(reading["chunks"]), "chunk")
-    console.print_plain(f"{name}: {console.counted(reading['tokens'], 'token')} in {chunk_count}")
-    for number, chunk in enumerate(reading["chunks"], start=1):
-        console.print_plain(f"  chunk {number}, {console.counted(len(chunk['ids']), 'token')}")
-        named = {each["at"]: each for each in reading["embeddings"] if each["chunk"] == number}
-        for weight, words in _words(chunk, named, tokenizer):
-            console.print_plain(f"    {weight:<6.4g} {words}")
-        for found in named.values():
-            tokens = console.counted(found["tokens"], "token")
-            console.print_plain(f"    embedding {found['name']} ({found['family']}): {tokens}")
-    if reading["weight"] != 1:
-        console.print_plain(f"  weight of the prompt as a whole: {reading['weight']:g}")
+    parts = max(text["part"] for text in reading["texts"])
+    for text in reading["texts"]:
+        at = f", part {text['part']} of {parts}" if parts > 1 else ""
+        if len(text["steps"]) < max(each["steps"][-1] for each in reading["texts"]):
+            at += f", steps {_ranges(text['steps'])}"
+        chunk_count = console.counted(len(text["chunks"]), "chunk")
+        tokens = console.counted(text["tokens"], "token")
+        _print_line(f"{name}{at}: {tokens} in {chunk_count}", "bold")
+        for number, chunk in enumerate(text["chunks"], start=1):
+            _print_line(f"  chunk {number}, {console.counted(len(chunk['ids']), 'token')}", "dim")
+            named = {each["at"]: each for each in text["embeddings"] if each["chunk"] == number}
+            for weight, words in _words(chunk, named):
+                style = "green" if weight > 1 else "yellow" if weight < 1 else ""
+                _print_line(f"    {weight:<6.4g} {words}", style)
+            for found in named.values():
+                tokens = console.counted(found["length"], "token")
+                _print_line(f"    embedding {found['name']} ({found['family']}): {tokens}", "cyan")
+        if text["weight"] != 1:
+            _print_line(f"  weight of the prompt as a whole: {text['weight']:g}")
     for lora in reading["loras"]:
-        console.print_plain(
+        missing = ": not in this storage" * (lora["is_stored"] is False)
+        _print_line(
             f"  LoRA {lora['name']}: {lora['unet_weight']:g} on the UNet,"
-            f" {lora['text_encoder_weight']:g} on the text encoder"
+            f" {lora['text_encoder_weight']:g} on the text encoder{missing}",
+            "red" if missing else "cyan",
         )
+    for comment in reading["comments"]:
+        _print_line(f"  left out: {comment}", "dim")
+
+
+def _print_line(text: str, style: str = "") -> None:
+    console.stdout.print(console.untrusted(text, style), highlight=False, soft_wrap=True)
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """`1-11, 14`; of every second step `1, 3, 5...`, the first ones."""
+    runs = [
+        [step for _, step in run]
+        for _, run in itertools.groupby(enumerate(steps), lambda each: each[1] - each[0])
+    ]
+    shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs[:3]]
+    return ", ".join(shown) + "..." * (len(runs) > len(shown))
 
 
 def _words(
-    chunk: Mapping[str, Any],
-    named: Mapping[int, Mapping[str, Any]],
-    tokenizer: tokenizers.Tokenizer,
+    chunk: Mapping[str, Any], named: Mapping[int, Mapping[str, Any]]
 ) -> Iterator[tuple[float, str]]:
     """The words of each weight, with the names of embeddings in place of theirs."""
-    parts: list[tuple[float, int | str]] = [*zip(chunk["weights"], chunk["ids"], strict=True)]
+    parts = [*zip(chunk["weights"], chunk["tokens"], strict=True)]
     for at, embedding in sorted(named.items(), reverse=True):
-        parts[at : at + embedding["tokens"]] = [(parts[at][0], f"[{embedding['name']}]")]
+        # The space, which is in no token, has the decoder leave a name of any letters as it is.
+        parts[at : at + embedding["length"]] = [(parts[at][0], f" [{embedding['name']}]</w>")]
     for weight, run in itertools.groupby(parts, key=operator.itemgetter(0)):
-        texts: list[str] = []
-        for kind, group in itertools.groupby((part for _, part in run), type):
-            if kind is str:
-                texts += map(str, group)
-            else:
-                text = tokenizer.decode([*map(int, group)], skip_special_tokens=False)
-                texts.append(text.replace("</w>", " ").strip())
-        yield weight, " ".join(texts)
+        text = tokenizer().decoder.decode([token for _, token in run])
+        yield weight, " ".join(text.replace("</w>", " ").split())

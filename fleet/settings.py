@@ -1,7 +1,5 @@
 """Settings of the commands that monitor a fleet, and of its services."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Literal
 
@@ -26,8 +24,6 @@ def _names(of: str, pattern: re.Pattern[str]) -> AfterValidator:
 
 
 class MonitorSettings(FleetSettings):
-    """Sources of a fleet's state: its storage and its metrics."""
-
     prometheus: WebAddress | None = Field(
         default=None,
         repr=False,  # it may hold a password
@@ -42,8 +38,6 @@ class MonitorSettings(FleetSettings):
 
 
 class ServiceSettings(TelemetrySettings):
-    """The storage, metrics and logs of a long-running service."""
-
     host: str = Field(
         default="127.0.0.1",
         description="Address of /metrics, /live and /ready; 0.0.0.0 for all interfaces.",
@@ -54,8 +48,6 @@ class ServiceSettings(TelemetrySettings):
 
 
 class ExporterSettings(ServiceSettings, MonitorSettings):
-    """Settings of the queue exporter."""
-
     sample_seconds: float = Field(
         default=15,
         ge=0.1,
@@ -71,16 +63,12 @@ class ExporterSettings(ServiceSettings, MonitorSettings):
 
 
 class WebhookSettings(ServiceSettings):
-    """The storage, metrics and logs of the service that sends webhooks."""
-
     port: int = Field(
         default=9109, ge=0, le=65_535, description="Port of /metrics; 0 picks a free one."
     )
 
 
 class BrokerSettings(StorageSettings):
-    """Settings of a broker: who gets tokens, and for how long."""
-
     organization: str = Field(
         default="",
         pattern=r"^[A-Za-z0-9-]*$",
@@ -122,7 +110,6 @@ class BrokerSettings(StorageSettings):
 
     @property
     def role(self) -> Role:
-        """What the tokens allow."""
         return ROLES["worker"].for_chains() if self.chains else ROLES["worker"]
 
     @property

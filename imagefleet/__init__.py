@@ -7,12 +7,12 @@
         for result in batch.results():
             result.image().save(f"{result.id}.png")
 
-`imagefleet.aio.connect` is the same for asyncio. The exceptions are in `imagefleet.errors`.
+`imagefleet.aio.connect` is the same for asyncio, and `imagefleet.Engine` draws in this process,
+without a queue. The exceptions are in `imagefleet.errors`.
 """
 
-from __future__ import annotations
-
 import importlib
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,24 +33,23 @@ __all__ = [
     "errors",
 ]
 
-#: Loaded on first use: pydantic and asyncio would slow down every start of the command.
-_MODULES = {
-    **dict.fromkeys(__all__, "imagefleet.client"),
-    **dict.fromkeys(("Job", "Output"), "imagefleet.job.message"),
-    "aio": None,
-    "errors": None,
-}
+#: Those of the worker, a package above this one that needs torch.
+_ENTRY_POINTS = ("AsyncEngine", "Engine")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    """Loaded on first use: pydantic and asyncio would slow down every start of the command."""
+    if name in _ENTRY_POINTS:
+        (found,) = metadata.entry_points(group="imagefleet", name=name)
+        return found.load()
+    if name not in __all__:
         raise AttributeError(f"module 'imagefleet' has no attribute {name!r}")
-    module = _MODULES[name]
-    if module is None:
+    if name in {"aio", "errors"}:
         return importlib.import_module(f"imagefleet.{name}")
-    return getattr(importlib.import_module(module), name)
+    module = "job.message" if name in {"Job", "Output"} else "client"
+    return getattr(importlib.import_module(f"imagefleet.{module}"), name)
 
 
 def __dir__() -> list[str]:
     """All names, loaded or not, as `help(imagefleet)` looks for them."""
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_ENTRY_POINTS})

@@ -34,7 +34,7 @@ from imagefleet.records.sent import Ledgers
 from imagefleet.records.stored import Damaged
 from imagefleet.storage import dead_letter_queue, enqueue, protocol
 from imagefleet.storage.dead_letter import Check, Selection
-from imagefleet.storage.dead_letter_queue import Discard, OnProgress, Preview, Swept
+from imagefleet.storage.dead_letter_queue import Discard, OnProgress, Swept
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.routing.models import models_of
 from imagefleet.storage.settings import Priority, SignerSettings, checked_priority
@@ -168,19 +168,27 @@ class Fleet:
         campaign: str | None = None,
         priority: Priority = "normal",
         models: Collection[str] = (),
+        before_send: Callable[[Mapping[str, JobFacts]], object] = lambda _: None,
     ) -> Batch:
         """Sends jobs; creates the queues and the containers if there are none.
 
         A job without an id gets one, one without a campaign *campaign*. All are checked before the
-        first is sent. *models* are what workers have from elsewhere than `models/` in the storage.
+        first is sent; then *before_send* gets them, by campaign and id. *models* are what workers
+        have from elsewhere than `models/` in the storage.
         Raises JobError for an id that is there twice, a large job, or a model that no worker can
         have, and NameTakenError for an id that was sent before with another content.
         """
         campaign = campaign and _checked("campaign", campaign)
-        return await self.run(self._submit(jobs, campaign, checked_priority(priority), models))
+        terms = checked_priority(priority), models, before_send
+        return await self.run(self._submit(jobs, campaign, *terms))
 
     async def _submit(
-        self, jobs: Iterable[Job], campaign: str | None, priority: Priority, models: Collection[str]
+        self,
+        jobs: Iterable[Job],
+        campaign: str | None,
+        priority: Priority,
+        models: Collection[str],
+        before_send: Callable[[Mapping[str, JobFacts]], object],
     ) -> Batch:
         if not self._created:
             await self.storage.create()
@@ -190,7 +198,9 @@ class Fleet:
         to = enqueue.JobSender(self.storage, priority, elsewhere=models)
         await to.check(model for body in bodies for model in models_of(body))
         await submission.check()
-        sender = BulkSender(to, bodies, before_send=submission.before_send)
+        before_send(submission.jobs)
+        await RETRIES.call(submission.before_send)
+        sender = BulkSender(to.send, bodies)
 
         async def note() -> None:
             await submission.note_sent(sender.progress.sent)
@@ -241,48 +251,31 @@ class Fleet:
         records = (entry.record async for entry in entries if entry.record)
         return Results(self, self._each(outcomes.known(each).ended(each) async for each in records))
 
-    async def preview_replay(
-        self,
-        *,
-        set: Mapping[str, Any] | None = None,  # noqa: A002 - as `--set`
-        invalid: bool = False,
-        **which: Unpack[Which],
-    ) -> Preview:
-        """What `replay` with the same arguments would send, and what would stay."""
-        check = self._replay_check(set, takes_invalid=invalid)
-        selection = Selection(**which)
-        return await self.run(dead_letter_queue.preview(self.storage, selection, check))
-
     async def replay(
         self,
         on_progress: OnProgress | None = None,
         *,
         set: Mapping[str, Any] | None = None,  # noqa: A002 - as `--set`
-        invalid: bool = False,
         priority: Priority = "normal",
         **which: Unpack[Which],
     ) -> Swept:
         """Puts failed jobs back into the job queue of *priority*; without a condition, all of them.
 
         *set* has new values of fields: `{"steps": 20}`. Raises SetupError if no job can have them.
-        With a key only signed jobs; what is changed is signed again. *invalid*: also jobs that this
-        version takes for invalid, for newer workers.
+        With a key only signed jobs; what is changed is signed again.
         """
-        check = self._replay_check(set, takes_invalid=invalid)
+        check = self.check(Change(set, self.signer) if set else None)
         selection = Selection(**which)
         priority = checked_priority(priority)
         return await self.run(
             dead_letter_queue.replay(self.storage, selection, on_progress, check, priority)
         )
 
-    def _replay_check(self, changes: Mapping[str, Any] | None, *, takes_invalid: bool) -> Check:
-        change = Change(changes, self.signer) if changes else None
-        return self.check(takes_invalid, change)
-
-    def check(self, takes_invalid: bool = False, change: Change | None = None) -> Check:
+    def check(self, change: Change | None = None) -> Check:
         """What failed jobs must be to be sent again; signed, where there is a key."""
-        trusted = self.keys.trusted_jobs(self.storage.scope, at_any_time=True)
-        return Check(trusted, takes_invalid, change, self.signer)
+        keys, scope = self.keys.trusted, self.storage.scope
+        trusted = None if keys is None else signing.TrustedJobs(keys, scope, at_any_time=True)
+        return Check(trusted, change, self.signer)
 
     async def discard(
         self,
@@ -337,7 +330,7 @@ class Batch:
     def __init__(self, fleet: Fleet, submission: Submission) -> None:
         self._fleet = fleet
         self._jobs = submission.jobs
-        self._positions: Mapping[str, dict[str, int]] = submission.positions()
+        self._positions: Mapping[str, dict[str, int]] = submission.positions
         self.ids = [job.id for job in self._jobs.values()]
 
     def __len__(self) -> int:

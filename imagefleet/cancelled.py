@@ -1,22 +1,21 @@
-"""The list of cancelled campaigns, `cancelled.json` among the files, which workers and `load` obey.
+"""The list of what was cancelled, `cancelled.json` among the files, which workers and `load` obey.
 
-A job is cancelled if its message was sent before its campaign was, by the clock of the storage.
+A job is cancelled if its message was sent before its campaign was, by the clock of the storage; or
+if it is in the list itself.
 """
-
-from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import datetime, timedelta
-from typing import NoReturn, Self
+from typing import NoReturn
 
 from pydantic import AwareDatetime, BaseModel, Field
 
 from imagefleet import concurrency, errors, validation
-from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId
+from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId, job_key
+from imagefleet.job.names import split_job_key
 from imagefleet.records.record import RecordLog
-from imagefleet.storage.edit import edit
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobPart, BlobStore
 from imagefleet.telemetry import logs
@@ -35,6 +34,9 @@ READ_SECONDS = 5.0
 #: A running `load` reads the list within this time. What it sends until then is cancelled, too.
 LOAD_SECONDS = 10.0
 
+#: How far a message's stamp may be from the clock's: whole seconds, of servers that differ.
+BLUR_SECONDS = 3.0
+
 #: An entry is dropped after this time, which is longer than any lease, once the queue is empty.
 KEPT = timedelta(days=8)
 
@@ -42,31 +44,24 @@ KEPT = timedelta(days=8)
 MAX_CAMPAIGNS = 1_000
 MAX_BYTES = 1_000_000
 
-_CLOCK_SECONDS = 0.5
-
 
 class Cancellation(BaseModel, extra="allow", frozen=True):
-    """One campaign of one queue, and until when its messages were sent."""
+    """One campaign of one queue, or one job of it, and until when its messages were sent."""
 
     queue: str = Field(max_length=200)
     campaign: SafeId
+    id: SafeId | None = None
     at: AwareDatetime
+
+    @property
+    def name(self) -> str:
+        return job_key(self.campaign, self.id) if self.id else self.campaign
 
 
 class CancelledList(BaseModel, extra="allow", frozen=True):
     """The whole list; several fleets, each with a queue of its own, may share it."""
 
     campaigns: tuple[Cancellation, ...] = ()
-
-    def with_entry(self, new: Cancellation, *, forget: bool) -> Self:
-        """With *new* in place of an older entry; *forget*: without what is too old to matter."""
-        kept = [
-            campaign
-            for campaign in self.campaigns
-            if campaign.queue != new.queue
-            or (campaign.campaign != new.campaign and not (forget and new.at - campaign.at > KEPT))
-        ]
-        return self.model_copy(update={"campaigns": (*kept, new)})
 
 
 class CancelledCampaigns:
@@ -80,16 +75,16 @@ class CancelledCampaigns:
         self._queue = queue
         self._on_unreadable = on_unreadable or self._log
         self.times: Mapping[str, datetime] = {}
-        """The time at which each campaign was cancelled."""
+        """The time at which each campaign was cancelled, or each single job, by `campaign/id`."""
         self._version: str | None = None
         self._read_at: float | None = None
         self._reading = asyncio.Lock()
         self._warning = Occasion()
 
-    def includes(self, campaign: str | None, sent_at: datetime) -> bool:
-        """Whether a job is cancelled whose message was sent then."""
-        cancelled_at = self.times.get(campaign or DEFAULT_CAMPAIGN)
-        return cancelled_at is not None and sent_at <= cancelled_at
+    def includes(self, campaign: str | None, sent_at: datetime, job_id: str | None = None) -> bool:
+        """Whether a campaign is cancelled, or a job of it, whose message was sent then."""
+        names = campaign or DEFAULT_CAMPAIGN, job_key(campaign, job_id)
+        return any(sent_at <= at for name in names if (at := self.times.get(name)))
 
     async def refresh(self, older_than_seconds: float | None = None) -> None:
         """Reads the list, if it was last read longer ago (by default five seconds)."""
@@ -123,7 +118,7 @@ class CancelledCampaigns:
             self._version = None if part is None else part.version
             found = _parse(self._files, part)
             own = (entry for entry in found.campaigns if entry.queue == self._queue)
-            self.times = {entry.campaign: entry.at for entry in own}
+            self.times = {entry.name: entry.at for entry in own}
 
     def _log(self, why: str) -> None:
         if self._warning.is_due():
@@ -136,31 +131,61 @@ async def cancel(storage: Storage, campaign: str) -> datetime:
 
     Takes some twelve seconds: a load that begins then runs. Raises TransientError or SetupError.
     """
-    at = (await storage.queue.stamps()).latest + timedelta(seconds=LOAD_SECONDS)
-    # The list forgets it; by this a worker's record that a job was cancelled is believed for good.
-    await RecordLog(storage.files, "operator").open(campaign, "cancelled")
-    new = Cancellation(queue=storage.queue.name, campaign=campaign, at=at)
     # Messages in flight count: without any, no message is older than this call.
     is_empty = (await storage.queue.depth()).messages == 0
+    at = await _change(storage, LOAD_SECONDS, [(campaign, None)], forget=is_empty)
+    await _wait((at - storage.blobs.clock.now()).total_seconds() + BLUR_SECONDS)
+    return at
 
-    def with_new(part: BlobPart | None) -> bytes:
-        changed = _parse(storage.files, part).with_entry(new, forget=is_empty)
-        if len(changed.campaigns) > MAX_CAMPAIGNS:
+
+async def cancel_jobs(storage: Storage, new: Collection[str], ended: Collection[str]) -> None:
+    """Cancels single jobs, by `campaign/id`, and forgets cancelled ones that have *ended*."""
+    await _change(storage, BLUR_SECONDS, list(map(split_job_key, new)), ended)
+
+
+async def _change(
+    storage: Storage,
+    seconds: float,
+    new: Collection[tuple[str, str | None]],
+    ended: Collection[str] = (),
+    *,
+    forget: bool = False,
+) -> datetime:
+    """Cancels campaigns, or their jobs, until so many *seconds* from now; returns until when.
+
+    *ended* are forgotten, and with *forget* what is too old to matter.
+    """
+    for campaign in {campaign for campaign, _ in new}:
+        # The list forgets; by this a worker's record that a job was cancelled is believed for good.
+        await RecordLog(storage.files, "operator").open(campaign, "cancelled")
+    at = storage.blobs.clock.now() + timedelta(seconds=seconds)  # which has had an answer
+    queue = storage.queue.name
+    added = [Cancellation(queue=queue, campaign=name, id=job_id, at=at) for name, job_id in new]
+    gone = {*ended, *(each.name for each in added)}
+
+    def changed(part: BlobPart | None) -> bytes:
+        known = _parse(storage.files, part)
+        kept = [
+            each
+            for each in known.campaigns
+            if each.queue != queue
+            or (each.name not in gone and not ((forget or each.id) and at - each.at > KEPT))
+        ]
+        if len(kept) + len(added) > MAX_CAMPAIGNS:
             raise errors.SetupError(
                 f"{BLOB} in {storage.files.name} has {MAX_CAMPAIGNS:,} campaigns: they are dropped"
                 f" {KEPT.days} days later by a cancellation while the queue is empty; `imagefleet"
                 " cancel --all` empties it"
             )
-        return changed.model_dump_json(indent=1).encode()
+        update = {"campaigns": (*kept, *added)}
+        return known.model_copy(update=update).model_dump_json(indent=1).encode()
 
-    await edit(storage.files, BLOB, with_new, MAX_BYTES)
-    await _wait_until_later(storage, at)
+    await storage.files.edit(BLOB, changed, MAX_BYTES)
     return at
 
 
-async def _wait_until_later(storage: Storage, at: datetime) -> None:
-    while (await storage.queue.stamps()).earliest <= at:  # noqa: ASYNC110 - no event of this process
-        await asyncio.sleep(_CLOCK_SECONDS)
+async def _wait(seconds: float) -> None:
+    await asyncio.sleep(seconds)
 
 
 def _parse(files: BlobStore, part: BlobPart | None) -> CancelledList:

@@ -7,7 +7,7 @@ import functools
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from imagefleet import aio, errors
 from imagefleet.aio import ConnectOptions
@@ -16,14 +16,12 @@ from imagefleet.records.outcomes import JobFacts, Status
 if TYPE_CHECKING:
     from PIL import Image
 
-_Inner = TypeVar("_Inner")
-_Inner_co = TypeVar("_Inner_co", covariant=True)
 _Made = TypeVar("_Made")
 _Result = TypeVar("_Result")
 _Arguments = ParamSpec("_Arguments")
 
 
-class _LoopThread:
+class LoopThread:
     """An event loop in a thread, for callers in other threads."""
 
     def __init__(self) -> None:
@@ -64,26 +62,14 @@ class _LoopThread:
             self._loop.close()
 
 
-class _Wrapper(Protocol[_Inner_co]):
-    """An object of `imagefleet.aio`, and the loop that it belongs to."""
-
-    @property
-    def _loop(self) -> _LoopThread: ...
-
-    @property
-    def _inner(self) -> _Inner_co: ...
-
-
 def _blocking(
-    method: Callable[Concatenate[_Inner, _Arguments], _Made],
-    wrap: Callable[[_LoopThread, _Made], _Result],
-) -> Callable[Concatenate[_Wrapper[_Inner], _Arguments], _Result]:
-    """The asynchronous *method* for any thread; *wrap* awaits or wraps what it returns."""
+    method: Callable[Concatenate[Any, _Arguments], _Made],
+    wrap: Callable[[LoopThread, _Made], _Result],
+) -> Callable[Concatenate[Any, _Arguments], _Result]:
+    """The asynchronous *method* of `_inner` for any thread; *wrap* awaits or wraps its result."""
 
     @functools.wraps(method)
-    def call(
-        self: _Wrapper[_Inner], /, *args: _Arguments.args, **kwargs: _Arguments.kwargs
-    ) -> _Result:
+    def call(self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         return wrap(self._loop, method(self._inner, *args, **kwargs))
 
     return call
@@ -93,15 +79,15 @@ def _blocking(
 class Result(JobFacts):
     """A job's outcome; *index* counts the images of one job."""
 
-    _loop: _LoopThread = field(kw_only=True, repr=False, compare=False)
+    _loop: LoopThread = field(kw_only=True, repr=False, compare=False)
     _inner: aio.Result = field(kw_only=True, repr=False, compare=False)
 
     @classmethod
-    def awaited(cls, loop: _LoopThread, result: Coroutine[Any, Any, aio.Result]) -> Self:
+    def awaited(cls, loop: LoopThread, result: Coroutine[Any, Any, aio.Result]) -> Self:
         found = loop.run(result)
         return cls(**found.fields(), _loop=loop, _inner=found)
 
-    data = _blocking(aio.Result.data, _LoopThread.run)
+    data = _blocking(aio.Result.data, LoopThread.run)
 
     def image(self, index: int = 0) -> Image.Image:
         """The image, decoded by Pillow."""
@@ -111,7 +97,7 @@ class Result(JobFacts):
 class Results(Iterator[Result]):
     """Results as they come, or together as a data frame."""
 
-    def __init__(self, loop: _LoopThread, results: aio.Results) -> None:
+    def __init__(self, loop: LoopThread, results: aio.Results) -> None:
         self._loop = loop
         self._inner = results
 
@@ -121,13 +107,13 @@ class Results(Iterator[Result]):
         except StopAsyncIteration:
             raise StopIteration from None
 
-    frame = _blocking(aio.Results.frame, _LoopThread.run)
+    frame = _blocking(aio.Results.frame, LoopThread.run)
 
 
 class JobHandle:
     """A job by its id, whoever submitted it."""
 
-    def __init__(self, loop: _LoopThread, job: aio.JobHandle) -> None:
+    def __init__(self, loop: LoopThread, job: aio.JobHandle) -> None:
         self.id = job.id
         self.campaign = job.campaign
         self._loop = loop
@@ -144,13 +130,13 @@ class JobHandle:
 class Batch:
     """Jobs that were submitted together."""
 
-    def __init__(self, loop: _LoopThread, batch: aio.Batch) -> None:
+    def __init__(self, loop: LoopThread, batch: aio.Batch) -> None:
         self._loop = loop
         self._inner = batch
         self.ids = batch.ids
 
     @classmethod
-    def awaited(cls, loop: _LoopThread, batch: Coroutine[Any, Any, aio.Batch]) -> Self:
+    def awaited(cls, loop: LoopThread, batch: Coroutine[Any, Any, aio.Batch]) -> Self:
         return cls(loop, loop.run(batch))
 
     def __len__(self) -> int:
@@ -163,7 +149,7 @@ class Fleet:
     """A connection to a fleet's storage, for any thread."""
 
     def __init__(self, fleet: aio.Fleet) -> None:
-        self._loop = _LoopThread()
+        self._loop = LoopThread()
         self._inner = fleet
         self._loop.run(fleet.__aenter__())
 
@@ -173,20 +159,16 @@ class Fleet:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Disconnects; calls that still wait raise FleetError. The jobs go on."""
-        self._loop.close(self._inner.close())
-
+    close = _blocking(aio.Fleet.close, LoopThread.close)
     submit = _blocking(aio.Fleet.submit, Batch.awaited)
     job = _blocking(aio.Fleet.job, JobHandle)
     results = _blocking(aio.Fleet.results, Results)
-    campaigns = _blocking(aio.Fleet.campaigns, _LoopThread.run)
-    cancel = _blocking(aio.Fleet.cancel, _LoopThread.run)
-    depth = _blocking(aio.Fleet.depth, _LoopThread.run)
+    campaigns = _blocking(aio.Fleet.campaigns, LoopThread.run)
+    cancel = _blocking(aio.Fleet.cancel, LoopThread.run)
+    depth = _blocking(aio.Fleet.depth, LoopThread.run)
     failed = _blocking(aio.Fleet.failed, Results)
-    preview_replay = _blocking(aio.Fleet.preview_replay, _LoopThread.run)
-    replay = _blocking(aio.Fleet.replay, _LoopThread.run)
-    discard = _blocking(aio.Fleet.discard, _LoopThread.run)
+    replay = _blocking(aio.Fleet.replay, LoopThread.run)
+    discard = _blocking(aio.Fleet.discard, LoopThread.run)
 
 
 def connect(storage: str | None = None, **settings: Unpack[ConnectOptions]) -> Fleet:

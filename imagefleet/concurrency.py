@@ -3,8 +3,6 @@
 A transient error is tried again after exponential back-off with full jitter.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -187,17 +185,16 @@ class Batches(Generic[Item, Result]):
         ended: list[tuple[_Call[Item, Result], object]] = []
         began_at = time.monotonic()
         while batch := self._next():
-            ended += zip(batch, self._outcomes(batch), strict=True)
+            outcomes: Sequence[Result | Exception]
+            try:
+                outcomes = self.work([call.item for call in batch])
+            except Exception as error:  # noqa: BLE001 - raised again by the calls
+                outcomes = [error] * len(batch)
+            ended += zip(batch, outcomes, strict=True)
             if not self._waiting or time.monotonic() - began_at > _PATIENCE_SECONDS:
                 _answer(ended)
                 ended, began_at = [], time.monotonic()
         _answer(ended)
-
-    def _outcomes(self, batch: Sequence[_Call[Item, Result]]) -> Sequence[Result | Exception]:
-        try:
-            return self.work([call.item for call in batch])
-        except Exception as error:  # noqa: BLE001 - raised again by the calls
-            return [error] * len(batch)
 
     def _next(self) -> list[_Call[Item, Result]]:
         """The next batch; empty: nothing waits, and this thread is done."""
@@ -259,14 +256,14 @@ def after_seconds(value: str | None, longest: float, date: str | None = None) ->
     text = (value or "").strip()
     if text.isascii() and text.isdigit():
         return min(longest, float(text[:10]))
-    until = _moment(text)
+    until = http_date(text)
     if until is None:
         return None
-    seconds = (until - (_moment(date) or datetime.now(UTC))).total_seconds()
+    seconds = (until - (http_date(date) or datetime.now(UTC))).total_seconds()
     return min(longest, max(0.0, seconds))
 
 
-def _moment(text: str | None) -> datetime | None:
+def http_date(text: str | None) -> datetime | None:
     try:
         moment = parsedate_to_datetime(text or "")
     except ValueError:

@@ -4,8 +4,6 @@ A job comes out a little different on another GPU, in another precision or among
 `benchmarks/canary.py` measures what `SAME_BELOW` divides.
 """
 
-from __future__ import annotations
-
 import base64
 from itertools import pairwise
 
@@ -22,9 +20,6 @@ SIDE = 16
 #: and float16, on two kinds of GPU; another seed makes 15 or more, noise of 2 % of the range 21, a
 #: garbled 64th of the image 28, a LoRA left out 52. (In bfloat16 4 of 40 jobs were further apart.)
 SAME_BELOW = 10.0
-
-#: Images of different seeds whose colours are nearer than this are the same picture.
-REPEATED_BELOW = 1.0
 
 #: Cells whose colours differ most: a broken tile is lost in the mean over all.
 _WORST_CELLS = 4
@@ -50,16 +45,12 @@ def fingerprint(pixels: npt.NDArray[np.uint8]) -> Fingerprint:
 
 def distance(a: Fingerprint, b: Fingerprint) -> float:
     """0 for the same pixels; below `SAME_BELOW` for two drawings of one job."""
-    worst = np.partition(_colour_distances(a, b), -_WORST_CELLS)[-_WORST_CELLS:]
+    colours = np.sqrt(((a[..., :3] - b[..., :3]) ** 2).mean(axis=2)).ravel()
+    worst = np.partition(colours, -_WORST_CELLS)[-_WORST_CELLS:]
     rough_a, rough_b = a[..., 3].ravel(), b[..., 3].ravel()
     smooth = np.argpartition(rough_a + rough_b, _SMOOTH_CELLS)[:_SMOOTH_CELLS]
     roughness = np.median(np.abs(rough_a[smooth] - rough_b[smooth]))
     return float(max(worst.mean(), _ROUGHNESS_WEIGHT * roughness))
-
-
-def repeats(a: Fingerprint, b: Fingerprint) -> bool:
-    """True for the same picture, with added noise too; images of one seed may be so rightly."""
-    return float(np.sqrt((_colour_distances(a, b) ** 2).mean())) < REPEATED_BELOW
 
 
 def to_text(fingerprint: Fingerprint) -> str:
@@ -86,12 +77,4 @@ def _cell_means(values: npt.NDArray[np.integer]) -> npt.NDArray[np.float32]:
     sums = np.stack([values[top:end].sum(0, np.uint32) for top, end in pairwise(rows)])
     sums = np.add.reduceat(sums, columns[:-1], axis=1)
     sizes = np.diff(rows)[:, None, None] * np.diff(columns)[:, None]
-    means: npt.NDArray[np.float32] = (sums / sizes).astype(np.float32)
-    return means
-
-
-def _colour_distances(a: Fingerprint, b: Fingerprint) -> npt.NDArray[np.float32]:
-    """Each cell's root mean square over the three colours."""
-    squares = (a[..., :3] - b[..., :3]) ** 2
-    distances: npt.NDArray[np.float32] = np.sqrt(squares.mean(axis=2)).ravel()
-    return distances
+    return np.asarray(sums / sizes, np.float32)

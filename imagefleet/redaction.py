@@ -1,14 +1,10 @@
 """Addresses and texts for messages: without secrets, and without what controls a terminal."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator
-
-_SHOWN_CHARACTERS = 500
 
 MASKED = "(secret)"
 
@@ -52,7 +48,7 @@ def address(text: str) -> str:
     found = _URL.match(text)
     if not found or not _HOST.fullmatch(found[2]):
         return MASKED
-    return message(f"{found[1].lower()}://{found[2]}{found[3]}"[:_SHOWN_CHARACTERS])
+    return message(f"{found[1].lower()}://{found[2]}{found[3]}"[:500])
 
 
 def message(text: str) -> str:

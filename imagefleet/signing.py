@@ -245,9 +245,6 @@ class Keys:
     def signer(self, scope: Scope) -> JobSigner | None:
         return None if self.signing is None else JobSigner(self.signing, scope)
 
-    def trusted_jobs(self, scope: Scope, *, at_any_time: bool = False) -> TrustedJobs | None:
-        return None if self.trusted is None else TrustedJobs(self.trusted, scope, at_any_time)
-
 
 NO_KEYS = Keys()
 

@@ -1,7 +1,5 @@
 """Sends many messages: bounded concurrency, an optional rate, confirmed in order."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -14,7 +12,6 @@ from typing import NoReturn
 
 from imagefleet import concurrency, errors
 from imagefleet.concurrency import RetryPolicy
-from imagefleet.storage import protocol
 
 #: Positions in flight, which a kill may send twice: a disk sync for so many gives 34,000 jobs/s.
 BATCH = 32
@@ -53,21 +50,20 @@ async def keep_noting(note: Callable[[], Awaitable[None]]) -> NoReturn:
 
 @dataclass(eq=False)
 class BulkSender:
-    """Sends messages to a queue; None in *bodies* is a position without one, from *start* on.
+    """Calls *send* with messages; None in *bodies* is a position without one, from *start* on.
 
-    *choose* returns each batch with None for what is not to be sent, or none to end.
-    *second_drawing* returns a second message for some of them; *before_send* precedes each batch.
+    *choose* returns a message, or None if it is not to be sent, or raises JobCancelled to end.
+    *second_drawing* returns a second message for some of them.
     """
 
-    queue: protocol.Sends
+    send: Callable[[list[str]], Awaitable[None]]
     bodies: Iterable[str | None]
     start: int = 0
     concurrency: int = 4
     batch: int = BATCH
     rate: float | None = None
-    choose: Callable[[list[str | None]], Awaitable[list[str | None]]] | None = None
+    choose: Callable[[str | None], Awaitable[str | None]] | None = None
     second_drawing: Callable[[str], str | None] = lambda _: None
-    before_send: Callable[[], Awaitable[None]] | None = None
     retry_policy: RetryPolicy = RETRIES
 
     def __post_init__(self) -> None:
@@ -105,10 +101,7 @@ class BulkSender:
             await self._wait_until(next_send)
             if self._stopping.is_set():
                 return False
-            batch = self._take()
-            if self.choose is not None:
-                batch = await self.choose(batch)
-            if not batch:
+            if not (batch := await self._take()):
                 if self._source_error is not None:
                     raise self._source_error
                 return True
@@ -127,23 +120,25 @@ class BulkSender:
                 count = len(messages) + len(second)
                 next_send = max(next_send, time.monotonic()) + count / self.rate
 
-    def _take(self) -> list[str | None]:
+    async def _take(self) -> list[str | None]:
         size = self.batch
         if self.rate is not None:
             size = max(1, min(size, int(self.rate / _PACED_SENDS_PER_SECOND)))
         batch: list[str | None] = []
         try:
             for body in itertools.islice(self._bodies, size):
-                batch.append(body)  # noqa: PERF402 - what came before an error is kept
+                # What came before an error is kept.
+                batch.append(await self.choose(body) if self.choose else body)  # noqa: PERF401
+        except errors.JobCancelled:
+            self._bodies = iter(())
         except errors.FleetError as error:
+            self._bodies = iter(())
             self._source_error = error  # raised once everything before it is sent
         return batch
 
     async def _send(self, messages: list[str]) -> None:
         if messages:
-            if self.before_send is not None:
-                await self.retry_policy.call(self.before_send)
-            await self.retry_policy.call(lambda: self.queue.send(messages))
+            await self.retry_policy.call(lambda: self.send(messages))
 
     async def _confirm_finished(self) -> None:
         """Confirms finished sends, and waits for the oldest while too many are in flight."""

@@ -1,14 +1,17 @@
 """Pydantic's errors as sentences that name the field and what to do."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
+
+from imagefleet import errors
+
+Model = TypeVar("Model")
 
 MAX_REASONS = 5
 
@@ -21,7 +24,14 @@ _PATTERNS = {
 }
 
 #: Pydantic calls it a dictionary, or an instance of a class.
-_OBJECT_EXPECTED = frozenset({"dict_type", "model_type", "model_attributes_type"})
+_OBJECT = "should be an object of names and values"
+
+_IN_WORDS = {
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), _OBJECT),
+    "missing": "is required",
+    "too_short": "the list is empty",
+    "tuple_type": "should be a list",
+}
 
 _PREFIX = re.compile(r"^(Value error, |Input |String )")
 
@@ -43,33 +53,35 @@ def as_error(kind: type[Exception], before: str = "", known: Iterable[str] = ())
         yield
     except ValidationError as error:
         raise kind(before + sentence(error, known)) from None
+    except errors.JobError as error:
+        raise kind(before + error.message) from None
+
+
+def read_file(model: type[Model], path: Path, otherwise: str) -> Model | None:
+    """What a JSON file holds, None without it; SetupError if that is unreadable or *otherwise*."""
+    try:
+        return TypeAdapter(model).validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise errors.SetupError(f"{path} cannot be read: {error.strerror or error}") from None
+    except ValidationError:
+        raise errors.SetupError(f"{path} {otherwise}") from None
 
 
 def reason(detail: Mapping[str, Any], known: Iterable[str] = ()) -> str:
     """One error detail as a sentence; it never quotes the input, which may be a secret."""
-    where = location(detail["loc"])
-    match detail["type"]:
-        case "extra_forbidden":
-            what = "unknown key" + suggestion(str(detail["loc"][-1]), known)
-        case "missing":
-            what = "is required"
-        case "too_short":
-            what = "the list is empty"
-        case _:
-            what = message(detail)
+    where, what = location(detail["loc"]), message(detail)
+    if detail["type"] == "extra_forbidden":
+        what = "unknown key" + suggestion(str(detail["loc"][-1]), known)
     return f"{where}: {what}" if where else what
 
 
 def message(detail: Mapping[str, Any]) -> str:
     """Pydantic's text without its prefixes, in words for people who know no Python."""
-    if detail["type"] in _OBJECT_EXPECTED:
-        return "should be an object of names and values"
-    if detail["type"] == "tuple_type":
-        return "should be a list"
     pattern = str(detail.get("ctx", {}).get("pattern"))
-    if pattern in _PATTERNS:
-        return _PATTERNS[pattern]
-    return _PREFIX.sub("", str(detail["msg"]))
+    what = _IN_WORDS.get(detail["type"]) or _PATTERNS.get(pattern)
+    return what or _PREFIX.sub("", str(detail["msg"]))
 
 
 def location(parts: Sequence[object]) -> str:

@@ -1,7 +1,5 @@
 """What a load sends: no jobs of cancelled campaigns, and some jobs twice, to be compared."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
@@ -9,7 +7,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import NamedTuple
 
 from imagefleet import errors
 from imagefleet.cancelled import CancelledCampaigns
@@ -27,24 +24,16 @@ from imagefleet.records.sent import (
     Ledger,
     Ledgers,
     SentJob,
-    id_hash,
     job_of,
 )
 from imagefleet.signing import SIGNATURE_FIELD, JobSigner
 from imagefleet.storage.open import Storage
 from loadgen.file_source import FileSource, MendedMessage
-from loadgen.template_source import TemplateSource
+from loadgen.sources import TemplateSource
 
 
-class Changes(NamedTuple):
-    """What of a source was sent before, by the ledgers of its campaigns."""
-
-    new: int = 0
-    changed: int = 0
-    as_before: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.changed:,} changed, {self.new:,} new, {self.as_before:,} as before"
+def shown(found: Counter[Compared]) -> str:
+    return f"{found['changed']:,} changed, {found['new']:,} new, {found['as_before']:,} as before"
 
 
 class FileJobs:
@@ -72,15 +61,15 @@ class FileJobs:
             self._again += 1
         return None
 
-    async def compared(self, ledgers: Ledgers, changed: list[int]) -> Changes:
+    async def compared(self, ledgers: Ledgers, changed: list[int]) -> Counter[Compared]:
         """What of it was sent before; *changed* gets the positions of the jobs that differ."""
-        counts = Counter[Compared](as_before=self._again)
+        counts: Counter[Compared] = Counter({"as_before": self._again})
         for campaign in self.digests:
             ledger = ledgers.of(campaign)
             await ledger.read()
             counts += await asyncio.to_thread(self._compare, campaign, ledger, changed)
         changed.sort()
-        return Changes(**counts)
+        return counts
 
     def _compare(self, campaign: str, ledger: Ledger, changed: list[int]) -> Counter[Compared]:
         counts = Counter[Compared]()
@@ -111,13 +100,13 @@ def jobs_of(source: FileSource, start: int) -> FileJobs:
     return jobs
 
 
-async def changes_of(storage: Storage, source: TemplateSource | FileSource) -> Changes:
+async def changes_of(storage: Storage, source: TemplateSource | FileSource) -> Counter[Compared]:
     """What of a source was sent before; reads all of it, unless nothing of its campaign was."""
     ledgers = Ledgers(storage)
     if isinstance(source, FileSource):
         return await jobs_of(source, 0).compared(ledgers, [])
     if source.count and await ledgers.of(source.campaign).is_new():
-        return Changes(new=source.count)
+        return Counter({"new": source.count})
     jobs = FileJobs()
     for position, body in enumerate(source.bodies(0)):
         jobs.add(position, job_of(body or ""))
@@ -135,15 +124,10 @@ class LoadedCampaigns:
     """The cancellations of before this load, which are none of its own."""
     only: str | None
     """The campaign of all jobs, whose ids are then the source's own: none is there twice."""
-    total: int | None
+    total: int
     sends_again: bool
-    """Whether jobs that were sent before are sent again."""
     skips_changed: bool
     """Whether an id that was sent with another content is left out, or ends the load."""
-    rows: Digests | None = None
-    """Positions by id, of a source that is read once; two of its jobs may clash."""
-    place: Callable[[int], str] = lambda position: f"number {position + 1}"
-    """Where the job at a position is."""
     position: int = 0
     counts: Counter[Compared] = field(default_factory=Counter, init=False)
     left_out: Counter[str] = field(default_factory=Counter, init=False)
@@ -153,8 +137,6 @@ class LoadedCampaigns:
     _in_flight: deque[tuple[str, bytes] | None] = field(default_factory=deque, init=False)
     """The jobs at the positions from `_confirmed` on; None: with none that is to be noted."""
     _confirmed: int = field(default=0, init=False)
-    _has_ended: bool = field(default=False, init=False)
-    _refusal: errors.SetupError | None = field(default=None, init=False)
     _is_refused: bool = field(default=False, init=False)
 
     def is_cancelled(self, campaign: str) -> bool:
@@ -179,44 +161,32 @@ class LoadedCampaigns:
                     ledger.pending += job.entry
         await self.note()
 
-    async def choose(self, bodies: list[str | None]) -> list[str | None]:
-        """The next messages, with None for those that are not sent; none after the last.
+    async def choose(self, body: str | None) -> str | None:
+        """The next message; None if it is not sent.
 
-        Raises SetupError for an id that was sent with another content, once those before it are
-        returned.
+        Raises JobCancelled if none is sent any more, SetupError for an id that was sent with
+        another content.
         """
-        chosen: list[str | None] = []
-        for body in bodies:
-            if self._refusal is not None or self._has_ended:
-                break
-            job = None if body is None else job_of(body)
-            if job is not None and self.is_cancelled(job.campaign):
-                self._leave_out(job.campaign)
-                if self._has_ended:
-                    break
-                body = job = None  # noqa: PLW2901 - the position stays
-            is_noted = job is not None and bool(job.entry)
-            if is_noted and not self._is_compared:
-                self.counts["new"] += 1
-            elif job is not None and is_noted and not await self._is_sent(job, body):
-                if self._refusal is not None:
-                    break
-                body = job = None  # noqa: PLW2901
-            self._in_flight.append((job.campaign, job.entry) if job and is_noted else None)
-            chosen.append(body)
-            self.position += 1
-        if self._refusal is not None and not chosen:
-            raise self._refusal
-        return chosen
+        job = None if body is None else job_of(body)
+        if job is not None and self.is_cancelled(job.campaign):
+            self._leave_out(job.campaign)
+            body = job = None
+        is_noted = job is not None and bool(job.entry)
+        if is_noted and not self._is_compared:
+            self.counts["new"] += 1
+        elif job is not None and is_noted and not await self._is_sent(job, body):
+            body = job = None
+        self._in_flight.append((job.campaign, job.entry) if job and is_noted else None)
+        self.position += 1
+        return body
 
     def _leave_out(self, campaign: str) -> None:
         if campaign not in self.left_out:
             self.notice(f"campaign {campaign} was cancelled: no more of its jobs are sent")
-        if self.only and self.total is not None:
+        if self.only:
             self.left_out[campaign] = self.total - self.position
-            self._has_ended = True
-        else:
-            self.left_out[campaign] += 1
+            raise errors.JobCancelled
+        self.left_out[campaign] += 1
 
     async def _is_sent(self, job: SentJob, body: str | None) -> bool:
         ledger = await self._ledger(job.campaign)
@@ -226,17 +196,13 @@ class LoadedCampaigns:
             found = "new"
         self.counts[found] += 1
         if found == "changed" and not self.skips_changed:
-            earlier = None if self.rows is None else self.rows.get(_row(job))
-            where = "" if earlier is None else f" as {self.place(int.from_bytes(earlier))}"
-            self._refusal = errors.SetupError(
-                f"the job {job_key(job.campaign, job.id)}, {self.place(self.position)}, was sent"
-                f" before{where} with another content; those before it are sent: give it another"
-                " id, or --new-only leaves such jobs out"
+            raise errors.SetupError(
+                f"the job {job_key(job.campaign, job.id)}, number {self.position + 1}, was sent"
+                " before with another content; those before it are sent: give it another id, or"
+                " --new-only leaves such jobs out"
             )
         if found == "changed" or (found == "as_before" and not self.sends_again):
             return False
-        if self.rows is not None:
-            self.rows.put(_row(job) + self.position.to_bytes(HASH_BYTES))
         if self.only is None:
             ledger.claimed[job.entry[:HASH_BYTES]] = job.entry[HASH_BYTES:]
         return True
@@ -277,10 +243,6 @@ class LoadedCampaigns:
             "which jobs are sent is not recorded, so `imagefleet status` does not know it, and jobs"
             f" that were sent before are sent again: {error.message}"
         )
-
-
-def _row(job: SentJob) -> bytes:
-    return id_hash(job_key(job.campaign, job.id))
 
 
 class Sample:

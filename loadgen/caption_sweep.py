@@ -1,12 +1,10 @@
 """A sweep's jobs: each caption of a file in each group; those of one caption are neighbours."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +45,7 @@ _OWN_WEIGHT = re.compile(r":\s*[+-]?[\d.]+\s*$")
 class CaptionFile:
     """A file of captions, the first *count* of them; it is read once to count and hash them.
 
-    *one_per_image*: the first of each image. Raises SetupError if one is missing, or all.
+    Raises SetupError if one is missing, or all.
     """
 
     def __init__(
@@ -56,15 +54,10 @@ class CaptionFile:
         *,
         form: str | None = None,
         count: int | None = None,
-        one_per_image: bool = False,
     ) -> None:
         self.path = path
         self._form = file_source.find_format(path, form, FORMATS)
-        self._is_coco = self._form is FORMATS["coco"]
-        if one_per_image and not self._is_coco:
-            raise errors.SetupError("--one-per-image is for COCO's annotations: --format coco")
         self._count = count
-        self._one_per_image = one_per_image
         self._file = UnchangedFile(path, self._form)
         self.facts = sweep.digest(self.read())
         if not self.facts.count:
@@ -77,22 +70,16 @@ class CaptionFile:
             yield from itertools.islice(self._captions(entries), start, self._count)
 
     def _captions(self, entries: Iterable[Entry]) -> Iterator[str]:
-        seen: set[object] = set()
         for entry in entries:
             if not (entry.text or entry.problem):
                 continue
             try:
-                caption, image = self._caption(entry.text, entry.problem)
+                yield self._caption(entry.text, entry.problem)
             except ValueError as error:
                 raise FormatError(f"{entry.place}: {error}") from None
-            if self._one_per_image:
-                if image in seen:
-                    continue
-                seen.add(image)
-            yield caption
 
-    def _caption(self, text: str, problem: str) -> tuple[str, object]:
-        """The caption and the image of an entry; a ValueError says what is wrong with it."""
+    def _caption(self, text: str, problem: str) -> str:
+        """The caption of an entry; a ValueError says what is wrong with it."""
         if problem:
             raise ValueError(problem)
         try:
@@ -100,7 +87,7 @@ class CaptionFile:
         except (ValueError, RecursionError):
             raise ValueError("it is not valid JSON") from None
         fields = value if isinstance(value, dict) else {KEYS[0]: value}
-        keys = KEYS[:1] if self._is_coco else KEYS
+        keys = KEYS[:1] if self._form is FORMATS["coco"] else KEYS
         given = next((fields[key] for key in keys if key in fields), None)
         # Without the line breaks that the captions' hash is by.
         caption = " ".join(given.split()) if isinstance(given, str) else ""
@@ -108,10 +95,7 @@ class CaptionFile:
             raise ValueError(f"there is no caption, a text under {KEYS[0]!r}")
         if _SURROGATE.search(caption):
             raise ValueError("the caption has half of a surrogate pair")
-        image = fields.get("image_id")
-        if self._one_per_image and not isinstance(image, int | str):
-            raise ValueError("there is no image_id")
-        return caption, image
+        return caption
 
 
 def prompt_of(caption: str) -> str:
@@ -135,9 +119,13 @@ def groups(
     strengths: Sequence[float | str | None] = (None,),
 ) -> tuple[Group, ...]:
     """All combinations, named by the guidance and what differs; raises SetupError for others."""
+    try:
+        keys = [samplers.find(name).key for name in names_of_samplers]
+    except ValueError as error:
+        raise errors.SetupError(f"--set sampler_name: {error}") from None
     axes: Mapping[str, Sequence[Any]] = {
         "model": models,
-        "sampler": [_sampler(name) for name in names_of_samplers],
+        "sampler": keys,
         "steps": steps,
         "lora_strength": strengths,
         "guidance": guidance,
@@ -185,8 +173,6 @@ class SweepSource:
         self.path = captions.path
         self.count = self.sweep.images
         self.identity = digest(self.sweep.model_dump_json().encode())
-        self.sent_before: Collection[str] = frozenset()
-        """Ids of jobs to leave out, since they are in the queue or drawn already."""
         self._captions = captions
         self._signer = signer
         for _ in self.first_jobs():
@@ -198,15 +184,8 @@ class SweepSource:
         for number, caption in enumerate(self._captions.read(first), first):
             self._body(self.sweep.groups[0], number, caption)
 
-    def bodies(self, start: int) -> Iterator[str | None]:
-        for group, number, caption in self._images(start):
-            if sweep.job_id(group.name, number) in self.sent_before:
-                yield None
-            else:
-                yield self._body(group, number, caption)
-
-    def jobs(self, start: int = 0) -> Iterator[Job]:
-        return itertools.starmap(self._job, self._images(start))
+    def bodies(self, start: int) -> Iterator[str]:
+        return itertools.starmap(self._body, self._images(start))
 
     def first_jobs(self) -> Iterator[Job]:
         """A job of each group, which stands for all of them: only the captions differ."""
@@ -252,19 +231,10 @@ class SweepSource:
             return Job.model_validate(fields)
 
     def _body(self, group: Group, number: int, caption: str) -> str:
-        body = self._job(group, number, caption).to_message(self._signer)
-        try:
-            sizes.checked_messages([body])
-        except errors.JobError as error:
-            raise errors.SetupError(f"caption {number}: {error.message}") from None
+        job = self._job(group, number, caption)
+        with validation.as_error(errors.SetupError, f"caption {number}: "):
+            (body,) = sizes.checked_messages([job.to_message(self._signer)])
         return body
-
-
-def _sampler(name: str) -> str:
-    try:
-        return samplers.find(name).key
-    except ValueError as error:
-        raise errors.SetupError(f"--set sampler_name: {error}") from None
 
 
 def _slug(name: str | None) -> str:
@@ -273,17 +243,11 @@ def _slug(name: str | None) -> str:
     return text[:_NAME_CHARACTERS].rstrip("-.") or "x"
 
 
-def _decimal(value: float) -> str:
-    """`3.0`, `7.25`."""
-    text = f"{value:.9g}"
-    return text if "." in text or "e" in text else f"{text}.0"
-
-
 #: What differs between groups, as their names have it.
 _IN_NAMES: Mapping[str, Callable[[Any], str]] = {
     "model": _slug,
     "sampler": _slug,
     "steps": "steps-{}".format,
-    "lora_strength": lambda strength: f"lora-{_decimal(strength)}",
-    "guidance": lambda guidance: f"cfg-{_decimal(guidance)}",
+    "lora_strength": "lora-{}".format,
+    "guidance": "cfg-{}".format,  # of a float: cfg-3.0
 }

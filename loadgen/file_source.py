@@ -1,32 +1,27 @@
 """Jobs from a file or from standard input, in any of the formats."""
 
-from __future__ import annotations
-
-import abc
 import gzip
 import hashlib
 import io
 import itertools
 import json
 import os
+import shutil
+import sys
+import tempfile
 import uuid
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypedDict, Unpack, cast
 
 from imagefleet import errors
-from imagefleet.job import sizes
-from imagefleet.job.message import (
-    FAILURE_FIELD,
-    Job,
-    is_signed,
-    message_fields,
-    read_job,
-)
+from imagefleet.job import message, settings_table, sizes
+from imagefleet.job.message import Job
 from imagefleet.signing import MAX_SIGNATURE_BYTES, JobSigner
 from imagefleet.storage.deliveries import without_deliveries
 from loadgen.formats.json_array import JsonArray
@@ -38,12 +33,18 @@ FORMATS: Mapping[str, Format] = {
     each.name: each for each in (JsonLines(), JsonArray(), CsvRows(), PromptLines(), ParquetRows())
 }
 
+#: Jobs that are looked at for other defaults, which takes as long as to read them.
+_COMPARED_JOBS = 100
+
+_COMPARED = ("sampler", "steps", "width", "height", "randn_source")
+
+#: What a payload of AUTOMATIC1111 has, and a job that was written for this program has not.
+_OF_A1111 = {"override_settings", "sampler_index", *settings_table.FIELDS} - Job.model_fields.keys()
+
 _GZIP_MAGIC = b"\x1f\x8b"
 
 #: 96 bits: a collision among a hundred million jobs has a chance of 10^-13.
 ID_BYTES = 12
-
-OnRejected = Callable[[Rejected], None]
 
 #: Called with the position and the message of each job.
 OnBody = Callable[[int, str], None]
@@ -95,19 +96,32 @@ shown_by: ContextVar[Wrap] = ContextVar("shown_by", default=lambda file, _: file
 class UnchangedFile:
     """A file that is read several times; raises SetupError if it is written in between."""
 
-    def __init__(self, path: Path, form: Format) -> None:
+    def __init__(self, path: Path, form: Format, name: str = "") -> None:
+        """*name*: what it is called; by default its path."""
         self._path = path
         self._form = form
+        self._name = name or str(path)
         self._version: tuple[int, ...] | None = None
 
     @contextmanager
     def opened(self) -> Iterator[io.BufferedReader]:
         """Its content, decompressed if its format can be; errors of reading it name it."""
-        with _explained(str(self._path), self._form), self._path.open("rb") as file:
-            self._check_version(file)
-            shown = cast("io.BufferedReader", shown_by.get()(file, os.fstat(file.fileno()).st_size))
-            yield decompressed(shown) if self._form.is_stream else shown
-            self._check_version(file)
+        try:
+            with self._path.open("rb") as file:
+                self._check_version(file)
+                size = os.fstat(file.fileno()).st_size
+                shown = cast("io.BufferedReader", shown_by.get()(file, size))
+                yield decompressed(shown) if self._form.is_stream else shown
+                self._check_version(file)
+        except (EOFError, zlib.error):
+            why = "cannot be read: it is gzip that is damaged or incomplete"
+        except OSError as error:
+            why = f"cannot be read: {error.strerror or error}"
+        except FormatError as error:
+            why = f"as {self._form.name}: {error}"
+        else:
+            return
+        raise errors.SetupError(f"{self._name} {why}")
 
     def _check_version(self, file: io.BufferedReader) -> None:
         found = os.fstat(file.fileno())
@@ -115,7 +129,7 @@ class UnchangedFile:
         self._version = self._version or version
         if version != self._version:
             raise errors.SetupError(
-                f"{self._path} has changed while it was being read; what was sent stays"
+                f"{self._name} has changed while it was being read; what was sent stays"
             )
 
 
@@ -135,36 +149,60 @@ class Terms(TypedDict, total=False):
     signer: JobSigner | None
     campaign: str | None
     """That of jobs without one."""
+    defaults: str | None
+    """Those of jobs without any (`imagefleet.job.settings_table.DEFAULTS`)."""
 
 
-class _EntrySource(abc.ABC):
-    """Jobs from the entries of a format."""
+class FileSource:
+    """A file of jobs; ids come from the content and the entry's number, with or without a job."""
 
-    identity: str
-    ids: str
-    """What ids are made of where a job has none: the identity, or that of an earlier content."""
-    count: int | None
-    _can_be_read_again = True
-
-    def __init__(self, name: str, form: Format, terms: Terms) -> None:
-        self._name = name
+    def __init__(
+        self,
+        path: Path,
+        form: Format = FORMATS["jsonl"],
+        *,
+        name: str = "",
+        **terms: Unpack[Terms],
+    ) -> None:
+        """*name*: what the file is called; by default its path."""
+        self._name = name or str(path)
         self._form = form
+        self._opened = UnchangedFile(path, form, self._name).opened
         self.report = terms.get("report") or Report()
         self._signer = terms.get("signer")
         self._campaign = terms.get("campaign")
+        self._defaults = terms.get("defaults")
+        self._to_compare = 0 if self._defaults else _COMPARED_JOBS
         self.mended = 0
         """Jobs of the messages so far that had failed, as `imagefleet failed --export` notes it."""
         self.empty = 0
         """Positions so far that hold no job, an empty line say."""
+        # The same bytes are other jobs in another format.
+        person = b"" if form.name == "jsonl" else form.name.encode()
+        with self._opened() as stream:
+            new_hash = partial(hashlib.blake2b, digest_size=16, person=person)
+            hasher = hashlib.file_digest(stream, new_hash)
+        with self._opened() as stream:
+            entries = form.count(stream)
+        if self._campaign is not None:
+            hasher.update(f" campaign={self._campaign}".encode())
+        if self._defaults is not None:
+            hasher.update(f" defaults={self._defaults}".encode())
+        self.identity = hasher.hexdigest()
+        self.ids = self.identity
+        """What ids are made of where a job has none: that, or the identity of earlier content."""
+        count = terms.get("count")
+        self.count = entries if count is None else min(count, entries)
+
+    def describe(self) -> str:
+        """How much there is; a line may hold no job."""
+        return f"{self._name}: {self.count:,} {self._form.unit}{'s' * (self.count != 1)}"
 
     def check(self, start: int, on_job: OnJob | None = None, on_body: OnBody | None = None) -> None:
         """Checks each entry that is to be sent, for *on_job*; or raises SetupError.
 
-        *on_body* gets the position and the message of each, unsigned. Without *on_job*, nothing is
-        checked that can be read only once.
+        *on_body* gets the position and the message of each, unsigned.
         """
-        if on_job is None and not self._can_be_read_again:
-            return
         read = self._read(start, self.report.reject, on_job or (lambda *_: None))
         for position, body in enumerate(read, start):
             if body is not None and on_body is not None:
@@ -178,8 +216,7 @@ class _EntrySource(abc.ABC):
     def _refuse(self, rejected: Rejected) -> None:
         self.report.reject(rejected)
         raise errors.SetupError(
-            f"{rejected.place} is not a valid job: {rejected.reason}; the jobs before it are sent"
-            " (--skip-invalid skips such jobs)"
+            f"{rejected.place} is not a valid job: {rejected.reason}; --skip-invalid skips such"
         )
 
     def place(self, position: int) -> str:
@@ -191,12 +228,13 @@ class _EntrySource(abc.ABC):
         return itertools.islice((body for body in self.bodies(0) if body is not None), most)
 
     def _read(
-        self, start: int, on_rejected: OnRejected, on_job: OnJob | None = None
+        self, start: int, on_rejected: Callable[[Rejected], None], on_job: OnJob | None = None
     ) -> Iterator[str | None]:
         """The messages from position *start* on; with *on_job* they are only checked."""
         with self._opened() as stream:
-            end = None if self.count is None else max(0, self.count - start)
-            entries = itertools.islice(self._form.entries(stream, start), end)
+            entries = itertools.islice(
+                self._form.entries(stream, start), max(0, self.count - start)
+            )
             for number, entry in enumerate(entries, start + 1):
                 problem, body = entry.problem, None
                 try:
@@ -214,13 +252,15 @@ class _EntrySource(abc.ABC):
     def _message(self, entry: Entry, id_text: str, on_job: OnJob | None) -> str:
         text, has_failed = _without_failure(entry.text)
         job_id = digest(id_text.encode())
-        job = read_job(text, job_id)
+        job = message.read_job(text, job_id, defaults=self._defaults)
+        if self._to_compare:
+            self._compare_defaults(entry.place, text, job)
         if self._campaign is not None:
             job = job.identified(job_id, self._campaign)
         # Only checked, it has spaces for a signature: to sign takes as long as to read.
         signer, room = (None, MAX_SIGNATURE_BYTES) if on_job and self._signer else (self._signer, 0)
         # Without one, a job that somebody has signed stays as it was signed.
-        is_theirs = self._signer is None and is_signed(text)
+        is_theirs = self._signer is None and message.is_signed(text)
         body = without_deliveries(text) if is_theirs else job.to_message(signer)
         sizes.checked_messages([body + " " * room])
         if on_job is not None:
@@ -228,64 +268,30 @@ class _EntrySource(abc.ABC):
         self.mended += on_job is None and has_failed
         return MendedMessage(body) if has_failed else body
 
-    @abc.abstractmethod
-    def _opened(self) -> AbstractContextManager[io.BufferedReader]:
-        """The content, decompressed."""
+    def _compare_defaults(self, place: str, text: str, job: Job) -> None:
+        """Tells of the first payload of AUTOMATIC1111's that it would draw with other defaults."""
+        self._to_compare -= 1
+        given = message.fields_if_any(text).keys()
+        if not (given & _OF_A1111 or given >= {"sampler_name", "steps", "cfg_scale"}):
+            return
+        theirs = message.read_job(text, str(job.id), defaults=settings_table.A1111)
+        values = {name: getattr(theirs, name) for name in _COMPARED}
+        other = [f"{name} {value}" for name, value in values.items() if value != getattr(job, name)]
+        if other:
+            notice = f"AUTOMATIC1111's API has other defaults for what it lacks: {', '.join(other)}"
+            self.report.notice(place, f"{notice}; --defaults {settings_table.A1111} takes them")
+            self._to_compare = 0
 
 
-class FileSource(_EntrySource):
-    """A file of jobs; ids come from the content and the entry's number, with or without a job."""
+class StandardInput(FileSource):
+    """Standard input, copied to a temporary file; a job without an id takes a random one."""
 
-    count: int
-
-    def __init__(self, path: Path, form: Format = FORMATS["jsonl"], **terms: Unpack[Terms]) -> None:
-        super().__init__(str(path), form, terms)
-        # The same bytes are other jobs in another format.
-        person = b"" if form.name == "jsonl" else form.name.encode()
-        self._file = UnchangedFile(path, form)
-        with self._opened() as stream:
-            new_hash = partial(hashlib.blake2b, digest_size=16, person=person)
-            hasher = hashlib.file_digest(stream, new_hash)
-        with self._opened() as stream:
-            entries = form.count(stream)
-        if self._campaign is not None:
-            hasher.update(f" campaign={self._campaign}".encode())
-        self.identity = self.ids = hasher.hexdigest()
-        count = terms.get("count")
-        self.count = entries if count is None else min(count, entries)
-
-    def describe(self) -> str:
-        """How much there is; a line may hold no job."""
-        return f"{self._name}: {self.count:,} {self._form.unit}{'s' * (self.count != 1)}"
-
-    def _opened(self) -> AbstractContextManager[io.BufferedReader]:
-        return self._file.opened()
-
-
-class StreamSource(_EntrySource):
-    """Standard input, which has no checkpoint; a job without an id takes a random one."""
-
-    _can_be_read_again = False
-
-    def __init__(
-        self, stream: io.BufferedReader, form: Format = FORMATS["jsonl"], **terms: Unpack[Terms]
-    ) -> None:
-        super().__init__("standard input", form, terms)
-        self._stream = stream
+    def __init__(self, form: Format, **terms: Unpack[Terms]) -> None:
+        with tempfile.NamedTemporaryFile(prefix="imagefleet-", delete=False) as copy:
+            shutil.copyfileobj(sys.stdin.buffer, copy)
+        weakref.finalize(self, os.unlink, copy.name)
+        super().__init__(Path(copy.name), form, name="standard input", **terms)
         self.identity = self.ids = uuid.uuid4().hex
-        self.count = terms.get("count")
-
-    def describe(self) -> str:
-        """Describes nothing: how much there is shows at its end."""
-        return ""
-
-    def place(self, position: int) -> str:
-        return f"{self._name}, {self._form.unit} {position + self._form.first}"
-
-    @contextmanager
-    def _opened(self) -> Iterator[io.BufferedReader]:
-        with _explained(self._name, self._form):
-            yield decompressed(self._stream)
 
 
 def _without_failure(text: str) -> tuple[str, bool]:
@@ -293,28 +299,13 @@ def _without_failure(text: str) -> tuple[str, bool]:
 
     `imagefleet failed --export` notes the one, `imagefleet load --rejects` the other.
     """
-    if f'"{FAILURE_FIELD}"' not in text:
+    if f'"{message.FAILURE_FIELD}"' not in text:
         return text, False  # the most common case, without parsing it
     try:
-        fields = message_fields(text)
+        fields = message.message_fields(text)
     except (ValueError, RecursionError):
         return text, False  # not JSON, which `read_job` says
-    if isinstance(fields, dict) and FAILURE_FIELD in fields:
-        failure = fields.pop(FAILURE_FIELD)
+    if isinstance(fields, dict) and message.FAILURE_FIELD in fields:
+        failure = fields.pop(message.FAILURE_FIELD)
         return json.dumps(fields), not is_rejected(failure)
     return text, False
-
-
-@contextmanager
-def _explained(name: str, form: Format) -> Iterator[None]:
-    """Errors of reading a file as SetupErrors that name it."""
-    try:
-        yield
-    except (EOFError, zlib.error):
-        raise errors.SetupError(
-            f"{name} cannot be read: it is gzip that is damaged or incomplete"
-        ) from None
-    except OSError as error:
-        raise errors.SetupError(f"{name} cannot be read: {error.strerror or error}") from None
-    except FormatError as error:
-        raise errors.SetupError(f"{name} as {form.name}: {error}") from None

@@ -1,7 +1,5 @@
 """One load: a source, the queue that it fills, and its progress in a checkpoint file."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -9,22 +7,23 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
-from pydantic import AwareDatetime, BaseModel, Field, ValidationError
+from pydantic import AwareDatetime, BaseModel, Field
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency, errors, validation
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.job.message import job_key
-from imagefleet.records.sent import Digests, Ledgers, job_of
+from imagefleet.records.sent import Ledgers, job_of
 from imagefleet.storage import enqueue
 from imagefleet.storage.open import Storage, absolute_url
 from imagefleet.storage.settings import Priority
 from imagefleet.submit import BulkSender, Progress, keep_noting
-from loadgen.campaigns import Changes, FileJobs, LoadedCampaigns, Sample, jobs_of
+from loadgen.campaigns import FileJobs, LoadedCampaigns, Sample, jobs_of, shown
 from loadgen.caption_sweep import SweepSource
-from loadgen.file_source import FileSource, StreamSource
+from loadgen.file_source import FileSource
 from loadgen.processes import Refusals, SenderProcesses
 from loadgen.settings import LoadSettings
 from loadgen.sources import Source
@@ -35,13 +34,8 @@ _NAMED = 3
 #: Changed jobs that are replaced together.
 _REPLACED_AT_ONCE = 32
 
-
-class Replace(Protocol):
-    """Sends jobs in the place of those that were sent with their ids."""
-
-    def __call__(
-        self, storage: Storage, bodies: list[str], *, only_check: bool
-    ) -> Awaitable[None]: ...
+#: Called with the storage, the messages that take the place of others, and by name *only_check*.
+Replace = Callable[..., Awaitable[None]]
 
 
 class Checkpoint(BaseModel, extra="forbid", frozen=True):
@@ -64,16 +58,8 @@ class Checkpoint(BaseModel, extra="forbid", frozen=True):
     @classmethod
     def read(cls, path: Path) -> Self | None:
         """The checkpoint, or None without a file; raises SetupError for any other file."""
-        try:
-            return cls.model_validate_json(path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise errors.SetupError(f"{path} cannot be read: {error.strerror}") from None
-        except ValidationError:
-            raise errors.SetupError(
-                f"{path} is not a valid checkpoint; --restart begins with the first job"
-            ) from None
+        otherwise = "is not a valid checkpoint; --restart begins with the first job"
+        return validation.read_file(cls, path, otherwise)
 
     def write(self, path: Path) -> None:
         """Replaces the file atomically; raises SetupError if it cannot be written."""
@@ -100,27 +86,6 @@ def _unwritable(path: Path, error: OSError) -> errors.SetupError:
         f"the checkpoint {path} cannot be written: {error.strerror};"
         " choose another path with --state FILE"
     )
-
-
-class CheckpointFile:
-    """A checkpoint whose counts are overwritten in place, which takes microseconds."""
-
-    def __init__(self, path: Path, checkpoint: Checkpoint) -> None:
-        """Raises SetupError if it cannot be written."""
-        self._path = path
-        checkpoint.write(path)
-        self._file = path.open("r+b", buffering=0)
-
-    def note(self, confirmed: int, noted: int) -> None:
-        """A kill leaves the counts of before or these."""
-        try:
-            self._file.seek(0)
-            self._file.write(_counts(confirmed, noted))
-        except OSError as error:
-            raise _unwritable(self._path, error) from None
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def default_path(source: Path, queue: str) -> Path:
@@ -151,14 +116,6 @@ def resume(path: Path, new: Checkpoint, *, may_change: bool = False) -> Checkpoi
     return (found if found.source == new.source else new).model_copy(update=kept)
 
 
-def _ids_of(path: Path) -> str:
-    """What the ids of earlier loads of a file are made of, if that is known."""
-    with contextlib.suppress(errors.SetupError):
-        if found := Checkpoint.read(path):
-            return found.ids
-    return ""
-
-
 @dataclass(frozen=True, slots=True)
 class Summary:
     """The result of one load. *confirmed* counts positions of the source, earlier runs included."""
@@ -174,7 +131,7 @@ class Summary:
     as_before: int
     """Jobs that were sent before; they are sent again with `--restart` alone."""
     confirmed: int
-    total: int | None
+    total: int
     finished: bool
     seconds: float
     jobs_per_second: float
@@ -227,15 +184,17 @@ class Load:
             may_change = isinstance(source, FileSource)
             if not restart:
                 self._start = resume(checkpoint_path, new, may_change=may_change)
-            elif may_change and (ids := _ids_of(checkpoint_path)):
-                self._start = new.model_copy(update={"ids": ids})
+            elif may_change:
+                with contextlib.suppress(errors.SetupError):  # --restart takes any file's place
+                    if found := Checkpoint.read(checkpoint_path):
+                        self._start = new.model_copy(update={"ids": found.ids or new.ids})
         if isinstance(source, FileSource):
             source.ids = self._start.ids
         #: Positions that earlier runs have sent.
         self.confirmed = self._start.confirmed
-        self._file: CheckpointFile | None = None
+        self._file: FileIO | None = None
         #: Whether earlier runs have sent everything.
-        self.is_done = source.count is not None and self.confirmed >= source.count
+        self.is_done = self.confirmed >= source.count
         self._on_notice = on_notice
         self._replace, self._new_only = replace, new_only
         self._jobs: FileJobs | None = None
@@ -257,11 +216,8 @@ class Load:
             sends_again=restart,
             skips_changed=new_only,
         )
-        if isinstance(source, StreamSource):
-            self._campaigns.rows, self._campaigns.place = Digests(), source.place
         self.refusals = refusals or Refusals()
-        left = None if source.count is None else source.count - self.confirmed
-        count = settings.processes_for(left)
+        count = settings.processes_for(source.count - self.confirmed)
         self._processes = (
             SenderProcesses(settings, priority, count, self.refusals) if count > 1 else None
         )
@@ -271,7 +227,7 @@ class Load:
         self._to = enqueue.JobSender(storage, priority, elsewhere=models, send=send)
         batches, jobs = settings.batches_for(count)
         self._sender = BulkSender(
-            self._to,
+            self._to.send,
             source.bodies(self.confirmed),
             start=self.confirmed,
             concurrency=batches,
@@ -305,22 +261,23 @@ class Load:
             if not self.is_done:
                 progress = await self._send(on_confirmed)
         finally:
-            await self._end()
+            await self._campaigns.note()
+            self._write_checkpoint()
+            if self._file is not None:
+                self._file.close()
         seconds = time.monotonic() - began
-        counts = self._campaigns.counts
-        found = Changes(
-            counts["new"], counts["changed"] + self._replaced, counts["as_before"] - self._replaced
-        )
-        if not self._is_compared and (found.changed or found.as_before):
-            self._on_notice(f"{found}")
+        found = self._campaigns.counts
+        found.update(changed=self._replaced, as_before=-self._replaced)
+        if not self._is_compared and (found["changed"] or found["as_before"]):
+            self._on_notice(shown(found))
         return Summary(
             storage=self._storage.url,
             queue=self._queue.name,
             queues=dict(sorted(self._to.sent_to.items(), key=lambda each: (-each[1], each[0]))),
             sent=progress.sent + self._replaced,
-            new=found.new,
-            changed=found.changed,
-            as_before=found.as_before,
+            new=found["new"],
+            changed=found["changed"],
+            as_before=found["as_before"],
             confirmed=progress.confirmed,
             total=self._source.count,
             finished=progress.finished,
@@ -362,7 +319,8 @@ class Load:
             self._jobs = None
         if self._path is not None:
             # Fails before anything is sent, if the path is not writable.
-            self._file = CheckpointFile(self._path, self._start)
+            self._start.write(self._path)
+            self._file = self._path.open("r+b", buffering=0)
         noted = min(self._start.noted, self.confirmed)
         sent = itertools.islice(self._source.bodies(noted), self.confirmed - noted)
         await self._campaigns.begin(sent, noted, self.confirmed)
@@ -381,8 +339,8 @@ class Load:
         except errors.SetupError:
             return  # which is said where they are noted
         self._is_compared = True
-        if found.changed or found.as_before:
-            self._on_notice(f"{found}")
+        if found["changed"] or found["as_before"]:
+            self._on_notice(shown(found))
         if self._new_only or not changed:
             return
         if self._replace is None:
@@ -418,12 +376,12 @@ class Load:
             if position >= positions[-1]:
                 return
 
-    async def _end(self) -> None:
-        await self._campaigns.note()
-        self._write_checkpoint()
-        if self._file is not None:
-            self._file.close()
-
     def _write_checkpoint(self) -> None:
-        if self._file is not None:
-            self._file.note(self._sender.progress.confirmed, self._campaigns.noted)
+        """Overwrites the counts, in microseconds; a kill leaves those of before or these."""
+        if self._path is None or self._file is None:
+            return
+        try:
+            self._file.seek(0)
+            self._file.write(_counts(self._sender.progress.confirmed, self._campaigns.noted))
+        except OSError as error:
+            raise _unwritable(self._path, error) from None

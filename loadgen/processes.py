@@ -3,8 +3,6 @@
 `python -m loadgen.processes` is one of them; it ends with its standard input.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -31,10 +29,6 @@ class Refusals:
     def __init__(self) -> None:
         self.count = 0
         self.policy = dataclasses.replace(concurrency.PATIENT, on_retry=self._note)
-
-    def take(self) -> int:
-        taken, self.count = self.count, 0
-        return taken
 
     def _note(self, error: errors.TransientError) -> None:
         self.count += isinstance(error, errors.BusyError)
@@ -177,7 +171,8 @@ async def _serve() -> None:
             await storage.models.send(messages, priority)
         except errors.FleetError as caught:
             error = caught
-        writer.write(_packed((number, error, refusals.take())))
+        count, refusals.count = refusals.count, 0
+        writer.write(_packed((number, error, count)))
 
     async with open_storage(settings, refusals.policy) as storage, asyncio.TaskGroup() as group:
         sending: set[asyncio.Task[None]] = set()

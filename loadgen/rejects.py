@@ -11,13 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from imagefleet import redaction, validation
-from imagefleet.job.message import (
-    DELIVERIES_FIELD,
-    DIGEST_FIELD,
-    FAILURE_FIELD,
-    Job,
-    fields_if_any,
-)
+from imagefleet.job import message
+from imagefleet.job.message import DELIVERIES_FIELD, DIGEST_FIELD, FAILURE_FIELD, Job
 from imagefleet.signing import SIGNATURE_FIELD
 from loadgen.formats.lines import Entry
 
@@ -33,14 +28,12 @@ _LIMITS = {
     "le": "at most {}",
     "lt": "less than {}",
     "max_length": "at most {} characters or elements",
-    "multiple_of": "a multiple of {}",
     "expected": "{}",
 }
 
 #: A reason of several fields, or of the job as a whole, begins with the first of them.
 _FIELD = re.compile(r"([a-z_][\w.\[\]]*): ")
 _LOOK_ALIKE = re.compile(r"did you mean '([^']+)'")
-_KNOWN = re.compile(r"known: ([^;]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,62 +41,44 @@ class Rejected:
     """A row that is refused; of several fields that are wrong, the first."""
 
     place: str
-    line: int | None
     reason: str
     job: Mapping[str, Any]
-    """The fields of the job, as far as it could be read; else the row is in `text`."""
-    text: str = ""
-    field: str | None = None
-    value: str | None = None
-    """What the field has, shortened and without secrets."""
-    limit: str | None = None
-    look_alike: str | None = None
+    """The fields of the job, as far as it could be read."""
+    facts: Mapping[str, Any]
+    """What is known of the row, as `--rejects` has it; its text, if its job could not be read."""
 
     @classmethod
     def of(cls, entry: Entry, reason: str) -> Rejected:
-        job = fields_if_any(entry.text)
+        job = message.fields_if_any(entry.text)
         named, value, limit = _first_error(job) if job else (None, None, None)
         if named is None and (match := _FIELD.match(reason)):
-            named = match[1]
-            value = job.get(named)
+            named, value = match[1], job.get(match[1])
         text = "" if job else entry.source or entry.text
-        if known := _KNOWN.search(reason):
-            reason += validation.suggestion(str(value), known[1].split(", "))
         alike = _LOOK_ALIKE.search(reason)
-        shown = text if named is None and text else value
-        return cls(
-            entry.place,
-            entry.line,
-            reason,
-            job,
-            text,
-            named,
-            None if shown is None else _shown(shown),
-            limit,
-            alike[1] if alike else None,
-        )
+        value = text if named is None and text else value
+        facts = {
+            "place": entry.place,
+            "line": entry.line,
+            "field": named,
+            "value": None if value is None else _shown(value),
+            "limit": limit,
+            "look_alike": alike and alike[1],
+            "reason": reason,
+            "row": text or None,
+        }
+        told = {name: each for name, each in facts.items() if each is not None}
+        return cls(entry.place, reason, job, told)
 
     @property
     def why(self) -> str:
         """The reason, with the job's id and the value that is wrong."""
-        named = {"id": self.job.get("id"), "value": self.value}
+        named = {"id": self.job.get("id"), "value": self.facts.get("value")}
         facts = ", ".join(f"{name} {_shown(each)}" for name, each in named.items() if each)
         return f"{self.reason} ({facts})" if facts else self.reason
 
     def as_job(self) -> dict[str, Any]:
         """The job to be mended and loaded again, with what is wrong in a key that is left out."""
-        facts = {
-            "place": self.place,
-            "line": self.line,
-            "field": self.field,
-            "value": self.value,
-            "limit": self.limit,
-            "look_alike": self.look_alike,
-            "reason": self.reason,
-            "row": self.text or None,
-        }
-        told = {name: each for name, each in facts.items() if each is not None}
-        return {**self.job, FAILURE_FIELD: told}
+        return {**self.job, FAILURE_FIELD: self.facts}
 
 
 def is_rejected(failure: object) -> bool:
@@ -118,12 +93,11 @@ def _first_error(job: Mapping[str, Any]) -> tuple[str | None, Any, str | None]:
         Job.model_validate({name: each for name, each in job.items() if name not in besides})
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
-        if not detail["loc"]:
-            return None, None, None
         context = detail.get("ctx", {})
         limits = [text.format(context[key]) for key, text in _LIMITS.items() if key in context]
         value = None if detail["type"] == "missing" else detail["input"]
-        return validation.location(detail["loc"]), value, limits[0] if limits else None
+        if detail["loc"]:
+            return validation.location(detail["loc"]), value, limits[0] if limits else None
     return None, None, None
 
 
@@ -143,7 +117,6 @@ class Report:
     on_notice: Callable[[str], object] = lambda _: None
     """Is told of a row that is a job, but may not be meant as it is."""
     rejects: str = ""
-    """The file that holds them all."""
 
     def __post_init__(self) -> None:
         self.shown: list[Rejected] = []

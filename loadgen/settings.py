@@ -1,7 +1,5 @@
 """Settings of `imagefleet load`."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from imagefleet import concurrency
@@ -63,11 +61,11 @@ class LoadSettings(SignerSettings):
             return self.verify_share
         return 0.0 if self._is_local else DEFAULT_VERIFY_SHARE
 
-    def processes_for(self, jobs: int | None) -> int:
-        """How many send *jobs*, None: nobody knows how many there are."""
+    def processes_for(self, jobs: int) -> int:
+        """How many send so many *jobs*."""
         if self.processes is not None:
             return self.processes
-        if self._is_local or jobs is None or jobs < _MANY_JOBS:
+        if self._is_local or jobs < _MANY_JOBS:
             return 1  # local storage has one writer at a time
         return max(1, min(_MOST_BY_DEFAULT, concurrency.cores() - 1))
 

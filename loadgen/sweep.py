@@ -1,11 +1,9 @@
-"""Lists and ranges in a template's job fields: a sweep over all combinations, or random ones."""
+"""Lists and ranges in a template's job fields: a sweep over all combinations."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -91,7 +89,7 @@ class Range(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What has several values: fields, in the order of `SWEPT`, and the words of lists."""
+    """The fields that have several values, in the order of `SWEPT`."""
 
     values: Mapping[str, Sequence[Any]]
 
@@ -107,22 +105,10 @@ class Sweep:
             chosen[name] = self.values[name][index]
         return {name: chosen[name] for name in self.values}
 
-    def drawn(self, seed: int, index: int) -> Fields:
-        """The fields of job *index*, each drawn by itself from a stream of their own."""
-        data = struct.pack(">QQ", seed, index) + b"fields"
-        stream = hashlib.shake_256(data).digest(16 * len(self.values))
-        numbers = (int.from_bytes(stream[at : at + 16]) for at in range(0, len(stream), 16))
-        return {
-            name: values[number % len(values)]
-            for (name, values), number in zip(self.values.items(), numbers, strict=True)
-        }
-
     def describe(self) -> str:
         """`3 steps x 2 size`."""
         sizes = {name: len(values) for name, values in self.values.items()}
-        return " x ".join(
-            f"{size:,} {name.strip('{}')}" for name, size in sizes.items() if size > 1
-        )
+        return " x ".join(f"{size:,} {name}" for name, size in sizes.items() if size > 1)
 
 
 def read(fields: Mapping[str, Any]) -> tuple[Fields, Sweep]:
@@ -177,15 +163,10 @@ def as_job_fields(fields: Mapping[str, Any]) -> Fields:
     return others | {"width": int(found[1]), "height": int(found[2])}
 
 
-def label(fields: Mapping[str, Any]) -> str:
-    """The values as an id has them: `512x768-ddim-cfg7.5-steps20`."""
-    return "-".join(SWEPT[name] + _spelt(name, value) for name, value in fields.items())
-
-
-def _spelt(name: str, value: Any) -> str:
-    if name == "sampler_name":
-        return slug(samplers.find(value).key)
-    return slug(f"{value:.{_DIGITS}g}" if isinstance(value, float) else str(value))
+def label(name: str, value: Any) -> str:
+    """A field's value as an id has it: `512x768`, `ddim`, `cfg7.5` or `steps20`."""
+    text = f"{value:.{_DIGITS}g}" if isinstance(value, float) else str(value)
+    return SWEPT[name] + slug(samplers.find(value).key if name == "sampler_name" else text)
 
 
 def slug(text: str) -> str:

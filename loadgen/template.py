@@ -5,8 +5,6 @@ a second draw. Entries may contain placeholders. `{{` and `}}` are braces. Draws
 202): job n is a function of the seed and n, on every version of Python.
 """
 
-from __future__ import annotations
-
 import bisect
 import hashlib
 import itertools
@@ -17,7 +15,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import (
     BaseModel,
@@ -31,7 +29,7 @@ from pydantic import (
 
 from imagefleet import errors, redaction, validation, yaml_file
 from imagefleet.job import prompt
-from imagefleet.job.message import Job, SafeFileName
+from imagefleet.job.message import SafeFileName
 from loadgen import sweep as sweeping
 
 SUFFIXES = frozenset({".yaml", ".yml", ".toml"})
@@ -67,10 +65,8 @@ class Choice(
     @classmethod
     def _tags_are_valid(cls, text: str) -> str:
         if "{" not in text:  # a tag with a placeholder is checked with the whole prompt
-            try:
+            with validation.as_error(ValueError):
                 prompt.read_prompt(text)
-            except errors.JobError as error:
-                raise ValueError(error.message) from None
         return text
 
     @model_validator(mode="after")
@@ -100,16 +96,6 @@ class Template(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True
     seed: int = Field(default=0, ge=0, lt=2**63)
     lists: dict[ListName, Choices] = Field(default_factory=dict)
     job: dict[str, JsonValue] = Field(default_factory=dict)
-    sweep: Literal["all", "random"] = "all"
-    every: tuple[str, ...] = ()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _job_fields_are_not_at_the_top(cls, document: Mapping[str, object]) -> object:
-        for name in document:
-            if name in Job.model_fields and name not in cls.model_fields:
-                raise ValueError(f"{name}: unknown key; fields of the job belong under `job:`")
-        return document
 
     @field_validator("job")
     @classmethod
@@ -119,22 +105,6 @@ class Template(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True
                 raise ValueError(f"{name} is filled in for each job; remove it here")
         sweeping.read(fields)
         return fields
-
-    @model_validator(mode="after")
-    def _every_is_known(self) -> Self:
-        for name in self.every:
-            if name not in self.choices:
-                known = ", ".join(self.choices)
-                raise ValueError(f"every: there is no list {name[:80]!r}; there are {known}")
-            if self.every.count(name) > 1:
-                raise ValueError(f"every: {name!r} is there twice")
-        if self.every and self.sweep == "random":
-            raise ValueError("every: is for `sweep: all`; remove one of the two")
-        return self
-
-    @property
-    def choices(self) -> dict[str, Choices]:
-        return {"prompt": self.prompt, "negative_prompt": self.negative_prompt, **self.lists}
 
 
 #: The fields of all levels of the file, for suggestions.
@@ -207,7 +177,7 @@ class Patterns:
     def __init__(self, lists: Mapping[str, Sequence[Choice]]) -> None:
         self._lists = lists
         self._slots: list[_Slot] = []
-        self._numbers: dict[str, int] = {}
+        self._by_placeholder: dict[str, int] = {}
         self._open: list[str] = []
         self._sizes: list[int] = []
 
@@ -228,20 +198,14 @@ class Patterns:
     def longest(self) -> int:
         return max(len(slot.words) for slot in self._slots)
 
-    def slot_of(self, name: str) -> int | None:
-        return self._numbers.get(name)
-
-    def draw(self, seed: int, index: int, words: Mapping[int, int]) -> list[Draw]:
-        """Every slot by chance, but for those in *words*, which have the word of this number."""
+    def draw(self, seed: int, index: int) -> list[Draw]:
+        """Every slot by chance."""
         size = len(self._slots)
         stream = hashlib.shake_256(struct.pack(">QQ", seed, index)).digest(16 * size)
         # A float has 53 bits.
         numbers = [(number >> 11) / 2**53 for number in struct.unpack(f">{2 * size}Q", stream)]
         picked = zip(self._slots, numbers[::2], numbers[1::2], strict=True)
-        return [
-            (words.get(number, slot.pick(fraction)), within)
-            for number, (slot, fraction, within) in enumerate(picked)
-        ]
+        return [(slot.pick(fraction), within) for slot, fraction, within in picked]
 
     def draw_in_turn(self, turn: int) -> list[Draw]:
         """Every slot at its choice *turn*: `longest` turns cover each word of each list."""
@@ -277,8 +241,8 @@ class Patterns:
         return token[0] if token in {"{{", "}}"} else self._placeholder(token[1:-1], place)
 
     def _placeholder(self, placeholder: str, place: str) -> int:
-        if placeholder in self._numbers:
-            return self._numbers[placeholder]
+        if placeholder in self._by_placeholder:
+            return self._by_placeholder[placeholder]
         name = placeholder.partition(":")[0]
         if name not in self._lists:
             known = ", ".join(sorted(self._lists)) or "none"
@@ -292,5 +256,5 @@ class Patterns:
         self._open.append(name)
         number = self.slot(self._lists[name], f"lists.{name}")
         self._open.pop()
-        self._numbers[placeholder] = number
+        self._by_placeholder[placeholder] = number
         return number

@@ -57,10 +57,6 @@ _STEPS = re.compile(r"(\d+)[-_ ]?steps?")
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """A file of some kind."""
-
-    source: str
-    """The setting: a file, or the name of a LoRA."""
     name: str
     kind: Kind
     steps: int
@@ -74,17 +70,11 @@ class Accelerator:
                 least, most = kind.steps
                 told = _STEPS.search(name.lower())
                 steps = int(told[1]) if told else _USUAL_STEPS
-                return cls(source, name, kind, min(max(steps, least), most))
+                return cls(name, kind, min(max(steps, least), most))
         raise errors.SetupError(
             f"--accelerator {name[:40]!r}: its name tells no kind; it should hold lcm, lightning,"
             " hyper, dmd2, pcm or few-steps"
         )
-
-    @property
-    def path(self) -> Path | None:
-        """The file, if the setting is one; else the name is that of a LoRA of jobs."""
-        given = Path(self.source).expanduser()
-        return given if given.suffix == ".safetensors" else None
 
     @property
     def usual(self) -> tuple[int, int]:
@@ -92,11 +82,8 @@ class Accelerator:
         return self.steps, self.kind.rows
 
     def fit(self, job: Job) -> Job:
-        """The job with these settings where it has the usual ones, of the same digest.
-
-        Raises JobError if it has others that contradict.
-        """
-        if any(tag.name == self.name for tag in job.parsed_prompt.loras):
+        """The job with these settings for its usual ones; raises JobError for contrary ones."""
+        if any(tag.name == self.name for tag in job.loras):
             raise errors.JobError(
                 f"the prompt names the LoRA {self.name[:40]!r}, which this worker draws all jobs"
                 " with: leave it out of the job"
@@ -108,7 +95,7 @@ class Accelerator:
         self._check("steps", steps, kind.steps)
         scale = given.get("cfg_scale", kind.guidance[0])
         self._check("cfg_scale", scale, kind.guidance)
-        weight = scale * job.parsed_prompt.weight
+        weight = scale * sum(job.parsed_prompt.weights)
         self._check("cfg_scale times the prompt's own weight", weight, kind.guidance)
         fields: dict[str, Any] = {
             "sampler_name": sampler.title,
@@ -130,7 +117,7 @@ class Accelerator:
             self._check("hr_second_pass_steps", job.hr_second_pass_steps, kind.steps)
         own, _ = job.hires_prompts
         if own is not None:
-            weight = scale * own.weight
+            weight = scale * sum(own.weights)
             self._check("cfg_scale times the weight of hr_prompt", weight, kind.guidance)
         return {"hr_sampler_name": name and second.title, "hr_scheduler": None}
 

@@ -4,20 +4,20 @@ The event loop submits prepared requests and takes finished images; both queues 
 uploads block the GPU before they fill the memory. The thread measures busy and idle time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from imagefleet import errors
 from imagefleet.telemetry import logs
 from worker.engine import contract
+from worker.gpu_clock import GpuClock
 
 log = logs.EventLog(__name__)
 
@@ -48,37 +48,26 @@ class Delivery:
     finished_at: float
 
 
-@dataclass(slots=True)
-class GpuClock:
-    """The engine's busy and idle seconds, from its first image on."""
-
-    busy_seconds: float = 0.0
-    idle_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    images: int = 0
-    first_at: float | None = None
-    last_at: float | None = None
-    first_image_seconds: float | None = None
-    """Seconds to the first image from the worker's start, loading included."""
-
-    @property
-    def idle_fraction(self) -> float:
-        """The share of time, between the first image and the last, that the engine waited."""
-        if self.first_at is None or self.last_at is None or self.last_at <= self.first_at:
-            return 0.0
-        return max(0.0, 1 - self.busy_seconds / (self.last_at - self.first_at))
-
-
 Take = Callable[[], bool]
 """Gives the engine another model; False, with nothing changed, if it cannot."""
 
 
 @dataclass(slots=True)
-class _Replacement:
-    """What is to come in place of the engine."""
+class _Wanted:
+    """A model to draw with from now on."""
 
     load: Callable[[], contract.Engine]
     take: Take | None
-    loaded: asyncio.Future[contract.Engine]
+    loaded: Future[contract.Engine]
+
+    def is_taken(self) -> bool:
+        """Whether the engine stays, with this model."""
+        take, self.take = self.take, None
+        try:
+            return take is not None and take()
+        except Exception:
+            log.warning("the engine is loaded anew", exc_info=True, action="weights_not_taken")
+            return False
 
 
 class EngineThread:
@@ -103,11 +92,11 @@ class EngineThread:
         self._load = load
         self._why_idle = why_idle
         self._waiting: deque[tuple[int, contract.PreparedRequest]] = deque()
-        self._calls: deque[tuple[Callable[[], object], asyncio.Future[Any]]] = deque()
+        self._calls: deque[tuple[Callable[[], object], Future[Any]]] = deque()
         self._urgent: deque[tuple[int, contract.PreparedRequest]] = deque()
-        self._drawing: dict[int, asyncio.Future[Delivery | None]] = {}
+        self._drawing: dict[int, Future[Delivery | None]] = {}
         self._wake = threading.Condition()
-        self._replacement: _Replacement | None = None
+        self._wanted: _Wanted | None = None
         self._accepting = True
         self._holds_jobs = False
         self._stopping = False
@@ -115,7 +104,6 @@ class EngineThread:
         self._finished: asyncio.Queue[Delivery] = asyncio.Queue()
         self._admitted_at: dict[int, float] = {}
         self._loop = asyncio.get_running_loop()
-        self._loaded: asyncio.Future[contract.Engine] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._in_order = asyncio.Lock()
         self._fewer_wait = asyncio.Event()
@@ -124,7 +112,7 @@ class EngineThread:
     async def start(self) -> contract.Engine:
         """Loads the engine on its thread; raises what loading raised."""
         self._thread.start()
-        return self._attach(await asyncio.shield(self._loaded))
+        return await self._attach(self._load)
 
     async def replace(
         self, load: Callable[[], contract.Engine], take: Take | None = None
@@ -135,21 +123,23 @@ class EngineThread:
         model. Until then, no request is accepted. After an error of *load*, which is raised here,
         there is no engine: call this again then.
         """
-        loaded: asyncio.Future[contract.Engine] = self._loop.create_future()
         self.stop_accepting()
         self.engine = None  # its memory is the next one's
-        with self._wake:
-            self._replacement = _Replacement(load, take, loaded)
-            self._wake.notify()
-        engine = self._attach(await asyncio.shield(loaded))
-        while self.finished_already():  # of jobs that were handed back
-            pass
+        engine = await self._attach(load, take)
+        while not self._finished.empty():  # of jobs that were handed back
+            await self.finished()
         with self._wake:
             self._accepting, self._holds_jobs = True, False
         return engine
 
-    def _attach(self, engine: contract.Engine) -> contract.Engine:
-        self.engine = engine
+    async def _attach(
+        self, load: Callable[[], contract.Engine], take: Take | None = None
+    ) -> contract.Engine:
+        wanted = _Wanted(load, take, _answer())
+        with self._wake:
+            self._wanted = wanted
+            self._wake.notify()
+        self.engine = engine = await asyncio.wrap_future(wanted.loaded)
         self._let_in(engine.capacity)
         return engine
 
@@ -159,10 +149,7 @@ class EngineThread:
         return len(self._admitted_at)
 
     async def submit(self, ticket: int, prepared: contract.PreparedRequest) -> bool:
-        """Queues a request, once fewer than the engine's capacity are waiting.
-
-        Returns whether it was accepted: not after `stop_accepting`.
-        """
+        """Queues a request once fewer than `capacity` wait; False after `stop_accepting`."""
         async with self._in_order:
             while self._accepting and len(self._waiting) >= self.capacity:
                 self._fewer_wait.clear()
@@ -173,19 +160,27 @@ class EngineThread:
                 self._wake.notify()
         return self._accepting
 
-    async def draw(self, ticket: int, prepared: contract.PreparedRequest) -> Delivery | None:
-        """Draws a request that is no job's before all that wait, however many they are.
+    async def draw(
+        self, ticket: int, prepared: contract.PreparedRequest, *, urgent: bool = True
+    ) -> Delivery | None:
+        """Draws a request, an *urgent* one before all that wait, however many they are.
 
         Its outcome does not wait for jobs' images to be encoded. None: the worker drains.
         """
-        delivered: asyncio.Future[Delivery | None] = self._loop.create_future()
-        with self._wake:
-            if not self._accepting:
-                return None
-            self._urgent.append((ticket, prepared))
-            self._drawing[ticket] = delivered
-            self._wake.notify()
-        return await delivered
+        delivered: Future[Delivery | None] = _answer()
+        self._drawing[ticket] = delivered
+        if urgent:
+            with self._wake:
+                is_accepted = self._accepting
+                if is_accepted:
+                    self._urgent.append((ticket, prepared))
+                    self._wake.notify()
+        else:
+            is_accepted = await self.submit(ticket, prepared)
+        if not is_accepted:
+            self._drawing.pop(ticket, None)  # the engine's thread may have answered it
+            return None
+        return await asyncio.wrap_future(delivered)
 
     def hold_jobs(self, *, hold: bool) -> None:
         """Lets the engine begin no more jobs, but what `draw` asks for, or lets it go on."""
@@ -200,7 +195,7 @@ class EngineThread:
             tickets = [ticket for ticket, _ in self._waiting]
             self._waiting.clear()
             for ticket, _ in self._urgent:
-                self._call(_answer, self._drawing.pop(ticket))
+                self._drawing.pop(ticket).set_result(None)
             self._urgent.clear()
         self._fewer_wait.set()
         return tickets
@@ -210,24 +205,16 @@ class EngineThread:
 
         Where the thread calls nothing any more, this never returns.
         """
-        answer: asyncio.Future[Result] = self._loop.create_future()
+        answer: Future[Result] = _answer()
         with self._wake:
             self._calls.append((function, answer))
             self._wake.notify()
-        return await answer
+        return await asyncio.wrap_future(answer)
 
     async def finished(self) -> Delivery:
-        """The next outcome."""
         delivery = await self._finished.get()
         self._room.release()
         return delivery
-
-    def finished_already(self) -> Delivery | None:
-        """Takes what `finished` would, without a wait: None if there is no outcome yet."""
-        if self._finished.empty():
-            return None
-        self._room.release()
-        return self._finished.get_nowait()
 
     @property
     def is_stalled(self) -> bool:
@@ -258,29 +245,26 @@ class EngineThread:
             self._ended.exception()  # retrieved: `watch` has raised it
 
     def _run(self) -> None:
+        engine: contract.Engine | None = None
+        ended_at: float | None = None  # of the work with the model before
         try:
-            engine = self._load()
-        except Exception as error:  # noqa: BLE001 - raised again by start()
-            self._call(self._loaded.set_exception, error)
-            self._call(self._ended.set_result, None)
-            return
-        self._call(self._loaded.set_result, engine)
-        try:
-            while True:
+            while (wanted := self._next_wanted()) is not None:
+                if engine is not None and not wanted.is_taken():
+                    engine.close()
+                    engine = None  # its memory is the next one's
+                if engine is None:
+                    try:
+                        engine = wanted.load()
+                    except Exception as error:  # noqa: BLE001 - raised again by `_attach`
+                        wanted.loaded.set_exception(error)
+                        continue
+                if ended_at is not None:
+                    self.clock.idle_seconds["switch"] += time.monotonic() - ended_at
+                wanted.loaded.set_result(engine)
                 self._work(engine)
-                # The requests that it has begun and will not finish.
-                self._admitted_at.clear()
-                for drawing in self._drawing.values():
-                    self._call(_answer, drawing)
-                self._drawing.clear()
-                if self._has_taken(engine):
-                    continue
+                ended_at = time.monotonic()
+            if engine is not None:
                 engine.close()
-                del engine  # its memory is the next one's
-                if (following := self._load_following()) is None:
-                    break
-                engine = following
-                del following
         except errors.FleetError as error:
             self._call(self._ended.set_exception, error)
         except Exception as error:
@@ -289,43 +273,13 @@ class EngineThread:
         else:
             self._call(self._ended.set_result, None)
 
-    def _has_taken(self, engine: contract.Engine) -> bool:
-        """Whether the engine stays, with another model."""
-        if self._stopping or self._replacement is None or self._replacement.take is None:
-            return False
-        began_at = time.monotonic()
-        take, self._replacement.take = self._replacement.take, None
-        try:
-            if not take():
-                return False
-        except Exception:
-            log.warning("the engine is loaded anew", exc_info=True, action="weights_not_taken")
-            return False
+    def _next_wanted(self) -> _Wanted | None:
+        """Waits for the next model to draw with; None: stop."""
         with self._wake:
-            loaded, self._replacement = self._replacement.loaded, None
-        self.clock.idle_seconds["switch"] += time.monotonic() - began_at
-        self._call(_answer, loaded, engine)
-        return True
-
-    def _load_following(self) -> contract.Engine | None:
-        """The engine in place of the one that was closed; None: stop."""
-        began_at = time.monotonic()
-        while not self._stopping:
-            with self._wake:
-                if self._replacement is None:
-                    self._wake.wait(IDLE_TICK_SECONDS)
-                    continue
-                replacement, self._replacement = self._replacement, None
-            loaded = replacement.loaded
-            try:
-                engine = replacement.load()
-            except Exception as error:  # noqa: BLE001 - raised again by `replace`
-                self._call(_answer, loaded, None, error)
-                continue
-            self.clock.idle_seconds["switch"] += time.monotonic() - began_at
-            self._call(_answer, loaded, engine)
-            return engine
-        return None
+            while not (self._stopping or self._wanted):
+                self._wake.wait(IDLE_TICK_SECONDS)
+            wanted, self._wanted = self._wanted, None
+        return None if self._stopping else wanted
 
     def _work(self, engine: contract.Engine) -> None:
         while self._admit(engine):
@@ -340,17 +294,20 @@ class EngineThread:
             self.clock.busy_seconds += ended_at - began_at
             self.clock.images += len(outcomes)
             self.clock.last_at = ended_at
-            if outcomes and self.clock.first_image_seconds is None:
-                seconds = self.clock.first_image_seconds = ended_at - self._began_at
-                log.info(f"first image {seconds:.1f} s after the start", action="first_image")
+            if outcomes and self.clock.full_speed_at is None:
+                self.clock.note_images(engine, self._began_at, ended_at)
             self._deliver(
                 Delivery(finished, self._admitted_at.pop(finished.ticket), ended_at)
                 for finished in outcomes
             )
+        # The requests that it has begun and will not finish.
+        self._admitted_at.clear()
+        while self._drawing:
+            self._drawing.popitem()[1].set_result(None)
 
     def _admit(self, engine: contract.Engine) -> bool:
         """Fills the engine; waits while there is nothing to do. False: stop, or it is replaced."""
-        while not (self._stopping or self._replacement):
+        while not (self._stopping or self._wanted):
             self._answer_calls()
             admitted: list[tuple[int, contract.PreparedRequest, bool]] = []
             cancelled: list[int] = []
@@ -366,7 +323,7 @@ class EngineThread:
                         continue
                     admitted.append((ticket, prepared, not is_job))
                     self._admitted_at[ticket] = time.monotonic()
-                if not (admitted or cancelled or engine.busy or self._calls or self._replacement):
+                if not (admitted or cancelled or engine.busy or self._calls or self._wanted):
                     self._wait_for_work()
             for ticket, prepared, urgent in admitted:
                 engine.admit(ticket, prepared, urgent=urgent)
@@ -386,11 +343,9 @@ class EngineThread:
             function, answer = self._calls.popleft()
             self.tick_began_at = time.monotonic()
             try:
-                result = function()
+                answer.set_result(function())
             except Exception as error:  # noqa: BLE001 - raised again by `call`
-                self._call(_answer, answer, None, error)
-            else:
-                self._call(_answer, answer, result)
+                answer.set_exception(error)
             self.tick_began_at = None
 
     def _wait_for_work(self) -> None:
@@ -404,7 +359,7 @@ class EngineThread:
         for_jobs: list[Delivery] = []
         for delivery in deliveries:
             if drawing := self._drawing.pop(delivery.finished.ticket, None):
-                self._call(_answer, drawing, delivery)
+                drawing.set_result(delivery)
                 continue
             if not self._room.acquire(blocking=False):
                 self._call(self._put_finished, for_jobs)
@@ -417,7 +372,7 @@ class EngineThread:
     def _wait_for_room(self) -> None:
         began_at = time.monotonic()
         # Once the thread stops, or the engine is replaced, nothing is taken any more.
-        while not (self._stopping or self._replacement):
+        while not (self._stopping or self._wanted):
             if self._room.acquire(timeout=IDLE_TICK_SECONDS):
                 break
         self.clock.idle_seconds["backpressure"] += time.monotonic() - began_at
@@ -437,12 +392,8 @@ class EngineThread:
             self._loop.call_soon_threadsafe(function, *arguments)
 
 
-def _answer(
-    future: asyncio.Future[Any], result: object = None, error: Exception | None = None
-) -> None:
-    if future.done():  # its caller may have been cancelled
-        return
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)
+def _answer() -> Future[Any]:
+    """What the engine's thread answers, though its caller may have been cancelled."""
+    answer: Future[Any] = Future()
+    answer.set_running_or_notify_cancel()
+    return answer

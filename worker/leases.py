@@ -4,10 +4,7 @@ Each renewal replaces a message's receipt, so renewing, releasing and deleting o
 lock: a delete with the previous receipt would fail.
 """
 
-from __future__ import annotations
-
 import asyncio
-import enum
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -28,27 +25,18 @@ TRIES_PER_LEASE = 10
 RenewalResult = Literal["renewed", "unknown", "lost"]
 
 
-class LeaseState(enum.Enum):
-    """What is known about a lease."""
-
-    HELD = "held"
-    UNKNOWN = "unknown"  # a renewal's reply was lost
-    LOST = "lost"
-    ENDED = "ended"  # deleted or handed back by us
-
-
 class Lease:
     """One leased message: its latest receipt and what is known about the lease."""
 
     def __init__(self, message: protocol.LeasedMessage, expires_at: float) -> None:
         self.message = message
         self.expires_at = expires_at  # on this machine's monotonic clock
-        self.state = LeaseState.HELD
+        self.is_lost = False  # not where a renewal's reply was: the next one tells
         self.lock = asyncio.Lock()
 
     def check(self) -> None:
         """Raises LeaseLost if another worker may have the message."""
-        if self.state is LeaseState.LOST:
+        if self.is_lost:
             raise errors.LeaseLost(f"the lease on message {self.message.id} is lost")
 
 
@@ -117,12 +105,11 @@ class LeaseKeeper:
         except errors.LeaseLost:
             self._mark_lost(lease)
             raise
-        lease.state = LeaseState.ENDED
         self._leases.pop(lease, None)
 
     async def _renew(self, lease: Lease) -> None:
         async with lease.lock, self._slots:
-            if lease.state in {LeaseState.ENDED, LeaseState.LOST}:
+            if lease not in self._leases:  # it has ended, or is lost
                 return
             asked_at = time.monotonic()
             try:
@@ -132,27 +119,16 @@ class LeaseKeeper:
                 self.on_renewal("lost")
             except errors.TransientError as error:
                 # Neither held nor lost: the reply may have been lost after the renewal.
-                lease.state = LeaseState.UNKNOWN
                 self.on_renewal("unknown")
-                self._warn(error)
+                if self._warning.is_due():
+                    text = f"leases cannot be renewed, retrying: {error}"
+                    log.warning(text, action="lease_unknown", in_flight=len(self._leases))
             else:
-                lease.state = LeaseState.HELD
                 lease.expires_at = asked_at + self.lease_seconds
                 self.on_renewal("renewed")
 
-    def _warn(self, error: errors.TransientError) -> None:
-        if self._warning.is_due():
-            log.warning(
-                f"leases cannot be renewed, retrying: {error}",
-                action="lease_unknown",
-                in_flight=len(self._leases),
-            )
-
     def _mark_lost(self, lease: Lease) -> None:
-        lease.state = LeaseState.LOST
+        lease.is_lost = True
         self._leases.pop(lease, None)
-        log.warning(
-            f"the lease on message {lease.message.id} is lost",
-            action="lease_lost",
-            message_id=lease.message.id,
-        )
+        text = f"the lease on message {lease.message.id} is lost"
+        log.warning(text, action="lease_lost", message_id=lease.message.id)

@@ -5,8 +5,6 @@ and busy time add up to the GPU's cost; the time of failed and duplicate images 
 time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter as Counted
@@ -14,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Literal, NoReturn, TypeVar, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 from prometheus_client import Counter, Gauge, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -54,8 +52,6 @@ Stage = Literal[
 #: Buckets in seconds, doubling from a local SQLite call to a slow batch on a small card, doubling.
 STAGE_SECONDS_BUCKETS = tuple(0.001 * 2**power for power in range(17))
 
-_Family = TypeVar("_Family", CounterMetricFamily, GaugeMetricFamily)
-
 #: Why an engine is idle: no jobs, jobs that arrive too slowly, uploads that are too slow, or that
 #: another model is being loaded.
 IDLE_REASONS = ("queue_empty", "starved", "backpressure", "switch")
@@ -80,20 +76,6 @@ LostImage = Literal["failed", "duplicate", "second_drawing"]
 #: Seconds between two measurements. Every worker measures, so the metrics are fresher the larger
 #: the fleet; more often would only be billed.
 DEPTH_SECONDS = 60.0
-
-_SECONDS_PER_HOUR = 3600
-
-#: The errors that send a job to the poison queue.
-FAILURES: tuple[type[errors.FleetError], ...] = (
-    errors.JobError,
-    errors.InvalidMessageError,
-    errors.UnknownStageError,
-    errors.UntrustedJobError,
-    errors.MissingFileError,
-    errors.UnusableFileError,
-    errors.NameTakenError,
-    errors.TransientError,
-)
 
 
 class WorkerMetrics:
@@ -198,7 +180,6 @@ class WorkerMetrics:
                 self.model_jobs.labels(model, outcome)
 
     def set_kernels(self, origin: Origin) -> None:
-        """Says where the compiled kernels are from."""
         for each in get_args(Origin):
             self._kernels.labels(each).set(each == origin)
 
@@ -220,10 +201,18 @@ class WorkerMetrics:
             (self.node_faults, get_args(NodeFault)),
             (self.canaries, ("passed", "failed")),
             (self._kernels, get_args(Origin)),
-            (self.failed_jobs, (error.__name__ for error in FAILURES)),
+            (self.failed_jobs, _failures()),
         ):
             for value in values:
                 metric.labels(value)
+
+
+def _failures() -> Iterator[str]:
+    """The errors that send a job to the poison queue, by name."""
+    ends_job = errors.JobError, errors.TransientError
+    for name, each in vars(errors).items():
+        if isinstance(each, type) and issubclass(each, ends_job):
+            yield name
 
 
 class EngineCollector(Collector):
@@ -235,76 +224,65 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         clock, engine = self._engine_thread.clock, self._engine_thread.engine
-        yield CounterMetricFamily(
-            "imagefleet_gpu_busy_seconds", "Time the engine was busy.", value=clock.busy_seconds
-        )
+        busy_seconds, rows = clock.busy_seconds, clock.cold_rows_per_second
         waited = dict.fromkeys(IDLE_REASONS, 0.0) | clock.idle_seconds.copy()
-        idle = CounterMetricFamily(
-            "imagefleet_gpu_idle_seconds", "Time the engine was idle, by reason.", labels=["reason"]
-        )
-        yield _filled(idle, dict(sorted(waited.items())))
-        if clock.first_image_seconds is not None:
-            yield GaugeMetricFamily(
-                "imagefleet_first_image_seconds",
-                "Time from the worker's start to its first image, the model's loading included.",
-                value=clock.first_image_seconds,
-            )
-        yield CounterMetricFamily(
-            "imagefleet_engine_recompiles",
-            "Compilations after the warm-up; more than 0 is a bug.",
-            value=getattr(engine, "recompiles", 0),
-        )
-        yield CounterMetricFamily(
-            "imagefleet_unet_rows",
-            "Rows of the UNet's calls that images took: two a call with guidance, one without.",
-            value=getattr(engine, "unet_rows", 0),
-        )
-        yield GaugeMetricFamily(
-            "imagefleet_engine_compiling",
-            "1 while the engine compiles: it draws meanwhile, but more slowly.",
-            value=getattr(engine, "is_compiling", False),
-        )
-        slots = GaugeMetricFamily(
-            "imagefleet_slots", "Slots of the engine by state.", labels=["state"]
-        )
+        yield _counter("gpu_busy_seconds", "Time the engine was busy.", busy_seconds)
+        what = "Time the engine was idle, by reason."
+        yield _counter("gpu_idle_seconds", what, dict(sorted(waited.items())), "reason")
+        what = "Time of each phase until this worker first drew at full speed; some overlap."
+        yield _gauge("start_phase_seconds", what, clock.start_phases, "phase")
+        if rows:
+            what = "Rows of the UNet's calls per busy second until full speed."
+            yield _gauge("cold_rows_per_second", what, rows)
+        what = "Compilations after the warm-up; more than 0 is a bug."
+        yield _counter("engine_recompiles", what, getattr(engine, "recompiles", 0))
+        what = "Rows of the UNet's calls that images took: two a call with guidance, one without."
+        yield _counter("unet_rows", what, getattr(engine, "unet_rows", 0))
+        what = "1 while the engine compiles: it draws meanwhile, but more slowly."
+        yield _gauge("engine_compiling", what, getattr(engine, "is_compiling", False))
         busy = self._engine_thread.in_engine
-        yield _filled(slots, {"busy": busy, "free": max(0, self._engine_thread.capacity - busy)})
-        lookups = CounterMetricFamily(
-            "imagefleet_lora_cache",
-            "LoRA cache lookups, on disk and in memory.",
-            labels=["cache", "result"],
-        )
+        slots = {"busy": busy, "free": max(0, self._engine_thread.capacity - busy)}
+        yield _gauge("slots", "Slots of the engine by state.", slots, "state")
         in_memory = engine.lora_lookups if engine else {}
-        for cache, counts in (("disk", self._library.lookups), ("memory", in_memory)):
-            for result in ("hit", "miss"):
-                lookups.add_metric([cache, result], counts.get(result, 0))
-        yield lookups
-        yield CounterMetricFamily(
-            "imagefleet_loras_without_effect",
-            "LoRA files read that change nothing: all their deltas are zero.",
-            value=in_memory.get("no_effect", 0),
-        )
+        lookups = {
+            (cache, result): counts.get(result, 0)
+            for cache, counts in (("disk", self._library.lookups), ("memory", in_memory))
+            for result in ("hit", "miss")
+        }
+        what = "LoRA cache lookups, on disk and in memory."
+        yield _counter("lora_cache", what, lookups, "cache", "result")
+        what = "LoRA files read that change nothing: all their deltas are zero."
+        yield _counter("loras_without_effect", what, in_memory.get("no_effect", 0))
 
 
-def _filled(family: _Family, values: Mapping[str, float]) -> _Family:
-    """The family with its series by the value of its label."""
-    for label, value in values.items():
-        family.add_metric([label], value)
+def _family(
+    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    name: str,
+    what: str,
+    value: float | Mapping[Any, float],
+    *labels: str,
+) -> Metric:
+    """A metric with one series, or with those of each *value* of its labels."""
+    if not isinstance(value, Mapping):
+        return kind(f"imagefleet_{name}", what, value=value)
+    family = kind(f"imagefleet_{name}", what, labels=labels)
+    for each, number in value.items():
+        family.add_metric([each] if isinstance(each, str) else each, number)
     return family
+
+
+_counter, _gauge = partial(_family, CounterMetricFamily), partial(_family, GaugeMetricFamily)
 
 
 @dataclass(eq=False)
 class CostMeter(Collector):
-    """One replica's cost, computed at each scrape; the GPU's only where its price is known.
-
-    *began_at*: the start of billing (monotonic seconds); None: now.
-    """
+    """One replica's cost, computed at each scrape; the GPU's only where its price is known."""
 
     _engine_thread: EngineThread
     _replica: Replica
     _operations: Operations
     _clock: Clock
-    began_at: float | None = None
+    began_at: float | None = None  # the start of billing (monotonic seconds); None: now
 
     def __post_init__(self) -> None:
         replica = self._replica
@@ -350,7 +328,6 @@ class CostMeter(Collector):
             self._lost_seconds[reason] += clock.busy_seconds / clock.images
 
     def wasted_seconds(self) -> dict[str, float]:
-        """Wasted seconds of the replica by reason."""
         now = time.monotonic()
         ready_at = now if self._ready_at is None else self._ready_at
         clock, tick_began_at = self._engine_thread.clock, self._engine_thread.tick_began_at
@@ -365,50 +342,43 @@ class CostMeter(Collector):
         }
 
     def collect(self) -> Iterator[Metric]:
-        cost = CounterMetricFamily(
-            "imagefleet_cost_dollars",
-            "Cost of this replica: its running time and its storage operations.",
-            labels=["kind"],
-        )
-        cost.add_metric(["storage"], self.storage_dollars)
+        cost = {"storage": self.storage_dollars}
         if (gpu_dollars := self.gpu_dollars) is not None:
-            cost.add_metric(["gpu"], gpu_dollars)
-            wasted = CounterMetricFamily(
-                "imagefleet_wasted_dollars",
-                "GPU cost without a stored image, by reason.",
-                labels=["reason"],
-            )
+            cost["gpu"] = gpu_dollars
             seconds = self.wasted_seconds()
-            yield _filled(wasted, {each: self._dollars(seconds[each]) or 0.0 for each in seconds})
-            yield GaugeMetricFamily(
-                "imagefleet_price_dollars_per_hour",
-                "Price of this replica.",
-                value=self._replica.dollars_per_hour,
-            )
-        yield cost
-        operations = CounterMetricFamily(
-            "imagefleet_storage_operations", "Billed storage operations by kind.", labels=["kind"]
-        )
+            wasted = {each: self._dollars(seconds[each]) or 0.0 for each in seconds}
+            what = "GPU cost without a stored image, by reason."
+            yield _counter("wasted_dollars", what, wasted, "reason")
+            price = self._replica.dollars_per_hour
+            yield _gauge("price_dollars_per_hour", "Price of this replica.", price or 0.0)
+        what = "Cost of this replica: its running time and its storage operations."
+        yield _counter("cost_dollars", what, cost, "kind")
         done = self._operations
-        yield _filled(
-            operations,
-            {"queue": done.queue, "blob_write": done.blob_writes, "blob_read": done.blob_reads},
-        )
-        yield GaugeMetricFamily(
-            "imagefleet_clock_offset_seconds",
-            "How far the clock of this worker's machine is ahead of the storage's.",
-            value=self._clock.offset_seconds,
-        )
-        if self._ready_at is not None:
-            yield GaugeMetricFamily(
-                "imagefleet_start_up_seconds",
-                "Time from this worker's start until its engine was loaded.",
-                value=self._ready_at - self._began_at,
-            )
+        by_kind = {
+            "queue": done.queue,
+            "blob_write": done.blob_writes,
+            "blob_read": done.blob_reads,
+        }
+        what = "Billed storage operations by kind."
+        yield _counter("storage_operations", what, by_kind, "kind")
+        what = "How far the clock of this worker's machine is ahead of the storage's."
+        yield _gauge("clock_offset_seconds", what, self._clock.offset_seconds)
+        clock = self._engine_thread.clock
+        paid = clock.paid_seconds(self._began_at, time.monotonic())
+        what = "Running time of this replica: before its first image, until full speed, and since."
+        yield _counter("paid_seconds", what, paid, "state")
+        for name, until, at in (
+            ("start_up", "until its engine was loaded", self._ready_at),
+            ("first_image", "to its first image", clock.first_image_at),
+            ("full_speed", "to its first image at full speed", clock.full_speed_at),
+        ):
+            if at is not None:
+                what = f"Time from this worker's start {until}."
+                yield _gauge(f"{name}_seconds", what, at - self._began_at)
 
     def _dollars(self, seconds: float) -> float | None:
         price = self._replica.dollars_per_hour
-        return None if price is None else seconds / _SECONDS_PER_HOUR * price
+        return None if price is None else seconds / 3600 * price
 
 
 async def measure_depth(

@@ -5,8 +5,6 @@ begun (within the grace time); flush encodes and uploads; hand the rest back wit
 stop renewing. A side task that ends, the lease keeper say, stops the worker: it never limps on.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time
@@ -32,7 +30,7 @@ from worker.node.check import NodeCheck
 from worker.node.quarantine import Quarantine
 from worker.node.salad import SaladMetadata
 from worker.node.self_check import NodeSelfCheck
-from worker.node.watchdog import NO_LIMITS, Diagnose, NodeLimits, NodeWatchdog
+from worker.node.watchdog import NO_LIMITS, NodeLimits, NodeWatchdog
 from worker.progress import Phase
 from worker.pull import Puller
 from worker.replica import UNKNOWN, Replica
@@ -62,32 +60,12 @@ LAST_JOBS_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine that a pipeline runs on."""
-
     replica: Replica = UNKNOWN
     began_at: float | None = None
     """When its bill began (monotonic seconds); None: with the pipeline."""
     limits: NodeLimits = NO_LIMITS
     container: SaladMetadata | None = None
     """Asked for another node if this one does not meet the limits."""
-
-
-@dataclass(slots=True)
-class ModelRun:
-    """The stages and side tasks that draw one model's jobs."""
-
-    prepare: PrepareStage
-    side_tasks: tasks.SideTasks
-    pull: asyncio.Task[None] | None = None
-    """None: the node is still checked."""
-
-    @property
-    def generate(self) -> GenerateStage:
-        return self.prepare.generate
-
-    @property
-    def checks(self) -> NodeSelfCheck:
-        return self.prepare.generate.checks
 
 
 class Pipeline:
@@ -122,8 +100,8 @@ class Pipeline:
         self._on_depth = on_depth
         self._check = NodeCheck(storage.blobs, settings, machine.limits, self.metrics)
         self.engine_thread = EngineThread(
-            lambda: self._check.load(lambda: self._load(load or self._load_first)),
-            why_idle=self._why_idle,
+            lambda: self._check.load(lambda: self._load(load)),
+            why_idle=lambda: self.puller.why_idle(),  # noqa: PLW0108 - it is made after the thread
             backlog=ENCODE_BACKLOG,
         )
         self.cost = CostMeter(
@@ -152,8 +130,11 @@ class Pipeline:
         )
         self._watchdog = NodeWatchdog(self.engine_thread, machine.limits, self.metrics)
         self._container = machine.container
-        self._puller = Puller(self._queue, self.settler, self.engine_thread)
-        self._files = JobFiles.of(storage, settings)
+        self.puller = Puller(self._queue, self.settler, self.engine_thread)
+        self._pull: asyncio.Task[None] | None = None
+        """The pull of one model's jobs; None: the node is still checked."""
+        self._side_tasks = tasks.SideTasks()
+        self._files = JobFiles(storage, settings)
         self.metrics.collect_from(
             EngineCollector(self.engine_thread, self._files.loras), self.cost, self._check
         )
@@ -165,20 +146,12 @@ class Pipeline:
             priority=settings.priority,
         )
         self._quarantine = Quarantine(storage.files, frozenset({settings.name, machine_name()}))
-        self._is_draining = False
 
     @property
     def phase(self) -> Phase:
         if not self.started:
             return self.start_up_phase
-        if self._is_draining:
-            return "draining"
         return "generating" if self.settler.in_flight else "waiting for jobs"
-
-    @property
-    def why_waiting(self) -> str | None:
-        """Why there are no jobs."""
-        return self._puller.why_waiting
 
     async def run(
         self, stop: asyncio.Event, hurry: asyncio.Event, models: WorkerModels | None = None
@@ -218,12 +191,11 @@ class Pipeline:
         settings = self.models.current.settings if self.models else self._settings
         return self._files.hashes.of_model(model.local_path(settings), settings.model_sha256)
 
-    def _load_first(self) -> contract.Engine:
-        if self.models is None:
-            raise RuntimeError("a pipeline without an engine is run with models")
-        return self.models.load_current()
-
-    def _load(self, load: Callable[[], contract.Engine]) -> contract.Engine:
+    def _load(self, load: Callable[[], contract.Engine] | None) -> contract.Engine:
+        if load is None:
+            if self.models is None:
+                raise RuntimeError("a pipeline without an engine is run with models")
+            load = self.models.load_current
         engine = load()
         self.start_up_phase = "checking the node"
         return engine
@@ -253,7 +225,9 @@ class Pipeline:
     async def _replace(self, models: WorkerModels, following: Following) -> contract.Engine:
         """The engine of the following model; of the present one, if that cannot be loaded."""
         try:
-            engine = await self.engine_thread.replace(following.load, following.take)
+            engine = await self.engine_thread.replace(
+                lambda: models.load(following.checkpoint), following.take
+            )
         except (errors.SetupError, errors.NodeError) as error:
             models.drop(following.checkpoint, error, self._queue)
             return await self.engine_thread.replace(models.load_current)
@@ -271,96 +245,84 @@ class Pipeline:
 
         No job is in flight then. Nothing has been drawn since *changed_at*.
         """
-        async with self._model_run(engine) as run:
-            checking = self._check_images(run.checks)
-            await tasks.first_of(checking, stop.wait(), run.side_tasks.watch())
+        async with self._stages(engine) as stages:
+            checking = self._check_images(stages.generate.checks)
+            await tasks.first_of(checking, stop.wait(), self._side_tasks.watch())
             if self.models and changed_at is not None:
                 self.models.changed(time.monotonic() - changed_at, self.metrics)
-            self._puller.restart()
-            run.pull = asyncio.create_task(self._puller.run(run.prepare.turns.put), name="pull")
+            self.puller.restart()
+            self._pull = asyncio.create_task(self.puller.run(stages.turns.put), name="pull")
             self.started = self.ready = True
-            following = await self._draw(run, run.pull, stop)
+            following = await self._draw(self._pull, stop)
             if following is not None:
-                await self._finish_jobs(run, stop)
+                # What was pulled, or else what the engine has begun.
+                if not await self._finish(stages.generate, FINISH_SECONDS, stop, puts_off=False):
+                    await self._finish(stages.generate, FINISH_SECONDS, stop, puts_off=True)
                 return None if stop.is_set() else following
-            self.ready, self._is_draining = False, True
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.grace_seconds):
-                    await self._stop_pulling(run.pull)
-                    await self._put_off(run)
-                    finished = self.settler.nothing_in_flight.wait()
-                    await tasks.first_of(finished, hurry.wait(), run.side_tasks.watch())
+            self.ready = False
+            await self._finish(stages.generate, self._settings.grace_seconds, hurry, puts_off=True)
         return None
 
     @contextlib.asynccontextmanager
-    async def _model_run(self, engine: contract.Engine) -> AsyncIterator[ModelRun]:
+    async def _stages(self, engine: contract.Engine) -> AsyncIterator[PrepareStage]:
         """Stages and side tasks for *engine*; at the end, jobs in flight are handed back."""
         if self.models:
             self._queue.receive_only(self.models.served_now())
         self.settler.model_name = engine.model_name
-        prepare = PrepareStage.of(
-            engine, self._hash_model(), self._files, self._puller, self._watchdog
-        )
+        prepare = PrepareStage(engine, self._hash_model(), self._files, self.puller, self._watchdog)
         checks = prepare.generate.checks
-        side_tasks = self._start_side_tasks(checks)
-        prepare.start(side_tasks)
-        run = ModelRun(prepare, side_tasks)
+        self._side_tasks = self._start_side_tasks(checks)
+        prepare.start(self._side_tasks)
         try:
-            yield run
+            yield prepare
         finally:
             self.ready = False
-            run.generate.stop_accepting()  # what waits for the engine would keep the pull waiting
-            await self._stop_pulling(run.pull)
+            # What waits for the engine would keep the pull waiting.
+            prepare.generate.stop_accepting()
+            await self._stop_pulling()
+            self._pull = None
             await self._hand_back(map(self.settler.hand_back, list(self.settler.in_flight)))
-            await side_tasks.cancel()
+            await self._side_tasks.cancel()
             prepare.close()
             await self._record_suspects(checks)
             checks.close()
 
-    async def _draw(
-        self, run: ModelRun, pull: asyncio.Task[None], stop: asyncio.Event
-    ) -> Following | None:
+    async def _draw(self, pull: asyncio.Task[None], stop: asyncio.Event) -> Following | None:
         """Returns the model to change to; None: *stop* is set or the queue is empty."""
-        ends: list[Awaitable[Any]] = [asyncio.shield(pull), stop.wait(), run.side_tasks.watch()]
+        ends: list[Awaitable[Any]] = [asyncio.shield(pull), stop.wait(), self._side_tasks.watch()]
         following: asyncio.Future[Following] | None = None
         if self.models and len(self.models.names) > 1:
-            following = asyncio.ensure_future(
-                self.models.following(
-                    self._queue,
-                    lambda: self._puller.is_idle,
-                    lambda: self._puller.seconds_per_job,
-                )
-            )
+            following = asyncio.ensure_future(self.models.following(self.puller))
             ends.append(following)
         await tasks.first_of(*ends)
         if following is None or following.cancelled() or stop.is_set():
             return None
         return following.result()
 
-    async def _finish_jobs(self, run: ModelRun, stop: asyncio.Event) -> None:
-        """Finishes what was pulled before the model changes, or else what the engine has begun."""
-        for is_long in (False, True):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(FINISH_SECONDS):
-                    await self._stop_pulling(run.pull)
-                    if is_long:
-                        await self._put_off(run)
-                    finished = self.settler.nothing_in_flight.wait()
-                    await tasks.first_of(finished, stop.wait(), run.side_tasks.watch())
-                    return
+    async def _finish(
+        self, generate: GenerateStage, seconds: float, end: asyncio.Event, *, puts_off: bool
+    ) -> bool:
+        """Finishes the jobs in flight, unless *end* is set; False: the time is over.
 
-    async def _put_off(self, run: ModelRun) -> None:
-        """Hands back what the engine has not begun."""
-        await self._hand_back(map(self.settler.put_off, run.generate.stop_accepting()))
+        With *puts_off*, what the engine has not begun is handed back.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stop_pulling()
+                if puts_off:
+                    await self._hand_back(map(self.settler.put_off, generate.stop_accepting()))
+                finished = self.settler.nothing_in_flight.wait()
+                await tasks.first_of(finished, end.wait(), self._side_tasks.watch())
+                return True
+        return False
 
     def _start_side_tasks(self, checks: NodeSelfCheck) -> tasks.SideTasks:
-        diagnose = checks.diagnose
         side_tasks = tasks.SideTasks()
         side_tasks.start("keep leases", self._keeper.run)
         side_tasks.start("watch engine", self.engine_thread.watch)
-        side_tasks.start("watch failures", lambda: self._watchdog.watch_failures(diagnose))
+        side_tasks.start("watch failures", lambda: self._watchdog.watch_failures(checks.diagnose))
         if self._watchdog.has_limits:
-            side_tasks.start("watch node", lambda: self._watch_node(diagnose))
+            side_tasks.start("watch node", self._watch_node)
         if checks.is_possible:
             side_tasks.start("watch images", checks.watch_images)
             side_tasks.start("watch weights", checks.watch_weights)
@@ -391,38 +353,38 @@ class Pipeline:
             )
 
     async def _record_suspects(self, checks: NodeSelfCheck) -> None:
-        stored = checks.suspects
-        if checks.fault is None:
+        fault, stored = checks.fault, checks.suspects
+        if fault is None:
             return
+        since = stored.since("weights" if fault.kind == "weights" else "images")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RECORD_SECONDS):
-                await stored.record(stored.since(checks.fault.check), checks.fault.message)
+                await stored.record(since, fault.message)
 
-    async def _stop_pulling(self, pull: asyncio.Task[None] | None) -> None:
+    async def _stop_pulling(self) -> None:
         """Lets a receive in flight end: cancelled, it would leave its messages leased."""
-        if pull is None:
+        if self._pull is None:
             return
-        self._puller.stop()
-        await asyncio.wait({pull}, timeout=HAND_BACK_SECONDS)
-        await tasks.cancel([pull])
+        self.puller.stop()
+        await asyncio.wait({self._pull}, timeout=HAND_BACK_SECONDS)
+        await tasks.cancel([self._pull])
 
     async def _hand_back(self, calls: Iterable[Awaitable[None]]) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HAND_BACK_SECONDS):
                 for result in await asyncio.gather(*calls, return_exceptions=True):
                     if isinstance(result, Exception):
-                        log.warning(
-                            f"a job's lease will expire: {result}", action="hand_back_failed"
-                        )
+                        text = f"a job's lease will expire: {result}"
+                        log.warning(text, action="hand_back_failed")
 
-    async def _watch_node(self, diagnose: Diagnose) -> None:
+    async def _watch_node(self) -> None:
         """Finishes the jobs in flight on a broken node; works on if no other node is granted.
 
         Raises NodeError if one is on its way, or there is no service to ask for one.
         """
         while True:
-            reason = await self._watchdog.wait_until_broken(diagnose)
-            self._puller.pause()
+            reason = await self._watchdog.wait_until_broken()
+            self.puller.pause()
             self.ready = False
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_JOBS_SECONDS):
@@ -430,12 +392,9 @@ class Pipeline:
             requests = self.metrics.reallocations
             if self._container is None or await self._container.leave(reason, requests):
                 raise errors.NodeError(reason)
-            self._puller.resume()
+            self.puller.resume()
             self.ready = True
 
-    def _why_idle(self) -> str:
-        return self._puller.why_idle()  # which is made after the engine thread
-
     def _settled(self, entry: InFlightJob, outcome: Outcome) -> None:
-        self._puller.not_ahead(entry)
+        self.puller.not_ahead(entry)
         self._on_settled(outcome)

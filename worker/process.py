@@ -1,13 +1,11 @@
 """A worker process: storage, engine, port and signals around one pipeline."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
@@ -20,7 +18,7 @@ from imagefleet.storage.protocol import BlobStore
 from imagefleet.telemetry import logs, probes, push
 from worker import progress, replica, tasks
 from worker.accelerator import is_unguided
-from worker.engine import contract, load
+from worker.engine import contract, load, phases
 from worker.files import check, model
 from worker.files.kernels import cache as kernels
 from worker.gpu_thread import THREAD_NAME, Take
@@ -76,9 +74,8 @@ async def run_worker(
     """
     metadata = salad.find_metadata()
     if metadata is not None and settings.until_empty:
-        log.warning(
-            "--until-empty is ignored: SaladCloud restarts workers", action="until_empty_ignored"
-        )
+        text = "--until-empty is ignored: SaladCloud restarts workers"
+        log.warning(text, action="until_empty_ignored")
         settings = settings.model_copy(update={"until_empty": False})
     gc.set_threshold(OBJECTS_PER_COLLECTION)
     with _signals(member) as (stop, hurry, received):
@@ -125,7 +122,7 @@ class _Worker:
     _gpu: str = replica.NO_GPU
     _kernels: kernels.KernelCache | None = None
     _engine: contract.Engine | None = None
-    _accelerator: Path | None = None
+    _own_files: Mapping[str, Path] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         member = self._member
@@ -134,14 +131,15 @@ class _Worker:
         )
         # The container is the parent's to give up: the other GPUs go on.
         self._container = None if member else self._metadata
-        self._first_model = self._settings
 
     async def run(self) -> WorkerReport:
         settings = self._settings
         async with (
             probes.serving(
                 self._metrics.registry,
-                is_live=self._is_live,
+                is_live=lambda: (
+                    self._pipeline is None or not self._pipeline.engine_thread.is_stalled
+                ),
                 is_ready=lambda: self._pipeline is not None and self._pipeline.ready,
                 is_started=self._is_started,
                 host=settings.host,
@@ -220,15 +218,18 @@ class _Worker:
             log.info(f"pulling {source}, metrics at {address}", action="start", port=self._port)
             self._pipeline.start_up_phase = "fetching the model"
             finding = asyncio.ensure_future(self._find_models(storage))
-            if await tasks.run_until(self._stop, finding):
-                models = finding.result() if self._load is None else None
+            with phases.timed("download"):
+                is_found = await tasks.run_until(self._stop, finding)
+            if is_found:
+                models = finding.result()
                 async with kernels.fetching(
-                    self._first_model,
+                    models.current.settings,
                     storage.files,
                     self._metrics.set_kernels,
                     may_share=self._metadata is None,  # not from strangers' machines
                 ) as self._kernels:
-                    await self._pipeline.run(self._stop, self._hurry, models)
+                    served = None if self._load else models
+                    await self._pipeline.run(self._stop, self._hurry, served)
 
     async def _find_models(self, storage: Storage) -> WorkerModels:
         """Finds the models of the settings, and fetches the one to begin with."""
@@ -237,28 +238,19 @@ class _Worker:
             settings = await model.fetch(checkpoint.settings, storage.files)
             return replace(checkpoint, settings=settings)
 
-        if self._settings.accelerator is not None:
-            self._accelerator = await JobFiles.of(storage, self._settings).accelerator_path()
+        self._own_files = await JobFiles(storage, self._settings).own_paths()
         found = await checkpoints.find(self._settings, storage.files)
         for at, item in enumerate(found):
             if not model.has_known_name(item.settings):  # nor, then, the queue of its jobs
                 fetched = await fetch(item)
                 found[at] = replace(fetched, name=model.name_of(fetched.settings))
         checkpoints.refuse_unusable_names(found)
-        device = self._settings.device
-        on_cpu = device == "cpu" or (device == "auto" and self._gpu == replica.NO_GPU)
-        models = WorkerModels(
-            found, fetch, self._load_engine, on_cpu=on_cpu, read=self._read_weights
-        )
+        models = WorkerModels(found, fetch, self._load_engine, self._read_weights)
         queue = storage.models.served(models.names if len(found) > 1 else [])
         share = self._member.assignment.share if self._member else share_of(self._settings.name)
         storage.models.stand_at(share)
         await models.begin(queue, share)
-        self._first_model = models.current.settings
         return models
-
-    def _is_live(self) -> bool:
-        return self._pipeline is None or not self._pipeline.engine_thread.is_stalled
 
     def _is_started(self) -> bool:
         """Whether the start-up is over for SaladCloud; a node that waits is not a bad one."""
@@ -300,7 +292,7 @@ class _Worker:
 
     def _progress(self) -> Progress:
         now = time.monotonic()
-        why_waiting = self._pipeline.why_waiting if self._pipeline else None
+        why_waiting = self._pipeline.puller.why_waiting if self._pipeline else None
         return self._meter.read(
             now, now - self._began_at, self._phase(), self._counts(), why_waiting
         )
@@ -347,15 +339,14 @@ class _Worker:
 
     def _load_engine(self, checkpoint: Checkpoint) -> contract.Engine:
         settings = checkpoint.settings
-        path = model.local_path(settings)
-        check.check_path(path)
+        check.check_path(model.local_path(settings))
         if self._member is not None and settings.device != "cpu":
             from worker.engine import device
 
             device.check_listed_gpu()
         self._engine = None  # its memory is the next one's
         around = self._kernels.compiling if self._kernels else None
-        own = _engine_settings(checkpoint, self._accelerator)
+        own = engine_settings(checkpoint.settings, **self._own_files)
         lasting = replace(own, queue_seconds=lambda: self._meter.queue_seconds)
         self._engine = load.load_engine(replace(lasting, around_compiling=around))
         return self._engine
@@ -367,11 +358,16 @@ class _Worker:
         family = families.of_title(check.family(path)).slug
         if self._engine is None or self._engine.family != family:
             return None  # nothing is read that could not be used
-        return load.read_beside(self._engine, _engine_settings(checkpoint, self._accelerator))
+        return load.read_beside(
+            self._engine, engine_settings(checkpoint.settings, **self._own_files)
+        )
 
 
-def _engine_settings(checkpoint: Checkpoint, accelerator: Path | None) -> load.EngineSettings:
-    settings, path = checkpoint.settings, model.local_path(checkpoint.settings)
+def engine_settings(
+    settings: WorkerSettings, accelerator: Path | None = None, vae: Path | None = None
+) -> load.EngineSettings:
+    """The engine that a worker's settings describe; its model is on this machine."""
+    path = model.local_path(settings)
     return load.EngineSettings(
         path,
         settings.device,
@@ -379,8 +375,10 @@ def _engine_settings(checkpoint: Checkpoint, accelerator: Path | None) -> load.E
         config=settings.config,
         prediction_type=check.prediction_type(path),
         accelerator=accelerator,
+        vae=vae,
         is_unguided=is_unguided(settings),
         taesd=settings.taesd,
+        file_positions=settings.file_positions,
         slots=settings.slots,
         compile="off" if settings.compile == "off" else "background",
         fp16_accumulate=settings.fp16_accumulate,

@@ -1,7 +1,5 @@
 """A worker's figures: now, for a terminal's live line or a log's line a minute, and at its end."""
 
-from __future__ import annotations
-
 import math
 import signal
 from collections import deque
@@ -31,8 +29,6 @@ WORKING: frozenset[Phase] = frozenset({"generating", "waiting for jobs", "draini
 
 #: Seconds over which images/s are measured.
 WINDOW_SECONDS = 60.0
-
-_UNITS = (("d", 86_400), ("h", 3600), ("min", 60))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +95,7 @@ class Progress(Counts):
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """The totals of one run; *jobs* by outcome, *gpu_dollars* None where the price is unknown.
-
-    *stopped_by* is the signal that ended a run with `until_empty` before the queue was empty.
-    """
+    """The totals of one run; *jobs* by outcome, *gpu_dollars* None where the price is unknown."""
 
     images: int
     jobs: Mapping[str, int]
@@ -113,6 +106,7 @@ class WorkerReport:
     gpu_dollars: float | None = None
     storage_dollars: float = 0.0
     stopped_by: signal.Signals | None = None
+    """The signal that ended a run with `until_empty` before the queue was empty."""
 
     @property
     def failed_jobs(self) -> int:
@@ -231,7 +225,7 @@ def _rounded(fields: Mapping[str, object]) -> dict[str, Any]:
 
 def duration(seconds: float) -> str:
     """`45 s`, `12.3 min`, `3.5 h`."""
-    for unit, size in _UNITS:
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"
     return f"{math.ceil(seconds)} s"

@@ -1,7 +1,5 @@
 """The pull: just enough jobs ahead of the GPU, and rare polls of an empty queue."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time
@@ -11,6 +9,8 @@ from dataclasses import dataclass, field
 from imagefleet import concurrency, errors
 from imagefleet.job.message import images_of
 from imagefleet.storage import protocol
+from imagefleet.storage.open import LOCAL_SCHEME
+from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.telemetry import logs
 from worker import tasks
 from worker.gpu_thread import EngineThread
@@ -37,6 +37,9 @@ MOST_BEHIND_SECONDS = 15.0
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 10.0
 
+#: Longest pause where a poll costs nothing: somebody may wait for one picture.
+LOCAL_PAUSE_SECONDS = 0.03
+
 #: Longest pause with --until-empty, where somebody waits for the end.
 UNTIL_EMPTY_PAUSE_SECONDS = 1.0
 
@@ -45,14 +48,13 @@ UNTIL_EMPTY_PAUSE_SECONDS = 1.0
 class Puller:
     """Leases jobs while the GPU has less than `prefetch_seconds` of work ahead."""
 
-    queue: protocol.JobQueue
+    queue: RoutedQueue
     settler: Settler
     engine_thread: EngineThread
     _queue_was_empty: bool = False
     _queue_answers: bool = True
     _paused: bool = False
     _ahead: int = 0  # images of jobs pulled that the engine has not finished
-    _images_generated: int = 0
     _images_per_job: float = 1.0  # of those received last
     _less_ahead: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _stopped: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -60,7 +62,7 @@ class Puller:
 
     def why_idle(self) -> str:
         """Why an idle engine has no work."""
-        return "queue_empty" if self._queue_was_empty and not self._ahead else "starved"
+        return "queue_empty" if self.is_idle else "starved"
 
     @property
     def why_waiting(self) -> str | None:
@@ -70,11 +72,6 @@ class Puller:
         if not self._queue_answers:
             return "the queue does not answer"
         return "the queue is empty" if self._queue_was_empty else None
-
-    def generated(self, entry: InFlightJob) -> None:
-        """The engine finished an image."""
-        self._images_generated += 1
-        self.not_ahead(entry, 1)
 
     def not_ahead(self, entry: InFlightJob, images: int | None = None) -> None:
         """Counts so many images of a job, by default all, as no longer ahead of the engine."""
@@ -91,10 +88,8 @@ class Puller:
     @property
     def seconds_per_job(self) -> float:
         """Seconds of the engine's time for a job; 0 where it is not known yet."""
-        if not self._images_generated:
-            return 0.0
-        seconds_per_image = self.engine_thread.clock.busy_seconds / self._images_generated
-        return seconds_per_image * self._images_per_job
+        clock = self.engine_thread.clock
+        return clock.busy_seconds / clock.images * self._images_per_job if clock.images else 0.0
 
     def restart(self) -> None:
         """Lets `run` be called again after `stop`."""
@@ -169,8 +164,11 @@ class Puller:
         return (await self.queue.depth()).messages == 0
 
     async def _pause(self, empty_polls: int) -> None:
-        until_empty = self.settler.settings.until_empty
-        longest = UNTIL_EMPTY_PAUSE_SECONDS if until_empty else LONGEST_PAUSE_SECONDS
+        settings = self.settler.settings
+        until_empty = settings.until_empty
+        is_local = settings.storage.strip().startswith(LOCAL_SCHEME)
+        longest = LOCAL_PAUSE_SECONDS if is_local else LONGEST_PAUSE_SECONDS
+        longest = UNTIL_EMPTY_PAUSE_SECONDS if until_empty else longest
         waits = [self._stopped.wait()]
         if until_empty and self.settler.in_flight:
             waits.append(self.settler.nothing_in_flight.wait())
@@ -191,8 +189,8 @@ class Puller:
     @property
     def _target(self) -> int:
         """Images that should be ahead of the engine, or in it."""
-        busy_seconds = self.engine_thread.clock.busy_seconds
-        images_per_second = self._images_generated / busy_seconds if busy_seconds else 0.0
+        clock = self.engine_thread.clock
+        images_per_second = clock.images / clock.busy_seconds if clock.busy_seconds else 0.0
         wanted = max(
             self.engine_thread.capacity + LEAST_AHEAD,
             math.ceil(images_per_second * self.settler.settings.prefetch_seconds),

@@ -1,7 +1,5 @@
 """The machine that a worker runs on, and its price."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,9 +54,8 @@ def find_replica(settings: WorkerSettings) -> Replica:
         try:
             dollars_per_hour = prices.gpu_dollars_per_hour(gpu, settings.priority, table)
         except errors.SetupError as error:
-            log.warning(
-                f"no image has a cost: {error}; or set --price-per-hour", action="price_unknown"
-            )
+            text = f"no image has a cost: {error}; or set --price-per-hour"
+            log.warning(text, action="price_unknown")
     is_local = settings.storage.strip().startswith(LOCAL_SCHEME)
     return Replica(gpu, dollars_per_hour, prices.FREE_STORAGE if is_local else table.storage)
 
@@ -70,7 +67,12 @@ def _gpu(settings: WorkerSettings, table: prices.PriceTable) -> str:
         return found[0] if len(found) == 1 else settings.gpu
     if settings.device == "cpu":
         return NO_GPU
-    answer = ask_driver(lambda: _name_and_bytes(settings.device))
+
+    def name_and_bytes() -> tuple[str, int]:
+        handle = card_handle(settings.device)
+        return pynvml.nvmlDeviceGetName(handle), int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+
+    answer = ask_driver(name_and_bytes)
     if isinstance(answer, NO_DRIVER):
         return NO_GPU
     if isinstance(answer, Exception):
@@ -95,22 +97,14 @@ def ask_driver(question: Callable[[], Answer]) -> Answer | Exception:
 
 
 def card_handle(device: str) -> object:
-    """NVML's handle of the card that `device` means; for `ask_driver`."""
-    card = _card(device)
+    """NVML's handle of the card that `device` means, by its place among CUDA_VISIBLE_DEVICES.
+
+    For `ask_driver`.
+    """
+    number = int(device.partition(":")[2] or 0)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    there = number < len(visible) and visible[number]
+    card = visible[number].strip() if there else str(number)
     if card.isdecimal():
         return pynvml.nvmlDeviceGetHandleByIndex(int(card))
     return pynvml.nvmlDeviceGetHandleByUUID(card)
-
-
-def _name_and_bytes(device: str) -> tuple[str, int]:
-    """The card's name, and its memory."""
-    handle = card_handle(device)
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    return pynvml.nvmlDeviceGetName(handle), int(memory.total)
-
-
-def _card(device: str) -> str:
-    """Index or UUID of the card that `cuda:N` means among CUDA_VISIBLE_DEVICES."""
-    number = int(device.partition(":")[2] or 0)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return visible[number].strip() if number < len(visible) and visible[number] else str(number)

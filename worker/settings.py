@@ -1,7 +1,5 @@
 """Worker settings: each field is a flag and an IMAGEFLEET_ variable."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.util
@@ -11,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from imagefleet import errors
 from imagefleet.pricing.prices import Priority
@@ -22,17 +20,23 @@ from imagefleet.telemetry.settings import TelemetrySettings
 #: The settings of a worker by subject, in the order of the help and the documentation.
 SUBJECTS: dict[str, tuple[str, ...]] = {
     "Model and LoRAs": (
-        *("model", "model_sha256", "config", "precision", "accelerator", "taesd"),
-        *("lora_directory", "embedding_directory", "cache", "cache_megabytes"),
+        *("model", "model_sha256", "config", "accelerator", "vae", "taesd"),
+        *("file_positions", "lora_directory", "embedding_directory"),
     ),
-    "GPU": ("gpus", "device", "slots", "compile", "kernels", "fp16_accumulate"),
+    "GPU": ("gpus", "device", "precision", "slots", "compile", "kernels", "fp16_accumulate"),
     "Jobs and leases": (
         *("trusted_key", "signing_key", "input_campaigns", "lease_seconds", "max_attempts"),
         *("prefetch_seconds", "grace_seconds", "until_empty"),
     ),
-    "Node": ("start_up_seconds", "min_images_per_second", "host", "port"),
+    "Node": (
+        *("cache", "cache_megabytes", "start_up_seconds", "min_images_per_second", "host", "port"),
+    ),
     "Cost and labels": ("name", "group", "gpu", "priority", "price_per_hour", "price_file"),
 }
+
+
+#: A path ends in .safetensors.
+FileOrName = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 
 
 def machine_name() -> str:
@@ -51,7 +55,6 @@ _LIBRARIES = "torch diffusers transformers peft safetensors numpy PIL isal pynvm
 
 @functools.cache
 def version() -> str:
-    """This version of imagefleet."""
     try:
         return metadata.version("imagefleet")
     except metadata.PackageNotFoundError:
@@ -95,18 +98,26 @@ class WorkerSettings(TelemetrySettings):
         default="auto",
         description="Precision of the weights; auto is float16 on a GPU, float32 on a CPU.",
     )
-    accelerator: str | None = Field(
+    accelerator: FileOrName | None = Field(
         default=None,
-        min_length=1,
         description="A LoRA for few steps that all jobs are drawn with: a .safetensors file, or a"
         " name as in prompts. The kind follows from the name (LCM, Lightning, Hyper, DMD2, PCM);"
         " jobs without steps, sampler and guidance get the kind's.",
+    )
+    vae: FileOrName | None = Field(
+        default=None,
+        description="The VAE of all jobs that name none (sd_vae), in place of the checkpoint's: a"
+        " .safetensors file, or a name as in jobs.",
     )
     taesd: Path | None = Field(
         default=None,
         description="Folder of a tiny autoencoder (TAESD) in diffusers format, of the model's"
         " family, that decodes in place of the VAE, unless a job asks for that: faster, visibly"
         " softer.",
+    )
+    file_positions: bool = Field(
+        default=False,
+        description="Draw with a checkpoint's damaged position_ids, as AUTOMATIC1111 does.",
     )
     lora_directory: Path | None = Field(
         default=None,
@@ -116,18 +127,6 @@ class WorkerSettings(TelemetrySettings):
         default=None,
         description="Folder of NAME.safetensors files with textual inversion embeddings, searched"
         " before embeddings/ in the storage.",
-    )
-    cache: Path = Field(
-        default=Path("~/.cache/imagefleet"),
-        description="Folder for fetched models, LoRAs, embeddings and compiled kernels; workers may"
-        " share it.",
-    )
-    cache_megabytes: int = Field(
-        default=20_480,
-        ge=1,
-        le=16_777_216,
-        description="Size limit of the cached LoRAs; the least recently used are removed first."
-        " Models do not count and are not removed.",
     )
     device: str = Field(
         default="auto",
@@ -202,6 +201,18 @@ class WorkerSettings(TelemetrySettings):
     until_empty: bool = Field(
         default=False, description="Exit once the queue is empty and no message is leased."
     )
+    cache: Path = Field(
+        default=Path("~/.cache/imagefleet"),
+        description="Folder for fetched models, LoRAs, embeddings and compiled kernels; workers may"
+        " share it.",
+    )
+    cache_megabytes: int = Field(
+        default=20_480,
+        ge=1,
+        le=16_777_216,
+        description="Size limit of the cached LoRAs; the least recently used are removed first."
+        " Models do not count and are not removed.",
+    )
     start_up_seconds: float | None = Field(
         default=None,
         ge=0,
@@ -267,7 +278,7 @@ class MachineSettings(WorkerSettings):
     gpus: str | None = Field(
         default=None,
         pattern=r"^(all|[^\s,]+(\s*,\s*[^\s,]+)*)$",
-        description="all, or the numbers or UUIDs of GPUs, separated by commas: one worker process"
-        " for each GPU; 0:1 is instance 1 of GPU 0 in MIG mode. With --device cpu, a process for"
-        " each number. By default one worker, on the GPU of --device.",
+        description="all, or the numbers of GPUs, separated by commas: one worker process for each"
+        " GPU. With --device cpu, a process for each number. By default one worker, on the"
+        " GPU of --device.",
     )

@@ -1,7 +1,5 @@
 """Jobs in flight and how each ends: the class of an error decides, and no job ends twice."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -67,7 +65,6 @@ class Settler:
         )
 
     def add(self, entry: InFlightJob) -> None:
-        """Adds a job to those in flight, until it is settled."""
         self.in_flight[entry] = None
         self.nothing_in_flight.clear()
 
@@ -153,7 +150,7 @@ class Settler:
             return
         earlier = entry.deliveries
         images = set(range(job.images_to_draw))
-        known = earlier.images & images if len(images) > 1 else set()
+        known = images.intersection(earlier.images if len(images) > 1 else ())
         entry.stored |= known
         entry.recorded |= known
         if earlier.is_unsure or job.stage > 1:  # which may have been sent twice
@@ -179,7 +176,7 @@ class Settler:
             await self._end(entry, outcome, error)
 
         entry.mark_completed(self.storage.blobs.clock.now())
-        await self.pending.put(finish, entry.records, entry.again)
+        await self.pending.put(entry, finish)
 
     async def _go_on(self, entry: InFlightJob) -> None:
         """Sends the next stage of a job whose image is stored; its records may still wait."""
@@ -218,8 +215,8 @@ class Settler:
         if entry.is_second_drawing:
             await self.unverified(entry, "its campaign was cancelled")
         elif entry.settle() and not await self._ended_earlier(entry):
-            records = [*entry.records, self.record(entry, "cancelled")]
-            await self.pending.put(partial(self._end, entry, "cancelled"), records, entry.again)
+            finish = partial(self._end, entry, "cancelled")
+            await self.pending.put(entry, finish, self.record(entry, "cancelled"))
 
     async def _ended_earlier(self, entry: InFlightJob) -> bool:
         """Ends a job that is to end without its images, if they are all stored nevertheless.
@@ -245,8 +242,7 @@ class Settler:
             await self._not_sent(entry, fault)
             return True
         entry.mark_completed(self.storage.blobs.clock.now())
-        end = partial(self._end, entry, "duplicate")
-        await self.pending.put(end, entry.records, entry.again)
+        await self.pending.put(entry, partial(self._end, entry, "duplicate"))
         return True
 
     async def failed(
@@ -295,8 +291,7 @@ class Settler:
     async def hand_back(self, entry: InFlightJob, delay_seconds: float = 0) -> None:
         """Leaves a job that was not finished in time to another worker, by default at once."""
         if entry.settle():
-            call = partial(self._release, entry, delay_seconds)
-            await self._end(entry, "handed_back", call=call)
+            await self._end(entry, "handed_back", call=partial(self._release, entry, delay_seconds))
 
     async def put_off(self, entry: InFlightJob) -> None:
         """Hands back a job of which some images are stored perhaps; another worker draws the rest.
@@ -371,7 +366,7 @@ class Settler:
             self._lost(entry, fault)
         else:
             record = self.record(entry, **failed.model_dump(exclude_unset=True))
-            await self.pending.put(finish, [*entry.records, record], entry.again)
+            await self.pending.put(entry, finish, record)
 
     async def _retry(self, entry: InFlightJob, error: errors.FleetError, attempts: int) -> None:
         delay_seconds = concurrency.backoff(
@@ -411,7 +406,7 @@ class Settler:
         if entry.stored <= entry.recorded:
             await finish()
         else:
-            await self.pending.put(finish, entry.records, entry.again)
+            await self.pending.put(entry, finish)
 
     async def _end(
         self,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from evaluation.bench.options import Asked, Kind, Shown, check
+from evaluation.bench.options import Asked, Kind, check
 from fleet import console, options
 from fleet.options import argument
 from imagefleet.pricing import prices
@@ -33,7 +33,8 @@ def command(
         metavar="[engine|latency|scaling]",
     ),
     asked: Asked,
-    shown: Shown,
+    json_file: options.JsonFile = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Measures this machine's speed.
 
@@ -53,9 +54,10 @@ def command(
 
     imagefleet bench scaling --device cpu --workers 1,2
     """
-    check(kind, asked, shown)
-    console.check_writable(shown.json_file)
-    checkpoint.require_path(asked.model)  # before torch is imported
+    check(kind, asked)
+    console.check_writable(json_file)
+    if asked.model is not None:  # before torch is imported
+        checkpoint.check_path(asked.model)
     require_libraries()
     if kind == "engine":
         report = _measure_engine(asked)
@@ -63,16 +65,16 @@ def command(
     elif kind == "latency":
         from evaluation.bench import latency
 
-        report = latency.measure_all(asked)
+        report = latency.measure(asked)
         show = partial(latency.show, report)
     else:
         from evaluation.bench import scaling
 
         rows, report = scaling.measure(asked)
-        show = partial(scaling.show, rows, report, markdown=shown.form == "markdown")
-    if shown.json_file is not None:
-        console.write_file(shown.json_file, console.json_text(report))
-    if shown.as_json:
+        show = partial(scaling.show, rows, report)
+    if json_file is not None:
+        console.write_file(json_file, console.json_text(report))
+    if as_json:
         console.print_json(report)
     else:
         show()
@@ -101,17 +103,19 @@ def _measure_engine(asked: Asked) -> dict[str, Any]:
 
 
 def _dollars_per_hour(
-    given: float | None, gpu: str | None, priority: str, hardware: Mapping[str, str | int]
+    given: float | None,
+    gpu: str | None,
+    priority: prices.Priority,
+    hardware: Mapping[str, str | int],
 ) -> float | None:
     """This machine's price in $/h, as given or by its class; None if unknown."""
     if given is not None:
         return given
-    known = prices.as_priority(priority)
     if gpu is not None:
-        return prices.gpu_dollars_per_hour(gpu, known)
+        return prices.gpu_dollars_per_hour(gpu, priority)
     card = prices.gpu_of_driver(str(hardware["device"]), int(hardware.get("memory_bytes", 0)))
     listed = prices.BUILT_IN.gpus.get(card)
-    return None if listed is None else prices.gpu_dollars_per_hour(card, known)
+    return None if listed is None else prices.gpu_dollars_per_hour(card, priority)
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """The measurements of `imagefleet bench engine`. Imports torch."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time
@@ -25,6 +23,7 @@ from worker.engine.families import table
 from worker.engine.slots.engine import SlotEngine
 from worker.files import check
 from worker.settings import WorkerSettings
+from worker.stages.prepare import PREPARERS
 
 #: Per rate: long compared with one image.
 SECONDS = {"cuda": 20.0, "cpu": 3.0}
@@ -62,7 +61,8 @@ def prepare(
     if family not in known:
         raise errors.SetupError(f"--family {family!r} is unknown; known are {', '.join(known)}")
     torch_device = devices.find_device(device)
-    check.require_path(model)
+    if model is not None:
+        check.check_path(model)
     if model is None and torch_device.type == "cuda":
         name = "random-sd15" if family == "sd1" else f"random-{family}"
         kind = "v_prediction" if family == "sd2" else "epsilon"
@@ -84,7 +84,7 @@ def prepare(
 
 def draw_a_round(engine: contract.Engine, workload: bench_jobs.Workload) -> None:
     """Warms up: reads each LoRA and fills the engine once."""
-    with ThreadPoolExecutor(work.PREPARERS) as threads:
+    with ThreadPoolExecutor(PREPARERS) as threads:
         requests = map(workload.request, range(len(workload.loras)))
         list(threads.map(engine.prepare, requests))
     work.draw(engine, [workload.request(at) for at in range(work.images_at_once(engine))])

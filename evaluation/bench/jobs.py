@@ -1,7 +1,5 @@
 """The jobs of all measurements: variations of the reference message."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -11,6 +9,7 @@ from pathlib import Path
 
 from imagefleet.files import demo
 from imagefleet.job import samplers
+from imagefleet.job.prompt import Prompt, read_prompt
 from worker.engine import contract
 
 #: Steps of mixed jobs, all equally frequent.
@@ -28,7 +27,8 @@ class Workload:
     """Endless jobs with different seeds, prompts and LoRAs, if there are any.
 
     A prompt is the job's number and *words*; *sizes*, *loras* (those of one job), *steps*,
-    *repeats*, how often the words are in the prompt, *samplers* and *cfg_scales* are used in turn.
+    *repeats*, how often the words are in the prompt, *forms*, what the prompt is with them,
+    *samplers* and *cfg_scales* are used in turn.
     """
 
     words: str
@@ -40,24 +40,27 @@ class Workload:
     repeats: tuple[int, ...] = (1,)
     samplers: tuple[str, ...] = ("euler_ancestral",)
     cfg_scales: tuple[float, ...] = (7.0,)
+    forms: tuple[str, ...] = ()
 
     def requests(self) -> Iterator[contract.ImageRequest]:
         """All jobs, as requests to an engine."""
         return map(self.request, itertools.count())
 
     def request(self, number: int) -> contract.ImageRequest:
-        width, height = self._size(number)
-        loras = [
-            contract.Lora(name, self.lora_directory / f"{name}.safetensors", strength, strength)
-            for name, strength in self._loras(number)
-        ]
+        width, height = self.sizes[number % len(self.sizes)]
+        words = [self.words] * self.repeats[number % len(self.repeats)]
+        steps = self.steps[number * _STRIDE % len(self.steps)]
+        prompt: Prompt | str = " ".join([str(number), *words])
+        if self.forms:
+            form = self.forms[number % len(self.forms)]
+            prompt = read_prompt(form.format(prompt), steps=steps)
         return contract.ImageRequest(
-            prompt=self._prompt(number),
+            prompt=prompt,
             negative_prompt=self.negative_prompt,
-            loras=tuple(loras),
+            loras=tuple(self._loras(number)),
             sampler=self.samplers[number % len(self.samplers)],
-            steps=self._steps(number),
-            cfg_scale=self._cfg_scale(number),
+            steps=steps,
+            cfg_scale=self.cfg_scales[number % len(self.cfg_scales)],
             seed=number,
             width=width,
             height=height,
@@ -65,39 +68,29 @@ class Workload:
 
     def message(self, number: int) -> str:
         """The same job as a queue message."""
-        width, height = self._size(number)
-        tags = "".join(f" <lora:{name}:{strength}>" for name, strength in self._loras(number))
+        request = self.request(number)
+        tags = "".join(f" <lora:{lora.name}:{lora.unet_weight}>" for lora in request.loras)
         job = {
             "id": f"{number:06}",
-            "prompt": f"{self._prompt(number)}{tags}",
-            "negative_prompt": self.negative_prompt,
-            "sampler_name": samplers.SAMPLERS[self.samplers[number % len(self.samplers)]].name,
-            "steps": self._steps(number),
-            "cfg_scale": self._cfg_scale(number),
-            "seed": number,
-            "width": width,
-            "height": height,
+            "prompt": f"{request.prompt}{tags}",
+            "negative_prompt": request.negative_prompt,
+            "sampler_name": samplers.SAMPLERS[request.sampler].name,
+            "steps": request.steps,
+            "cfg_scale": request.cfg_scale,
+            "seed": request.seed,
+            "width": request.width,
+            "height": request.height,
         }
         return json.dumps(job)
 
-    def _prompt(self, number: int) -> str:
-        return " ".join([str(number), *[self.words] * self.repeats[number % len(self.repeats)]])
-
-    def _steps(self, number: int) -> int:
-        return self.steps[number * _STRIDE % len(self.steps)]
-
-    def _cfg_scale(self, number: int) -> float:
-        return self.cfg_scales[number % len(self.cfg_scales)]
-
-    def _size(self, number: int) -> tuple[int, int]:
-        return self.sizes[number % len(self.sizes)]
-
-    def _loras(self, number: int) -> list[tuple[str, float]]:
+    def _loras(self, number: int) -> Iterator[contract.Lora]:
         if not self.loras:
-            return []
+            return
         rounds, at = divmod(number, len(self.loras))
         strength = _STRENGTHS[(rounds + at) % len(_STRENGTHS)]
-        return [(name, strength) for name in self.loras[at]]
+        for name in self.loras[at]:
+            file = self.lora_directory / f"{name}.safetensors"
+            yield contract.Lora(name, file, strength, strength)
 
 
 def reference_words() -> tuple[str, str]:

@@ -1,18 +1,15 @@
 """`imagefleet bench latency`: how long one image takes, and a few at once. Imports torch."""
 
-from __future__ import annotations
-
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
+import timeit
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from evaluation.bench import engine as bench_engine
 from evaluation.bench import machine, work
-from evaluation.bench.engine import Setup
 from evaluation.bench.options import Asked
 from fleet import console
 from imagefleet.pricing import families
@@ -26,48 +23,36 @@ AT_ONCE = (1, 2, 4)
 REPEATS = 3
 
 
-def measure_all(asked: Asked) -> dict[str, Any]:
-    """Euler ancestral steps with guidance and another LoRA an image, in the checkpoint's size."""
-    torch_device = devices.find_device(asked.device)
+def measure(asked: Asked) -> dict[str, Any]:
+    """The median seconds for so many images at once: with guidance, and another LoRA for each."""
     with tempfile.TemporaryDirectory(prefix="imagefleet-bench-") as name:
         console.print_note("creating the model and the LoRAs")
         loras = max(AT_ONCE)
         setup = bench_engine.prepare(asked.model, Path(name), asked.device, loras, asked.family)
-        found = families.of_title(check.family(setup.model))
-        report = measure(setup, asked.steps or found.steps, asked.device, console.print_note)
-    return report | {
-        "family": found.slug,
-        "hardware": machine.hardware(torch_device),
-        "versions": machine.versions(),
-    }
-
-
-def measure(
-    setup: Setup, steps: int, device: str, on_step: Callable[[str], None]
-) -> dict[str, Any]:
-    """The median seconds for so many images at once."""
-    seconds = {}
-    width = height = 0
-    for images in AT_ONCE:
-        on_step(f"loading an engine for {console.counted(images, 'image')} at once")
-        engine = load.load_engine(load.EngineSettings(setup.model, device, slots=images))
-        workload = replace(setup.workload, sizes=(engine.default_size,), steps=(steps,))
-        requests = [workload.request(number) for number in range(images)]
-        work.draw(engine, requests)  # reads the LoRAs
-        taken = []
-        for _ in range(REPEATS):
-            began_at = time.perf_counter()
-            work.draw(engine, requests)
-            taken.append(time.perf_counter() - began_at)
-        seconds[images] = statistics.median(taken)
-        width, height = engine.default_size
-        engine.close()
+        family = families.of_title(check.family(setup.model))
+        steps = asked.steps or family.steps
+        seconds = {}
+        width = height = 0
+        for images in AT_ONCE:
+            console.print_note(f"loading an engine for {console.counted(images, 'image')} at once")
+            settings = load.EngineSettings(setup.model, asked.device, slots=images)
+            engine = load.load_engine(settings)
+            width, height = engine.default_size
+            workload = replace(setup.workload, sizes=((width, height),), steps=(steps,))
+            requests = [workload.request(number) for number in range(images)]
+            draw = partial(work.draw, engine, requests)
+            draw()  # reads the LoRAs
+            seconds[images] = statistics.median(timeit.repeat(draw, number=1, repeat=REPEATS))
+            engine.close()
     return {
         "model": str(setup.model),
         "width": width,
         "height": height,
         "steps": steps,
         "seconds": seconds,
+        "family": family.slug,
+        "hardware": machine.hardware(devices.find_device(asked.device)),
+        "versions": machine.versions(),
     }
 
 

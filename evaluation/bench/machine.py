@@ -1,14 +1,12 @@
 """The machine that a measurement runs on, and its limit: the rate of its matrix products."""
 
-from __future__ import annotations
-
-import functools
 import itertools
 import platform
 import resource
 import statistics
-import time
+import timeit
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -73,10 +71,13 @@ def measure_matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     side, repeats = _SIDES[device.type], _REPEATS[device.type]
     one, other = (torch.randn((side, side), device=device, dtype=dtype) for _ in range(2))
     product = torch.empty_like(one)
+    multiply = partial(torch.matmul, one, other, out=product)
     for _ in range(repeats):
-        torch.matmul(one, other, out=product)
-    timed = _time_on_gpu if device.type == "cuda" else _time_on_cpu
-    seconds = timed(lambda: torch.matmul(one, other, out=product), repeats)
+        multiply()
+    if device.type == "cuda":
+        seconds = _time_on_gpu(multiply, repeats)
+    else:
+        seconds = timeit.repeat(multiply, number=1, repeat=repeats)
     return 2 * side**3 / statistics.median(seconds)
 
 
@@ -108,7 +109,7 @@ def count_image_flops(model: Path, width: int, height: int, unet_calls: int) -> 
             pooled = torch.empty(1, text_encoders[-1].config.projection_dim)
             added = {"text_embeds": pooled, "time_ids": torch.empty(1, 6)}
         unet_flops = _count(lambda: unet(latent, torch.empty(1), context, added_cond_kwargs=added))
-        text_flops = sum(_count(functools.partial(each, ids)) for each in text_encoders)
+        text_flops = sum(_count(partial(each, ids)) for each in text_encoders)
         vae_flops = _count(lambda: vae.decode(latent[:, : unet.config.out_channels]))
     return 2 * unet_calls * unet_flops + 2 * text_flops + vae_flops
 
@@ -128,12 +129,3 @@ def _time_on_gpu(call: Callable[[], object], repeats: int) -> list[float]:
         mark.record()
     torch.cuda.synchronize()
     return [before.elapsed_time(after) / 1000 for before, after in itertools.pairwise(marks)]
-
-
-def _time_on_cpu(call: Callable[[], object], repeats: int) -> list[float]:
-    seconds = []
-    for _ in range(repeats):
-        began_at = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - began_at)
-    return seconds

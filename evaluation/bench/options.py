@@ -1,7 +1,5 @@
 """The options of `imagefleet bench`, and which of its measurements takes which."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,18 +59,7 @@ class Asked:
     gpu: str | None = option(
         "engine: GPU class, for its price. [default: this machine's]", metavar="NAME"
     )
-    priority: str = option(
-        "engine: SaladCloud's priority.", "batch", metavar="|".join(prices.PRIORITIES)
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """How the figures are shown."""
-
-    form: Literal["table", "markdown"] = option("markdown: scaling.", "table", "--format")
-    json_file: options.JsonFile = None
-    as_json: options.AsJson = False
+    priority: prices.Priority = option("engine: SaladCloud's priority.", "batch")
 
 
 _OF_ALL = frozenset({"model", "device"})
@@ -85,12 +72,10 @@ _OF: dict[Kind, frozenset[str]] = {
 }
 
 
-def check(kind: Kind, asked: Asked, shown: Shown) -> None:
+def check(kind: Kind, asked: Asked) -> None:
     """Raises SetupError for options of another measurement than *kind*."""
     for field in dataclasses.fields(asked):
         if field.name not in _OF[kind] and getattr(asked, field.name) != field.default:
             raise errors.SetupError(
                 f"{options.flag(field.name.rstrip('_'))} is not for `bench {kind}`"
             )
-    if shown.form != "table" and kind != "scaling":
-        raise errors.SetupError(f"--format {shown.form} is for `bench scaling`")

@@ -1,7 +1,5 @@
 """Full-size checkpoints with random weights, and LoRAs for them: as fast as trained ones."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -13,8 +11,8 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from safetensors.torch import save_file
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+from transformers.utils import logging
 
-from worker.engine import checkpoint
 from worker.engine.families import reading
 from worker.engine.families.table import SD1, Family
 from worker.engine.lora import file as lora_names
@@ -38,7 +36,7 @@ def build_random_checkpoint(
 
     SD1.5 takes 2 GB and a second on a GPU, a minute on a CPU; SDXL 7 GB.
     """
-    checkpoint.hide_progress_bars()
+    logging.disable_progress_bar()
     gpus = [device] if device.type == "cuda" else []
     side = family.native_sides.get(prediction_type)
     size = {"sample_size": side // _PIXELS_PER_LATENT} if side else {}

@@ -1,7 +1,5 @@
 """`imagefleet bench scaling`: 1, 2, 4, .. workers of this machine on one campaign."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import statistics
@@ -122,18 +120,19 @@ def _prepare(model: Path | None, folder: str, device: str) -> tuple[Path, str, s
 
 def _environment(threads: int | None) -> dict[str, str]:
     """Without the settings of a fleet, to whose queue and keys these workers do not belong."""
-    own = {name: value for name, value in os.environ.items() if not _is_setting(name)}
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.upper().startswith(options.PREFIX)
+    }
     return own if threads is None else {**own, "OMP_NUM_THREADS": str(threads)}
 
 
-def _is_setting(name: str) -> bool:
-    return name.upper().startswith(options.PREFIX)
-
-
-def show(rows: Sequence[Row], report: Mapping[str, Any], *, markdown: bool) -> None:
+def show(rows: Sequence[Row], report: Mapping[str, Any]) -> None:
     headings = ("workers", "images/s", "perfect linear", "share", "slowest worker", "fastest")
-    texts = [
-        (
+    shown = console.table(*map(console.number_column, headings))
+    for row in rows:
+        shown.add_row(
             f"{row.workers:,}",
             f"{row.images_per_second:,.2f}",
             f"{row.perfect_linear:,.2f}",
@@ -141,16 +140,7 @@ def show(rows: Sequence[Row], report: Mapping[str, Any], *, markdown: bool) -> N
             f"{min(row.by_worker):,.2f}",
             f"{max(row.by_worker):,.2f}",
         )
-        for row in rows
-    ]
-    if markdown:
-        for line in (headings, ["---:"] * len(headings), *texts):
-            console.print_plain(f"| {' | '.join(line)} |")
-    else:
-        shown = console.table(*map(console.number_column, headings))
-        for text in texts:
-            shown.add_row(*text)
-        console.print_tables(shown)
+    console.print_tables(shown)
     threads = report["threads_per_worker"]
     each = f", {console.counted(threads, 'thread')} for each worker" if threads else ""
     seconds = statistics.fmean(row.seconds for row in rows)

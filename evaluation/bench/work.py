@@ -1,7 +1,5 @@
 """Measures images/s of an engine that is always full, and of a whole worker."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -17,11 +15,9 @@ from imagefleet.storage.open import Storage, open_storage
 from worker.engine import contract
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
+from worker.stages.prepare import PREPARERS
 
 log = logging.getLogger(__name__)
-
-#: As in the worker (worker.stages).
-PREPARERS = 8
 
 
 @dataclass(frozen=True, slots=True)

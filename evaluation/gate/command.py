@@ -1,7 +1,5 @@
 """`imagefleet gate`: passes two ways of drawing the same jobs, or fails them."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from fleet.options import argument, option
 from imagefleet.storage.settings import StorageSettings
 
 
-@options.from_settings(StorageSettings)
+@options.flat
 def command(
     settings: StorageSettings,
     *,

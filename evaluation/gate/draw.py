@@ -1,7 +1,5 @@
 """Draws jobs with an engine's settings into a folder, as files that say how they were drawn."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import tempfile
@@ -15,17 +13,16 @@ from pathlib import Path
 from evaluation.gate.sides import GPU_ONLY, Engine
 from fleet import console
 from imagefleet import errors
-from imagefleet.files.kinds import LORA
 from imagefleet.job.message import Job, text_for_image
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract, load
 from worker.engine import device as devices
-from worker.files.library import EmbeddingLibrary, FileLibrary, Source
 from worker.inputs.img2img import Overlay
-from worker.inputs.reader import InputReader, Inputs
+from worker.inputs.reader import JobFiles
+from worker.settings import WorkerSettings
 from worker.stages import encode
-from worker.stages.prepare import PREPARERS, requests_of
+from worker.stages.prepare import PREPARERS, RequestReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,51 +108,27 @@ def _write(image: _Image, pixels: contract.Pixels, model: str, folder: Path) -> 
 
 async def _images(jobs: Sequence[Job], setup: Setup, engine: contract.Engine) -> list[_Image]:
     """All images of all jobs, with the files that their prompts name."""
-    with tempfile.TemporaryDirectory(prefix="imagefleet-gate-") as empty:
+    with (
+        tempfile.TemporaryDirectory(prefix="imagefleet-gate-") as empty,
+        ThreadPoolExecutor(1) as thread,
+    ):
         address = f"local:{empty}/storage"
         async with open_storage(StorageSettings(storage=address)) as storage:
             await storage.create()
-            source = Source(storage.files, Path(empty), cache_bytes=0)
-            loras = FileLibrary(source, LORA, setup.lora_directory)
-            embeddings = EmbeddingLibrary(source, setup.embedding_directory)
-            reader = InputReader(source, storage.blobs)
+            settings = WorkerSettings(
+                model=str(setup.model),
+                lora_directory=setup.lora_directory,
+                embedding_directory=setup.embedding_directory,
+                cache=Path(empty),
+            )
+            reader = RequestReader(engine, JobFiles(storage, settings), thread)
             images = []
             for job in jobs:
                 with _naming(job):
-                    inputs = await reader.read(job, _size(job, engine))
-                requests = await _requests(job, engine, loras, embeddings, inputs)
-                images += [
-                    _Image(job, index, request, inputs.overlay)
-                    for index, request in enumerate(requests)
-                ]
+                    found = await reader.read_rested(job)
+                overlay = found.inputs.overlay
+                images += [_Image(job, at, each, overlay) for at, each in enumerate(found.requests)]
             return images
-
-
-def _size(job: Job, engine: contract.Engine) -> tuple[int, int]:
-    width, height = engine.default_size
-    return job.width or width, job.height or height
-
-
-async def _requests(
-    job: Job,
-    engine: contract.Engine,
-    loras: FileLibrary,
-    embeddings: EmbeddingLibrary,
-    inputs: Inputs,
-) -> list[contract.ImageRequest]:
-    with _naming(job):
-        tags = [
-            contract.Lora(
-                tag.name,
-                await loras.resolve(tag.name),
-                tag.text_encoder_weight,
-                tag.unet_weight,
-            )
-            for tag in job.parsed_prompt.loras
-        ]
-        named = engine.find_embeddings(job.all_prompts, await embeddings.names())
-        found = [contract.Embedding(name, *await embeddings.resolve_hashed(name)) for name in named]
-    return requests_of(job, _size(job, engine), tags, tuple(found), inputs=inputs)
 
 
 @contextlib.contextmanager

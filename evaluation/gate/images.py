@@ -1,7 +1,5 @@
 """The images of a side: their names, their files, and what these say of their jobs."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,12 +51,9 @@ class FolderImages:
         self.label = label or f"folder {path}"
 
     async def names(self) -> list[str]:
-        return await asyncio.to_thread(self._names)
-
-    def _names(self) -> list[str]:
-        if not self._path.is_dir():
+        if not await asyncio.to_thread(self._path.is_dir):
             raise errors.SetupError(f"the folder {str(self._path)!r} does not exist")
-        return plan.pictures(self._path)
+        return await asyncio.to_thread(plan.pictures, self._path)
 
     async def read(self, name: str) -> bytes | None:
         return await asyncio.to_thread(self._read, self._path / name)

@@ -1,7 +1,5 @@
 """What the gate compares: a campaign, a folder of images, or an engine's settings."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,18 +69,13 @@ Side = Campaign | Folder | Engine
 
 def read(text: str) -> Side:
     """The side that an argument names; raises SetupError if it is none."""
-    if text.startswith(_CAMPAIGN):
-        return _campaign(text.removeprefix(_CAMPAIGN))
-    if text in {".", ".."} or "/" in text:
-        return Folder(Path(text).expanduser())
-    words = text.split(",")
-    if any(word in WORDS or word.startswith(SLOTS) for word in words):
-        return Engine(text, _settings(words))
-    return _campaign(text)
-
-
-def _campaign(name: str) -> Campaign:
-    return Campaign(target.campaign(name))
+    if not text.startswith(_CAMPAIGN):
+        if text in {".", ".."} or "/" in text:
+            return Folder(Path(text).expanduser())
+        words = text.split(",")
+        if any(word in WORDS or word.startswith(SLOTS) for word in words):
+            return Engine(text, _settings(words))
+    return Campaign(target.campaign(text.removeprefix(_CAMPAIGN)))
 
 
 def _settings(words: list[str]) -> dict[str, Any]:

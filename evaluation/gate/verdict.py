@@ -1,7 +1,5 @@
 """The figures of a comparison, and which of them are within their bounds."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable
@@ -143,27 +141,16 @@ def judge(found: Comparison, measures: Measures, bounds: Bounds, worst: int = WO
     ]
     apart = _feature_distance(found)
     if apart is not None:
-        checks.append(
-            Check(
-                "feature_distance",
-                "feature distance, of that between different jobs",
-                100 * apart,
-                bounds.max_features,
-                "%",
-            )
-        )
+        title = "feature distance, of that between different jobs"
+        checks.append(Check("feature_distance", title, 100 * apart, bounds.max_features, "%"))
     fid_a, fid_b, between = _fids(found, measures)
-    if fid_a is not None and fid_b is not None:
-        checks.append(
-            Check("fid", "change of FID", _percent_apart(fid_a, fid_b), bounds.max_fid, "%")
-        )
     clip_a, clip_b = (float(np.mean(each)) if each else None for each in found.clip_scores)
-    if clip_a is not None and clip_b is not None:
-        checks.append(
-            Check(
-                "clip", "change of CLIP score", _percent_apart(clip_a, clip_b), bounds.max_clip, "%"
-            )
-        )
+    for name, title, a, b, bound in (
+        ("fid", "change of FID", fid_a, fid_b, bounds.max_fid),
+        ("clip", "change of CLIP score", clip_a, clip_b, bounds.max_clip),
+    ):
+        if a is not None and b is not None:
+            checks.append(Check(name, title, _percent_apart(a, b), bound, "%"))
     order = sorted(pairs, key=lambda pair: (bounds.are_alike(pair), _rank(pair), pair.key))
     return Verdict(
         pairs=len(pairs),
@@ -188,16 +175,10 @@ def _shift_checks(found: Comparison, bounds: Bounds) -> list[Check]:
     """What all pairs have in common: chance differences cancel out in it, a wrong setting's not."""
     shift = found.shift
     assert shift is not None  # noqa: S101 - there is a pair
-    sharper = abs(shift.sharpness_percent)
+    brighter, sharper = shift.brightness_levels, abs(shift.sharpness_percent)
     moved = shift.displacement_pixels
     return [
-        Check(
-            "brightness",
-            "shift of brightness",
-            shift.brightness_levels,
-            bounds.max_brightness,
-            "of 255",
-        ),
+        Check("brightness", "shift of brightness", brighter, bounds.max_brightness, "of 255"),
         Check("contrast", "change of contrast", shift.contrast_percent, bounds.max_contrast, "%"),
         Check("sharpness", "change of sharpness", sharper, bounds.max_sharpness, "%"),
         Check("displacement", "displacement", moved, bounds.max_displacement, "pixels"),

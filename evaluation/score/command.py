@@ -1,29 +1,27 @@
 """`imagefleet score`: what a campaign's images are worth, by group of its sweep."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
 import typer
 from rich.table import Table
 
+from evaluation.score import figures as drawing
 from evaluation.score import session
 from evaluation.score.extractors import DEMO
+from evaluation.score.figures import Scores, facts
 from evaluation.score.session import Computing, Networks
 from fleet import console, options
 from fleet.campaigns import target
 from fleet.options import option
 from imagefleet import errors
-from imagefleet import scores as drawing
-from imagefleet.scores import Scores, facts
 from imagefleet.storage.settings import StorageSettings
 
 #: Facts of a group that differ in one sweep and not in another.
 _VARIED = ("sampler", "steps", "model", "lora", "lora_strength")
 
 
-@options.from_settings(StorageSettings)
+@options.flat
 def command(
     settings: StorageSettings,
     campaign: target.Campaign,

@@ -1,7 +1,5 @@
 """What a feature extractor is, and what it does to an image."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -84,6 +82,17 @@ class TextExtractor(Extractor, Protocol):
 
     def text_features(self, texts: Sequence[str]) -> Features:
         """[texts, dimensions]."""
+
+
+def finite(extractor: Extractor, images: Sequence[Image.Image]) -> Features:
+    """The features, of which one that is not finite would make all figures unknown."""
+    features = extractor.features(images)
+    if not np.isfinite(features).all():
+        raise errors.SetupError(
+            f"{extractor.facts.name} gives features that are not finite: its input may be scaled"
+            f" otherwise, which {extractor.facts.name}.json beside it can say"
+        )
+    return features
 
 
 def read_preparation(path: Path) -> Preparation | None:

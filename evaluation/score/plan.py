@@ -1,7 +1,5 @@
 """What is scored: a campaign's images by groups, cut into chunks that follow from their names."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
@@ -13,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from evaluation.score.hashes import Hashes
+from evaluation.score import extractors
 from imagefleet import errors
 from imagefleet.records import reader, sweep
 from imagefleet.records.record import Record
@@ -109,14 +107,12 @@ def of_folder(
     folder: Path, names: Sequence[str], work: Path, on_files: Callable[[int], None]
 ) -> list[Chunk]:
     """The chunks of pictures in a folder, which are what their bytes are."""
-    hashed = Hashes(work / "hashes.json")
     target = _emptied(work / "plan" / "reference")
     chunks = _chunks_of(len(names))
     rows = defaultdict[int, list[Row]](list)
     for name in names:
-        rows[_chunk(name, chunks)].append(Row(name, "", None, hashed.of(folder / name)))
+        rows[_chunk(name, chunks)].append(Row(name, "", None, extractors.sha256_of(folder / name)))
         on_files(1)
-    hashed.keep()
     for number, some in rows.items():
         _append(target / f"{number:06}.jsonl", some)
     return list(_listed(target, work / "features" / "reference", folder))

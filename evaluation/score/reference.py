@@ -1,15 +1,14 @@
 """What a campaign's images are compared with: a folder of pictures, or statistics of some."""
 
-from __future__ import annotations
-
+import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from evaluation.score import chunks, extractors, hashes
+from evaluation.score import chunks, extractors
 from evaluation.score.extractors import DEMO, ExtractorFacts
 from evaluation.score.plan import Chunk
 from evaluation.score.statistics import UNREADABLE, Rows, Statistics
@@ -36,18 +35,6 @@ class Reference:
     features: Rows | None = None
     clip: Rows | None = None
 
-    def check(self, extractor: ExtractorFacts | None) -> None:
-        """Raises SetupError, before hours of work, if FID cannot be computed."""
-        if extractor is None:
-            return
-        if self.statistics is None:
-            raise errors.SetupError(f"the reference {self.name} has no statistics for FID")
-        if (dimensions := len(self.statistics.mean)) != extractor.dimensions:
-            raise errors.SetupError(
-                f"the reference {self.name} has {dimensions:,} features an image, and"
-                f" {extractor.name} {extractor.dimensions:,}: they are of another extractor"
-            )
-
 
 def of_chunks(
     folder: Path,
@@ -70,11 +57,16 @@ def of_chunks(
     return Reference(
         str(folder),
         images,
-        hashes.of_all(row.sha256 or "" for chunk in done for row in chunk.rows()),
+        hash_of_all(row.sha256 or "" for chunk in done for row in chunk.rows()),
         Statistics.of(rows) if rows else None,
         rows,
         chunks.StoredRows(done, "clip", clip.dimensions) if clip else None,
     )
+
+
+def hash_of_all(hashes: Iterable[str]) -> str:
+    """The SHA-256 of a set of files by theirs, whatever their names and order."""
+    return hashlib.sha256("\n".join(sorted(hashes)).encode()).hexdigest()
 
 
 def read(path: str, extractor: ExtractorFacts | None, clip: ExtractorFacts | None) -> Reference:
@@ -82,7 +74,14 @@ def read(path: str, extractor: ExtractorFacts | None, clip: ExtractorFacts | Non
     file = _DEMO_FILE if path == DEMO else Path(path)
     if not file.is_file():
         raise errors.SetupError(f"the reference {path!r} does not exist")
-    statistics = Statistics.read(file) if extractor else None
+    statistics = None
+    if extractor:
+        statistics = Statistics.read(file)
+        if (dimensions := len(statistics.mean)) != extractor.dimensions:
+            raise errors.SetupError(
+                f"the reference {path} has {dimensions:,} features an image, and {extractor.name}"
+                f" {extractor.dimensions:,}: they are of another extractor"
+            )
     try:
         with np.load(file, allow_pickle=False) as stored:
             images = int(stored["count"]) if "count" in stored else None
@@ -96,9 +95,7 @@ def read(path: str, extractor: ExtractorFacts | None, clip: ExtractorFacts | Non
             seen = stored["clip_features"] if clip and "clip_features" in stored else None
     except UNREADABLE as error:
         raise errors.SetupError(f"the reference {path} cannot be read: {error}") from None
-    found = Reference(path, images, extractors.sha256_of(file), statistics, features, seen)
-    found.check(extractor)
-    return found
+    return Reference(path, images, extractors.sha256_of(file), statistics, features, seen)
 
 
 def write(

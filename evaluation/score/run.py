@@ -1,7 +1,5 @@
 """Computes the features of chunks of images, in several processes; each chunk is kept once done."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import multiprocessing
@@ -18,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from evaluation.score import chunks, metrics, plan
+from evaluation.score import chunks, extractors, metrics, plan
 from evaluation.score.extractors import Extractor, ExtractorFacts, TextExtractor
 from evaluation.score.networks import load
 from evaluation.score.plan import Chunk, Row
@@ -61,6 +59,11 @@ class Work:
             one_thread()
         return extractor, clip
 
+    @property
+    def facts(self) -> tuple[ExtractorFacts | None, ExtractorFacts | None]:
+        extractor, clip = self.loaded
+        return extractor.facts if extractor else None, clip.facts if clip else None
+
     def __getstate__(self) -> dict[str, Any]:
         """Networks are loaded in each process."""
         return {name: each for name, each in vars(self).items() if name != "loaded"}
@@ -91,12 +94,11 @@ class Done:
 
 def extract(work: Work, processes: int, on_images: OnImages, done: Done) -> None:
     """Computes what *work* lacks; raises FleetError if a process failed, and keeps what is done."""
-    facts = [each.facts if each else None for each in work.loaded]
     left = []
     for chunk in work.chunks:
         rows = chunk.rows()
         # Of an image without a SHA-256, another in as many bytes may be there now.
-        if all(row.sha256 for row in rows) and chunks.is_done(chunk, digest(rows, facts)):
+        if all(row.sha256 for row in rows) and chunks.is_done(chunk, digest(rows, work.facts)):
             on_images(len(rows))
             done.kept += len(rows)
         else:
@@ -169,25 +171,14 @@ def _child(work: Work, connection: Connection) -> None:
 
 
 async def _extract(work: Work, on_images: OnImages) -> None:
-    facts = [each.facts if each else None for each in work.loaded]
-    # Each thread that computes would keep some hundred MB of its own.
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        await _extract_with(work, facts, thread, on_images)
-
-
-async def _extract_with(
-    work: Work,
-    facts: Sequence[ExtractorFacts | None],
-    thread: ThreadPoolExecutor,
-    on_images: OnImages,
-) -> None:
     async with open_storage(work.settings) as storage:
-        for chunk in work.chunks:
-            rows = chunk.rows()
-            note, arrays = await _compute(work, chunk, rows, storage.blobs, thread)
-            note = note.model_copy(update={"digest": digest(rows, facts)})
-            await asyncio.to_thread(chunks.write, chunk, note, arrays)
-            on_images(len(rows))
+        # Each thread that computes would keep some hundred MB of its own.
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            for chunk in work.chunks:
+                rows = chunk.rows()
+                note, arrays = await _compute(work, chunk, rows, storage.blobs, thread)
+                await asyncio.to_thread(chunks.write, chunk, note, arrays)
+                on_images(len(rows))
 
 
 async def _compute(
@@ -214,7 +205,12 @@ async def _compute(
         reading.cancel()
     arrays = {kind: np.concatenate(each) for kind, each in parts.items() if each}
     images = len(rows) - len(left_out)
-    note = chunks.Note(digest="", images=images, left_out=tuple(left_out), scores=tuple(scores))
+    note = chunks.Note(
+        digest=digest(rows, work.facts),
+        images=images,
+        left_out=tuple(left_out),
+        scores=tuple(scores),
+    )
     return note, arrays
 
 
@@ -241,11 +237,9 @@ def _score(work: Work, batch: Sequence[Row], read: Sequence[bytes | None]) -> _S
         return found
     filled = _filled(images)
     if extractor:
-        features = extractor.features(filled)[: len(images)]
-        found.arrays["features"] = _finite(features, extractor)
+        found.arrays["features"] = extractors.finite(extractor, filled)[: len(images)]
     if clip:
-        seen = clip.features(filled)[: len(images)]
-        found.arrays["clip"] = _finite(seen, clip)
+        seen = found.arrays["clip"] = extractors.finite(clip, filled)[: len(images)]
         if any(captions):
             texts = clip.text_features(_filled(captions))[: len(images)]
             found.scores.extend(metrics.clip_score(seen, texts).tolist())
@@ -255,16 +249,6 @@ def _score(work: Work, batch: Sequence[Row], read: Sequence[bytes | None]) -> _S
 def _filled(items: list[Item]) -> list[Item]:
     """As many as in any other batch: torch keeps kernels and memory for each size that it meets."""
     return items + [items[-1]] * (_BATCH - len(items))
-
-
-def _finite(features: Features, extractor: Extractor) -> Features:
-    """One such row would make all figures of its group unknown."""
-    if not np.isfinite(features).all():
-        raise errors.SetupError(
-            f"{extractor.facts.name} gives features that are not finite: its input may be scaled"
-            f" otherwise, which {extractor.facts.name}.json beside it can say"
-        )
-    return features
 
 
 async def _read(chunk: Chunk, rows: Sequence[Row], blobs: BlobStore) -> list[bytes | None]:

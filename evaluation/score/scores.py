@@ -1,7 +1,5 @@
 """Computes the figures of a campaign by group from the features of its images."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,10 +9,10 @@ import numpy as np
 
 from evaluation.score import chunks, metrics
 from evaluation.score.extractors import ExtractorFacts
+from evaluation.score.figures import GroupScores, Scores
 from evaluation.score.plan import Chunk, Plan
 from evaluation.score.reference import Reference
 from evaluation.score.statistics import Doubles
-from imagefleet.scores import GroupScores, Scores
 
 #: FID and KID of fewer images are not defined.
 _LEAST = 2

@@ -1,26 +1,23 @@
 """One scoring run: the reference, then the campaign, then the figures."""
 
-from __future__ import annotations
-
 import os
 import re
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from evaluation.score import plan, reference, scores
 from evaluation.score import run as running
 from evaluation.score.extractors import ExtractorFacts
+from evaluation.score.figures import Scores
 from evaluation.score.networks import load
-from evaluation.score.plan import Chunk, Plan
+from evaluation.score.plan import Plan
 from evaluation.score.reference import Reference
 from fleet import console, options
 from fleet.campaigns import target
 from fleet.options import option
 from imagefleet import errors
 from imagefleet.records import reader
-from imagefleet.scores import Scores
 from imagefleet.storage.settings import StorageSettings
 
 #: More only wait for the storage, and each has the networks in memory.
@@ -101,7 +98,7 @@ def run(asked: Asked) -> Scores | None:
     number, parts = asked.computing.chosen_part
     device = load.find_device((networks.extractor, networks.clip), networks.device)
     work = running.Work(asked.settings, (), networks.extractor, networks.clip, device)
-    extractor, clip = (network.facts if network else None for network in work.loaded)
+    extractor, clip = work.facts
     # A part has no figures: what it would be compared with is not needed yet.
     compared = _compared(asked, work, extractor, clip) if parts == 1 else None
     if asked.write_reference and compared:
@@ -166,7 +163,8 @@ def _extract(asked: Asked, work: running.Work, verb: str) -> None:
     done = running.Done()
     processes = asked.computing.processes or min(os.cpu_count() or 1, _MOST_PROCESSES)
     began_at = time.monotonic()
-    with console.counting(verb, _images(work.chunks), quiet=asked.quiet) as on_images:
+    images = sum(len(chunk.rows()) for chunk in work.chunks)
+    with console.counting(verb, images, quiet=asked.quiet) as on_images:
         running.extract(work, processes, on_images, done)
     seconds = time.monotonic() - began_at
     if done.images and seconds > 0:
@@ -175,7 +173,3 @@ def _extract(asked: Asked, work: running.Work, verb: str) -> None:
             f"{verb}: {console.counted(done.images, 'image')} in {seconds:,.1f} s,"
             f" {done.images / seconds:,.1f} images/s{kept}"
         )
-
-
-def _images(chunks: Sequence[Chunk]) -> int:
-    return sum(len(chunk.rows()) for chunk in chunks)

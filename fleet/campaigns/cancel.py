@@ -1,7 +1,5 @@
 """`imagefleet cancel`: ends a campaign's waiting jobs and its loads, or empties the queue."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 from fleet import console, options
@@ -14,7 +12,7 @@ from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 
 
-@options.from_settings(StorageSettings)
+@options.flat
 async def command(
     settings: StorageSettings,
     campaign: str | None = argument(
@@ -54,17 +52,15 @@ async def command(
             if count:
                 console.confirm(f"Delete {messages} of the queue {queue.name} for good?", yes=yes)
             await queue.clear()
-    if as_json:
-        console.print_json({"queue": queue.name, "messages": count, "deleted": not dry_run})
-    else:
-        would = "would be " if dry_run else ""
-        console.print_plain(f"{messages} of the queue {queue.name} {would}deleted")
+    record = {"queue": queue.name, "messages": count, "deleted": not dry_run}
+    would = "would be " if dry_run else ""
+    line = f"{messages} of the queue {queue.name} {would}deleted"
+    console.show(record, line, as_json=as_json)
 
 
 async def _cancel(
     storage: Storage, campaign: str, messages: int, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    """Cancels a campaign, while the queue holds so many *messages*."""
     if unsure := await target.check_campaign(storage, campaign):
         console.print_warning(unsure)
     found = await reader.counts(storage, campaign)

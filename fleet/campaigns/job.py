@@ -1,12 +1,11 @@
 """`imagefleet job`: what became of one job."""
 
-from __future__ import annotations
-
 from datetime import UTC
 from typing import Any
 
 from fleet import console, options
 from fleet.campaigns import target
+from fleet.options import argument
 from imagefleet import errors
 from imagefleet.job.message import job_key, read_job
 from imagefleet.records import drawn, outcomes, sent
@@ -20,10 +19,10 @@ _WHY = {
 }
 
 
-@options.from_settings(StorageSettings)
+@options.flat
 async def command(
     settings: StorageSettings,
-    job: target.OneJob,
+    job: str = argument("Jobs without a campaign are in 'default'.", metavar="CAMPAIGN/ID"),
     as_json: options.AsJson = False,
 ) -> None:
     """Shows what became of one job.
@@ -37,10 +36,19 @@ async def command(
         found = await look_up(fleet.storage, *named)
         if found["state"] == "unknown" and not found["images"]:
             raise await target.unknown_job(fleet.storage, target.Target(*named))
-    if as_json:
-        console.print_json(found)
-    else:
-        _print(found)
+    since, state, error = found["since"], found["state"], found["error"]
+    facts = {
+        "job": job_key(found["campaign"], found["id"]),
+        "state": state,
+        "since": f"{since.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC" if since else "-",
+        "stage": console.number(found["stage"]),
+        "attempts": console.number(found["attempts"]),
+        "worker": found["worker"] or "-",
+    }
+    if reason := _WHY.get(state, found["reason"]):
+        facts["reason"] = f"{error}: {reason}" if error else reason
+    images = ({"image": image["address"]} for image in found["images"])
+    console.show(found, facts, *images, as_json=as_json)
 
 
 async def look_up(storage: Storage, campaign: str, job_id: str) -> dict[str, Any]:
@@ -70,11 +78,12 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> dict[str, Any
         found |= _recorded(record) | {"since": max(each.at for each in stored)}
         if record.seconds is None:  # somebody has changed its metadata
             found |= {"attempts": None, "worker": None}
-    elif message := await target.find_message(storage, target.Target(campaign, job_id)):
-        found["state"] = "in flight" if message.is_leased else "queued"
-        found["since"] = message.message.enqueued_at
-        found["stage"] = _stage(message.message.body)
-        found["attempts"] = message.message.delivery_count
+    elif in_queue := await target.find_message(storage, target.Target(campaign, job_id)):
+        message, is_leased = in_queue
+        found["state"] = "in flight" if is_leased else "queued"
+        found["since"] = message.enqueued_at
+        found["stage"] = _stage(message.body)
+        found["attempts"] = message.delivery_count
     elif end := await outcomes.last_end(storage, job):
         found |= _recorded(end)
     elif messages > 0 and not storage.queue.finds_all:
@@ -100,20 +109,3 @@ def _stage(body: str) -> int | None:
     except errors.JobError:
         return None
     return job.stage if job.stages > 1 else None
-
-
-def _print(found: dict[str, Any]) -> None:
-    since, state, error = found["since"], found["state"], found["error"]
-    facts = {
-        "job": job_key(found["campaign"], found["id"]),
-        "state": state,
-        "since": f"{since.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC" if since else "-",
-        "stage": console.number(found["stage"]),
-        "attempts": console.number(found["attempts"]),
-        "worker": found["worker"] or "-",
-    }
-    if reason := _WHY.get(state, found["reason"]):
-        facts["reason"] = f"{error}: {reason}" if error else reason
-    console.print_facts(facts)
-    for image in found["images"]:
-        console.print_facts({"image": image["address"]})

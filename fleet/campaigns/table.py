@@ -1,7 +1,5 @@
 """All campaigns, or one, in numbers: a part of `imagefleet status`."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -48,11 +46,8 @@ class Campaigns:
         """What the workers cost that drew a campaign's images, of those that the metrics cover."""
 
     async def refresh(self, server: Prometheus | None = None) -> None:
-        """Counts again, and asks a *server* for dollars.
-
-        These, and the numbers of all campaigns, may be half a minute old.
-        """
-        await self._refresh()
+        """Counts again, and asks a *server* for dollars, each at most twice a minute."""
+        await self._count()
         if server is None or time.monotonic() - self._asked_at < _FRESH_SECONDS:
             return
         self._asked_at = time.monotonic()
@@ -63,28 +58,26 @@ class Campaigns:
             if name in found and counts.first_at is not None and counts.first_at > since
         }
 
-    async def _refresh(self) -> None:
+    async def _count(self) -> None:
         now = time.monotonic()
         if self._only is None and now - self._read_at < _FRESH_SECONDS:
             return
+        damaged = Damaged()
         try:
-            await self._count()
+            if self._only is None:
+                found = await reader.all_counts(self._storage, damaged, self._overview)
+            else:
+                found = {self._only: await reader.counts(self._storage, self._only, damaged)}
+            self._elsewhere = await sent.elsewhere(self._storage)
         except errors.SetupError as error:  # of a token that may not read records
             if self._only is not None:
                 raise
             self.refusal = error.message
-        self._read_at = now
-
-    async def _count(self) -> None:
-        damaged = Damaged()
-        if self._only is None:
-            found = await reader.all_counts(self._storage, damaged, self._overview)
         else:
-            found = {self._only: await reader.counts(self._storage, self._only, damaged)}
-        self.rows = sorted(found.items(), key=_by_last, reverse=True)
-        self._elsewhere = await sent.elsewhere(self._storage)
-        self.unfit_records = damaged.count
-        self.refusal = None
+            self.rows = sorted(found.items(), key=_by_last, reverse=True)
+            self.unfit_records = damaged.count
+            self.refusal = None
+        self._read_at = now
 
     def records(self) -> list[dict[str, Any]]:
         return [
@@ -99,7 +92,6 @@ class Campaigns:
         ]
 
     def table(self, count: int) -> Table:
-        """The first *count* campaigns."""
         figures = ("sent", "completed", "failed", "cancelled", "discarded", "pending", "images")
         rows = []
         for campaign, counts in self.rows[:count]:
@@ -107,7 +99,8 @@ class Campaigns:
             left = seconds_left(counts)
             time_left = "-" if left is None else duration(left)
             cost = [console.number(self.dollars.get(campaign), 2)] if self.dollars else []
-            rows.append((campaign, *numbers, *cost, time_left, _moment(counts.last_at)))
+            last = f"{at.astimezone(UTC):%Y-%m-%d %H:%M}" if (at := counts.last_at) else "-"
+            rows.append((campaign, *numbers, *cost, time_left, last))
         return console.table(
             console.name_column("campaign"),
             *map(console.number_column, (*figures, *(["$"] if self.dollars else []), "time left")),
@@ -170,7 +163,3 @@ def _by_last(row: tuple[str, Counts]) -> tuple[bool, datetime]:
     """Whoever stores images may make up campaigns, but not that their jobs were sent."""
     _, counts = row
     return counts.sent is not None, counts.last_at or _LONG_AGO
-
-
-def _moment(at: datetime | None) -> str:
-    return f"{at.astimezone(UTC):%Y-%m-%d %H:%M}" if at else "-"

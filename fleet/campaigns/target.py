@@ -1,35 +1,24 @@
 """What a command acts on: `CAMPAIGN`, or `CAMPAIGN/ID` for one of its jobs."""
 
-from __future__ import annotations
-
 from typing import Annotated, NamedTuple, TypeVar
 
 import typer
 from pydantic import TypeAdapter
 
 from imagefleet import errors, validation
-from imagefleet.job.chain import SEPARATOR
 from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId, fields_if_any, job_key
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage
-from imagefleet.storage.protocol import FoundMessage
-
-#: Ids of a campaign among which one that is alike is looked for.
-_MOST_NAMES = 2_000
+from imagefleet.storage.protocol import Message
 
 Campaign = Annotated[
     str, typer.Argument(metavar="CAMPAIGN", help="Jobs without a campaign are in 'default'.")
 ]
 OnlyCampaign = Annotated[str | None, typer.Argument(metavar="CAMPAIGN", help="Only this campaign.")]
-OneJob = Annotated[
-    str,
-    typer.Argument(metavar="CAMPAIGN/ID", help="Jobs without a campaign are in 'default'."),
-]
 OnlyJobs = Annotated[
     str | None,
     typer.Argument(metavar="CAMPAIGN[/ID]", help="Only this campaign, or this one of its jobs."),
 ]
-
 
 Text = TypeVar("Text", str, str | None)
 
@@ -49,13 +38,10 @@ class Target(NamedTuple):
         return job_key(self.campaign, self.id) if self.id else self.campaign or "all campaigns"
 
 
-ALL = Target()
-
-
 def read(text: str | None) -> Target:
     """The target that *text* names; raises SetupError for what cannot be a name."""
     if text is None:
-        return ALL
+        return Target()
     campaign, slash, job_id = text.partition("/")
     check_name("CAMPAIGN", campaign)
     if slash:
@@ -122,29 +108,22 @@ async def check_campaign(storage: Storage, name: str | None) -> str | None:
 
 
 async def unknown_job(storage: Storage, named: Target) -> errors.SetupError:
-    """The error for a job that has no image, record or message, with the id that is close."""
+    """The error for a job that has no image, record or message."""
     await check_campaign(storage, named.campaign)
-    ids: set[str] = set()
-    async for name in storage.blobs.names(f"{named.campaign}/"):
-        ids.add(name.partition("/")[2].rpartition(".")[0].partition(SEPARATOR)[0])
-        if len(ids) >= _MOST_NAMES:
-            break
-    hint = validation.suggestion(named.id or "", ids)
     return errors.SetupError(
-        f"job {str(named)!r} has no image, record or message in {storage.url}"
-        + (hint or ": was it sent?")
+        f"job {str(named)!r} has no image, record or message in {storage.url}: was it sent?"
     )
 
 
-async def find_message(storage: Storage, named: Target) -> FoundMessage | None:
-    """A message of the target in the job queue, as far as the storage shows its messages."""
+async def find_message(storage: Storage, named: Target) -> tuple[Message, bool] | None:
+    """A message of the target in the job queue and whether it is leased, as far as is shown."""
     text = named.id or ("" if named.campaign == DEFAULT_CAMPAIGN else named.campaign or "")
-    async for found in storage.queue.find(text):
-        fields = fields_if_any(found.message.body)
+    async for message, is_leased in storage.queue.find(text):
+        fields = fields_if_any(message.body)
         if not fields or (named.id and fields.get("verify")):
             continue
         of = Target(fields.get("campaign") or DEFAULT_CAMPAIGN, fields.get("id"))
-        job_id = of.id or found.message.id
+        job_id = of.id or message.id
         if of.campaign == named.campaign and named.id in {None, job_id}:
-            return found
+            return message, is_leased
     return None

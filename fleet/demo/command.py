@@ -1,22 +1,25 @@
 """`imagefleet demo`: jobs, worker and images on this machine, without an account or a GPU."""
 
-from __future__ import annotations
-
+import io
 import logging
+import math
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from fleet import console, contact_sheet, options
+from fleet import console, options
 from fleet.options import option
-from fleet.worker import live
+from fleet.worker import command as worker_command
 from imagefleet import aio, errors
 from imagefleet.files import demo
+from imagefleet.job import prompt
 from imagefleet.job.message import Job
 from imagefleet.pricing import prices
 from imagefleet.storage.open import open_storage
@@ -82,8 +85,9 @@ def command(
         "cache": storage / "cache",
         "name": "demo",
     }
-    # Its jobs are not signed, and one of them never could be; the fleet's accelerator is not its.
-    own = {"trusted_key": None, "accelerator": str(demo.ACCELERATOR) if few_steps else None}
+    # Its jobs are not signed, one never could be; the fleet's accelerator and VAE are not its.
+    accelerator = str(demo.ACCELERATOR) if few_steps else None
+    own = {"trusted_key": None, "accelerator": accelerator, "vae": None}
     settings = options.read(WorkerSettings, given).model_copy(update=own)
     in_use = f"another `imagefleet demo` is at work in {output}"
     with console.only_one(storage, in_use):
@@ -127,7 +131,7 @@ async def _demo(settings: WorkerSettings, output: Path, messages: list[str]) -> 
         await fleet.storage.queue.send([each for each in messages if each == demo.INVALID_MESSAGE])
         # The demo shows a worker's figures; its log says too much for a first look.
         logs.configure("text", logging.FileHandler(output / "worker.log", mode="w"))
-        with live.showing(console.stderr) as show:
+        with worker_command.showing() as show:
             drawn = await process.run_worker(settings, on_progress=show)
         if drawn.stopped_by is not None:
             console.print_note(f"stopped after {drawn.images} images of {len(messages)} jobs")
@@ -141,7 +145,7 @@ async def _demo(settings: WorkerSettings, output: Path, messages: list[str]) -> 
             if results[name].blobs:
                 images.append((await results[name].data(), job.prompt))
     sheet = output / "contact-sheet.png"
-    console.write_file(sheet, contact_sheet.draw_contact_sheet(images))
+    console.write_file(sheet, draw_contact_sheet(images))
     seconds = drawn.seconds - drawn.start_up_seconds
     dollars = seconds / 3600 * _DOLLARS_PER_HOUR
     return {
@@ -181,3 +185,52 @@ def _show(
     program = name if shutil.which(name) == script else shlex.quote(script)
     address = shlex.quote(settings.storage)
     console.print_plain(f"\n  {program} failed --storage {address}")
+
+
+#: The longer side of an image on the sheet; smaller ones are enlarged.
+TILE_PIXELS = 176
+
+COLUMNS = 6
+MARGIN_PIXELS = 12
+FONT_PIXELS = 12
+LINE_PIXELS = 15
+CAPTION_LINES = 2
+
+_PAPER = (250, 250, 248)
+_INK = (70, 70, 74)
+
+
+def draw_contact_sheet(images: Sequence[tuple[bytes, str]]) -> bytes:
+    """A PNG with the images in rows, each with its prompt's words and LoRAs as a caption."""
+    columns = min(COLUMNS, len(images)) or 1
+    rows = math.ceil(len(images) / columns)
+    cell_height = TILE_PIXELS + CAPTION_LINES * LINE_PIXELS + MARGIN_PIXELS
+    width = MARGIN_PIXELS + columns * (TILE_PIXELS + MARGIN_PIXELS)
+    sheet = Image.new("RGB", (width, MARGIN_PIXELS + rows * cell_height), _PAPER)
+    draw = ImageDraw.Draw(sheet)
+    font = ImageFont.load_default(FONT_PIXELS)
+    for index, (data, text) in enumerate(images):
+        row, column = divmod(index, columns)
+        left = MARGIN_PIXELS + column * (TILE_PIXELS + MARGIN_PIXELS)
+        top = MARGIN_PIXELS + row * cell_height
+        tile = read_tile(data)
+        sheet.paste(tile, (left + (TILE_PIXELS - tile.width) // 2, top))
+        for number, line in enumerate(caption(text, font)):
+            baseline = top + TILE_PIXELS + 3 + number * LINE_PIXELS
+            draw.text((left, baseline), line, fill=_INK, font=font)
+    stored = io.BytesIO()
+    sheet.save(stored, "PNG", optimize=True)
+    return stored.getvalue()
+
+
+def read_tile(data: bytes) -> Image.Image:
+    image = Image.open(io.BytesIO(data)).convert("RGB")
+    return ImageOps.contain(image, (TILE_PIXELS, TILE_PIXELS), Image.Resampling.LANCZOS)
+
+
+def caption(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> list[str]:
+    """A prompt in at most `CAPTION_LINES` lines, shortened with an ellipsis."""
+    words, loras = prompt.read_words(text)
+    shown = " + ".join([words, *(lora.name for lora in loras)])
+    characters = int(TILE_PIXELS / (font.getlength("etaoin shrdlu") / len("etaoin shrdlu")))
+    return textwrap.wrap(shown, characters, max_lines=CAPTION_LINES, placeholder="…")

@@ -1,7 +1,5 @@
 """`imagefleet export`: writes a campaign's images as shards of a data set."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import shutil
@@ -12,11 +10,11 @@ from rich import filesize
 
 from fleet import console, options
 from fleet.campaigns import target
+from fleet.export.formats import arrow
 from fleet.export.plan import MANIFEST, WORK, Format, Manifest, Plan, Work
 from fleet.export.shards import Exporter
 from fleet.options import argument, option
 from fleet.results import download, files
-from fleet.results.forms import arrow
 from imagefleet import errors
 from imagefleet.records import reader
 from imagefleet.records.stored import Damaged
@@ -30,8 +28,8 @@ _SHARD_SIZE = 10_000
 _BYTES_BESIDE = 5_000
 
 
-@options.from_settings(StorageSettings)
-def command(
+@options.flat
+async def command(
     settings: StorageSettings,
     campaign: target.Campaign,
     folder: Path = argument("For the shards.", metavar="FOLDER"),
@@ -59,22 +57,26 @@ def command(
     """
     plan = Plan(campaign=target.campaign(campaign), format=form, shard_size=shard_size)
     if dry_run:
-        _show_plan(console.run(_measure(settings, plan)), folder, as_json=as_json)
+        async with console.connected(settings) as fleet:
+            await target.check_campaign(fleet.storage, plan.campaign)
+            with contextlib.closing(Work("")) as work:
+                plan = await _plan(fleet.storage, work, plan)
+            plan = plan.model_copy(update={"storage": absolute_url(fleet.storage)})
+        more = {"shards": plan.shard_count, "bytes_needed": _needed(plan), "reads": plan.images}
+        facts = {
+            "images": f"{plan.images:,}, {filesize.decimal(plan.bytes)}",
+            "shards": f"{plan.shard_count:,} of {plan.shard_size:,} images, {plan.format}",
+            "on the disk": f"about {filesize.decimal(_needed(plan))} in {folder}",
+            "storage": f"{plan.images:,} reads from {plan.storage}",
+        }
+        record = {**plan.model_dump(), **more, "folder": str(folder)}
+        console.show(record, facts, as_json=as_json)
         return
     with console.only_one(folder, f"{folder} is being exported to"):
-        made = console.run(_export(settings, folder, plan, quiet=as_json))
+        made = await _export(settings, folder, plan, quiet=as_json)
     _report(made, folder, as_json=as_json)
     if made.missing or made.changed:
         raise typer.Exit(console.EXIT_IMAGES_WRONG)
-
-
-async def _measure(settings: StorageSettings, wanted: Plan) -> Plan:
-    """The plan with its numbers, without writing anything."""
-    async with console.connected(settings) as fleet:
-        await target.check_campaign(fleet.storage, wanted.campaign)
-        with contextlib.closing(Work("")) as work:
-            plan = await _plan(fleet.storage, work, wanted)
-        return plan.model_copy(update={"storage": absolute_url(fleet.storage)})
 
 
 async def _export(
@@ -161,21 +163,6 @@ def _needed(plan: Plan) -> int:
     return plan.bytes + _BYTES_BESIDE * plan.stored
 
 
-def _show_plan(plan: Plan, folder: Path, *, as_json: bool) -> None:
-    if as_json:
-        more = {"shards": plan.shard_count, "bytes_needed": _needed(plan), "reads": plan.images}
-        console.print_json({**plan.model_dump(), **more, "folder": str(folder)})
-        return
-    console.print_facts(
-        {
-            "images": f"{plan.images:,}, {filesize.decimal(plan.bytes)}",
-            "shards": f"{plan.shard_count:,} of {plan.shard_size:,} images, {plan.format}",
-            "on the disk": f"about {filesize.decimal(_needed(plan))} in {folder}",
-            "storage": f"{plan.images:,} reads from {plan.storage}",
-        }
-    )
-
-
 def _report(made: Manifest, folder: Path, *, as_json: bool) -> None:
     download.report_undelivered(
         {
@@ -186,10 +173,7 @@ def _report(made: Manifest, folder: Path, *, as_json: bool) -> None:
     if made.misfits:
         verb = "does" if made.misfits == 1 else "do"
         console.print_warning(f"{console.counted(made.misfits, 'record')} {verb} not fit")
-    if as_json:
-        console.print_json({**made.model_dump(exclude={"shards"}), "folder": str(folder)})
-        return
-    console.print_plain(
-        f"{console.counted(made.images, 'image')}, {filesize.decimal(made.bytes)}, in"
-        f" {console.counted(len(made.shards), 'shard')}: {folder}"
-    )
+    images = f"{console.counted(made.images, 'image')}, {filesize.decimal(made.bytes)}"
+    line = f"{images}, in {console.counted(len(made.shards), 'shard')}: {folder}"
+    record = {**made.model_dump(exclude={"shards"}), "folder": str(folder)}
+    console.show(record, line, as_json=as_json)

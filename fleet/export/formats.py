@@ -1,7 +1,5 @@
 """A sample of an export, and the three formats of shards: webdataset, Parquet and image folders."""
 
-from __future__ import annotations
-
 import abc
 import contextlib
 import hashlib
@@ -13,17 +11,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fleet.results import files
-from fleet.results.forms import arrow, parquet_cells, parquet_schema
 from imagefleet import errors
 from imagefleet.records import columns, sweep
 from imagefleet.records.pictures import Fault
 from imagefleet.records.record import Record
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 #: The two values of img2dataset's column of statuses.
 SUCCESS, FAILED = "success", "failed_to_download"
@@ -61,7 +55,6 @@ class Sample:
 
     @property
     def name(self) -> str:
-        """The image's file name."""
         return (self.record.blob or "").rpartition("/")[2]
 
     def row(self, address: columns.Address) -> dict[str, Any]:
@@ -84,7 +77,6 @@ class Sample:
 
 
 Rows = Sequence[tuple[Sample, dict[str, Any]]]
-"""Samples with their columns."""
 
 
 class ShardFiles(abc.ABC):
@@ -120,7 +112,6 @@ class ShardFiles(abc.ABC):
     def _write(self, rows: Rows) -> None: ...
 
     def close(self) -> None:
-        """Finishes the files."""
         self._stack.close()
 
     @abc.abstractmethod
@@ -132,9 +123,39 @@ class ShardFiles(abc.ABC):
 _TEXTS = {"txt", "json"}
 
 
-def _of_rows() -> pa.Schema:
-    """The columns of a shard's Parquet file: img2dataset's, and those of results."""
-    pa, of_results = arrow(), parquet_schema()
+def arrow() -> Any:
+    """The library, with its Parquet module; raises SetupError if it is not installed."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet
+    except ImportError:
+        raise errors.SetupError("Parquet needs pyarrow: pip install '.[parquet]'") from None
+    return pa
+
+
+def _of_results() -> Any:
+    """The schema of results, of pyarrow; text and numbers are null where a record lacks them."""
+    pa = arrow()
+    text, real = pa.string(), pa.float64()
+    types = {
+        **dict.fromkeys(columns.COLUMNS, text),
+        **dict.fromkeys(columns.INTEGERS, pa.int64()),
+        **dict.fromkeys(columns.REALS, real),
+        "loras": pa.list_(pa.struct([("name", text), ("weight", real)])),
+        "embeddings": pa.list_(pa.struct([("name", text), ("sha256", text)])),
+        "at": pa.timestamp("us", "UTC"),
+    }
+    return pa.schema(list(types.items()))
+
+
+def _cells(row: dict[str, Any]) -> dict[str, Any]:
+    """A row for Parquet, whose columns have one type."""
+    return row | {"metadata": columns.json_text(row["metadata"]) if row["metadata"] else None}
+
+
+def _of_rows() -> Any:
+    """The schema of a shard's Parquet file: img2dataset's columns, and those of results."""
+    pa, of_results = arrow(), _of_results()
     sizes = ("width", "height", "original_width", "original_height")
     return pa.schema(
         [
@@ -171,7 +192,7 @@ class Webdataset(ShardFiles):
                 self._add(sample, sample.name.rpartition(".")[2].lower(), sample.data)
                 self._add(sample, "txt", row["caption"].encode())
                 self._add(sample, "json", text.encode())
-        told = [parquet_cells(row) for _, row in rows]
+        told = [_cells(row) for _, row in rows]
         self._rows.write_table(arrow().Table.from_pylist(told, _of_rows()))
 
     def _add(self, sample: Sample, suffix: str, data: bytes) -> None:
@@ -208,24 +229,15 @@ class Webdataset(ShardFiles):
                     yield hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
-def _of_images() -> pa.Schema:
-    """The columns, with the features by which `datasets` decodes the images."""
+def _of_images() -> Any:
+    """The schema, with the feature by which `datasets` decodes the images."""
     pa = arrow()
     image = pa.field("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
     told = [field for field in _of_rows() if field.name not in OF_IMG2DATASET]
-    features = {"image": {"_type": "Image"}} | {field.name: _feature(field.type) for field in told}
+    # Those of the others follow from their types.
+    features = {"image": {"_type": "Image"}}
     metadata = {"huggingface": json.dumps({"info": {"features": features}})}
     return pa.schema([image, *told], metadata=metadata)
-
-
-def _feature(kind: pa.DataType) -> Any:
-    pa = arrow()
-    if pa.types.is_list(kind):
-        return [_feature(kind.value_type)]
-    if pa.types.is_struct(kind):
-        return {field.name: _feature(field.type) for field in kind}
-    names = {pa.float64(): "float64", pa.timestamp("us", "UTC"): "timestamp[us, tz=UTC]"}
-    return {"dtype": names.get(kind, str(kind)), "_type": "Value"}
 
 
 class Parquet(ShardFiles):
@@ -243,7 +255,7 @@ class Parquet(ShardFiles):
 
     def _write(self, rows: Rows) -> None:
         images = [
-            {**parquet_cells(row), "image": {"bytes": sample.data, "path": sample.name}}
+            {**_cells(row), "image": {"bytes": sample.data, "path": sample.name}}
             for sample, row in rows
             if sample.data is not None
         ]

@@ -14,10 +14,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from fleet.results import files
-from imagefleet import errors
+from imagefleet import errors, validation
 from imagefleet.records.record import Record
 from imagefleet.records.stored import Damaged
 from imagefleet.storage.protocol import BlobRecord
@@ -86,7 +86,6 @@ class Work:
         self._db.close()
 
     def plan(self) -> Plan | None:
-        """The plan of a run before."""
         found = self._db.execute("SELECT json FROM plan").fetchone()
         return found and Plan.model_validate_json(found[0])
 
@@ -131,7 +130,6 @@ class Work:
             yield [Record.read(line) for _, line in rows]
 
     def done(self, number: int) -> Shard | None:
-        """A shard that is done."""
         found = self._db.execute("SELECT json FROM done WHERE shard = ?", [number]).fetchone()
         return found and Shard.model_validate_json(found[0])
 
@@ -151,19 +149,14 @@ _NAMED = 1_000
 
 
 class File(BaseModel, extra="forbid", frozen=True):
-    """A file of a shard."""
-
     bytes: int
     sha256: str
 
 
 class Shard(BaseModel, extra="forbid", frozen=True):
-    """A shard that is complete."""
-
     name: str
     images: int
     bytes: int
-    """Bytes of all images together."""
     files: dict[str, File]
     """Files by their path in the folder; of an image folder, its metadata with all hashes."""
     missing: list[str]
@@ -184,7 +177,6 @@ class Manifest(Plan):
 
     @classmethod
     def of(cls, plan: Plan, shards: Sequence[Shard]) -> Self:
-        """The manifest of the shards of a plan."""
         missing = [name for shard in shards for name in shard.missing]
         changed = [name for shard in shards for name in shard.changed]
         return cls(
@@ -203,15 +195,9 @@ class Manifest(Plan):
     @classmethod
     def read(cls, folder: Path) -> Self | None:
         """That of a finished export, if there is one; raises SetupError if files are gone."""
-        try:
-            found = cls.model_validate_json((folder / MANIFEST).read_bytes())
-        except FileNotFoundError:
-            return None
-        except ValidationError:
-            raise errors.SetupError(
-                f"{folder / MANIFEST} is no manifest of this version: choose another folder"
-            ) from None
-        for shard in found.shards:
+        otherwise = "is no manifest of this version: choose another folder"
+        found = validation.read_file(cls, folder / MANIFEST, otherwise)
+        for shard in found.shards if found else []:
             for name, file in shard.files.items():
                 if files.size_of(folder / name) != file.bytes:
                     raise errors.SetupError(

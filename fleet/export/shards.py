@@ -4,8 +4,6 @@ A shard is written into a folder of its own, read back and compared, moved into 
 done; after a run that is killed in between it is made again, which comes out the same.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os
@@ -37,8 +35,6 @@ _FORMATS: Mapping[str, Callable[..., ShardFiles]] = {
 
 @dataclass(frozen=True, slots=True)
 class Exporter:
-    """Makes the shards of *plan* in *folder*."""
-
     folder: Path
     work: Work
     plan: Plan

@@ -1,9 +1,8 @@
 """`imagefleet failed`, `replay` and `discard`: jobs in the poison queue, each with its error."""
 
-from __future__ import annotations
-
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 from fleet import console, options
 from fleet.campaigns import target
@@ -16,46 +15,36 @@ from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.dead_letter import Check, Selection
 from imagefleet.storage.dead_letter_queue import Discard, Swept
 from imagefleet.storage.open import signer_of
-from imagefleet.storage.settings import SignerSettings, checked_priority
+from imagefleet.storage.settings import SignerSettings
 
 
 @dataclass(frozen=True, slots=True)
 class Which:
-    """The failed jobs that a command is about."""
-
     job: target.OnlyJobs = None
     error: str | None = option(
         "Only errors with this text in their class or message.", metavar="TEXT"
     )
     model: str | None = option("Only jobs that name this model.", metavar="NAME")
 
-    def selection(self, jobs_file: Path | None = None) -> Selection:
-        sources = None if jobs_file is None else failed_jobs.sources_of(jobs_file)
-        return Selection(self.error, *target.read(self.job), sources, self.model)
+    def selection(self) -> Selection:
+        return Selection(self.error, *target.read(self.job), self.model)
 
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """What a command that moves failed jobs asks before it does."""
-
     everything: bool = option("All failed jobs.", False, "--all")
     dry_run: bool = options.dry_run("what would be moved or deleted")
     yes: options.Yes = False
     as_json: options.AsJson = False
 
 
-@options.from_settings(SignerSettings)
+@options.flat
 async def command(
     settings: SignerSettings,
     which: Which,
     limit: int = option("Jobs to list.", 20, min=0, metavar="COUNT"),
     export: bool = option(
         "Print whole jobs, one JSON object per line, which `load` takes.", default=False
-    ),
-    from_queue: bool = option(
-        "Read the poison queue's messages, not the records: also those without a record."
-        " On Azure this hides them from other readers meanwhile.",
-        default=False,
     ),
     as_json: options.AsJson = False,
 ) -> None:
@@ -73,15 +62,14 @@ async def command(
     """
     selection = which.selection()
     async with console.connected(settings) as fleet:
-        read = dead_letter_queue.browse if from_queue else dead_letter_queue.recorded
-        entries = read(fleet.storage, selection)
-        unrecorded = 0 if from_queue else await dead_letter_queue.unrecorded(fleet.storage)
+        entries = dead_letter_queue.recorded(fleet.storage, selection)
+        unrecorded = await dead_letter_queue.unrecorded(fleet.storage)
         if export:
             await failed_jobs.export(fleet, entries)
         elif selection.id is not None:
             found = [await failed_jobs.whole(fleet, entry) async for entry in entries]
             if not found:
-                raise failed_jobs.no_such_job(fleet, selection, unrecorded)
+                raise failed_jobs.no_such_job(fleet, selection)
             failed_jobs.print_jobs(found, as_json=as_json)
         else:
             kinds, shown = await failed_jobs.listing(fleet, entries, limit)
@@ -91,11 +79,12 @@ async def command(
         if unrecorded and selection.id is None and not as_json:
             messages = console.counted(unrecorded, "message")
             console.print_warning(
-                f"the poison queue holds {messages} more, without a record: --from-queue reads them"
+                f"the poison queue holds {messages} more, without a record: `imagefleet discard"
+                " --all --dry-run` shows them"
             )
 
 
-@options.from_settings(SignerSettings)
+@options.flat
 async def replay_command(
     settings: SignerSettings,
     which: Which,
@@ -106,9 +95,6 @@ async def replay_command(
         None,
         "--set",
         metavar="NAME=VALUE",
-    ),
-    invalid: bool = option(
-        "Also jobs that are not valid for this version: newer workers may take them.", default=False
     ),
 ) -> None:
     """Puts failed jobs back into the job queue.
@@ -123,30 +109,19 @@ async def replay_command(
 
     imagefleet replay --all --dry-run
     """
-    chosen = checked_priority(priority)
+    work = partial(dead_letter_queue.replay, priority=priority)
     selection = _chosen(which, how)
     change = Change.read(set_, signer_of(settings)) if set_ else None
     async with console.connected(settings) as fleet:
-        check = fleet.check(invalid, change)
-        if await _may_begin(fleet, selection, check, how, "replayed"):
-            with console.counting("replayed", None) as move:
-                swept = await dead_letter_queue.replay(
-                    fleet.storage, selection, lambda count: move(done=count), check, chosen
-                )
-            await _report(fleet, selection, swept, how, "replayed")
+        check = fleet.check(change)
+        await _move(fleet, selection, check, how, "replayed", work)
 
 
-@options.from_settings(SignerSettings)
+@options.flat
 async def discard_command(
     settings: SignerSettings,
     which: Which,
     how: How,
-    jobs_file: Path | None = option(
-        "Only the jobs in this file of `failed --export`, once they are loaded again.",
-        None,
-        "--jobs",
-        metavar="FILE",
-    ),
     unsigned: bool = option("Only what is not signed with a key of yours.", default=False),
     completed: bool = option(
         "Only jobs that were sent again since, and whose images are all stored.", default=False
@@ -158,67 +133,56 @@ async def discard_command(
 
     imagefleet discard --completed
 
-    imagefleet discard --jobs fix.jsonl
-
     imagefleet discard --unsigned
     """
-    selection = _chosen(which, how, jobs_file, alone=unsigned or completed)
+    selection = _chosen(which, how, alone=unsigned or completed)
     async with console.connected(settings) as fleet:
         choice = Discard(fleet.checks_signatures() if unsigned else None, completed)
-        if await _may_begin(fleet, selection, choice, how, "discarded"):
-            with console.counting("discarded", None) as move:
-                swept = await dead_letter_queue.discard(
-                    fleet.storage, selection, lambda count: move(done=count), choice
-                )
-            await _report(fleet, selection, swept, how, "discarded")
+        await _move(fleet, selection, choice, how, "discarded", dead_letter_queue.discard)
 
 
-def _chosen(
-    which: Which, how: How, jobs_file: Path | None = None, *, alone: bool = False
-) -> Selection:
+def _chosen(which: Which, how: How, *, alone: bool = False) -> Selection:
     """The failed jobs to move; *alone*: another option suffices to choose them."""
-    has_filter = which != Which() or jobs_file is not None
+    has_filter = which != Which()
     if (how.everything and has_filter) or not (how.everything or has_filter or alone):
         raise errors.SetupError(
             "choose the failed jobs: --all, or a CAMPAIGN[/ID], --error or --model"
         )
-    return which.selection(jobs_file)
+    return which.selection()
 
 
-async def _may_begin(
-    fleet: aio.Fleet, selection: Selection, choice: Check | Discard, how: How, verb: Verb
-) -> bool:
-    """Shows what would be moved, and asks; False for a dry run."""
-    if how.yes and not how.dry_run:
-        return True
-    preview = await dead_letter_queue.preview(fleet.storage, selection, choice)
-    if not (preview.count or preview.refused or preview.unsigned):
-        await _refuse_nothing(fleet, selection)
-    if how.dry_run:
-        failed_jobs.print_preview(preview, verb, console.stdout, as_json=how.as_json)
-    elif preview.count > (verb == "replayed"):
-        failed_jobs.print_preview(preview, verb, console.stderr)
-        jobs = console.counted(preview.count, "failed job")
-        question = f"Send {jobs} again?" if verb == "replayed" else f"Discard {jobs} for good?"
-        console.confirm(question, yes=how.yes)
-    return not how.dry_run
-
-
-async def _report(
-    fleet: aio.Fleet, selection: Selection, swept: Swept, how: How, verb: Verb
+async def _move(
+    fleet: aio.Fleet,
+    selection: Selection,
+    choice: Check | Discard,
+    how: How,
+    verb: Verb,
+    work: Callable[..., Awaitable[Swept]],
 ) -> None:
+    """Shows what would be moved, asks, and has *work* move it; only the first for a dry run."""
+    if how.dry_run or not how.yes:
+        preview = await dead_letter_queue.preview(fleet.storage, selection, choice)
+        if not (preview.count or preview.refused or preview.unsigned):
+            await _refuse_nothing(fleet, selection)
+        if how.dry_run:
+            failed_jobs.print_preview(preview, verb, console.stdout, as_json=how.as_json)
+            return
+        if preview.count > (verb == "replayed"):
+            failed_jobs.print_preview(preview, verb, console.stderr)
+            jobs = console.counted(preview.count, "failed job")
+            question = f"Send {jobs} again?" if verb == "replayed" else f"Discard {jobs} for good?"
+            console.confirm(question, yes=how.yes)
+    with console.counting(verb, None) as on:
+        swept = await work(fleet.storage, selection, lambda count: on(done=count), choice)
     if not (swept.done or swept.refused or swept.missing):
         await _refuse_nothing(fleet, selection)
     failed_jobs.report(verb, swept, as_json=how.as_json)
 
 
 async def _refuse_nothing(fleet: aio.Fleet, selection: Selection) -> None:
-    """Raises SetupError where nothing was selected because what was named does not exist.
-
-    Messages without a record may be what was named: only their move tells.
-    """
+    """Raises SetupError where nothing was selected because what was named does not exist."""
     if await dead_letter_queue.unrecorded(fleet.storage):
-        return
+        return  # one of these messages may be it: only their move tells
     if selection.id is not None:
         raise failed_jobs.no_such_job(fleet, selection)
     await target.check_campaign(fleet.storage, selection.campaign)

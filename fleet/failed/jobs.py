@@ -1,12 +1,9 @@
 """Failed jobs: described, exported and printed."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
@@ -15,15 +12,9 @@ from rich.table import Column
 from fleet import console
 from imagefleet import concurrency, errors
 from imagefleet.aio import Fleet
+from imagefleet.job import message
 from imagefleet.job.chain import STAGE_FIELD
-from imagefleet.job.message import (
-    DEFAULT_CAMPAIGN,
-    DELIVERIES_FIELD,
-    DIGEST_FIELD,
-    FAILURE_FIELD,
-    fields_if_any,
-    job_key,
-)
+from imagefleet.job.message import DELIVERIES_FIELD, DIGEST_FIELD, FAILURE_FIELD
 from imagefleet.signing import SIGNATURE_FIELD
 from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.dead_letter import Entry, Refused, Selection
@@ -33,7 +24,6 @@ from imagefleet.storage.protocol import BlobStore
 #: The reason given for a message that is in the poison queue by mistake.
 NO_RECORD = "not a record of a failed job"
 
-#: The fields of a failure that are shown.
 SHOWN = {"id", "campaign", "error", "reason", "attempts", "worker", "at", "stage", "source"}
 
 #: Kinds of failures that are counted apart: a reason may name what no other job has.
@@ -41,9 +31,6 @@ MOST_KINDS = 1000
 
 #: What further kinds are counted as.
 OTHERS = ("(others)", "--error narrows the list")
-
-#: The most kinds of errors and of refused messages that are printed: about a screen.
-_SHOWN = 20
 
 #: The most characters of a text in a preview: about two lines.
 _TEXT_CHARACTERS = 150
@@ -71,14 +58,11 @@ async def listing(
     return kinds, jobs
 
 
-def no_such_job(fleet: Fleet, selection: Selection, unrecorded: int = 0) -> errors.SetupError:
-    job = job_key(selection.campaign, selection.id)
-    hint = ""
-    if unrecorded:
-        hint = f"; {unrecorded:,} messages there have no record: add --from-queue to look at them"
+def no_such_job(fleet: Fleet, selection: Selection) -> errors.SetupError:
+    job = message.job_key(selection.campaign, selection.id)
     return errors.SetupError(
         f"no failed job {job!r} in {fleet.storage.poison.name}; `imagefleet failed` lists those"
-        f" there{hint}"
+        " there"
     )
 
 
@@ -131,14 +115,14 @@ async def exported(entry: Entry, blobs: BlobStore) -> dict[str, Any]:
     """A whole job to load, with why it failed; raises JobError if its message is lost or bad."""
     if entry.record is None:
         raise errors.JobError(f"it is {NO_RECORD}")
-    if not (fields := fields_if_any(await entry.record.message(blobs))):
+    if not (fields := message.fields_if_any(await entry.record.message(blobs))):
         raise errors.JobError("its message is no job in JSON")
     # A signature is of the fields as they were: a load signs the mended job. With another id its
     # first stage is not stored; with its own it is found, and the job goes on where it failed.
     for name in (DELIVERIES_FIELD, DIGEST_FIELD, SIGNATURE_FIELD, FAILURE_FIELD, STAGE_FIELD):
         fields.pop(name, None)
     named = {"id": entry.id}
-    if entry.record.campaign != DEFAULT_CAMPAIGN:
+    if entry.record.campaign != message.DEFAULT_CAMPAIGN:
         named["campaign"] = entry.record.campaign
     shown = SHOWN - {"id", "campaign", "stage"}
     reasons = entry.record.model_dump(mode="json", include=shown, exclude_none=True)
@@ -147,23 +131,7 @@ async def exported(entry: Entry, blobs: BlobStore) -> dict[str, Any]:
     return named | given | {FAILURE_FIELD: reasons}
 
 
-def sources_of(path: Path) -> frozenset[str]:
-    """The failures of the jobs in a file of `failed --export`; raises SetupError without any."""
-    try:
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            failures = [fields_if_any(line).get(FAILURE_FIELD) for line in lines]
-    except OSError as error:
-        raise errors.SetupError(f"cannot read {path}: {error.strerror or error}") from None
-    sources = {each.get("source") for each in failures if isinstance(each, dict)}
-    if not (found := frozenset(source for source in sources if isinstance(source, str))):
-        raise errors.SetupError(
-            f"{path} has no failed jobs: give a file that `imagefleet failed --export` has written"
-        )
-    return found
-
-
 def report(verb: Verb, swept: Swept, *, as_json: bool) -> None:
-    """Prints what was done."""
     if as_json:
         record = {verb: swept.done, "refused": [asdict(each) for each in swept.refused]}
         console.print_json(record | ({"missing": swept.missing} if verb == "replayed" else {}))
@@ -180,9 +148,10 @@ def report(verb: Verb, swept: Swept, *, as_json: bool) -> None:
 
 def _print_staying(some: list[Refused], count: int, unsigned: int, to: Console) -> None:
     """The failed jobs that stay: *some* of *count*, and those that are not signed."""
-    for refused in some[:_SHOWN]:
+    shown = some[: console.SCREEN_LINES]
+    for refused in shown:
         console.print_plain(f"{refused.id} stays: {refused.reason}", to)
-    _print_more(count - len(some[:_SHOWN]), "others stay", to)
+    console.print_more(count - len(shown), "others stay", to)
     if unsigned:
         # With a key, a message that is not signed came from somebody else, or before the key.
         is_or_are = "record is" if unsigned == 1 else "records are"
@@ -194,7 +163,6 @@ def _print_staying(some: list[Refused], count: int, unsigned: int, to: Console) 
 
 
 def print_preview(preview: Preview, verb: Verb, to: Console, *, as_json: bool = False) -> None:
-    """Prints what would be moved, changed and left."""
     if as_json:
         record = {
             "count": preview.count,
@@ -220,14 +188,12 @@ def print_preview(preview: Preview, verb: Verb, to: Console, *, as_json: bool = 
 
 
 def print_jobs(records: list[dict[str, Any]], *, as_json: bool) -> None:
-    """Prints whole failed jobs."""
-    if as_json:
-        console.print_json({"jobs": records})
-        return
-    for record in records:
-        for name, value in record.items():
-            shown = value if isinstance(value, str) else console.json_text(value).rstrip()
-            console.print_plain(f"{name}: {shown}")
+    lines = (
+        f"{name}: {value if isinstance(value, str) else console.json_text(value).rstrip()}"
+        for record in records
+        for name, value in record.items()
+    )
+    console.show({"jobs": records}, *lines, as_json=as_json)
 
 
 def print_listing(
@@ -256,7 +222,7 @@ def print_listing(
 def _print_jobs(jobs: list[dict[str, Any]]) -> None:
     rows = [
         {
-            "job": job_key(job.get("campaign"), job["id"]),  # as all commands take it
+            "job": message.job_key(job.get("campaign"), job["id"]),  # as all commands take it
             "error": job["error"],
             "stage": job.get("stage"),
             "failed (UTC)": job.get("at", "")[5:16].replace("T", " "),
@@ -282,12 +248,7 @@ def _print_counts(kinds: Counter[Any], *names: str, to: Console = console.stdout
     if not kinds:
         return
     columns = console.name_column(names[0]), *(Column(name, overflow="fold") for name in names[1:])
-    rows = ((count, *kind) for kind, count in kinds.most_common(_SHOWN))
+    rows = ((count, *kind) for kind, count in kinds.most_common(console.SCREEN_LINES))
     table = console.table(console.number_column("count"), *columns, rows=rows)
     console.print_tables(table, to=to)
-    _print_more(len(kinds) - _SHOWN, "other kinds (--json lists them)", to)
-
-
-def _print_more(count: int, what: str, to: Console) -> None:
-    if count > 0:
-        console.print_plain(f"and {count:,} {what}", to)
+    console.print_more(len(kinds) - len(table.rows), "other kinds (--json lists them)", to)

@@ -3,15 +3,14 @@
 A checkpoint is tried on this machine before, and a folder of one is packed.
 """
 
-from __future__ import annotations
-
 import asyncio
-import contextlib
 import io
 import tarfile
 import tempfile
+import unicodedata
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -23,9 +22,9 @@ from fleet.files import making, stored
 from fleet.files.stored import Listing, Ready, Report
 from fleet.options import option
 from imagefleet import concurrency, errors
-from imagefleet.files import contents, kinds
+from imagefleet.files import contents, kinds, lora
 from imagefleet.files.kinds import MODEL, FileKind
-from imagefleet.job.prompt import SAFE_NAME
+from imagefleet.job.prompt import SAFE_NAME, SAFE_NAMES, is_safe_name
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings
 from worker.files import addresses, check
@@ -54,14 +53,9 @@ UPLOADS = 8
 #: Files whose hashes are listed at once: each time the whole list is written.
 LISTED_AT_ONCE = 1_000
 
-#: Files that are named, of so many as a folder may hold.
-_SHOWN = 20
-
 
 @dataclass(frozen=True, slots=True)
 class AddOptions:
-    """The options of `files add`; some are for certain kinds alone."""
-
     name: str | None = option(
         "Its name for jobs or workers; by default the file's.", metavar="NAME"
     )
@@ -97,11 +91,11 @@ async def add(
     keys = settings.keys()
     # Signing what others have listed needs --manifest.
     create = given.manifest or (kind.needs_list and not keys.signing)
-    async with contextlib.AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack:
         is_tried = given.test and not dry_run
-        found = [_ready(kind, source, given, is_tried=is_tried) for source in sources]
-        ready = [await stack.enter_async_context(file) for file in found]
+        ready = [await _ready(stack, kind, each, given, is_tried=is_tried) for each in sources]
         storage = await stack.enter_async_context(open_storage(settings))
+        create = create or bool(not keys.signing and any(file.alias for file in ready))
         listing = Listing(storage, kind.folder, keys, create=create)
         if not dry_run:
             await storage.create()
@@ -114,6 +108,7 @@ async def add(
         rows: list[dict[str, object]] = []
         notes: list[str] = []
         lines: list[str] = []
+        listed = f", listed {'and signed ' if keys.signing else ''}in {listing.blob}"
         for file in ready:
             blob, stem = f"{kind.folder}/{file.name}", kind.stem(file.name)
             facts = {name: getattr(file, name) for name in stored.REPORTED}
@@ -121,13 +116,11 @@ async def add(
             would = "would be " if dry_run and file.change != "was there" else ""
             notes.append(
                 f"{blob}: {would}{file.change}: {file.content}, {file.bytes / 1e6:,.1f} MB,"
-                f" SHA-256 {file.sha256}"
-                + (f", {listing.described}" if file.in_manifest else "")
-                + f"; {kind.use}"
+                f" SHA-256 {file.sha256}{listed * file.in_manifest}; {kind.use}"
             )
             lines.append(kind.handle.format(stem=stem, name=file.name, sha256=file.sha256))
-    if len(notes) > _SHOWN:
-        notes[_SHOWN:] = [f"and {len(notes) - _SHOWN:,} more"]
+    if (more := len(notes) - console.SCREEN_LINES) > 0:
+        notes[console.SCREEN_LINES :] = [f"and {more:,} more"]
     return Report({"files": rows, "dry_run": dry_run}, notes, lines)
 
 
@@ -159,9 +152,30 @@ async def store(
         await concurrency.for_each(some, put, UPLOADS)
         if not dry_run:
             hashes = {kind.listed_name(file.name): file.sha256 for file in some}
-            is_listed = await listing.change(hashes)
+            aliases, ambiguous = await _aliases(listing, some)
+            is_listed = await listing.change(aliases | hashes, remove=ambiguous)
             for file in some:
                 file.in_manifest = is_listed
+
+
+async def _aliases(listing: Listing, files: Sequence[Ready]) -> tuple[dict[str, str], set[str]]:
+    """The files' aliases to list with their hashes, and those that are of several files.
+
+    As in AUTOMATIC1111 1.10, a file's name goes before an alias, and such of several find none.
+    """
+    contents = await listing.read() if any(file.alias for file in files) else None
+    listed = dict(contents.files) if contents else {}
+    found, ambiguous = dict[str, str](), set[str]()
+    for file in files:
+        blob = f"{listing.folder}/{file.alias}{kinds.LORA.suffixes[0]}"
+        if not file.alias or await listing.storage.files.metadata(blob) is not None:
+            continue
+        if listed.setdefault(file.alias, file.sha256) == file.sha256:
+            found[file.alias] = file.sha256
+        else:
+            ambiguous.add(file.alias)
+            console.print_note(f"the alias {file.alias!r} is of several files: prompts name these")
+    return {alias: found[alias] for alias in found.keys() - ambiguous}, ambiguous
 
 
 def _expanded(kind: FileKind, source: str) -> list[str]:
@@ -174,42 +188,42 @@ def _expanded(kind: FileKind, source: str) -> list[str]:
     return inside
 
 
-@contextlib.asynccontextmanager
 async def _ready(
-    kind: FileKind, source: str, given: AddOptions, *, is_tried: bool
-) -> AsyncIterator[Ready]:
-    async with stored.local_file(source, given.sha256, kind, given.cache) as path:
-        if kind is kinds.MODEL:
-            async with _model(path, given.name, given.cache, is_tried=is_tried) as model:
-                yield model
-        elif kind is kinds.KERNELS:
-            key, _ = archive.check(path)
-            yield Ready(path, f"{key.name}{archive.SUFFIX}", f"{key.gpu}, torch {key.torch}")
-        else:
-            content = stored.check_file(path, kind)
-            yield Ready(path, _name(kind, path, given.name), content)
+    stack: AsyncExitStack, kind: FileKind, source: str, given: AddOptions, *, is_tried: bool
+) -> Ready:
+    """The checked file, which is there as long as the *stack*; raises SetupError."""
+    local = stored.local_file(source, given.sha256, kind, given.cache)
+    path = await stack.enter_async_context(local)
+    if kind is kinds.MODEL:
+        return await _model(stack, path, given, is_tried=is_tried)
+    if kind is kinds.KERNELS:
+        key, _ = archive.check(path)
+        return Ready(path, f"{key.name}{archive.SUFFIX}", f"{key.gpu}, torch {key.torch}")
+    content = stored.check_file(path, kind)
+    name = _name(kind, path, given.name)
+    alias = lora.alias_of(check.read_header(path)) if kind is kinds.LORA else ""
+    return Ready(path, name, content, alias=alias if alias != kind.stem(name) else "")
 
 
 def _name(kind: FileKind, path: Path, name: str | None) -> str:
     """The name of a file in the storage; raises SetupError unless jobs or workers may name it."""
     suffix = kind.suffixes[path.is_dir()]  # a folder, of a model, is packed
-    stem = (name or path.resolve().name).removesuffix(suffix)
-    pattern, signs = (addresses.STEM, "") if kind is MODEL else (SAFE_NAME, " ( )")
-    if not pattern.fullmatch(stem):
-        raise errors.SetupError(
-            f"the name {stem[:80]!r} is refused: give a --name of letters, digits, spaces and"
-            f" _ . + -{signs} only"
-        )
+    stem = unicodedata.normalize("NFC", (name or path.resolve().name).removesuffix(suffix))
+    if kind in {kinds.LORA, kinds.EMBEDDING}:
+        is_safe, advice = is_safe_name(stem), SAFE_NAMES
+    else:
+        pattern, signs = (addresses.STEM, "") if kind is MODEL else (SAFE_NAME, " ( )")
+        is_safe = pattern.fullmatch(stem) is not None
+        advice = f"give a --name of letters, digits, spaces and _ . + -{signs} only"
+    if not is_safe:
+        raise errors.SetupError(f"the name {stem[:80]!r} is refused: {advice}")
     return stem + suffix
 
 
-@contextlib.asynccontextmanager
-async def _model(
-    path: Path, name: str | None, cache: Path, *, is_tried: bool
-) -> AsyncIterator[Ready]:
+async def _model(stack: AsyncExitStack, path: Path, given: AddOptions, *, is_tried: bool) -> Ready:
     """The checkpoint as one file with its reference images; raises SetupError if it is unusable."""
     check.check_path(path)
-    file_name = _name(MODEL, path, name)
+    file_name = _name(MODEL, path, given.name)
     if file_name.endswith(".safetensors"):
         stated = contents.prediction_type(check.read_header(path))
         if check.prediction_type(path) not in {stated, "epsilon"}:
@@ -230,22 +244,13 @@ async def _model(
         else:
             facts["reference"] = reference.stored_name(f"{MODEL.folder}/{file_name}")
             beside[str(facts["reference"])] = making.encode(found)
-    async with _as_file(path, cache) as file:
-        yield Ready(file, file_name, check.family(path), facts, beside)
-
-
-@contextlib.asynccontextmanager
-async def _as_file(path: Path, cache: Path) -> AsyncIterator[Path]:
-    """*path*, or for a folder a temporary .tar of it."""
-    size = sum(part.stat().st_size for part in files_of(path))
-    if size == 0:  # a single file
-        yield path
-        return
-    with tempfile.TemporaryDirectory(dir=stored.room_for(cache, size)) as folder:
-        target = Path(folder, "model.tar")
+    content, file = check.family(path), path
+    if size := sum(part.stat().st_size for part in files_of(path)):
+        room = tempfile.TemporaryDirectory(dir=stored.room_for(given.cache, size))
+        file = Path(stack.enter_context(room), "model.tar")
         with stored.showing("packing") as show:
-            await asyncio.to_thread(pack, path, target, show)
-        yield target
+            await asyncio.to_thread(pack, path, file, show)
+    return Ready(file, file_name, content, facts, beside)
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -1,7 +1,5 @@
 """`imagefleet files`: adds, lists, removes and makes files of each kind in the storage."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -15,12 +13,11 @@ from fleet.files.add import AddOptions
 from fleet.files.stored import Report
 from fleet.files.texts import MakeOptions, MakeSettings
 from fleet.options import argument
-from imagefleet import errors, validation
-from imagefleet.files.kinds import KINDS, FileKind
+from imagefleet import errors
+from imagefleet.files.kinds import KINDS
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 
-#: What `files make` makes.
 MADE = ("kernels", "text", "canary")
 
 app = typer.Typer(
@@ -48,7 +45,7 @@ _MAKE: Mapping[str, Collection[str]] = {
 
 
 @app.command("add")
-@options.from_settings(SignerSettings)
+@options.flat
 def add_command(
     settings: SignerSettings,
     *,
@@ -58,7 +55,7 @@ def add_command(
     sources: list[str] = argument(
         "A .safetensors file or its https:// address, what `files make` wrote, or a folder"
         " of them; of a model, a folder in diffusers format.",
-        metavar="FILE|FOLDER|URL...",
+        metavar="FILE|FOLDER|URL",
     ),
     dry_run: bool = options.dry_run("what would be stored"),
     as_json: options.AsJson = False,
@@ -77,14 +74,14 @@ def add_command(
 
     imagefleet files add kernels kernels --dry-run
     """
-    found = _kind(kind)
+    found = options.choose("kind", kind, KINDS)
     _refuse_foreign(context, kind, _ADD)
     storing = add.add(settings, found, sources, given, dry_run=dry_run)
     console.run(storing).show(as_json=as_json)
 
 
 @app.command("list")
-@options.from_settings(StorageSettings)
+@options.flat
 async def list_command(
     settings: StorageSettings, kind: KindName, as_json: options.AsJson = False
 ) -> None:
@@ -92,19 +89,25 @@ async def list_command(
 
     imagefleet files list lora
     """
-    found = _kind(kind)
+    found = options.choose("kind", kind, KINDS)
     async with open_storage(settings) as storage:
         rows = await stored.read(storage, found)
-    if as_json:
-        console.print_json({"files": [asdict(row) for row in rows]})
-    elif rows:
-        stored.show(rows)
-    else:
+    columns = (console.name_column("name"), "content", console.number_column("MB"), "added")
+    cells = (
+        (
+            *(row.name, row.content, f"{row.bytes / 1e6:,.1f}", f"{row.added_at:%Y-%m-%d %H:%M}"),
+            row.sha256 and row.sha256[:12],
+        )
+        for row in rows
+    )
+    table = [console.table(*columns, "SHA-256", rows=cells)] if rows else []
+    console.show({"files": [asdict(row) for row in rows]}, *table, as_json=as_json)
+    if not rows and not as_json:
         console.print_note(f"{found.folder}/ is empty: `{found.add_command}` stores files there")
 
 
 @app.command("remove")
-@options.from_settings(SignerSettings)
+@options.flat
 async def remove_command(
     settings: SignerSettings,
     kind: KindName,
@@ -121,7 +124,7 @@ async def remove_command(
 
     imagefleet files remove lora magic-fantasy-forest-v2
     """
-    found = _kind(kind)
+    found = options.choose("kind", kind, KINDS)
     async with open_storage(settings) as storage:
         rows = await stored.find(storage, found, names)
         if not dry_run:
@@ -137,7 +140,7 @@ async def remove_command(
 
 
 @app.command("make")
-@options.from_settings(MakeSettings)
+@options.flat
 def make_command(
     settings: MakeSettings,
     *,
@@ -174,8 +177,7 @@ def make_command(
 
     imagefleet files make canary --model dreamshaper-8.safetensors
     """
-    if kind not in MADE:
-        raise _unknown(kind, MADE)
+    options.choose("kind", kind, dict.fromkeys(MADE))
     _refuse_foreign(context, kind, _MAKE)
     if kind == "kernels":
         made = making.make_kernels(settings, given.output, dry_run=dry_run)
@@ -186,18 +188,6 @@ def make_command(
             raise errors.SetupError("JOBS is missing: the file of jobs whose prompts are read")
         made = texts.make(settings, jobs, given, dry_run=dry_run, quiet=as_json)
     made.show(as_json=as_json)
-
-
-def _kind(name: str) -> FileKind:
-    """The kind of that name; raises SetupError for another."""
-    if name not in KINDS:
-        raise _unknown(name, KINDS)
-    return KINDS[name]
-
-
-def _unknown(name: str, known: Collection[str]) -> errors.SetupError:
-    hint = validation.suggestion(name, known) or f": give one of {', '.join(known)}"
-    return errors.SetupError(f"unknown kind {name[:40]!r}{hint}")
 
 
 def _refuse_foreign(

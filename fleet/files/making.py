@@ -1,7 +1,5 @@
 """What is made of a model on this machine: a test image, its nodes' reference images, kernels."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import tempfile
@@ -222,7 +220,7 @@ def _compile(settings: WorkerSettings, folder: Path) -> None:
     """Compiles into the *folder*; raises SetupError if torch has kept nothing."""
     path = model.local_path(settings)
     check.check_path(path)
-    names = ("device", "precision", "config", "taesd", "slots", "fp16_accumulate")
+    names = ("device", "precision", "config", "taesd", "slots", "fp16_accumulate", "file_positions")
     own = {name: getattr(settings, name) for name in names}
     _engine(path, compile="auto", is_unguided=is_unguided(settings), **own).close()
     if not any(folder.glob("fxgraph/*/*/*")):

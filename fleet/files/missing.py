@@ -1,23 +1,26 @@
 """What jobs name that is not in the storage: LoRAs, models and other files, and their images."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from rich.console import Console
 from rich.table import Column
 
 from fleet import console
+from fleet.files import meant
 from fleet.files.stored import Listing, read
-from imagefleet import errors, signing, validation
-from imagefleet.files.kinds import CONTROLNET, EMBEDDING, LORA, MODEL, UPSCALER, FileKind
+from imagefleet import concurrency, errors, signing, validation
+from imagefleet.files import kinds, safetensors
+from imagefleet.files.kinds import CONTROLNET, EMBEDDING, LORA, MODEL, UPSCALER, VAE, FileKind
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
 from imagefleet.job.passes import img2img
 from imagefleet.storage.open import LOCAL_SCHEME, Storage, open_storage
 from imagefleet.storage.settings import SignerSettings
+from worker.files import library
 
 #: Images that jobs name: no file of a worker's, so they are listed in no manifest.
 IMAGE = FileKind(
@@ -26,8 +29,12 @@ IMAGE = FileKind(
 
 #: What jobs may name, by its noun, in the order of the report.
 NAMED: Mapping[str, FileKind] = {
-    kind.noun: kind for kind in (LORA, MODEL, EMBEDDING, UPSCALER, CONTROLNET, IMAGE)
+    kind.noun: kind for kind in (LORA, MODEL, EMBEDDING, UPSCALER, CONTROLNET, VAE, IMAGE)
 }
+
+#: As much of a stored file holds its header; a longer one is judged by workers alone.
+_HEADER_BYTES = 2**22
+_HEADERS_AT_ONCE = 16
 
 #: Jobs that name a file, of which so many are reported with their places.
 MAX_PLACES = 3
@@ -55,6 +62,9 @@ class Uses:
         self.by_kind: dict[str, dict[str, Use]] = {noun: {} for noun in NAMED}
         self.other_campaigns: set[str] = set()
         """Campaigns with images that jobs of others begin with."""
+        self.has_comfyui_names = False
+        self.words: dict[str, Use] = {}
+        """Those that seem to be names of embeddings, and once looked up, those that are none."""
 
     def add(self, place: str, job: Job) -> None:
         self.jobs += 1
@@ -63,17 +73,26 @@ class Uses:
             self.other_campaigns |= {image.campaign for image in found if image.campaign}
         self.other_campaigns.discard(job.campaign or DEFAULT_CAMPAIGN)
         for kind, name in set[tuple[str, str]]().union(*map(named, job.stages_left())):
-            use = self.by_kind[kind].setdefault(name, Use(kind, name))
-            use.jobs += 1
-            if len(use.places) < MAX_PLACES:
-                use.places.append(place)
+            self.has_comfyui_names |= kind == EMBEDDING.noun
+            self.note(place, kind, name)
+        for word in set[str]().union(*map(meant.words, job.stages_left())):
+            self.note(place, "word", word)
+
+    def note(self, place: str, kind: str, name: str) -> None:
+        uses = self.by_kind.get(kind, self.words)
+        use = uses.setdefault(name, Use(kind, name))
+        use.jobs += 1
+        if len(use.places) < MAX_PLACES:
+            use.places.append(place)
 
 
 def named(job: Job) -> set[tuple[str, str]]:
     """The nouns and names of the files that a stage of a job names."""
-    names = {(LORA.noun, tag.name) for tag in job.parsed_prompt.loras}
-    if job.model is not None:
-        names.add((MODEL.noun, job.model))
+    names = {(LORA.noun, tag.name) for tag in job.loras}
+    models = {job.model, job.hr_checkpoint_name, job.refiner_checkpoint}
+    names |= {(MODEL.noun, name) for name in models if name is not None}
+    if job.sd_vae is not None:
+        names.add((VAE.noun, job.sd_vae))
     names |= {(UPSCALER.noun, name) for name in job.upscaler_files}
     names |= {(CONTROLNET.noun, unit.model) for unit in job.controls}
     # An image of the fleet itself may be drawn until it is needed.
@@ -112,7 +131,8 @@ class Elsewhere:
             raise errors.SetupError(
                 f"--lora-directory {self.lora_directory} cannot be read: {error.strerror}"
             ) from None
-        return {LORA.stem(name) for name in files if name.endswith(LORA.suffixes)}
+        names = {LORA.stem(name) for name in files if name.endswith(LORA.suffixes)}
+        return names | library.aliases(self.lora_directory).keys()
 
 
 async def look(settings: SignerSettings, uses: Uses, elsewhere: Elsewhere) -> list[Use]:
@@ -122,18 +142,23 @@ async def look(settings: SignerSettings, uses: Uses, elsewhere: Elsewhere) -> li
     Azure, what is in the list in any case.
     """
     keys = settings.keys()
-    missing = []
+    missing, present = list[Use](), list[Use]()
     async with open_storage(settings) as storage:
+        is_local = storage.url.startswith(LOCAL_SCHEME)
         for noun, wanted in uses.by_kind.items():
             if not wanted:
                 continue
             kind = NAMED[noun]
             own, there = elsewhere.names(kind), await stored(storage, kind)
+            there |= await aliases(storage, keys, there) if kind is LORA else set()
             listed = there
-            if kind is not IMAGE and (keys.signing or (kind is EMBEDDING and not local(storage))):
+            if kind is not IMAGE and (keys.signing or (kind is EMBEDDING and not is_local)):
                 listed = await _listed(storage, kind, keys)
             for use in wanted.values():
-                if use.name in own or use.name in there & listed:
+                if use.name in own:
+                    continue
+                if use.name in there & listed:
+                    present.append(use)
                     continue
                 use.reason = f"not in {kind.folder}/{validation.suggestion(use.name, own | there)}"
                 if use.name in there:
@@ -141,20 +166,30 @@ async def look(settings: SignerSettings, uses: Uses, elsewhere: Elsewhere) -> li
                     blob = Listing(storage, kind.folder, keys).blob
                     use.reason = f"not listed in {blob}{signed}: `{kind.add_command}` lists it"
                 missing.append(use)
+
+        async def judge(use: Use) -> None:
+            use.reason = await _unusable(storage, NAMED[use.kind], use.name)
+
+        await concurrency.for_each(present, judge, _HEADERS_AT_ONCE)
+        names = await stored(storage, EMBEDDING) if uses.words else set()
+    lowered = {name.lower() for name in names}
+    for use in uses.words.values():
+        use.reason = meant.reason(use.name, lowered)
+    missing += [use for use in present if use.reason]
     return sorted(missing, key=lambda use: -use.jobs)
 
 
 def summary(uses: Uses, found: list[Use]) -> dict[str, Any]:
-    """The result as JSON has it."""
     return {
         "jobs": uses.jobs,
         "named": {NAMED[noun].folder: len(some) for noun, some in uses.by_kind.items()},
         "missing": [asdict(use) for use in found],
+        "words": [asdict(use) for use in uses.words.values() if use.reason],
         "input_campaigns": sorted(uses.other_campaigns),
     }
 
 
-def show(uses: Uses, found: list[Use]) -> None:
+def show(uses: Uses, found: list[Use], to: Console = console.stdout) -> None:
     """Prints a table of what is missing, and the numbers of what is named, on stderr."""
     if found:
         columns = (
@@ -162,7 +197,7 @@ def show(uses: Uses, found: list[Use]) -> None:
             Column("why", overflow="fold"),
         )
         rows = ((use.kind, use.name, use.jobs, "; ".join(use.places), use.reason) for use in found)
-        console.print_tables(console.table(*columns, rows=rows))
+        console.print_tables(console.table(*columns, rows=rows), to=to)
     named = ", ".join(
         console.counted(len(some), noun) for noun, some in uses.by_kind.items() if some
     )
@@ -175,7 +210,9 @@ def show(uses: Uses, found: list[Use]) -> None:
             "jobs name images of other campaigns, which fail unless workers have"
             f" --input-campaigns {campaigns}"
         )
-    if uses.by_kind[EMBEDDING.noun]:
+    for use in [use for use in uses.words.values() if use.reason][: console.SCREEN_LINES]:
+        console.print_warning(f"{use.name!r} in {console.counted(use.jobs, 'job')} is {use.reason}")
+    if uses.has_comfyui_names:
         console.print_warning(
             "`embedding:NAME` is how ComfyUI names an embedding; workers draw the word 'embedding'"
             " as well, as AUTOMATIC1111 does: write NAME alone"
@@ -188,16 +225,36 @@ async def stored(storage: Storage, kind: FileKind) -> set[str]:
     return {kind.stem(row.name) for row in rows if kind is IMAGE or "/" not in row.name}
 
 
-def local(storage: Storage) -> Path | None:
-    """The folder of a local storage."""
-    is_local = storage.url.startswith(LOCAL_SCHEME)
-    return Path(storage.url.removeprefix(LOCAL_SCHEME)) if is_local else None
-
-
 def may_exist(storage: Storage) -> bool:
     """False for a local storage that the first load will create."""
-    folder = local(storage)
-    return folder is None or folder.exists()
+    is_local = storage.url.startswith(LOCAL_SCHEME)
+    return not is_local or Path(storage.url.removeprefix(LOCAL_SCHEME)).exists()
+
+
+async def aliases(storage: Storage, keys: signing.Keys, there: set[str]) -> set[str]:
+    """The other names by which workers find LoRAs that are stored."""
+    folder = library.local_path(storage.files, LORA.folder)
+    found = set(library.aliases(folder)) if folder else set()
+    contents = await Listing(storage, LORA.folder, keys).read() if may_exist(storage) else None
+    listed = contents.files if contents else {}
+    return found | {name for name in listed if listed[name] in {listed.get(each) for each in there}}
+
+
+async def _unusable(storage: Storage, kind: FileKind, name: str) -> str:
+    """Why workers cannot use a stored LoRA or embedding, by its header; '' if they can."""
+    if kind not in {LORA, EMBEDDING}:
+        return ""
+    blob = f"{kind.folder}/{name}{kind.suffixes[0]}"
+    part = await storage.files.read_part(blob, 0, _HEADER_BYTES)
+    if part is None:  # another name finds it
+        return ""
+    try:
+        kinds.check(kind, name, safetensors.read_header(BytesIO(part.data)))
+    except safetensors.TruncatedError:
+        return "" if len(part.data) == _HEADER_BYTES else f"{blob} is cut off"
+    except (safetensors.MalformedError, errors.SetupError) as error:
+        return str(error) or f"{blob} is not a safetensors file"
+    return ""
 
 
 async def _listed(storage: Storage, kind: FileKind, keys: signing.Keys) -> set[str]:

@@ -1,9 +1,4 @@
-"""Files of a kind in the storage: stored, listed, found and removed, and their folder's manifest.
-
-They come from this machine or a URL, and are checked first. Workers read the manifest.
-"""
-
-from __future__ import annotations
+"""Files of a kind in the storage, stored, found and removed, and their folder's manifest."""
 
 import asyncio
 import contextlib
@@ -22,7 +17,6 @@ from imagefleet import errors, validation
 from imagefleet.files import kinds
 from imagefleet.files.kinds import FileKind
 from imagefleet.signing import Keys
-from imagefleet.storage.edit import edit
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobPart
 from worker.files import addresses, check, manifest, model
@@ -35,9 +29,8 @@ _MAX_BYTES = manifest.MAX_BYTES + 1
 CONTENT_TYPE = "application/octet-stream"
 
 #: The blob's metadata, which `list` shows.
-SHA256, CONTENT = "sha256", "content"
+SHA256, CONTENT, LORA_HASH = "sha256", "content", "lora_hash"
 
-#: What is told of a stored file.
 REPORTED = ("content", "bytes", "sha256", "change", "in_manifest")
 
 Progress = Callable[[int, int | None], None]
@@ -54,6 +47,8 @@ class Ready:
     """What else is known of it, for JSON."""
     beside: Mapping[str, bytes] = field(default_factory=dict)
     """Small files that belong to it, by their blobs' names."""
+    alias: str = ""
+    """Another name of a LoRA's: see `lora.alias_of`."""
     sha256: str = ""
     change: str = ""
     in_manifest: bool = False
@@ -72,13 +67,9 @@ class Report:
     lines: Sequence[str] = ()
 
     def show(self, *, as_json: bool) -> None:
-        if as_json:
-            console.print_json(self.document)
-            return
-        for note in self.notes:
+        for note in () if as_json else self.notes:
             console.print_note(note)
-        for line in self.lines:
-            console.print_plain(line)
+        console.show(self.document, *self.lines, as_json=as_json)
 
 
 @contextlib.asynccontextmanager
@@ -117,7 +108,7 @@ def check_file(path: Path, kind: FileKind) -> str:
         advice = addresses.pickle_advice(str(path), is_embedding=is_embedding)
         raise errors.SetupError(f"{str(path)!r} is {advice}")
     try:
-        content = kinds.check(kind, str(path), check.read_header(path))
+        content = kinds.check(kind, str(path), check.read_header(path), path)
         size = path.stat().st_size
     except OSError as error:
         raise errors.SetupError(f"{str(path)!r} cannot be read: {error.strerror}") from None
@@ -162,13 +153,15 @@ async def store(
         if is_other:
             await delete(storage, blob)
         metadata = {SHA256: sha256, CONTENT: ready.content}
+        if kind is kinds.LORA:
+            metadata[LORA_HASH] = await asyncio.to_thread(manifest.hash_lora, ready.path)
         if not await storage.files.upload(blob, ready.path, CONTENT_TYPE, metadata, on_progress):
             raise errors.TransientError(f"{blob} was stored by another command: try again")
 
 
 async def overwrite(storage: Storage, blob: str, data: bytes) -> None:
     """Stores a small JSON file in place of what is there; TransientError if others do as well."""
-    await edit(storage.files, blob, lambda _: data, 1)
+    await storage.files.edit(blob, lambda _: data, 1)
 
 
 async def delete(storage: Storage, blob: str) -> None:
@@ -216,27 +209,16 @@ class Listing:
     def where(self) -> str:
         return f"{self.blob} in the container {self.storage.files.name!r}"
 
-    @property
-    def described(self) -> str:
-        """What is said of a file that was listed."""
-        return f"listed {'and signed ' if self.keys.signing else ''}in {self.blob}"
-
     async def read(self) -> manifest.Contents | None:
         """What is there, whoever may change it."""
-        return self._parse(await self._part())
-
-    async def _part(self) -> BlobPart | None:
-        return await self.storage.files.read_part(self.blob, 0, _MAX_BYTES)
+        return self._parse(await self.storage.files.read_part(self.blob, 0, _MAX_BYTES))
 
     def _parse(self, part: BlobPart | None) -> manifest.Contents | None:
         return None if part is None else manifest.parse(self.where, part.data)
 
     async def check(self, names: Collection[str] = ()) -> Mapping[str, str]:
-        """The hashes that it lists; raises SetupError if *names* may not be listed as well.
-
-        Before a long upload, rather than after.
-        """
-        contents = self._checked(await self._part())
+        """The hashes that it lists; raises SetupError if *names* may not be listed as well."""
+        contents = self._checked(await self.read())
         listed = contents.files if contents else {}
         is_kept = contents is not None or self.create or self.keys.signing
         if is_kept and len({*listed, *names}) > manifest.MAX_FILES:
@@ -253,7 +235,7 @@ class Listing:
 
         def changed(part: BlobPart | None) -> bytes | None:
             nonlocal is_listed
-            contents = self._checked(part)
+            contents = self._checked(self._parse(part))
             is_listed = contents is not None or bool(add and (self.create or self.keys.signing))
             before = contents.files if contents else {}
             files = {name: before[name] for name in before if name not in remove} | dict(add)
@@ -264,12 +246,11 @@ class Listing:
             manifest.parse(self.where, content)  # raises if it has become too large
             return content
 
-        await edit(self.storage.files, self.blob, changed, _MAX_BYTES)
+        await self.storage.files.edit(self.blob, changed, _MAX_BYTES)
         return is_listed
 
-    def _checked(self, part: BlobPart | None) -> manifest.Contents | None:
+    def _checked(self, contents: manifest.Contents | None) -> manifest.Contents | None:
         """What is there, if these keys may change it."""
-        contents = self._parse(part)
         if contents is None:
             return None
         if contents.is_signed and not contents.is_signed_by(self.keys.trusted, self.folder):
@@ -297,10 +278,11 @@ class Row:
     bytes: int
     added_at: datetime
     sha256: str | None
+    short_hash: str | None = None
+    """The hash by which A1111 names it: of a LoRA another one, else the SHA-256."""
 
 
 async def read(storage: Storage, kind: FileKind) -> list[Row]:
-    """The files of a kind, by name."""
     await storage.files.check()
     start = f"{kind.folder}/"
     rows = [
@@ -310,24 +292,12 @@ async def read(storage: Storage, kind: FileKind) -> list[Row]:
             bytes=record.size_bytes,
             added_at=record.created_at,
             sha256=record.metadata.get(SHA256),
+            short_hash=record.metadata.get(LORA_HASH if kind is kinds.LORA else SHA256),
         )
         async for record in storage.files.records(start)
         if record.name.endswith(kind.suffixes)
     ]
     return sorted(rows, key=lambda row: row.name)
-
-
-def show(rows: Sequence[Row]) -> None:
-    """Prints files as a table."""
-    columns = (console.name_column("name"), "content", console.number_column("MB"), "added")
-    cells = (
-        (
-            *(row.name, row.content, f"{row.bytes / 1e6:,.1f}", f"{row.added_at:%Y-%m-%d %H:%M}"),
-            row.sha256 and row.sha256[:12],
-        )
-        for row in rows
-    )
-    console.print_tables(console.table(*columns, "SHA-256", rows=cells))
 
 
 async def find(storage: Storage, kind: FileKind, names: Sequence[str]) -> list[Row]:
@@ -353,7 +323,12 @@ async def remove(storage: Storage, kind: FileKind, rows: Sequence[Row], keys: Ke
     In this order: prompts would find the name of one that is listed and gone, and workers no file.
     """
     listing = Listing(storage, kind.folder, keys)
-    await listing.change(remove={kind.listed_name(row.name) for row in rows})
+    names = {kind.listed_name(row.name) for row in rows}
+    contents = await listing.read() if kind is kinds.LORA else None
+    listed = contents.files if contents else {}
+    aliases = {alias for alias in listed if listed[alias] in {listed.get(name) for name in names}}
+    kept = {kind.stem(row.name) for row in await read(storage, kind)} if aliases - names else set()
+    await listing.change(remove=names | (aliases - kept))
     for row in rows:
         blob = f"{kind.folder}/{row.name}"
         await delete(storage, blob)

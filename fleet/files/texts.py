@@ -1,9 +1,6 @@
 """`files make text`: what a stage's text encoder says of jobs' prompts, in files for workers."""
 
-from __future__ import annotations
-
 import asyncio
-import contextlib
 import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -36,8 +33,6 @@ class MakeSettings(WorkerSettings, SignerSettings):
 
 @dataclass(frozen=True, slots=True)
 class MakeOptions:
-    """The options of `files make`; all are for certain kinds alone."""
-
     form: options.JobFormat = None
     count: int | None = option("Number of jobs; overrides JOBS'.", min=1)
     seed: int | None = option("Overrides the template's seed.", min=0, max=2**63 - 1)
@@ -103,8 +98,7 @@ async def _make(
     from worker.engine.pixel import text_stage
 
     is_listed = False
-    async with contextlib.AsyncExitStack() as stack:
-        storage = await stack.enter_async_context(open_storage(settings))
+    async with open_storage(settings) as storage:
         listing = Listing(storage, TEXT.folder, settings.keys(), create=given.manifest)
         if not dry_run:
             await storage.create()
@@ -123,15 +117,15 @@ async def _make(
             path.write_bytes(text_states.content(prompts[stem], encoder, states))
             return Ready(path, path.name, encoder)
 
-        on_made = stack.enter_context(console.counting("text states", len(lacking), quiet=quiet))
-        for start in range(0, len(lacking), CHUNK):
-            with tempfile.TemporaryDirectory() as folder:
-                ready = []
-                for stem in lacking[start : start + CHUNK]:
-                    ready.append(await asyncio.to_thread(write, folder, stem))
-                    on_made()
-                await add.store(listing, TEXT, ready)
-            is_listed = ready[0].in_manifest
+        with console.counting("text states", len(lacking), quiet=quiet) as on_made:
+            for start in range(0, len(lacking), CHUNK):
+                with tempfile.TemporaryDirectory() as folder:
+                    ready = []
+                    for stem in lacking[start : start + CHUNK]:
+                        ready.append(await asyncio.to_thread(write, folder, stem))
+                        on_made()
+                    await add.store(listing, TEXT, ready)
+                is_listed = ready[0].in_manifest
     return lacking, is_listed
 
 

@@ -1,7 +1,5 @@
 """A campaign as the page shows it: its records, read while somebody looks, and its filters."""
 
-from __future__ import annotations
-
 import asyncio
 import sqlite3
 import time
@@ -19,11 +17,8 @@ from imagefleet.storage.open import Storage
 #: Filters whose rows are kept: each takes 4 bytes a row.
 _VIEWS = 8
 
-#: The newest records, which whoever opens a campaign sees before the others are read.
-_NEWEST = 300
-
 #: Records, and bytes of a shard, that are read at once: few, so that a page is answered in between.
-_RECORDS_AT_ONCE = 8_000
+_RECORDS_AT_ONCE = 2_000
 _PART_BYTES = 2**20
 
 #: An answer waits so long for new records.
@@ -106,12 +101,15 @@ class Campaign:
         """Adds new records; notes an error as the `problem`."""
         try:
             until = time.monotonic() + _READ_SECONDS
-            is_next = await self._has_started()
-            while is_next:
+            if self._ends is None:
+                ends = self._ends = await reader.end(self._storage, self._name)
+                # A look at each image of a million would take an hour.
+                self._follower.checks.trusts_images = sum(ends.values()) > _PART_BYTES
+            await self._read()
+            while not self.is_complete and time.monotonic() < until:
                 await self._read()
-                is_next = not self.is_complete and time.monotonic() < until
             if time.monotonic() >= self._count_at:
-                self.sent = await sent.counts(self._storage, self._name)
+                self.sent = await sent.Ledger(self._storage, self._name).count()
                 self._count_at = time.monotonic() + _POLLS_PER_COUNT * self._poll_seconds
             self.problem = ""
         except errors.FleetError as error:
@@ -120,21 +118,6 @@ class Campaign:
             self.problem = f"The index of the gallery cannot be written: {error}"
         is_behind = not (self.is_complete or self.problem)
         self._poll_at = time.monotonic() + (0.0 if is_behind else self._poll_seconds)
-
-    async def _has_started(self) -> bool:
-        """Where there are many records, the newest are added before the others are read."""
-        if self._ends is not None:
-            return True
-        ends = await reader.end(self._storage, self._name)
-        is_large = sum(ends.values()) > _PART_BYTES
-        # A look at each image of a million would take an hour.
-        self._follower.checks.trusts_images = is_large
-        if is_large:
-            newest = await reader.newest(self._storage, self._name, _NEWEST)
-            await asyncio.to_thread(self.index.add, newest)
-            self._version += 1
-        self._ends = ends
-        return not is_large
 
     async def _read(self) -> None:
         before = dict(self._follower.position)

@@ -1,7 +1,5 @@
 """`imagefleet gallery`: shows a campaign's images in the browser as they arrive."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os
@@ -16,7 +14,7 @@ from imagefleet.storage.settings import SignerSettings
 from imagefleet.telemetry import probes
 
 
-@options.from_settings(SignerSettings)
+@options.flat
 async def command(
     settings: SignerSettings,
     campaign: str | None = argument(
@@ -39,7 +37,7 @@ async def command(
     shown = target.campaign(campaign)
     async with console.connected(settings) as fleet:
         await target.check_campaign(fleet.storage, shown)
-        app = server.Gallery(fleet, settings, host, shown).application()
+        app = server.Gallery(fleet, host, shown).application()
         async with probes.listening(app, host, port, "the gallery") as chosen:
             name = "localhost" if host in {"0.0.0.0", "::"} else host  # noqa: S104 - compared only
             url = f"http://{f'[{name}]' if ':' in name else name}:{chosen}/"

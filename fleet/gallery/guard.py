@@ -5,8 +5,6 @@ resolves to 127.0.0.1 (DNS rebinding). So the Host must be one of ours, a reques
 site caused gets nothing, and one that changes something needs our Origin and a token.
 """
 
-from __future__ import annotations
-
 import hmac
 import ipaddress
 import secrets
@@ -31,15 +29,12 @@ HEADERS = {
 
 
 class Guard:
-    """Checks each request to a gallery that listens on *host*."""
-
     def __init__(self, host: str) -> None:
         self.token = secrets.token_urlsafe(32)
         self._names = {"localhost", host.lower(), socket.gethostname().lower()}
 
     @web.middleware
     async def check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """The middleware that refuses what another site caused."""
         if not self._is_ours(request.host):
             # A name may be anyone's who let it resolve to this machine.
             raise web.HTTPForbidden(text="open the gallery by its own address\n")

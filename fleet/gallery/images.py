@@ -1,7 +1,5 @@
 """Thumbnails and pictures, read from the storage when a page asks for them."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 from collections.abc import Callable, Sequence
@@ -30,8 +28,6 @@ _KEPT_BYTES = 10**8
 
 
 class Images:
-    """The images of one container."""
-
     def __init__(self, blobs: BlobStore) -> None:
         self._blobs = blobs
         self._reads = asyncio.Semaphore(_READS)
@@ -39,10 +35,7 @@ class Images:
         self._misfits: set[str] = set()
 
     async def thumbnail(self, records: Sequence[Record], is_wanted: Callable[[], bool]) -> bytes:
-        """A JPEG, made once; raises DamagedImageError.
-
-        Nothing is read for an image that is not wanted any more when it is its turn.
-        """
+        """A JPEG, made once; raises DamagedImageError, also if it is no longer wanted."""
         key = " ".join((records[0].blob or "", *(str(record.sha256) for record in records)))
         if key in self._kept:
             return self._kept[key]

@@ -1,7 +1,5 @@
 """The gallery's HTTP server: the page, and the JSON and images that it asks for."""
 
-from __future__ import annotations
-
 import asyncio
 import sqlite3
 from collections.abc import Sequence
@@ -17,28 +15,22 @@ from fleet.gallery import campaign, guard
 from fleet.gallery.campaign import Campaign, View
 from fleet.gallery.images import Images
 from fleet.gallery.index import Filter, reason
-from fleet.keys import check
 from imagefleet import aio, errors, redaction, validation
 from imagefleet.files.picture import DamagedImageError
 from imagefleet.records import reader, stored
 from imagefleet.records.record import Record
-from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import LOCAL_SCHEME
-from imagefleet.storage.settings import Resource, StorageSettings
 
 _PAGE = Path(__file__).parent / "page"
 
 #: A thumbnail's address names the index; a picture may be replaced by `imagefleet redo`.
-_FOREVER = "private, max-age=31536000, immutable"
-_A_WHILE = "private, max-age=300"
+_FOREVER = {"Cache-Control": "private, max-age=31536000, immutable"}
+_A_WHILE = {"Cache-Control": "private, max-age=300"}
 
 #: The most characters of a prompt or a reason on a tile; the record has the rest.
 _TILE_CHARACTERS = 240
 
 _Number = Annotated[int, Field(ge=0, lt=10**12)]
-
-#: What a replay does: it takes the job out of one queue and puts it into another.
-_NEEDED: dict[Resource, str] = {"queue": "a", "poison": "rup"}
 
 
 class _Place(BaseModel):
@@ -50,21 +42,18 @@ class _Place(BaseModel):
 
 
 class Gallery:
-    """The handlers of all requests, and the campaigns that somebody has opened."""
-
-    def __init__(
-        self, fleet: aio.Fleet, settings: StorageSettings, host: str, preferred: str | None
-    ) -> None:
+    def __init__(self, fleet: aio.Fleet, host: str, preferred: str | None) -> None:
         """*preferred* is the campaign that is shown first."""
         self._fleet = fleet
         self._storage = fleet.storage
-        self._settings = settings
-        self._host = host
         self._preferred = preferred
         self._open: dict[str, Campaign] = {}
         self._images = Images(fleet.storage.blobs)
         self._guard = guard.Guard(host)
-        self._refusal: str | None = None
+        self._refusal = ""
+        """Why no job can be sent again; empty if one can be."""
+        if not guard.is_loopback(host):
+            self._refusal = f"The gallery listens on {host}: anybody there could send jobs again."
         self._replaying = asyncio.Lock()
 
     def application(self) -> web.Application:
@@ -97,21 +86,16 @@ class Gallery:
         return web.Response(text=text, content_type="text/html")
 
     async def _list_campaigns(self, request: web.Request) -> web.Response:
-        newest = await self._newest() if "first" in request.query else None
+        newest = self._preferred
+        if newest is None and "first" in request.query:
+            shards = await stored.shards_of(self._storage, None)
+            newest = max(shards, key=stored.began_at).campaign if shards else None
         names = sorted(await self._campaigns())
         return _answer({"campaigns": names, "newest": newest, "storage": self._storage.url})
 
     async def _campaigns(self) -> set[str]:
-        """The campaigns that have records, and the preferred one."""
         names = {name async for name in reader.campaigns(self._storage)}
         return names | ({self._preferred} if self._preferred else set())
-
-    async def _newest(self) -> str | None:
-        """The preferred campaign, else the one that began last; None if there is none."""
-        if self._preferred:
-            return self._preferred
-        shards = await stored.shards_of(self._storage, None)
-        return max(shards, key=stored.began_at).campaign if shards else None
 
     async def _state(self, request: web.Request) -> web.Response:
         await (await self._campaign(request)).refresh()
@@ -161,23 +145,15 @@ class Gallery:
         shown = record.model_dump(mode="json", exclude_none=True)
         shown["text"] = console.json_text(_as_job(record)).rstrip()
         if record.outcome == "failed":
-            shown["refusal"] = redaction.message(await self._find_refusal())
+            shown["refusal"] = self._refusal
         return _answer(shown)
 
-    async def _find_refusal(self) -> str:
-        """Why no job can be sent again; empty if one can be."""
-        async with self._replaying:
-            if self._refusal is None:
-                self._refusal = await _refusal(self._settings, self._host)
-        return self._refusal
-
     async def _replay(self, request: web.Request) -> web.Response:
-        """Puts a failed job back into the queue, or says why it stays."""
         record, *_ = await self._found(request)
         if record.outcome != "failed":
             raise errors.JobError("only a failed job can be sent again")
-        if refusal := await self._find_refusal():
-            raise errors.SetupError(refusal)
+        if self._refusal:
+            raise errors.SetupError(self._refusal)
         async with self._replaying:
             swept = await self._fleet.replay(id=record.id, campaign=record.campaign)
         if swept.refused:
@@ -192,20 +168,18 @@ class Gallery:
             return request.transport is not None and not request.transport.is_closing()
 
         made = await self._images.thumbnail(await self._found(request), is_wanted)
-        headers = {"Cache-Control": _FOREVER}
-        return web.Response(body=made, content_type="image/jpeg", headers=headers)
+        return web.Response(body=made, content_type="image/jpeg", headers=_FOREVER)
 
     async def _picture(self, request: web.Request) -> web.Response:
         _, data, kind = await self._images.picture(await self._found(request))
-        headers = {"Cache-Control": _A_WHILE}
-        return web.Response(body=data, content_type=kind, headers=headers)
+        return web.Response(body=data, content_type=kind, headers=_A_WHILE)
 
     async def _campaign(self, request: web.Request) -> Campaign:
         name = request.query.get("campaign", "")
         if name not in self._open and name not in await self._campaigns():
             raise web.HTTPNotFound(text="there is no such campaign\n")
         if name not in self._open:
-            is_local = self._settings.storage.strip().startswith(LOCAL_SCHEME)
+            is_local = self._storage.url.startswith(LOCAL_SCHEME)
             seconds = campaign.LOCAL_POLL_SECONDS if is_local else campaign.REMOTE_POLL_SECONDS
             self._open[name] = Campaign(self._storage, name, seconds)
         return self._open[name]
@@ -230,24 +204,6 @@ def _prompt(records: Sequence[Record]) -> str:
     certain = [record for record in records if record.sha256] or records
     prompts = {record.prompt or "" for record in certain}
     return prompts.pop() if len(prompts) == 1 else ""
-
-
-async def _refusal(settings: StorageSettings, host: str) -> str:
-    if not guard.is_loopback(host):
-        return f"The gallery listens on {host}: anybody there could send jobs again."
-    if settings.storage.strip().startswith(LOCAL_SCHEME):
-        return ""
-    try:
-        allowed = {each.resource: each.allowed for each in await check.check(settings)}
-    except errors.FleetError as error:
-        return error.message
-    if all(set(letters) <= set(allowed[resource]) for resource, letters in _NEEDED.items()):
-        return ""
-    name = ROLES["operator"].name
-    return (
-        f"These credentials may only read. Tokens of the role {name} may send jobs again:"
-        f" imagefleet keys mint {name}"
-    )
 
 
 @web.middleware
@@ -280,7 +236,6 @@ def _printable(value: Any) -> Any:
     return value
 
 
-#: The fields of a record that draw the same image again.
 _DRAWING = (
     *("campaign", "prompt", "negative_prompt", "model", "sampler", "steps", "cfg_scale"),
     *("clip_skip", "width", "height", "seed", "metadata"),
@@ -288,10 +243,7 @@ _DRAWING = (
 
 
 def _as_job(record: Record) -> dict[str, Any]:
-    """A job that draws the same image again, as `imagefleet load` reads it.
-
-    Without the id: an image of that name is stored already.
-    """
+    """A job for `load` that draws the image again; without its id, whose image is stored."""
     known = record.model_dump(mode="json", include={*_DRAWING}, exclude_defaults=True)
     names = {"sampler": "sampler_name"}
     return {names.get(name, name): known[name] for name in _DRAWING if name in known}

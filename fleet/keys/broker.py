@@ -5,8 +5,6 @@ The broker then makes another policy, never one of the same name: with that, tok
 stolen before would work again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import secrets
@@ -192,7 +190,7 @@ def application(broker: Broker) -> web.Application:
     return app
 
 
-@options.from_settings(BrokerSettings)
+@options.flat
 async def command(settings: BrokerSettings) -> None:
     """Issues short-lived SAS tokens to workers on SaladCloud.
 

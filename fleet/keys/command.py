@@ -1,26 +1,22 @@
 """`imagefleet keys`: short-lived SAS tokens with the least permissions for each role."""
 
-from __future__ import annotations
-
 import contextlib
 import shlex
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import typer
-from rich.table import Table
 
 from fleet import console, options
-from fleet.keys import check as keys_check
 from fleet.keys import mint as keys_mint
 from fleet.options import argument, option
 from fleet.salad.groups import MAX_VALUE
-from imagefleet import errors, validation
+from imagefleet import errors
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.signing import SigningKey
-from imagefleet.storage.azure.roles import OPTIONAL, ROLES, Role, explain
+from imagefleet.storage.azure.roles import ROLES, explain
 from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.settings import MAX_SHARDS, StorageSettings
 
@@ -40,8 +36,6 @@ app = typer.Typer(
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What the tokens of a role are for, beside the job queue and the images."""
-
     model: list[str] | None = option(
         "A model whose jobs they are for as well; repeatable.", metavar="NAME"
     )
@@ -60,7 +54,7 @@ class Scope:
 
 
 @app.command("mint")
-@options.from_settings(StorageSettings)
+@options.flat
 async def mint_command(
     settings: StorageSettings,
     *,
@@ -98,7 +92,7 @@ async def mint_command(
             raise errors.SetupError(f"{SIGNING} makes a key pair, which is for all: only --file")
         _make_signing_keys(file or DEFAULT_SIGNING_KEY, as_json=as_json)
         return
-    found = _role(role, [*ROLES, SIGNING])
+    found = options.choose("role", role, ROLES, [SIGNING])
     if scope.chains and role != "worker":
         raise errors.SetupError("--chains is for `imagefleet keys mint worker`")
     allowed = found.for_chains() if scope.chains else found
@@ -148,40 +142,8 @@ def _hand_out(
         )
 
 
-def _role(name: str, known: Collection[str]) -> Role:
-    if name not in ROLES:
-        hint = validation.suggestion(name, known) or f": choose one of {', '.join(known)}"
-        raise errors.SetupError(f"unknown role {name!r}{hint}")
-    return ROLES[name]
-
-
-@app.command("check")
-@options.from_settings(StorageSettings)
-async def check_command(
-    settings: StorageSettings,
-    role: str | None = argument(
-        f"The role to compare with: {', '.join(ROLES)}.", None, metavar="ROLE"
-    ),
-    as_json: options.AsJson = False,
-) -> None:
-    """Tests the permissions of the credentials in use; changes nothing.
-
-    With a role it fails if a permission is missing, and lists the permissions beyond the role.
-
-    IMAGEFLEET_SAS_FILE=tokens.json imagefleet keys check worker
-    """
-    compared = None if role is None else _role(role, ROLES)
-    checked = await keys_check.check(_on_azure(settings))
-    if as_json:
-        console.print_json({"resources": [asdict(each) for each in checked]})
-    else:
-        console.print_tables(_checked_table(checked))
-    if compared is not None:
-        _compare(checked, compared)
-
-
 @app.command("revoke")
-@options.from_settings(StorageSettings)
+@options.flat
 async def revoke_command(
     settings: StorageSettings,
     policy: str = argument("The policy's name, as given to --policy.", metavar="POLICY"),
@@ -196,10 +158,8 @@ async def revoke_command(
     """
     keys_mint.Minter(_on_azure(settings))  # raises without an account key
     removed = await keys_mint.remove_policy(settings, policy)
-    if as_json:
-        console.print_json({"policy": policy, "revoked": removed})
-    else:
-        console.print_plain(f"revoked {policy} on {', '.join(removed)}")
+    line = f"revoked {policy} on {', '.join(removed)}"
+    console.show({"policy": policy, "revoked": removed}, line, as_json=as_json)
 
 
 def _print_exports(variables: Mapping[str, str]) -> None:
@@ -223,52 +183,8 @@ def _on_azure(settings: StorageSettings) -> StorageSettings:
     return settings
 
 
-def _checked_table(checked: list[keys_check.Checked]) -> Table:
-    rows = [
-        (
-            token.name,
-            "\n".join(explain(token.resource, token.allowed)) or "nothing",
-            "\n".join(explain(token.resource, token.denied)) or "-",
-            _until(token),
-        )
-        for token in checked
-    ]
-    columns = (console.name_column("resource"), "allowed", "denied", "valid until")
-    return console.table(*columns, rows=rows)
-
-
-def _until(checked: keys_check.Checked) -> str:
-    if not checked.allowed:
-        return "-"
-    ends = [f"{checked.until:%Y-%m-%d %H:%M} UTC"] if checked.until else []
-    ends += [f"the end of policy {checked.policy}"] if checked.policy else []
-    return " or ".join(ends) or "no expiry: a key or an identity"
-
-
-def _compare(checked: list[keys_check.Checked], role: Role) -> None:
-    missing = []
-    for token in checked:
-        needed = role.letters(token.resource)
-        if needed and not token.allowed and token.resource in OPTIONAL:
-            console.print_note(f"there is no queue {token.name}, or no token for it")
-            continue
-        if surplus := set(token.allowed) - set(needed):
-            allowed = "; ".join(explain(token.resource, sorted(surplus)))
-            console.print_note(f"beyond the role {role.name}, on {token.name}: {allowed}")
-        if lacking := set(needed) - set(token.allowed):
-            denied = "; ".join(explain(token.resource, sorted(lacking)))
-            missing.append(f"missing for the role {role.name}, on {token.name}: {denied}")
-    if missing:
-        raise errors.SetupError("\n".join(missing))
-
-
 def _make_signing_keys(file: Path, *, as_json: bool) -> None:
-    """Makes the keys with which jobs are signed and checked.
-
-    The private key is written to *file*, which only its owner may read. Prints shell commands that
-    set it, and the public key, which workers get: they then refuse jobs, LoRAs and models that are
-    not signed. An existing file is never overwritten.
-    """
+    """Writes a new private key to *file*, for its owner alone, and prints how both keys are set."""
     try:
         public = SigningKey.create(file.expanduser()).public
     except FileExistsError:

@@ -4,8 +4,6 @@ A token of a policy has its own expiry, and its permissions from the policy: Azu
 one of the two. It ends with whichever ends first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -24,16 +22,9 @@ from azure.storage.queue.aio import QueueClient
 
 from imagefleet import errors
 from imagefleet.storage import proofs
-from imagefleet.storage.azure import account
+from imagefleet.storage.azure import account, roles
 from imagefleet.storage.azure import errors as azure_errors
-from imagefleet.storage.azure.roles import (
-    OPTIONAL,
-    RESOURCES,
-    Role,
-    is_container,
-    is_job_queue,
-    name_of,
-)
+from imagefleet.storage.azure.roles import Role
 from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import Resource, StorageSettings
@@ -53,16 +44,16 @@ class Place(NamedTuple):
         return role.letters(self.resource, self.model)
 
     def permission(self, role: Role) -> QueueSasPermissions | ContainerSasPermissions:
-        kind = ContainerSasPermissions if is_container(self.resource) else QueueSasPermissions
+        kind = ContainerSasPermissions if roles.is_container(self.resource) else QueueSasPermissions
         return kind.from_string(self.letters(role))
 
     def name(self, settings: StorageSettings) -> str:
-        return name_of(settings, *self)
+        return roles.name_of(settings, *self)
 
     def client(self, settings: StorageSettings, credential: Any = None, **terms: Any) -> Any:
         """The client of the queue or container, with a credential or the account's key."""
         address = account.read_address(settings.storage.strip())
-        is_blobs = is_container(self.resource)
+        is_blobs = roles.is_container(self.resource)
         open_client = address.container_client if is_blobs else address.queue_client
         return open_client(self.name(settings), credential, api_version=API_VERSION, **terms)
 
@@ -75,7 +66,6 @@ class Minted:
     storage: str
     by_place: Mapping[Place, str]
     expires_at: datetime
-    policy: str | None = None
 
     @property
     def sas(self) -> str:
@@ -137,17 +127,15 @@ class Minter:
     ) -> Minted:
         """Tokens that expire after *life*, or as soon as the stored *policy* is removed, if given.
 
-        Those of the queues of *models*, too, and of as many *shards* of each queue.
-
-        `store_policy` creates it. They have no start time: a node's or Azure's clock may be behind
-        this one.
+        Those of the queues of *models*, too, and of as many *shards* of each queue. They have no
+        start time: a node's or Azure's clock may be behind this one.
         """
         expires_at = (datetime.now(UTC) + life).replace(microsecond=0)
         tokens = {
             place: self._token(place, role, expires_at, policy)
             for place in _places(role, models, shards)
         }
-        return Minted(role.name, self.storage, tokens, expires_at, policy)
+        return Minted(role.name, self.storage, tokens, expires_at)
 
     def _token(self, place: Place, role: Role, expires_at: datetime, policy: str | None) -> str:
         name = place.name(self._settings)
@@ -158,19 +146,19 @@ class Minter:
             "policy_id": policy,
             "permission": place.permission(role) if policy is None else None,
         }
-        if is_container(place.resource):
+        if roles.is_container(place.resource):
             return generate_container_sas(container_name=name, **terms)
         return generate_queue_sas(queue_name=name, **terms)
 
 
 def _places(role: Role | None, models: Collection[str] = (), shards: int = 1) -> list[Place]:
     """All that the role has a token for; None: all there is."""
-    places = [Place(resource) for resource in RESOURCES]
+    places = [Place(resource) for resource in roles.RESOURCES]
     places += [
         Place(queue, model, shard)
         for shard in range(shards)
         for model in (None, *models)
-        for queue in filter(is_job_queue, RESOURCES)
+        for queue in filter(roles.is_job_queue, roles.RESOURCES)
         if model or shard
     ]
     return [place for place in places if role is None or place.letters(role)]
@@ -186,10 +174,7 @@ async def store_policy(
     """Creates the stored policy *name* on each resource that *role* has a token for.
 
     The queues of high and low priority, those of *models* and the shards are created if they do not
-    exist.
-
-    Raises:
-        SetupError: it exists with other permissions, or the resource has too many policies.
+    exist. Raises SetupError if it has other permissions, or the resource too many policies.
     """
 
     async def store(place: Place) -> None:
@@ -206,11 +191,11 @@ async def store_policy(
                     f"{place.name(settings)!r} already has {MAX_POLICIES} stored policies"
                     f" ({', '.join(policies)}): `imagefleet keys revoke` one of them"
                 )
-            kind = BlobPolicy if is_container(place.resource) else QueuePolicy
+            kind = BlobPolicy if roles.is_container(place.resource) else QueuePolicy
             policies.setdefault(name, kind(permission=permission))
 
     places = _places(role, models, shards)
-    optional = [each for each in places if each.resource in OPTIONAL or each.model or each.shard]
+    optional = [one for one in places if one.resource in roles.OPTIONAL or one.model or one.shard]
     for place in places:
         if place not in optional:
             await store(place)
@@ -229,10 +214,7 @@ async def store_policy(
 
 
 async def policies(settings: StorageSettings, role: Role, models: Collection[str] = ()) -> set[str]:
-    """The names of the policies with which all resources have the role's permissions.
-
-    All but shards, which `store_policy` adds.
-    """
+    """The policies with which all resources, but for shards, have the role's permissions."""
     found = []
     for place in _places(role, models):
         permission = str(place.permission(role))
@@ -259,15 +241,11 @@ async def proof_secret(settings: StorageSettings, own: str | None = None) -> str
 
 
 def is_of_broker(policy: str, name: str) -> bool:
-    """True if *name* is a policy that a broker made for *policy*."""
     return bool(re.fullmatch(rf"{re.escape(policy)}-[0-9a-f]{{8}}", name))
 
 
 async def remove_policy(settings: StorageSettings, name: str) -> list[str]:
-    """Removes the policy *name* or a broker's for it, which revokes its tokens.
-
-    Returns the resources that had one.
-    """
+    """Removes the policy *name* or a broker's for it; returns whose tokens that revokes."""
     async with open_storage(settings) as storage:
         models = await storage.models.names()
         shards = await storage.models.most_shards()
@@ -308,7 +286,7 @@ async def _stored(
             azure_errors.translated(what),
             azure_errors.tolerated(azure_errors.MISSING if may_be_missing else ()),
         ):
-            if is_container(place.resource):
+            if roles.is_container(place.resource):
                 found = await client.get_container_access_policy()
                 public_access = found["public_access"]
                 policies |= {each.id: each.access_policy for each in found["signed_identifiers"]}
@@ -319,7 +297,7 @@ async def _stored(
         if set(policies) == before:
             return
         with azure_errors.translated(what):
-            if is_container(place.resource):
+            if roles.is_container(place.resource):
                 # The call replaces all of it: public access would end if it were not repeated.
                 await client.set_container_access_policy(policies, public_access=public_access)
             else:

@@ -1,13 +1,9 @@
 """`imagefleet status`: the state of the queues, the campaigns and the fleet."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any
 
-from pydantic import BaseModel, Field
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -24,47 +20,7 @@ from imagefleet.storage.protocol import QueueDepth
 from worker.progress import duration
 
 
-class QueueStatus(BaseModel, frozen=True):
-    """A queue's depth; None for what the storage does not report.
-
-    *model* is that of its jobs, None where they name none; *shards* are the queues of the storage
-    that it consists of.
-    """
-
-    name: str
-    messages: int
-    visible: int | None
-    leased: int | None
-    oldest_age_seconds: float | None
-    model: str | None = None
-    shards: int = 1
-
-
-class FleetStatus(BaseModel, frozen=True, arbitrary_types_allowed=True):
-    """The job queues, their poison queue and the campaigns; *fleet* only with a Prometheus.
-
-    *queue* is the sum of *queues*, which are in the order in which workers take jobs.
-    *without_worker* are the jobs of the models that wait until somebody starts a worker for them.
-    """
-
-    storage: str
-    queue: QueueStatus
-    failed: QueueStatus
-    fleet: rates.FleetRates | None = None
-    queues: Sequence[QueueStatus] = ()
-    without_worker: Mapping[str, int] = {}
-    campaigns: Campaigns | None = Field(default=None, exclude=True)
-
-    def as_record(self) -> dict[str, Any]:
-        waiting = self.without_worker.items()
-        return self.model_dump() | {
-            "without_worker": [{"model": model, "messages": count} for model, count in waiting],
-            "campaigns": self.campaigns.records() if self.campaigns else [],
-            "unfit_records": self.campaigns.unfit_records if self.campaigns else 0,
-        }
-
-
-@options.from_settings(MonitorSettings)
+@options.flat
 async def command(
     settings: MonitorSettings,
     campaign: target.OnlyCampaign = None,
@@ -96,11 +52,11 @@ async def command(
     ):
         await target.check_campaign(client.storage, only)
         campaigns = Campaigns(client.storage, only)
-
+        await rates.ask(server, rates.warn_of_unknown_fleet)
         await watching.show(
             lambda: read_status(client, server, campaigns),
-            lambda status: _status_screen(status, count),
-            FleetStatus.as_record,
+            lambda found: status_screen(found, campaigns, count),
+            dict,
             is_live=watch,
             as_json=as_json,
         )
@@ -116,21 +72,17 @@ async def _show_workers(
             " VictoriaMetrics that has them"
         )
     async with prometheus.connected(settings.prometheus, settings.queried_fleet) as server:
+        await rates.ask(server, rates.warn_of_unknown_fleet)
         await watching.show(
-            lambda: concurrency.gather(
-                rates.worker_rates(server), rates.left_out(server, datetime.now(UTC))
-            ),
-            lambda found: workers_screen(*found, count),
-            lambda found: {
-                "workers": [worker.model_dump() for worker in found[0]],
-                "left_out": found[1],
-            },
+            lambda: rates.worker_rates(server),
+            lambda found: workers_screen(found, count),
+            lambda found: {"workers": [worker.model_dump() for worker in found]},
             is_live=watch,
             as_json=as_json,
         )
 
 
-def workers_screen(workers: Sequence[rates.WorkerRates], left_out: str | None, count: int) -> Group:
+def workers_screen(workers: Sequence[rates.WorkerRates], count: int) -> Group:
     """The first *count* workers, and the number of all; a narrow terminal wraps their names."""
     rows = [
         (
@@ -145,7 +97,6 @@ def workers_screen(workers: Sequence[rates.WorkerRates], left_out: str | None, c
     return Group(
         console.table("worker", "GPU", "group", *figures, rows=rows),
         Text(f"{len(rows)} of {console.counted(len(workers), 'worker')}"),
-        *_notes(left_out),
     )
 
 
@@ -153,21 +104,25 @@ async def read_status(
     client: aio.Fleet,
     server: prometheus.Prometheus | None = None,
     campaigns: Campaigns | None = None,
-) -> FleetStatus:
-    """Reads the depth of the queues, the *campaigns* and, with a *server*, the fleet's rates."""
+) -> dict[str, Any]:
+    """The depth of the queues, the *campaigns* and, with a *server*, the fleet's rates, as JSON.
+
+    `queue` is the sum of `queues`, which are in the order in which workers take jobs.
+    """
     depth, storage = await client.depth(), client.storage
     if campaigns:
         await campaigns.refresh(server)
-    queue = _queue_status(storage.queue.name, depth.queue)
-    return FleetStatus(
-        storage=storage.url,
-        queue=queue.model_copy(update={"shards": 1}),
-        failed=_queue_status(storage.poison.name, depth.failed),
-        fleet=await rates.fleet_rates(server) if server else None,
-        queues=[_queue_status(name, each) for name, each in depth.queue.by_queue.items()],
-        without_worker=await _without_worker(client, depth.queue),
-        campaigns=campaigns,
-    )
+    waiting = await _without_worker(client, depth.queue)
+    return {
+        "storage": storage.url,
+        "queue": _queue(storage.queue.name, depth.queue) | {"shards": 1},
+        "failed": _queue(storage.poison.name, depth.failed),
+        "fleet": (await rates.fleet_rates(server)).model_dump() if server else None,
+        "queues": [_queue(name, each) for name, each in depth.queue.by_queue.items()],
+        "without_worker": [{"model": name, "messages": count} for name, count in waiting.items()],
+        "campaigns": campaigns.records() if campaigns else [],
+        "unfit_records": campaigns.unfit_records if campaigns else 0,
+    }
 
 
 async def _without_worker(client: aio.Fleet, depth: QueueDepth) -> dict[str, int]:
@@ -183,56 +138,59 @@ async def _without_worker(client: aio.Fleet, depth: QueueDepth) -> dict[str, int
     return {model: waiting[model] for model, is_served in served if not is_served}
 
 
-def _queue_status(name: str, depth: QueueDepth) -> QueueStatus:
-    visible = None if depth.leased is None else depth.messages - depth.leased
-    return QueueStatus(
-        name=name,
-        messages=depth.messages,
-        visible=visible,
-        leased=depth.leased,
-        oldest_age_seconds=depth.oldest_age_seconds,
-        model=depth.model,
-        shards=max(1, len(depth.by_queue)),
-    )
+def _queue(name: str, depth: QueueDepth) -> dict[str, Any]:
+    """A queue's depth; None for what the storage does not report, and for no model."""
+    return {
+        "name": name,
+        "messages": depth.messages,
+        "visible": None if depth.leased is None else depth.messages - depth.leased,
+        "leased": depth.leased,
+        "oldest_age_seconds": depth.oldest_age_seconds,
+        "model": depth.model,
+        "shards": max(1, len(depth.by_queue)),
+    }
 
 
-def _status_screen(status: FleetStatus, count: int = 20) -> Group:
+def status_screen(
+    found: Mapping[str, Any], campaigns: Campaigns | None = None, count: int = 20
+) -> Group:
+    """What `read_status` has found, and the first *count* campaigns."""
     headings = ("messages", "visible", "leased", "oldest")
     table = console.table(console.name_column("queue"), *map(console.number_column, headings))
-    shown_queues = [each for each in status.queues if each.model is None or each.messages]
-    for queue in (*(shown_queues or [status.queue]), status.failed):
-        counts = [queue.messages, queue.visible, queue.leased]
-        shown = ["?" if count is None else f"{count:,}" for count in counts]
-        shards = f" ({queue.shards} shards)" if queue.shards > 1 else ""
-        age = "-" if queue.oldest_age_seconds is None else duration(queue.oldest_age_seconds)
-        table.add_row(queue.name + shards, *shown, age)
-    parts: list[Text | Table] = [console.untrusted(status.storage, "bold"), table]
-    for model, messages in status.without_worker.items():
-        jobs = console.counted(messages, "job")
+    shown_queues = [each for each in found["queues"] if each["model"] is None or each["messages"]]
+    for queue in (*(shown_queues or [found["queue"]]), found["failed"]):
+        counts = (queue[name] for name in headings[:3])
+        shown = ["?" if number is None else f"{number:,}" for number in counts]
+        shards = f" ({queue['shards']} shards)" if queue["shards"] > 1 else ""
+        age = queue["oldest_age_seconds"]
+        table.add_row(queue["name"] + shards, *shown, "-" if age is None else duration(age))
+    parts: list[Text | Table] = [console.untrusted(found["storage"], "bold"), table]
+    for waiting in found["without_worker"]:
+        jobs, model = console.counted(waiting["messages"], "job"), waiting["model"]
         parts += _notes(
             f"{jobs} of the model {model}, which no worker serves: start one with that --model"
         )
-    if (fleet := status.fleet) is not None:
+    if (fleet := found["fleet"]) is not None:
         rows = {
-            "workers": console.number(fleet.workers),
-            "images/s": console.number(fleet.images_per_second, 2),
-            "images per dollar, GPU only": console.number(fleet.images_per_dollar_gpu_only),
-            "images per dollar, all in": console.number(fleet.images_per_dollar),
-            "$/h": console.number(fleet.dollars_per_hour, 2),
-            "GPU idle": console.percent(fleet.gpu_idle_fraction),
+            "workers": console.number(fleet["workers"]),
+            "images/s": console.number(fleet["images_per_second"], 2),
+            "images per dollar, GPU only": console.number(fleet["images_per_dollar_gpu_only"]),
+            "images per dollar, all in": console.number(fleet["images_per_dollar"]),
+            "$/h": console.number(fleet["dollars_per_hour"], 2),
+            "GPU idle": console.percent(fleet["gpu_idle_fraction"]),
         }
         off = (
             f"the clock of {worker} is {abs(seconds):,.0f} seconds"
             f" {'ahead of' if seconds > 0 else 'behind'} the storage's: set it"
-            for worker, seconds in fleet.clocks_off.items()
+            for worker, seconds in fleet["clocks_off"].items()
         )
-        parts += [console.totals(rows), *_notes(fleet.left_out, *off)]
-    if (campaigns := status.campaigns) is None:
+        parts += [console.totals(rows), *_notes(*off)]
+    if campaigns is None:
         return Group(*parts)
     if campaigns.rows:
         parts += [Text(), campaigns.table(count)]
-    return Group(*parts, *_notes(*campaigns.notes(count, status.queue.messages)))
+    return Group(*parts, *_notes(*campaigns.notes(count, found["queue"]["messages"])))
 
 
-def _notes(*sentences: str | None) -> list[Text]:
-    return [console.untrusted(sentence, "yellow") for sentence in sentences if sentence]
+def _notes(*sentences: str) -> list[Text]:
+    return [console.untrusted(sentence, "yellow") for sentence in sentences]

@@ -1,7 +1,5 @@
 """`imagefleet exporter`: the rates of a job queue, and the time and cost to empty it."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -43,7 +41,7 @@ _GAUGES = {
 CAMPAIGN_SECONDS = 300.0
 
 
-@options.from_settings(ExporterSettings)
+@options.flat
 async def command(settings: ExporterSettings) -> None:
     """Exports queue depths, and the time and cost to empty them.
 
@@ -104,7 +102,7 @@ class Exporter(Collector):
         self._gauges = QueueGauges(self.registry)
         self._storage = storage
         self._settings = settings
-        self._metrics = rates.Watch(server)
+        self._server = server
         self._flow = QueueFlow()
         self._campaigns = Campaigns(storage)
         self.figures: dict[str, float] = {}
@@ -151,7 +149,7 @@ class Exporter(Collector):
             self._depth(self._storage.queue), self._depth(self._storage.poison)
         )
         self._flow.add_sample(time.monotonic(), depth)
-        fleet = await self._metrics.fleet()
+        fleet = await rates.ask(self._server, rates.fleet_rates)
         if fleet is None and self._settings.prometheus:
             self._failed_samples.inc()
         confirmed = self._settings.dollars_per_hour

@@ -1,17 +1,14 @@
 """Queries to Prometheus or a compatible server (VictoriaMetrics, Mimir)."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import datetime
 from http import HTTPStatus
 from typing import Literal
 
 import aiohttp
-from pydantic import BaseModel, ValidationError
+from pydantic import AliasPath, BaseModel, Field, ValidationError
 
 from imagefleet import errors, redaction
 from imagefleet.telemetry import proxies
@@ -33,21 +30,32 @@ _LOOK_BACK = "5m"
 _Point = tuple[float, float]
 
 
-class _Result(BaseModel):
-    metric: dict[str, str]
+class Series(BaseModel):
+    """One series of a result: its labels, and its *points* as (Unix seconds, value)."""
+
+    labels: dict[str, str] = Field(validation_alias="metric")
     value: _Point | None = None
     values: list[_Point] = []
 
+    @property
+    def points(self) -> tuple[_Point, ...]:
+        """Those of a fleet: NaN and infinities are the quotients of an idle one."""
+        return tuple(
+            (at, value if abs(value) >= _MIN_VALUE else 0.0)
+            for at, value in self.values or ([self.value] if self.value else [])
+            if 0 <= at <= _LATEST and math.isfinite(value) and abs(value) <= _MAX_VALUE
+        )
 
-class _Data(BaseModel):
-    result: list[_Result]
+    @property
+    def last(self) -> float:
+        return self.points[-1][1]
 
 
 class _Reply(BaseModel):
-    """Either *data* or, with the status `error`, the *error*."""
+    """Either a *result* or, with the status `error`, the *error*."""
 
     status: Literal["success", "error"]
-    data: _Data = _Data(result=[])
+    result: list[Series] = Field(default=[], validation_alias=AliasPath("data", "result"))
     error: str = ""
 
 
@@ -79,18 +87,6 @@ def dollars_by_campaign(matcher: str, window: str) -> str:
     dollars = gained(f"imagefleet_cost_dollars_total{{{matcher}}}", window)
     each = f"sum by ({_PROCESS}) {dollars} / (sum by ({_PROCESS}) {images} > 0)"
     return f"sum by (fleet, campaign) ({images} * on ({_PROCESS}) group_left () ({each}))"
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """One series of a result: its labels, and its points as (Unix seconds, value)."""
-
-    labels: Mapping[str, str]
-    points: tuple[tuple[float, float], ...]
-
-    @property
-    def last(self) -> float:
-        return self.points[-1][1]
 
 
 class Prometheus:
@@ -139,7 +135,7 @@ class Prometheus:
                 f"{shown} does not answer as a Prometheus does: {answer}"
             ) from None
         if reply.status == "success":
-            return list(filter(None, map(_series, reply.data.result)))
+            return [series for series in reply.result if series.points]
         complaint = redaction.printable(reply.error[:_SHOWN_CHARACTERS])
         raise errors.SetupError(f"Prometheus rejects {query}: {complaint}")
 
@@ -157,14 +153,3 @@ def connected_if(
 ) -> AbstractAsyncContextManager[Prometheus | None]:
     """Connects as `connected` does; None without a URL."""
     return connected(url, fleet) if url else nullcontext()
-
-
-def _series(result: _Result) -> Series | None:
-    points = result.values or ([result.value] if result.value else [])
-    # NaN and infinities are the quotients of an idle fleet.
-    usable = tuple(
-        (at, value if abs(value) >= _MIN_VALUE else 0.0)
-        for at, value in points
-        if 0 <= at <= _LATEST and math.isfinite(value) and abs(value) <= _MAX_VALUE
-    )
-    return Series(result.metric, usable) if usable else None

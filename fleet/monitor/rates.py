@@ -1,9 +1,8 @@
 """Rates of a fleet and of its workers over the last minutes, queried from Prometheus.
 
-The queries use the workers' own series: they need no recording rules.
+The queries use the workers' own series: they need no recording rules. All functions raise the
+errors of `Prometheus.at`.
 """
-
-from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -12,8 +11,9 @@ from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, BeforeValidator
 
+from fleet import console
 from fleet.monitor.prometheus import Prometheus, Series, dollars_by_campaign, gained
-from imagefleet import concurrency, errors
+from imagefleet import concurrency, errors, validation
 from imagefleet.storage.protocol import NOTABLE_OFFSET_SECONDS as _OFF
 from imagefleet.telemetry import logs
 
@@ -21,10 +21,6 @@ log = logs.EventLog(__name__)
 
 #: Long enough for several pushes or scrapes, short enough to show a change.
 WINDOW = "2m"
-
-#: The most names that a message suggests, and the most characters of them.
-_SHOWN_FLEETS = 5
-_SHOWN_CHARACTERS = 80
 
 _INFO = "imagefleet_worker_info{$fleet}"
 _IMAGES = f"rate(imagefleet_images_total{{$fleet}}[{WINDOW}])"
@@ -70,7 +66,7 @@ _Count = Annotated[int, BeforeValidator(int)]
 
 
 class FleetRates(BaseModel, frozen=True):
-    """Rates of the whole fleet; None where there is no data. *left_out*: see the function."""
+    """Rates of the whole fleet; None where there is no data."""
 
     workers: _Count = 0
     images_per_second: float | None = None
@@ -79,7 +75,6 @@ class FleetRates(BaseModel, frozen=True):
     dollars_per_hour: float | None = None
     images_per_dollar_gpu_only: float | None = None
     images_per_dollar: float | None = None
-    left_out: str | None = None
     replicas: _Count = 0
     """Machines: each has one worker, or one for each of its GPUs."""
     clocks_off: Mapping[str, float] = {}
@@ -101,12 +96,10 @@ class WorkerRates(BaseModel, frozen=True):
 
 
 async def fleet_rates(prometheus: Prometheus) -> FleetRates:
-    """Raises the errors of `Prometheus.at`."""
     now = datetime.now(UTC)
     found = await _ask(prometheus, _OF_FLEET, now, "")
     figures = {name: series[0].last for name, series in found.items() if series}
-    more = {"left_out": await left_out(prometheus, now), "clocks_off": await _off(prometheus, now)}
-    return FleetRates.model_validate(figures | more)
+    return FleetRates.model_validate(figures | {"clocks_off": await _off(prometheus, now)})
 
 
 async def _off(prometheus: Prometheus, now: datetime) -> dict[str, float]:
@@ -118,10 +111,7 @@ async def _off(prometheus: Prometheus, now: datetime) -> dict[str, float]:
 
 
 async def worker_rates(prometheus: Prometheus) -> list[WorkerRates]:
-    """The workers that reported in the last minutes, the slowest first.
-
-    Raises the errors of `Prometheus.at`.
-    """
+    """The workers that reported in the last minutes, the slowest first."""
     now = datetime.now(UTC)
     infos = await prometheus.at(_INFO, now)
     found = await _ask(prometheus, _OF_WORKER, now, f" by ({', '.join(_WORKER)}) ")
@@ -148,57 +138,36 @@ async def _ask(
     return dict(zip(queries, await concurrency.gather(*asked), strict=True))
 
 
-class Watch:
-    """A fleet's rates, asked for again and again; an outage of the server is only logged."""
+async def ask(
+    server: Prometheus | None, query: Callable[[Prometheus], Awaitable[_Answer]]
+) -> _Answer | None:
+    """What *query* finds; None without a server, and in an outage of it, which is logged."""
+    try:
+        return await query(server) if server else None
+    except errors.FleetError as error:
+        log.warning(f"without the metrics: {error}", action="metrics_unknown")
+        return None
 
-    def __init__(self, server: Prometheus | None) -> None:
-        self._server = server
-        self._left_out: str | None = None
 
-    async def fleet(self) -> FleetRates | None:
-        """The rates; None without a server, and while it does not answer."""
-        found = await self.ask(fleet_rates)
-        if found is not None:
-            if found.left_out and found.left_out != self._left_out:
-                log.warning(found.left_out, action="workers_left_out")
-            self._left_out = found.left_out
-        return found
-
-    async def ask(self, query: Callable[[Prometheus], Awaitable[_Answer]]) -> _Answer | None:
-        """What *query* finds; None without a server, and while it does not answer."""
-        try:
-            return await query(self._server) if self._server else None
-        except errors.FleetError as error:
-            log.warning(f"without the metrics: {error}", action="metrics_unknown")
-            return None
+async def warn_of_unknown_fleet(prometheus: Prometheus, at: datetime | None = None) -> None:
+    """Warns of a fleet that no worker has named in the days until *at*, where others have."""
+    query = f"count by (fleet) (last_over_time(imagefleet_worker_info[{MONEY_TIME.days}d]))"
+    found = await prometheus.at(query, at or datetime.now(UTC))
+    fleets = sorted(each.labels.get("fleet", "") for each in found)
+    if fleets and prometheus.fleet not in {None, *fleets}:
+        hint = validation.suggestion(prometheus.fleet or "", fleets)
+        hint = hint or f"; --fleet chooses another, such as {', '.join(fleets)[:200]}"
+        console.print_warning(f"the metrics have no worker of the fleet {prometheus.fleet}{hint}")
 
 
 async def jobs_per_second_by_model(prometheus: Prometheus) -> dict[str, float]:
-    """The jobs that all workers end, by the model they are drawn with.
-
-    Raises the errors of `Prometheus.at`.
-    """
+    """The jobs that all workers end, by the model they are drawn with."""
     found = await prometheus.at(f"sum by (model) ({_MODEL_ENDED})", datetime.now(UTC))
     return {each.labels.get("model", ""): each.last for each in found}
 
 
 async def campaign_dollars(prometheus: Prometheus) -> dict[str, float]:
-    """What the workers cost in the last days that drew each campaign's images.
-
-    Raises the errors of `Prometheus.at`.
-    """
+    """What the workers cost in the last days that drew each campaign's images."""
     query = dollars_by_campaign("$fleet", f"{MONEY_TIME.days}d")
     found = await prometheus.at(f"sum by (campaign) ({query})", datetime.now(UTC))
     return {each.labels.get("campaign", ""): each.last for each in found}
-
-
-async def left_out(prometheus: Prometheus, at: datetime, window: str = WINDOW) -> str | None:
-    """A sentence about a fleet under another name, which would seem to stand still; else None."""
-    if prometheus.fleet is None:
-        return None
-    counts = f"count by (fleet) (last_over_time(imagefleet_worker_info[{window}]))"
-    fleets = {each.labels.get("fleet", "") for each in await prometheus.at(counts, at)}
-    if fleets and prometheus.fleet not in fleets:
-        others = ", ".join(name[:_SHOWN_CHARACTERS] for name in sorted(fleets)[:_SHOWN_FLEETS])
-        return f"no worker of fleet {prometheus.fleet}; --fleet chooses another, such as {others}"
-    return None

@@ -1,7 +1,5 @@
 """A long-running service: it serves and pushes its metrics until SIGTERM or Ctrl-C."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -23,11 +21,7 @@ async def run(
     doing: str,
     is_ready: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Does *work*, which is logged as *doing*; *name* is the job of its metrics.
-
-    Raises:
-        SetupError: the port is in use or not permitted.
-    """
+    """Does *work*, logged as *doing*; *name* is its metrics' job. SetupError if it gets no port."""
     async with (
         probes.serving(
             registry,

@@ -1,7 +1,5 @@
 """A result shown once or until Ctrl-C, as a table or as JSON."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
@@ -39,10 +37,7 @@ async def show(
     """
     if not is_live:
         found = await read()
-        if as_json:
-            console.print_json(record(found))
-        else:
-            console.print_tables(screen(found))
+        console.show(record(found), screen(found), as_json=as_json)
         return
     # Ctrl-C is how a watch ends; asyncio turns it into this cancellation.
     with contextlib.suppress(asyncio.CancelledError):

@@ -1,7 +1,5 @@
 """`imagefleet plan`: the duration, cost and replicas of a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,7 +52,9 @@ class Machines:
     price_per_hour: float | None = option("$/h of one replica.", min=0.0001, metavar="DOLLARS")
     prices_path: options.PriceFile = None
     images_per_second: float | None = option("Speed of one replica.", min=0.0001, metavar="NUMBER")
-    bench: options.BenchReports = None
+    bench: list[Path] | None = option(
+        "JSON of `imagefleet bench engine`; repeatable.", metavar="FILE"
+    )
     replicas: int | None = option("Number of replicas.", min=1, metavar="COUNT")
     accelerator: str | None = option(
         "The workers' --accelerator, whose steps and guidance count.", metavar="FILE|NAME"
@@ -65,7 +65,7 @@ class Machines:
 def command(
     batch: Batch,
     machines: Machines,
-    priority: str = option("SaladCloud priority.", "batch", metavar="|".join(prices.PRIORITIES)),
+    priority: prices.Priority = option("SaladCloud priority.", "batch"),
     deadline: float | None = option(
         "Plan enough replicas to finish in so many hours.", min=0.01, metavar="HOURS"
     ),
@@ -88,23 +88,30 @@ def command(
     if machines.replicas is not None and deadline is not None:
         raise errors.SetupError("give --replicas or --deadline, not both")
     works = _works(batch, machines.accelerator)
-    table = prices.read_table(machines.prices_path)
-    mix = mix_of(machines, works, table, prices.as_priority(priority))
-    images = sum(work.images for work in works)
-    if deadline is not None:
-        mix = estimate.mix_for(images, mix, deadline)
-    plan = estimate.make_plan(sum(work.jobs for work in works), images, mix, table)
+    plan, table = planned(works, machines, priority, deadline)
     if as_json:
         console.print_json({**asdict(plan), "storage_prices": asdict(table.storage)})
     else:
         show(plan, table)
 
 
-def mix_of(
-    machines: Machines,
+def planned(
     works: Sequence[Work],
-    table: prices.PriceTable,
+    machines: Machines,
     priority: prices.Priority = "batch",
+    deadline: float | None = None,
+) -> tuple[estimate.Plan, prices.PriceTable]:
+    """The plan, and its prices; raises SetupError for what is not known."""
+    table = prices.read_table(machines.prices_path)
+    mix = _mix_of(machines, works, table, priority)
+    images = sum(work.images for work in works)
+    if deadline is not None:
+        mix = estimate.mix_for(images, mix, deadline)
+    return estimate.make_plan(sum(work.jobs for work in works), images, mix, table), table
+
+
+def _mix_of(
+    machines: Machines, works: Sequence[Work], table: prices.PriceTable, priority: prices.Priority
 ) -> list[estimate.Part]:
     """The GPU classes with their speeds and prices; raises SetupError for what is not known."""
     benches = [estimate.read_bench(path, table) for path in machines.bench or []]
@@ -137,7 +144,6 @@ def mix_of(
         start_up = made_on.start_up if made_on else estimate.NO_START_UP
         mean = estimate.mean_speed(speeds)
         mix.append(estimate.Part(gpu, count, mean, price, start_up, speeds))
-    estimate.refuse_unused(benches, {part.gpu for part in mix})
     return mix
 
 
@@ -182,6 +188,9 @@ def show(plan: estimate.Plan, table: prices.PriceTable) -> None:
         "images per dollar, GPU only": f"{plan.images_per_dollar_gpu_only:,.0f}",
         "images per dollar, all in": f"{plan.images_per_dollar:,.0f}",
     }
+    for case, (starting, cold) in plan.cold.items():
+        shares = f"{starting:.2%} / {cold:.2%}"
+        rows[f"paid before first image / full speed, {case.replace('_', ' ')}"] = shares
     console.print_tables(console.totals(rows))
     of_gpus = [
         (
@@ -213,6 +222,7 @@ def show(plan: estimate.Plan, table: prices.PriceTable) -> None:
     changes = ", workers' changes between models" if len(plan.models) > 1 else ""
     console.print_tables(
         f"Storage operations: listed: {table.storage.source}.",
+        f"Paid before first image / full speed: assumed: {prices.WARM_UP_SOURCE}.",
         "Interruptions, idle time, second drawings (`imagefleet load --verify-share`, by default"
         " 0.5 % more)" + changes + " and storing the images are not included.",
     )

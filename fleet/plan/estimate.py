@@ -1,9 +1,7 @@
 """The duration and cost of a batch on a mix of GPU classes, from inputs that name their source."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -28,25 +26,18 @@ class Input:
     source: str
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A speed, and of which images it is: those of the reference run, unless said otherwise."""
+NO_START_UP = Input(0.0, "assumed", "not included without --bench")
 
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A GPU's speed, and of which images: those of the reference run, unless a report says it."""
+
+    gpu: str
     images_per_second: Input
+    start_up: Input = NO_START_UP
     family: families.Family = families.SD1
     tflop_per_image: float = families.SD1.image_tflop()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bench(Measured):
-    """The JSON of `imagefleet bench engine` on one machine."""
-
-    path: Path
-    gpu: str
-    start_up: Input
-
-
-NO_START_UP = Input(0.0, "assumed", "not included without --bench")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +102,8 @@ class Plan:
     images_per_dollar_gpu_only: float
     images_per_dollar: float
     mix: Sequence[Part]
+    cold: Mapping[str, Sequence[float]]
+    """Shares of the paid time before the first image and full speed, as in `prices.WARM_UPS`."""
     models: Sequence[ModelCost] = ()
 
 
@@ -133,8 +126,19 @@ def make_plan(
         images_per_dollar_gpu_only=images / gpu_dollars,
         images_per_dollar=images / (gpu_dollars + storage_dollars),
         mix=mix,
+        cold=_cold(hours),
         models=_model_costs(mix, hours),
     )
+
+
+def _cold(hours: float) -> dict[str, list[float]]:
+    """A replica starts once, and again after each interruption."""
+    starts = (1 / hours + prices.INTERRUPTIONS_PER_HOUR) / 3600
+    ends = "first_image_seconds", "full_speed_seconds"
+    return {
+        case: [min(1.0, starts * each[end]) for end in ends]
+        for case, each in prices.WARM_UPS.items()
+    }
 
 
 def _model_costs(mix: Sequence[Part], hours: float) -> list[ModelCost]:
@@ -210,28 +214,20 @@ def read_bench(path: Path, table: prices.PriceTable) -> Bench:
     source = f"{path}: {report.device}, {size}, {report.model}"
     family = families.find(report.family)
     return Bench(
+        prices.gpu_of_driver(report.device, report.memory_bytes, table),
         Input(report.worker_images_per_second, "measured", source),
+        Input(report.ready_seconds, "measured", source),
         family,
         family.image_tflop(report.width, report.height, report.steps),
-        path=path,
-        gpu=prices.gpu_of_driver(report.device, report.memory_bytes, table),
-        start_up=Input(report.ready_seconds, "measured", source),
     )
 
 
-def refuse_unused(benches: Sequence[Bench], gpus: Collection[str]) -> None:
-    """Raises SetupError for a report of a GPU class that is not among *gpus*."""
-    for bench in benches:
-        if bench.gpu not in gpus:
-            raise errors.SetupError(
-                f"{bench.path} was measured on {bench.gpu}, which is not among the GPU classes"
-                f" used here ({', '.join(gpus)}): leave it out, or add that class"
-            )
-
-
 def bench_of(gpu: str, benches: Sequence[Bench], family: families.Family) -> Bench | None:
-    """The last report that was measured on a *gpu*, one of *family* if there is any."""
+    """The last report that was measured on a *gpu*, one of *family* if there is any; or assumed."""
     there = [bench for bench in reversed(benches) if bench.gpu == gpu]
+    if not there and gpu in prices.ASSUMED_IMAGES_PER_SECOND:
+        speed = prices.ASSUMED_IMAGES_PER_SECOND[gpu]
+        return Bench(gpu, Input(speed, "assumed", prices.SPEEDS_SOURCE))
     return next((bench for bench in there if bench.family is family), next(iter(there), None))
 
 
@@ -253,14 +249,11 @@ def find_speed(gpu: str, given: float | None, bench: Bench | None, work: Work) -
     """
     if given is not None:
         return Input(given, "given", "--images-per-second")
-    if bench is None and gpu not in prices.ASSUMED_IMAGES_PER_SECOND:
+    if bench is None:
         raise errors.SetupError(
             f"no speed is known for the {gpu}: give --images-per-second or a --bench report"
         )
-    known = bench or Measured(
-        Input(prices.ASSUMED_IMAGES_PER_SECOND[gpu], "assumed", prices.SPEEDS_SOURCE)
-    )
-    speed, family, tflop = known.images_per_second, known.family, known.tflop_per_image
+    speed, family, tflop = bench.images_per_second, bench.family, bench.tflop_per_image
     if work.family is family and math.isclose(work.tflop_per_image, tflop):
         return speed
     rate = work.family.rate / family.rate

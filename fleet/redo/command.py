@@ -1,12 +1,10 @@
 """`imagefleet redo`: has images drawn again, by other workers, and replaces them."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +13,23 @@ from pydantic import BaseModel, Field, ValidationError
 
 from fleet import console, options
 from fleet.campaigns.target import Target, check_campaign, images, unknown_job
-from fleet.options import Since, argument, option
+from fleet.options import argument, option
 from fleet.redo import replace
 from imagefleet import concurrency, errors
 from imagefleet.job.message import CHECKS, job_key
 from imagefleet.job.names import ASIDE, DUPLICATES, SUSPECT, worker_file_name
 from imagefleet.records import drawn
 from imagefleet.storage.open import Storage, signer_of
+from imagefleet.storage.proofs import machine_of
 from imagefleet.storage.protocol import BlobRecord, BlobStore
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 from loadgen import sources
 from worker.node import quarantine
 
-#: Lines of a list: about a screen.
-_SHOWN = 20
-
 #: The longest record: above one of 50,000 images, the most of a worker.
 _MAX_RECORD_BYTES = 2**24
 
-#: Images looked up at once.
 _CONCURRENCY = 16
-
-_SECONDS_PER_HOUR = 3600
 
 Metadata = Mapping[str, str]
 
@@ -50,10 +43,9 @@ class SuspectRecord(BaseModel):
 
 @dataclass(slots=True)
 class Selection:
-    """Images by name, each with its metadata, and what drawing them cost where it is known."""
+    """Images by name, each with its metadata."""
 
     images: dict[str, Metadata] = field(default_factory=dict)
-    dollars: float | None = None
     damaged_records: int = 0
 
     @property
@@ -63,8 +55,6 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Which:
-    """The images that are drawn again."""
-
     job: str | None = argument(
         "The images of this job, or this image of it, as in spring/a-2.png; for --worker"
         " and --suspect, only images of this campaign.",
@@ -75,29 +65,20 @@ class Which:
     suspect: bool = option(
         "Images that nodes which failed their checks have marked as suspect.", default=False
     )
-    since: Since = None
-    until: str | None = option("Only what was stored until then.", metavar="TIME")
+    since: datetime | None = options.moment("Only what was stored since then")
 
     def __post_init__(self) -> None:
         if sum((self.worker is not None, self.suspect, self.named.id is not None)) != 1:
             raise errors.SetupError("choose the images: CAMPAIGN/ID, --worker or --suspect")
-        if self.worker is None and (self.since or self.until):
-            raise errors.SetupError("--since and --until go with --worker")
-        self.moments()
-
-    def moments(self) -> tuple[datetime, datetime]:
-        """Between which times an image was stored."""
-        since = options.read_moment("--since", self.since)
-        until = options.read_moment("--until", self.until)
-        first, last = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
-        return since or first, until or last
+        if self.worker is None and self.since:
+            raise errors.SetupError("--since goes with --worker")
 
     @property
     def named(self) -> Target:
         return images(self.job)
 
 
-@options.from_settings(SignerSettings)
+@options.flat
 def command(
     settings: SignerSettings,
     which: Which,
@@ -157,16 +138,14 @@ async def _run(
         result: dict[str, Any] = {
             "images": len(found.images),
             "workers": dict(found.by_worker.most_common()),
-            "dollars": found.dollars,
             "damaged_records": found.damaged_records,
             "unfinished_runs": len(journals),
         }
         if dry_run or not found.images:
             return result
         await _warn_of_nodes_at_work(storage, found)
-        cost = "" if found.dollars is None else f", which took about ${found.dollars:,.2f}"
         images = console.counted(len(found.images), "image")
-        console.confirm(f"Have {images} drawn again{cost}?", yes=yes)
+        console.confirm(f"Have {images} drawn again?", yes=yes)
         finder = replace.JobFinder(storage.blobs, given, fleet.check())
         await finder.list_duplicates(which.named.prefix)
         with console.counting("replaced", len(found.images), quiet=quiet) as on_image:
@@ -179,7 +158,7 @@ async def _warn_of_nodes_at_work(storage: Storage, found: Selection) -> None:
     """A worker that may draw its own images again, as wrong as before."""
     known = {node.name for node in (await quarantine.read(storage.files)).nodes}
     for worker in sorted(set(found.by_worker) - {""}):
-        if known.isdisjoint({worker, quarantine.node_of(worker)}):
+        if known.isdisjoint({worker, machine_of(worker)}):
             console.print_warning(
                 f"{worker} is not in the quarantine and may draw its images again; `imagefleet"
                 " verify --quarantine` adds workers that draw wrong"
@@ -199,19 +178,18 @@ def _show(result: dict[str, Any], *, dry_run: bool) -> None:
     elif dry_run:
         columns = console.name_column("worker"), console.number_column("images")
         rows = ((worker or "(none)", count) for worker, count in result["workers"].items())
-        console.print_tables(console.table(*columns, rows=itertools.islice(rows, _SHOWN)))
-        dollars = result["dollars"]
-        cost = "" if dollars is None else f"; drawing them took about ${dollars:,.2f}"
-        console.print_plain(f"{images} would be drawn again{cost}")
+        first = itertools.islice(rows, console.SCREEN_LINES)
+        console.print_tables(console.table(*columns, rows=first))
+        console.print_plain(f"{images} would be drawn again")
     else:
         replaced = console.counted(result["replaced"], "image")
         jobs = console.counted(result["jobs"], "job")
         console.print_plain(f"{replaced} put aside, {jobs} sent")
         refused = result["not_redone"]
-        for each in refused[:_SHOWN]:
+        for each in refused[: console.SCREEN_LINES]:
             console.print_plain(f"{each['image']} stays: {each['reason']}")
-        if len(refused) > _SHOWN:
-            console.print_plain(f"and {len(refused) - _SHOWN:,} others stay (--json lists them)")
+        more = len(refused) - console.SCREEN_LINES
+        console.print_more(more, "others stay (--json lists them)")
 
 
 async def select(storage: Storage, which: Which, on_listed: Callable[[], None]) -> Selection:
@@ -246,20 +224,12 @@ async def _of_job(storage: Storage, campaign: str, job_id: str) -> Selection:
 
 async def _by_worker(blobs: BlobStore, which: Which, on_listed: Callable[[], None]) -> Selection:
     found = Selection()
-    since, until = which.moments()
-    runs: dict[tuple[float, str], list[datetime]] = {}
     async for record in _records(blobs, which.named.campaign):
         on_listed()
         worker = record.metadata.get("worker", "")
-        is_theirs = which.worker in {worker, quarantine.node_of(worker)}
-        if not is_theirs or not since <= record.created_at <= until:
-            continue
-        found.images[record.name] = record.metadata
-        if price := _price(record.metadata):
-            run = price, record.metadata.get("started_at", "")
-            runs.setdefault(run, []).append(record.created_at)
-    costs = [_dollars(price, stored) for (price, _), stored in runs.items() if len(stored) > 1]
-    found.dollars = sum(costs) if costs else None
+        is_theirs = which.worker in {worker, machine_of(worker)}
+        if is_theirs and (which.since is None or which.since <= record.created_at):
+            found.images[record.name] = record.metadata
     return found
 
 
@@ -308,17 +278,3 @@ async def _by_records(
 
     await concurrency.for_each(suspects, look_up, _CONCURRENCY)
     return found
-
-
-def _price(metadata: Metadata) -> float | None:
-    try:
-        dollars_per_hour = float(metadata["price_per_hour"])
-    except (KeyError, ValueError):
-        return None
-    return dollars_per_hour if 0 < dollars_per_hour < 1000 else None  # noqa: PLR2004 - $/h, or noise
-
-
-def _dollars(price_per_hour: float, stored: Iterable[datetime]) -> float:
-    moments = sorted(stored)
-    hours = (moments[-1] - moments[0]).total_seconds() / _SECONDS_PER_HOUR
-    return price_per_hour * hours * len(moments) / (len(moments) - 1)

@@ -5,8 +5,6 @@ in the records, then the jobs, and the journal's deletion last. Whoever finds a 
 Journals are among the files, which workers only read: a forged one could delete any image.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -73,12 +71,10 @@ class JobFinder:
 
 
 def draws(job: Job, name: str) -> bool:
-    """Whether the job has an image of that name."""
     return any(job.blob_name(index) == name for index in range(job.images_to_draw))
 
 
 def by_key(bodies: Iterable[str | None]) -> dict[str, str]:
-    """Messages by their jobs' keys."""
     jobs = ((read_job(body, "none"), body) for body in bodies if body is not None)
     return {job_key(job.campaign, job.id): body for job, body in jobs}
 
@@ -104,7 +100,6 @@ class Entry(BaseModel):
     """The job's message; None for a duplicate, which is only put aside."""
 
 
-#: A journal: the images that are being replaced.
 JOURNAL = TypeAdapter(list[Entry])
 
 
@@ -140,7 +135,6 @@ async def replace(
     finder: JobFinder,
     on_image: Callable[[], None],
 ) -> Replaced:
-    """Replaces *images*, given with their metadata."""
     replaced = Replaced()
     log = RecordLog(storage.files, _WRITER)
     now = storage.blobs.clock.now()

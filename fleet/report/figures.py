@@ -1,16 +1,13 @@
 """A campaign's figures for the report's JSON and page: from its records, and from Prometheus."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import datetime, timedelta
-from typing import Any, NamedTuple, Self
+from datetime import timedelta
+from typing import Any
 
 from fleet.monitor import prometheus as queries
-from fleet.monitor import rates
 from fleet.monitor.prometheus import Prometheus
 from fleet.report.records import Model, Records, Worker
 from imagefleet.pricing import prices
@@ -32,9 +29,7 @@ Figures = Mapping[str, Any]
 """The report's JSON, which the page shows; a figure that cannot be computed is None."""
 
 
-def compute(
-    records: Records, storage_url: str, table: prices.PriceTable, price_source: str
-) -> Figures:
+def compute(records: Records, storage_url: str, table: prices.PriceTable) -> Figures:
     """The figures of *records*, whose workers and models are completed."""
     workers = _workers(records)
     began_at = min((worker.began_at for worker in workers), default=None)
@@ -61,6 +56,10 @@ def compute(
         "images_per_second": _quotient(records.images, seconds),
         "images_redelivered": records.images_redelivered,
         "images_replaced": sum(each.replaced for each in workers) + records.replaced_unrecorded,
+        "share_before_first_image": _quotient(
+            sum((each.first_image_at - each.began_at).total_seconds() for each in workers),
+            sum(each.seconds for each in workers),
+        ),
         "seconds_in_worker_median": records.time_in_worker(0.5),
         "seconds_in_worker_p95": records.time_in_worker(0.95),
         "failed": records.failed,
@@ -75,7 +74,9 @@ def compute(
             "dollars": dollars,
             "images_per_dollar_gpu_only": _quotient(records.images, gpu_dollars),
             "images_per_dollar": _quotient(records.images, dollars),
-            "price_source": price_source,
+            "price_source": "given with --price-per-hour"
+            if records.given_price
+            else "recorded by the workers with each image",
             "split": None if dollars is None else _split(workers, storage_dollars),
         },
         "workers": [asdict(worker) for worker in workers],
@@ -159,9 +160,7 @@ def _notes(records: Records, workers: Sequence[Worker], table: prices.PriceTable
     if records.cancelled:
         notes.append(f"Jobs cancelled: {records.cancelled:,}.")
     if not all(worker.dollars_per_hour for worker in workers):
-        notes.append(
-            "Not every worker recorded its price: give --price-per-hour or --gpu to get the cost."
-        )
+        notes.append("Not every worker recorded its price: give --price-per-hour to get the cost.")
     if records.campaign != "default":
         notes.append(
             "An invalid message names no campaign: it counts as a failed job of 'default'."
@@ -182,25 +181,14 @@ _MIN_RATE_SECONDS = 60
 _STAGES = ("pull", "prepare", "wait_gpu", "generate", "encode", "upload", "acknowledge")
 
 
-class Replaced(NamedTuple):
-    """The images that were replaced, and what they cost, by the records: counters know neither."""
-
-    images: int = 0
-    dollars: float = 0.0
-
-    @classmethod
-    def of(cls, figures: Figures) -> Self:
-        split = figures["money"]["split"] or {"images_replaced": 0.0}
-        return cls(figures["images_replaced"], split["images_replaced"])
-
-
-async def read_metrics(
-    prometheus: Prometheus, began_at: datetime, last_at: datetime, replaced: Replaced = Replaced()
-) -> Figures:
+async def read_metrics(prometheus: Prometheus, figures: Figures) -> Figures:
     """Reads the whole fleet's totals from the campaign's first worker to after its last image.
 
-    Other campaigns are included; `left_out` names fleets that are not.
+    Other campaigns are included. Of the *figures* of its records are the images that were replaced,
+    and what they cost: counters know neither.
     """
+    began_at, last_at = figures["began_at"], figures["ended_at"]
+    split = figures["money"]["split"] or {"images_replaced": 0.0}
     ended_at = last_at + timedelta(seconds=TAIL_SECONDS)
     window = (ended_at - began_at).total_seconds()
     step = max(1.0, (last_at - began_at).total_seconds() / _POINTS)
@@ -212,7 +200,8 @@ async def read_metrics(
         found = await prometheus.at(f"sum{by} {gain}", ended_at)
         return {each.labels.get(label, ""): each.last for each in found}
 
-    images = (await gained("imagefleet_images_total")).get("", 0.0) - replaced.images
+    images = (await gained("imagefleet_images_total")).get("", 0.0)
+    images -= figures["images_replaced"]
     dollars = await gained("imagefleet_cost_dollars_total", "kind")
     spent = await gained("imagefleet_stage_seconds_sum", "stage")
     times = await gained("imagefleet_stage_seconds_count", "stage")
@@ -228,10 +217,11 @@ async def read_metrics(
         "images": images,
         "dollars": dollars,
         "wasted_dollars": wasted,
-        "split": _split_of_metrics(dollars, wasted, idle, replaced.dollars),
+        "split": _split_of_metrics(dollars, wasted, idle, split["images_replaced"]),
         "jobs": await gained("imagefleet_jobs_total", "outcome"),
         "gpu_busy_seconds": (await gained("imagefleet_gpu_busy_seconds_total")).get("", 0.0),
         "gpu_idle_seconds": idle,
+        "paid_seconds": await gained("imagefleet_paid_seconds_total", "state"),
         "stage_mean_seconds": {
             stage: spent[stage] / times[stage] for stage in _STAGES if times.get(stage)
         },
@@ -239,7 +229,6 @@ async def read_metrics(
         "images_per_dollar": _quotient(images, sum(dollars.values())),
         "rate_seconds": rate_seconds,
         "over_time": over_time,
-        "left_out": await rates.left_out(prometheus, ended_at, f"{window:.0f}s"),
     }
 
 

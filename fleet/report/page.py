@@ -1,7 +1,5 @@
 """The report as one self-contained HTML page: inline plots and pictures, no scripts."""
 
-from __future__ import annotations
-
 import base64
 import textwrap
 from collections import defaultdict
@@ -10,32 +8,28 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-import numpy as np
 from markupsafe import Markup
 from rich import filesize
 
+from evaluation.score import figures as campaign_scores
+from evaluation.score.figures import Scores, number_text
 from fleet.console import counted
 from fleet.gallery.images import shrink
 from fleet.report.figures import Figures
 from fleet.report.plot import Bar, Points, bars, time_plot
 from fleet.report.records import Records
 from imagefleet import errors
-from imagefleet import scores as campaign_scores
 from imagefleet.files.picture import DamagedImageError
 from imagefleet.job import prompt
 from imagefleet.job.message import MAX_IMAGE_BYTES
 from imagefleet.records import sweep
 from imagefleet.records.record import Record
 from imagefleet.redaction import printable
-from imagefleet.scores import Scores, number_text
 from imagefleet.storage.protocol import BlobStore
 from worker.progress import duration
 
 #: Rows of the table of workers, the slowest first.
 _MAX_WORKERS = 15
-
-#: Workers are counted by speed where there are more than these.
-_SPEED_BINS = 12
 
 #: The colour of waste.
 _BAD = 3
@@ -111,14 +105,6 @@ def _plots(figures: Figures) -> dict[str, Markup]:
         for at in (rate["at"], rate["at"] + figures["bin_seconds"])
     ]
     workers, money = figures["workers"], figures["money"]
-    speeds = list(filter(None, (worker["images_per_second"] for worker in workers)))
-    by_speed = []
-    if len(speeds) > _SPEED_BINS:
-        numbers, edges = np.histogram(speeds, _SPEED_BINS)
-        by_speed = [
-            Bar(f"from {number_text(low)} images/s", count, counted(count, "worker"))
-            for low, count in zip(edges[:-1].tolist(), numbers.tolist(), strict=True)
-        ]
     dollars: dict[str, float] = defaultdict(float)
     if money["gpu_dollars"] is not None:
         for worker in workers:
@@ -128,7 +114,6 @@ def _plots(figures: Figures) -> dict[str, Markup]:
         "throughput": time_plot({"images/s": points}, "Images/s stored"),
         "money": bars(_rows(costs, _dollars), "Dollars by kind"),
         "split": bars(_rows(money["split"] or {}, _dollars), "Dollars by what they paid for"),
-        "speeds": bars(by_speed, "Workers by speed"),
     }
 
 

@@ -5,8 +5,6 @@ size on a phone. Colours are classes (`c0` to `c5`), so the page's style sheet s
 and print. Every point has a title, which browsers show as its tooltip.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -14,7 +12,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from imagefleet.scores import nice_step, number_text, scale
+from evaluation.score.figures import nice_step, number_text, scale
 
 #: The SVG's own units; its shape on the page is up to the style sheet.
 WIDTH = 1000

@@ -3,8 +3,6 @@
 Memory depends on the hours and the workers, not on the images.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import Counter
@@ -47,6 +45,7 @@ class Worker:
     dollars_per_hour: float | None
     start_up_seconds: float
     first_pull_at: datetime
+    first_image_at: datetime
     last_image_at: datetime
     images: int = 0
     replaced: int = 0
@@ -152,10 +151,12 @@ class Records:
                 dollars_per_hour=self.given_price or record.price_per_hour or None,
                 start_up_seconds=record.start_up_seconds,
                 first_pull_at=pulled_at,
+                first_image_at=record.at,
                 last_image_at=record.at,
             )
         worker = self.workers[key]
         worker.first_pull_at = min(worker.first_pull_at, pulled_at)
+        worker.first_image_at = min(worker.first_image_at, record.at)
         worker.last_image_at = max(worker.last_image_at, record.at)
         before, worker.seconds = (
             worker.seconds,

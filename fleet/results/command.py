@@ -1,15 +1,13 @@
 """`imagefleet results`: shows, writes, downloads or follows the results of a campaign."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncGenerator, Collection
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import typer
 
@@ -26,25 +24,15 @@ from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 
-#: Results in each table: about a screen.
-_SHOWN = 20
-
-
 Outcome = StrEnum("Outcome", ["COMPLETED", "FAILED", "CANCELLED"])
 """What became of an image's job, as typer reads it from the command line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Which results, where they go, and how."""
-
     as_json: options.AsJsonLines = False
-    form: Literal["csv", "parquet"] | None = option(
-        "Rows of CSV, or a file of Parquet; not a table.", None, "--format"
-    )
-    output: Path | None = option(
-        "For the lines or the Parquet, whole or not at all, not stdout.", metavar="FILE"
-    )
+    form: Literal["csv"] | None = option("Rows of CSV, not a table.", None, "--format")
+    output: Path | None = option("For the lines, whole or not at all, not stdout.", metavar="FILE")
     download: Path | None = option("Download the images; what is there is kept.", metavar="FOLDER")
     follow: bool = option(
         "Go on with new results until the campaign's end or Ctrl-C.", default=False
@@ -73,16 +61,14 @@ class Output:
             raise errors.SetupError("--download is for images: leave out --outcome")
         if self.output is not None and chosen not in (["--json"], [f"--format {self.form}"]):
             raise errors.SetupError("--output is for --json or --format")
-        if self.form == "parquet" and self.output is None:
-            raise errors.SetupError("--format parquet needs --output FILE")
         if self.follow and self.output:
             raise errors.SetupError(
                 "--output writes a file at its end: it does not go with --follow"
             )
 
 
-@options.from_settings(StorageSettings)
-def command(
+@options.flat
+async def command(
     settings: StorageSettings, to: Output, campaign: target.Campaign = DEFAULT_CAMPAIGN
 ) -> None:
     """Shows a campaign's images, and its failed or cancelled jobs.
@@ -94,20 +80,36 @@ def command(
 
     imagefleet results spring --outcome failed --json
 
-    imagefleet results spring --format parquet --output spring.parquet
+    imagefleet results spring --format csv --output spring.csv
 
     imagefleet results spring --download ./spring --follow
     """
     to.check()
     console.check_writable(to.output)
-    if not console.run(_run(settings, target.campaign(campaign), to)):
+    named = target.campaign(campaign)
+    async with console.connected(settings) as fleet:
+        if unsure := await target.check_campaign(fleet.storage, named):
+            console.print_warning(unsure)
+        results = _Results(to, named, fleet.storage)
+        is_whole = True
+        try:
+            # Ctrl-C is how one stops to follow; asyncio turns it into this cancellation.
+            with contextlib.suppress(*([asyncio.CancelledError] if to.follow else [])):
+                if to.download is not None:
+                    is_whole = await _download(results, to.download)
+                elif to.as_json or to.form:
+                    await _write(results)
+                else:
+                    await _show(results)
+        finally:
+            if results.damaged.count:
+                console.print_warning(str(results.damaged))
+    if not is_whole:
         raise typer.Exit(console.EXIT_IMAGES_WRONG)
 
 
 @dataclass(slots=True)
 class _Results:
-    """The results of a campaign that are asked for."""
-
     to: Output
     campaign: str
     storage: Storage
@@ -138,7 +140,6 @@ class _Results:
         return _limited(reader.follow(self.storage, follower, self.campaign, outcomes, warn), left)
 
     async def total(self, counts: Counts | None = None) -> int:
-        """How many results there are."""
         counts = counts or await reader.counts(self.storage, self.campaign)
         numbers = {"completed": counts.images, "failed": counts.failed}
         return sum(numbers.get(outcome, counts.cancelled) for outcome in self.to.outcomes)
@@ -147,42 +148,18 @@ class _Results:
 async def _limited(
     parts: AsyncGenerator[list[Record]], left: int | None
 ) -> AsyncGenerator[list[Record]]:
-    """*left* of the records at most."""
-    async with contextlib.aclosing(parts):
-        async for records in parts:
-            yield records[:left]
-            if left is not None and (left := left - len(records)) <= 0:
-                return
+    async for records in parts:
+        yield records[:left]
+        if left is not None and (left := left - len(records)) <= 0:
+            return
 
 
-async def _run(settings: StorageSettings, campaign: str, to: Output) -> bool:
-    """Does what is asked for; False if images are missing."""
-    async with console.connected(settings) as fleet:
-        if unsure := await target.check_campaign(fleet.storage, campaign):
-            console.print_warning(unsure)
-        results = _Results(to, campaign, fleet.storage)
-        is_whole = True
-        try:
-            # Ctrl-C is how one stops to follow; asyncio turns it into this cancellation.
-            with contextlib.suppress(*([asyncio.CancelledError] if to.follow else [])):
-                if to.download is not None:
-                    is_whole = await _download(results, to.download)
-                elif to.as_json or to.form:
-                    await _write(results, forms.WRITERS[to.form or "json"])
-                else:
-                    await _show(results)
-        finally:
-            if results.damaged.count:
-                console.print_warning(str(results.damaged))
-    return is_whole
-
-
-async def _write(results: _Results, writing: forms.Writing) -> None:
+async def _write(results: _Results) -> None:
     to, address = results.to, results.storage.blobs.address
     total = None if to.output is None else min(await results.total(), to.limit or sys.maxsize)
     quiet = to.output is None
     with (
-        writing(to.output, address) as write,
+        forms.lines(to.output, address, is_csv=to.form == "csv") as write,
         console.counting("written", total, quiet=quiet) as on,
     ):
         async for records in results.records():
@@ -200,26 +177,26 @@ async def _download(results: _Results, folder: Path) -> bool:
                     await running.run(records, on_image)
         finally:
             _report_download(running, as_json=to.as_json)
-    return not running.done.undelivered
+    return not running.undelivered
 
 
 def _report_download(running: download.Download, *, as_json: bool) -> None:
-    done, folder = running.done, running.folder
-    missing, changed = done.named("missing"), done.named("misfit")
+    missing, changed = running.named("missing"), running.named("misfit")
     download.report_undelivered(
         {"missing": (len(missing), missing), "not as recorded": (len(changed), changed)}
     )
     if as_json:
-        facts = {name: value for name, value in asdict(done).items() if name != "undelivered"}
+        counted = ("images", "bytes", "already_there")
+        facts: dict[str, Any] = {name: getattr(running, name) for name in counted}
         for name, names in (("missing", missing), ("changed", changed)):
             facts |= {name: len(names), f"first_{name}": names[: download.SHOWN]}
         facts["misfits"] = running.unfit.count
-        console.print_json_line({"folder": str(folder), **facts})
+        console.print_json_line({"folder": str(running.folder), **facts})
         return
-    there = f"; {done.already_there:,} were there already" if done.already_there else ""
+    there = f"; {running.already_there:,} were there already" if running.already_there else ""
     console.print_plain(
-        f"{console.counted(done.images, 'image')} downloaded to {folder},"
-        f" {done.bytes / 1e6:,.1f} MB{there}"
+        f"{console.counted(running.images, 'image')} downloaded to {running.folder},"
+        f" {running.bytes / 1e6:,.1f} MB{there}"
     )
 
 
@@ -231,7 +208,7 @@ async def _show(results: _Results) -> None:
     console.print_tables(forms.counts_table(counts))
     shown = 0
     for outcomes in (to.outcomes & {"completed"}, to.outcomes - {"completed"}):
-        found = _limited(results.found(outcomes), to.limit or _SHOWN)
+        found = _limited(results.found(outcomes), to.limit or console.SCREEN_LINES)
         if records := [record async for some in found for record in some]:
             shown += len(records)
             console.print_tables("", forms.table(records))

@@ -33,21 +33,6 @@ def report_undelivered(names_by_fault: Mapping[str, tuple[int, Sequence[str]]]) 
             console.print_error(f"{console.counted(count, 'image')} {what}: {shown}")
 
 
-@dataclass(slots=True)
-class Downloaded:
-    """What a download has done."""
-
-    images: int = 0
-    bytes: int = 0
-    already_there: int = 0
-    undelivered: dict[str, pictures.Fault] = field(default_factory=dict)
-    """Images by name that none of their records fits."""
-
-    def named(self, fault: pictures.Fault) -> list[str]:
-        """The images that were not delivered for this reason."""
-        return [name for name, why in self.undelivered.items() if why == fault]
-
-
 @contextmanager
 def opened(folder: Path, blobs: BlobStore, unfit: Damaged) -> Iterator[Download]:
     """A download into *folder*, which no other process writes to; counts what is *unfit*."""
@@ -56,17 +41,22 @@ def opened(folder: Path, blobs: BlobStore, unfit: Damaged) -> Iterator[Download]
         yield Download(folder, blobs, unfit, files.ignores_case(folder))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Download:
-    """Images on their way into a folder, some at once."""
-
     folder: Path
     blobs: BlobStore
     unfit: Damaged
     ignores_case: bool
-    done: Downloaded = field(default_factory=Downloaded)
+    images: int = 0
+    bytes: int = 0
+    already_there: int = 0
+    undelivered: dict[str, pictures.Fault] = field(default_factory=dict)
+    """Images by name that none of their records fits."""
     _delivered: set[int] = field(default_factory=set)
     """Images that are in the folder as a record has them: 60 bytes for each name."""
+
+    def named(self, fault: pictures.Fault) -> list[str]:
+        return [name for name, why in self.undelivered.items() if why == fault]
 
     async def run(self, records: Iterable[Record], on_image: Callable[[], None]) -> None:
         """Downloads the images of *records*, each of which may have several."""
@@ -82,27 +72,27 @@ class Download:
         await concurrency.for_each(images.values(), fetch, CONCURRENCY)
 
     async def _fetch(self, record: Record) -> None:
-        image, done = record.blob or "", self.done
+        image = record.blob or ""
         name = image.rpartition("/")[2]
         path = self.folder / (files.without_case(name) if self.ignores_case else name)
         is_new = hashed(image) not in self._delivered
         if is_new and await asyncio.to_thread(_is_of, path, record):
-            done.already_there += 1
+            self.already_there += 1
         else:
             found = await RETRIES.call(lambda: pictures.find(self.blobs, [record]))
             if isinstance(found, str):
                 if found == "misfit":
                     self.unfit.add(image, pictures.MISFIT)
                 if is_new:
-                    done.undelivered[image] = found
+                    self.undelivered[image] = found
                 return
             if found.is_kept_aside and not is_new:
                 return  # a second drawing
             await asyncio.to_thread(_write, path, found.data)
-            done.images += is_new
-            done.bytes += len(found.data)
+            self.images += is_new
+            self.bytes += len(found.data)
         self._delivered.add(hashed(image))
-        done.undelivered.pop(image, None)
+        self.undelivered.pop(image, None)
 
 
 def _is_of(path: Path, record: Record) -> bool:

@@ -1,7 +1,5 @@
 """Files that appear whole or not at all, and names that are safe in any folder."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os
@@ -54,7 +52,6 @@ def sync(path: Path) -> None:
 
 
 def size_of(path: Path) -> int | None:
-    """The size of a file; None if there is none."""
     try:
         return path.stat().st_size
     except FileNotFoundError:

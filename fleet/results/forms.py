@@ -1,30 +1,24 @@
-"""The forms of results: tables for people, lines of JSON or CSV, and Parquet."""
-
-from __future__ import annotations
+"""The forms of results: tables for people, lines of JSON or CSV."""
 
 import contextlib
 import csv
 import itertools
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from rich.table import Column, Table
 
 from fleet import console
 from fleet.results import files
-from imagefleet import errors
 from imagefleet.job.message import image_stem
 from imagefleet.records import columns
 from imagefleet.records.overview import Counts
 from imagefleet.records.record import Record
 from imagefleet.redaction import printable
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 #: The most characters of a prompt or a reason: about a line.
 _SHOWN_CHARACTERS = 72
@@ -83,36 +77,26 @@ Write = Callable[[Iterable[Record]], object]
 
 
 @contextlib.contextmanager
-def _text_file(path: Path | None) -> Iterator[TextIO]:
-    if path is None:
-        yield sys.stdout
-        return
-    with files.whole(path) as draft, draft.open("w", encoding="utf-8", newline="") as file:
-        yield file
+def lines(path: Path | None, address: columns.Address, *, is_csv: bool) -> Iterator[Write]:
+    """A line of JSON or of CSV per result, in a file or on stdout; in CSV, prompts may have more.
 
-
-@contextlib.contextmanager
-def _json_lines(path: Path | None, address: columns.Address) -> Iterator[Write]:
-    with _text_file(path) as file:
-
-        def write(records: Iterable[Record]) -> None:
-            for record in records:
-                file.write(console.json_text(columns.row(record, address), indent=None))
-            file.flush()
-
-        yield write
-
-
-@contextlib.contextmanager
-def _csv(path: Path | None, address: columns.Address) -> Iterator[Write]:
-    """One line per result; a prompt may go over several."""
-    with _text_file(path) as file:
-        lines = csv.writer(file, lineterminator="\n")
-        lines.writerow(columns.COLUMNS)
+    The file appears whole or not at all.
+    """
+    with contextlib.ExitStack() as stack:
+        file: TextIO = sys.stdout
+        if path is not None:
+            draft = stack.enter_context(files.whole(path))
+            file = stack.enter_context(draft.open("w", encoding="utf-8", newline=""))
+        table = csv.writer(file, lineterminator="\n")
+        if is_csv:
+            table.writerow(columns.COLUMNS)
 
         def write(records: Iterable[Record]) -> None:
-            for record in records:
-                lines.writerow(itertools.starmap(_cell, columns.row(record, address).items()))
+            for row in (columns.row(record, address) for record in records):
+                if is_csv:
+                    table.writerow(itertools.starmap(_cell, row.items()))
+                else:
+                    file.write(console.json_text(row, indent=None))
             file.flush()
 
         yield write
@@ -131,65 +115,3 @@ def _cell(name: str, value: Any) -> Any:
     if isinstance(value, str):
         return printable(f"'{value}" if value.startswith(_FORMULA) else value)
     return value
-
-
-#: Rows of a group: some 10 MB of a file.
-ROW_GROUP = 50_000
-
-
-def arrow() -> Any:
-    """The library, with its Parquet module; raises SetupError if it is not installed."""
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet
-    except ImportError:
-        raise errors.SetupError("Parquet needs pyarrow: pip install '.[parquet]'") from None
-    return pa
-
-
-def parquet_schema() -> pa.Schema:
-    """The columns of results; text and numbers are null where a record lacks them."""
-    pa = arrow()
-    text, real = pa.string(), pa.float64()
-    types = {
-        **dict.fromkeys(columns.COLUMNS, text),
-        **dict.fromkeys(columns.INTEGERS, pa.int64()),
-        **dict.fromkeys(columns.REALS, real),
-        "loras": pa.list_(pa.struct([("name", text), ("weight", real)])),
-        "embeddings": pa.list_(pa.struct([("name", text), ("sha256", text)])),
-        "at": pa.timestamp("us", "UTC"),
-    }
-    return pa.schema(list(types.items()))
-
-
-def parquet_cells(row: dict[str, Any]) -> dict[str, Any]:
-    """A row for Parquet, whose columns have one type."""
-    return row | {"metadata": columns.json_text(row["metadata"]) if row["metadata"] else None}
-
-
-@contextlib.contextmanager
-def _parquet(path: Path | None, address: columns.Address) -> Iterator[Write]:
-    assert path is not None  # noqa: S101 - `Output.check`
-    pa, schema = arrow(), parquet_schema()
-    with (
-        files.whole(path) as draft,
-        pa.parquet.ParquetWriter(draft, schema, compression="zstd") as writer,
-    ):
-        group: list[Any] = []
-
-        def write(records: Iterable[Record]) -> None:
-            rows = [parquet_cells(columns.row(record, address)) for record in records]
-            group.append(pa.Table.from_pylist(rows, schema))
-            if sum(map(len, group)) >= ROW_GROUP:
-                writer.write_table(pa.concat_tables(group))
-                group.clear()
-
-        yield write
-        if group:
-            writer.write_table(pa.concat_tables(group))
-
-
-Writing = Callable[[Path | None, columns.Address], contextlib.AbstractContextManager[Write]]
-"""Opens a file that appears whole or not at all, None for stdout, to write records to."""
-
-WRITERS: Mapping[str, Writing] = {"json": _json_lines, "csv": _csv, "parquet": _parquet}

@@ -3,8 +3,6 @@
 No step has more replicas, or a higher price, than the groups before the change or those after it.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -82,19 +80,6 @@ def resized(groups: Sequence[Group], replicas: int) -> Changes:
     """What gives *groups* so many *replicas* in all, and changes nothing else."""
     wanted = _resplit({group.name: group.live_replicas for group in groups}, replicas)
     return _changes(wanted, groups, [wanted])
-
-
-def refuse_unscalable(groups: Sequence[Group], replicas: int) -> None:
-    """Raises SetupError if *groups* are of several revisions or too few for *replicas*."""
-    if is_rolling(groups):
-        raise errors.SetupError(
-            "a rolling change is unfinished: run `imagefleet deploy apply` to continue it"
-        )
-    if replicas > len(groups) * salad_groups.MAX_REPLICAS:
-        raise errors.SetupError(
-            f"{len(groups)} groups can have {salad_groups.MAX_REPLICAS} replicas each, fewer than"
-            f" {replicas:,}: `imagefleet deploy apply --replicas {replicas}` adds groups"
-        )
 
 
 def refuse_over_quota(plan: Changes, existing: Sequence[Group], quota: Quota) -> None:

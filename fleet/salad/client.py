@@ -1,7 +1,5 @@
 """A client of SaladCloud's API: what a fleet needs of it, within its rate limit."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -32,9 +30,6 @@ RETRIES = concurrency.RetryPolicy(
     longest_wait_seconds=60,
     on_retry=lambda error: log.warning(f"retrying: {error}", action="salad_retry"),
 )
-
-#: Where a person waits for one look, which can be repeated.
-FEW_RETRIES = concurrency.RetryPolicy(tries=4, first_wait_seconds=0.5)
 
 #: A server, or a proxy, may ask for hours; meanwhile nobody would watch the budget.
 LONGEST_RETRY_AFTER_SECONDS = 120.0
@@ -75,10 +70,7 @@ class SaladClient:
         key: str,
         organization: str = "",
         project: str = "",
-        retry_policy: concurrency.RetryPolicy | None = None,
     ) -> None:
-        """*retry_policy*: in place of `RETRIES`."""
-        self._retry_policy = retry_policy
         self._session = session
         self._key = key
         self._url = url.rstrip("/")
@@ -135,7 +127,7 @@ class SaladClient:
             RefusedError: a 4xx.
             TransientError: every try failed.
         """
-        return await (self._retry_policy or RETRIES).call_in_doubt(
+        return await RETRIES.call_in_doubt(
             lambda is_repeat: self._try(method, path, body, is_repeat=is_repeat)
         )
 
@@ -201,12 +193,7 @@ def _failure(
 
 
 def _read(response: aiohttp.ClientResponse, text: str, shown: str, *, is_repeat: bool) -> Any:
-    """The JSON in a response whose body is *text*; messages quote it as *shown*.
-
-    Raises:
-        RefusedError: it is a 4xx.
-        TransientError: it is a failure of the server, or not JSON.
-    """
+    """The JSON in a response whose body is *text*, *shown* in errors, which are those of `call`."""
     status, headers = response.status, response.headers
     body, message = _body(text)[0], _body(shown)[1]
     message = redaction.printable(redaction.message(message))

@@ -1,9 +1,8 @@
 """`imagefleet deploy`: turns a fleet file into container groups, and keeps them in sync."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -29,16 +28,8 @@ app = typer.Typer(
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """How many replicas there shall be, and how old ones give way to new ones."""
-
     replicas: int | None = option(
         "Overrides the file's replicas.", min=1, max=50_000, metavar="COUNT"
-    )
-    resize: int | None = option(
-        "Set the total of replicas in place, and change nothing else.",
-        min=0,
-        max=50_000,
-        metavar="COUNT",
     )
     enough: float = option(
         "Share of new replicas that must run before old ones are drained.", 0.8, min=0, max=1
@@ -46,25 +37,17 @@ class Change:
     wait_minutes: WaitMinutes = 60
 
 
-@dataclass(frozen=True, slots=True)
-class Rendering:
-    """The options of `deploy apply --render`."""
-
-    render: bool = option(
-        "Print the groups of the file and their price, by the built-in table or"
-        " --price-file: makes no call and needs no API key.",
-        default=False,
-    )
-    prices_path: PriceFile = None
-    show_secrets: bool = option("Do not mask secrets.", default=False)
-
-
 @app.command()
 @options.flat
 async def apply(
     change: Change,
-    rendering: Rendering,
     file: File = None,
+    render: bool = option(
+        "Print the groups of the file and their price, by the built-in table or"
+        " --price-file: makes no call and needs no API key.",
+        default=False,
+    ),
+    prices_path: PriceFile = None,
     dry_run: bool = options.dry_run("the changes and their price"),
     yes: Yes = False,
     as_json: AsJson = False,
@@ -73,37 +56,32 @@ async def apply(
 
     Replicas are changed in place. Any other change restarts workers, so new groups replace the old
     ones, a quarter at a time, each once enough new replicas run. There are never more replicas, or
-    at a higher price, than before or as confirmed. After a failure, run it again. With --resize
-    only the replicas change; `imagefleet scale` sets them by the queue, again and again.
+    at a higher price, than before or as confirmed. After a failure, run it again. `imagefleet
+    scale` sets the replicas by the queue, again and again.
 
     imagefleet deploy apply --render
 
     imagefleet deploy apply --dry-run
 
     imagefleet deploy apply --replicas 20 --yes
-
-    imagefleet deploy apply --resize 300
     """
-    if change.resize is not None and (change.replicas is not None or rendering.render):
-        raise errors.SetupError("--resize changes nothing else: leave out --replicas and --render")
     fleet_file = salad_file.read_file(file)
-    if rendering.render:
-        _render(fleet_file, change.replicas, rendering, as_json=as_json)
+    if render:
+        _render(fleet_file, change.replicas, prices_path, as_json=as_json)
         return
-    if rendering != Rendering():
-        raise errors.SetupError("--price-file and --show-secrets go with --render")
+    if prices_path is not None:
+        raise errors.SetupError("--price-file goes with --render")
     async with deployment.connected(fleet_file) as fleet:
         known, existing, quota = await concurrency.gather(
             fleet.client.gpu_classes(),
-            fleet.groups() if change.resize is None else fleet.existing_groups(),
+            fleet.groups(),
             fleet.client.quota(),
         )
-        bodies, plan, price = _plan(fleet_file, change, known, existing, quota)
+        bodies, plan, price = _plan(fleet_file, change.replicas, known, existing, quota)
         if plan:
             console.print_note("\n".join(_plan_lines(plan)))
             changes.refuse_over_quota(plan, existing, quota)
-            cost = f"cost: {price}, {price.per_day} while all replicas run" if price else "no price"
-            console.print_note(cost)
+            console.print_note(f"cost: {price}, {price.per_day} while all replicas run")
         else:
             console.print_note(f"{fleet_file.name} is up to date")
         if plan and not dry_run:
@@ -113,25 +91,20 @@ async def apply(
             await fleet.carry_out(plan, bodies, enough=change.enough, wait_seconds=wait_seconds)
             console.print_note("done; `imagefleet deploy status --follow` shows the replicas start")
     if as_json:
-        dollars = asdict(price) if price else None
         record = {"fleet": fleet_file.name, "dry_run": dry_run, **asdict(plan)}
-        console.print_json({**record, "dollars_per_hour": dollars})
+        console.print_json({**record, "dollars_per_hour": asdict(price)})
 
 
 def _plan(
     file: FleetFile,
-    change: Change,
+    replicas: int | None,
     known: Sequence[gpus.GpuClass],
     existing: Sequence[Group],
     quota: Quota,
-) -> tuple[list[dict[str, Any]], changes.Changes, gpus.PriceRange | None]:
+) -> tuple[list[dict[str, Any]], changes.Changes, gpus.PriceRange]:
     """The requests for the groups, what is to be changed, and the price of all replicas."""
-    if change.resize is not None:
-        changes.refuse_unscalable(existing, change.resize)
-        one = existing[0].price(known)
-        return [], changes.resized(existing, change.resize), one and one.times(change.resize)
     classes = file.gpu_classes(known)
-    bodies = groups.render(file, classes, change.replicas, existing)
+    bodies = groups.render(file, classes, replicas, existing)
     one = gpus.replica_price(classes, file.priority)
     total = sum(body["replicas"] for body in bodies)
     old = {group.name: group.price(known) for group in existing}
@@ -154,9 +127,11 @@ def _plan_lines(plan: changes.Changes) -> list[str]:
     return lines
 
 
-def _render(file: FleetFile, replicas: int | None, rendering: Rendering, *, as_json: bool) -> None:
+def _render(
+    file: FleetFile, replicas: int | None, prices_path: Path | None, *, as_json: bool
+) -> None:
     """Prints the groups of a fleet file, as `apply` creates them, and their price."""
-    known = prices.read_table(rendering.prices_path)
+    known = prices.read_table(prices_path)
     classes = file.gpu_classes(gpus.built_in(known))
     missing: list[str] = []
 
@@ -164,13 +139,11 @@ def _render(file: FleetFile, replicas: int | None, rendering: Rendering, *, as_j
         try:
             return source.read()
         except errors.SetupError as error:
-            if rendering.show_secrets:
-                raise
             missing.append(error.message)
             return SecretStr(groups.MASKED)
 
     bodies = groups.render(file, classes, replicas, read_secret=read_secret)
-    shown = groups.plain(bodies, *() if rendering.show_secrets else [lambda _: groups.MASKED])
+    shown = groups.plain(bodies, lambda _: groups.MASKED)
     total = sum(body["replicas"] for body in bodies)
     price = gpus.replica_price(classes, file.priority).times(total)
     rows = [(gpu.name, gpu.dollars_per_hour[file.priority]) for gpu in classes]
@@ -189,9 +162,8 @@ def _render(file: FleetFile, replicas: int | None, rendering: Rendering, *, as_j
         return
     console.print_json(shown)
     figures = map(console.number_column, ("$/h each", f"$/h for {total:,}"))
-    table = console.table(console.name_column("GPU"), *figures)
-    for gpu, dollars in rows:
-        table.add_row(gpu, f"{dollars:g}", f"{dollars * total:,.2f}")
+    cells = ((gpu, f"{dollars:g}", f"{dollars * total:,.2f}") for gpu, dollars in rows)
+    table = console.table(console.name_column("GPU"), *figures, rows=cells)
     sources = "; ".join(dict.fromkeys(known.gpus[gpu].source for gpu, _ in rows))
     console.print_tables(
         *(

@@ -3,8 +3,6 @@
 Each step checks the actual state first, so an interrupted command can be run again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math
@@ -21,7 +19,7 @@ from fleet.salad.changes import Changes
 from fleet.salad.client import SaladClient
 from fleet.salad.file import FleetFile
 from fleet.salad.groups import Group
-from imagefleet import concurrency, errors
+from imagefleet import errors
 from imagefleet.telemetry import proxies
 
 #: Instances start and stop within minutes; each poll is one call.
@@ -164,10 +162,7 @@ class Deployment:
 
 
 @contextlib.asynccontextmanager
-async def connected(
-    file: FleetFile, retry_policy: concurrency.RetryPolicy | None = None
-) -> AsyncIterator[Deployment]:
-    """The fleet that *file* describes, as deployed on SaladCloud."""
+async def connected(file: FleetFile) -> AsyncIterator[Deployment]:
     key = file.api_key.read().get_secret_value()
     if not key.isprintable():
         raise errors.SetupError(
@@ -176,7 +171,5 @@ async def connected(
         )
     timeout = aiohttp.ClientTimeout(total=salad_client.TIMEOUT_SECONDS)
     async with proxies.session(timeout=timeout) as session:
-        salad = salad_client.SaladClient(
-            session, file.api, key, file.organization, file.project, retry_policy
-        )
+        salad = salad_client.SaladClient(session, file.api, key, file.organization, file.project)
         yield Deployment(salad, file.name)

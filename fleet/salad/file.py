@@ -99,7 +99,6 @@ class SecretSource(_Strict):
 
     @property
     def place(self) -> str:
-        """Where it is read."""
         return f"the variable {self.env}" if self.file is None else f"the secret in {self.file}"
 
     def read(self) -> SecretStr:
@@ -120,28 +119,6 @@ class SecretSource(_Strict):
         return info.context(self) if info.context else self
 
 
-class Probe(_Strict):
-    """A health check: a command in the container, its period and thresholds."""
-
-    command: list[Annotated[str, Field(min_length=1, max_length=2048)]] = Field(
-        min_length=1, max_length=100
-    )
-    initial_delay_seconds: int = Field(default=0, ge=0, le=1200)
-    period_seconds: int = Field(default=30, ge=1, le=120)
-    timeout_seconds: int = Field(default=10, ge=1, le=60)
-    success_threshold: int = Field(default=1, ge=1, le=10)
-    failure_threshold: int = Field(default=3, ge=1, le=20)
-
-
-#: The API allows 20 failures: with the delay, 21 minutes to load and compile the model.
-STARTUP = Probe(
-    command=["imagefleet", "health", "started"],
-    initial_delay_seconds=60,
-    period_seconds=60,
-    failure_threshold=20,
-)
-LIVENESS = Probe(command=["imagefleet", "health", "live"])
-
 _Value = str | int | float | SecretSource
 _Provider = dict[str, str | int | SecretSource | list[dict[str, str | SecretSource]]]
 
@@ -159,7 +136,6 @@ class FleetFile(_Strict):
     api_key: SecretSource = SecretSource(env="SALAD_API_KEY")
     image: str = Field(max_length=1024)
     replicas: int = Field(ge=1, le=50_000)
-    min_replicas: int = Field(default=0, ge=0, le=50_000)
     gpus: list[str] = Field(min_length=1, max_length=100)
     priority: Priority = "batch"
     cpu: int = Field(default=4, ge=1, le=16)
@@ -174,8 +150,6 @@ class FleetFile(_Strict):
     # Checked by hand: pydantic's errors would name an address, which may hold a token.
     models: dict[str, Any] | None = Field(default=None, min_length=1, max_length=50)
     environment: dict[str, _Value]
-    startup_probe: Probe = STARTUP
-    liveness_probe: Probe = LIVENESS
     logging: dict[str, _Provider] | None = Field(default=None, min_length=1, max_length=1)
     registry: dict[str, _Provider] | None = Field(default=None, min_length=1, max_length=1)
 
@@ -222,10 +196,6 @@ class FleetFile(_Strict):
 
     @model_validator(mode="after")
     def _check(self) -> FleetFile:
-        if self.min_replicas > self.replicas:
-            raise ValueError(
-                f"min_replicas: {self.min_replicas:,} are more than replicas, {self.replicas:,}"
-            )
         if not _DIGEST.fullmatch(self.image):
             raise ValueError(
                 "image: should end in @sha256:DIGEST, so that every node runs the same image;"
@@ -274,8 +244,7 @@ def _reason(error: ValidationError) -> str:
     if path[:1] == ("environment",) and detail["type"] == "string_type":
         what = "should be text (in quotes: 'off'), a number, {env: VARIABLE} or {file: PATH}"
         return f"{validation.location(path)}: {what}"
-    known = FleetFile.model_fields if len(path) == 1 else Probe.model_fields
-    return validation.reason({**detail, "loc": path}, known)
+    return validation.reason({**detail, "loc": path}, FleetFile.model_fields)
 
 
 def name_of(text: str) -> str:

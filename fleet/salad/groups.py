@@ -1,7 +1,5 @@
 """Container groups: rendered from a fleet file, and as SaladCloud's API returns them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -10,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import AliasPath, BaseModel, BeforeValidator, Field, SecretStr
 
-from fleet.salad.file import FleetFile, Probe, SecretSource
+from fleet.salad.file import FleetFile, SecretSource
 from fleet.salad.gpus import GpuClass, PriceRange, replica_price
 from imagefleet import errors
 
@@ -118,10 +116,8 @@ def render(
 ) -> list[dict[str, Any]]:
     """The request bodies that create the fleet's groups; secrets stay SecretStr.
 
-    *existing* groups of the same revision stay in use, also for fewer replicas.
-
-    Raises:
-        SetupError: a secret is missing, or a variable's value is too long.
+    *existing* groups of the same revision stay in use, also for fewer replicas. Raises SetupError
+    if a secret is missing, or a variable's value is too long.
     """
     template = _template(file, gpus, read_secret)
     text = json.dumps(template, sort_keys=True, default=SecretStr.get_secret_value)
@@ -176,8 +172,9 @@ def _template(
         # A worker exits only if its node is to be replaced or it was asked to stop.
         "restart_policy": "always",
         "container": _without_none(container),
-        "startup_probe": _probe(file.startup_probe),
-        "liveness_probe": _probe(file.liveness_probe),
+        # The API allows 20 failures: with the delay, 21 minutes to load and compile the model.
+        "startup_probe": _probe("started", delay=60, period=60, failures=20),
+        "liveness_probe": _probe("live", delay=0, period=30, failures=3),
         "country_codes": file.countries,
     }
     return _without_none(template)
@@ -203,6 +200,12 @@ def _check_value(name: str, value: str) -> None:
         )
 
 
-def _probe(probe: Probe) -> dict[str, Any]:
-    times = probe.model_dump(exclude={"command"})
-    return {"exec": {"command": probe.command}, **times}
+def _probe(state: str, *, delay: int, period: int, failures: int) -> dict[str, Any]:
+    return {
+        "exec": {"command": ["imagefleet", "health", state]},
+        "initial_delay_seconds": delay,
+        "period_seconds": period,
+        "timeout_seconds": 10,
+        "success_threshold": 1,
+        "failure_threshold": failures,
+    }

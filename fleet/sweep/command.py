@@ -1,7 +1,5 @@
 """`imagefleet sweep`: captions in all combinations of settings, as one campaign."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -15,13 +13,13 @@ from fleet.plan import command as planning
 from fleet.plan import estimate
 from fleet.plan.command import Machines
 from fleet.plan.work import Models, Work, add_stages
-from fleet.sweep import resume
 from imagefleet import errors
 from imagefleet.job.change import Change
 from imagefleet.pricing import families, prices
+from imagefleet.records import sweep as swept
 from imagefleet.records.sweep import Group
-from imagefleet.storage.open import signer_of
-from imagefleet.storage.settings import checked_priority
+from imagefleet.storage import enqueue
+from imagefleet.storage.open import open_storage, signer_of
 from loadgen import caption_sweep, sweep
 from loadgen.caption_sweep import CaptionFile, SweepSource
 from loadgen.settings import LoadSettings
@@ -47,8 +45,6 @@ _SHOWN_GROUPS = 40
 
 @dataclass(frozen=True, slots=True)
 class Captions:
-    """Which captions are drawn."""
-
     file: Path = argument(
         "Captions: .txt with one per line, .jsonl with `caption`, `prompt` or `text`, or"
         " COCO's annotations (.json); all also as .gz.",
@@ -56,7 +52,6 @@ class Captions:
     )
     campaign: str = option("The campaign, which holds nothing else.", ..., metavar="NAME")
     count: int | None = option("Only the first so many captions.", min=1)
-    one_per_image: bool = option("The first caption of each image of COCO's.", default=False)
     form: str | None = option(
         "By default as FILE's name says.", None, "--format", metavar="txt|jsonl|coco"
     )
@@ -64,9 +59,16 @@ class Captions:
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
-    """The settings with whose combinations they are drawn, and what all of them share."""
+class Sending(filling.Sending):
+    dry_run: bool = options.dry_run("the groups, the hours and the price")
 
+
+@options.flat
+def command(
+    settings: LoadSettings,
+    captions: Captions,
+    machines: Machines,
+    sending: Sending,
     fields: list[str] | None = option(
         "Values with commas of cfg_scale, sampler_name, steps or lora_strength, which are"
         " combined; or the value of all jobs of lora, size or another field of a job."
@@ -74,40 +76,17 @@ class Grid:
         None,
         "--set",
         metavar="FIELD=VALUES",
-    )
+    ),
     models: str | None = option(
         "Models: dreams,xl=sdxl, with their families for the price; by default that of the"
         " worker that draws.",
         metavar="LIST",
-    )
+    ),
     family: str = option(
         "Of models without one in --models, for the price.",
         families.SD1.slug,
         metavar="|".join(families.FAMILIES),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Sending:
-    """How the jobs are sent."""
-
-    priority: options.JobPriority = "normal"
-    model: list[str] | None = option(
-        "One of --models that workers have from elsewhere than the storage; repeatable.",
-        metavar="NAME",
-    )
-    dry_run: bool = options.dry_run("the groups, the hours and the price")
-    restart: bool = option("Send all jobs again, whatever was sent before.", default=False)
-    quiet: bool = option("No progress.", default=False)
-
-
-@options.from_settings(LoadSettings)
-def command(
-    settings: LoadSettings,
-    captions: Captions,
-    grid: Grid,
-    machines: Machines,
-    sending: Sending,
+    ),
     as_json: options.AsJson = False,
 ) -> None:
     """Draws captions with all combinations of settings.
@@ -123,9 +102,9 @@ def command(
     target.check_name("--campaign", captions.campaign)
     is_shown = not (sending.quiet or as_json)
     reading = functools.partial(filling.reading, captions.file, is_shown=is_shown)
-    models = _models(grid, machines.accelerator)
-    groups, shared = _groups_and_shared(grid.fields or [], list(models.by_name) or [None])
-    drawn_with = {*models.by_name, *(stage.get("model") for stage in shared.get("then", []))}
+    known = _models(models, family, machines.accelerator)
+    groups, shared = _groups_and_shared(fields or [], list(known.by_name) or [None])
+    drawn_with = {*known.by_name, *(stage.get("model") for stage in shared.get("then", []))}
     for name in sending.model or []:
         if name not in drawn_with:
             raise errors.SetupError(
@@ -133,12 +112,7 @@ def command(
                 " that workers have a model from elsewhere; they say what is drawn with"
             )
     with reading("reading"):
-        file = CaptionFile(
-            captions.file,
-            form=captions.form,
-            count=captions.count,
-            one_per_image=captions.one_per_image,
-        )
+        file = CaptionFile(captions.file, form=captions.form, count=captions.count)
     source = SweepSource(
         file,
         groups,
@@ -150,38 +124,40 @@ def command(
     with reading("checking"):
         source.check(0)
     if sending.dry_run:
-        _show_plan(source, *_plan(source, machines, models), as_json=as_json)
+        _show_plan(source, *_plan(source, machines, known), as_json=as_json)
         return
     if is_shown:
-        console.print_note(f"{source.describe()}; {_hours_and_price(source, machines, models)}")
-    priority, elsewhere = checked_priority(sending.priority), sending.model or []
-    path = resume.checkpoint_path(source, settings.queue)
-    in_use = f"another `imagefleet sweep` is at work with the checkpoint {path}"
-    with console.only_one(path, in_use):
-        source.sent_before = console.run(
-            resume.prepare(settings, source, path, priority, elsewhere, restart=sending.restart)
-        )
-        filling.fill(
-            *(settings, source, str(source.path), path),
-            quiet=sending.quiet,
-            as_json=as_json,
-            facts=lambda: _facts(source),
-            restart=sending.restart,
-            priority=priority,
-            models=elsewhere,
-        )
+        console.print_note(f"{source.describe()}; {_hours_and_price(source, machines, known)}")
+    console.run(_note(settings, source, sending))
+    name, facts = str(source.path), functools.partial(_facts, source)
+    filling.fill(settings, source, name, None, sending, as_json=as_json, facts=facts)
 
 
-def _models(grid: Grid, accelerator: str | None) -> Models:
-    """The families of the models of a list."""
+async def _note(settings: LoadSettings, source: SweepSource, sending: Sending) -> None:
+    """Notes the sweep in the storage.
+
+    Raises SetupError for a campaign that is another sweep, JobError for a model that no worker can
+    have.
+    """
+    async with open_storage(settings) as storage:
+        await storage.create()
+        # A name that is mistyped must not be the campaign's for ever.
+        stages = (stage for job in source.first_jobs() for stage in job.stages_left())
+        names = {stage.model for stage in stages if stage.model}
+        elsewhere = sending.model or ()
+        await enqueue.JobSender(storage, sending.priority, elsewhere=elsewhere).check(names)
+        await swept.write(storage, source.sweep)
+
+
+def _models(models: str | None, family: str, accelerator: str | None) -> Models:
     found: dict[str, families.Family] = {}
-    for model in grid.models.split(",") if grid.models else []:
+    for model in models.split(",") if models else []:
         name, _, slug = model.strip().partition("=")
         if name in found:
             raise errors.SetupError(f"--models: {name[:60]} is there twice")
-        found[name] = families.find(slug or grid.family)
+        found[name] = families.find(slug or family)
     made = Accelerator.of(accelerator) if accelerator else None
-    return Models(found, families.find(grid.family), made)
+    return Models(found, families.find(family), made)
 
 
 def _groups_and_shared(
@@ -235,11 +211,7 @@ def _plan(
             add_stages(found, models, job, source.sweep.captions.count)
         except errors.JobError as error:
             raise errors.SetupError(error.message) from None
-    works = list(found.values())
-    table = prices.read_table(machines.prices_path)
-    mix = planning.mix_of(machines, works, table)
-    images = sum(work.images for work in works)
-    return estimate.make_plan(images, images, mix, table), table
+    return planning.planned(list(found.values()), machines)
 
 
 def _hours_and_price(source: SweepSource, machines: Machines, models: Models) -> str:

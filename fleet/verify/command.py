@@ -1,32 +1,28 @@
 """`imagefleet verify`: compares images that two workers drew."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import asdict
+from datetime import datetime
 
 import typer
 
 from fleet import console, options
 from fleet.campaigns import target
-from fleet.options import Since, option
+from fleet.options import option
 from fleet.verify import pairs
 from fleet.verify.pairs import Pair
 from imagefleet.storage.settings import StorageSettings
 from worker.node import quarantine as quarantining
 
-#: Lines of each table: about a screen.
-_SHOWN = 20
-
 _NOBODY = "(none: no worker's record)"
 
 
-@options.from_settings(StorageSettings)
+@options.flat
 async def command(
     settings: StorageSettings,
     job: target.OnlyJobs = None,
-    since: Since = None,
+    since: datetime | None = options.moment("Only what was stored since then"),
     quarantine: bool = option(
         "Add those of which no drawing is alike to quarantine.json: they lease no more jobs.",
         default=False,
@@ -45,12 +41,11 @@ async def command(
     imagefleet verify --since 2026-12-01T08:00 --quarantine
     """
     named = target.read(job)
-    moment = options.read_moment("--since", since)
     new: list[str] = []
     async with console.connected(settings) as fleet:
         storage = fleet.storage
         await target.check_campaign(storage, named.campaign)
-        compared = [each async for each in pairs.listed(storage, named, moment)]
+        compared = [each async for each in pairs.listed(storage, named, since)]
         with console.counting("compared", len(compared), quiet=as_json) as on_pair:
             await pairs.compare(storage, compared, on_pair)
         records = pairs.judge(compared)
@@ -113,10 +108,11 @@ def _show_different(
     names, numbers = console.name_column, console.number_column
     of_workers = (
         (each.worker or _NOBODY, each.compared, each.different, "draws wrong" * each.draws_wrong)
-        for each in [each for each in records if each.different][:_SHOWN]
+        for each in [each for each in records if each.different][: console.SCREEN_LINES]
     )
     of_images = []
-    for pair in sorted(different, key=lambda pair: pair.second not in undecided)[:_SHOWN]:
+    ordered = sorted(different, key=lambda pair: pair.second not in undecided)
+    for pair in ordered[: console.SCREEN_LINES]:
         note = pair.note or ("undecided" if pair.second in undecided else "")
         drawn_by = (worker or "(none)" for worker in pair.workers)
         of_images.append((pair.image, *drawn_by, console.number(pair.distance, 1), note))
@@ -127,5 +123,4 @@ def _show_different(
         "",
         console.table(*drawn, numbers("distance"), "", rows=of_images),
     )
-    if len(different) > _SHOWN:
-        console.print_plain(f"and {len(different) - _SHOWN:,} others (--json lists them)")
+    console.print_more(len(different) - len(of_images), "others (--json lists them)")

@@ -1,7 +1,5 @@
 """Pairs of drawings by two workers, and which workers draw wrong by them."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import Counter, defaultdict
@@ -81,7 +79,6 @@ async def listed(storage: Storage, named: Target, since: datetime | None) -> Asy
 
 
 async def compare(storage: Storage, pairs: Iterable[Pair], on_pair: Callable[[], None]) -> None:
-    """Compares the images of each pair, some at once."""
     proofs = await storage.proofs()
 
     async def work(pair: Pair) -> None:

@@ -1,10 +1,7 @@
 """`imagefleet webhooks`: reports the ends of campaigns and jobs to a web address."""
 
-from __future__ import annotations
-
-import contextlib
-import json
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from fleet import console, options
@@ -21,14 +18,12 @@ from imagefleet.telemetry import logs, metrics, proxies
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """Which events are sent."""
-
     campaign: target.OnlyCampaign = None
     each_job: bool = option("Also the end of each job, not only of campaigns.", default=False)
-    since: options.Since = None
+    since: datetime | None = options.moment("Only what was stored since then")
 
 
-@options.from_settings(WebhookSettings)
+@options.flat
 async def command(
     settings: WebhookSettings,
     events: Events,
@@ -41,7 +36,6 @@ async def command(
     state: Path = option("Record of what was delivered.", Path("webhooks.json"), metavar="FILE"),
     once: bool = option("Send what is new, then exit, for cron.", default=False),
     resume: bool = option("Send even if the address answered 410 Gone.", default=False),
-    dry_run: bool = options.dry_run("what would be sent, one JSON object per line"),
 ) -> None:
     """Sends webhooks when campaigns and jobs end.
 
@@ -52,18 +46,16 @@ async def command(
 
     imagefleet webhooks --url https://example.com/hook --secret-file secret.txt
 
-    imagefleet webhooks --url https://example.com/hook --secret-file secret.txt --each-job --dry-run
+    imagefleet webhooks --url https://example.com/hook --secret-file secret.txt --each-job
     """
     logs.configure(settings.log_format)
     campaign = target.campaign(events.campaign)
     endpoint.check_url(url)
     secrets = endpoint.read_secrets(secret_file)
-    moment = options.read_moment("--since", events.since)
     registry = metrics.LabelledRegistry({"fleet": settings.fleet_name})
     in_use = f"another `imagefleet webhooks` keeps the state {state}"
-    # A preview may run beside the service itself.
-    with contextlib.nullcontext() if dry_run else console.only_one(state, in_use):
-        console.check_writable(None if dry_run else state)
+    with console.only_one(state, in_use):
+        console.check_writable(state)
         found = State.read(state, redaction.address(url), campaign)
         if resume:
             found.gone_at = None
@@ -74,26 +66,13 @@ async def command(
             source = Source(
                 *(client.storage, found, settings.fleet_name),
                 each_job=events.each_job,
-                since=moment,
+                since=events.since,
             )
             receiver = endpoint.Endpoint(session, url, secrets, client.storage.blobs.clock)
             running = Service(source, receiver, registry, state)
-            if dry_run:
-                await _preview(source)
-            elif once:
+            if once:
                 await console.until_stopped(running.run(once=True))
             else:
                 doing = f"sending to {found.address}"
                 name = "imagefleet-webhooks"
                 await monitored.run(running.run, registry, settings, name=name, doing=doing)
-
-
-async def _preview(source: Source) -> None:
-    """Prints what would be sent."""
-    has_more, waiting = True, source.state.waiting
-    while has_more:
-        if not (has_more := await source.read()):
-            await source.find_ends(is_patient=False)
-        for event in waiting.values():
-            console.print_json_line({"webhook-id": event.id, **json.loads(event.body())})
-        waiting.clear()

@@ -1,11 +1,10 @@
 """The receiver of webhooks: one attempt to deliver an event, and what its answer means."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import hmac
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import NamedTuple
@@ -102,27 +101,22 @@ def check_url(url: str) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One receiver."""
+    """The *clock* tells the time of each attempt, which receivers compare with theirs."""
 
-    def __init__(
-        self, session: aiohttp.ClientSession, url: str, secrets: Sequence[bytes], clock: Clock
-    ) -> None:
-        """The *clock* tells the time of each attempt, which receivers compare with theirs."""
-        self.address = redaction.address(url)
-        self._session = session
-        self._url = url
-        self._secrets = secrets
-        self._clock = clock
+    session: aiohttp.ClientSession
+    url: str
+    secrets: Sequence[bytes]
+    clock: Clock
 
     async def send(self, event: Event) -> Answer:
-        """Makes one attempt, with a signature of its own."""
         body = event.body()
-        headers = signed_headers(self._secrets, event.id, body, int(self._clock.now().timestamp()))
+        headers = signed_headers(self.secrets, event.id, body, int(self.clock.now().timestamp()))
         headers["Content-Type"] = "application/json"
         try:
-            async with self._session.post(
-                self._url,
+            async with self.session.post(
+                self.url,
                 data=body,
                 headers=headers,
                 allow_redirects=False,

@@ -1,7 +1,5 @@
 """Events: the end of a job or a campaign, each with an id that stays the same."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time
@@ -10,9 +8,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, Field, JsonValue, ValidationError
+from pydantic import BaseModel, Field, JsonValue
 
-from imagefleet import errors
+from imagefleet import errors, validation
 from imagefleet.job.message import image_stem
 from imagefleet.job.sizes import MAX_METADATA_BYTES, metadata_json
 from imagefleet.records import reader
@@ -111,12 +109,8 @@ def campaign_completed(fleet: str, campaign: str, counts: Counts, now: datetime)
         "first_at": _text(counts.first_at) if counts.first_at else None,
         "last_at": _text(counts.last_at) if counts.last_at else None,
     }
-    return Event(
-        id=_event_id(fleet, kind, campaign, json.dumps(figures)),
-        type=kind,
-        timestamp=counts.last_at or now,
-        data=data,
-    )
+    event_id = _event_id(fleet, kind, campaign, json.dumps(figures))
+    return Event(id=event_id, type=kind, timestamp=counts.last_at or now, data=data)
 
 
 def _all_images(last: Record) -> list[str]:
@@ -145,33 +139,22 @@ class State(BaseModel, extra="forbid"):
     open_campaigns: set[str] = Field(default_factory=set)
     """Campaigns with records since their last end."""
     gone_at: datetime | None = None
-    """The time at which the receiver answered that it wants no more webhooks."""
 
     @classmethod
     def read(cls, path: Path, address: str, campaign: str | None) -> Self:
         """The state in a file, or a first one; raises SetupError if it is another receiver's."""
-        try:
-            text = path.read_bytes()
-        except FileNotFoundError:
-            return cls(address=address, campaign=campaign)
-        except OSError as error:
-            raise errors.SetupError(f"cannot read {path}: {error.strerror or error}") from None
-        try:
-            found = cls.model_validate_json(text)
-        except ValidationError:
-            raise errors.SetupError(
-                f"{path} is not a state of `imagefleet webhooks`: give another --state, or delete"
-                " it to send everything again"
-            ) from None
+        otherwise = (
+            "is not a state of `imagefleet webhooks`: give another --state, or delete it to send"
+            " everything again"
+        )
+        first = cls(address=address, campaign=campaign)
+        found = validation.read_file(cls, path, otherwise) or first
         if (found.address, found.campaign) != (address, campaign):
             of_campaign = f"the campaign {found.campaign}" if found.campaign else "all campaigns"
             raise errors.SetupError(
                 f"{path} is the state for {found.address} and {of_campaign}: give another --state"
             )
         return found
-
-    def add(self, event: Event) -> None:
-        self.waiting.setdefault(event.id, event)
 
 
 @dataclass(eq=False)
@@ -210,7 +193,7 @@ class Source:
             self.state.open_campaigns.add(record.campaign)
             self._counts[record.campaign] = time.monotonic() + SETTLE_SECONDS, SETTLE_SECONDS
             if self.each_job and (event := job_ended(self._fleet, record)):
-                self.state.add(event)
+                self.state.waiting.setdefault(event.id, event)
         self.state.position = self._follower.start
         return len(records) >= _RECORDS_AT_ONCE
 
@@ -223,7 +206,8 @@ class Source:
             counts = await reader.counts(self._storage, campaign)
             now = self._storage.blobs.clock.now()
             if await self._has_ended(counts, now):
-                self.state.add(campaign_completed(self._fleet, campaign, counts, now))
+                event = campaign_completed(self._fleet, campaign, counts, now)
+                self.state.waiting.setdefault(event.id, event)
                 self.state.open_campaigns.discard(campaign)
                 self._counts.pop(campaign, None)
             else:

@@ -1,8 +1,7 @@
 """Delivers events, several at a time, and again later where that fails."""
 
-from __future__ import annotations
-
 import asyncio
+import itertools
 import logging
 import time
 from datetime import UTC, datetime
@@ -24,16 +23,10 @@ RETRY_SECONDS = (5, 300, 1_800, 7_200, 18_000, 36_000, 50_400, 72_000, 86_400)
 #: Seconds after which an event is given up at its next failure.
 GIVE_UP_SECONDS = float(sum(RETRY_SECONDS))
 
-#: Requests at the same time.
 CONCURRENCY = 8
 
 #: With so many events that wait, no more records are read: the rest waits there, not in memory.
 MAX_WAITING = 256
-
-#: So many failed events since the last success mean that the receiver itself is down: the oldest
-#: is tried every few minutes, and all of them once it answers.
-DOWN_FROM = 3
-PROBE_SECONDS = 300.0
 
 #: What failed at the same time is not tried again at the same time.
 _JITTER = (1.0, 1.2)
@@ -62,9 +55,8 @@ class Service:
         self._endpoint = endpoint
         self._state_file = state_file
         self._saved = ""
-        self._poll_at = self._paused_until = self._probe_at = 0.0
+        self._poll_at = self._paused_until = 0.0
         self._save_at = time.monotonic() + SAVE_SECONDS
-        self._failing: set[str] = set()
         self._attempts = Counter(
             "imagefleet_webhook_attempts",
             "Attempts to deliver an event, by outcome: delivered or failed.",
@@ -90,7 +82,8 @@ class Service:
             TransientError: *once*, and the storage or the receiver does not answer.
         """
         state = self._state
-        self._retry_now()  # the receiver may have been mended
+        for event in state.waiting.values():
+            event.due_at = 0.0  # the receiver may have been mended
         try:
             while state.gone_at is None:
                 await self._fill(once=once)
@@ -128,18 +121,13 @@ class Service:
                 log.warning(f"trying again: {error}", action="storage_unavailable")
             self._poll_at = time.monotonic() + POLL_SECONDS
 
-    def _retry_now(self) -> None:
-        for event in self._state.waiting.values():
-            event.due_at = 0.0
-
     def _due(self) -> list[Event]:
         """The next events that have waited long enough."""
-        now, waiting = time.time(), self._state.waiting.values()
+        now = time.time()
         if now < self._paused_until:
             return []
-        if waiting and len(self._failing) >= DOWN_FROM and now >= self._probe_at:
-            min(waiting, key=lambda event: event.since).due_at = 0.0
-        return [event for event in waiting if event.due_at <= now][:CONCURRENCY]
+        due = (event for event in self._state.waiting.values() if event.due_at <= now)
+        return list(itertools.islice(due, CONCURRENCY))
 
     async def _send(self, events: list[Event]) -> None:
         """Makes an attempt for each; one that is cancelled in flight is made again, with its id."""
@@ -164,10 +152,6 @@ class Service:
     def _succeeded(self, event: Event) -> None:
         self._attempts.labels("delivered").inc()
         del self._state.waiting[event.id]
-        if len(self._failing) >= DOWN_FROM:
-            log.info(f"{self._endpoint.address} answers again", action="recovered")
-            self._retry_now()
-        self._failing.clear()
         log.info(
             f"delivered {event.type} of {event.subject}",
             action="webhook_delivered",
@@ -177,8 +161,6 @@ class Service:
     def _failed(self, event: Event, answer: Answer) -> None:
         now = time.time()
         self._attempts.labels("failed").inc()
-        self._failing.add(event.id)
-        self._probe_at = now + concurrency.jitter(PROBE_SECONDS, *_JITTER)
         if answer.is_gone:
             self._state.gone_at = datetime.now(UTC)
         event.attempts += 1

@@ -1,29 +1,35 @@
-"""`imagefleet worker`: one process per GPU."""
+"""`imagefleet worker`: one process per GPU, and its live line on a terminal."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import typer
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
 
 from fleet import console, options
 from fleet.options import option
-from fleet.worker import live
 from imagefleet.telemetry import logs
 from worker.models import checkpoints
 from worker.node import salad
-from worker.progress import WorkerReport, duration
+from worker.progress import Progress, WorkerReport, duration
 from worker.settings import MachineSettings, WorkerSettings, require_libraries
 
 if TYPE_CHECKING:
     from worker.gpus.child import Member
 
 
-@options.from_settings(MachineSettings)
+@options.flat
 def command(
     settings: MachineSettings,
     fail_on_failed: bool = option(
@@ -62,7 +68,7 @@ def command(
             os.environ.update(gpus[0].environment(1))  # the only one of this process
         if len(gpus) > 1 or not _has_terminal(settings):
             logs.configure(settings.log_format)
-        if not _is_on_salad():  # there a worker waits for the operator instead
+        if salad.find_metadata() is None:  # on SaladCloud a worker waits for the operator instead
             checkpoints.check(settings)
         if len(gpus) > 1:
             # Each is this same command, and finds which GPU is its own in its environment.
@@ -73,7 +79,8 @@ def command(
         # With 0 a Kubernetes Job would not replace a worker that was evicted.
         was_terminated = report.stopped_by is signal.SIGTERM
         raise typer.Exit(console.EXIT_TERMINATED if was_terminated else console.EXIT_INTERRUPTED)
-    if fail_on_failed and report.failed_jobs and not _is_on_salad():
+    # On SaladCloud, an exit code other than 0 says that the node is broken.
+    if fail_on_failed and report.failed_jobs and salad.find_metadata() is None:
         raise typer.Exit(console.EXIT_JOBS_FAILED)
 
 
@@ -87,25 +94,15 @@ def _has_terminal(settings: WorkerSettings) -> bool:
     )
 
 
-def _is_on_salad() -> bool:
-    """There, an exit code other than 0 says that the node is broken."""
-    return salad.find_metadata() is not None
-
-
 def _run(settings: WorkerSettings, member: Member | None = None) -> WorkerReport:
     from worker import process  # needs the extra `worker`
 
     if member or not _has_terminal(settings):
         return console.run(process.run_worker(settings, member=member))
-    logs.configure("text", live.LogHandler(console.stderr))
+    logs.configure("text", LogHandler())
     # An error is printed when the live line is gone.
-    with console.one_line_errors(), live.showing(console.stderr) as show:
+    with console.one_line_errors(), showing() as show:
         report = asyncio.run(process.run_worker(settings, on_progress=show))
-    _show(report)
-    return report
-
-
-def _show(report: WorkerReport) -> None:
     seconds, start_up = duration(report.seconds), duration(report.start_up_seconds)
     per_dollar = report.images_per_dollar
     facts = {
@@ -119,3 +116,34 @@ def _show(report: WorkerReport) -> None:
         ),
     }
     console.print_facts(facts, console.stderr)
+    return report
+
+
+_STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
+
+
+class LogHandler(logging.Handler):
+    """Prints each record above the live line, if there is one; long lines are not wrapped."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            style = _STYLES.get(record.levelname, "")
+            console.stderr.print(Text(self.format(record), style), soft_wrap=True)
+        except Exception:  # noqa: BLE001 - as the handlers of the standard library do
+            self.handleError(record)
+
+
+@contextlib.contextmanager
+def showing() -> Iterator[Callable[[Progress], None]]:
+    """Shows what the yielded function is given, until the block ends; long lines are wrapped."""
+    spinner = Spinner("line")
+    is_terminal = sys.stdout.isatty()  # and not a file that stdout is sent to
+    with Live(console=console.stderr, transient=True, redirect_stdout=is_terminal) as live:
+
+        def show(progress: Progress) -> None:
+            state = [] if progress.phase == "generating" else [progress.state]
+            line = Table.grid(padding=(0, 1))
+            line.add_row(spinner, Text(" | ".join([*state, *progress.figures]), "bold"))
+            live.update(line)
+
+        yield show

@@ -1,7 +1,5 @@
 """What a safetensors file is, told by the names and shapes in its header."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
@@ -53,7 +51,9 @@ _MIXED = Content("a mixed checkpoint, with parts of several families of models",
 _ADD_VAE = f"{_WHOLE}, or add a VAE (see 'Incomplete files' in docs/models.md)"
 _UNET = Content("the UNet of a checkpoint alone", _WHOLE)
 _AVERAGE = Content("the averaged weights (EMA) of a checkpoint alone", _WHOLE)
-_VAE = Content("a VAE alone", _WHOLE)
+VAE = Content("a VAE", use="vae")
+_OTHER_VAE = Content("a VAE of another model (Flux, SD3 or similar)")
+_TINY_VAE = Content("a tiny VAE (TAESD) or a part of a VAE", "give workers a folder with --taesd")
 _TEXT_ENCODER = Content("a text encoder alone", _WHOLE)
 EMBEDDING = Content("a textual inversion embedding", use="embedding")
 UPSCALER = Content("an upscaler", use="upscaler")
@@ -83,7 +83,7 @@ _TELLING_NAMES: tuple[tuple[Content, str], ...] = (
     ),
     (EMBEDDING, r"^(emb_params|clip_[gl]|text_encoders_[01])$"),
     (
-        SD1_LORA,  # or for another architecture: see _lora
+        SD1_LORA,  # or for another architecture
         (
             r"^(lora|lycoris|oft)_|[._]lora_([AB]|down|up)\b|[._]lora(_linear_layer)?\.(down|up)\."
             r"|\.(hada_w1_a|lokr_w[12](_a)?|oft_blocks|dora_scale)$"
@@ -110,10 +110,11 @@ _TELLING_NAMES: tuple[tuple[Content, str], ...] = (
     ),
     (_REFINER, r"^conditioner\.embedders\.0\.model\."),
     (SDXL, r"^conditioner\.embedders\."),
-    (SD1, r"^model\.diffusion_model\.input_blocks\."),  # or another with a UNet: see _with_unet
+    (SD1, r"^model\.diffusion_model\.input_blocks\."),  # or another with a UNet
     (_AVERAGE, r"^model_ema\."),
     (_UNET, r"^(diffusion_model\.)?(input_blocks|time_embed|time_embedding)\."),
-    (_VAE, r"^(first_stage_model\.|vae\.)?(encoder|decoder)\.conv_in\.|^taesd_|^post_quant_conv\."),
+    (VAE, r"^(first_stage_model\.|vae\.)?decoder\.conv_in\."),
+    (_TINY_VAE, r"^(first_stage_model\.|vae\.)?encoder\.conv_in\.|^taesd_|^post_quant_conv\."),
     (
         _TEXT_ENCODER,
         (
@@ -150,6 +151,9 @@ _ALIKE = (
 #: are of their family's kind.
 _EDITING_INPUTS, _UPSCALER_INPUTS = 8, 7
 
+#: The first layer of a VAE's decoder, and the channels of the latents that it takes.
+_VAE_INPUT, _LATENTS = re.compile(r"decoder\.conv_in\.weight$"), 4
+
 _INPUTS = "model.diffusion_model.input_blocks.0.0.weight"
 _CROSS_ATTENTION = re.compile(r"\.attn2\.to_k\.weight$")
 _LORA_CROSS_ATTENTION = re.compile(
@@ -173,8 +177,8 @@ _ARCHITECTURE = "modelspec.architecture"
 _PREDICTION = "modelspec.prediction_type"
 _MOST_EMBEDDING_TENSORS = 3
 
-#: The width of an embedding's vectors, by the models whose text encoder takes them.
-EMBEDDING_WIDTHS = {768: "SD 1.x", 1024: "SD 2.x", 1280: "SDXL"}
+#: The widths of embeddings' vectors.
+_EMBEDDING_WIDTHS = {768, 1024, 1280}
 
 
 def identify(header: Header) -> Content:
@@ -184,11 +188,10 @@ def identify(header: Header) -> Content:
     names = "\n".join(header.shapes)
     for content, pattern in _TELLING_NAMES:
         if re.search(pattern, names, re.MULTILINE):
-            if content is SD1_LORA:
-                return _lora(header, names)
-            return _with_unet(header, names) if content in {SD1, SDXL} else content
+            tell_apart = _BY_SHAPES.get(content)
+            return content if tell_apart is None else tell_apart(header, names)
     if 0 < len(header.shapes) <= _MOST_EMBEDDING_TENSORS and all(
-        len(shape) in {1, 2} and shape[-1] in EMBEDDING_WIDTHS for shape in header.shapes.values()
+        len(shape) in {1, 2} and shape[-1] in _EMBEDDING_WIDTHS for shape in header.shapes.values()
     ):
         return EMBEDDING
     if architecture := header.metadata.get(_ARCHITECTURE):
@@ -253,6 +256,14 @@ def _lora(header: Header, names: str) -> Content:
     architecture = header.metadata.get(_ARCHITECTURE, "")
     stated = base or architecture.replace("stable-diffusion-", "sd_").replace("sd_xl", "sdxl")
     return next((content for start, content in _LORA_BY_BASE if stated.startswith(start)), SD1_LORA)
+
+
+def _vae(header: Header, _names: str) -> Content:
+    return VAE if _size(header, _VAE_INPUT, axis=1) == _LATENTS else _OTHER_VAE
+
+
+#: What tells those apart whose tensors have the same names.
+_BY_SHAPES = {SD1_LORA: _lora, SD1: _with_unet, SDXL: _with_unet, VAE: _vae}
 
 
 def _size(header: Header, pattern: re.Pattern[str], axis: int) -> int:

@@ -1,19 +1,17 @@
 """Kinds of files that workers read from the storage, a row each, for worker, loader and console."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path, PurePath
 
 from imagefleet import errors
-from imagefleet.files import contents
+from imagefleet.files import contents, embedding, lora
 from imagefleet.files.contents import Content
-from imagefleet.files.safetensors import Header
-from imagefleet.job.clip import CHUNK_TOKENS
+from imagefleet.files.safetensors import Header, UnusableError
 
-Describe = Callable[[str, Header, Content], str]
-"""Describes a file by its path, its header and what that holds, as lists show it."""
+Describe = Callable[[Header, Content], str]
+"""Describes a file as lists show it, by its header and what that holds; raises UnusableError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +26,7 @@ class FileKind:
     """How stored files are used, as the end of a sentence."""
     handle: str = "{stem}"
     """What jobs or workers name a file by, from its stem, its name and its SHA-256."""
-    describe: Describe = lambda _path, _header, content: content.name
+    describe: Describe = lambda _header, content: content.name
     suffixes: tuple[str, ...] = (".safetensors",)
     max_bytes: int | None = None
     fetched_at_once: int = 8
@@ -61,9 +59,15 @@ class FileKind:
         return file_name if self.lists_suffixes else self.stem(file_name)
 
 
-def _describe_embedding(path: str, header: Header, _content: Content) -> str:
-    family, vectors = describe_embedding(path, header)
+def _describe_embedding(header: Header, _content: Content) -> str:
+    family, vectors = embedding.describe(header.shapes, header.integers)
     return f"{family} embedding, {vectors} vector{'s' * (vectors != 1)}"
+
+
+def _describe_lora(header: Header, content: Content) -> str:
+    lora.read(header.shapes, header.integers)
+    lora.peft_configs(header.metadata)
+    return f"{content.family} LoRA"
 
 
 MODEL = FileKind(
@@ -72,7 +76,7 @@ MODEL = FileKind(
     "models",
     "a worker draws with it by the flags",
     "--model store:{name} --model-sha256 {sha256}",
-    lambda _path, _header, content: content.family,
+    lambda _header, content: content.family,
     suffixes=(".safetensors", ".tar"),
     stops_without_list=True,
     lists_suffixes=True,
@@ -84,7 +88,7 @@ LORA = FileKind(
     "loras",
     "prompts use it by the tag",
     "<lora:{stem}:1>",
-    lambda _path, _header, content: f"{content.family} LoRA",
+    _describe_lora,
     max_bytes=2**30,
     stops_without_list=True,
 )
@@ -117,6 +121,15 @@ UPSCALER = FileKind(
     max_bytes=2**29,
     takes_unknown=True,
 )
+#: They have 168 MB in half precision, in full 335.
+VAE = FileKind(
+    "vae",
+    "VAE",
+    "vaes",
+    "sd_vae of jobs names it",
+    max_bytes=2**29,
+    fetched_at_once=2,
+)
 #: T5-XXL's have 631 kB, and those of some 1,700 prompts are kept: a job's stages may be drawn on
 #: the same machine, and all jobs may have one negative prompt; besides, each is mostly used once.
 TEXT = FileKind(
@@ -124,7 +137,7 @@ TEXT = FileKind(
     "text states",
     "text-states",
     "stages without a text encoder draw from them",
-    describe=lambda _path, header, _content: header.metadata.get("encoder", ""),
+    describe=lambda header, _content: header.metadata.get("encoder", ""),
     max_bytes=2**22,
     cached_bytes=2**30,
 )
@@ -141,60 +154,37 @@ KERNELS = FileKind(
 )
 
 KINDS: Mapping[str, FileKind] = {
-    kind.name: kind for kind in (MODEL, LORA, EMBEDDING, CONTROLNET, UPSCALER, TEXT, KERNELS)
+    kind.name: kind for kind in (MODEL, LORA, EMBEDDING, CONTROLNET, UPSCALER, VAE, TEXT, KERNELS)
 }
 
 BY_FOLDER: Mapping[str, FileKind] = {kind.folder: kind for kind in KINDS.values()}
 
 
-def check(kind: FileKind, path: str, header: Header) -> str:
-    """What a file is, as in 'SDXL LoRA'; raises SetupError if it is no usable one of the *kind*."""
+def check(kind: FileKind, path: str, header: Header, file: Path | None = None) -> str:
+    """What a file is, as in 'SDXL LoRA'; raises SetupError if it is no usable one of the *kind*.
+
+    Of a whole *file* of few gigabytes, which prompts name, the numbers are read as well.
+    """
     content = contents.identify(header)
     if not accepts(kind, content):
         raise errors.SetupError(refusal(path, content))
-    return kind.describe(path, header, content)
+    try:
+        if file is not None and kind in {LORA, EMBEDDING}:
+            lora.check_numbers(file, header)
+        return kind.describe(header, content)
+    except UnusableError as error:
+        raise errors.SetupError(
+            f"the {kind.noun} {kind.stem(PurePath(path).name)!r} {error}"
+        ) from None
 
 
 def accepts(kind: FileKind, content: Content) -> bool:
-    """Whether files with that content can be stored as the *kind*."""
     return content.use == kind.name or (content.use is None and kind.takes_unknown)
 
 
 def refusal(what: str, content: Content) -> str:
-    """The sentence that refuses a file for what it holds."""
     advice = content.advice
     if content.use is not None:
         kind = KINDS[content.use]
         advice = f"`{kind.add_command}` stores it for workers, and {kind.use}"
     return f"{what!r} is {content.name}; {advice}"
-
-
-def describe_embedding(path: str, header: Header) -> tuple[str, int]:
-    """The models that an embedding is for, and its number of vectors; SetupError if it is none."""
-    shapes = [shape if len(shape) > 1 else (1, *shape) for shape in header.shapes.values()]
-    counts = {shape[0] for shape in shapes}
-    widths = {shape[-1] for shape in shapes}
-    is_for_two = widths == {768, 1280}
-    are_vectors = all(len(shape) == 2 for shape in shapes)  # noqa: PLR2004 - [vectors, width]
-    if not are_vectors or len(shapes) != 1 + is_for_two or len(counts) != 1:
-        shown = "; ".join(
-            f"{name[:40]} {list(shape)}" for name, shape in list(header.shapes.items())[:3]
-        )
-        raise errors.SetupError(
-            f"{path!r} holds the tensors {shown}: an embedding has one, [vectors, width], or for"
-            " SDXL two, clip_l and clip_g"
-        )
-    (count,) = counts
-    if not 0 < count <= CHUNK_TOKENS:
-        raise errors.SetupError(
-            f"{path!r} has {count:,} vectors; a chunk of a prompt holds {CHUNK_TOKENS}"
-        )
-    if is_for_two:
-        return "SDXL", count
-    (width,) = widths
-    if width not in contents.EMBEDDING_WIDTHS or width == 1280:  # noqa: PLR2004 - half of SDXL's
-        raise errors.SetupError(
-            f"{path!r} has vectors of {width:,} numbers: those of SD 1.x have 768, of SD 2.x 1,024,"
-            " and SDXL's embeddings have two tensors, clip_l and clip_g"
-        )
-    return contents.EMBEDDING_WIDTHS[width], count

@@ -3,15 +3,13 @@
 PNG has its job in a text chunk, JPEG and WebP in the Exif data.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
-import struct
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
@@ -19,6 +17,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from imagefleet import errors, likeness
 from imagefleet.job import sizes
 from imagefleet.job.message import DIGEST_FIELD, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS, Job, read_job
+from imagefleet.job.passes import img2img
 from imagefleet.redaction import printable
 from imagefleet.signing import TrustedJobs
 
@@ -28,18 +27,18 @@ _FORMATS = ("PNG", "JPEG", "WEBP")
 #: The keyword of the PNG text chunk that holds an image's parameters.
 PNG_KEYWORD = "imagefleet"
 
+#: The word of an image's text before JSON of the fields for which AUTOMATIC1111 has none.
+OWN_WORD = "imagefleet"
+OWN_FIELDS = img2img.OWN_FIELDS | {
+    *("prompt", "negative_prompt", "enable_prompt_comments", "sd_vae_decode_method"),
+    *("alwayson_scripts", "init_images", "eta", "s_churn", "s_tmin", "s_tmax", "s_noise"),
+}
+
 #: JSON in ASCII takes three times the bytes of a message at most (`\ud83d\ude00` for four bytes).
 MAX_MESSAGE_BYTES = 3 * sizes.MAX_MESSAGE_BYTES
 
-_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-
-_CHECKSUM_BYTES = 4
-
 #: The code that precedes AUTOMATIC1111's text in Exif data.
 _UNICODE = b"UNICODE\0"
-
-#: The most PNG chunks that are read before the pixels; a file with more is not from a worker.
-_MAX_CHUNKS = 64
 
 
 class DamagedImageError(ValueError):
@@ -55,15 +54,20 @@ class Picture:
 
 
 @contextlib.contextmanager
-def opened(data: bytes) -> Iterator[Image.Image]:
-    """An image in a file, which may be anything: raises DamagedImageError, in the block as well."""
-    if len(data) > MAX_IMAGE_BYTES:
-        raise DamagedImageError(f"has {len(data):,} bytes; {MAX_IMAGE_BYTES:,} at most are read")
+def opened(file: bytes | Path) -> Iterator[Image.Image]:
+    """An image in a file, which may be anything: raises DamagedImageError, in the block as well.
+
+    That of a path, whose header alone is read, may be of any size.
+    """
+    source = io.BytesIO(file) if isinstance(file, bytes) else file
+    if isinstance(file, bytes) and len(file) > MAX_IMAGE_BYTES:
+        raise DamagedImageError(f"has {len(file):,} bytes; {MAX_IMAGE_BYTES:,} at most are read")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Pillow, about what is damaged or huge
-            with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
-                if image.width * image.height > MAX_IMAGE_PIXELS:  # before they take memory
+            with Image.open(source, formats=_FORMATS) as image:
+                is_read = isinstance(file, bytes)
+                if is_read and image.width * image.height > MAX_IMAGE_PIXELS:  # they take memory
                     raise DamagedImageError(  # noqa: TRY301 - told as all others are
                         f"has {image.width:,} x {image.height:,} pixels; {MAX_IMAGE_PIXELS:,} at"
                         " most are read"
@@ -116,12 +120,12 @@ def job_in(data: bytes, trusted: TrustedJobs | None = None) -> tuple[str, Job] |
 
 def message_in(data: bytes) -> str | None:
     """The message of the job in an image's file; None if there is none that a queue can carry."""
-    found = _in_png(data) if data.startswith(_PNG_SIGNATURE) else _in_exif(data)
-    if found is None or len(found) > MAX_MESSAGE_BYTES:
-        return None
     try:
-        fields = json.loads(found)
-    except (ValueError, RecursionError):
+        with opened(data) as image:
+            if (found := image.info.get(PNG_KEYWORD)) is None:  # to look in Exif reads a whole PNG
+                found = image.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.ImageHistory)
+        fields = json.loads(str(found)[: MAX_MESSAGE_BYTES + 1])
+    except (ValueError, RecursionError):  # also a DamagedImageError
         return None
     if not isinstance(fields, dict):
         return None
@@ -143,31 +147,3 @@ def parameters(image: Image.Image, max_characters: int) -> str:
         text = comment[len(_UNICODE) : len(_UNICODE) + 2 * max_characters]
         return text.decode("utf-16-be", errors="replace")
     return ""
-
-
-def _in_png(data: bytes) -> bytes | None:
-    prefix = PNG_KEYWORD.encode() + b"\0"
-    place = len(_PNG_SIGNATURE)
-    for _ in range(_MAX_CHUNKS):
-        try:
-            size, kind = struct.unpack_from(">I4s", data, place)
-        except struct.error:
-            return None
-        start = place + struct.calcsize(">I4s")
-        if kind == b"IDAT":
-            return None
-        if kind == b"tEXt" and data.startswith(prefix, start):
-            return data[start + len(prefix) : start + size]
-        place = start + size + _CHECKSUM_BYTES
-    return None
-
-
-def _in_exif(data: bytes) -> bytes | None:
-    try:
-        # Reads the header alone, not the pixels.
-        with Image.open(io.BytesIO(data), formats=("JPEG", "WEBP")) as image:
-            exif = image.getexif().get_ifd(ExifTags.IFD.Exif)
-            found = exif.get(ExifTags.Base.ImageHistory)
-    except Exception:  # noqa: BLE001 - Pillow raises what it comes upon in a damaged file
-        return None
-    return found.encode(errors="replace") if isinstance(found, str) else None

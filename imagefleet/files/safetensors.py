@@ -3,13 +3,12 @@
 The header is untrusted: names and shapes, without the weights.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -39,7 +38,11 @@ _Size = Annotated[StrictInt, Field(ge=0, lt=2**63)]
 LENGTH_BYTES = 8
 
 
-class MalformedError(Exception):
+class UnusableError(Exception):
+    """What is wrong with a file, as a sentence that lacks its subject."""
+
+
+class MalformedError(ValueError):
     """A file is not a safetensors file."""
 
 
@@ -51,10 +54,26 @@ class TruncatedError(MalformedError):
 class Header:
     shapes: Mapping[str, tuple[int, ...]]
     metadata: Mapping[str, str]
-    file_bytes: int
+    places: Mapping[str, tuple[str, int, int]] = field(default_factory=dict)
+    """Each tensor's type of numbers, and where it begins and ends behind the header."""
+    data_at: int = 0
+    """Where that is in the file."""
+
+    @property
+    def file_bytes(self) -> int:
+        return self.data_at + max((end for _, _, end in self.places.values()), default=0)
+
+    @property
+    def integers(self) -> list[str]:
+        """The names of tensors of no floating point."""
+        return [name for name, (kind, _, _) in self.places.items() if not _FLOATING.match(kind)]
+
+
+_FLOATING = re.compile(r"B?F\d")
 
 
 class _Tensor(BaseModel):
+    dtype: str
     shape: Annotated[tuple[_Size, ...], Field(max_length=8)]
     data_offsets: tuple[_Size, _Size]
 
@@ -112,7 +131,13 @@ def check_still(identity: Identity) -> None:
 
 
 def read_header(file: BinaryIO) -> Header:
-    """Reads no more than the header; TruncatedError if it is incomplete, MalformedError if none."""
+    """Reads no more than the header; raises as `header_of` and `parse`."""
+    content = header_of(file)
+    return parse(content, LENGTH_BYTES + len(content))
+
+
+def header_of(file: BinaryIO) -> bytes:
+    """The header's JSON; TruncatedError if it is incomplete, MalformedError if there is none."""
     start = file.read(LENGTH_BYTES)
     if len(start) < LENGTH_BYTES:
         raise TruncatedError
@@ -120,8 +145,13 @@ def read_header(file: BinaryIO) -> Header:
     if header_bytes > MAX_HEADER_BYTES:
         raise MalformedError
     content = file.read(header_bytes)
-    if content[:1] in {b"", b"{"} and len(content) < header_bytes:
-        raise TruncatedError
+    if len(content) < header_bytes:
+        raise TruncatedError if content[:1] in {b"", b"{"} else MalformedError
+    return content
+
+
+def parse(content: bytes | str, data_at: int = 0) -> Header:
+    """Reads a header's JSON; raises MalformedError."""
     try:
         entries = json.loads(content)
         metadata = entries.pop("__metadata__", {})
@@ -129,11 +159,10 @@ def read_header(file: BinaryIO) -> Header:
         if any(tensor.data_offsets[0] > tensor.data_offsets[1] for tensor in tensors.values()):
             raise MalformedError
         return Header(
-            shapes={name: tensor.shape for name, tensor in tensors.items()},
-            metadata={key: value for key, value in metadata.items() if isinstance(value, str)},
-            file_bytes=LENGTH_BYTES
-            + header_bytes
-            + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0),
+            {name: tensor.shape for name, tensor in tensors.items()},
+            {key: value for key, value in metadata.items() if isinstance(value, str)},
+            {name: (tensor.dtype, *tensor.data_offsets) for name, tensor in tensors.items()},
+            data_at,
         )
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise MalformedError from error

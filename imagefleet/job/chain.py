@@ -4,15 +4,12 @@ The message of a later stage is the whole job's, with its signature, and a field
 no key to be sent, and whoever changes that field changes which stage is drawn alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
 from imagefleet import errors
-from imagefleet.job import sizes
 from imagefleet.job.passes import extras
 from imagefleet.job.passes import fields as passes
 
@@ -37,17 +34,15 @@ INHERITED = frozenset(
     (
         *("prompt", "negative_prompt", "enable_prompt_comments", "clip_skip", "model"),
         *("sampler_name", *_OF_SAMPLER, "steps", "cfg_scale", "s_min_uncond"),
+        "use_downcasted_alpha_bar",
         *("width", "height", "seed", "subseed", "subseed_strength", "randn_source"),
         *("eta_noise_seed_delta", "seed_resize_from_w", "seed_resize_from_h", "output", "metadata"),
-        "sd_vae_decode_method",
+        *("sd_vae", "sd_vae_decode_method", "tiling", "img2img_extra_noise", "defaults"),
     )
 )
 
 #: Fields of the whole job; a stage is refused that has one.
-OF_JOB = frozenset({"id", "campaign", "verify", THEN_FIELD})
-
-#: A stage makes one image of one.
-_OF_IMAGES = frozenset({"batch_size", "n_iter"})
+OF_JOB = frozenset({"id", "campaign", "verify", "awaited", "defaults", THEN_FIELD})
 
 
 class StageField(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True):
@@ -73,7 +68,7 @@ def fields_of_stage(number: int, payload: Mapping[str, Any]) -> dict[str, Any]:
     for name in fields:
         if name in OF_JOB:
             raise ValueError(f"stage {number}: {name} is the job's: give it outside {THEN_FIELD}")
-        if name in _OF_IMAGES and fields[name] != 1:
+        if name in {"batch_size", "n_iter"} and fields[name] != 1:
             raise ValueError(f"stage {number}: {name} should be 1: a stage makes one image of one")
     return fields
 
@@ -88,16 +83,6 @@ def inherited(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
         and name not in given
         and not (sampler_is_another and name in _OF_SAMPLER)
     }
-
-
-def check_size(text: str) -> None:
-    """Raises InvalidMessageError for a job that leaves no room for the messages of later stages.
-
-    *text* is its message as they have it, maybe longer than it was sent, in base64 say.
-    """
-    most = sizes.MAX_MESSAGE_BYTES - sizes.STAGE_BYTES
-    if sizes.message_bytes(text) > most:
-        raise errors.InvalidMessageError(f"the job with its stages takes more than {most:,} bytes")
 
 
 def own_fields(fields: dict[str, Any], place: object) -> dict[str, Any]:

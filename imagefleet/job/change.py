@@ -1,7 +1,5 @@
 """Changes to failed jobs that are sent again: steps=20, say."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Self, get_args
@@ -10,7 +8,7 @@ from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
 
 from imagefleet import errors, validation
-from imagefleet.job import chain, override_settings, sizes
+from imagefleet.job import chain, sizes
 from imagefleet.job.message import (
     DELIVERIES_FIELD,
     DIGEST_FIELD,
@@ -19,6 +17,7 @@ from imagefleet.job.message import (
     is_signed,
     read_job,
 )
+from imagefleet.job.settings_table import SETTINGS
 from imagefleet.signing import SIGNATURE_FIELD, JobSigner
 
 #: A job of another id is another job; and a second drawing is none of an operator's.
@@ -109,7 +108,6 @@ class Change:
 
 
 def _fault(fields: Mapping[str, Any]) -> str | None:
-    """Why they make no job; None if they do."""
     try:
         Job.model_validate(fields)
     except ValidationError as error:
@@ -153,6 +151,8 @@ def _drop_aliases(fields: dict[str, Any], values: Mapping[str, Any]) -> None:
         fields.pop("sampler_index", None)
     settings = fields.get("override_settings")
     if isinstance(settings, dict):
-        aliases = override_settings.FIELDS
-        kept = {name: each for name, each in settings.items() if aliases.get(name) not in values}
-        fields["override_settings"] = kept
+        fields["override_settings"] = {
+            name: each
+            for name, each in settings.items()
+            if name not in SETTINGS or SETTINGS[name].field not in values
+        }

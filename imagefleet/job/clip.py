@@ -7,18 +7,20 @@ Embeddings (textual inversion) are found as AUTOMATIC1111 finds them.
 
 from __future__ import annotations
 
+import contextlib
 import html
 import html.entities
 import itertools
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from imagefleet import errors
-from imagefleet.job.prompt import Prompt, Section, weighted_parts
+from imagefleet.job import differences
+from imagefleet.job.prompt import Prompt, Section, State, weighted_parts
 
 #: CLIP's tokenizer in the format of transformers: vocab.json and merges.txt.
 TOKENIZER = Path(__file__).with_name("clip_tokenizer")
@@ -33,6 +35,9 @@ COMMA_BACKTRACK = 20
 
 #: 2,400 tokens. Without a limit, one prompt of 64 KiB could fill the GPU.
 MAX_CHUNKS = 32
+
+#: Those of all texts of an edited prompt, which a job holds on the device: of SDXL 80 MB.
+_MOST_CHUNKS = 256
 
 #: What no token goes across: words, signs that may be in an embedding's name, and others.
 _TOKEN = re.compile(
@@ -87,6 +92,9 @@ def cleaned(text: str) -> str:
     """
     if _CLEAN.fullmatch(text):
         return text
+    with contextlib.suppress(UnicodeError):
+        if text.encode("cp1252").decode() != text:
+            differences.warn("mojibake")
     sign = text.find("<")
     end = len(text) if sign < 0 else text.rfind("\n", 0, sign) + 1
     head, rest = text[:end].translate(_REPLACED), text[end:].translate(_REPLACED)
@@ -155,6 +163,12 @@ class Names(Generic[T_co]):
                 yield ids[at]
                 at += 1
 
+    def found_in(self, prompts: Iterable[Prompt | str], tokenise: Tokenise) -> Iterator[T_co]:
+        """What prompts name, in order; raises as `sections_of`."""
+        sections = [section for prompt in prompts for section in sections_of(prompt)]
+        for ids in tokenise([part.text for section in sections for part in section]):
+            yield from (each[0] for each in self.split(ids) if not isinstance(each, int))
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -165,6 +179,9 @@ class Chunk:
     weights: tuple[float, ...] = ()
     inserts: tuple[Insert, ...] = ()
     """The embeddings, in order; also some in the padding."""
+    company: tuple[tuple[Chunk, int], ...] = ()
+    """With a prompt that is edited, the chunks in this place, and for how many entries each: the
+    text encoder keeps the mean of all."""
 
 
 #: The token in whose place a vector of an embedding comes: AUTOMATIC1111's.
@@ -182,18 +199,18 @@ class _Place(NamedTuple):
 _NO_NAMES: Names[Embedding] = Names(())
 
 
-def sections_of(prompt: Prompt | str) -> tuple[Section, ...]:
-    """The sections of a prompt, or of a text without LoRA tags."""
+def sections_of(prompt: Prompt | State | str) -> tuple[Section, ...]:
+    """The sections of a prompt in all its steps, or of a text without LoRA tags."""
     return weighted_parts(prompt) if isinstance(prompt, str) else prompt.sections
 
 
 def cut_into_chunks(
-    prompt: Prompt | str,
+    prompt: State | str,
     tokenise: Tokenise,
     comma: int | None,
     embeddings: Names[Embedding] = _NO_NAMES,
 ) -> tuple[Chunk, ...]:
-    """Cuts a prompt (text: one without LoRA tags) into chunks, or raises JobError."""
+    """Cuts a prompt's words (text: without LoRA tags) into chunks, or raises JobError."""
     sections = sections_of(prompt)
     ids = iter(tokenise([part.text for section in sections for part in section]))
     chunks: list[Chunk] = []
@@ -209,21 +226,39 @@ def cut_into_chunks(
     return tuple(chunks)
 
 
+def level(cut: Sequence[tuple[Chunk, ...]], counts: Sequence[int]) -> list[tuple[Chunk, ...]]:
+    """The chunks of an edited prompt's texts, of so many entries each, as if encoded together.
+
+    So AUTOMATIC1111 does: shorter ones end with empty chunks, and the means that weights keep are
+    of all. Raises JobError for too many chunks.
+    """
+    if len(cut) == 1:
+        return list(cut)
+    length = max(map(len, cut))
+    _refuse_more(length * len(cut), "in all its steps ", _MOST_CHUNKS)
+    columns = []
+    for place in itertools.zip_longest(*cut, fillvalue=Chunk()):
+        is_weighted = any(weight != 1 for chunk in place for weight in chunk.weights)
+        company = tuple(zip(place, counts, strict=True)) if is_weighted else ()
+        columns.append([replace(chunk, company=company) for chunk in place])
+    return list(zip(*columns, strict=True))
+
+
 def check_length(prompt: Prompt) -> None:
     """Raises JobError for a prompt that is too long whatever the tokenizer and the embeddings.
 
     Each word, digit and row of signs is a token at least, or begins the name of an embedding, which
     has no two words side by side. `cut_into_chunks` refuses what is shorter and yet too long.
     """
-    sections = prompt.sections
-    # The most that there can be, which nearly no prompt comes near.
-    if len(sections) + len(prompt.text) // CHUNK_TOKENS <= MAX_CHUNKS:
-        return
-    *others, last = (
-        -(-sum(_fewest_tokens(part.text) for part in section) // CHUNK_TOKENS)
-        for section in sections
-    )
-    _refuse_more(sum(max(1, chunks) for chunks in others) + last, "at least ")
+    for _, text, sections in prompt.states:
+        # The most that there can be, which nearly no prompt comes near.
+        if len(sections) + len(text) // CHUNK_TOKENS <= MAX_CHUNKS:
+            continue
+        *others, last = (
+            -(-sum(_fewest_tokens(part.text) for part in section) // CHUNK_TOKENS)
+            for section in sections
+        )
+        _refuse_more(sum(max(1, chunks) for chunks in others) + last, "at least ")
 
 
 def _fewest_tokens(text: str) -> int:
@@ -237,11 +272,10 @@ def _fewest_tokens(text: str) -> int:
     return tokens
 
 
-def _refuse_more(chunks: int, about: str = "") -> None:
-    if chunks > MAX_CHUNKS:
+def _refuse_more(chunks: int, about: str = "", most: int = MAX_CHUNKS) -> None:
+    if chunks > most:
         raise errors.JobError(
-            f"the prompt has {about}{chunks:,} chunks of {CHUNK_TOKENS} tokens; {MAX_CHUNKS} at"
-            " most"
+            f"the prompt has {about}{chunks:,} chunks of {CHUNK_TOKENS} tokens; {most} at most"
         )
 
 
@@ -284,12 +318,9 @@ def _cut_section(phrases: Iterable[list[_Place]], comma: int | None) -> list[Chu
 
 def _chunk(places: Sequence[_Place], end: int = CHUNK_TOKENS) -> Chunk:
     """A chunk of the places before *end*, with the embeddings of all."""
-    inserts = (
-        Insert(at, place.embedding)
-        for at, place in enumerate(places)
-        if place.embedding is not None
-    )
-    kept = places[:end]
+    kept, given = places[:end], ((at, place.embedding) for at, place in enumerate(places))
     return Chunk(
-        tuple(place.token for place in kept), tuple(place.weight for place in kept), tuple(inserts)
+        tuple(place.token for place in kept),
+        tuple(place.weight for place in kept),
+        tuple(Insert(at, embedding) for at, embedding in given if embedding is not None),
     )

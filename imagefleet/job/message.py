@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import pydantic_core
 from pydantic import (
@@ -30,10 +30,7 @@ from imagefleet.job.passes.fields import PassFields
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.job.samplers import MAX_IMAGES_PER_JOB, MAX_SIDE
 from imagefleet.job.sizes import Metadata
-from imagefleet.signing import SIGNATURE_FIELD
-
-if TYPE_CHECKING:
-    from imagefleet.signing import JobSigner, TrustedJobs
+from imagefleet.signing import SIGNATURE_FIELD, JobSigner, TrustedJobs
 
 #: A message's record of its earlier deliveries (`imagefleet.storage.deliveries`), not of the job.
 DELIVERIES_FIELD = "deliveries"
@@ -42,7 +39,7 @@ DELIVERIES_FIELD = "deliveries"
 DIGEST_FIELD = "digest"
 
 #: Names of a job, and what is only handed through: two that differ in these draw the same pictures.
-_NOT_IN_DIGEST = {"id", "campaign", "metadata", "verify", chain.THEN_FIELD}
+_NOT_IN_DIGEST = chain.OF_JOB | {"metadata"}
 
 #: Made once: `json.dumps` makes one for each text.
 _TEXT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
@@ -65,12 +62,9 @@ def _matches(pattern: re.Pattern[str], allowed: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+_SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 SafeId = Annotated[
-    str,
-    _matches(
-        re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"),
-        "letters, digits and . _ - only, beginning with a letter or a digit",
-    ),
+    str, _matches(_SAFE_ID, "letters, digits and . _ - only, beginning with a letter or a digit")
 ]
 SafeFileName = Annotated[
     str, _matches(SAFE_NAME, "letters, digits, spaces and _ . + ( ) - only, without a path")
@@ -100,6 +94,8 @@ class Output(BaseModel, extra="forbid", frozen=True):
 class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True):
     """A validated job; one that `read_job` returned has an `id` and a `seed`."""
 
+    defaults: Literal["a1111-1.10"] | None = None
+    """Whose values the fields have that are left out; None: those of these classes."""
     model: SafeFileName | None = None
     id: SafeId | None = None
     campaign: SafeId | None = None
@@ -107,6 +103,8 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
     metadata: Metadata = Field(default_factory=dict)
     verify: bool = False
     """A second drawing of the job's first image, to be compared; it is no result of the job."""
+    awaited: bool = False
+    """Whether a client waits for its end, which its worker then records at once."""
     then: tuple[dict[str, JsonValue], ...] = Field(default=(), max_length=chain.MAX_STAGES - 1)
     """The stages after this one, each with the fields in which it differs from the one before."""
 
@@ -128,10 +126,8 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
     @model_validator(mode="after")
     def _text_fits_its_file(self) -> Self:
         if self.output.format == "jpeg":
-            try:
+            with validation.as_error(ValueError):
                 sizes.check_jpeg_text("".join(self.shown_prompts))
-            except errors.JobError as error:
-                raise ValueError(error.message) from None
         return self
 
     @model_validator(mode="after")
@@ -162,7 +158,6 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
         self.model_fields_set.update(missing)
 
     def _missing(self, job_id: str, campaign: str | None = None) -> dict[str, Any]:
-        """What `identified` gives the job."""
         missing: dict[str, Any] = {}
         known_id = self.id or job_id
         if self.id != known_id:
@@ -178,7 +173,9 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         copy = super().model_copy(update=update, deep=deep)
-        for name in ("digest", "stage_digest", "given_fields"):
+        # Steps decide what an edited prompt is.
+        prompts = ("parsed_prompt", "parsed_negative_prompt")
+        for name in ("digest", "stage_digest", "given_fields", *prompts):
             copy.__dict__.pop(name, None)
         return copy
 
@@ -195,11 +192,10 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
             fields[chain.INPUT_FIELD] = [f"{img2img.IMAGES}{known.blob_name(0)}"]
             with validation.as_error(ValueError, f"stage {place}: ", Job.model_fields):
                 stage = Job.model_validate(fields)
-            known = stage.placed(Place(self, known, place, message, input_size))
-            try:
-                input_size = known.final_size
-            except errors.JobError as error:  # of a size that only the stage before tells
-                raise ValueError(f"stage {place}: {error.message}") from None
+                stage.__dict__["place"] = Place(self, known, place, message, input_size)
+                if self.id is not None:
+                    stage.identify(self.id)
+                known, input_size = stage, stage.final_size  # which may not fit the one before
         return known
 
     def stage_of_message(self, field: object) -> Job:
@@ -212,15 +208,10 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
             )
         return self.at_stage(asked.number, asked.message)
 
-    def placed(self, place: Place) -> Job:
-        job = self.model_copy()
-        job.__dict__["place"] = place
-        return job if place.job.id is None else job.identified(place.job.id)
-
     @functools.cached_property  # looked up a dozen times a job, and a private attribute is slow
     def place(self) -> Place | None:
         """A later stage's place in its chain; None for a job as it was sent."""
-        return None  # `placed` sets another
+        return None  # `at_stage` sets another
 
     @property
     def whole(self) -> Job:
@@ -336,11 +327,14 @@ class Place:
     """Width and height of the image of the stage before, as far as the job tells."""
 
 
-def read_job(body: str, message_id: str, trusted: TrustedJobs | None = None) -> Job:
+def read_job(
+    body: str, message_id: str, trusted: TrustedJobs | None = None, defaults: str | None = None
+) -> Job:
     """Reads a job from a message: plain JSON, or JSON in base64 as Azure Functions send it.
 
     A job without an id takes the message's; a seed follows from its id, so that a retry draws the
-    same. Raises InvalidMessageError, which says why, or UntrustedJobError if not *trusted*.
+    same. *defaults* are those of a job without any that is neither signed nor was read before.
+    Raises InvalidMessageError, which says why, or UntrustedJobError if not *trusted*.
     """
     try:
         fields = message_fields(body)
@@ -355,13 +349,20 @@ def read_job(body: str, message_id: str, trusted: TrustedJobs | None = None) -> 
     if trusted is not None:
         trusted.check(fields, signature)
     digest = fields.pop(DIGEST_FIELD, None)
+    if defaults and digest is None and signature is None:
+        fields.setdefault("defaults", defaults)
     try:
         job = Job.model_validate(fields)
     except ValidationError as error:
         raise errors.InvalidMessageError(validation.sentence(error, Job.model_fields)) from None
     if job.then and stage is None:
+        # Its text as the messages of later stages have it, maybe longer than it was sent.
         signed = {} if signature is None else {SIGNATURE_FIELD: signature}
-        chain.check_size(message_text(fields | signed))
+        most = sizes.MAX_MESSAGE_BYTES - sizes.STAGE_BYTES
+        if sizes.message_bytes(message_text(fields | signed)) > most:
+            raise errors.InvalidMessageError(
+                f"the job with its stages takes more than {most:,} bytes"
+            )
     job.identify(message_id)
     if digest is not None and digest != job.digest:
         raise errors.InvalidMessageError(

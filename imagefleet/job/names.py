@@ -1,7 +1,5 @@
 """Names made of jobs' and workers' names, beside those of images (`message.image_stem`)."""
 
-from __future__ import annotations
-
 import re
 
 from imagefleet.job.message import DEFAULT_CAMPAIGN
@@ -20,7 +18,6 @@ ASIDE = "-"
 
 
 def worker_file_name(worker: str) -> str:
-    """A worker's name as part of a blob's."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", worker).lstrip(".") or "_"
 
 

@@ -1,21 +1,29 @@
-"""AUTOMATIC1111's prompts: comments, emphasis, `BREAK`, LoRAs.
+"""AUTOMATIC1111's prompts: comments, emphasis, `BREAK`, LoRAs, `AND`, editing.
 
 Its other syntax is refused by name: as words, it would give an image that nobody asked for.
 """
-
-from __future__ import annotations
 
 import functools
 import itertools
 import math
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from imagefleet import errors
+from imagefleet.job import editing
 
-#: A LoRA's name comes from a prompt, so it is untrusted: one path segment, no leading dot.
+#: The name of a model or of a file that a field names, which is untrusted: one path segment.
 SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_ .+()-]{0,127}")
+
+#: Signs that a LoRA's or an embedding's name has not, which prompts name: those of paths, and what
+#: Windows takes for none.
+_UNSAFE = re.compile(r'^\.|[/\\:*?"<>|]')
+
+#: File systems take names of 255, with the suffix.
+_MAX_NAME_BYTES = 200
 
 #: LoRAs are used between -2 and 2; this catches a typo such as `35` for `0.35`.
 WEIGHT_LIMIT = 10.0
@@ -28,6 +36,12 @@ MAX_DEPTH = 32
 
 #: Per prompt: each is held in memory while an image is drawn.
 MAX_LORAS = 16
+
+#: Prompts joined with AND: each takes a row of the UNet's calls.
+MAX_SUBPROMPTS = 8
+
+#: The steps of a prompt that is read for no job: the API's default of this program.
+_USUAL_STEPS = 20
 
 _TAG = re.compile(r"<(\w+):([^>]*)>")
 _LORA_KINDS = frozenset({"lora", "lyco"})
@@ -52,9 +66,6 @@ _AND = re.compile(r"\bAND\b")
 
 _OWN_WEIGHT = re.compile(r"[+-]?(?:\d+\.?|\d*\.\d+)")
 
-_SIGN = re.compile(r"\\.|[()\[\]:|]")
-_WHEN = re.compile(r"\s*[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?\s*")
-
 
 @dataclass(frozen=True, slots=True)
 class LoraTag:
@@ -75,18 +86,67 @@ Section = tuple[Part, ...]
 """The parts between two BREAKs; no two neighbours have the same weight."""
 
 
+class State(NamedTuple):
+    """The words of a prompt in some of the UNet's calls."""
+
+    until: int
+    """The last call that has them, counted from 0; calls beyond the last state have the first."""
+    text: str
+    sections: tuple[Section, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Subprompt:
+    """One of the prompts that AND joins, or the only one."""
+
+    states: tuple[State, ...]
+    """By their `until`; some may have the same words."""
+    weight: float = 1.0
+    """From `:1.3` at its end: multiplies the guidance scale."""
+
+    def at(self, call: int) -> State:
+        return next((state for state in self.states if call <= state.until), self.states[0])
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A parsed prompt: its text without LoRA tags, the tags in order, the weighted parts."""
+    """A parsed prompt: its text without LoRA tags, the tags in order, its words by step."""
 
     text: str
     loras: tuple[LoraTag, ...]
-    sections: tuple[Section, ...]
-    weight: float = 1.0
-    """The whole prompt's weight, from `:1.3` at its end: multiplies the guidance scale."""
+    subprompts: tuple[Subprompt, ...]
 
     def __str__(self) -> str:
         return self.text
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """What multiplies the guidance scale, of each subprompt."""
+        return tuple(subprompt.weight for subprompt in self.subprompts)
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """The states of all subprompts, one of each text."""
+        states = (state for subprompt in self.subprompts for state in subprompt.states)
+        return tuple({state.text: state for state in states}.values())
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        """Those of all its texts, one after the other."""
+        return tuple(section for state in self.states for section in state.sections)
+
+
+#: What `is_safe_name` takes, for messages.
+SAFE_NAMES = (
+    f"give one of at most {_MAX_NAME_BYTES} bytes, with no path, no dot at the start, and none of"
+    ' \\ : * ? " < > |'
+)
+
+
+def is_safe_name(name: str) -> bool:
+    """Whether a LoRA or an embedding may have this name, of letters and signs of any language."""
+    is_short = 0 < len(name.encode(errors="replace")) <= _MAX_NAME_BYTES
+    return is_short and name.isprintable() and not _UNSAFE.search(name)
 
 
 def without_comments(prompt: str) -> str:
@@ -97,9 +157,15 @@ def without_comments(prompt: str) -> str:
 
 
 # The stages of a job mostly have one prompt.
-@functools.lru_cache(maxsize=16)
-def read_prompt(prompt: str, *, comments: bool = True) -> Prompt:
-    """Splits a prompt into weighted words and LoRAs; without *comments*, `#` is a letter."""
+@functools.lru_cache(maxsize=64)
+def read_prompt(
+    prompt: str, *, comments: bool = True, steps: int = _USUAL_STEPS, first_steps: int = 0
+) -> Prompt:
+    """Splits a prompt into weighted words and LoRAs; without *comments*, `#` is a letter.
+
+    *steps* are those that prompt editing counts (`samplers.editing_steps`), of a second pass with
+    the *first_steps* of the first. Raises JobError for what cannot be drawn.
+    """
     if comments:
         prompt = without_comments(prompt)
     # No tag ends after the last '>'; searching there would take quadratic time.
@@ -115,20 +181,25 @@ def read_prompt(prompt: str, *, comments: bool = True) -> Prompt:
     if len(loras) > MAX_LORAS:
         raise errors.JobError(f"the prompt has {len(loras)} LoRAs; at most {MAX_LORAS} work")
     text = _TAG.sub("", prompt[:end]) + prompt[end:]
-    if _AND.search(text):
+    joined = [_split_own_weight(each) for each in _AND.split(text)]
+    if len(joined) > MAX_SUBPROMPTS:
         raise errors.JobError(
-            "the prompt joins prompts with AND, which is not supported; write 'and' for the word"
+            f"the prompt joins {len(joined)} prompts with AND; at most {MAX_SUBPROMPTS} work"
         )
-    text, weight = _split_own_weight(text)
-    refuse_editing(text)
+    subprompts = tuple(
+        Subprompt(_read_states(words, steps, first_steps), weight) for words, weight in joined
+    )
     # A LoRA that is named twice is applied twice, both times with its last weights.
     last = {tag.name: tag for tag in loras}
     tags = tuple(last[tag.name] for tag in loras)
-    return Prompt(text, tags, weighted_parts(text), weight)
+    read = Prompt(text if len(joined) > 1 else joined[0][0], tags, subprompts)
+    if len(subprompts) > 1:
+        editing.refuse_more(len(read.states))
+    return read
 
 
 def read_words(text: str) -> tuple[str, Sequence[LoraTag]]:
-    """A prompt's words as they are drawn, and its LoRAs; one that cannot be read as it is.
+    """A prompt's words as they are drawn last, and its LoRAs; one that cannot be read as it is.
 
     That is without weights, escapes and the signs that end sections.
     """
@@ -136,15 +207,16 @@ def read_words(text: str) -> tuple[str, Sequence[LoraTag]]:
         read = read_prompt(text)
     except errors.JobError:
         return text, ()
-    words = " ".join("".join(part.text for part in section) for section in read.sections)
+    sections = [each for joined in read.subprompts for each in joined.states[-1].sections]
+    words = " ".join("".join(part.text for part in section) for section in sections)
     return " ".join(words.replace(" ,", "").split()).strip(" ,"), read.loras
 
 
 def _split_own_weight(text: str) -> tuple[str, float]:
-    """Splits off its own weight, `:1.3` at its end, as AUTOMATIC1111 does for the parts of AND."""
+    """Splits off its own weight, `:1.3` at its end, as AUTOMATIC1111 does for what AND joins."""
     words, colon, number = text.rstrip().rpartition(":")
     if not colon or not _OWN_WEIGHT.fullmatch(number := number.strip()):
-        return text, 1.0
+        return text.rstrip(), 1.0
     weight = float(number)
     if abs(weight) > WEIGHT_LIMIT:
         raise errors.JobError(
@@ -157,12 +229,13 @@ def _split_own_weight(text: str) -> tuple[str, float]:
 
 # A campaign's jobs share a few negative prompts.
 @functools.lru_cache(maxsize=256)
-def read_negative_prompt(prompt: str, *, comments: bool = True) -> Prompt:
+def read_negative_prompt(
+    prompt: str, *, comments: bool = True, steps: int = _USUAL_STEPS, first_steps: int = 0
+) -> Prompt:
     """Reads it as `read_prompt` does, but takes AND, LoRA tags and `:1.3` at its end for words."""
     if comments:
         prompt = without_comments(prompt)
-    refuse_editing(prompt)
-    return Prompt(prompt, (), weighted_parts(prompt))
+    return Prompt(prompt, (), (Subprompt(_read_states(prompt, steps, first_steps)),))
 
 
 def weighted_parts(text: str) -> tuple[Section, ...]:
@@ -250,61 +323,19 @@ def _merge(texts: list[list[str]], weights: list[float]) -> Section:
     return tuple(parts)
 
 
-@dataclass(slots=True)
-class _Open:
-    start: int
-    colons: int = 0
-    last_colon: int = 0
-    bars: int = 0
-
-
-def refuse_editing(text: str) -> None:
-    """Raises JobError for prompt editing `[from:to:when]` and alternation `[a|b]`."""
-    if ":" not in text and "|" not in text:
-        return
-    opened: list[_Open] = []
-    for match in _SIGN.finditer(text, max(0, text.find("[")), text.rfind("]") + 1):
-        sign = match[0]
-        if sign in _PLAIN_FACTORS:
-            opened.append(_Open(match.start()))
-        elif not opened:
-            continue
-        elif sign == ":":
-            opened[-1].colons += 1
-            opened[-1].last_colon = match.start()
-        elif sign == "|":
-            opened[-1].bars += 1
-        elif sign in _OPENED_BY and not _is_group(text, opened.pop(), match.start()):
-            opened.clear()
-
-
-def _is_group(text: str, bracket: _Open, end: int) -> bool:
-    """Whether a bracketed span is emphasis; raises JobError for editing and alternation."""
-    start, colons, bars = bracket.start, bracket.colons, bracket.bars
-    if text[start] != _OPENED_BY[text[end]]:
-        return False
-    if text[start] == "(":
-        return not bars and colons <= 1
-    changing = None
-    if bars and not colons:
-        changing = "alternation [a|b]"
-    elif not bars and colons in {1, 2}:
-        when = _WHEN.match(text, bracket.last_colon + 1)
-        changing = "prompt editing [from:to:when]" if when and when.end() == end else None
-    if changing:
-        shown = text[start : min(end + 1, start + 80)]
-        raise errors.JobError(f"the prompt uses {changing}, which is not supported: {shown!r}")
-    return not bars and not colons
+def _read_states(text: str, steps: int, first_steps: int) -> tuple[State, ...]:
+    has_edits = "[" in text
+    found = editing.schedule(text, steps, first_steps) if has_edits else [(steps, text)]
+    sections = {words: weighted_parts(words) for words in dict.fromkeys(each for _, each in found)}
+    return tuple(State(until, words, sections[words]) for until, words in found)
 
 
 def _read_tag(arguments: str) -> LoraTag:
     """Reads `name[:text encoder weight, 1[:UNet weight, the same]]`; also `te=` and `unet=`."""
     name, *rest = arguments.split(":")
-    if not SAFE_NAME.fullmatch(name):
-        raise errors.JobError(
-            f"the LoRA name {name[:80]!r} is refused: use letters, digits, spaces and"
-            " _ . + ( ) - only, without a path"
-        )
+    name = unicodedata.normalize("NFC", name)
+    if not is_safe_name(name):
+        raise errors.JobError(f"the LoRA name {name[:80]!r} is refused: {SAFE_NAMES}")
     positional = [text for text in rest if "=" not in text]
     named = dict(text.split("=", 1) for text in rest if "=" in text)
     unknown = sorted(named.keys() - {"te", "unet"})

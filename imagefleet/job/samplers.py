@@ -7,11 +7,9 @@ field `scheduler`. Both are accepted. A name alone means what it meant before 1.
 no Karras schedule; with `scheduler` 'Automatic' it has, as in 1.10.
 """
 
-from __future__ import annotations
-
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
@@ -47,6 +45,10 @@ class Options:
     """Scale of the noise of these and of most ancestral and SDE samplers."""
     s_min_uncond: float = 0.0
     """The sigma below which every other step goes without the negative prompt, for all samplers."""
+    extra_noise: float = 0.0
+    """What is added to the first noise of a pass that begins with an image."""
+    is_downcast: bool = False
+    """Whether the noise schedule and its sigmas are rounded to half precision."""
 
 
 DEFAULT_OPTIONS = Options()
@@ -247,7 +249,6 @@ def too_few_steps(key: str) -> str:
 
 
 def least_steps(key: str) -> int:
-    """The fewest steps that draw an image."""
     return 2 if key in _BY_TIMESTEPS else 1
 
 
@@ -257,6 +258,11 @@ def unet_calls(key: str, steps: int) -> int:
     if sampler and sampler.method == "dpm_adaptive":
         return ADAPTIVE_CALLS
     return 2 * steps - 1 if sampler and sampler.calls > 1 and steps else steps
+
+
+def editing_steps(key: str, steps: int) -> int:
+    """The steps that prompt editing counts: AUTOMATIC1111 has two for each of two UNet calls."""
+    return steps * SAMPLERS[key].calls if key in SAMPLERS else steps
 
 
 NoiseSource = Literal["CPU", "GPU", "NV"]
@@ -284,6 +290,16 @@ class Noise:
 DEFAULT_NOISE = Noise()
 
 
+def check_guidance(cfg_scale: float, prompt: Prompt, name: str = "the prompt") -> None:
+    """Raises ValueError if a weight that is the prompt's own multiplies the scale too far."""
+    weight = max(prompt.weights, key=abs)
+    if abs(cfg_scale * weight) > MAX_GUIDANCE:
+        raise ValueError(
+            f"cfg_scale: {cfg_scale:g} times the weight of {name}, which is {weight:g}, is more"
+            f" than {MAX_GUIDANCE}"
+        )
+
+
 def _without_nul(prompt: str) -> str:
     if "\0" in prompt:
         raise ValueError("holds the character U+0000, which no image's text can hold: remove it")
@@ -293,32 +309,26 @@ def _without_nul(prompt: str) -> str:
 PromptText = Annotated[str, StringConstraints(max_length=65_536), AfterValidator(_without_nul)]
 
 
-def _known_sampler(name: str) -> str:
-    find(name)
-    return name
-
-
-def _known_scheduler(name: str | None) -> str | None:
-    check_scheduler(name)
-    return name
-
-
 def _is_off_or_side(pixels: int) -> int:
     if pixels > 0 and not MIN_SIDE <= pixels <= MAX_SIDE:
         raise ValueError(f"should be between {MIN_SIDE} and {MAX_SIDE}, or 0 for no resizing")
     return max(pixels, 0)
 
 
-def _without_guidance(scale: float) -> float:
-    """1 for 0, which is how diffusers spells it."""
-    return scale or 1.0
-
-
 VaeDecoder = Literal["Full", "TAESD"]
 """AUTOMATIC1111's `sd_vae_decode_method`: what decodes the images."""
 
-Guidance = Annotated[float, AfterValidator(_without_guidance), Field(ge=1, le=MAX_GUIDANCE)]
-Side = Annotated[int, Field(ge=MIN_SIDE, le=MAX_SIDE, multiple_of=8)]
+#: Without guidance it is 1, which diffusers spells 0.
+_Scale = Annotated[float, AfterValidator(lambda scale: scale or 1.0)]
+Guidance = Annotated[_Scale, Field(ge=1, le=MAX_GUIDANCE)]
+Side = Annotated[int, Field(ge=MIN_SIDE, le=MAX_SIDE)]
+#: Pixels on a side of one of the latents' cells, AUTOMATIC1111's `opt_f`: images have whole ones.
+CELL = 8
+
+
+def whole_cells(width: int, height: int) -> tuple[int, int]:
+    """The size of the image that is drawn for a job of this size, as AUTOMATIC1111 rounds it."""
+    return width // CELL * CELL, height // CELL * CELL
 
 
 class FirstPass(BaseModel):
@@ -326,8 +336,8 @@ class FirstPass(BaseModel):
 
     prompt: PromptText
     negative_prompt: PromptText = ""
-    sampler_name: Annotated[str, AfterValidator(_known_sampler)] = "Euler a"
-    scheduler: Annotated[str | None, AfterValidator(_known_scheduler)] = None
+    sampler_name: Annotated[str, AfterValidator(lambda name: find(name) and name)] = "Euler a"
+    scheduler: Annotated[str | None, AfterValidator(check_scheduler)] = None
     steps: int = Field(default=20, ge=1, le=150)
     cfg_scale: Guidance = 7.0
     width: Side | None = None
@@ -343,12 +353,14 @@ class FirstPass(BaseModel):
     """0: no limit."""
     s_noise: float = Field(default=1.0, ge=0, le=10)
     s_min_uncond: float = Field(default=0.0, ge=0, le=1000)
+    img2img_extra_noise: float = Field(default=0.0, ge=0, le=1)
     randn_source: NoiseSource = "CPU"
     eta_noise_seed_delta: int = Field(default=0, ge=-(2**32), le=2**32)
     subseed: int = Field(default=-1, ge=-1, le=2**32 - 1)
     subseed_strength: float = Field(default=0.0, ge=0, le=1)
     seed_resize_from_w: Annotated[int, AfterValidator(_is_off_or_side)] = 0
     seed_resize_from_h: Annotated[int, AfterValidator(_is_off_or_side)] = 0
+    use_downcasted_alpha_bar: bool = False
     enable_prompt_comments: bool = True
     sd_vae_decode_method: VaeDecoder | None = None
     """None: the worker's usual one."""
@@ -372,22 +384,25 @@ class FirstPass(BaseModel):
                 clip.check_length(getattr(self, f"parsed_{field}"))
             except errors.JobError as error:
                 raise ValueError(f"{field}: {error.message}") from None
-        if abs(self.guidance) > MAX_GUIDANCE:
-            raise ValueError(
-                f"cfg_scale: {self.cfg_scale:g} times the prompt's own weight, which is"
-                f" {self.parsed_prompt.weight:g}, is more than {MAX_GUIDANCE}"
-            )
+        check_guidance(self.cfg_scale, self.parsed_prompt)
         return self
 
     @functools.cached_property
     def parsed_prompt(self) -> Prompt:
-        return prompts.read_prompt(self.prompt, comments=self.enable_prompt_comments)
+        return self.read(prompts.read_prompt, self.prompt)
 
     @functools.cached_property
     def parsed_negative_prompt(self) -> Prompt:
-        return prompts.read_negative_prompt(
-            self.negative_prompt, comments=self.enable_prompt_comments
-        )
+        return self.read(prompts.read_negative_prompt, self.negative_prompt)
+
+    def read(self, read: Callable[..., Prompt], text: str, *steps: int) -> Prompt:
+        """A prompt in the course of the first pass' steps, or of a second pass' and those."""
+        counted = dict(zip(("steps", "first_steps"), steps or [self.editing_steps], strict=False))
+        return read(text, comments=self.enable_prompt_comments, **counted)
+
+    @property
+    def editing_steps(self) -> int:
+        return editing_steps(self.sampler, self.steps)
 
     @property
     def shown_prompts(self) -> tuple[str, str]:
@@ -396,11 +411,6 @@ class FirstPass(BaseModel):
 
     def _shown(self, text: str) -> str:
         return prompts.without_comments(text) if self.enable_prompt_comments else text
-
-    @property
-    def guidance(self) -> float:
-        """The guidance scale; the prompt's own weight multiplies it, as in AUTOMATIC1111."""
-        return self.cfg_scale * self.parsed_prompt.weight
 
     @property
     def images(self) -> int:
@@ -419,6 +429,8 @@ class FirstPass(BaseModel):
             self.s_tmax or math.inf,
             self.s_noise,
             self.s_min_uncond,
+            self.img2img_extra_noise,
+            self.use_downcasted_alpha_bar,
         )
 
     def image_seed(self, index: int) -> int:

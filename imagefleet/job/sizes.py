@@ -1,7 +1,5 @@
 """How large a job's message, its metadata and a blob's name may be: the limits of Azure Storage."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json
@@ -65,24 +63,20 @@ def fits(body: str) -> bool:
     return message_bytes(body) <= MAX_MESSAGE_BYTES and not _NOT_XML.search(body)
 
 
-def most_bytes(body: str) -> int:
-    """The largest size of a message: the one of a job's first stage leaves room for the others'."""
-    is_first = '"then":' in body and '"stage":{' not in body
-    return MAX_MESSAGE_BYTES - STAGE_BYTES if is_first else MAX_MESSAGE_BYTES
-
-
 def checked_messages(bodies: Iterable[str]) -> list[str]:
     """The bodies as a list; raises JobError if a queue cannot carry one of them."""
     checked = list(bodies)
     for body in checked:
         # Short ones, as almost all are, are not encoded to be counted.
-        if len(body) * _MOST_BYTES_A_CHARACTER > MAX_MESSAGE_BYTES and (
-            size := message_bytes(body)
-        ) > (most := most_bytes(body)):
-            of_chain = "" if most == MAX_MESSAGE_BYTES else " of a job with further stages"
-            raise errors.JobError(
-                f"the message has {size:,} bytes; a queue message{of_chain} holds {most:,}"
-            )
+        if len(body) * _MOST_BYTES_A_CHARACTER > MAX_MESSAGE_BYTES - STAGE_BYTES:
+            # The message of a job's first stage leaves room for those of the others.
+            is_first = '"then":' in body and '"stage":{' not in body
+            most, size = MAX_MESSAGE_BYTES - STAGE_BYTES * is_first, message_bytes(body)
+            if size > most:
+                of_chain = " of a job with further stages" if is_first else ""
+                raise errors.JobError(
+                    f"the message has {size:,} bytes; a queue message{of_chain} holds {most:,}"
+                )
         if odd := _NOT_XML.search(body):
             raise errors.JobError(
                 f"the message holds the character U+{ord(odd[0]):04X}, which queues cannot carry;"

@@ -109,18 +109,13 @@ class Family:
         return of_sd1 * self.rate * SD1.image_tflop() / tflop
 
 
-def _read() -> Mapping[str, Family]:
-    path = Path(__file__).with_name("families.toml")
-    tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    family = TypeAdapter(Family)
-    return {
-        slug: family.validate_python({"slug": slug, **table})
-        for slug, table in tables.items()
-        if isinstance(table, dict)
-    }
-
-
-FAMILIES: Mapping[str, Family] = _read()
+_TABLES = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
+_FAMILY = TypeAdapter(Family)
+FAMILIES: Mapping[str, Family] = {
+    slug: _FAMILY.validate_python({"slug": slug, **table})
+    for slug, table in _TABLES.items()
+    if isinstance(table, dict)
+}
 SD1 = FAMILIES["sd1"]
 
 

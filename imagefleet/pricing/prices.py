@@ -1,7 +1,5 @@
 """Prices and speeds of GPU classes (`gpus.toml`), prices of storage, and a fleet's own prices."""
 
-from __future__ import annotations
-
 import dataclasses
 import tomllib
 from collections.abc import Collection, Mapping
@@ -59,6 +57,14 @@ _GPUS: dict[str, dict[str, Any]] = _DATA["gpus"]
 GPU_PRICES_SOURCE: str = _DATA["prices_source"]
 SPEEDS_SOURCE: str = _DATA["speeds_source"]
 
+WARM_UP_SOURCE: str = _DATA["warm_up_source"]
+
+#: By what a node has to compile.
+WARM_UPS: Mapping[str, Mapping[str, float]] = _DATA["warm_up"]
+
+#: Of one node of SaladCloud's.
+INTERRUPTIONS_PER_HOUR: float = _DATA["interruptions_per_hour"]
+
 #: SaladCloud's ids, by GPU class.
 SALAD_IDS: Mapping[str, str] = {name: gpu["salad_id"] for name, gpu in _GPUS.items()}
 
@@ -76,13 +82,6 @@ BUILT_IN = PriceTable(
 
 #: A local folder.
 FREE_STORAGE = StoragePrices(0.0, 0.0, 0.0, "a local folder: no operation is billed")
-
-
-def as_priority(name: str) -> Priority:
-    """Raises SetupError for an unknown priority."""
-    if name in PRIORITIES:
-        return name
-    raise errors.SetupError(f"--priority: should be {', '.join(PRIORITIES)}, not {name}")
 
 
 def matching_gpus(name: str, gpus: Collection[str]) -> list[str]:
@@ -133,11 +132,7 @@ def _key(name: str) -> str:
 _Dollars = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 
 
-class _Strict(BaseModel, extra="forbid", strict=True):
-    """Takes no number for a text, or a text for a number."""
-
-
-class _Storage(_Strict):
+class _Storage(BaseModel, extra="forbid", strict=True):
     """By the names of `StoragePrices`."""
 
     blob_write: _Dollars | None = Field(default=None, alias="blob_writes_per_10000")
@@ -145,7 +140,7 @@ class _Storage(_Strict):
     queue_operation: _Dollars | None = Field(default=None, alias="queue_operations_per_10000")
 
 
-class _File(_Strict):
+class _File(BaseModel, extra="forbid", strict=True):
     source: str = Field(min_length=1)
     gpus: dict[str, dict[Priority, _Dollars]] = {}
     storage: _Storage | None = None

@@ -1,26 +1,20 @@
 """A batch of jobs: what is sent and noted of it, and what becomes of each job."""
 
-from __future__ import annotations
-
-import asyncio
 import contextlib
 import itertools
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
-from imagefleet import errors
+from imagefleet import errors, validation
 from imagefleet.job import sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, job_key
 from imagefleet.records import reader, sent
 from imagefleet.records.outcomes import JobFacts
 from imagefleet.records.record import Record
 from imagefleet.records.sent import Ledgers
+from imagefleet.signing import JobSigner
 from imagefleet.storage.open import Storage
 from imagefleet.telemetry import logs
-
-if TYPE_CHECKING:
-    from imagefleet.signing import JobSigner
 
 log = logs.EventLog(__name__)
 
@@ -37,10 +31,10 @@ class Submission:
         """The jobs by `JobFacts.key`; their `blobs` are the images to wait for."""
         self._storage = storage
         self._token = uuid.uuid4().hex[:12]
-        self._ends: dict[str, dict[str, int]] = {}
+        self.positions: dict[str, dict[str, int]] = {}
+        """Where to look for results from, by campaign: from the start for ids that may be old."""
         self._campaigns: set[str] = set()
         self._with_own_ids: set[str] = set()
-        self._noting = asyncio.Lock()
         self._ledgers = ledgers
         self._counted = 0  # of the jobs
         self._refused: set[str] = set()
@@ -68,10 +62,8 @@ class Submission:
             if facts.key in self.jobs:
                 both = f"numbers {list(self.jobs).index(facts.key) + 1} and {number}"
                 raise errors.JobError(f"two jobs have the id {facts.key}: {both}")
-            try:
+            with validation.as_error(errors.JobError, f"job {facts.key}: "):
                 (body,) = sizes.checked_messages([job.to_message(signer)])
-            except errors.JobError as error:
-                raise errors.JobError(f"job {facts.key}: {error.message}") from None
             self.jobs[facts.key] = facts
             self._campaigns.add(facts.campaign)
             if given.id:
@@ -97,23 +89,15 @@ class Submission:
                 )
 
     async def before_send(self) -> None:
-        """Notes where the records of the campaigns so far end; a listing for each campaign."""
-        async with self._noting:
-            for campaign in self._campaigns - self._ends.keys():
-                try:
-                    self._ends[campaign] = await reader.end(self._storage, campaign)
-                except errors.SetupError:
-                    # Credentials that only add jobs: whoever asks for results is told so.
-                    self._ends[campaign] = {}
-
-    def positions(self) -> dict[str, dict[str, int]]:
-        """Where to look for results from, by campaign: from the start for ids that may be old."""
-        return {
-            campaign: end
-            if campaign not in self._with_own_ids
-            else {name: size for name, size in end.items() if name.endswith(".jobs.jsonl.gz")}
-            for campaign, end in self._ends.items()
-        }
+        """Notes where the campaigns' records end; a listing for each."""
+        for campaign in self._campaigns:
+            found: dict[str, int] = {}
+            # Credentials that only add jobs: whoever asks for results is told so.
+            with contextlib.suppress(errors.SetupError):
+                found = await reader.end(self._storage, campaign)
+            if campaign in self._with_own_ids:
+                found = {name: at for name, at in found.items() if name.endswith(".jobs.jsonl.gz")}
+            self.positions[campaign] = found
 
     async def note_sent(self, count: int) -> None:
         """Notes in the campaigns' ledgers that the first *count* jobs are in the queue."""
@@ -133,7 +117,10 @@ class Submission:
 
 
 class Watch:
-    """Finds the ends of many jobs in the records of their campaigns."""
+    """Finds the ends of many jobs in the records of their campaigns.
+
+    Jobs of the campaigns in *positions* may be added to `waiting` at any time before they are sent.
+    """
 
     def __init__(
         self, storage: Storage, jobs: Iterable[JobFacts], positions: Mapping[str, dict[str, int]]
@@ -144,7 +131,7 @@ class Watch:
         """Whether there may be more to read at once."""
         self._followers = [
             reader.Follower(storage, campaign, positions.get(campaign), own=self.waiting)
-            for campaign in dict.fromkeys(job.campaign for job in self.waiting.values())
+            for campaign in {**positions, **{job.campaign: {} for job in self.waiting.values()}}
         ]
         self._ledgers = Ledgers(storage)
         self._others: list[Record] = []  # of jobs of the same names

@@ -1,7 +1,5 @@
 """Which new records are handed on: those of jobs that were sent, and that fit what is stored."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -97,7 +95,6 @@ class Checks:
 def _misfit(
     record: Record, of_image: Mapping[str, str], of_job: list[Record], is_again: bool
 ) -> str:
-    """Why a record does not fit the metadata of its image, or what is stored of its job."""
     if record.is_end:
         return "the end of a job of which all is stored" if drawn.are_all(of_job) else ""
     if record.outcome == "completed":

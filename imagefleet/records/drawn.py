@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
-from contextlib import aclosing
-from functools import partial
 from typing import Self
 
 from imagefleet import concurrency
@@ -42,16 +40,14 @@ async def images(
     rivals = Rivals(count)
     async for _, lines in first:
         await stored.computed(len(lines), rivals.note, lines)
-    async with aclosing(second) as parts:
-        async for shard, lines in parts:
-            async for part in stored.records_in(shard, lines, damaged):
-                records = replaced.without(part, once=True)
-                records = await _without_rivals(shards, records, rivals, damaged)
-                again.found(records)
-                yield records
-    async with aclosing(left(shards, again, replaced)) as parts:
-        async for records in parts:
+    async for shard, lines in second:
+        async for part in stored.records_in(shard, lines, damaged):
+            records = replaced.without(part, once=True)
+            records = await _without_rivals(shards, records, rivals, damaged)
+            again.found(records)
             yield records
+    async for records in left(shards, again, replaced):
+        yield records
 
 
 async def _twice(
@@ -83,12 +79,11 @@ async def find(shards: Collection[StoredShard], again: Again) -> int:
     """Finds the records of images whose names were taken; counts the jobs that others completed."""
     jobs = 0
     drawn = stored.of_kind(shards, "images") if again else []
-    async with aclosing(stored.lines_of_all(drawn, Damaged())) as parts:
-        async for shard, lines in parts:
-            found = await asyncio.to_thread(again.find, lines)
-            records = stored.parsed(found, shard, Damaged())
-            again.found(records)
-            jobs += sum(again.completes(record) > record.completes_job for record in records)
+    async for shard, lines in stored.lines_of_all(drawn, Damaged()):
+        found = await asyncio.to_thread(again.find, lines)
+        records = stored.parsed(found, shard, Damaged())
+        again.found(records)
+        jobs += sum(again.completes(record) > record.completes_job for record in records)
     return jobs
 
 
@@ -97,23 +92,20 @@ async def left(
 ) -> AsyncGenerator[list[Record]]:
     """Of names that were taken: images without another record, and jobs that failed for it."""
     taken = stored.of_kind(shards, "again") if again else []
-    async with aclosing(stored.records(taken, Damaged())) as parts:
-        async for part in parts:
-            records = replaced.without(part, once=False)
-            # A worker that died in between has stored these images, and written no record.
-            found = await metadata_of(
-                shards, (each.blob for each in filter(again.is_left, records))
-            )
-            left = []
-            for record in records:
-                if not (metadata := found.get(record.blob, {})):
-                    continue  # there is no such image
-                if again.is_missing(record) and record.fits(metadata, of_any_drawing=True):
-                    again.found([record])
-                    left.append(record)
-                elif again.take(record):
-                    left.append(record.name_taken(metadata))
-            yield left
+    async for part in stored.records(taken, Damaged()):
+        records = replaced.without(part, once=False)
+        # A worker that died in between has stored these images, and written no record.
+        found = await metadata_of(shards, (each.blob for each in filter(again.is_left, records)))
+        left = []
+        for record in records:
+            if not (metadata := found.get(record.blob, {})):
+                continue  # there is no such image
+            if again.is_missing(record) and record.fits(metadata, of_any_drawing=True):
+                again.found([record])
+                left.append(record)
+            elif again.take(record):
+                left.append(record.name_taken(metadata))
+        yield left
 
 
 async def _without_rivals(
@@ -168,16 +160,15 @@ async def ended(
     """
     first, second, _ = await _twice(stored.of_kind(shards, "jobs"), damaged)
     perhaps = await _with_images(first, shards, ends)
-    async with aclosing(second) as parts:
-        async for shard, lines in parts:
-            async for records in stored.records_in(shard, lines, damaged):
-                new = ends.add(records)
-                looked_up = [each for each in new if perhaps is None or ends.job(each) in perhaps]
-                damaged.saw_images |= bool(looked_up)
-                for record, images in await stored_of(blobs, looked_up):
-                    if are_all(images):
-                        ends.complete(ends.job(record))
-                yield [record for record in new if ends.job(record) in ends.outcomes]
+    async for shard, lines in second:
+        async for records in stored.records_in(shard, lines, damaged):
+            new = ends.add(records)
+            looked_up = [each for each in new if perhaps is None or ends.job(each) in perhaps]
+            damaged.saw_images |= bool(looked_up)
+            for record, images in await stored_of(blobs, looked_up):
+                if are_all(images):
+                    ends.complete(ends.job(record))
+            yield [record for record in new if ends.job(record) in ends.outcomes]
 
 
 async def not_ended(
@@ -240,15 +231,44 @@ async def stored_images(
 
     *digest*: how that of the job begins, where it is known. Nothing is listed: it may be much.
     """
-    read = partial(_image, blobs, campaign, job_id, digest)
-    if (first := await read()) is None:
+
+    async def image(
+        index: int = 0, stage: int = 1, suffixes: Iterable[str] = _SUFFIXES
+    ) -> Record | None:
+        """The record of one, in any format; a read for each."""
+        stem = image_stem(job_key(campaign, job_id), index, stage)
+        for suffix in suffixes:
+            blob = await blobs.record(f"{stem}.{suffix}")
+            if blob is None or blob.metadata.get("job", job_id) != job_id:
+                continue
+            known = {
+                "outcome": "completed",
+                "id": job_id,
+                "campaign": campaign,
+                "at": blob.created_at,
+                "blob": blob.name,
+                "size_bytes": blob.size_bytes,
+                "index": index,
+            }
+            found = Record.of_blob(known, blob.metadata)
+            counts = {
+                "images": 1 if stage > 1 else max(found.images, index + 1),
+                "stage": stage,
+                "stages": max(stage, found.stages),
+            }
+            found = found.model_copy(update=counts)
+            if found.stage < found.stages or (found.digest or "").startswith(digest):
+                return found
+        return None
+
+    if (first := await image()) is None:
         return []
     found = [first]
 
     async def look(place: tuple[int, int]) -> None:
         # Images of one stage have one format.
         suffixes = [(first.blob or "").rpartition(".")[2]] if place[0] else _SUFFIXES
-        if (record := await read(*place, suffixes)) is not None:
+        if (record := await image(*place, suffixes)) is not None:
             found.append(record)
 
     images = [(index, 1) for index in range(1, first.images)]
@@ -263,42 +283,6 @@ def are_all(images: Sequence[Record]) -> bool:
     if not images or images[-1].stage < images[-1].stages:
         return False
     return len(images) >= images[0].images
-
-
-async def _image(
-    blobs: BlobStore,
-    campaign: str,
-    job_id: str,
-    digest: str,
-    index: int = 0,
-    stage: int = 1,
-    suffixes: Iterable[str] = _SUFFIXES,
-) -> Record | None:
-    """The record of a job's image, in any format; a read for each."""
-    stem = image_stem(job_key(campaign, job_id), index, stage)
-    for suffix in suffixes:
-        blob = await blobs.record(f"{stem}.{suffix}")
-        if blob is None or blob.metadata.get("job", job_id) != job_id:
-            continue
-        known = {
-            "outcome": "completed",
-            "id": job_id,
-            "campaign": campaign,
-            "at": blob.created_at,
-            "blob": blob.name,
-            "size_bytes": blob.size_bytes,
-            "index": index,
-        }
-        found = Record.of_blob(known, blob.metadata)
-        counts = {
-            "images": 1 if stage > 1 else max(found.images, index + 1),
-            "stage": stage,
-            "stages": max(stage, found.stages),
-        }
-        found = found.model_copy(update=counts)
-        if found.stage < found.stages or (found.digest or "").startswith(digest):
-            return found
-    return None
 
 
 def is_sent(record: Record, known: Digests) -> bool:
@@ -349,7 +333,6 @@ class Ends:
         self._discarded.discard(job)
 
     def sent(self, records: list[Record]) -> list[Record]:
-        """Those of jobs that were sent."""
         if (known := self._known) is None:
             return records
         found = []

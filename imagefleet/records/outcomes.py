@@ -110,7 +110,6 @@ async def last_end(storage: Storage, job: JobFacts) -> Record | None:
 
 
 def known(record: Record) -> JobFacts:
-    """What a record tells of its job."""
     return JobFacts(record.id, record.campaign, seed=_seed(record), metadata=record.metadata)
 
 

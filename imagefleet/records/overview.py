@@ -5,8 +5,6 @@ its ledger and its shards, to which is only ever appended. So they are right or 
 stored them, and when. They are among the files, where no worker writes.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +14,6 @@ from typing import NamedTuple
 from pydantic import TypeAdapter, ValidationError
 
 from imagefleet import errors
-from imagefleet.storage.edit import edit
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobRecord
 from imagefleet.telemetry import logs
@@ -81,7 +78,6 @@ class Overview:
         self._is_stored = True
 
     async def read(self) -> Mapping[str, Kept]:
-        """What is kept, by campaign."""
         if self._kept is None:
             self._kept = {}
             try:
@@ -92,7 +88,6 @@ class Overview:
         return self._kept
 
     async def keep(self, kept: Mapping[str, Kept]) -> None:
-        """Takes the place of what was kept."""
         if kept == self._kept:
             return
         self._kept = kept
@@ -100,7 +95,7 @@ class Overview:
             return
         data = _CAMPAIGNS.dump_json(dict(kept))
         try:
-            await edit(self._files, self._name, lambda _: data, 1)
+            await self._files.edit(self._name, lambda _: data, 1)
         except errors.FleetError as error:
             self._is_stored = not isinstance(error, errors.SetupError)
             log.debug(f"what was counted is not stored: {error}", action="overview_not_stored")

@@ -1,11 +1,8 @@
 """Reads campaigns' records: every shard once, in order, with flat memory."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Container
-from contextlib import aclosing
 from typing import ParamSpec
 
 from imagefleet import concurrency, errors
@@ -31,9 +28,6 @@ POLL_SECONDS = 5.0
 #: be slower than the workers. One that has not ended is counted again after twice as many: on Azure
 #: that is a read of each shard.
 _QUIET_POLLS = 3
-
-#: The newest records are looked for in the ends of so many shards, those that grew last.
-_NEWEST_SHARDS = 16
 
 _FOLLOWED: Collection[Kind] = ("again", "images", "jobs", "settled")
 
@@ -65,9 +59,8 @@ async def results(
     if set(outcomes) - {"completed"}:
         wanted.append(ended_parts(storage, campaign, damaged))
     for parts in wanted:
-        async with aclosing(parts):
-            async for records in parts:
-                yield [record for record in records if record.outcome in outcomes]
+        async for records in parts:
+            yield [record for record in records if record.outcome in outcomes]
 
 
 async def drawings(
@@ -78,9 +71,8 @@ async def drawings(
     _, replaced = await drawn.again(shards, damaged)
     each_once: dict[Kind, Damaged] = {"images": damaged, "again": Damaged()}
     for kind, unfit in each_once.items():
-        async with aclosing(stored.records(stored.of_kind(shards, kind), unfit)) as parts:
-            async for records in parts:
-                yield replaced.without(records, once=kind == "images")
+        async for records in stored.records(stored.of_kind(shards, kind), unfit):
+            yield replaced.without(records, once=kind == "images")
 
 
 async def end(storage: Storage, campaign: str) -> dict[str, int]:
@@ -88,26 +80,6 @@ async def end(storage: Storage, campaign: str) -> dict[str, int]:
     return {
         each.blob.name: each.blob.size_bytes for each in await stored.shards_of(storage, campaign)
     }
-
-
-async def newest(storage: Storage, campaign: str, most: int) -> list[Record]:
-    """The latest images and jobs that fit, oldest first, from the ends of 32 shards at most."""
-    shards = await stored.shards_of(storage, campaign)
-    shards.sort(key=lambda each: each.blob.modified_at or each.blob.created_at)
-    ends = (
-        stored.of_kind(shards, "images")[-_NEWEST_SHARDS:]
-        + stored.of_kind(shards, "jobs")[-_NEWEST_SHARDS:]
-    )
-    found = await concurrency.gather(*(_end(each, most) for each in ends))
-    new = sorted((each for some in found for each in some), key=lambda each: each.record.at)
-    checks = Checks(storage.blobs, ledger.Ledgers(storage), Damaged())
-    return await checks.fitting(new[-most:], shards)
-
-
-async def _end(each: StoredShard, most: int) -> list[New]:
-    lines = await stored.last_lines(each, Damaged())
-    records = await asyncio.to_thread(stored.parsed, lines[-most:], each, Damaged())
-    return [New(record, each) for record in records]
 
 
 async def counts(storage: Storage, campaign: str, damaged: Damaged | None = None) -> Counts:
@@ -165,7 +137,8 @@ async def _counts(
 ) -> Counts:
     sent = None if noted is None else await noted.count()
     is_short = stored.size_bytes(stored.of_kind(shards, "images")) <= stored.PART_BYTES
-    is_exact = (is_short and (sent or 0) <= _READ_ENTRIES) or _has(shards, "replaced")
+    is_exact = bool(stored.of_kind(shards, "replaced"))
+    is_exact = is_exact or (is_short and (sent or 0) <= _READ_ENTRIES)
     while True:
         known = None if noted is None or sent is None or not is_exact else await noted.read()
         ends = await drawn.Ends(known, unfit := Damaged()).read(shards)
@@ -188,10 +161,6 @@ async def _counts(
         last_at=max(changed, default=None),
         unknown=len(ends.unknown),
     )
-
-
-def _has(shards: Collection[StoredShard], kind: Kind) -> bool:
-    return bool(stored.of_kind(shards, kind))
 
 
 class Follower:
@@ -311,13 +280,11 @@ async def image_parts(
     ends.damaged = damaged
     ended = set() if ended is None else ended
     ended.update(ends.outcomes)
-    async with aclosing(
-        drawn.images(shards, *await drawn.again(shards, damaged), damaged)
-    ) as parts:
-        async for records in parts:
-            found = [record for record in records if record.outcome == "completed"]
-            ended.update(record.job for record in records if record.is_end)
-            yield await drawn.not_ended(shards, ends.sent(found), ends)
+    again, replaced = await drawn.again(shards, damaged)
+    async for records in drawn.images(shards, again, replaced, damaged):
+        found = [record for record in records if record.outcome == "completed"]
+        ended.update(record.job for record in records if record.is_end)
+        yield await drawn.not_ended(shards, ends.sent(found), ends)
 
 
 async def ended_parts(
@@ -335,50 +302,28 @@ async def ended_parts(
     damaged = damaged or Damaged()
     shards = await stored.shards_of(storage, campaign, damaged)
     ends = await drawn.Ends(known, damaged, job_id).read(shards)
-    async with aclosing(drawn.ended(storage.blobs, shards, ends, damaged)) as parts:
-        async for records in parts:
-            yield records
+    async for records in drawn.ended(storage.blobs, shards, ends, damaged):
+        yield records
     for named in sorted({shard.campaign for shard in stored.of_kind(shards, "again")}):
         of_campaign = [shard for shard in shards if shard.campaign == named]
         again, replaced = await drawn.again(of_campaign, damaged)
         await drawn.find(of_campaign, again)
-        async with aclosing(drawn.left(of_campaign, again, replaced)) as parts:
-            async for records in parts:
-                yield ends.add(records)
+        async for records in drawn.left(of_campaign, again, replaced):
+            yield ends.add(records)
 
 
 def _singly(
     read: Callable[_Terms, AsyncGenerator[list[Record]]],
 ) -> Callable[_Terms, AsyncGenerator[Record]]:
     async def singly(*args: _Terms.args, **terms: _Terms.kwargs) -> AsyncGenerator[Record]:
-        async with aclosing(read(*args, **terms)) as parts:
-            async for records in parts:
-                for record in records:
-                    yield record
+        async for records in read(*args, **terms):
+            for record in records:
+                yield record
 
     return singly
 
 
 images, ended = _singly(image_parts), _singly(ended_parts)
-
-
-async def _totals(shards: Collection[StoredShard], damaged: Damaged) -> Totals:
-    records = jobs = 0
-
-    async def add(shard: StoredShard) -> None:
-        nonlocal records, jobs
-        totals = await stored.totals(shard)
-        if totals is not None:
-            records += totals.records
-            jobs += totals.jobs
-            return
-        # It has grown since, or lost its end in a power failure, or says more than it can hold.
-        async for found in stored.records([shard], damaged):
-            records += len(found)
-            jobs += sum(record.completes_job for record in found)
-
-    await concurrency.for_each(shards, add, stored.CONCURRENT_READS)
-    return Totals(records, jobs)
 
 
 async def _counted(
@@ -387,10 +332,18 @@ async def _counted(
     """The images and completed jobs by the ends of shards, and by the records of taken names."""
     async for _ in drawn.ended(blobs, shards, ends, damaged):
         pass
-    damaged.saw_images |= _has(shards, "again")
-    total = await _totals(stored.of_kind(shards, "images"), damaged)
+    damaged.saw_images |= bool(stored.of_kind(shards, "again"))
+    images = jobs = 0
+
+    async def add(shard: StoredShard) -> None:
+        nonlocal images, jobs
+        found = await stored.totals(shard, damaged)
+        images += found.records
+        jobs += found.jobs
+
+    await concurrency.for_each(stored.of_kind(shards, "images"), add, stored.CONCURRENT_READS)
     again, replaced = await drawn.again(shards, damaged)
-    images, jobs = total.records, total.jobs + await drawn.find(shards, again)
+    jobs += await drawn.find(shards, again)
     async for records in drawn.left(shards, again, replaced):
         ends.add(records)
         stored_images = [record for record in records if record.outcome == "completed"]
@@ -418,7 +371,7 @@ async def _recounted(
             images += 1
             if again.completes(record):
                 completed.add(job)
-    damaged.saw_images |= bool(contested) or _has(shards, "again")
+    damaged.saw_images |= bool(contested or stored.of_kind(shards, "again"))
     for record, found in await drawn.stored_of(blobs, contested.values()):
         images += len(found)
         if drawn.are_all(found):

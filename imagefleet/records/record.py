@@ -13,7 +13,7 @@ import re
 import secrets
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -88,7 +88,7 @@ Kind = Literal["again", "cancelled", "images", "jobs", "replaced", "settled"]
 #: The kinds that only the operator writes. They lie among the files, where workers have no token.
 OPERATORS: frozenset[Kind] = frozenset({"cancelled", "replaced", "settled"})
 
-_KINDS: Mapping[Outcome, Kind] = {
+KINDS: Mapping[Outcome, Kind] = {
     "completed": "images",
     "failed": "jobs",
     "cancelled": "jobs",
@@ -232,12 +232,10 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
 
     @property
     def has_own_name(self) -> bool:
-        """Whether the image's name is that of its job."""
         return self.stem == image_stem(self.key, self.index, self.stage)
 
     @property
     def stem(self) -> str:
-        """The image's name without its suffix."""
         return (self.blob or "").rpartition(".")[0]
 
     def fits(self, metadata: Mapping[str, str], *, of_any_drawing: bool = False) -> bool:
@@ -295,7 +293,7 @@ def of_job(job: Job) -> dict[str, object]:
     return {
         "campaign": job.campaign or DEFAULT_CAMPAIGN,
         "digest": job.stage_digest,
-        "loras": tuple(Lora(each.name, each.unet_weight) for each in job.parsed_prompt.loras),
+        "loras": tuple(Lora(each.name, each.unet_weight) for each in job.loras),
         **{name: getattr(job, name) for name in (_OF_JOB + _OF_DRAWING if is_drawn else _OF_JOB)},
     }
 
@@ -303,11 +301,8 @@ def of_job(job: Job) -> dict[str, object]:
 class Totals(NamedTuple):
     """What a shard holds: its records, and the jobs that are complete with one of them."""
 
-    records: int
-    jobs: int
-
-
-NOTHING = Totals(0, 0)
+    records: int = 0
+    jobs: int = 0
 
 
 class ShardName(NamedTuple):
@@ -324,7 +319,6 @@ class ShardName(NamedTuple):
 
 
 def shard_folder(campaign: str) -> str:
-    """The folder of a campaign's shards."""
     return f"{RECORDS}{campaign}/"
 
 
@@ -344,12 +338,6 @@ def totals_at(end: bytes) -> Totals | None:
     return found if found.jobs <= found.records else None
 
 
-def first_member(end: bytes) -> int:
-    """The start of the first whole member of lines in a shard's end, after some totals."""
-    found = end.find(_BEFORE_TOTALS)
-    return found + TOTALS_BYTES if found >= 0 else len(end)
-
-
 @dataclass(slots=True)
 class _Shard:
     """The open shard of one campaign and kind."""
@@ -361,14 +349,14 @@ class _Shard:
     name: str = ""
     position: int = 0
     appends: int = 0
-    totals: Totals = NOTHING
+    totals: Totals = field(default_factory=Totals)
 
     def begin(self, now: datetime) -> None:
         """The next append creates a new blob."""
         start = f"{self.folder}{now:%Y%m%dT%H%M%SZ}-{self.writer}-{secrets.token_hex(4)}"
         self.name = f"{start}.{self.kind}.jsonl.gz"
         self.position = self.appends = 0
-        self.totals = NOTHING
+        self.totals = Totals()
 
 
 class RecordLog:
@@ -391,36 +379,24 @@ class RecordLog:
         grouped: dict[tuple[str, Kind], list[Record]] = {}
         for record in records:
             is_again = again and record.outcome == "completed"
-            kind: Kind = "again" if is_again else _KINDS[record.outcome]
+            kind: Kind = "again" if is_again else KINDS[record.outcome]
             grouped.setdefault((record.campaign, kind), []).append(record)
-        await concurrency.gather(
-            *(
-                self._append(
-                    *key,
-                    [record.line() for record in group],
-                    jobs=sum(record.completes_job for record in group),
-                )
-                for key, group in grouped.items()
-            )
-        )
+        await concurrency.gather(*(self._append(*each) for each in grouped.items()))
 
     async def open(self, campaign: str, kind: Kind) -> None:
         """Begins a shard, and adds no record; raises SetupError if none may be written."""
-        await self._append(campaign, kind, [], jobs=0)
+        await self._append((campaign, kind), [])
 
-    async def _append(self, campaign: str, kind: Kind, lines: list[bytes], *, jobs: int) -> None:
-        open_shard = self._shard(campaign, kind)
-        async with open_shard.lock:
-            *parts, last = _parts(lines)
+    async def _append(self, to: tuple[str, Kind], records: Sequence[Record]) -> None:
+        if (shard := self._shards.get(to)) is None:
+            campaign, kind = to
+            shard = self._shards[to] = _Shard(shard_folder(campaign), self._writer, kind)
+        jobs = sum(record.completes_job for record in records)
+        *parts, last = _parts(record.line() for record in records)
+        async with shard.lock:
             for part in parts:
-                await self._append_part(open_shard, part, 0)
-            await self._append_part(open_shard, last, jobs)
-
-    def _shard(self, campaign: str, kind: Kind) -> _Shard:
-        if (found := self._shards.get((campaign, kind))) is None:
-            found = _Shard(shard_folder(campaign), self._writer, kind)
-            self._shards[campaign, kind] = found
-        return found
+                await self._append_part(shard, part, 0)
+            await self._append_part(shard, last, jobs)
 
     async def _append_part(self, to: _Shard, lines: list[bytes], jobs: int) -> None:
         if not to.name or to.appends >= _MAX_APPENDS or to.position >= _MAX_BYTES:

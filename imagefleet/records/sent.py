@@ -86,7 +86,6 @@ class Digests:
         return itertools.chain.from_iterable(map(_entries, self._buckets.values()))
 
     def entry(self, key: bytes) -> bytes | None:
-        """The entry of *key*."""
         bucket = self._buckets.get(key[:_BUCKET_BYTES])
         if bucket is None or (at := _find(bucket, key)) < 0:
             return None
@@ -96,7 +95,6 @@ class Digests:
         return self.entry(key) is not None
 
     def get(self, key: bytes) -> bytes | None:
-        """The value of *key*."""
         entry = self.entry(key)
         return None if entry is None else entry[HASH_BYTES:]
 
@@ -266,7 +264,8 @@ class Ledger:
             end = self._end.next_blob() if self._end.is_full else self._end
             known = sum(each in self.known for each in ids) if len(self.known) else 0
             jobs = end.jobs + len(ids) - known
-            frame = _frame(entries, end.frames + 1, jobs)
+            header = _MAGIC, len(starts), zlib.crc32(entries), end.frames + 1, jobs
+            frame = _HEADER.pack(*header) + entries
             append = partial(self._files.append, self._name(end.number), frame, end.size_bytes)
             if await RETRIES.call(append) or await self._is_there(frame, end):
                 new = end._replace(
@@ -350,19 +349,16 @@ class Ledgers:
         if campaign not in self._ledgers:
             self._ledgers[campaign] = Ledger(self._storage, campaign)
         self._ledgers.move_to_end(campaign)
-        if len(self._ledgers) > MAX_LEDGERS:
-            self._drop_some()
+        if (surplus := len(self._ledgers) - MAX_LEDGERS) > 0:
+            for name in list(itertools.islice(self._ledgers, surplus)):
+                if not self._ledgers[name].is_in_use:
+                    del self._ledgers[name]
         return self._ledgers[campaign]
 
     async def note(self) -> None:
         """Appends what is pending; raises FleetError."""
         ledgers = [ledger for ledger in self._ledgers.values() if ledger.pending]
         await concurrency.for_each(ledgers, Ledger.note, _CONCURRENT_APPENDS)
-
-    def _drop_some(self) -> None:
-        for name in list(itertools.islice(self._ledgers, len(self._ledgers) - MAX_LEDGERS)):
-            if not self._ledgers[name].is_in_use:
-                del self._ledgers[name]
 
 
 async def listed(storage: Storage) -> dict[str, list[BlobRecord]]:
@@ -376,18 +372,8 @@ async def listed(storage: Storage) -> dict[str, list[BlobRecord]]:
     return found
 
 
-async def counts(storage: Storage, campaign: str) -> int | None:
-    """How many jobs were sent, each id once; None if nobody has noted any. Mostly one read."""
-    return await Ledger(storage, campaign).count()
-
-
-async def entries(storage: Storage, campaign: str, damaged: Damaged | None = None) -> Digests:
-    """The hash of the digest of each job that was sent, by the hash of its id."""
-    return await Ledger(storage, campaign).read(damaged)
-
-
 async def known(storage: Storage, campaign: str) -> Digests | None:
-    """The same; None if nobody has noted any."""
+    """The digest of each job that was sent, by its id; None if nobody has noted any."""
     noted = Ledger(storage, campaign)
     return None if await noted.count() is None else await noted.read()
 
@@ -412,7 +398,7 @@ async def elsewhere(storage: Storage) -> dict[str, int]:
 async def digest_of(storage: Storage, campaign: str, job_id: str) -> str:
     """How the digest begins that a job was sent with; empty where nobody has noted it."""
     try:
-        found = (await entries(storage, campaign)).get(id_hash(job_id))
+        found = (await Ledger(storage, campaign).read()).get(id_hash(job_id))
     except errors.SetupError:  # there are no files, or none to read with these credentials
         return ""
     return "" if found is None else found.hex()
@@ -424,11 +410,6 @@ async def note(storage: Storage, bodies: Iterable[str]) -> None:
     for job in map(job_of, bodies):
         ledgers.of(job.campaign).pending += job.entry
     await ledgers.note()
-
-
-def _frame(entries: bytes, number: int, jobs: int) -> bytes:
-    count, crc = len(entries) // _ENTRY_BYTES, zlib.crc32(entries)
-    return _HEADER.pack(_MAGIC, count, crc, number, jobs) + entries
 
 
 def _frame_end(data: bytes, at: int) -> int | None:

@@ -5,28 +5,24 @@ from __future__ import annotations
 import asyncio
 import re
 import zlib
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, TypeVar
 
-from imagefleet import errors
+from imagefleet import concurrency, errors
 from imagefleet.job.message import RECORDS
 from imagefleet.records.record import (
     GZIP,
+    KINDS,
     MAX_MEMBER_BYTES,
-    NOTHING,
     OPERATORS,
     TOTALS_BYTES,
     Kind,
-    Outcome,
     Record,
     ShardName,
     Totals,
-    first_member,
     shard_folder,
     totals_at,
 )
@@ -38,14 +34,11 @@ from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore
 PART_BYTES = 4 * 2**20
 _PARSED = 2_000
 
-#: Shards whose start is read before it is their turn, and ends that are read at the same time.
-_READ_AHEAD = 8
+#: Shards whose starts, and those whose ends, are read at the same time.
+_READ_TOGETHER = 8
 CONCURRENT_READS = 16
 
 _Result = TypeVar("_Result")
-
-#: Bytes that are read of the end of a shard: a worker adds 256 records at once, some 50 kB.
-_END_BYTES = 128 * 2**10
 
 #: The fewest bytes of a compressed record; totals that say more records than that are not believed.
 _LEAST_RECORD_BYTES = 4
@@ -54,15 +47,6 @@ _RECORD_BYTES = 100
 
 #: To hand so few lines to a thread takes as long as to read them: most of many campaigns have few.
 _FEW_LINES = 20
-
-#: What the records of each kind say.
-_OUTCOMES: Mapping[Kind, Collection[Outcome]] = {
-    "images": {"completed"},
-    "again": {"completed"},
-    "jobs": {"failed", "cancelled"},
-    "settled": {"replayed", "discarded"},
-    "replaced": {"replaced"},
-}
 
 #: A name that a worker gives an image: that of its job, a number, a stage, and its format.
 _IMAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,199}")
@@ -164,13 +148,11 @@ async def shards_of(
             elif name and damaged:
                 damaged.add(blob.name, "a shard that only the operator writes, among the files")
     cancelled = {shard.campaign for shard in found if shard.kind == "cancelled"}
-    return sorted(
-        (
-            replace(shard, is_cancelled=True) if shard.campaign in cancelled else shard
-            for shard in found
-        ),
-        key=lambda shard: shard.blob.name,
-    )
+    found.sort(key=lambda shard: shard.blob.name)
+    for place, shard in enumerate(found):
+        if shard.campaign in cancelled:
+            found[place] = replace(shard, is_cancelled=True)
+    return found
 
 
 def image_name(blob: str, campaign: str) -> str | None:
@@ -179,12 +161,20 @@ def image_name(blob: str, campaign: str) -> str | None:
     return name if folder == campaign and _IMAGE_NAME.fullmatch(name) else None
 
 
-async def totals(shard: StoredShard) -> Totals | None:
-    """What the end of a shard says of it; None if it says nothing, or more than there can be."""
+async def totals(shard: StoredShard, damaged: Damaged) -> Totals:
+    """What the end of a shard says of it; all of it, if that says nothing, or more than it can be.
+
+    It has grown since, or lost its end in a power failure, or says more than it can hold.
+    """
     start = max(0, shard.blob.size_bytes - TOTALS_BYTES)
     end = await shard.store.read_part(shard.blob.name, start, TOTALS_BYTES)
-    found = totals_at(end.data) if end else NOTHING
-    return found if found and found.records <= start // _LEAST_RECORD_BYTES else None
+    found = totals_at(end.data) if end else Totals()
+    if found is None or found.records > start // _LEAST_RECORD_BYTES:
+        found = Totals()
+        async for some in records([shard], damaged):
+            jobs = sum(record.completes_job for record in some)
+            found = Totals(found.records + len(some), found.jobs + jobs)
+    return found
 
 
 def of_kind(shards: Iterable[StoredShard], kind: Kind) -> list[StoredShard]:
@@ -200,32 +190,6 @@ def began_at(each: StoredShard) -> datetime:
         return datetime.strptime(start, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
     except ValueError:
         return each.blob.created_at
-
-
-async def _starts(
-    shards: Iterable[StoredShard],
-) -> AsyncGenerator[tuple[StoredShard, BlobPart | None]]:
-    """The first part of each shard, in order; those of the next shards are read meanwhile."""
-    rest = iter(shards)
-    ahead: deque[tuple[StoredShard, asyncio.Future[BlobPart | None]]] = deque()
-    try:
-        while True:
-            for item in islice(rest, _READ_AHEAD - len(ahead)):
-                part = item.store.read_part(item.blob.name, 0, PART_BYTES)
-                ahead.append((item, asyncio.ensure_future(part)))
-            if not ahead:
-                return
-            each, reading = ahead[0]
-            yield each, await reading
-            ahead.popleft()
-    finally:
-        for _, reading in ahead:
-            if not reading.cancel() and not reading.cancelled():
-                reading.exception()  # nobody else will ask for it
-        # asyncio.run() ends all tasks, and then closes all generators at the same time: one that
-        # waits there breaks those that wait for it.
-        if any(not reading.done() for _, reading in ahead):
-            await asyncio.gather(*(reading for _, reading in ahead), return_exceptions=True)
 
 
 async def lines(
@@ -252,11 +216,13 @@ async def lines(
 async def lines_of_all(
     shards: Iterable[StoredShard], damaged: Damaged
 ) -> AsyncGenerator[tuple[StoredShard, list[bytes]]]:
-    async with aclosing(_starts(shards)) as starts:
-        async for start, part in starts:
-            async with aclosing(lines(start, ShardDecoder(), damaged, part)) as parts:
-                async for some in parts:
-                    yield start, some
+    """The lines of each shard, in order; the first parts of some shards are read together."""
+    rest = iter(shards)
+    while some := list(islice(rest, _READ_TOGETHER)):
+        reads = (each.store.read_part(each.blob.name, 0, PART_BYTES) for each in some)
+        for each, start in zip(some, await concurrency.gather(*reads), strict=True):
+            async for found in lines(each, ShardDecoder(), damaged, start):
+                yield each, found
 
 
 async def computed(lines: int, function: Callable[..., _Result], *args: Any) -> _Result:
@@ -266,16 +232,14 @@ async def computed(lines: int, function: Callable[..., _Result], *args: Any) -> 
 
 async def records(shards: Iterable[StoredShard], damaged: Damaged) -> AsyncGenerator[list[Record]]:
     """The records of each shard, some at a time: they take ten times the memory of their lines."""
-    async with aclosing(lines_of_all(shards, damaged)) as parts:
-        async for shard, found in parts:
-            async for some in records_in(shard, found, damaged):
-                yield some
+    async for shard, found in lines_of_all(shards, damaged):
+        async for some in records_in(shard, found, damaged):
+            yield some
 
 
 async def records_in(
     shard: StoredShard, lines: Sequence[bytes], damaged: Damaged
 ) -> AsyncGenerator[list[Record]]:
-    """The records of a shard's *lines*, some at a time."""
     for first in range(0, len(lines), _PARSED):
         some = lines[first : first + _PARSED]
         yield await computed(len(some), parsed, some, shard, damaged)
@@ -302,13 +266,9 @@ def parsed(found: Iterable[bytes], each: StoredShard, damaged: Damaged) -> list[
 
 
 def _misfit(record: Record, shard: StoredShard) -> str | None:
-    """Why a record does not belong into its shard; None if it does."""
-    is_named = record.blob is not None or shard.kind not in {"images", "again"}
-    if (
-        record.campaign != shard.campaign
-        or record.outcome not in _OUTCOMES.get(shard.kind, ())
-        or not is_named
-    ):
+    kind = "images" if shard.kind == "again" else shard.kind
+    is_named = record.blob is not None or kind != "images"
+    if record.campaign != shard.campaign or KINDS[record.outcome] != kind or not is_named:
         return "a record that does not belong there"
     if record.index >= record.images:
         return "a record of an image that its job does not have"
@@ -319,16 +279,3 @@ def _misfit(record: Record, shard: StoredShard) -> str | None:
     if record.outcome == "cancelled" and not shard.is_cancelled:
         return "a record of a cancelled job, though nobody has cancelled the campaign"
     return None
-
-
-async def last_lines(each: StoredShard, damaged: Damaged) -> list[bytes]:
-    start = max(0, each.blob.size_bytes - _END_BYTES)
-    part = await each.store.read_part(each.blob.name, start, _END_BYTES)
-    if part is None:
-        return []
-    decoder = ShardDecoder()
-    data = part.data[first_member(part.data) :] if start else part.data
-    found = await asyncio.to_thread(decoder.lines, data)
-    if decoder.is_damaged:
-        damaged.add(each.blob.name, _DAMAGED)
-    return found

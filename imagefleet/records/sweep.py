@@ -1,7 +1,5 @@
 """A sweep's manifest, `sweep.json` beside the campaign's records, and as untrusted: its groups."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterable
@@ -23,12 +21,8 @@ MAX_BYTES = 4 * 2**20
 #: Key of a job's metadata: its caption, where its prompt is written otherwise.
 CAPTION = "caption"
 
-_FILE = "sweep.json"
-
-#: Separates the group from the caption's number in a job's id; no group's name has it.
-_SEPARATOR = "_"
-
-_ID = re.compile(r"(?P<group>[A-Za-z0-9][A-Za-z0-9.-]*)_(?P<number>[0-9]{6,12})")
+#: Between the group and the caption's number is what no group's name has.
+_ID = re.compile(r"(?P<group>[A-Za-z0-9][A-Za-z0-9.-]*)_[0-9]{6,12}")
 
 GroupName = Annotated[
     str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$", max_length=100)
@@ -74,19 +68,13 @@ class Sweep(BaseModel, extra="ignore", frozen=True):
 
 def job_id(group: str, number: int) -> str:
     """The id of a group's image of caption *number*, from 0: `cfg-3.0_000017`."""
-    return f"{group}{_SEPARATOR}{number:06}"
+    return f"{group}_{number:06}"
 
 
 def group_of(job_id: str) -> str | None:
     """The name of the group that a job's id says; None for a job of no sweep."""
     found = _ID.fullmatch(job_id)
     return found["group"] if found else None
-
-
-def caption_number(job_id: str) -> int | None:
-    """The number of the caption, from 0, that a job's id says; None for a job of no sweep."""
-    found = _ID.fullmatch(job_id)
-    return int(found["number"]) if found else None
 
 
 def seed_of(number: int, caption: str, seed: int = 0) -> int:
@@ -122,22 +110,21 @@ async def read(storage: Storage, campaign: str) -> Sweep | None:
     return found
 
 
-async def write(storage: Storage, sweep: Sweep) -> bool:
-    """Stores a manifest; False if it is there already, SetupError if that is another one."""
+async def write(storage: Storage, sweep: Sweep) -> None:
+    """Stores a manifest, if it is not there already; raises SetupError if that is another one."""
     data = sweep.model_dump_json(indent=1, exclude_none=True).encode() + b"\n"
     if await storage.blobs.create(_name(sweep.campaign), data, "application/json", {}):
-        return True
+        return
     found = await read(storage, sweep.campaign)
     if found is not None and found != sweep:
         raise errors.SetupError(
             f"campaign {sweep.campaign} is another sweep already: {_difference(found, sweep)};"
             " choose another --campaign"
         )
-    return False
 
 
 def _name(campaign: str) -> str:
-    return f"{shard_folder(campaign)}{_FILE}"
+    return f"{shard_folder(campaign)}sweep.json"
 
 
 def _difference(one: Sweep, other: Sweep) -> str:

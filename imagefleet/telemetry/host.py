@@ -1,7 +1,5 @@
 """This machine: the memory of it and of the container that a worker is in, and its uptime."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time
@@ -47,8 +45,6 @@ def _read(name: str) -> int:
 #: A clock that goes on while the machine sleeps, as leases do. macOS has no other that does.
 CLOCK: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
 
 def uptime() -> float:
     """Seconds since this machine started, which nobody sets and all of its processes share."""
@@ -58,7 +54,8 @@ def uptime() -> float:
 def boot_id() -> str | None:
     """The same for every process until the machine restarts; None where there is none."""
     try:
-        return _BOOT_ID.read_text(encoding="ascii").strip() or None
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        return boot.strip() or None
     except (OSError, ValueError):
         return None
 

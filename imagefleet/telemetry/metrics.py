@@ -1,7 +1,5 @@
 """Metrics: their text as served and pushed, a queue's gauges, and its rate of change."""
 
-from __future__ import annotations
-
 import copy
 import math
 import uuid
@@ -130,14 +128,13 @@ WINDOW_SECONDS = 300.0
 class QueueFlow:
     """The rate of change of a queue's depth over the last minutes."""
 
-    def __init__(self, window_seconds: float = WINDOW_SECONDS) -> None:
-        self._window_seconds = window_seconds
+    def __init__(self) -> None:
         self._samples: deque[tuple[float, int]] = deque()
 
     def add_sample(self, at: float, messages: int) -> None:
         """*at*: monotonic seconds."""
         self._samples.append((at, messages))
-        while len(self._samples) > 1 and at - self._samples[1][0] >= self._window_seconds:
+        while len(self._samples) > 1 and at - self._samples[1][0] >= WINDOW_SECONDS:
             self._samples.popleft()
 
     @property

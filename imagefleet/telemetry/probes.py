@@ -1,9 +1,8 @@
 """The HTTP port for monitoring: /metrics, and the probes /started, /live and /ready."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
@@ -45,9 +44,11 @@ async def serving(
 
 
 @contextlib.asynccontextmanager
-async def listening(app: web.Application, host: str, port: int, what: str) -> AsyncIterator[int]:
-    """Serves *app* in the block; yields the port, or raises SetupError if it is in use, say."""
-    runner = web.AppRunner(app, access_log=None)
+async def listening(
+    app: web.Application, host: str, port: int, what: str, **terms: Any
+) -> AsyncIterator[int]:
+    """Serves *app* by aiohttp's *terms*; yields the port, or raises SetupError if it is in use."""
+    runner = web.AppRunner(app, access_log=None, **terms)
     try:
         await runner.setup()
         site = web.TCPSite(runner, host, port)

@@ -3,13 +3,11 @@
 Each push has the total of every counter, so the one after a failed one makes up for it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gzip
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import aiohttp
@@ -52,14 +50,13 @@ async def pushing(
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
     async with proxies.session(headers=headers, timeout=timeout) as client:
-        labels = {"job": job, "instance": instance or new_instance()}
-        pusher = Pusher(client, registry, settings.push_url, labels)
-        pushes = asyncio.create_task(pusher.run(PUSH_SECONDS), name="push metrics")
+        labels = f"job={job}", f"instance={instance or new_instance()}"
+        url = URL(settings.push_url).extend_query([("extra_label", label) for label in labels])
+        pusher = Pusher(client, registry, url)
         try:
-            yield
+            async with concurrency.beside(pusher.run(PUSH_SECONDS)):
+                yield
         finally:
-            pushes.cancel()
-            await asyncio.gather(pushes, return_exceptions=True)
             await pusher.push_for(LAST_PUSH_SECONDS)
 
 
@@ -74,14 +71,9 @@ class Pusher:
 
     _client: aiohttp.ClientSession
     _registry: CollectorRegistry
-    url: str
-    labels: Mapping[str, str]
+    _url: URL
     _retry_policy: concurrency.RetryPolicy = RETRY_POLICY
     _failing: bool = False
-
-    def __post_init__(self) -> None:
-        extra_labels = [("extra_label", f"{name}={value}") for name, value in self.labels.items()]
-        self._url = URL(self.url).extend_query(extra_labels)
 
     async def run(self, every_seconds: float) -> None:
         """Pushes now, so that counters start at zero, and then forever."""

@@ -1,7 +1,5 @@
 """Entries of a file of jobs, what all its formats share, and the formats of one job per line."""
 
-from __future__ import annotations
-
 import abc
 import itertools
 import json
@@ -37,8 +35,6 @@ class Format(abc.ABC):
     suffixes: tuple[str, ...]
     unit: str
     """What an entry is called."""
-    first = 1
-    """The number of the first entry."""
     is_stream = True
     """Whether it is read from its first byte to its last, so that it can come from a pipe."""
 
@@ -47,7 +43,6 @@ class Format(abc.ABC):
         """The entries from position *start* on."""
 
     def count(self, stream: BinaryIO) -> int:
-        """The number of entries."""
         return sum(1 for _ in self.entries(stream, 0))
 
 

@@ -1,7 +1,5 @@
 """Tables: CSV and Parquet, whose columns are fields of jobs."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import datetime as dt
@@ -13,12 +11,13 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from imagefleet import errors, validation
+from imagefleet.job import settings_table
 from imagefleet.job.chain import THEN_FIELD
 from imagefleet.job.message import FAILURE_FIELD, Job
-from imagefleet.job.passes import fields as passes
+from imagefleet.job.passes import extras
 from loadgen.formats.lines import Entry, Format, FormatError, lines
 
 #: Fields whose cells are text as it stands: the prompts with their white space.
@@ -26,15 +25,14 @@ _PROMPTS = frozenset({"prompt", "negative_prompt", "hr_prompt", "hr_negative_pro
 _TEXTS = _PROMPTS | {
     *("campaign", "id", "model", "randn_source", "sampler_index", "sampler_name", "scheduler"),
     *("init_images", "mask", "hr_upscaler", "hr_sampler_name", "hr_scheduler"),
-    *("upscaler_1", "upscaler_2", "sd_vae_decode_method"),
+    *("upscaler_1", "upscaler_2", "sd_vae", "sd_vae_decode_method"),
+    *("hr_checkpoint_name", "refiner_checkpoint"),
 }
 
 #: Fields whose cells are JSON objects; `metadata.NAME` is a column for one key of an object.
 _OBJECTS = frozenset({"alwayson_scripts", "metadata", "output", "override_settings"})
 
-_FOREIGN = {*passes.WITHOUT_EFFECT, *passes.NEUTRAL_VALUES}
-
-_KNOWN = {*Job.model_fields, *_TEXTS, *_OBJECTS, *_FOREIGN}
+_KNOWN = {*Job.model_fields, *_TEXTS, *_OBJECTS, *settings_table.FIELDS, extras.IMAGE}
 
 #: Columns that are left out: why a job failed, and the index of a pandas frame.
 _LEFT_OUT = re.compile(rf"{FAILURE_FIELD}(\..*)?|__index_level_\d+__")
@@ -47,7 +45,7 @@ class Columns:
 
     def __init__(self, names: Sequence[str]) -> None:
         keys = [_key(name) for name in names]
-        if "prompt" not in keys and "upscaler_1" not in keys:
+        if not {"prompt", "upscaler_1", "infotext"} & {*keys}:
             shown = ", ".join(repr(key[:40]) for key in keys[:10])
             raise FormatError(
                 f"there is no column 'prompt' among {shown}: the first row should have the names"
@@ -56,7 +54,9 @@ class Columns:
         for key in keys:
             if keys.count(key) > 1 and key:
                 raise FormatError(f"the column {key[:80]!r} is there twice")
-            if key and not _LEFT_OUT.fullmatch(key) and not _is_known(key):
+            field, dot, rest = key.partition(".")
+            is_known = field in _OBJECTS and rest if dot else field in _KNOWN
+            if key and not _LEFT_OUT.fullmatch(key) and not is_known:
                 raise FormatError(
                     f"the column {key[:80]!r} is no field of a job"
                     f"{validation.suggestion(key, _KNOWN)}; remove it, or name it"
@@ -92,14 +92,6 @@ class Columns:
             else:
                 fields.setdefault(path[0], {})[path[1]] = cell
         return json.dumps(fields, ensure_ascii=False, default=_plain) if fields else ""
-
-
-def _is_known(key: str) -> bool:
-    """Whether a column of this name is a field of a job, or a key of one."""
-    field, dot, rest = key.partition(".")
-    if dot:
-        return field in _OBJECTS and bool(rest)
-    return field in _KNOWN or passes.is_foreign(field)
 
 
 def _key(name: str) -> str:
@@ -141,14 +133,8 @@ _IN_QUOTES = re.compile(r'"((?:[^"]|"")*)"')
 _FEW_LINES, _MANY_LINES = 3, 100
 
 
-class _Row(NamedTuple):
-    """A row's first line and its text, its cells, and what is wrong with it or may be."""
-
-    line: int
-    text: str
-    cells: Sequence[str] = ()
-    problem: str = ""
-    notice: str = ""
+#: What a row's entry has but for its place and its job, and the row's cells.
+_Row = tuple[Entry, Sequence[str]]
 
 
 class CsvRows(Format):
@@ -160,7 +146,6 @@ class CsvRows(Format):
     name = "csv"
     suffixes = (".csv", ".tsv")
     unit = "row"
-    first = 2  # the names are row 1
 
     def count(self, stream: BinaryIO) -> int:
         _, rows = _open(stream)
@@ -168,12 +153,11 @@ class CsvRows(Format):
 
     def entries(self, stream: BinaryIO, start: int) -> Iterator[Entry]:
         columns, rows = _open(stream)
-        for number, row in enumerate(itertools.islice(rows, start, None), start + self.first):
+        # The names are row 1.
+        for number, (row, cells) in enumerate(itertools.islice(rows, start, None), start + 2):
             place = f"row {number}" if row.line == number else f"row {number}, line {row.line}"
-            entry = Entry(place, problem=row.problem)
-            if not row.problem:
-                entry = columns.entry(place, row.cells)
-            yield entry._replace(line=row.line, source=row.text, notice=row.notice)
+            job = row if row.problem else columns.entry(place, cells)
+            yield row._replace(place=place, text=job.text, problem=job.problem)
 
 
 def _open(stream: BinaryIO) -> tuple[Columns, Iterator[_Row]]:
@@ -190,10 +174,10 @@ def _open(stream: BinaryIO) -> tuple[Columns, Iterator[_Row]]:
     # Bytes that are not UTF-8 become halves of surrogate pairs, which `_rows` finds in their row.
     others = (line.decode("utf-8", "surrogateescape") for line in given)
     rows = _rows(_Lines(itertools.chain([header], others)), delimiter)
-    names = next(rows)
-    if names.problem:
-        raise FormatError(f"the first row: {names.problem}")
-    return Columns(names.cells), rows
+    row, names = next(rows)
+    if row.problem:
+        raise FormatError(f"the first row: {row.problem}")
+    return Columns(names), rows
 
 
 class _Lines(Iterator[str]):
@@ -231,12 +215,14 @@ def _rows(text: _Lines, delimiter: str) -> Iterator[_Row]:
             problem = str(error)
             if "field limit" in problem:
                 problem = f"a cell does not end within {_MAX_CELL_CHARACTERS:,} characters"
-            yield _Row(line, taken[0], (), f"{problem}; is a quote missing, or not doubled?")
+            problem += "; is a quote missing, or not doubled?"
+            yield Entry("", problem=problem, line=line, source=taken[0]), ()
         except UnicodeEncodeError:
-            yield _Row(line, "".join(taken), (), "not UTF-8")
+            yield Entry("", problem="not UTF-8", line=line, source="".join(taken)), ()
         else:
             columns = columns or len(cells)
-            yield _Row(line, "".join(taken), cells, "", _notice(taken[1:-1], delimiter, columns))
+            notice = _notice(taken[1:-1], delimiter, columns)
+            yield Entry("", line=line, source="".join(taken), notice=notice), cells
 
 
 def _with_quotes(text: _Lines, taken: list[str], *, delimiter: str) -> list[str]:
@@ -258,7 +244,7 @@ def _with_quotes(text: _Lines, taken: list[str], *, delimiter: str) -> list[str]
 def _between_tabs(text: _Lines, taken: list[str]) -> list[str]:
     """The cells of the next row, whose lines are added to *taken*."""
     taken.append(next(text))
-    cells = _split_at_tabs(taken[0])
+    cells = taken[0].rstrip("\r\n").split("\t")
     while cells[-1].startswith('"') and cells[-1].count('"') % 2:
         ending = taken[-1][len(taken[-1].rstrip("\r\n")) :]
         if (rest := _rest_of_cell(text, cells[-1] + ending, taken)) is None:
@@ -279,7 +265,7 @@ def _rest_of_cell(text: _Lines, cell: str, taken: list[str]) -> list[str] | None
         ahead.append(line)
         end, tab, _ = line.partition("\t")
         if end.count('"') % 2:
-            first, *others = _split_at_tabs(line)
+            first, *others = line.rstrip("\r\n").split("\t")
             whole = "".join([cell, *ahead[:-1], first])
             if _IN_QUOTES.fullmatch(whole):
                 taken += ahead
@@ -289,10 +275,6 @@ def _rest_of_cell(text: _Lines, cell: str, taken: list[str]) -> list[str] | None
             break
     text.give_back(ahead)
     return None
-
-
-def _split_at_tabs(line: str) -> list[str]:
-    return line.rstrip("\r\n").split("\t")
 
 
 def _notice(middle: Sequence[str], delimiter: str, columns: int) -> str:

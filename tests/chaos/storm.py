@@ -14,8 +14,6 @@ stages for workers of two models, and only SIGKILLs count as kills. With --clash
 jobs share their ids with others: each has to have one outcome, and all commands have to say so.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib
@@ -35,6 +33,7 @@ from typing import Any, Literal
 
 import forks
 import storm_clashes
+import storm_worker
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from proxy import Fault, FaultProxy
@@ -141,7 +140,7 @@ class Storm:
             ]
             late = len(self._unsent) // 3
             try:
-                while not self._is_enough() or len(self._unsent) > late:
+                while not await self._is_enough(storage) or len(self._unsent) > late:
                     share = 1 - min(1, self._blows() / self.kills)
                     await self.send_rivals(
                         storage, len(self._unsent) - late - int(2 * late * share)
@@ -213,9 +212,12 @@ class Storm:
             process.kill()
             process.wait()
 
-    def _is_enough(self) -> bool:
+    async def _is_enough(self, storage: Storage) -> bool:
+        """Whether all blows fell, and all faults came or none will: idle workers call nothing."""
         self._count_faults()
-        return self._blows() >= self.kills and self.tally.faults >= self.faults
+        if self._blows() < self.kills or self.tally.faults >= self.faults:
+            return self._blows() >= self.kills
+        return (await storage.queue.depth()).messages == 0
 
     def _blows(self) -> int:
         if self.kind == "chains":
@@ -416,7 +418,7 @@ async def weather(
                 if proxy:
                     proxy.next_fault = lambda: "pass"
                     proxy.over.set()
-                storm.fault_share = 0.0
+                storm_worker.over(storm.events).touch()
                 storm.tick_seconds = 0.0
                 await storm.calm(storage)
                 if kind == "clashes":
@@ -426,6 +428,9 @@ async def weather(
                         settings, storage, storm.all_jobs(), storm.console, storm.calm
                     )
                 else:
+                    # What failed five times in the storm, and was not replayed in it.
+                    await storm.console("replay", "--all", "--yes")
+                    await storm.calm(storage)
                     await compare_outcomes(tally, storage, storm.jobs())
             finally:
                 storm.kill_all()

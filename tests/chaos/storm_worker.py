@@ -4,7 +4,8 @@ Its arguments: EVENTS TICK_SECONDS FAULT_SHARE SEED MODEL [FLAGS OF imagefleet w
 its `main` in a fork of a process that has imported it.
 
 Each event is a line appended to the file EVENTS, which survives SIGKILL: `drawn SEED`, the outcome
-of a job, `fault`. FAULT_SHARE of the calls to the storage fail before or after their effect.
+of a job, `fault`. FAULT_SHARE of the calls to the storage fail before or after their effect, until
+there is a file EVENTS.over.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import random
 import sys
 import zlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,7 +56,7 @@ class Faulty:
             return call
 
         async def faulty(*arguments: Any, **named: Any) -> Any:
-            chance = random.random()
+            chance = 1.0 if self._events.over.exists() else random.random()
             if chance < self._share / 2:
                 self._events.write("fault")
                 raise errors.TransientError("a fault before the effect")
@@ -73,10 +75,16 @@ class Events:
     """Appends lines to a file, each in one write, so that those of several processes stay whole."""
 
     def __init__(self, path: str) -> None:
+        self.over = over(Path(path))
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def write(self, line: str) -> None:
         os.write(self._file, f"{line}\n".encode())
+
+
+def over(events: Path) -> Path:
+    """The file that ends the faults."""
+    return events.with_suffix(".over")
 
 
 def main() -> None:
@@ -95,6 +103,8 @@ def main() -> None:
         storage: Any = storage_open.open_storage(settings, *arguments, **named)
         for name in ("queue", "poison", "blobs"):
             setattr(storage, name, Faulty(getattr(storage, name), float(share), events))
+        served = storage.models.served
+        storage.models.served = lambda models: Faulty(served(models), float(share), events)
         storage.models.send = Faulty(storage.models, float(share), events).send
         return storage
 
@@ -105,7 +115,7 @@ def main() -> None:
     )
     engine.model_name = model
 
-    @options.from_settings(WorkerSettings)
+    @options.flat
     def command(settings: WorkerSettings) -> None:
         logs.configure("json")
         work = process.run_worker(settings, load=lambda: engine, on_settled=events.write)

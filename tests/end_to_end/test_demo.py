@@ -1,7 +1,5 @@
 """The demo as a user runs it: a separate process whose output is read."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -16,7 +14,7 @@ from PIL import Image
 
 import forks
 import polling
-from fleet import contact_sheet
+from fleet.demo import command as contact_sheet
 from imagefleet.files import demo as demo_files
 from imagefleet.signing import SigningKey
 from pixel import tiny_cascade

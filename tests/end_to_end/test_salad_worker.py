@@ -1,7 +1,5 @@
 """Workers as SaladCloud runs them: real processes, a real HTTP service, exit codes that count."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -59,8 +57,10 @@ except typer.Exit as ended:
     console.leave(ended.exit_code)
 """
 
-#: Prints the time of each poll.
+#: Prints the time of each poll, with pauses as from afar.
 PRINT_POLLS = """
+from worker import pull
+pull.LOCAL_PAUSE_SECONDS = 1.0
 receive = queue.RoutedQueue.receive
 async def printing(self, *arguments):
     print("poll", time.monotonic(), flush=True)

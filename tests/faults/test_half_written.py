@@ -1,7 +1,5 @@
 """Files that are half there, or change: models, LoRAs, jobs; and folders that cannot be used."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Coroutine
@@ -70,17 +68,6 @@ async def test_a_cached_folder_with_half_a_file_is_not_whole(tmp_path: Path) -> 
     weights.write_bytes(CONTENT)
     (folder / "model_index.json").unlink()
     assert not model.is_whole(folder)
-
-
-async def test_what_a_worker_left_that_was_killed_at_the_end_of_a_download_is_removed(
-    settings: WorkerSettings,
-) -> None:
-    path = await fetched(settings)
-    (path.parent / "sd.tar.part").write_bytes(CONTENT)
-    (path.parent / "sd.tar.part.json").write_text("{}")
-    (path.parent / "unpacking" / "sd").mkdir(parents=True)
-    assert await fetched(settings) == path
-    assert {each.name for each in path.parent.iterdir()} == {"sd.safetensors", "lock"}
 
 
 # LoRAs

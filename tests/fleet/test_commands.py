@@ -1,7 +1,5 @@
 """What all commands have in common: --json, --dry-run, --yes, and tables with whole names."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json
@@ -40,7 +38,8 @@ WITHOUT_JSON = {
     "worker": "it prints nothing but its log, which is JSON with --log-format json",
     "exporter": "likewise; its figures are metrics",
     "broker": "likewise; its answers are JSON",
-    "webhooks": "likewise; what its dry run prints is JSON",
+    "serve": "likewise",
+    "webhooks": "likewise; what it sends is JSON",
     "gallery": "likewise; what it shows is a page",
     "health": "a probe: its exit code is the answer",
 }
@@ -134,7 +133,7 @@ def test_figures_go_to_a_file_by_one_option() -> None:
 def test_a_dry_run_has_one_meaning() -> None:
     runs = {name: found for name in ALL if (found := option(ALL[name], "--dry-run"))}
 
-    assert len(runs) == 13
+    assert len(runs) == 12
     for found in runs.values():
         assert re.fullmatch(r"Show .*; change nothing\.", found.help)
 
@@ -244,10 +243,17 @@ def group_screen() -> Any:
 
 
 def queue_screen() -> Any:
-    queue = monitor.QueueStatus(
-        name=QUEUE, messages=1_000_000, visible=990_000, leased=10_000, oldest_age_seconds=86_400.0
-    )
-    return monitor._status_screen(monitor.FleetStatus(storage="local:x", queue=queue, failed=queue))
+    queue = {
+        "name": QUEUE,
+        "messages": 1_000_000,
+        "visible": 990_000,
+        "leased": 10_000,
+        "oldest_age_seconds": 86_400.0,
+        "model": None,
+        "shards": 1,
+    }
+    rest: dict[str, Any] = {"queues": [], "without_worker": [], "fleet": None}
+    return monitor.status_screen({"storage": "local:x", "queue": queue, "failed": queue, **rest})
 
 
 def workers_screen() -> Any:
@@ -260,7 +266,7 @@ def workers_screen() -> Any:
         images_per_dollar=123_456,
         failed_jobs=1234,
     )
-    return monitor.workers_screen([worker], None, 1)
+    return monitor.workers_screen([worker], 1)
 
 
 @pytest.mark.parametrize("width", [60, 80, 200, None])

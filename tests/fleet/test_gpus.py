@@ -1,7 +1,5 @@
 """What `imagefleet worker --gpus` does before any worker starts."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -46,7 +44,7 @@ def test_what_is_wrong_is_one_line_before_anything_starts(
 @pytest.mark.parametrize(
     ("gpu", "variable", "value"),
     [
-        (Gpu("2", "GPU-x", "GPU-x"), "CUDA_VISIBLE_DEVICES", "GPU-x"),
+        (Gpu("2", "GPU-x"), "CUDA_VISIBLE_DEVICES", "GPU-x"),
         (Gpu("0"), "OMP_NUM_THREADS", "4"),
     ],
 )

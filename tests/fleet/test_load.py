@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json
@@ -99,6 +97,22 @@ def test_a_dry_run_prints_ten_jobs_and_touches_nothing(
     assert len({job["id"] for job in jobs}) == 10
     assert first.stdout == again.stdout
     assert list(tmp_path.iterdir()) == [template]
+
+
+def test_payloads_get_their_apis_defaults_or_a_line_on_what_differs(
+    in_process: Imagefleet, tmp_path: Path
+) -> None:
+    payload = {"prompt": "a", "sampler_index": "DPM++ 2M", "send_images": True}
+    (tmp_path / "jobs.jsonl").write_text(f"{json.dumps(payload)}\n" * 3)
+    plain = in_process("load", "jobs.jsonl", "--dry-run")
+    (told,) = [line for line in plain.stderr.splitlines() if "--defaults a1111-1.10" in line]
+    assert "sampler dpmpp_2m_karras, steps 50" in told
+    theirs = in_process("load", "jobs.jsonl", "--dry-run", "--defaults", "a1111-1.10")
+    assert "--defaults" not in theirs.stderr
+    jobs = [read_job(line, "none") for line in theirs.stdout.splitlines()]
+    assert {(job.sampler, job.steps, job.randn_source) for job in jobs} == {
+        ("dpmpp_2m_karras", 50, "GPU")
+    }
 
 
 def test_a_finished_load_is_repeated_only_on_request(
@@ -351,20 +365,19 @@ def test_two_jobs_of_one_id_from_standard_input_are_named_with_their_lines(
     _, printed = process.communicate(first + "".join(rows), timeout=280)
 
     assert process.returncode == console.EXIT_OPERATOR_MUST_ACT
-    earlier, later = (f"standard input, {line}" for line in lines)
     said = " ".join(printed.split())
-    assert f"default/j2, {later}, was sent before as {earlier} with another content" in said
+    assert f"{' and '.join(lines)} are two jobs with one id, default/j2; nothing was sent" in said
 
 
-def test_an_invalid_line_of_standard_input_ends_the_load_after_those_before_it(
+def test_an_invalid_line_of_standard_input_ends_the_load_before_it_begins(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     process = start("-", stdin=subprocess.PIPE)
     _, printed = process.communicate('{"prompt":"a"}\n' * 130 + "bad\n", timeout=280)
 
     assert process.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "line 131 is not a valid job" in printed
-    assert ids_in(settings_for(tmp_path)).total() == 130
+    assert "standard input has invalid jobs; nothing was sent" in printed
+    assert "line 131: " in printed
 
 
 def test_one_message_is_one_job(
@@ -447,7 +460,7 @@ def test_the_queues_that_jobs_of_models_are_sent_to_are_named(
 def test_an_unknown_priority_names_the_three(in_process: Imagefleet, template: Path) -> None:
     result = in_process("load", "t.yaml", "--priority", "urgent")
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "the priority 'urgent' is not one of high, normal, low" in result.stderr
+    assert "--priority: 'urgent' is not one of 'high', 'normal', 'low'" in result.stderr
 
 
 def test_a_workers_priority_on_saladcloud_is_not_that_of_the_jobs(

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -60,7 +58,7 @@ def app(seen: dict[str, Any]) -> typer.Typer:
     app = typer.Typer(rich_markup_mode=None)
 
     @app.command()
-    @options.from_settings(Settings)
+    @options.flat
     def command(
         settings: Settings, loud: Annotated[bool, typer.Option(help="Shout.")] = False
     ) -> None:
@@ -111,7 +109,7 @@ def test_a_repeated_flag_has_the_values_of_one_variable(
     app = typer.Typer()
 
     @app.command()
-    @options.from_settings(WorkerSettings)
+    @options.flat
     def command(settings: WorkerSettings) -> None:
         seen.append(settings.model)
 

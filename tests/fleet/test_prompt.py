@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -23,14 +20,20 @@ def test_the_reference_message_has_77_and_70_tokens(in_process: Imagefleet) -> N
     result = in_process("prompt", job["prompt"], "--negative", job["negative_prompt"], "--json")
 
     read = json.loads(result.stdout)
-    assert (read["prompt"]["tokens"], read["negative"]["tokens"]) == (77, 70)
-    assert [len(chunk["ids"]) for chunk in read["prompt"]["chunks"]] == [75, 2]
-    assert len(read["negative"]["chunks"]) == 1
+    ((positive,), (negative,)) = (read[name]["texts"] for name in ("prompt", "negative"))
+    assert (positive["tokens"], negative["tokens"]) == (77, 70)
+    assert [len(chunk["ids"]) for chunk in positive["chunks"]] == [75, 2]
+    assert len(negative["chunks"]) == 1
     assert read["prompt"]["loras"] == [
-        {"name": "magic-fantasy-forest-v2", "text_encoder_weight": 0.35, "unet_weight": 0.35}
+        {
+            "name": "magic-fantasy-forest-v2",
+            "text_encoder_weight": 0.35,
+            "unet_weight": 0.35,
+            "is_stored": None,
+        }
     ]
     assert read["negative"]["loras"] == []
-    last = read["prompt"]["chunks"][1]
+    last = positive["chunks"][1]
     assert (last["tokens"], last["weights"]) == ([",</w>", "detailed</w>"], [1.0, 1.1])
 
 
@@ -55,22 +58,54 @@ def test_the_text_output_shows_weights_words_and_loras(in_process: Imagefleet) -
 def test_the_output_shows_the_prompts_own_weight_and_no_comments(in_process: Imagefleet) -> None:
     result = in_process("prompt", "a cat # of mine\n:1.3")
 
-    assert [line.strip() for line in result.stdout.splitlines()][:4] == [
+    assert [line.strip() for line in result.stdout.splitlines()][:5] == [
         "prompt: 2 tokens in 1 chunk",
         "chunk 1, 2 tokens",
         "1      a cat",
         "weight of the prompt as a whole: 1.3",
+        "left out: # of mine",
     ]
     read = json.loads(in_process("prompt", "a cat:0.5", "--negative", "a dog:2", "--json").stdout)
-    assert (read["prompt"]["weight"], read["negative"]["weight"]) == (0.5, 1.0)
+    weights = [read[name]["texts"][0]["weight"] for name in ("prompt", "negative")]
+    assert weights == [0.5, 1.0]
+
+
+def test_the_words_of_each_step_and_of_each_part_are_shown(in_process: Imagefleet) -> None:
+    text = "a [red:blue:0.5] house AND [fog|rain] :0.8"
+    result = in_process("prompt", text, "--steps", "10", "--negative", "[:mist:4]")
+
+    assert [line.strip() for line in result.stdout.splitlines()] == [
+        "prompt, part 1 of 2, steps 1-6: 3 tokens in 1 chunk",
+        "chunk 1, 3 tokens",
+        "1      a red house",
+        "prompt, part 1 of 2, steps 7-10: 3 tokens in 1 chunk",
+        "chunk 1, 3 tokens",
+        "1      a blue house",
+        "prompt, part 2 of 2, steps 1-2, 4, 6...: 1 token in 1 chunk",
+        "chunk 1, 1 token",
+        "1      fog",
+        "weight of the prompt as a whole: 0.8",
+        "prompt, part 2 of 2, steps 3, 5, 7...: 1 token in 1 chunk",
+        "chunk 1, 1 token",
+        "1      rain",
+        "weight of the prompt as a whole: 0.8",
+        "negative, steps 1-5: 0 tokens in 1 chunk",
+        "chunk 1, 0 tokens",
+        "negative, steps 6-10: 1 token in 1 chunk",
+        "chunk 1, 1 token",
+        "1      mist",
+    ]
+    read = json.loads(in_process("prompt", text, "--steps", "10", "--json").stdout)
+    steps = [(each["part"], each["steps"]) for each in read["prompt"]["texts"]]
+    assert steps[0] == (1, [1, 2, 3, 4, 5, 6])
+    assert sorted(step for part, some in steps for step in some if part == 2) == [*range(1, 11)]
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["a [cat:dog:0.5]"], "prompt: the prompt uses prompt editing"),
-        (["a cat AND a dog"], "prompt: the prompt joins prompts with AND"),
-        (["a cat", "--negative", "[a|b]"], "negative: the prompt uses alternation"),
+        (["a AND " * 9], "prompt: the prompt joins 10 prompts with AND"),
+        (["a <hypernet:b:1>"], "prompt: the prompt asks for <hypernet:...>"),
         (["word " * 5000], "prompt: the prompt has 67 chunks of 75 tokens"),
     ],
 )
@@ -96,46 +131,6 @@ def test_a_lora_in_a_negative_prompt_is_text_with_a_note(
     assert "a LoRA tag in a negative prompt is plain text" in result.stdout
 
 
-def test_a_models_tokenizer_is_used_and_a_missing_one_reported(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
-    spelled = tmp_path / "model" / "tokenizer"
-    spelled.mkdir(parents=True)
-    letters = [*"cat", *(f"{letter}</w>" for letter in "cat"), "<|startoftext|>", "<|endoftext|>"]
-    vocabulary = {letter: number for number, letter in enumerate(letters)}
-    (spelled / "vocab.json").write_text(json.dumps(vocabulary))
-    (spelled / "merges.txt").write_text("#version: 0.2\n")
-
-    result = in_process("prompt", "cat", "--json", "--model", str(spelled.parent))
-    assert json.loads(result.stdout)["prompt"]["chunks"][0]["tokens"] == ["c", "a", "t</w>"]
-
-    result = in_process("prompt", "cat", "--model", str(tmp_path / "nowhere"))
-    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "nowhere" in result.stderr
-    (spelled / "merges.txt").write_text("one\n")
-    result = in_process("prompt", "cat", "--model", str(spelled.parent))
-    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "is not a CLIP tokenizer" in result.stderr
-
-
-def test_a_checkpoint_without_a_tokenizer_has_clips_if_its_vocabulary_fits(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
-    single = tmp_path / "model.safetensors"
-    single.touch()
-    for model in (single, demo.TRAINED):
-        result = in_process("prompt", "a cat", "--model", str(model))
-        assert result.stdout.startswith("prompt: 2 tokens in 1 chunk")
-    config = tmp_path / "other" / "text_encoder" / "config.json"
-    config.parent.mkdir(parents=True)
-    config.write_text('{"vocab_size": 514}')
-
-    result = in_process("prompt", "a cat", "--model", str(tmp_path / "other"))
-
-    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "no tokenizer in" in result.stderr
-
-
 def test_torch_is_not_imported() -> None:
     program = """
 import sys
@@ -157,7 +152,7 @@ print("loaded:", sorted({"torch", "transformers", "diffusers"} & set(sys.modules
 def both_tokenizers() -> tuple[object, object]:
     transformers = pytest.importorskip("transformers")
     reference = transformers.CLIPTokenizer.from_pretrained(clip.TOKENIZER, local_files_only=True)
-    return prompt._load_tokenizer(clip.TOKENIZER), reference
+    return prompt.tokenizer(), reference
 
 
 @settings(max_examples=200, deadline=None)

@@ -1,7 +1,6 @@
 """`imagefleet prompt` with textual inversion embeddings, of a folder and of a storage."""
 
-from __future__ import annotations
-
+import hashlib
 import json
 import subprocess
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from fleet import console
-from imagefleet.files import demo
+from header_files import lora_of
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
 
@@ -49,9 +48,9 @@ def test_embeddings_are_shown_with_the_tokens_that_they_take(
         "embedding EasyNegative (SD 1.x): 8 tokens",
         "embedding xl-neg (SDXL): 2 tokens",
     ]
-    words = json.loads(in_process(*arguments, "--json").stdout)
-    assert words["negative"]["embeddings"] == [], "without a folder names are words"
-    assert words["negative"]["tokens"] < 14
+    (words,) = json.loads(in_process(*arguments, "--json").stdout)["negative"]["texts"]
+    assert words["embeddings"] == [], "without a folder names are words"
+    assert words["tokens"] < 14
 
 
 def test_those_of_the_storage_are_found_as_a_worker_finds_them(
@@ -61,39 +60,41 @@ def test_those_of_the_storage_are_found_as_a_worker_finds_them(
     file = str(folder / "EasyNegative.safetensors")
     assert in_process("files", "add", "embedding", file, "--storage", storage).returncode == 0
 
-    result = in_process("prompt", "a EasyNegative", "--storage", storage, "--json")
+    (tmp_path / "ink.safetensors").write_bytes(lora_of())
+    assert in_process("files", "add", "lora", "ink.safetensors", "--storage", storage).stdout
+    text = "a EasyNegative <lora:gone:1> <lora:ink:1>"
+    result = in_process("prompt", text, "--storage", storage, "--json")
 
-    found: list[dict[str, Any]] = json.loads(result.stdout)["prompt"]["embeddings"]
+    read = json.loads(result.stdout)["prompt"]
+    assert [lora["is_stored"] for lora in read["loras"]] == [False, True]
+    assert (
+        "on the text encoder: not in this storage"
+        in in_process("prompt", text, "--storage", storage).stdout
+    )
+    found: list[dict[str, Any]] = read["texts"][0]["embeddings"]
     assert found == [
         {
             "name": "EasyNegative",
             "family": "SD 1.x",
-            "tokens": 8,
+            "length": 8,
+            "sha256": hashlib.sha256(Path(file).read_bytes()).hexdigest(),
+            "reason": None,
             "chunk": 1,
             "at": 1,
-            "unusable": None,
         }
     ]
 
 
-@pytest.mark.parametrize(
-    ("negative", "model", "reason"),
-    [
-        ("old, blurry", False, "old.pt, a pickle"),
-        ("xl-neg", True, "'xl-neg' is for SDXL, and the model is one of SD 1.x"),
-    ],
-)
 def test_an_embedding_that_would_fail_the_job_is_an_error(
-    negative: str, reason: str, in_process: Imagefleet, folder: Path, *, model: bool
+    in_process: Imagefleet, folder: Path
 ) -> None:
-    of_model = ("--model", str(demo.find_checkpoint())) if model else ()
     result = in_process(
-        *("prompt", "a", "--negative", negative, "--embedding-directory", str(folder), *of_model)
+        *("prompt", "a", "--negative", "old, blurry", "--embedding-directory", str(folder))
     )
 
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert f"negative: the embedding {negative.split(',', maxsplit=1)[0]!r}" in result.stderr
-    assert reason in result.stderr
+    assert "negative: the embedding 'old'" in result.stderr
+    assert "old.pt, a pickle" in result.stderr
 
 
 def test_a_name_that_is_written_as_an_embedding_and_is_none_is_reported(

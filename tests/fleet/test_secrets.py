@@ -5,8 +5,6 @@ command runs in this process under each kind of wrong setting and against each k
 service, and the mark is looked for in what it printed, logged, raised and wrote.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import dataclasses
@@ -61,23 +59,24 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "demo": ("--output", "fleet.yaml/x"),
     "worker": ("--model", "{url}", "--model-sha256", "0" * 64),
     "load": ("jobs.jsonl", "--restart"),
+    "import": ("jobs.jsonl",),
     "sweep": ("captions.txt", "--campaign", "curve", "--restart"),
     "job": ("spring/cat",),
     "cancel": ("spring", "--yes"),
     "status": (),
+    "serve": ("--port", "0", "--clients", "secret.txt"),
     "exporter": ("--port", "0"),
     "broker": ("--organization", "acme", "--port", "0"),
     "webhooks": ("--url", "{url}", "--secret-file", "webhook.txt", "--port", "0"),
     "plan": ("--jobs", "10", "--price-file", "secret.txt"),
     "report": ("--price-file", "prices.yaml"),
     "scale": ("--max-dollars", "1", "--dollars-per-hour", "1", "--once", "--yes"),
-    "prompt": ("a cat", "--model", "secret.txt"),
+    "prompt": ("a cat", "--embedding-directory", "secret.txt"),
     "health": ("live", "--port", "{port}"),
     "failed": (),
     "replay": ("--all",),
     "discard": ("--all", "--yes"),
     "keys mint": ("worker", "--policy", "spring"),
-    "keys check": ("worker",),
     "keys revoke": ("spring",),
     "verify": (),
     "gate": ("spring", "spring", "--other-storage", "{url}"),

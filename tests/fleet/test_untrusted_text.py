@@ -1,7 +1,5 @@
 """Text of jobs, blobs, metrics, files and services controls no terminal in any command."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -125,7 +123,7 @@ COMMANDS = (
     ("deploy", "status"),
     ("deploy", "apply", "--render", "--file", HOSTILE),
     ("worker", "--model", HOSTILE),
-    ("keys", "check", HOSTILE),
+    ("keys", "mint", HOSTILE),
     ("nonsense" + HOSTILE,),
 )
 

@@ -1,7 +1,5 @@
 """What a type checker sees of the client; mypy reads it, nothing runs it."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator
 from datetime import datetime
 from typing import assert_type
@@ -17,7 +15,11 @@ from imagefleet.storage.dead_letter_queue import Swept
 def sync() -> None:
     with imagefleet.connect("local:./data", queue="jobs", sas_file="tokens.json") as fleet:
         assert_type(fleet, imagefleet.Fleet)
-        jobs = [imagefleet.Job(prompt="a house", output=imagefleet.Output(format="jpeg"))]
+        jobs = [
+            imagefleet.Job(
+                prompt="a house", defaults="a1111-1.10", output=imagefleet.Output(format="jpeg")
+            )
+        ]
         batch = fleet.submit(jobs, campaign="spring")
         assert_type(batch.results(timeout=1.5), imagefleet.Results)
         either_way: Iterator[imagefleet.Result] = fleet.results("spring")

@@ -1,7 +1,5 @@
 """The client on both storages, with the real pipeline around the stand-in engine."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import hashlib
@@ -93,8 +91,6 @@ async def test_a_job_is_replayed_with_other_values(fleet: aio.Fleet, work: Work)
             await fleet.replay(set=wrong)
     changes = {"prompt": "a house", "steps": 20, "model": None}
     changes["output"] = imagefleet.Output(quality=50)
-    preview = await fleet.preview_replay(set=changes)
-    assert ("steps", "30", "20") in preview.changes
     assert (await fleet.replay(set=changes)).done == 1
     (message,) = [message async for message in fleet.storage.queue.browse()]
     sent = read_job(message.body, message.id)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -181,8 +179,8 @@ async def test_the_client_replays_signed_jobs_alone(
         for message in await fleet.storage.queue.receive(2, 60):
             error = errors.JobError("too large")
             await dead_letter.add(fleet.storage, message, None, error, "w")
-        assert (await fleet.preview_replay()).unsigned == 1
-        assert (await fleet.replay()).done == 1
+        swept = await fleet.replay()
+        assert (swept.done, [each.is_unsigned for each in swept.refused]) == (1, [True])
         assert (await fleet.discard(unsigned=True)).done == 1
         assert [each.body async for each in fleet.storage.queue.browse()] == bodies[:1]
     async with aio.connect(local_settings.storage) as fleet:

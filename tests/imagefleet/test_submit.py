@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import json
 import sys
@@ -33,14 +31,14 @@ async def numbers_in(storage: Storage) -> list[int]:
 
 
 async def test_every_job_is_sent_once(storage: Storage) -> None:
-    progress = await BulkSender(storage.queue, numbers(0, 350)).run()
+    progress = await BulkSender(storage.queue.send, numbers(0, 350)).run()
 
     assert progress == Progress(confirmed=350, sent=315, finished=True)
     assert await numbers_in(storage) == wanted(0, 350)
 
 
 async def test_positions_count_from_the_start_position(storage: Storage) -> None:
-    progress = await BulkSender(storage.queue, numbers(123, 350), start=123).run()
+    progress = await BulkSender(storage.queue.send, numbers(123, 350), start=123).run()
 
     assert progress.confirmed == 350
     assert await numbers_in(storage) == wanted(123, 350)
@@ -60,7 +58,7 @@ async def test_confirmations_stop_at_the_first_gap(storage: Storage) -> None:
             others_are_stored.set()
 
     storage.queue.send = slow_first  # type: ignore[method-assign]
-    sender = BulkSender(storage.queue, numbers(0, 3 * BATCH))
+    sender = BulkSender(storage.queue.send, numbers(0, 3 * BATCH))
     running = asyncio.create_task(sender.run(lambda done: confirmed.append(done.confirmed)))
     await others_are_stored.wait()
     assert confirmed == []
@@ -80,7 +78,7 @@ async def test_a_send_that_fails_for_good_leaves_a_correct_count(storage: Storag
         await send(messages)
 
     storage.queue.send = fail_third  # type: ignore[method-assign]
-    sender = BulkSender(storage.queue, numbers(0, 5 * BATCH), concurrency=3)
+    sender = BulkSender(storage.queue.send, numbers(0, 5 * BATCH), concurrency=3)
     with pytest.raises(errors.SetupError, match="revoked"):
         await sender.run()
 
@@ -100,7 +98,7 @@ async def test_a_transient_error_is_retried(storage: Storage) -> None:
 
     storage.queue.send = fail_twice  # type: ignore[method-assign]
     retries = concurrency.RetryPolicy(tries=5, first_wait_seconds=0.001)
-    await BulkSender(storage.queue, numbers(0, BATCH), retry_policy=retries).run()
+    await BulkSender(storage.queue.send, numbers(0, BATCH), retry_policy=retries).run()
 
     assert await numbers_in(storage) == wanted(0, BATCH)
 
@@ -122,13 +120,13 @@ async def test_no_more_sends_are_in_flight_than_allowed(storage: Storage) -> Non
         in_flight -= 1
 
     storage.queue.send = counted  # type: ignore[method-assign]
-    await BulkSender(storage.queue, numbers(0, 8 * BATCH), concurrency=3).run()
+    await BulkSender(storage.queue.send, numbers(0, 8 * BATCH), concurrency=3).run()
 
     assert most == 3
 
 
 async def test_a_stop_ends_where_the_next_run_can_resume(storage: Storage) -> None:
-    sender = BulkSender(storage.queue, numbers(0, 100_000))
+    sender = BulkSender(storage.queue.send, numbers(0, 100_000))
     progress = await sender.run(lambda done: sender.stop() if done.confirmed >= 200 else None)
 
     assert not progress.finished
@@ -148,7 +146,7 @@ class NotingQueue:
 def test_a_rate_is_kept_and_a_stop_does_not_wait_for_it() -> None:
     queue = NotingQueue()
     with clock.simulated_time() as loop:
-        progress = clock.run(loop, BulkSender(queue, map(str, range(1_000)), rate=200).run())
+        progress = clock.run(loop, BulkSender(queue.send, map(str, range(1_000)), rate=200).run())
         assert progress.confirmed == 1_000
         # The first batch is sent at once, and the last is not waited for.
         assert loop.now == pytest.approx(1_000 / 200, abs=0.11)
@@ -158,7 +156,7 @@ def test_a_rate_is_kept_and_a_stop_does_not_wait_for_it() -> None:
         assert max(in_each_second.values()) <= 220
 
     with clock.simulated_time() as loop:
-        sender = BulkSender(NotingQueue(), map(str, range(100)), rate=0.01)
+        sender = BulkSender(NotingQueue().send, map(str, range(100)), rate=0.01)
         loop.call_later(50, sender.stop)
         stopped = clock.run(loop, sender.run())
         assert (stopped.confirmed, stopped.finished) == (1, False)
@@ -167,7 +165,7 @@ def test_a_rate_is_kept_and_a_stop_does_not_wait_for_it() -> None:
 
 async def test_a_cancelled_run_leaves_no_send_behind(storage: Storage) -> None:
     begun = asyncio.Event()
-    sender = BulkSender(storage.queue, numbers(0, 10_000_000))
+    sender = BulkSender(storage.queue.send, numbers(0, 10_000_000))
     running = asyncio.create_task(sender.run(lambda _: begun.set()))
     await begun.wait()
     running.cancel()

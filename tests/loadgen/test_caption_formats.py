@@ -1,7 +1,5 @@
 """Captions of three formats are the same captions, and draw their words as they are."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import tracemalloc
@@ -57,13 +55,11 @@ def test_every_format_gives_the_same_captions_with_the_same_hash(tmp_path: Path,
     assert list(found.read(2)) == CAPTIONS[2:]
 
 
-def test_the_first_captions_and_one_for_each_image(tmp_path: Path) -> None:
+def test_the_first_captions(tmp_path: Path) -> None:
     path = tmp_path / "captions_val2014.json"
     path.write_text(json.dumps(annotations(["a", "b", "c", "d", "e"])))
 
     assert list(CaptionFile(path, count=3).read()) == ["a", "b", "c"]
-    assert list(CaptionFile(path, one_per_image=True).read()) == ["a", "c", "e"]
-    assert CaptionFile(path, one_per_image=True, count=2).facts.count == 2
 
 
 @pytest.mark.parametrize(
@@ -100,11 +96,9 @@ def test_what_is_no_file_of_captions_is_named_with_its_place(
         CaptionFile(tmp_path / name)
 
 
-def test_options_that_do_not_fit_the_format_are_refused(tmp_path: Path) -> None:
+def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "c.txt").write_text("a")
 
-    with pytest.raises(errors.SetupError, match="--one-per-image is for COCO"):
-        CaptionFile(tmp_path / "c.txt", one_per_image=True)
     with pytest.raises(errors.SetupError, match=r"--format word: should be coco\|jsonl\|txt"):
         CaptionFile(tmp_path / "c.txt", form="word")
     assert CaptionFile(tmp_path / "c.txt", form="txt").facts.count == 1
@@ -139,6 +133,7 @@ def test_captions_take_the_memory_of_one_however_many_there_are(tmp_path: Path) 
 @example("<lora:x:1> <hypernet:y>")
 @example(r"a \(b\) \\ [x:y:0.5]")
 @example("BREAK in #2")
+@example(" ")
 @settings(max_examples=40)
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), min_size=1))
 def test_a_caption_is_drawn_as_its_words_whatever_signs_it_has(caption: str) -> None:
@@ -147,6 +142,7 @@ def test_a_caption_is_drawn_as_its_words_whatever_signs_it_has(caption: str) -> 
     parts = [part for section in read.sections for part in section]
     drawn = "".join(part.text for part in parts)
     words = caption.replace("AND", "and").replace("BREAK", "break")
-    assert drawn.replace("AND", "and").replace("BREAK", "break") == words
-    assert {part.weight for part in parts} == {1.0}
-    assert (read.loras, read.weight) == ((), 1.0)
+    drawn = drawn.replace("AND", "and").replace("BREAK", "break")
+    assert drawn.rstrip() == words.rstrip()
+    assert {part.weight for part in parts} == ({1.0} if words.rstrip() else set())
+    assert (read.loras, read.weights) == ((), (1.0,))

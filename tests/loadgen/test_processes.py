@@ -1,7 +1,5 @@
 """Sending processes that end, and loads that end before them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -54,7 +52,7 @@ async def test_what_a_killed_process_had_in_flight_is_sent_by_another(
 ) -> None:
     wanted = [f"{number}" for number in range(2_500)]
     async with processes_of(local_settings) as processes:
-        sender = BulkSender(processes, wanted, concurrency=8)
+        sender = BulkSender(processes.send, wanted, concurrency=8)
         sending = asyncio.create_task(sender.run())
         await polling.until(lambda: sender.progress.confirmed >= 500)
         killed, _ = children_of(os.getpid())
@@ -74,7 +72,7 @@ async def test_without_any_process_left_the_operator_is_told(
         for child in children:
             os.kill(child, signal.SIGKILL)
         with pytest.raises(errors.SetupError, match=r"exit codes: -9, -9.*--processes 1"):
-            await BulkSender(processes, ["a job"] * 100).run()
+            await BulkSender(processes.send, ["a job"] * 100).run()
 
 
 async def test_an_error_of_a_process_has_its_class_and_its_words(

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from imagefleet import concurrency
@@ -17,12 +15,11 @@ MANY = 10_000_000
         (AZURE, MANY, 2, 1),
         (AZURE, MANY, 1, 1),
         (AZURE, 1_000, 16, 1),
-        (AZURE, None, 16, 1),
         ("local:data", MANY, 16, 1),
     ],
 )
 def test_processes_are_by_cores_where_they_pay(
-    monkeypatch: pytest.MonkeyPatch, storage: str, jobs: int | None, cores: int, processes: int
+    monkeypatch: pytest.MonkeyPatch, storage: str, jobs: int, cores: int, processes: int
 ) -> None:
     monkeypatch.setattr(concurrency, "cores", lambda: cores)
     assert LoadSettings(storage=storage).processes_for(jobs) == processes

@@ -1,8 +1,5 @@
 """Sources whose jobs are signed."""
 
-from __future__ import annotations
-
-import io
 import json
 from pathlib import Path
 
@@ -13,8 +10,8 @@ from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.job.sizes import MAX_MESSAGE_BYTES, message_bytes
 from imagefleet.signing import MAX_SIGNATURE_BYTES, JobSigner, SigningKey, TrustedJobs
-from loadgen.file_source import FileSource, StreamSource
-from loadgen.template_source import TemplateSource
+from loadgen.file_source import FileSource
+from loadgen.sources import TemplateSource
 
 TEMPLATE = """
 prompt: "a {noun} & <friends>"
@@ -67,12 +64,6 @@ def test_a_files_jobs_get_ids_and_are_signed(
     plain = [read_job(body, "m") for body in FileSource(path).bodies(0) if body]
     assert jobs == plain
     assert list(FileSource(path, signer=signer).bodies(2)) == bodies[1:]
-
-
-def test_a_stream_is_signed(signer: JobSigner, trusted: TrustedJobs) -> None:
-    source = StreamSource(io.BufferedReader(io.BytesIO(b'{"prompt": "a"}\n')), signer=signer)
-    (body,) = source.bodies(0)
-    assert read_job(body or "", "m", trusted).prompt == "a"
 
 
 def test_a_job_without_room_for_its_signature_stops_the_load_before_it_begins(

@@ -1,12 +1,10 @@
-from __future__ import annotations
-
-import io
 import itertools
 import json
 import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,9 +12,9 @@ import pytest
 from imagefleet import errors
 from imagefleet.job.message import read_job
 from loadgen import rejects, sources
-from loadgen.file_source import FileSource, StreamSource
+from loadgen.file_source import FileSource
 from loadgen.rejects import Report
-from loadgen.template_source import TemplateSource
+from loadgen.sources import TemplateSource
 
 TEMPLATE = """
 prompt:
@@ -280,25 +278,14 @@ def test_a_count_ends_a_file_early(tmp_path: Path) -> None:
     assert len(list(lines(tmp_path, '{"prompt":"a"}\n' * 5, count=2).bodies(0))) == 2
 
 
-def stream(data: bytes, **options: object) -> StreamSource:
-    return StreamSource(io.BufferedReader(io.BytesIO(data)), **options)  # type: ignore[arg-type]
-
-
-def test_the_same_stream_twice_makes_new_jobs() -> None:
-    ids = {
-        read_job(str(body), "x").id
-        for _ in range(2)
-        for body in StreamSource(
-            io.BufferedReader(io.BytesIO(b'{"prompt":"a"}\n{"prompt":"a"}'))
-        ).bodies(0)
-    }
+def test_the_same_standard_input_twice_makes_new_jobs(stdin: Callable[[bytes], None]) -> None:
+    ids = set()
+    for _ in range(2):
+        stdin(b'{"prompt":"a"}\n{"prompt":"a"}')
+        bodies = sources.open_source("-").bodies(0)
+        ids |= {read_job(str(body), "x").id for body in bodies}
 
     assert len(ids) == 4
-
-
-def test_an_invalid_line_ends_a_stream_with_its_number() -> None:
-    with pytest.raises(errors.SetupError, match="line 2 is not a valid job"):
-        list(stream(b'{"prompt":"a"}\nbad\n').bodies(0))
 
 
 @pytest.mark.parametrize(
@@ -315,3 +302,51 @@ def test_a_file_that_cannot_be_a_source_is_refused(
 ) -> None:
     with pytest.raises(errors.SetupError, match=sentence):
         sources.open_source(name, **options)  # type: ignore[arg-type]
+
+
+def test_defaults_are_those_of_jobs_that_have_none_and_of_other_ids(path: Path) -> None:
+    jobs = path.with_suffix(".jsonl")
+    jobs.write_text('{"prompt": "a"}\n{"prompt": "b", "steps": 7}\n')
+    plain, theirs = FileSource(jobs), FileSource(jobs, defaults="a1111-1.10")
+    assert plain.identity != theirs.identity
+    read = [read_job(body or "", "none") for body in theirs.bodies(0)]
+    assert [(job.steps, job.sampler, job.randn_source) for job in read] == [
+        (50, "euler", "GPU"),
+        (7, "euler", "GPU"),
+    ]
+    drawn = read_job(next(TemplateSource(path, defaults="a1111-1.10").bodies(0)), "none")
+    assert (drawn.steps, drawn.sampler) == (15, "euler")
+
+
+def test_a_job_that_was_read_before_keeps_its_defaults(path: Path) -> None:
+    message = read_job('{"prompt": "a"}', "one").to_message()
+    jobs = path.with_suffix(".jsonl")
+    jobs.write_text(message + "\n")
+    (body,) = FileSource(jobs, defaults="a1111-1.10").bodies(0)
+    assert read_job(body or "", "two").steps == 20
+
+
+@pytest.mark.parametrize(
+    ("jobs", "told"),
+    [
+        (['{"prompt": "a"}', '{"prompt": "b", "send_images": true}'] * 2, "line 2: AUTOMATIC1111"),
+        (
+            ['{"prompt": "a", "sampler_name": "DPM++ 2M", "steps": 9, "cfg_scale": 7}'],
+            "sampler dpmpp_2m_karras",
+        ),
+        (['{"prompt": "a", "steps": 9}'], ""),
+        (['{"prompt": "a", "send_images": true, "defaults": "a1111-1.10"}'], ""),
+    ],
+)
+def test_a_file_of_payloads_is_told_once_which_defaults_differ(
+    path: Path, jobs: list[str], told: str
+) -> None:
+    notices: list[str] = []
+    file = path.with_suffix(".jsonl")
+    file.write_text("\n".join(jobs))
+    source = FileSource(file, report=Report(on_notice=notices.append))
+    source.check(0)
+    list(source.bodies(0))
+    assert len(notices) == bool(told)
+    assert told in "".join(notices)
+    assert not told or "--defaults a1111-1.10 takes them" in notices[0]

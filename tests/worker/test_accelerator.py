@@ -1,7 +1,5 @@
 """A worker with an accelerator draws each job with the steps, sampler and guidance that fit it."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable
@@ -43,13 +41,13 @@ def test_a_job_that_says_nothing_is_drawn_as_the_kind_of_file_wants(
     assert accelerator.kind.title == title
     for usual in ({}, {"steps": 20, "cfg_scale": 7, "scheduler": "Automatic"}):
         drawn = accelerator.fit(job_of(**usual))
-        assert (drawn.steps, drawn.guidance, drawn.sampler) == (steps, guidance, sampler)
+        assert (drawn.steps, drawn.cfg_scale, drawn.sampler) == (steps, guidance, sampler)
 
 
 def test_every_sampler_of_every_kind_is_one_of_the_engines() -> None:
     for kind in KINDS:
         for name in kind.samplers:
-            accelerator = Accelerator("x", "x", kind, kind.steps[0])
+            accelerator = Accelerator("x", kind, kind.steps[0])
             assert accelerator.fit(job_of(sampler_name=name)).sampler
 
 
@@ -59,7 +57,7 @@ def test_a_job_keeps_what_fits_and_its_digest() -> None:
     assert (drawn.steps, drawn.cfg_scale, drawn.sampler) == (8, 1.5, "euler_ancestral_sgm_uniform")
     assert (drawn.digest, drawn.stage_digest) == (job.digest, job.stage_digest)
     assert drawn.prompt == job.prompt
-    assert Accelerator.of("lcm").fit(job_of(cfg_scale=0)).guidance == 1
+    assert Accelerator.of("lcm").fit(job_of(cfg_scale=0)).cfg_scale == 1
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """A storage whose clock differs from this machine's by an hour: times that are compared are its."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import uuid
@@ -18,7 +16,7 @@ from evaluation.stand_in import StandInEngine, draw_noise
 from fleet.report import figures
 from fleet.report import records as report_records
 from fleet.webhooks import events
-from imagefleet import errors
+from imagefleet import cancelled, errors
 from imagefleet.job.message import Job
 from imagefleet.pricing import prices
 from imagefleet.records import reader
@@ -62,11 +60,11 @@ def draw(request: contract.ImageRequest) -> contract.Pixels:
 async def test_records_have_the_storages_time(storage: Storage, run_pipeline: RunPipeline) -> None:
     jobs = [Job(prompt="a", id="good"), Job(prompt="a", id="bad", seed=5)]
     await storage.queue.send([job.to_message() for job in jobs])
-    began_at = (await storage.queue.stamps()).earliest - BLUR
+    began_at = storage.blobs.clock.now() - BLUR
 
     await run_pipeline(StandInEngine(draw=draw))
 
-    until = (await storage.queue.stamps()).latest + BLUR
+    until = storage.blobs.clock.now() + BLUR
     (image,) = [record async for record in reader.images(storage, "default")]
     (ended,) = [record async for record in reader.ended(storage, "default")]
     assert image.started_at is not None
@@ -88,7 +86,7 @@ async def test_a_report_divides_by_times_of_one_clock(
             await storage.queue.send([Job(prompt="a", id=f"j{number}").to_message()])
             await run_pipeline(opened=opened)
     records = await report_records.read_records(storage, "default", 0)
-    computed = figures.compute(records, storage.url, prices.BUILT_IN, "")
+    computed = figures.compute(records, storage.url, prices.BUILT_IN)
     assert computed["seconds"] < HOUR / 2
 
 
@@ -120,6 +118,15 @@ async def test_a_signature_ends_by_the_storages_clock(
     failed = dead_letter.FailedJob.parse(message.body)
     assert failed is not None
     assert (failed.id, failed.error) == ("past", "UntrustedJobError")
+
+
+@pytest.mark.usefixtures("cancel_at_once")
+async def test_a_campaign_is_cancelled_by_the_storages_clock(storage: Storage) -> None:
+    await storage.queue.send([Job(prompt="a", id="a", campaign="spring").to_message()])
+    (message,) = [each async for each in storage.queue.browse()]
+    at = await cancelled.cancel(storage, "spring")
+    ahead = timedelta(seconds=cancelled.LOAD_SECONDS)
+    assert ahead <= at - message.enqueued_at < ahead + BLUR
 
 
 async def test_a_campaigns_webhook_does_not_wait_for_this_machines_clock(

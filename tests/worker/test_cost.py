@@ -1,7 +1,5 @@
 """What an image costs: by the metrics, and by the run's own records."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -21,6 +19,7 @@ from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import Clock, Operations
 from worker import metrics, process
 from worker.engine import contract
+from worker.gpu_clock import GpuClock
 from worker.metrics import CostMeter
 from worker.replica import Replica
 from worker.settings import WorkerSettings
@@ -51,7 +50,7 @@ class FakeEngineThread:
     """The part of an engine thread that the meter reads."""
 
     def __init__(self) -> None:
-        from worker.gpu_thread import GpuClock
+        from worker.gpu_clock import GpuClock
 
         self.clock = GpuClock()
         self.tick_began_at: float | None = None
@@ -145,6 +144,11 @@ async def test_start_up_idle_and_busy_add_up_to_the_whole(
     assert busy >= 3 * 0.05
     whole = seen["imagefleet_cost_dollars_total:gpu"] / DOLLARS_PER_SECOND
     assert start_up + idle + busy == pytest.approx(whole)
+    states = ("starting", "warming_up", "full_speed")
+    paid = [seen[f"imagefleet_paid_seconds_total:{state}"] for state in states]
+    assert sum(paid) == pytest.approx(whole)
+    assert start_up < paid[0] == seen["imagefleet_first_image_seconds"]
+    assert paid[1] == 0, "nothing was compiled"
 
 
 async def test_an_image_that_is_stored_already_is_wasted_as_a_duplicate(
@@ -217,3 +221,23 @@ def test_without_a_price_no_cost_is_reported() -> None:
     assert seen["imagefleet_cost_dollars_total:storage"] == pytest.approx(0.055)
     assert "imagefleet_cost_dollars_total:gpu" not in seen
     assert "imagefleet_price_dollars_per_hour" not in seen
+
+
+def test_the_speed_until_all_is_compiled_is_that_of_all_rows_so_far() -> None:
+    engine = SimpleNamespace(is_compiling=True, unet_rows=100)
+    clock = GpuClock(busy_seconds=20)
+    clock.note_images(engine, 0, 1)  # type: ignore[arg-type]
+    assert (clock.first_image_at, clock.full_speed_at) == (1, None)
+    engine.is_compiling = False
+    clock.note_images(engine, 0, 2)  # type: ignore[arg-type]
+    assert (clock.first_image_at, clock.full_speed_at) == (1, 2)
+    assert clock.cold_rows_per_second == 5
+
+
+def test_paid_seconds_never_decrease_when_an_earlier_moment_is_noted() -> None:
+    clock = GpuClock()
+    assert clock.paid_seconds(0, 9) == {"starting": 9, "warming_up": 0, "full_speed": 0}
+    clock.first_image_at = 8
+    assert clock.paid_seconds(0, 9) == {"starting": 9, "warming_up": 1, "full_speed": 0}
+    clock.full_speed_at = 8.5
+    assert clock.paid_seconds(0, 12) == {"starting": 9, "warming_up": 1, "full_speed": 3.5}

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading
@@ -297,11 +295,18 @@ async def test_taking_up_what_is_compiled_is_no_first_image(
     async with engine_thread_with(engine) as engine_thread:
         await polling.until(lambda: not engine.due)
         clock = engine_thread.clock
-        assert (clock.busy_seconds, clock.first_at, clock.first_image_seconds) == (0, None, None)
+        assert (clock.busy_seconds, clock.first_at, clock.first_image_at) == (0, None, None)
         assert engine_thread.engine is engine
         await engine_thread.submit(0, prepared(0))
         await engine_thread.finished()
         assert clock.busy_seconds == 1
+        assert clock.first_image_at is not None
+        assert clock.full_speed_at is None, "something is compiled"
+        engine.is_compiling = False
+        await engine_thread.submit(1, prepared(1))
+        await engine_thread.finished()
+        assert clock.full_speed_at is not None
+        assert clock.full_speed_at > clock.first_image_at
 
 
 async def test_a_canary_passes_jobs_that_wait_and_images_that_nobody_takes() -> None:

@@ -1,7 +1,5 @@
 """A job's whole way on both storages, with a stand-in engine."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import io
@@ -34,9 +32,7 @@ async def blob_names(storage: Storage) -> set[str]:
 
 
 async def poison_records(storage: Storage) -> list[dead_letter.FailedJob]:
-    records = [
-        dead_letter.FailedJob.parse(message.body) async for message in storage.poison.browse()
-    ]
+    records = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
     assert None not in records
     return [record for record in records if record is not None]
 
@@ -79,8 +75,8 @@ async def test_a_job_of_several_images_is_acknowledged_with_its_last(
         ("[]", "no object"),
         ('{"prompt": "a", "stepz": 3}', "did you mean 'steps'"),
         ('{"prompt": "a", "steps": 100000}', "steps: should be less than"),
-        ('{"prompt": "a", "tiling": true}', "tiling is not supported"),
-        ('{"prompt": "a <lora:../../etc/passwd:1>"}', "without a path"),
+        ('{"prompt": "a", "restore_faces": true}', "restore_faces is not supported"),
+        ('{"prompt": "a <lora:../../etc/passwd:1>"}', "with no path"),
         ('{"prompt": "a <lora:nowhere:1>"}', "no LoRA nowhere.safetensors"),
     ],
 )
@@ -465,6 +461,9 @@ async def test_every_stage_of_a_job_is_counted(
         "imagefleet_gpu_busy_seconds",
         "imagefleet_gpu_idle_seconds",
         "imagefleet_first_image_seconds",
+        "imagefleet_full_speed_seconds",
+        "imagefleet_start_phase_seconds",
+        "imagefleet_paid_seconds",
         "imagefleet_engine_recompiles",
         "imagefleet_engine_compiling",
         "imagefleet_slots",

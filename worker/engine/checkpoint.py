@@ -2,12 +2,12 @@
 
 Single files are read here, not by diffusers' `from_single_file`: that needs the Hub or a folder for
 the configuration, does not name missing weights, and does not read the text encoder. Their kind was
-found before, from the header alone (`worker.files.kinds`).
+found before, from the header alone (`worker.files.check`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from diffusers.loaders.single_file_utils import (
+    convert_ldm_clip_checkpoint,
     convert_ldm_unet_checkpoint,
     convert_ldm_vae_checkpoint,
     convert_open_clip_checkpoint,
 )
-from diffusers.utils import logging as diffusers_logging
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -28,16 +27,15 @@ from transformers import (
     CLIPTextModelWithProjection,
     CLIPTokenizer,
 )
-from transformers.utils import logging as transformers_logging
 
 from imagefleet import errors
+from imagefleet.files.safetensors import UnusableError
 from imagefleet.job import clip
 from imagefleet.telemetry import logs
-from worker.engine import checksums
+from worker.engine import checksums, phases
 from worker.engine.families import reading, table
-from worker.engine.families.table import Config, Family, Model, TextEncoder
+from worker.engine.families.table import Config, Family, Model
 from worker.engine.files import safetensors
-from worker.engine.lora import merge
 from worker.engine.lora.file import Network
 from worker.engine.slots import memory
 
@@ -74,16 +72,13 @@ class Checkpoint(Model):
     @property
     def text_encoders(self) -> dict[Network, Any]:
         """The text encoders, in the order of their vectors."""
-        found: dict[Network, Any] = {"text_encoder": self.text_encoder}
-        if self.text_encoder_2 is not None:
-            found["text_encoder_2"] = self.text_encoder_2
-        return found
+        second: dict[Network, Any] = {"text_encoder_2": self.text_encoder_2}
+        return {"text_encoder": self.text_encoder, **(second if self.text_encoder_2 else {})}
 
     @property
     def has_text_on_cpu(self) -> bool:
         """True where the GPU's memory is too short for the text encoders."""
-        on_device: bool = self.text_encoder.device == self.unet.device
-        return not on_device
+        return bool(self.text_encoder.device != self.unet.device)
 
     @property
     def networks(self) -> dict[str, Any]:
@@ -99,23 +94,21 @@ def load_checkpoint(
     prediction_type: str | None = None,
     *,
     like: Checkpoint | None = None,
-    accelerator: Path | None = None,
+    change: Callable[[Family, Mapping[str, Any]], None] = lambda *_: None,
+    file_positions: bool = False,
 ) -> Checkpoint:
-    """Loads a checkpoint, with the LoRA *accelerator* merged into it.
+    """Loads a checkpoint, and calls *change* with its networks before they are summed.
 
     *config* is a folder with a single file's configuration; *prediction_type* holds where there is
-    no configuration of the scheduler. Each network has the precision of *like*'s, if given. Raises
-    SetupError if something is missing, damaged or of another architecture; names the file.
+    no configuration of the scheduler; *file_positions* keeps a single file's damaged positions.
+    Each network has the precision of *like*'s, if given. Raises SetupError if something is missing,
+    damaged or of another architecture; names the file.
     """
-    logs.take_over_libraries()
-    hide_progress_bars()
     if model.is_dir():
         name, folder, found = model.resolve().name, model, _read_folder(model)
-    elif model.is_file():
-        folder = _config_folder(model, config)
-        name, found = model.stem, _read_file(model, folder)
     else:
-        raise errors.SetupError(f"the model {str(model)!r} does not exist")
+        folder = _config_folder(model, config)
+        name, found = model.stem, _read_file(model, folder, file_positions=file_positions)
     family, networks = found.family, found.networks
     unet, vae = networks["unet"], networks["vae"]
     tokenizer = _find_tokenizer(folder, networks["text_encoder"].config.vocab_size)
@@ -135,21 +128,17 @@ def load_checkpoint(
     if family.overflows_in_float16:
         nn.Module.to(vae, dtype=torch.float32)  # a file's float16 has too few digits to scale
         scale_down(vae)
-    if accelerator is not None:
-        merge.merge_for_good(accelerator, networks)
+    change(family, networks)
     placed = _placements(family, networks, device, dtype)
     if like is not None:
         placed |= {name: (device, each.dtype) for name, each in like.networks.items()}
     is_whole = all(each_dtype == checksums.IDENTITY_TYPE for _, each_dtype in placed.values())
     weights_id = "" if is_whole else checksums.identify(networks)
     weight_sums = place(networks, placed)
-    for parameter, tensor in checksums.named_parameters(networks).items():
-        if not safetensors.is_finite(tensor):
-            # It makes all images NaN, and each node would blame itself.
-            raise errors.SetupError(
-                f"{str(model)!r} is damaged: {parameter} holds NaN, infinity or numbers too large"
-                f" for {str(tensor.dtype).removeprefix('torch.')}"
-            )
+    try:
+        safetensors.refuse_damaged(checksums.named_parameters(networks))
+    except UnusableError as error:  # all images would be NaN, and each node would blame itself
+        raise errors.SetupError(f"{str(model)!r} is damaged: it {error}") from error
     factor = vae_factor(vae)
     side = unet.config.sample_size * factor
     return Checkpoint(
@@ -196,7 +185,6 @@ def place(networks: _Networks, placed: Mapping[str, _Placement]) -> checksums.Su
     Raises SetupError if a device has too little memory.
     """
     for name, network in networks.items():
-        network.requires_grad_(requires_grad=False).eval()
         # diffusers' own to() warns about modules to keep in float32, even if there are none.
         nn.Module.to(network, dtype=placed[name][1])
     # On the CPU, before any of them is on the device.
@@ -204,7 +192,8 @@ def place(networks: _Networks, placed: Mapping[str, _Placement]) -> checksums.Su
     try:
         for name, network in networks.items():
             device, _ = placed[name]
-            nn.Module.to(network, device=device)
+            with phases.timed("move"):
+                nn.Module.to(network, device=device)
             if device.type == "cpu":
                 # Not mapped from the file: truncating it would kill the process.
                 for parameter in network.parameters():
@@ -259,19 +248,11 @@ def vae_factor(vae: AutoencoderKL) -> int:
     return int(2 ** (len(vae.config.block_out_channels) - 1))
 
 
-def hide_progress_bars() -> None:
-    """Hides progress bars that would break the worker's log and the console's own."""
-    diffusers_logging.disable_progress_bar()
-    transformers_logging.disable_progress_bar()
-
-
 _Networks = dict[str, Any]
 """The UNet, the VAE and the text encoders, by the names of their folders."""
 
 
 class _Read(NamedTuple):
-    """What a checkpoint's files contain."""
-
     family: Family
     networks: _Networks
     keys: Collection[str] = ()
@@ -320,24 +301,16 @@ def _config_folder(model: Path, config: Path | None) -> Path:
     return candidates[0]
 
 
-def _read_file(path: Path, config: Path) -> _Read:
+def _read_file(path: Path, config: Path, *, file_positions: bool) -> _Read:
     try:
         weights = {
             key: weight
             for key, weight in load_file(path).items()
             if not key.startswith(_AVERAGE_PREFIX)
         }
-    except (OSError, SafetensorError) as error:
-        raise errors.SetupError(
-            f"{str(path)!r} is not a readable .safetensors file (pickled checkpoints are never"
-            f" loaded): {reading.brief(error)}"
-        ) from error
-    family = table.of_file(weights)
-    if family is None:
-        known = " or ".join(each.name for each in table.FAMILIES)
-        raise errors.SetupError(f"{str(path)!r} is not a {known} checkpoint")
-    parts = _parts(family)
-    try:
+        if (family := table.of_file(weights)) is None:
+            raise errors.SetupError(f"{str(path)!r} is no checkpoint of Stable Diffusion")
+        parts = _parts(family)
         channels = weights[_INPUTS].shape[1]
         parts["unet"] = UNet2DConditionModel, {**family.unet_config, "in_channels": channels}
         networks = {
@@ -349,28 +322,39 @@ def _read_file(path: Path, config: Path) -> _Read:
         reading.assign(vae, convert_ldm_vae_checkpoint(weights, vae.config))
         for encoder in family.text_encoders:
             text_encoder = networks[encoder.network]
-            reading.assign(text_encoder, _text_weights(encoder, weights, text_encoder))
+            own = (
+                convert_open_clip_checkpoint(text_encoder, weights, encoder.open_clip)
+                if encoder.open_clip
+                else convert_ldm_clip_checkpoint(weights)
+            )
+            reading.assign(text_encoder, own)
+            _number_positions(path, own, text_encoder, file_positions=file_positions)
     except reading.LOADING_ERRORS as error:
         raise errors.SetupError(
-            f"{str(path)!r} does not fit {family.name}: {reading.brief(error)}"
+            f"{str(path)!r} cannot be loaded: {reading.brief(error)}"
         ) from error
     has_own_size = not (config / "unet" / "config.json").is_file()
     return _Read(family, networks, weights.keys(), has_own_size)
 
 
-def _text_weights(
-    encoder: TextEncoder, weights: dict[str, torch.Tensor], network: Any
-) -> dict[str, torch.Tensor]:
-    """A text encoder's weights of a single file, in transformers' names."""
-    if encoder.is_open_clip:
-        found: dict[str, torch.Tensor]
-        found = convert_open_clip_checkpoint(network, weights, encoder.prefix)
-        return found
-    return {
-        key.removeprefix(encoder.prefix): weight
-        for key, weight in weights.items()
-        if key.startswith(encoder.prefix)
-    }
+def _number_positions(
+    path: Path, weights: Mapping[str, torch.Tensor], network: Any, *, file_positions: bool
+) -> None:
+    """Warns of positions with wrong numbers, which merging in float16 leaves in many files.
+
+    AUTOMATIC1111 1.10 takes them as they are, whole numbers below what they were.
+    """
+    found = next((weights[key] for key in weights if key.endswith("position_ids")), None)
+    module = next((each for each in network.modules() if hasattr(each, "position_ids")), None)
+    if found is None or module is None or found.numel() != module.position_ids.numel():
+        return
+    right = module.position_ids
+    numbers = found.to(torch.int64).clamp(0, right.numel() - 1).view_as(right)
+    if wrong := int((numbers != right).sum()):
+        module.position_ids = numbers if file_positions else right
+        used = "are drawn with" if file_positions else "are put right (see --file-positions)"
+        text = f"{wrong} of the position_ids of {path.name!r} are damaged, and {used}"
+        log.warning(text, action="positions_damaged")
 
 
 def _find_tokenizer(checkpoint: Path, vocabulary_size: int) -> CLIPTokenizer:
@@ -396,21 +380,17 @@ def _check_architecture(
     width = sum(each.config.hidden_size for each in encoders)
     takes_ids = unet.config.addition_embed_type == "text_time"
     has_others = unet.config.addition_embed_type is not None and not takes_ids
+    latents = unet.config.out_channels  # beside them, inpainting takes as many and a mask
+    beside = {table.IMAGE_CHANNELS} if family.enlarges_image else {0, latents + 1}
     if (
         unet.config.cross_attention_dim != width
         or has_others
         or takes_ids != family.has_size_ids
         or unet.config.class_embed_type is not None
         or (unet.config.num_class_embeds is not None) != family.enlarges_image
+        or unet.config.in_channels - latents not in beside
     ):
         raise errors.SetupError(f"{str(model)!r} does not have {family.name}'s architecture")
-    latents, inputs = unet.config.out_channels, unet.config.in_channels
-    wanted = {latents: "checkpoints that draw from text have", 2 * latents + 1: "inpainting ones"}
-    if family.enlarges_image:
-        wanted = {latents + table.IMAGE_CHANNELS: f"the {family.name}'s has"}
-    if inputs not in wanted:
-        ones = ", and ".join(f"{whose} {number}" for number, whose in wanted.items())
-        raise errors.SetupError(f"the UNet of {str(model)!r} has {inputs} inputs: {ones}")
     if not isinstance(unet.config.sample_size, int):
         raise errors.SetupError(
             f"{str(model)!r} has no native size: sample_size in unet/config.json must be a number"

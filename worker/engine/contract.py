@@ -7,10 +7,10 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +20,36 @@ from imagefleet.files.safetensors import Identity
 from imagefleet.job.prompt import Prompt
 from imagefleet.job.samplers import DEFAULT_NOISE, DEFAULT_OPTIONS, Noise, Options, VaeDecoder
 
+if TYPE_CHECKING:
+    from worker.engine.slots.memory import SlotWeights, WeightMode
+
 Pixels = npt.NDArray[np.uint8]
 """One image: [height, width, 3], RGB."""
 
 Outcome = Pixels | errors.FleetError
 """The result of a request: its pixels, or its error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How an engine draws, whatever its model."""
+
+    slots: int | None = None
+    """Images drawn at once; None takes as many as the GPU's memory holds."""
+    blocks: int | None = None
+    """How many lanes may have slots' weights of their own; None fits them as well."""
+    slot_weights: SlotWeights | None = None
+    """How slots hold LoRAs, None decides by the memory; "reloaded" is one slot's."""
+    backend: str | None = None
+    """torch.compile's, None for no compilation."""
+    compiled_modes: Sequence[WeightMode] = ("per_slot", "shared")
+    """What the UNet is compiled for from the start, in this order; a third only where it pays."""
+    taesd: Path | None = None
+    """A folder with an AutoencoderTiny, which decodes what is not to be decoded by the VAE."""
+    is_unguided: bool = False
+    """Whether most images are drawn without guidance; compiled for first, until a job shows."""
+    queue_seconds: Callable[[], float | None] = lambda: None
+    """For how long the queue's jobs will last; None if unknown. It decides what is compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +71,25 @@ class Embedding:
     name: str
     path: Path
     sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Vae:
+    """The file of a VAE."""
+
+    name: str
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Refiner:
+    """A checkpoint that goes on with an image in its last pass; *path* None: the engine's own."""
+
+    path: Path | None
+    switch_at: float | None = None
+    """The share of the model's timesteps after which it does; None: from the first call on."""
+    by_steps: bool = False
+    """Whether that is a share of the steps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +122,11 @@ class HiresPass:
     prompt: Prompt | str | None = None
     negative_prompt: Prompt | str | None = None
     sampler: str | None = None
-    cfg_scale: float | None = None
+    loras: tuple[Lora, ...] | None = None
+    whole: tuple[int, int] | None = None
+    """Width and height before what exceeds the size is cut off at both sides; None: the size."""
+    checkpoint: Path | None = None
+    """The file or folder of the checkpoint that draws it; None: the engine's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +159,10 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class ImageRequest:
-    """One image to generate. Sizes in pixels; a prompt that is a string has no LoRA tags."""
+    """One image to generate. Sizes in pixels; a prompt that is a string has no LoRA tags.
+
+    Its image has whole cells of the latents: sides that are no multiples are rounded down.
+    """
 
     prompt: Prompt | str
     negative_prompt: Prompt | str
@@ -128,6 +179,8 @@ class ImageRequest:
     sampler_options: Options = DEFAULT_OPTIONS
     noise: Noise = DEFAULT_NOISE
     init: InitImage | None = None
+    fill_seed: int | None = None
+    """The seed of the noise below a mask; None: the image's."""
     hires: HiresPass | None = None
     controls: tuple[Control, ...] = ()
     text_states: tuple[Path, Path] | None = None
@@ -135,6 +188,11 @@ class ImageRequest:
     without an encoder."""
     decoder: VaeDecoder | None = None
     """None: TAESD if the engine has one."""
+    tiling: bool = False
+    """Whether the image continues at its other side, in the UNet and in the VAE."""
+    vae: Vae | None = None
+    """What encodes, and decodes unless TAESD does; None: the checkpoint's own."""
+    refiner: Refiner | None = None
     upscale: Upscale | None = None
     """The upscaling of a request that draws nothing: else only `init.pixels` and size matter."""
 
@@ -151,8 +209,6 @@ class PreparedRequest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The outcome of one admitted request."""
-
     ticket: int
     outcome: Outcome
 

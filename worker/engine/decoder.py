@@ -128,9 +128,18 @@ class Decoder:
     def has_tiny(self) -> bool:
         return self._usual is not self._vae
 
-    def add(self, ticket: int, latents: torch.Tensor, by: VaeDecoder | None = None) -> None:
-        """Queues an image's latents [4, height, width], which must not change any more."""
-        vae = self._vae if by == "Full" else self._usual
+    def add(
+        self,
+        ticket: int,
+        latents: torch.Tensor,
+        by: VaeDecoder | None = None,
+        named: AutoencoderKL | None = None,
+    ) -> None:
+        """Queues an image's latents [4, height, width], which must not change any more.
+
+        *named* is what it asks for in place of the checkpoint's own VAE; it is not compiled.
+        """
+        vae = self._usual if self.has_tiny and by != "Full" else named or self._vae
         self._queue.append(_FinishedLatents(ticket, latents, self._tick, vae))
 
     def compile(self, shape: torch.Size) -> Iterator[Compiled]:
@@ -164,9 +173,8 @@ class Decoder:
         except Exception as error:
             if not engine_errors.is_out_of_memory(error):
                 raise
-            log.warning(
-                f"{name} runs uncompiled: not enough memory to compile it", action="compile_failed"
-            )
+            text = f"{name} runs uncompiled: not enough memory to compile it"
+            log.warning(text, action="compile_failed")
         else:
             self._compiled[vae, shape] = (latents, compiled)
 
@@ -237,11 +245,8 @@ class Decoder:
         except Exception as error:  # any failure is this slice's outcome
             failure = engine_errors.classify(error)
             out_of_memory = engine_errors.is_out_of_memory(error)
-            log.warning(
-                f"decoding {len(part)} images at once failed: {failure.message}",
-                exc_info=True,
-                action="decode_failed",
-            )
+            text = f"decoding {len(part)} images at once failed: {failure.message}"
+            log.warning(text, exc_info=True, action="decode_failed")
         # Outside the handler, where the error's traceback no longer holds any tensors.
         shape = part[0].latents.shape
         if part[0].slice_key in self._compiled:
@@ -276,13 +281,12 @@ class Decoder:
         if (vae := drawn.vae) is None:
             return errors.TransientError("the image is NaN")
         if vae.dtype == torch.float16 and drawn.latents.isfinite().all():
-            log.warning(
-                "the VAE overflows in float16: it decodes in float32 from now on",
-                action="vae_widened",
-            )
+            text = "the VAE overflows in float16: it decodes in float32 from now on"
+            log.warning(text, action="vae_widened")
             vae.float()
-            self.forget_compiled()
-            self._backend = None
+            if vae is self._usual or (self._vae and self._vae.dtype == torch.float32):
+                self.forget_compiled()
+                self._backend = None
         if vae.dtype == torch.float32:
             (again,) = self._decode([drawn]).wait()
             if again is not None:
@@ -304,7 +308,9 @@ def to_images(vae: Vae | None, latents: torch.Tensor, *, in_stripes: bool = Fals
     scaled = (latents / vae.config.scaling_factor).to(vae.dtype)
     if getattr(vae, "post_quant_conv", None) is not None:
         scaled = vae.post_quant_conv(scaled)
-    in_stripes = in_stripes and isinstance(vae, AutoencoderKL)  # a tiny one takes far less memory
+    # A tiny one takes far less memory, and the rows of an image that tiles have no end.
+    in_stripes = in_stripes and isinstance(vae, AutoencoderKL)
+    in_stripes = in_stripes and vae.decoder.conv_in.padding_mode == "zeros"
     images: torch.Tensor
     images = decode_in_stripes(vae.decoder, scaled) if in_stripes else vae.decoder(scaled)
     return images.float()

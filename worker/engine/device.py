@@ -1,7 +1,5 @@
 """The device that torch computes on: found, checked and set up."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -80,9 +78,8 @@ def find_device(name: str) -> torch.device:
 
 def find_dtype(precision: Precision, device: torch.device) -> torch.dtype:
     """The type of the weights; 'auto' is float16 on a GPU and float32 on a CPU."""
-    if precision == "auto":
-        return torch.float16 if device.type == "cuda" else torch.float32
-    dtype: torch.dtype = getattr(torch, precision)
+    usual = "float16" if device.type == "cuda" else "float32"
+    dtype: torch.dtype = getattr(torch, usual if precision == "auto" else precision)
     return dtype
 
 

@@ -1,7 +1,5 @@
 """Maps exceptions from torch to the error tree: at fault is the job or the machine."""
 
-from __future__ import annotations
-
 import torch
 
 from imagefleet import errors
@@ -21,10 +19,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def classify(error: Exception) -> errors.FleetError:
-    """The outcome of an image that failed with *error*.
-
-    Raises NodeError if the GPU itself is broken.
-    """
+    """The outcome of an image that failed with *error*; raises NodeError if the GPU is broken."""
     if isinstance(error, errors.NodeError):
         raise error
     if isinstance(error, errors.FleetError):

@@ -3,36 +3,44 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from imagefleet import errors
 from imagefleet.files import safetensors
 from imagefleet.files.safetensors import rested, whole
 from imagefleet.telemetry import logs
+from worker.engine import phases
+from worker.engine.contract import Settings
 
 if TYPE_CHECKING:
     import torch
 
+    from worker.engine.checkpoint import Checkpoint
     from worker.engine.contract import Engine
     from worker.engine.device import Precision
+    from worker.engine.families.table import Family
     from worker.engine.kernels.compile import Around
     from worker.engine.slots.engine import SlotEngine
-    from worker.engine.slots.memory import SlotWeights, WeightMode
-    from worker.engine.slots.parts import Parts, Settings
+    from worker.engine.slots.parts import Parts
 
 log = logs.EventLog(__name__)
 
 Compile = Literal["auto", "background", "off"]
 
+#: Held by whoever imports the libraries; others wait, which is no time of theirs.
+_importing = threading.Lock()
+
 
 @dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """A checkpoint, and how it is drawn with."""
+class EngineSettings(Settings):
+    """A checkpoint, and how it is drawn with; `backend` follows from the others."""
 
     model: Path
     """A diffusers folder or one `.safetensors` file."""
@@ -47,24 +55,16 @@ class EngineSettings:
     """'epsilon' or 'v_prediction', where no configuration of the scheduler says."""
     accelerator: Path | None = None
     """A LoRA that is merged into the weights for all images."""
-    taesd: Path | None = None
-    """A folder with an AutoencoderTiny, which decodes what is not to be decoded by the VAE."""
-    is_unguided: bool = False
-    """Whether most images are drawn without guidance; compiled for first, until a job shows."""
-    slots: int | None = None
-    """Images drawn at once; None takes as many as the GPU's memory holds."""
+    vae: Path | None = None
+    """A VAE's file, for images that name none, in place of the checkpoint's."""
+    file_positions: bool = False
+    """Whether a single file's numbers of its text encoder's positions are kept where damaged."""
     compile: Compile = "auto"
     """On a GPU: before the engine is returned, a minute or two, or while it draws; or not."""
-    compiled_modes: Sequence[WeightMode] = ("per_slot", "shared")
-    """The weight modes the UNet is compiled for, in this order."""
     fp16_accumulate: bool = False
     """Sums in float16: up to twice the rate on GeForce cards, at some loss of accuracy."""
-    slot_weights: SlotWeights | None = None
-    """How slots hold LoRAs (`memory.SlotWeights`); None decides by the GPU's memory."""
     around_compiling: Around | None = None
     """What is entered while something is compiled beside the ticks."""
-    queue_seconds: Callable[[], float | None] = lambda: None
-    """For how long the queue's jobs will last; None if unknown."""
 
 
 def load_engine(settings: EngineSettings) -> SlotEngine:
@@ -75,35 +75,19 @@ def load_engine(settings: EngineSettings) -> SlotEngine:
     of configurations and LoRAs. Raises SetupError if a library, the device or a part of the
     checkpoint is missing or does not fit.
     """
-    began_at = time.monotonic()
     import_libraries()
     from worker.engine import device as devices
     from worker.engine.slots import engine as slot_engine
-    from worker.engine.slots import memory, parts
+    from worker.engine.slots import memory
 
-    imported_at = time.monotonic()
     device = devices.find_device(settings.device)
     is_compiled = settings.compile != "off" and device.type == "cuda"
-    made = _parts(
-        settings,
-        device,
-        parts.Settings(
-            settings.slots,
-            slot_weights=settings.slot_weights,
-            backend="inductor" if is_compiled else None,
-            compiled_modes=settings.compiled_modes,
-            taesd=settings.taesd,
-            is_unguided=settings.is_unguided,
-            queue_seconds=settings.queue_seconds,
-        ),
-    )
-    engine = slot_engine.SlotEngine(made)
-    log.info(
-        f"loaded in {time.monotonic() - began_at:.1f} s, libraries in {imported_at - began_at:.1f}",
-        action="loaded",
-    )
-    how = memory.describe(engine.slots, engine.savings)
-    log.info(f"draws {how}", action="fits", slots=engine.slots, **engine.savings._asdict())
+    how = replace(settings, backend="inductor" if is_compiled else None)
+    with phases.timed("load"):
+        engine = slot_engine.SlotEngine(_parts(how, device))
+    log.info(f"loaded: {phases.described()}", action="loaded")
+    held = memory.describe(engine.slots, engine.savings)
+    log.info(f"draws {held}", action="fits", slots=engine.slots, **engine.savings._asdict())
     if is_compiled and settings.compile == "background":
         engine.compile_in_background(settings.around_compiling)
     elif is_compiled:
@@ -111,12 +95,12 @@ def load_engine(settings: EngineSettings) -> SlotEngine:
     return engine
 
 
-def _parts(settings: EngineSettings, device: torch.device, how: Settings) -> Parts:
+def _parts(settings: EngineSettings, device: torch.device) -> Parts:
     """Reads the checkpoint, of whatever kind, once nobody writes its files."""
     while True:
         try:
             with _whole(settings.model):
-                return _read(settings, device, how)
+                return _read(settings, device)
         except errors.UnsettledFileError as error:
             log.info(f"the model waits: {error}", action="model_waits")
             time.sleep(safetensors.REST_SECONDS)
@@ -132,7 +116,7 @@ def _whole(model: Path) -> Iterator[None]:
         yield
 
 
-def _read(settings: EngineSettings, device: torch.device, how: Settings) -> Parts:
+def _read(settings: EngineSettings, device: torch.device) -> Parts:
     from worker.engine import checkpoint
     from worker.engine import device as devices
     from worker.engine.families import latents, table
@@ -141,78 +125,98 @@ def _read(settings: EngineSettings, device: torch.device, how: Settings) -> Part
 
     dtype = devices.find_dtype(settings.precision, device)
     if table.pipeline_of(settings.model) in pixel_checkpoint.FAMILIES:
-        if settings.accelerator or settings.taesd:
+        if settings.accelerator or settings.vae or settings.taesd:
             raise errors.SetupError(
-                "the model is a stage of IF, for which there is no accelerator and no TAESD"
+                "the model is a stage of IF, for which there is no accelerator, VAE or TAESD"
             )
         stage = pixel_checkpoint.load_checkpoint(settings.model, device, dtype)
         devices.set_up(device, fp16_accumulate=settings.fp16_accumulate)
-        return pixels.of_pixels(stage, how)
+        return pixels.of_pixels(stage, settings)
     loaded = checkpoint.load_checkpoint(
         settings.model,
         device,
         dtype,
         settings.config,
         settings.prediction_type,
-        accelerator=settings.accelerator,
+        change=functools.partial(_use_own, settings),
+        file_positions=settings.file_positions,
     )
     devices.set_up(
         device,
         fp16_accumulate=settings.fp16_accumulate,
         has_text_on_cpu=loaded.has_text_on_cpu,
     )
-    return latents.of_latents(loaded, how)
+
+    def read(path: Path, like: Checkpoint) -> Checkpoint:
+        return _read_like(replace(settings, model=path, config=None, prediction_type=None), like)
+
+    return latents.of_latents(loaded, settings, read)
+
+
+def _read_like(settings: EngineSettings, like: Checkpoint) -> Checkpoint:
+    """Reads another checkpoint into the host's memory; SetupError: it is none of the same kind."""
+    import torch
+
+    from worker.engine import checkpoint
+    from worker.engine.slots import weights
+
+    with _whole(settings.model):
+        other = checkpoint.load_checkpoint(
+            settings.model,
+            torch.device("cpu"),
+            torch.float32,
+            settings.config,
+            settings.prediction_type,
+            like=like,
+            change=functools.partial(_use_own, settings),
+            file_positions=settings.file_positions,
+        )
+    if not weights.is_alike(like, other):
+        raise errors.SetupError(f"{other.name!r} is not of the kind of {like.name!r}")
+    return other
+
+
+def _use_own(settings: EngineSettings, family: Family, networks: Mapping[str, Any]) -> None:
+    """Has a checkpoint just read draw with the settings' own files."""
+    from worker.engine.lora import shared
+    from worker.engine.passes import images
+
+    try:
+        if settings.accelerator is not None:
+            shared.merge_for_good(settings.accelerator, networks)
+        if settings.vae is not None:
+            overflows = family.overflows_in_float16
+            images.load_for_good(settings.vae, networks["vae"], overflows=overflows)
+    except (errors.UnusableFileError, errors.TransientError) as error:
+        raise errors.SetupError(error.message) from error
 
 
 def read_beside(engine: Engine, settings: EngineSettings) -> Callable[[], bool] | None:
     """Reads a checkpoint into the host's memory, for an engine that goes on drawing with its own.
 
-    Returns what has the engine draw with it instead, for the engine's thread: see
-    `SlotEngine.take_weights`. None: it needs an engine of its own, or loading it will say what is
-    wrong with it.
+    Returns what has the engine draw with it instead, for its thread: `SlotEngine.take_weights`.
+    None: it needs an engine of its own, or loading it will say what is wrong with it.
     """
-    import torch
-
-    from worker.engine import checkpoint
     from worker.engine.checkpoint import Checkpoint
-    from worker.engine.slots import weights
     from worker.engine.slots.engine import SlotEngine
 
     if not isinstance(engine, SlotEngine) or not isinstance(engine.checkpoint, Checkpoint):
         return None
-    cpu, like = torch.device("cpu"), engine.checkpoint
     try:
-        with _whole(settings.model):
-            other = checkpoint.load_checkpoint(
-                settings.model,
-                cpu,
-                torch.float32,
-                settings.config,
-                settings.prediction_type,
-                like=like,
-                accelerator=settings.accelerator,
-            )
+        read = [_read_like(settings, engine.checkpoint)]
     except (errors.SetupError, errors.UnsettledFileError):
         return None
-    if not weights.is_alike(like, other):
-        return None
-    read = [other]
-
-    def take() -> bool:
-        return engine.take_weights(read.pop())  # and the host's memory is free again
-
-    return take
+    return lambda: engine.take_weights(read.pop())  # and the host's memory is free again
 
 
 def import_libraries() -> None:
-    """Imports torch and all else that an engine needs, which takes seconds; on any thread.
-
-    Raises SetupError if a library is missing.
-    """
+    """Imports an engine's libraries, for seconds, on any thread; SetupError if one is missing."""
     collects = gc.isenabled()
     gc.disable()  # a fifth of the time: hardly any of the many new objects is garbage
     try:
-        import worker.engine.slots.engine  # noqa: F401 - it imports all
+        with _importing, phases.timed("import"):
+            import worker.engine.slots.engine  # noqa: F401 - it imports all
+        logs.take_over_libraries()
     except ModuleNotFoundError as error:
         raise errors.SetupError(
             f"the worker needs {error.name}, which is not installed: pip install .[worker]"

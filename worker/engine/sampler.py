@@ -19,13 +19,13 @@ coefficients of Euler's step. The noise follows from an image's seed alone: the 
 and on any machine.
 """
 
-from __future__ import annotations
-
 import functools
 import os
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -34,13 +34,15 @@ import torch
 
 from imagefleet.job.samplers import PHILOX, Noise
 from worker.engine.samplers.brownian import BrownianTree
-from worker.engine.samplers.philox import Philox
+from worker.engine.samplers.philox import Philox, Shape
 
-#: Draws each image's next noise while the GPU works: 0.9 ms for 512x512, which sixteen slots would
-#: wait for a fifth of a tick; twenty times as much for a Brownian motion.
+#: Draws each image's next noise while the GPU works: for 512x512 0.9 ms of Philox, which sixteen
+#: slots would wait for a fifth of a tick, and twenty draws for a Brownian motion.
 _AHEAD = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "noise")
 
-Shape = tuple[int, ...]
+#: Calls whose noise is drawn together: a Brownian motion takes half the draws for eight as for one,
+#: but an image's first tick waits for all of them.
+_DRAWN_AT_ONCE = 8
 
 #: Estimates that an update weighs, newest first: PLMS uses four, and skips one it has replaced.
 ESTIMATE_COUNT = 5
@@ -49,7 +51,8 @@ ESTIMATE_COUNT = 5
 HISTORY = ESTIMATE_COUNT + 1
 
 #: The columns of a schedule's table; HISTORY weights start at the last one. The two of a kept part
-#: are what an estimate is there, of the original and of the latents.
+#: are what an estimate is there, of the original and of the latents; the two before the weights are
+#: the logarithms of the bounds of a variance that a UNet of pixels predicts.
 (
     TIMESTEP,
     INPUT_SCALE,
@@ -61,10 +64,11 @@ HISTORY = ESTIMATE_COUNT + 1
     FROM_UNCOND,
     KEPT_FROM_ORIGINAL,
     KEPT_FROM_LATENTS,
+    SMALL_LOG,
+    LARGE_LOG,
     FIRST_WEIGHT,
-) = range(11)
+) = range(13)
 
-#: The number of columns.
 COLUMNS = FIRST_WEIGHT + HISTORY
 
 
@@ -105,6 +109,20 @@ class Schedule:
     """What multiplies the guidance scale."""
     extend: Extend | None = None
     """Makes the schedule longer after its last call; None for one that is whole."""
+    timesteps: tuple[int, ...] = ()
+    """The model's timestep at each call, as AUTOMATIC1111 counts until its refiner goes on."""
+
+    def switch_call(self, switch_at: float | None, total_steps: int | None) -> int:
+        """The first call of a refiner; the number of calls if there is none.
+
+        As `apply_refiner` (AUTOMATIC1111 1.10): once a share of the timesteps, in float32, is done,
+        or of *total_steps*, if given, of which each call is one. None: at the first call.
+        """
+        done = (999 - torch.tensor(self.timesteps)) / 1000
+        if total_steps is not None:
+            done = torch.arange(len(self.table), dtype=torch.float64) / total_steps
+        reached = (done >= (switch_at or 0.0)).tolist()
+        return reached.index(True) if True in reached else len(reached)
 
 
 class Inpainting(NamedTuple):
@@ -218,12 +236,13 @@ class NoiseStream:
     brownian: BrownianNoise | None = None
 
     def __post_init__(self) -> None:
-        self._draw = self._make(self._seed)
-        self._next: Future[torch.Tensor] | None = None
-
-    def of_image(self, shape: Shape) -> torch.Tensor:
-        """Noise for the image that an upscaler enlarges, drawn before all other."""
-        return self._draw(shape)
+        self.draw = self._make(self._seed)
+        """Also the noise of an image that an upscaler enlarges, before all other."""
+        self._draw_some: Callable[[int], list[torch.Tensor]] = lambda count: [
+            self.draw(self._shape) for _ in range(count)
+        ]
+        self._ready = deque[torch.Tensor]()
+        self._next: Future[list[torch.Tensor]] | None = None
 
     def first(self) -> torch.Tensor:
         """Noise of variance 1 [channels, height, width]."""
@@ -232,36 +251,36 @@ class NoiseStream:
         if settings.resize_from is not None:
             width, height = settings.resize_from
             noise_shape = (shape[0], height // self.factor, width // self.factor)
-        draw = self._draw if noise_shape == shape else self._make(self._seed)
+        draw = self.draw if noise_shape == shape else self._make(self._seed)
         noise = draw(noise_shape)
         if settings.subseed_strength:
             other = self._make(settings.subseed)(noise_shape)
             noise = _interpolate(noise, other, settings.subseed_strength)
         if noise_shape != shape:
-            noise = _put_into_middle(noise, self._draw(shape))
+            noise = _put_into_middle(noise, self.draw(shape))
         if settings.seed_delta:
-            self._draw = self._make(self._seed + settings.seed_delta)
+            self.draw = self._make(self._seed + settings.seed_delta)
         if self.brownian is not None:
             tree = BrownianTree(self._seed, self.brownian.span, lambda at: self._make(at)(shape))
-            increments = iter(self.brownian.intervals)
-            self._draw = lambda _: tree.noise(*next(increments))
+            intervals = iter(self.brownian.intervals)
+            self._draw_some = lambda count: tree.noise(list(islice(intervals, count)))
         self._draw_ahead()
         return noise
 
     def fill(self, out: torch.Tensor) -> None:
         """The next noise, into *out*."""
-        if self._next is None:
-            out.copy_(self._draw(self._shape))
-        else:
-            out.copy_(self._next.result())
+        if not self._ready:
+            self._ready += self._draw_some(1) if self._next is None else self._next.result()
             self._draw_ahead()
+        out.copy_(self._ready.popleft())
 
     def _draw_ahead(self) -> None:
         self._next = None
         is_slow = self._settings.source in PHILOX or self.brownian is not None
         if self.draws and is_slow:
-            self.draws -= 1
-            self._next = _AHEAD.submit(self._draw, self._shape)
+            count = min(self.draws, _DRAWN_AT_ONCE)
+            self.draws -= count
+            self._next = _AHEAD.submit(self._draw_some, count)
 
     def _make(self, seed: int) -> Callable[[Shape], torch.Tensor]:
         if self._settings.source in PHILOX:

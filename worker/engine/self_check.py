@@ -1,7 +1,5 @@
 """A node's checks of its own engine: the weights on the device, and a LoRA of no file."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 from collections.abc import Callable, Mapping
@@ -16,7 +14,7 @@ from torch import nn
 from imagefleet import errors
 from worker.engine import checksums
 from worker.engine.checkpoint import Checkpoint
-from worker.engine.lora import merge
+from worker.engine.lora import shared
 from worker.engine.lora.file import adaptable_layers
 
 #: A LoRA's usual rank is 8 or more; a lower one is as good a check.
@@ -41,15 +39,16 @@ class SelfCheck:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        merger: merge.Merger,
+        merger: shared.Merger,
         computing: Mapping[str, nn.Module],
         text_encoder_lock: contextlib.AbstractContextManager[object],
         reloaded: Callable[[], Mapping[str, torch.Tensor]],
     ) -> None:
         """*computing*: the modules that compute, with buffers made of the checkpoint's weights.
 
-        *reloaded*: what computes in place of parameters that are in the host's memory. Another
-        thread may merge LoRAs into the text encoder, while it holds *text_encoder_lock*.
+        *reloaded*: puts the checkpoint's own weights in place; returns what computes in place of
+        parameters that are in the host's memory. Another thread may merge LoRAs into the text
+        encoder, while it holds *text_encoder_lock*.
         """
         self.weights_id = checkpoint.weights_id
         self._networks = checkpoint.networks
@@ -66,11 +65,11 @@ class SelfCheck:
 
         LoRAs that are merged now do not count; the slots' own copies are not compared.
         """
+        reloaded = self._reloaded()
         originals = {
             f"unet.{path}.weight": weight for path, weight in self._merger.originals.items()
         }
-        parameters = checksums.named_parameters(self._networks)
-        tensors = {**parameters, **self._reloaded(), **originals}
+        tensors = {**checksums.named_parameters(self._networks), **reloaded, **originals}
         if not originals:
             tensors |= self._derived()
         # A VAE that overflowed was widened, which is exact in both directions.
@@ -95,13 +94,13 @@ class SelfCheck:
         }
 
     def write_lora(self, path: Path) -> None:
-        """Writes a LoRA on all attentions: noise drawn from the layers' names.
-
-        Raises NodeError if the disk does not take it.
-        """
+        """Writes a LoRA on all attentions, noise by the layers' names; NodeError if it cannot."""
+        self._reloaded()
         tensors: dict[str, torch.Tensor] = {}
         for network in ("unet", "text_encoder"):
-            for layer_path, layer in _attention_layers(self._networks[network]).items():
+            for layer_path, layer in adaptable_layers(self._networks[network]).items():
+                if not isinstance(layer, nn.Linear) or "attn" not in layer_path:
+                    continue
                 name = layer_path.removeprefix("text_model.").replace(".", "_")
                 key = f"{_PREFIXES[network]}{name}"
                 outer, inner = layer.weight.shape
@@ -114,14 +113,6 @@ class SelfCheck:
             save_file(tensors, path)
         except (OSError, SafetensorError) as error:
             raise errors.NodeError(f"{str(path)!r} cannot be written: {error}") from error
-
-
-def _attention_layers(network: nn.Module) -> Mapping[str, nn.Linear]:
-    return {
-        path: layer
-        for path, layer in adaptable_layers(network).items()
-        if isinstance(layer, nn.Linear) and "attn" in path
-    }
 
 
 def _noise(name: str, length: int) -> np.ndarray:

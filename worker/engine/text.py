@@ -1,10 +1,9 @@
 """Prompts to embeddings: chunks of 75 tokens, encoded one by one and concatenated."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,10 +12,11 @@ from cachetools import LRUCache
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from imagefleet import errors
+from imagefleet.files.embedding import CLIP_L
 from imagefleet.job import clip
-from imagefleet.job.clip import CHUNK_TOKENS, Chunk, Names, cut_into_chunks, sections_of
-from imagefleet.job.prompt import Prompt
-from worker.engine.embeddings import CLIP_L, Embedding
+from imagefleet.job.clip import CHUNK_TOKENS, Chunk, Names
+from imagefleet.job.prompt import Prompt, State, Subprompt, weighted_parts
+from worker.engine.embeddings import Embedding
 
 #: Tokens of an encoded chunk: start, the chunk, and end tokens as padding.
 CONTEXT_TOKENS = CHUNK_TOKENS + 2
@@ -63,8 +63,6 @@ class Rules:
 
 
 class Reader(NamedTuple):
-    """A text encoder and how it is read."""
-
     network: CLIPTextModel
     rules: Rules = Rules()
     name: str = CLIP_L
@@ -76,6 +74,20 @@ class _Encoded(NamedTuple):
 
     vectors: torch.Tensor
     pooled: torch.Tensor | None
+
+
+class Row(NamedTuple):
+    """A prompt, or what AND joins of it, in the course of the calls."""
+
+    subprompt: Subprompt
+    texts: Mapping[str, tuple[Chunk, ...]]
+    length: int
+    """Chunks that each text fills, with its last vector again and again: the longest's of what AND
+    joins, as AUTOMATIC1111 does (`prompt_parser.reconstruct_multicond_batch`)."""
+
+    def at(self, call: int) -> int:
+        """The number of a call's text."""
+        return [*self.texts].index(self.subprompt.at(call).text)
 
 
 class Tokenizer:
@@ -90,15 +102,26 @@ class Tokenizer:
         self._names: tuple[Collection[str], Names[str]] = ((), Names(()))
 
     def chunks(
-        self, prompt: Prompt | str, embeddings: Sequence[Embedding] = ()
+        self, prompt: State | str, embeddings: Sequence[Embedding] = ()
     ) -> tuple[Chunk, ...]:
-        """A prompt's chunks, at least one, with the vectors of what it names of *embeddings*.
+        """A text's chunks, at least one, with the vectors of what it names of *embeddings*.
 
         Raises JobError if it is too long, or a weight in it is not a number or too large.
         """
         ids = self._tokenise([each.name for each in embeddings])
         names = Names(zip(ids, embeddings, strict=True))
-        return cut_into_chunks(prompt, self._tokenise, self._comma, names)
+        return clip.cut_into_chunks(prompt, self._tokenise, self._comma, names)
+
+    def rows(self, prompt: Prompt | str, embeddings: Sequence[Embedding] = ()) -> list[Row]:
+        """A prompt's rows in a call: of what AND joins from the last on; raises as `chunks`."""
+        rows, subprompts = [], (Subprompt((State(0, str(prompt), weighted_parts(str(prompt))),)),)
+        for one in reversed(prompt.subprompts if isinstance(prompt, Prompt) else subprompts):
+            counts = Counter(state.text for state in one.states)
+            states = {state.text: state for state in one.states}
+            apart = [self.chunks(state, embeddings) for state in states.values()]
+            cut = clip.level(apart, [*counts.values()])
+            rows.append(Row(one, dict(zip(states, cut, strict=True)), len(cut[0])))
+        return [row._replace(length=max(each.length for each in rows)) for row in rows]
 
     def find_names(
         self, prompts: Iterable[Prompt | str], names: Collection[str]
@@ -112,10 +135,7 @@ class Tokenizer:
         if known is not names:
             index = Names(zip(self._tokenise([*names]), names, strict=True))
             self._names = names, index
-        sections = [section for prompt in prompts for section in sections_of(prompt)]
-        ids = self._tokenise([part.text for section in sections for part in section])
-        found = [each for one in ids for each in index.split(one)]
-        return tuple(dict.fromkeys(each[0] for each in found if not isinstance(each, int)))
+        return tuple(dict.fromkeys(index.found_in(prompts, self._tokenise)))
 
     def _tokenise(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         if not texts:
@@ -129,18 +149,16 @@ class Tokenizer:
 
 def _key(chunk: Chunk) -> Hashable:
     """Identifies a chunk, without its embeddings' vectors: the cache must not keep them."""
-    if not chunk.inserts:
+    if not (chunk.inserts or chunk.company):
         return chunk
     inserts = tuple((each.at, each.embedding.sha256) for each in chunk.inserts)
-    return chunk.tokens, chunk.weights, inserts
+    company = tuple((_key(each), count) for each, count in chunk.company)
+    return chunk.tokens, chunk.weights, inserts, company
 
 
 @contextlib.contextmanager
 def _inserted(reader: Reader, chunks: Sequence[Chunk]) -> Iterator[None]:
     """The chunks' embeddings in the places of their tokens' vectors."""
-    if not any(chunk.inserts for chunk in chunks):
-        yield
-        return
 
     def insert(_module: object, _ids: object, found: torch.Tensor) -> torch.Tensor:
         """*found* are the tokens' vectors, [chunks, 77, width]."""
@@ -177,16 +195,25 @@ class Encoder:
         )
 
     def encode(
-        self, prompts: Sequence[Sequence[Chunk]], clip_skip: int, loras: Hashable = ()
+        self,
+        prompts: Sequence[Sequence[Chunk]],
+        clip_skip: int,
+        loras: Hashable = (),
+        filled: Sequence[int] | None = None,
     ) -> Context:
         """Encodes prompts of any length; *loras* identifies what is merged into the text encoder.
 
+        *filled*: chunks that each fills with its last vector, if more than its own (`Row.length`).
         Raises JobError if the weights in a prompt cancel each other out.
         """
         distinct = dict.fromkeys(chunk for prompt in prompts for chunk in prompt)
         encoded = self._look_up(distinct, clip_skip, loras)
-        lengths = torch.tensor([len(prompt) * CONTEXT_TOKENS for prompt in prompts])
-        rows = [torch.cat([encoded[chunk].vectors for chunk in prompt]) for prompt in prompts]
+        rows = []
+        for prompt, length in zip(prompts, filled or map(len, prompts), strict=True):
+            vectors = [encoded[chunk].vectors for chunk in prompt]
+            missing = (length - len(vectors)) * CONTEXT_TOKENS
+            rows.append(torch.cat([*vectors, vectors[-1][-1:].expand(missing, -1)]))
+        lengths = torch.tensor(list(map(len, rows)))
         firsts = [encoded[prompt[0]].pooled for prompt in prompts]
         pooled = [each for each in firsts if each is not None]
         stacked = torch.stack(pooled) if pooled else None
@@ -198,7 +225,6 @@ class Encoder:
         self._look_up(dict.fromkeys(chunks), clip_skip, ())
 
     def clear(self) -> None:
-        """Empties the cache."""
         self._cache.clear()
 
     def _look_up(
@@ -214,7 +240,7 @@ class Encoder:
                 encoded[chunk] = cached
         for at in range(0, len(missing), _CHUNKS_PER_CALL):
             part = missing[at : at + _CHUNKS_PER_CALL]
-            found = [self._read(reader, part, clip_skip) for reader in self._readers]
+            found = [self._weighted(reader, part, clip_skip) for reader in self._readers]
             pooled = found[-1].pooled
             for row, chunk in enumerate(part):
                 # A view would keep the whole call's vectors in memory.
@@ -232,28 +258,39 @@ class Encoder:
             (self._start, *chunk.tokens, self._end, *[padding] * fill)
             for chunk, fill in zip(part, filling, strict=True)
         ]
-        with _inserted(reader, part):
+        inserts = any(chunk.inserts for chunk in part)
+        with _inserted(reader, part) if inserts else contextlib.nullcontext():
             output = network(torch.tensor(rows, device=network.device), output_hidden_states=True)
         pooled: torch.Tensor | None = output.text_embeds if rules.has_pooled else None
         vectors: torch.Tensor = output.hidden_states[-(rules.layer or clip_skip)]
         if rules.is_normalised:
             # The module tree lost its `text_model` level in transformers 5.6.
             vectors = getattr(network, "text_model", network).final_layer_norm(vectors)
-        if all(weight == 1 for chunk in part for weight in chunk.weights):
+        return _Encoded(vectors, pooled)
+
+    def _weighted(self, reader: Reader, part: Sequence[Chunk], clip_skip: int) -> _Encoded:
+        """The same with weights, which keep the mean of each chunk, or of its company."""
+        vectors, pooled = self._read(reader, part, clip_skip)
+        if not any(chunk.company or set(chunk.weights) - {1.0} for chunk in part):
             return _Encoded(vectors, pooled)
-        weights = [
-            (1.0, *chunk.weights, *[1.0] * (fill + 1))
-            for chunk, fill in zip(part, filling, strict=True)
-        ]
-        weighted = _weigh(vectors, torch.tensor(weights, device=vectors.device))
+        weighted, means = _weigh(part, vectors)
+        for company in dict.fromkeys(chunk.company for chunk in part if chunk.company):
+            chunks, counts = zip(*company, strict=True)
+            calls = range(0, len(chunks), _CHUNKS_PER_CALL)
+            beside = [chunks[at : at + _CHUNKS_PER_CALL] for at in calls]
+            read = [_weigh(each, self._read(reader, each, clip_skip).vectors)[1] for each in beside]
+            share = means.new_tensor(counts) / sum(counts)
+            means[[chunk.company == company for chunk in part]] = share @ torch.cat(read)
+        weighted = (weighted * (means[:, 0] / means[:, 1])[:, None, None]).to(vectors.dtype)
         if vectors.isfinite().all() and not weighted.isfinite().all():
             raise errors.JobError("the weights in the prompt cancel each other out")
         return _Encoded(weighted, pooled)
 
 
-def _weigh(vectors: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Multiplies vectors [chunks, 77, width] by weights [chunks, 77], then restores each mean."""
+def _weigh(part: Sequence[Chunk], vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Vectors [chunks, 77, width] with weights, and means [chunks, 2] without and with these."""
+    missing = [CHUNK_TOKENS - len(chunk.tokens) + 1 for chunk in part]
+    rows = [(1.0, *chunk.weights, *[1.0] * ends) for chunk, ends in zip(part, missing, strict=True)]
     plain = vectors.float()
-    weighted = plain * weights[:, :, None]
-    ratio = plain.mean(dim=(1, 2), keepdim=True) / weighted.mean(dim=(1, 2), keepdim=True)
-    return (weighted * ratio).to(vectors.dtype)
+    weighted = plain * torch.tensor(rows, device=vectors.device)[:, :, None]
+    return weighted, torch.stack([plain.mean(dim=(1, 2)), weighted.mean(dim=(1, 2))], dim=1)

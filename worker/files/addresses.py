@@ -1,7 +1,5 @@
 """What `--model` may name: a path, or an address to fetch a checkpoint from."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -24,8 +22,6 @@ FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+-]{0,150}\.(safetensors|tar)")
 STEM = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+-]{0,150}")
 
 PICKLE_SUFFIXES = frozenset({".ckpt", ".pt", ".pth", ".bin"})
-
-_IS_URL = re.compile(r"https?://", re.IGNORECASE)
 
 #: A repository on Hugging Face, which also looks like a relative path.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -82,7 +78,7 @@ def read_address(text: str, sha256: str | None, storage: str) -> Address | None:
 
     *storage* identifies the fleet's storage.
     """
-    if _IS_URL.match(text):
+    if re.match(r"https?://", text, re.IGNORECASE):
         address = _read_url(text)
     elif text.startswith(STORE_SCHEME):
         address = _read_store(text, storage)

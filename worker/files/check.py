@@ -3,8 +3,6 @@
 The engine checks what only the weights tell.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -95,7 +93,10 @@ def check(settings: WorkerSettings) -> None:
 
 def check_path(path: Path) -> None:
     """Raises SetupError unless *path* is a checkpoint that the engine can load."""
-    refuse_address(path)
+    if re.match(r"\w{2,}:/", str(path)):  # it is not quoted, as it may hold a token
+        raise errors.SetupError(
+            "the model is an address where a path is needed, or one of another kind than https://"
+        )
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
@@ -108,8 +109,8 @@ def check_path(path: Path) -> None:
                 if (vae := path.with_suffix(suffix)).is_file():
                     raise errors.SetupError(
                         f"{str(vae)!r} lies beside the checkpoint: AUTOMATIC1111 decodes with it."
-                        " Put it into the checkpoint (see 'A VAE of its own' in docs/models.md), or"
-                        " move it away"
+                        " Move it away; --vae gives it to a worker (see 'A VAE of its own' in"
+                        " docs/models.md)"
                     )
     except FileNotFoundError:
         advice = addresses.hub_advice(str(path))
@@ -120,21 +121,6 @@ def check_path(path: Path) -> None:
         raise errors.SetupError(
             f"the model {str(path)!r} cannot be read: {error.strerror or error}"
         ) from error
-
-
-def require_path(path: Path | None) -> None:
-    """Raises SetupError for a model that does not exist; None is the caller's default."""
-    if path is not None and not path.exists():
-        refuse_address(path)
-        raise errors.SetupError(f"the model {str(path)!r} does not exist")
-
-
-def refuse_address(path: Path) -> None:
-    """Raises SetupError, without quoting it, as it may hold a token."""
-    if re.match(r"\w{2,}:/", str(path)):
-        raise errors.SetupError(
-            "the model is an address where a path is needed, or one of another kind than https://"
-        )
 
 
 def family(path: Path) -> str:
@@ -221,10 +207,8 @@ def prediction_type(path: Path) -> str | None:
     if not path.is_file():
         return None
     beside = path.with_suffix(".yaml")
-    if beside.is_file():
-        stated = _parameterization(beside)
-        if stated is not None:
-            return stated
+    if beside.is_file() and (stated := _parameterization(beside)) is not None:
+        return stated
     return contents.prediction_type(read_header(path))
 
 

@@ -1,7 +1,5 @@
 """Fetched files on this machine's disk, in folders that several workers may share."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -13,7 +11,7 @@ import zlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-from filelock import AsyncFileLock, Timeout
+from filelock import AsyncFileLock
 
 from imagefleet import errors
 from imagefleet.telemetry import logs
@@ -92,32 +90,17 @@ class DiskCache:
             )
 
     @contextlib.asynccontextmanager
-    async def lock(self) -> AsyncIterator[None]:
-        """Lets in one worker of this machine at a time; the system frees a killed worker's lock."""
-        with self.errors():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lock = AsyncFileLock(self.folder / "lock", poll_interval=0.5)
-            try:
-                await lock.acquire(blocking=False)
-            except Timeout:
-                log.info("waiting for another worker's download", action="model_awaited")
-                await lock.acquire()
-        try:
-            yield
-        finally:
-            await lock.release()
+    async def fetching(self, name: str, seconds: float = FETCH_SECONDS) -> AsyncIterator[None]:
+        """Lets in one job of this machine's workers at a time that fetches the file of that name.
 
-    @contextlib.asynccontextmanager
-    async def fetching(self, name: str) -> AsyncIterator[None]:
-        """Lets in one worker of this machine at a time that fetches the file of that name.
-
-        The system frees a killed worker's lock; where there is none, each fetches for itself.
+        The system frees a killed worker's lock; where there is none, and after so many *seconds*
+        (-1: never), each fetches for itself.
         """
         number = zlib.crc32(name.encode()) % _FETCH_LOCKS
         lock = AsyncFileLock(self.folder / f"fetch-{number}.lock", poll_interval=0.05)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            await lock.acquire(timeout=FETCH_SECONDS)
+            await lock.acquire(timeout=seconds)
         except (OSError, NotImplementedError) as error:  # a Timeout is an OSError
             log.warning(f"{name} is fetched without a lock: {error}", action="no_lock")
         try:

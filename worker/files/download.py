@@ -1,7 +1,5 @@
 """A resumable download into a cache folder, from a URL or the storage, verified by its hash."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib
@@ -33,9 +31,6 @@ _PART_BYTES = 16 * 2**20
 
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
-#: Times that a file which came in parts, and is not what it should be, is fetched anew.
-_MOST_RESTARTS = 3
-
 #: The format and the kind of a file are known by then.
 HEAD_BYTES = 2**20
 
@@ -46,14 +41,11 @@ PROGRESS_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A response: bytes from *offset* on, which may be 0 although more was requested.
-
-    The same *version* means the same bytes; None where the server has none.
-    """
+    """A response: bytes from *offset* on, which may be 0 although more was requested."""
 
     offset: int
     total_bytes: int | None
-    version: str | None
+    version: str | None  # the same means the same bytes; None where the server has none
     chunks: AsyncIterator[bytes]
     file_name: str | None = None
     """The file's name as the server gives it; untrusted."""
@@ -117,23 +109,14 @@ class HttpSource:
             case 200 | 206:
                 found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
                 begin, end, total = map(int, found.groups()) if found else (0, 0, 0)
-                # It may begin earlier, and end earlier, than was asked.
-                if begin <= offset and begin <= end < total:
+                if begin == offset <= end < total:  # it may end earlier than was asked
                     return Opened(begin, total, version, chunks)
-                another = FileChangedError if offset else errors.TransientError
-                raise another(f"{answer} with another part of the file than was asked for")
-            case 416 if offset and response.headers.get("Content-Range") == f"bytes */{offset}":
-                return Opened(offset, offset, version, _nothing())  # its length was not known
+                raise FileChangedError(f"{answer} with another part of the file than was asked for")
             case 412 | 416 if offset:  # it is another, or shorter than before
                 raise FileChangedError(f"{answer}: the file has changed")
             case status if status in {408, 429} or status >= 500:  # noqa: PLR2004
                 raise errors.TransientError(answer)
         raise errors.SetupError(f"{answer}: check the address, and its token if it has one")
-
-
-async def _nothing() -> AsyncIterator[bytes]:
-    for chunk in list[bytes]():
-        yield chunk
 
 
 class BlobSource:
@@ -204,8 +187,6 @@ class Download:
     stated_in: str = "--model-sha256"
     file_name: str | None = field(default=None, init=False)
     _is_head_checked: bool = False
-    _is_resumed: bool = False
-    _restarts: int = 0
     _furthest_bytes: int = 0
     _occasion: logs.Occasion = field(default_factory=lambda: logs.Occasion(seconds=10))
 
@@ -216,22 +197,16 @@ class Download:
     async def run(self, retry_policy: concurrency.RetryPolicy) -> None:
         """Raises SetupError if the file is another; TransientError after the last try."""
         self._furthest_bytes = self._size()
-        while True:
-            while not await retry_policy.call(self._advance):
-                pass
-            try:
-                self._check_content(is_whole=True)
-            except FileChangedError:
-                continue
-            found = await asyncio.to_thread(self._find_sha256)
-            if self.sha256 in {None, found}:
-                return
+        while not await retry_policy.call(self._advance):
+            pass
+        self._check_content(is_whole=True)
+        found = await asyncio.to_thread(self._find_sha256)
+        if self.sha256 not in {None, found}:
             self.forget()
-            if not self._may_be_mixed():
-                raise errors.SetupError(
-                    f"{self.source.label} has the SHA-256 {found}, not {self.sha256} as in"
-                    f" {self.stated_in}: one of the two is wrong"
-                )
+            raise errors.SetupError(
+                f"{self.source.label} has the SHA-256 {found}, not {self.sha256} as in"
+                f" {self.stated_in}: one of the two is wrong"
+            )
 
     def forget(self) -> None:
         """Removes the partial file, so that the next try starts anew."""
@@ -272,13 +247,12 @@ class Download:
         except (OSError, ValueError):
             return 0, None, None
         self.file_name = state.file_name
-        if state.version is None and self.sha256 is None:
-            return 0, None, None  # nothing would detect a mixture of two versions
+        if state.version is None:
+            return 0, None, None  # nothing would tell that the rest is of another version
         return self._size(), state.total_bytes, state.version
 
     async def _receive(self, opened: Opened) -> None:
         size, total, began_at = opened.offset, opened.total_bytes, time.monotonic()
-        self._is_resumed = self._is_resumed or size > 0
         with self.cache.errors():
             if total is not None:
                 self.cache.check_room(self.copies * total - size)
@@ -318,29 +292,16 @@ class Download:
         with self.cache.errors():
             try:
                 self.check(self.part, is_whole)
-            except errors.SetupError as error:
+            except errors.SetupError:
                 self.forget()
-                if not self._may_be_mixed():
-                    raise
-                raise FileChangedError(error.message) from error
-
-    def _may_be_mixed(self) -> bool:
-        """Whether a wrong file came in parts, perhaps of two versions: it is fetched anew."""
-        came_in_parts, self._is_resumed = self._is_resumed, False
-        self._restarts += came_in_parts
-        return came_in_parts and self._restarts <= _MOST_RESTARTS
+                raise
 
     def _log_progress(self, size: int, total: int | None, bytes_per_second: float) -> None:
         if not self._occasion.is_due() and size != total:
             return
         parts = f"{size / 1e6:.0f} of {'?' if total is None else f'{total / 1e6:.0f}'} MB"
-        speed = f"{bytes_per_second / 1e6:.0f} MB/s"
-        log.info(
-            f"fetching {self.source.label}: {parts}, {speed}",
-            action="model_progress",
-            bytes=size,
-            total_bytes=total,
-        )
+        text = f"fetching {self.source.label}: {parts}, {bytes_per_second / 1e6:.0f} MB/s"
+        log.info(text, action="model_progress", bytes=size, total_bytes=total)
 
     def _find_sha256(self) -> str:
         with self.cache.errors(), self.part.open("rb") as file:

@@ -1,11 +1,10 @@
 """Files that prompts name, from a folder, or from the storage through the disk cache."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib
 import time
+import unicodedata
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,13 +14,13 @@ from pathlib import Path
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
-from cachetools import LRUCache
+from cachetools import LRUCache, TTLCache
 
 from imagefleet import errors
-from imagefleet.files import safetensors
-from imagefleet.files.kinds import EMBEDDING, FileKind
+from imagefleet.files import lora, safetensors
+from imagefleet.files.kinds import EMBEDDING, LORA, FileKind
 from imagefleet.files.safetensors import Identity, identify, rested, whole
-from imagefleet.job.prompt import SAFE_NAME
+from imagefleet.job.prompt import SAFE_NAMES, is_safe_name
 from imagefleet.signing import TrustedKeys
 from imagefleet.storage import protocol
 from imagefleet.telemetry import logs
@@ -113,9 +112,10 @@ class FileLibrary:
         self._cache = DiskCache(
             source.cache / kind.folder, min(source.cache_bytes, kind.cached_bytes)
         )
-        self._fetches: dict[str, asyncio.Task[Path]] = {}
         self._room = asyncio.Semaphore(kind.fetched_at_once)
         self._storage_manifest = Manifest.stored(source.blobs, kind, source.trusted)
+        # The files of other names of theirs, for as long as a list of names.
+        self._aliases: TTLCache[str, str] = TTLCache(REMEMBERED, LIST_SECONDS)
         # What was checked in full, and against which hash.
         self._checked: LRUCache[Path, tuple[Identity, str | None]] = LRUCache(REMEMBERED)
 
@@ -128,18 +128,34 @@ class FileLibrary:
             TransientError: the storage did not answer, or the file is truncated or does not match.
             UnsettledFileError: the file may be half-written.
             NodeError, SetupError: as `DiskCache.errors` and `Manifest.sha256`.
+
+        A LoRA's alias finds its file where no file has the name, and where it is of one alone.
         """
+        try:
+            return await self._resolve(self._aliases.get(name, name))
+        except errors.MissingFileError as missing:
+            files = await self._named_otherwise(name) if self._kind is LORA else set()
+            if not files:
+                raise
+            if len(files) > 1:
+                several = ", ".join(map(repr, sorted(files)[:3]))
+                text = f"{missing.message}; {name!r} is an alias of several: name {several}"
+                raise errors.MissingFileError(text) from None
+            (self._aliases[name],) = files
+            return await self._resolve(self._aliases[name])
+
+    async def _named_otherwise(self, name: str) -> set[str]:
+        """The names of the files that *name* is an alias of, in the first place that has any."""
+        stored = local_path(self._blobs, self._kind.folder)
+        for folder in (*(folder.path for folder in self._folders), stored):
+            if folder and (found := (await asyncio.to_thread(aliases, folder)).get(name)):
+                return found
+        return self._storage_manifest.same_as(name)
+
+    async def _resolve(self, name: str) -> Path:
         path = await self._in_folders(name) or await self._in_cache(name)
         self.lookups["hit" if path else "miss"] += 1
-        if path is not None:
-            return path
-        fetch = self._fetches.get(name)
-        if fetch is None:
-            fetch = asyncio.create_task(self._fetch(name), name=f"fetch {self._kind.noun} {name}")
-            self._fetches[name] = fetch
-            fetch.add_done_callback(self._fetched)
-        # Shielded: several jobs wait for one fetch, and one of them may be cancelled.
-        return await asyncio.shield(fetch)
+        return path or await self._fetch(name)
 
     def identity(self, path: Path) -> Identity | None:
         """What a file that `resolve` has returned was when it was checked."""
@@ -172,15 +188,10 @@ class FileLibrary:
             return None
         return path
 
-    def _fetched(self, fetch: asyncio.Task[Path]) -> None:
-        self._fetches = {name: task for name, task in self._fetches.items() if task is not fetch}
-        if not fetch.cancelled():
-            fetch.exception()  # retrieved, even if every job that waited for it was cancelled
-
     async def _fetch(self, name: str) -> Path:
         await self._storage_manifest.sha256(name)  # a broken one costs no download
-        async with self._room, self._cache.fetching(name):
-            # Another worker of this machine may have fetched it meanwhile.
+        async with self._cache.fetching(name), self._room:
+            # Another job, or another worker of this machine, may have fetched it meanwhile.
             return await self._in_cache(name) or await self._download(name)
 
     async def _download(self, name: str) -> Path:
@@ -199,13 +210,13 @@ class FileLibrary:
             )
         check = partial(check_content, self._what(name), BytesIO(data), len(data))
         await self._verify(self._storage_manifest, name, check)
+        sha256 = await self._storage_manifest.sha256(name)
 
         def store() -> Path:
             path = self._cache.store(name, data)
             self._checked[path] = identify(path), sha256
             return path
 
-        sha256 = await self._storage_manifest.sha256(name)
         return await asyncio.to_thread(store)
 
     def _what(self, name: str) -> str:
@@ -345,11 +356,11 @@ class EmbeddingLibrary(FileLibrary):
         return [each for each in files if each.suffix in wanted and self._is_safe(each.stem)]
 
     def _is_safe(self, name: str) -> bool:
-        is_safe = SAFE_NAME.fullmatch(name) is not None
+        is_safe = is_safe_name(name)
         if not is_safe and name not in self._ignored:
             self._ignored.add(name)
-            why = "names have letters, digits, spaces and _ . + ( ) - only"
-            log.warning(f"{name[:80]!r} is left out: {why}", action="embedding_left_out")
+            text = f"{name[:80]!r} is no name of an embedding: {SAFE_NAMES}"
+            log.warning(text, action="embedding_left_out")
         return is_safe
 
     def _sha256(self, path: Path) -> str:
@@ -365,6 +376,27 @@ class EmbeddingLibrary(FileLibrary):
 def _hash(identity: Identity) -> str:
     with whole(identity), Path(identity[0]).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def aliases(folder: Path) -> dict[str, set[str]]:
+    """The names of a folder's LoRAs by their aliases; of what cannot be read, nothing.
+
+    A file's name counts as one, too: some file systems spell it otherwise.
+    """
+    found: dict[str, set[str]] = {}
+    with contextlib.suppress(OSError):
+        for path in folder.glob(f"*{SUFFIX}"):
+            with contextlib.suppress(OSError, safetensors.MalformedError):
+                for name in (unicodedata.normalize("NFC", path.stem), _alias(identify(path))):
+                    found.setdefault(name, set()).add(path.stem)
+    found.pop("", None)
+    return found
+
+
+@lru_cache(REMEMBERED)
+def _alias(identity: Identity) -> str:
+    with Path(identity[0]).open("rb") as file:
+        return lora.alias_of(safetensors.read_header(file))
 
 
 def local_path(blobs: protocol.BlobStore, name: str) -> Path | None:

@@ -5,14 +5,11 @@ It is either plain, `{"name": "sha256", ...}`, or signed, `{"folder": "loras", "
 file. That of embeddings is complete on Azure, where workers may not list what is there.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib
 import json
 import re
-import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -47,8 +44,6 @@ _THREADS = 2
 #: quotes of any text in which this might stand otherwise.
 _NAMED = re.compile(rb'"sshs_model_hash" ?: ?"([0-9a-fA-F]{12,64})"')
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-
 NAME = "manifest.json"
 
 #: The largest manifest: some 100 bytes a file.
@@ -60,26 +55,27 @@ READ_AGAIN_SECONDS = 300.0
 
 
 class FileHashes:
-    """Hashes of files, each in the background and once; None for what has none."""
+    """Hashes of files, each in the background and once; None for what has none.
 
-    def __init__(self, cache: Path) -> None:
-        self._folder = cache.expanduser() / "hashes"
+    For one thread, that of the event loop.
+    """
+
+    def __init__(self) -> None:
         self._found: LRUCache[Hashable, Future[str | None]] = LRUCache(_REMEMBERED)
-        self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, "hashes")
 
     def of_model(self, path: Path, sha256: str | None = None) -> Future[str | None]:
         """The hash of a checkpoint's single file; None for a folder. *sha256* if it is known."""
         is_file = path.is_file()
         if is_file and sha256 is None:
-            return self._start(path, self._hash_model)
+            return self._start(path, _hash_model)
         known: Future[str | None] = Future()
         known.set_result(sha256.lower()[:MODEL_CHARACTERS] if is_file and sha256 else None)
         return known
 
     def of_lora(self, path: Path, identity: Identity | None = None) -> Future[str | None]:
         """The hash of a LoRA, which was *identity* when it was checked; raises as `_try`."""
-        return self._start(path, _hash_lora, identity)
+        return self._start(path, hash_lora, identity)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -91,30 +87,10 @@ class FileHashes:
             with contextlib.suppress(OSError):  # its reader will say why
                 identity = identify(path)
         key: Hashable = identity or path
-        with self._lock:
-            found = self._found.get(key)
-            if found is None or found.cancelled():
-                found = self._found[key] = self._threads.submit(_try, read, path, identity)
-            return found
-
-    def _hash_model(self, path: Path) -> str:
-        _, modified_at, size, _ = identify(path)
-        facts = f"{path.resolve()}\n{modified_at}\n{size}"
-        name = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
-        note = self._folder / f"{name}.sha256"
-        try:
-            noted = note.read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError):
-            noted = ""
-        if not _SHA256.fullmatch(noted):
-            with path.open("rb") as file:
-                noted = hashlib.file_digest(file, "sha256").hexdigest()
-            try:  # workers of one machine may write it at once; they write the same
-                note.parent.mkdir(parents=True, exist_ok=True)
-                note.write_text(noted + "\n", encoding="ascii")
-            except OSError as error:  # it is computed again after the next start
-                log.debug(f"{note} cannot be written: {error}")
-        return noted[:MODEL_CHARACTERS]
+        found = self._found.get(key)
+        if found is None or found.cancelled():
+            found = self._found[key] = self._threads.submit(_try, read, path, identity)
+        return found
 
 
 def _try(read: Callable[[Path], str], path: Path, identity: Identity | None) -> str | None:
@@ -123,16 +99,20 @@ def _try(read: Callable[[Path], str], path: Path, identity: Identity | None) -> 
         with whole(identity) if identity else contextlib.nullcontext():
             return read(path)
     except (OSError, safetensors.MalformedError, errors.UnsettledFileError) as error:
-        if isinstance(error, errors.UnsettledFileError) and read is _hash_lora:
+        if isinstance(error, errors.UnsettledFileError) and read is hash_lora:
             raise  # its images are drawn anew, with the LoRA that is there then
         why = str(error) or "it is damaged"
-        log.warning(
-            f"the hash of {path.name} is left out of its images: {why}", action="hash_unknown"
-        )
+        text = f"the hash of {path.name} is left out of its images: {why}"
+        log.warning(text, action="hash_unknown")
         return None
 
 
-def _hash_lora(path: Path) -> str:
+def _hash_model(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:MODEL_CHARACTERS]
+
+
+def hash_lora(path: Path) -> str:
     """The hash of all but the header, as kohya's additional networks have it."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(safetensors.LENGTH_BYTES), "little")
@@ -252,6 +232,11 @@ class Manifest:
         """The files that it lists, as it is now; raises as `sha256`."""
         await self._load()
         return self._hashes.keys()
+
+    def same_as(self, name: str) -> set[str]:
+        """The other names that it lists with the hash of *name*: of LoRAs, one is an alias."""
+        sha256 = self._hashes.get(name)
+        return {other for other, each in self._hashes.items() if each == sha256} - {name}
 
     def forget(self) -> None:
         """Reads it again the next time: it and a file disagree, and one of them is old."""

@@ -40,6 +40,9 @@ VARIABLE = "_IMAGEFLEET_GPU"
 #: children: the second one would count as another.
 STOP, HURRY = b"stop\n", b"hurry\n"
 
+#: Seconds in which a killed process has ended, unless its driver hangs.
+KILLED_SECONDS = 5.0
+
 #: Seconds to hand jobs back after the parent's death, which takes ten seconds if the storage does
 #: not answer. A new parent may have started on the same GPU already.
 LAST_SECONDS = 15.0
@@ -103,6 +106,8 @@ class Child:
         finally:
             if process.returncode is None:
                 self.kill()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), KILLED_SECONDS)
             self._control.close()
             self._process = self._control = self._port = None
             self.has_started = self.is_ready = False
@@ -121,8 +126,7 @@ class Child:
     async def probe(self) -> bool:
         """Asks the worker how it is; kills one that has not answered for too long.
 
-        Returns whether it may still answer. One that is killed may stay: the system waits for a
-        driver that hangs.
+        Returns whether it may still answer. A killed one may stay: the system waits for its driver.
         """
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
             ready, _ = await self._ask("/ready")
@@ -142,11 +146,10 @@ class Child:
         return False
 
     async def metrics(self) -> str | None:
-        try:
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
             is_there, text = await self._ask("/metrics")
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return None
-        return text if is_there else None
+            return text if is_there else None
+        return None
 
     async def _ask(self, path: str) -> tuple[bool, str]:
         if self._port is None:

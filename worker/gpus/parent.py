@@ -4,13 +4,13 @@ A worker that crashes is started again, after ever longer pauses. One that ends 
 its setup is wrong is not: the other GPUs go on. The parent imports no torch and uses no GPU.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
 from prometheus_client import CollectorRegistry, Counter
@@ -36,8 +36,6 @@ FINISHED = frozenset({DONE, JOBS_FAILED, INTERRUPTED, TERMINATED})
 
 #: The first of them that a worker ended with is the parent's.
 _BY_WEIGHT = (JOBS_FAILED, DONE, NODE, SETUP)
-
-_STOPPED = frozenset({-signal.SIGTERM, -signal.SIGINT})
 
 #: The first pause is short, since most crashes are chance; the longest costs little of an hour.
 FIRST_PAUSE_SECONDS = 1.0
@@ -202,7 +200,8 @@ class _Parent:
             return INTERRUPTED if self._stopped_by is signal.SIGINT else TERMINATED
         found = next((code for code in _BY_WEIGHT if code in codes), UNEXPECTED)
         # A signal that came before the worker could take it.
-        return DONE if self._stop.is_set() and codes <= _STOPPED else found
+        is_stopped = codes <= {-signal.SIGTERM, -signal.SIGINT}
+        return DONE if self._stop.is_set() and is_stopped else found
 
     async def _pass_on(self) -> None:
         await self._stop.wait()
@@ -280,8 +279,7 @@ class MachineMetrics(Collector):
             ["device"],
             registry=self.registry,
         )
-        now = time.monotonic()
-        self._down_since: dict[str, float | None] = dict.fromkeys(gpus, now)
+        self._down_since: dict[str, float | None] = dict.fromkeys(gpus, time.monotonic())
         self._down_seconds = dict.fromkeys(self._down_since, 0.0)
         self._prices = dict.fromkeys(self._down_since, price_per_hour)
         self._busy_slots = dict.fromkeys(self._down_since, 0.0)
@@ -334,8 +332,7 @@ class MachineMetrics(Collector):
 
     def _seconds_down(self, gpu: str) -> float:
         since = self._down_since[gpu]
-        now = time.monotonic()
-        return self._down_seconds[gpu] + (0.0 if since is None else now - since)
+        return self._down_seconds[gpu] + (0.0 if since is None else time.monotonic() - since)
 
 
 def merged(own: CollectorRegistry, texts: Iterable[str]) -> bytes:
@@ -346,13 +343,5 @@ def merged(own: CollectorRegistry, texts: Iterable[str]) -> bytes:
             families[family.name].samples += family.samples
         else:
             families[family.name] = family
-    return metrics.render(_Families(families.values()))
-
-
-class _Families(CollectorRegistry):
-    def __init__(self, families: Iterable[Metric]) -> None:
-        super().__init__()
-        self._families = families
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._families
+    together: Any = SimpleNamespace(collect=families.values)
+    return metrics.render(together)

@@ -4,8 +4,6 @@ The order of the work is that of `StableDiffusionProcessingImg2Img.init` and of 
 (`modules/processing.py`, version 1.10); masks are worked on as in `modules/masking.py`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,10 +59,6 @@ class Overlay:
     box: Box | None = None
     """The box that the drawing belongs in; None: it has the image's size."""
 
-    @property
-    def size(self) -> Size:
-        return self.image.size
-
     def put_over(self, pixels: Pixels) -> Pixels:
         """The finished image [height, width, 3]."""
         drawn = Image.fromarray(pixels)
@@ -78,25 +72,20 @@ class Overlay:
         return np.asarray(drawn.convert("RGB"))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Begin:
-    """What the engine begins with, and what is laid over its image; both for all of a job's."""
-
-    init: InitImage
-    overlay: Overlay | None = None
-
-
-def begin(job: Job, image: Image.Image, mask: Image.Image | None, size: Size | None) -> Begin:
+def begin(
+    job: Job, image: Image.Image, mask: Image.Image | None, size: Size | None
+) -> tuple[InitImage, Overlay | None]:
     """Prepares a job's image and mask, as they were read, for a drawing of *size*.
 
+    Returns what the engine begins with, and what is laid over its image; both for all of a job's.
+
     None: for an engine that enlarges the image, so in the size that it has. Raises JobError if the
-    result, which has the image's size, would be too large, or an image far longer than wide is to
-    be cut.
+    result, which has the image's size, would be too large, or one far longer than wide is cut.
     """
     image = pictures.flatten(image)
     whole = None if mask is None else _whole_mask(job, mask)
     if size is None:
-        return Begin(_init(job, image, None if whole is None else Image.fromarray(whole)))
+        return _init(job, image, None if whole is None else Image.fromarray(whole)), None
     box = None
     if whole is not None and job.inpaint_full_res:
         box = crop_box(whole, job.inpaint_full_res_padding, size)
@@ -105,7 +94,7 @@ def begin(job: Job, image: Image.Image, mask: Image.Image | None, size: Size | N
     if box is None:
         image = pictures.resize(job.resize_mode, image, size)
     if whole is None:
-        return Begin(_init(job, image, None))
+        return _init(job, image, None), None
     if box is not None:
         if image.width * image.height > MAX_IMAGE_PIXELS:
             raise errors.JobError(
@@ -122,7 +111,7 @@ def begin(job: Job, image: Image.Image, mask: Image.Image | None, size: Size | N
     overlay = Overlay(_uncovered(job, image, covered), box)
     if box is not None:
         image = pictures.resize(2, image.crop(box), size)
-    return Begin(_init(job, image, drawn_mask), overlay)
+    return _init(job, image, drawn_mask), overlay
 
 
 def _whole_mask(job: Job, mask: Image.Image) -> Mask:
@@ -151,22 +140,14 @@ def _init(job: Job, image: Image.Image, mask: Image.Image | None) -> InitImage:
 
 
 def sample(family: str, width: int, height: int) -> InitImage | None:
-    """What an image of this size begins with where a program draws without a job.
-
-    None for families that draw from text alone.
-    """
+    """What an image of this size begins with, drawn without a job; None for text alone."""
     if not families.find(family).enlarges:
         return None
-    return InitImage(_colours(width // _SAMPLE_SHARE, height // _SAMPLE_SHARE), _SAMPLE_NOISE)
-
-
-def _colours(width: int, height: int) -> Pixels:
-    """Red grows to the right, green downwards, and blue is in squares."""
-    across = np.linspace(0, 255, width, dtype=np.uint8)
-    down = np.linspace(0, 255, height, dtype=np.uint8)
-    red, green = np.broadcast_arrays(across[None], down[:, None])
-    squares = (across[None] // 64 + down[:, None] // 64) % 2 * 255
-    return np.stack([red, green, squares.astype(np.uint8)], axis=2)
+    # Red grows to the right, green downwards, and blue is in squares.
+    sides = (width // _SAMPLE_SHARE, height // _SAMPLE_SHARE)
+    red, green = np.meshgrid(*(np.linspace(0, 255, side, dtype=np.uint8) for side in sides))
+    blue = (red // 64 + green // 64) % 2 * 255
+    return InitImage(np.stack([red, green, blue], axis=2), _SAMPLE_NOISE)
 
 
 def read_mask(image: Image.Image) -> Mask:
@@ -179,10 +160,7 @@ def read_mask(image: Image.Image) -> Mask:
 
 
 def blur_mask(mask: Mask, sigma_x: int, sigma_y: int) -> Mask:
-    """Blurs rows, then columns, each rounded to 8 bits, as OpenCV's GaussianBlur does.
-
-    Sigmas in pixels; 0 is none.
-    """
+    """Blurs rows, then columns, each rounded to 8 bits, as OpenCV; sigmas in pixels, 0 for none."""
     if sigma_x:
         mask = _blur_rows(mask, sigma_x)
     if sigma_y:
@@ -191,10 +169,7 @@ def blur_mask(mask: Mask, sigma_x: int, sigma_y: int) -> Mask:
 
 
 def crop_box(mask: Mask, padding: int, size: tuple[int, int]) -> Box | None:
-    """What is drawn of an image whose masked part alone is, with *size*'s ratio where it can be.
-
-    None: the mask is empty.
-    """
+    """The part to draw, with *size*'s ratio where it can be; None: the mask is empty."""
     box = Image.fromarray(mask).getbbox()
     if box is None:
         return None
@@ -224,12 +199,8 @@ def _blur_rows(mask: Mask, sigma: int) -> Mask:
     kernel = _kernel(sigma)
     reach = len(kernel) - 1
     width = mask.shape[1]
-    if width == 1:
-        return mask
     # Mirrored at the pixels of the borders, more than once where the mask is narrow.
-    places = np.abs(np.arange(-reach, width + reach)) % (2 * width - 2)
-    places = np.minimum(places, 2 * width - 2 - places)
-    wide = mask[:, places].astype(np.uint16)
+    wide = np.pad(mask, ((0, 0), (reach, reach)), "reflect").astype(np.uint16)
     # Weights are multiples of 1/256 that add up to one, so 16 bits hold every sum.
     total = wide[:, reach : reach + width] * kernel[0]
     for distance, weight in enumerate(kernel[1:], 1):

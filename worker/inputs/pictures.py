@@ -6,8 +6,6 @@ where they grow, as there. Its OpenCV has another cubic, and thins the lines of 
 and white once more: a picture in the job's size is not touched, there or here.
 """
 
-from __future__ import annotations
-
 import io
 
 import numpy as np
@@ -15,6 +13,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from imagefleet import errors
 from imagefleet.files import picture
+from imagefleet.job import differences
 from imagefleet.redaction import printable
 from worker.engine.contract import Pixels
 
@@ -25,8 +24,6 @@ MAX_PIXELS = 2**24
 MAX_COVERING_PIXELS = 4 * MAX_PIXELS
 
 _FORMATS = ("PNG", "JPEG", "WEBP")
-
-_WHITE = "#ffffff"
 
 #: The longest of AUTOMATIC1111's texts in a file: twice a message, for two prompts of the longest.
 MAX_TEXT = 2**17
@@ -95,7 +92,7 @@ def flatten(image: Image.Image) -> Image.Image:
     """The image in RGB; what is transparent becomes white."""
     if image.mode != "RGBA":
         return image.convert("RGB")
-    background = Image.new("RGBA", image.size, _WHITE)
+    background = Image.new("RGBA", image.size, "white")
     background.paste(image, mask=image)
     return background.convert("RGB")
 
@@ -165,11 +162,10 @@ def _resampled(
 
 
 def control(image: Image.Image, mode: int, size: Size) -> Pixels:
-    """The pixels in *size*: stretched (0), cut to it (1), or with borders of their colour (2).
-
-    Raises as `inner_size`.
-    """
+    """In *size*: stretched (0), cut (1), with borders of its colour (2); raises as `inner_size`."""
     image = image.convert("RGB")
+    if image.size != size:
+        differences.warn("control_size")
     if mode == _FIT or image.size == size:
         return np.asarray(_stretched_map(image, size))
     scales = size[0] / image.width, size[1] / image.height

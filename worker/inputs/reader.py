@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from imagefleet import concurrency, errors
 from imagefleet.files import kinds
+from imagefleet.job import samplers
 from imagefleet.job.message import DEFAULT_CAMPAIGN, MAX_IMAGE_BYTES, Job
 from imagefleet.job.passes import extras, hires
 from imagefleet.job.passes import img2img as given
@@ -28,12 +28,16 @@ from worker.engine.pixel import text_states
 from worker.files.library import EmbeddingLibrary, FileLibrary, Source, read_whole
 from worker.files.manifest import FileHashes
 from worker.inputs import img2img, pictures
-from worker.inputs.img2img import Begin, Overlay
+from worker.inputs.img2img import Overlay
 from worker.inputs.pictures import Size
+from worker.models.others import OtherModels
 from worker.settings import WorkerSettings
 
 #: Images decoded and resized at once: one of the largest takes some 200 MB meanwhile.
 DECODED_AT_ONCE = 2
+
+#: Settings of a file that all jobs are drawn with.
+OWN = ("accelerator", "vae")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +49,8 @@ class Inputs:
     text_states: tuple[Path, Path] | None = None
     controls: tuple[contract.Control, ...] = ()
     overlay: Overlay | None = None
+    vae: contract.Vae | None = None
+    refiner: contract.Refiner | None = None
     upscale: contract.Upscale | None = None
     parameters: str = ""
     """AUTOMATIC1111's text in the file of the image that is enlarged."""
@@ -57,36 +63,49 @@ class InputReader:
     """Reads the inputs of jobs; those of a job's images are read once."""
 
     def __init__(
-        self, source: Source, images: protocol.BlobStore, *, campaigns: str = "own"
+        self, source: Source, images: protocol.BlobStore, models: OtherModels, campaigns: str
     ) -> None:
         """*campaigns* is the setting `input_campaigns`."""
+        self._models = models
         # A campaign may be called "own".
         opened = "" if campaigns == "own" else campaigns
         self._campaigns = {name.strip() for name in opened.split(",")}
         self._containers = {"files": source.blobs, "images": images}
         self._upscalers = FileLibrary(source, kinds.UPSCALER)
         self._controlnets = FileLibrary(source, kinds.CONTROLNET)
+        self.vaes = FileLibrary(source, kinds.VAE)
         self._text_states = FileLibrary(source, kinds.TEXT)
         self._room = asyncio.Semaphore(DECODED_AT_ONCE)
 
     async def read(
-        self, job: Job, size: Size, *, is_enlarged: bool = False, text_encoder: str | None = None
+        self, job: Job, size: Size, engine: contract.Engine, *, is_enlarged: bool = False
     ) -> Inputs:
         """The inputs of a job whose first pass has *size*, (width, height) in pixels.
 
         *is_enlarged*: the engine itself brings the image that the job begins with to this size.
-        The *text_encoder* is the engine's (`contract.Engine`). Raises JobError if an image or a
+        Raises JobError if an image or a
         file does not exist or cannot be used, or a size is refused; else as `FileLibrary.resolve`.
         """
         # First: they are what a job lacks most easily, and small.
-        texts = None if text_encoder is None else await self._find_texts(job, text_encoder)
-        begin = await self._begin(job, None if is_enlarged else size)
+        encoder = engine.text_encoder
+        texts = None if encoder is None else await self._find_texts(job, encoder)
+        init, overlay = await self._begin(job, None if is_enlarged else size)
         return Inputs(
-            init=begin.init if begin else None,
-            hires=await self._hires(job, size),
+            init=init,
+            hires=await self._hires(job, size, engine.model_name),
             text_states=texts,
             controls=tuple([await self._control(job, at, size) for at in range(len(job.controls))]),
-            overlay=begin.overlay if begin else None,
+            overlay=overlay,
+            vae=contract.Vae(job.sd_vae, await self._resolve(self.vaes, job.sd_vae))
+            if job.sd_vae
+            else None,
+            refiner=contract.Refiner(
+                await self._models.find(job.refiner_checkpoint, engine.model_name),
+                job.refiner_switch_at,
+                job.refiner_switch_by_sample_steps,
+            )
+            if job.refiner_checkpoint
+            else None,
         )
 
     async def read_upscale(self, job: Job) -> Inputs:
@@ -119,13 +138,15 @@ class InputReader:
         init = contract.InitImage(pixels, denoising_strength=0.0)
         return Inputs(init=init, upscale=upscale, parameters=parameters)
 
-    async def _begin(self, job: Job, size: Size | None) -> Begin | None:
+    async def _begin(
+        self, job: Job, size: Size | None
+    ) -> tuple[contract.InitImage | None, Overlay | None]:
         if not job.init_images:
-            return None
+            return None, None
         image = await self._file(job, "init_images", job.init_images[0])
         mask = None if job.mask is None else await self._file(job, "mask", job.mask)
 
-        def prepare() -> Begin:
+        def prepare() -> tuple[contract.InitImage, Overlay | None]:
             return img2img.begin(
                 job,
                 pictures.read("init_images: the image", image),
@@ -136,13 +157,14 @@ class InputReader:
         async with self._room:
             return await asyncio.to_thread(prepare)
 
-    async def _hires(self, job: Job, size: Size) -> contract.HiresPass | None:
+    async def _hires(self, job: Job, size: Size, own_model: str) -> contract.HiresPass | None:
         if not job.enable_hr:
             return None
-        width, height = hires.size_after(job, size)
+        whole, (width, height) = hires.sizes_after(job, size)
         path = None
         if job.upscaler_file is not None:
             path = await self._resolve(self._upscalers, job.upscaler_file)
+        checkpoint = await self._models.find(job.hr_checkpoint_name, own_model)
         prompt, negative_prompt = job.hires_prompts
         sampler = hires.sampler(job)
         return contract.HiresPass(
@@ -155,7 +177,8 @@ class InputReader:
             prompt,
             negative_prompt,
             None if sampler == job.sampler else sampler,
-            None if prompt is None else job.cfg_scale * prompt.weight,
+            whole=whole,
+            checkpoint=checkpoint,
         )
 
     async def _control(self, job: Job, at: int, size: Size) -> contract.Control:
@@ -163,13 +186,11 @@ class InputReader:
         what = f"alwayson_scripts.controlnet.args[{at}].image"
         path = await self._resolve(self._controlnets, unit.model)
         image = await self._file(job, what, unit.image)
-
-        def prepare() -> contract.Pixels:
-            read: Image.Image = pictures.read(f"{what}: the image", image)
-            return pictures.control(read, unit.resize_mode, size)
-
         async with self._room:
-            pixels = await asyncio.to_thread(prepare)
+            read = await asyncio.to_thread(pictures.read, f"{what}: the image", image)
+            pixels = await asyncio.to_thread(
+                pictures.control, read, unit.resize_mode, samplers.whole_cells(*size)
+            )
         start, end = unit.guidance_start, unit.guidance_end
         return contract.Control(unit.model, path, pixels, unit.weight, start, end)
 
@@ -235,38 +256,31 @@ class InputReader:
         return data
 
 
-@dataclass(frozen=True, slots=True)
 class JobFiles:
     """Libraries of LoRAs and embeddings, the reader of input images, and the files' hashes."""
 
-    loras: FileLibrary
-    embeddings: EmbeddingLibrary
-    inputs: InputReader
-    hashes: FileHashes
-    trusted: TrustedJobs | None
-    """The jobs that are taken; None: they need no signature."""
-    accelerator: Accelerator | None = None
-
-    @classmethod
-    def of(cls, storage: Storage, settings: WorkerSettings) -> JobFiles:
+    def __init__(self, storage: Storage, settings: WorkerSettings) -> None:
         """The files of a storage and of the settings' own folders."""
         trusted = trusted_keys(settings.trusted_key)
-        cache_bytes = settings.cache_megabytes * 2**20
-        source = Source(storage.files, settings.cache, cache_bytes, trusted)
-        return cls(
-            loras=FileLibrary(source, kinds.LORA, settings.lora_directory),
-            embeddings=EmbeddingLibrary(source, settings.embedding_directory),
-            inputs=InputReader(source, storage.blobs, campaigns=settings.input_campaigns),
-            hashes=FileHashes(settings.cache),
-            trusted=None if trusted is None else TrustedJobs(trusted, storage.scope),
-            accelerator=Accelerator.of(settings.accelerator) if settings.accelerator else None,
-        )
+        source = Source(storage.files, settings.cache, settings.cache_megabytes * 2**20, trusted)
+        self.loras = FileLibrary(source, kinds.LORA, settings.lora_directory)
+        self.embeddings = EmbeddingLibrary(source, settings.embedding_directory)
+        models = OtherModels(settings, storage.files)
+        self.inputs = InputReader(source, storage.blobs, models, settings.input_campaigns)
+        self.hashes = FileHashes()
+        self.trusted = TrustedJobs(trusted, storage.scope) if trusted else None
+        """The jobs that are taken; None: they need no signature."""
+        self.accelerator = Accelerator.of(settings.accelerator) if settings.accelerator else None
+        self.own = {name: each for name in OWN if (each := getattr(settings, name))}
+        """The files that all jobs are drawn with, or their names in the storage, by setting."""
 
-    async def accelerator_path(self) -> Path:
-        """The accelerator's file; raises SetupError if the storage has none that can be used."""
-        if self.accelerator is None:
-            raise ValueError("the worker has no accelerator")
-        try:
-            return self.accelerator.path or await self.loras.resolve(self.accelerator.name)
-        except errors.JobError as error:  # of which no job is to fail
-            raise errors.SetupError(f"--accelerator: {error.message}") from None
+    async def own_paths(self) -> dict[str, Path]:
+        """The files of `own`; raises SetupError if the storage has none that can be used."""
+        libraries, paths = {"accelerator": self.loras, "vae": self.inputs.vaes}, {}
+        for name, source in self.own.items():
+            try:
+                is_file = source.endswith(".safetensors")
+                paths[name] = Path(source) if is_file else await libraries[name].resolve(source)
+            except errors.JobError as error:  # of which no job is to fail
+                raise errors.SetupError(f"--{name}: {error.message}") from None
+        return paths

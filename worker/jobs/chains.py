@@ -5,27 +5,15 @@ stage that is sent twice, never one that is not: who gets that message again fin
 sends the next stage once more, whose worker finds its image in turn.
 """
 
-from __future__ import annotations
-
 import logging
 
 from imagefleet import errors
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.job import chain
-from imagefleet.job.message import DELIVERIES_FIELD, Job, message_fields, message_text
-from imagefleet.storage import protocol
+from imagefleet.job.message import DELIVERIES_FIELD, message_fields, message_text
 from imagefleet.storage.routing.models import ModelQueues
 from imagefleet.storage.settings import priority_of
 from worker.jobs.in_flight import InFlightJob
-
-
-def next_message(job: Job, message: protocol.LeasedMessage) -> tuple[str, Job]:
-    """The message of the stage after *job*, and that stage."""
-    fields = message_fields(message.body)
-    fields.pop(DELIVERIES_FIELD, None)
-    fields["id"] = job.id
-    fields[chain.STAGE_FIELD] = field = job.next_stage_field(message.id)
-    return message_text(fields), job.whole.stage_of_message(field)
 
 
 async def send_next(models: ModelQueues, entry: InFlightJob, cancelled: CancelledCampaigns) -> None:
@@ -34,13 +22,16 @@ async def send_next(models: ModelQueues, entry: InFlightJob, cancelled: Cancelle
     Raises LeaseLost if another worker has the job now, and sends it, and JobCancelled if its
     campaign is: sent later than that was, the stage would be drawn.
     """
-    if entry.job is None:
-        raise RuntimeError("read the job first")
-    body, following = next_message(entry.job, entry.lease.message)
-    priority = priority_of(entry.lease.message.queue)
+    job, message = entry.job, entry.lease.message
+    assert job is not None  # noqa: S101 - its image is stored
+    fields = message_fields(message.body)
+    fields.pop(DELIVERIES_FIELD, None)
+    fields["id"] = job.id
+    fields[chain.STAGE_FIELD] = field = job.next_stage_field(message.id)
+    following = job.whole.stage_of_message(field)
     entry.lease.check()
     if entry.is_of(cancelled):
         raise errors.JobCancelled
-    await models.send([body], priority)
+    await models.send([message_text(fields)], priority_of(message.queue))
     stage = f"{following.stage} of {following.stages}"
     entry.log(logging.DEBUG, f"goes on with stage {stage}", "stage_sent", stage=stage)

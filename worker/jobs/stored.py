@@ -1,7 +1,5 @@
 """Whose image has the name of a job's: the job's own, of an earlier delivery, or another job's."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime
@@ -21,9 +19,6 @@ _QUOTED_CHARACTERS = 80
 
 #: Those of an image that the credentials do not let anybody read.
 NOT_READ: Mapping[str, str] = {}
-
-#: The worker of a record that names none.
-_NOBODY = "?"
 
 _HOW_TO_MEND = "send this one again with another id (`imagefleet failed --export`)"
 
@@ -86,7 +81,7 @@ def proven(record: Record, prover: Prover) -> Record:
     if record.blob is None or (machine := machine_of(record.worker)) is None:
         return record
     if machine != prover.machine:
-        return record.model_copy(update={"worker": _NOBODY})
+        return record.model_copy(update={"worker": "?"})
     return record.model_copy(update={"proof": prover.proof(record.worker, record.claims)})
 
 

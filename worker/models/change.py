@@ -16,14 +16,12 @@ Workers that start together begin with different models, each model with as many
 share of the waiting jobs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from imagefleet import concurrency, errors
 from imagefleet.storage.routing.models import SERVED_SPAN, ModelQueues
@@ -35,11 +33,10 @@ from worker.files import model as model_files
 from worker.gpu_thread import THREAD_NAME, Take
 from worker.metrics import WorkerMetrics
 from worker.models.checkpoints import Checkpoint
+from worker.pull import Puller
 
 log = logs.EventLog(__name__)
 
-Load = Callable[[], contract.Engine]
-Result = TypeVar("Result")
 
 #: Seconds between two looks at other models' queues, three to six operations a shard on Azure. An
 #: idle worker's pause doubles up to the longest, which is for one shard.
@@ -47,8 +44,8 @@ LOOK_SECONDS = 30.0
 IDLE_LOOK_SECONDS = 1.0
 LONGEST_IDLE_LOOK_SECONDS = 10.0
 
-#: Free memory, in sizes of the model's file: for another engine on the CPU, and for weights alone.
-_MEMORY_PER_FILE, _MEMORY_PER_WEIGHTS = 4, 2
+#: Free memory of the host that another model's weights need, in sizes of its file.
+_MEMORY_PER_FILE = 2
 
 STAY_PER_CHANGE = 15.0
 SHORTEST_STAY_SECONDS = 30.0
@@ -134,9 +131,8 @@ class Following:
     """The model to change to, prepared at *prepared_at* (monotonic seconds)."""
 
     checkpoint: Checkpoint
-    load: Load
     take: Take | None
-    """What the engine does instead, if it can: it keeps what is compiled."""
+    """What the engine does, if it can, in place of a new one: it keeps what is compiled."""
     prepared_at: float
 
 
@@ -150,9 +146,8 @@ class WorkerModels:
 
     checkpoints: InitVar[Sequence[Checkpoint]]
     _fetch: Callable[[Checkpoint], Coroutine[Any, Any, Checkpoint]]
-    _load: Callable[[Checkpoint], contract.Engine]
-    on_cpu: bool = field(kw_only=True)
-    read: Callable[[Checkpoint], Take | None] = field(kw_only=True, default=lambda _: None)
+    load: Callable[[Checkpoint], contract.Engine]
+    read: Callable[[Checkpoint], Take | None] = lambda _: None
 
     def __post_init__(self, checkpoints: Sequence[Checkpoint]) -> None:
         self.current = checkpoints[0]
@@ -182,12 +177,8 @@ class WorkerModels:
             waiting = await self._measured(queue)
             if name := first_to_serve(waiting, share):
                 chosen = self._checkpoints[name]
-                jobs = waiting[name].jobs
-                log.info(
-                    f"{jobs} jobs wait for {name}: beginning with it",
-                    action="first_model",
-                    model=name,
-                )
+                text = f"{waiting[name].jobs} jobs wait for {name}: beginning with it"
+                log.info(text, action="first_model", model=name)
         try:
             fetched = await self._fetch(chosen)
         except (errors.SetupError, errors.NodeError) as error:
@@ -202,65 +193,51 @@ class WorkerModels:
         self._choice = ModelChoice(checkpoint.name)
 
     def load_current(self) -> contract.Engine:
-        """Loads the current model; that of jobs without one, if it cannot be loaded here.
-
-        On the engine's thread.
-        """
+        """Loads the current model, or the default if it cannot be; on the engine's thread."""
         try:
-            return self._load(self.current)
+            return self.load(self.current)
         except (errors.SetupError, errors.NodeError) as error:
             if self.current.name == self._default:
                 raise
             self._forget(self.current, error)
         default = self._fetch(self._checkpoints[self._default])
         self._set_current(asyncio.run_coroutine_threadsafe(default, self._loop).result())
-        return self._load(self.current)
+        return self.load(self.current)
 
-    async def following(
-        self, queue: RoutedQueue, is_idle: Callable[[], bool], seconds_per_job: Callable[[], float]
-    ) -> Following:
+    async def following(self, puller: Puller) -> Following:
         """Waits until another model is to be served, and has been prepared."""
         while True:
-            checkpoint = await self._choose(queue, is_idle, seconds_per_job)
-            log.info(
-                f"the model {checkpoint.name} is next: its jobs have waited longest",
-                action="model_chosen",
-                model=checkpoint.name,
-            )
+            checkpoint = await self._choose(puller)
+            name = checkpoint.name
+            text = f"the model {name} is next: its jobs have waited longest"
+            log.info(text, action="model_chosen", model=name)
             try:
-                load, take = await self.prepare(checkpoint)
-                found = self._checkpoints[checkpoint.name]
-                return Following(found, load, take, time.monotonic())
+                take = await self.prepare(checkpoint)
+                return Following(self._checkpoints[name], take, time.monotonic())
             except errors.TransientError as error:
-                name = checkpoint.name
-                log.warning(
-                    f"the model {name} is not there: {error}",
-                    action="model_not_fetched",
-                    model=checkpoint.name,
-                )
+                text = f"the model {name} is not there: {error}"
+                log.warning(text, action="model_not_fetched", model=name)
             except (errors.SetupError, errors.NodeError, OSError) as error:
-                self.drop(checkpoint, error, queue)
+                self.drop(checkpoint, error, puller.queue)
 
-    async def _choose(
-        self, queue: RoutedQueue, is_idle: Callable[[], bool], seconds_per_job: Callable[[], float]
-    ) -> Checkpoint:
+    async def _choose(self, puller: Puller) -> Checkpoint:
         looked_at = time.monotonic()
         idle_looks = 0
         while True:
             await asyncio.sleep(concurrency.jitter(IDLE_LOOK_SECONDS))
-            idle_looks = idle_looks if is_idle() else 0
+            idle_looks = idle_looks if puller.is_idle else 0
             seconds = time.monotonic() - looked_at
             is_due = seconds >= LOOK_SECONDS and self._choice.may_leave
-            is_idle_due = is_idle() and seconds >= idle_pause_seconds(
-                idle_looks, queue.look_seconds(LONGEST_IDLE_LOOK_SECONDS)
-            )
+            longest = puller.queue.look_seconds(LONGEST_IDLE_LOOK_SECONDS)
+            pause = concurrency.backoff(idle_looks, IDLE_LOOK_SECONDS / 2, longest, low=1)
+            is_idle_due = puller.is_idle and seconds >= pause
             if not (is_idle_due or is_due):
                 continue
             looked_at = time.monotonic()
             idle_looks += 1
-            waiting = await self._measured(queue)
+            waiting = await self._measured(puller.queue)
             if name := self._choice.following(
-                waiting, is_idle=is_idle(), seconds_per_job=seconds_per_job()
+                waiting, is_idle=puller.is_idle, seconds_per_job=puller.seconds_per_job
             ):
                 return self._checkpoints[name]
 
@@ -278,23 +255,18 @@ class WorkerModels:
             return Waiting(0, 0.0)
         return Waiting(depth.messages - (depth.leased or 0), depth.oldest_age_seconds)
 
-    async def prepare(self, checkpoint: Checkpoint) -> tuple[Load, Take | None]:
-        """Loads a model beside the one in use, as far as the memory allows; returns the rest.
+    async def prepare(self, checkpoint: Checkpoint) -> Take | None:
+        """Reads a model's weights beside the engine in use, where the memory allows it.
 
-        For a GPU, or with little memory, the weights are only read into the host's memory; with
-        less, nothing is. A second engine on a GPU beside the first would get fewer slots, for as
-        long as it lives.
+        A second engine beside the first on a GPU would get fewer slots for good.
         """
         checkpoint = self._checkpoints[checkpoint.name] = await self._fetch(checkpoint)
-        path = model_files.local_path(checkpoint.settings)
-        size = await asyncio.to_thread(_file_bytes, path)
-        if self.on_cpu and host.free_memory_bytes() >= _MEMORY_PER_FILE * size:
-            engine = await _in_thread(lambda: self._load(checkpoint))
-            return lambda: engine, None
-        take: Take | None = None
-        if host.free_memory_bytes() >= _MEMORY_PER_WEIGHTS * size:
-            take = await _in_thread(lambda: self.read(checkpoint))
-        return lambda: self._load(checkpoint), take
+        size = await asyncio.to_thread(_file_bytes, model_files.local_path(checkpoint.settings))
+        if host.free_memory_bytes() < _MEMORY_PER_FILE * size:
+            return None
+        # By this name the console knows that it must not wait for torch at its end.
+        read = tasks.in_daemon_thread(lambda: self.read(checkpoint), THREAD_NAME)
+        return await asyncio.wrap_future(read)
 
     def changed(self, seconds: float, metrics: WorkerMetrics) -> None:
         """The engine has the current model now, after so many seconds without one."""
@@ -314,17 +286,9 @@ class WorkerModels:
 
     def _forget(self, checkpoint: Checkpoint, error: Exception) -> None:
         name = checkpoint.name
-        log.error(
-            f"the model {name} is not served here: {error}",
-            action="model_unusable",
-            model=checkpoint.name,
-        )
-        del self._checkpoints[checkpoint.name]
-
-
-def idle_pause_seconds(looks: int, longest_seconds: float) -> float:
-    """How long an idle worker does not look again after so many looks in vain."""
-    return min(IDLE_LOOK_SECONDS / 2 * float(2 ** min(looks, 30)), longest_seconds)
+        text = f"the model {name} is not served here: {error}"
+        log.error(text, action="model_unusable", model=name)
+        del self._checkpoints[name]
 
 
 async def note_served(models: ModelQueues, names: Callable[[], Sequence[str]]) -> NoReturn:
@@ -345,12 +309,6 @@ async def make_queues(models: ModelQueues, names: Sequence[str]) -> None:
             await models.make(name)
     except (errors.SetupError, errors.TransientError) as error:
         log.info(f"the queues of models are not made: {error.message}", action="queues_not_made")
-
-
-async def _in_thread(work: Callable[[], Result]) -> Result:
-    """Runs *work* as `asyncio.to_thread` does; the process does not wait for it at its end."""
-    # By this name the console knows that it must not wait for torch at its end.
-    return await asyncio.wrap_future(tasks.in_daemon_thread(work, THREAD_NAME))
 
 
 def _file_bytes(path: Path) -> int:

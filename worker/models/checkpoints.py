@@ -1,7 +1,5 @@
 """The checkpoints that a worker is given, each with the name by which jobs ask for it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,10 +88,7 @@ async def _stored(files: protocol.BlobStore) -> list[str]:
 
 
 def refuse_unusable_names(checkpoints: Sequence[Checkpoint]) -> None:
-    """Raises SetupError for models that jobs could not name, or not tell apart.
-
-    Jobs without a model need no name for the first.
-    """
+    """Raises SetupError if jobs cannot name a model but the first, or not tell two apart."""
     for checkpoint in checkpoints[1:]:
         if not SAFE_NAME.fullmatch(checkpoint.name):
             raise errors.SetupError(

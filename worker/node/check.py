@@ -5,8 +5,6 @@ only where there is a limit: on SaladCloud, or by a setting. A speed counts agai
 three failed measurements, since a node that is given up is kept from the group for 48 hours.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -22,12 +20,13 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from imagefleet import concurrency, errors
+from imagefleet.pricing import families
 from imagefleet.storage import protocol
 from imagefleet.telemetry import logs
 from worker.engine import contract
 from worker.inputs import img2img
 from worker.metrics import NodeFault, WorkerMetrics
-from worker.node.watchdog import NodeLimits, standard_images
+from worker.node.watchdog import NodeLimits
 from worker.settings import WorkerSettings
 
 log = logs.EventLog(__name__)
@@ -80,7 +79,6 @@ class NodeCheck(Collector):
     def __post_init__(self) -> None:
         self.findings: dict[str, Any] = {}
         """The measurements, by the names of `_FINDINGS`."""
-        self.passed: bool | None = None
         self._fault: NodeFault = "engine"  # unless a check below fails
         self._began_at = time.monotonic()
 
@@ -142,19 +140,18 @@ class NodeCheck(Collector):
         return errors.NodeError(message)
 
     def _end(self, failure: errors.NodeError | None) -> None:
-        self.passed = failure is None
         if failure is not None:
             self._metrics.node_faults.labels(self._fault).inc()
-        self.findings["passed"] = self.passed
+        self.findings["passed"] = failure is None
         self.findings["seconds"] = round(time.monotonic() - self._began_at, 3)
-        level = logging.INFO if self.passed else logging.ERROR
-        found = "passed" if self.passed else f"failed: {failure}"
+        level = logging.ERROR if failure else logging.INFO
+        found = f"failed: {failure}" if failure else "passed"
         text = f"the node check {found} after {self.findings['seconds']:.1f} s"
         log.log(level, text, action="node_check", **self.findings, limits=asdict(self._limits))
 
     def collect(self) -> Iterator[Metric]:
         for name, what in _FINDINGS.items():
-            if self.passed is not None and name in self.findings:
+            if "passed" in self.findings and name in self.findings:
                 yield GaugeMetricFamily(
                     f"imagefleet_node_check_{name}", what, value=self.findings[name]
                 )
@@ -255,5 +252,6 @@ def _images_per_second(engine: contract.Engine) -> float:
             generated += not isinstance(finished.outcome, errors.FleetError)
     seconds = time.monotonic() - began_at
     # A smaller image is not worth less: the costs that do not depend on its size weigh more.
-    worth = max(1.0, standard_images(engine.family, _STEPS, *engine.default_size))
+    tflop = families.find(engine.family).image_tflop(*engine.default_size, _STEPS)
+    worth = max(1.0, tflop / families.SD1.image_tflop())
     return generated * worth / max(seconds, 1e-9)

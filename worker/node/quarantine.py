@@ -1,9 +1,6 @@
 """The list of nodes that may lease no more, to which `imagefleet verify --quarantine` adds."""
 
-from __future__ import annotations
-
 import asyncio
-import re
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
@@ -11,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from imagefleet import concurrency, errors, validation
 from imagefleet.storage import protocol
-from imagefleet.storage.edit import edit
+from imagefleet.storage.proofs import machine_of
 from imagefleet.telemetry import logs
 
 log = logs.EventLog(__name__)
@@ -24,9 +21,6 @@ MAX_BYTES = 4_000_000
 #: Seconds between two readings of the list.
 PERIOD_SECONDS = 300.0
 
-#: The name of a worker by default: the UUID that SaladCloud gives its machine, and its process.
-_SALAD_WORKER = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})-\d+")
-
 
 class Node(BaseModel, extra="allow", frozen=True):
     """A node by its worker's name or its machine's id."""
@@ -37,8 +31,6 @@ class Node(BaseModel, extra="allow", frozen=True):
 
 
 class Listing(BaseModel, extra="allow", frozen=True):
-    """The whole list."""
-
     nodes: list[Node]
 
 
@@ -55,15 +47,12 @@ def _parse(files: protocol.BlobStore, part: protocol.BlobPart | None) -> Listing
         return Listing.model_validate_json(part.data)
 
 
-def node_of(worker: str) -> str:
-    """The machine of a worker on SaladCloud, whose name changes with each process; else itself."""
-    found = _SALAD_WORKER.fullmatch(worker)
-    return found[1] if found else worker
-
-
 async def add(files: protocol.BlobStore, workers: Iterable[str], reason: str) -> list[str]:
-    """Adds nodes, and returns the new ones; raises TransientError if others keep changing it."""
-    wanted = list(dict.fromkeys(map(node_of, workers)))
+    """Adds nodes, and returns the new ones; raises TransientError if others keep changing it.
+
+    A worker's name on SaladCloud changes with each process: there its machine is added.
+    """
+    wanted = list(dict.fromkeys(machine_of(worker) or worker for worker in workers))
     new: list[Node] = []
 
     def with_new(part: protocol.BlobPart | None) -> bytes | None:
@@ -74,7 +63,7 @@ async def add(files: protocol.BlobStore, workers: Iterable[str], reason: str) ->
         changed = found.model_copy(update={"nodes": [*found.nodes, *new]})
         return changed.model_dump_json(indent=2).encode() if new else None
 
-    await edit(files, BLOB, with_new, MAX_BYTES)
+    await files.edit(BLOB, with_new, MAX_BYTES)
     return [node.name for node in new]
 
 

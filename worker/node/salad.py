@@ -6,8 +6,6 @@ Requests carry `Metadata: true` and no X-Forwarded header, go through no proxy a
 redirects.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -104,19 +102,13 @@ class SaladMetadata:
             await self.reallocate(reason)
         except errors.TransientError as error:
             requests.labels("refused").inc()
-            log.warning(
-                f"requesting another node failed: {error}",
-                action="reallocation_failed",
-                reason=reason,
-            )
+            text = f"requesting another node failed: {error}"
+            log.warning(text, action="reallocation_failed", reason=reason)
             return False
         self._is_leaving = True
         requests.labels("granted").inc()
-        log.warning(
-            f"requested another node, waiting to be stopped: {reason}",
-            action="reallocation",
-            reason=reason,
-        )
+        text = f"requested another node, waiting to be stopped: {reason}"
+        log.warning(text, action="reallocation", reason=reason)
         return True
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:

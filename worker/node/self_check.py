@@ -1,4 +1,4 @@
-"""A node's checks of what it draws: canary images, its weights, and what jobs' images look like.
+"""A node's checks of what it draws: canary images, and its weights.
 
 Community nodes are strangers' computers, whose cards are overclocked, hot and without ECC. A
 canary goes the same way as jobs do, up to the pixels that would be encoded, and is compared with
@@ -6,11 +6,8 @@ the reference that came with the checkpoint, or without one with this node's own
 check that fails is repeated at once: a node is given up if it fails twice in a row, or twice within
 ten checks. Either way its images since the last good check are recorded as suspect.
 
-A job's image that repeats another one proves nothing, so it only asks for a canary at once. NaN and
-images of one colour are refused before (`worker.engine.decoder`, `worker.stages.encode`).
+NaN and images of one colour are refused before (`worker.engine.decoder`, `worker.stages.encode`).
 """
-
-from __future__ import annotations
 
 import asyncio
 import random
@@ -18,40 +15,29 @@ import shutil
 import tempfile
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
-
-import numpy as np
 
 from imagefleet import concurrency, errors, likeness
 from imagefleet.likeness import Fingerprint
 from imagefleet.telemetry import logs
 from worker.engine import contract
-from worker.gpu_thread import EngineThread
-from worker.metrics import NodeFault, WorkerMetrics
+from worker.gpu_thread import Delivery, EngineThread
+from worker.metrics import NodeFault
+from worker.node import check
 from worker.node import reference as references
-from worker.node.canary import Canary, DrainsError
 from worker.node.reference import CanaryImage, Reference
-from worker.node.watchdog import Check, Suspects
+from worker.node.watchdog import Suspects
+from worker.stages import encode
 
 log = logs.EventLog(__name__)
-
-#: Images that a new one is compared with. One fingerprint of 512x512 takes 0.8 ms, and
-#: all the comparisons 0.1 ms.
-RECENT = 32
-
-#: Bit by bit the same image from different seeds, so many times: no canary proves the opposite.
-MOST_COPIES = 3
 
 #: Images between two canaries, at random: a node that goes wrong stores 200 images at most, with
 #: the 96 that may be in its engine and before its encoders. A canary of 4 steps costs up to 0.42 of
 #: an image of 15 (demo checkpoint, compiled, H100): 0.46 % of the work.
 LEAST_IMAGES, MOST_IMAGES = 80, 104
-
-#: Images between two that ask for a canary: a campaign may repeat itself rightly.
-LEAST_BETWEEN_ALARMS = 50
 
 #: Seconds between two checks of the weights, each 30 ms for SD1.5 on an H100.
 WEIGHTS_SECONDS = 300.0
@@ -71,45 +57,14 @@ _AMONG_JOBS: tuple[CanaryImage, ...] = ("with_lora", "other_seed")
 _MOST_SIZES = 8
 
 
-class ImageChecks:
-    def __init__(self) -> None:
-        self.copies = 0
-        """Images that were exact copies of another seed's."""
-        self._drawn: list[tuple[int, tuple[int, int]]] = []
-        """Seed and size of each of the recent images, the oldest of which is replaced."""
-        self._recent = np.zeros((RECENT, likeness.SIDE, likeness.SIDE, 4), np.float32)
-        self._next = 0
-
-    def repetition(self, found: Fingerprint, seed: int, size: tuple[int, int]) -> str | None:
-        """Whether an image is one that another seed had: of one seed, jobs may be the same."""
-        differences = self._recent[: len(self._drawn), ..., :3] - found[..., :3]
-        squares = np.einsum("iyxc,iyxc->i", differences, differences)
-        comparable = [
-            (square, at)
-            for at, (square, drawn) in enumerate(zip(squares, self._drawn, strict=True))
-            if drawn[0] != seed and drawn[1] == size
-        ]
-        _, nearest = min(comparable, default=(0.0, None))
-        said = None
-        if nearest is not None and likeness.repeats(found, self._recent[nearest]):
-            self.copies += bool(np.array_equal(found, self._recent[nearest]))
-            said = f"the image of seed {seed} is the same as that of seed {self._drawn[nearest][0]}"
-        self._drawn[self._next : self._next + 1] = [(seed, size)]
-        self._recent[self._next] = found
-        self._next = (self._next + 1) % RECENT
-        return said
+class DrainsError(Exception):
+    """The worker drains, and draws no canaries any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is wrong with this node, and the check that found it."""
-
     kind: NodeFault
     message: str
-
-    @property
-    def check(self) -> Check:
-        return "weights" if self.kind == "weights" else "images"
 
 
 @dataclass(eq=False)
@@ -118,26 +73,22 @@ class NodeSelfCheck:
 
     engine: contract.Engine
     engine_thread: EngineThread
-    canary: Canary
-    metrics: WorkerMetrics
+    tickets: Iterator[int]
+    """Those of canaries belong to no job."""
     suspects: Suspects
     fault: Fault | None = None
 
     def __post_init__(self) -> None:
-        self.images = ImageChecks()
         self.trusted = asyncio.Event()
         """Whether images are trusted: not between a failed check and its repetition."""
         self.trusted.set()
-        self._threads = ThreadPoolExecutor(1, "fingerprint")
         self._tolerances: dict[tuple[int, int], float] = {}
         self._expected: dict[tuple[tuple[int, int], CanaryImage], Fingerprint] = {}
         """By size: the reference's, or the first of this node's own."""
         self._lora: Path | None = None
         self._job_size: tuple[int, int] | None = None
         self._images_left = 0
-        self._since_alarm = LEAST_BETWEEN_ALARMS
         self._due = asyncio.Event()
-        self._why_due: str | None = None
         self._recent: deque[bool] = deque(maxlen=OF_RECENT)
         self._one_at_a_time = asyncio.Lock()
 
@@ -169,14 +120,12 @@ class NodeSelfCheck:
         await self._check_or_give_up(references.CANARY_IMAGES)
 
     async def watch_images(self) -> NoReturn:
-        """Side task: draws canaries at random times, and at once on an alarm; raises NodeError."""
+        """Side task: draws canaries at random times; raises NodeError."""
         while True:
             await self._due.wait()
-            why, self._why_due = self._why_due, None
             self._begin_anew()
             kind = random.choice(_AMONG_JOBS)  # noqa: S311 - no secret
-            if await self._check_or_give_up((kind,)) and why is not None:
-                log.info(f"{why}; but a canary came out right", action="alarm_ended")
+            await self._check_or_give_up((kind,))
 
     async def watch_weights(self) -> NoReturn:
         """Side task: compares the weights on the device with the file's; raises NodeError."""
@@ -188,30 +137,30 @@ class NodeSelfCheck:
                     raise self._give_up(fault)
 
     async def diagnose(self, alarm: str) -> str | None:
-        """What is wrong with this node, for images that fail; see `Canary.diagnose`."""
-        reason = await self.canary.diagnose(alarm)
-        if reason is not None:
-            self.fault = Fault("failed_images", reason)
-        elif self.is_possible:
-            await self._check_or_give_up(references.CANARY_IMAGES)
-        return reason
+        """What is wrong with this node; None if its jobs are at fault, or the worker drains.
 
-    def generated(
-        self, image: Fingerprint, seed: int, size: tuple[int, int], *, is_of_seed: bool = True
-    ) -> None:
-        """A job's image is finished.
-
-        With *is_of_seed* it follows from its prompt and seed, so another seed's is another; images
-        that begin with the same one may be alike.
+        A LoRA that gives NaN, or a size too large for a GPU class's memory, fails every image of a
+        campaign on any node, and each node that is given up for it is kept from the group for 48
+        hours. So before failed images count against a node, a plain image is drawn.
         """
+        try:
+            async with self._one_at_a_time:
+                await self._draw([check.plain_request(self.engine, seed=0)])
+        except DrainsError:
+            return None
+        except errors.FleetError as error:
+            reason = f"{alarm}; and a plain image failed as well: {error}"
+            self._give_up(Fault("failed_images", reason))
+            return reason
+        text = f"{alarm}; but a plain image succeeded: the jobs are at fault, not this node"
+        log.warning(text, action="node_proved")
+        if self.is_possible:
+            await self._check_or_give_up(references.CANARY_IMAGES)
+        return None
+
+    def generated(self, size: tuple[int, int]) -> None:
+        """A job's image is finished."""
         self._job_size = size
-        self._since_alarm += 1
-        why = self.images.repetition(image, seed, size) if is_of_seed else None
-        if self.images.copies >= MOST_COPIES:
-            self._ask(f"{why or 'images repeat'}, {self.images.copies} times to the bit")
-        elif why is not None and self._since_alarm >= LEAST_BETWEEN_ALARMS:
-            log.warning(f"{why}: checking this node", action="image_suspected")
-            self._ask(why)
         self._images_left -= 1
         if self._images_left <= 0:
             self._due.set()
@@ -219,20 +168,9 @@ class NodeSelfCheck:
     def quarantined(self, reason: str) -> None:
         self._give_up(Fault("quarantined", reason))
 
-    async def fingerprint(self, pixels: contract.Pixels) -> Fingerprint:
-        """Computes it on a thread: a millisecond for each image."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, likeness.fingerprint, pixels)
-
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
         if self._lora is not None:
             shutil.rmtree(self._lora.parent, ignore_errors=True)
-
-    def _ask(self, why: str) -> None:
-        self._since_alarm = 0
-        self._why_due = why
-        self._due.set()
 
     def _begin_anew(self) -> None:
         self._images_left = random.randint(LEAST_IMAGES, MOST_IMAGES)  # noqa: S311 - no secret
@@ -245,9 +183,6 @@ class NodeSelfCheck:
         NodeError if the node is broken.
         """
         async with self._one_at_a_time:
-            if self.images.copies >= MOST_COPIES:
-                message = f"{self.images.copies} images were copies of another seed's, to the bit"
-                raise self._give_up(Fault("wrong_images", message))
             since = self.suspects.since("images")
             try:
                 fault = await self._find_fault(kinds, with_weights=len(kinds) > 1)
@@ -275,7 +210,7 @@ class NodeSelfCheck:
 
     def _give_up(self, fault: Fault) -> errors.NodeError:
         self.fault = fault
-        self.metrics.node_faults.labels(fault.kind).inc()
+        self.suspects.metrics.node_faults.labels(fault.kind).inc()
         return errors.NodeError(f"this node draws wrong images: {fault.message}")
 
     async def _find_fault(
@@ -292,7 +227,7 @@ class NodeSelfCheck:
                 self.suspects.good("images", began_at)
             else:
                 fault = Fault("wrong_images", message)
-        self.metrics.canaries.labels("failed" if fault else "passed").inc()
+        self.suspects.metrics.canaries.labels("failed" if fault else "passed").inc()
         return fault
 
     async def _weights_fault(self) -> Fault | None:
@@ -306,7 +241,7 @@ class NodeSelfCheck:
         return Fault("weights", message)
 
     async def _image_fault(self, kinds: tuple[CanaryImage, ...]) -> str | None:
-        """What is wrong with canaries drawn now; raises as `Canary.draw`."""
+        """What is wrong with canaries drawn now; raises as `_draw`."""
         own, jobs = self.engine.default_size, self._size_of_jobs()
         sizes = [jobs]
         if jobs != own and any((jobs, kind) not in self._expected for kind in kinds):
@@ -316,11 +251,29 @@ class NodeSelfCheck:
                 references.request(each, size, self._lora, is_unguided=self.engine.is_unguided)
                 for each in kinds
             ]
-            drawn = await self.canary.draw(requests)
+            drawn = await self._draw(requests)
             found = dict(zip(kinds, map(likeness.fingerprint, drawn), strict=True))
             if message := self._alike(found) or self._differs(found, size):
                 return message
         return None
+
+    async def _draw(self, requests: Sequence[contract.ImageRequest]) -> list[contract.Pixels]:
+        """The images; raises FleetError if one failed, DrainsError if the worker drains."""
+        drawn = []
+        for delivery in await asyncio.gather(*map(self._deliver, requests)):
+            outcome = delivery.finished.outcome
+            if isinstance(outcome, errors.FleetError):
+                raise outcome
+            encode.refuse_one_colour(outcome)
+            drawn.append(outcome)
+        return drawn
+
+    async def _deliver(self, request: contract.ImageRequest) -> Delivery:
+        prepared = await asyncio.to_thread(self.engine.prepare, request)
+        delivery = await self.engine_thread.draw(next(self.tickets), prepared)
+        if delivery is None:
+            raise DrainsError
+        return delivery
 
     def _size_of_jobs(self) -> tuple[int, int]:
         """The last job's, so that a canary shares its batch; before, the checkpoint's own."""

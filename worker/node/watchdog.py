@@ -1,8 +1,8 @@
 """Measures a node while it works, window by window.
 
 Only what lasts for three windows in a row counts, and only what is the node's own fault: images
-that take too long on the GPU, images that fail on it (a plain one as well: `worker.node.canary`),
-and uploads so slow that the GPU waits for them. A GPU call that never ends is for
+that take too long on the GPU, and uploads so slow that the GPU waits for them. Images that fail are
+counted in a row (and a plain one as well: `NodeSelfCheck`). A GPU call that never ends is for
 `EngineThread.watch`.
 
 A node that lost its platform, but not its network, works on unseen (SaladCloud starts another one
@@ -11,26 +11,22 @@ in its place): leases and blobs that are written once make that harmless.
 The images stored since a node was last found good are suspect, should it turn out to be broken.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
-import functools
 import hashlib
 import json
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import timedelta
 from typing import Literal, NoReturn
 
 from imagefleet import concurrency, errors
 from imagefleet.job.names import ASIDE, SUSPECT, worker_file_name
 from imagefleet.job.passes.fields import Pass
 from imagefleet.pricing import families, prices
-from imagefleet.storage import protocol
-from imagefleet.storage.proofs import Prover
+from imagefleet.storage.open import Storage
 from imagefleet.telemetry import logs
 from worker.gpu_thread import EngineThread
 from worker.metrics import NodeFault, WorkerMetrics
@@ -74,10 +70,6 @@ FAILED_WINDOWS = 3
 
 #: The share of a window that the GPU must have worked before its speed means anything.
 LEAST_BUSY_SHARE = 0.2
-
-#: Failed images that count against a node, if they are also half of all.
-LEAST_FAILED = 4
-FAILED_SHARE = 0.5
 
 #: Failed images in a row that raise an alarm: more than one broken job has, fewer than a slow card
 #: generates in a minute.
@@ -130,14 +122,6 @@ def broken_below(gpu: str) -> float:
     return BROKEN_SHARE * SHARE_OF_RECORD * record
 
 
-# A campaign's jobs share a few sizes.
-@functools.lru_cache(maxsize=256)
-def standard_images(family: str, steps: int, width: int, height: int) -> float:
-    """How many of SD1.5's images of 15 steps at 512x512 an image is worth, by its operations."""
-    tflop = families.find(family).image_tflop(width, height, steps)
-    return tflop / families.SD1.image_tflop()
-
-
 @dataclass(slots=True)
 class _Window:
     """What happened since *began_at* (monotonic seconds), and the engine's clock at that time."""
@@ -145,11 +129,8 @@ class _Window:
     began_at: float
     busy_seconds: float
     blocked_seconds: float
-    images: int = 0
     enlarged_images: int = 0  # only by networks, whose speed the jobs do not tell
     passes: Counter[tuple[str, Pass]] = field(default_factory=Counter)  # by family
-    failed_images: int = 0
-    last_error: str = ""  # only the text: an error may hold GPU memory
     uploaded_bytes: int = 0
     uploading_seconds: float = 0.0
     storage_faults: int = 0
@@ -177,7 +158,6 @@ class NodeWatchdog:
     def image_generated(self, family: str, passes: Iterable[Pass]) -> None:
         """The GPU finished an image, failed or not."""
         passes = [*passes]
-        self._window.images += 1
         self._window.enlarged_images += not any(each.is_drawn for each in passes)
         self._window.passes.update((family, each) for each in passes)
 
@@ -188,8 +168,6 @@ class NodeWatchdog:
         """An image failed on the GPU; a JobError is its job's fault and does not count."""
         if not isinstance(error, errors.TransientError):
             return
-        self._window.failed_images += 1
-        self._window.last_error = str(error)
         self._failures_in_a_row += 1
         # Once: what fails while the alarm is diagnosed is part of it.
         if self._failures_in_a_row == FAILURES_IN_A_ROW:
@@ -220,13 +198,10 @@ class NodeWatchdog:
                 raise errors.NodeError(reason)
             self._failures_in_a_row = 0
 
-    async def wait_until_broken(self, diagnose: Diagnose) -> str:
+    async def wait_until_broken(self) -> str:
         self._window = self._new_window()
         while True:
             await asyncio.sleep(WINDOW_SECONDS)
-            alarm = self._too_many_failed(self._window)
-            if alarm is not None and await diagnose(alarm) is None:
-                self._window.failed_images = 0
             reason = self._close_window()
             if reason is not None and self.failed_in_a_row >= FAILED_WINDOWS:
                 self.failed_in_a_row = 0
@@ -241,7 +216,6 @@ class NodeWatchdog:
         blocked_seconds = self._window.blocked_seconds - window.blocked_seconds
         judged: dict[NodeFault, str | None] = {
             "gpu_speed": self._too_slow(window, busy_seconds, seconds),
-            "failed_images": self._too_many_failed(window),
             "upload_speed": self._uploads_too_slow(window, blocked_seconds, seconds),
         }
         wrong = {fault: reason for fault, reason in judged.items() if reason}
@@ -272,14 +246,6 @@ class NodeWatchdog:
         if speed >= least:
             return None
         return f"the GPU makes {speed:.3g} images/s, less than {least:.3g}"
-
-    def _too_many_failed(self, window: _Window) -> str | None:
-        if window.failed_images < max(LEAST_FAILED, FAILED_SHARE * window.images):
-            return None
-        return (
-            f"{window.failed_images} of {window.images} images failed on the GPU, the last"
-            f" with: {window.last_error}"
-        )
 
     def _uploads_too_slow(
         self, window: _Window, blocked_seconds: float, seconds: float
@@ -313,10 +279,9 @@ class Suspects:
     """Names of stored images, by when they were generated."""
 
     worker: str
-    blobs: protocol.BlobStore
+    storage: Storage
     metrics: WorkerMetrics
     retry_policy: concurrency.RetryPolicy
-    prover: Callable[[], Prover | None] = lambda: None
     began_at: float = field(default_factory=time.monotonic)
     # A dict of as many is copied as a whole now and then, which leaves megabytes of holes.
     _stored: deque[tuple[str, float]] = field(
@@ -341,9 +306,7 @@ class Suspects:
         """A check that began then (monotonic seconds) has passed; drops what no check needs."""
         self._good_at[check] = began_at
         oldest = min(self.since("images"), self.since("weights"))
-        kept = [entry for entry in self._stored if entry[1] >= oldest]
-        self._stored.clear()
-        self._stored.extend(kept)
+        self._stored = deque([each for each in self._stored if each[1] >= oldest], MAX_IMAGES)
 
     def since(self, check: Check) -> float:
         """The time at which the last good check of a kind began (monotonic seconds)."""
@@ -355,25 +318,23 @@ class Suspects:
         if not names:
             return
         self.metrics.suspect_images.inc(len(names))
-        now = self.blobs.clock.now()
+        blobs, prover = self.storage.blobs, self.storage.prover
+        now = blobs.clock.now()
         content = {
             "worker": self.worker,
             "machine": machine_name(),
-            "since": _text(datetime.fromtimestamp(now.timestamp() - time.monotonic() + since, UTC)),
-            "until": _text(now),
+            "since": f"{now - timedelta(seconds=time.monotonic() - since):%Y-%m-%dT%H:%M:%SZ}",
+            "until": f"{now:%Y-%m-%dT%H:%M:%SZ}",
             "reason": reason,
             "images": names,
         }
         blob = f"{SUSPECT}{worker_file_name(self.worker)}/{now:%Y%m%dT%H%M%SZ}.json"
         data = json.dumps(content).encode()
         told = {"worker": worker_file_name(self.worker), "sha256": hashlib.sha256(data).hexdigest()}
-        prover = self.prover()
         told = told if prover is None else prover.proven(blob, told)
         what = f"{len(names)} images since {content['since']} are suspect"
         try:
-            await self.retry_policy.call(
-                lambda: self.blobs.create(blob, data, "application/json", told)
-            )
+            await self.retry_policy.call(lambda: blobs.create(blob, data, "application/json", told))
         except errors.FleetError as error:
             redo = f"`imagefleet redo --worker {self.worker} --since {content['since']}`"
             log.error(  # noqa: TRY400 - its message says it all
@@ -383,7 +344,3 @@ class Suspects:
             )
             return
         log.warning(f"{what}: {blob}", action="suspects_recorded", blob=blob)
-
-
-def _text(time_: datetime) -> str:
-    return time_.strftime("%Y-%m-%dT%H:%M:%SZ")

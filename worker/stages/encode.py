@@ -8,38 +8,30 @@ fastest, on one core of a server. OpenCV (7 ms) and imagecodecs (6 ms) are slowe
 as large to install, and write no text; fpng (0.7 ms) has no licence.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
 import re
 import struct
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, PngImagePlugin
 
 from imagefleet import errors
-from imagefleet.files.picture import PNG_KEYWORD
+from imagefleet.files.picture import OWN_FIELDS, OWN_WORD, PNG_KEYWORD
 from imagefleet.job import samplers, sizes
 from imagefleet.job.message import Job, Output
-from imagefleet.job.passes import hires
+from imagefleet.job.passes import hires, img2img
 from imagefleet.job.samplers import Sampler, VaeDecoder
 from worker.engine.contract import Pixels
 from worker.settings import version
 
-_DELIMITER = re.compile("[,:\n]")
-
 #: Signs that would end a LoRA's name in "Lora hashes".
 _SEPARATORS = str.maketrans("", "", ":,")
-
-#: Characters of an embedding's SHA-256 that are shown.
-_HASH_CHARACTERS = 12
 
 #: AUTOMATIC1111's words for options of samplers, and their usual values.
 _OPTIONS: Mapping[str, tuple[str, float]] = {
@@ -57,6 +49,9 @@ _ETA_OF_TIMESTEPS = {
     "tcd": ("Eta", 0.3),
 }
 
+#: A line of a prompt that is read as the negative prompt's.
+_MISREAD = re.compile(r"^\s*Negative prompt:", re.MULTILINE)
+
 #: Words for the masked content by `inpainting_fill`; the original is not written.
 _MASKED_CONTENT = {0: "fill", 2: "latent noise", 3: "latent nothing"}
 
@@ -70,6 +65,8 @@ def parameters(
     model: str,
     *,
     model_hash: str | None = None,
+    vae: str | None = None,
+    vae_hash: str | None = None,
     lora_hashes: Mapping[str, str] | None = None,
     embedding_hashes: Mapping[str, str] | None = None,
     is_cut_out: bool = False,
@@ -78,16 +75,22 @@ def parameters(
     """The `parameters` of image *index* of a job; *size* is (width, height) in pixels.
 
     *is_cut_out*: only the masked part of the image that it was given was drawn, in that size.
-    *decoder*: what decoded it; None for the VAE.
+    *decoder*: what decoded it; None for the VAE. *vae*: the worker's own, if it has one.
 
     'RNG: CPU' makes AUTOMATIC1111 draw the same noise; its default, the GPU's, is not written.
     """
     width, height = size
     sampler = samplers.NAMES[job.sampler]
     varies, is_denoised = bool(job.subseed_strength), bool(job.init_images) or job.enable_hr
-    resized = job.seed_resize_from
+    resized, extra_noise = job.seed_resize_from, job.img2img_extra_noise
     loras = {name.translate(_SEPARATORS): each for name, each in (lora_hashes or {}).items()}
-    embeddings = {name: each[:_HASH_CHARACTERS] for name, each in (embedding_hashes or {}).items()}
+    embeddings = {name: each[:12] for name, each in (embedding_hashes or {}).items()}
+    switch_at = job.refiner_switch_at
+    refiner = {
+        "Refiner": job.refiner_checkpoint,
+        "Refiner switch at": None if switch_at is None else _number(switch_at),
+        "Refiner switch by sampling steps": "True" if job.refiner_switch_by_sample_steps else None,
+    }
     facts = {
         "Steps": str(job.steps),
         "Sampler": sampler.title,
@@ -97,23 +100,30 @@ def parameters(
         "Size": f"{width}x{height}",
         "Model hash": model_hash,
         "Model": model,
+        "VAE hash": vae_hash,
+        "VAE": f"{name}.safetensors" if (name := job.sd_vae or vae) else None,
         "Variation seed": str(job.image_subseed(index)) if varies else None,
         "Variation seed strength": _number(job.subseed_strength) if varies else None,
         "Seed resize from": f"{resized[0]}x{resized[1]}" if resized else None,
         "Denoising strength": _number(job.denoising_strength) if is_denoised else None,
+        "Extra noise": _number(extra_noise) if is_denoised and extra_noise else None,
         "Clip skip": str(job.clip_skip) if job.clip_skip > 1 else None,
         "ENSD": str(job.eta_noise_seed_delta) if job.eta_noise_seed_delta else None,
         "RNG": job.randn_source if job.randn_source != "GPU" else None,
+        "Tiling": "True" if job.tiling else None,
         **_controls(job),
         **_img2img(job, is_cut_out=is_cut_out),
         **_hires(job),
+        **(refiner if job.refiner_checkpoint else {}),
         "NGMS": _number(job.s_min_uncond) if job.s_min_uncond else None,
         **_options(job, sampler),
+        "Downcast alphas_cumprod": "True" if job.use_downcasted_alpha_bar else None,
         "VAE Decoder": decoder if decoder != "Full" else None,
         "Lora hashes": ", ".join(f"{name}: {each}" for name, each in loras.items()) or None,
         "TI hashes": ", ".join(f"{name}: {each}" for name, each in embeddings.items()) or None,
         # None that AUTOMATIC1111 would take for one of its own, and be compatible with.
         "Version": f"imagefleet {version()}",
+        OWN_WORD: _own(job),
     }
     prompt, negative_prompt = job.shown_prompts
     lines = [prompt]
@@ -131,14 +141,12 @@ def of_enlarged(job: Job, source: str) -> str:
     """
     size = f"{job.upscaling_resize_w}x{job.upscaling_resize_h}"
     to_size = bool(job.resize_mode)
-    named = dict(
-        zip(("Postprocess upscaler", "Postprocess upscaler 2"), job.upscalers, strict=False)
-    )
+    upscalers = "Postprocess upscaler", "Postprocess upscaler 2"
     facts = {
         "Postprocess upscale to": size if to_size else None,
         "Postprocess upscale by": None if to_size else _number(job.upscaling_resize),
         "Postprocess crop to": size if to_size and job.upscaling_crop else None,
-        **named,
+        **dict(zip(upscalers, job.upscalers, strict=False)),
     }
     text = ", ".join(f"{name}: {_quoted(fact)}" for name, fact in facts.items() if fact)
     source = source.rstrip()
@@ -146,6 +154,24 @@ def of_enlarged(job: Job, source: str) -> str:
         return text
     has_facts = source.rpartition("\n")[2].startswith(("Steps: ", "Postprocess "))
     return f"{source}{', ' if has_facts else chr(10)}{text}"
+
+
+def _own(job: Job) -> str | None:
+    """The fields that AUTOMATIC1111 has no words for, as JSON; without images in the job itself."""
+    prompts = {"prompt": job.prompt, "negative_prompt": job.negative_prompt}
+    names = OWN_FIELDS - prompts.keys() - _OPTIONS.keys()
+    if any(img2img.place(source) is None for source in job.sources):
+        names -= {"init_images", "mask", "alwayson_scripts"}
+    fields = {name: value for name, value in job.given_fields.items() if name in names}
+    if job.init_images:
+        fields |= job.model_dump(mode="json", include={*names} & img2img.OWN_FIELDS)
+    if any(map(_MISREAD.search, job.shown_prompts)):
+        fields |= prompts
+    if job.enable_hr:
+        first, second = (samplers.SAMPLERS[key] for key in (job.sampler, hires.sampler(job)))
+        others = second.options if second.method != first.method else ()
+        fields |= {name: getattr(job, name) for name in others}
+    return json.dumps(fields) if fields else None
 
 
 def _img2img(job: Job, *, is_cut_out: bool) -> dict[str, str | None]:
@@ -183,6 +209,7 @@ def _hires(job: Job) -> dict[str, str | None]:
         "Hires resize": f"{job.hr_resize_x}x{job.hr_resize_y}" if is_resized else None,
         "Hires steps": str(job.hr_second_pass_steps) if job.hr_second_pass_steps else None,
         "Hires upscaler": job.hr_upscaler,
+        "Hires checkpoint": job.hr_checkpoint_name,
     }
 
 
@@ -217,8 +244,8 @@ def _number(value: float) -> str:
 
 
 def _quoted(fact: str) -> str:
-    """A fact, written as a JSON string if it contains a delimiter."""
-    if _DELIMITER.search(fact):
+    """A fact, written as a JSON string if it contains a delimiter or begins like one."""
+    if re.search(r'^\s*"|[,:\n]', fact):
         return json.dumps(fact, ensure_ascii=False)
     return fact
 
@@ -262,18 +289,21 @@ def refuse_one_colour(pixels: Pixels) -> None:
 
 def _png(pixels: Pixels, parameters: str, job: str) -> bytes:
     height, width, _ = pixels.shape
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits, RGB
-    return b"".join(
-        (
-            b"\x89PNG\r\n\x1a\n",
-            _chunk(b"IHDR", header),
-            # First: some viewers show the first text of a file, whatever its name.
-            _text_chunk("parameters", parameters),
-            _text_chunk(PNG_KEYWORD, job) if job else b"",
-            _chunk(b"IDAT", isal_zlib.compress(_filtered(pixels), COMPRESSION_LEVEL)),
-            _chunk(b"IEND", b""),
-        )
-    )
+    texts = PngImagePlugin.PngInfo()
+    # First: some viewers show the first text of a file, whatever its name.
+    texts.add_text("parameters", parameters)
+    if job:
+        texts.add_text(PNG_KEYWORD, job)
+    file = io.BytesIO()
+    file.write(b"\x89PNG\r\n\x1a\n")
+    for kind, data in (
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),  # 8 bits, RGB
+        *(chunk[:2] for chunk in texts.chunks),
+        (b"IDAT", isal_zlib.compress(_filtered(pixels), COMPRESSION_LEVEL)),
+        (b"IEND", b""),
+    ):
+        PngImagePlugin.putchunk(file, kind, data)
+    return file.getvalue()
 
 
 def _filtered(pixels: Pixels) -> npt.NDArray[np.uint8]:
@@ -284,19 +314,6 @@ def _filtered(pixels: Pixels) -> npt.NDArray[np.uint8]:
     filtered[0, 1:] = rows[0]
     np.subtract(rows[1:], rows[:-1], out=filtered[1:, 1:])
     return filtered
-
-
-def _chunk(kind: bytes, data: bytes) -> bytes:
-    checksum = zlib.crc32(data, zlib.crc32(kind))
-    return b"".join((struct.pack(">I", len(data)), kind, data, struct.pack(">I", checksum)))
-
-
-def _text_chunk(keyword: str, text: str) -> bytes:
-    """A tEXt chunk where Latin-1 holds the text, else iTXt, as in AUTOMATIC1111's own files."""
-    try:
-        return _chunk(b"tEXt", keyword.encode() + b"\0" + text.encode("latin-1"))
-    except UnicodeEncodeError:
-        return _chunk(b"iTXt", keyword.encode() + b"\0\0\0\0\0" + text.encode())
 
 
 def _with_pillow(pixels: Pixels, output: Output, parameters: str, job: str) -> bytes:

@@ -4,8 +4,6 @@ Prepared requests go to the engine's thread, its images to threads that encode, 
 the storage.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time
@@ -13,12 +11,12 @@ from collections import Counter, deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 from imagefleet import concurrency, errors
 from imagefleet.job.message import Output, text_for_image
 from imagefleet.job.names import duplicate_name
-from imagefleet.job.passes.fields import Pass
 from imagefleet.job.samplers import VaeDecoder
 from imagefleet.job.sizes import metadata_header
 from imagefleet.pricing import families
@@ -27,14 +25,15 @@ from imagefleet.telemetry import logs
 from worker import tasks
 from worker.engine import contract
 from worker.gpu_thread import Delivery
+from worker.inputs.img2img import Overlay
 from worker.jobs import stored
 from worker.jobs.in_flight import InFlightImage, InFlightJob
-from worker.node.canary import Canary
 from worker.node.self_check import NodeSelfCheck
 from worker.node.watchdog import NodeWatchdog, Suspects
 from worker.pull import Puller
 from worker.settle import Settler
 from worker.stages import encode
+from worker.stages.encode import EncodedImage
 
 #: Threads that encode: a PNG takes 2 ms, so two keep up with any GPU.
 ENCODERS = 2
@@ -66,20 +65,6 @@ STORAGE_RETRIES = concurrency.RetryPolicy(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class GeneratedImage:
-    """An image as the engine returned it."""
-
-    image: InFlightImage
-    pixels: contract.Pixels
-
-
-@dataclass(frozen=True, slots=True)
-class _EncodedImage:
-    image: InFlightImage
-    file: encode.EncodedImage
-
-
 @dataclass(eq=False)
 class UploadStage:
     """Stores files as blobs."""
@@ -89,13 +74,14 @@ class UploadStage:
     suspects: Suspects
 
     def __post_init__(self) -> None:
-        self.queue: asyncio.Queue[_EncodedImage] = asyncio.Queue(WAITING_PER_UPLOAD * UPLOADS)
+        most = WAITING_PER_UPLOAD * UPLOADS
+        self.queue: asyncio.Queue[tuple[InFlightImage, EncodedImage]] = asyncio.Queue(most)
 
     async def run(self) -> NoReturn:
         while True:
-            encoded = await self.queue.get()
-            image, entry = encoded.image, encoded.image.owner
-            store = partial(self.settler.attempt, entry, partial(self._upload, encoded), image)
+            image, file = await self.queue.get()
+            entry = image.owner
+            store = partial(self.settler.attempt, entry, partial(self._upload, image, file), image)
             # Whose the first image's name is, theirs are those of the others. In an outage few of
             # them wait elsewhere than in the queue, where they hold up the engine.
             if image.index and len(entry.waiting) >= UPLOADS:
@@ -105,46 +91,40 @@ class UploadStage:
             else:
                 await store()
 
-    async def _upload(self, encoded: _EncodedImage) -> None:
-        image, entry = encoded.image, encoded.image.owner
+    async def _upload(self, image: InFlightImage, file: EncodedImage) -> None:
+        entry = image.owner
         if image.index and 0 not in entry.stored:
             self.settler.cost.lost("failed")
             await self.settler.less_to_store(entry, 1)
             return
         with entry.uploading():
-            await self._store(encoded)
+            await self._store(image, file)
         await self.settler.image_stored(image)
         if not image.index:
             await entry.first_ended()
 
-    async def _store(self, encoded: _EncodedImage) -> None:
-        image, file = encoded.image, encoded.file
+    async def _store(self, image: InFlightImage, file: EncodedImage) -> None:
         entry = image.owner
         name = image.job.blob_name(image.index)
         metadata = self._proven(name, self._metadata(image, file))
-
-        is_surely_own = True
-
-        def doubt() -> None:
-            nonlocal is_surely_own
-            is_surely_own = False
+        doubt = asyncio.Event()
 
         async def create(is_in_doubt: bool) -> bool:
             entry.lease.check()
             with self.watchdog.uploading(len(file.data)):
                 if await self.settler.storage.blobs.create(
-                    name, file.data, file.content_type, metadata, on_doubt=doubt
+                    name, file.data, file.content_type, metadata, on_doubt=doubt.set
                 ):
                     return True
             # A name taken after a reply was lost is most likely taken by this very image.
-            doubt()
+            doubt.set()
             return is_in_doubt
 
         self.suspects.storing(name, image.generated_at)
         with self.settler.metrics.stage_seconds["upload"].time():
             written = await self.settler.retry_policy.call_in_doubt(create)
         sha256: str | None = file.sha256
-        if not is_surely_own:
+        if doubt.is_set():
             try:
                 sha256 = await self._sha256_of_taken(image, is_in_doubt=written)
             except errors.FleetError:
@@ -154,14 +134,14 @@ class UploadStage:
             self.settler.cost.lost("second_drawing")
         elif written:
             # In doubt another worker may have a record of it, too.
-            records = entry.records if is_surely_own else entry.again
-            records.append(self._record(encoded, name, sha256))
+            records = entry.again if doubt.is_set() else entry.records
+            records.append(self._record(image, file, name, sha256))
             entry.image_written(self.settler.metrics, self.settler.model_name)
         else:
             self.suspects.not_stored(name)
             self.settler.cost.lost("duplicate")
-            entry.again.append(self._record(encoded, name, sha256))
-            await self._keep_aside(name, encoded, metadata)
+            entry.again.append(self._record(image, file, name, sha256))
+            await self._keep_aside(image, file, name, metadata)
 
     async def _sha256_of_taken(self, image: InFlightImage, *, is_in_doubt: bool) -> str | None:
         """The SHA-256 of the file that has an image's name; None if it is not known.
@@ -178,15 +158,14 @@ class UploadStage:
         return stored.sha256_in(found)
 
     async def _keep_aside(
-        self, name: str, encoded: _EncodedImage, metadata: dict[str, str]
+        self, image: InFlightImage, file: EncodedImage, name: str, metadata: dict[str, str]
     ) -> None:
         """Stores a duplicate, so that what took its name first can be compared with it."""
         aside = duplicate_name(name, self.settler.settings.name)
-        file, lease = encoded.file, encoded.image.owner.lease
         blobs, proven = self.settler.storage.blobs, self._proven(aside, metadata)
 
         async def create() -> bool:
-            lease.check()
+            image.owner.lease.check()
             return await blobs.create(aside, file.data, file.content_type, proven)
 
         await self.settler.retry_policy.call(create)
@@ -195,16 +174,17 @@ class UploadStage:
         prover = self.settler.storage.prover
         return metadata if prover is None else prover.proven(blob, metadata)
 
-    def _record(self, encoded: _EncodedImage, name: str, sha256: str | None) -> Record:
+    def _record(
+        self, image: InFlightImage, file: EncodedImage, name: str, sha256: str | None
+    ) -> Record:
         """The record of an image; *sha256* is of the file that is stored, as far as it is known."""
-        image = encoded.image
         width, height = image.final_size
         return self.settler.record(
             image.owner,
             "completed",
             **of_job(image.job),
             blob=name,
-            size_bytes=len(encoded.file.data),
+            size_bytes=len(file.data),
             sha256=sha256,
             index=image.index,
             completes=False if image.job.images > 1 else None,
@@ -216,7 +196,7 @@ class UploadStage:
             seconds=round(time.monotonic() - image.owner.pulled_at, 3),
         )
 
-    def _metadata(self, image: InFlightImage, file: encode.EncodedImage) -> dict[str, str]:
+    def _metadata(self, image: InFlightImage, file: EncodedImage) -> dict[str, str]:
         """The blob's metadata; Azure requires ASCII values."""
         facts = {
             "job": str(image.job.id),
@@ -247,7 +227,7 @@ class EncodeStage:
     upload: UploadStage
 
     def __post_init__(self) -> None:
-        self.queue: asyncio.Queue[GeneratedImage] = asyncio.Queue(ENCODERS)
+        self.queue: asyncio.Queue[tuple[InFlightImage, contract.Pixels]] = asyncio.Queue(ENCODERS)
         self._threads = ThreadPoolExecutor(ENCODERS, "encode")
         self._files = concurrency.Batches(
             concurrency.one_by_one(_encoded), self._threads, most=1, at_once=ENCODERS
@@ -255,10 +235,9 @@ class EncodeStage:
 
     async def run(self) -> NoReturn:
         while True:
-            generated = await self.queue.get()
-            await self.upload.settler.attempt(
-                generated.image.owner, partial(self._encode, generated), generated.image
-            )
+            image, pixels = await self.queue.get()
+            work = partial(self._encode, image, pixels)
+            await self.upload.settler.attempt(image.owner, work, image)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -267,7 +246,8 @@ class EncodeStage:
         """The image's text; waits for the hashes in it, which were begun before it was drawn."""
         if image.job.only_upscales:
             return encode.of_enlarged(image.job, image.owner.source_parameters)
-        usual: VaeDecoder | None = "TAESD" if self.upload.settler.settings.taesd else None
+        settings = self.upload.settler.settings
+        usual: VaeDecoder | None = "TAESD" if settings.taesd else None
         loras = {name: await _result(each) for name, each in image.owner.lora_hashes.items()}
         return encode.parameters(
             image.job,
@@ -275,25 +255,27 @@ class EncodeStage:
             image.size,
             self.upload.settler.model_name,
             model_hash=await _result(self.model_hash),
+            vae=settings.vae and Path(settings.vae).name.removesuffix(".safetensors"),
+            vae_hash=await _result(image.owner.vae_hash) if image.owner.vae_hash else None,
             lora_hashes={name: each for name, each in loras.items() if each},
             embedding_hashes={each.name: each.sha256 for each in image.embeddings},
             is_cut_out=image.owner.overlay is not None and image.owner.overlay.box is not None,
             decoder=image.job.sd_vae_decode_method or usual,
         )
 
-    async def _encode(self, generated: GeneratedImage) -> None:
-        image = generated.image
+    async def _encode(self, image: InFlightImage, pixels: contract.Pixels) -> None:
         text = await self._parameters(image)
         job = text_for_image(image.owner.lease.message.body, image.job)
         try:
             with self.upload.settler.metrics.stage_seconds["encode"].time():
-                file = await self._files((generated, image.job.output, text, job))
+                drawn = pixels, image.owner.overlay, image.job.output, text, job
+                file = await self._files(drawn)
         except errors.TransientError as error:  # an image of one colour is the engine's failure
             if not image.owner.failures:
                 self.upload.watchdog.image_failed(error)
             raise
         self.upload.watchdog.image_succeeded()
-        await self.upload.queue.put(_EncodedImage(image, file))
+        await self.upload.queue.put((image, file))
 
 
 @dataclass(eq=False)
@@ -312,11 +294,7 @@ class GenerateStage:
         self._at_engine: dict[int, InFlightImage] = {}
         self._family = families.find(self.engine.family)
         self.checks = NodeSelfCheck(
-            self.engine,
-            self.engine_thread,
-            Canary(self.engine, self.engine_thread, self._tickets),
-            self.settler.metrics,
-            self.encode.upload.suspects,
+            self.engine, self.engine_thread, self._tickets, self.encode.upload.suspects
         )
         self.nothing_at_engine.set()
         self.engine_thread.is_cancelled = self._is_cancelled
@@ -373,13 +351,13 @@ class GenerateStage:
                 if not image.index:
                     await entry.first_ended()
                 continue
-            passes = self._passes(image)
+            passes = image.job.passes(*image.size, enlarges=self._family.enlarges)
             self.encode.upload.watchdog.image_generated(self.engine.family, passes)
             waited = self.settler.metrics.stage_seconds["wait_gpu"]
             waited.observe(max(0.0, delivery.admitted_at - image.ready_at))
             generated = self.settler.metrics.stage_seconds["generate"]
             generated.observe(delivery.finished_at - delivery.admitted_at)
-            self.puller.generated(entry)
+            self.puller.not_ahead(entry, 1)
             await self.settler.attempt(entry, partial(self._pass_on, image, delivery), image)
 
     def _is_cancelled(self, ticket: int) -> bool:
@@ -393,23 +371,15 @@ class GenerateStage:
     async def _next(self) -> Delivery:
         """The next outcome; while the node is in doubt, they are kept back here."""
         trusted = self.checks.trusted
-        while True:
-            if trusted.is_set() and self._held:
-                return self._held.popleft()
-            if trusted.is_set() and (delivery := self.engine_thread.finished_already()):
-                return delivery
-            finished = asyncio.ensure_future(self.engine_thread.finished())
-            waits = (
-                [finished]
-                if trusted.is_set()
-                else [finished, asyncio.ensure_future(trusted.wait())]
-            )
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                if finished.done():
-                    self._held.append(finished.result())
-            finally:
-                await tasks.cancel(waits)
+        while not (self._held and trusted.is_set()):
+            if trusted.is_set():
+                await self._hold()
+            else:
+                await tasks.first_of(trusted.wait(), self._hold())
+        return self._held.popleft()
+
+    async def _hold(self) -> None:
+        self._held.append(await self.engine_thread.finished())
 
     def _take(self, ticket: int) -> InFlightImage:
         """The image of a ticket that has left the engine."""
@@ -418,9 +388,6 @@ class GenerateStage:
             self.nothing_at_engine.set()
         return image
 
-    def _passes(self, image: InFlightImage) -> list[Pass]:
-        return image.job.passes(*image.size, enlarges=self._family.enlarges)
-
     async def _pass_on(self, image: InFlightImage, delivery: Delivery) -> None:
         outcome = delivery.finished.outcome
         if isinstance(outcome, errors.FleetError):
@@ -428,18 +395,12 @@ class GenerateStage:
                 self.encode.upload.watchdog.image_failed(outcome)
             raise outcome
         if self.checks.is_possible:
-            self.checks.generated(
-                await self.checks.fingerprint(outcome),
-                seed=image.job.image_seed(image.index),
-                size=image.size,
-                is_of_seed=not image.job.init_images,
-            )
-        await self.encode.queue.put(GeneratedImage(image, outcome))
+            self.checks.generated(image.size)
+        await self.encode.queue.put((image, outcome))
 
 
-def _encoded(drawn: tuple[GeneratedImage, Output, str, str]) -> encode.EncodedImage:
-    generated, output, parameters, job = drawn
-    pixels, overlay = generated.pixels, generated.image.owner.overlay
+def _encoded(drawn: tuple[contract.Pixels, Overlay | None, Output, str, str]) -> EncodedImage:
+    pixels, overlay, output, parameters, job = drawn
     if overlay is not None:
         encode.refuse_one_colour(pixels)  # the engine's own
         pixels = overlay.put_over(pixels)

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
-from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
+
+from cachetools import FIFOCache
 
 from imagefleet import cancelled, concurrency, errors
+from imagefleet.files import safetensors
+from imagefleet.job import differences, samplers
 from imagefleet.job.message import Job, job_key, read_job
 from imagefleet.pricing import families
 from imagefleet.storage import protocol
@@ -86,14 +89,15 @@ class BegunJob:
         prepared = self.first
         if request is not prepared.request:
             dataclass_of_engine: Any = prepared
-            prepared = dataclasses.replace(dataclass_of_engine, request=request)
-        size = final = request.width, request.height
+            prepared = replace(dataclass_of_engine, request=request)
+        size = request.width, request.height
         if (last := request.upscale or request.hires) is not None:
             final = last.width, last.height
-        elif entry.overlay is not None:
-            final = entry.overlay.size
-        image = InFlightImage(entry, self.job, index, size, final, request.embeddings)
-        return image, prepared
+        elif entry.overlay is not None and entry.overlay.box is not None:
+            final = entry.overlay.image.size
+        else:
+            final = samplers.whole_cells(*size)
+        return InFlightImage(entry, self.job, index, size, final, request.embeddings), prepared
 
 
 class Turns:
@@ -125,44 +129,33 @@ class Turns:
         return self._new.get_nowait() if self._was_new else self._begun.popleft()
 
 
-@dataclass(eq=False)
 class PrepareStage:
     """Reads jobs, resolves their files and cuts their prompts; feeds the generate stage."""
 
-    generate: GenerateStage
-    files: JobFiles
-
-    def __post_init__(self) -> None:
-        self.engine, self.settler = self.generate.engine, self.generate.settler
-        self.turns = Turns(protocol.MAX_RECEIVE)
-        self._isolation = Isolation()
-        self._accelerator_hash: Future[str | None] | None = None
-        self._drawn_here: OrderedDict[str, None] = OrderedDict()
-        self._threads = ThreadPoolExecutor(PREPARERS, "prepare")
-        self._prepared = concurrency.Batches(
-            concurrency.one_by_one(self.engine.prepare), self._threads, most=1, at_once=PREPARERS
-        )
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         engine: contract.Engine,
         model_hash: Future[str | None],
         files: JobFiles,
         puller: Puller,
         watchdog: NodeWatchdog,
-    ) -> PrepareStage:
-        """The stages for an engine whose model's file has *model_hash*."""
-        settler = puller.settler
-        suspects = Suspects(
-            settler.settings.name,
-            settler.storage.blobs,
-            settler.metrics,
-            settler.retry_policy,
-            lambda: settler.storage.prover,
+    ) -> None:
+        """Makes the stages of an engine whose model's file has *model_hash*."""
+        self.engine, self.files, self.settler = engine, files, puller.settler
+        metrics, retry_policy = self.settler.metrics, self.settler.retry_policy
+        name, storage = self.settler.settings.name, self.settler.storage
+        suspects = Suspects(name, storage, metrics, retry_policy)
+        upload = UploadStage(self.settler, watchdog, suspects)
+        self.generate = GenerateStage(engine, EncodeStage(model_hash, upload), puller)
+        self.turns = Turns(protocol.MAX_RECEIVE)
+        self._isolation = Isolation()
+        self._own_hashes: Mapping[str, Future[str | None]] | None = None
+        self._drawn_here: FIFOCache[str, None] = FIFOCache(REMEMBERED)
+        self._threads = ThreadPoolExecutor(PREPARERS, "prepare")
+        self._reader = RequestReader(self.engine, self.files, self._threads)
+        self._prepared = concurrency.Batches(
+            concurrency.one_by_one(self.engine.prepare), self._threads, most=1, at_once=PREPARERS
         )
-        upload = UploadStage(settler, watchdog, suspects)
-        return cls(GenerateStage(engine, EncodeStage(model_hash, upload), puller), files)
 
     def start(self, side_tasks: tasks.SideTasks) -> None:
         """Starts the tasks of all stages."""
@@ -248,7 +241,7 @@ class PrepareStage:
                 return None
             if self.files.accelerator is not None and not job.only_upscales:
                 job = self.files.accelerator.fit(job)
-            requests = await self._requests(entry, job, self._size(job), images)
+            requests = await self._requests(entry, job, images)
             first = await self._prepared(requests[0])
         if entry.settled:
             return None  # handed back meanwhile
@@ -313,11 +306,6 @@ class PrepareStage:
         await self.settler.hand_back(entry, concurrency.jitter(seconds))
         return True
 
-    def _remember(self, job: Job) -> None:
-        self._drawn_here[job_key(job.campaign, job.id)] = None
-        if len(self._drawn_here) > REMEMBERED:
-            self._drawn_here.popitem(last=False)  # a plain dict looks for its first key for long
-
     def _read(self, entry: InFlightJob) -> Job:
         message = entry.lease.message
         job = read_job(message.body, message.id, self.files.trusted)
@@ -326,62 +314,106 @@ class PrepareStage:
             self.generate.puller.not_ahead(entry)  # others are pulled while it is acknowledged
             raise errors.JobCancelled
         if not (job.verify or self._is_others(job)):
-            self._remember(job)
+            self._drawn_here[job_key(job.campaign, job.id)] = None
         return job
 
     def _is_others(self, job: Job) -> bool:
         """Whether a job asks for another model than the engine has."""
         return job.model not in {None, self.engine.model_name}
 
-    def _size(self, job: Job, default: tuple[int, int] | None = None) -> tuple[int, int]:
-        """The size of a job's first pass; *default*: in the place of the engine's."""
-        width, height = default or self.engine.default_size
-        return job.width or width, job.height or height
-
     async def _requests(
-        self, entry: InFlightJob, job: Job, size: tuple[int, int], images: Collection[int]
+        self, entry: InFlightJob, job: Job, images: Collection[int]
     ) -> list[contract.ImageRequest]:
+        """The requests of a job's *images*; notes what their files are to tell of it."""
+        found = await self._reader.read(job, images)
+        entry.source_parameters = found.inputs.parameters if job.only_upscales else ""
+        entry.lora_hashes = {
+            lora.name: self.files.hashes.of_lora(lora.path, lora.identity) for lora in found.loras
+        }
+        if self.files.own and not job.only_upscales:
+            if (own := self._own_hashes) is None:  # of the files that are loaded, for good
+                hashes = self.files.hashes
+                paths = await concurrency.UNTIL_ACCESS.call(self.files.own_paths)
+                own = self._own_hashes = {
+                    name: hashes.of_model(path) if name == "vae" else hashes.of_lora(path)
+                    for name, path in paths.items()
+                }
+            if (accelerator := self.files.accelerator) is not None:
+                entry.lora_hashes[accelerator.name] = own["accelerator"]
+            entry.vae_hash = own.get("vae")
+        if found.inputs.vae is not None:
+            entry.vae_hash = self.files.hashes.of_model(found.inputs.vae.path)
+        entry.overlay = found.inputs.overlay
+        return found.requests
+
+
+class JobRequests(NamedTuple):
+    """The requests of a job's images, and what they were made of."""
+
+    requests: list[contract.ImageRequest]
+    loras: Sequence[contract.Lora] = ()
+    inputs: Inputs = NO_INPUTS
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReader:
+    """Makes requests of jobs, with the files that these name."""
+
+    engine: contract.Engine
+    files: JobFiles
+    threads: ThreadPoolExecutor
+
+    async def read(self, job: Job, images: Collection[int] | None = None) -> JobRequests:
+        """The requests of a job's *images*, by default all; raises as the libraries of files."""
+        size = self._size(job)
         if job.only_upscales:
             inputs = await self.files.inputs.read_upscale(job)
-            entry.source_parameters = inputs.parameters
-            return requests_of(job, size, (), (), images, inputs)
-        prompt = job.parsed_prompt
+            return JobRequests(requests_of(job, size, (), (), images, inputs), (), inputs)
+        tags = job.loras
         resolving = [
             concurrency.UNTIL_ACCESS.call(partial(self.files.loras.resolve, tag.name))
-            for tag in prompt.loras
+            for tag in tags
         ]
         paths = await asyncio.gather(*resolving) if resolving else []
-        loras = [
-            contract.Lora(
+        loras = {
+            tag: contract.Lora(
                 name=tag.name,
                 path=path,
                 text_encoder_weight=tag.text_encoder_weight,
                 unet_weight=tag.unet_weight,
                 identity=self.files.loras.identity(path),
             )
-            for tag, path in zip(prompt.loras, paths, strict=True)
-        ]
-        embeddings = await self._find_embeddings(job)
-        entry.lora_hashes = {
-            lora.name: self.files.hashes.of_lora(lora.path, lora.identity) for lora in loras
+            for tag, path in zip(tags, paths, strict=True)
         }
-        if (accelerator := self.files.accelerator) is not None:
-            if self._accelerator_hash is None:  # that of the file which is merged, for good
-                path = await concurrency.UNTIL_ACCESS.call(self.files.accelerator_path)
-                self._accelerator_hash = self.files.hashes.of_lora(path)
-            entry.lora_hashes[accelerator.name] = self._accelerator_hash
+        drawn_with = [loras[tag] for tag in job.parsed_prompt.loras]
+        embeddings = await self._find_embeddings(job)
         inputs = NO_INPUTS
-        text_encoder = self.engine.text_encoder
-        if job.has_inputs or text_encoder is not None:
+        if job.has_inputs or self.engine.text_encoder is not None:
             family = families.find(self.engine.family)
             inputs = await self.files.inputs.read(
-                job, size, is_enlarged=family.enlarges, text_encoder=text_encoder
+                job, size, self.engine, is_enlarged=family.enlarges
             )
             if inputs.init is not None:
                 height, width = inputs.init.pixels.shape[:2]
                 size = self._size(job, family.scaled((width, height)))
-        entry.overlay = inputs.overlay
-        return requests_of(job, size, loras, embeddings, images, inputs)
+            second, _ = job.hires_prompts
+            if inputs.hires and second and second.loras != job.parsed_prompt.loras:
+                own = tuple(loras[tag] for tag in second.loras)
+                inputs = replace(inputs, hires=replace(inputs.hires, loras=own))
+        requests = requests_of(job, size, drawn_with, embeddings, images, inputs)
+        return JobRequests(requests, list(loras.values()), inputs)
+
+    async def read_rested(self, job: Job) -> JobRequests:
+        """`read`, once nobody writes the files any more."""
+        while True:
+            with contextlib.suppress(errors.UnsettledFileError):
+                return await self.read(job)
+            await asyncio.sleep(safetensors.REST_SECONDS)
+
+    def _size(self, job: Job, default: tuple[int, int] | None = None) -> tuple[int, int]:
+        """The size of a job's first pass; *default*: in the place of the engine's."""
+        width, height = default or self.engine.default_size
+        return job.width or width, job.height or height
 
     async def _find_embeddings(self, job: Job) -> tuple[contract.Embedding, ...]:
         """The embeddings that the prompts name."""
@@ -389,7 +421,7 @@ class PrepareStage:
         if not names:
             return ()
         find = partial(self.engine.find_embeddings, job.all_prompts, names)
-        found = await asyncio.get_running_loop().run_in_executor(self._threads, find)
+        found = await asyncio.get_running_loop().run_in_executor(self.threads, find)
         files = await asyncio.gather(
             *(
                 concurrency.UNTIL_ACCESS.call(partial(self.files.embeddings.resolve_hashed, name))
@@ -414,6 +446,10 @@ def requests_of(
     width, height = size
     if inputs.upscale is not None and inputs.init is not None:
         height, width = inputs.init.pixels.shape[:2]
+    hires = inputs.hires
+    pixels = max(width * height, hires.width * hires.height if hires else 0)
+    if job.randn_source == "GPU" and pixels > differences.GPU_NOISE_PIXELS:
+        differences.warn("gpu_noise")
     return [
         contract.ImageRequest(
             prompt=job.parsed_prompt,
@@ -421,7 +457,7 @@ def requests_of(
             loras=tuple(loras),
             sampler=job.sampler,
             steps=job.steps,
-            cfg_scale=job.guidance,
+            cfg_scale=job.cfg_scale,
             seed=job.image_seed(index),
             width=width,
             height=height,
@@ -431,9 +467,14 @@ def requests_of(
             sampler_options=job.sampler_options,
             noise=job.image_noise(index),
             init=inputs.init,
+            # AUTOMATIC1111 fills the masks of each batch with the noise of the first.
+            fill_seed=job.image_seed(index % job.batch_size),
             hires=inputs.hires,
             controls=inputs.controls,
             decoder=job.sd_vae_decode_method,
+            tiling=job.tiling,
+            vae=inputs.vae,
+            refiner=inputs.refiner,
             upscale=inputs.upscale,
         )
         for index in (range(job.images_to_draw) if images is None else images)

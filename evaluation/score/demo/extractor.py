@@ -1,9 +1,8 @@
 """The judge's features of a picture, and how well a picture fits the words of its caption."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -36,12 +35,14 @@ _WORD = re.compile(r"[a-z]+")
 class _Judging:
     """What both extractors share."""
 
-    def __init__(self, device: str, kind: str) -> None:
+    kind: ClassVar[str]
+
+    def __init__(self, device: str) -> None:
         self._device = device
         self._judge = judge.load_judge(device=device)
         sha256 = extractors.sha256_of(judge.WEIGHTS_FILE)
         dimensions = self._of(torch.zeros(1, 3, judge.IMAGE_PX, judge.IMAGE_PX)).shape[1]
-        self.facts = ExtractorFacts("demo", kind, sha256, dimensions, _PREPARATION)
+        self.facts = ExtractorFacts("demo", self.kind, sha256, dimensions, _PREPARATION)
 
     def features(self, images: Sequence[Image.Image]) -> Features:
         return self._of(torch.from_numpy(_PREPARATION.array(images)))
@@ -58,8 +59,7 @@ class _Judging:
 class DemoExtractor(_Judging):
     """For FID and KID: the means of the judge's last maps, at both of its resolutions."""
 
-    def __init__(self, device: str) -> None:
-        super().__init__(device, "judge")
+    kind = "judge"
 
     def _rows(self, images: Tensor) -> Tensor:
         return torch.cat([each.mean((2, 3)) for each in self._judge.maps(images)], 1)
@@ -72,8 +72,7 @@ class DemoTextExtractor(_Judging):
     what the judge sees and what the caption names.
     """
 
-    def __init__(self, device: str) -> None:
-        super().__init__(device, "judge's objects and colours")
+    kind = "judge's objects and colours"
 
     def _rows(self, images: Tensor) -> Tensor:
         objects, colours = self._judge(images)

@@ -1,7 +1,5 @@
 """Feature extractors: the user's files, each named with its SHA-256; only the demo's is shipped."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 from collections.abc import Collection, Iterator, Sequence
@@ -24,6 +22,17 @@ from imagefleet import errors
 _TORCHSCRIPT = frozenset({".pt", ".pth", ".jit", ".ts", ".torchscript"})
 
 
+@contextlib.contextmanager
+def needs_extra() -> Iterator[None]:
+    """Raises SetupError, with the command to run, where the extra `evaluation` is missing."""
+    try:
+        yield
+    except ImportError as error:
+        raise errors.SetupError(
+            f"{error.name} is not installed; to judge images: pip install '.[evaluation]'"
+        ) from None
+
+
 def find_device(names: Collection[str | None], device: str) -> str:
     """The device of these extractors: ONNX runs on the CPU, and without torch the others fail."""
     needs_torch = any(name and not name.endswith(".onnx") for name in names)
@@ -34,13 +43,9 @@ def find_device(names: Collection[str | None], device: str) -> str:
     return str(devices.find_device(device))
 
 
+@needs_extra()
 def load_extractor(path: str | Path, device: str = "cpu") -> Extractor:
     """The extractor in a TorchScript or ONNX file or a folder; raises SetupError if it is none."""
-    with needs_extra():
-        return _load(path, device)
-
-
-def _load(path: str | Path, device: str) -> Extractor:
     if str(path) == DEMO:
         from evaluation.score.demo.extractor import DemoExtractor
 
@@ -64,13 +69,13 @@ def _load(path: str | Path, device: str) -> Extractor:
     )
 
 
+@needs_extra()
 def load_text_extractor(path: str | Path, device: str = "cpu") -> TextExtractor:
     """An extractor that takes texts, too; raises SetupError as `load_extractor`."""
     if str(path) == DEMO:
-        with needs_extra():
-            from evaluation.score.demo.extractor import DemoTextExtractor
+        from evaluation.score.demo.extractor import DemoTextExtractor
 
-            return DemoTextExtractor(device)
+        return DemoTextExtractor(device)
     found = load_extractor(path, device)
     if not isinstance(found, TextExtractor):
         raise errors.SetupError(
@@ -78,17 +83,6 @@ def load_text_extractor(path: str | Path, device: str = "cpu") -> TextExtractor:
             " of transformers or open_clip"
         )
     return found
-
-
-@contextlib.contextmanager
-def needs_extra() -> Iterator[None]:
-    """Raises SetupError, with the command to run, where the extra `evaluation` is missing."""
-    try:
-        yield
-    except ImportError as error:
-        raise errors.SetupError(
-            f"{error.name} is not installed; to judge images: pip install '.[evaluation]'"
-        ) from None
 
 
 class OnnxExtractor:

@@ -1,7 +1,5 @@
 """A TorchScript file, such as the `inception-2015-12-05.pt` that clean-fid and StyleGAN use."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +23,6 @@ class TorchScriptExtractor:
         self._network, preparation = self._load(path)
         self._preparation = preparation
         blank = Image.new("RGB", (preparation.size, preparation.size))
-        self.facts = ExtractorFacts(path.name, "TorchScript", "", 0, preparation)
         try:
             dimensions = self.features([blank]).shape[1]
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:

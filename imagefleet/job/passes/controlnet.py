@@ -1,8 +1,6 @@
 """ControlNets, as the payload of AUTOMATIC1111's extension sd-webui-controlnet has them."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
@@ -33,16 +31,21 @@ _RESIZE_MODES = {
 }
 
 #: Fields of preprocessors, of saving and of memory.
-WITHOUT_EFFECT = frozenset(
-    (
-        *("processor_res", "threshold_a", "threshold_b", "pixel_perfect", "guess_mode"),
-        *("batch_images", "is_ui", "loopback", "output_dir", "save_detected_map"),
-        *("low_vram", "lowvram", "hr_option", "inpaint_crop_input_image"),
-        *("pulid_mode", "union_control_type"),
-    )
-)
+WITHOUT_EFFECT = {
+    *("processor_res", "threshold_a", "threshold_b", "pixel_perfect", "guess_mode"),
+    *("batch_images", "is_ui", "loopback", "output_dir", "save_detected_map"),
+    *("low_vram", "lowvram", "hr_option", "inpaint_crop_input_image"),
+    *("pulid_mode", "union_control_type"),
+}
 
-UNSUPPORTED = ("advanced_weighting", "effective_region_mask", "mask", "mask_image")
+#: The values that switch off what is refused.
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "module": ("none", "None", None),
+    "control_mode": ("Balanced", 0, None),
+    **dict.fromkeys(
+        ("advanced_weighting", "effective_region_mask", "mask", "mask_image"), (None, "", [])
+    ),
+}
 
 
 def _resize_mode(value: object) -> object:
@@ -61,15 +64,6 @@ def _model_name(title: str) -> str:
     return name
 
 
-def _only(field: str, neutral: tuple[object, ...], shown: str) -> BeforeValidator:
-    def check(value: object) -> object:
-        if value not in neutral:
-            raise ValueError(f"{shown} only: {field} is not supported")
-        return neutral[0]
-
-    return BeforeValidator(check)
-
-
 class Unit(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """One ControlNet; where it begins and ends is a share of the steps."""
 
@@ -79,26 +73,18 @@ class Unit(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     guidance_start: float = Field(default=0.0, ge=0, le=1)
     guidance_end: float = Field(default=1.0, ge=0, le=1)
     resize_mode: Annotated[Literal[0, 1, 2], BeforeValidator(_resize_mode)] = 1
-    module: Annotated[
-        Literal["none"], _only("a preprocessor", ("none", "None", None), "'none'")
-    ] = "none"
-    control_mode: Annotated[
-        Literal[0], _only("another mode", (0, "Balanced", None), "'Balanced'")
-    ] = 0
 
     @model_validator(mode="before")
     @classmethod
     def _read(cls, unit: object) -> object:
         if not isinstance(unit, dict):
             return unit
-        fields = {
-            name: value
-            for name, value in unit.items()
-            if name not in WITHOUT_EFFECT and name != "enabled"
-        }
-        for name in UNSUPPORTED:
-            if fields.pop(name, None) not in (None, "", []):
-                raise ValueError(f"{name} is not supported: remove it")
+        ignored = {"enabled", *WITHOUT_EFFECT}
+        fields = {name: value for name, value in unit.items() if name not in ignored}
+        for name, neutral in UNSUPPORTED.items():
+            if fields.pop(name, None) not in neutral:
+                but = f", but for {neutral[0]!r}" if neutral[0] else ""
+                raise ValueError(f"{name} is not supported{but}: remove it")
         for old, name in (("input_image", "image"), ("guidance", "guidance_end")):
             if old in fields:
                 fields.setdefault(name, fields.pop(old))
@@ -149,16 +135,26 @@ def check(units: Sequence[Unit]) -> None:
         )
 
 
-def fields_of_scripts(scripts: object) -> dict[str, Any]:
+def fields_of_scripts(scripts: object, seed: object = None) -> dict[str, Any]:
     """`alwayson_scripts`, if all is supported; raises ValueError, which names what is not."""
     if not isinstance(scripts, dict):
         raise ValueError("alwayson_scripts is not supported, but for an object with controlnet")  # noqa: TRY004
     found = {}
     for title, script in scripts.items():
-        if str(title).lower() != "controlnet":
+        name = str(title).lower()
+        if name == "controlnet":
+            found[name] = script
+        elif not _is_neutral(name, script, seed):
             raise ValueError(
                 f"alwayson_scripts is not supported with {printable(str(title)[:80])!r}: it may"
                 " change the image; remove it"
             )
-        found["controlnet"] = script
     return found
+
+
+def _is_neutral(name: str, script: object, seed: object) -> bool:
+    """Whether a script of AUTOMATIC1111's own changes nothing beside the payload with this seed."""
+    args = (script.get("args") if isinstance(script, dict) else None) or [None]
+    if name == "seed":
+        return args[0] in {None, -1, seed} and not any(args[1:2])
+    return name == "api payload" or (name == "refiner" and not args[0])

@@ -1,8 +1,6 @@
 """AUTOMATIC1111's 'extras': a job that only enlarges its image, with the defaults of its API."""
 
-from __future__ import annotations
-
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field
@@ -28,14 +26,6 @@ _BY_FACTOR, _TO_SIZE = 0, 1
 
 #: The field of its payload that is `init_images` here.
 IMAGE = "image"
-
-#: Fields that matter to faces alone, or to what its server answers.
-WITHOUT_EFFECT = frozenset({"codeformer_weight", "show_extras_results", "upscale_first"})
-
-NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
-    "codeformer_visibility": (None, 0),
-    "gfpgan_visibility": (None, 0),
-}
 
 #: Fields of a drawing: with an upscaler they would not do what they say.
 _OF_DRAWINGS = (img2img.OWN_FIELDS - {"resize_mode"}) | {"denoising_strength"}
@@ -105,14 +95,14 @@ def scale(job: Extras, size: Size) -> float:
 
 def sizes_after(job: Extras, size: Size) -> tuple[Size, Size]:
     """What an image of *size* is enlarged to, and cut to; raises JobError beyond the limits."""
-    if job.resize_mode == _BY_FACTOR:
-        field, by = "upscaling_resize", job.upscaling_resize
-        whole = final = _aligned((int(size[0] * by), int(size[1] * by)))
-    else:
-        field, final = "upscaling_resize_w", (job.upscaling_resize_w, job.upscaling_resize_h)
-        whole = hires.covering(size, final)
-        if not job.upscaling_crop:
-            whole = final = _aligned(whole)
+    times = scale(job, size)
+    width, height = (int(side * times // _ALIGNMENT * _ALIGNMENT) for side in size)
+    whole = final = (width, height)
+    field = "upscaling_resize"
+    if job.resize_mode == _TO_SIZE:
+        field = "upscaling_resize_w"
+        if job.upscaling_crop:
+            final = job.upscaling_resize_w, job.upscaling_resize_h
     if min(final) < MIN_SIDE or whole[0] * whole[1] > MAX_PIXELS:
         cut = f", cut out of {whole[0]}x{whole[1]}" if whole != final else ""
         raise errors.JobError(
@@ -140,7 +130,3 @@ def network_pixels(size: Size, times: float) -> int:
         if reached >= times:
             break
     return pixels
-
-
-def _aligned(size: Size) -> Size:
-    return size[0] // _ALIGNMENT * _ALIGNMENT, size[1] // _ALIGNMENT * _ALIGNMENT

@@ -1,85 +1,18 @@
-"""The fields of a job for its passes, and what of AUTOMATIC1111's payload becomes a job's fields.
+"""The fields of a job for its passes, and those that a payload of AUTOMATIC1111 sets."""
 
-All others do not change the image, or are refused by name: docs/jobs.md has tables of them.
-"""
-
-from __future__ import annotations
-
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from imagefleet.job import override_settings, samplers
+from imagefleet.job import override_settings, samplers, settings_table
 from imagefleet.job.passes import controlnet, extras, hires, img2img
 from imagefleet.job.passes.controlnet import Scripts, Unit
 from imagefleet.job.passes.extras import Extras
 from imagefleet.job.passes.hires import Hires
-from imagefleet.job.prompt import Prompt
-
-#: Fields about saving, sending and the web page's settings.
-WITHOUT_EFFECT = frozenset(
-    {
-        "comments",
-        "do_not_save_grid",
-        "do_not_save_samples",
-        "force_task_id",
-        "override_settings_restore_afterwards",
-        "save_images",
-        "send_images",
-    }
-)
-
-_EMPTY: tuple[object, ...] = (None, "", [], {})
-
-#: Fields that change the image -> their neutral values.
-NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
-    "disable_extra_networks": (None, False),
-    "distilled_cfg_scale": (None, 3.5),
-    "firstphase_height": (None, 0),  # the image's size, even without `enable_hr`
-    "firstphase_width": (None, 0),
-    "infotext": _EMPTY,  # sets the fields that the payload leaves out
-    "refiner_checkpoint": (*_EMPTY, "None", "none"),
-    "refiner_switch_at": (None, 0, 0.8, 1),
-    "restore_faces": (None, False),
-    "script_args": _EMPTY,
-    "script_name": _EMPTY,
-    "styles": _EMPTY,
-    "tiling": (None, False),
-}
-
-_WITHOUT_EFFECT = WITHOUT_EFFECT | img2img.WITHOUT_EFFECT | extras.WITHOUT_EFFECT
-_NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
-    **NEUTRAL_VALUES,
-    **img2img.NEUTRAL_VALUES,
-    **hires.NEUTRAL_VALUES,
-    **extras.NEUTRAL_VALUES,
-}
-
-#: Fields that matter with a second pass alone, beside those that begin with `hr_`.
-_OF_SECOND_PASS = frozenset({"enable_hr", *hires.NEUTRAL_VALUES})
-
-#: Fields of a job for which AUTOMATIC1111 takes null as not given.
-_NULL_IS_DEFAULT = frozenset(
-    (
-        *("s_churn", "s_min_uncond", "s_noise", "s_tmax", "s_tmin"),
-        *("eta_noise_seed_delta", "subseed", "subseed_strength"),
-        *("seed_resize_from_h", "seed_resize_from_w"),
-        *(img2img.FIELDS | hires.FIELDS | extras.FIELDS),
-    )
-)
-
-#: Fields that do not simply go into a job, beside those that begin with `hr_`.
-_WITH_RULES = frozenset(
-    (
-        *_WITHOUT_EFFECT,
-        *_OF_SECOND_PASS,
-        *_NEUTRAL_VALUES,
-        *_NULL_IS_DEFAULT,
-        *("init_images", "denoising_strength"),
-    )
-)
+from imagefleet.job.prompt import LoraTag, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +30,32 @@ class Pass:
     enlarged: int = 0
     """Pixels that networks enlarge before it, or in its place."""
     rows: int = 2
-    """Rows of a call: 1 without guidance. Steps that `s_min_uncond` leaves without count as 2."""
+    """Rows of a call: one of each prompt that AND joins, and one with guidance. Steps that
+    `s_min_uncond` leaves without count as guided."""
 
     @property
     def is_drawn(self) -> bool:
         return bool(self.calls or self.encodes or self.decodes)
 
 
+_Named = Annotated[str | None, BeforeValidator(override_settings.file_name)]
+
+
 class PassFields(Hires, Extras):
     """What a job's image begins with, what controls or enlarges it, and its second pass."""
 
     alwayson_scripts: Scripts = Scripts()
+    sd_vae: _Named = None
+    """The VAE that encodes and decodes; None: the checkpoint's own."""
+    tiling: bool = False
+    hr_checkpoint_name: _Named = None
+    """The checkpoint of the second pass; None: the first's."""
+    refiner_checkpoint: _Named = None
+    """The checkpoint that goes on with the image, with `enable_hr` in the second pass alone."""
+    refiner_switch_at: float | None = Field(default=None, ge=0, le=1)
+    """The share of the model's timesteps after which it does; None: from the beginning."""
+    refiner_switch_by_sample_steps: bool = False
+    """Whether that is a share of the steps, as up to AUTOMATIC1111 1.7."""
 
     @model_validator(mode="after")
     def _passes_are_possible(self) -> Self:
@@ -127,6 +75,14 @@ class PassFields(Hires, Extras):
                 raise ValueError("enable_hr: is for txt2img; remove it, or init_images")
             hires.check(self, self.denoising_strength)
             hires.read_prompts(self)
+        refined = hires.sampler(self) if self.enable_hr else self.sampler
+        if self.refiner_checkpoint and refined == "dpm_adaptive":
+            raise ValueError("refiner_checkpoint: is not supported with DPM adaptive")
+        if self.use_downcasted_alpha_bar and any(
+            (by := samplers.SAMPLERS[key]).schedule is None or by.method == "lcm"
+            for key in (self.sampler, refined)
+        ):  # which AUTOMATIC1111 rounds at other places
+            raise ValueError("use_downcasted_alpha_bar: is not for DDIM, PLMS, UniPC, TCD and LCM")
         if not extras.FIELDS.isdisjoint(self.model_fields_set):
             given = {"enable_hr": self.enable_hr, "alwayson_scripts": self.controls}
             extras.check(self, {name for name, value in given.items() if value})
@@ -139,7 +95,8 @@ class PassFields(Hires, Extras):
     @property
     def has_inputs(self) -> bool:
         """Whether a worker has to read more for it than what its prompts name."""
-        return bool(self.init_images or self.enable_hr or self.controls)
+        named = self.sd_vae or self.refiner_checkpoint
+        return bool(self.init_images or self.enable_hr or self.controls or named)
 
     @property
     def hires_prompts(self) -> tuple[Prompt | None, Prompt | None]:
@@ -155,6 +112,12 @@ class PassFields(Hires, Extras):
     def all_prompts(self) -> tuple[Prompt, ...]:
         given = (self.parsed_prompt, self.parsed_negative_prompt, *self.hires_prompts)
         return tuple(each for each in given if each is not None)
+
+    @property
+    def loras(self) -> tuple[LoraTag, ...]:
+        """The LoRAs of all passes, each with its weights once."""
+        second, _ = self.hires_prompts
+        return tuple(dict.fromkeys(self.parsed_prompt.loras + (second.loras if second else ())))
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -195,11 +158,11 @@ class PassFields(Hires, Extras):
             return extras.final_size(self, *self.size_to_begin_with)
         if self.mask is not None and self.inpaint_full_res:
             return None, None  # those of the image that it is given
-        if not self.enable_hr:
-            return self.width, self.height
         if self.width is None or self.height is None:
-            return None, None
-        return hires.size_after(self, (self.width, self.height))
+            return self.width, self.height
+        if not self.enable_hr:
+            return samplers.whole_cells(self.width, self.height)
+        return hires.sizes_after(self, (self.width, self.height))[1]
 
     def passes(self, width: int, height: int, *, enlarges: bool = False) -> list[Pass]:
         """The passes of an image of this size at first; *enlarges*: the model draws all steps."""
@@ -213,65 +176,69 @@ class PassFields(Hires, Extras):
         controls, begins_with_image = len(self.controls), bool(self.init_images) and not enlarges
         steps = self.steps
         if begins_with_image:
-            steps = img2img.taken_steps(self.steps, self.denoising_strength)
+            # A schedule's last, as AUTOMATIC1111 counts them.
+            steps = int(min(self.denoising_strength, 0.999) * steps) + 1
         calls = samplers.unet_calls(self.sampler, steps)
-        rows = _rows(self.guidance, self.sampler)
+        rows = _rows(self.parsed_prompt, self.cfg_scale, self.sampler)
         if not self.enable_hr:
             return [Pass(width, height, calls, controls, begins_with_image, rows=rows)]
         by_pixels = self.upscaler not in hires.LATENT
-        second = hires.size_after(self, size)
+        _, second = hires.sizes_after(self, size)
         enlarged = len(self.upscaler_files) * extras.network_pixels(size, second[0] / width)
         steps = hires.steps(self) if self.denoising_strength else 0
         own, _ = self.hires_prompts
         sampler = hires.sampler(self)
-        guidance = self.guidance if own is None else self.cfg_scale * own.weight
-        second_calls, second_rows = samplers.unet_calls(sampler, steps), _rows(guidance, sampler)
+        second_calls = samplers.unet_calls(sampler, steps)
+        second_rows = _rows(own or self.parsed_prompt, self.cfg_scale, sampler)
         return [
             Pass(width, height, calls, decodes=by_pixels, rows=rows),
             Pass(*second, second_calls, encodes=by_pixels, enlarged=enlarged, rows=second_rows),
         ]
 
 
-def _rows(guidance: float, sampler: str) -> int:
-    """DDIM CFG++ takes the negative prompt's at any scale."""
-    return 1 if guidance == 1 and sampler != "ddim_cfgpp" else 2
+def _rows(prompt: Prompt, cfg_scale: float, sampler: str) -> int:
+    """Those of what AND joins; DDIM CFG++ takes the negative prompt's at any scale."""
+    is_guided = cfg_scale * sum(prompt.weights) != 1 or sampler == "ddim_cfgpp"
+    return len(prompt.subprompts) + is_guided
 
 
 def fields_of_job(payload: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a job that a payload sets; raises ValueError for one that is not supported."""
     if only_upscales(payload) and extras.IMAGE in payload:
         payload = _with_input(payload)
-    begins_with_image, has_second_pass = _begins_with_image(payload), _has_second_pass(payload)
-    fields = {}
-    for name, value in payload.items():
-        is_hires = name.startswith(hires.PREFIX)
-        if not is_hires and name not in _WITH_RULES:  # as most are
-            fields[name] = value
-            continue
-        if (
-            name in _WITHOUT_EFFECT
-            or (not has_second_pass and (is_hires or name in _OF_SECOND_PASS))
-            or (not begins_with_image and name == "init_images")
-            or (not (begins_with_image or has_second_pass) and name == "denoising_strength")
-        ):
-            continue
-        is_unknown = is_hires and name not in hires.FIELDS
-        allowed = _NEUTRAL_VALUES.get(name, (None,) if is_unknown else ())
-        if allowed and value not in allowed:
-            raise ValueError(
-                f"{name} is not supported: it would change the image; remove it or switch it off"
-            )
-        if not allowed and (value is not None or name not in _NULL_IS_DEFAULT):
-            fields[name] = value
+    passes = _passes(payload)
+    fields = _taken(payload, passes)
     if scripts := fields.pop("alwayson_scripts", None):
-        fields["alwayson_scripts"] = controlnet.fields_of_scripts(scripts)
+        fields["alwayson_scripts"] = controlnet.fields_of_scripts(scripts, fields.get("seed"))
     legacy_name = fields.pop("sampler_index", None)
     if legacy_name and not fields.get("sampler_name"):
         fields["sampler_name"] = legacy_name
-    if (settings := fields.pop("override_settings", None)) not in _EMPTY:
-        neutral = dict(img2img.NEUTRAL_SETTINGS) if begins_with_image else {}
-        neutral |= hires.NEUTRAL_SETTINGS if has_second_pass else {}
-        fields |= override_settings.fields(settings, fields, neutral)
+    if (settings := fields.pop("override_settings", None)) not in (None, "", [], {}):
+        fields |= override_settings.fields(settings, fields, passes)
+    if fields.get("refiner_checkpoint") in override_settings.NO_FILE:
+        fields = {name: each for name, each in fields.items() if not name.startswith("refiner_")}
+    if settings_table.EXTRAS not in passes:
+        defaults = settings_table.DEFAULTS.get(str(fields.get("defaults")), {})
+        fields |= {name: each for name, each in defaults.items() if fields.get(name) is None}
+    return fields
+
+
+def _taken(payload: Mapping[str, Any], passes: frozenset[str]) -> dict[str, Any]:
+    """What a payload gives a job of these passes; raises ValueError for what they refuse."""
+    ignored = _without_effect(passes)
+    if not payload.get("seed_enable_extras", True):
+        ignored |= settings_table.SEED_EXTRAS
+    fields = {}
+    for name, value in payload.items():
+        row = settings_table.FIELDS.get(name)
+        if row is None:  # as most are
+            fields[name] = value
+        elif value is None or name in ignored:
+            continue
+        elif row.field:
+            fields[name] = value
+        elif value not in row.neutral:
+            raise ValueError(f"{name} is not supported: it would change the image; {row.instead}")
     return fields
 
 
@@ -280,14 +247,18 @@ def only_upscales(payload: Mapping[str, Any]) -> bool:
     return payload.get("upscaler_1") not in (None, "", "None")
 
 
-def is_foreign(name: str) -> bool:
-    """Whether a field of a payload is none of a job's."""
-    return (
-        name in _WITHOUT_EFFECT
-        or name in _NEUTRAL_VALUES
-        or name == extras.IMAGE
-        or name.startswith(hires.PREFIX)
-    )
+def _passes(payload: Mapping[str, Any]) -> frozenset[str]:
+    """The names that `settings_table` has for the passes of a payload."""
+    if only_upscales(payload):
+        return frozenset({settings_table.EXTRAS})
+    first = settings_table.IMG2IMG if _begins_with_image(payload) else settings_table.TXT2IMG
+    return frozenset({first, *([settings_table.HIRES] if _has_second_pass(payload) else ())})
+
+
+@functools.cache
+def _without_effect(passes: frozenset[str]) -> frozenset[str]:
+    rows = settings_table.FIELDS.items()
+    return frozenset(name for name, row in rows if passes.isdisjoint(row.passes | row.refused))
 
 
 def _with_input(payload: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,17 +1,21 @@
 """AUTOMATIC1111's second pass of txt2img ('hires fix'), with the defaults of its API."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from imagefleet import errors
+from imagefleet import errors, validation
 from imagefleet.job import clip, samplers
 from imagefleet.job import prompt as prompts
 from imagefleet.job.prompt import SAFE_NAME, Prompt
-from imagefleet.job.samplers import MAX_GUIDANCE, MAX_SIDE, MIN_SIDE, FirstPass, PromptText
+from imagefleet.job.samplers import (
+    CELL,
+    MAX_SIDE,
+    MIN_SIDE,
+    FirstPass,
+    PromptText,
+    whole_cells,
+)
 
 LATENT = (
     "Latent",
@@ -25,22 +29,6 @@ LATENT = (
 #: The upscalers that enlarge the picture without a file; `None` does it as `Lanczos` does.
 RESAMPLING = ("None", "Lanczos", "Nearest")
 
-#: One step of the latent, in pixels.
-_CELL = 8
-
-NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
-    "firstpass_image": (None, ""),
-    "hr_checkpoint_name": (None, "", "Use same checkpoint"),
-}
-
-#: Settings that change the images of a second pass -> their neutral values.
-NEUTRAL_SETTINGS: Mapping[str, tuple[object, ...]] = {
-    "hires_fix_use_firstpass_conds": (None, False),
-    "inpainting_mask_weight": (None, 1),
-}
-
-PREFIX = "hr_"
-
 Size = tuple[int, int]
 """Width and height in pixels."""
 
@@ -50,7 +38,8 @@ def check_upscaler(name: str) -> str:
     if name in LATENT or name in RESAMPLING:
         return name
     if name.lower().startswith("latent"):
-        raise ValueError(f"unknown; known: {', '.join(LATENT)}")
+        hint = validation.suggestion(name, LATENT)
+        raise ValueError(f"unknown{hint}; known: {', '.join(LATENT)}")
     if not SAFE_NAME.fullmatch(name):
         raise ValueError(
             "should be a name of letters, digits, spaces and _ . + ( ) - only, without a path"
@@ -58,16 +47,13 @@ def check_upscaler(name: str) -> str:
     return name
 
 
-def _same_as_first(value: object) -> object:
-    """None for what AUTOMATIC1111's page writes where the second pass has the first's value."""
-    return None if value in ("", "Use same sampler", "Use same scheduler") else value
-
-
 #: A second pass lengthens the schedule instead of shortening itself; DDIM has no more timesteps.
 MOST_STEPS = 1000
 
 _HiresSide = Annotated[int, Field(ge=0, le=MAX_SIDE)]
-_OrSame = Annotated[str | None, BeforeValidator(_same_as_first)]
+#: None: the first's value; AUTOMATIC1111's page writes one of the others for it.
+_SAME = (None, "", "Use same sampler", "Use same scheduler")
+_OrSame = Annotated[str | None, BeforeValidator(lambda it: None if it in _SAME else it)]
 
 
 class Hires(FirstPass):
@@ -100,30 +86,29 @@ class Hires(FirstPass):
 FIELDS = frozenset(Hires.model_fields) - set(FirstPass.model_fields)
 
 
-def size_after(job: Hires, size: Size) -> Size:
-    """The size after a first pass of *size* in pixels; raises JobError beyond the limits."""
+def sizes_after(job: Hires, size: Size) -> tuple[Size, Size]:
+    """What a first pass of *size* is enlarged to, and cut to: the second pass' size, in pixels.
+
+    As `calculate_target_resolution` (AUTOMATIC1111 1.10). Raises JobError beyond the limits.
+    """
     width, height = size
     x, y = job.hr_resize_x, job.hr_resize_y
     cut = (0, 0)
     if not (x or y):
-        field, enlarged = "hr_scale", (int(width * job.hr_scale), int(height * job.hr_scale))
+        field, whole = "hr_scale", (int(width * job.hr_scale), int(height * job.hr_scale))
     else:
         field = "hr_resize_x" if x else "hr_resize_y"
-        enlarged = covering(size, (x, y)) if x and y else _with_side(size, x, y)
+        whole = covering(size, (x, y)) if x and y else _with_side(size, x, y)
         if x and y:
-            cut = ((enlarged[0] - x) // _CELL, (enlarged[1] - y) // _CELL)
-    final = (enlarged[0] // _CELL - cut[0]) * _CELL, (enlarged[1] // _CELL - cut[1]) * _CELL
-    shown = f"{field}: the image would have {final[0]}x{final[1]} pixels"
-    if enlarged != final:
-        shown += f", of {enlarged[0]}x{enlarged[1]}"
-    if min(final) < MIN_SIDE or max(*enlarged, *final) > MAX_SIDE:
-        raise errors.JobError(f"{shown}; {MIN_SIDE} to {MAX_SIDE} a side are allowed")
-    if _cells(job, covering(size, final)) != _cells(job, enlarged):
+            cut = ((whole[0] - x) // CELL, (whole[1] - y) // CELL)
+    final = whole_cells(whole[0] - CELL * cut[0], whole[1] - CELL * cut[1])
+    if min(final) < MIN_SIDE or max(*whole, *final) > MAX_SIDE:
+        of = f", of {whole[0]}x{whole[1]}" if whole != final else ""
         raise errors.JobError(
-            f"{shown}, which has another ratio than the first pass: give sizes that are multiples"
-            f" of {_CELL} pixels in both passes"
+            f"{field}: the image would have {final[0]}x{final[1]} pixels{of}; {MIN_SIDE} to"
+            f" {MAX_SIDE} a side are allowed"
         )
-    return final
+    return whole, final
 
 
 def _with_side(size: Size, x: int, y: int) -> Size:
@@ -137,24 +122,9 @@ def covering(size: Size, target: Size) -> Size:
     return _with_side(size, *((target[0], 0) if by_width else (0, target[1])))
 
 
-def _cells(job: Hires, size: Size) -> Size:
-    """What matters of a size: of a latent, whole cells do."""
-    return (size[0] // _CELL, size[1] // _CELL) if job.upscaler in LATENT else size
-
-
 def steps(job: Hires) -> int:
     """The number of steps of the second pass, all of which are done whatever its strength."""
     return job.hr_second_pass_steps or job.steps
-
-
-def check_strength(steps: int, strength: float) -> None:
-    """Raises JobError for a strength by which so many steps are the last of too many."""
-    if strength and steps / strength > MOST_STEPS:
-        raise errors.JobError(
-            f"denoising_strength {strength:g} is too small for a second pass of {steps} steps: they"
-            f" would be the last of {steps / strength:.0f} steps, more than a model's"
-            f" {MOST_STEPS:,} timesteps"
-        )
 
 
 def sampler(job: Hires) -> str:
@@ -164,47 +134,37 @@ def sampler(job: Hires) -> str:
 
 def check(job: Hires, strength: float) -> None:
     """Raises ValueError if the fields of the second pass of that *strength* do not fit the job."""
+    whole = steps(job) / strength if strength else 0.0
+    if whole > MOST_STEPS:
+        raise ValueError(
+            f"denoising_strength {strength:g} is too small for a second pass of {steps(job)} steps:"
+            f" they would be the last of {whole:.0f} steps, more than a model's {MOST_STEPS:,}"
+            " timesteps"
+        )
+    if job.width is not None and job.height is not None:
+        with validation.as_error(ValueError):
+            sizes_after(job, (job.width, job.height))
     try:
-        check_strength(steps(job), strength)
-    except errors.JobError as error:
-        raise ValueError(error.message) from None
-    try:
-        samplers.check_scheduler(job.hr_scheduler)
         key = sampler(job)
     except ValueError as error:
         raise ValueError(f"hr_sampler_name or hr_scheduler: {error}") from None
     if steps(job) < samplers.least_steps(key):
         raise ValueError(f"hr_second_pass_steps: {samplers.too_few_steps(key)}")
-    if job.width is not None and job.height is not None:
-        try:
-            size_after(job, (job.width, job.height))
-        except errors.JobError as error:
-            raise ValueError(error.message) from None
 
 
 def read_prompts(job: Hires) -> tuple[Prompt | None, Prompt | None]:
-    """The prompts of the second pass; raises ValueError if they cannot be read."""
-    field, comments = "hr_prompt", job.enable_prompt_comments
+    """The prompts of the second pass, None for those of the first; ValueError if unreadable."""
+    counted = samplers.editing_steps(sampler(job), steps(job)), job.editing_steps
     positive = negative = None
-    try:
-        if job.hr_prompt:
-            positive = prompts.read_prompt(job.hr_prompt, comments=comments)
-        field = "hr_negative_prompt"
-        if job.hr_negative_prompt:
-            negative = prompts.read_negative_prompt(job.hr_negative_prompt, comments=comments)
-        field = "hr_prompt or hr_negative_prompt"
-        for prompt in filter(None, (positive, negative)):
-            clip.check_length(prompt)
-    except errors.JobError as error:
-        raise ValueError(f"{field}: {error.message}") from None
-    if positive is not None and abs(job.cfg_scale * positive.weight) > MAX_GUIDANCE:
-        raise ValueError(
-            f"cfg_scale: {job.cfg_scale:g} times the weight of hr_prompt, which is"
-            f" {positive.weight:g}, is more than {MAX_GUIDANCE}"
-        )
-    if positive is not None and positive.loras != job.parsed_prompt.loras:
-        raise ValueError(
-            "hr_prompt: its LoRAs should be those of the prompt, with the same weights: others for"
-            " the second pass are not supported"
-        )
+    # The words of the first pass may be edited at other steps.
+    if job.hr_prompt or "[" in job.prompt:
+        with validation.as_error(ValueError, "hr_prompt: "):
+            positive = job.read(prompts.read_prompt, job.hr_prompt or job.prompt, *counted)
+            clip.check_length(positive)
+        samplers.check_guidance(job.cfg_scale, positive, "hr_prompt")
+    if job.hr_negative_prompt or "[" in job.negative_prompt:
+        text = job.hr_negative_prompt or job.negative_prompt
+        with validation.as_error(ValueError, "hr_negative_prompt: "):
+            negative = job.read(prompts.read_negative_prompt, text, *counted)
+            clip.check_length(negative)
     return positive, negative

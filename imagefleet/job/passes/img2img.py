@@ -1,11 +1,8 @@
 """The images that a job is given, and AUTOMATIC1111's img2img and inpainting, with its defaults."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import re
-from collections.abc import Mapping
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -130,29 +127,3 @@ class Img2Img(FirstPass):
 FIELDS = frozenset(Img2Img.model_fields) - set(FirstPass.model_fields)
 
 OWN_FIELDS = FIELDS - {"init_images", "denoising_strength"}
-
-#: No effect in img2img, whatever the value: the second concerns checkpoints that edit pictures.
-WITHOUT_EFFECT = frozenset({"include_init_images", "image_cfg_scale"})
-
-NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
-    "initial_noise_multiplier": (None, 1),
-    "latent_mask": (None, ""),
-    "mask_round": (None, True),
-}
-
-#: Settings that change the images of img2img -> their neutral values.
-NEUTRAL_SETTINGS: Mapping[str, tuple[object, ...]] = {
-    "img2img_background_color": (None, "#ffffff"),
-    "img2img_color_correction": (None, False),
-    "img2img_extra_noise": (None, 0),
-    "img2img_fix_steps": (None, False),
-    "initial_noise_multiplier": (None, 1),
-    "inpainting_mask_weight": (None, 1),
-    "overlay_inpaint": (None, True),
-    "upscaler_for_img2img": (None, "", "None"),
-}
-
-
-def taken_steps(steps: int, denoising_strength: float) -> int:
-    """The steps that are taken of a schedule's *steps*, its last, as AUTOMATIC1111 counts them."""
-    return int(min(denoising_strength, 0.999) * steps) + 1

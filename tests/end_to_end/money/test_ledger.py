@@ -4,8 +4,6 @@ Real workers push, are killed and restarted; jobs fail and are replayed, wait an
 worker's images are redone. What the processes counted is noted on its way to the server.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -74,6 +72,11 @@ class Noting:
         """The sum over all processes, or over those with the labels."""
         found = (each for each in self._last.values() if each[0] == metric)
         return sum(value for _, own, value in found if labels.items() <= own.items())
+
+    def drawing(self, device: str) -> int:
+        """How many processes of a GPU have drawn images."""
+        found = [own for name, own, value in self._last.values() if name == IMAGES and value]
+        return len({own["process"] for own in found if own["device"] == device})
 
     def of(self, worker: str, metric: str) -> float:
         """The same of a worker's process."""
@@ -190,8 +193,10 @@ async def redone(
     await load("broken", "spring", BROKEN, "broken")
     await load("first", "spring", DRAWN, "a house")
     pair = await start("pair", "1.2", "--gpus", "0,1")
-    await load_until(lambda: noting.total(IMAGES, device="1"))
+    await load_until(lambda: noting.drawing(device="1"))
     os.kill(process_of(tmp_path / "pair.log", "1"), signal.SIGKILL)
+    # Dollars of a process that draws nothing are no campaign's.
+    await load_until(lambda: noting.drawing(device="1") > 1)
     alone = await start("alone", "0.36")
     await polling.until(lambda: noting.of("alone", READY))
     await load_until(lambda: noting.of("alone", IMAGES))

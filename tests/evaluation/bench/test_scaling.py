@@ -1,7 +1,5 @@
 """`imagefleet bench scaling`, with processes that count images as workers do, at known speeds."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -101,20 +99,17 @@ def test_each_number_of_workers_is_measured_and_compared_with_one(
         assert "IMAGEFLEET_QUEUE" not in environment
 
 
-def test_the_tables_are_for_people_and_for_documents(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         runs.Row(1, 14.6, 14.6, 1.0, [14.6], 60.0, 876, 90.0),
         runs.Row(2, 28.98, 29.2, 0.9925, [14.44, 14.54], 60.0, 1739, 95.0),
     ]
     about = {"device": "H200", "threads_per_worker": None, "model": "m", "how": "so"}
-    for markdown in (False, True):
-        scaling.show(rows, {**about, "sampler": "PLMS", "steps": 50}, markdown=markdown)
-    shown, document = capsys.readouterr().out.split("| workers", 1)
+    scaling.show(rows, {**about, "sampler": "PLMS", "steps": 50})
+    shown = capsys.readouterr().out
 
     assert re.search(r"^ *2 +28\.98 +29\.20 +99\.2 % +14\.44 +14\.54", shown, re.MULTILINE)
     assert "H200; m, PLMS, 50 steps; 60 s measured of each run" in shown
-    assert document.startswith(" | images/s | perfect linear | share |")
-    assert "| 2 | 28.98 | 29.20 | 99.2 % | 14.44 | 14.54 |" in document
 
 
 def test_a_worker_that_ends_ends_the_measurement_with_its_reason(

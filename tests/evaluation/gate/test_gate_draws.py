@@ -1,7 +1,5 @@
 """`imagefleet gate` on images that it draws with the demo checkpoint: this project's own gate."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess
@@ -15,6 +13,7 @@ import torch
 from fleet import console
 from worker.engine import contract, sampler
 from worker.engine.samplers import schedule as schedules
+from worker.engine.slots import prepare as preparing
 from worker.engine.slots.engine import SlotEngine
 
 Imagefleet = Callable[..., Any]  # the fixture of conftest.py
@@ -108,7 +107,7 @@ def test_timesteps_that_are_one_step_off_fail(
         return dataclasses.replace(schedule, table=table)
 
     make = schedules.make_schedule
-    monkeypatch.setattr(schedules, "make_schedule", shifted)
+    monkeypatch.setattr(preparing, "_make_schedule", shifted)
 
     code, passed = against_float32(in_process, drawn)
 

@@ -1,7 +1,5 @@
 """Intervals of 95 % contain what other images of the same kind have, as often as they say."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
@@ -9,10 +7,10 @@ import pytest
 from scipy import stats
 
 from evaluation.score import metrics
+from evaluation.score.figures import GroupScores
 from evaluation.score.metrics import Estimate
 from evaluation.score.statistics import Features, Statistics
 from fleet import console
-from imagefleet.scores import GroupScores
 
 DIMENSIONS = 12
 

@@ -1,7 +1,5 @@
 """A reference is its content: neither names nor times of files stand for what is in them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -17,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evaluation.score import extractors, hashes, plan, run
+from evaluation.score import plan, reference, run
 from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -67,9 +65,8 @@ def test_another_folder_whose_files_have_the_same_names_is_another_reference(
 
 
 def test_new_pictures_under_old_names_and_times_are_another_reference(
-    figures: Figures, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    figures: Figures, pictures: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(hashes, "_RESTED_SECONDS", -1.0)  # what was hashed is trusted
     first = figures(pictures)
     noise(pictures)
 
@@ -79,30 +76,6 @@ def test_new_pictures_under_old_names_and_times_are_another_reference(
     assert second[0]["fid"] > first[0]["fid"] + 100
     written = figures(tmp_path / "noise.npz", state="file")
     assert written[0]["fid"] == pytest.approx(second[0]["fid"], rel=1e-9)
-
-
-def test_a_file_that_has_rested_is_not_read_again_to_know_it(
-    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, store = next(pictures.rglob("*.png")), tmp_path / "hashes.json"
-    first = hashes.Hashes(store)
-    expected = first.of(path)
-    first.keep()
-    read = iter(())
-    real = extractors.sha256_of
-    monkeypatch.setattr(extractors, "sha256_of", lambda _: next(read))
-    with pytest.raises(StopIteration):  # written a moment ago, it may be written again
-        hashes.Hashes(store).of(path)
-    monkeypatch.setattr(extractors, "sha256_of", real)
-    monkeypatch.setattr(hashes, "_RESTED_SECONDS", -1.0)
-    again = hashes.Hashes(store)
-    assert again.of(path) == expected
-    again.keep()
-    monkeypatch.setattr(extractors, "sha256_of", lambda _: next(read))
-    assert hashes.Hashes(store).of(path) == expected
-    path.write_bytes(path.read_bytes())
-    with pytest.raises(StopIteration):
-        hashes.Hashes(store).of(path)
 
 
 def test_a_picture_that_changes_after_it_was_hashed_is_left_out(
@@ -203,5 +176,7 @@ def test_the_content_of_a_folder_has_one_name_whatever_its_files_are_called(
     for folder in (pictures, renamed):
         names = plan.pictures(folder)
         chunks = plan.of_folder(folder, names, tmp_path / folder.name, lambda _: None)
-        found.append(hashes.of_all(str(row.sha256) for each in chunks for row in each.rows()))
+        found.append(
+            reference.hash_of_all(str(row.sha256) for each in chunks for row in each.rows())
+        )
     assert found[0] == found[1]

@@ -1,7 +1,5 @@
 """What a worker's token can write says nothing of others: on Azurite, it is written with one."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -67,7 +65,7 @@ async def failures(storage: Storage) -> list[str]:
 
 async def append(worker: RecordLog, kind: Any, *records: Record) -> None:
     """Into a shard of any kind, whatever the records are."""
-    await worker._append("spring", kind, [each.line() for each in records], jobs=0)
+    await worker._append(("spring", kind), records)
 
 
 async def test_what_only_the_operator_says_is_not_believed_of_a_worker(

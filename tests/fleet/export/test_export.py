@@ -1,7 +1,5 @@
 """`imagefleet export`: shards that are complete or absent, verified, and the same each time."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib
@@ -447,3 +445,13 @@ async def test_what_workers_have_stored_is_listed_and_exported(
         *[("a", "a cat", "success")] * 2,
         ("b", "a dog", "success"),
     ]
+
+
+async def test_without_pyarrow_one_sentence_says_what_to_install(
+    stored: list[Any], export: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+
+    result = await export(code=2)
+
+    assert result.stderr == "error: Parquet needs pyarrow: pip install '.[parquet]'\n"

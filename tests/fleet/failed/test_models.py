@@ -1,7 +1,5 @@
 """Failed jobs by model: those of one whose checkpoint was mended go back to its own queue."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess
@@ -61,11 +59,10 @@ def listed(imagefleet: Imagefleet, *arguments: str) -> set[str]:
 
 
 @pytest.mark.usefixtures("settings")
-@pytest.mark.parametrize("where", [(), ("--from-queue",)])
-def test_failed_jobs_are_listed_by_model(in_process: Imagefleet, where: tuple[str, ...]) -> None:
-    assert listed(in_process, "--model", "pony", *where) == {"one", "old", "invalid"}
-    assert listed(in_process, "--model", "dream", *where) == {"other"}
-    assert not listed(in_process, "--model", "unknown", *where)
+def test_failed_jobs_are_listed_by_model(in_process: Imagefleet) -> None:
+    assert listed(in_process, "--model", "pony") == {"one", "old", "invalid"}
+    assert listed(in_process, "--model", "dream") == {"other"}
+    assert not listed(in_process, "--model", "unknown")
 
 
 def test_a_models_failed_jobs_are_replayed_into_its_queue(

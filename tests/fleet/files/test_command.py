@@ -1,7 +1,5 @@
 """`imagefleet files`: kinds and options that do not fit, and what is removed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess
@@ -11,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fleet import console, options
-from header_files import LORA, file_of
+from header_files import lora_of
 from imagefleet.signing import SigningKey
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -32,7 +30,7 @@ def loras(in_process: Imagefleet, tmp_path: Path, flags: list[str]) -> list[str]
     """The names of two stored and listed LoRAs."""
     names = ["night", "rocket (v2)"]
     for name in names:
-        (tmp_path / f"{name}.safetensors").write_bytes(file_of(*LORA, name))
+        (tmp_path / f"{name}.safetensors").write_bytes(lora_of(name))
     paths = [f"{name}.safetensors" for name in names]
     added = in_process("files", "add", "lora", *paths, "--manifest", *flags)
     assert added.stdout == "<lora:night:1>\n<lora:rocket (v2):1>\n", added.stderr
@@ -95,7 +93,7 @@ def test_a_signed_list_loses_a_file_only_with_its_key(
     in_process: Imagefleet, tmp_path: Path, local_settings: StorageSettings
 ) -> None:
     SigningKey.create(tmp_path / "key.pem")
-    (tmp_path / "night.safetensors").write_bytes(file_of(*LORA))
+    (tmp_path / "night.safetensors").write_bytes(lora_of())
     storage, key = f"--storage={local_settings.storage}", ("--signing-key", "key.pem")
     in_process("files", "add", "lora", "night.safetensors", storage, *key)
     remove = ("files", "remove", "lora", "night.safetensors", "--yes", storage)

@@ -1,7 +1,5 @@
 """`imagefleet files` with embeddings: what it stores is what workers use, and what it refuses."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
@@ -92,12 +90,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a LoRA": (file_of(*LORA), "is a LoRA for Stable Diffusion 1.x; `imagefleet files add lora`"),
     "a page": (b"<html></html>", "is a web page"),
     "cut off": (shaped(emb_params=[2, 768])[:-1], "is cut off"),
-    "too many vectors": (shaped(emb_params=[76, 768]), "has 76 vectors; a chunk of a prompt"),
+    "too many vectors": (shaped(emb_params=[76, 768]), "has 76 vectors; a prompt's chunk"),
     "no vector": (shaped(emb_params=[0, 768]), "has 0 vectors"),
     "another width": (shaped(emb_params=[2, 4096]), "vectors of 4,096 numbers: those of SD 1.x"),
-    "half of SDXL's": (shaped(clip_g=[2, 1280]), "SDXL's embeddings have two tensors"),
-    "unequal halves": (shaped(clip_g=[2, 1280], clip_l=[3, 768]), "holds the tensors clip_g"),
-    "three dimensions": (shaped(emb_params=[1, 2, 768]), "holds the tensors emb_params [1, 2, 768"),
+    "half of SDXL's": (shaped(clip_g=[2, 1280]), "SDXL's embeddings have two"),
+    "unequal halves": (shaped(clip_g=[2, 1280], clip_l=[3, 768]), "different numbers of vectors"),
+    "three dimensions": (shaped(emb_params=[1, 2, 768]), "of the shape [1, 2, 768]"),
 }
 
 

@@ -1,7 +1,5 @@
 """The manifests of folders, which `imagefleet files` keeps and signs."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
@@ -13,7 +11,7 @@ import pytest
 
 from fleet import console
 from fleet.files.stored import Listing
-from header_files import LORA, file_of
+from header_files import file_of, lora_of
 from imagefleet import errors
 from imagefleet.signing import NO_KEYS, Keys, SigningKey, TrustedKeys
 from imagefleet.storage.open import Storage, open_storage
@@ -121,7 +119,7 @@ def test_add_lists_loras_and_models_and_signs_the_lists(
 ) -> None:
     monkeypatch.setenv("IMAGEFLEET_SIGNING_KEY", str(tmp_path / "key.pem"))
     monkeypatch.setenv("IMAGEFLEET_STORAGE", local_settings.storage)
-    (tmp_path / "rocket.safetensors").write_bytes(file_of(*LORA))
+    (tmp_path / "rocket.safetensors").write_bytes(lora_of())
     (tmp_path / "dreams.safetensors").write_bytes(file_of())
 
     added = in_process("files", "add", "lora", "rocket.safetensors")
@@ -134,12 +132,12 @@ def test_add_lists_loras_and_models_and_signs_the_lists(
             return [await contents(storage, name) for name in (LORAS, "models/manifest.json")]
 
     loras, models = asyncio.run(read())
-    assert loras.files == {"rocket": hashlib.sha256(file_of(*LORA)).hexdigest()}
+    assert loras.files == {"rocket": hashlib.sha256(lora_of()).hexdigest()}
     assert models.files == {"dreams.safetensors": hashlib.sha256(file_of()).hexdigest()}
     assert models.is_signed_by(TrustedKeys.read(key.public), "models")
 
     monkeypatch.delenv("IMAGEFLEET_SIGNING_KEY")
-    (tmp_path / "other.safetensors").write_bytes(file_of(*LORA, "x"))
+    (tmp_path / "other.safetensors").write_bytes(lora_of("x"))
     refused = in_process("files", "add", "lora", "other.safetensors")
     assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "set IMAGEFLEET_SIGNING_KEY" in refused.stderr

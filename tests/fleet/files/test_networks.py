@@ -1,7 +1,5 @@
 """`imagefleet files` with upscalers and ControlNets: what is stored is what workers use."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess
@@ -22,6 +20,7 @@ Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of
 TENSORS = {
     "controlnet": ("control_model.input_hint_block.0.weight", [16, 3, 3, 3]),
     "upscaler": ("model.0.weight", [64, 3, 3, 3]),
+    "vae": ("decoder.conv_in.weight", [8, 4, 3, 3]),
     "lora": ("lora_unet_x.lora_down.weight", [4, 768]),
 }
 
@@ -41,7 +40,7 @@ def flags(settings: StorageSettings) -> list[str]:
     return [f"{options.flag(name)}={getattr(settings, name)}" for name in names]
 
 
-@pytest.mark.parametrize("kind", ["upscaler", "controlnet"])
+@pytest.mark.parametrize("kind", ["upscaler", "controlnet", "vae"])
 def test_a_file_is_stored_signed_listed_and_found_by_workers(
     in_process: Imagefleet,
     tmp_path: Path,
@@ -69,7 +68,9 @@ def test_a_file_is_stored_signed_listed_and_found_by_workers(
     assert asyncio.run(resolved(trusted)) == path.read_bytes()
 
 
-@pytest.mark.parametrize(("command", "kind"), [("controlnet", "lora"), ("upscaler", "lora")])
+@pytest.mark.parametrize(
+    ("command", "kind"), [("controlnet", "lora"), ("upscaler", "lora"), ("vae", "lora")]
+)
 def test_a_file_of_another_kind_is_refused(
     in_process: Imagefleet, tmp_path: Path, local_settings: StorageSettings, command: str, kind: str
 ) -> None:

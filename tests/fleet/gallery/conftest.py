@@ -1,7 +1,5 @@
 """A gallery over HTTP, and a headless browser to look at it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -67,7 +65,7 @@ def serve() -> Serve:
         async with (
             console.connected(given) as fleet,
             probes.listening(
-                server.Gallery(fleet, given, host, campaign).application(), host, 0, "the gallery"
+                server.Gallery(fleet, host, campaign).application(), host, 0, "the gallery"
             ) as port,
         ):
             url = f"http://127.0.0.1:{port}"

@@ -1,6 +1,4 @@
-"""The newest records are there at once, and all of them in the end, whatever goes wrong."""
-
-from __future__ import annotations
+"""Some records are there at once, and all of them in the end, whatever goes wrong."""
 
 import itertools
 import math
@@ -35,10 +33,9 @@ async def storage(
     local_settings: StorageSettings, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Storage]:
     """A campaign of three workers that takes many polls to read."""
-    monkeypatch.setattr(campaigns, "_NEWEST", 40)
     monkeypatch.setattr(campaigns, "_RECORDS_AT_ONCE", 50)
     monkeypatch.setattr(campaigns, "_PART_BYTES", 8_000)
-    monkeypatch.setattr("imagefleet.records.stored._END_BYTES", 8_000)
+    monkeypatch.setattr(campaigns, "_READ_SECONDS", 0.0)
     async with open_storage(local_settings) as opened:
         await opened.create()
         logs = itertools.cycle([ImageLog(opened.blobs, f"worker-{each}") for each in range(3)])
@@ -57,18 +54,15 @@ async def jobs(campaign: Campaign) -> list[int]:
     return [int(records[0].id) for records in found.values()]
 
 
-async def test_the_newest_are_first_and_the_others_come_in_order(
-    storage: Storage,
-) -> None:
+async def test_some_are_there_at_once_and_the_others_come_in_order(storage: Storage) -> None:
     campaign = opened(storage)
     await campaign.refresh()
-    assert await jobs(campaign) == list(range(COUNT - 40, COUNT))
+    assert 50 <= len(await jobs(campaign)) < COUNT
     assert not campaign.is_complete
     while not campaign.is_complete:
         await campaign.refresh()
         shown = await jobs(campaign)
         assert shown == sorted(shown)
-        assert shown[-40:] == list(range(COUNT - 40, COUNT))
     assert await jobs(campaign) == list(range(COUNT))
     assert campaign.index.counts()[1] == COUNT
     await campaign.close()
@@ -81,10 +75,13 @@ async def test_rows_are_those_that_the_page_knows_until_it_asks_what_is_new(
     monkeypatch.setattr(campaigns, "_SELECT_SHARE", math.inf)
     campaign = opened(storage)
     await campaign.refresh()
-    generation = (await campaign.view(Filter())).generation
+    first = await campaign.view(Filter())
+    generation, count = first.generation, len(first.seqs)
     await campaign.refresh()
     known = await campaign.view(Filter(), is_new=False)
-    assert (known.generation, len(known.seqs)) == (generation, 40)
+    assert (known.generation, len(known.seqs)) == (generation, count)
+    while not campaign.is_complete:
+        await campaign.refresh()
     assert (await campaign.view(Filter())).generation > generation
     await campaign.close()
 
@@ -96,8 +93,6 @@ async def test_a_long_campaign_is_listed_without_a_look_at_each_image(storage: S
     thief = RecordLog(storage.blobs, "thief")
     await thief.add([image(waits), image(made_up)])
     campaign = opened(storage)
-    await campaign.refresh()
-    assert waits not in await jobs(campaign), "the newest are looked at"
     while not campaign.is_complete:
         await campaign.refresh()
     await thief.add([image(made_up_later), image(waits_later)])

@@ -1,7 +1,5 @@
 """In a fleet with a broker a thief writes in no other machine's name, even with a machine's key."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib
@@ -267,9 +265,7 @@ async def test_a_thief_marks_no_images_of_another_worker_as_suspect(
     assert (found["images"], found["damaged_records"]) == (0, 3)
 
     async with machine(M1) as broken:
-        made = Suspects(
-            f"{M1}-17", broken.blobs, WorkerMetrics(), concurrency.NEVER, lambda: broken.prover
-        )
+        made = Suspects(f"{M1}-17", broken, WorkerMetrics(), concurrency.NEVER)
         for image in images:
             made.storing(image, made.began_at)
         await made.record(0, "why")

@@ -1,7 +1,5 @@
 """A command whose tokens do not suffice names the role that does: on Azurite, for every role."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import subprocess
@@ -82,19 +80,6 @@ def test_a_role_that_does_not_suffice_is_told_of_one_that_does(
         named = re.findall(r"`imagefleet keys mint (\w+)`", result.stderr)
         assert able & set(named), (command, result.stderr)
         assert "sig=" not in result.stderr
-
-
-@pytest.mark.parametrize("role", ROLES)
-def test_the_check_of_a_roles_own_tokens_passes(
-    with_a_failed_job: StorageSettings, in_process: Imagefleet, role: str
-) -> None:
-    tokens = flags(with_a_failed_job, role, timedelta(hours=1))
-    result = in_process("keys", "check", role, *tokens)
-    assert result.returncode == 0, result.stderr
-    other = next(each for each in ROLES if each not in {role, "load", "worker"})
-    result = in_process("keys", "check", other, *tokens)
-    assert result.returncode == 2
-    assert f"missing for the role {other}" in result.stderr
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -1,9 +1,6 @@
 """After all that a stolen worker's token allows, the answers about honest jobs are as before."""
 
-from __future__ import annotations
-
 import asyncio
-import base64
 import csv
 import hashlib
 import io
@@ -20,6 +17,7 @@ from fleet.gallery.index import Filter, Tab
 from fleet.gallery.server import _prompt
 from fleet.monitor.exporter import Exporter
 from fleet.settings import ExporterSettings
+from fleet.webhooks.events import Event, Source, State
 from imagefleet import aio, errors
 from imagefleet.job.message import read_job
 from imagefleet.records import reader
@@ -215,17 +213,6 @@ def commands(ask: Imagefleet, loot: thief.Loot, tmp_path: Path, run: str) -> dic
         found[f"{verb} dry run"] = told(verb, "spring", "--dry-run")
     for worker in loot.workers:
         found[f"redo {worker} dry run"] = told("redo", "spring", "--worker", worker, "--dry-run")
-    hook = ("--url", "https://example.com/hook", "--secret-file", "secret", "--dry-run")
-    events = lines("webhooks", "spring", *hook, "--each-job")
-    of_jobs = [each for each in events if "id" in each["data"]]
-    found["webhooks of jobs"] = of_honest(
-        (
-            {"id": each["data"]["id"], "event": each["webhook-id"], **each["data"]}
-            for each in of_jobs
-        ),
-        loot,
-    )
-    found["webhooks"] = [each["type"] for each in lines("webhooks", "spring", *hook)]
     verify = told("verify", "spring")
     found["accused"] = [
         each["worker"]
@@ -245,9 +232,22 @@ async def picture_of(result: aio.Result) -> str:
         return error.message
 
 
+async def events_of(storage: Storage, *, each_job: bool) -> list[Event]:
+    """What `imagefleet webhooks` would send."""
+    state = State(address="https://example.com/hook", campaign="spring")
+    source = Source(storage, state, "a fleet", each_job=each_job)
+    while await source.read():
+        pass
+    await source.find_ends(is_patient=False)
+    return list(state.waiting.values())
+
+
 async def programs(loot: thief.Loot, storage: Storage, settings: StorageSettings) -> dict[str, Any]:
-    """What the gallery, the exporter and the client say."""
+    """What the gallery, the exporter, webhooks and the client say."""
     found: dict[str, Any] = {}
+    sent = [each for each in await events_of(storage, each_job=True) if "id" in each.data]
+    found["webhooks of jobs"] = of_honest(({**each.data, "event": each.id} for each in sent), loot)
+    found["webhooks"] = [each.type for each in await events_of(storage, each_job=False)]
     campaign = Campaign(storage, "spring", 0.0)
     while not campaign.is_complete:
         await campaign.refresh()
@@ -309,7 +309,6 @@ async def test_no_answer_about_honest_jobs_changes(
     storage_settings: StorageSettings,
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "secret").write_text(f"whsec_{base64.b64encode(bytes(24)).decode()}\n")
 
     async def answers(run: str) -> dict[str, Any]:
         told = await asyncio.to_thread(commands, ask, loot, tmp_path, run)

@@ -1,7 +1,5 @@
 """A load of what was sent before: the same, changed and new jobs are told apart."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess
@@ -56,7 +54,7 @@ def prompts_in(settings: StorageSettings) -> list[str]:
 
 
 def sent_of(settings: StorageSettings) -> int:
-    found: int = within(settings, lambda storage: sent.counts(storage, "spring"))
+    found: int = within(settings, lambda storage: sent.Ledger(storage, "spring").count())
     return found
 
 

@@ -1,7 +1,5 @@
 """The commands that read the workers' metrics, with a real server."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json
@@ -222,25 +220,6 @@ async def test_all_fleets_are_added_up_only_where_that_is_asked_for(
     assert {each["worker"] for each in workers} >= {"fast", "slow", "other"}
 
 
-async def test_a_fleet_without_workers_is_told_which_fleets_have_some(
-    two_fleets: TwoFleets, imagefleet: Imagefleet
-) -> None:
-    arguments = (
-        "status",
-        "--workers",
-        "--prometheus",
-        two_fleets.url,
-        "--storage",
-        "local:./nobody",
-    )
-    shown = await asyncio.to_thread(imagefleet, *arguments, COLUMNS="120")
-
-    text = " ".join(shown.stdout.split())
-    assert "0 of 0 workers" in text
-    assert "no worker of fleet nobody/jobs; --fleet chooses another, such as " in text
-    assert re.search(r" [ab]-[0-9a-f]{12}/jobs", text)
-
-
 def test_top_without_a_prometheus_names_the_option(imagefleet: Imagefleet) -> None:
     result = imagefleet("status", "--workers")
 
@@ -253,7 +232,7 @@ def test_unknown_figures_are_dashes() -> None:
         instance="i", worker="name", gpu="none", group="g", images_per_second=1.0
     )
     console = Console(width=80, record=True)
-    console.print(command.workers_screen([worker], None, 1))
+    console.print(command.workers_screen([worker], 1))
 
     assert console.export_text().splitlines()[2].split() == [*("name", "none", "g"), "1.00", *"--0"]
 
@@ -264,7 +243,7 @@ def test_a_workers_labels_control_neither_the_terminal_nor_its_markup() -> None:
     )
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
 
-    console.print(command.workers_screen([worker], None, 1))
+    console.print(command.workers_screen([worker], 1))
 
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "w\ufffd[2J[/red]" in shown

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
@@ -20,8 +18,8 @@ from imagefleet.storage.protocol import QueueDepth
 from imagefleet.telemetry.metrics import QueueFlow
 
 
-def flow_of(*samples: tuple[float, int], window_seconds: float = 300) -> QueueFlow:
-    flow = QueueFlow(window_seconds)
+def flow_of(*samples: tuple[float, int]) -> QueueFlow:
+    flow = QueueFlow()
     for at, messages in samples:
         flow.add_sample(at, messages)
     return flow
@@ -87,7 +85,7 @@ def test_rates_cover_only_the_window() -> None:
         (float(at), 10_000 - at if at <= 600 else 9_400 - 5 * (at - 600))
         for at in range(0, 1001, 10)
     ]
-    flow = flow_of(*samples, window_seconds=300)
+    flow = flow_of(*samples)
 
     assert flow.net_per_second == pytest.approx(-5)
 

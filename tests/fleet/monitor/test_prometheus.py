@@ -1,7 +1,5 @@
 """The Prometheus client with a fake server."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime, timedelta
@@ -113,6 +111,26 @@ async def test_a_missing_server_is_one_sentence(
             await server.at("up", NOON)
 
 
+@pytest.mark.parametrize(
+    ("fleet", "warning"),
+    [
+        ("acne/jobs", "no worker of the fleet acne/jobs; did you mean 'acme/jobs'?"),
+        ("zzz", "no worker of the fleet zzz; --fleet chooses another, such as acme/jobs, other"),
+        ("acme/jobs", ""),
+        (None, ""),
+    ],
+)
+async def test_a_mistyped_fleet_is_not_one_that_stands_still(
+    serve: Serve, capsys: pytest.CaptureFixture[str], fleet: str | None, warning: str
+) -> None:
+    known = [{"metric": {"fleet": each}, "value": [1, "1"]} for each in ("other", "acme/jobs")]
+    async with prometheus.connected(await serve(response_of("vector", known)), fleet) as server:
+        await rates.warn_of_unknown_fleet(server)
+    said = capsys.readouterr().err
+    assert warning in said
+    assert bool(said) == bool(warning)
+
+
 @pytest.mark.parametrize("fleet", ["acme/jobs", None])
 async def test_every_query_asks_for_the_fleet_alone(
     serve: Serve, asked: list[str], fleet: str | None
@@ -120,13 +138,12 @@ async def test_every_query_asks_for_the_fleet_alone(
     async with prometheus.connected(await serve(response_of("vector", [])), fleet) as server:
         await rates.fleet_rates(server)
         await rates.worker_rates(server)
-        await figures.read_metrics(server, NOON, NOON + timedelta(hours=1))
+        period = {"began_at": NOON, "ended_at": NOON + timedelta(hours=1)}
+        by_records = {"images_replaced": 0, "money": {"split": None}}
+        await figures.read_metrics(server, by_records | period)
 
-    # One asks which fleets there are, to say whose workers are left out.
-    queries = [query for query in asked if "count by (fleet)" not in query]
-    assert len(asked) - len(queries) == (0 if fleet is None else 2)
-    assert len(queries) > 20
-    for query in queries:
+    assert len(asked) > 20
+    for query in asked:
         selectors = re.findall(r"imagefleet_\w+(\{[^}]*\})?", query)
         assert "$fleet" not in query
         assert selectors

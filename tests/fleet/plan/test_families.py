@@ -1,7 +1,5 @@
 """Plans of other model families than SD1.x, and of several models at once."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Callable
@@ -226,7 +224,7 @@ def test_a_measured_rate_of_a_family_is_used_and_named() -> None:
     (job,) = work.of_count(1, 1, work.Models({}, measured))
     record = prices.ASSUMED_IMAGES_PER_SECOND[GPU]
 
-    speed = estimate.find_speed(GPU, None, None, job)
+    speed = estimate.find_speed(GPU, None, estimate.bench_of(GPU, [], SDXL), job)
 
     assert speed.value == pytest.approx(1.2 * record * 26.64 / measured.image_tflop(), rel=1e-3)
     assert "SDXL gets 1.20 of SD1.5's operations/s, as measured: families-h200.json" in speed.source

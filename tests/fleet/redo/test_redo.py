@@ -1,12 +1,10 @@
 """`imagefleet redo`: what is replaced, by what, and that a kill at any step loses nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +16,6 @@ from fleet import console
 from fleet.campaigns import target
 from fleet.redo import command, replace
 from fleet.verify import pairs
-from imagefleet.files import picture
 from imagefleet.job.message import read_job
 from imagefleet.records import reader
 from imagefleet.signing import JobSigner, SigningKey
@@ -92,7 +89,7 @@ async def recorded(storage: Storage, campaign: str = "default") -> dict[str, str
 
 
 async def differing(storage: Storage) -> list[str]:
-    compared = [each async for each in pairs.listed(storage, target.ALL, None)]
+    compared = [each async for each in pairs.listed(storage, target.Target(), None)]
     await pairs.compare(storage, compared, lambda: None)
     return [pair.image for pair in compared if pair.result == "different"]
 
@@ -123,7 +120,7 @@ async def test_a_bad_workers_images_since_a_moment_are_replaced_and_no_others(
     await run_worker("bad", bad_picture)
     assert len(await differing(storage)) == 6
 
-    result = await redo(storage_settings, worker="bad", since=since.isoformat())
+    result = await redo(storage_settings, worker="bad", since=since)
     assert (result["images"], result["replaced"], result["jobs"]) == (6, 6, 6)
     assert result["not_redone"] == []
     await run_worker("third")
@@ -177,7 +174,7 @@ async def test_a_third_drawing_decides_a_pair_that_two_workers_leave_undecided(
     await run_worker("a", bad_picture)
     await storage.queue.send(messages(1, verify=True))
     await run_worker("b")
-    compared = [each async for each in pairs.listed(storage, target.ALL, None)]
+    compared = [each async for each in pairs.listed(storage, target.Target(), None)]
     await pairs.compare(storage, compared, lambda: None)
     assert pairs.undecided(compared, pairs.judge(compared)) == compared != []
 
@@ -446,13 +443,3 @@ async def test_a_machine_is_all_its_workers_and_no_other(storage: Storage) -> No
     assert await selected(machine) == sorted(names[:3])
     assert await selected("a") == ["a"]
     assert await selected("a-7") == ["a-7"]
-
-
-def test_the_cost_is_that_of_the_drawing() -> None:
-    began_at = datetime(2026, 12, 1, tzinfo=UTC)
-    stored = [began_at + timedelta(minutes=10 * number) for number in range(7)]
-    assert command._dollars(0.6, stored) == pytest.approx(0.7)
-
-
-def test_a_picture_has_no_job_that_is_not_valid() -> None:
-    assert picture.job_in(b"") is None

@@ -1,8 +1,7 @@
 """Blobs that a stolen token or a failing disk leaves: the report counts them and goes on."""
 
-from __future__ import annotations
-
 import asyncio
+import io
 import json
 import resource
 import struct
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import PngImagePlugin
 
 from fleet.gallery import images
 from imagefleet.files import picture
@@ -37,7 +37,11 @@ def png(
 ) -> bytes:
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     every = [(b"IHDR", header), *chunks, (b"IDAT", rows), (b"IEND", b"")]
-    return SIGNATURE + b"".join(encode._chunk(*each) for each in every)
+    file = io.BytesIO(SIGNATURE)
+    file.seek(len(SIGNATURE))
+    for kind, data in every:
+        PngImagePlugin.putchunk(file, kind, data)
+    return file.getvalue()
 
 
 def black_rows(width: int, height: int) -> bytes:
@@ -100,7 +104,7 @@ async def fill(settings: StorageSettings) -> None:
         for name, data in PICTURES.items():
             await create(f"spring/p-{name}.png", data, "image/png", {**GOOD, "job": f"p-{name}"})
         known = {"outcome": "completed", "campaign": "spring", "at": NOON, "worker": "w1"}
-        known["prompt"] = "a cat AND (a dog:1e999 <b>\x1b[2J\x9b"
+        known["prompt"] = "a cat <hypernet:x:1> (a dog:1e999 <b>\x1b[2J\x9b"
         names = ["good-0", "good-1", *(f"p-{name}" for name in PICTURES)]
         records = [
             Record.model_validate({**known, "id": name, "blob": f"spring/{name}.png"})
@@ -143,7 +147,7 @@ async def test_hostile_blobs_are_left_out_with_their_number_and_reasons(
     assert sum(each["images"] for each in figures["workers"]) == 2 + len(PICTURES)
     assert f"{unreadable} records and samples" in page
     assert page.count("not an image") == unreadable
-    assert "a cat AND (a dog:1e999 &lt;b&gt;" in page
+    assert "a cat &lt;hypernet:x:1&gt; (a dog:1e999 &lt;b&gt;" in page
     assert "<script" not in page
     shown = page + result.stdout + result.stderr
     assert not set(shown) & {"\x1b", "\x9b", "\x00", "\ud800"}

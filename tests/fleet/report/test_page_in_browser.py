@@ -3,8 +3,6 @@
 Skipped where there is no Chromium or Chrome.
 """
 
-from __future__ import annotations
-
 import base64
 import html
 import io
@@ -64,7 +62,9 @@ def campaign(workers: int, failures: int) -> figures.Figures:
         last = NOON + timedelta(hours=8 - number / 100)
         gpu = ("NVIDIA GeForce RTX 3060 Ti", "NVIDIA GeForce RTX 5090 Laptop GPU", None)[number % 3]
         name = f"3f2b9c{number:02d}-77aa-4e0f-9a51-c0ffee{number:06d}"
-        found.workers[name, "1"] = records.Worker(name, gpu, 0.1, 30, NOON, last, 40_000, 8 * 3600)
+        found.workers[name, "1"] = records.Worker(
+            name, gpu, 0.1, 30, NOON, NOON, last, 40_000, seconds=8 * 3600
+        )
         found.images += 40_000
         for minute in range(0, 480, 5):
             found.stored_in_second[int(NOON.timestamp()) + 60 * minute + number] += 416
@@ -72,7 +72,7 @@ def campaign(workers: int, failures: int) -> figures.Figures:
     found.image_bytes = 390_000 * found.images
     for number in range(failures):
         found.failed_by_error["InvalidMessageError", f"{number} {LONG_WORD}"] = 10**number
-    return figures.compute(found, f"https://{LONG_WORD}", prices.BUILT_IN, "a test")
+    return figures.compute(found, f"https://{LONG_WORD}", prices.BUILT_IN)
 
 
 def everything() -> figures.Figures:
@@ -87,6 +87,7 @@ def everything() -> figures.Figures:
         "jobs": {"completed": 2_345_678, "failed": 1252},
         "gpu_busy_seconds": 9e5,
         "gpu_idle_seconds": {"queue_empty": 1e4, "backpressure": 20},
+        "paid_seconds": {"starting": 200, "warming_up": 900, "full_speed": 1e5},
         "stage_mean_seconds": {"wait_gpu": 2.1, "acknowledge": 0.06},
         "images_per_dollar_gpu_only": 19_000,
         "images_per_dollar": 18_000,

@@ -1,13 +1,11 @@
-from __future__ import annotations
-
 import re
 from xml.etree import ElementTree as ET
 
 import pytest
 
+from evaluation.score import figures as curve
 from fleet.report import plot
 from fleet.report.plot import Bar
-from imagefleet import scores as curve
 
 DAY = 86_400
 

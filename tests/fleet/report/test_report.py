@@ -1,7 +1,5 @@
 """The report of a campaign, from the records in storage."""
 
-from __future__ import annotations
-
 import html
 import json
 import re
@@ -88,7 +86,7 @@ async def add(storage: Storage, job: Job | None, error: errors.FleetError) -> No
 
 
 def figures_of(records: report_records.Records) -> report_figures.Figures:
-    return report_figures.compute(records, "local:x", prices.BUILT_IN, "a test")
+    return report_figures.compute(records, "local:x", prices.BUILT_IN)
 
 
 async def test_a_campaign_is_separated_from_others_on_every_storage(storage: Storage) -> None:
@@ -127,6 +125,7 @@ async def test_a_workers_time_is_its_start_up_plus_first_pull_to_last_image(
     (worker,) = figures["workers"]
     assert worker["seconds"] == pytest.approx(130)  # 30 to start, from 12:00:06 to 12:01:46
     assert worker["images_per_second"] == pytest.approx(2 / 100)
+    assert figures["share_before_first_image"] == pytest.approx(34 / 130)
     assert figures["began_at"] == NOON - timedelta(seconds=24)
     assert figures["money"]["gpu_dollars"] == pytest.approx(0.013)
     storage_dollars = prices.storage_dollars(2, 2)
@@ -252,6 +251,7 @@ async def test_the_page_shows_the_metrics_and_many_workers(
         "jobs": {"completed": 60, "failed": 0},
         "gpu_busy_seconds": 90,
         "gpu_idle_seconds": {"queue_empty": 10},
+        "paid_seconds": {"starting": 4.0, "warming_up": 16.0, "full_speed": 80.0},
         "stage_mean_seconds": {"wait_gpu": 2},
         "images_per_dollar_gpu_only": 120,
         "images_per_dollar": None,
@@ -264,8 +264,9 @@ async def test_the_page_shows_the_metrics_and_many_workers(
     titles = ("Dollars", "GPU time", "Mean time by stage", "Images per dollar", "Workers")
     assert all(f"<h3>{title}</h3>" in html_page for title in titles)
     assert html_page.count("<svg") == 3
-    assert html_page.count('<ul class="bars"') == 6
+    assert html_page.count('<ul class="bars"') == 5
     assert "60 completed." in html_page
+    assert "4.00% of the workers' time had passed by their\nfirst images, 20.00% by" in html_page
     assert "The slowest 15 of 30." in html_page
     slow = sum(worker["is_slow"] for worker in figures["workers"])
     assert f"of their GPU class: {slow} workers." in html_page
@@ -317,12 +318,12 @@ async def test_what_is_no_image_or_of_another_program_is_listed_as_well(
     local_storage: LocalStorage,
 ) -> None:
     foreign = encode.encode(PIXELS, Output(), "").data
-    await keep(local_storage, "spring/foreign.png", foreign, prompt="a cat AND a dog")
+    await keep(local_storage, "spring/foreign.png", foreign, prompt="a cat <hypernet:x:1>")
     await keep(local_storage, "spring/broken.png", b"pixels")
 
     text = await page_of(local_storage)
 
-    assert "<p>a cat AND a dog</p>" in text
+    assert "<p>a cat &lt;hypernet:x:1&gt;</p>" in text
     assert "not an image" in text
     assert text.count("<figure>") == 2
 

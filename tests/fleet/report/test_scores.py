@@ -1,7 +1,5 @@
 """The scores of a campaign on its report's page and in its JSON."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess
@@ -12,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from evaluation.score.figures import GroupScores, Scores
 from fleet import console
 from imagefleet.records.record import Record, RecordLog
-from imagefleet.scores import GroupScores, Scores
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 

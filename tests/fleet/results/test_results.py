@@ -1,7 +1,5 @@
 """`imagefleet results`: every result once in every form, whatever the records hold."""
 
-from __future__ import annotations
-
 import asyncio
 import csv
 import dataclasses
@@ -9,16 +7,12 @@ import io
 import json
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import sent_jobs
-from fleet.results import forms
 from imagefleet.records import reader
 from imagefleet.records.record import Record, RecordLog, Totals, shard_part
 from imagefleet.storage.open import Storage, open_storage
@@ -152,45 +146,6 @@ async def test_a_file_of_lines_is_whole_or_absent(
     assert names_in(tmp_path / "out") == ["spring.csv"]
 
 
-async def test_parquet_has_the_types_of_the_columns(
-    stored: Storage, results: Callable[..., Any], tmp_path: Path
-) -> None:
-    await results("--format", "parquet", "--output", "spring.parquet")
-
-    table = pq.read_table(tmp_path / "spring.parquet")
-    assert table.schema.equals(forms.parquet_schema())
-    assert table.schema.field("at").type == pa.timestamp("us", "UTC")
-    assert sorted(table["id"].to_pylist()) == ["0001", "0002", "0003", "0004", "0005"]
-    assert table["loras"][0].as_py() == [{"name": "outline-style", "weight": 0.8}]
-    assert table["metadata"].to_pylist() == ['{"order":7}'] * 3 + [None] * 2
-    assert table["at"][1].as_py() == datetime(2026, 11, 1, 12, 0, 1, tzinfo=UTC)
-
-
-async def test_parquet_is_written_by_row_groups(
-    stored: Storage,
-    results: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(forms, "ROW_GROUP", 2)
-    monkeypatch.setattr("imagefleet.records.stored._PARSED", 1)
-
-    await results("--format", "parquet", "--output", "spring.parquet")
-
-    with pq.ParquetFile(tmp_path / "spring.parquet") as file:
-        assert [file.metadata.row_group(n).num_rows for n in range(3)] == [2, 2, 1]
-
-
-async def test_without_pyarrow_one_sentence_says_what_to_install(
-    stored: Storage, results: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-
-    result = await results("--format", "parquet", "--output", "spring.parquet", code=2)
-
-    assert result.stderr == "error: Parquet needs pyarrow: pip install '.[parquet]'\n"
-
-
 async def test_people_see_counts_and_some_results(
     stored: Storage, results: Callable[..., Any]
 ) -> None:
@@ -228,9 +183,9 @@ async def test_numbers_that_no_column_holds_are_a_damaged_record(
     name = "-records/spring/20261101T120000Z-w9-00000000.images.jsonl.gz"
     await stored.blobs.append(name, shard_part(lines, Totals(6, 6)), 0)
 
-    result = await results("--format", "parquet", "--output", "spring.parquet")
+    result = await results("--json", "--output", "spring.jsonl")
 
-    assert pq.read_table(tmp_path / "spring.parquet").num_rows == 5
+    assert len((tmp_path / "spring.jsonl").read_text().splitlines()) == 5
     assert "and 3 more" in result.stderr
     assert result.stderr.startswith(f"warning: 6 records do not fit: {name}: ")
 
@@ -254,10 +209,10 @@ async def test_a_campaign_with_a_typing_error_is_named(
             ("--json", "--format", "csv"),
             "--json and --format csv are different results: choose one",
         ),
-        (("--format", "parquet", "--output", "a", "--follow"), "--output writes a file at its end"),
+        (("--format", "csv", "--output", "a", "--follow"), "--output writes a file at its end"),
         (("--output", "a"), "--output is for --json or --format"),
         (("--download", "a", "--outcome", "failed"), "--download is for images"),
-        (("--format", "parquet", "--output", "no/such/../../../.."), "cannot write"),
+        (("--format", "csv", "--output", "no/such/../../../.."), "cannot write"),
     ],
 )
 async def test_options_that_do_not_go_together_are_one_line(
@@ -293,14 +248,14 @@ async def test_a_draft_does_not_stay_where_the_disk_is_full(
     stored: Storage, results: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device", "spring.parquet")
+        raise OSError(28, "No space left on device", "spring.csv")
 
     monkeypatch.setattr("fleet.results.files.sync", fail)
 
-    result = await results("--format", "parquet", "--output", "spring.parquet", code=1)
+    result = await results("--format", "csv", "--output", "spring.csv", code=1)
 
     assert "the disk is full" in result.stderr
-    assert not any("parquet" in name for name in names_in(tmp_path))
+    assert not any("csv" in name for name in names_in(tmp_path))
 
 
 def test_every_field_of_a_record_is_a_result_or_left_out_on_purpose() -> None:

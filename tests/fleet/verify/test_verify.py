@@ -1,7 +1,5 @@
 """`imagefleet verify` on what real workers stored, good ones and bad."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json
@@ -38,7 +36,7 @@ def jobs(numbers: range, **fields: object) -> list[str]:
 
 
 async def compared(storage: Storage) -> list[pairs.Pair]:
-    found = [each async for each in pairs.listed(storage, target.ALL, None)]
+    found = [each async for each in pairs.listed(storage, target.Target(), None)]
     await pairs.compare(storage, found, lambda: None)
     return found
 
@@ -196,9 +194,9 @@ async def test_a_campaigns_pairs_since_a_moment(storage: Storage) -> None:
     listed = [each async for each in pairs.listed(storage, target.read("a"), None)]
     assert [each.image for each in listed] == ["a/x.png"]
     newest = listed[0].drawn_at
-    assert len([each async for each in pairs.listed(storage, target.ALL, newest)]) == 2
+    assert len([each async for each in pairs.listed(storage, target.Target(), newest)]) == 2
     assert [
-        each async for each in pairs.listed(storage, target.ALL, newest.replace(year=2999))
+        each async for each in pairs.listed(storage, target.Target(), newest.replace(year=2999))
     ] == []
 
 

@@ -1,7 +1,5 @@
 """The command: its secret, its address, its state, and how it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json
@@ -102,19 +100,9 @@ def test_only_this_machine_gets_webhooks_without_tls(
 def test_what_no_campaign_is_called_is_refused_not_waited_for(
     jobs: Path, in_process: Imagefleet
 ) -> None:
-    ended = in_process(*URL, "spring 2026", "--dry-run")
+    ended = in_process(*URL, "spring 2026", "--once")
     assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "CAMPAIGN: use 1 to 128" in ended.stderr
-
-
-def test_a_dry_run_prints_the_events_and_changes_nothing(
-    jobs: Path, in_process: Imagefleet
-) -> None:
-    ended = in_process(*URL, "--each-job", "--dry-run")
-    events = [json.loads(line) for line in ended.stdout.splitlines()]
-    assert [each["type"] for each in events] == ["job.completed"] * 3, ended.stderr
-    assert events[0]["webhook-id"].startswith("msg_")
-    assert not (jobs / "webhooks.json").exists()
 
 
 async def test_the_service_sends_until_it_is_stopped(

@@ -1,7 +1,5 @@
 """What the receiver gets: each event at least once, signed, whatever fails in between."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -269,12 +267,10 @@ async def test_a_busy_receiver_is_left_alone_for_as_long_as_it_says(
     assert state.waiting == {}
 
 
-async def test_a_receiver_that_is_down_gets_everything_once_it_answers(
+async def test_a_receiver_that_is_down_gets_everything_after_a_restart(
     log: RecordLog, receiver: Any, run: Run, times: pytest.MonkeyPatch
 ) -> None:
     """And memory is bounded meanwhile: what is not begun waits in the records."""
-    times.setattr(service, "RETRY_SECONDS", (3600,))
-    times.setattr(service, "PROBE_SECONDS", 0.1)
     times.setattr(service, "MAX_WAITING", 10)
     times.setattr(events, "_RECORDS_AT_ONCE", 1)
     times.setattr(events, "_PART_BYTES", 200)  # of a part with 8 records

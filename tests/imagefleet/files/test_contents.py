@@ -1,7 +1,5 @@
 """Each kind of file that people give for a checkpoint or a LoRA, told by its header."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -151,8 +149,13 @@ def test_checkpoints_of_other_families_are_accepted(shapes: Shapes, kind: conten
         ({"blocks.0.self_attn.q.weight": [1536, 1536], "head.modulation": [1]}, "transformer"),
         ({"input_blocks.0.0.weight": [320, 4, 3, 3]}, "UNet of a checkpoint alone"),
         ({"time_embedding.linear_1.weight": [1280, 320], "conv_in.weight": [320]}, "UNet"),
-        ({VAE: [512, 4, 3, 3]}, "a VAE alone"),
-        ({"encoder.conv_in.weight": [128, 3, 3, 3], "decoder.conv_in.bias": [512]}, "a VAE"),
+        ({VAE: [512, 4, 3, 3]}, "a VAE"),
+        ({VAE: [512, 16, 3, 3]}, "a VAE of another model"),
+        ({"taesd_decoder.1.weight": [64, 4, 3, 3]}, "a tiny VAE"),
+        (
+            {"encoder.conv_in.weight": [128, 3, 3, 3], "post_quant_conv.bias": [4]},
+            "a part of a VAE",
+        ),
         ({"text_model.embeddings.position_embedding.weight": [77, 768]}, "a text encoder"),
         ({TEXT: [3072, 768]}, "a text encoder"),
         ({"encoder.block.0.layer.0.SelfAttention.k.weight": [4096, 4096]}, "a text encoder"),
@@ -179,7 +182,7 @@ def test_checkpoints_of_other_families_are_accepted(shapes: Shapes, kind: conten
 )
 def test_what_is_no_such_checkpoint_is_called_by_its_name(shapes: Shapes, name: str) -> None:
     kind = contents.identify(header(shapes))
-    assert kind.use in {None, "embedding", "controlnet", "upscaler"}
+    assert kind.use in {None, "embedding", "controlnet", "upscaler", "vae"}
     assert re.search(name, kind.name)
     assert kind.advice
 

@@ -1,12 +1,10 @@
 """The table of file kinds: no two share a place, and each file is of one kind alone."""
 
-from __future__ import annotations
-
 import io
 
 import pytest
 
-from header_files import LORA, SD1, file_of, shaped
+from header_files import SD1, file_of, lora_of, shaped
 from imagefleet import errors
 from imagefleet.files import contents, kinds, safetensors
 from imagefleet.files.contents import TEXT_STATES_FORMAT
@@ -14,13 +12,14 @@ from imagefleet.files.kinds import KINDS
 
 FILES = {
     "model": (file_of(*SD1), "SD 1.x"),
-    "lora": (file_of(*LORA), "SD 1.x LoRA"),
+    "lora": (lora_of(), "SD 1.x LoRA"),
     "embedding": (shaped(emb_params=[1, 1024]), "SD 2.x embedding, 1 vector"),
     "controlnet": (
         shaped(**{"control_model.input_hint_block.0.weight": [16, 3, 3, 3]}),
         "a ControlNet",
     ),
     "upscaler": (shaped(**{"model.0.weight": [64, 3, 3, 3]}), "an upscaler"),
+    "vae": (shaped(**{"decoder.conv_in.weight": [512, 4, 3, 3]}), "a VAE"),
     "text": (file_of("states", format=TEXT_STATES_FORMAT, encoder="t5-v1_1-xxl"), "t5-v1_1-xxl"),
 }
 

@@ -1,7 +1,5 @@
 """Jobs with further stages: what a stage takes over, its name, its message and its signature."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path
@@ -105,8 +103,8 @@ def test_the_images_of_all_stages_have_names_that_no_other_job_can_have() -> Non
         ({"n_iter": 2}, "stage 2: n_iter should be 1"),
         ({"stepz": 3}, "stage 2: stepz: unknown key"),
         ({"steps": 3000}, "stage 2: steps"),
-        ({"tiling": True}, "stage 2: tiling is not supported"),
-        ({"prompt": "[a:b:0.5]"}, "stage 2: prompt"),
+        ({"restore_faces": True}, "stage 2: restore_faces is not supported"),
+        ({"prompt": "a <x:y>"}, "stage 2: prompt"),
     ],
 )
 def test_a_wrong_stage_is_refused_by_its_number(stage: dict[str, Any], reason: str) -> None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import base64
 import json
 import math
@@ -10,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from imagefleet import errors
-from imagefleet.job import override_settings, prompt, samplers, sizes
+from imagefleet.job import prompt, samplers, settings_table, sizes
 from imagefleet.job.message import Job, read_job
-from imagefleet.job.passes import fields
 from imagefleet.job.samplers import MAX_IMAGES_PER_JOB, Noise
 
 json_values = st.recursive(
@@ -89,7 +86,7 @@ def test_any_values_of_known_fields_raise_only_invalid_message(
     assert refusal(json.dumps({"prompt": "", **fields})) != ""
 
 
-@given(st.dictionaries(st.sampled_from(sorted(fields.NEUTRAL_VALUES)), json_values, min_size=1))
+@given(st.dictionaries(st.sampled_from(sorted(settings_table.FIELDS)), json_values, min_size=1))
 def test_any_values_of_foreign_fields_raise_only_invalid_message(
     fields: dict[str, object],
 ) -> None:
@@ -190,9 +187,9 @@ def test_blob_names_follow_from_the_job_alone() -> None:
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("steps", [0, 151, 1.5, "many", None, 10**30]),
-        ("cfg_scale", [0.5, 31, math.nan, math.inf, None]),
-        ("width", [0, 63, 65, 2056, -512]),
+        ("steps", [0, 151, 1.5, "many", 10**30]),
+        ("cfg_scale", [0.5, 31, math.nan, math.inf]),
+        ("width", [0, 63, 64.5, 2056, -512]),
         ("height", [56, 4096, 512.5]),
         ("seed", [-2, 2**32, 0.5]),
         ("batch_size", [0, MAX_IMAGES_PER_JOB + 1]),
@@ -215,8 +212,8 @@ def test_blob_names_follow_from_the_job_alone() -> None:
         ("scheduler", ["Exponent", "SGM", 5]),
         ("output", [{"format": "gif"}, {"quality": 0}, {"qualty": 5}, "png"]),
         ("metadata", ["x", {"a": "x" * 4096}, {"a": "\u4e00" * 1400}]),
-        ("prompt", [None, 5, "x" * 65_537, "<lora:../x:1>", "a AND b", "[a|b]", "(a:1.1.1)"]),
-        ("negative_prompt", [None, "x" * 65_537, "[a:b:0.5]", "[a|b]", "(a:1000)"]),
+        ("prompt", [None, 5, "x" * 65_537, "<lora:../x:1>", "a AND " * 8, "(a:1.1.1)"]),
+        ("negative_prompt", [None, "x" * 65_537, "[" * 33 + ":1]" * 33, "(a:1000)"]),
     ],
 )
 def test_a_value_out_of_bounds_is_refused_by_the_fields_name(
@@ -238,7 +235,7 @@ def test_a_misspelt_field_is_refused_with_a_suggestion() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("firstphase_width", 64), ("script_name", "x/y/z"), ("tiling", True)]
+    ("field", "value"), [("firstphase_width", 64), ("script_name", "x/y/z"), ("styles", ["x"])]
 )
 def test_a_field_that_would_change_the_image_is_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(errors.InvalidMessageError, match=field):
@@ -246,10 +243,11 @@ def test_a_field_that_would_change_the_image_is_refused_by_name(field: str, valu
 
 
 def test_fields_that_do_not_change_the_image_are_accepted() -> None:
-    neutral = {name: values[-1] for name, values in fields.NEUTRAL_VALUES.items()}
+    rows = settings_table.FIELDS.items()
+    neutral = {name: row.neutral[-1] for name, row in rows if row.neutral}
 
     assert read(**neutral, save_images=True, hr_scale=2, denoising_strength=0.3) == read()
-    nothing = dict.fromkeys([*fields.NEUTRAL_VALUES, "eta", "s_churn", "s_tmax", "subseed"])
+    nothing = dict.fromkeys([*neutral, "eta", "s_churn", "s_tmax", "subseed"])
     assert read(**nothing) == read()
 
 
@@ -296,8 +294,9 @@ def test_an_override_that_contradicts_a_field_is_refused_naming_both(
 
 
 def test_override_settings_that_do_not_change_the_image_are_accepted() -> None:
-    neutral = {name: values[-1] for name, values in override_settings.NEUTRAL_VALUES.items()}
-    saving = {"samples_format": "jpg", "save_txt": True, "return_grid": False, "outdir_grids": "x"}
+    rows = settings_table.SETTINGS.items()
+    neutral = {name: row.neutral[-1] for name, row in rows if row.neutral}
+    saving = {"samples_save": True, "save_txt": True, "return_grid": False, "outdir_grids": "x"}
 
     assert read(override_settings=neutral | saving) == read()
     assert read(override_settings={"sd_model_checkpoint": None}) == read()
@@ -371,10 +370,23 @@ def test_one_step_that_draws_only_noise_is_refused(name: str) -> None:
 
 
 def test_the_prompts_own_weight_multiplies_the_guidance() -> None:
-    assert read(prompt="a cat:1.5", cfg_scale=8).guidance == 12
-    assert read(prompt="a cat", negative_prompt="a dog:1.5", cfg_scale=8).guidance == 8
+    assert read(prompt="a cat:3", cfg_scale=8, negative_prompt="a dog:5").parsed_prompt.weights == (
+        3,
+    )
     with pytest.raises(errors.InvalidMessageError, match=r"cfg_scale: 8 times .* is 4, is more"):
         read(prompt="a cat:4", cfg_scale=8)
+    with pytest.raises(errors.InvalidMessageError, match=r"cfg_scale: 8 times .* is -4, is more"):
+        read(prompt="a cat AND a dog:-4", cfg_scale=8)
+
+
+def test_prompts_are_edited_by_the_steps_of_the_job() -> None:
+    """A sampler of two calls a step has twice as many, as in AUTOMATIC1111."""
+    words = {"prompt": "[a:b:0.5]", "negative_prompt": "[a:b:5]", "steps": 8}
+    for sampler, last in (("Euler", 4), ("Heun", 8)):
+        job = read(**words, sampler_name=sampler)
+        prompts = job.parsed_prompt, job.parsed_negative_prompt
+        assert [one.subprompts[0].states[0].until for one in prompts] == [last, 5]
+        assert job.model_copy(update={"steps": 4}).parsed_prompt.states[0].until == last // 2
 
 
 def test_comments_are_not_part_of_the_prompts() -> None:
@@ -389,7 +401,18 @@ def test_comments_are_not_part_of_the_prompts() -> None:
     assert job.parsed_prompt.text == job.shown_prompts[0] == "a #1 cat"
 
 
-@pytest.mark.parametrize("setting", ["sd_vae", "sd_lora", "clip_skip_everything"])
+@pytest.mark.parametrize("usual", ["Automatic", "None", "", None])
+def test_a_vae_is_named_by_its_file_as_the_setting_is(usual: object) -> None:
+    for title in ("sharp", "sharp.safetensors", "folder/sharp.safetensors [0123456789]"):
+        assert read(sd_vae=title) == read(override_settings={"sd_vae": title})
+        assert read(sd_vae=title).sd_vae == "sharp"
+    assert read(sd_vae=usual).sd_vae is read(override_settings={"sd_vae": usual}).sd_vae is None
+    assert read(sd_vae=usual).digest == read().digest
+    with pytest.raises(errors.InvalidMessageError, match="sd_vae: should be the name of a file"):
+        read(sd_vae="a/..")
+
+
+@pytest.mark.parametrize("setting", ["sd_unet", "sd_lora", "clip_skip_everything"])
 def test_an_override_that_changes_the_image_is_refused_by_name(setting: str) -> None:
     with pytest.raises(errors.InvalidMessageError, match=rf"override_settings\.{setting} is not"):
         read(override_settings={setting: 31337})
@@ -402,7 +425,7 @@ def test_a_misspelt_override_is_refused_with_a_suggestion() -> None:
 
 @given(
     st.dictionaries(
-        st.sampled_from([*override_settings.FIELDS, "sd_vae", "samples_format"]) | st.text(),
+        st.sampled_from([*settings_table.SETTINGS]) | st.text(),
         json_values,
     )
     | json_values

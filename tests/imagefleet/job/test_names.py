@@ -1,13 +1,11 @@
 """No two images of any jobs share a name, and every reader of names finds the job again."""
 
-from __future__ import annotations
-
 import string
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.redo import replace
@@ -81,6 +79,7 @@ def record_of(job: Job, index: int, **changes: Any) -> Record:
     )
 
 
+@settings(deadline=None)
 @given(images, images)
 def test_the_console_takes_a_record_for_its_own_jobs_image_alone(one: Image, other: Image) -> None:
     job = jobs_of(one)

@@ -1,7 +1,5 @@
 """The names of samplers and schedulers that jobs have."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -89,3 +87,19 @@ def test_the_scheduler_field_means_what_it_does_in_a1111_1_9(
     name: str, scheduler: str, sampler: str
 ) -> None:
     assert read(sampler_name=name, scheduler=scheduler).sampler == sampler
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"sampler_name": name} for name in ("DDIM", "PLMS", "UniPC", "TCD", "LCM", "DDIM CFG++")),
+        {"enable_hr": True, "hr_sampler_name": "DDIM"},
+    ],
+)
+def test_a_downcast_schedule_is_refused_for_samplers_that_round_elsewhere(
+    fields: dict[str, Any],
+) -> None:
+    settings = {"override_settings": {"use_downcasted_alpha_bar": True}}
+    with pytest.raises(errors.JobError, match="use_downcasted_alpha_bar: is not for DDIM"):
+        read(**fields, **settings)
+    assert read(sampler_name="DPM++ 2M Karras", **settings).sampler_options.is_downcast

@@ -1,19 +1,17 @@
-"""AUTOMATIC1111's payload field by field: the code and docs/a1111.md say the same."""
-
-from __future__ import annotations
+"""AUTOMATIC1111's fields and settings, pass by pass: jobs and docs/a1111.md keep to the tables."""
 
 import json
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+import write_a1111
 
 from imagefleet import errors
-from imagefleet.job import override_settings
+from imagefleet.job import settings_table
 from imagefleet.job.message import Job, read_job
-from imagefleet.job.passes import controlnet, extras, fields, hires, img2img
+from imagefleet.job.passes import controlnet, extras
 
 PAGE = Path(__file__).parents[3] / "docs" / "a1111.md"
 
@@ -61,134 +59,110 @@ FORGE_FIELDS = frozenset({"distilled_cfg_scale"})
 ALIASES = frozenset({"override_settings", "sampler_index", extras.IMAGE})
 
 
-class Row(NamedTuple):
-    verdict: str
-    accepted: tuple[Any, ...]
+#: A job of each pass.
+JOBS: dict[str, dict[str, Any]] = {
+    "txt2img": {},
+    "img2img": {"init_images": ["a.png"]},
+    "hires": {"enable_hr": True},
+    "extras": {"init_images": ["a.png"], "upscaler_1": "Lanczos"},
+}
 
+#: They say what passes a job has.
+OF_PASSES = frozenset({"enable_hr", "init_images", "upscaler_1"})
 
-def rows(section: str) -> dict[str, Row]:
-    """What the page's table says of each name."""
-    text = PAGE.read_text(encoding="utf-8").partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-    return dict(_rows(text))
+#: Values that no row takes as neutral, and a job's fields hardly ever.
+ODD_VALUES: tuple[Any, ...] = (0.123, "x", [1], {"a": {"args": []}})
 
-
-def _rows(text: str) -> Iterator[tuple[str, Row]]:
-    for names, verdict, notes in re.findall(r"^\| (`.+?) \| (.+?) \| (.*?)\|$", text, re.MULTILINE):
-        accepted = re.findall(r"`([^`]+)`", notes) if verdict == "rejected" else []
-        for name in re.findall(r"`([^`]+)`", names):
-            yield name, Row(verdict, tuple(json.loads(value) for value in accepted))
-
-
-FIELDS = rows("Its fields")
-IMG2IMG_FIELDS = rows("Its fields of img2img")
-EXTRAS_FIELDS = rows("Its fields of extras")
-UNIT_FIELDS = rows("ControlNet")
-SETTINGS = rows("Its settings")
+by_pass = pytest.mark.parametrize("job", settings_table.PASSES)
 
 
 def read(**fields: Any) -> Job:
     return read_job(json.dumps({"prompt": "a cat", **fields}), "message-1")
 
 
-def neutral(values: Mapping[str, tuple[object, ...]]) -> dict[str, set[str]]:
-    return {
-        name: {json.dumps(value) for value in each if value is not None}
-        for name, each in values.items()
-    }
+def passes_of(job: str) -> set[str]:
+    """A second pass comes after a first one, which takes fields and settings as well."""
+    return {job, "txt2img"} if job == "hires" else {job}
 
 
-def documented(table: Mapping[str, Row]) -> dict[str, set[str]]:
-    return {
-        name: {json.dumps(value) for value in row.accepted}
-        for name, row in table.items()
-        if row.verdict == "rejected"
-    }
+def test_the_tables_of_the_page_are_current() -> None:
+    page = PAGE.read_text(encoding="utf-8")
 
-
-def test_the_page_has_every_field_of_the_api() -> None:
-    assert FIELDS.keys() == A1111_FIELDS | FORGE_FIELDS
-    assert {row.verdict for row in FIELDS.values()} == {"honoured", "no effect", "rejected"}
-    assert IMG2IMG_FIELDS.keys() == A1111_IMG2IMG_FIELDS
-    assert EXTRAS_FIELDS.keys() == A1111_EXTRAS_FIELDS
-
-
-def test_the_page_tells_what_the_code_does_with_each_field() -> None:
-    assert documented(FIELDS) == neutral(fields.NEUTRAL_VALUES)
-    honoured = {name for name, row in FIELDS.items() if row.verdict == "honoured"}
-    assert honoured - ALIASES <= Job.model_fields.keys()
-    without = {name for name, row in FIELDS.items() if row.verdict == "no effect"}
-    assert without >= fields.WITHOUT_EFFECT
-    with_second_pass = without - fields.WITHOUT_EFFECT
-    assert with_second_pass == hires.NEUTRAL_VALUES.keys()
-
-
-def test_the_page_tells_what_the_code_does_with_each_field_of_img2img() -> None:
-    assert documented(IMG2IMG_FIELDS) == neutral(img2img.NEUTRAL_VALUES)
-    verdicts = {name: row.verdict for name, row in IMG2IMG_FIELDS.items()}
-    honoured = {name for name, verdict in verdicts.items() if verdict == "honoured"}
-    assert honoured == img2img.FIELDS
-    without = {name for name, verdict in verdicts.items() if verdict == "no effect"}
-    assert without == img2img.WITHOUT_EFFECT
-
-
-def test_the_page_tells_what_the_code_does_with_each_field_of_extras() -> None:
-    assert documented(EXTRAS_FIELDS) == neutral(extras.NEUTRAL_VALUES)
-    verdicts = {name: row.verdict for name, row in EXTRAS_FIELDS.items()}
-    honoured = {name for name, verdict in verdicts.items() if verdict == "honoured"}
-    assert honoured - ALIASES == extras.FIELDS | {"resize_mode"}
-    without = {name for name, verdict in verdicts.items() if verdict == "no effect"}
-    assert without == extras.WITHOUT_EFFECT
+    assert write_a1111.current(page) == page, "write it anew: make docs"
 
 
 def test_the_page_tells_what_the_code_does_with_each_field_of_a_controlnet() -> None:
-    honoured = {name for name, row in UNIT_FIELDS.items() if row.verdict == "honoured"}
-    rejected = {name for name, row in UNIT_FIELDS.items() if row.verdict == "rejected"}
-    without = {name for name, row in UNIT_FIELDS.items() if row.verdict == "no effect"}
-    assert without == controlnet.WITHOUT_EFFECT
-    assert honoured - {"enabled", "input_image", "guidance"} == (
-        controlnet.Unit.model_fields.keys() - {"module", "control_mode"}
-    )
-    assert rejected == {"module", "control_mode", *controlnet.UNSUPPORTED}
+    text = PAGE.read_text(encoding="utf-8").partition("\n## ControlNet\n")[2].partition("\n## ")[0]
+    verdicts: dict[str, set[str]] = {}
+    for names, verdict in re.findall(r"^\| (`.+?) \| (.+?) \|", text, re.MULTILINE):
+        verdicts.setdefault(verdict, set()).update(re.findall(r"`([^`]+)`", names))
+    assert verdicts["no effect"] == controlnet.WITHOUT_EFFECT
+    honoured = verdicts["honoured"] - {"enabled", "input_image", "guidance"}
+    assert honoured == controlnet.Unit.model_fields.keys()
+    assert verdicts["rejected"] == controlnet.UNSUPPORTED.keys()
 
 
-def test_the_page_has_every_setting_that_matters_in_these_passes() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    for name in (*img2img.NEUTRAL_SETTINGS, *hires.NEUTRAL_SETTINGS):
-        assert f"`{name}`" in text
+def test_every_field_of_the_apis_is_in_the_table_or_a_jobs_own() -> None:
+    fields = A1111_FIELDS | A1111_IMG2IMG_FIELDS | A1111_EXTRAS_FIELDS | FORGE_FIELDS
+    assert fields - ALIASES <= settings_table.FIELDS.keys() | Job.model_fields.keys()
+    drawn = {row.field for row in settings_table.FIELDS.values()} - {""}
+    drawn |= {row.field for row in settings_table.SETTINGS.values()} - {""}
+    assert drawn <= Job.model_fields.keys()
 
 
-def test_the_page_tells_what_the_code_does_with_each_setting() -> None:
-    assert documented(SETTINGS) == neutral(override_settings.NEUTRAL_VALUES)
-    honoured = {name for name, row in SETTINGS.items() if row.verdict == "honoured"}
-    assert honoured == override_settings.FIELDS.keys()
+@by_pass
+@pytest.mark.parametrize("name", sorted(settings_table.FIELDS.keys() - OF_PASSES))
+def test_a_field_does_in_each_pass_what_its_row_says(name: str, job: str) -> None:
+    row, base = settings_table.FIELDS[name], JOBS[job]
+    assert read(**{name: None, **base}) == read(**base)
+    if passes_of(job) <= row.refused:
+        with pytest.raises(errors.InvalidMessageError, match=name):
+            read(**base, **{name: VALUES.get(name, 1)})
+    elif row.passes.isdisjoint(passes_of(job)) and row.refused.isdisjoint(passes_of(job)):
+        for value in ODD_VALUES:
+            assert read(**base, **{name: value}) == read(**base)
+    elif not row.field:
+        for value in row.neutral:
+            assert read(**base, **{name: value}) == read(**base)
+        for value in ODD_VALUES:
+            with pytest.raises(errors.InvalidMessageError, match=rf"{name} is not supported"):
+                read(**base, **{name: value})
 
 
-@pytest.mark.parametrize("name", [name for name in FIELDS if FIELDS[name].verdict == "no effect"])
-def test_a_field_without_effect_changes_no_job_whatever_its_value(name: str) -> None:
-    for value in (None, True, 5, 0.3, "x", [1], {"a": 1}):
-        assert read(**{name: value}) == read()
+@by_pass
+@pytest.mark.parametrize("name", sorted(settings_table.SETTINGS))
+def test_a_setting_does_in_each_pass_what_its_row_says(name: str, job: str) -> None:
+    row, base = settings_table.SETTINGS[name], JOBS[job]
+    plain = read(**base)
+    assert read(**base, override_settings={name: None}) == plain
+    if row.passes.isdisjoint(passes_of(job)):
+        for value in ODD_VALUES:
+            assert read(**base, override_settings={name: value}) == plain
+    elif not row.field:
+        for value in row.neutral:
+            assert read(**base, override_settings={name: value}) == plain
+        for value in ODD_VALUES:
+            with pytest.raises(errors.InvalidMessageError, match=rf"settings\.{name} is not"):
+                read(**base, override_settings={name: value})
 
 
-@pytest.mark.parametrize("name", [name for name in FIELDS if FIELDS[name].verdict == "rejected"])
-def test_a_rejected_field_is_named_and_its_neutral_values_change_nothing(name: str) -> None:
-    for value in (None, *FIELDS[name].accepted):
-        assert read(**{name: value}) == read()
-    for value in (0.123, "x", [1], {"a": {"args": []}}):
-        with pytest.raises(errors.InvalidMessageError, match=rf"{name} is not supported"):
-            read(**{name: value})
+@by_pass
+def test_settings_of_saving_and_of_the_page_have_no_effect(job: str) -> None:
+    for beginning in settings_table.FAMILIES:
+        assert read(**JOBS[job], override_settings={f"{beginning}x": 1}) == read(**JOBS[job])
+    assert not {
+        name for name in settings_table.SETTINGS if name.startswith(settings_table.FAMILIES)
+    }
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in SETTINGS if SETTINGS[name].verdict == "rejected"]
-)
-def test_a_rejected_setting_is_named_and_its_neutral_values_change_nothing(name: str) -> None:
-    for value in (None, *SETTINGS[name].accepted):
-        assert read(override_settings={name: value}) == read()
-    with pytest.raises(errors.InvalidMessageError, match=rf"override_settings\.{name} is not"):
-        read(override_settings={name: 0.123})
+@by_pass
+def test_a_setting_that_no_row_names_is_refused_in_every_pass(job: str) -> None:
+    for name in ("samples_fromat", "img2img_strength", "uni_pc_thresholding", "hires_fix_cfg"):
+        with pytest.raises(errors.InvalidMessageError, match=rf"settings\.{name} is not"):
+            read(**JOBS[job], override_settings={name: None})
 
 
-#: A value for each honoured field, other than the default.
+#: A value for each drawn field, other than the default.
 VALUES: dict[str, Any] = {
     "prompt": "a dog",
     "negative_prompt": "x",
@@ -206,6 +180,7 @@ VALUES: dict[str, Any] = {
     "subseed_strength": 0.5,
     "seed_resize_from_w": 64,
     "seed_resize_from_h": 64,
+    "tiling": True,
     "eta": 0.5,
     "s_churn": 1,
     "s_tmin": 1,
@@ -213,6 +188,8 @@ VALUES: dict[str, Any] = {
     "s_noise": 0.9,
     "s_min_uncond": 1,
     "override_settings": {"randn_source": "NV"},
+    "refiner_checkpoint": "folder/late.safetensors [0123456789]",
+    "refiner_switch_at": 0.7,
     "alwayson_scripts": {"controlnet": {"args": [{"image": "a.png", "model": "b"}]}},
 }
 
@@ -229,13 +206,16 @@ HIRES_VALUES: dict[str, Any] = {
     "hr_scheduler": "Karras",
     "hr_prompt": "a dog",
     "hr_negative_prompt": "x",
+    "hr_checkpoint_name": "sharp.safetensors",
 }
 
 
-def test_every_honoured_field_reaches_the_job() -> None:
-    honoured = {name for name, row in FIELDS.items() if row.verdict == "honoured"}
-    assert VALUES.keys() | HIRES_VALUES.keys() == honoured
-    jobs = [read(**{name: value}) for name, value in VALUES.items()]
+def test_every_drawn_field_reaches_the_job() -> None:
+    rows = settings_table.FIELDS
+    drawn = {name for name in A1111_FIELDS if name not in rows or rows[name].field}
+    assert VALUES.keys() | HIRES_VALUES.keys() == drawn
+    refiner = {"refiner_switch_at": {"refiner_checkpoint": "other"}}
+    jobs = [read(**{name: value}, **refiner.get(name, {})) for name, value in VALUES.items()]
     jobs += [read(**{"enable_hr": True, name: value}) for name, value in HIRES_VALUES.items()]
     different = {job.to_message() for job in [read(), *jobs]}
     assert len(different) == len(VALUES) + len(HIRES_VALUES) + 1
@@ -245,3 +225,16 @@ def test_the_fields_of_the_second_pass_have_no_effect_without_it() -> None:
     for name in {*HIRES_VALUES, "hr_cfg", "hr_additional_modules"} - {"enable_hr"}:
         for value in (None, True, -5, 0.3, "x", [1], {"a": 1}):
             assert read(**{name: value}) == read(enable_hr=False, **{name: value}) == read()
+
+
+def test_the_share_of_a_refiner_that_is_none_has_no_effect() -> None:
+    for title in (None, "", "None", "none"):
+        share = {"refiner_checkpoint": title, "refiner_switch_at": 0.8}
+        by_steps = {"refiner_switch_by_sample_steps": True}
+        assert read(**share, override_settings=by_steps).digest == read().digest
+    assert read(refiner_checkpoint="a.ckpt [0123456789]").refiner_checkpoint == "a"
+    with pytest.raises(errors.InvalidMessageError, match=r"refiner_checkpoint: .* DPM adaptive"):
+        read(refiner_checkpoint="a", sampler_name="DPM adaptive")
+    adaptive = {"hr_sampler_name": "DPM adaptive", "enable_hr": True}
+    with pytest.raises(errors.InvalidMessageError, match=r"refiner_checkpoint: .* DPM adaptive"):
+        read(refiner_checkpoint="a", **adaptive)

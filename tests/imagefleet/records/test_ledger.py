@@ -1,7 +1,5 @@
 """The ledger of what was sent: many writers, lost replies, damage, and its size."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from typing import Any
@@ -30,10 +28,10 @@ async def test_many_writers_at_the_same_time_lose_no_job_and_count_none_twice(
 ) -> None:
     await asyncio.gather(*(sent_jobs.note(storage, "spring", 50, 25 * turn) for turn in range(8)))
     await sent_jobs.note(storage, "autumn", 3)
-    assert len(await sent.entries(storage, "spring")) == 225
+    assert len(await sent.Ledger(storage, "spring").read()) == 225
     assert set(await sent.listed(storage)) == {"spring", "autumn"}
     # Those that did not read the others' jobs may count some of theirs.
-    assert 225 <= (await sent.counts(storage, "spring") or 0) <= 400
+    assert 225 <= (await sent.Ledger(storage, "spring").count() or 0) <= 400
 
 
 async def test_a_writer_that_has_read_the_ledger_counts_jobs_of_others_once(
@@ -45,7 +43,7 @@ async def test_a_writer_that_has_read_the_ledger_counts_jobs_of_others_once(
         for job in range(10 * number, 10 * number + 20):
             ledger.pending += entry_of(f"{job}", "0" * 64)
     await asyncio.gather(*(ledger.note() for ledger in ledgers))
-    assert await sent.counts(storage, "spring") == 70
+    assert await sent.Ledger(storage, "spring").count() == 70
 
 
 async def test_a_full_blob_is_followed_by_another(
@@ -56,8 +54,8 @@ async def test_a_full_blob_is_followed_by_another(
         await noted(storage, entry_of(f"{number}", "0" * 64))
     names = [name async for name in storage.files.names("-sent/")]
     assert [name.rpartition("spring/")[2] for name in names] == ["0000", "0001", "0002"]
-    assert await sent.counts(storage, "spring") == 8
-    assert len(await sent.entries(storage, "spring")) == 8
+    assert await sent.Ledger(storage, "spring").count() == 8
+    assert len(await sent.Ledger(storage, "spring").read()) == 8
 
 
 async def test_an_append_whose_reply_is_lost_is_not_made_twice(
@@ -87,10 +85,10 @@ async def test_a_damaged_part_is_said_and_hides_nothing_else(storage: Storage) -
     await storage.files.append(f"{sent.folder_of(storage)}spring/0000", b"IF-SENT1 broken off", 44)
     await noted(storage, entry_of("b", "1" * 64))
     damaged = Damaged()
-    found = await sent.entries(storage, "spring", damaged)
+    found = await sent.Ledger(storage, "spring").read(damaged)
     assert len(found) == 2
     assert "/spring/0000: 19 bytes of it are damaged" in str(damaged)
-    assert await sent.counts(storage, "spring") == 2
+    assert await sent.Ledger(storage, "spring").count() == 2
 
 
 async def test_an_id_has_the_digest_that_was_sent_last(storage: Storage) -> None:
@@ -133,7 +131,7 @@ def test_digests_are_found_and_replaced_among_many() -> None:
 async def test_a_storage_without_files_has_no_counts(azurite_settings: StorageSettings) -> None:
     names = azurite_settings.model_copy(update={"files_container": "no-such-files"})
     async with open_storage(names) as storage:
-        assert await sent.counts(storage, "spring") is None
+        assert await sent.Ledger(storage, "spring").count() is None
         assert await sent.listed(storage) == {}
 
 
@@ -144,5 +142,5 @@ async def test_fleets_that_share_their_files_have_ledgers_of_their_own(
     names = storage_settings.model_copy(update={"container": others})
     await sent_jobs.note(storage, "spring", 3)
     async with open_storage(names) as other:
-        assert await sent.counts(other, "spring") is None
+        assert await sent.Ledger(other, "spring").count() is None
         assert await sent.listed(other) == {}

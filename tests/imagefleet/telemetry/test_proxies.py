@@ -1,7 +1,5 @@
 """Proxies of the environment, and servers whose certificates nobody here knows."""
 
-from __future__ import annotations
-
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime
@@ -12,6 +10,7 @@ import pytest
 import trustme
 from aiohttp import web
 from prometheus_client import CollectorRegistry
+from yarl import URL
 
 from fleet.monitor import prometheus
 from fleet.salad.client import SaladClient
@@ -122,7 +121,7 @@ async def of_prometheus(host: str) -> None:
 
 async def of_a_push(host: str) -> None:
     async with proxies.session() as session:
-        await push.Pusher(session, CollectorRegistry(), f"https://{host}", {}).push()
+        await push.Pusher(session, CollectorRegistry(), URL(f"https://{host}")).push()
 
 
 CLIENTS = [of_azure, of_salad, of_a_model, of_prometheus, of_a_push]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gzip
@@ -12,6 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter
+from yarl import URL
 
 import polling
 from imagefleet import concurrency, errors
@@ -73,7 +72,7 @@ def images() -> tuple[CollectorRegistry, Counter]:
 @contextlib.asynccontextmanager
 async def a_pusher(url: str, registry: CollectorRegistry) -> AsyncIterator[push.Pusher]:
     async with aiohttp.ClientSession() as client:
-        yield push.Pusher(client, registry, url, {"job": "j", "instance": "i"}, FAST)
+        yield push.Pusher(client, registry, URL(url), FAST)
 
 
 async def until(condition: Callable[[], bool]) -> None:

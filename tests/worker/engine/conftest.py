@@ -1,7 +1,5 @@
 """A tiny checkpoint with SD1.5's architecture, engines on it, and helpers to draw with them."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import importlib
@@ -26,9 +24,9 @@ import tiny_model
 from families import tiny_controlnets
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract, device, load, text
+from worker.engine.contract import Settings
 from worker.engine.families.latents import of_latents
 from worker.engine.slots import engine as slots
-from worker.engine.slots.parts import Settings
 
 #: Few steps and the smallest size: an image takes some 30 ms.
 _REQUEST = contract.ImageRequest(

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import shlex
 import shutil
@@ -22,6 +20,7 @@ import tiny_model
 from imagefleet import errors
 from worker.engine import checkpoint as checkpoints
 from worker.engine.families.table import SD1
+from worker.engine.slots import weights as weights_of
 from worker.files import check, model
 from worker.settings import WorkerSettings
 
@@ -276,13 +275,13 @@ def test_weights_in_several_files_are_read_and_no_other_files(
         load_checkpoint(copy)
 
 
-def test_a_folder_of_mixed_precision_is_read_in_float32(copy: Path) -> None:
+def test_a_folder_of_mixed_precision_is_of_one_on_its_device(copy: Path) -> None:
     path = copy / "unet" / "diffusion_pytorch_model.safetensors"
     weights = load_file(path)
     first = next(iter(weights))
     weights[first] = weights[first].half()
     save_file(weights, path, {"format": "pt"})
-    assert checkpoints._read_folder(copy).networks["unet"].dtype == torch.float32
+    assert {each.dtype for each in load_checkpoint(copy).unet.parameters()} == {torch.float32}
 
 
 def test_key_names_of_older_folders_are_read(
@@ -310,13 +309,6 @@ def test_key_names_of_older_folders_are_read(
 def test_a_model_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(errors.SetupError, match=r"gone\.safetensors"):
         load_checkpoint(tmp_path / "gone.safetensors")
-
-
-@pytest.mark.parametrize("part", ["unet", "vae", "text_encoder"])
-def test_a_folder_that_lacks_a_part_names_it(copy: Path, part: str) -> None:
-    shutil.rmtree(copy / part)
-    with pytest.raises(errors.SetupError, match=f"{part}/config.json"):
-        load_checkpoint(copy)
 
 
 def test_a_folder_without_a_tokenizer_names_it(copy: Path) -> None:
@@ -364,17 +356,11 @@ def test_weights_that_are_no_numbers_are_the_files_fault_not_the_nodes(
     weights = load_file(path)
     weights["conv_out.weight"][0, 0, 0, 0] = number
     save_file(weights, path)
-    with pytest.raises(errors.SetupError, match=r"copy' is damaged: unet\.conv_out\.weight holds"):
+    with pytest.raises(
+        errors.SetupError, match=r"copy' is damaged: it .* in unet\.conv_out\.weight"
+    ):
         checkpoints.load_checkpoint(copy, torch.device("cpu"), torch.float16)
     if number == 1e6:  # which float32 holds
-        load_checkpoint(copy)
-
-
-def test_pickled_weights_are_never_loaded(copy: Path) -> None:
-    (file,) = (copy / "unet").glob("*.safetensors")
-    torch.save(load_file(file), file.with_suffix(".bin"))
-    file.unlink()
-    with pytest.raises(errors.SetupError, match="pickled weights are never loaded"):
         load_checkpoint(copy)
 
 
@@ -391,7 +377,7 @@ def test_the_command_that_refuses_a_pickle_converts_it(single_file: Path, tmp_pa
 @pytest.mark.parametrize("name", ["model.ckpt", "model.safetensors"])
 def test_a_pickled_checkpoint_is_never_loaded(tmp_path: Path, checkpoint: Path, name: str) -> None:
     torch.save({"state_dict": {}}, tmp_path / name)
-    with pytest.raises(errors.SetupError, match=f"{name}' is not a readable .safetensors file"):
+    with pytest.raises(errors.SetupError, match=f"{name}' cannot be loaded"):
         load_checkpoint(tmp_path / name, checkpoint)
 
 
@@ -400,7 +386,7 @@ def test_a_truncated_single_file_is_named(
 ) -> None:
     short = tmp_path / "short.safetensors"
     short.write_bytes(single_file.read_bytes()[:-100])
-    with pytest.raises(errors.SetupError, match=r"short.safetensors' is not a readable"):
+    with pytest.raises(errors.SetupError, match=r"short.safetensors' cannot be loaded"):
         load_checkpoint(short, checkpoint)
 
 
@@ -410,12 +396,12 @@ def test_a_single_file_of_another_architecture_is_refused(
     weights = load_file(single_file)
     other = tmp_path / "other.safetensors"
     save_file({name: weight for name, weight in weights.items() if "cond_stage" not in name}, other)
-    with pytest.raises(errors.SetupError, match=r"other.safetensors' is not a Stable Diff"):
+    with pytest.raises(errors.SetupError, match=r"other.safetensors' is no checkpoint"):
         load_checkpoint(other, checkpoint)
     (lone,) = [name for name in weights if name.endswith("time_embed.0.bias")]
     del weights[lone]
     save_file(weights, other)
-    with pytest.raises(errors.SetupError, match=r"does not fit Stable Diffusion 1.x: it lacks 1"):
+    with pytest.raises(errors.SetupError, match="cannot be loaded: it lacks 1"):
         load_checkpoint(other, checkpoint)
 
 
@@ -465,3 +451,32 @@ def test_a_single_files_built_in_configuration_is_sd15s() -> None:
         )
     sizes = [sum(weight.numel() for weight in network.parameters()) for network in networks]
     assert sizes == [859_520_964, 83_653_863, 123_060_480]
+
+
+def test_damaged_positions_are_put_right_and_told_or_kept_as_they_are(
+    tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Merging in float16 rounds 41 to 40.9, which AUTOMATIC1111 takes for 40."""
+    weights = with_positions(key_names.original_layout(checkpoint), torch.float32)
+    key = "cond_stage_model.transformer.text_model.embeddings.position_ids"
+    weights[key][0, 41] = 40.9
+    path = tmp_path / "merged.safetensors"
+    save_file(weights, path)
+    cpu, found = torch.device("cpu"), []
+    for file_positions in (False, True):
+        loaded = checkpoints.load_checkpoint(
+            path, cpu, torch.float32, checkpoint, file_positions=file_positions
+        )
+        (numbers,) = loaded.text_encoder.buffers()
+        found.append(numbers.flatten().tolist())
+    assert found[0] == [*range(77)]
+    assert found[1] == [*range(41), 40, *range(42, 77)]
+    warnings = [each.getMessage() for each in caplog.records if "position_ids" in each.getMessage()]
+    assert [each.partition(", and ")[2] for each in warnings] == [
+        "are put right (see --file-positions)",
+        "are drawn with",
+    ]
+    plain = load_checkpoint(checkpoint)
+    exchanged = weights_of.exchange(plain, loaded)
+    (numbers,) = exchanged.text_encoder.buffers()
+    assert numbers.flatten().tolist() == found[1]

@@ -1,9 +1,8 @@
-from __future__ import annotations
-
 import os
 import re
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from imagefleet import errors
 from imagefleet.files import contents
 from worker import process
-from worker.engine import device, load
+from worker.engine import device, load, phases
 from worker.engine.checkpoint import load_checkpoint
 from worker.engine.slots import memory
 from worker.files import check
@@ -145,9 +144,7 @@ def test_a_worker_takes_such_a_gpu_for_broken_if_its_parent_chose_it(
 ) -> None:
     gpu("13.0", "580.95.05", works=False)
     settings = WorkerSettings(model=str(checkpoint), device="cuda")
-    worker: Any = SimpleNamespace(
-        _settings=settings, _member=member, _kernels=None, _accelerator=None
-    )
+    worker: Any = SimpleNamespace(_settings=settings, _member=member, _kernels=None, _own_files={})
     with pytest.raises(fault, match="CUDA GPU"):
         process._Worker._load_engine(worker, Checkpoint("tiny", settings))
 
@@ -212,7 +209,7 @@ def test_the_programs_in_the_documents_convert_and_complete_checkpoints(
     single_file: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
-    convert, complete, put_in_vae, state_v, _of_embeddings = re.findall(
+    convert, complete, state_v, _of_embeddings = re.findall(
         r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL
     )
     monkeypatch.chdir(tmp_path)
@@ -244,8 +241,56 @@ def test_the_programs_in_the_documents_convert_and_complete_checkpoints(
     shutil.copy("whole.safetensors", "model.safetensors")
     with pytest.raises(errors.SetupError, match="lies beside the checkpoint"):
         check.check_path(Path("model.safetensors"))
-    exec(compile(put_in_vae, "models.md", "exec"), {})
-    changed = load_file(whole_path)
-    assert changed.keys() == whole.keys()
-    assert all((changed[prefix + key] == weight).all() for key, weight in vae.items())
-    load_checkpoint(whole_path, CPU, torch.float32, checkpoint)
+    Path("vaes").mkdir()
+    own = Path("model.vae.safetensors").rename("vaes/model.vae.safetensors")
+    settings = load.EngineSettings(whole_path, "cpu", config=checkpoint, slots=1, vae=own)
+    drawn_with = load.load_engine(settings).checkpoint.vae.decoder.conv_in.weight
+    assert (drawn_with == vae["decoder.conv_in.weight"]).all()
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(phases, "time", clock)
+    monkeypatch.setattr(phases, "seconds", dict.fromkeys(phases.seconds, 0.0))
+    return clock
+
+
+def fail(clock: Clock) -> None:
+    with phases.timed("move"):
+        clock.now += 4
+        raise OSError("full")
+
+
+def test_a_second_is_counted_once_by_the_innermost_phase(clock: Clock) -> None:
+    with phases.timed("load"):
+        clock.now += 1
+        with phases.timed("move"):
+            clock.now += 2
+        with pytest.raises(OSError, match="full"):
+            fail(clock)
+        clock.now += 8
+    with phases.timed("load"):
+        clock.now += 16
+    assert phases.described() == "load 25.0 s, move 6.0 s"
+
+
+def test_phases_of_several_threads_overlap(clock: Clock) -> None:
+    def compile_beside() -> None:
+        with phases.timed("trace"):
+            clock.now += 2
+
+    with phases.timed("load"):
+        thread = threading.Thread(target=compile_beside)
+        thread.start()
+        thread.join()
+    assert phases.described() == "load 2.0 s, trace 2.0 s"

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable
@@ -110,10 +108,10 @@ def test_the_gpus_noise_is_the_same_as_nv() -> None:
 def test_each_draw_comes_from_new_counters_and_none_is_left_out() -> None:
     """Noise that is drawn ahead is that which would be drawn next."""
     generator = Philox(9)
-    wanted = [generator.randn(SHAPE) for _ in range(5)]
-    for draws in (0, 2, 4):
+    wanted = [generator.randn(SHAPE) for _ in range(13)]
+    for draws in (0, 2, 10, 12):
         noise = stream(9, NV, draws=draws)
-        found = [noise.first(), *(drawn(noise) for _ in range(4))]
+        found = [noise.first(), *(drawn(noise) for _ in range(12))]
         for ours, expected in zip(found, wanted, strict=True):
             assert torch.equal(ours, expected)
 
@@ -196,6 +194,7 @@ OTHERS = [
     {"sampler_options": samplers.Options(s_min_uncond=15.0)},
     {"sampler": "euler", "sampler_options": samplers.Options(s_churn=3.0)},
     {"sampler": "ddim", "steps": 3, "sampler_options": samplers.Options(eta=1.0)},
+    {"sampler": "dpmpp_2m_sde", "steps": 11},
 ]
 
 

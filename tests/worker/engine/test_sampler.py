@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import sys
 from typing import Any
@@ -203,12 +201,6 @@ def test_ddims_eta_matches_diffusers(steps: int, eta: float) -> None:
     assert relative_difference(sample(schedule, noise, stand_in), latents) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["ddim", "plms"])
-def test_a_single_step_that_would_draw_only_noise_is_refused(name: str) -> None:
-    with pytest.raises(errors.JobError, match=r"steps is 1: (DDIM|PLMS) takes 2 at least"):
-        schedules.make_schedule(name, 1, alphas_cumprod(), "epsilon")
-
-
 def test_every_other_call_below_s_min_uncond_is_unguided() -> None:
     given = samplers.Options(s_min_uncond=2.0)
     schedule = schedules.make_schedule("euler", 10, alphas_cumprod(), "epsilon", given)
@@ -218,7 +210,7 @@ def test_every_other_call_below_s_min_uncond_is_unguided() -> None:
     )
     assert any(schedule.unguided)
     assert not all(schedule.unguided[1::2])
-    assert not schedules.make_schedule("euler", 10, alphas_cumprod(), "epsilon").unguided
+    assert not any(schedules.make_schedule("euler", 10, alphas_cumprod(), "epsilon").unguided)
 
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
@@ -349,3 +341,16 @@ def test_an_image_is_the_same_alone_and_with_other_samplers(
         assert difference(alone, beside) <= 2
     same_seed = draw(engine, *(dataclasses.replace(each, seed=1) for each in requests))
     assert len({image.tobytes() for image in same_seed}) == len(requests)
+
+
+@pytest.mark.parametrize("name", ["euler", "ddim"])
+def test_extra_noise_is_on_an_image_alone(name: str) -> None:
+    def scale(extra_noise: float, t_enc: int | None) -> float:
+        options = samplers.Options(extra_noise=extra_noise)
+        known = alphas_cumprod()
+        return schedules.make_schedule(
+            name, 10, known, "epsilon", options, t_enc=t_enc
+        ).initial_scale
+
+    assert scale(0.25, 6) == pytest.approx(scale(0, 6) + 0.25)
+    assert scale(0.25, None) == scale(0, None)

@@ -1,7 +1,5 @@
 """A wrong `--model` is refused with what to do, before torch, the network or the weights."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -66,7 +64,7 @@ def test_a_vae_beside_the_file_is_not_left_out_without_a_word(suffix: str, tmp_p
     path.write_bytes(file_of())
     beside = tmp_path / f"dream.v8{suffix}"
     beside.write_bytes(b"")
-    with pytest.raises(errors.SetupError, match="Put it into the checkpoint") as refused:
+    with pytest.raises(errors.SetupError, match="Move it away; --vae gives it") as refused:
         check.check_path(path)
     assert str(beside) in refused.value.message
 

@@ -1,7 +1,5 @@
 """Which words name an embedding, where its file comes from, and what becomes of the job."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import hashlib
@@ -77,7 +75,7 @@ async def test_a_folders_files_need_no_manifest_and_come_first(
     await put(storage, mist=lora_bytes("stored"))
     mine = tmp_path / "mine"
     mine.mkdir()
-    for name in ("mist", "ash", ".hidden", "näme"):
+    for name in ("mist", "ash", ".hidden", "a|b"):
         (mine / f"{name}.safetensors").write_bytes(lora_bytes(f"mine {name}"))
     (mine / "readme.txt").write_text("none")
     found = library(directory=mine)
@@ -157,11 +155,11 @@ async def test_without_any_embedding_there_are_no_names(storage: Storage, librar
 async def test_names_that_lead_out_of_the_folder_are_left_out(
     storage: Storage, library: Library, lora_bytes: FileBytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bad = ["../../etc/x", "a/b", "..", ".hidden", "", "a\\b", "x" * 129, "a\0b"]
+    bad = ["../../etc/x", "a/b", "..", ".hidden", "", "a\\b", "x" * 201, "a\0b"]
     listed = dict.fromkeys([*bad, "mist"], sha256(b""))
     await replace(storage, "embeddings/manifest.json", json.dumps(listed).encode())
     assert await library().names() == ("mist",)
-    assert "'../../etc/x' is left out" in caplog.text
+    assert "'../../etc/x' is no name of an embedding" in caplog.text
 
 
 async def test_a_listed_file_that_is_missing_too_large_or_another_is_not_used(

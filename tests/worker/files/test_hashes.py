@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -26,8 +24,8 @@ def safetensors_file(path: Path, **metadata: str) -> Path:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Iterator[FileHashes]:
-    made = FileHashes(tmp_path / "cache")
+def files() -> Iterator[FileHashes]:
+    made = FileHashes()
     yield made
     made.close()
 
@@ -68,8 +66,8 @@ def test_a_file_is_hashed_once_until_it_changes(
     files: FileHashes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = []
-    original = manifest._hash_lora
-    monkeypatch.setattr(manifest, "_hash_lora", lambda path: read.append(path) or original(path))
+    original = manifest.hash_lora
+    monkeypatch.setattr(manifest, "hash_lora", lambda path: read.append(path) or original(path))
     path = safetensors_file(tmp_path / "a.safetensors")
     first = files.of_lora(path).result()
     assert files.of_lora(path).result() == first
@@ -78,23 +76,10 @@ def test_a_file_is_hashed_once_until_it_changes(
     assert files.of_lora(path).result() != first
 
 
-def test_a_checkpoints_hash_is_noted_and_not_computed_at_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoints_hash_is_that_of_its_whole_file(files: FileHashes, tmp_path: Path) -> None:
     path = safetensors_file(tmp_path / "m.safetensors")
     expected = hashlib.sha256(path.read_bytes()).hexdigest()[:10]
-    assert FileHashes(tmp_path / "cache").of_model(path).result() == expected
-    monkeypatch.setattr(hashlib, "file_digest", None)
-    assert FileHashes(tmp_path / "cache").of_model(path).result() == expected
-
-
-def test_a_damaged_note_is_written_again(tmp_path: Path) -> None:
-    path = safetensors_file(tmp_path / "m.safetensors")
-    first = FileHashes(tmp_path / "cache").of_model(path).result()
-    (note,) = (tmp_path / "cache" / "hashes").iterdir()
-    note.write_bytes(b"\xff\0")
-    assert FileHashes(tmp_path / "cache").of_model(path).result() == first
-    assert note.read_text(encoding="ascii").startswith(str(first))
+    assert files.of_model(path).result() == expected
 
 
 def test_a_folder_has_no_hash_and_a_known_one_is_not_computed(
@@ -104,12 +89,6 @@ def test_a_folder_has_no_hash_and_a_known_one_is_not_computed(
     assert files.of_model(tmp_path / "missing").result() is None
     path = safetensors_file(tmp_path / "m.safetensors")
     assert files.of_model(path, "AB" * 32).result() == "ab" * 5
-
-
-def test_a_cache_that_cannot_be_written_does_no_harm(tmp_path: Path) -> None:
-    path = safetensors_file(tmp_path / "m.safetensors")
-    (tmp_path / "cache").write_bytes(b"a file")
-    assert FileHashes(tmp_path / "cache").of_model(path).result() is not None
 
 
 def test_a_file_that_cannot_be_read_leaves_the_hash_out_and_says_so(

@@ -1,7 +1,5 @@
 """Several workers of a machine with one cache: real processes, of which one may be killed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -9,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from worker.files import disk_cache
 from worker.files.disk_cache import DiskCache
 
 LoraBytes = Callable[[str], bytes]  # the fixture of conftest.py
@@ -105,15 +102,14 @@ def test_a_worker_killed_as_it_downloads_does_not_hold_up_the_others(
 
 
 async def test_a_worker_that_hangs_as_it_downloads_holds_up_the_others_for_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(disk_cache, "FETCH_SECONDS", 0.1)
     cache = DiskCache(tmp_path)
     async with cache.fetching("style"):
         async with cache.fetching("other"):
             pass
         assert not caplog.messages
-        async with cache.fetching("style"):
+        async with cache.fetching("style", seconds=0.1):
             assert "is fetched without a lock" in caplog.text
     caplog.clear()
     async with cache.fetching("style"):

@@ -1,11 +1,9 @@
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pynvml
@@ -19,25 +17,14 @@ from worker.settings import MachineSettings
 
 @dataclass
 class Driver:
-    """A fake NVML: *cards* in the driver's order, the MIG instances of some, or an error."""
+    """A fake NVML: *cards* in the driver's order, or an error."""
 
     cards: int = 3
-    instances: dict[int, list[str | None]] = field(default_factory=dict)
     error: Exception | None = None
 
     def init(self) -> None:
         if self.error:
             raise self.error
-
-    def mig_mode(self, card: int) -> list[int]:
-        if card not in self.instances:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return [1, 1]
-
-    def instance(self, card: int, number: int) -> str:
-        if (found := self.instances[card][number]) is None:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-        return found
 
 
 @pytest.fixture
@@ -47,10 +34,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         "nvmlInit": fake.init,
         "nvmlDeviceGetCount": lambda: fake.cards,
         "nvmlDeviceGetHandleByIndex": lambda number: number,
-        "nvmlDeviceGetUUID": lambda of: f"GPU-{of}aaa" if isinstance(of, int) else of,
-        "nvmlDeviceGetMigMode": fake.mig_mode,
-        "nvmlDeviceGetMaxMigDeviceCount": lambda card: len(fake.instances[card]),
-        "nvmlDeviceGetMigDeviceHandleByIndex": fake.instance,
+        "nvmlDeviceGetUUID": lambda of: f"GPU-{of}aaa",
     }.items():
         monkeypatch.setattr(pynvml, name, answer)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -70,13 +54,9 @@ def chosen(gpus: str, **changes: Any) -> dict[str, str | None]:
         (None, "all", {"0": "GPU-0aaa", "1": "GPU-1aaa", "2": "GPU-2aaa"}),
         (None, "2", {"2": "GPU-2aaa"}),
         (None, "2, 0", {"2": "GPU-2aaa", "0": "GPU-0aaa"}),
-        (None, "GPU-1aaa", {"1": "GPU-1aaa"}),
         ("2,0", "all", {"0": "2", "1": "0"}),
         ("2,0", "1", {"1": "0"}),
-        ("GPU-2aaa,GPU-1", "all", {"0": "GPU-2aaa", "1": "GPU-1aaa"}),
-        ("GPU-2aaa,GPU-1aaa", "GPU-1aaa", {"1": "GPU-1aaa"}),
-        ("1,-1,0", "all", {"0": "1"}),
-        ("1,7,0", "all", {"0": "1"}),
+        ("GPU-2aaa,MIG-1", "all", {"0": "GPU-2aaa", "1": "MIG-1"}),
     ],
 )
 def test_numbers_are_those_of_the_visible_gpus(
@@ -91,27 +71,15 @@ def test_numbers_are_those_of_the_visible_gpus(
     assert chosen(gpus) == expected
 
 
-def test_a_card_in_mig_mode_is_its_instances(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver.cards, driver.instances = 2, {1: ["MIG-x", None, "MIG-y"]}
-    assert chosen("all") == {"0": "GPU-0aaa", "1:0": "MIG-x", "1:2": "MIG-y"}
-    assert chosen("1:2") == {"1:2": "MIG-y"}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-y")
-    assert chosen("all") == {"0": "MIG-y"}
-
-
 @pytest.mark.parametrize(
     ("gpus", "changes", "visible", "sentence"),
     [
         ("3", {}, None, "there is no GPU 3; there are 0, 1, 2"),
         ("0,5,7", {}, None, "there is no GPU 5, 7; there are 0, 1, 2"),
         ("2", {}, "1,2", "there is no GPU 2 among CUDA_VISIBLE_DEVICES=1,2; there are 0, 1"),
-        ("all", {}, "", "CUDA_VISIBLE_DEVICES= leaves no GPU of 0, 1, 2"),
+        ("all", {}, "", "CUDA_VISIBLE_DEVICES= leaves no GPU"),
         ("0,0", {}, None, "named twice"),
         ("all", {}, "1,1", "CUDA_VISIBLE_DEVICES=1,1 names a GPU twice"),
-        ("all", {}, "GPU-1aaa,GPU-1", "names a GPU twice"),
-        ("1,GPU-1aaa", {}, None, "named twice, by its number and its UUID"),
         ("0,1", {"device": "cuda:1"}, None, "leave out --device"),
         ("all", {"device": "cpu"}, None, "a number for each process"),
     ],

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -9,7 +7,7 @@ from imagefleet import concurrency
 from worker.gpus import choice
 from worker.gpus.choice import Gpu
 
-CARD = Gpu("0", "GPU-x", "GPU-x")
+CARD = Gpu("0", "GPU-x")
 
 
 @pytest.fixture(autouse=True)

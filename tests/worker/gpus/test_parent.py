@@ -1,7 +1,5 @@
 """The parent of several workers, with real processes that are quicker to start than workers."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os
@@ -266,7 +264,7 @@ async def test_a_worker_that_cannot_be_killed_counts_as_down_and_does_not_keep_t
     with pytest.raises(errors.NodeError, match="the worker of GPU 1 does not even end"):
         await running
     ended = Path("/proc", (tmp_path / "pid-1").read_text())
-    await polling.until(lambda: not ended.exists())
+    assert not await asyncio.to_thread(ended.exists)
 
 
 async def test_a_port_in_use_starts_no_worker(

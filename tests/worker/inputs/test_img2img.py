@@ -5,8 +5,6 @@ They were computed by `StableDiffusionProcessingImg2Img.init` (without latents, 
 Pillow 13, for the pictures and masks below, with the same `drawing` as the engine's.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -18,6 +16,7 @@ from PIL import Image
 
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
+from worker.engine.contract import InitImage
 from worker.inputs import img2img
 
 EXPECTED = np.load(Path(__file__).with_name("a1111.npz"))
@@ -121,7 +120,7 @@ def job_of(case: Case, **fields: object) -> Job:
     return read_job(json.dumps({"prompt": "a", **given, **fields}), "m")
 
 
-def begin(case: Case) -> img2img.Begin:
+def begin(case: Case) -> tuple[InitImage, img2img.Overlay | None]:
     mask = None if case.mask is None else mask_of(*(case.mask_size or case.image), case.mask)
     return img2img.begin(job_of(case), picture(*case.image, case.image_mode), mask, case.size)
 
@@ -129,22 +128,22 @@ def begin(case: Case) -> img2img.Begin:
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_every_pixel_is_as_in_a1111(number: int) -> None:
     case = CASES[number]
-    begun = begin(case)
-    assert np.array_equal(begun.init.pixels, EXPECTED[f"{number}_image"])
+    init, overlay = begin(case)
+    assert np.array_equal(init.pixels, EXPECTED[f"{number}_image"])
     expected_mask = EXPECTED.get(f"{number}_mask")
     if expected_mask is None:
-        assert begun.init.mask is None
+        assert init.mask is None
     else:
-        assert begun.init.mask is not None
-        assert np.array_equal(begun.init.mask, expected_mask)
+        assert init.mask is not None
+        assert np.array_equal(init.mask, expected_mask)
     drawn = drawing(*case.size)
-    final = drawn if begun.overlay is None else begun.overlay.put_over(drawn)
+    final = drawn if overlay is None else overlay.put_over(drawn)
     assert np.array_equal(final, EXPECTED[f"{number}_final"])
 
 
 def test_what_is_not_masked_is_the_original_to_the_bit() -> None:
     case = Case(image=(64, 48), size=(32, 32), mask="disc", padding=4)
-    overlay = begin(case).overlay
+    _, overlay = begin(case)
     assert overlay is not None
     final = overlay.put_over(drawing(32, 32))
     blurred = img2img.blur_mask(img2img.read_mask(mask_of(64, 48, "disc")), 4, 4)
@@ -173,7 +172,7 @@ def test_a_drawing_is_not_enlarged_without_end_to_cover_a_long_thin_part() -> No
 )
 def test_the_engine_is_told_what_is_below_the_mask_at_first(fill: int, content: str) -> None:
     case = Case(image=(64, 64), size=(64, 64), mask="disc", full_res=False, fill=fill)
-    init = begin(case).init
+    init, _ = begin(case)
     assert (init.masked_content, init.denoising_strength) == (content, 0.75)
 
 

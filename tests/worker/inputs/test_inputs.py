@@ -1,8 +1,7 @@
 """Jobs of img2img, the second pass and ControlNets on both storages, with a stand-in engine."""
 
-from __future__ import annotations
-
 import base64
+import hashlib
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +12,14 @@ import pytest
 from PIL import Image
 
 from evaluation.stand_in import StandInEngine, draw_noise
+from header_files import REFINER, file_of
 from imagefleet import errors
 from imagefleet.files.kinds import CONTROLNET
 from imagefleet.records import reader
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
 from worker.engine import contract
-from worker.inputs import img2img
+from worker.inputs import img2img, pictures
 
 RunPipeline = Callable[..., Any]
 
@@ -153,6 +153,29 @@ async def test_a_masked_part_is_put_back_into_its_image_of_another_size(
     assert (record.width, record.height) == (200, 120)
 
 
+async def test_an_image_has_whole_cells_of_the_size_that_is_asked_for(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    """Also one with a mask, whose borders outside of them are left out."""
+    image, mask = picture(200, 120), disc(200, 120)
+    await put(storage, "inputs/a.png", png(image))
+    await put(storage, "inputs/mask.png", png(mask))
+    masked = {"init_images": ["a.png"], "mask": "mask.png", "inpaint_full_res": False}
+    size = {"width": 79, "height": 69}
+    await storage.queue.send([message(id="j", **size), message(id="k", **size, **masked)])
+    recorder = Recorder()
+    await run_pipeline(recorder.engine)
+    assert {(each.width, each.height) for each in recorder.requests} == {(79, 69)}
+    for name in "jk":
+        found = await stored(storage, f"default/{name}.png")
+        assert found.size == (72, 64)
+        assert "Size: 79x69" in found.info["parameters"], "as there"
+    records = [each async for each in reader.images(storage, "default")]
+    assert {(each.width, each.height) for each in records} == {(72, 64)}
+    corner = np.asarray(pictures.resize(0, image, (79, 69)))[:4, :4]
+    assert np.array_equal(np.asarray(found)[:4, :4], corner), "which is not masked"
+
+
 async def test_a_second_pass_gets_its_size_and_its_upscaler(
     storage: Storage,
     run_pipeline: RunPipeline,
@@ -177,7 +200,7 @@ async def test_a_second_pass_gets_its_size_and_its_upscaler(
     assert found.upscaler_path is not None
     assert found.upscaler_path.read_bytes() == lora_bytes("weights")
     assert (found.width, found.height, found.steps) == (128, 128, 9)
-    assert (found.sampler, found.cfg_scale) == ("dpmpp_2m_karras", 10.5)
+    assert (found.sampler, found.prompt.weights) == ("dpmpp_2m_karras", (1.5,))
     assert str(found.prompt) == "a larger house"
     assert (plain.upscaler, plain.steps, plain.prompt, plain.sampler) == ("Latent", 20, None, None)
     image = await stored(storage, "default/j.png")
@@ -187,6 +210,75 @@ async def test_a_second_pass_gets_its_size_and_its_upscaler(
         ' Hires prompt: "a larger house:1.5", Hires schedule type: Karras, Hires upscale: 2,'
         " Hires steps: 9, Hires upscaler: 4x_Sharp, Version"
     ) in image.info["parameters"]
+
+
+async def test_a_vae_is_found_by_its_name_and_written_into_the_image(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    lora_bytes: Callable[[str], bytes],
+) -> None:
+    data = lora_bytes("weights")
+    await put(storage, "vaes/sharp.safetensors", data)
+    settings = {"sd_vae": "sharp.safetensors"}
+    jobs: list[dict[str, object]] = [
+        {"override_settings": {**settings, "tiling": True}},
+        {"sd_vae": "Automatic", "tiling": None},
+        {"sd_vae": "sharpe"},
+    ]
+    await storage.queue.send(message(id=f"j{at}", **each) for at, each in enumerate(jobs))
+    recorder = Recorder()
+    await run_pipeline(recorder.engine)
+    named = {request.vae and (request.vae.name, request.vae.path) for request in recorder.requests}
+    (found,) = (each for each in named if each)
+    assert named == {found, None}
+    assert found[0] == "sharp"
+    assert found[1].read_bytes() == data
+    sha256 = hashlib.sha256(data).hexdigest()
+    text = (await stored(storage, "default/j0.png")).info["parameters"]
+    assert f", VAE hash: {sha256[:10]}, VAE: sharp.safetensors, " in text
+    assert ", RNG: CPU, Tiling: True, " in text
+    assert {request.tiling for request in recorder.requests} == {True, False}
+    plain = (await stored(storage, "default/j1.png")).info["parameters"]
+    assert "VAE" not in plain
+    assert "Tiling" not in plain
+    assert "no VAE sharpe.safetensors in vaes/" in (await failures(storage))["j2"].reason
+
+
+async def test_other_checkpoints_are_fetched_by_name_once_and_the_engines_own_is_its_own(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> None:
+    for name, data in {"late": file_of(data=b"late"), "xl-refiner": file_of(*REFINER)}.items():
+        await put(storage, f"models/{name}.safetensors", data)
+    second = {"enable_hr": True, "width": 64, "height": 64}
+    jobs: list[dict[str, object]] = [
+        {"refiner_checkpoint": "late.safetensors [0123456789]", "refiner_switch_at": 0.7},
+        {"hr_checkpoint_name": "late", **second},
+        {"hr_checkpoint_name": "late", "refiner_checkpoint": "stand-in", **second},
+        {"refiner_checkpoint": "None", "hr_checkpoint_name": "Use same checkpoint", **second},
+        {"refiner_checkpoint": "later"},
+        {"refiner_checkpoint": "xl-refiner"},
+    ]
+    await storage.queue.send(message(id=f"j{at}", **each) for at, each in enumerate(jobs))
+    recorder = Recorder()
+    await run_pipeline(recorder.engine)
+    found = [
+        (request.hires and request.hires.checkpoint, request.refiner)
+        for request in recorder.requests
+    ]
+    (path,) = {hires for hires, _ in found if hires}
+    assert path.read_bytes() == file_of(data=b"late")
+    expected = [
+        *((None, contract.Refiner(path, 0.7)), (path, None)),
+        *((path, contract.Refiner(None)), (None, None)),
+    ]
+    assert sorted(map(repr, found)) == sorted(map(repr, expected))
+    text = (await stored(storage, "default/j0.png")).info["parameters"]
+    assert ", Refiner: late, Refiner switch at: 0.7, " in text
+    failed = await failures(storage)
+    assert failed.keys() == {"j4", "j5"}
+    assert "the checkpoint 'later': there is no models/later.saf" in failed["j4"].reason
+    assert "is an SDXL refiner checkpoint" in failed["j5"].reason
 
 
 async def test_a_controlnet_gets_its_map_in_the_jobs_size(

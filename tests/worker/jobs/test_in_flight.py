@@ -1,7 +1,5 @@
 """Jobs in flight: what one hands on that ends before all its images are stored, and their order."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 
 import pytest
@@ -33,7 +31,7 @@ def test_images_without_records_leave_the_next_worker_in_doubt(entry: InFlightJo
     store(entry, 0, 1, 2)
     entry.recorded = {0, 1}
     left = entry.ended(failed=False)
-    assert (left.images, left.is_unsure) == ({0, 1}, True)
+    assert (left.images, left.is_unsure) == ((0, 1), True)
     entry.recorded = {0, 1, 2}
     assert not entry.ended(failed=False).is_unsure
     with entry.uploading():

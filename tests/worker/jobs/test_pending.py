@@ -1,7 +1,5 @@
 """Every image has one record, every record an image, and no job ends before its records."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -15,6 +13,7 @@ import pytest
 import polling
 from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
+from imagefleet.job.message import Job
 from imagefleet.records import reader
 from imagefleet.records.record import Record
 from imagefleet.storage import dead_letter
@@ -174,6 +173,12 @@ async def test_records_are_written_in_batches_while_more_images_are_in_the_makin
     assert counted.appends < 30
 
 
+def ended_job(*found: Record, **fields: Any) -> records.InFlightJob:
+    """A job in flight that has ended with these records."""
+    job = Job(prompt="a", **fields)
+    return records.InFlightJob(None, job=job, records=list(found))  # type: ignore[arg-type]
+
+
 async def test_a_record_waits_for_others_only_while_there_can_be_others() -> None:
     ended: Counter[str] = Counter()
     in_flight = 2
@@ -194,10 +199,10 @@ async def test_a_record_waits_for_others_only_while_there_can_be_others() -> Non
 
     tasks = [asyncio.create_task(each()) for each in (pending.run, pending.finish)]
     record = Record.model_validate({"outcome": "failed", "id": "a", "at": "2026-11-22T12:00:00Z"})
-    await pending.put(finish, [record])
+    await pending.put(ended_job(record), finish)
     await polling.turn(20)
     assert not ended["finished"], "the other job may end soon"
-    await pending.put(finish, [record])
+    await pending.put(ended_job(record), finish)
     await polling.until(lambda: ended["finished"] == 2)
     assert ended == {"written": 1, "again": 1, "finished": 2}
     for task in tasks:
@@ -223,8 +228,8 @@ async def test_jobs_that_wait_to_be_acknowledged_are_told_from_jobs_that_wait_fo
 
     tasks = [asyncio.create_task(each()) for each in (pending.run, pending.finish)]
     record = Record.model_validate({"outcome": "failed", "id": "a", "at": "2026-11-22T12:00:00Z"})
-    await pending.put(finish, [record])
-    await pending.put(finish, [record])
+    await pending.put(ended_job(record), finish)
+    await pending.put(ended_job(record), finish)
     assert pending.behind_seconds == 0
     await polling.until(lambda: pending.behind_seconds > 0)
     answers.set()
@@ -233,6 +238,42 @@ async def test_jobs_that_wait_to_be_acknowledged_are_told_from_jobs_that_wait_fo
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_an_awaited_jobs_record_is_written_soon_and_takes_no_others_along() -> None:
+    written: list[list[str]] = []
+
+    class Log:
+        async def add(self, found: list[Record], *, again: bool = False) -> None:
+            written.extend([[record.campaign for record in found]] * (not again))
+
+    pending = records.PendingRecords(
+        Log(),  # type: ignore[arg-type]
+        WorkerMetrics(),
+        flush_seconds=60,
+        in_flight=lambda: 1_000,
+    )
+
+    async def finish(_: object) -> None:
+        pass
+
+    def record(campaign: str) -> Record:
+        terms = {"outcome": "failed", "id": "a", "at": "2026-11-22T12:00:00Z"}
+        return Record.model_validate({**terms, "campaign": campaign})
+
+    task = asyncio.create_task(pending.run())
+    await pending.put(ended_job(record("bulk")), finish)
+    await polling.turn(20)
+    for _ in range(3):
+        await pending.put(ended_job(record("shop"), awaited=True), finish)
+    await polling.until(lambda: written)
+    assert written == [["shop"] * 3]
+    for _ in range(records.MAX_RECORDS - 1):
+        await pending.put(ended_job(record("bulk")), finish)
+    await polling.until(lambda: len(written) == 2)
+    assert written[1] == ["bulk"] * records.MAX_RECORDS
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def test_records_of_short_leases_wait_no_longer_than_the_leases_allow() -> None:

@@ -1,7 +1,5 @@
 """Workers with several models: each job is drawn with its own, or moved to where it is."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import io
@@ -70,8 +68,8 @@ class Engines:
         self.fetched.append(checkpoint.name)
         return checkpoint
 
-    def models(self, *, on_cpu: bool = True) -> WorkerModels:
-        return WorkerModels(self.checkpoints, self.fetch, self.load, on_cpu=on_cpu)
+    def models(self) -> WorkerModels:
+        return WorkerModels(self.checkpoints, self.fetch, self.load)
 
 
 @pytest.fixture(autouse=True)
@@ -111,14 +109,13 @@ async def greys(storage: Storage) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("on_cpu", [True, False])
 async def test_each_job_is_drawn_with_the_model_that_it_names(
-    storage: Storage, worker_settings: Callable[..., WorkerSettings], *, on_cpu: bool
+    storage: Storage, worker_settings: Callable[..., WorkerSettings]
 ) -> None:
     engines = Engines(worker_settings, *MODELS)
     for model in (None, *MODELS):
         await storage.models.send([job(number, model) for number in range(5)])
-    pipeline = await work(storage, worker_settings(), engines.models(on_cpu=on_cpu))
+    pipeline = await work(storage, worker_settings(), engines.models())
     expected = {"None": 0, "first": 0, "second": 1, "third": 2}
     assert await greys(storage) == expected
     assert pipeline.metrics.outcomes == {"completed": 20}
@@ -218,14 +215,13 @@ async def test_a_job_that_cannot_be_moved_is_handed_back_and_never_poison(
 
 
 @local_only
-@pytest.mark.parametrize("on_cpu", [True, False])
 async def test_a_model_that_cannot_be_loaded_leaves_its_jobs_to_others(
-    storage: Storage, worker_settings: Callable[..., WorkerSettings], *, on_cpu: bool
+    storage: Storage, worker_settings: Callable[..., WorkerSettings]
 ) -> None:
     engines = Engines(worker_settings, "first", "second")
     engines.broken = {"second"}
     await storage.models.send([job(1, "second"), job(2, "first")])
-    models = engines.models(on_cpu=on_cpu)
+    models = engines.models()
     await work(storage, worker_settings(), models)  # which ends: what is left is not its own
     assert models.names == ["first"]
     assert await greys(storage) == {"first": 0}
@@ -275,7 +271,7 @@ async def test_a_worker_whose_beginning_fails_goes_on_with_the_model_of_jobs_wit
 
 
 @local_only
-async def test_the_next_model_is_loaded_while_the_last_images_are_drawn(
+async def test_the_next_models_weights_are_read_while_the_last_images_are_drawn(
     storage: Storage,
     worker_settings: Callable[..., WorkerSettings],
     monkeypatch: pytest.MonkeyPatch,
@@ -283,20 +279,19 @@ async def test_the_next_model_is_loaded_while_the_last_images_are_drawn(
     monkeypatch.setattr("worker.models.change.SHORTEST_STAY_SECONDS", 0.05)
     engines = Engines(worker_settings, "first", "second")
     drawn_meanwhile = threading.Event()
-    load = engines.load
 
-    def slow(checkpoint: Checkpoint) -> contract.Engine:
+    def slow(checkpoint: Checkpoint) -> None:
         if checkpoint.name == "second":
             engines.drawing.clear()
-            assert engines.drawing.wait(10), "nothing was drawn while it loaded"
+            assert engines.drawing.wait(10), "nothing was drawn while they were read"
             drawn_meanwhile.set()
-        return load(checkpoint)
 
-    engines.load = slow  # type: ignore[method-assign]
     await storage.models.send([job(number, "first") for number in range(60)])
     await storage.models.send([job(1, "second")])
     monkeypatch.setattr("worker.models.change.STAY_PER_CHANGE", 0)
-    await work(storage, worker_settings(prefetch_seconds=0), engines.models())
+    models = engines.models()
+    models.read = slow
+    await work(storage, worker_settings(prefetch_seconds=0), models)
     assert drawn_meanwhile.is_set()
     assert await greys(storage) == {"first": 0, "second": 1}
 
@@ -345,9 +340,7 @@ async def test_a_stop_during_a_change_loses_nothing(
 
     engines.load = slow  # type: ignore[method-assign]
     await storage.models.send([job(1, "second")])
-    running = asyncio.create_task(
-        work(storage, worker_settings(), engines.models(on_cpu=False), stop)
-    )
+    running = asyncio.create_task(work(storage, worker_settings(), engines.models(), stop))
     await asyncio.to_thread(loading.wait, 10)
     stop.set()
     await polling.turn(50)
@@ -481,6 +474,6 @@ async def test_weights_are_read_for_the_engine_where_there_is_memory_for_them(
     async def fetch(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
 
-    models = WorkerModels([second], fetch, engines.load, on_cpu=False, read=take_weights)
-    _, take = await models.prepare(second)
+    models = WorkerModels([second], fetch, engines.load, take_weights)
+    take = await models.prepare(second)
     assert (take is not None) == (free == 2) == (read == ["second"])

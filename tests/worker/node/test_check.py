@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Callable, Mapping
@@ -17,7 +15,7 @@ from worker.engine import contract
 from worker.metrics import NodeFault, WorkerMetrics
 from worker.node import check as node_check
 from worker.node.check import NodeCheck
-from worker.node.watchdog import NodeLimits, broken_below, limits_of, standard_images
+from worker.node.watchdog import NodeLimits, broken_below, limits_of
 from worker.settings import WorkerSettings
 
 MakeSettings = Callable[..., WorkerSettings]  # the fixture of conftest.py
@@ -225,7 +223,7 @@ async def test_a_start_up_that_takes_too_long_is_a_broken_node(
         async with found.start_up():
             await asyncio.Event().wait()
 
-    assert found.passed is False
+    assert found.findings["passed"] is False
     assert "the node check failed" in caplog.text
 
 
@@ -293,7 +291,7 @@ async def test_the_metrics_say_which_check_failed(
         await start_up()
 
     assert faults(metrics) == {fault: 1}
-    assert node.passed is False
+    assert node.findings["passed"] is False
 
 
 @local_only
@@ -352,10 +350,3 @@ def test_on_saladcloud_a_node_is_held_to_an_eighth_of_its_classs_record() -> Non
 def test_a_class_without_a_record_has_a_low_limit_and_an_unknown_card_none() -> None:
     assert broken_below("RTX 3050 8GB") == pytest.approx(0.6 / 8)
     assert broken_below("H200") == broken_below("none") == broken_below("GTX 1050") == 0
-
-
-def test_an_image_is_weighted_by_its_cost() -> None:
-    assert standard_images("sd1", 15, 512, 512) == 1
-    assert standard_images("sd1", 50, 512, 512) == pytest.approx(3.1, abs=0.05)
-    assert standard_images("sd1", 15, 1024, 1024) == pytest.approx(5.7, abs=0.1)
-    assert standard_images("sdxl", 20, 1024, 1024) == pytest.approx(10.6, abs=0.1)

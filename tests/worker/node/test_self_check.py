@@ -1,11 +1,8 @@
 """Single parts of a node's checks: one failure, alarms, references, the list of quarantined."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
-import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -23,9 +20,8 @@ from worker.engine import contract
 from worker.gpu_thread import EngineThread
 from worker.metrics import WorkerMetrics
 from worker.node import quarantine, reference, self_check, watchdog
-from worker.node.canary import Canary
 from worker.node.reference import Reference
-from worker.node.self_check import MOST_COPIES, NodeSelfCheck
+from worker.node.self_check import NodeSelfCheck
 from worker.node.watchdog import Suspects
 from worker.settings import WorkerSettings
 
@@ -86,9 +82,8 @@ async def checks_of(engine: Engine, storage: Storage) -> AsyncIterator[NodeSelfC
     made = NodeSelfCheck(
         engine,
         engine_thread,
-        Canary(engine, engine_thread, itertools.count()),
-        metrics,
-        Suspects("a worker", storage.blobs, metrics, concurrency.NEVER),
+        itertools.count(),
+        Suspects("a worker", storage, metrics, concurrency.NEVER),
     )
     try:
         yield made
@@ -120,7 +115,7 @@ async def test_one_wrong_canary_marks_images_and_the_second_of_ten_gives_the_nod
         with pytest.raises(errors.NodeError, match="the second time within 10 checks"):
             await checks._check_or_give_up(("with_lora",))
         assert not checks.trusted.is_set()
-        sample = checks.metrics.registry.get_sample_value
+        sample = checks.suspects.metrics.registry.get_sample_value
         assert sample("imagefleet_node_faults_total", {"fault": "wrong_images"}) == 1
         assert sample("imagefleet_suspect_images_total") == 1
 
@@ -159,31 +154,11 @@ async def test_a_job_of_another_size_is_checked_in_its_size_once_the_node_was_pr
     engine = Engine()
     async with checks_of(engine, storage) as checks:
         await checks.start_up(None)
-        checks.generated(likeness.fingerprint(BAD), 9, (64, 32))
+        checks.generated((64, 32))
         engine.sizes.clear()
         for _ in range(2):
             assert await checks._check_or_give_up(("with_lora",))
         assert engine.sizes == [SIZE, (64, 32), (64, 32)]
-
-
-async def test_a_repeated_image_asks_for_a_canary_at_once_and_exact_copies_end_the_node(
-    storage: Storage, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = Engine()
-    async with checks_of(engine, storage) as checks:
-        await checks.start_up(None)
-        caplog.set_level(logging.INFO, "worker.node.self_check")
-        watching = asyncio.create_task(checks.watch_images())
-        image = likeness.fingerprint(BAD)
-        for seed in (1, 1, 2):  # of one seed, jobs may be the same
-            assert not checks._due.is_set()
-            checks.generated(image, seed, SIZE)
-        await polling.until(lambda: "a canary came out right" in caplog.text)
-        assert "the image of seed 2 is the same as that of seed 1" in caplog.text
-        for seed in range(3, 3 + MOST_COPIES - 1):
-            checks.generated(image, seed, SIZE)
-        with pytest.raises(errors.NodeError, match="3 images were copies"):
-            await watching
 
 
 # References
@@ -287,7 +262,7 @@ async def test_a_record_that_cannot_be_stored_is_in_the_log_with_what_to_do(
         raise errors.TransientError("no answer")
 
     monkeypatch.setattr(storage.blobs, "create", refuse)
-    made = Suspects("w", storage.blobs, WorkerMetrics(), concurrency.NEVER)
+    made = Suspects("w", storage, WorkerMetrics(), concurrency.NEVER)
     made.storing("default/a.png", made.began_at)
     await made.record(made.began_at, "wrong")
     (line,) = caplog.records
@@ -298,7 +273,7 @@ async def test_a_record_has_what_was_generated_since_and_stays_bounded(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watchdog, "MAX_IMAGES", 3)
-    made = Suspects("odd/näme", storage.blobs, WorkerMetrics(), concurrency.NEVER)
+    made = Suspects("odd/näme", storage, WorkerMetrics(), concurrency.NEVER)
     start = made.began_at
     await made.record(start, "nothing was stored")
     assert not await recorded(storage)

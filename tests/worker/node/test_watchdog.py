@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable
@@ -59,13 +57,10 @@ class Node:
         self,
         images: int = 0,
         busy_seconds: float = 0.0,
-        failed: int = 0,
         blocked: float = 0.0,
     ) -> str | None:
         for _ in range(images):
             self.watch.image_generated("sd1", [Pass(512, 512, 15)])
-        for _ in range(failed):
-            self.watch.image_failed(errors.TransientError("NaN"))
         self.clock.busy_seconds += busy_seconds
         self.clock.idle_seconds["backpressure"] = (
             self.clock.idle_seconds.get("backpressure", 0.0) + blocked
@@ -86,7 +81,6 @@ def test_three_slow_windows_in_a_row_are_a_broken_node(node: Node) -> None:
     assert node.watch.failed_in_a_row == 3
     sample = node.metrics.registry.get_sample_value
     assert sample("imagefleet_node_faults_total", {"fault": "gpu_speed"}) == 3
-    assert sample("imagefleet_node_faults_total", {"fault": "failed_images"}) == 0
 
 
 def test_one_slow_image_is_not(node: Node) -> None:
@@ -124,46 +118,6 @@ def test_idle_time_counts_neither_against_a_node_nor_for_it(node: Node) -> None:
 def test_a_window_in_which_no_time_passed_shows_nothing(node: Node) -> None:
     assert node.watch._close_window() is None
     assert node.watch.failed_in_a_row == 0
-
-
-def test_many_failed_images_are_a_broken_node_and_a_few_are_not(node: Node) -> None:
-    assert node.window(images=400, busy_seconds=290, failed=20) is None
-    assert node.window(images=3, failed=3) is None
-    assert node.window(images=400, busy_seconds=290, failed=300) == (
-        "300 of 400 images failed on the GPU, the last with: NaN"
-    )
-
-
-@pytest.mark.parametrize("is_healthy", [True, False])
-async def test_failed_images_count_only_if_a_plain_one_fails_as_well(
-    node: Node, monkeypatch: pytest.MonkeyPatch, is_healthy: bool
-) -> None:
-    monkeypatch.setattr(watchdog, "WINDOW_SECONDS", 0.001)
-    alarms = []
-
-    async def diagnose(alarm: str) -> str | None:
-        alarms.append(alarm)
-        node.clock.now += 300
-        return None if is_healthy else "and so is a plain one"
-
-    async def fail() -> None:
-        while True:
-            node.watch.image_generated("sd1", [Pass(512, 512, 15)])
-            node.watch.image_failed(errors.TransientError("NaN"))
-            await polling.turn()
-
-    failing = asyncio.create_task(fail())
-    watching = asyncio.create_task(node.watch.wait_until_broken(diagnose))
-    try:
-        await until(lambda: len(alarms) > watchdog.FAILED_WINDOWS or watching.done())
-        assert watching.done() is not is_healthy
-    finally:
-        failing.cancel()
-        watching.cancel()
-    sample = node.metrics.registry.get_sample_value
-    failed = sample("imagefleet_node_watch_windows_total", {"result": "failed"})
-    assert failed == (0 if is_healthy else 3)
-    assert is_healthy or "the last with: NaN" in watching.result()
 
 
 def upload(node: Node, megabytes: float, seconds: float, at_once: int = 1) -> None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 import json
 from importlib import metadata
@@ -114,6 +112,7 @@ def test_each_option_is_stated_in_a1111s_words_and_place() -> None:
         eta_noise_seed_delta=31337,
         randn_source="NV",
         s_min_uncond=1.5,
+        use_downcasted_alpha_bar=True,
         batch_size=2,
     )
     text = encode.parameters(
@@ -133,7 +132,7 @@ def test_each_option_is_stated_in_a1111s_words_and_place() -> None:
             "Steps: 20, Sampler: Euler a, Schedule type: Automatic, CFG scale: 7, Seed: 1,"
             " Size: 64x64, Model hash: 6ce0161689, Model: m, Variation seed: 8,"
             " Variation seed strength: 0.25, Seed resize from: 512x768, ENSD: 31337, RNG: NV,"
-            " NGMS: 1.5, Eta: 0.5,"
+            " NGMS: 1.5, Eta: 0.5, Downcast alphas_cumprod: True,"
             f' Lora hashes: "x: 0123456789ab, y: ffffffffffff", {VERSION}'
         ),
     ]  # fmt: skip
@@ -234,3 +233,14 @@ def test_what_decoded_in_place_of_the_vae_is_told_as_a1111_tells_it() -> None:
     assert ", VAE Decoder: TAESD, " in told
     assert "VAE Decoder" not in facts_of()
     assert "VAE Decoder" not in encode.parameters(job_of(), 0, (512, 512), "m", decoder="Full")
+
+
+def test_other_checkpoints_are_stated_as_a1111_does() -> None:
+    job = {"refiner_checkpoint": "late", "refiner_switch_at": 0.7}
+    assert "Refiner: late, Refiner switch at: 0.7, Version" in facts_of(**job)
+    by_steps = {"refiner_switch_by_sample_steps": True, "enable_hr": True}
+    assert (
+        "Hires checkpoint: sharp, Refiner: late, Refiner switch at: 0.7,"
+        " Refiner switch by sampling steps: True, Version"
+    ) in facts_of(**job, **by_steps, hr_checkpoint_name="sharp")
+    assert "Refiner" not in facts_of(refiner_switch_at=0.7)

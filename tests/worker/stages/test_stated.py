@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import hashlib
 import io
 from collections.abc import Callable
@@ -39,7 +37,7 @@ async def test_an_image_states_what_its_job_asked_for_and_the_hashes_of_its_file
     await storage.queue.send([message(id="j", prompt=prompt, override_settings=settings)])
     await run_pipeline(StandInEngine(draw=draw), model=str(model))
     (request,) = asked
-    assert request.cfg_scale == 7 * 1.5
+    assert (request.cfg_scale, request.prompt.weights) == (7, (1.5,))
     assert request.noise == Noise("NV")
     assert request.sampler_options == Options(eta=0.5)
     image = await storage.blobs.read("default/j.png")

@@ -68,7 +68,6 @@ class SlotControlNet(SlotEncoder):
                 tensor.record_stream(stream)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All tensors that it computes with."""
         stacks = (stack.shared for stack in self.keys_values.stacks.values())
         return itertools.chain(self.parameters(), self.buffers(), stacks)
 
@@ -76,7 +75,9 @@ class SlotControlNet(SlotEncoder):
         if not self.pools:
             return output * repeat_rows(weights[:, None], len(output))[..., None, None]
         rows = repeat_rows(output.mean((2, 3), keepdim=True), slot_rows * len(weights))
-        by_row = torch.stack([weights, torch.zeros_like(weights)][:slot_rows], dim=1).flatten()
+        guided = slot_rows - 1 or 1
+        by_row = torch.stack([*[weights] * guided, torch.zeros_like(weights)][:slot_rows], dim=1)
+        by_row = by_row.flatten()
         return rows * by_row[:, None, None, None]
 
 
@@ -95,10 +96,7 @@ class ControlState(NamedTuple):
     def zeros(
         cls, network: SlotControlNet, slots: int, sides: Sequence[int], context: torch.Size
     ) -> ControlState:
-        """An empty state for *slots* slots; *sides*: the latents' height and width.
-
-        *context*: the shape of the UNet's own.
-        """
+        """Empty, for latents of these *sides* (height, width); *context*: the UNet's own shape."""
         like, (rows, tokens, _) = next(network.conv_in.parameters()), context
         hints = like.new_zeros((slots, len(like), *sides))
         if hints.device.type == "cuda":
@@ -111,7 +109,6 @@ class ControlState(NamedTuple):
         )
 
     def first(self, slots: int) -> ControlState:
-        """Views of the first slots."""
         rows = slots * self.slot_rows
         added = None if self.added is None else self.added[:rows]
         return ControlState(self.network, self.hints[:slots], self.context[:rows], added)
@@ -131,8 +128,7 @@ class ControlState(NamedTuple):
         rows = slice(slot * self.slot_rows, (slot + 1) * self.slot_rows)
         self.hints[slot].copy_(hint)
         added_rows = None if self.added is None else self.added[rows]
-        prompts = SlotPrompts(vectors, added, {}, self.context[rows], added_rows)
-        self.network.compute_prompt(prompts)
+        self.network.compute_prompt(SlotPrompts(vectors, added, {}, self.context[rows], added_rows))
 
 
 def residuals(

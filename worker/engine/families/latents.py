@@ -1,7 +1,5 @@
 """The parts of an engine that draws latents."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,50 +9,52 @@ from torch import nn
 
 from imagefleet import errors
 from worker.engine.checkpoint import Checkpoint
+from worker.engine.contract import Settings
 from worker.engine.control.held import ControlNets
 from worker.engine.decoder import Decoder
 from worker.engine.families import reading
 from worker.engine.kernels import layers
 from worker.engine.kernels.compile import GraphPool
-from worker.engine.lora.merge import Merger
+from worker.engine.lora.shared import Merger
 from worker.engine.networks import linear
+from worker.engine.networks.convolution import USUAL_RANK
 from worker.engine.networks.unet import SlotUnet
+from worker.engine.passes.checkpoints import HeldCheckpoints, Read
+from worker.engine.passes.images import Vaes
 from worker.engine.slots import memory, step
-from worker.engine.slots.parts import Parts, Settings
+from worker.engine.slots.parts import Parts
 from worker.engine.slots.prepare import RequestPreparer
 from worker.engine.slots.queue import Costs
 from worker.engine.slots.staging import LatentStager
 
-#: Slots of low rank have room for LoRAs of it from the start; for others their memory grows.
-_USUAL_RANK = 32
-
 
 def _read_tiny(folder: Path, checkpoint: Checkpoint) -> AutoencoderTiny:
     """The TAESD of a folder, beside the checkpoint's VAE; raises SetupError if it is none."""
-    try:
-        tiny = AutoencoderTiny.from_pretrained(folder, local_files_only=True, use_safetensors=True)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise errors.SetupError(f"--taesd {str(folder)!r}: {reading.brief(error)}") from error
+    tiny: AutoencoderTiny = reading.read_network(AutoencoderTiny, folder)
     factor = 2 ** (len(tiny.config.decoder_block_out_channels) - 1)
     if (factor, tiny.config.latent_channels) != (checkpoint.factor, checkpoint.channels):
         raise errors.SetupError(f"--taesd {str(folder)!r} does not fit the model's latents")
-    tiny.requires_grad_(requires_grad=False).eval()
     nn.Module.to(tiny, device=checkpoint.vae.device, dtype=checkpoint.vae.dtype)
     tiny.to(memory_format=torch.channels_last)
     return tiny
 
 
-def of_latents(checkpoint: Checkpoint, settings: Settings) -> Parts:
-    """The parts of an engine that draws latents."""
-    device, is_compiled = checkpoint.unet.device, settings.backend is not None
+def of_latents(checkpoint: Checkpoint, settings: Settings, read: Read | None = None) -> Parts:
+    """*read*: another checkpoint of its kind; None: it draws with this alone."""
+    device = checkpoint.unet.device
     is_large = checkpoint.family.has_large_layers
-    if is_compiled:
-        layers.replace_group_norms(checkpoint.unet)
-        layers.replace_group_norms(checkpoint.vae)
-        layers.replace_upsamplers(checkpoint.vae)
-    control_nets = ControlNets(checkpoint.unet, is_compiled=is_compiled)
+    # Quicker on a GPU, compiled or not; a CPU keeps to what diffusers computes.
+    has_own_layers = settings.backend is not None or device.type == "cuda"
+    if has_own_layers:
+        layers.replace_modules(checkpoint.unet, layers.group_norm)
+        layers.replace_modules(checkpoint.vae, layers.group_norm)
+        layers.replace_modules(checkpoint.vae, layers.upsampler)
+    control_nets = ControlNets(checkpoint.unet, has_own_layers=has_own_layers)
     tiny = None if settings.taesd is None else _read_tiny(settings.taesd, checkpoint)
-    stager = LatentStager(checkpoint, control_nets, tiny)
+    overflows = checkpoint.family.overflows_in_float16
+    vaes = Vaes(checkpoint.vae, overflows=overflows, has_own_layers=has_own_layers)
+    checkpoints = read and HeldCheckpoints(checkpoint, read, has_own_layers=has_own_layers)
+    stager = LatentStager(checkpoint, control_nets, tiny, vaes, checkpoints)
     layer_bytes = linear.transformer_bytes(checkpoint.unet)
     weights = settings.slot_weights or memory.choose_weights(
         device, layer_bytes, settings.slots, is_large=is_large
@@ -64,8 +64,8 @@ def of_latents(checkpoint: Checkpoint, settings: Settings) -> Parts:
     keeps_on_cpu = is_large and memory.has_no_room_for_originals(device, layer_bytes)
     merger = Merger(checkpoint.unet, keeps_on_cpu=keeps_on_cpu)
     unet = SlotUnet(checkpoint.unet, weights)
-    unet.changes.grow_for_transformers(_USUAL_RANK)
-    if is_compiled:
+    unet.changes.grow([(each, USUAL_RANK) for each in unet.changes.groups if each.of_transformers])
+    if has_own_layers:
         unet.fold()
     preparer = RequestPreparer(
         checkpoint,
@@ -77,7 +77,12 @@ def of_latents(checkpoint: Checkpoint, settings: Settings) -> Parts:
             },
         },
         control_nets,
+        vaes,
+        checkpoints,
     )
+    costs = Costs(merge_seconds=1.0) if keeps_on_cpu else Costs()
+    if weights == "factors":
+        costs = replace(costs, per_slot_seconds=0.118, per_slot_convolutions_seconds=0.122)
     pool = GraphPool(device) if device.type == "cuda" else None
     return Parts(
         model=checkpoint,
@@ -86,9 +91,11 @@ def of_latents(checkpoint: Checkpoint, settings: Settings) -> Parts:
         tick=step.tick,
         preparer=preparer,
         control_nets=control_nets,
+        vaes=vaes,
+        checkpoints=checkpoints,
         stager=stager,
         merger=merger,
         decoder=Decoder(checkpoint.vae, checkpoint.factor, tiny, settings.backend, pool),
         pool=pool,
-        costs=Costs(merge_seconds=1.0) if keeps_on_cpu else Costs(),
+        costs=costs,
     )

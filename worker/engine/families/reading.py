@@ -4,8 +4,6 @@ The libraries' `from_pretrained` changes torch's default type for the whole proc
 a network: images that are drawn at that time would begin with other noise.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection, Mapping
@@ -25,9 +23,6 @@ from imagefleet import errors
 #: What the libraries raise for missing, truncated or mismatched files.
 LOADING_ERRORS = (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError)
 
-#: Types in which weights stay as they are in their files.
-_KEPT = frozenset({torch.float16, torch.bfloat16, torch.float32})
-
 #: Names of an attention's layers in the VAEs of older folders, and today's.
 _OLDER = re.compile(r"(\.attentions\.\d+\.)(query|key|value|proj_attn)(\.\w+)$")
 _TODAYS = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
@@ -37,21 +32,16 @@ _LEVEL = "text_model."
 
 
 def read_network(network: type[Any], folder: Path) -> Any:
-    """A network of diffusers or transformers on the CPU, in the type of its files.
+    """A network of diffusers or transformers on the CPU, in the types of its files.
 
-    In float32 if they are of several: otherwise float16 would take twice the memory. Raises
-    SetupError if it is missing or damaged.
+    Raises SetupError if it is missing or damaged.
     """
-    if not (folder / "config.json").is_file():
-        raise errors.SetupError(
-            f"{str(folder.parent)!r} is not a checkpoint in diffusers format: it has no"
-            f" {folder.name}/config.json"
-        )
-    files = _files(folder, "diffusion_pytorch_model" if _is_diffusers(network) else "model")
+    stem = "diffusion_pytorch_model" if issubclass(network, ModelMixin) else "model"
+    files = _files(folder, stem)
     try:
         weights = {key: each for path in files for key, each in load_file(path).items()}
         made = build(network, read_json(folder / "config.json"))
-        assign(made, _in_one_type(weights))
+        assign(made, weights)
     except LOADING_ERRORS as error:
         raise errors.SetupError(f"{str(folder)!r} cannot be loaded: {brief(error)}") from error
     return made
@@ -60,7 +50,7 @@ def read_network(network: type[Any], folder: Path) -> Any:
 def build(network: type[Any], config: Mapping[str, Any]) -> Any:
     """A network without memory for its weights, but for what checkpoints need not contain."""
     with torch.device("meta"):
-        if _is_diffusers(network):
+        if issubclass(network, ModelMixin):
             made = network.from_config(config)
         else:
             made = network(network.config_class.from_dict(dict(config)))
@@ -72,12 +62,8 @@ def build(network: type[Any], config: Mapping[str, Any]) -> Any:
     return made
 
 
-def _is_diffusers(network: type[Any]) -> bool:
-    return issubclass(network, ModelMixin)
-
-
 def assign(network: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Gives a network built without memory its weights.
+    """Gives a network built without memory its weights, for inference.
 
     Raises RuntimeError if some have another shape, and ValueError if some are missing.
     """
@@ -89,10 +75,10 @@ def assign(network: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     missing = sorted(name for name, each in network.named_parameters() if each.is_meta)
     if missing:
         raise ValueError(f"it lacks {len(missing)} of its weights, for example {missing[0]}")
+    network.requires_grad_(requires_grad=False).eval()
 
 
 def network_config(folder: Path, default: Mapping[str, object]) -> dict[str, Any]:
-    """A network's configuration from its folder, else *default*."""
     return read_json(folder / "config.json") or dict(default)
 
 
@@ -120,29 +106,14 @@ def brief(error: Exception) -> str:
 def _files(folder: Path, stem: str) -> list[Path]:
     """The files with a network's weights; those in float16 only where there are no others."""
     names = [path.name for path in folder.glob("*.safetensors")]
-    if not names:
-        raise errors.SetupError(
-            f"{str(folder)!r} has no .safetensors file (pickled weights are never loaded)"
-        )
     variant = ".fp16" if all(".fp16" in name for name in names) else ""
     whole = f"{stem}{variant}.safetensors"
     if whole in names:
         return [folder / whole]
-    index = read_json(folder / f"{stem}.safetensors.index{variant}.json")
-    parts = index.get("weight_map")
+    parts = read_json(folder / f"{stem}.safetensors.index{variant}.json").get("weight_map")
     if not isinstance(parts, dict):
         raise errors.SetupError(f"{str(folder)!r} has neither {whole} nor an index of its parts")
     return [folder / Path(name).name for name in sorted(set(map(str, parts.values())))]
-
-
-def _in_one_type(weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    found = {each.dtype for each in weights.values() if each.is_floating_point()}
-    if len(found) == 1 and found <= _KEPT:
-        return weights
-    return {
-        key: weight.float() if weight.is_floating_point() else weight
-        for key, weight in weights.items()
-    }
 
 
 def _name_in(own: Collection[str], key: str) -> str:
@@ -182,8 +153,7 @@ class ImageNoise:
 def image_noise(index: Mapping[str, Any], scheduler: Mapping[str, Any], levels: int) -> ImageNoise:
     """Reads it from a folder's configurations; *levels*: how many the UNet knows."""
     made = DDPMScheduler.from_config(dict(scheduler))
-    level = index.get("max_noise_level")
-    level = level if isinstance(level, int) else _MAX_LEVEL
+    level = int(index.get("max_noise_level", _MAX_LEVEL))
     # On a GPU, a level out of range is a device-side assert, which ends the process.
     level = min(level, levels - 1, int(made.config.num_train_timesteps) - 1)
     return ImageNoise(made, level)

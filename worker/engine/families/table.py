@@ -3,9 +3,7 @@
 The configurations are those of single files without a configuration folder, as published.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +11,9 @@ from typing import Any
 
 import torch
 
-from worker.engine import sampler, text
+from imagefleet.files import contents
+from imagefleet.files.safetensors import Header
+from worker.engine import text
 from worker.engine.families import reading
 from worker.engine.families.reading import ImageNoise
 from worker.engine.lora.file import Network
@@ -28,11 +28,9 @@ class TextEncoder:
     network: Network
     """The encoder's name, which is that of its folder in diffusers' format."""
     config: Config
-    prefix: str
-    """The prefix of the encoder's keys in single files."""
     rules: text.Rules
-    is_open_clip: bool = False
-    """Single files have OpenCLIP's names for its weights, not transformers'."""
+    open_clip: str = ""
+    """The prefix of its keys in single files that have OpenCLIP's names, not transformers'."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +63,6 @@ class Family:
     """Pixels, by what the UNet predicts; otherwise the UNet's configuration says."""
 
     @cached_property
-    def skips_layers(self) -> bool:
-        """Whether a job's clip_skip means anything."""
-        return any(encoder.rules.layer is None for encoder in self.text_encoders)
-
-    @cached_property
     def networks(self) -> tuple[Network, ...]:
         """The names of its text encoders."""
         return tuple(encoder.network for encoder in self.text_encoders)
@@ -89,14 +82,11 @@ class Model:
     """Pixels for each row of what is drawn."""
     image_noise: ImageNoise | None = None
     """The noise that families which enlarge an image add to it; None for other families."""
-    columns: int = sampler.COLUMNS
-    """The number of columns of a schedule's table."""
     states_encoder: str | None = None
     """The encoder whose states of the prompts come with each request; None: none do."""
 
     @property
     def channels(self) -> int:
-        """The number of channels of what is drawn."""
         return int(self.unet.config.out_channels)
 
     @property
@@ -121,7 +111,6 @@ _CLIP = TextEncoder(
         "num_attention_heads": 12,
         "projection_dim": 768,
     },
-    prefix="cond_stage_model.transformer.",
     rules=text.Rules(),
 )
 SD1 = Family(
@@ -180,8 +169,7 @@ SD2 = Family(
                 "hidden_act": "gelu",
                 "projection_dim": 512,
             },
-            prefix="cond_stage_model.model.",
-            is_open_clip=True,
+            open_clip="cond_stage_model.model.",
             # AUTOMATIC1111 ignores clip_skip here.
             rules=text.Rules(padding=OPEN_CLIP_PADDING, layer=1),
         ),
@@ -212,7 +200,7 @@ SDXL = Family(
     },
     vae_config={**SD1.vae_config, "sample_size": 1024, "scaling_factor": 0.13025},
     text_encoders=(
-        replace(_CLIP, prefix="conditioner.embedders.0.transformer.", rules=_SDXL_RULES),
+        replace(_CLIP, rules=_SDXL_RULES),
         TextEncoder(
             network="text_encoder_2",
             config={
@@ -223,8 +211,7 @@ SDXL = Family(
                 "hidden_act": "gelu",
                 "projection_dim": 1280,
             },
-            prefix="conditioner.embedders.1.model.",
-            is_open_clip=True,
+            open_clip="conditioner.embedders.1.model.",
             rules=replace(_SDXL_RULES, padding=OPEN_CLIP_PADDING, has_pooled=True),
         ),
     ),
@@ -279,21 +266,20 @@ X4_UPSCALER = replace(
     enlarges_image=True,
 )
 
-#: Families of single files, told by their text encoders; the x4 upscaler has SD2's.
 FAMILIES = (SD1, SD2, SDXL)
 
-#: A tensor of a single file whose UNet knows levels of noise on an image.
-_LEVELS = "model.diffusion_model.label_emb.weight"
+_OF_FILES = {
+    contents.SD1: SD1,
+    contents.SD2: SD2,
+    contents.SDXL: SDXL,
+    contents.X4_UPSCALER: X4_UPSCALER,
+}
 
 
-def of_file(keys: Iterable[str]) -> Family | None:
-    """The family of a single file: the one whose text encoders' keys it has."""
-    names = list(keys)
-    for family in FAMILIES:
-        prefixes = [encoder.prefix for encoder in family.text_encoders]
-        if all(any(name.startswith(prefix) for name in names) for prefix in prefixes):
-            return X4_UPSCALER if family is SD2 and _LEVELS in names else family
-    return None
+def of_file(weights: Mapping[str, torch.Tensor]) -> Family | None:
+    """The family of a single file."""
+    header = Header({name: tuple(each.shape) for name, each in weights.items()}, {})
+    return _OF_FILES.get(contents.identify(header))
 
 
 def of_folder(unet: Config, text_encoder: Config) -> Family:

@@ -8,8 +8,6 @@ The host memory that is read into, and that a GPU copies from, is used again: wi
 108 MB a second, on a virtual machine, handing out new pages took longer than everything else.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -19,9 +17,8 @@ import re
 import sys
 import threading
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -29,9 +26,18 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from cachetools import LRUCache, cached
 
 from imagefleet import errors
-from imagefleet.files.safetensors import Identity, identify, whole
+from imagefleet.files.safetensors import (
+    Identity,
+    MalformedError,
+    UnusableError,
+    header_of,
+    identify,
+    parse,
+    whole,
+)
 from imagefleet.telemetry import host, logs
 
 log = logs.EventLog(__name__)
@@ -144,11 +150,6 @@ files, packs = Buffers(), Buffers()
 layers = Buffers(spare_bytes=0, lockable_bytes=sys.maxsize)
 
 
-#: The longest header that is read, as in the library of safetensors.
-_MAX_HEADER_BYTES = 100_000_000
-
-_LENGTH_BYTES = 8
-
 _TYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -170,10 +171,6 @@ _METADATA = re.compile(r'\{\s*"__metadata__"\s*:\s*')
 _DECODER = json.JSONDecoder()
 
 
-class UnusableError(Exception):
-    """What is wrong with a file, as a sentence that lacks its subject."""
-
-
 @contextlib.contextmanager
 def named(file: str) -> Iterator[None]:
     """Raises what is wrong with a *file*, such as "the LoRA 'x'", as an error that names it.
@@ -191,8 +188,6 @@ def named(file: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A file's three parts."""
-
     header: str
     """JSON: each tensor's type, shape and place."""
     metadata: Mapping[str, str]
@@ -202,8 +197,6 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tensor's place in the data."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
@@ -224,34 +217,31 @@ def read(path: Path, identity: Identity | None = None) -> Content:
     UnsettledFileError if it is another, or is written meanwhile.
     """
     with whole(identity or identify(path)), path.open("rb", buffering=0) as file:
-        start = file.read(_LENGTH_BYTES)
-        if len(start) < _LENGTH_BYTES:
-            raise _incomplete("it ends within its first 8 bytes")
-        header_bytes = int.from_bytes(start, "little")
-        data_bytes = os.fstat(file.fileno()).st_size - _LENGTH_BYTES - header_bytes
-        if header_bytes > _MAX_HEADER_BYTES or data_bytes < 0:
-            raise _incomplete("it ends within its header, or begins with something else")
-        header = file.read(header_bytes)
-        data = files.take(data_bytes)
+        try:
+            text, metadata = _split(header_of(file).decode())
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise _incomplete("its header is damaged or cut off") from error
+        data = files.take(os.fstat(file.fileno()).st_size - file.tell())
         room, at = data.numpy().data, 0
         while read := file.readinto(room[at:]):
             at += read
-    try:
-        text, metadata = _split(header.decode())
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise _incomplete(f"its header is damaged ({error})") from error
     return Content(text, metadata, data[:at])
 
 
 def places(header: str, data_bytes: int) -> dict[str, Place]:
     """Each tensor's place by its name, sorted by name."""
     try:
-        entries: dict[str, Any] = json.loads(header)
-        found = {name: _place(entry) for name, entry in sorted(entries.items())}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise _incomplete(f"its header is damaged ({error})") from error
-    end = max((each.end for each in found.values()), default=0)
-    if end > data_bytes:
+        read = parse(header)
+    except MalformedError as error:
+        raise _incomplete("its header is damaged") from error
+    found = {}
+    for name, (kind, begin, end) in sorted(read.places.items()):
+        if (dtype := _TYPES.get(kind)) is None:
+            raise UnusableError(f"holds numbers of the type {kind!r}, which is not supported")
+        found[name] = Place(dtype, read.shapes[name], begin, end)
+        if end - begin != math.prod(read.shapes[name]) * dtype.itemsize:
+            raise _incomplete("a tensor's shape does not fit its place")
+    if (end := read.file_bytes) > data_bytes:
         raise _incomplete(f"it ends {end - data_bytes} bytes before its last tensor does")
     if end < data_bytes:
         raise _incomplete(f"{data_bytes - end} bytes follow its last tensor")
@@ -279,7 +269,6 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def refuse_damaged(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuses numbers that are none, perhaps since they were rounded to their type."""
     for name, tensor in tensors.items():
         if not is_finite(tensor):
             number_type = str(tensor.dtype).removeprefix("torch.")
@@ -308,66 +297,35 @@ def _split(header: str) -> tuple[str, dict[str, str]]:
     return tensors.rstrip(), dict(metadata)  # padded to multiples of 8 bytes
 
 
-def _place(entry: Mapping[str, Any]) -> Place:
-    if (dtype := _TYPES.get(entry["dtype"])) is None:
-        unknown = repr(entry["dtype"])
-        raise UnusableError(f"holds numbers of the type {unknown}, which is not supported")
-    shape, (begin, end) = entry["shape"], entry["data_offsets"]
-    if not all(type(size) is int and size >= 0 for size in (*shape, begin, end)):
-        raise ValueError("a size is not a whole number")
-    if end - begin != math.prod(shape) * dtype.itemsize:
-        raise ValueError("a tensor's shape does not fit its place")
-    return Place(dtype, tuple(shape), begin, end)
-
-
 Value = TypeVar("Value")
 
 
 class ReadOnce(Generic[Value]):
     """The values used last, each read once for all threads; thread-safe.
 
-    Not cachetools: where one read fails, all the threads that wait for it must fail with it, or
-    each would read the bad file again.
+    Of threads that wait for one that cannot be read, each tries to.
     """
 
     def __init__(self, room: int, size: Callable[[Value], int] = lambda _: 1) -> None:
         """*room*: the most of the *size* of all values; a larger one is read each time."""
         self.lookups: Counter[str] = Counter()
         """Values that were here ('hit') and were read ('miss')."""
-        self._room, self._size = room, size
-        self._futures: OrderedDict[Hashable, Future[Value]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        keep = cached(LRUCache(room, size), lambda key, _: key, condition=self._lock)
+        self._find = keep(lambda _, read: read())
 
     def get(self, key: Hashable, read: Callable[[], Value]) -> Value:
         """What *read* returns, unless it is here, or another thread is reading it."""
-        with self._lock:
-            future = self._futures.get(key)
-            is_new = future is None
-            if future is None:
-                future = self._futures[key] = Future()
-            self._futures.move_to_end(key)
-            self.lookups["miss" if is_new else "hit"] += 1
-        if is_new:
-            self._fill(future, key, read)
-        return future.result()
+        result = "hit"
 
-    def _fill(self, future: Future[Value], key: Hashable, read: Callable[[], Value]) -> None:
+        def noted() -> Value:
+            nonlocal result
+            result = "miss"
+            return read()
+
         try:
-            future.set_result(read())
-        except BaseException as error:  # noqa: BLE001 - other threads wait for it
+            found: Value = self._find(key, noted)
+        finally:
             with self._lock:
-                del self._futures[key]
-            future.set_exception(error)
-            return
-        with self._lock:
-            sizes = {
-                key: self._size(future.result())
-                for key, future in self._futures.items()
-                if future.done()
-            }
-            total = sum(sizes.values())
-            for oldest, size in sizes.items():
-                if total <= self._room:
-                    break
-                total -= size
-                del self._futures[oldest]
+                self.lookups[result] += 1
+        return found

@@ -3,8 +3,6 @@
 Both are optional speed-ups: if either fails, that is logged and the function runs without it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import threading
@@ -19,6 +17,7 @@ import torch
 
 from imagefleet.telemetry import logs
 from worker.engine import errors as engine_errors
+from worker.engine import phases
 
 log = logs.EventLog(__name__)
 
@@ -154,7 +153,8 @@ class Compiled:
         )
         self._is_tracing = True
         try:
-            with self._optional("uncompiled", "compile_failed"), _unnoticed():
+            traced = self._optional("uncompiled", "compile_failed")
+            with phases.timed("trace"), traced, _unnoticed():
                 self._function(*self._arguments)
         except _TracedError:
             pass
@@ -177,12 +177,14 @@ class Compiled:
         if self._backend is None:
             return
         self.trace()
-        kept = [(tensor, tensor.clone()) for tensor in _tensors_of(self._arguments)]
+        values = [each if isinstance(each, tuple) else (each,) for each in self._arguments]
+        tensors = [each for some in values for each in some if isinstance(each, torch.Tensor)]
+        kept = [(tensor, tensor.clone()) for tensor in tensors]
         if self._backend is not None:
-            with self._optional("uncompiled", "compile_failed"):
+            with phases.timed("autotune"), self._optional("uncompiled", "compile_failed"):
                 self._run_often()  # which selects kernels
         if self._pool is not None:
-            with self._optional("without a CUDA graph", "capture_failed"):
+            with phases.timed("capture"), self._optional("without a CUDA graph", "capture_failed"):
                 self._record(self._pool)
         for argument, copy in kept:
             argument.copy_(copy)
@@ -224,15 +226,16 @@ class Compiled:
             raise _AbandonedError
         self.graphs += 1
         compiled: Any
-        if self._backend == "inductor":
-            from torch._inductor.compile_fx import compile_fx
+        with phases.timed("compile"):
+            if self._backend == "inductor":
+                from torch._inductor.compile_fx import compile_fx
 
-            compiled = compile_fx(graph, inputs, config_patches=_INDUCTOR_OPTIONS)
-        else:
-            # Imported here: the compiler takes seconds to import, and a CPU does not need it.
-            from torch._dynamo import lookup_backend
+                compiled = compile_fx(graph, inputs, config_patches=_INDUCTOR_OPTIONS)
+            else:
+                # Imported here: the compiler takes seconds to import, and a CPU does not need it.
+                from torch._dynamo import lookup_backend
 
-            compiled = lookup_backend(self._backend or "eager")(graph, inputs)
+                compiled = lookup_backend(self._backend or "eager")(graph, inputs)
 
         def run(*arguments: Any) -> Any:
             if self._is_tracing:
@@ -268,21 +271,16 @@ def trace_on_thread(
     threads = torch.get_num_threads()  # a compiled function is bound to their number
     traced: Future[None] = Future()
 
-    def trace() -> None:
-        torch.set_num_threads(threads)
-        on_gpu = device.type == "cuda"
-        with (
-            torch.cuda.device(device) if on_gpu else contextlib.nullcontext(),
-            around(compiled.name) if around else contextlib.nullcontext(),
-        ):
-            compiled.trace()
-
     def run() -> None:
         try:
-            try:
-                trace()
-            finally:
-                compiling_elsewhere.clear()
+            with contextlib.ExitStack() as around_it:
+                around_it.callback(compiling_elsewhere.clear)
+                torch.set_num_threads(threads)
+                if device.type == "cuda":
+                    around_it.enter_context(torch.cuda.device(device))
+                if around is not None:
+                    around_it.enter_context(around(compiled.name))
+                compiled.trace()
         except Exception as error:  # noqa: BLE001 - raised again by the future
             traced.set_exception(error)
         else:
@@ -292,13 +290,6 @@ def trace_on_thread(
     # A daemon: a compiler cannot be interrupted, and must not keep a process from its end.
     threading.Thread(target=run, name=THREAD_NAME, daemon=True).start()
     return traced
-
-
-def _tensors_of(arguments: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among arguments, and those of arguments that are tuples of tensors."""
-    for argument in arguments:
-        values = argument if isinstance(argument, tuple) else (argument,)
-        yield from (value for value in values if isinstance(value, torch.Tensor))
 
 
 def exempt_from_collection() -> None:
@@ -312,10 +303,7 @@ def exempt_from_collection() -> None:
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy with its own code object.
-
-    torch.compile keeps its graphs by code object and stops at the eighth; here each shape has one.
-    """
+    """A copy with its own code object, by which torch.compile keeps its graphs, eight at most."""
     if not isinstance(function, FunctionType):
         raise TypeError(f"{function} is not a plain function")
     code = function.__code__.replace(co_name=f"{function.__name__}_copy")

@@ -4,30 +4,42 @@ Self-attention runs by the fastest kernel for its shape on this GPU: they differ
 of two, depending on the heads' width, the GPU's generation and torch's version.
 
 Inductor compiles torch's group norm to kernels that read channels-last tensors group by group, in
-pieces of 20 bytes: half of the VAE's time. Here sums are taken per channel first.
+pieces of 20 bytes: half of the VAE's time. Here sums are taken per channel first. Uncompiled, torch
+copies such tensors to the other order and back, and each addition and activation is one more pass:
+a third of the UNet's time. On a GPU with Triton, which torch's compiler needs as well, `programs`
+are ready within a second and take all of it in two passes.
 
 Nearest-neighbour upsampling by two and a 3x3 convolution are one convolution of the input: each of
 the four output pixels per input pixel needs a 2x2 kernel of sums of the nine weights. That saves
 5 % of the UNet's work and 15 % of the VAE's.
 """
 
-from __future__ import annotations
-
+import copy
 import functools
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
 from imagefleet.telemetry import logs
 
+try:
+    from worker.engine.kernels import programs
+except ImportError:  # torch for CPUs comes without Triton
+    programs = None  # type: ignore[assignment]
+
 log = logs.EventLog(__name__)
 
+AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
+
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+default_attention: Attend = F.scaled_dot_product_attention
 
 #: Runs of each kernel; the first ones also choose and load it.
 _WARM_UP_RUNS, _TIMED_RUNS = 3, 10
@@ -38,11 +50,8 @@ _TOLERANCE = 0.02
 #: Pixels per partial sum: enough sums to keep a GPU busy, few compared with the tensor.
 _PIXELS = 256
 
-_KERNEL = (3, 3)
-
-
-def default_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return F.scaled_dot_product_attention(q, k, v)
+#: Of one program of `programs.py`: its partial sums' pixels and channels, and what it writes.
+_SUMMED_PIXELS, _SUMMED_CHANNELS, _WRITTEN = 128, 128, 4096
 
 
 def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, multiple: int = 1) -> torch.Tensor:
@@ -138,12 +147,11 @@ class ChannelsLastGroupNorm(nn.GroupNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
         is_image = input.dim() == 4  # noqa: PLR2004 - rows, channels, height, width
+        if is_image and runs_programs(input):
+            return normalise_and_activate(input, self)
         is_large = is_image and input.shape[2] * input.shape[3] >= _PIXELS
-        if is_large and input.device.type == "cuda":
-            if torch.compiler.is_compiling():
-                return normalise(input, self)
-            if input.is_contiguous(memory_format=torch.channels_last):
-                return normalise_uncompiled(input, self)
+        if is_large and input.device.type == "cuda" and torch.compiler.is_compiling():
+            return normalise(input, self)
         return super().forward(input)
 
 
@@ -153,54 +161,94 @@ def normalise(x: torch.Tensor, norm: nn.GroupNorm) -> torch.Tensor:
     The variance is E[x^2] - E[x]^2: in float32 accurate to 1e-4 while a group's mean is less than
     thirty times its standard deviation.
     """
-    values = _in_parts(x).float()
-    sums, squares = values.sum(2), (values * values).sum(2)
-    scale, shift = _scale_and_shift(x, sums, squares, norm)
-    return (x.float() * scale + shift).to(x.dtype)
-
-
-def normalise_uncompiled(x: torch.Tensor, norm: nn.GroupNorm) -> torch.Tensor:
-    """The same in few kernels, without copies of x in float32; for x in channels-last order."""
-    values = _in_parts(x)
-    sums = values.sum(2, dtype=torch.float32)
-    squares = torch.linalg.vector_norm(values, dim=2, dtype=torch.float32).square()
-    scale, shift = _scale_and_shift(x, sums, squares, norm)
-    return torch.addcmul(shift, x, scale, out=torch.empty_like(x))
-
-
-def _in_parts(x: torch.Tensor) -> torch.Tensor:
-    """[rows, parts, pixels, channels]: enough parts to keep a GPU busy with their sums."""
-    rows, channels, height, width = x.shape
-    pixels = math.gcd(height * width, _PIXELS)
-    return x.permute(0, 2, 3, 1).reshape(rows, -1, pixels, channels)
-
-
-def _scale_and_shift(
-    x: torch.Tensor, sums: torch.Tensor, squares: torch.Tensor, norm: nn.GroupNorm
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm as a product and a sum in float32 [rows, channels, 1, 1].
-
-    *sums* of the parts' values and squares [rows, parts, channels].
-    """
     (rows, channels, height, width), groups = x.shape, norm.num_groups
-    in_group = height * width * channels // groups
+    pixels = math.gcd(height * width, _PIXELS)  # of enough parts to keep a GPU busy with their sums
+    values = x.permute(0, 2, 3, 1).reshape(rows, -1, pixels, channels).float()
 
     def mean_of_groups(sums: torch.Tensor) -> torch.Tensor:
+        in_group = height * width * channels // groups
         return sums.view(rows, -1, groups, channels // groups).sum((1, 3)) / in_group
 
+    sums, squares = values.sum(2), (values * values).sum(2)
     mean = mean_of_groups(sums)
     variance = (mean_of_groups(squares) - mean * mean).clamp(min=0)
     scale = (variance + norm.eps).rsqrt()[:, :, None] * norm.weight.float().view(groups, -1)
     shift = norm.bias.float().view(groups, -1) - mean[:, :, None] * scale
-    return scale.reshape(rows, channels, 1, 1), shift.reshape(rows, channels, 1, 1)
+    shape = (rows, channels, 1, 1)
+    return (x.float() * scale.reshape(shape) + shift.reshape(shape)).to(x.dtype)
 
 
-def replace_group_norms(network: nn.Module) -> None:
-    """Replaces all affine group norms of a network; the parameters stay the same objects."""
-    replace_modules(network, _group_norm)
+def normalise_and_activate(
+    x: torch.Tensor,
+    norm: nn.GroupNorm,
+    *,
+    added: torch.Tensor | None = None,
+    activates: bool = False,
+) -> torch.Tensor:
+    """The group norm of x [rows, channels, height, width] plus *added* [rows, channels].
+
+    Its SiLU, if it *activates*. In float32 inside; the variance is E[x^2] - E[x]^2, accurate to
+    1e-4 while a group's mean is less than thirty times its standard deviation.
+    """
+    if not runs_programs(x):
+        normed: torch.Tensor = norm(x if added is None else x + added[:, :, None, None])
+        return F.silu(normed) if activates else normed
+    (rows, channels, height, width), groups = x.shape, norm.num_groups
+    x, pixels = x.contiguous(memory_format=torch.channels_last), height * width
+    shifts = x if added is None else added.contiguous()
+    has_added = added is not None
+    parts = programs.cdiv(pixels, _SUMMED_PIXELS)
+    sums = x.new_empty(2, rows, parts, channels, dtype=torch.float32)
+    grid = (rows, parts, programs.cdiv(channels, _SUMMED_CHANNELS))
+    programs.add_up[grid](
+        x, shifts, sums, pixels, channels, sums[0].numel(), has_added,
+        _SUMMED_PIXELS, _SUMMED_CHANNELS,
+    )  # fmt: skip
+    by_group = sums.view(2, rows, parts, groups, -1).sum((2, 4)) * (groups / (pixels * channels))
+    mean, square = by_group.unbind()
+    scale = (square - mean * mean).clamp(min=0).add_(norm.eps).rsqrt_()
+    out = torch.empty_like(x)
+    write = (rows, programs.cdiv(pixels * channels, _WRITTEN))
+    programs.normalise[write](
+        x, shifts, out, mean, scale, norm.weight, norm.bias, pixels * channels, channels,
+        channels // groups, has_added, activates, _WRITTEN,
+    )  # fmt: skip
+    return out
 
 
-def _group_norm(norm: nn.Module) -> ChannelsLastGroupNorm | None:
+def gate(x: torch.Tensor) -> torch.Tensor:
+    """GEGLU: the first half of the last dimension times the second half's GELU."""
+    if not runs_programs(x):
+        values, gates = x.chunk(2, dim=-1)
+        return values * F.gelu(gates)
+    x, width = x.contiguous(), x.shape[-1] // 2
+    gated = x.new_empty(*x.shape[:-1], width)
+    grid = (programs.cdiv(gated.numel(), _WRITTEN),)
+    programs.gate[grid](x, gated, gated.numel(), width, _WRITTEN)
+    return gated
+
+
+def runs_programs(x: torch.Tensor) -> bool:
+    """Whether Triton's programs run for *x*, and not torch's kernels."""
+    return x.device.type == "cuda" and not torch.compiler.is_compiling() and _works(x.device)
+
+
+@functools.cache
+def _works(device: torch.device) -> bool:
+    """Whether Triton can build kernels: it needs a C compiler, as torch's own compiler does."""
+    if programs is None:
+        return False
+    try:
+        gated = torch.zeros(2, device=device)
+        programs.gate[(1,)](gated, gated, 1, 1, _WRITTEN)
+    except Exception as error:  # a compiler may raise anything
+        log.warning(f"no fused kernels: {error}", exc_info=error, action="compile_failed")
+        return False
+    return True
+
+
+def group_norm(norm: nn.Module) -> ChannelsLastGroupNorm | None:
+    """For `replace_modules`, what replaces an affine group norm, with the same parameters."""
     if type(norm) is not nn.GroupNorm or not norm.affine:
         return None
     with torch.device("meta"):
@@ -225,10 +273,39 @@ def fold(weight: torch.Tensor) -> torch.Tensor:
     return by_row.flatten(0, 2).to(weight.dtype)
 
 
-def upsample(x: torch.Tensor, folded: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def convolve(conv: nn.Conv2d, x: torch.Tensor, *, tiles: bool) -> torch.Tensor:
+    """The convolution; of an image that *tiles*, its padding is what is at the other side.
+
+    As `apply_circular` (AUTOMATIC1111 1.10), for kernels of one or three pixels.
+    """
+    if not tiles or conv.padding == (0, 0):
+        convolved: torch.Tensor = conv(x)
+        return convolved
+    return F.conv2d(_wrapped(x), conv.weight, conv.bias, conv.stride)
+
+
+def _wrapped(x: torch.Tensor) -> torch.Tensor:
+    """X [rows, channels, height, width] with a border of the pixels at its other side."""
+    return F.pad(x, (1, 1, 1, 1), mode="circular")
+
+
+def tiling(network: AnyNetwork) -> AnyNetwork:
+    """The network for images that tile: another one of the same tensors."""
+    own = {id(each): each for each in (*network.parameters(), *network.buffers())}
+    twin = copy.deepcopy(network, own)
+    for module in twin.modules():
+        if isinstance(module, nn.Conv2d):
+            module.padding_mode = "circular"
+    return twin
+
+
+def upsample(
+    x: torch.Tensor, folded: torch.Tensor, bias: torch.Tensor | None, *, tiles: bool = False
+) -> torch.Tensor:
     """The convolution of x [rows, in, height, width] upsampled by two: [rows, out, 2h, 2w]."""
     # [rows, height + 1, width + 1, 2, 2, out]: the output pixels (a, b) are shifted by a and b.
-    shifted = F.conv2d(x, folded, padding=1).permute(0, 2, 3, 1)
+    shifted = F.conv2d(_wrapped(x), folded) if tiles else F.conv2d(x, folded, padding=1)
+    shifted = shifted.permute(0, 2, 3, 1)
     shifted = shifted.reshape(*shifted.shape[:3], 2, 2, -1)
     down, right = (torch.arange(2 * side, device=x.device) for side in x.shape[2:])
     pixels = shifted[
@@ -251,8 +328,6 @@ class Upsampler(nn.Module):
 
     def fold(self) -> None:
         """Folds the weights; call again whenever they change."""
-        if self.conv.kernel_size != _KERNEL:
-            return
         folded = fold(self.conv.weight.detach())
         if self.folded is None:
             if folded.device.type == "cuda":
@@ -261,26 +336,28 @@ class Upsampler(nn.Module):
         else:
             self.folded.copy_(folded)
 
-    def forward(self, x: torch.Tensor, output_size: torch.Size | None = None) -> torch.Tensor:
-        """Upsamples x [rows, channels, height, width] by two, or to *output_size*."""
-        height, width = x.shape[2:]
-        doubled = (2 * height, 2 * width)
-        size = doubled if output_size is None else tuple(output_size)
-        if self.folded is not None and size == doubled:
-            return upsample(x, self.folded, self.conv.bias)
-        # diffusers' own forward copies to another memory format from 64 rows on.
-        resized: torch.Tensor = self.conv(F.interpolate(x, size=size))
-        return resized
+    def forward(
+        self, x: torch.Tensor, output_size: torch.Size | None = None, *, tiles: bool = False
+    ) -> torch.Tensor:
+        """Upsamples x [rows, channels, height, width] by two, and cuts it to *output_size*.
+
+        As AUTOMATIC1111 (`TorchHijackForUnet`, 1.10), where a side of an odd number of rows had
+        been halved: nearest-neighbour resizing leaves out the last of one too many.
+        """
+        tiles = tiles or self.conv.padding_mode == "circular"
+        if self.folded is not None:
+            doubled = upsample(x, self.folded, self.conv.bias, tiles=tiles)
+        else:
+            # diffusers' own forward copies to another memory format from 64 rows on.
+            doubled = convolve(self.conv, F.interpolate(x, scale_factor=2.0), tiles=tiles)
+        if output_size is None:
+            return doubled
+        height, width = output_size
+        return doubled[..., :height, :width]
 
 
-def replace_upsamplers(network: nn.Module) -> None:
-    """Replaces all of diffusers' upsamplers with a convolution, weights folded."""
-    replace_modules(network, _upsampler)
-
-
-def _upsampler(original: nn.Module) -> Upsampler | None:
-    from diffusers.models.upsampling import Upsample2D
-
+def upsampler(original: nn.Module) -> Upsampler | None:
+    """For `replace_modules`, what replaces diffusers' with a convolution, weights folded."""
     if not isinstance(original, Upsample2D) or not original.use_conv or original.norm is not None:
         return None
     ours = Upsampler(original)

@@ -1,8 +1,8 @@
 """Reads LoRA files into one form, keyed by the model's own layer names, and checks them.
 
-LoRA and LoCon (also in kohya's Tucker form), LoHa, LoKr and full differences, as LyCORIS and
-kohya's scripts write them, each with or without DoRA's magnitudes. A file with anything that does
-not fit is refused: leaving a change out would draw another image.
+The kinds are those of `imagefleet.files.lora`, which judges a file by itself. One with a change of
+another shape than its layer's is refused: leaving it out would draw another image. What the model
+has no layer for is skipped with a warning, as in AUTOMATIC1111.
 
 Files of one program share a layout, which is remembered: to place and check hundreds of tensors
 takes Python longer than to read them all, and Python does so on one core only, which it shares with
@@ -13,89 +13,81 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
-from pydantic import BaseModel, Field, FiniteFloat
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
-from imagefleet.files import contents
-from imagefleet.files.safetensors import Header, Identity, identify
+from imagefleet.files import contents, lora
+from imagefleet.files.safetensors import Identity, UnusableError, identify, parse
+from imagefleet.job import differences
 from imagefleet.telemetry import logs
 from worker.engine import contract
 from worker.engine.files import safetensors
-from worker.engine.files.safetensors import Place, ReadOnce, UnusableError
+from worker.engine.files.safetensors import Place, ReadOnce
 from worker.engine.lora import kinds
 from worker.engine.lora.original_names import original_names
 
 log = logs.EventLog(__name__)
 
 Network = Literal["unet", "text_encoder", "text_encoder_2"]
+Layer = nn.Linear | nn.Conv2d
 LayerId = tuple[Network, str]
 """A layer's network and its path there."""
-
-#: What follows the layer's name in a key, and our name of the tensor.
-_TENSORS = {
-    r"\.alpha": "alpha",
-    r"(?:\.lora_down|\.lora_A|\.lora(?:_linear_layer)?\.down|_lora\.down)\.weight": "down",
-    r"(?:\.lora_up|\.lora_B|\.lora(?:_linear_layer)?\.up|_lora\.up)\.weight": "up",
-    r"\.lora_mid\.weight": "mid",
-    r"\.(hada_(?:w[12]_[ab]|t[12]))": r"\2",
-    r"\.(lokr_(?:w[12](?:_[ab])?|t2))": r"\2",
-    r"\.diff": "diff",
-    r"\.dora_scale": "dora_scale",
-    r"\.lora_magnitude_vector(?:\.weight)?": "magnitude",
-}
-_TENSORS_BY_PATTERN = [(re.compile(f"(.+?){ending}"), name) for ending, name in _TENSORS.items()]
-
-#: Kinds that are recognised by their keys, but not supported.
-_UNSUPPORTED_KINDS = (
-    (re.compile(r".+\.(oft_blocks|oft_diag|oft_R(\.weight)?)"), "an OFT or BOFT"),
-    (re.compile(r".+\.on_input"), "an IA3"),
-    (re.compile(r".+\.[ab][12]\.weight"), "a GLoRA"),
-    (re.compile(r".+\.[wb]_norm"), "a change of normalisation layers"),
-    (re.compile(r".+\.(diff_b|lora_up\.bias|lora_B\.bias)"), "a change of biases"),
-    (re.compile(r"(emb_params|bundle_emb\..+|string_to_param.*)"), "a textual inversion"),
-)
 
 
 class Layers:
     """The layers of a model that LoRAs can change, by every name that files use; thread-safe."""
 
-    def __init__(self, unet: nn.Module, text_encoders: Mapping[Network, nn.Module]) -> None:
+    def __init__(self, unet: nn.Module, text_encoders: Mapping[Network, Any]) -> None:
         self.shapes: dict[LayerId, torch.Size] = {}
         self._by_name: dict[str, LayerId] = {}
         self._layouts = functools.lru_cache(_MAX_LAYOUTS)(self._make)
-        layers = adaptable_layers(unet)
+        self.text_encoders = tuple(text_encoders)
+        self.embedding_widths = sorted(
+            each.get_input_embeddings().weight.shape[1] for each in text_encoders.values()
+        )
+        layers = self._weights("unet", unet)
         originals = original_names(layers)
-        for path, layer in layers.items():
-            self.shapes["unet", path] = layer.weight.shape
+        for path in layers:
             dotted = {path, path.removesuffix(".0")}  # `to_out.0` was once `to_out`
-            flat = {path, originals.get(path, path)}
-            self._name("unet", path, ("", "unet."), dotted)
-            self._name("unet", path, ("lora_unet_",), map(_flat, flat))
+            original = originals.get(path, path)
+            self._name("unet", path, ("", "unet.", "lora_unet."), dotted)
+            self._name("unet", path, ("diffusion_model.",), [original])
+            self._name("unet", path, ("lora_unet_", "oft_unet_"), {path, original})
         for network, text_encoder in text_encoders.items():
-            # The first of two has a number, too.
-            prefixes = {"text_encoder_2": ("lora_te2_",)}.get(network, ("lora_te_", "lora_te1_"))
-            for path, layer in adaptable_layers(text_encoder).items():
-                self.shapes[network, path] = layer.weight.shape
+            dots, flats = _TEXT_PREFIXES[network]
+            for path in self._weights(network, text_encoder):
                 # transformers 5.6 dropped the level; files may have it.
                 short = path.removeprefix("text_model.")
                 old = re.sub(r"\b(?:([qkv])_proj|(out)_proj)$", r"to_\1\2", short)
-                names = {short, old, f"text_model.{short}", f"text_model.{old}"}
-                self._name(network, path, (f"{network}.",), names)
-                self._name(network, path, prefixes, map(_flat, names))
+                both = f"{short}.{old.rpartition('.')[2]}"  # of some versions of diffusers
+                names = {
+                    level + name for level in ("", "text_model.") for name in (short, old, both)
+                }
+                self._name(network, path, dots, names)
+                self._name(network, path, flats, names)
+
+    def _weights(self, network: Network, module: nn.Module) -> list[str]:
+        """Notes the shapes of a network's weights and biases; returns the paths of its layers."""
+        found = adaptable(module)
+        # SDXL's text projection is no layer of AUTOMATIC1111's: LoRAs do not change it there.
+        found.pop("text_projection", None)
+        self.shapes |= {(network, path): each.shape for path, each in found.items()}
+        return [path for path in found if not path.endswith(".bias")]
 
     def _name(
         self, network: Network, path: str, prefixes: Sequence[str], names: Iterable[str]
     ) -> None:
         for prefix, name in itertools.product(prefixes, names):
-            self._by_name[prefix + name] = (network, path)
+            own = name.replace(".", "_") if prefix.endswith("_") else name
+            self._by_name[prefix + own] = (network, path)
 
     def layout_of(self, content: safetensors.Content) -> Layout:
         """The layout of a file, which those of one program share; for `safetensors.named`."""
@@ -103,52 +95,46 @@ class Layers:
         try:
             return find(content.header, len(content.data))
         except _UnfitError as error:
-            places = safetensors.places(content.header, len(content.data))
-            shapes = {name: place.shape for name, place in places.items()}
-            what = contents.identify(Header(shapes, content.metadata, len(content.data))).name
+            header = replace(parse(content.header), metadata=content.metadata)
+            what = contents.identify(header).name
             raise UnusableError(f"does not fit this model (it is {what}): {error}") from error
 
     def _make(self, header: str, data_bytes: int) -> Layout:
-        places = safetensors.places(header, data_bytes)
-        if not places:
-            raise UnusableError("holds no weights")
-        return Layout(places, self)
+        return Layout(safetensors.places(header, data_bytes), self)
 
     def find(self, name: str) -> LayerId | None:
-        """The layer that a LoRA file calls *name*."""
         plain = name.removeprefix("base_model.model.").replace(".processor.", ".")
         return self._by_name.get(plain)
 
 
-def _flat(name: str) -> str:
-    return name.replace(".", "_")
+#: How names of the text encoders' layers begin, with dots and without.
+_TEXT_PREFIXES: Mapping[Network, tuple[Sequence[str], Sequence[str]]] = {
+    # The first of two has a number, too.
+    "text_encoder": (
+        ("text_encoder.", "text_encoders.clip_l.transformer."),
+        ("lora_te_", "lora_te1_", "lora_te_wrapped_transformer_"),
+    ),
+    "text_encoder_2": (
+        ("text_encoder_2.", "text_encoders.clip_g.transformer."),
+        ("lora_te2_",),
+    ),
+}
 
 
-def adaptable_layers(network: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
-    """The layers that LoRAs can change, by path."""
+def adaptable_layers(network: nn.Module) -> dict[str, Layer]:
+    """The linear layers and convolutions, by path."""
+    return {path: each for path, each in network.named_modules() if isinstance(each, Layer)}
+
+
+def adaptable(network: nn.Module) -> dict[str, nn.Parameter]:
+    """All that LoRAs can change, by path: of a layer's weight the layer's, then `.bias`."""
     return {
-        path: module
-        for path, module in network.named_modules()
-        if isinstance(module, nn.Linear | nn.Conv2d)
+        f"{path}.{name}".removesuffix(".weight"): parameter
+        for path, layer in network.named_modules()
+        if isinstance(layer, Layer | nn.GroupNorm | nn.LayerNorm)
+        for name, parameter in layer.named_parameters(recurse=False)
     }
 
-
-def split_key(key: str) -> tuple[str, str]:
-    """The layer's name and the tensor's; '' if the key has no known suffix."""
-    plain = re.sub(r"\.default(?=\.weight$|$)", "", key)
-    for pattern, name in _TENSORS_BY_PATTERN:
-        if match := pattern.fullmatch(plain):
-            return match[1], match.expand(name)
-    return "", ""
-
-
-def unsupported_kind(key: str) -> str | None:
-    """The unsupported kind that a key belongs to, with its article, or None."""
-    return next((kind for pattern, kind in _UNSUPPORTED_KINDS if pattern.fullmatch(key)), None)
-
-
-#: The most characters of a tensor's name in a message.
-_SHOWN_OF_KEY = 200
 
 #: Layouts that are kept, and the longest header of such a file.
 _MAX_LAYOUTS = 64
@@ -169,27 +155,75 @@ class Layout:
 
     def __init__(self, places: Mapping[str, Place], layers: Layers) -> None:
         """*places* by the tensors' names in the file."""
-        self._places = places
+        self.places = places
         self._runs = list(_runs(places))
-        by_layer = _by_layer(places, layers)
-        compute = functools.cache(_compute_without_numbers)  # most layers are alike
-        for (network, path), found in by_layer.items():
-            weight = layers.shapes[network, path]
-            try:
-                compute(frozenset((name, place.shape) for name, place in found.items()), weight)
-            except (ValueError, RuntimeError, IndexError) as error:
-                tensors = ", ".join(f"{name} {list(place.shape)}" for name, place in found.items())
-                raise _UnfitError(
-                    f"for {network} {path}, of shape {list(weight)}, it has {tensors}"
-                ) from error
-        self._layers = {layer: list(map(_view, found.items())) for layer, found in by_layer.items()}
+        shapes = {key: place.shape for key, place in places.items()}
+        integers = [key for key, place in places.items() if not place.dtype.is_floating_point]
+        found = lora.read(shapes, integers)
+        self.is_dotted = any("." in name for name in found.layers)
+        """Whether layers have their modules' names, as in diffusers and peft."""
+        self.embeddings: dict[str, dict[str, str]] = {}
+        self.skipped = found.skipped
+        """The keys of what changes nothing."""
+        for name, parts in found.embeddings.items():
+            if sorted(shapes[key][-1] for key in parts.values()) == layers.embedding_widths:
+                self.embeddings[name] = parts
+            else:
+                self.skipped += parts.values()
+        self._layers: dict[LayerId, list[_View]] = {}
+        self._padded: set[LayerId] = set()
+        for name, parts in found.layers.items():
+            self._place(name, parts, found.sizes[name], layers)
+        if not (self._layers or self.embeddings):
+            shown = next(iter(places))[: lora.SHOWN]
+            raise _UnfitError(f"it changes no layer of the model's: unknown key {shown!r}")
 
-    def tensors(
-        self, data: torch.Tensor
-    ) -> Iterator[tuple[LayerId, dict[str, torch.Tensor], float | None]]:
-        """Each layer's tensors as views of a file's *data*, but for its alpha, which is read."""
-        self._check_numbers(data)
-        numbers = {run.dtype: _as_numbers(data, run.dtype) for run in self._runs}
+    def _place(
+        self, name: str, parts: Mapping[str, str], size: tuple[int, int], layers: Layers
+    ) -> None:
+        """Notes what a layer's tensors change, whose change has this *size* (`lora.Contents`)."""
+        tensors = {part: self.places[key] for part, key in parts.items()}
+        if (layer := layers.find(name)) is None:
+            # As AUTOMATIC1111 does, but never all that a LoRA changes of a network.
+            if _IS_SECOND.match(name) and "text_encoder_2" not in layers.text_encoders:
+                raise _UnfitError(f"unknown key {next(iter(parts.values()))[: lora.SHOWN]!r}")
+            self.skipped += parts.values()
+            return
+        weight: Sequence[int] = layers.shapes[layer]
+        inputs = next((tensors[part].shape for part in _PADDED if part in tensors), ())
+        counts = (*weight[1:2], *inputs[1:2])
+        if counts == _INPAINTING and len(inputs) == len(weight):
+            self._padded.add(layer)
+            weight = (weight[0], inputs[1], *weight[2:])
+        bias = tensors.pop("bias", None)
+        if _fits(size, tensors, weight):
+            self._add(layer, tensors)
+            if bias is not None and (layer[0], f"{layer[1]}.bias") in layers.shapes:
+                self._add((layer[0], f"{layer[1]}.bias"), {"diff": bias})
+            elif bias is not None:
+                self.skipped.append(parts["bias"])
+        elif counts == _INPAINTING[::-1]:
+            self.skipped += parts.values()
+        else:
+            shown = ", ".join(f"{part} {list(each.shape)}" for part, each in tensors.items())
+            raise _UnfitError(f"for {' '.join(layer)}, of shape {list(weight)}, it has {shown}")
+
+    def _add(self, layer: LayerId, found: Mapping[str, Place]) -> None:
+        if layer in self._layers:
+            raise _UnfitError(f"it changes {' '.join(layer)} twice, under two names")
+        self._layers[layer] = list(map(_view, found.items()))
+
+    def tensors(self, data: torch.Tensor) -> Iterator[tuple[LayerId, dict[str, torch.Tensor]]]:
+        """Each layer's tensors as views of a file's *data*."""
+        if not all(safetensors.is_finite(run.of(data)) for run in self._runs):
+            views_of = ((name, place.of(data)) for name, place in self.places.items())
+            raise lora.damaged(
+                next(name for name, each in views_of if not safetensors.is_finite(each))
+            )
+        numbers = {
+            dtype: data[: len(data) - len(data) % dtype.itemsize].view(dtype)
+            for dtype in {run.dtype for run in self._runs}
+        }
         for layer, found in self._layers.items():
             views = {
                 name: numbers[place.dtype].as_strided(place.shape, *where)
@@ -197,56 +231,32 @@ class Layout:
                 else place.of(data)
                 for name, place, where in found
             }
-            alpha = views.pop("alpha", None)
-            yield layer, views, None if alpha is None else float(alpha)
-
-    def _check_numbers(self, data: torch.Tensor) -> None:
-        for run in self._runs:
-            if not safetensors.is_finite(run.of(data)):
-                for name, place in self._places.items():
-                    if not safetensors.is_finite(place.of(data)):
-                        raise _damaged(name)
+            for part in _PADDED & views.keys() if layer in self._padded else ():
+                views[part] = F.pad(views[part], (0, 0, 0, 0, 0, _INPAINTING[0] - _INPAINTING[1]))
+            yield layer, views
 
 
-def _damaged(key: str) -> UnusableError:
-    return UnusableError(f"is damaged: {_short(key)} holds NaN, infinity or integers")
+#: Inputs of the first layer of a model for inpainting, and of others: as AUTOMATIC1111 1.10, LoRAs
+#: for the latter change the same ones of the former.
+_INPAINTING = (9, 4)
+
+#: Tensors that have the layer's inputs as their second dimension.
+_PADDED = frozenset({"down", "diff"})
+
+#: Names of layers of SDXL's second text encoder.
+_IS_SECOND = re.compile(r"lora_te2_|text_encoder_2\.|text_encoders\.clip_g\.")
 
 
-def _short(key: str) -> str:
-    """A tensor's name for a message: whoever made the file may have made it megabytes long."""
-    return repr(key if len(key) <= _SHOWN_OF_KEY else f"{key[:_SHOWN_OF_KEY]}...")
-
-
-def _by_layer(places: Mapping[str, Place], layers: Layers) -> dict[LayerId, dict[str, Place]]:
-    """Each layer's tensors by their names in a change."""
-    by_layer: dict[LayerId, dict[str, Place]] = {}
-    for key, place in places.items():
-        if kind := unsupported_kind(key):
-            raise UnusableError(f"is {kind} ({_short(key)}), which is not supported")
-        name, part = split_key(key)
-        if (layer := layers.find(name)) is None:
-            raise _UnfitError(f"unknown key {_short(key)}")
-        if not place.dtype.is_floating_point:
-            raise _damaged(key)
-        if part in by_layer.setdefault(layer, {}):
-            raise _UnfitError(f"it has {_short(key)} twice, under two names")
-        by_layer[layer][part] = place
-    return by_layer
-
-
-def _compute_without_numbers(
-    shapes: frozenset[tuple[str, tuple[int, ...]]], weight: torch.Size
-) -> None:
-    """Raises what `kinds.compute` does for tensors of these shapes that do not fit."""
-    # On the meta device nothing is computed.
-    tensors = {name: torch.empty((1, *shape), device="meta") for name, shape in shapes}
-    if not kinds.is_known(frozenset(tensors)):
-        raise ValueError("the tensors are of no known kind")
-    if not all(tensor.numel() for tensor in tensors.values()):
-        raise ValueError("a tensor is empty")
-    if "alpha" in tensors and tensors["alpha"].numel() != 1:
-        raise ValueError("alpha is not one number")
-    kinds.compute(tensors, 1.0, torch.empty((1, *weight), device="meta"))
+def _fits(size: tuple[int, int], parts: Mapping[str, Place], weight: Sequence[int]) -> bool:
+    """Whether a change of *size* (see `lora.Contents.sizes`) is one of a weight of this shape."""
+    outputs, inputs = weight[0], math.prod(weight[1:])
+    if "weight" in parts:
+        return math.prod(parts["weight"].shape) in {outputs, inputs}
+    if (scale := parts.get("dora_scale")) is not None:
+        norms = outputs if scale.shape[0] == outputs else weight[1]
+        if math.prod(scale.shape) != norms:
+            return False
+    return size[0] == outputs and size[1] in {0, inputs}
 
 
 def _view(found: tuple[str, Place]) -> _View:
@@ -268,19 +278,6 @@ def _runs(places: Mapping[str, Place]) -> Iterator[Place]:
             run.clear()
 
 
-def _as_numbers(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return data[: len(data) - len(data) % dtype.itemsize].view(dtype)
-
-
-Tensors = Mapping[str, torch.Tensor]
-
-#: A key of peft's alpha_pattern: formally a regular expression, in practice a layer's name. Never
-#: matched as an expression: a malicious one could block all threads for years.
-_LayerName = Annotated[str, Field(pattern=r"^\^?[\w.]+$")]
-
-#: The most characters of what is wrong with metadata.
-_SHOWN_CHARACTERS = 300
-
 #: Tensors whose first dimension is the rank; without any of them, alpha means nothing.
 _RANKED = ("down", "hada_w1_b", "lokr_w2_b", "lokr_w1_b")
 
@@ -292,7 +289,7 @@ class WeightDelta:
     The tensors are on the CPU in the file's type; their names depend on the kind.
     """
 
-    tensors: Tensors
+    tensors: kinds.Tensors
     scale: float
 
     def compute(self, weight: torch.Tensor) -> torch.Tensor:
@@ -303,20 +300,33 @@ class WeightDelta:
     @property
     def is_zero(self) -> bool:
         """Whether it changes nothing, at any strength."""
-        if self.tensors.keys() & kinds.EXTRAS:
-            return False  # DoRA's norms are a change of their own
+        if self.tensors.keys() & kinds.NEVER_ZERO:
+            return False
         return self.scale == 0 or any(not tensor.any() for tensor in self.tensors.values())
 
 
-def make_delta(tensors: Tensors, alpha: float | None, *, by_root: bool = False) -> WeightDelta:
+def make_delta(
+    tensors: kinds.Tensors, alpha: float | None, *, by_root: bool = False
+) -> WeightDelta:
     """The change that a layer's tensors describe, which `Layout` has checked.
 
-    *by_root* divides alpha by the square root of the rank (rsLoRA), not by the rank.
+    *by_root* divides alpha by the square root of the rank (rsLoRA), not by the rank. As in
+    AUTOMATIC1111 1.10, a scale of the file's own goes before alpha, which limits an OFT's turns.
     """
-    rank = next((tensors[name].shape[0] for name in _RANKED if name in tensors), None)
-    if alpha is None or rank is None:
-        return WeightDelta(tensors, 1.0)
-    return WeightDelta(tensors, alpha / (rank**0.5 if by_root else rank))
+    own = dict(tensors)
+    scale, on_input = own.pop("scale", None), own.pop("on_input", None)
+    if on_input is not None:
+        own["weight"] = own["weight"].reshape((1, -1) if on_input.item() else (-1, 1))
+    rank = next((own[name].shape[0] for name in _RANKED if name in own), None)
+    factor = 1.0
+    if (blocks := own.get("oft_blocks")) is not None:
+        if alpha:
+            own["limit"] = torch.tensor(alpha * blocks.shape[0] * blocks.shape[1])
+    elif scale is not None:
+        factor = float(scale)
+    elif alpha is not None and rank is not None:
+        factor = alpha / (rank**0.5 if by_root else rank)
+    return WeightDelta(own, factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,58 +336,61 @@ class LoraFile:
     identity: Identity
     deltas: Mapping[Network, Mapping[str, WeightDelta]]
     size_bytes: int
+    embeddings: Mapping[str, kinds.Tensors] = field(default_factory=dict)
+    """The tensors of the textual inversions that come with it, by their names."""
+    skipped: Sequence[str] = ()
+    """The keys of what changes nothing of this model."""
+    is_dotted: bool = False
+    """See `Layout`."""
+    depends_on_weights: bool = False
+    """Whether its changes depend on the weights that they change."""
 
     @property
     def is_zero(self) -> bool:
-        """Whether it changes nothing."""
-        return all(delta.is_zero for by_path in self.deltas.values() for delta in by_path.values())
+        return not self.embeddings and all(delta.is_zero for delta in self._all)
 
+    @property
+    def scales_outputs(self) -> bool:
+        """Whether it has DoRA's norms of outputs; AUTOMATIC1111 1.10 has those of inputs alone."""
+        norms = (delta.tensors.get(name) for delta in self._all for name in lora.NORMS)
+        return any(each is not None and len(each) > 1 for each in norms)
 
-class _PeftConfig(BaseModel):
-    """A network's peft configuration: alphas, for which kohya's files have tensors."""
-
-    lora_alpha: FiniteFloat | None = None
-    alpha_pattern: dict[_LayerName, FiniteFloat] | None = None
-    use_rslora: bool = False
-
-    def alpha_of(self, path: str) -> float | None:
-        """The alpha of the first pattern that is the path's end, or with ^ the whole path."""
-        whole = (path, f"text_model.{path}")  # transformers 5.6 dropped the level
-        for name, alpha in (self.alpha_pattern or {}).items():
-            bare = name.removeprefix("^")
-            if bare in whole or (bare == name and path.endswith(f".{name}")):
-                return alpha
-        return self.lora_alpha
+    @property
+    def _all(self) -> Iterator[WeightDelta]:
+        return itertools.chain.from_iterable(each.values() for each in self.deltas.values())
 
 
 def read_lora(path: Path, identity: Identity, layers: Layers) -> LoraFile:
     """Reads and checks one file; for `safetensors.named`."""
     deltas: dict[Network, dict[str, WeightDelta]] = {network: {} for network in get_args(Network)}
     content = safetensors.read(path, identity)
-    configs = _peft_configs(content.metadata)
-    for (network, layer), tensors, alpha in layers.layout_of(content).tensors(content.data):
-        config = configs[network]
-        strength = config.alpha_of(layer) if alpha is None else alpha
+    configs = lora.peft_configs(content.metadata)
+    layout = layers.layout_of(content)
+    for (network, layer), tensors in layout.tensors(content.data):
+        if (on_input := tensors.get("on_input")) is not None:  # which shapes do not tell
+            weight = layers.shapes[network, layer]
+            if tensors["weight"].numel() != math.prod(
+                weight[1:] if on_input.item() else weight[:1]
+            ):
+                raise UnusableError(f"does not fit this model: it scales {network} {layer}")
+        config, alpha = configs[network], tensors.pop("alpha", None)
+        strength = config.alpha_of(layer) if alpha is None else float(alpha)
         deltas[network][layer] = make_delta(tensors, strength, by_root=config.use_rslora)
-    return LoraFile(identity, deltas, content.data.nbytes)
-
-
-def _peft_configs(metadata: Mapping[str, str]) -> dict[Network, _PeftConfig]:
-    """Each network's peft configuration, which diffusers writes into the header."""
-    try:
-        stated: dict[str, Any] = json.loads(metadata.get("lora_adapter_metadata", "{}"))
-        return {
-            network: _PeftConfig.model_validate(
-                {
-                    key.removeprefix(f"{network}."): value
-                    for key, value in stated.items()
-                    if key.startswith(f"{network}.") or "." not in key
-                }
-            )
-            for network in get_args(Network)
-        }
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise UnusableError(f"has damaged metadata: {str(error)[:_SHOWN_CHARACTERS]}") from error
+    embeddings = {
+        name: {part: layout.places[key].of(content.data) for part, key in parts.items()}
+        for name, parts in layout.embeddings.items()
+    }
+    return LoraFile(
+        identity,
+        deltas,
+        content.data.nbytes,
+        embeddings,
+        layout.skipped,
+        layout.is_dotted,
+        any(
+            each.tensors.keys() & kinds.OF_WEIGHTS for of in deltas.values() for each in of.values()
+        ),
+    )
 
 
 class LoraCache:
@@ -387,23 +400,34 @@ class LoraCache:
         self._layers = layers
         self._files = ReadOnce[LoraFile](cache_bytes, lambda file: file.size_bytes)
         self.lookups = self._files.lookups
-        self._without_effect: set[Identity] = set()
+        self._told: set[Identity] = set()
 
-    def get(self, lora: contract.Lora) -> LoraFile:
+    def get(self, named: contract.Lora) -> LoraFile:
         """Reads a file, unless it is cached or another thread is reading it; raises as `named`."""
-        with safetensors.named(f"the LoRA {lora.name!r}"):
-            identity = lora.identity or identify(lora.path)
-            return self._files.get(identity, lambda: self._read(lora, identity))
+        with safetensors.named(f"the LoRA {named.name!r}"):
+            identity = named.identity or identify(named.path)
+            return self._files.get(identity, lambda: self._read(named, identity))
 
-    def _read(self, lora: contract.Lora, identity: Identity) -> LoraFile:
-        """Warns of a LoRA that changes nothing, once; its images are right."""
-        file = read_lora(lora.path, identity, self._layers)
-        if file.is_zero and identity not in self._without_effect:
-            self._without_effect.add(identity)
-            self.lookups["no_effect"] = len(self._without_effect)
-            log.warning(
-                f"the LoRA {lora.name!r} changes nothing: all its deltas are zero",
-                action="lora_without_effect",
-                lora=lora.name,
+    def _read(self, named: contract.Lora, identity: Identity) -> LoraFile:
+        """Warns once of a LoRA that changes nothing, or in part, or otherwise elsewhere."""
+        file = read_lora(named.path, identity, self._layers)
+        if identity in self._told:
+            return file
+        self._told.add(identity)
+        the_lora = f"the LoRA {named.name!r}"
+        if file.skipped:
+            text = (
+                f"{the_lora} is drawn without {len(file.skipped):,} of its tensors, which change"
+                f" nothing here, as {file.skipped[0][: lora.SHOWN]!r}"
             )
+            log.warning(text, action="lora_tensors_skipped", lora=named.name)
+        if file.scales_outputs:
+            text = f"{the_lora} has DoRA's norms of outputs, which AUTOMATIC1111 draws otherwise"
+            log.warning(text, action="lora_differs", lora=named.name)
+        if file.is_dotted:
+            differences.warn("dotted_lora")
+        if file.is_zero:
+            self.lookups["no_effect"] += 1
+            text = f"{the_lora} changes nothing: all its deltas are zero"
+            log.warning(text, action="lora_without_effect", lora=named.name)
         return file

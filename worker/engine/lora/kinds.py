@@ -4,28 +4,25 @@ All tensors are stacks: their first dimension is the layer. On a GPU the hundred
 network are a few stacks: a launch for each layer would take longer than the arithmetic.
 """
 
-from __future__ import annotations
-
 import functools
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 import torch
+
+from imagefleet.files import lora
 
 Tensors = Mapping[str, torch.Tensor]
 
 #: A low-rank weight change: up [..., out, rank] and down [..., rank, inputs].
 Factors = tuple[torch.Tensor, torch.Tensor]
 
-#: Tensors of any kind: a strength, and DoRA's norms by LyCORIS' and peft's name.
-EXTRAS = frozenset({"alpha", "dora_scale", "magnitude"})
+#: Tensors with which a change of zeros elsewhere is none of zero: DoRA's norms, an OFT's own
+#: weights, a sum of two products.
+NEVER_ZERO = lora.NORMS | {"rescale", "oft_diag", "a1"}
 
-
-def is_known(names: frozenset[str]) -> bool:
-    """Whether tensors of these names are a kind of change."""
-    return names - EXTRAS in _PRODUCTS
+#: Tensors of changes that depend on the weights: of DoRA, IA3, OFT and GLoRA.
+OF_WEIGHTS = NEVER_ZERO | {"weight", "oft_blocks"}
 
 
 def compute(tensors: Tensors, scale: float, weights: torch.Tensor) -> torch.Tensor:
@@ -34,10 +31,7 @@ def compute(tensors: Tensors, scale: float, weights: torch.Tensor) -> torch.Tens
     *weights* [layers, out, in, ...] are the checkpoint's own: DoRA's change depends on them. Raises
     ValueError, RuntimeError or IndexError if the tensors do not fit each other or the weights.
     """
-    changes = _PRODUCTS[frozenset(tensors) - EXTRAS](tensors).flatten(2)
-    if changes.shape != weights.flatten(2).shape:
-        raise ValueError(f"the change is {list(changes.shape[1:])}")
-    changes = changes.reshape(weights.shape)
+    changes = _PRODUCTS[_kind(tensors)](tensors, weights).reshape(weights.shape)
     if scale != 1:
         changes *= scale
     magnitudes, scales = tensors.get("magnitude"), tensors.get("dora_scale")
@@ -51,24 +45,17 @@ def compute(tensors: Tensors, scale: float, weights: torch.Tensor) -> torch.Tens
 
 def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """The products of two stacks of matrices in float32."""
-    if left.is_cuda and left.dtype == right.dtype and left.dtype in _HALVES and _has_float_sums():
+    is_half = left.dtype == right.dtype and left.dtype in {torch.float16, torch.bfloat16}
+    # torch refuses it where matrix products are summed in float16.
+    in_float16 = getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False)
+    if left.is_cuda and is_half and _HAS_OUT_DTYPE and not in_float16:
         # The factors' products are exact in float32, here on matrix units.
         return torch.bmm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
 
 
-_HALVES = (torch.float16, torch.bfloat16)
-
-
-def _has_float_sums() -> bool:
-    # torch refuses it where matrix products are summed in float16.
-    in_float16 = getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False)
-    return _has_out_dtype() and not in_float16
-
-
-@functools.cache
-def _has_out_dtype() -> bool:
-    return hasattr(torch.ops.aten.bmm, "dtype")  # torch 2.8
+#: Since torch 2.8.
+_HAS_OUT_DTYPE = hasattr(torch.ops.aten.bmm, "dtype")
 
 
 def factorise(change: Tensors, most: int) -> Factors | None:
@@ -76,17 +63,17 @@ def factorise(change: Tensors, most: int) -> Factors | None:
 
     Products of low-rank parts are of low rank, too: elementwise ones (LoHa) and Kronecker's (LoKr)
     at most of the product of their ranks. None where that is above *most*, for DoRA and for whole
-    differences.
+    differences, and for what depends on the weights.
     """
-    product = _PRODUCTS.get(frozenset(change), _full)
-    if product is _full:
+    kind = _kind(change)
+    if kind not in {"lora", "loha", "lokr"} or change.keys() & lora.NORMS:
         return None
     tensors = {name: each[None] for name, each in change.items()}
-    if product is _lora:
+    if kind == "lora":
         parts = [_lora_factors(tensors)]
     else:
         parts = [
-            _half_factors(tensors, "hada" if product is _loha else "lokr", half) for half in "12"
+            _half_factors(tensors, "hada" if kind == "loha" else "lokr", half) for half in "12"
         ]
     if math.prod(down.shape[1] for _, down in parts) > most:
         return None
@@ -96,7 +83,7 @@ def factorise(change: Tensors, most: int) -> Factors | None:
     ups, downs = (
         [each[0].float().contiguous() for each in side] for side in zip(*parts, strict=True)
     )
-    if product is _loha:
+    if kind == "loha":
         return _balanced(
             (ups[0][:, :, None] * ups[1][:, None]).flatten(1),
             (downs[0][:, None] * downs[1][None]).flatten(0, 1),
@@ -113,15 +100,7 @@ def _balanced(up: torch.Tensor, down: torch.Tensor) -> Factors:
     return up * ratio, down / ratio[:, None]
 
 
-def _lora(tensors: Tensors) -> torch.Tensor:
-    return multiply(*_lora_factors(tensors))
-
-
-def _loha(tensors: Tensors) -> torch.Tensor:
-    return _half(tensors, "hada", "1").mul_(_half(tensors, "hada", "2"))
-
-
-def _lokr(tensors: Tensors) -> torch.Tensor:
+def _lokr(tensors: Tensors, _: torch.Tensor) -> torch.Tensor:
     first, second = _half(tensors, "lokr", "1"), _half(tensors, "lokr", "2")
     # Kronecker products; the second half's columns end with the kernel, as a weight's do.
     blocks = first[:, :, None, :, None] * second[:, None, :, None, :]
@@ -145,7 +124,7 @@ def _half_factors(tensors: Tensors, kind: str, half: str) -> Factors:
         _, outer, inner = whole.shape
         identity = torch.eye(min(outer, inner), device=whole.device)[None]
         return (identity, whole) if outer <= inner else (whole, identity)
-    first, second = tensors[f"{kind}_w{half}_a"], tensors[f"{kind}_w{half}_b"].flatten(2)
+    first, second = (tensors[f"{kind}_w{half}_{side}"].flatten(2) for side in "ab")
     core = tensors.get(f"{kind}_t{half}")
     return (first, second) if core is None else (first.mT, _with_core(core, second))
 
@@ -155,12 +134,7 @@ def _with_core(core: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
 
     Tucker's form; the inputs are those of all taps of the kernel.
     """
-    product = torch.einsum("nrs...,nsi->nri...", core.float(), inner.float())
-    return product.flatten(2)
-
-
-def _full(tensors: Tensors) -> torch.Tensor:
-    return tensors["diff"].to(torch.float32, copy=True)
+    return torch.einsum("nrs...,nsi->nri...", core.float(), inner.float()).flatten(2)
 
 
 def _decompose(
@@ -180,119 +154,46 @@ def _decompose(
     return changed.sub_(weights)
 
 
-_LOHA = frozenset({"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"})
-_LOKR_HALVES = (
-    ({"lokr_w1"}, {"lokr_w1_a", "lokr_w1_b"}),
-    ({"lokr_w2"}, {"lokr_w2_a", "lokr_w2_b"}, {"lokr_w2_a", "lokr_w2_b", "lokr_t2"}),
-)
+def _glora(tensors: Tensors, weights: torch.Tensor) -> torch.Tensor:
+    a1, a2, b1, b2 = (tensors[name].flatten(2) for name in ("a1", "a2", "b1", "b2"))
+    changed = multiply(weights.flatten(2).float() @ a2.float(), a1.float())
+    return changed.add_(multiply(b2, b1))
 
-#: The kinds, by the names of their tensors.
-_PRODUCTS: Mapping[frozenset[str], Callable[[Tensors], torch.Tensor]] = {
-    frozenset({"down", "up"}): _lora,
-    frozenset({"down", "up", "mid"}): _lora,
-    _LOHA: _loha,
-    _LOHA | {"hada_t1", "hada_t2"}: _loha,
-    frozenset({"diff"}): _full,
-    **{frozenset(one | two): _lokr for one in _LOKR_HALVES[0] for two in _LOKR_HALVES[1]},
+
+def _oft(tensors: Tensors, weights: torch.Tensor) -> torch.Tensor:
+    """Turns blocks of outputs by Cayley transforms (Qiu et al. 2023), as AUTOMATIC1111 1.10.
+
+    The limit of the blocks' norm is that of all blocks of a layer together (COFT).
+    """
+    turns = tensors.get("oft_diag")
+    if turns is None:
+        skew = tensors["oft_blocks"].float()
+        skew = skew - skew.mT
+        if (limit := tensors.get("limit")) is not None:
+            norm = torch.linalg.vector_norm(skew, dim=(1, 2, 3), keepdim=True)
+            skew = skew * ((norm.minimum(limit.view(-1, 1, 1, 1)) + 1e-8) / (norm + 1e-8))
+        eye = torch.eye(skew.shape[-1], device=skew.device)
+        inverse, _ = torch.linalg.inv_ex(eye - skew)  # a skew matrix has no real eigenvalue but 0
+        turns = (eye + skew) @ inverse
+    own = weights.float().flatten(2)
+    blocks = own.view(*turns.shape[:3], -1)
+    turned = torch.matmul(turns.float().mT, blocks).view_as(own)
+    if (rescale := tensors.get("rescale")) is not None:
+        turned *= rescale.float().reshape(len(own), -1, 1)
+    return turned - own
+
+
+def _kind(tensors: Tensors) -> str:
+    return lora.kind_of(frozenset(tensors))[0]
+
+
+#: What computes a change of each kind, of the tensors and the weights.
+_PRODUCTS: Mapping[str, Callable[[Tensors, torch.Tensor], torch.Tensor]] = {
+    "lora": lambda tensors, _: multiply(*_lora_factors(tensors)),
+    "loha": lambda tensors, _: _half(tensors, "hada", "1").mul_(_half(tensors, "hada", "2")),
+    "lokr": _lokr,
+    "full": lambda tensors, _: tensors["diff"].to(torch.float32, copy=True),
+    "ia3": lambda tensors, weights: weights.flatten(2).float() * tensors["weight"].float(),
+    "glora": _glora,
+    "oft": _oft,
 }
-
-
-#: Memory for changes in float32 while they are merged, or one layer's, 157 MB at most in SD1.5.
-#: More takes fewer launches: at the end of a round of 16 images, hundreds for each slot.
-TEMPORARY_BYTES = 128 * 1024**2
-
-#: Float32 tensors of the layers' size that are alive at once: the sum, and two of a LoHa.
-_TEMPORARIES = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """One kind of change of several layers, with tensors of equal shapes."""
-
-    positions: Sequence[int]
-    """The layers' places among the weights, ascending."""
-    index: torch.Tensor
-    """The same, on the device."""
-    tensors: Tensors
-    """See `WeightDelta.tensors`."""
-    scale: float
-    strength: float
-
-    def compute(self, original: torch.Tensor, at: int) -> torch.Tensor | None:
-        """The changes in float32 of the layers from *at* on, with *original* [layers, out, in].
-
-        Zero where a layer does not change, None if none does.
-        """
-        begin = bisect_left(self.positions, at)
-        part = slice(begin, bisect_left(self.positions, at + len(original)))
-        count = part.stop - part.start
-        if not count:
-            return None
-        tensors = {name: each[part] for name, each in self.tensors.items()}
-        if count == len(original):
-            return compute(tensors, self.scale, original)
-        index = self.index[part] - at
-        changes = compute(tensors, self.scale, original.index_select(0, index))
-        return torch.zeros_like(original, dtype=torch.float32).index_copy_(0, index, changes)
-
-
-@dataclass(frozen=True, slots=True)
-class StackedChange:
-    """All that a job's LoRAs change in the layers of one shape, on the device."""
-
-    low_rank: Factors | None
-    """The plain LoRAs, one after the other along the rank."""
-    strength: float
-    """The strength of the plain LoRAs, beside the strengths that their factors contain."""
-    stacks: Sequence[Stack]
-
-    def merge(
-        self,
-        original: torch.Tensor,
-        merged: torch.Tensor,
-        temporary_bytes: int = TEMPORARY_BYTES,
-        *,
-        first: int = 0,
-    ) -> None:
-        """Sets *merged* to the weights *original* [layers, out, in] plus the changes.
-
-        They may be some of the layers, from the *first* one on. Summed in float32 and rounded once,
-        like `Merger`. Other kinds than plain LoRAs take *temporary_bytes* meanwhile.
-        """
-        if not self.stacks and self.low_rank is not None:
-            up, down = (each[first : first + len(original)] for each in self.low_rank)
-            torch.baddbmm(original, up, down, alpha=self.strength, out=merged)
-            return
-        size = _TEMPORARIES * 4 * original[0].numel()
-        count = max(1, temporary_bytes // size)
-        for at in range(0, len(original), count):
-            part = slice(at, at + count)
-            self._merge_part(original[part], merged[part], first + at)
-
-    def add_to(self, outputs: torch.Tensor, x: torch.Tensor) -> None:
-        """Adds the plain LoRAs' change of inputs [rows, in] to *outputs* [rows, layers * out]."""
-        if self.low_rank is None:
-            raise ValueError("there are no plain LoRAs")
-        up, down = self.low_rank
-        by_layer = outputs.view(len(x), len(up), -1).transpose(0, 1)
-        by_layer.baddbmm_(torch.matmul(x, down.mT), up.mT, alpha=self.strength)
-
-    def _merge_part(self, original: torch.Tensor, merged: torch.Tensor, first: int) -> None:
-        total, strength = None, 1.0
-        if self.low_rank is not None:
-            up, down = (each[first : first + len(original)] for each in self.low_rank)
-            total, strength = multiply(up, down), self.strength
-        for stack in self.stacks:
-            changes = stack.compute(original, first)
-            if changes is None:
-                continue
-            if total is None:
-                total, strength = changes, stack.strength
-                continue
-            if strength != 1:
-                total, strength = total.mul_(strength), 1.0
-            total.add_(changes, alpha=stack.strength)
-        if total is None:
-            merged.copy_(original)
-        else:
-            torch.add(original, total, alpha=strength, out=merged)

@@ -1,30 +1,26 @@
-"""Merges LoRAs of any kind into a model's weights, where they cost nothing per UNet call.
+"""Packs a job's LoRAs of any kind and rank in one tensor, for one copy to the device, and merges.
 
-Every merge starts from a copy of the checkpoint's own weights: subtracting a change would leave its
-rounding in the next image. A job's LoRAs, of any kind and rank, are packed in one tensor for one
-copy to the device.
+Merged into a slot's weights they cost nothing per UNet call.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from imagefleet import errors
-from imagefleet.files.safetensors import Identity, identify
+from imagefleet.files.safetensors import Identity
 from worker.engine.files import safetensors
 from worker.engine.files.safetensors import Place
 from worker.engine.lora import kinds
-from worker.engine.lora.file import Layers, Network, WeightDelta, adaptable_layers, read_lora
-from worker.engine.lora.kinds import Factors, Stack, StackedChange
+from worker.engine.lora.file import WeightDelta
+from worker.engine.lora.kinds import Factors
 
 LoraKey = tuple[object, ...]
 """What identifies LoRAs with their strengths; () for none."""
@@ -41,93 +37,7 @@ class AppliedLora:
 
 
 def key_of(loras: Iterable[AppliedLora]) -> LoraKey:
-    """Identifies LoRAs and their strengths."""
     return tuple((lora.identity, lora.weight) for lora in loras)
-
-
-class Merger:
-    """The weights of one network; for the engine's thread only."""
-
-    def __init__(self, network: nn.Module, *, keeps_on_cpu: bool = False) -> None:
-        """*keeps_on_cpu*: the device has no room for copies of the original weights."""
-        self._keeps_on_cpu = keeps_on_cpu
-        self._device: torch.device = next(network.parameters()).device
-        self._layers = adaptable_layers(network)
-        # Of the layers that some LoRA has changed so far: at worst, the network once more.
-        self._originals: dict[str, torch.Tensor] = {}
-        self._merged: set[str] = set()
-        self._active: LoraKey | None = ()
-
-    @torch.no_grad()
-    def activate(self, loras: Sequence[AppliedLora]) -> None:
-        """Sets the weights to the checkpoint's plus these LoRAs; bit-exact without any."""
-        key = key_of(loras)
-        if key == self._active:
-            return
-        self._active = None  # unknown until it is done: it may fail halfway
-        deltas: dict[str, list[_Weighted]] = {}
-        for lora in loras:
-            for path, delta in lora.deltas.items():
-                deltas.setdefault(path, []).append((lora.weight, delta))
-        for path in self._merged - deltas.keys():
-            self._layers[path].weight.copy_(self._originals[path])
-        self._merged = self._merged & deltas.keys()
-        for path, weighted in deltas.items():
-            self._merge(path, weighted)
-        self._active = key
-
-    @property
-    def originals(self) -> Mapping[str, torch.Tensor]:
-        """The checkpoint's own weights of the layers that are changed now, by path."""
-        return {path: self._originals[path] for path in self._merged}
-
-    def reset(self) -> None:
-        """Forgets all weights, after those of the checkpoint have been replaced."""
-        self._originals.clear()
-        self._merged.clear()
-        self._active = ()
-
-    def close(self) -> None:
-        """Frees the copies of the original weights; the model can no longer be used."""
-        self._originals.clear()
-
-    def _merge(self, path: str, weighted: Sequence[_Weighted]) -> None:
-        weight = self._layers[path].weight
-        if path not in self._originals:
-            copied = weight.detach().cpu() if self._keeps_on_cpu else weight
-            self._originals[path] = copied.clone()
-        # Computed on the device, though layers that are reloaded are in the host's memory.
-        original = self._originals[path].to(self._device, torch.float32)
-        merged = original.clone()
-        for strength, delta in weighted:
-            merged += strength * delta.compute(original)
-        self._merged.add(path)
-        weight.copy_(merged)
-
-
-@torch.no_grad()
-def merge_for_good(path: Path, networks: Mapping[str, Any]) -> None:
-    """Merges a LoRA into a checkpoint that was just read, before its weights are summed.
-
-    Raises SetupError if it is not one, or not for this model.
-    """
-    encoders = {name: each for name, each in networks.items() if name not in {"unet", "vae"}}
-    layers = Layers(networks["unet"], cast("Mapping[Network, nn.Module]", encoders))
-    try:
-        with safetensors.named(f"the accelerator {path.name!r}"):
-            found = read_lora(path, identify(path), layers)
-    except (errors.UnusableFileError, errors.TransientError) as error:
-        raise errors.SetupError(error.message) from error
-    if not found.deltas.get("unet"):
-        raise errors.SetupError(f"the accelerator {path.name!r} changes nothing of the UNet")
-    for network, deltas in found.deltas.items():
-        changed = adaptable_layers(networks[network]) if deltas else {}
-        for name, delta in deltas.items():
-            layer = changed[name]
-            original = layer.weight.float()
-            # Not in place: what is read of a file may be the file's own memory.
-            merged = (original + delta.compute(original)).to(layer.weight.dtype)
-            layer.weight = nn.Parameter(merged, requires_grad=False)
 
 
 #: Use, out and in: layers of one shape, whose weights are stacked and merged at once.
@@ -151,10 +61,6 @@ class Shape(NamedTuple):
     def max_rank(self) -> int:
         return _MAX_RANK if self.taps == 1 else _MAX_RANK_3X3
 
-    @property
-    def numbers_per_rank(self) -> int:
-        return self.outputs + self.inputs * self.taps
-
 
 #: The paths of the layers whose LoRAs are packed, by `Group` or, for those beside weights, `Shape`.
 Groups = Mapping[Any, Sequence[str]]
@@ -166,8 +72,108 @@ _RANK_ALIGNMENT = 8
 _ALIGNMENT_BYTES = 16
 
 #: A change of one layer and its LoRA's strength; the same of low rank, up [out, rank] and down.
-_Weighted = tuple[float, WeightDelta]
+Weighted = tuple[float, WeightDelta]
 WeightedFactors = tuple[float, Factors]
+
+
+#: Memory for changes in float32 while they are merged, or one layer's, 157 MB at most in SD1.5.
+#: More takes fewer launches: at the end of a round of 16 images, hundreds for each slot.
+TEMPORARY_BYTES = 128 * 1024**2
+
+#: Float32 tensors of the layers' size that are alive at once: the sum, and two of a LoHa.
+_TEMPORARIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One kind of change of several layers, with tensors of equal shapes."""
+
+    positions: Sequence[int]
+    """The layers' places among the weights, ascending."""
+    index: torch.Tensor
+    """The same, on the device."""
+    tensors: kinds.Tensors
+    """See `WeightDelta.tensors`."""
+    scale: float
+    strength: float
+
+    def compute(self, original: torch.Tensor, at: int) -> torch.Tensor | None:
+        """The changes in float32 of the layers from *at* on, with *original* [layers, out, in].
+
+        Zero where a layer does not change, None if none does.
+        """
+        begin = bisect_left(self.positions, at)
+        part = slice(begin, bisect_left(self.positions, at + len(original)))
+        count = part.stop - part.start
+        if not count:
+            return None
+        tensors = {name: each[part] for name, each in self.tensors.items()}
+        if count == len(original):
+            return kinds.compute(tensors, self.scale, original)
+        index = self.index[part] - at
+        changes = kinds.compute(tensors, self.scale, original.index_select(0, index))
+        return torch.zeros_like(original, dtype=torch.float32).index_copy_(0, index, changes)
+
+
+@dataclass(frozen=True, slots=True)
+class StackedChange:
+    """All that a job's LoRAs change in the layers of one shape, on the device."""
+
+    low_rank: Factors | None
+    """The plain LoRAs, one after the other along the rank."""
+    strength: float
+    """The strength of the plain LoRAs, beside the strengths that their factors contain."""
+    stacks: Sequence[Stack]
+
+    def merge(
+        self,
+        original: torch.Tensor,
+        merged: torch.Tensor,
+        temporary_bytes: int = TEMPORARY_BYTES,
+        *,
+        first: int = 0,
+    ) -> None:
+        """Sets *merged* to the weights *original* [layers, out, in] plus the changes.
+
+        They may be some of the layers, from the *first* one on. Summed in float32 and rounded once,
+        as in `shared.Merger`. Other kinds than plain LoRAs take *temporary_bytes* meanwhile.
+        """
+        size = _TEMPORARIES * 4 * original[0].numel()
+        count = max(1, temporary_bytes // size) if self.stacks else len(original)
+        for at in range(0, len(original), count):
+            part = slice(at, at + count)
+            self._merge_part(original[part], merged[part], first + at)
+
+    def add_to(self, outputs: torch.Tensor, x: torch.Tensor) -> None:
+        """Adds the plain LoRAs' change of inputs [rows, in] to *outputs* [rows, layers * out]."""
+        if self.low_rank is None:
+            raise ValueError("there are no plain LoRAs")
+        up, down = self.low_rank
+        by_layer = outputs.view(len(x), len(up), -1).transpose(0, 1)
+        by_layer.baddbmm_(torch.matmul(x, down.mT), up.mT, alpha=self.strength)
+
+    def _merge_part(self, original: torch.Tensor, merged: torch.Tensor, first: int) -> None:
+        total, strength = None, 1.0
+        if self.low_rank is not None:
+            up, down = (each[first : first + len(original)] for each in self.low_rank)
+            if not self.stacks:
+                torch.baddbmm(original, up, down, alpha=self.strength, out=merged)
+                return
+            total, strength = kinds.multiply(up, down), self.strength
+        for stack in self.stacks:
+            changes = stack.compute(original, first)
+            if changes is None:
+                continue
+            if total is None:
+                total, strength = changes, stack.strength
+                continue
+            if strength != 1:
+                total, strength = total.mul_(strength), 1.0
+            total.add_(changes, alpha=stack.strength)
+        if total is None:
+            merged.copy_(original)
+        else:
+            torch.add(original, total, alpha=strength, out=merged)
 
 
 class Room:
@@ -186,7 +192,7 @@ class Room:
         dtype: torch.dtype,
         layers: int,
         by_layer: Mapping[int, Sequence[WeightedFactors]],
-        strength: float = 1.0,
+        strength: float,
     ) -> LowRank:
         """Changes of some of the *layers*, by their numbers."""
         ((_, (up, down)), *_) = next(iter(by_layer.values()))
@@ -198,8 +204,6 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """Low-rank changes of layers of one shape."""
-
     up: Place
     down: Place
     strength: float
@@ -253,7 +257,7 @@ class LowRank:
 class _StackPlaces:
     """Changes of one other kind, see `Stack`."""
 
-    by_layer: Mapping[int, _Weighted]
+    by_layer: Mapping[int, Weighted]
     index: Place
     tensors: Mapping[str, Place]
 
@@ -283,19 +287,22 @@ class PackedLoras:
     """
 
     size_bytes: int
-    _low_rank: Mapping[Group, LowRank]
+    _low_rank: Mapping[Group | Shape, LowRank]
     _stacks: Mapping[Group, Sequence[_StackPlaces]]
-    _beside: Mapping[Shape, LowRank]
 
     @property
     def ranks(self) -> dict[Shape, int]:
         """The ranks of the changes that slots hold beside the weights."""
         return {shape: change.up.shape[2] for shape, change in self._beside.items()}
 
+    @property
+    def _beside(self) -> dict[Shape, LowRank]:
+        return {key: each for key, each in self._low_rank.items() if isinstance(key, Shape)}
+
     def assemble(self) -> torch.Tensor:
         """The tensor [size_bytes] in host memory."""
         flat = safetensors.packs.take(self.size_bytes)
-        for plain in (*self._low_rank.values(), *self._beside.values()):
+        for plain in self._low_rank.values():
             plain.fill(flat)
         for places in itertools.chain.from_iterable(self._stacks.values()):
             stack = places.of(flat)
@@ -309,7 +316,9 @@ class PackedLoras:
     def of(self, flat: torch.Tensor) -> LoraChanges:
         """Views of *flat*, a copy on any device."""
         stacked = {}
-        for group in {**self._low_rank, **self._stacks}:
+        for group in dict.fromkeys([*self._low_rank, *self._stacks]):
+            if isinstance(group, Shape):
+                continue
             plain = self._low_rank.get(group)
             stacked[group] = StackedChange(
                 plain.of(flat) if plain else None,
@@ -331,9 +340,8 @@ def pack(
     other kinds of a `Group`'s as they are in the file.
     """
     known = {path: (group, at) for group, paths in groups.items() for at, path in enumerate(paths)}
-    plain: dict[Group, dict[int, list[WeightedFactors]]] = {}
-    others: dict[Group, dict[int, list[_Weighted]]] = {}
-    factored: dict[Shape, dict[int, list[WeightedFactors]]] = {}
+    of_low_rank: dict[Group | Shape, dict[int, list[WeightedFactors]]] = {}
+    others: dict[Group, dict[int, list[Weighted]]] = {}
     for lora in loras:
         for path, delta in lora.deltas.items():
             strength, tensors = lora.weight * delta.scale, delta.tensors
@@ -343,17 +351,17 @@ def pack(
             if isinstance(group, Shape):
                 if (factors := kinds.factorise(tensors, group.max_rank)) is None:
                     return None
-                factored.setdefault(group, {}).setdefault(at, []).append((strength, factors))
             elif tensors.keys() == {"down", "up"}:
-                factors = tensors["up"].flatten(1), tensors["down"].flatten(1)
-                plain.setdefault(group, {}).setdefault(at, []).append((strength, factors))
+                factors = _flat(tensors["up"]), _flat(tensors["down"])
             else:
                 others.setdefault(group, {}).setdefault(at, []).append((lora.weight, delta))
+                continue
+            of_low_rank.setdefault(group, {}).setdefault(at, []).append((strength, factors))
     room, low_rank = Room(), {}
-    for group, changes in plain.items():
+    for group, changes in of_low_rank.items():
         # The device multiplies by the largest, so that most jobs' factors are copied as they are.
         strengths = [strength for each in changes.values() for strength, _ in each]
-        largest = max(strengths, key=abs) or 1.0
+        largest = 1.0 if isinstance(group, Shape) else max(strengths, key=abs) or 1.0
         low_rank[group] = room.place_low_rank(dtype, len(groups[group]), changes, largest)
     stacks = {
         group: [
@@ -369,17 +377,13 @@ def pack(
         ]
         for group, by_layer in others.items()
     }
-    held_beside = {
-        shape: room.place_low_rank(dtype, len(groups[shape]), by_layer)
-        for shape, by_layer in factored.items()
-    }
-    packed = PackedLoras(room.size_bytes, low_rank, stacks, held_beside)
+    packed = PackedLoras(room.size_bytes, low_rank, stacks)
     return packed if all(rank <= shape.max_rank for shape, rank in packed.ranks.items()) else None
 
 
-def _alike(by_layer: Mapping[int, Sequence[_Weighted]]) -> Collection[Mapping[int, _Weighted]]:
+def _alike(by_layer: Mapping[int, Sequence[Weighted]]) -> Collection[Mapping[int, Weighted]]:
     """What has equal names, shapes, scales and strengths, once for each layer, in their order."""
-    alike: dict[object, dict[int, _Weighted]] = {}
+    alike: dict[object, dict[int, Weighted]] = {}
     for at, changes in sorted(by_layer.items()):
         for strength, delta in changes:
             tensors = [
@@ -393,6 +397,11 @@ def _alike(by_layer: Mapping[int, Sequence[_Weighted]]) -> Collection[Mapping[in
     return alike.values()
 
 
+def _flat(factor: torch.Tensor) -> torch.Tensor:
+    """A factor as a matrix. Those of linear layers are one: 384 calls a job would add up."""
+    return factor if factor.dim() == 2 else factor.flatten(1)  # noqa: PLR2004
+
+
 def _as_linear(shape: Sequence[int]) -> tuple[int, ...]:
     """The shape without a 1x1 kernel: such convolutions are stacked with linear layers."""
     kernel = 2
@@ -400,4 +409,4 @@ def _as_linear(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _rank(weighted: Iterable[WeightedFactors]) -> int:
-    return sum(len(down) for _, (_, down) in weighted)
+    return sum(down.shape[0] for _, (_, down) in weighted)

@@ -6,8 +6,6 @@ nine taps at once, since a convolution of its own would read its input nine time
 slots hold no copy of are treated alike: 1x1 convolutions of resnets, linear layers for the time.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,9 +15,13 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
 from imagefleet import errors
-from worker.engine.kernels.layers import Upsampler
+from worker.engine.kernels.layers import Upsampler, convolve
 from worker.engine.lora.kinds import Factors
 from worker.engine.lora.merge import Shape
+
+#: Slots of low rank have room for LoRAs of it from the start, and memory is planned for changes of
+#: it; for others their memory grows.
+USUAL_RANK = 32
 
 #: A compiled tick has fixed ranks: powers of two from this one on, so that few are compiled.
 _MIN_CAPACITY = 16
@@ -63,8 +65,7 @@ class LowRankChange(nn.Module):
             return torch.bmm(products, up[:slots, 0])
         # [slots, layers, tokens, rank] by [slots, layers, rank, out]
         by_layer = products.view(slots, x.shape[1], len(self.paths), -1).transpose(1, 2)
-        changed = torch.matmul(by_layer, up[:slots])
-        return changed.transpose(1, 2).flatten(2)
+        return torch.matmul(by_layer, up[:slots]).transpose(1, 2).flatten(2)
 
     def add_to(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Adds `of_tokens` to *output* in place, without memory for it."""
@@ -91,13 +92,22 @@ class SlotConv(nn.Module):
         conv = layer.conv if isinstance(layer, Upsampler) else layer
         if not isinstance(conv, nn.Conv2d) or not _is_usual(conv):
             raise errors.SetupError(f"{path} is not one of Stable Diffusion's convolutions")
-        self.layer = layer
+        self.layer: Any = layer
         self.change = LowRankChange({path: conv})
         self._stride: int = conv.stride[0]
 
-    def forward(self, x: torch.Tensor, slots: int, size: torch.Size | None = None) -> torch.Tensor:
-        """*slots* adds each slot's own change, 0 none; *size* is for upsampling."""
-        output: torch.Tensor = self.layer(x) if size is None else self.layer(x, size)
+    def forward(
+        self, x: torch.Tensor, slots: int, size: torch.Size | None = None, *, tiles: bool = False
+    ) -> torch.Tensor:
+        """*slots* adds each slot's own change, 0 none; *size* is for upsampling.
+
+        *tiles*: see `convolve`.
+        """
+        output: torch.Tensor
+        if isinstance(self.layer, Upsampler):
+            output = self.layer(x, size, tiles=tiles)
+        else:
+            output = convolve(self.layer, x, tiles=tiles)
         if not slots:
             return output
         down, up = self.change.down, self.change.up
@@ -109,18 +119,22 @@ class SlotConv(nn.Module):
         if self.change.shape.taps > 1:
             products = products.view(rows, height, width, -1)
             if size is not None:
-                products = F.interpolate(products.permute(0, 3, 1, 2), size).permute(0, 2, 3, 1)
-            products = _add_taps(products, output.shape[2:], self._stride)
+                products = F.interpolate(products.permute(0, 3, 1, 2), scale_factor=2.0)
+                products = products.permute(0, 2, 3, 1)
+            products = _add_taps(products, output.shape[2:], self._stride, tiles=tiles)
         changed = torch.bmm(products.reshape(slots, -1, up.shape[2]), up[:slots, 0])
         changed = changed.view(rows, *output.shape[2:], -1).permute(0, 3, 1, 2)
         summed: torch.Tensor = output + changed
         return summed
 
 
-def _add_taps(products: torch.Tensor, size: torch.Size, stride: int) -> torch.Tensor:
+def _add_taps(
+    products: torch.Tensor, size: torch.Size, stride: int, *, tiles: bool
+) -> torch.Tensor:
     """Sums [rows, *size, rank] of a 3x3 convolution's products [rows, height, width, 9 * rank]."""
-    padded = F.pad(products, (0, 0, 1, 1, 1, 1))
-    padded = padded.view(*padded.shape[:3], _KERNEL**2, -1)
+    how = "circular" if tiles else "constant"
+    padded = F.pad(products.permute(0, 3, 1, 2), (1, 1, 1, 1), how).permute(0, 2, 3, 1)
+    padded = padded.reshape(*padded.shape[:3], _KERNEL**2, -1)
     rows, columns = (stride * (side - 1) + 1 for side in size)
     total = padded[:, :rows:stride, :columns:stride, 0]
     for tap in range(1, _KERNEL**2):
@@ -164,19 +178,23 @@ class SlotChanges:
     @property
     def slot_bytes(self) -> int:
         """Size of a slot's changes: zero until the first job has any."""
+        return self._bytes_of(self._capacities)
+
+    def more_bytes(self, rank: int) -> int:
+        """By how much a slot's changes grow with a job that changes all layers at a rank."""
+        grown = {each: max(rank, self._capacities.get(each, 0)) for each in self.groups}
+        return self._bytes_of(grown) - self.slot_bytes
+
+    def _bytes_of(self, capacities: Mapping[Shape, int]) -> int:
         return self._like.element_size() * sum(
-            len(self.groups[shape]) * shape.numbers_per_rank * capacity
-            for shape, capacity in self._capacities.items()
+            len(self.groups[shape]) * (shape.outputs + shape.inputs * shape.taps) * capacity
+            for shape, capacity in capacities.items()
         )
 
     @property
     def exist(self) -> bool:
         """True once some job changed a layer outside of transformers."""
         return any(not shape.of_transformers for shape in self._capacities)
-
-    def grow_for_transformers(self, rank: int) -> None:
-        """Makes room for LoRAs of transformers up to a *rank*, if slots have no copies of these."""
-        self.grow((shape, rank) for shape in list(self.groups) if shape.of_transformers)
 
     def has_room(self, ranks: Iterable[tuple[Shape, int]]) -> bool:
         """Whether slots can hold changes of these ranks."""
@@ -194,7 +212,6 @@ class SlotChanges:
             raise
 
     def clear(self) -> None:
-        """Frees the memory."""
         self._capacities.clear()
         self._allocate()
 

@@ -7,8 +7,6 @@ into the layers themselves, for one slot, which are loaded again from the host's
 where copying is slow, slots have thin products after all, as convolutions have them.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -19,9 +17,8 @@ from torch import nn
 
 from imagefleet import errors
 from worker.engine.files import safetensors
-from worker.engine.lora.file import adaptable_layers
-from worker.engine.lora.kinds import StackedChange
-from worker.engine.lora.merge import Group
+from worker.engine.lora.file import Layer, adaptable, adaptable_layers
+from worker.engine.lora.merge import Group, StackedChange
 from worker.engine.networks.convolution import LowRankChange
 
 #: The most bytes of one tensor with weights for all slots. Of SDXL's shapes the largest would take
@@ -39,7 +36,7 @@ class SlotLinear(nn.Module):
     bias: torch.Tensor | None
     slots: torch.Tensor
 
-    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+    def __init__(self, layers: Mapping[str, Layer]) -> None:
         """*layers* by path; a `WeightStack` sets the weights, or `keep_apart`."""
         super().__init__()
         self.layers = dict(layers)
@@ -67,7 +64,7 @@ class SlotLinear(nn.Module):
     def keep_apart(self) -> None:
         """Gives each slot low-rank changes beside the shared weights, not weights of its own."""
         self.change = LowRankChange(self.layers, of_transformers=True)
-        self.weight = _stack_weights(list(self.layers.values())).flatten(0, 1)
+        self.weight = _stack_weights(each.weight for each in self.layers.values()).flatten(0, 1)
 
 
 _Part = list[tuple[SlotLinear, slice]]
@@ -79,7 +76,7 @@ class WeightStack:
 
     def __init__(self, linears: Sequence[SlotLinear]) -> None:
         self.paths = [path for linear in linears for path in linear.layers]
-        self.shared = _stack_weights(_layers_of(linears))
+        self.shared = _stack_weights(each.weight for each in _layers_of(linears))
         self._linears = list(_places(linears))
         for linear, places in self._linears:
             linear.weight = self.shared[places].flatten(0, 1)
@@ -134,8 +131,8 @@ class ReloadedStack:
     def __init__(self, linears: Sequence[SlotLinear]) -> None:
         self.paths = [path for linear in linears for path in linear.layers]
         layers = _layers_of(linears)
-        device = _parameter(layers[0], "weight").device
-        self.shared = _stack_weights(layers, in_host_memory=True)
+        device = layers[0].weight.device
+        self.shared = _stack_weights((each.weight for each in layers), in_host_memory=True)
         self._own = self.shared.to(device, copy=True)
         for linear, places in _places(linears):
             linear.weight = self._own[places].flatten(0, 1)
@@ -167,17 +164,14 @@ Stack = TypeVar("Stack", WeightStack, ReloadedStack)
 def stack_by_shape(
     kind: type[Stack], use: str, linears: Iterable[SlotLinear]
 ) -> dict[Group, Stack]:
-    """Groups *linears* by the shape of their layers."""
     by_shape: dict[Group, list[SlotLinear]] = {}
     for linear in linears:
-        ((outer, inner),) = {
-            _parameter(layer, "weight").flatten(1).shape for layer in linear.layers.values()
-        }
+        ((outer, inner),) = {layer.weight.flatten(1).shape for layer in linear.layers.values()}
         by_shape.setdefault((use, outer, inner), []).append(linear)
     return {group: kind(members) for group, members in by_shape.items()}
 
 
-def _layers_of(linears: Sequence[SlotLinear]) -> list[nn.Module]:
+def _layers_of(linears: Sequence[SlotLinear]) -> list[Layer]:
     return [layer for linear in linears for layer in linear.layers.values()]
 
 
@@ -193,10 +187,12 @@ def _whole(part: _Part) -> slice:
     return slice(part[0][1].start, part[-1][1].stop)
 
 
-def _stack_weights(layers: Sequence[nn.Module], *, in_host_memory: bool = False) -> torch.Tensor:
-    """The layers' weights [layers, out, in], of which their own become views."""
-    originals = [_parameter(layer, "weight") for layer in layers]
-    flat = [weight.flatten(1) for weight in originals]
+def _stack_weights(
+    weights: Iterable[torch.Tensor], *, in_host_memory: bool = False
+) -> torch.Tensor:
+    """Weights of one shape [layers, out, in], of which their layers' own become views."""
+    alike = list(weights)
+    flat = [each.detach().view(len(each), -1) for each in alike]
     if in_host_memory:
         size = sum(weight.nbytes for weight in flat)
         stacked = safetensors.layers.take(size).view(flat[0].dtype).view(len(flat), *flat[0].shape)
@@ -204,41 +200,31 @@ def _stack_weights(layers: Sequence[nn.Module], *, in_host_memory: bool = False)
             place.copy_(weight)
     else:
         stacked = torch.stack(flat)
-    for layer, weight, original in zip(layers, stacked, originals, strict=True):
-        layer.weight = nn.Parameter(weight.view(original.shape), requires_grad=False)
+    for each, weight in zip(alike, stacked, strict=True):
+        each.data = weight.view(each.shape)
     return stacked
 
 
-def join_biases(layers: Iterable[nn.Module]) -> torch.Tensor | None:
+def join_biases(layers: Iterable[Layer]) -> torch.Tensor | None:
     """The layers' biases one after the other, of which their own become views; None without any."""
     alike = list(layers)
-    with_bias = [layer for layer in alike if layer.bias is not None]
-    if not with_bias:
+    biases = [layer.bias for layer in alike if layer.bias is not None]
+    if not biases:
         return None
-    if len(with_bias) < len(alike):
+    if len(biases) < len(alike):
         raise errors.SetupError("of layers with the same input some have a bias and some have not")
-    originals = [_parameter(layer, "bias") for layer in alike]
-    joined = torch.cat(originals)
-    parts = torch.split(joined, [len(each) for each in originals])
-    for layer, bias in zip(alike, parts, strict=True):
-        layer.bias = nn.Parameter(bias, requires_grad=False)
+    joined = torch.cat(biases).detach()
+    for bias, part in zip(biases, torch.split(joined, [*map(len, biases)]), strict=True):
+        bias.data = part
     return joined
 
 
-def _parameter(layer: nn.Module, name: str) -> torch.Tensor:
-    value = getattr(layer, name)
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"a layer has no {name}")
-    return value.detach()
-
-
 def group_by_shape(network: nn.Module) -> dict[Group, list[str]]:
-    """The linear layers of a network that LoRAs can change, by shape."""
+    """What LoRAs can change of a network without convolutions, by shape; of vectors [out, 1]."""
     groups: dict[Group, list[str]] = {}
-    for path, layer in adaptable_layers(network).items():
-        if isinstance(layer, nn.Linear):
-            outer, inner = layer.weight.shape
-            groups.setdefault(("linear", outer, inner), []).append(path)
+    for path, each in adaptable(network).items():
+        outer, inner = (*each.shape, 1)[:2]
+        groups.setdefault(("linear", outer, inner), []).append(path)
     return groups
 
 
@@ -256,9 +242,9 @@ class TextEncoderLoras:
 
     def __init__(self, text_encoder: nn.Module) -> None:
         self.device = next(text_encoder.parameters()).device
-        layers = adaptable_layers(text_encoder)
+        weights = adaptable(text_encoder)
         self._weights = {
-            group: _stack_weights([layers[path] for path in paths])
+            group: _stack_weights(weights[path] for path in paths)
             for group, paths in group_by_shape(text_encoder).items()
         }
         # Of the groups that some LoRA has changed so far: at worst, the network once more.
@@ -282,6 +268,5 @@ class TextEncoderLoras:
         self._originals.clear()
 
     def close(self) -> None:
-        """Frees all weights."""
         self._weights.clear()
         self._originals.clear()

@@ -11,9 +11,16 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
 from imagefleet import errors
-from worker.engine.kernels.layers import Attend, KernelSelector, Upsampler, default_attention
-from worker.engine.lora.kinds import TEMPORARY_BYTES, StackedChange
-from worker.engine.lora.merge import Group, LoraChanges
+from imagefleet.job.prompt import MAX_SUBPROMPTS
+from worker.engine.kernels.layers import (
+    Attend,
+    KernelSelector,
+    Upsampler,
+    default_attention,
+    gate,
+)
+from worker.engine.lora.file import Layer
+from worker.engine.lora.merge import TEMPORARY_BYTES, Group, LoraChanges, StackedChange
 from worker.engine.networks.convolution import SlotChanges
 from worker.engine.networks.linear import ReloadedStack, SlotLinear, WeightStack, stack_by_shape
 from worker.engine.slots.memory import SlotWeights
@@ -33,9 +40,11 @@ class Call(NamedTuple):
     slots: int = 0
     """Slots whose own changes of convolutions and of the layers for the time are added."""
     slot_rows: int = 2
-    """Rows of each slot: 1 without guidance, which needs the prompt's output alone."""
+    """Rows of each slot: 1 without guidance, which needs the prompt's output alone; more of AND."""
     guidance: torch.Tensor | None = None
     """[slots]: the scales, for networks that take them as an input."""
+    tiles: bool = False
+    """Convolutions are padded with what is at the other side of the image."""
 
 
 class KeysValues:
@@ -136,8 +145,7 @@ class _Block(nn.Module):
         if isinstance(first, CrossAttention):
             x = x + first(self.norm1(x), call)
         x = x + self.attend_prompt(self.norm2(x), call)
-        values, gates = self.gate(self.norm3(x), per_slot).chunk(2, dim=-1)
-        gated: torch.Tensor = x + self.out(values * F.gelu(gates), per_slot)
+        gated: torch.Tensor = x + self.out(gate(self.gate(self.norm3(x), per_slot)), per_slot)
         return gated
 
 
@@ -153,8 +161,7 @@ class SelfAttention(nn.Module):
         q, k, v = (
             _split_heads(each, rows, self.heads) for each in self.qkv(x, per_slot).chunk(3, dim=-1)
         )
-        attended = self.kernel(q, k, v)
-        output: torch.Tensor = self.out(_merge_heads(attended, len(x)), per_slot)
+        output: torch.Tensor = self.out(_merge_heads(self.kernel(q, k, v), len(x)), per_slot)
         return output
 
     def select_and_attend(
@@ -188,7 +195,7 @@ class CrossAttention(nn.Module):
         return output
 
 
-def _linear(paths: Mapping[nn.Module, str], *layers: nn.Module) -> SlotLinear:
+def _linear(paths: Mapping[nn.Module, str], *layers: Layer) -> SlotLinear:
     return SlotLinear({paths[layer]: layer for layer in layers})
 
 
@@ -220,8 +227,8 @@ class SlotState(NamedTuple):
     history: torch.Tensor
     """[sampler.HISTORY, slots, 4, height, width]"""
     rows: torch.Tensor
-    """[slots, columns]: this call's sampler coefficients, the guidance scale, and a weight for each
-    ControlNet of the lane."""
+    """[slots, columns]: this call's sampler coefficients, the guidance scales, and a weight of
+    each ControlNet of the lane."""
     noise: torch.Tensor
     """[slots, 4, height, width]"""
     kept: torch.Tensor
@@ -234,19 +241,20 @@ class SlotState(NamedTuple):
     """[rows, 1, 1, tokens], if prompts may be shorter than that."""
     added: torch.Tensor | None
     """[rows * slots, width], added to the embedded timesteps in UNets with such inputs: one row of
-    each slot or two, as the UNet's `added_rows` says."""
+    each slot or all, as the UNet's `added_rows` says."""
     conditioning: torch.Tensor | None
     """[slots, channels, height, width], which some UNets take beside the latents: five channels for
     inpainting, three of the image that an upscaler enlarges."""
+    tiles: bool = False
+    """Whether the images tile: see `Call.tiles`."""
 
     @property
     def slot_rows(self) -> int:
-        """Rows of each slot: 2 with guidance, 1 without."""
+        """Rows of each slot: 2 with guidance, 1 without; one more for each prompt after AND."""
         return len(self.context) // len(self.latents)
 
     @property
     def added_rows(self) -> int:
-        """The number of rows that each slot has in `added`."""
         return 0 if self.added is None else len(self.added) // len(self.latents)
 
     def first(self, slots: int) -> SlotState:
@@ -255,7 +263,8 @@ class SlotState(NamedTuple):
         if slots == held:
             return self
         views: list[Any] = [
-            None if each is None else each[: slots * len(each) // held] for each in self
+            each[: slots * len(each) // held] if isinstance(each, torch.Tensor) else each
+            for each in self
         ]
         return SlotState(*views)._replace(history=self.history[:, :slots])
 
@@ -276,14 +285,14 @@ class SlotPrompts(NamedTuple):
 
 
 class SlotNetwork(nn.Module):
-    """A network with one or two rows per slot, and the weights that slots have of their own."""
+    """A network with one or more rows per slot, and the weights that slots have of their own."""
 
     context_width: int
     """Numbers that the cross-attentions take of each token."""
     added_width: int
     """Number of values the network takes beside the timestep; 0 if it takes none."""
-    added_rows: int = 2
-    """Rows of a slot in `added`: 2 if each prompt of a slot has one of its own, else 1."""
+    added_rows: int = MAX_SUBPROMPTS + 1
+    """Most rows of a slot in `added`: 1 unless each prompt of a slot has one of its own."""
 
     def __init__(self, like: torch.Tensor, weights: SlotWeights = "merged") -> None:
         """*like* has the device and the type; *weights*: how slots hold LoRAs of transformers."""
@@ -339,10 +348,7 @@ class SlotNetwork(nn.Module):
         self.changes.resize(*slots)
 
     def use_block(self, block: int) -> None:
-        """Uses another block of slots' weights, allocated at its first use.
-
-        A CUDA graph keeps the block with which it was recorded.
-        """
+        """Uses another block of slots' weights; a CUDA graph keeps that of its recording."""
         if block != self._block:
             for stack in self._stacks.values():
                 stack.use_block(block)
@@ -357,7 +363,6 @@ class SlotNetwork(nn.Module):
         self.changes.load(slot, changes.beside)
 
     def close(self) -> None:
-        """Frees all weights."""
         self._stacks = {}
         self.changes.clear()
         self.to("meta")

@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
 from imagefleet import errors
-from worker.engine.kernels.layers import Upsampler
+from worker.engine.kernels.layers import Upsampler, normalise_and_activate
 from worker.engine.lora.merge import Group
 from worker.engine.networks.convolution import LowRankChange, SlotChanges, SlotConv
 from worker.engine.networks.linear import (
@@ -54,11 +54,12 @@ class SlotEncoder(SlotNetwork):
         super().__init__(original.conv_in.weight, weights)
         self.time_proj = original.time_proj
         self.time_embedding = _TimeEmbedding(original.time_embedding, paths)
-        self.added = _added_embedding(original)
-        if isinstance(self.added, _AddedEmbedding):
-            self.added_width = self.added.width
-        else:
-            self.added_width = 0 if self.added is None else self.added.embedding_dim
+        takes_sizes = original.config.addition_embed_type is not None
+        # The second part of the timestep's embedding: SDXL's, or that of the noise on an image.
+        self.added = _AddedEmbedding(original) if takes_sizes else original.class_embedding
+        width = original.time_embedding.linear_2.out_features
+        self.added_width = 0 if self.added is None else width
+        if not takes_sizes:
             self.added_rows = 1
         self.conv_in = _conv(paths, original.conv_in)
         self.down = nn.ModuleList(_Down(block, paths) for block in original.down_blocks)
@@ -93,15 +94,14 @@ class SlotEncoder(SlotNetwork):
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """The middle's output, the embedded timesteps, and the output of every layer before.
 
-        As `SlotUnet.forward`; *hint* [slots, channels, height, width] is added to the first layer's
-        output.
+        As `SlotUnet.forward`; *hint* [slots, channels, height, width] is added to the first one.
         """
         slots = call.slots
         time = self.time_embedding(self.time_proj(times).to(x.dtype), slots, call.guidance)
         if added is not None:
             time = repeat_rows(time, len(added)) + added
         time = self.time_projections(time, slots)
-        x = self.conv_in(x, slots)
+        x = self.conv_in(x, slots, tiles=call.tiles)
         if hint is not None:
             x = x + hint
         if added is not None:
@@ -109,9 +109,9 @@ class SlotEncoder(SlotNetwork):
         skips = [x]
         for block in self.down:
             x = block(x, time, skips, call)
-        x = self.mid_first(x, time, slots)
+        x = self.mid_first(x, time, call)
         for attend, resnet in zip(self.mid.attentions, self.mid.resnets, strict=True):
-            x = resnet(attend(x, call), time, slots)
+            x = resnet(attend(x, call), time, call)
         return x, time, skips
 
 
@@ -170,7 +170,11 @@ class SlotUnet(SlotEncoder):
             x = x + last
         for block in self.up:
             x = block(x, time, skips, call)
-        output: torch.Tensor = self.conv_out(F.silu(self.norm_out(x)), call.slots)
+        output: torch.Tensor = self.conv_out(
+            normalise_and_activate(x, self.norm_out, activates=True),
+            call.slots,
+            tiles=call.tiles,
+        )
         return output
 
     def close(self) -> None:
@@ -215,25 +219,12 @@ class _AddedEmbedding(nn.Module):
 
     def __init__(self, unet: Any) -> None:
         super().__init__()
-        if unet.config.addition_embed_type != "text_time":
-            raise errors.SetupError(UNKNOWN_UNET)
         self.embed_numbers, self.embed = unet.add_time_proj, unet.add_embedding
-        self.width: int = unet.add_embedding.linear_2.out_features
 
     def forward(self, pooled: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         numbers = self.embed_numbers(sizes.flatten()).reshape(len(sizes), -1)
         embedded: torch.Tensor = self.embed(torch.cat([pooled, numbers.to(pooled.dtype)], dim=-1))
         return embedded
-
-
-def _added_embedding(original: Any) -> _AddedEmbedding | nn.Embedding | None:
-    """The second part of the timestep's embedding: SDXL's, or that of the noise on an image."""
-    if original.config.addition_embed_type is not None:
-        return _AddedEmbedding(original)
-    levels = original.class_embedding
-    if levels is not None and not isinstance(levels, nn.Embedding):
-        raise errors.SetupError(UNKNOWN_UNET)
-    return levels
 
 
 class _TimeProjections(nn.Module):
@@ -257,7 +248,7 @@ class _TimeProjections(nn.Module):
         for resnet, layer in zip(resnets, layers, strict=True):
             resnet.time = slice(at, at + len(layer.weight))
             # A view of the whole, so that merging into a layer merges here.
-            layer.weight = nn.Parameter(self.weight[resnet.time], requires_grad=False)
+            layer.weight.data = self.weight[resnet.time]
             at = resnet.time.stop
 
     def forward(self, time: torch.Tensor, slots: int) -> torch.Tensor:
@@ -283,10 +274,12 @@ class _Resnet(nn.Module):
         self.conv_shortcut = None if shortcut is None else _conv(paths, shortcut)
         self.time_emb_proj = original.time_emb_proj
 
-    def forward(self, x: torch.Tensor, times: torch.Tensor, slots: int) -> torch.Tensor:
-        time = repeat_rows(times[:, self.time], len(x))
-        changed = self.conv1(F.silu(self.norm1(x)), slots) + time[:, :, None, None]
-        changed = self.conv2(F.silu(self.norm2(changed)), slots)
+    def forward(self, x: torch.Tensor, times: torch.Tensor, call: Call) -> torch.Tensor:
+        time, slots, tiles = repeat_rows(times[:, self.time], len(x)), call.slots, call.tiles
+        changed = normalise_and_activate(x, self.norm1, activates=True)
+        changed = self.conv1(changed, slots, tiles=tiles)
+        changed = normalise_and_activate(changed, self.norm2, added=time, activates=True)
+        changed = self.conv2(changed, slots, tiles=tiles)
         kept = x if self.conv_shortcut is None else self.conv_shortcut(x, slots)
         summed: torch.Tensor = kept + changed
         return summed
@@ -312,12 +305,12 @@ class _Down(_Layers):
         self, x: torch.Tensor, time: torch.Tensor, skips: list[torch.Tensor], call: Call
     ) -> torch.Tensor:
         for resnet, attend in self.pairs():
-            x = resnet(x, time, call.slots)
+            x = resnet(x, time, call)
             if attend is not None:
                 x = attend(x, call)
             skips.append(x)
         for sampler in self.samplers:
-            x = sampler(x, call.slots)
+            x = sampler(x, call.slots, tiles=call.tiles)
             skips.append(x)
         return x
 
@@ -334,11 +327,11 @@ class _Up(_Layers):
     ) -> torch.Tensor:
         for resnet, attend in self.pairs():
             x = torch.cat([x, repeat_rows(skips.pop(), len(x))], dim=1)
-            x = resnet(x, time, call.slots)
+            x = resnet(x, time, call)
             if attend is not None:
                 x = attend(x, call)
         for sampler in self.samplers:
-            x = sampler(x, call.slots, skips[-1].shape[2:])
+            x = sampler(x, call.slots, skips[-1].shape[2:], tiles=call.tiles)
         return x
 
 

@@ -6,10 +6,8 @@ checkpoint's UNet sees an image beside its latents, in their size, as diffusers'
 `StableDiffusionUpscalePipeline` prepares it: with noise of a level that the UNet is told.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -18,8 +16,8 @@ from PIL import Image, ImageFilter, ImageOps
 
 from imagefleet import errors
 from imagefleet.files.safetensors import Identity
-from imagefleet.job.passes import hires
 from imagefleet.job.passes.controlnet import MOST_CONTROLS
+from imagefleet.job.prompt import Prompt
 from imagefleet.job.samplers import MAX_SIDE, MIN_SIDE, Noise
 from worker.engine import contract
 from worker.engine.families.reading import ImageNoise
@@ -38,29 +36,16 @@ class Steps(NamedTuple):
 
 
 def img2img(steps: int, denoising_strength: float) -> Steps:
-    """A job's *steps* at full strength, and fewer at less.
-
-    Raises JobError if the strength is not between 0 and 1.
-    """
-    return Steps(steps, int(_limited(denoising_strength) * steps))
+    """A job's *steps* at full strength, fewer at less."""
+    return Steps(steps, int(min(denoising_strength, _MOST_STRENGTH) * steps))
 
 
 def second_pass(steps: int, denoising_strength: float) -> Steps:
-    """A second pass of so many *steps* at any strength; none at 0.
-
-    Raises JobError if the strength is not between 0 and 1, or too small for so many steps.
-    """
-    strength = _limited(denoising_strength)
-    if strength == 0:
+    """A second pass of so many *steps* at any strength; none at 0."""
+    if denoising_strength == 0:
         return Steps(0, 0)
-    hires.check_strength(steps, strength)
+    strength = min(denoising_strength, _MOST_STRENGTH)
     return Steps(int(steps / strength), steps - 1)
-
-
-def _limited(strength: float) -> float:
-    if not 0 <= strength <= 1:
-        raise errors.JobError(f"denoising_strength is {strength:g}: it must be between 0 and 1")
-    return min(strength, _MOST_STRENGTH)
 
 
 #: AUTOMATIC1111's: the radii of the blurs that are laid upon each other, and how often each is.
@@ -83,8 +68,7 @@ class PreparedImage:
     def with_content(self, latents: torch.Tensor, request: contract.ImageRequest) -> torch.Tensor:
         """The image's latents [4, height, width] with noise or nothing below the mask, if so asked.
 
-        The noise is the first of the seed, whatever its subseed; AUTOMATIC1111 takes that of a
-        job's first images for all of them.
+        The noise is the first of a seed, whatever its subseed.
         """
         if self.kept is None or self.masked_content in ("fill", "original"):
             return latents
@@ -93,27 +77,19 @@ class PreparedImage:
             return latents * kept
         settings = Noise(source=request.noise.source)
         channels, height, width = latents.shape
-        shape = channels, height, width
-        stream = NoiseStream(request.seed, shape, settings, factor=1, draws=0)
+        seed = request.seed if request.fill_seed is None else request.fill_seed
+        stream = NoiseStream(seed, (channels, height, width), settings, factor=1, draws=0)
         return latents * kept + stream.first().to(latents.device) * (1 - kept)
 
 
-def prepare_image(init: contract.InitImage, width: int, height: int, factor: int) -> PreparedImage:
-    """Checks and prepares the image of a request for *width* x *height* pixels.
-
-    *factor*: pixels for each of the latents' rows. Raises JobError if image or mask have another
-    size.
-    """
-    shape = (height, width, 3)
-    if init.pixels.shape != shape or (init.mask is not None and init.mask.shape != shape[:2]):
-        raise errors.JobError(
-            f"the image to begin with, or its mask, does not have {width}x{height} pixels"
-        )
+def prepare_image(init: contract.InitImage, factor: int) -> PreparedImage:
+    """Prepares the image of a request; *factor*: pixels for each of the latents' rows."""
     if init.mask is None:
         return PreparedImage(init.pixels, None, init.masked_content)
     mask = Image.fromarray(init.mask)
     pixels = init.pixels if init.masked_content == "original" else _fill(init.pixels, mask)
-    small = np.asarray(mask.resize((width // factor, height // factor), Image.Resampling.BICUBIC))
+    sides = mask.width // factor, mask.height // factor
+    small = np.asarray(mask.resize(sides, Image.Resampling.BICUBIC))
     kept = torch.from_numpy(1 - np.around(small.astype(np.float32) / 255))
     hidden = torch.from_numpy(np.around(init.mask.astype(np.float32) / 255))
     return PreparedImage(pixels, kept[None], init.masked_content, hidden[None])
@@ -155,9 +131,14 @@ class LowResolution:
 
 def refuse_unsupported(request: contract.ImageRequest, what: str) -> None:
     """Raises JobError for what no model supports that is *what*, such as "enlarges an image"."""
+    prompts = [p for p in (request.prompt, request.negative_prompt) if isinstance(p, Prompt)]
     unsupported = {
+        "AND or prompt editing": any(len(p.subprompts) * len(p.states) > 1 for p in prompts),
         "a second pass (hires fix)": request.hires,
         "ControlNets": request.controls,
+        "a VAE by name (sd_vae)": request.vae,
+        "tiling": request.tiling,
+        "a refiner": request.refiner,
         "a mask": request.init is not None and request.init.mask is not None,
     }
     for name, value in unsupported.items():
@@ -179,16 +160,13 @@ def prepare_enlarged(
     refuse_unsupported(request, "enlarges an image")
     height, width, _ = init.pixels.shape
     least, most = MIN_SIDE // factor, MAX_SIDE // factor
-    if any(side % factor or not least <= side <= most for side in (width, height)):
+    can_be_taken = all(least <= side <= most and side % factor == 0 for side in (width, height))
+    if not can_be_taken or (request.width, request.height) != (factor * width, factor * height):
         raise errors.JobError(
-            f"init_images: an image of {width}x{height} pixels cannot be enlarged: this model takes"
-            f" sides of {least} to {most} pixels that are multiples of {factor}"
-        )
-    if (request.width, request.height) != (factor * width, factor * height):
-        raise errors.JobError(
-            f"this model makes {factor * width}x{factor * height} pixels of an image of"
-            f" {width}x{height}, and the job asks for {request.width}x{request.height}: leave width"
-            " and height out, or give them as null in a stage, which has those of the stage before"
+            f"this model makes {factor} times the sides of an image, which are multiples of"
+            f" {factor} from {least} to {most}; it has {width}x{height} pixels, the job asks for"
+            f" {request.width}x{request.height}: leave width and height out, or give them as null"
+            " in a stage, which has those of the stage before"
         )
     level = round(init.denoising_strength * noise.timesteps)
     if not 0 <= level <= noise.max_level:
@@ -200,10 +178,6 @@ def prepare_enlarged(
         )
     image = torch.from_numpy(init.pixels.copy()).permute(2, 0, 1).float() / 255 * 2 - 1
     return LowResolution(image, noise, level)
-
-
-#: An image of so few colours is a map of classes, which must not mix.
-_FEWEST_COLOURS, _MANY_COLOURS = 2, 200
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -218,14 +192,13 @@ class PreparedControl:
 
 def prepare_controls(
     controls: Sequence[tuple[Identity, contract.Control]],
-    size: tuple[int, int],
     finished: Sequence[int],
     steps: int,
 ) -> tuple[PreparedControl, ...]:
     """A pass' ControlNets that have any effect, in an order that depends on their files alone.
 
-    *size*: width and height in pixels; *finished*: steps at each call of the UNet, of so many
-    *steps*. Raises JobError if there are too many, or an image has another size.
+    *finished*: steps at each call of the UNet, of so many *steps*. Raises JobError if there are too
+    many.
     """
     prepared = [
         PreparedControl(identity, control.pixels, control_weights(control, finished, steps))
@@ -236,12 +209,6 @@ def prepare_controls(
         raise errors.JobError(
             f"the job has {len(prepared)} ControlNets; at most {MOST_CONTROLS} work at once"
         )
-    for _, control in controls:
-        if control.pixels.shape != (size[1], size[0], 3):
-            raise errors.JobError(
-                f"the image for the ControlNet {control.name!r} does not have"
-                f" {size[0]}x{size[1]} pixels"
-            )
     return tuple(sorted(prepared, key=lambda each: each.identity))
 
 
@@ -259,17 +226,3 @@ def control_weights(
     return tuple(
         control.weight if control.start <= share <= control.end else 0.0 for share in shares
     )
-
-
-def resize_control(control: contract.Control, width: int, height: int) -> contract.Control:
-    """Resizes its image to a second pass, and cuts it to its shape, as sd-webui-controlnet does.
-
-    There the image that was given is resized to either pass.
-    """
-    if control.pixels.shape[:2] == (height, width):
-        return control
-    image = Image.fromarray(control.pixels)
-    colours = len(image.getcolors(_MANY_COLOURS) or ())
-    is_map = _FEWEST_COLOURS < colours < _MANY_COLOURS
-    how = Image.Resampling.NEAREST if is_map else Image.Resampling.BICUBIC
-    return replace(control, pixels=np.asarray(ImageOps.fit(image, (width, height), how)))

@@ -4,15 +4,12 @@ They need no slot. Networks run on a thread and a stream of their own, as those 
 on the stager's, so that no tick waits for an image's many tiles.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -20,7 +17,7 @@ from imagefleet import errors
 from worker.engine import contract
 from worker.engine import errors as engine_errors
 from worker.engine.passes import upscaling
-from worker.engine.passes.upscaling import Enlarge, UpscalerCache
+from worker.engine.passes.upscaling import UpscalerCache
 
 #: An engine without other work waits so long in a tick: work that comes meanwhile waits as well.
 _WAIT_SECONDS = 0.05
@@ -49,13 +46,16 @@ class BesideTicks:
     def prepare(self, request: contract.ImageRequest) -> PreparedUpscale:
         """Reads a request's networks; without any, it is the processor's work, and done here.
 
-        Raises JobError if an upscaler is unknown, its file cannot be used, or one colour is left,
-        and TransientError if a file could not be read.
+        Raises JobError if an upscaler's file cannot be used, or one colour is left, and
+        TransientError if a file could not be read.
         """
         upscale, init = request.upscale, request.init
         if upscale is None or init is None:
             raise RuntimeError("only requests with an image to enlarge")
-        found = tuple(self._find(*each) for each in upscale.upscalers)
+        found = tuple(
+            self._upscalers.get(path).enlarge if path else upscaling.IMAGE_UPSCALERS[name]
+            for name, path in upscale.upscalers
+        )
         enlarge = functools.partial(upscaling.enlarge, init.pixels, upscale, found)
         if any(path is not None for _, path in upscale.upscalers):
             return PreparedUpscale(request, enlarge)
@@ -69,37 +69,24 @@ class BesideTicks:
         self.begun.append((ticket, self._thread.submit(self._enlarge, prepared)))
 
     def collect(self, *, wait: bool) -> list[contract.Finished]:
-        """The images that are done; *wait* waits for one, but not for long.
-
-        Raises NodeError if the GPU itself is broken.
-        """
+        """Images that are done; *wait*: for one, briefly. Raises NodeError if the GPU is broken."""
         if wait and self.begun:
             futures.wait([self.begun[0][1]], _WAIT_SECONDS)
         finished = []
         while self.begun and self.begun[0][1].done():
             ticket, future = self.begun.popleft()
-            finished.append(contract.Finished(ticket, _outcome(future)))
+            outcome: contract.Outcome
+            if isinstance(failure := future.exception(), Exception):  # any is the image's outcome
+                outcome = engine_errors.classify(failure)
+            else:
+                outcome = future.result()
+            finished.append(contract.Finished(ticket, outcome))
         return finished
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
         self.begun.clear()
 
-    def _find(self, name: str, path: Path | None) -> Enlarge:
-        if path is not None:
-            return self._upscalers.get(path).enlarge
-        found = upscaling.IMAGE_UPSCALERS.get(name)
-        if found is None:
-            raise errors.JobError(f"unknown upscaler {name!r}")
-        return found
-
     def _enlarge(self, prepared: PreparedUpscale) -> contract.Pixels:
         with torch.cuda.stream(self._stream):
             return prepared.enlarge()
-
-
-def _outcome(future: Future[contract.Pixels]) -> contract.Outcome:
-    try:
-        return future.result()
-    except Exception as error:  # noqa: BLE001 - any failure is the image's outcome
-        return engine_errors.classify(error)

@@ -7,45 +7,56 @@ torch's generator is in. Here they are its mean, so that the same job gives the 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from cachetools import LRUCache
 from diffusers import AutoencoderKL, AutoencoderTiny
+from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
+from torch import nn
 
 from imagefleet import errors
+from imagefleet.files.safetensors import Identity, UnusableError, identify
 from imagefleet.telemetry import logs
-from worker.engine import contract, decoder
+from worker.engine import checkpoint, contract, decoder
 from worker.engine import errors as engine_errors
+from worker.engine.families import reading
+from worker.engine.files import safetensors
+from worker.engine.files.held import HeldNetworks, assign
+from worker.engine.kernels import layers
 from worker.engine.passes.begin import PreparedImage
 
 log = logs.EventLog(__name__)
 
-#: Images whose latents are remembered: those of a job begin with the same one.
-_REMEMBERED = 16
+#: What is remembered of images, latents and conditioning: those of a job begin with the same one.
+_REMEMBERED = 32
 
 
 class ImageCoder:
     """The VAE between passes; for one thread."""
 
     def __init__(self, vae: AutoencoderKL) -> None:
-        self._vae = vae
+        self.vae = self._vae = vae
+        self.size_bytes = sum(each.nbytes for each in vae.parameters())
         self._wide: AutoencoderKL | None = None
-        self._encoded: LRUCache[PreparedImage, torch.Tensor] = LRUCache(_REMEMBERED)
-        self._conditionings: LRUCache[object, torch.Tensor] = LRUCache(_REMEMBERED)
+        self._known: LRUCache[object, torch.Tensor] = LRUCache(_REMEMBERED)
+
+    @functools.cached_property
+    def tiling(self) -> ImageCoder:
+        """The same for images that tile."""
+        return ImageCoder(layers.tiling(self.vae))
 
     def encode_init(self, image: PreparedImage) -> torch.Tensor:
         """The latents [4, height, width] of an image to begin with; remembered."""
-        if (latents := self._encoded.get(image)) is None:
-            latents = self._encoded[image] = self.encode(image.pixels)
+        if (latents := self._known.get(image)) is None:
+            latents = self._known[image] = self.encode(image.pixels)
         return latents
 
     def encode(self, pixels: contract.Pixels) -> torch.Tensor:
-        """Latents [4, height, width] in float32 on the device.
-
-        Raises TransientError if they are NaN.
-        """
+        """Latents [4, height, width] in float32 on the device; raises TransientError for NaN."""
         return self._to_latents(self._images_of(pixels))
 
     def condition(self, image: PreparedImage | None, width: int, height: int) -> torch.Tensor:
@@ -53,12 +64,11 @@ class ImageCoder:
 
         As AUTOMATIC1111 (`inpainting_image_conditioning` with `inpainting_mask_weight` 1): the
         mask, and the latents of the image with grey below it. Without a mask all is below it, in
-        txt2img as well. *width* and *height* in pixels. Raises TransientError if the latents are
-        NaN.
+        txt2img as well. *width* and *height* in pixels. Raises TransientError for NaN.
         """
         hidden = None if image is None else image.hidden
-        key = (width, height) if hidden is None else image
-        if (known := self._conditionings.get(key)) is not None:
+        key = (width, height) if hidden is None else ("hidden", image)
+        if (known := self._known.get(key)) is not None:
             return known
         device = self._vae.device
         if image is None or hidden is None:
@@ -69,7 +79,7 @@ class ImageCoder:
             seen = self._images_of(image.pixels) * (1 - hidden)
         latents = self._to_latents(seen)
         mask = F.interpolate(hidden[None], latents.shape[1:])[0]
-        conditioning = self._conditionings[key] = torch.cat([mask, latents])
+        conditioning = self._known[key] = torch.cat([mask, latents])
         return conditioning
 
     def _images_of(self, pixels: contract.Pixels) -> torch.Tensor:
@@ -91,31 +101,71 @@ class ImageCoder:
         return pixels
 
     def clear(self) -> None:
-        self._encoded.clear()
-        self._conditionings.clear()
+        self._known.clear()
         self._wide = None
+        self.__dict__.pop("tiling", None)
 
     def _finite(self, compute: Callable[[AutoencoderKL], torch.Tensor], what: str) -> torch.Tensor:
         """What the VAE computes, in float32 from the first time on that it is not finite."""
         found = compute(self._wide or self._vae)
-        if not found.isfinite().all():
-            found = compute(self._widen())
+        if not found.isfinite().all() and self._wide is None and self._vae.dtype != torch.float32:
+            text = f"the VAE overflows in {self._vae.dtype}: between passes it computes in float32"
+            log.warning(f"{text} from now on", action="vae_widened")
+            self._wide = copy.deepcopy(self._vae).float()
+            found = compute(self._wide)
         if not found.isfinite().all():
             raise errors.TransientError(f"{what} NaN")
         return found
 
-    def _widen(self) -> AutoencoderKL:
-        """The VAE in float32: some overflow in float16."""
-        if self._vae.dtype == torch.float32:
-            return self._vae
-        if self._wide is None:
-            log.warning(
-                f"the VAE overflows in {self._vae.dtype}: between passes it computes in float32"
-                " from now on",
-                action="vae_widened",
-            )
-            self._wide = copy.deepcopy(self._vae).float()
-        return self._wide
+
+#: Prefixes of tensors of a VAE's training, which have no use.
+_OF_TRAINING = ("loss.", "model_ema.")
+
+
+class Vaes(HeldNetworks[ImageCoder]):
+    """VAEs of files, in diffusers' names or in those of the original release."""
+
+    def __init__(self, vae: AutoencoderKL, *, overflows: bool, has_own_layers: bool) -> None:
+        """*vae* is the checkpoint's, whose architecture they have to have.
+
+        *overflows*: its activations exceed float16 (`checkpoint.scale_down`).
+        """
+        super().__init__("VAE", vae.device, vae.dtype)
+        self._config = dict(vae.config)
+        self._overflows = overflows
+        self._has_own_layers = has_own_layers
+
+    def load(self, identity: Identity) -> AutoencoderKL:
+        found = {  # in whole checkpoints, with a prefix
+            name.removeprefix("first_stage_model.").removeprefix("vae."): tensor
+            for name, tensor in safetensors.tensors_of(Path(identity[0]), identity).items()
+            if not name.startswith(_OF_TRAINING)
+        }
+        network = reading.build(AutoencoderKL, self._config)
+        if not any(name.startswith("decoder.up_blocks.") for name in found):
+            try:
+                found = convert_ldm_vae_checkpoint(found, self._config)
+            except reading.LOADING_ERRORS as error:
+                raise UnusableError(f"is no VAE of this model: {reading.brief(error)}") from error
+        dtype = torch.float32 if self._overflows else self._dtype
+        assign(network, found, dtype)
+        if self._overflows:
+            checkpoint.scale_down(network)
+        loaded: AutoencoderKL = nn.Module.to(network, dtype=self._dtype)
+        return loaded
+
+    def finish(self, network: AutoencoderKL, _path: Path) -> ImageCoder:
+        if self._has_own_layers:
+            layers.replace_modules(network, layers.group_norm)
+            layers.replace_modules(network, layers.upsampler)
+        return ImageCoder(network)
+
+
+def load_for_good(path: Path, vae: AutoencoderKL, *, overflows: bool) -> None:
+    """Gives a checkpoint's VAE, just read and not summed yet, a file's weights."""
+    with safetensors.named(f"the VAE {path.name!r}"):
+        read = Vaes(vae, overflows=overflows, has_own_layers=False).load(identify(path))
+    vae.load_state_dict(read.state_dict(), assign=True)  # their memory may be a file's
 
 
 def _decode(vae: decoder.Vae, latents: torch.Tensor) -> torch.Tensor:

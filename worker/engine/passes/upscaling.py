@@ -5,14 +5,13 @@ it is resized to the exact size with Lanczos, as often as AUTOMATIC1111 does. Wh
 of another shape is cut off at both sides.
 
 Upscalers of files are networks, kept on the device while jobs use them and run in tiles. They get
-the image as RGB, as they were trained; AUTOMATIC1111 gives it as BGR, so its colours differ a
-little.
+the image as BGR, as AUTOMATIC1111 gives it.
 """
 
-from __future__ import annotations
-
 import contextlib
+import functools
 import importlib.util
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,17 +21,18 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from PIL import Image
 
 from imagefleet import errors
-from imagefleet.files.safetensors import Identity, identify
+from imagefleet.files.safetensors import Identity, UnusableError, identify
 from imagefleet.telemetry import logs
 from worker.engine import contract
 from worker.engine import errors as engine_errors
 from worker.engine.files import safetensors
-from worker.engine.files.safetensors import ReadOnce, UnusableError
+from worker.engine.files.safetensors import ReadOnce
 
 log = logs.EventLog(__name__)
 
@@ -56,19 +56,15 @@ _MOST_TIMES = 3
 _ALIGNMENT = 8
 
 
-def _resampled(resampling: Image.Resampling) -> Enlarge:
-    def enlarge(pixels: contract.Pixels, scale: float) -> contract.Pixels:
-        height, width = pixels.shape[:2]
-        return _resize(pixels, int(width * scale), int(height * scale), resampling)
-
-    return enlarge
+def _resample(how: Image.Resampling, pixels: contract.Pixels, scale: float) -> contract.Pixels:
+    height, width = pixels.shape[:2]
+    return _resize(pixels, int(width * scale), int(height * scale), how)
 
 
-#: Upscalers of images; None is Lanczos in a single step.
-IMAGE_UPSCALERS: Mapping[str, Enlarge | None] = {
-    "None": None,
-    "Lanczos": _resampled(Image.Resampling.LANCZOS),
-    "Nearest": _resampled(Image.Resampling.NEAREST),
+#: Upscalers of images; any other, such as "None", is Lanczos in a single step.
+IMAGE_UPSCALERS: Mapping[str, Enlarge] = {
+    "Lanczos": functools.partial(_resample, Image.Resampling.LANCZOS),
+    "Nearest": functools.partial(_resample, Image.Resampling.NEAREST),
 }
 
 
@@ -79,7 +75,7 @@ class Upscaling:
     target: tuple[int, int]
     """Width and height of the second pass."""
     size: tuple[int, int]
-    """The size before the rest is cut off, in the first pass' shape. SDXL is told this size."""
+    """The size before the rest is cut off. SDXL is told this size."""
     latent_mode: tuple[str, bool] | None
     """None for upscalers of images."""
     enlarge: Enlarge | None
@@ -94,7 +90,6 @@ class Upscaling:
         return F.interpolate(latents[None], size=sides, mode=mode, antialias=antialias)[0]
 
     def enlarge_pixels(self, pixels: contract.Pixels) -> contract.Pixels:
-        """An image in the size."""
         width, height = self.size
         scale = max(width / pixels.shape[1], height / pixels.shape[0])
         if self.enlarge is not None and scale > 1:
@@ -116,8 +111,7 @@ def enlarge(
 ) -> contract.Pixels:
     """An image as AUTOMATIC1111's extras enlarge it, by one or both of the *upscalers*.
 
-    An image that is large enough is only resized, but for a network at a scale of 1, which may be
-    one that restores.
+    One that is large enough is only resized, but by a network at a scale of 1, which may restore.
     """
     height, width = pixels.shape[:2]
     is_smaller = width < upscale.whole[0] or height < upscale.whole[1]
@@ -137,28 +131,14 @@ def enlarge(
     return np.asarray(image.crop((left, upper, left + upscale.width, upper + upscale.height)))
 
 
-def find(
-    hires: contract.HiresPass, width: int, height: int, load: Callable[[Path], Enlarge]
-) -> Upscaling:
-    """The upscaling of a first pass of *width* x *height* pixels; *load* reads upscalers' files.
-
-    Raises JobError if there is no such upscaler here, or *load* does.
-    """
+def find(hires: contract.HiresPass, load: Callable[[Path], Enlarge]) -> Upscaling:
+    """The upscaling of a first pass; *load* reads upscalers' files, and raises JobError."""
     target = hires.width, hires.height
-    # The shorter way to a size of the same shape that holds the target.
-    if width / height < hires.width / hires.height:
-        size = hires.width, hires.width * height // width
-    else:
-        size = hires.height * width // height, hires.height
+    size = hires.whole or target
     if hires.upscaler_path is not None:
         return Upscaling(target, size, None, load(hires.upscaler_path))
-    mode = LATENT_UPSCALERS.get(hires.upscaler)
-    if mode is None and hires.upscaler not in IMAGE_UPSCALERS:
-        raise errors.JobError(
-            f"unknown upscaler {hires.upscaler!r}; without a file there are"
-            f" {', '.join([*LATENT_UPSCALERS, *IMAGE_UPSCALERS])}"
-        )
-    return Upscaling(target, size, mode, IMAGE_UPSCALERS.get(hires.upscaler))
+    name = hires.upscaler
+    return Upscaling(target, size, LATENT_UPSCALERS.get(name), IMAGE_UPSCALERS.get(name))
 
 
 def _kept(excess: int, length: int) -> slice:
@@ -186,71 +166,82 @@ def _resize(
     return np.asarray(Image.fromarray(pixels).resize((width, height), resampling))
 
 
-#: Pixels of the image on each side that two tiles share: across them, one fades into the other.
-OVERLAP = 32
+Network = Callable[[contract.Pixels], npt.NDArray[np.float32]]
+"""Enlarges a tile; returns levels from 0 to 1, and beyond where the network does."""
+
+#: AUTOMATIC1111's settings `ESRGAN_tile`, `DAT_tile`, `SWIN_tile` and their `_tile_overlap`: pixels
+#: on a tile's side, and those that two tiles share at least.
+TILE, OVERLAP = 192, 8
+
+#: Architectures whose tiles are averaged where they lie upon each other, by their tile there.
+AVERAGED: Mapping[str, int] = {"SwinIR": TILE, "SCUNet": 256}
 
 
-def spans(length: int, tile: int, overlap: int = OVERLAP) -> list[tuple[int, int]]:
-    """The places where tiles begin and end along a side, evenly spread; all are of the same length.
+def in_tiles(
+    network: Network, pixels: contract.Pixels, scale: int, tile: int, *, averaged: bool = False
+) -> contract.Pixels:
+    """An image [height, width, 3] through a network that enlarges tiles *scale* times.
 
-    A tile is longer than what it shares.
+    As `upscale_with_model` of `modules/upscaler_utils.py` (1.10) with `images.split_grid` and
+    `combine_grid`: tiles lie evenly spread, beyond a small image is black, and the first pixels of
+    a tile fade in over the one before. *averaged*: as `tiled_upscale_2` there.
     """
-    if tile >= length:
-        return [(0, length)]
-    count = -(-(length - overlap) // (tile - overlap))
-    starts = [round(index * (length - tile) / (count - 1)) for index in range(count)]
-    return [(start, start + tile) for start in starts]
+    height, width = pixels.shape[:2]
+    tile = min(tile, height, width) if averaged else tile
+    image = Image.fromarray(pixels)
+    tops, lefts = _starts(height, tile, averaged), _starts(width, tile, averaged)
+    levels = (lambda part: part) if averaged else _pixels
+    rows = [
+        [levels(network(np.asarray(image.crop((x, y, x + tile, y + tile))))) for x in lefts]
+        for y in tops
+    ]
+    if averaged:
+        total = np.zeros((height * scale, width * scale, 4), np.float32)
+        for y, row in zip(tops, rows, strict=True):
+            for x, part in zip(lefts, row, strict=True):
+                place = total[y * scale : (y + tile) * scale, x * scale : (x + tile) * scale]
+                place += np.dstack([part, np.ones(part.shape[:2])])
+        return _pixels(total[..., :3] / total[..., 3:])
+    joined = [_joined(row, lefts, width, scale).transpose(1, 0, 2) for row in rows]
+    return np.ascontiguousarray(_joined(joined, tops, height, scale).transpose(1, 0, 2))
 
 
-def run_in_tiles(
-    network: Callable[[torch.Tensor], torch.Tensor],
-    image: torch.Tensor,
-    scale: int,
-    tile: int,
-) -> torch.Tensor:
-    """The network's output [3, height * scale, width * scale] in float32 for [3, height, width].
-
-    *network* takes and returns batches of one. Sides of more than *tile* pixels are cut, and put
-    together in the host's memory: 2048x2048 four times as wide and high takes a gigabyte.
-    """
-    _, height, width = image.shape
-    rows, columns = spans(height, tile), spans(width, tile)
-    if len(rows) == len(columns) == 1:
-        return network(image[None])[0].float()
-    total = torch.zeros(3, height * scale, width * scale)
-    weights = torch.zeros(height * scale, width * scale)
-    for down, top, bottom in _weighted(rows, scale):
-        for across, left, right in _weighted(columns, scale):
-            part = network(image[None, :, top:bottom, left:right])[0].float().cpu()
-            weight = down[:, None] * across
-            place = (slice(top * scale, bottom * scale), slice(left * scale, right * scale))
-            total[:, *place] += part * weight
-            weights[place] += weight
-    return total.div_(weights)
+def _pixels(levels: npt.NDArray[np.floating[Any]]) -> contract.Pixels:
+    return np.around(levels.clip(0, 1) * 255).astype(np.uint8)
 
 
-def _weighted(spans_: list[tuple[int, int]], scale: int) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """Each span with its weights [pixels of the output]: 1, and less across what is shared.
+def _starts(length: int, tile: int, averaged: bool) -> list[int]:
+    """Where tiles begin along a side; below 0 where it is shorter than a tile."""
+    if averaged:
+        return [*range(0, length - tile, tile - OVERLAP), length - tile]
+    count = math.ceil((length - OVERLAP) / (tile - OVERLAP))
+    step = (length - tile) / (count - 1) if count > 1 else 0.0
+    return [min(int(at * step), length - tile) for at in range(count)]
 
-    They are above 0 everywhere, so that no pixel is without weight.
-    """
-    for index, (start, end) in enumerate(spans_):
-        weight = torch.ones((end - start) * scale)
-        if index:
-            shared = (spans_[index - 1][1] - start) * scale
-            weight[:shared] *= (torch.arange(shared) + 0.5) / shared
-        if index < len(spans_) - 1:
-            shared = (end - spans_[index + 1][0]) * scale
-            weight[-shared:] *= ((torch.arange(shared) + 0.5) / shared).flip(0)
-        yield weight, start, end
+
+def _joined(
+    parts: Sequence[contract.Pixels], starts: Sequence[int], length: int, scale: int
+) -> contract.Pixels:
+    """Parts [height, tile, 3] beside each other in [height, length * scale, 3]."""
+    height, shared = len(parts[0]), OVERLAP * scale
+    ramp = (np.arange(shared, dtype=np.float32) * 255 / shared).astype(np.uint8)
+    mask = Image.fromarray(np.tile(ramp, (height, 1)))
+    whole = Image.new("RGB", (length * scale, height))
+    for start, part in zip(starts, map(Image.fromarray, parts), strict=True):
+        if start == 0:
+            whole.paste(part)
+            continue
+        whole.paste(part.crop((0, 0, shared, height)), (start * scale, 0), mask)
+        whole.paste(part.crop((shared, 0, part.width, height)), (start * scale + shared, 0))
+    return np.asarray(whole)
 
 
 #: Networks on the device: the usual ones have 33 MiB in float16.
 KEPT = 3
 
-#: Pixels on a tile's side at first, and the least: halved while the memory is short, and doubled
-#: again for the next image. ESRGAN needs some 2.5 GB for 512 in float16.
-TILE, LEAST_TILE = 512, 64
+#: Pixels on the smallest side of a tile: halved while the memory is short, which changes the image
+#: a little, and doubled again for the next one.
+LEAST_TILE = 48
 
 _RGB = 3
 
@@ -264,7 +255,7 @@ _importing = threading.Lock()
 
 
 class Upscaler:
-    """A network that enlarges RGB images by a whole factor."""
+    """A network that enlarges images by a whole factor."""
 
     def __init__(self, name: str, network: Any, device: torch.device) -> None:
         """*network* is spandrel's `ImageModelDescriptor`."""
@@ -278,21 +269,23 @@ class Upscaler:
             self._dtype = torch.bfloat16
         self._network = network.eval().to(device, self._dtype)
         self._device = device
-        self._tile = self._least_tile = TILE
+        architecture = network.architecture.id
+        self._is_averaged = architecture in AVERAGED
+        self._usual_tile = AVERAGED.get(architecture, TILE)
+        self._tile = self._least_tile = self._usual_tile
 
-    @torch.inference_mode()
     def enlarge(self, pixels: contract.Pixels, _scale: float = 1.0) -> contract.Pixels:
         """The image, enlarged by the network's own factor; see `Enlarge`.
 
         Raises TransientError if the memory is too short even for small tiles, and NodeError if the
         GPU itself is broken.
         """
-        image = torch.from_numpy(pixels.copy()).to(self._device).permute(2, 0, 1)
-        image = image.to(self._dtype) / 255
         enlarged = None
         while enlarged is None:
             try:
-                enlarged = run_in_tiles(self._network, image, self.scale, self._tile)
+                enlarged = in_tiles(
+                    *(self._run, pixels, self.scale, self._tile), averaged=self._is_averaged
+                )
                 continue
             except Exception as error:
                 if not engine_errors.is_out_of_memory(error) or self._tile <= LEAST_TILE:
@@ -307,10 +300,15 @@ class Upscaler:
                     f" {self._tile} pixels",
                     action="upscaler_tiles",
                 )
-        self._tile = min(2 * self._tile, TILE)  # others' need of memory comes and goes
-        levels = enlarged.clamp_(0, 1).mul_(255).round_().to(torch.uint8)
-        found: contract.Pixels = levels.permute(1, 2, 0).cpu().numpy()
-        return np.ascontiguousarray(found)
+        self._tile = min(2 * self._tile, self._usual_tile)  # others' need of memory comes and goes
+        return enlarged
+
+    @torch.inference_mode()
+    def _run(self, tile: contract.Pixels) -> npt.NDArray[np.float32]:
+        image = torch.from_numpy(tile[..., ::-1].copy()).to(self._device).permute(2, 0, 1)
+        levels = self._network(image[None].to(self._dtype) / 255)[0].float()
+        found: npt.NDArray[np.float32] = levels.permute(1, 2, 0).cpu().numpy()[..., ::-1]
+        return found
 
 
 class UpscalerCache:
@@ -328,10 +326,7 @@ class UpscalerCache:
 
 
 def read_upscaler(identity: Identity, device: torch.device) -> Upscaler:
-    """Reads and checks one file, of a network that enlarges RGB images; for `safetensors.named`.
-
-    Raises JobError if this worker has no spandrel.
-    """
+    """Reads and checks a file, for `safetensors.named`; raises JobError without spandrel."""
     path = Path(identity[0])
     try:
         spandrel = import_spandrel()
@@ -359,10 +354,7 @@ def read_upscaler(identity: Identity, device: torch.device) -> Upscaler:
 
 
 def import_spandrel() -> Any:
-    """Imports spandrel where there is no torchvision, too; slow the first time.
-
-    Raises ImportError if it is not installed.
-    """
+    """Imports spandrel, slowly the first time, also without torchvision; raises ImportError."""
     with _importing, _without_torchvision():
         import spandrel
 

@@ -5,23 +5,19 @@ the noise on the image that it upscales. Its text encoder may be there or not (`
 safety checker and its watermark are not used.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import DDPMScheduler, UNet2DConditionModel
 
 from imagefleet import errors
-from imagefleet.telemetry import logs
 from worker.engine import checkpoint
 from worker.engine.families import reading, table
 from worker.engine.families.reading import ImageNoise
 from worker.engine.families.table import Family, Model
 from worker.engine.pixel import schedules, text_stage, text_states
-from worker.engine.pixel.schedules import NoiseSchedule
 
 #: Red, green and blue; the UNet predicts the variance of each as well.
 CHANNELS = 3
@@ -34,16 +30,13 @@ FAMILIES = {
     ),
 }
 
-#: IF's native sizes by the pipeline's class, where the configuration has none.
-_SIDES = {"IFPipeline": 64, "IFSuperResolutionPipeline": 256}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelCheckpoint(Model):
     """One stage on its device, which draws one size alone."""
 
     folder: Path
-    noise: NoiseSchedule
+    noise: DDPMScheduler
     text_width: int
     encoder: str
     """The name of its text encoder."""
@@ -54,27 +47,19 @@ class PixelCheckpoint(Model):
 
 
 def load_checkpoint(folder: Path, device: torch.device, dtype: torch.dtype) -> PixelCheckpoint:
-    """Loads a stage.
-
-    Raises SetupError if something is missing, damaged or of another architecture.
-    """
-    logs.take_over_libraries()
-    checkpoint.hide_progress_bars()
+    """Loads a stage; raises SetupError if it lacks something, is damaged or built otherwise."""
     has_encoder = text_stage.has_encoder(folder)
     if has_encoder:
         text_stage.require_libraries(folder)
-    pipeline = table.pipeline_of(folder)
-    if pipeline not in FAMILIES:
-        raise errors.SetupError(f"{str(folder)!r} is not a stage of DeepFloyd IF")
-    family = FAMILIES[pipeline]
+    family = FAMILIES[table.pipeline_of(folder)]
     unet = reading.read_network(UNet2DConditionModel, folder / "unet")
     _check_architecture(folder, unet, upscales=family.enlarges_image)
     noise, image_noise = _read_scheduler(folder, "scheduler"), None
     if family.enlarges_image:
-        scheduler = _read_scheduler(folder, "image_noising_scheduler").scheduler
+        scheduler = _read_scheduler(folder, "image_noising_scheduler")
         image_noise = ImageNoise(scheduler, int(scheduler.config.num_train_timesteps) - 1)
     checkpoint.place({"unet": unet}, {"unet": (device, dtype)})
-    side = unet.config.sample_size or _SIDES[pipeline]
+    side = unet.config.sample_size
     encoder = text_stage.encoder_name(folder)
     return PixelCheckpoint(
         name=folder.resolve().name,
@@ -85,14 +70,13 @@ def load_checkpoint(folder: Path, device: torch.device, dtype: torch.dtype) -> P
         image_noise=image_noise,
         default_size=(side, side),
         factor=1,
-        columns=schedules.COLUMNS,
         text_width=unet.config.encoder_hid_dim or unet.config.cross_attention_dim,
         encoder=encoder,
         states_encoder=None if has_encoder else encoder,
     )
 
 
-def _read_scheduler(folder: Path, part: str) -> NoiseSchedule:
+def _read_scheduler(folder: Path, part: str) -> DDPMScheduler:
     config = reading.read_json(folder / part / "scheduler_config.json")
     if not config:
         raise errors.SetupError(f"{str(folder)!r} has no {part}/scheduler_config.json")
@@ -111,17 +95,12 @@ def _check_architecture(folder: Path, unet: Any, *, upscales: bool) -> None:
         "mid_block_type": "UNetMidBlock2DSimpleCrossAttn",
         "encoder_hid_dim_type": "text_proj" if own.encoder_hid_dim else None,
     }
-    for key, value in expected.items():
-        if own[key] != value:
-            raise errors.SetupError(
-                f"{str(folder)!r} does not have DeepFloyd IF's architecture: {key} is {own[key]!r}"
-                f" in unet/config.json, not {value!r}"
-            )
-    blocks = {*own.down_block_types, *own.up_block_types}
-    known = ("Resnet", "SimpleCrossAttn")
-    if others := sorted(each for each in blocks if not each.startswith(known)):
+    others = [f"{key} is {own[key]!r}" for key, value in expected.items() if own[key] != value]
+    blocks, known = (*own.down_block_types, *own.up_block_types), ("Resnet", "SimpleCrossAttn")
+    others += [f"it has a {each}" for each in blocks if not each.startswith(known)]
+    if not isinstance(own.sample_size, int):
+        others.append("sample_size is no number")
+    if others:
         raise errors.SetupError(
-            f"{str(folder)!r} does not have DeepFloyd IF's architecture: its UNet has {others[0]}"
+            f"the UNet of {str(folder)!r} does not have DeepFloyd IF's architecture: {others[0]}"
         )
-    if not isinstance(own.sample_size or 0, int):
-        raise errors.SetupError(f"{str(folder)!r} has no native size: sample_size must be a number")

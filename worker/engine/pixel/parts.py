@@ -3,8 +3,6 @@
 All images of a stage have one size; it has no VAE, LoRAs or ControlNets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +11,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 
 from imagefleet import errors
+from imagefleet.job.prompt import Prompt
 from worker.engine import contract, sampler
+from worker.engine.contract import Settings
 from worker.engine.control.held import ControlNets
 from worker.engine.decoder import Decoder
 from worker.engine.files.safetensors import ReadOnce
 from worker.engine.kernels.compile import GraphPool
-from worker.engine.lora.merge import Merger
+from worker.engine.lora.shared import Merger
 from worker.engine.networks.transformer import SlotState
 from worker.engine.passes import begin
 from worker.engine.passes.begin import LowResolution
@@ -26,7 +26,7 @@ from worker.engine.pixel import schedules, text_stage, text_states
 from worker.engine.pixel.checkpoint import CHANNELS, PixelCheckpoint
 from worker.engine.pixel.unet import PixelUnet
 from worker.engine.slots.memory import WeightMode
-from worker.engine.slots.parts import Parts, Settings
+from worker.engine.slots.parts import Parts
 from worker.engine.slots.prepare import PreparedRequest, Preparer
 from worker.engine.slots.queue import AssembledLoras, Costs, SlotJob, Staged
 from worker.engine.slots.staging import Stager
@@ -36,8 +36,6 @@ _STATES_KEPT = 256
 
 
 class StagePreparer(Preparer):
-    """Prepares requests for one stage."""
-
     def __init__(self, checkpoint: PixelCheckpoint) -> None:
         super().__init__(checkpoint.unet.device)
         self._checkpoint = checkpoint
@@ -50,7 +48,8 @@ class StagePreparer(Preparer):
         schedule = schedules.make_schedule(
             request.sampler, request.steps, noise, request.sampler_options
         )
-        if request.cfg_scale < 1:  # as in diffusers: the prompt's output alone
+        weight = request.prompt.weights[0] if isinstance(request.prompt, Prompt) else 1.0
+        if request.cfg_scale * weight < 1:  # as in diffusers: the prompt's output alone
             schedule = replace(schedule, unguided=(True,) * len(schedule.table))
         given = request.text_states or (None, None)
         prompts = str(request.prompt), str(request.negative_prompt)
@@ -101,8 +100,7 @@ class StagePreparer(Preparer):
     def _read_image(self, init: contract.InitImage | None) -> LowResolution | None:
         """The image that is upscaled, as `IFSuperResolutionPipeline` does it, and its noise level.
 
-        The level is the denoising strength as a share of all timesteps: IF's own, 250 of 1000, is a
-        strength of 0.25.
+        The level is the denoising strength as a share of all timesteps: IF's own, 250, is 0.25.
         """
         noise = self._checkpoint.image_noise
         if init is None or noise is None:
@@ -113,10 +111,6 @@ class StagePreparer(Preparer):
         upscaled = F.interpolate(pixels, (height, width), mode="bilinear", align_corners=True)
         level = round(init.denoising_strength * noise.timesteps)
         return LowResolution(upscaled[0], noise, max(0, min(noise.max_level, level)))
-
-
-#: The column of the guidance scale, after the schedule's own columns.
-_GUIDANCE = schedules.COLUMNS
 
 
 def tick(
@@ -137,9 +131,9 @@ def tick(
     guided, variance = cond.split(CHANNELS, dim=1)
     if uncond:
         unguided = uncond[0][:, :CHANNELS]
-        guided = unguided + rows[:, _GUIDANCE] * (guided - unguided)
+        guided = unguided + rows[:, sampler.COLUMNS] * (guided - unguided)  # by its scale
     share = (variance + 1) / 2
-    small, large = rows[:, schedules.SMALL_LOG], rows[:, schedules.LARGE_LOG]
+    small, large = rows[:, sampler.SMALL_LOG], rows[:, sampler.LARGE_LOG]
     deviation = torch.exp(0.5 * (share * large + (1 - share) * small))
     stepped, remembered = sampler.step(
         state.rows[:, : sampler.COLUMNS],
@@ -181,14 +175,16 @@ def of_pixels(checkpoint: PixelCheckpoint, settings: Settings) -> Parts:
     """The parts of an engine for a stage; all of its images have one size."""
     width, height = checkpoint.default_size
     device = checkpoint.unet.device
-    limit = checkpoint.noise.limit_of(CHANNELS * width * height)
-    control_nets = ControlNets(checkpoint.unet, is_compiled=False)
+    limit = schedules.limit_of(checkpoint.noise, CHANNELS * width * height)
+    control_nets = ControlNets(checkpoint.unet, has_own_layers=False)
     return Parts(
         model=checkpoint,
         settings=replace(settings, blocks=1, compiled_modes=("shared",)),
         unet=PixelUnet(checkpoint.unet, limit, is_compiled=settings.backend is not None),
         tick=tick,
         preparer=StagePreparer(checkpoint),
+        vaes=None,
+        checkpoints=None,
         control_nets=control_nets,
         stager=PixelStager(checkpoint, control_nets),
         merger=Merger(checkpoint.unet),

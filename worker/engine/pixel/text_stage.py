@@ -6,8 +6,6 @@ machine to machine. An encoder that was trained with captions as they are says s
 configuration: `"clean_caption": false`.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import threading
@@ -21,7 +19,6 @@ from transformers import AutoTokenizer, T5EncoderModel
 from transformers.utils import logging as transformers_logging
 
 from imagefleet import errors
-from worker.engine import checkpoint
 from worker.engine.families import reading
 from worker.engine.pixel import text_states
 
@@ -31,8 +28,6 @@ DEFAULT_NAME = "t5-v1_1-xxl"
 #: What diffusers cleans captions with, by the name of its package.
 _CLEANING = {"bs4": "beautifulsoup4", "ftfy": "ftfy"}
 
-_LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError)
-
 
 class TextStage:
     """A T5 encoder with its tokenizer; for any thread."""
@@ -40,15 +35,11 @@ class TextStage:
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
         """*folder* has the subfolders `text_encoder` and `tokenizer`, as every IF stage's has.
 
-        Raises SetupError if one of them is missing or damaged, or a library is missing.
+        Raises SetupError if one of them is missing or damaged. See `require_encoder`.
         """
-        require_encoder(folder)
-        checkpoint.hide_progress_bars()
-        self.name = encoder_name(folder)
         cleans = _config(folder).get("clean_caption", True)
         self._clean = clean_caption if cleans else text_states.clean
         encoder = reading.read_network(T5EncoderModel, folder / "text_encoder")
-        encoder.requires_grad_(requires_grad=False).eval()
         self._encoder: Any = encoder.to(device=device, dtype=dtype)
         self._tokenizer = _read_tokenizer(folder / "tokenizer")
         if len(self._tokenizer) > self._encoder.config.vocab_size:
@@ -63,8 +54,7 @@ class TextStage:
     def encode(self, prompts: Iterable[str]) -> torch.Tensor:
         """The states of prompts [prompts, 77, width] in the encoder's type.
 
-        As diffusers' `IFPipeline.encode_prompt` with `clean_caption`: what is longer than 77 tokens
-        is cut off.
+        As by diffusers' `IFPipeline.encode_prompt` with `clean_caption`: cut off at 77 tokens.
         """
         with self._lock:
             tokens = self._tokenizer(
@@ -151,7 +141,7 @@ def _read_tokenizer(folder: Path) -> Any:
         )
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except _LOADING_ERRORS as error:
+    except (*reading.LOADING_ERRORS, ImportError) as error:
         raise errors.SetupError(
             f"the tokenizer {str(folder)!r} cannot be loaded: {reading.brief(error)}"
         ) from error

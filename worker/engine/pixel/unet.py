@@ -4,8 +4,6 @@ Of the 77 text states [4096] each call of diffusers' UNet makes a pooled vector,
 the embedded timestep, and the keys and values of every attention. None of it depends on the step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -92,7 +90,7 @@ class PixelUnet(SlotNetwork):
             self.context_width += 2 * attention.width
         self.added_width = int(unet.time_embedding.linear_2.out_features)
         if is_compiled:
-            layers.replace_group_norms(unet)
+            layers.replace_modules(unet, layers.group_norm)
 
     @torch.no_grad()
     def compute_prompt(self, prompts: SlotPrompts) -> None:

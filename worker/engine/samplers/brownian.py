@@ -4,33 +4,39 @@ The motion is that of torchsde's `BrownianTree` (Li et al. 2020, "Scalable Gradi
 Differential Equations", algorithm 3), which k-diffusion and AUTOMATIC1111 take: an interval's
 increment is split at its middle, with noise whose seed follows from its place in the tree, until
 the points asked for are reached. Points are rounded to six digits.
+
+Threads draw while the engine's calls the GPU. What is computed here is computed in place, by numpy:
+torch would share a large tensor out to more threads, and fresh memory costs more than the sums.
 """
 
-from __future__ import annotations
-
 import math
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 _DIGITS = 6
 _POOL_SIZE = 24
 
-#: Halves that are kept: the ways from the top to both ends of an interval, some 24 each.
-_MOST_KEPT = 64
+#: The constants of numpy's `SeedSequence`, whose results numpy promises to keep.
+_INIT_A, _MULT_A, _INIT_B, _MULT_B = 0x43B0D7E5, 0x931E8875, 0x8B51F9DD, 0x58F38DED
+_MIX_LEFT, _MIX_RIGHT, _WORD = 0xCA01F9DD, 0x4973F715, 0xFFFFFFFF
+
+_Numbers = npt.NDArray[np.float32]
 
 
-class Interval(NamedTuple):
+class _Node(NamedTuple):
     """A node of the tree: its ends, its place, and the motion's increment over it."""
 
     start: float
     end: float
     place: int
     depth: int
-    increment: torch.Tensor
+    increment: _Numbers
+    wanted: Sequence[tuple[int, float, float]]
+    """The parts of intervals in it: the interval's number, and the part's ends."""
 
 
 class BrownianTree:
@@ -40,64 +46,74 @@ class BrownianTree:
         self, seed: int, span: tuple[float, float], draw: Callable[[int], torch.Tensor]
     ) -> None:
         """*span*: the smallest and the largest sigma; *draw* makes normal noise from a seed."""
-        self._seed = seed
+        sequence = np.random.SeedSequence(seed, pool_size=_POOL_SIZE)
+        self._mixed = int(sequence.pool[0])
         self._draw = draw
-        self._halves = OrderedDict[tuple[int, int], torch.Tensor]()
-        whole = draw(self._seed_at(())) * math.sqrt(span[1] - span[0])
-        self._top = Interval(_rounded(span[0]), _rounded(span[1]), 0, 0, whole)
+        self._start, self._end = (round(sigma, _DIGITS) for sigma in span)
+        whole = draw(int(sequence.generate_state(1)[0])) * math.sqrt(span[1] - span[0])
+        self._whole: _Numbers = whole.numpy()
 
-    def noise(self, sigma: float, following: float) -> torch.Tensor:
-        """The increment from *sigma* down to *following*, scaled to variance 1."""
-        ends = (self._clamped(each) for each in (following, sigma))
-        increment = self._increment(self._top, *ends)
-        length = np.float32(sigma) - np.float32(following)
-        return -increment / torch.tensor(length).sqrt()
+    def noise(self, intervals: Sequence[tuple[float, float]]) -> list[torch.Tensor]:
+        """The increments from a sigma down to a following one, each scaled to variance 1.
+
+        Intervals that are asked for together share what is drawn on the way to their ends.
+        """
+        totals: list[_Numbers | None] = [None] * len(intervals)
+        ends = [(self._clamped(following), self._clamped(sigma)) for sigma, following in intervals]
+        wanted = [(at, start, end) for at, (start, end) in enumerate(ends) if start < end]
+        waiting = [_Node(self._start, self._end, 0, 0, self._whole.copy(), wanted)]
+        while waiting:  # from the left, in whose order torchsde adds the nodes up
+            node, inside = waiting.pop(), []
+            for at, start, end in node.wanted:
+                if (start, end) != (node.start, node.end):
+                    inside.append((at, start, end))
+                elif (total := totals[at]) is None:
+                    totals[at] = node.increment.copy()
+                else:
+                    total += node.increment
+            if inside:
+                waiting += self._split(node, inside)
+        noise = []
+        for total, (sigma, following) in zip(totals, intervals, strict=True):
+            increment = np.zeros_like(self._whole) if total is None else total
+            # By torch as there: on some processors its root is not the nearest number.
+            increment /= -(torch.tensor(sigma) - torch.tensor(following)).sqrt().numpy()
+            noise.append(torch.from_numpy(increment))
+        return noise
+
+    def _split(self, node: _Node, inside: Sequence[tuple[int, float, float]]) -> list[_Node]:
+        """The right and the left half, if anything is wanted of it; the node's array is used up."""
+        start, end, place, depth, increment, _ = node
+        middle = round(0.5 * (end + start), _DIGITS)
+        before, after, scale = middle - start, end - middle, 1 / (end - start)
+        half: _Numbers = self._draw(self._seed_at(place, depth)).numpy()
+        half *= math.sqrt(before * after * scale)
+        mean = increment * before
+        mean *= scale
+        half += mean
+        increment -= half
+        right = [(at, max(low, middle), high) for at, low, high in inside if high > middle]
+        left = [(at, low, min(high, middle)) for at, low, high in inside if low < middle]
+        halves = (
+            _Node(middle, end, 2 * place + 1, depth + 1, increment, right),
+            _Node(start, middle, 2 * place, depth + 1, half, left),
+        )
+        return [each for each in halves if each.wanted]
 
     def _clamped(self, sigma: float) -> float:
-        return _rounded(min(max(sigma, self._top.start), self._top.end))
+        return round(min(max(sigma, self._start), self._end), _DIGITS)
 
-    def _increment(self, top: Interval, start: float, end: float) -> torch.Tensor:
-        """The increments of the largest nodes that cover an interval, added up from its start."""
-        if start == end:
-            return torch.zeros_like(top.increment)
-        parts, waiting = [], [(top, start, end)]
-        while waiting:
-            node, start, end = waiting.pop()
-            if (start, end) == (node.start, node.end):
-                parts.append(node.increment)
-                continue
-            left, right = self._split(node)
-            if end > left.end:
-                waiting.append((right, max(start, left.end), end))
-            if start < left.end:
-                waiting.append((left, start, min(end, left.end)))
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
+    def _seed_at(self, place: int, depth: int) -> int:
+        """The first word of the seed's `SeedSequence` with this spawn key.
 
-    def _split(self, node: Interval) -> tuple[Interval, Interval]:
-        middle = _rounded(0.5 * (node.end + node.start))
-        key = node.place, node.depth
-        if (half := self._halves.get(key)) is None:
-            before, after = middle - node.start, node.end - middle
-            scale = 1 / (node.end - node.start)
-            noise = self._draw(self._seed_at(key))
-            half = before * node.increment * scale + math.sqrt(before * after * scale) * noise
-            self._halves[key] = half
-            if len(self._halves) > _MOST_KEPT:
-                self._halves.popitem(last=False)
-        self._halves.move_to_end(key)
-        place, depth = 2 * node.place, node.depth + 1
-        return (
-            Interval(node.start, middle, place, depth, half),
-            Interval(middle, node.end, place + 1, depth, node.increment - half),
-        )
-
-    def _seed_at(self, place: tuple[int, ...]) -> int:
-        sequence = np.random.SeedSequence(self._seed, spawn_key=place, pool_size=_POOL_SIZE)
-        return int(sequence.generate_state(1)[0])
-
-
-def _rounded(sigma: float) -> float:
-    return round(sigma, _DIGITS)
+        Of the pool only the first word is mixed on, in a tenth of the time.
+        """
+        mixed, constant = self._mixed, _INIT_A * pow(_MULT_A, _POOL_SIZE**2, 2**32)
+        words = (place & _WORD, place >> 32, depth) if place >> 32 else (place, depth)
+        for word in words:
+            hashed = (word ^ constant & _WORD) * constant * _MULT_A & _WORD
+            mixed = _MIX_LEFT * mixed - _MIX_RIGHT * (hashed ^ hashed >> 16) & _WORD
+            mixed ^= mixed >> 16
+            constant *= pow(_MULT_A, _POOL_SIZE, 2**32)
+        mixed = (mixed ^ _INIT_B) * _INIT_B * _MULT_B & _WORD
+        return mixed ^ mixed >> 16

@@ -4,8 +4,6 @@ The formulas are those of k-diffusion (`sampling.py`); LCM's and Restart's are t
 AUTOMATIC1111 steps through them. LMS weighs estimates of the noise, (latents - image) / sigma.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -73,9 +71,7 @@ def _euler(sigmas: Sigmas, options: Options) -> _Moves:
         yield Move(sigma, towards(following / sigma), noise, finished=at - 1)
 
 
-def _heun_step(
-    at: int, sigma: float, following: float, noise: float | None = None
-) -> Iterator[Move]:
+def _heun_step(at: int, sigma: float, following: float, noise: float | None) -> _Moves:
     if following == 0:
         yield Move(sigma, towards(0.0), noise, finished=at - 1)
         return
@@ -84,14 +80,9 @@ def _heun_step(
     yield Move(following, BEFORE + (following - sigma) / 2 * slopes, noise, finished=at)
 
 
-def _heun(sigmas: Sigmas, options: Options) -> _Moves:
-    for at, sigma, following, noise in _with_churn(sigmas, options):
-        yield from _heun_step(at, sigma, following, noise)
-
-
-def _dpm_2(sigmas: Sigmas, options: Options) -> _Moves:
-    for at, sigma, following, noise in _with_churn(sigmas, options):
-        yield from _midpoint_step(at, sigma, following, noise)
+def _of_two_calls(sigmas: Sigmas, options: Options, *, step: Callable[..., _Moves]) -> _Moves:
+    for each in _with_churn(sigmas, options):
+        yield from step(*each)
 
 
 def _midpoint_step(at: int, sigma: float, following: float, noise: float | None) -> _Moves:
@@ -166,26 +157,24 @@ def _dpmpp_2m(sigmas: Sigmas, _: Options) -> _Moves:
         yield Move(sigma, move, finished=at - 1)
 
 
-def _exponential_step(sigma: float, following: float, options: Options) -> tuple[float, Move]:
-    """The SDE's first order step: its length h + eta h in log sigma, and its move."""
-    eta = 1.0 if options.eta is None else options.eta
-    length = math.log(sigma / following)
-    noise = following * math.sqrt(-math.expm1(-2 * eta * length)) * options.s_noise
-    move = towards(math.exp(-length * (1 + eta)))
-    return length * (1 + eta), Move(sigma, move, noise or None, (sigma, following))
-
-
 def _dpmpp_multistep_sde(sigmas: Sigmas, options: Options, *, bend: _Bend) -> _Moves:
-    """The SDE's first order steps, which *bend* corrects by the estimates of earlier ones."""
+    """The SDE's first order steps, which *bend* corrects by the estimates of earlier ones.
+
+    The length of a step is h in log sigma, and h + eta h with noise.
+    """
+    eta = 1.0 if options.eta is None else options.eta
     lengths: list[float] = []
     for at, (sigma, following) in enumerate(pairwise(sigmas)):
         if following == 0:
             yield Move(sigma, NEW, finished=at - 1)
             continue
-        long, move = _exponential_step(sigma, following, options)
-        lengths.append(math.log(sigma / following))
-        latents = bend(move.latents, long, lengths) if at > 0 else move.latents
-        yield move._replace(latents=latents, finished=at - 1)
+        length = math.log(sigma / following)
+        lengths.append(length)
+        noise = following * math.sqrt(-math.expm1(-2 * eta * length)) * options.s_noise
+        latents = towards(math.exp(-length * (1 + eta)))
+        if at > 0:
+            latents = bend(latents, length * (1 + eta), lengths)
+        yield Move(sigma, latents, noise or None, (sigma, following), finished=at - 1)
 
 
 def _second_order(
@@ -314,8 +303,8 @@ SAMPLERS: Mapping[str, Callable[[Sigmas, Options], _Moves]] = {
     "dpmpp_2s_ancestral": _dpmpp_2s_ancestral,
     "dpmpp_3m_sde": partial(_dpmpp_multistep_sde, bend=_third_order),
     "lms": _lms,
-    "heun": _heun,
-    "dpm_2": _dpm_2,
+    "heun": partial(_of_two_calls, step=_heun_step),
+    "dpm_2": partial(_of_two_calls, step=_midpoint_step),
     "dpm_2_ancestral": _dpm_2_ancestral,
     "restart": _restart,
     "lcm": _lcm,

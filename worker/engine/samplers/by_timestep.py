@@ -6,8 +6,6 @@ second one. UniPC is Zhao et al. (2023) of order 3 with B(h) = h, at even times.
 (2024), as diffusers' `TCDScheduler` has it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -44,11 +42,8 @@ class Start(NamedTuple):
     noise_scale: float
 
 
-class Path(NamedTuple):
-    """Where a sampler goes, and from where."""
-
-    start: Start
-    moves: Iterator[Move]
+Path = tuple[Start, Iterator[Move]]
+"""Where a sampler begins, and its moves."""
 
 
 def _noised(alpha: float) -> Start:
@@ -95,8 +90,7 @@ def _plms(path: Sequence[int], alphas: Alphas, prediction: str, _: Options) -> I
         order = min(at, len(_ADAMS_BASHFORTH) - 1)
         # The estimate that only the repeated step uses is left out.
         known = [each for place, each in enumerate(ESTIMATES) if place != at or at == 0]
-        weights = zip(_ADAMS_BASHFORTH[order], known, strict=False)
-        slope = sum((weight * each for weight, each in weights), 0 * LATENTS)
+        slope = _weighed(_ADAMS_BASHFORTH[order], known)
         estimate = to_noise(alpha, prediction)
         move = _transfer(alpha, alphas[following], slope=slope)
         yield Move(timestep, move, finished=at - 1, estimate=estimate)
@@ -138,7 +132,7 @@ def _tcd(steps: int, t_enc: int | None, alphas: Alphas, prediction: str, options
     path = [known[int(at * grid / steps)] for at in range(steps)]
     taken = path if t_enc is None else path[steps - t_enc - 1 :]
     start = Start(0.0, 1.0) if t_enc is None else _noised(alphas[taken[0]])
-    return Path(start, _tcd_moves(taken, alphas, prediction, options))
+    return start, _tcd_moves(taken, alphas, prediction, options)
 
 
 def _tcd_moves(
@@ -178,13 +172,9 @@ class _Times(NamedTuple):
             factorial *= power + 1
             phi = phi / kept - 1 / factorial
         matrix = np.array([[place**power for place in places] for power in range(order)])
-        found = np.zeros(order)
-        if not is_corrector:
-            size = order - 1
-            solved = np.linalg.solve(matrix[:size, :size], targets[:size])
-            found[:size] = 0.5 if size == 1 else solved
-        else:
-            found[:] = 0.5 if order == 1 else np.linalg.solve(matrix, targets)
+        found, size = np.zeros(order), order if is_corrector else order - 1
+        solved = np.linalg.solve(matrix[:size, :size], targets[:size])
+        found[:size] = 0.5 if size == 1 else solved
         found *= -self.alpha[at] * kept
         weights = np.zeros(order + 1)
         weights[0] = found[-1]
@@ -200,7 +190,7 @@ def _unipc(steps: int, t_enc: int | None, alphas: Alphas, prediction: str, _: Op
     if t_enc is not None:
         start, count = _noised(alphas[known[-1 - t_enc]]), t_enc
         first = (known[len(known) - t_enc] + 1) / len(alphas) if t_enc else first
-    return Path(start, _unipc_moves(first, count, alphas, prediction) if count else iter(()))
+    return start, _unipc_moves(first, count, alphas, prediction) if count else iter(())
 
 
 def _unipc_moves(first: float, count: int, alphas: Alphas, prediction: str) -> Iterator[Move]:
@@ -249,4 +239,4 @@ def make_path(
     if t_enc is not None:
         start = _noised(alphas[known[-1 - t_enc]])
         known = known[len(known) - t_enc :]
-    return Path(start, _DDIM_LIKE[name](known, alphas, prediction, options))
+    return start, _DDIM_LIKE[name](known, alphas, prediction, options)

@@ -6,8 +6,6 @@ whose results IEEE 754 determines: the logarithm and the sine of libraries diffe
 in their last bits.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -99,7 +97,8 @@ def _box_muller(first: _Words, second: _Words) -> _Numbers:
     angle = second.astype(np.float64)
     angle *= _RADIANS
     angle += _RADIANS / 2
-    radius *= _sine(angle)
+    angle -= math.pi  # the sine is that of the opposite angle, from -pi to pi
+    radius *= _series(_SINE_SERIES, angle)
     return radius.astype(np.float32)
 
 
@@ -116,12 +115,6 @@ def _minus_two_log(numbers: _Doubles) -> _Doubles:
     scaled *= -2 * math.log(2)
     result += scaled
     return result
-
-
-def _sine(angles: _Doubles) -> _Doubles:
-    """The sine of angles from 0 to 2 pi, as that of the opposite angles, from -pi to pi."""
-    angles -= math.pi
-    return _series(_SINE_SERIES, angles)
 
 
 def _series(coefficients: tuple[float, ...], x: _Doubles) -> _Doubles:

@@ -60,14 +60,15 @@ def make_schedule(
     schedule in float64. *t_enc*: for the end of the schedule alone, on an image's latents:
     AUTOMATIC1111's number of the step, from the end, whose noise they have. Where no step is left,
     one call leaves the latents as they are. *is_xl*: a model of SDXL's kind, which has steps of its
-    own in "Align Your Steps". Raises JobError if there is no such sampler, or it has no step to
-    take.
+    own in "Align Your Steps". Raises JobError if there is no such sampler.
     """
     sampler = samplers.SAMPLERS.get(name)
     if sampler is None:
         raise errors.JobError(samplers.unknown(name))
     if sampler.schedule is not None:
-        known = levels(alphas_cumprod, is_xl=is_xl)
+        alphas_cumprod = alphas_cumprod.float()
+        rounded = alphas_cumprod.half() if options.is_downcast else alphas_cumprod
+        known = levels(rounded, is_xl=is_xl)
         return _of_sigmas(sampler, steps, known, prediction_type, options, t_enc)
     start, moves = by_timestep.Start(1.0, 0.0), []
     if steps:
@@ -76,14 +77,14 @@ def make_schedule(
             sampler.method, steps, t_enc, alphas, prediction_type, options
         )
         moves = list(path)
-    if not moves and t_enc is None:
-        raise errors.JobError(samplers.too_few_steps(name))
     calls = [_Call(move.level, 1.0, move.estimate, move) for move in moves]
     made = _tabulate(calls, options, masks_input=True)
+    extra = 0.0 if t_enc is None else options.extra_noise
     share = _CFGPP_SHARE if sampler.method == "ddim_cfgpp" else 1.0
     return replace(
         made,
-        initial_scale=start.noise_scale,
+        timesteps=tuple(int(call.timestep) for call in calls or [_NO_STEP]),
+        initial_scale=start.noise_scale + extra,
         image_scale=start.image_scale,
         guidance_share=share,
     )
@@ -99,7 +100,8 @@ def _of_sigmas(
 ) -> Schedule:
     method, schedule = sampler.method, sampler.schedule or "uniform"
     if method == "lcm" and schedule != "turbo":  # whose timesteps are those of DMD2, not LCM's
-        known = of_lcm(known)
+        part = slice(_LCM_STRIDE - 1, None, _LCM_STRIDE)
+        known = Levels(known.sigmas[part], known.timesteps[part], known.is_xl, is_quantized=True)
     leaves_out = steps > 0 and method in by_sigma.WITHOUT_NEXT_TO_LAST
     whole = make_sigmas(schedule, known, steps + leaves_out)
     if leaves_out:
@@ -125,7 +127,7 @@ def _of_sigmas(
         brownian = BrownianNoise((min(filter(None, whole)), max(whole)), intervals)
     return replace(
         made,
-        initial_scale=sigmas[0],
+        initial_scale=sigmas[0] + (0.0 if t_enc is None else options.extra_noise),
         image_scale=0.0 if t_enc is None else 1.0,
         initial_churn=churn,
         brownian=brownian,
@@ -158,13 +160,17 @@ def of_moves(
 ) -> Schedule:
     """The table of a sampler's moves between sigmas; the first latents are left to the caller."""
     calls = [_call_of(method, move, known, prediction_type) for move in moves]
-    return _tabulate(calls, options)
+    # In AUTOMATIC1111, LCM's are places among its fifty sigmas as well.
+    nearest = [int((known.sigmas - move.level).abs().argmin()) for move in moves or [_NO_STEP.move]]
+    return replace(_tabulate(calls, options), timesteps=tuple(nearest))
 
 
 def _call_of(method: str, move: Move, known: Levels, prediction_type: str) -> _Call:
     sigma = move.level
     timestep, input_scale = known.timestep(sigma), 1 / math.sqrt(sigma**2 + 1)
-    from_latents, from_output = to_image(sigma, prediction_type)
+    from_latents, from_output = 1.0, -sigma
+    if prediction_type == "v_prediction":
+        from_latents, from_output = 1 / (sigma**2 + 1), -sigma / math.sqrt(sigma**2 + 1)
     if method == "lms":
         estimate, kept = ((1 - from_latents) / sigma, -from_output / sigma), (-1 / sigma, 1 / sigma)
         return _Call(timestep, input_scale, estimate, move, kept)
@@ -175,38 +181,25 @@ def _call_of(method: str, move: Move, known: Levels, prediction_type: str) -> _C
     return _Call(timestep, input_scale, (from_latents, from_output), move)
 
 
-def to_image(sigma: float, prediction_type: str) -> tuple[float, float]:
-    """Coefficients of latents and output in the denoised image."""
-    if prediction_type == "v_prediction":
-        return 1 / (sigma**2 + 1), -sigma / math.sqrt(sigma**2 + 1)
-    return 1.0, -sigma
-
-
 def _tabulate(calls: Sequence[_Call], options: Options, *, masks_input: bool = False) -> Schedule:
     """The table of calls; the first latents are left to others."""
     rows = []
     for timestep, input_scale, estimate, move, kept in calls or [_NO_STEP]:
         keep, *weights = move.latents
-        rest = (float(masks_input), move.from_uncond, *kept, *weights)
+        rest = (float(masks_input), move.from_uncond, *kept, 0.0, 0.0, *weights)
         rows.append([timestep, input_scale, *estimate, keep, move.noise or 0.0, *rest])
     moves = [call.move for call in calls or [_NO_STEP]]
     return Schedule(
         0.0,
         torch.tensor(np.array(rows), dtype=torch.float32),
         tuple(move.noise is not None for move in moves),
-        unguided=_unguided([call.move.level for call in calls], options.s_min_uncond),
+        # AUTOMATIC1111's "negative guidance minimum sigma": every other call below it. Its timestep
+        # samplers compare their timesteps with it.
+        unguided=tuple(
+            at % 2 == 1 and call.move.level < options.s_min_uncond for at, call in enumerate(calls)
+        ),
         finished=tuple(max(0, move.finished) for move in moves),
     )
-
-
-def _unguided(levels: Sequence[float], s_min_uncond: float) -> tuple[bool, ...]:
-    """AUTOMATIC1111's "negative guidance minimum sigma": every other call below it.
-
-    Its timestep samplers compare their timesteps with it.
-    """
-    if s_min_uncond <= 0:
-        return ()
-    return tuple(call % 2 == 1 and level < s_min_uncond for call, level in enumerate(levels))
 
 
 #: LCM was distilled on every 20th timestep: 19, 39, ... 999.
@@ -227,7 +220,7 @@ _Numbers = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """The sigmas that a model knows, ascending in float32, and their timesteps."""
+    """The sigmas that a model knows, ascending in float32 or float16, and their timesteps."""
 
     sigmas: torch.Tensor
     timesteps: torch.Tensor
@@ -254,22 +247,18 @@ class Levels:
         low, share, logs = place.floor().long(), place.frac(), self.sigmas.log()
         return ((1 - share) * logs[low] + share * logs[place.ceil().long()]).exp()
 
-    def spaced(self, count: int) -> torch.Tensor:
-        """So many timesteps, evenly from the last to the first."""
-        return torch.linspace(float(self.timesteps[-1]), float(self.timesteps[0]), count)
+    def spaced(self, count: int, *, by_sigma: bool = False) -> torch.Tensor:
+        """So many timesteps, evenly from the last to the first, or of those that the ends have."""
+        last, first = float(self.timesteps[-1]), float(self.timesteps[0])
+        if by_sigma and self.sigmas.dtype == torch.float16:  # whose rounded logarithms lie beside
+            last, first = map(self.timestep, self.ends)
+        return torch.linspace(last, first, count)
 
 
-def levels(alphas_cumprod: torch.Tensor, *, is_xl: bool = False) -> Levels:
-    """The levels of a model's noise schedule [train timesteps]."""
-    alphas = alphas_cumprod.float()
+def levels(alphas: torch.Tensor, *, is_xl: bool = False) -> Levels:
+    """The levels of a model's noise schedule [train timesteps], in its precision."""
     sigmas = ((1 - alphas) / alphas) ** 0.5
     return Levels(sigmas, torch.arange(len(sigmas), dtype=torch.float32), is_xl)
-
-
-def of_lcm(known: Levels) -> Levels:
-    """Those of them that consistency models were distilled on."""
-    part = slice(_LCM_STRIDE - 1, None, _LCM_STRIDE)
-    return Levels(known.sigmas[part], known.timesteps[part], known.is_xl, is_quantized=True)
 
 
 def make_sigmas(schedule: str, known: Levels, steps: int) -> list[float]:
@@ -281,23 +270,11 @@ def make_sigmas(schedule: str, known: Levels, steps: int) -> list[float]:
     return [*made.tolist(), *end]
 
 
-def _uniform(known: Levels, steps: int) -> torch.Tensor:
-    return known.at(known.spaced(steps))
-
-
-def _sgm_uniform(known: Levels, steps: int) -> torch.Tensor:
-    return known.at(known.spaced(steps + 1)[:-1])
-
-
 def _turbo(known: Levels, steps: int) -> torch.Tensor:
     """Whole timesteps that end a stride above -1: 999, 749, 499, 249 of four."""
     train = float(known.timesteps[-1]) + 1
     trailing = (torch.arange(1, steps + 1) * (train / steps) - 1).flip(0)
     return known.at(trailing.round().clamp(0, train - 1))
-
-
-def _karras(known: Levels, steps: int) -> torch.Tensor:
-    return by_sigma.karras(*known.ends, steps)
 
 
 def _exponential(known: Levels, steps: int) -> torch.Tensor:
@@ -333,10 +310,6 @@ def _simple(known: Levels, steps: int) -> torch.Tensor:
     return known.sigmas[torch.tensor(places)]
 
 
-def _ddim(known: Levels, steps: int) -> torch.Tensor:
-    return known.sigmas[1 :: max(1, len(known.sigmas) // steps)].flip(0)
-
-
 def _beta(known: Levels, steps: int) -> torch.Tensor:
     """Lee et al. (2024), "Beta Sampling is All You Need", of sigmas, as AUTOMATIC1111 has it."""
     largest, smallest = known.ends
@@ -362,16 +335,16 @@ def _beta_quantiles(shares: _Numbers) -> _Numbers:
 
 #: The sigmas of so many steps that the levels of a model give, by a schedule's key.
 SCHEDULES: Mapping[str, Callable[[Levels, int], torch.Tensor]] = {
-    "uniform": _uniform,
-    "karras": _karras,
+    "uniform": lambda known, steps: known.at(known.spaced(steps)),
+    "karras": lambda known, steps: by_sigma.karras(*known.ends, steps),
     "exponential": _exponential,
     "polyexponential": _polyexponential,
-    "sgm_uniform": _sgm_uniform,
+    "sgm_uniform": lambda known, steps: known.at(known.spaced(steps + 1, by_sigma=True)[:-1]),
     "kl_optimal": _kl_optimal,
     "align_your_steps": _align_your_steps,
     "simple": _simple,
-    "normal": _uniform,
-    "ddim": _ddim,
+    "normal": lambda known, steps: known.at(known.spaced(steps, by_sigma=True)),
+    "ddim": lambda known, steps: known.sigmas[1 :: max(1, len(known.sigmas) // steps)].flip(0),
     "beta": _beta,
     "turbo": _turbo,
 }

@@ -1,17 +1,17 @@
 """Compiles lanes' ticks and VAE calls beside the ticks; whoever wants it before them waits."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
+from dataclasses import replace
 
 import torch
 
 from imagefleet.telemetry import logs
 from worker.engine import errors as engine_errors
+from worker.engine import phases
 from worker.engine.kernels.compile import (
     Around,
     Compiled,
@@ -79,7 +79,7 @@ class Compilation:
     def run(self, batch_key: BatchKey) -> None:
         """Compiles for a key, and all that has been drawn with it so far, before it returns."""
         self._asked = batch_key
-        self._runner.request(batch_key, convolutions=self._unet.changes.exist)
+        self._runner.request(batch_key, in_all_modes=True)
         self.finish()
         self._asked = None
 
@@ -100,11 +100,12 @@ class Compilation:
             self._runner.request(self._runner.native)
 
     def advance(self) -> None:
-        """Takes up what has been compiled since the last tick, and begins what is next.
-
-        Raises NodeError if the GPU itself is broken.
-        """
-        self._resume_if_done()
+        """Takes up what was compiled, begins the next; raises NodeError if the GPU is broken."""
+        paused_for = self._runner.paused_for
+        if paused_for is not None and not any(
+            lane.held for lane in self._lanes if lane.batch_key == paused_for
+        ):
+            self._runner.resume()  # the last image that needed the memory is done
         if self._step is not None and not self._is_current:
             self._abandon()
         if not self.is_due:
@@ -119,11 +120,8 @@ class Compilation:
             lacks_memory = engine_errors.is_out_of_memory(error)
             if not lacks_memory:
                 self._runner.give_up()
-                log.warning(
-                    f"compilation is off from now on: {failure.message}",
-                    exc_info=True,
-                    action="compile_failed",
-                )
+                text = f"compilation is off from now on: {failure.message}"
+                log.warning(text, exc_info=True, action="compile_failed")
         if lacks_memory and batch_key is not None:
             self._save_memory(batch_key)
         self.is_under_way = self._tracing is not None or self._next() is not None
@@ -146,14 +144,6 @@ class Compilation:
         """Has the thread end at its next chance; its function is not used any more."""
         if self._tracing is not None:
             self._tracing[0].abandon()
-
-    def _resume_if_done(self) -> None:
-        """Goes on after the last image that needed the memory."""
-        paused_for = self._runner.paused_for
-        if paused_for is not None and not any(
-            lane.held for lane in self._lanes if lane.batch_key == paused_for
-        ):
-            self._runner.resume()
 
     @property
     def _is_current(self) -> bool:
@@ -197,10 +187,8 @@ class Compilation:
 
         A size with fewer slots is to be compiled again.
         """
-        log.warning(
-            f"not enough memory to compile {batch_key.width}x{batch_key.height}",
-            action="compile_failed",
-        )
+        text = f"not enough memory to compile {batch_key.width}x{batch_key.height}"
+        log.warning(text, action="compile_failed")
         torch.cuda.empty_cache()
         is_first = not any(each.step and each.step.compiled for each in self._lanes)
         if is_first and self._lanes.slots > 1:
@@ -213,17 +201,20 @@ class Compilation:
         """Yields each function before its first run, to be traced on any thread."""
         began_at, graphs = time.monotonic(), 0
         self._unet.use_block(lane.block)
-        self._runner.select_kernels(step)
+        with phases.timed("autotune"):
+            self._runner.select_kernels(step)
         for mode in self._runner.missing_modes(step):
             tick = self._compile_tick(lane, step, mode)
             # The VAE before other modes: all images go through it.
             for each in itertools.chain(tick, self._decoder.compile(step.state.latents.shape[1:])):
                 graphs += 1
                 yield each
-        self._runner.note_compiled(time.monotonic() - began_at, graphs)
+        # What compiling has taken tells what more of it will.
+        graph_seconds = (time.monotonic() - began_at) / max(1, graphs)
+        self._runner.costs = replace(self._runner.costs, graph_seconds=graph_seconds)
         if self._unet.device.type == "cuda":
             exempt_from_collection()
-        seconds = ((mode, getattr(self._runner.costs, f"{mode}_seconds")) for mode in step.compiled)
+        seconds = ((mode, self._runner.costs.seconds(mode)) for mode in step.compiled)
         log.info(
             f"{lane.slots} slots of {lane.batch_key.width}x{lane.batch_key.height} ready after"
             f" {time.monotonic() - began_at:.0f} s; a step of all slots takes"

@@ -6,25 +6,25 @@ another size or with far longer prompts are in another lane; lanes take turns (`
 tracks every slot's step, so a tick reads nothing back from the GPU.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from imagefleet import errors
-from imagefleet.job.prompt import Prompt
 from imagefleet.telemetry import logs
 from worker.engine import contract, sampler
 from worker.engine import errors as engine_errors
 from worker.engine.checkpoint import Checkpoint
-from worker.engine.control.held import KEPT_BYTES
 from worker.engine.families.table import Model
+from worker.engine.files.held import KEPT_BYTES, HeldNetworks
 from worker.engine.kernels.compile import Around
+from worker.engine.lora.merge import NO_CHANGES
+from worker.engine.networks.convolution import USUAL_RANK
 from worker.engine.networks.transformer import SlotPrompts
 from worker.engine.passes.beside import BesideTicks, PreparedUpscale
 from worker.engine.self_check import SelfCheck
@@ -33,7 +33,7 @@ from worker.engine.slots.compiling import Compilation
 from worker.engine.slots.lane import MAX_LANES, Lane, Lanes
 from worker.engine.slots.parts import Parts
 from worker.engine.slots.prepare import PreparedRequest, RequestPreparer
-from worker.engine.slots.queue import BatchKey, FirstPass, SlotJob
+from worker.engine.slots.queue import BatchKey, FirstPass, SlotJob, Staged
 from worker.engine.slots.recovery import Recovery
 from worker.engine.slots.step import Step, StepRunner
 
@@ -54,6 +54,7 @@ class SlotEngine:
         self.text_encoder = model.states_encoder
         self.default_size = model.default_size
         self.lora_lookups = parts.preparer.lora_lookups
+        self.find_embeddings = parts.preparer.find_embeddings
         self.weight_mode: memory.WeightMode = "shared"
         """The last tick's."""
         self.recompiles = 0
@@ -66,6 +67,8 @@ class SlotEngine:
         self._preparer = parts.preparer
         self._stager = parts.stager
         self._control_nets = parts.control_nets
+        held = parts.control_nets, parts.vaes, parts.checkpoints
+        self._held: Sequence[HeldNetworks[Any]] = [each for each in held if each is not None]
         self._merger = parts.merger
         self._decoder = parts.decoder
         self._device = parts.unet.device
@@ -128,11 +131,6 @@ class SlotEngine:
         draws = self._lanes.jobs or self._decoder.busy
         return bool(draws or self._upscales.begun or self._compilation.is_due)
 
-    def find_embeddings(
-        self, prompts: Iterable[Prompt | str], names: Collection[str]
-    ) -> tuple[str, ...]:
-        return self._preparer.find_embeddings(prompts, names)
-
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest | PreparedUpscale:
         """See `Preparer.prepare` and `BesideTicks.prepare`."""
         if request.decoder == "TAESD" and not self._decoder.has_tiny:
@@ -173,11 +171,8 @@ class SlotEngine:
         except Exception as error:  # any failure is handled below; NodeError is raised here
             failure = engine_errors.classify(error)
             out_of_memory = engine_errors.is_out_of_memory(error)
-            log.warning(
-                f"a tick of {len(lane.active) if lane else 0} images failed: {failure.message}",
-                exc_info=True,
-                action="tick_failed",
-            )
+            text = f"a tick of {len(lane.active) if lane else 0} images failed: {failure.message}"
+            log.warning(text, exc_info=True, action="tick_failed")
         if failure is not None and lane is not None:
             # Outside the handler, where the error's traceback no longer holds any tensors.
             finished += self._recovery.recover(lane, failure, out_of_memory=out_of_memory)
@@ -221,6 +216,7 @@ class SlotEngine:
             raise TypeError("only models of latents are exchanged")
         if self._lanes.jobs or self._decoder.busy or self._upscales.begun:
             return False
+        self._weights.use(None)
         self.checkpoint = own = weights.exchange(own, other)
         self.model_name = other.name
         self._weights.renew()
@@ -236,8 +232,9 @@ class SlotEngine:
         self._decoder.clear()
         self._stager.close()
         self._upscales.close()
-        self._control_nets.close()
-        self._merger.close()
+        for networks in self._held:
+            networks.close()
+        self._merger.reset()
         self._unet.close()
         for network in self.checkpoint.networks.values():
             network.to("meta")
@@ -252,8 +249,6 @@ class SlotEngine:
         computing = {"unet": self._unet, "vae": model.vae}
         lock = self._stager.text_encoder_lock
         return SelfCheck(model, self._merger, computing, lock, self._weights.without_own)
-
-    # The parts of a tick.
 
     def _add(self, job: SlotJob) -> None:
         job.batch_key = self._runner.place(job, is_first=not self._lanes.jobs)
@@ -280,9 +275,10 @@ class SlotEngine:
         started = self._fill(lane, waits=waits)
         if not lane.active:
             return
+        self._weights.use(lane.batch_key.checkpoint)
         self._weights.choose_mode(lane, step, self._lanes.active)
         if lane.weight_mode != "shared":
-            self._weights.make_room(lane, self._lanes.active)
+            self._weights.make_room(lane, self._lanes.held)
         self.weight_mode = lane.weight_mode
         self._start_together(lane, step, started, finished)
 
@@ -333,8 +329,6 @@ class SlotEngine:
         state, staged = step.state, lane.active[slot].staged
         if staged is None:
             raise RuntimeError("a job starts only once it is staged")
-        count = state.slot_rows
-        rows, vectors = slice(count * slot, count * (slot + 1)), staged.vectors[:count]
         state.latents[slot].copy_(staged.latents)
         if staged.history is None:
             # An earlier image's history has weight 0, but 0 times NaN would still be NaN.
@@ -347,17 +341,33 @@ class SlotEngine:
         else:
             state.kept[slot].copy_(staged.inpainting.kept)
             state.original[slot].copy_(staged.inpainting.original)
+        if state.conditioning is not None and staged.conditioning is not None:
+            state.conditioning[slot].copy_(staged.conditioning)
+        self._write_texts(lane, step, slot, staged)
+
+    @torch.no_grad()
+    def _write_texts(self, lane: Lane, step: Step, slot: int, staged: Staged) -> None:
+        """Sets what the slot's next call takes of its job's texts."""
+        state, job = step.state, lane.active[slot]
+        count = state.slot_rows
+        rows, at = slice(count * slot, count * (slot + 1)), job.prepared.texts_at(job.call)[:count]
+
+        def of_rows(each: torch.Tensor) -> torch.Tensor:
+            # An index would be a tensor, whose copy to the device the host waits for.
+            return torch.stack([each[text] for text in at])
+
+        vectors = of_rows(staged.vectors)
         if state.mask is not None and staged.mask is not None:
-            state.mask[rows].copy_(staged.mask[:count])
-        added, embedded = staged.added and tuple(each[:count] for each in staged.added), None
+            state.mask[rows].copy_(of_rows(staged.mask))
+        added, embedded = staged.added, None
+        if added is not None and len(added[0]) > 1:  # not the level of an image's noise
+            added = tuple(map(of_rows, added))
         if state.added is not None:
             embedded = state.added[state.added_rows * slot : state.added_rows * (slot + 1)]
         is_shared = lane.weight_mode == "shared"
-        changes = {} if is_shared else self._stager.changes_of(lane.active[slot]).stacked
+        changes = {} if is_shared else self._stager.changes_of(job).stacked
         prompts = SlotPrompts(vectors, added, changes, state.context[rows], embedded)
         self._unet.compute_prompt(prompts)
-        if state.conditioning is not None and staged.conditioning is not None:
-            state.conditioning[slot].copy_(staged.conditioning)
         for control, hint in zip(step.controls, staged.hints, strict=True):
             control.fill(slot, hint, vectors, added)
 
@@ -365,15 +375,21 @@ class SlotEngine:
         """Runs one step of a lane's slots and passes finished latents to the decoder."""
         step = self._open(lane)
         rows, noise = step.feeder.next_inputs()
-        rows.zero_()
+        # In numpy: each of torch's calls lets go of the interpreter, and waits for it again.
+        table = rows.numpy()
+        table.fill(0)
         noisy = False
         for slot, job in lane.active.items():
-            schedule, row = job.prepared.schedule, rows[slot]
+            schedule, row = job.prepared.schedule, table[slot]
             columns = schedule.table.shape[1]
-            row[:columns] = schedule.table[job.call]
-            row[columns] = job.prepared.guidance(job.call)
-            for at, control in enumerate(job.prepared.controls, columns + 1):
+            row[:columns] = schedule.table.numpy()[job.call]
+            scales = job.prepared.scales(job.call, lane.batch_key.slot_rows)
+            row[columns : columns + len(scales)] = scales
+            columns += lane.batch_key.slot_rows
+            for at, control in enumerate(job.prepared.controls, columns):
                 row[at] = control.weights[job.call]
+            if job.staged is not None and job.prepared.changes_texts(job.call):
+                self._write_texts(lane, step, slot, job.staged)
             if schedule.noisy[job.call] and job.staged is not None:
                 job.staged.noise.fill(noise[slot])
                 noisy = True
@@ -388,7 +404,8 @@ class SlotEngine:
                 job.extend(step.state.latents[slot], step.state.history[:, slot])
             if job.call == job.calls:
                 del lane.active[slot]
-                self._end_pass(job, step.state.latents[slot].clone())
+                latents, history = step.state.latents[slot].clone(), step.state.history[:, slot]
+                self._end_pass(job, latents, history)
             elif self._weights.may_move(lane, job):
                 del lane.active[slot]
                 self._change_lane(job, step, slot)
@@ -402,21 +419,27 @@ class SlotEngine:
         job.batch_key = job.batch_key.at(job.prepared, job.call)
         self._lanes.add(job.batch_key, [job], first=True)
 
-    def _end_pass(self, job: SlotJob, latents: torch.Tensor) -> None:
-        """Passes latents on: to the decoder, or to the lane of the job's second pass."""
-        if job.staged is not None and job.staged.inpainting is not None:
-            latents = sampler.restore(latents, job.staged.inpainting)
+    def _end_pass(self, job: SlotJob, latents: torch.Tensor, history: torch.Tensor) -> None:
+        """Passes latents on: to the decoder, or to the lane of the job's next pass."""
+        if (staged := job.staged) is None:
+            raise RuntimeError("a pass ends only once it is staged")
+        if staged.inpainting is not None and job.prepared.ends is None:
+            latents = sampler.restore(latents, staged.inpainting)
         if (following := job.prepared.next_pass) is None:
-            self._decoder.add(job.ticket, latents, job.prepared.request.decoder)
+            named = staged.coder and staged.coder.vae
+            self._decoder.add(job.ticket, latents, job.prepared.request.decoder, named)
             if not (job.urgent or self._has_drawn_job):
                 self._has_drawn_job = True
                 self._runner.native = self._runner.native.at(job.prepared, 0)
             return
+        staged = replace(staged, history=history.clone(), loras=None, changes=NO_CHANGES)
         drawn = torch.cuda.current_stream().record_event() if self._on_gpu else None
         # Still alone if the first pass was.
         batch_key = BatchKey.of(following)._replace(isolated=job.batch_key.isolated)
-        first_pass = FirstPass(latents, drawn)
-        self._add(SlotJob(job.ticket, following, batch_key, job.urgent, first_pass=first_pass))
+        first_pass = FirstPass(latents, drawn, staged)
+        going_on = SlotJob(job.ticket, following, batch_key, job.urgent, first_pass=first_pass)
+        going_on.call = following.begins
+        self._add(going_on)
 
     def _stage_ahead(self) -> None:
         """Begins to stage the next jobs, as far as there is room for their LoRAs.
@@ -434,18 +457,19 @@ class SlotEngine:
         width, height = self.default_size
         guided = self._runner.native._replace(slot_rows=2, is_plain=False)
         state = self._runner.make_slot_state(guided, 1)
-        state_bytes = sum(tensor.nbytes for tensor in state if tensor is not None)
+        state_bytes = sum(each.nbytes for each in state if isinstance(each, torch.Tensor))
         is_large = self.checkpoint.family.has_large_layers
         decode = functools.partial(self._decoder.decode, state.latents)
         if is_large:
-            is_too_large = memory.is_too_large(self._device, decode, self._unet.weights)
-            self._decoder.is_striped = is_too_large
+            self._decoder.is_striped = memory.is_too_large(self._device, decode, self._unet.weights)
         fit = memory.fit(
             self._device,
             self._unet.slot_bytes + state_bytes,
             lambda: parts.tick(self._unet, "shared", state, ()),
             decode,
             parts.settings.slots,
+            lane_bytes=state_bytes,
+            change_bytes=self._unet.changes.more_bytes(USUAL_RANK),
             is_compiled=self._runner.may_compile,
             weights=self._unet.weights,
             must_fit=is_large or not isinstance(self.checkpoint, Checkpoint),
@@ -453,6 +477,7 @@ class SlotEngine:
         self._runner.slots = fit.slots
         self._decoder.slice_pixels = fit.decoded * width * height
         self._stager.room_bytes = fit.staged_bytes
-        self._control_nets.kept_bytes = min(KEPT_BYTES, fit.staged_bytes / 2)
+        for networks in self._held:
+            networks.kept_bytes = min(KEPT_BYTES, fit.staged_bytes / 4)
         self._unet.temporary_bytes = max(fit.temporary_bytes, self._unet.temporary_bytes)
         return fit.blocks

@@ -4,8 +4,6 @@ Each tick is one lane's, so no lane has to end for another to begin. A full lane
 beyond its pixels; one with few images waits for more, but not for long (`Lanes.urgency`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -73,7 +71,7 @@ class Lane:
     @property
     def is_exclusive(self) -> bool:
         """True if it changes the shared weights, so that no other lane may run meanwhile."""
-        return self.batch_key.merged_loras is not None
+        return self.batch_key.changes_shared_weights
 
     @property
     def may_close(self) -> bool:
@@ -124,6 +122,10 @@ class Lanes:
         return sum(lane.held for lane in self)
 
     @property
+    def held(self) -> list[SlotJob]:
+        return [job for lane in self for job in (*lane.active.values(), *lane.waiting)]
+
+    @property
     def active(self) -> list[SlotJob]:
         """The jobs in slots."""
         return [job for lane in self for job in lane.active.values()]
@@ -162,14 +164,15 @@ class Lanes:
 
         So a larger size needs no more memory, and all lanes' ticks take about as long. A lane's own
         memory is mostly its context, which long prompts must not multiply. Images of one row are
-        twice as many, if their slots need no weights of their own or there is memory for these. A
-        single slot stays one.
+        twice as many, if their slots need no weights of their own or there is memory for these;
+        those of more than two, fewer. A single slot stays one.
         """
         if batch_key.isolated is not None:
             return 1
         most = self.slots
         if batch_key.slot_rows == 1 and self.slots > 1:
             most = 2 * self.slots if batch_key.is_plain else self.block_slots[-1]
+        most = max(1, 2 * most // max(2, batch_key.slot_rows))
         slots = most * math.prod(self._native) / (batch_key.width * batch_key.height)
         most_tokens = PLAIN_TOKENS * (_ROOMY_CONTEXT if self.blocks > 1 else 1)
         slots *= min(1, most_tokens / batch_key.tokens)

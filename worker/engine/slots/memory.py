@@ -1,7 +1,5 @@
 """The number of slots that fit a GPU's memory."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable
@@ -25,8 +23,8 @@ WeightMode = Literal["per_slot", "shared", "per_slot_convolutions"]
 set for all, the checkpoint's own or with LoRAs merged in; or each slot its own weights and its own
 changes of convolutions, while a job in any slot has some."""
 
-#: Compiled from the start: the third one only where such jobs are frequent.
-WEIGHT_MODES: tuple[WeightMode, ...] = ("per_slot", "shared")
+#: Each computes what those before it do, and takes longer.
+WEIGHT_MODES: tuple[WeightMode, ...] = ("shared", "per_slot", "per_slot_convolutions")
 
 #: The most slots: above 16, SD1.5 at 512x512 gains nothing on the fastest card measured (14.3
 #: images/s at 16, 14.5 at 32), while each slot costs 0.5 GB and every image takes longer.
@@ -51,8 +49,13 @@ _STAGED_SHARE = 0.25
 #: Weights that are merged: their share of the margin.
 _TEMPORARY_SHARE = 0.25
 
-#: Share of the free memory left for fragments, libraries' work space and other image sizes.
+#: Share of the free memory left for fragments, libraries' work space and other image sizes, and
+#: for the first block's changes of convolutions: 0.3 GB with six slots.
 _MARGIN = 0.12
+
+#: Sizes beside the native one for which slots leave room; so few slots leave none: each is worth
+#: more than a size that runs compiled.
+_SIZES_TO_COME, _SLOTS_WITHOUT_ROOM = 2, 8
 
 #: Slots that are kept when the memory was too short. One image fewer at once costs 1 or 2 %, and to
 #: compile again a minute.
@@ -109,16 +112,19 @@ def fit(
     decode: Callable[[], object],
     slots: int | None = None,
     *,
+    lane_bytes: int = 0,
+    change_bytes: int = 0,
     is_compiled: bool = False,
     weights: SlotWeights = "merged",
     must_fit: bool = False,
 ) -> Fit:
     """Measures what fits; *slots*, if given, is taken as it is.
 
-    *slot_bytes* is what a slot holds for good; *run* is a tick of one slot and *decode* a VAE call
-    with one image, whose peak memory is measured. *is_compiled*: ticks will be compiled. *weights*
-    that are reloaded are one slot's. *must_fit* refuses a GPU on which one image of the native size
-    would fail. Raises SetupError if one image does not fit.
+    *slot_bytes* is what a slot holds for good, *lane_bytes* of it in each lane, and *change_bytes*
+    more once jobs change convolutions, in blocks after the first; *run* is a tick of one slot and
+    *decode* a VAE call with one image, whose peak memory is measured. *is_compiled*: ticks will be
+    compiled. *weights* that are reloaded are one slot's. *must_fit* refuses a GPU on which one
+    image of the native size would fail. Raises SetupError if one image does not fit.
     """
     try:
         tick_bytes, decode_bytes = (_peak_bytes(device, work) for work in (run, decode))
@@ -138,6 +144,12 @@ def fit(
     def reserved_by(slots: int) -> float:
         return (_STAGED_LOW_RANK * slots if weights == "factors" else 0) * slot_bytes
 
+    def sizes_to_come(slots: int) -> float:
+        """Each has a lane's tensors, and graphs with an image; the next job's LoRAs, too."""
+        if not is_compiled or slots <= _SLOTS_WITHOUT_ROOM:
+            return 0.0
+        return slot_bytes + _SIZES_TO_COME * (slots * lane_bytes + decode_bytes)
+
     def left_by(slots: int) -> float:
         """Ticks of all lanes use the same memory in turn."""
         factor = _LOW_RANK_TICK if is_compiled and weights == "factors" else 1
@@ -146,7 +158,8 @@ def fit(
         taken = 2 * max(work) if is_compiled else sum(work)
         return free * (1 - _MARGIN) - slots * slot_bytes - reserved_by(slots) - taken
 
-    slots = slots or next((each for each in range(MAX_SLOTS, 1, -1) if left_by(each) >= 0), 1)
+    numbers = range(MAX_SLOTS, 1, -1)
+    slots = slots or next((each for each in numbers if left_by(each) >= sizes_to_come(each)), 1)
     left = left_by(slots)
     # LoRAs that change less than all weights of a slot take less than these.
     reserved = reserved_by(slots)
@@ -157,7 +170,7 @@ def fit(
     left -= staged_bytes - reserved
     blocks = 1
     if weights != "reloaded":
-        blocks += max(0, int(left // (_LANE_SHARE * slots * slot_bytes)))
+        blocks += max(0, int(left // (slots * (_LANE_SHARE * slot_bytes + change_bytes))))
     gib = 2**30
     log.info(
         f"{slots} slots, {decoded} images per VAE call, weights for {blocks} sizes:"

@@ -9,21 +9,26 @@ import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
 from imagefleet import errors
 from imagefleet.files.safetensors import Identity
+from imagefleet.job import differences, samplers
 from imagefleet.job.clip import MAX_CHUNKS, Chunk
 from imagefleet.job.prompt import Prompt
 from worker.engine import contract, embeddings, sampler, text
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.control.held import ControlNets
+from worker.engine.files import safetensors
 from worker.engine.files.safetensors import ReadOnce
 from worker.engine.lora import file as lora_file
 from worker.engine.lora import merge
 from worker.engine.passes import begin, upscaling
 from worker.engine.passes.begin import PreparedControl
+from worker.engine.passes.checkpoints import HeldCheckpoints
+from worker.engine.passes.images import Vaes
 from worker.engine.passes.upscaling import UpscalerCache, Upscaling
 from worker.engine.sampler import NoiseStream
 from worker.engine.samplers import schedule as schedules
@@ -42,6 +47,9 @@ _LORA_CACHE_BYTES = 2 * 1024**3
 #: Memory for embeddings: some 3,000 of SD1.5 with eight vectors.
 _EMBEDDING_CACHE_BYTES = 64 * 2**20
 
+#: Most jobs of a campaign have the same; none of them is changed.
+_make_schedule = functools.lru_cache(maxsize=256)(schedules.make_schedule)
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
@@ -49,10 +57,10 @@ class PreparedRequest:
 
     request: contract.ImageRequest
     schedule: sampler.Schedule
-    prompt: tuple[Chunk, ...] = ()
-    negative_prompt: tuple[Chunk, ...] = ()
+    text_rows: tuple[text.Row, ...] = ()
+    """What AND joins, from the last on, and the negative prompt."""
     states: torch.Tensor | None = None
-    """Text states of both prompts [2, tokens, width], in their chunks' place."""
+    """Text states of both prompts [2, tokens, width], in place of their rows."""
     loras: Mapping[lora_file.Network, Sequence[merge.AppliedLora]] = field(default_factory=dict)
     packs: Mapping[lora_file.Network, merge.PackedLoras] = field(default_factory=dict)
     """The LoRAs for a slot; without the UNet's, they must be merged into the shared weights."""
@@ -65,6 +73,16 @@ class PreparedRequest:
     controls: tuple[PreparedControl, ...] = ()
     enlarged: begin.LowResolution | None = None
     """The image that an upscaling checkpoint enlarges."""
+    vae: Identity | None = None
+    """The file of the VAE that the request names."""
+    checkpoint: Identity | None = None
+    """The checkpoint that draws and decodes, if it is not the engine's own."""
+    begun_by: Identity | None = None
+    """The same of what encodes the image that it begins with."""
+    begins: int = 0
+    """The first of its schedule's calls: those before are the pass' before."""
+    ends: int | None = None
+    """The first call that is the next pass'; None: all are its own."""
     embeds_guidance: bool = False
     """Whether the UNet takes the guidance scale as an input, in place of a second row."""
 
@@ -75,12 +93,6 @@ class PreparedRequest:
             return None
         seed, noise = self.request.seed, self.request.noise
         return replace(self.second, request=replace(self.second.request, seed=seed, noise=noise))
-
-    @property
-    def told_size(self) -> tuple[int, int]:
-        """The width and height in pixels that SDXL is told, as AUTOMATIC1111 does."""
-        request = self.request
-        return self.upscaling.size if self.upscaling else (request.width, request.height)
 
     @property
     def lora_key(self) -> merge.LoraKey:
@@ -95,28 +107,58 @@ class PreparedRequest:
 
     @property
     def lora_bytes(self) -> int:
-        """Bytes that the UNet's LoRAs take on the device."""
         return self.packs["unet"].size_bytes if "unet" in self.packs else 0
 
-    def guidance(self, call: int) -> float:
-        """The guidance scale of a UNet call; 1 takes the prompt's output alone."""
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """What multiplies the guidance scale for each row but the negative prompt's."""
+        prompt = self.request.prompt
+        return prompt.weights[::-1] if isinstance(prompt, Prompt) else (1.0,)
+
+    def scales(self, call: int, rows: int | None = None) -> tuple[float, ...]:
+        """How much a UNet call takes of each of the slot's *rows* but the last, which has the rest.
+
+        By default of all but the negative prompt's. Without guidance, AUTOMATIC1111 takes the first
+        prompt that AND joins for it, at a scale of 1 (`CFGDenoiser.forward`).
+        """
         if self.embeds_guidance:
-            return self.request.cfg_scale
-        is_unguided = any(self.schedule.unguided[call : call + 1])
-        return 1.0 if is_unguided else self.request.cfg_scale * self.schedule.guidance_share
+            return (self.request.cfg_scale * self.weights[0],)
+        if any(self.schedule.unguided[call : call + 1]):
+            *others, _ = self.weights
+            scales = (*others, 1.0 - sum(others))
+        else:
+            scale = self.request.cfg_scale * self.schedule.guidance_share
+            scales = tuple(scale * weight for weight in self.weights)
+        return scales if rows is None else scales[: rows - 1]
 
     def rows(self, call: int) -> int:
         """The rows of a UNet call: the prompt's, and with guidance the negative prompt's."""
+        count = len(self.weights)
         if self.embeds_guidance or any(self.schedule.unguided[call : call + 1]):
-            return 1
-        needs_both = self.schedule.guidance_share != 1  # DDIM CFG++, at any scale
-        return 2 if needs_both or self.guidance(call) != 1 else 1
+            return count
+        needs_all = self.schedule.guidance_share != 1  # DDIM CFG++, at any scale
+        return count + (needs_all or sum(self.scales(call)) != 1)
 
     @property
-    def prompts(self) -> list[tuple[Chunk, ...]]:
-        """The prompt, and the negative prompt if any call is guided."""
-        is_guided = any(self.rows(call) > 1 for call in range(len(self.schedule.table)))
-        return [self.prompt, self.negative_prompt] if is_guided else [self.prompt]
+    def texts(self) -> list[tuple[tuple[Chunk, ...], int]]:
+        """The texts of all rows that are drawn, one after the other, and what each fills."""
+        drawn = self.text_rows[: max(map(self.rows, range(len(self.schedule.table))))]
+        return [(chunks, row.length) for row in drawn for chunks in row.texts.values()]
+
+    def texts_at(self, call: int) -> list[int]:
+        """The numbers of each row's text in a call, of `texts` or of the states."""
+        if self.states is not None:
+            return list(range(len(self.states)))
+        before = itertools.accumulate((len(row.texts) for row in self.text_rows), initial=0)
+        return [start + row.at(call) for start, row in zip(before, self.text_rows, strict=False)]
+
+    @property
+    def is_edited(self) -> bool:
+        return any(len(row.texts) > 1 for row in self.text_rows)
+
+    def changes_texts(self, call: int) -> bool:
+        """Whether a call has other texts than the one before."""
+        return self.is_edited and call > 0 and self.texts_at(call) != self.texts_at(call - 1)
 
     def noise(self, channels: int, factor: int) -> NoiseStream:
         """The image's noise from its beginning, for latents of so many *channels*."""
@@ -146,7 +188,7 @@ class PreparedRequest:
         """The context of its calls: the shortest that holds its longer prompt."""
         if self.states is not None:
             return self.states.shape[1]
-        longest = max(map(len, self.prompts))
+        longest = max(length for _, length in self.texts)
         if longest <= text.PLAIN_CHUNKS:
             return text.PLAIN_TOKENS
         tokens = min(each for each in LONG_CHUNKS if each >= longest) * text.CONTEXT_TOKENS
@@ -178,8 +220,7 @@ class Preparer:
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
         """Checks a request and reads its files.
 
-        Raises JobError if this model cannot draw it, and TransientError if a file could not be
-        read.
+        Raises JobError if this model cannot draw it, TransientError if a file cannot be read.
         """
         raise NotImplementedError
 
@@ -193,19 +234,22 @@ class Preparer:
 
 
 class RequestPreparer(Preparer):
-    """Prepares requests for a model of latents."""
-
     def __init__(
         self,
         checkpoint: Checkpoint,
         groups: Mapping[lora_file.Network, merge.Groups],
         control_nets: ControlNets,
+        vaes: Vaes | None = None,
+        checkpoints: HeldCheckpoints | None = None,
     ) -> None:
         super().__init__(checkpoint.unet.device)
         self._checkpoint = checkpoint
+        self._vaes = vaes
+        self._checkpoints = checkpoints
         self.groups = groups
         self._control_nets = control_nets
-        self._networks = checkpoint.networks
+        # Diffusers looks through all of a network for its type.
+        self._dtypes = {name: each.dtype for name, each in checkpoint.networks.items()}
         self.tokenizer = text.Tokenizer(checkpoint.tokenizer)
         self._widths = {
             embeddings.NAMES[network]: text_encoder.get_input_embeddings().weight.shape[1]
@@ -222,6 +266,8 @@ class RequestPreparer(Preparer):
         """Prepares for another checkpoint, in the networks of the one before."""
         self._checkpoint = checkpoint
         self.tokenizer = text.Tokenizer(checkpoint.tokenizer)
+        if self._checkpoints is not None:
+            self._checkpoints.stand_beside(checkpoint)
 
     def find_embeddings(
         self, prompts: Iterable[Prompt | str], names: Collection[str]
@@ -230,48 +276,42 @@ class RequestPreparer(Preparer):
 
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
         """Checks a request, tokenises its prompts, reads its files and packs its LoRAs."""
-        self._check_size(request)
         self._check_clip_skip(request.clip_skip)
         init, image, steps = request.init, None, request.steps
         enlarged = None
         if (image_noise := self._checkpoint.image_noise) is not None:
-            factor = self._checkpoint.factor
-            enlarged = begin.prepare_enlarged(request, image_noise, factor)
+            enlarged = begin.prepare_enlarged(request, image_noise, self._checkpoint.factor)
         if init is None or enlarged is not None:
             schedule = self._schedule(request, request.steps)
-        elif request.hires is not None:
-            raise errors.JobError("a second pass (hires fix) is for images that begin with noise")
         else:
             taken = begin.img2img(request.steps, init.denoising_strength)
             schedule, steps = self._schedule(request, *taken), taken.t_enc + 1
             self._may_go_on.wait()
-            size = request.width, request.height
-            image = begin.prepare_image(init, *size, self._checkpoint.factor)
-        dtype = self._checkpoint.text_encoder.dtype
+            image = begin.prepare_image(init, self._checkpoint.factor)
+        dtype = self._dtypes["text_encoder"]
         named = [
             self._embeddings.get(
                 each.sha256, functools.partial(embeddings.read, each, self._widths, dtype)
             )
             for each in request.embeddings
         ]
-        prompt = self.tokenizer.chunks(request.prompt, named)
-        negative_prompt = self.tokenizer.chunks(request.negative_prompt, named)
         loras = self._read_loras(request.loras)
+        rows = self._text_rows(request, named)
         self._may_go_on.wait()
         prepared = PreparedRequest(
             request,
             schedule,
-            prompt,
-            negative_prompt,
+            rows,
             loras=loras,
             packs=self._pack(loras),
             image=image,
             controls=self._controls(request, schedule, steps),
             enlarged=enlarged,
+            vae=self._check_vae(request.vae),
             embeds_guidance=self._checkpoint.unet.config.time_cond_proj_dim is not None,
         )
         if request.hires is None:
-            return prepared
+            return self._refined(prepared, steps)
         return replace(prepared, second=self._second_pass(prepared, request.hires, named))
 
     def _second_pass(
@@ -280,9 +320,9 @@ class RequestPreparer(Preparer):
         hires: contract.HiresPass,
         named: Sequence[embeddings.Embedding],
     ) -> PreparedRequest:
-        """Prepares the second pass with the first pass' LoRAs and ControlNets."""
+        """Prepares the second pass, with the first pass' LoRAs if it has no own."""
         own = first.request
-        names = ("prompt", "negative_prompt", "sampler", "cfg_scale")
+        names = ("prompt", "negative_prompt", "sampler", "loras")
         of_its_own = {name: getattr(hires, name) for name in names}
         request = replace(
             own,
@@ -290,43 +330,77 @@ class RequestPreparer(Preparer):
             height=hires.height,
             steps=hires.steps or own.steps,
             hires=None,
-            controls=tuple(
-                begin.resize_control(control, hires.width, hires.height) for control in own.controls
-            ),
             **{name: value for name, value in of_its_own.items() if value is not None},
         )
-        self._check_size(request)
         taken = begin.second_pass(request.steps, hires.denoising_strength)
+        checkpoint = self._check_checkpoint(hires.checkpoint)
         schedule = self._schedule(request, *taken)
-        return replace(
+        loras = first.loras if hires.loras is None else self._read_loras(hires.loras)
+        second = replace(
             first,
             request=request,
-            prompt=self.tokenizer.chunks(request.prompt, named),
-            negative_prompt=self.tokenizer.chunks(request.negative_prompt, named),
+            checkpoint=checkpoint,
+            begun_by=checkpoint,
+            loras=loras,
+            packs=first.packs if hires.loras is None else self._pack(loras),
+            text_rows=self._text_rows(request, named),
             schedule=schedule,
-            upscaling=upscaling.find(
-                hires, own.width, own.height, lambda path: self.upscalers.get(path).enlarge
-            ),
-            controls=self._controls(request, schedule, taken.t_enc + 1),
+            upscaling=upscaling.find(hires, lambda path: self.upscalers.get(path).enlarge),
         )
+        return self._refined(second, taken.t_enc + 1)
+
+    def _refined(self, drawn: PreparedRequest, steps: int) -> PreparedRequest:
+        """An image's last pass of so many steps, in two if a refiner goes on with it.
+
+        As in AUTOMATIC1111, that has the prompt's LoRAs, and its own text states and VAE.
+        """
+        refiner = drawn.request.refiner
+        if refiner is None:
+            return drawn
+        checkpoint = self._check_checkpoint(refiner.path)
+        total = samplers.editing_steps(drawn.request.sampler, steps) if refiner.by_steps else None
+        at = drawn.schedule.switch_call(refiner.switch_at, total)
+        if checkpoint == drawn.checkpoint or at == len(drawn.schedule.table):
+            return drawn
+        rest = replace(drawn, checkpoint=checkpoint, begins=at)
+        return replace(drawn, ends=at, second=rest) if at else rest
+
+    def _check_checkpoint(self, path: Path | None) -> Identity | None:
+        if path is None or self._checkpoints is None:
+            return None
+        self._may_go_on.wait()
+        return self._checkpoints.check_file(path.stem, path)
+
+    def _text_rows(
+        self, request: contract.ImageRequest, named: Sequence[embeddings.Embedding]
+    ) -> tuple[text.Row, ...]:
+        """The rows of a pass, whose words are also those that its own LoRAs bundle."""
+        dtype = self._dtypes["text_encoder"]
+        named = [*named, *self._bundled(request.loras, {each.name for each in named}, dtype)]
+        rows = self.tokenizer.rows(request.prompt, named)
+        if len(rows) > 1 and self._checkpoint.unet.config.time_cond_proj_dim is not None:
+            raise errors.JobError("this model takes its guidance as an input: it does not draw AND")
+        if len(rows) > 1 and request.controls and request.sampler_options.s_min_uncond:
+            raise errors.JobError("AND with s_min_uncond and ControlNets is not supported")
+        return (*rows, *self.tokenizer.rows(request.negative_prompt, named))
 
     def _controls(
         self, request: contract.ImageRequest, schedule: sampler.Schedule, steps: int
     ) -> tuple[PreparedControl, ...]:
-        """The ControlNets of a pass that takes so many *steps*."""
+        """The ControlNets of a first pass that takes so many *steps*."""
         if not request.controls:
             return ()
         if schedule.extend is not None:
             raise errors.JobError("DPM adaptive cannot be controlled: it has no number of steps")
         self._may_go_on.wait()
-        checked = [(self._control_nets.check(each), each) for each in request.controls]
-        size = request.width, request.height
-        return begin.prepare_controls(checked, size, schedule.finished, steps)
+        check = self._control_nets.check_file
+        checked = [(check(each.name, each.path), each) for each in request.controls]
+        return begin.prepare_controls(checked, schedule.finished, steps)
 
     def _schedule(
         self, request: contract.ImageRequest, steps: int, t_enc: int | None = None
     ) -> sampler.Schedule:
-        return schedules.make_schedule(
+        return _make_schedule(
             request.sampler,
             steps,
             self._checkpoint.alphas_cumprod,
@@ -336,17 +410,16 @@ class RequestPreparer(Preparer):
             is_xl=self._checkpoint.family.slug == "sdxl",
         )
 
-    def _check_size(self, request: contract.ImageRequest) -> None:
-        factor = self._checkpoint.factor
-        if request.width % factor or request.height % factor:
-            raise errors.JobError(
-                f"{request.width}x{request.height} pixels cannot be drawn: both sides must be"
-                f" multiples of {factor}"
-            )
+    def _check_vae(self, vae: contract.Vae | None) -> Identity | None:
+        if vae is None or self._vaes is None:
+            return None
+        self._may_go_on.wait()
+        return self._vaes.check_file(vae.name, vae.path)
 
     def _check_clip_skip(self, clip_skip: int) -> None:
         layers = self._checkpoint.text_encoder.config.num_hidden_layers
-        if self._checkpoint.family.skips_layers and not 1 <= clip_skip <= layers:
+        encoders = self._checkpoint.family.text_encoders
+        if any(each.rules.layer is None for each in encoders) and not 1 <= clip_skip <= layers:
             raise errors.JobError(
                 f"clip_skip is {clip_skip}; this model's text encoder has {layers} layers"
             )
@@ -366,6 +439,8 @@ class RequestPreparer(Preparer):
                 is_unet = network == "unet"
                 weight = lora.unet_weight if is_unet else lora.text_encoder_weight
                 weights[network, file.identity] += weight
+        if len(files) > 1 and any(file.depends_on_weights for file in files.values()):
+            differences.warn("mixed_loras")
         return {
             network: [
                 merge.AppliedLora(identity, files[identity].deltas[network], weight)
@@ -375,13 +450,24 @@ class RequestPreparer(Preparer):
             for network in networks
         }
 
+    def _bundled(
+        self, loras: Sequence[contract.Lora], known: Collection[str], dtype: torch.dtype
+    ) -> Iterator[embeddings.Embedding]:
+        """The embeddings in LoRAs' files; as in AUTOMATIC1111, *known* ones go before them."""
+        files = map(self._lora_cache.get, dict.fromkeys(loras))
+        for file in files:
+            for name in file.embeddings.keys() - known:
+                with safetensors.named(f"the LoRA {file.identity[0]!r}, for the word {name!r},"):
+                    vectors = embeddings.vectors_of(file.embeddings[name], self._widths, dtype)
+                yield embeddings.Embedding(name, f"{file.identity} {name}", vectors)
+
     def _pack(
         self, loras: Mapping[lora_file.Network, Sequence[merge.AppliedLora]]
     ) -> dict[lora_file.Network, merge.PackedLoras]:
         """Each network's LoRAs for the device, where slots can hold them all."""
         packs = {}
         for network, found in loras.items():
-            dtype = self._networks[network].dtype
-            if (packed := merge.pack(found, self.groups[network], dtype=dtype)) is not None:
+            packed = merge.pack(found, self.groups[network], dtype=self._dtypes[network])
+            if packed is not None:
                 packs[network] = packed
         return packs

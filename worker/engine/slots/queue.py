@@ -11,8 +11,11 @@ from typing import NamedTuple
 import torch
 
 from imagefleet.files.safetensors import Identity
+from imagefleet.job import samplers
 from worker.engine.lora.file import Network
 from worker.engine.lora.merge import NO_CHANGES, LoraChanges, LoraKey, Shape
+from worker.engine.passes.checkpoints import HeldCheckpoint
+from worker.engine.passes.images import ImageCoder
 from worker.engine.sampler import Inpainting, NoiseStream
 from worker.engine.slots.memory import WeightMode
 from worker.engine.slots.prepare import PreparedRequest
@@ -35,8 +38,12 @@ class BatchKey(NamedTuple):
     """Rows that each image takes of a call: `PreparedRequest.rows`."""
     is_plain: bool = False
     """True for one row without LoRAs: its slots need no weights of their own."""
+    tiles: bool = False
+    """Whether the images tile."""
     is_apart: bool = False
     """True for jobs that change convolutions while others of their kind are compiled without."""
+    checkpoint: Identity | None = None
+    """The checkpoint that draws, if it is not the engine's own."""
 
     @classmethod
     def of(cls, prepared: PreparedRequest) -> BatchKey:
@@ -44,8 +51,9 @@ class BatchKey(NamedTuple):
         request = prepared.request
         merged = None if "unet" in prepared.packs else prepared.lora_key or None
         controls = tuple(each.identity for each in prepared.controls)
-        key = cls(request.width, request.height, prepared.tokens, merged, None, controls)
-        return key.at(prepared, 0)
+        size = samplers.whole_cells(request.width, request.height)
+        key = cls(*size, prepared.tokens, merged, None, controls, tiles=request.tiling)
+        return key._replace(checkpoint=prepared.checkpoint).at(prepared, prepared.begins)
 
     def at(self, prepared: PreparedRequest, call: int) -> BatchKey:
         """The key of a later call, which may take another number of rows."""
@@ -60,12 +68,17 @@ class BatchKey(NamedTuple):
     @property
     def is_rare(self) -> bool:
         """True if hardly any job has this key: it is not compiled."""
-        return self.merged_loras is not None or self.isolated is not None
+        return self.changes_shared_weights or self.isolated is not None
+
+    @property
+    def changes_shared_weights(self) -> bool:
+        """True if no other lane may run meanwhile."""
+        return self.merged_loras is not None or self.checkpoint is not None
 
 
 AddedInputs = tuple[torch.Tensor, ...]
-"""What some UNets take beside the prompts' vectors: their pooled vectors [prompts, width], and
-`families.table.size_ids` [prompts, numbers]; or the level [1] of the noise on an enlarged image."""
+"""What some UNets take beside the texts' vectors: their pooled vectors [texts, width], and
+`families.table.size_ids` [texts, numbers]; or the level [1] of the noise on an enlarged image."""
 
 
 AssembledLoras = Mapping[Network, torch.Tensor]
@@ -79,12 +92,11 @@ class Staged:
     latents: torch.Tensor
     """[4, height, width]"""
     vectors: torch.Tensor
-    """[prompts, tokens, width]: of the prompt, and of the negative prompt if any call is guided,
-    padded with zeros; or states."""
+    """[texts, tokens, width]: of `PreparedRequest.texts`, padded with zeros; or states."""
     noise: NoiseStream
     """The image's noise after its first, which `latents` has."""
     mask: torch.Tensor | None = None
-    """[prompts, 1, 1, tokens], added to the attention scores; None for an unmasked batch key."""
+    """[texts, 1, 1, tokens], added to the attention scores; None for an unmasked batch key."""
     added: AddedInputs | None = None
     loras: torch.Tensor | None = None
     """The tensor of the UNet's LoRAs, of which `changes` are views."""
@@ -101,9 +113,13 @@ class Staged:
     """[channels, height, width]: of `ImageCoder.condition`, or the image that an upscaler enlarges,
     with noise; None for ordinary checkpoints."""
 
+    coder: ImageCoder | None = None
+    """The VAE that the request names, kept on the device by this, or that for images that tile."""
+    checkpoint: HeldCheckpoint | None = None
+    """The checkpoint that draws, kept by this."""
+
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors on the device."""
         found = [self.latents, self.history, self.vectors, self.mask, self.conditioning, self.loras]
         found += [*(self.added or ()), *(self.inpainting or ()), *self.hints]
         return [tensor for tensor in found if tensor is not None]
@@ -111,12 +127,14 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class FirstPass:
-    """What a second pass begins with."""
+    """What the next pass begins with."""
 
     latents: torch.Tensor
     """[4, height, width] on the device, of the first pass' size."""
     drawn: torch.cuda.Event | None
     """The event after the tick that drew the latents."""
+    staged: Staged
+    """What else it was drawn with."""
 
 
 @dataclass(slots=True, eq=False)
@@ -161,8 +179,8 @@ class SlotJob:
 
     @property
     def calls(self) -> int:
-        """UNet calls of this pass."""
-        return len(self.prepared.schedule.table)
+        """The number of its schedule's calls when this pass ends."""
+        return self.prepared.ends or len(self.prepared.schedule.table)
 
     def extend(self, latents: torch.Tensor, history: torch.Tensor) -> None:
         """Makes its schedule longer after the last call, if that depends on its latents."""
@@ -172,11 +190,16 @@ class SlotJob:
             schedule = extend(latents, history, self.staged.noise.fill)
             self.prepared = replace(self.prepared, schedule=schedule)
 
+    def forget_loras(self) -> None:
+        """Frees the copy of what its slot holds now; not if its texts change, which take it too."""
+        if self.staged is not None and not self.prepared.is_edited:
+            self.staged = replace(self.staged, loras=None, changes=NO_CHANGES)
+
     def restart(self) -> None:
         """Back to the seed; in the second pass to that pass' beginning."""
         self.prepared = self.begun_with or self.prepared
-        self.call, self.has_weights = 0, False
-        self.batch_key = self.batch_key.at(self.prepared, 0)
+        self.call, self.has_weights = self.prepared.begins, False
+        self.batch_key = self.batch_key.at(self.prepared, self.call)
         self.assembling = self.staging = self.staged = None
 
 
@@ -195,6 +218,10 @@ class Costs:
     """To compile one beside the ticks."""
     saved_share: float = 0.35
     """Of the seconds of an uncompiled tick, by compiling it."""
+
+    def seconds(self, mode: WeightMode) -> float:
+        found: float = getattr(self, f"{mode}_seconds")
+        return found
 
 
 def own_mode(convolutions: bool) -> WeightMode:
@@ -220,8 +247,7 @@ def choose_mode(
         return own, ()
     if key in (merged, ()):
         return "shared", key
-    own_seconds = costs.per_slot_convolutions_seconds if convolutions else costs.per_slot_seconds
-    saved_seconds = ticks * (own_seconds - costs.shared_seconds)
+    saved_seconds = ticks * (costs.seconds(own) - costs.shared_seconds)
     return ("shared", key) if saved_seconds > costs.merge_seconds else (own, ())
 
 

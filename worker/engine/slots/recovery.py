@@ -1,7 +1,5 @@
 """What becomes of the images in flight when a tick fails, or the GPU's memory was too short."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -30,7 +28,7 @@ class Recovery:
         self._weights = weights
         self._decoder = parts.decoder
         self._stager = parts.stager
-        self._control_nets = parts.control_nets
+        self._control_nets, self._held = parts.control_nets, [parts.vaes, parts.checkpoints]
         self._native = parts.model.default_size
 
     def recover(
@@ -38,7 +36,7 @@ class Recovery:
     ) -> list[contract.Finished]:
         """Restarts in-flight images from their seeds, in a way that is less likely to fail.
 
-        Out of memory concerns all lanes: ControlNets that no job needs now are dropped; then the
+        Out of memory concerns all lanes: networks that no job needs now are dropped; then the
         lanes share one block of weights, then have fewer slots; a single one is not compiled.
         Any other failure concerns its lane alone: it is no longer compiled, then each of its jobs
         is alone. A job that fails alone is finished: these are returned.
@@ -54,9 +52,8 @@ class Recovery:
             self.restart_all()
             again = self._with_more_memory(lane, jobs, in_call, has_others=others > 0)
         elif compiled and lane.step is not None:
-            log.warning(
-                "compilation is off from now on: a compiled tick failed", action="compile_dropped"
-            )
+            text = "compilation is off from now on: a compiled tick failed"
+            log.warning(text, action="compile_dropped")
             self._runner.drop(lane.step)
             again = jobs
         elif in_call > 1:
@@ -107,6 +104,8 @@ class Recovery:
         """Frees memory after a call of *in_call* images had too little; what may run again."""
         if self._control_nets.keep_only(self._needed(failed)):
             return jobs
+        if any(networks.keep_only(()) for networks in self._held if networks is not None):
+            return jobs
         if self._lanes.blocks > 1:
             self._share_block()
         elif in_call > 1:
@@ -151,9 +150,8 @@ class Recovery:
         return job
 
     def _share_block(self) -> None:
-        log.warning(
-            "out of memory: all sizes share the slots' weights from now on", action="blocks_dropped"
-        )
+        text = "out of memory: all sizes share the slots' weights from now on"
+        log.warning(text, action="blocks_dropped")
         self._lanes.blocks = 1
         self._stager.room_bytes = self._unet.slot_bytes
         self._runner.max_compiled = self._lanes.max_open - 1

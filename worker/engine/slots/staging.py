@@ -5,8 +5,6 @@ device (tokens are copied, weighted vectors checked), but never for the ticks. I
 begin with are encoded here as well, those of a second pass after they have been upscaled.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math
@@ -14,26 +12,28 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from diffusers import AutoencoderTiny
 
+from imagefleet.files.safetensors import Identity
 from imagefleet.job.clip import Chunk
-from worker.engine import contract, embeddings, text
+from worker.engine import contract, text
 from worker.engine import errors as engine_errors
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.control.held import ControlNets
 from worker.engine.families import table
 from worker.engine.families.table import Model
 from worker.engine.lora.merge import NO_CHANGES, LoraChanges
-from worker.engine.networks.linear import TextEncoderLoras
 from worker.engine.passes.begin import LowResolution
-from worker.engine.passes.images import ImageCoder
+from worker.engine.passes.checkpoints import Coders, HeldCheckpoints
+from worker.engine.passes.images import ImageCoder, Vaes
 from worker.engine.passes.upscaling import Upscaling
-from worker.engine.sampler import Inpainting
+from worker.engine.sampler import Inpainting, NoiseStream
 from worker.engine.slots.prepare import PreparedRequest
-from worker.engine.slots.queue import AddedInputs, AssembledLoras, SlotJob, Staged
+from worker.engine.slots.queue import AddedInputs, AssembledLoras, FirstPass, SlotJob, Staged
 
 #: Threads that assemble LoRAs; with a large one for each job, one is not enough.
 _ASSEMBLERS = 3
@@ -52,8 +52,9 @@ class Stager:
     `begin_within` and `try_to_stage` are for the engine's thread.
     """
 
-    def __init__(self, model: Model, control_nets: ControlNets) -> None:
+    def __init__(self, model: Model, control_nets: ControlNets, vaes: Vaes | None = None) -> None:
         self._control_nets = control_nets
+        self._vaes = vaes
         self._device: torch.device = model.unet.device
         self._channels = model.channels
         self._factor = model.factor
@@ -65,13 +66,14 @@ class Stager:
         self._thread = ThreadPoolExecutor(1, "stager")
         self._assemblers = ThreadPoolExecutor(_ASSEMBLERS, "assembler")
         self.room_bytes = math.inf
-        """Memory for ControlNets, and for the LoRAs of jobs that have no slot yet."""
+        """Memory for ControlNets and VAEs, and for the LoRAs of jobs that have no slot yet."""
         self.text_encoder_lock = threading.Lock()
         """Held while LoRAs may be merged into the text encoder."""
 
     def first_with_room(self, jobs: Iterable[SlotJob]) -> list[SlotJob]:
         """The first of *jobs* whose LoRAs have room on the device together; at least one."""
-        room_bytes = max(0.0, self.room_bytes - self._control_nets.held_bytes)
+        held_bytes = self._control_nets.held_bytes + (self._vaes.held_bytes if self._vaes else 0)
+        room_bytes = max(0.0, self.room_bytes - held_bytes)
         taken, first = 0, list[SlotJob]()
         for job in jobs:
             taken += job.prepared.lora_bytes
@@ -199,39 +201,26 @@ class LatentStager(Stager):
         checkpoint: Checkpoint,
         control_nets: ControlNets,
         tiny: AutoencoderTiny | None = None,
+        vaes: Vaes | None = None,
+        checkpoints: HeldCheckpoints | None = None,
     ) -> None:
-        super().__init__(checkpoint, control_nets)
+        super().__init__(checkpoint, control_nets, vaes)
         self._tiny = tiny
+        self._checkpoints = checkpoints
         self._dtype = checkpoint.unet.dtype
         self._family = checkpoint.family
         self._is_inpainting = (
             checkpoint.conditioning_channels > 0 and not checkpoint.family.enlarges_image
         )
-        networks, tokenizer = checkpoint.text_encoders, checkpoint.tokenizer
-        readers = [
-            text.Reader(
-                networks[text_encoder.network],
-                text_encoder.rules,
-                embeddings.NAMES[text_encoder.network],
-            )
-            for text_encoder in self._family.text_encoders
-        ]
-        self._encoder = text.Encoder(readers, tokenizer.bos_token_id, tokenizer.eos_token_id)
-        self._images = ImageCoder(checkpoint.vae)
-        self._text_loras = {
-            network: TextEncoderLoras(text_encoder)
-            for network, text_encoder in checkpoint.text_encoders.items()
-        }
+        self._own = Coders(checkpoint)
+        self._images = self._own.images
 
     def forget(self) -> None:
-        self._encoder.clear()
-        self._images.clear()
-        for each in self._text_loras.values():
-            each.forget()
+        self._own.forget()
 
     def close(self) -> None:
         super().close()
-        for each in self._text_loras.values():
+        for each in self._own.loras.values():
             each.close()
 
     @torch.no_grad()
@@ -240,24 +229,34 @@ class LatentStager(Stager):
         chunks: dict[int, list[Chunk]] = {}
         for job in jobs:
             prepared = job.prepared
-            if not prepared.text_key:
+            if not (prepared.text_key or prepared.checkpoint):
                 by_clip_skip = chunks.setdefault(prepared.request.clip_skip, [])
-                by_clip_skip += itertools.chain.from_iterable(prepared.prompts)
+                by_clip_skip += (chunk for chunks, _ in prepared.texts for chunk in chunks)
         for clip_skip, each in chunks.items():
-            self._encoder.encode_ahead(each, clip_skip)
+            self._own.texts.encode_ahead(each, clip_skip)
 
     @torch.no_grad()
     def _load(self, job: SlotJob, loras: AssembledLoras) -> Staged:
         copied = self._copy(loras["unet"]) if "unet" in loras else None
         changes = NO_CHANGES if copied is None else job.prepared.packs["unet"].of(copied)
-        vectors, mask, added = self._encode(job, loras)
+        other = None
+        if job.prepared.checkpoint is not None and self._checkpoints is not None:
+            other = self._checkpoints.get(job.prepared.checkpoint)
+        vectors, mask, added = self._encode(job, loras, other.coders if other else self._own)
         noise = job.prepared.noise(self._channels, self._factor)
+        coder = self._coder_of(job.prepared, job.prepared.checkpoint)
+        if job.first_pass is not None and job.prepared.begins:
+            before = replace(job.first_pass.staged, loras=copied, changes=changes, coder=coder)
+            before = replace(before, vectors=vectors, mask=mask, added=added, checkpoint=other)
+            self._spend(noise, job.prepared)
+            return replace(before, latents=job.first_pass.latents, noise=noise)
         conditioning: torch.Tensor | None = None
         if (enlarged := job.prepared.enlarged) is not None:
-            drawn = noise.of_image(enlarged.image.shape)
+            drawn = noise.draw(enlarged.image.shape)
             conditioning, added = self._copy_enlarged(enlarged, drawn)
         latents = self._copy(job.prepared.first_latents(noise))
-        original, kept = self._image_of(job), None
+        images = self._coder_of(job.prepared, job.prepared.begun_by) or self._images
+        original, kept = self._image_of(job, images), None
         if original is not None:
             latents = latents + job.prepared.schedule.image_scale * original
             image = job.prepared.image
@@ -267,7 +266,7 @@ class LatentStager(Stager):
         if self._is_inpainting:
             request = job.prepared.request
             # A second pass has no mask: as in AUTOMATIC1111, it sees nothing of the first image.
-            conditioning = self._images.condition(job.prepared.image, request.width, request.height)
+            conditioning = images.condition(job.prepared.image, request.width, request.height)
         return Staged(
             latents,
             vectors,
@@ -279,42 +278,68 @@ class LatentStager(Stager):
             inpainting=kept,
             hints=hints,
             conditioning=conditioning,
+            coder=coder,
+            checkpoint=other,
         )
 
-    def _image_of(self, job: SlotJob) -> torch.Tensor | None:
+    def _spend(self, noise: NoiseStream, prepared: PreparedRequest) -> None:
+        """Draws what the calls have taken that another checkpoint has done before."""
+        spent = torch.empty_like(prepared.first_latents(noise))
+        for _ in range(sum(prepared.schedule.noisy[: prepared.begins])):
+            noise.fill(spent)
+
+    def _coder_of(
+        self, prepared: PreparedRequest, checkpoint: Identity | None
+    ) -> ImageCoder | None:
+        """The VAE of a request or else of a checkpoint; None: the engine's own as it is."""
+        coder = None
+        if prepared.vae is not None and self._vaes is not None:
+            coder = self._vaes.get(prepared.vae)
+        elif checkpoint is not None and self._checkpoints is not None:
+            coder = self._checkpoints.get(checkpoint).coders.images
+        return (coder or self._images).tiling if prepared.request.tiling else coder
+
+    def _image_of(self, job: SlotJob, images: ImageCoder) -> torch.Tensor | None:
         """The latents [4, height, width] that a job begins with beside noise, if any."""
         prepared = job.prepared
         if job.first_pass is not None and prepared.upscaling is not None:
             if self._stream is not None and job.first_pass.drawn is not None:
                 self._stream.wait_event(job.first_pass.drawn)
             tiny = self._tiny if prepared.request.decoder != "Full" else None
-            return self._upscale(job.first_pass.latents, prepared.upscaling, tiny)
+            return self._upscale(job.first_pass, prepared.upscaling, images, tiny)
         if prepared.image is None:
             return None
-        latents = self._images.encode_init(prepared.image)
+        latents = images.encode_init(prepared.image)
         return prepared.image.with_content(latents, prepared.request)
 
     def _upscale(
-        self, latents: torch.Tensor, upscaling: Upscaling, tiny: AutoencoderTiny | None
+        self,
+        drawn: FirstPass,
+        upscaling: Upscaling,
+        images: ImageCoder,
+        tiny: AutoencoderTiny | None,
     ) -> torch.Tensor:
+        latents = drawn.latents
         if upscaling.latent_mode is not None:
             latents = upscaling.enlarge_latents(latents, self._factor)
         else:
-            pixels = self._images.decode(latents, tiny)
-            latents = self._images.encode(upscaling.enlarge_pixels(pixels))
+            pixels = (drawn.staged.coder or self._images).decode(latents, tiny)
+            latents = images.encode(upscaling.enlarge_pixels(pixels))
         return upscaling.crop(latents, self._factor)
 
     def _encode(
-        self, job: SlotJob, loras: AssembledLoras
+        self, job: SlotJob, loras: AssembledLoras, coders: Coders
     ) -> tuple[torch.Tensor, torch.Tensor | None, AddedInputs | None]:
         """Vectors, the mask and the added inputs, if any: see `Staged`."""
         prepared = job.prepared
-        prompts = prepared.prompts
+        texts = prepared.texts
         if not job.batch_key.is_masked:
-            prompts = [prompt * (text.PLAIN_CHUNKS // len(prompt)) for prompt in prompts]
-        with self._loras_merged(prepared, loras):
+            plain = text.PLAIN_CHUNKS
+            texts = [(chunks * (plain // length), plain) for chunks, length in texts]
+        prompts, filled = zip(*texts, strict=True)
+        with self._loras_merged(prepared, loras, coders):
             clip_skip, key = prepared.request.clip_skip, prepared.text_key
-            context = self._encoder.encode(prompts, clip_skip, key)
+            context = coders.texts.encode(prompts, clip_skip, key, filled)
         vectors, added = self._finish(prepared, context)
         if not job.batch_key.is_masked:
             return vectors, None, added
@@ -329,20 +354,27 @@ class LatentStager(Stager):
         """Vectors on the device, in the UNet's type, and its added inputs, if it has any."""
         vectors = context.vectors.to(self._device, self._dtype)
         pooled = context.pooled
-        if self._family.zeroes_empty_negative and not str(prepared.request.negative_prompt):
-            kept = torch.tensor([1, 0], device=vectors.device, dtype=vectors.dtype)[: len(vectors)]
+        if self._family.zeroes_empty_negative and not any(prepared.text_rows[-1].texts):
+            ones = sum(len(row.texts) for row in prepared.text_rows[:-1])
+            kept = (torch.arange(len(vectors), device=vectors.device) < ones).to(vectors.dtype)
             vectors = vectors * kept[:, None, None]
             pooled = None if pooled is None else pooled * kept.to(pooled)[:, None]
         if pooled is None:
             return vectors, None
-        sizes = table.size_ids(*prepared.told_size).expand(len(vectors), -1)
+        # As AUTOMATIC1111 tells SDXL: of a second pass, the size before the rest is cut off.
+        size = prepared.request.width, prepared.request.height
+        if prepared.upscaling is not None:
+            size = prepared.upscaling.size
+        sizes = table.size_ids(*size).expand(len(vectors), -1)
         return vectors, (pooled.to(self._device, self._dtype), self._copy(sizes))
 
     @contextlib.contextmanager
-    def _loras_merged(self, prepared: PreparedRequest, loras: AssembledLoras) -> Iterator[None]:
+    def _loras_merged(
+        self, prepared: PreparedRequest, loras: AssembledLoras, coders: Coders
+    ) -> Iterator[None]:
         """The text encoders with a request's LoRAs merged in."""
         with contextlib.ExitStack() as merged:
-            for network, own in self._text_loras.items():
+            for network, own in coders.loras.items():
                 flat = loras[network].to(own.device, non_blocking=True)
                 merged.enter_context(own.merged(prepared.packs[network].of(flat).stacked))
             yield

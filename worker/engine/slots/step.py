@@ -3,8 +3,6 @@
 Each lane has tensors of its own, compiled where that pays.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -22,10 +20,10 @@ from worker.engine.networks.transformer import Call, SlotNetwork, SlotState
 from worker.engine.networks.unet import SlotUnet
 from worker.engine.slots.memory import WEIGHT_MODES, WeightMode
 from worker.engine.slots.parts import Parts
-from worker.engine.slots.paying import Kind, Outlook
+from worker.engine.slots.paying import Kind, Outlook, Wanted
 from worker.engine.slots.queue import BatchKey, SlotJob
 
-#: The column of the guidance scale, after the sampler's own columns.
+#: The first column of the guidance scales, after the sampler's own; as many as a slot has rows.
 _GUIDANCE = sampler.COLUMNS
 
 #: Ticks that may wait for the one that the GPU is at. One hides the host's own work. For a third
@@ -48,8 +46,8 @@ def tick(
 ) -> None:
     """One UNet call and one sampler step of all slots, in place.
 
-    Rows 2 * slot and 2 * slot + 1 of the output are a slot's prompt (cond) and negative prompt
-    (uncond); slots with one row take the prompt's output as it is.
+    Of a slot's rows in the output, the last is its negative prompt's (uncond), to which each other
+    adds its scale of what it differs by; slots with one row take the prompt's output as it is.
     """
     coefficients = state.rows[:, : sampler.COLUMNS]
     image = sampler.Inpainting(state.kept, state.original)
@@ -59,19 +57,23 @@ def tick(
         x = x.contiguous(memory_format=torch.channels_last)
     times = coefficients[:, sampler.TIMESTEP]
     slots = len(x) if weight_mode == "per_slot_convolutions" else 0
-    scales, is_per_slot = state.rows[:, _GUIDANCE], weight_mode != "shared"
-    call = Call(state.context, state.mask, is_per_slot, slots, state.slot_rows, scales)
+    controlled = _GUIDANCE + state.slot_rows
+    scales, is_per_slot = state.rows[:, _GUIDANCE:controlled], weight_mode != "shared"
+    rows, guidance = state.slot_rows, scales[:, 0]
+    call = Call(state.context, state.mask, is_per_slot, slots, rows, guidance, state.tiles)
     steering: Sequence[torch.Tensor] = ()
     if controls:
-        steering = residuals(controls, x, times, state.mask, state.rows[:, _GUIDANCE + 1 :])
+        steering = residuals(controls, x, times, state.mask, state.rows[:, controlled:])
     if state.conditioning is not None:
         x = torch.cat([x, state.conditioning], dim=1)
-    guided, uncond = unet(x, times, call, state.added, steering).float(), None
-    if state.slot_rows > 1:
-        cond, uncond = guided.unflatten(0, (-1, 2)).unbind(dim=1)
-        guided = uncond + scales[:, None, None, None] * (cond - uncond)
+    output = unet(x, times, call, state.added, steering).float()
+    *conds, uncond = output.unflatten(0, (-1, state.slot_rows)).unbind(dim=1)
+    guided = uncond
+    for cond, scale in zip(conds, scales.T[..., None, None, None], strict=False):
+        guided = guided + scale * (cond - uncond)
+    unguided = uncond if conds else None
     stepped, remembered = sampler.step(
-        coefficients, state.latents, guided, state.history, state.noise, image, uncond
+        coefficients, state.latents, guided, state.history, state.noise, image, unguided
     )
     state.latents.copy_(stepped)
     state.history.copy_(remembered)
@@ -141,6 +143,12 @@ class Step:
     """The UNet and the ControlNets."""
     compiled: dict[WeightMode, Compiled] = field(default_factory=dict)
     is_compiling: bool = False
+    wanted: Wanted = field(default_factory=Wanted)
+
+    def mode_for(self, wanted: WeightMode) -> WeightMode:
+        """The compiled mode that serves instead of another; that one itself if none does."""
+        serving = WEIGHT_MODES[WEIGHT_MODES.index(wanted) :]
+        return next((mode for mode in serving if mode in self.compiled), wanted)
 
     @property
     def is_kept(self) -> bool:
@@ -148,7 +156,6 @@ class Step:
         return self.is_compiling or bool(self.compiled)
 
     def forget_compiled(self) -> None:
-        """Frees what is compiled."""
         for each in self.compiled.values():
             each.release()
         self.compiled.clear()
@@ -178,7 +185,7 @@ class StepRunner:
         self._pool = parts.pool
         self._copied: deque[torch.cuda.Event] = deque()
         self._compiled: dict[BatchKey, Step] = {}
-        self._to_compile: set[Kind] = set()
+        self._to_compile: set[tuple[BatchKey, WeightMode | None]] = set()
         self._uncompiled_seconds = 0.0
         self._dropped_recompiles = 0
 
@@ -191,7 +198,6 @@ class StepRunner:
     def make_step(
         self, batch_key: BatchKey, slots: int, networks: Sequence[SlotControlNet]
     ) -> Step:
-        """Makes a step with the key's ControlNets."""
         state = self.make_slot_state(batch_key, slots)
         sides, context = state.latents.shape[2:], state.context.shape
         for network in networks:
@@ -209,7 +215,7 @@ class StepRunner:
         if self.may_compile and not job.urgent:
             if is_first:
                 self.outlook.begin()
-            calls = Counter(plain.at(job.prepared, call) for call in range(job.calls))
+            calls = Counter(plain.at(job.prepared, call) for call in range(job.call, job.calls))
             for key, count in calls.items():
                 work = count * key.slot_rows * key.width * key.height
                 self.outlook.add(Kind(key, changes), work)
@@ -223,9 +229,10 @@ class StepRunner:
         can_compile = self._backend is not None and bool(self._compiled_modes)
         return can_compile and self.paused_for is None
 
-    def request(self, batch_key: BatchKey, *, convolutions: bool = False) -> None:
-        """Has a key compiled whether or not it pays; *convolutions*: changes of them as well."""
-        self._to_compile |= {Kind(batch_key), Kind(batch_key, convolutions)}
+    def request(self, batch_key: BatchKey, *, in_all_modes: bool = False) -> None:
+        """Has a key compiled whether or not it pays, so that any job can run in it."""
+        modes = self._modes(batch_key) if in_all_modes else []
+        self._to_compile |= {(batch_key, mode) for mode in [None, *modes]}
 
     def should_compile(self, batch_key: BatchKey) -> bool:
         if not self.may_compile or batch_key.is_rare:
@@ -233,46 +240,46 @@ class StepRunner:
         if step := self._compiled.get(batch_key):
             return bool(self.missing_modes(step))
         has_room = len(self._compiled) < min(self.max_compiled, _MAX_COMPILED_KEYS)
-        return Kind(batch_key) in self._to_compile or (has_room and self._pays(batch_key))
+        return (batch_key, None) in self._to_compile or (has_room and self._pays(batch_key))
 
     def missing_modes(self, step: Step) -> list[WeightMode]:
-        """The modes to compile, the first of which any job can run in.
-
-        The one with changes of convolutions once that pays.
-        """
+        """The modes to compile: first one that any job can run in, then what pays beside it."""
         if not self.may_compile:
             return []
-        key = step.batch_key
-        modes: list[WeightMode] = []
-        if not step.compiled or Kind(key) in self._to_compile:
-            modes += self._modes(step)
-        kind = Kind(key, convolutions=True)
-        pays = kind in self._to_compile or self.outlook.pays(kind, 1, self.costs)
-        if self._unet.changes.exist and pays:
-            modes.append("per_slot_convolutions")
-        return [each for each in modes if each not in step.compiled]
+        key, modes = step.batch_key, self._modes(step.batch_key)
+        serves = step.mode_for(modes[0]) in step.compiled
+        missing = [] if serves else [self._first_mode(step, modes)]
+        missing += [
+            mode
+            for mode in modes
+            if (key, mode) in self._to_compile or self._pays_beside(step, mode)
+        ]
+        return [mode for mode in dict.fromkeys(missing) if mode not in step.compiled]
 
     def _pays(self, batch_key: BatchKey) -> bool:
-        """Whether compiling a key pays, its VAE call included."""
-        graphs = 2 if self._is_shared(batch_key) else len(self._compiled_modes) + 1
-        return any(
-            self.outlook.pays(Kind(batch_key, bool(more)), graphs + more, self.costs)
-            for more in (0, 1)
-        )
+        """Whether compiling a key pays, in one mode and with its VAE call."""
+        kinds = (Kind(batch_key, changes) for changes in (False, True))
+        return any(self.outlook.pays(kind, 2, self.costs) for kind in kinds)
 
-    def _is_shared(self, batch_key: BatchKey) -> bool:
-        return batch_key.is_plain and self._unet.weights != "reloaded"
+    def _pays_beside(self, step: Step, mode: WeightMode) -> bool:
+        """Whether a mode saves more than it costs, where another serves its ticks or none does."""
+        kind, instead = Kind(step.batch_key, mode == WEIGHT_MODES[-1]), step.mode_for(mode)
+        if instead not in step.compiled:
+            return kind.convolutions and self.outlook.pays(kind, 1, self.costs)
+        saved = 1 - self.costs.seconds(mode) / self.costs.seconds(instead)
+        return self.outlook.pays(kind, 1, self.costs, saved * step.wanted[mode])
 
-    def _modes(self, step: Step) -> Sequence[WeightMode]:
-        """What is compiled of a step from the start."""
-        return ("shared",) if self._is_shared(step.batch_key) else self._compiled_modes
+    def _modes(self, batch_key: BatchKey) -> list[WeightMode]:
+        """The modes that the jobs of a key may need; in the first, any without convolutions."""
+        if batch_key.is_plain and self._unet.weights != "reloaded":
+            return ["shared"]
+        return [*self._compiled_modes, *WEIGHT_MODES[-1:] * self._unet.changes.exist]
 
-    def can_run(self, step: Step, weight_mode: WeightMode) -> bool:
-        """False if another mode should run, since that is compiled and this one is not.
-
-        Each slot's own weights have no other mode.
-        """
-        return weight_mode != "shared" or not step.compiled or weight_mode in step.compiled
+    def _first_mode(self, step: Step, modes: Sequence[WeightMode]) -> WeightMode:
+        """The mode that serves all of a step's ticks until another pays."""
+        slots, with_changes = len(step.state.latents), WEIGHT_MODES[-1]
+        is_often = self.outlook.often_changes_convolutions(step.batch_key, slots)
+        return with_changes if is_often and with_changes in modes else modes[0]
 
     @torch.no_grad()
     def run(self, step: Step, weight_mode: WeightMode, slots: int) -> None:
@@ -328,18 +335,10 @@ class StepRunner:
             compiled()
             if self._device.type == "cuda":
                 compiled.time_launch()
-            ran = {**step.compiled, weight_mode: compiled}
-            if weight_mode not in WEIGHT_MODES:
-                self._time({weight_mode: compiled})
-            elif all(each in ran for each in self._modes(step)):
-                self._time({each: ran[each] for each in self._modes(step)})
+            self._time({weight_mode: compiled, **step.compiled})
         step.compiled[weight_mode] = compiled
         self._compiled[step.batch_key] = step
-        self._to_compile.add(Kind(step.batch_key))
-
-    def note_compiled(self, seconds: float, graphs: int) -> None:
-        """What compiling has taken tells what more of it will."""
-        self.costs = replace(self.costs, graph_seconds=seconds / max(1, graphs))
+        self._to_compile.add((step.batch_key, None))
 
     def resume(self) -> None:
         """Compiles again, once it pays: the memory may soon be needed again."""
@@ -349,9 +348,9 @@ class StepRunner:
 
     def put_off(self, batch_key: BatchKey) -> None:
         """Compiles a key only after a while: the memory did not suffice."""
-        for kind in (Kind(batch_key), Kind(batch_key, convolutions=True)):
-            self._to_compile.discard(kind)
-            self.outlook.start_over(kind)
+        self._to_compile = {each for each in self._to_compile if each[0] != batch_key}
+        for convolutions in (False, True):
+            self.outlook.start_over(Kind(batch_key, convolutions))
 
     def drop(self, step: Step) -> None:
         """Compiles nothing any more, since a compiled tick failed; other steps stay."""
@@ -374,7 +373,8 @@ class StepRunner:
                 self._dropped_recompiles += compiled.recompiles
                 compiled.release()
                 self.outlook.start_over(Kind(step.batch_key, convolutions=True))
-        self._to_compile = {each for each in self._to_compile if not each.convolutions}
+        self._compiled = {key: step for key, step in self._compiled.items() if step.compiled}
+        self._to_compile = {each for each in self._to_compile if each[1] != modes[0]}
 
     def reset(self) -> None:
         """Forgets all compiled steps; their keys are compiled again."""
@@ -402,7 +402,7 @@ class StepRunner:
         return SlotState(
             latents=zeros(*shape),
             history=zeros(sampler.HISTORY, *shape),
-            rows=zeros(slots, model.columns + 1 + len(batch_key.controls)),
+            rows=zeros(slots, sampler.COLUMNS + batch_key.slot_rows + len(batch_key.controls)),
             noise=zeros(*shape),
             kept=zeros(slots, 1, *sides),
             original=zeros(*shape),
@@ -412,16 +412,19 @@ class StepRunner:
             if unet.added_width
             else None,
             conditioning=conditioning,
+            tiles=batch_key.tiles,
         )
 
     def _time(self, compiled: Mapping[WeightMode, Compiled]) -> None:
+        """Times modes, all at the same heat; others are taken to differ as they did before."""
         if self._device.type == "cuda":
-            seconds = {
-                f"{weight_mode}_seconds": fastest_seconds(each, _TIMED_TICKS)
-                for weight_mode, each in compiled.items()
-            }
-            self.costs = replace(self.costs, **seconds)
-            if self._uncompiled_seconds and "shared" in compiled:
+            timed = {mode: fastest_seconds(each, _TIMED_TICKS) for mode, each in compiled.items()}
+            mode, seconds = next(iter(timed.items()))
+            factor = seconds / self.costs.seconds(mode)
+            for each in WEIGHT_MODES:
+                seconds = timed.get(each, factor * self.costs.seconds(each))
+                self.costs = replace(self.costs, **{f"{each}_seconds": seconds})
+            if self._uncompiled_seconds:
                 saved = 1 - self.costs.shared_seconds / self._uncompiled_seconds
                 self.costs = replace(self.costs, saved_share=max(0.0, saved))
 

@@ -7,8 +7,6 @@ An engine takes another checkpoint of the same architecture by copying its weigh
 that it has: whatever is compiled for them goes on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,10 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from imagefleet.files.safetensors import Identity
 from worker.engine import checksums
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.kernels.layers import Upsampler
 from worker.engine.lora import merge
+from worker.engine.passes.checkpoints import HeldCheckpoint
 from worker.engine.slots import queue
 from worker.engine.slots.lane import Lane
 from worker.engine.slots.parts import Parts
@@ -45,10 +45,13 @@ class Weights:
         self.merged: merge.LoraKey | None = ()
         """What is merged into the shared weights; None if unknown."""
         self._unet = unet = parts.unet
+        self._original, self._checkpoints = parts.model.unet, parts.checkpoints
+        # Whose weights are in place of the engine's own, which that one keeps meanwhile.
+        self._other: HeldCheckpoint | None = None
         self._merger = parts.merger
         self._runner = runner
         self._stager = parts.stager
-        self._folds = parts.settings.backend is not None
+        self._folds = parts.settings.backend is not None or unet.device.type == "cuda"
         # The lane whose jobs' weights are in each block.
         self._loaded: dict[int, Lane] = {}
         # Reloaded: what the slot's weights are made of; None if unknown.
@@ -79,6 +82,20 @@ class Weights:
         if self._folds:
             self._unet.fold()
 
+    def use(self, checkpoint: Identity | None) -> None:
+        """Exchanges all weights for those of another checkpoint, or for the engine's own again."""
+        following = None
+        if checkpoint is not None and self._checkpoints is not None:
+            following = self._checkpoints.get(checkpoint)
+        if following is self._other:
+            return
+        self.merged = None  # unknown until it is done: it may fail halfway
+        self._merge_and_time(())
+        for each in filter(None, (self._other, following)):
+            each.exchange(self._original)
+            self._other = each if each is following else None
+            self.renew()
+
     def choose_mode(self, lane: Lane, step: Step, active: Iterable[SlotJob]) -> None:
         """Sets a lane's weight mode, and the shared weights; *active*: the jobs in all slots."""
         jobs = lane.active.values()
@@ -99,23 +116,29 @@ class Weights:
             lane.weight_mode, to_merge = queue.choose_mode(
                 keys, self.merged, ticks, costs, convolutions=changes
             )
-            if not self._runner.can_run(step, lane.weight_mode):
-                lane.weight_mode, to_merge = queue.own_mode(changes), ()
+        step.wanted.note(lane.weight_mode)
+        lane.weight_mode = step.mode_for(lane.weight_mode)
+        if lane.weight_mode != "shared":
+            to_merge = ()
         if to_merge != self.merged:
             loras = next(job.prepared.loras["unet"] for job in jobs) if to_merge else ()
             self.merged = None  # unknown until it is done: it may fail halfway
             self._merge_and_time(loras)
             self.merged = to_merge
 
-    def make_room(self, lane: Lane, active: Iterable[SlotJob]) -> None:
-        """Makes room for a lane's changes of convolutions; if it grows, all are loaded again."""
+    def make_room(self, lane: Lane, held: Iterable[SlotJob]) -> None:
+        """Makes room for a lane's changes of convolutions; if it grows, all are loaded again.
+
+        Then for those of all jobs *held*, so that less often is compiled anew.
+        """
         needed = [each for job in lane.active.values() for each in job.ranks.items()]
         if self._unet.changes.has_room(needed):
             return
         self._runner.drop_convolutions()
-        self._unet.changes.grow(needed)
+        jobs = list(held)
+        self._unet.changes.grow(each for job in jobs for each in job.ranks.items())
         self._held = None
-        for job in active:
+        for job in jobs:
             job.has_weights = job.has_weights and not job.ranks
 
     def load(self, lane: Lane) -> None:
@@ -134,10 +157,11 @@ class Weights:
             if not job.has_weights and job.staged is not None:
                 self._unet.load_slot(slot, self._stager.changes_of(job))
                 job.has_weights = True
-                job.staged = replace(job.staged, loras=None, changes=merge.NO_CHANGES)
+                job.forget_loras()
 
     def without_own(self) -> dict[str, torch.Tensor]:
-        """What a slot that is reloaded computes with, by network and path, with no job's LoRAs."""
+        """What a slot that is reloaded computes with, by path, once all is the checkpoint's own."""
+        self.use(None)
         if not self._is_reloaded:
             return {}
         self._hold(_Held(self.merged, ()))
@@ -178,7 +202,7 @@ class Weights:
             self._hold(_Held(self.merged, own), job)
             if self._stream is not None and job.staged.loras is not None:
                 job.staged.loras.record_stream(self._stream)
-            job.staged = replace(job.staged, loras=None, changes=merge.NO_CHANGES)
+            job.forget_loras()
 
     def _hold(self, needed: _Held, job: SlotJob | None = None) -> None:
         """Loads the only slot, with the LoRAs of a *job*, unless it holds what is *needed*."""
@@ -261,13 +285,15 @@ def _configuration(network: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def exchange(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
-    """Copies the weights of *other* into the networks of *checkpoint*.
-
-    Returns the other one with these networks.
-    """
+    """Copies the weights of *other* into *checkpoint*'s networks; returns *other* with these."""
     own, new = (checksums.named_parameters(each.networks) for each in (checkpoint, other))
     for name, tensor in own.items():
         tensor.copy_(new[name])
+    for name, network in checkpoint.text_encoders.items():
+        for own_numbers, numbers in zip(
+            network.buffers(), other.text_encoders[name].buffers(), strict=True
+        ):
+            own_numbers.copy_(numbers)
     for module in checkpoint.vae.modules():
         if isinstance(module, Upsampler):
             module.fold()

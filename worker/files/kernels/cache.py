@@ -4,8 +4,6 @@ Compiling waits for them, drawing does not. Whatever goes wrong is one line in t
 then compiles, as it does without them. What it compiles it stores for others, where it may.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib
@@ -33,6 +31,7 @@ from imagefleet.signing import SigningKey, TrustedKeys, trusted_keys
 from imagefleet.storage import protocol
 from imagefleet.telemetry import logs
 from worker import replica, tasks
+from worker.engine import phases
 from worker.files import manifest, model
 from worker.files.disk_cache import DiskCache
 from worker.files.kernels import archive
@@ -101,12 +100,9 @@ class KernelCache:
     ) -> None:
         """Fetches as `fetch`, again before each compilation, and stores what is compiled here."""
         self._loop = asyncio.get_running_loop()
-        try:
-            others = await self.fetch(blobs, image, trusted)
-            sharing = [self._share(others, signing)] if shares else []
-            await concurrency.gather(self._keep_up(others), *sharing)
-        finally:
-            self.give_up()
+        others = await self.fetch(blobs, image, trusted)
+        sharing = [self._share(others, signing)] if shares else []
+        await concurrency.gather(self._keep_up(others), *sharing)
 
     async def fetch(
         self,
@@ -122,7 +118,8 @@ class KernelCache:
         """
         others = self._others = SharedKernels(blobs, self.folder, self.key, trusted, retry_policy)
         with self._fetching():
-            async with DiskCache(self.folder).lock():  # another worker may be fetching them
+            # Another worker may be fetching them.
+            async with DiskCache(self.folder).fetching("kernels", seconds=-1):
                 origin = await self._find(others, image, trusted)
             if origin is not None:
                 self._settle(origin)
@@ -138,7 +135,8 @@ class KernelCache:
 
         As far as its kernels are not there; for any thread.
         """
-        self._await_stored(what)
+        with phases.timed("kernels"):
+            self._await_stored(what)
         with by_one_first(self.folder, self._named(what)):
             before = self._graphs()
             yield
@@ -183,10 +181,11 @@ class KernelCache:
         """Fetches what has appeared, whenever something is about to be compiled."""
         while True:
             await self._asked.wait()
+            self._asked.clear()  # before, so that what is asked meanwhile is looked for again
             with self._fetching():
                 await self._fetch_shared(others)
-            self._asked.clear()
-            self._is_settled.set()
+            if not self._asked.is_set():
+                self._is_settled.set()
 
     async def _fetch_shared(self, others: SharedKernels) -> None:
         if await others.fetch() and self.origin != "compiled":
@@ -236,7 +235,11 @@ class KernelCache:
             else:
                 self._mark()
                 return "image"
-        found = await stored.retry_policy.call(lambda: find_sha256(stored.blobs, name, trusted))
+        listed = Manifest.stored(stored.blobs, KERNELS, trusted)
+        try:
+            found = await stored.retry_policy.call(lambda: listed.sha256(name))
+        except errors.MissingFileError:
+            return None
         if found is None:
             return None
         await stored.get(name, found, f"{KERNELS.folder}/{manifest.NAME}")
@@ -329,16 +332,6 @@ def use_folder(cache: Path, key: Key) -> Path:
     os.environ[TORCH_FOLDER] = str(folder)
     os.environ.setdefault(TRITON_FOLDER, str(folder / "triton"))
     return folder
-
-
-async def find_sha256(
-    blobs: protocol.BlobStore, name: str, trusted: TrustedKeys | None
-) -> str | None:
-    """The hash that the storage's list states, or None; raises as `Manifest.sha256`."""
-    try:
-        return await Manifest.stored(blobs, KERNELS, trusted).sha256(name)
-    except errors.MissingFileError:
-        return None
 
 
 @contextlib.contextmanager

@@ -57,7 +57,8 @@ class SharedKernels:
     async def fetch(self) -> bool:
         """Unpacks what has appeared since; returns whether anything has. Raises FleetError."""
         has_new = False
-        async with DiskCache(self._folder).lock():  # another worker may be fetching the same
+        # Another worker may be fetching the same.
+        async with DiskCache(self._folder).fetching("kernels", seconds=-1):
             while found := await self._appeared():
                 for number, record in found:
                     try:

@@ -1,7 +1,5 @@
 """Fields of img2img, the second pass and ControlNets: each wrong value is refused by its name."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -9,7 +7,7 @@ import pytest
 
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
-from imagefleet.job.passes import img2img
+from imagefleet.job.passes import hires, img2img
 from imagefleet.job.passes.fields import Pass
 
 UNIT = {"image": "a.png", "model": "canny"}
@@ -90,11 +88,12 @@ def test_mask_blur_is_both_of_its_parts() -> None:
         ("hr_second_pass_steps", 151, "less than or equal to 150"),
         ("hr_sampler_name", "Hoin", "unknown sampler 'Hoin'"),
         ("hr_scheduler", "Beat", "unknown scheduler 'Beat'"),
-        ("hr_prompt", "[a|b]", "alternation"),
-        ("hr_prompt", "a <lora:x:1>", "its LoRAs should be those of the prompt"),
+        ("hr_prompt", "a AND " * 8, "joins 9"),
         ("hr_prompt", 7, "should be a valid string"),
-        ("hr_negative_prompt", "[a:b:0.5]", "editing"),
-        ("hr_checkpoint_name", "x", "not supported"),
+        ("hr_negative_prompt", "[" * 33 + "a" + ":5]" * 33, "32 deep"),
+        ("hr_checkpoint_name", "a/x:y", "without a path"),
+        ("refiner_checkpoint", "a/..", "without a path"),
+        ("override_settings", {"hires_fix_refiner_pass": "first pass"}, "not supported"),
         ("firstpass_image", "x", "not supported"),
         ("hr_cfg", 5, "not supported"),
     ],
@@ -134,15 +133,43 @@ def test_a_second_pass_of_another_ratio_is_cut() -> None:
     assert "2048x512 pixels, of 2048x3072; 64 to 2048 a side" in message
 
 
-def test_sizes_between_whole_cells_are_refused_where_the_engine_would_enlarge_to_others() -> None:
-    fields = {"enable_hr": True, "width": 512, "height": 520}
-    for upscaler in ("Latent", "R-ESRGAN 4x+"):
-        job = read(**fields, hr_scale=1.5, hr_upscaler=upscaler)
-        assert job.final_size == (768, 776), "of 768x780, whose latent has 97 rows"
-    assert read(**fields, hr_scale=1.3).final_size == (664, 672)
-    assert "664x672 pixels, of 665x676, which has another ratio" in refusal(
-        **fields, hr_scale=1.3, hr_upscaler="Lanczos"
-    )
+@pytest.mark.parametrize(
+    ("size", "fields", "whole"),
+    [
+        ((512, 520), {"hr_scale": 1.3}, (665, 676)),
+        ((515, 775), {"hr_scale": 1.5}, (772, 1162)),
+        ((515, 775), {"hr_resize_x": 1001}, (1001, 1506)),
+        ((515, 775), {"hr_resize_x": 1001, "hr_resize_y": 1203}, (1001, 1506)),
+    ],
+)
+def test_sizes_between_whole_cells_are_rounded_down_in_the_latent_alone(
+    size: tuple[int, int], fields: dict[str, Any], whole: tuple[int, int]
+) -> None:
+    job = read(enable_hr=True, width=size[0], height=size[1], **fields)
+    found, final = hires.sizes_after(job, size)
+    assert found == whole
+    # `truncate_x` and `truncate_y`, of which more than half a cell may be left
+    excess = [whole[at] - job.hr_resize_y * at - job.hr_resize_x * (1 - at) for at in (0, 1)]
+    cut = [each // 8 for each in excess] if job.hr_resize_x and job.hr_resize_y else [0, 0]
+    assert final == job.final_size == tuple(8 * (whole[at] // 8 - cut[at]) for at in (0, 1))
+
+
+def test_an_image_has_whole_cells_of_the_size_that_is_asked_for() -> None:
+    assert read(width=515, height=775).final_size == (512, 768)
+    assert read(width=515).final_size == (515, None)
+
+
+def test_the_loras_of_the_second_pass_are_those_of_its_own_prompt() -> None:
+    words, others = "a <lora:x:1> <lora:y:1>", "b <lora:y:1> <lora:x:0.5>"
+    job = read(prompt=words, enable_hr=True, hr_prompt=others)
+    assert [(each.name, each.unet_weight) for each in job.loras] == [
+        *[("x", 1.0), ("y", 1.0)],
+        ("x", 0.5),
+    ]
+    second, _ = job.hires_prompts
+    assert second is not None
+    assert [each.unet_weight for each in second.loras] == [1.0, 0.5]
+    assert read(prompt=words, hr_prompt=others).loras == job.parsed_prompt.loras
 
 
 def test_a_pass_without_guidance_takes_one_row_a_call() -> None:
@@ -150,6 +177,27 @@ def test_a_pass_without_guidance_takes_one_row_a_call() -> None:
     job = read(cfg_scale=2, enable_hr=True, hr_prompt="a cat:0.5")
     assert [each.rows for each in job.passes(64, 64)] == [2, 1]
     assert read(prompt="a cat:0.5", cfg_scale=2).passes(64, 64)[0].rows == 1, "2 x 0.5"
+    assert read(prompt="a AND b AND c").passes(64, 64)[0].rows == 4
+    assert read(prompt="a:.5 AND b:.25", cfg_scale=1).passes(64, 64)[0].rows == 3
+    assert read(prompt="a:.75 AND b:.25", cfg_scale=1).passes(64, 64)[0].rows == 2
+    job = read(prompt="a AND b", hr_prompt="a AND b AND c", enable_hr=True)
+    assert [each.rows for each in job.passes(64, 64)] == [3, 4]
+
+
+def test_a_second_pass_counts_its_steps_from_those_of_the_first() -> None:
+    words = {"prompt": "[a:b:0.5] [c:d:12] [e:f:1.5]", "negative_prompt": "[g:h:1.5]", "steps": 10}
+    job = read(**words, enable_hr=True, hr_second_pass_steps=4, hr_sampler_name="Heun")
+    first, second = job.parsed_prompt, job.hires_prompts[0]
+    assert second is not None
+    assert job.hires_prompts[1] is not None
+    assert [(each.until, each.text) for each in first.states] == [(5, "a c e"), (10, "b c e")]
+    assert [(each.until, each.text) for each in second.states] == [
+        (2, "b c e"),
+        (4, "b d e"),
+        (8, "b d f"),
+    ]
+    assert [each.until for each in job.hires_prompts[1].states] == [4, 8]
+    assert read(prompt="(a:1.2)", enable_hr=True).hires_prompts == (None, None)
 
 
 def test_a_second_pass_without_strength_is_enlarging_alone() -> None:
@@ -194,8 +242,11 @@ def test_the_files_and_prompts_of_the_second_pass() -> None:
         ({**UNIT, "guidance_start": 0.6, "guidance_end": 0.5}, "is greater than guidance_end"),
         ({**UNIT, "resize_mode": "Stretch"}, "resize_mode: should be 'Just Resize'"),
         ({**UNIT, "resize_mode": [1]}, "resize_mode: should be 'Just Resize'"),
-        ({**UNIT, "module": "canny"}, "module: 'none' only: a preprocessor is not supported"),
-        ({**UNIT, "control_mode": "ControlNet is more important"}, "control_mode: 'Balanced' only"),
+        ({**UNIT, "module": "canny"}, "module is not supported, but for 'none'"),
+        (
+            {**UNIT, "control_mode": "ControlNet is more important"},
+            "control_mode is not supported, but for 'Balanced'",
+        ),
         ({**UNIT, "mask": "a.png"}, "mask is not supported"),
         ({**UNIT, "wieght": 1}, "wieght: unknown key"),
         ("canny", "should be an object"),
@@ -263,18 +314,44 @@ def test_controlnets_are_refused_where_their_map_would_need_another_size(
     assert reason in message
 
 
-@pytest.mark.parametrize("name", sorted(img2img.NEUTRAL_SETTINGS))
-def test_settings_of_img2img_matter_in_img2img_alone(name: str) -> None:
-    settings = {name: 0.123}
+def test_extra_noise_is_of_img2img_and_of_the_second_pass() -> None:
+    settings = {"img2img_extra_noise": 0.1}
+    for fields in ({"init_images": ["a.png"]}, {"enable_hr": True}):
+        job = read(**fields, override_settings=settings)
+        assert job == read(**fields, img2img_extra_noise=0.1)
+        assert job.sampler_options.extra_noise == 0.1
+    settings = {"img2img_extra_noise": 2}
+    assert "less than or equal to 1" in refusal(enable_hr=True, override_settings=settings)
     assert read(override_settings=settings) == read()
-    message = refusal(init_images=["a.png"], override_settings=settings)
-    assert message.startswith(f"override_settings.{name} is not supported")
-    for value in img2img.NEUTRAL_SETTINGS[name]:
-        job = read(init_images=["a.png"], override_settings={name: value})
-        assert job == read(init_images=["a.png"])
 
 
-def test_settings_of_the_second_pass_matter_there_alone() -> None:
-    settings = {"hires_fix_use_firstpass_conds": True}
-    assert read(override_settings=settings) == read()
-    assert "hires_fix_use_firstpass_conds" in refusal(enable_hr=True, override_settings=settings)
+def test_the_format_of_the_server_is_that_of_the_output() -> None:
+    for name, kind in {"jpg": "jpeg", "JPEG": "jpeg", "png": "png", "webp": "webp"}.items():
+        job = read(override_settings={"samples_format": name})
+        assert (job.output.format, job.output.quality) == (kind, 90 if kind == "png" else 80)
+    assert (
+        read(override_settings={"samples_format": "jpg", "jpeg_quality": 95}).output.quality == 95
+    )
+    assert "output" in refusal(override_settings={"samples_format": "gif"})
+
+
+def test_null_is_the_default_of_what_extensions_leave_empty() -> None:
+    names = ("seed", "steps", "cfg_scale", "batch_size", "n_iter")
+    assert read(**dict.fromkeys(names)) == read()
+
+
+def test_a_subseed_counts_only_with_the_extras_of_seeds() -> None:
+    variation = {"seed": 1, "subseed": 2, "subseed_strength": 0.5}
+    assert read(**variation, seed_enable_extras=True) == read(**variation)
+    assert read(**variation, seed_enable_extras=False) == read(seed=1)
+
+
+def test_scripts_that_the_page_always_records_are_taken_while_they_change_nothing() -> None:
+    off = {
+        "API payload": {"args": []},
+        "Refiner": {"args": [False, "", 0.8]},
+        "Seed": {"args": [7, False, -1, 0, 0, 0]},
+    }
+    assert read(seed=7, alwayson_scripts=off) == read(seed=7)
+    for name, args in {"Refiner": [True, "x", 0.8], "Seed": [8, False], "Dynamic": []}.items():
+        assert repr(name) in refusal(seed=7, alwayson_scripts={name: {"args": args}})

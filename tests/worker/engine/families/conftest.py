@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -9,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import (
+    AutoencoderTiny,
     EulerAncestralDiscreteScheduler,
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
@@ -16,6 +15,7 @@ from diffusers import (
 from PIL import Image
 from transformers import CLIPTokenizer
 
+import a1111
 from families import tiny_families
 from imagefleet.job import clip
 from worker.engine import checkpoint as checkpoints
@@ -60,7 +60,7 @@ def family_engine(family_folder: Any) -> Callable[[str], Any]:
 
 @pytest.fixture(scope="session")
 def family_pipeline(family_folder: Any) -> Callable[..., Any]:
-    """The pipeline of a family in diffusers, in float32."""
+    """The pipeline of a family in diffusers, in float32, with AUTOMATIC1111's sizes."""
 
     def build(family: str) -> Any:
         folder = family_folder(family)
@@ -87,9 +87,30 @@ def family_pipeline(family_folder: Any) -> Callable[..., Any]:
                 feature_extractor=None,
             )
         pipeline.set_progress_bar_config(disable=True)
+        a1111.resize_last(pipeline.unet)
         return pipeline
 
     return cache(build)
+
+
+@pytest.fixture
+def build_taesd(tmp_path: Path) -> Any:
+    """Random weights; *blocks*: each but the first doubles the sides."""
+
+    def build(blocks: int = 2) -> Path:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            widths, counts = (8,) * blocks, (1,) * blocks
+            tiny = AutoencoderTiny(
+                encoder_block_out_channels=widths,
+                decoder_block_out_channels=widths,
+                num_encoder_blocks=counts,
+                num_decoder_blocks=counts,
+            )
+        tiny.save_pretrained(tmp_path / f"taesd-{blocks}")
+        return tmp_path / f"taesd-{blocks}"
+
+    return build
 
 
 @pytest.fixture(scope="session")

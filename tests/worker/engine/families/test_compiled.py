@@ -1,7 +1,5 @@
 """SDXL's tick with slots of low rank compiles to one graph, again only when the rank grows."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,9 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from families import lora_kinds
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract
+from worker.engine.contract import Settings
 from worker.engine.families.latents import of_latents
 from worker.engine.slots import engine as slot_engine
-from worker.engine.slots.parts import Settings
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +44,7 @@ def test_a_larger_rank_compiles_once_more(
 ) -> None:
     def load(**settings: Any) -> slot_engine.SlotEngine:
         loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
-        return slot_engine.SlotEngine(of_latents(loaded, Settings(2, **settings)))
+        return slot_engine.SlotEngine(of_latents(loaded, Settings(slots=2, **settings)))
 
     engine, plain = load(backend="eager", slot_weights="factors"), load(slot_weights="merged")
     engine.warm_up()

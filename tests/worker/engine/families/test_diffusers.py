@@ -1,7 +1,5 @@
 """Text states, UNet output and whole images of each family are those of diffusers."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,9 @@ import pytest
 import torch
 from diffusers import UNet2DConditionModel
 
+import a1111
+from imagefleet import errors
+from imagefleet.job.prompt import read_prompt
 from imagefleet.job.samplers import Options
 from worker.engine import load, text
 from worker.engine.control.held import ControlNets
@@ -101,6 +102,8 @@ def test_an_lcm_models_image_depends_on_the_guidance_that_it_embeds(
         assert difference(images[-1], draw_in_diffusers(pipeline, request)) <= ROUNDING
     assert engine.unet_rows == 3 * request.steps
     assert difference(images[0], images[1]) > ROUNDING < difference(images[1], images[2])
+    with pytest.raises(errors.JobError, match="does not draw AND"):
+        engine.prepare(request_of(prompt=read_prompt("a cat AND a dog")))
 
 
 @pytest.mark.parametrize("width", [64, 96])
@@ -139,8 +142,8 @@ def test_text_states_are_diffusers(family_checkpoint: Any, family_pipeline: Any)
     for family in FAMILIES:
         checkpoint = family_checkpoint(family)
         prompts = [text.Tokenizer(checkpoint.tokenizer).chunks(each) for each in (WORDS, OTHERS)]
-        nets = ControlNets(checkpoint.unet, is_compiled=False)
-        context = LatentStager(checkpoint, nets)._encoder.encode(prompts, 1)
+        nets = ControlNets(checkpoint.unet, has_own_layers=False)
+        context = LatentStager(checkpoint, nets)._own.texts.encode(prompts, 1)
         encode = family_pipeline(family).encode_prompt
         if family == "sdxl":
             expected = encode(WORDS, negative_prompt=OTHERS)
@@ -150,13 +153,19 @@ def test_text_states_are_diffusers(family_checkpoint: Any, family_pipeline: Any)
         torch.testing.assert_close(context.vectors, torch.cat(expected[:2]))
 
 
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("sides", [(8, 8), (9, 12), (7, 11)])
 @torch.no_grad()
-def test_unet_output_is_diffusers(family_checkpoint: Any) -> None:
+def test_unet_output_is_diffusers(
+    family_checkpoint: Any, sides: tuple[int, int], tiles: bool
+) -> None:
+    """With AUTOMATIC1111's sizes where latents do not halve evenly; images that tile as well."""
     for family in FAMILIES:
         checkpoint = family_checkpoint(family)
+        a1111.resize_last(checkpoint.unet)
         original, width = checkpoint.unet, checkpoint.unet.config.cross_attention_dim
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn((3, 4, 8, 8), generator=generator)
+        x = torch.randn((3, 4, *sides), generator=generator)
         vectors = torch.randn((6, 154, width), generator=generator)
         times = torch.tensor([999.0, 401.5, 1.0])
         added, extra = None, {}
@@ -165,7 +174,13 @@ def test_unet_output_is_diffusers(family_checkpoint: Any) -> None:
             sizes = torch.stack([size_ids(64, 96)] * 2 + [size_ids(80, 64)] * 4)
             extra["added_cond_kwargs"] = {"text_embeds": pooled, "time_ids": sizes}
         rows = x.repeat_interleave(2, dim=0)
+        for module in original.modules():
+            if isinstance(module, torch.nn.Conv2d) and tiles:
+                module.padding_mode = "circular"
         expected = original(rows, times.repeat_interleave(2), vectors, **extra).sample
+        for module in original.modules():
+            if isinstance(module, torch.nn.Conv2d):
+                module.padding_mode = "zeros"
         unet = SlotUnet(original)
         if family == "sdxl":
             added = unet.added(pooled, sizes)
@@ -174,8 +189,8 @@ def test_unet_output_is_diffusers(family_checkpoint: Any) -> None:
             unet.load_slot(slot, NO_CHANGES)
         context = torch.cat([unet.keys_values.compute(each, {}) for each in vectors.split(2)])
         for per_slot in (False, True):
-            output = unet(x, times, Call(context, per_slot=per_slot), added)
-            torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+            output = unet(x, times, Call(context, per_slot=per_slot, tiles=tiles), added)
+            torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["sd2", "sdxl"])

@@ -4,9 +4,9 @@ AUTOMATIC1111 lengthens the second schedule so that `hr_second_pass_steps` are t
 strength: `steps / strength`, of which the last `steps`.
 """
 
-from __future__ import annotations
-
+import copy
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,8 @@ from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionXLImg2ImgPi
 from PIL import Image
 
 import a1111
+import tiny_model
+from imagefleet.job.prompt import read_prompt
 from worker.engine import contract
 from worker.engine.passes import begin
 
@@ -114,11 +116,12 @@ def test_the_second_pass_may_have_another_sampler_prompt_and_guidance(
     draw: Any,
     difference: Any,
 ) -> None:
-    changed = {"sampler": sampler, "prompt": "a blue cat", "negative_prompt": "", "cfg_scale": 4.0}
+    changed = {"sampler": sampler, "prompt": read_prompt("a blue cat:2"), "negative_prompt": ""}
     request = request_of(changed)
     pipeline = family_pipeline("sd1")
     reference = a1111.Reference(pipeline, k_diffusion)
     begins = a1111.interpolate(first_pass(pipeline, request), 128, 128, mode="bilinear")
+    changed |= {"prompt": "a blue cat", "cfg_scale": 2 * request.cfg_scale}
     second = dataclasses.replace(request, width=128, height=128, **changed)
     taken = begin.second_pass(5, 0.7)._asdict()
     theirs = reference.decode(reference.img2img(second, begins, **taken))
@@ -128,7 +131,14 @@ def test_the_second_pass_may_have_another_sampler_prompt_and_guidance(
 
 @pytest.mark.parametrize("family", ["sd1", "sdxl"])
 @pytest.mark.parametrize(
-    ("width", "height", "size"), [(128, 64, (128, 128)), (96, 128, (128, 128)), (88, 56, (88, 88))]
+    ("width", "height", "size"),
+    [
+        (128, 64, (128, 128)),
+        (96, 128, (128, 128)),
+        (88, 56, (88, 88)),
+        (96, 96, (103, 97)),
+        (88, 96, (102, 101)),
+    ],
 )
 def test_a_target_of_another_shape_is_cut_out_of_the_middle(
     family: str,
@@ -142,8 +152,8 @@ def test_a_target_of_another_shape_is_cut_out_of_the_middle(
     draw: Any,
     difference: Any,
 ) -> None:
-    """SDXL is told the size before that."""
-    request = request_of({"width": width, "height": height})
+    """SDXL is told the size before that, which need not have whole cells of the latent."""
+    request = request_of({"width": width, "height": height, "whole": size})
     pipeline = family_pipeline(family)
     reference = a1111.Reference(pipeline, k_diffusion)
     begins = a1111.interpolate(first_pass(pipeline, request), *size, mode="bilinear")
@@ -171,10 +181,12 @@ def test_a_target_of_another_shape_is_cut_out_of_the_middle(
     ],
 )
 @pytest.mark.parametrize("family", ["sd1", "sdxl"])
+@pytest.mark.parametrize("whole", [(128, 128), (135, 130)])
 def test_other_upscalers_take_the_decoded_image(
     family: str,
     upscaler: str,
     resampling: Image.Resampling,
+    whole: tuple[int, int],
     family_engine: Any,
     family_pipeline: Any,
     k_diffusion: Any,
@@ -182,18 +194,71 @@ def test_other_upscalers_take_the_decoded_image(
     draw: Any,
     difference: Any,
 ) -> None:
-    request = request_of({"upscaler": upscaler})
+    """An image of no whole cells is encoded as it is."""
+    request = request_of({"upscaler": upscaler, "whole": whole})
     pipeline = family_pipeline(family)
     reference = a1111.Reference(pipeline, k_diffusion)
     small = reference.decode(first_pass(pipeline, request), rounds=False)
-    large = np.asarray(Image.fromarray(small).resize((128, 128), resampling))
+    enlarged = Image.fromarray(small)
+    if upscaler != "None":
+        by_scale = int(64 * max(whole) / 64)
+        for size in ((by_scale, by_scale), (128, 128)):
+            if enlarged.size != size:
+                enlarged = enlarged.resize(size, resampling)
+            resampling = Image.Resampling.LANCZOS
+    if enlarged.size != whole:
+        enlarged = enlarged.resize(whole, Image.Resampling.LANCZOS)
+    large = np.asarray(enlarged)
     second = dataclasses.replace(request, width=128, height=128)
     taken = begin.second_pass(5, 0.7)._asdict()
-    latents = reference.img2img(second, reference.encode(large), **taken)
+    latents = reference.img2img(second, reference.encode(large), **taken, told=whole)
     (image,) = draw(family_engine(family), request)
     assert difference(image, reference.decode(latents)) <= ROUNDING
     (other,) = draw(family_engine(family), request_of())
     assert difference(image, other) > 20, "or the test shows nothing"
+
+
+@pytest.mark.parametrize("of_first", [True, False])
+@pytest.mark.parametrize("of_second", [True, False])
+def test_the_second_pass_is_drawn_with_the_loras_of_its_own_prompt_alone(
+    of_first: bool,
+    of_second: bool,
+    family_folder: Any,
+    family_engine: Any,
+    family_pipeline: Any,
+    k_diffusion: Any,
+    request_of: Any,
+    tmp_path: Path,
+    draw: Any,
+    difference: Any,
+) -> None:
+    """On its text states as well."""
+    paths = [
+        tiny_model.build_tiny_lora(
+            tmp_path / f"{seed}.safetensors", family_folder("sd1"), seed=seed
+        )
+        for seed in (1, 2)
+    ]
+    first, second = (contract.Lora(path.stem, path, 1.0, 1.0) for path in paths)
+    own = (second,) if of_second else ()
+    request = request_of({"loras": own}, loras=(first,) if of_first else ())
+    pipeline = copy.deepcopy(family_pipeline("sd1"))
+    reference = a1111.Reference(pipeline, k_diffusion)
+    begins = None
+    for path, is_used in zip(paths, (of_first, of_second), strict=True):
+        if is_used:
+            pipeline.load_lora_weights(path.parent, weight_name=path.name)
+        if begins is None:
+            begins = first_pass(pipeline, request)
+            small = a1111.interpolate(begins, 128, 128, mode="bilinear")
+        else:
+            larger = dataclasses.replace(request, width=128, height=128)
+            taken = begin.second_pass(5, 0.7)._asdict()
+            latents = reference.img2img(larger, small, **taken)
+        if is_used:
+            pipeline.unload_lora_weights()
+    (image,) = draw(family_engine("sd1"), request)
+    assert difference(image, reference.decode(latents)) <= ROUNDING
 
 
 def test_at_strength_0_the_upscaled_latents_stay_as_they_are(

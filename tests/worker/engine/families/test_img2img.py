@@ -6,8 +6,6 @@ given, and it keeps what is outside a mask in the estimates, not in the noisy la
 reference is `a1111.Reference`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -40,7 +38,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 def request_of(make_request: Any, pixels: contract.Pixels) -> Any:
     def make(strength: float = 0.6, init: dict[str, Any] | None = None, **changes: Any) -> Any:
         settings = {"prompt": "a red circle", "negative_prompt": "green, blurry", "steps": 8}
-        begins = contract.InitImage(pixels, strength, **(init or {}))
+        given = {"pixels": pixels, **(init or {})}
+        begins = contract.InitImage(denoising_strength=strength, **given)
         return make_request(**{**settings, "seed": 5, "init": begins, **changes})
 
     return make
@@ -103,6 +102,24 @@ def test_images_are_those_of_diffusers_pipeline(
 
 
 @pytest.mark.parametrize("family", ["sd1", "sdxl"])
+def test_an_image_of_no_whole_cells_is_encoded_as_it_is_and_drawn_in_whole_ones(
+    family: str,
+    family_engine: Any,
+    reference: Any,
+    request_of: Any,
+    pixels: contract.Pixels,
+    draw: Any,
+    difference: Any,
+) -> None:
+    """SDXL is told the size as it was asked for."""
+    wide = np.asarray(Image.fromarray(pixels).resize((79, 69)))
+    request = request_of(init={"pixels": wide}, width=79, height=69)
+    (image,) = draw(family_engine(family), request)
+    assert image.shape == (64, 72, 3)
+    assert difference(image, expected(reference(family), request)) <= ROUNDING
+
+
+@pytest.mark.parametrize("family", ["sd1", "sdxl"])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_images_are_automatic1111s_with_every_sampler(
     family: str,
@@ -149,14 +166,15 @@ def test_inpainting_is_automatic1111s(
     draw: Any,
     difference: Any,
 ) -> None:
-    request = request_of(init={"mask": mask, "masked_content": content}, sampler=sampler)
+    given = {"mask": mask, "masked_content": content}
+    request = request_of(init=given, sampler=sampler, fill_seed=31)
     own = reference(family)
     small = np.asarray(Image.fromarray(mask).convert("RGB").resize((8, 8)), np.float32)[..., 0]
     drawn = torch.from_numpy(np.around(small / 255)).expand(1, 4, -1, -1)
-    begins = begin.prepare_image(request.init, SIZE, SIZE, 8).pixels
+    begins = begin.prepare_image(request.init, 8).pixels
     init = own.encode(begins)
     if content == "latent noise":
-        noise = torch.randn(init.shape, generator=torch.Generator().manual_seed(request.seed))
+        noise = torch.randn(init.shape, generator=torch.Generator().manual_seed(31))
         init = init * (1 - drawn) + noise * drawn
     elif content == "latent nothing":
         init = init * (1 - drawn)
@@ -172,7 +190,7 @@ def test_what_is_below_the_mask_is_filled_from_around_it(pixels: Any, mask: Any)
     pixels[mask < 255] = pixels[mask < 255] // 4 + [180, 0, 0]
     pixels[mask == 255] = [0, 0, 255]
     init = contract.InitImage(pixels, 0.5, mask, "fill")
-    filled = begin.prepare_image(init, SIZE, SIZE, 8).pixels
+    filled = begin.prepare_image(init, 8).pixels
     assert (filled[mask == 0] == pixels[mask == 0]).all()
     inside = filled[mask == 255]
     assert inside[:, 0].min() > 120, "red, as what is outside"

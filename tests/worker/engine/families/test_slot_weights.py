@@ -1,7 +1,5 @@
 """Slots draw the same images however they hold LoRAs, for every kind of LoRA."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -12,11 +10,11 @@ import torch
 from families import lora_kinds
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract
+from worker.engine.contract import Settings
 from worker.engine.families.latents import of_latents
 from worker.engine.families.table import FAMILIES
 from worker.engine.slots import memory
 from worker.engine.slots.engine import SlotEngine
-from worker.engine.slots.parts import Settings
 
 ROUNDING = 2
 
@@ -28,7 +26,7 @@ def engines(family_folder: Any) -> Iterator[dict[str, SlotEngine]]:
     for weights in get_args(memory.SlotWeights):
         cpu = torch.device("cpu")
         loaded = checkpoints.load_checkpoint(family_folder("sdxl"), cpu, torch.float32)
-        made[weights] = SlotEngine(of_latents(loaded, Settings(3, slot_weights=weights)))
+        made[weights] = SlotEngine(of_latents(loaded, Settings(slots=3, slot_weights=weights)))
     yield made
     for engine in made.values():
         engine.close()

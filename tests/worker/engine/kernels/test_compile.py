@@ -1,12 +1,13 @@
-from __future__ import annotations
-
 import gc
+import itertools
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from worker.engine import phases
 from worker.engine.kernels.compile import Compiled, exempt_from_collection
 
 
@@ -37,6 +38,18 @@ def test_tracing_on_another_thread_leaves_the_tensors_alone(state: torch.Tensor)
     compiled()
     assert torch.equal(state, expected)
     assert (compiled.graphs, compiled.is_compiled) == (1, True)
+
+
+def test_compiling_is_taken_apart_in_tracing_the_compiler_and_the_first_runs(
+    state: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = itertools.count()
+    monkeypatch.setattr(phases, "time", SimpleNamespace(monotonic=lambda: next(calls)))
+    monkeypatch.setattr(phases, "seconds", dict.fromkeys(phases.seconds, 0.0))
+    Compiled("a step", step, (state, torch.eye(4)), backend="eager", pool=None)()
+    found = {phase for phase, seconds in phases.seconds.items() if seconds}
+    assert found == {"trace", "compile", "autotune"}
+    assert phases.seconds["trace"] == 2, "without the compiler"
 
 
 def test_what_cannot_be_compiled_runs_uncompiled(

@@ -1,19 +1,29 @@
-from __future__ import annotations
-
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
 from worker.engine.kernels import layers
 
 Normalise = Callable[[torch.Tensor, nn.GroupNorm], torch.Tensor]
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def on_gpu(x: torch.Tensor, norm: nn.GroupNorm) -> torch.Tensor:
+    assert layers.runs_programs(x.cuda()), "the kernels were not built"
+    return layers.normalise_and_activate(x.cuda(), copy.deepcopy(norm).cuda()).cpu()
+
+
+NORMALISE = [layers.normalise, pytest.param(on_gpu, marks=needs_gpu)]
+
 
 @pytest.mark.parametrize("size", [(8, 8), (5, 7), (32, 16)])
 @pytest.mark.parametrize("offset", [0.0, 10.0])
-@pytest.mark.parametrize("normalise", [layers.normalise, layers.normalise_uncompiled])
+@pytest.mark.parametrize("normalise", NORMALISE)
 def test_the_output_matches_torch_at_any_size_and_mean(
     normalise: Normalise, size: tuple[int, int], offset: float
 ) -> None:
@@ -29,31 +39,57 @@ def test_the_output_matches_torch_at_any_size_and_mean(
     assert ours.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("normalise", [layers.normalise, layers.normalise_uncompiled])
+@pytest.mark.parametrize("normalise", NORMALISE)
 @torch.no_grad()
 def test_a_constant_group_is_not_nan(normalise: Normalise) -> None:
     x = torch.full((1, 8, 4, 4), 1000.3)
     assert normalise(x, nn.GroupNorm(2, 8)).isfinite().all()
 
 
+@needs_gpu
 def test_in_float16_squares_and_shifts_beyond_its_range_do_not_overflow() -> None:
     x = torch.randn(1, 8, 16, 16).half().to(memory_format=torch.channels_last) + 600
     norm = nn.GroupNorm(2, 8, eps=1e-6).requires_grad_(requires_grad=False)
     expected = norm(x.float())
-    ours = layers.normalise_uncompiled(x, norm.half())
+    ours = on_gpu(x, norm.half())
     assert ours.dtype == torch.float16
     # The mean is 600 times the standard deviation.
     assert torch.allclose(ours.float(), expected, atol=0.3)
 
     constant = torch.full_like(x, 200.0)
     norm.eps = 1e-10
-    assert layers.normalise_uncompiled(constant, norm).isfinite().all()
+    assert on_gpu(constant, norm).isfinite().all()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@torch.no_grad()
+def test_what_is_added_and_activated_in_the_same_kernel_is_what_torch_computes(
+    device: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    for rows, channels, height, width, groups in ((2, 64, 16, 16, 32), (3, 96, 9, 7, 4)):
+        norm = nn.GroupNorm(groups, channels, eps=1e-6)
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+        x, added = 3 * torch.randn(rows, channels, height, width) + 1, torch.randn(rows, channels)
+        expected = F.silu(norm(x + added[:, :, None, None]))
+        moved = (each.to(device, dtype) for each in (x, added))
+        x, added = next(moved), next(moved)
+        ours = layers.normalise_and_activate(x, norm.to(device, dtype), added=added, activates=True)
+        torch.testing.assert_close(ours.float().cpu(), expected, atol=1e-2, rtol=1e-2)
+        if dtype is torch.float32:
+            torch.testing.assert_close(ours.cpu(), expected, atol=1e-5, rtol=1e-5)
+    gates = torch.randn(3, 5, 74)
+    values, gated = gates.chunk(2, dim=-1)
+    ours = layers.gate(gates.to(device, dtype)).float().cpu()
+    torch.testing.assert_close(ours, values * F.gelu(gated), atol=1e-2, rtol=1e-2)
 
 
 def test_a_network_keeps_its_parameters_and_their_names() -> None:
     network = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Sequential(nn.GroupNorm(2, 8, eps=1e-6)))
     before = dict(network.named_parameters())
-    layers.replace_group_norms(network)
+    layers.replace_modules(network, layers.group_norm)
     after = dict(network.named_parameters())
     assert list(before) == list(after)
     assert all(before[name] is after[name] for name in before)

@@ -1,6 +1,5 @@
-from __future__ import annotations
-
 import copy
+import itertools
 from pathlib import Path
 
 import pytest
@@ -25,15 +24,38 @@ def test_the_folded_convolution_matches_up_to_the_edges(size: tuple[int, int], b
     assert torch.allclose(ours, expected, atol=1e-5)
 
 
-def test_other_sizes_than_double_are_resized_first() -> None:
+@pytest.mark.parametrize("folds", [True, False])
+def test_sides_that_do_not_halve_evenly_are_resized_after_the_convolution(folds: bool) -> None:
     torch.manual_seed(0)
     original = Upsample2D(8, use_conv=True)
     ours = layers.Upsampler(original)
-    ours.fold()
-    x = torch.randn(1, 8, 3, 3)
+    if folds:
+        ours.fold()
+    for height, width in itertools.product((1, 2, 9, 10, 127), repeat=2):
+        x = torch.randn(1, 8, -(-height // 2), -(-width // 2))
+        with torch.no_grad():
+            expected = F.interpolate(original(x), (height, width), mode="nearest")
+            found = ours(x, torch.Size((height, width)))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("folds", [True, False])
+def test_an_image_that_tiles_is_padded_with_its_other_side(folds: bool) -> None:
+    torch.manual_seed(0)
+    ours = layers.Upsampler(Upsample2D(8, use_conv=True))
+    if folds:
+        ours.fold()
+    twin = layers.tiling(ours)
+    assert twin.conv.weight is ours.conv.weight
+    around = nn.Conv2d(8, 8, 3, padding=1, padding_mode="circular")
+    around.load_state_dict(ours.conv.state_dict())
+    x = torch.randn(2, 8, 5, 4)
     with torch.no_grad():
-        for size in ((5, 6), (6, 6)):
-            assert torch.allclose(ours(x, torch.Size(size)), original(x, size), atol=1e-5)
+        expected = around(F.interpolate(x, scale_factor=2.0))
+        torch.testing.assert_close(ours(x, tiles=True), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(twin(x), expected, atol=1e-5, rtol=0)
+        assert (ours(x) - expected)[..., 1:-1, 1:-1].abs().max() < 1e-5
+        assert (ours(x) - expected).abs().max() > 0.1
 
 
 def test_changed_weights_are_folded_into_the_same_memory() -> None:
@@ -54,7 +76,7 @@ def test_changed_weights_are_folded_into_the_same_memory() -> None:
 def test_an_autoencoder_decodes_as_before_and_keeps_its_parameters(checkpoint: Path) -> None:
     vae = AutoencoderKL.from_pretrained(checkpoint / "vae").eval()
     ours = copy.deepcopy(vae)
-    layers.replace_upsamplers(ours)
+    layers.replace_modules(ours, layers.upsampler)
     assert any(isinstance(module, layers.Upsampler) for module in ours.modules())
     assert dict(ours.named_parameters()).keys() == dict(vae.named_parameters()).keys()
     latents = torch.randn(1, 4, 8, 8)

@@ -1,7 +1,5 @@
 """A LoRA that all images share is merged once, with those of jobs beside it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from imagefleet import errors
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract, load
-from worker.engine.lora import merge
+from worker.engine.lora.shared import Merger
 from worker.engine.slots import step
 
 ROUNDING = 2
@@ -72,7 +70,7 @@ def test_one_that_many_prompts_name_is_merged_once_unless_each_has_a_style_besid
     has_style: bool,
 ) -> None:
     calls, merged = set[tuple[str, int]](), list[int]()
-    run, activate = step.StepRunner.run, merge.Merger.activate
+    run, activate = step.StepRunner.run, Merger.activate
 
     def note(self: Any, used: step.Step, weight_mode: Any, slots: int) -> None:
         calls.add((weight_mode, used.state.slot_rows))
@@ -80,7 +78,7 @@ def test_one_that_many_prompts_name_is_merged_once_unless_each_has_a_style_besid
 
     monkeypatch.setattr(step.StepRunner, "run", note)
     monkeypatch.setattr(
-        merge.Merger, "activate", lambda *given: merged.append(len(given[1])) or activate(*given)
+        Merger, "activate", lambda *given: merged.append(len(given[1])) or activate(*given)
     )
     shared, style = (contract.Lora(path.stem, path, 1.0, 1.0) for path in lora_paths[:2])
     styles = [(replace(style, unet_weight=0.1 * at),) if has_style else () for at in range(1, 13)]

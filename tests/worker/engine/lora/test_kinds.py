@@ -1,7 +1,5 @@
 """LoRAs of any kind, packed and merged into stacks of layers, against one layer after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 
 from worker.engine.lora import file as lora_file
 from worker.engine.lora import merge
-from worker.engine.lora.kinds import StackedChange
+from worker.engine.lora.merge import StackedChange
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -1,60 +1,124 @@
-"""Images through a network in tiles."""
+"""Images through a network in tiles, as AUTOMATIC1111 1.10 cuts and joins them."""
 
 from __future__ import annotations
 
-import itertools
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
-from hypothesis import given
-from hypothesis import strategies as st
 
+from tests.worker.engine.support import esrgan
+from worker.engine import contract
 from worker.engine.passes import upscaling
+from worker.engine.passes.upscaling import OVERLAP, Network, in_tiles
 
 
-@given(st.integers(1, 3000), st.integers(33, 700))
-def test_the_tiles_of_a_side_cover_it_and_share_as_many_pixels_as_they_should(
-    length: int, tile: int
-) -> None:
-    spans = upscaling.spans(length, tile)
-    assert spans[0][0] == 0
-    assert spans[-1][1] == length
-    assert {end - start for start, end in spans} == {min(tile, length)}
-    shared = [one[1] - other[0] for one, other in itertools.pairwise(spans)]
-    assert all(each >= upscaling.OVERLAP - 1 for each in shared)  # they are at whole pixels
+def picture(height: int, width: int) -> contract.Pixels:
+    return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-@pytest.mark.parametrize("tile", [40, 64, 100, 500])
-def test_a_network_that_looks_at_each_pixel_alone_gives_the_same_in_tiles(tile: int) -> None:
-    image = torch.rand(3, 150, 230)
+def seen_by(network: Network) -> tuple[Network, list[contract.Pixels]]:
+    tiles: list[contract.Pixels] = []
 
-    def network(batch: torch.Tensor) -> torch.Tensor:
-        return F.interpolate(batch.sqrt(), scale_factor=2, mode="nearest")
+    def run(tile: contract.Pixels) -> np.ndarray:
+        tiles.append(tile)
+        return network(tile)
 
-    expected = network(image[None])[0]
-    torch.testing.assert_close(upscaling.run_in_tiles(network, image, 2, tile), expected)
-
-
-def test_a_network_that_sees_less_far_than_tiles_share_leaves_no_seam() -> None:
-    image = torch.rand(3, 200, 90)
-
-    def network(
-        batch: torch.Tensor,
-    ) -> torch.Tensor:  # each pixel depends on those 4 around it; at a tile's edge on zeros
-        return F.avg_pool2d(batch, 9, 1, padding=4)
-
-    whole = network(image[None])[0]
-    cut = upscaling.run_in_tiles(network, image, 1, 64)
-    assert (whole - cut).abs().max() < 0.06  # 0.5 at the edges of tiles that share nothing
+    return run, tiles
 
 
-def test_no_call_is_larger_than_a_tile() -> None:
-    shapes = []
+def double(tile: contract.Pixels) -> np.ndarray:
+    return np.float32(tile.repeat(2, axis=0).repeat(2, axis=1)) / 255
 
-    def network(batch: torch.Tensor) -> torch.Tensor:
-        shapes.append(tuple(batch.shape))
-        return batch
 
-    upscaling.run_in_tiles(network, torch.rand(3, 130, 70), 1, 64)
-    assert set(shapes) == {(1, 3, 64, 64)}
+def by_call(*levels: float) -> Network:
+    """Every tile all of one level, the next of these."""
+    left = iter(levels)
+    return lambda tile: np.full(tile.shape, next(left), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("width", "starts"),
+    [
+        (192, [0]),
+        (193, [0, 1]),
+        (500, [0, 154, 308]),
+        (512, [0, 160, 320]),
+        (600, [0, 136, 272, 408]),
+    ],
+)
+def test_tiles_begin_where_split_grid_has_them(width: int, starts: list[int]) -> None:
+    run, tiles = seen_by(double)
+    image = picture(192, width)
+    in_tiles(run, image, 2, 192)
+    assert len(tiles) == len(starts)
+    for tile, start in zip(tiles, starts, strict=True):
+        assert np.array_equal(tile, image[:, start : start + 192])
+
+
+def test_before_an_image_smaller_than_a_tile_it_is_black() -> None:
+    run, tiles = seen_by(double)
+    image = picture(100, 60)
+    assert np.array_equal(in_tiles(run, image, 2, 192), image.repeat(2, 0).repeat(2, 1))
+    (tile,) = tiles
+    assert np.array_equal(tile[92:, 132:], image)
+    assert not tile[:92].any()
+    assert not tile[:, :132].any()
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_a_network_that_looks_at_each_pixel_alone_gives_the_same_in_tiles(averaged: bool) -> None:
+    image = picture(250, 430)
+    found = in_tiles(double, image, 2, 192, averaged=averaged)
+    assert np.array_equal(found, image.repeat(2, 0).repeat(2, 1))
+
+
+def test_a_tile_fades_in_over_the_first_pixels_that_it_shares() -> None:
+    image = picture(192, 320)  # tiles from 0 and 128 on, which share 64 pixels
+    row = in_tiles(by_call(0, 1), image, 1, 192)[50, :, 0]
+    ramp = [int(at * 255 / OVERLAP) for at in range(OVERLAP)]
+    assert row.tolist() == [0] * 128 + ramp + [255] * (192 - OVERLAP)
+    column = in_tiles(by_call(0, 1), image.transpose(1, 0, 2), 1, 192)[:, 50, 0]
+    assert column.tolist() == row.tolist()
+
+
+def test_tiles_of_swinir_and_scunet_are_averaged_before_they_are_rounded() -> None:
+    image = picture(192, 376)  # tiles from 0 and 184 on
+    row = in_tiles(by_call(0.101, 0.904), image, 1, 192, averaged=True)[0, :, 0]
+    shared = round((0.101 + 0.904) / 2 * 255)
+    assert row.tolist() == [26] * 184 + [shared] * OVERLAP + [231] * 184
+    run, tiles = seen_by(by_call(0.5))
+    in_tiles(run, picture(100, 100), 1, 192, averaged=True)
+    assert tiles[0].shape == (100, 100, 3)
+
+
+def test_a_network_gets_blue_first_and_its_image_is_turned_back() -> None:
+    class Descriptor:
+        scale, supports_half, supports_bfloat16 = 1, False, False
+
+        class architecture:  # noqa: N801 - an attribute of spandrel's
+            id = "ESRGAN"
+
+        def eval(self) -> Descriptor:
+            return self
+
+        def to(self, *_: object) -> Descriptor:
+            return self
+
+        def __call__(self, image: torch.Tensor) -> torch.Tensor:
+            return image * torch.tensor([1.0, 0.5, 0.0])[:, None, None]
+
+    image = picture(200, 200)
+    found = upscaling.Upscaler("x", Descriptor(), torch.device("cpu")).enlarge(image)
+    assert not found[..., 0].any()
+    assert np.array_equal(found[..., 2], image[..., 2])
+
+
+def test_a_network_of_a_file_runs_in_these_tiles(tmp_path: Path) -> None:
+    path, network = esrgan.build(tmp_path / "4x.safetensors")
+    image = picture(24, 320)
+    found = upscaling.UpscalerCache(torch.device("cpu")).get(path).enlarge(image)
+    ends = esrgan.enlarge(network, image[:, :192]), esrgan.enlarge(network, image[:, 128:])
+    assert np.array_equal(found[:, : 4 * 128], ends[0][:, : 4 * 128])
+    assert np.array_equal(found[:, 4 * (128 + OVERLAP) :], ends[1][:, 4 * OVERLAP :])

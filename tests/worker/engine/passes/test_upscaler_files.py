@@ -1,7 +1,5 @@
 """Upscaler files: an ESRGAN of one block through spandrel, and files that are none."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,8 +17,6 @@ from worker.engine import contract
 from worker.engine.passes import upscaling as model
 
 CPU = torch.device("cpu")
-
-Network = Callable[[torch.Tensor], torch.Tensor]
 
 Build = Callable[..., tuple[Path, Any]]
 
@@ -50,27 +46,28 @@ def test_tiles_become_smaller_while_the_memory_is_short(
 ) -> None:
     path, network = build()
     upscaler = model.UpscalerCache(CPU).get(path)
-    run, sizes, longest = model.run_in_tiles, [], 128
+    run, sizes, longest = model.in_tiles, [], 96
 
-    def short(network: Network, image: torch.Tensor, scale: int, tile: int) -> torch.Tensor:
+    def short(network: Any, pixels: contract.Pixels, scale: int, tile: int, **how: Any) -> Any:
         sizes.append(tile)
         if tile > longest:
             raise torch.cuda.OutOfMemoryError
-        return run(network, image, scale, tile)
+        return run(network, pixels, scale, tile, **how)
 
-    monkeypatch.setattr(model, "run_in_tiles", short)
+    monkeypatch.setattr(model, "in_tiles", short)
     pixels = picture(140, 16)
     whole = esrgan.enlarge(network, pixels).astype(int)
     # A pixel of an ESRGAN sees far, and at a tile's edge zeros; this one sees less far.
     assert np.abs(upscaler.enlarge(pixels) - whole).mean() < 1
+    longest = 48
     upscaler.enlarge(pixels)
-    assert sizes == [512, 256, 128, 256, 128]
-    for message, size in zip(caplog.messages, (256, 128), strict=True):
+    assert sizes == [192, 96, 192, 96, 48]
+    for message, size in zip(caplog.messages, (96, 48), strict=True):
         assert message.endswith(f"4x-tiny ran out of memory: it goes on in tiles of {size} pixels")
-    longest = 512
+    longest = 192
     for _ in range(3):
         upscaler.enlarge(pixels)
-    assert sizes[5:] == [256, 512, 512]
+    assert sizes[5:] == [96, 192, 192]
 
 
 def test_an_image_for_which_no_tile_is_small_enough_is_tried_again_elsewhere(
@@ -78,10 +75,10 @@ def test_an_image_for_which_no_tile_is_small_enough_is_tried_again_elsewhere(
 ) -> None:
     path, _ = build()
 
-    def fail(*_: object) -> NoReturn:
+    def fail(*_: object, **__: object) -> NoReturn:
         raise torch.cuda.OutOfMemoryError
 
-    monkeypatch.setattr(model, "run_in_tiles", fail)
+    monkeypatch.setattr(model, "in_tiles", fail)
     with pytest.raises(errors.TransientError, match="ran out of memory"):
         model.UpscalerCache(CPU).get(path).enlarge(picture(8, 8))
 

@@ -1,7 +1,5 @@
 """Tiny stages of DeepFloyd IF's architecture, engines on them, and diffusers' pipelines."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -15,10 +13,10 @@ from diffusers import IFPipeline, IFSuperResolutionPipeline
 
 from pixel import tiny_cascade
 from worker.engine import contract
+from worker.engine.contract import Settings
 from worker.engine.pixel import checkpoint as checkpoints
 from worker.engine.pixel.parts import of_pixels
 from worker.engine.slots.engine import SlotEngine
-from worker.engine.slots.parts import Settings
 
 PROMPT, NEGATIVE = "A red house", "blurry"
 
@@ -56,7 +54,7 @@ def make_engine(stage: Any) -> Iterator[Callable[..., SlotEngine]]:
     ) -> SlotEngine:
         folder = scheduler.pop("folder", None) or stage(name, **scheduler)
         loaded = checkpoints.load_checkpoint(folder, torch.device("cpu"), torch.float32)
-        made.append(SlotEngine(of_pixels(loaded, Settings(slots, backend=backend))))
+        made.append(SlotEngine(of_pixels(loaded, Settings(slots=slots, backend=backend))))
         return made[-1]
 
     yield make

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +8,7 @@ import pytest
 import torch
 
 from imagefleet import errors
+from imagefleet.job.prompt import read_negative_prompt, read_prompt
 from imagefleet.job.samplers import Noise, Options
 from worker.engine import contract, load
 from worker.engine.slots.engine import SlotEngine
@@ -107,6 +106,8 @@ def test_another_image_of_a_job_needs_no_other_preparation(
             "does not support ControlNets",
         ),
         ("base", {"hires": contract.HiresPass(32, 32, 0.5, 5, "Latent")}, "a second pass"),
+        ("base", {"prompt": read_prompt("a AND b")}, "does not support AND or prompt editing"),
+        ("sr", {"negative_prompt": read_negative_prompt("[a|b]")}, "AND or prompt editing"),
         (
             "base",
             {"init": contract.InitImage(np.zeros((16, 16, 3), np.uint8), 0.5)},

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +8,7 @@ import torch
 
 from imagefleet import errors
 from worker.engine.pixel import checkpoint as checkpoints
+from worker.engine.pixel import schedules
 from worker.files import check
 
 
@@ -31,8 +30,8 @@ def change(path: Path, **changes: Any) -> None:
 
 def test_a_stage_has_its_scheduler_and_its_sizes(stage: Any) -> None:
     base, sr = read(stage("base")), read(stage("sr"))
-    assert (base.noise.limit, base.noise.quantile) == (1.5, 0.95)
-    assert (sr.noise.limit, sr.noise.quantile) == (1.0, 0.95)
+    assert schedules.limit_of(base.noise, 3).keywords["limit"] == 1.5
+    assert schedules.limit_of(sr.noise, 3).keywords["limit"] == 1.0
     assert base.image_noise is None
     assert sr.image_noise is not None
     assert len(sr.image_noise.scheduler.alphas_cumprod) == 1000
@@ -53,17 +52,10 @@ def test_a_stage_without_its_unet_or_scheduler_is_refused(copied: Path) -> None:
     with pytest.raises(errors.SetupError, match=r"has no scheduler/scheduler_config\.json"):
         read(copied)
     (copied / "unet" / "diffusion_pytorch_model.safetensors").unlink()
-    with pytest.raises(errors.SetupError, match=r"has no \.safetensors file"):
+    with pytest.raises(errors.SetupError, match="has neither"):
         read(copied)
     with pytest.raises(errors.SetupError, match="unet"):
         check.check_path(copied)
-
-
-def test_pickled_weights_are_never_loaded(copied: Path) -> None:
-    file = copied / "unet" / "diffusion_pytorch_model.safetensors"
-    file.rename(file.with_suffix(".bin"))
-    with pytest.raises(errors.SetupError, match="pickled weights are never loaded"):
-        read(copied)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +64,7 @@ def test_pickled_weights_are_never_loaded(copied: Path) -> None:
         ({"out_channels": 3}, r"cannot be loaded|out_channels"),
         ({"class_embed_type": "timestep"}, r"lacks|class_embed_type"),
         ({"class_embeddings_concat": True}, r"cannot be loaded|class_embeddings_concat"),
-        ({"sample_size": [16, 32]}, "has no native size"),
+        ({"sample_size": [16, 32]}, "sample_size is no number"),
     ],
 )
 def test_another_architecture_is_refused(changes: Any, message: str, copied: Path) -> None:
@@ -92,7 +84,4 @@ def test_a_super_resolution_stage_needs_its_second_scheduler(stage: Any, tmp_pat
 def test_a_base_is_no_super_resolution_stage(copied: Path) -> None:
     change(copied / "model_index.json", _class_name="IFSuperResolutionPipeline")
     with pytest.raises(errors.SetupError, match="in_channels is 3"):
-        read(copied)
-    change(copied / "model_index.json", _class_name="StableDiffusionPipeline")
-    with pytest.raises(errors.SetupError, match="is not a stage of DeepFloyd IF"):
         read(copied)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any
@@ -17,6 +15,8 @@ from pixel import tiny_cascade
 from worker.engine import sampler
 from worker.engine.networks.transformer import SlotState
 from worker.engine.pixel import parts, schedules
+from worker.engine.samplers.by_sigma import karras
+from worker.engine.samplers.schedule import levels
 
 CONFIG = {
     key: value
@@ -25,7 +25,7 @@ CONFIG = {
 }
 
 
-def noise_schedule(**changes: Any) -> schedules.NoiseSchedule:
+def noise_schedule(**changes: Any) -> DDPMScheduler:
     return schedules.read_scheduler({**CONFIG, **changes}, "a stage")
 
 
@@ -62,8 +62,9 @@ def test_any_number_of_steps_is_spaced_as_diffusers_spaces_it(spacing: str) -> N
     scheduler = DDPMScheduler(**{**CONFIG, "timestep_spacing": spacing})
     for steps in (1, 2, 7, 27, 50, 100, 333, 1000):
         scheduler.set_timesteps(steps)
-        assert schedules.spaced(noise.scheduler, steps) == scheduler.timesteps.tolist()
-    assert noise.scheduler.num_inference_steps is None, "shared by several threads"
+        made = schedules.make_schedule(schedules.DDPM, steps, noise, Options())
+        assert made.table[:, sampler.TIMESTEP].tolist() == scheduler.timesteps.tolist()
+    assert noise.num_inference_steps is None, "shared by several threads"
 
 
 @pytest.mark.parametrize("name", [schedules.DDPM, *schedules.LISTS])
@@ -90,7 +91,7 @@ def run_step(row: torch.Tensor, image: Any, output: Any, variance: Any, noise: A
 
     class Unet:
         dtype = torch.float32
-        limit = staticmethod(noise_schedule().limit_of(image[0].numel()))
+        limit = staticmethod(schedules.limit_of(noise_schedule(), image[0].numel()))
 
         def __call__(self, *_: Any) -> torch.Tensor:
             return torch.cat([output, variance], dim=1).repeat(2, 1, 1, 1)
@@ -109,7 +110,9 @@ def test_dynamic_thresholding_is_that_of_diffusers(scale: float) -> None:
     scheduler = tiny_cascade.make_scheduler("base")
     images = scale * torch.randn(4, 3, 9, 7, generator=torch.Generator().manual_seed(0))
     images[1] *= 10
-    found = schedules.threshold(images, 1.5, schedules.find_rank(0.95, 3 * 9 * 7))
+    limit = schedules.limit_of(noise_schedule(), 3 * 9 * 7)
+    assert limit is not None
+    found = limit(images)
     assert torch.allclose(found, scheduler._threshold_sample(images), rtol=0, atol=1e-6)
 
 
@@ -117,11 +120,17 @@ def test_the_rank_of_a_quantile_is_torchs_for_all_sizes() -> None:
     random = torch.Generator().manual_seed(0)
     for quantile, count in itertools.product((0.5, 0.95, 0.995, 1.0), (3, 768, 12288, 196608)):
         values = torch.randn(count, generator=random).sort().values
-        rank = schedules.find_rank(quantile, count)
+        noise = noise_schedule(dynamic_thresholding_ratio=quantile)
+        rank = schedules.limit_of(noise, count).keywords["rank"]
         below = int(rank)
         above = min(below + 1, count - 1)
         found = torch.lerp(values[below], values[above], rank - below)
         assert found == pytest.approx(torch.quantile(values, quantile).item(), abs=1e-6)
+
+
+def edm_sigmas(noise: DDPMScheduler) -> list[float]:
+    largest, smallest = levels(noise.alphas_cumprod).ends
+    return [*karras(min(80.0, largest), max(0.002, smallest), 30).tolist(), 0.0]
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
@@ -129,7 +138,7 @@ def test_edm_is_algorithm_1_of_karras(prediction: str) -> None:
     """Heun's method as the paper has it, in float64, on a denoiser that is not linear."""
     noise = noise_schedule(prediction_type=prediction, thresholding=False, clip_sample=False)
     made = schedules.make_schedule(schedules.EDM, 30, noise, Options())
-    sigmas = schedules.edm_sigmas(30, noise.alphas_cumprod)
+    sigmas = edm_sigmas(noise)
     assert len(made.table) == 2 * 30 - 1, "two calls per step, one for the last"
     assert made.initial_scale == sigmas[0]
     assert not any(made.noisy)
@@ -160,7 +169,7 @@ def test_edm_is_algorithm_1_of_karras(prediction: str) -> None:
 
 def test_edm_goes_from_80_to_the_least_sigma_that_the_unet_knows() -> None:
     noise = noise_schedule()
-    sigmas = schedules.edm_sigmas(30, noise.alphas_cumprod)
+    sigmas = edm_sigmas(noise)
     least = math.sqrt((1 - noise.alphas_cumprod[0].item()) / noise.alphas_cumprod[0].item())
     assert sigmas[0] == pytest.approx(80)
     assert sigmas[-2] == pytest.approx(max(0.002, least))
@@ -177,8 +186,6 @@ def test_edm_goes_from_80_to_the_least_sigma_that_the_unet_knows() -> None:
         ("ddim", 20, "DDIM does not work on pixels"),
         ("plms", 20, "PLMS does not work on pixels"),
         ("fast28", 20, "unknown sampler 'fast28'"),
-        ("ddpm", 1001, "DDPM takes 1 to 1000"),
-        ("ddpm", 0, "DDPM takes 1 to 1000"),
     ],
 )
 def test_what_cannot_be_sampled_is_refused(name: str, steps: int, message: str) -> None:

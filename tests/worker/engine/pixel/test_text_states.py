@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil
@@ -84,7 +82,7 @@ def test_without_what_cleans_prompts_no_encoder_is_loaded(
         lambda name: None if name == missing else find(name),
     )
     with pytest.raises(errors.SetupError, match=r"is not installed.*\[t5\]"):
-        text_stage.TextStage(stage("base"), torch.device("cpu"), torch.float32)
+        text_stage.require_encoder(stage("base"))
     with pytest.raises(errors.SetupError, match="is not installed"):
         make_engine()
     make_engine(folder=without_encoder)
@@ -102,7 +100,7 @@ def test_a_file_has_the_states_in_float16_under_the_name_of_prompt_and_encoder(
     tmp_path: Path, text: Any
 ) -> None:
     (states,) = text.encode(["A red house"])
-    path = write(tmp_path, "A red house", text.name, states)
+    path = write(tmp_path, "A red house", NAME, states)
     assert path.stem == text_states.stem(" a red HOUSE", NAME), "as the encoder takes it"
     assert path.stem != text_states.stem("a red house", "another encoder")
     assert torch.equal(text_states.read(path, "a red house", NAME, WIDTH), states.half())
@@ -170,7 +168,7 @@ def test_a_folder_without_a_text_encoder_is_refused(without_encoder: Path) -> No
     assert text_stage.encoder_name(without_encoder) == NAME
     assert not text_stage.has_encoder(without_encoder)
     with pytest.raises(errors.SetupError, match="has no weights of a T5 encoder"):
-        text_stage.TextStage(without_encoder, torch.device("cpu"), torch.float32)
+        text_stage.require_encoder(without_encoder)
 
 
 def test_an_encoder_without_a_name_is_deepfloyds(tmp_path: Path) -> None:

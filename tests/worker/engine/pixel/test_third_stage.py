@@ -1,7 +1,5 @@
 """The x4 upscaler in a worker: jobs of its own, and the third stage of a cascade in pixels."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Iterator
 from io import BytesIO
@@ -147,7 +145,7 @@ async def test_a_job_that_it_cannot_draw_fails_with_what_to_change(
     failed = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
     reasons = {each.id: each.reason for each in failed if each is not None}
     assert "the job needs init_images" in reasons["text"]
-    assert "makes 96x64 pixels of an image of 24x16" in reasons["small"]
+    assert "it has 24x16 pixels, the job asks for 128x128" in reasons["small"]
     assert "asks for 128x128: leave width and height out, or" in reasons["small"]
     assert "knows levels up to 350" in reasons["noisy"]
     assert reasons.keys() == {"text", "small", "noisy", "second"}

@@ -1,7 +1,5 @@
 """Jobs drawn by a worker's whole pipeline with a tiny stage, on both storages."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from io import BytesIO
@@ -115,10 +113,10 @@ def made(tmp_path: Path) -> Path:
 async def store_states(storage: Storage, folder: Path, made: Path, *prompts: str) -> list[str]:
     """Stores what the encoder of a stage's *folder* says of prompts; returns the files' stems."""
     text = text_stage.TextStage(folder, torch.device("cpu"), torch.float32)
-    stems = []
+    encoder, stems = text_stage.encoder_name(folder), []
     for prompt in prompts:
-        stems.append(text_states.stem(prompt, text.name))
-        content = text_states.content(prompt, text.name, text.encode([prompt])[0])
+        stems.append(text_states.stem(prompt, encoder))
+        content = text_states.content(prompt, encoder, text.encode([prompt])[0])
         path = made / f"{stems[-1]}.safetensors"
         path.write_bytes(content)
         blob = f"{TEXT.folder}/{path.name}"

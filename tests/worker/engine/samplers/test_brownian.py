@@ -1,10 +1,9 @@
 """Noise of SDE samplers against k-diffusion's, whose Brownian motion is torchsde's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -70,18 +69,37 @@ def test_the_noise_of_an_image_is_k_diffusions_to_the_bit(
 
 def test_increments_of_parts_add_up_whatever_was_asked_before() -> None:
     tree, other = (BrownianTree(3, (0.03, 14.6), cpu) for _ in range(2))
-    whole = tree.noise(10.0, 2.0) * 8**0.5
-    parts = other.noise(3.0, 2.0) + other.noise(10.0, 3.0) * 7**0.5
-    torch.testing.assert_close(whole, parts, rtol=0, atol=2e-5)
-    for _ in range(40):  # until the first halves are forgotten
-        other.noise(14.0, 0.05)
-        other.noise(9.1, 8.7)
-    assert torch.equal(tree.noise(5.0, 4.0), other.noise(5.0, 4.0))
+    (whole,) = tree.noise([(10.0, 2.0)])
+    first, second = other.noise([(3.0, 2.0), (10.0, 3.0)])
+    torch.testing.assert_close(whole * 8**0.5, first + second * 7**0.5, rtol=0, atol=2e-5)
+    asked = [(14.0, 0.05), (5.0, 4.0), (5.0, 4.5), (5.0, 4.0), (99.0, 14.6)]
+    together = other.noise(asked)
+    for interval, found in zip(asked, together, strict=True):
+        assert torch.equal(tree.noise([interval])[0], found)
+
+
+@pytest.mark.parametrize("seed", [0, 2**32 - 1, 2**40 + 3])
+def test_the_seed_of_every_place_is_numpys(seed: int) -> None:
+    seeds: list[int] = []
+
+    def remember(drawn: int) -> torch.Tensor:
+        seeds.append(drawn)
+        return cpu(drawn)
+
+    def theirs(*spawn_key: int) -> int:
+        sequence = np.random.SeedSequence(seed, spawn_key=spawn_key, pool_size=24)
+        return int(sequence.generate_state(1)[0])
+
+    end = 2.0**15  # so deep, near the right end, that places have more than 32 bits
+    BrownianTree(seed, (0.0, end), remember).noise([(end - 1.5e-6, 0.0)])
+    places = [(2**depth - 1, depth) for depth in range(len(seeds) - 1)]
+    assert len(places) > 33
+    assert seeds == [theirs(), *(theirs(*place) for place in places)]
 
 
 def test_the_noise_has_variance_1_and_follows_the_source() -> None:
     tree = BrownianTree(5, (0.03, 14.6), lambda seed: Philox(seed).randn((4, 64, 64)))
-    noise = tree.noise(2.0, 1.5)
+    (noise,) = tree.noise([(2.0, 1.5)])
     assert float(noise.std()) == pytest.approx(1, abs=0.02)
     settings = Noise("NV", seed_delta=31337)
     made = make_schedule("dpmpp_2m_sde", 5, alphas_cumprod(), "epsilon").brownian

@@ -1,7 +1,5 @@
 """Samplers of sigmas against k-diffusion, each with each schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +59,18 @@ def test_each_sampler_is_k_diffusions(theirs: Any, method: str, steps: int) -> N
 @pytest.mark.parametrize("schedule", samplers.SCHEDULES)
 def test_each_schedule_is_the_references(theirs: Any, schedule: str) -> None:
     assert check(theirs, "euler_ancestral", schedule, 8) < 1e-5
+
+
+@pytest.mark.parametrize("schedule", sorted(set(samplers.SCHEDULES) - {"turbo"}))  # Forge's
+def test_a_schedule_in_half_precision_is_k_diffusions(schedule: str, k_diffusion: Any) -> None:
+    """As AUTOMATIC1111 drew before 1.7, whose model had its `alphas_cumprod` in float16 as well."""
+    key = "euler" if schedule == "uniform" else f"euler_{schedule}"
+    noise, alphas = noises(1), alphas_cumprod()
+    made = make_schedule(key, 8, alphas, "epsilon", Options(is_downcast=True))
+    found = sample(made, noise, stand_in)
+    halved = references.Reference(k_diffusion, stand_in, alphas.float().half())
+    assert relative_difference(found, halved.draw("euler", schedule, 8, noise, {})) < 1e-5
+    assert (made.table - make_schedule(key, 8, alphas, "epsilon").table).abs().max() > 1e-4
 
 
 @pytest.mark.slow

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path
@@ -13,15 +11,15 @@ from safetensors.torch import save_file
 import batch_engine
 import polling
 import tiny_model
-from engine_process import decibels
 from imagefleet.job.samplers import Options
+from rows.process import decibels
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract
+from worker.engine.contract import Settings
 from worker.engine.families.latents import of_latents
 from worker.engine.kernels import compile as compiling
 from worker.engine.slots import engine as slot_engine
 from worker.engine.slots import paying
-from worker.engine.slots.parts import Settings
 
 ROUNDING = 2
 
@@ -42,8 +40,9 @@ def drawn_meanwhile(
     Traced as on a GPU with fullgraph, without generating kernels.
     """
     loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
-    never = Settings(2, backend="eager", queue_seconds=lambda: 0.0)
+    never = Settings(slots=2, backend="eager", queue_seconds=lambda: 0.0)
     engine = slot_engine.SlotEngine(of_latents(loaded, never))
+    engine._runner.request(engine._runner.native, in_all_modes=True)
     engine.compile_in_background()
     images: list[contract.Outcome] = []
     noticed: list[bool] = []
@@ -130,7 +129,7 @@ def test_slots_of_one_row_are_compiled_beside_those_of_two(
     small_model: Path, plain_engine: contract.Engine, make_request: Any, draw: Any
 ) -> None:
     loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
-    engine = slot_engine.SlotEngine(of_latents(loaded, Settings(2, backend="eager")))
+    engine = slot_engine.SlotEngine(of_latents(loaded, Settings(slots=2, backend="eager")))
     size = {"width": 32, "height": 32}
     every_other = Options(s_min_uncond=1000.0)
     requests = [
@@ -175,7 +174,7 @@ def test_jobs_that_begin_with_an_image_cause_no_recompile(
     (call,) = compiled_engine._runner._compiled.values()
     assert call.compiled["shared"].is_compiled
     loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
-    uncompiled = slot_engine.SlotEngine(of_latents(loaded, Settings(2)))
+    uncompiled = slot_engine.SlotEngine(of_latents(loaded, Settings(slots=2)))
     for request, image in zip(requests, images, strict=True):
         assert difference(image, draw(uncompiled, request)[0]) <= ROUNDING
     uncompiled.close()
@@ -198,7 +197,7 @@ def test_controlnets_are_compiled_with_the_tick_and_cause_no_recompile(
     engine = compiled_engine
     monkeypatch.setattr(engine._runner, "_compiled_modes", ("shared",))
     ((_, before),) = engine._runner._compiled.items()
-    tensors = [each.data_ptr() for each in before.state if each is not None]
+    tensors = [each.data_ptr() for each in before.state if isinstance(each, torch.Tensor)]
     graphs = dict(before.compiled)
 
     def control(seed: int, **changes: Any) -> contract.Control:
@@ -219,10 +218,10 @@ def test_controlnets_are_compiled_with_the_tick_and_cause_no_recompile(
     assert steered.compiled["shared"].is_compiled
     images = draw(engine, *requests)
     assert engine.recompiles == 0
-    assert [each.data_ptr() for each in before.state if each is not None] == tensors
+    assert [each.data_ptr() for each in before.state if isinstance(each, torch.Tensor)] == tensors
     assert before.compiled == graphs
     loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
-    uncompiled = slot_engine.SlotEngine(of_latents(loaded, Settings(2)))
+    uncompiled = slot_engine.SlotEngine(of_latents(loaded, Settings(slots=2)))
     for request, image in zip(requests, images, strict=True):
         assert difference(image, draw(uncompiled, request)[0]) <= ROUNDING
         if request.controls:
@@ -295,13 +294,40 @@ def test_a_weight_mode_that_is_not_compiled_is_not_used(
 ) -> None:
     loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
     engine = slot_engine.SlotEngine(
-        of_latents(loaded, Settings(2, backend="eager", compiled_modes=("per_slot",)))
+        of_latents(loaded, Settings(slots=2, backend="eager", compiled_modes=("per_slot",)))
     )
     engine.warm_up()
     request = make_request(width=32, height=32)
     (image,) = draw(engine, request)
     assert engine.weight_mode == "per_slot"
     assert difference(image, draw(plain_engine, request)[0]) <= ROUNDING
+
+
+@pytest.mark.slow
+def test_images_that_tile_have_a_graph_of_their_own(
+    small_model: Path, make_request: Any, draw: Any, difference: Any
+) -> None:
+    """So have those whose latents do not halve evenly; both are those drawn uncompiled."""
+    loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
+    modes = Settings(slots=2, backend="eager", compiled_modes=("shared",))
+    engine = slot_engine.SlotEngine(of_latents(loaded, modes))
+    loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
+    uncompiled = slot_engine.SlotEngine(of_latents(loaded, Settings(slots=2)))
+    requests = [
+        make_request(width=40, height=24, seed=seed, tiling=tiling)
+        for seed in (1, 2)
+        for tiling in (True, False)
+    ]
+    for request in requests[:2]:
+        engine.warm_up(request)
+    images = draw(engine, *requests)
+    assert engine.recompiles == 0
+    assert len(engine._runner._compiled) == 2
+    for request, image in zip(requests, images, strict=True):
+        assert difference(image, draw(uncompiled, request)[0]) <= ROUNDING
+    assert difference(images[0], images[1]) > 20
+    for each in (engine, uncompiled):
+        each.close()
 
 
 @pytest.mark.slow

@@ -1,12 +1,13 @@
 """Compiling beside the ticks. What is traced here is not: `test_compiled.py` has torch trace."""
 
-from __future__ import annotations
-
 import contextlib
+import itertools
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,6 +63,15 @@ def compiled_modes(engine: Any) -> list[str]:
     return [mode for each in engine._lanes if each.step for mode in each.step.compiled]
 
 
+def write_locon(path: Path, engine: Any, rank: int = 2) -> contract.Lora:
+    """A LoRA that changes one convolution, to be seen."""
+    name = "lora_unet_mid_block_resnets_0_conv1"
+    width = engine.checkpoint.unet.mid_block.resnets[0].conv1.in_channels
+    tensors = {"down": torch.randn(rank, width, 3, 3) / 24, "up": torch.randn(width, rank, 1, 1)}
+    save_file({f"{name}.lora_{each}.weight": tensors[each] / 2 for each in tensors}, path)
+    return contract.Lora(path.stem, path, 0.0, 1.0)
+
+
 def take_up(engine: Any, compiler: Compiler) -> list[contract.Finished]:
     """Ends the graph that is being compiled, and runs the tick that takes it up."""
     compiler.end()
@@ -94,17 +104,16 @@ def test_what_the_first_jobs_need_is_compiled_first_and_taken_up_at_once(
     engine.tick()
     expected = draw(slot_engine, make_request(seed=5, steps=9))[0]
     (lane,) = engine._lanes
-    for modes, uses in ((["per_slot"], "per_slot"), (["per_slot"], "per_slot")):
-        assert take_up(engine, compiler) == []
-        assert compiled_modes(engine) == modes
-        assert lane.weight_mode == uses, "any job can run with weights of its own"
     finished = take_up(engine, compiler)
+    assert finished == []
+    assert compiled_modes(engine) == ["per_slot"]
+    assert lane.weight_mode == "per_slot", "any job can run with weights of its own"
+    take_up(engine, compiler)
     while not finished:
         finished = engine.tick()
     assert difference(finished[0].outcome, expected) <= ROUNDING, "in flight all the while"
-    assert lane.weight_mode == "shared"
-    assert compiled_modes(engine) == ["per_slot", "shared"]
-    assert [name.split()[1] for name in compiler.began] == ["UNet", "VAE", "UNet"]
+    assert compiled_modes(engine) == ["per_slot"], "another one does not pay"
+    assert [name.split()[1] for name in compiler.began] == ["UNet", "VAE"]
     assert around == compiler.began
     assert (engine.is_compiling, engine.recompiles) == (False, 0)
 
@@ -157,7 +166,7 @@ def test_without_jobs_it_compiles_all_the_same(engine: Any, compiler: Compiler) 
     compiler.end(3)
     engine._compilation.finish()
     assert not engine.is_compiling
-    assert compiled_modes(engine) == ["per_slot", "shared"]
+    assert compiled_modes(engine) == ["per_slot"]
 
 
 def test_a_compiler_that_fails_is_reported_and_images_are_drawn_without_it(
@@ -191,8 +200,8 @@ def test_a_lane_that_is_closed_meanwhile_is_compiled_anew(engine: Any, compiler:
     engine._compilation.finish()
     assert stale.compiled == {}
     assert stale.is_compiling is False
-    assert compiled_modes(engine) == ["per_slot", "shared"]
-    assert len(compiler.began) == 4
+    assert compiled_modes(engine) == ["per_slot"]
+    assert len(compiler.began) == 3
 
 
 @pytest.mark.parametrize("full_at", ["per_slot", "shared"])
@@ -214,6 +223,7 @@ def test_out_of_memory_while_recording_costs_slots_or_that_mode_but_no_image(
         take_up_graph(self, used, mode, compiled)
 
     monkeypatch.setattr(step.StepRunner, "take_up", fail_once)
+    engine._runner.request(engine._runner.native, in_all_modes=True)
     engine.compile_in_background()
     engine.admit(0, engine.prepare(make_request(steps=8)))
     engine.tick()
@@ -273,11 +283,7 @@ def test_jobs_that_would_run_uncompiled_do_not_hold_up_the_compiled_ones(
     tmp_path: Path,
 ) -> None:
     """Changes of convolutions would take all images of their calls along, until they compile."""
-    path, name = tmp_path / "locon.safetensors", "lora_unet_mid_block_resnets_0_conv1"
-    width = engine.checkpoint.unet.mid_block.resnets[0].conv1.in_channels
-    tensors = {"down": torch.randn(2, width, 3, 3) / 24, "up": torch.randn(width, 2, 1, 1) / 2}
-    save_file({f"{name}.lora_{each}.weight": tensors[each] for each in tensors}, path)
-    locon = (contract.Lora("locon", path, 0.0, 1.0),)
+    locon = (write_locon(tmp_path / "locon.safetensors", engine),)
     requests = [
         make_request(seed=seed, steps=2 + seed % 3, loras=locon if seed % 3 == 1 else ())
         for seed in range(6)
@@ -319,3 +325,104 @@ def test_half_of_a_deep_queue_is_compiled_beside_the_ticks_and_a_rare_size_is_no
     engine._compilation.finish()
     compiled = {each.batch_key.width for each in engine._runner._compiled.values()}
     assert compiled == {engine._runner.native.width, 64, 96}
+
+
+@pytest.fixture
+def slow_compiler(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    """Each graph seems to take 20 s or so, and none begins before the first image."""
+    clock = itertools.count(0.0, 40.0)
+    monkeypatch.setattr(compiling, "_HEAD_START_SECONDS", math.inf)
+    monkeypatch.setattr(compiling, "time", SimpleNamespace(monotonic=clock.__next__))
+    compiler.end(100)
+    return compiler
+
+
+def graphs_of(compiler: Compiler) -> list[str]:
+    """The compiled ticks: slots, rows and mode."""
+    found = (re.search(r"for (\d+) rows of .* \((\w+) weights", each) for each in compiler.began)
+    return sorted(f"{each[1]} {each[2]}" for each in found if each)
+
+
+@pytest.mark.parametrize(("every", "mode"), [(3, "per_slot_convolutions"), (0, "per_slot")])
+def test_a_bag_of_kinds_takes_one_graph_of_each_size_and_draws_what_each_job_draws_alone(
+    make_slot_engine: Any,
+    slot_engine: Any,
+    slow_compiler: Compiler,
+    make_request: Any,
+    lora_paths: list[Path],
+    draw: Any,
+    difference: Any,
+    tmp_path: Path,
+    every: int,
+    mode: str,
+) -> None:
+    """Jobs that change convolutions are in it, and do not cost those a product that have none."""
+    engine = make_slot_engine(slots=4, backend="eager", queue_seconds=lambda: math.inf)
+    locons = [write_locon(tmp_path / f"{rank}.safetensors", engine, rank) for rank in (2, 20)]
+    styles = [contract.Lora(path.stem, path, 0.5, 1.0) for path in lora_paths]
+    requests = []
+    for at in range(36):
+        loras = [(), styles[:1], styles[1:], styles[2:]][at // 2 % 4]
+        loras = (*loras, *(locons[at // 3 % 2 :][:1] if every and at % every == 0 else ()))
+        sizes = {"width": 96 if at % 2 else 64, "steps": 2 + at % 3}
+        requests.append(make_request(seed=at, loras=loras, **sizes))
+    engine.compile_in_background()
+    images = draw(engine, *requests)
+    engine._compilation.finish()
+    assert graphs_of(slow_compiler) == [f"6 {mode}", f"8 {mode}"]
+    assert len(slow_compiler.began) == 4, "and the VAE of each"
+    for request, image in zip(requests[:12], images, strict=False):
+        assert difference(image, draw(slot_engine, request)[0]) <= ROUNDING
+
+
+def test_a_graph_that_takes_fewer_seconds_is_compiled_once_its_own_ticks_pay_for_it(
+    make_slot_engine: Any,
+    slot_engine: Any,
+    slow_compiler: Compiler,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    tmp_path: Path,
+) -> None:
+    """LoCons come at first and then no more; then no LoRAs come at all, for long."""
+    engine = make_slot_engine(slots=2, backend="eager", queue_seconds=lambda: math.inf)
+    locon = write_locon(tmp_path / "locon.safetensors", engine)
+    engine.compile_in_background()
+    draw(engine, *[make_request(seed=at, loras=(locon,) * (at % 2), steps=1) for at in range(40)])
+    engine._compilation.finish()
+    assert compiled_modes(engine) == ["per_slot_convolutions"]
+    (lane,) = (each for each in engine._lanes if each.step and each.step.compiled)
+    for mode in ("per_slot", "shared"):
+        assert mode not in lane.step.compiled
+        for _ in range(200):
+            lane.step.wanted.note(mode)
+        engine._compilation.finish()
+        assert mode in lane.step.compiled
+    slow_compiler.began.clear()
+    image, expected = (draw(each, make_request(steps=3))[0] for each in (engine, slot_engine))
+    assert lane.weight_mode == "shared"
+    assert difference(image, expected) <= ROUNDING
+    # A higher rank needs other tensors.
+    large = make_request(steps=2, loras=(write_locon(tmp_path / "large.safetensors", engine, 40),))
+    image, expected = (draw(each, large, make_request())[0] for each in (engine, slot_engine))
+    assert difference(image, expected) <= ROUNDING
+    assert "per_slot" in lane.step.compiled, "others go on"
+
+
+def test_modes_that_were_not_timed_are_taken_to_differ_as_guessed(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a guess of one GPU would be compared with what was measured on another."""
+    runner, seconds = engine._runner, {"per_slot": 0.525, "shared": 0.45}
+    monkeypatch.setattr(runner, "_device", torch.device("cuda"))
+    monkeypatch.setattr(runner, "_uncompiled_seconds", 1.0)
+    monkeypatch.setattr(step, "fastest_seconds", lambda mode, _: seconds[mode])
+    runner._time({"per_slot": "per_slot"})
+    found = runner.costs
+    assert found.shared_seconds == pytest.approx(0.5)
+    assert found.per_slot_convolutions_seconds == pytest.approx(0.55)
+    assert found.saved_share == pytest.approx(0.5)
+    runner._time({"shared": "shared", "per_slot": "per_slot"})
+    found = runner.costs
+    assert (found.shared_seconds, found.per_slot_seconds) == (0.45, 0.525)
+    assert found.saved_share == pytest.approx(0.55)

@@ -1,7 +1,5 @@
 """LoCons and other changes of layers whose weights slots hold no copy of."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -96,11 +94,16 @@ def test_slots_can_hold_a_change_of_every_layer_of_the_unet(slot_engine: slots.S
         "up_blocks.1.upsamplers.0.conv",
     ],
 )
-@pytest.mark.parametrize("height", [8, 9])
+@pytest.mark.parametrize(("height", "tiles"), [(8, False), (9, False), (9, True)])
 def test_a_slots_own_change_of_a_layer_computes_what_merging_it_does(
-    slot_engine: slots.SlotEngine, make_request: Any, write_lora: Write, path: str, height: int
+    slot_engine: slots.SlotEngine,
+    make_request: Any,
+    write_lora: Write,
+    path: str,
+    height: int,
+    tiles: bool,
 ) -> None:
-    """A height of 9 is odd, so that upsamplers do not double it."""
+    """A height of 9 is odd, so that upsamplers cut what they double."""
     unet = slot_engine._unet
     prepared = slot_engine.prepare(make_request(loras=(write_lora(path, weight=2.0),)))
     packed = prepared.packs["unet"]
@@ -112,10 +115,10 @@ def test_a_slots_own_change_of_a_layer_computes_what_merging_it_does(
         unet.changes.grow(packed.ranks.items())
         for slot, changes in enumerate([NO_CHANGES, packed.of(packed.assemble()), NO_CHANGES]):
             unet.load_slot(slot, changes)
-        own = unet(*arguments, Call(context, per_slot=True, slots=len(x)))
-        plain = unet(*arguments, Call(context))
+        own = unet(*arguments, Call(context, per_slot=True, slots=len(x), tiles=tiles))
+        plain = unet(*arguments, Call(context, tiles=tiles))
         slot_engine._merger.activate(prepared.loras["unet"])
-        merged = unet(*arguments, Call(context))
+        merged = unet(*arguments, Call(context, tiles=tiles))
         slot_engine._merger.activate(())
     assert (merged - plain).abs().max() > 0.02
     expected = torch.cat([plain[:2], merged[2:4], plain[4:]])

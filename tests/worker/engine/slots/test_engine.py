@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from pathlib import Path
@@ -247,10 +245,10 @@ def test_only_a_job_that_cannot_start_fails(
 ) -> None:
     original = slot_engine._stager._encode
 
-    def encode(job: Any, loras: Any) -> Any:
+    def encode(job: Any, *given: Any) -> Any:
         if job.ticket in {1, 5}:  # one starts at once, one is staged ahead
             raise errors.JobError("the weights in the prompt cancel each other out")
-        return original(job, loras)
+        return original(job, *given)
 
     monkeypatch.setattr(slot_engine._stager, "_encode", encode)
     images = draw(slot_engine, *(make_request(seed=seed) for seed in range(7)))
@@ -360,7 +358,7 @@ def test_prompts_of_any_length_share_calls_with_their_like(
         make_request(prompt="a castle on a hill, " * 5 * (chunks - 1) + "a castle", steps=1)
         for chunks in range(1, 11)
     ]
-    chunks = [len(engine.prepare(request).prompt) for request in requests]
+    chunks = [engine.prepare(request).text_rows[0].length for request in requests]
     assert chunks == list(range(1, 11))
     calls = record_modes(monkeypatch, engine)
     images = draw(engine, *requests)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 import weakref
 from pathlib import Path
@@ -81,15 +79,22 @@ def test_slots_that_are_given_up_are_freed_before_fewer_are_allocated(
     assert set(held) == {None}
 
 
+@pytest.mark.parametrize(("sampler", "steps"), [("euler_ancestral", 4), ("dpmpp_2m_sde", 11)])
 def test_unfinished_images_restart_after_out_of_memory(
-    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+    make_slot_engine: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: Any,
+    sampler: str,
+    steps: int,
 ) -> None:
     engine = make_slot_engine(slots=2)
-    requests = [make_request(seed=seed, steps=4) for seed in (1, 2)]
+    requests = [make_request(seed=seed, sampler=sampler, steps=steps) for seed in (1, 2)]
     sound = draw(engine, *requests)
     count = iter(range(100))
     memory = torch.cuda.OutOfMemoryError("CUDA out of memory")
-    fail(monkeypatch, engine, memory, lambda seeds: next(count) == 2)
+    fail(monkeypatch, engine, memory, lambda seeds: next(count) == steps - 2)
     images = draw(engine, *requests)
     assert engine.slots == 1
     assert [difference(*pair) <= ROUNDING for pair in zip(images, sound, strict=True)] == [True] * 2
@@ -243,7 +248,7 @@ def test_a_failed_merge_affects_no_other_image(
     difference: Any,
     monkeypatch: Any,
 ) -> None:
-    from worker.engine.lora import merge as lora
+    from worker.engine.lora import shared as lora
 
     engine = make_slot_engine()
     (plain,) = draw(engine, make_request())

@@ -94,6 +94,7 @@ def as_slot_job(job: Any) -> SlotJob:
     class Fake:
         lora_key = ()
         schedule = SimpleNamespace(table=range(job.calls))
+        ends = None
 
     return SlotJob(job.ticket, Fake(), job.batch_key)  # type: ignore[arg-type]
 

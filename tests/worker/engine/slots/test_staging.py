@@ -1,7 +1,5 @@
 """What is staged while slots draw, and when its jobs start."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,10 +23,10 @@ def test_ticks_do_not_wait_for_a_job_that_is_staged_ahead(
     engine = make_slot_engine(slots=1)
     original, may_go_on = engine._stager._encode, threading.Event()
 
-    def encode(job: Any, loras: Any) -> Any:
+    def encode(job: Any, *given: Any) -> Any:
         if job.ticket == 1:
             assert may_go_on.wait(60)
-        return original(job, loras)
+        return original(job, *given)
 
     monkeypatch.setattr(engine._stager, "_encode", encode)
     for ticket in range(2):
@@ -50,9 +48,9 @@ def test_a_lane_that_is_half_full_draws_while_the_next_job_is_still_being_staged
     engine._draws_while_staging = True  # as on a GPU
     original, may_go_on = engine._stager._encode, threading.Event()
 
-    def encode(job: Any, loras: Any) -> Any:
+    def encode(job: Any, *given: Any) -> Any:
         assert job.ticket == 0 or may_go_on.wait(60)
-        return original(job, loras)
+        return original(job, *given)
 
     monkeypatch.setattr(engine._stager, "_encode", encode)
     engine.admit(0, engine.prepare(make_request(steps=4)))

@@ -1,7 +1,5 @@
 """What the weights hold: another model's, nothing of the one before; a slot's that is reloaded."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,12 +15,12 @@ from families import tiny_families
 from pixel import tiny_cascade
 from worker.engine import contract, load
 from worker.engine.checkpoint import load_checkpoint
+from worker.engine.contract import Settings
 from worker.engine.families.latents import of_latents
 from worker.engine.lora.merge import LoraChanges
 from worker.engine.networks.linear import ReloadedStack, SlotLinear, stack_by_shape
 from worker.engine.networks.unet import SlotUnet
 from worker.engine.slots import engine as slots
-from worker.engine.slots.parts import Settings
 
 CPU = torch.device("cpu")
 

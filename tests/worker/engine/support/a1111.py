@@ -4,8 +4,7 @@ The networks are those of a diffusers pipeline, the samplers k-diffusion's own f
 and PLMS as AUTOMATIC1111 writes them. One image at a time, in float32.
 """
 
-from __future__ import annotations
-
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from diffusers.models.upsampling import Upsample2D
 
 from worker.engine import contract
 
@@ -207,6 +207,23 @@ class Reference:
         images = vae.decode(latents / vae.config.scaling_factor).sample
         levels = (images[0] / 2 + 0.5).clamp(0, 1).permute(1, 2, 0) * 255
         return (levels.round() if rounds else levels).numpy().astype(np.uint8)
+
+
+def resize_last(unet: Any) -> None:
+    """Has diffusers' UNet upsample sides that do not halve evenly as `TorchHijackForUnet.cat`.
+
+    ldm's `Upsample` doubles and convolves; the result is resized to the skip's size by nearest.
+    """
+    for module in unet.modules():
+        if isinstance(module, Upsample2D):
+            module.forward = functools.partial(_double_and_resize, module.forward)
+
+
+def _double_and_resize(
+    double: Callable[..., torch.Tensor], x: torch.Tensor, output_size: Any = None, *_: Any
+) -> torch.Tensor:
+    doubled = double(x)
+    return doubled if output_size is None else F.interpolate(doubled, output_size, mode="nearest")
 
 
 def interpolate(latents: torch.Tensor, width: int, height: int, **how: Any) -> torch.Tensor:

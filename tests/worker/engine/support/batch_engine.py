@@ -1,7 +1,7 @@
 """The oracle: a plain engine that runs alike requests as one batch, from noise to pixels.
 
-diffusers' own UNet, uncompiled, LoRAs merged into its weights: the arithmetic that the slot engine
-is compared with.
+diffusers' own UNet with AUTOMATIC1111's sizes, uncompiled, LoRAs merged into its weights: the
+arithmetic that the slot engine is compared with.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 
+import a1111
 from imagefleet import errors
 from imagefleet.job.prompt import Prompt
 from worker.engine import checkpoint, contract, device, sampler, text
 from worker.engine import errors as engine_errors
 from worker.engine.control.held import ControlNets
 from worker.engine.decoder import to_pixels
-from worker.engine.lora import merge
+from worker.engine.lora import merge, shared
 from worker.engine.lora.file import Network
 from worker.engine.slots.prepare import PreparedRequest, RequestPreparer
 
@@ -58,7 +59,8 @@ class BatchEngine:
 
     def __init__(self, loaded: checkpoint.Checkpoint, max_batch: int) -> None:
         self.checkpoint = loaded
-        nets = ControlNets(loaded.unet, is_compiled=False)
+        a1111.resize_last(loaded.unet)
+        nets = ControlNets(loaded.unet, has_own_layers=False)
         self._preparer = RequestPreparer(loaded, {"unet": {}, "text_encoder": {}}, nets)
         self._encoder = text.Encoder(
             [text.Reader(loaded.text_encoder)],
@@ -66,7 +68,7 @@ class BatchEngine:
             end=loaded.tokenizer.eos_token_id,
         )
         networks = {"unet": loaded.unet, **loaded.text_encoders}
-        self._mergers = {name: merge.Merger(each) for name, each in networks.items()}
+        self._mergers = {name: shared.Merger(each) for name, each in networks.items()}
         self._max_batch = max_batch
         self._pending: dict[int, PreparedRequest] = {}
 
@@ -124,7 +126,7 @@ class BatchEngine:
         self._pending.clear()
         self._encoder.clear()
         for merger in self._mergers.values():
-            merger.close()
+            merger.reset()
         for network in (self.checkpoint.unet, self.checkpoint.vae, self.checkpoint.text_encoder):
             network.to("meta")
 
@@ -157,8 +159,13 @@ class BatchEngine:
 
     def _encode_prompts(self, batch: Sequence[PreparedRequest]) -> text.Context:
         """The rows of the prompts, then of the negative prompts."""
-        prompts = [prepared.prompt for prepared in batch]
-        negative_prompts = [prepared.negative_prompt for prepared in batch]
+        prompts, negative_prompts = zip(
+            *(
+                tuple(next(iter(row.texts.values())) for row in prepared.text_rows)
+                for prepared in batch
+            ),
+            strict=True,
+        )
         first = batch[0]
         return self._encoder.encode(
             [*prompts, *negative_prompts],
@@ -195,7 +202,7 @@ def denoise(
             return_dict=False,
         )[0]
         cond, uncond = output.float().chunk(2)
-        scales = _per_image([image.guidance(call) for image in images], device)
+        scales = _per_image([image.scales(call)[0] for image in images], device)
         guided = uncond + scales * (cond - uncond)
         noise = torch.zeros_like(latents, device="cpu")
         for image, stream, into in zip(images, streams, noise, strict=True):

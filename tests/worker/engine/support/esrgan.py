@@ -1,10 +1,9 @@
 """Upscaler files: an ESRGAN of one block with random weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -24,9 +23,13 @@ def build(path: Path, scale: int = 4, channels: int = 3) -> tuple[Path, Any]:
 
 
 def enlarge(network: Any, pixels: contract.Pixels) -> contract.Pixels:
-    """The whole image at once, in float32."""
-    image = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 255
+    """The whole image as BGR at once, as AUTOMATIC1111 does: black before what lacks to a tile."""
+    height, width = pixels.shape[:2]
+    missing = [max(0, upscaling.TILE - side) for side in (height, width)]
+    padded = np.pad(pixels[..., ::-1], [(side, 0) for side in (*missing, 0)])
     with torch.no_grad():
-        enlarged = network(image)[0].clamp(0, 1)
-    levels: contract.Pixels = (enlarged * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
-    return levels
+        enlarged = network(torch.from_numpy(padded.copy()).permute(2, 0, 1)[None] / 255)[0]
+    levels = (enlarged.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+    scale = levels.shape[0] // padded.shape[0]
+    found: contract.Pixels = levels[missing[0] * scale :, missing[1] * scale :, ::-1]
+    return found

@@ -1,7 +1,5 @@
 """Safetensors files as far as their headers go: the names that tell what a file is, no weights."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -11,7 +9,8 @@ SD1 = (
     "cond_stage_model.transformer.text_model.final_layer_norm.weight",
     "first_stage_model.decoder.conv_in.weight",
 )
-LORA = ("lora_te_text_model_encoder_layers_0_mlp_fc1.alpha",)
+LAYER = "lora_te_text_model_encoder_layers_0_mlp_fc1"
+LORA = (f"{LAYER}.alpha",)
 REFINER = ("conditioner.embedders.0.model.positional_embedding", "first_stage_model.x")
 
 
@@ -33,7 +32,13 @@ def shaped(**shapes: list[int]) -> bytes:
     entries, at = {}, 0
     for name, shape in shapes.items():
         end = at + math.prod(shape)
-        entries[name] = {"dtype": "U8", "shape": shape, "data_offsets": [at, end]}
+        entries[name] = {"dtype": "F8_E4M3", "shape": shape, "data_offsets": [at, end]}
         at = end
     header = json.dumps(entries).encode()
     return len(header).to_bytes(8, "little") + header + bytes(at)
+
+
+def lora_of(*names: str) -> bytes:
+    """A LoRA of rank 1 for SD 1.x, with tensors of other *names* besides, which are skipped."""
+    factors = {f"{LAYER}.lora_down.weight": [1, 768], f"{LAYER}.lora_up.weight": [3072, 1]}
+    return shaped(**factors, **{name: [1] for name in names})

@@ -1,8 +1,5 @@
 """k-diffusion's samplers on schedules computed apart, as AUTOMATIC1111 1.10 puts them together."""
 
-from __future__ import annotations
-
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,9 +32,10 @@ _AYS = [14.615, 6.475, 3.861, 2.697, 1.886, 1.396, 0.963, 0.652, 0.399, 0.152, 0
 
 class Reference:
     def __init__(self, k_diffusion: Any, unet: Callable[..., Any], alphas: torch.Tensor) -> None:
+        """Computes sigmas in float32, unless *alphas* are in float16."""
         self.sampling = k_diffusion.sampling
         self.model = k_diffusion.external.DiscreteEpsDDPMDenoiser(
-            unet, alphas.float(), quantize=False
+            unet, alphas if alphas.dtype == torch.float16 else alphas.float(), quantize=False
         )
         self.ends = float(self.model.sigma_min), float(self.model.sigma_max)
 
@@ -110,15 +108,18 @@ class Reference:
                 steps, *self.ends
             )
             return found
-        if schedule in ("uniform", "normal"):
+        if schedule == "uniform":
             return self.model.get_sigmas(steps)
         made: list[float] = getattr(self, f"_{schedule}")(steps)
         end = [] if schedule == "kl_optimal" else [0.0]
         return torch.tensor([*made, *end])
 
     def _sgm_uniform(self, steps: int) -> list[float]:
-        times = torch.linspace(999, 0, steps + 1)[:-1]
-        return self.model.t_to_sigma(times).tolist()
+        return self._normal(steps + 1)[:-1]
+
+    def _normal(self, steps: int) -> list[float]:
+        first, last = (float(self.model.sigma_to_t(torch.tensor(end))) for end in self.ends)
+        return self.model.t_to_sigma(torch.linspace(last, first, steps)).tolist()
 
     def _turbo(self, steps: int) -> list[float]:
         """Timesteps a stride apart that end a stride above -1, rounded."""
@@ -138,9 +139,14 @@ class Reference:
         return [low + float(place) * (high - low) for place in places]
 
     def _kl_optimal(self, steps: int) -> list[float]:
-        """Sabour et al. (2024), theorem 3.1: the arc tangent goes down evenly."""
-        low, high = (math.atan(end) for end in self.ends)
-        return [math.tan(high + at / steps * (low - high)) for at in range(steps + 1)]
+        """Sabour et al. (2024), theorem 3.1: the arc tangent goes down evenly; float32, as there.
+
+        Near a quarter turn a tangent makes 200 of each rounding.
+        """
+        low, high = (torch.tensor(end).atan() for end in self.ends)
+        shares = torch.linspace(0, 1, steps + 1)
+        found: list[float] = ((1 - shares) * high + shares * low).tan().tolist()
+        return found
 
     def _align_your_steps(self, steps: int) -> list[float]:
         """Interpolated in log sigma, by the paper's recipe."""

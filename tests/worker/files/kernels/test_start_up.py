@@ -1,7 +1,5 @@
 """A worker at its start, with the engine replaced: the rest is real."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Callable
@@ -53,7 +51,7 @@ async def test_kernels_arrive_while_the_model_loads_where_torch_looks_for_them(
 async def test_a_download_that_never_ends_keeps_no_worker_from_its_work_and_its_end(
     storage: Storage, settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "find_sha256", lambda *_: asyncio.Event().wait())
+    monkeypatch.setattr(cache.Manifest, "sha256", lambda *_: asyncio.Event().wait())
     without_image = settings.model_copy(update={"kernels": None})
     report = await process.run_worker(without_image, load=StandInEngine)
     assert report.jobs == {}
@@ -62,7 +60,7 @@ async def test_a_download_that_never_ends_keeps_no_worker_from_its_work_and_its_
 async def test_no_compiler_waits_for_what_a_worker_has_stopped_to_fetch(
     storage: Storage, settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "find_sha256", lambda *_: asyncio.Event().wait())
+    monkeypatch.setattr(cache.Manifest, "sha256", lambda *_: asyncio.Event().wait())
     async with cache.fetching(settings, storage.files) as kernels:
         pass  # at once: the fetch has not even begun
     assert kernels is not None

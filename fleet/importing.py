@@ -1,0 +1,173 @@
+"""`imagefleet import`: pictures of other programs as jobs that draw them again."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from fleet import console, load, options
+from fleet.files import missing, stored
+from fleet.options import argument, option
+from imagefleet import errors
+from imagefleet.files.kinds import KINDS
+from imagefleet.job import message
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import SignerSettings
+from loadgen import sweep
+from loadgen.infotext import source
+from loadgen.infotext.reading import Named, Reading
+from loadgen.rejects import Rejected
+
+Rows = Mapping[str, Sequence[stored.Row]]
+
+#: Kinds of files whose hashes texts hold.
+_HASHED = {"model", "vae", "lora", "embedding"}
+
+#: Digits of the hashes that A1111 writes since 2023; others are of another kind.
+_DIGITS = {10, 12}
+
+_ID_CHARACTERS = 80
+
+#: Fields and settings that name files of a kind, maybe with their hashes.
+_TITLED = {
+    "model": {"sd_model_checkpoint", "hr_checkpoint_name", "refiner_checkpoint"},
+    "vae": {"sd_vae"},
+}
+
+
+@options.flat
+def command(
+    settings: SignerSettings,
+    *,
+    paths: list[Path] = argument(
+        "A picture (.png, .jpg, .webp), its text (.txt), a folder of them, or a table of jobs"
+        " (.csv, .jsonl) with a column `infotext`.",
+        metavar="FILE|FOLDER",
+    ),
+    output: typer.FileTextWrite | None = option(
+        "Write the jobs to this file; by default to standard output.", metavar="FILE"
+    ),
+    rejects: Path | None = option(
+        "Write what is refused there, with what is wrong, to be mended and loaded.",
+        metavar="FILE",
+    ),
+    quiet: bool = option("No progress.", default=False),
+    as_json: bool = option("Print a summary as JSON, and no jobs.", False, "--json"),
+) -> None:
+    """Makes jobs that draw pictures of other programs again.
+
+    These are AUTOMATIC1111, Forge, ComfyUI and InvokeAI. Models, LoRAs and embeddings are looked up
+    in the storage by their hashes, then by their names. What is not drawn, or only alike, is said.
+    A picture whose initial image, mask or control image is not given is refused: a table's columns
+    give them, such as `init_images`. Exit code 4: some are refused, or files are missing.
+
+    imagefleet import pictures/ --output again.jsonl
+
+    imagefleet import one.png | imagefleet load -
+    """
+    found = [file for path in paths for file in _expanded(path)]
+    rows = console.run(_stored(settings))
+    uses, said, ids = missing.Uses(), Counter[str](), Counter[str]()
+    with (
+        load.reporting(rejects, skips=True, as_json=as_json) as report,
+        console.counting("reading", len(found), quiet=quiet or as_json) as move,
+    ):
+        for file in found:
+            for entry, read in source.entries(file):
+                row = entry
+                try:
+                    reading = read()
+                    row = entry._replace(text=message.message_text(reading.job))
+                    reading.models = [_found(each, reading, rows) for each in reading.models]
+                    job = _checked(reading, entry.place, uses, ids)
+                    if output is not None:
+                        output.write(console.json_text(job, indent=None))
+                    elif not as_json:
+                        console.print_json_line(job)
+                except errors.JobError as error:
+                    report.reject(Rejected.of(row, error.message))
+                else:
+                    said.update(reading.cannot)
+            move()
+    lost = console.run(missing.look(settings, uses, missing.Elsewhere()))
+    if as_json:
+        facts = {"jobs": uses.jobs, "refused": report.count, "cannot": said}
+        console.print_json({**facts, "missing": [asdict(each) for each in lost]})
+    else:
+        for sentence, count in said.most_common():
+            console.print_warning(f"{console.counted(count, 'job')}: {sentence}")
+        missing.show(uses, lost, console.stderr)
+    if report.count or lost:
+        raise typer.Exit(console.EXIT_IMAGES_WRONG)
+
+
+def _expanded(path: Path) -> list[Path]:
+    """The files of a folder, without texts beside pictures of their names; raises SetupError."""
+    if not path.exists():
+        raise errors.SetupError(f"{str(path)!r} does not exist")
+    if not path.is_dir():
+        return [path]
+    inside = sorted(each for each in path.rglob("*") if each.suffix.lower() in source.SUFFIXES)
+    texts = {each for each in inside if each.suffix.lower() == ".txt"}
+    pictures = {each.with_suffix("") for each in inside if each not in texts}
+    return [each for each in inside if each not in texts or each.with_suffix("") not in pictures]
+
+
+async def _stored(settings: SignerSettings) -> Rows:
+    async with open_storage(settings) as storage:
+        if not missing.may_exist(storage):
+            return {}
+        return {name: await stored.read(storage, KINDS[name]) for name in _HASHED & KINDS.keys()}
+
+
+def _found(named: Named, reading: Reading, rows: Rows) -> Named:
+    """A file, called as the one in the storage with its hash; says where that is another one."""
+    kind, digits = KINDS.get(named.kind), str(named.digits)
+    if kind is None or len(digits) not in _DIGITS:
+        return named
+    known = {kind.stem(row.name): row.short_hash or "" for row in rows.get(kind.name, ())}
+    name = kind.stem(Path(named.name or "").name)
+    if found := [stem for stem, short_hash in known.items() if short_hash.startswith(digits)]:
+        _rename(reading, named, name if name in found else found[0])
+        return named._replace(name=name if name in found else found[0])
+    if known.get(name):
+        reading.cannot.append(f"{kind.folder}/{name} is another file: its hash is not {digits}")
+    return named
+
+
+def _rename(reading: Reading, named: Named, name: str) -> None:
+    job, old = reading.job, re.escape(named.name or "")
+    if found := _TITLED.get(named.kind):
+        for fields in (job, job["override_settings"]):
+            for field in found & fields.keys():
+                if str(named.digits) in str(fields[field]) or fields[field] == named.name:
+                    fields[field] = name
+        return
+    pattern = rf"(?<=<lora:){old}(?=[:>])" if named.kind == "lora" else rf"(?<!\w){old}(?!\w)"
+    for prompt in ("prompt", "negative_prompt", "hr_prompt", "hr_negative_prompt"):
+        if prompt in job:
+            job[prompt] = re.sub(pattern, lambda _: name, job[prompt])
+
+
+def _checked(reading: Reading, place: str, uses: missing.Uses, ids: Counter[str]) -> dict[str, Any]:
+    """The job of a reading, with an id; raises JobError if it cannot be drawn."""
+    if reading.needs:
+        raise errors.JobError(f"{', '.join(reading.needs)}: must be given; {reading.cannot[0]}")
+    seed, settings = (reading.job.get(name) for name in ("seed", "override_settings"))
+    is_of_cpu = isinstance(settings, dict) and settings.get("randn_source") == "CPU"
+    # ComfyUI's have 64 bits. torch's generator on the CPU takes 32 of them, Brownian motion all.
+    if is_of_cpu and isinstance(seed, int) and "SDE" not in str(reading.job.get("sampler_name")):
+        reading.job["seed"] = seed if seed < 0 else seed % 2**32
+    job = message.read_job(message.message_text(reading.job), "import")
+    uses.add(place, job)
+    for named in reading.models:
+        if named.kind == "embedding" and named.name:
+            uses.note(place, named.kind, named.name)
+    start = sweep.slug(Path(place).stem)[:_ID_CHARACTERS]
+    job_id = f"{start or 'picture'}-{job.digest[:8]}"
+    ids[job_id] += 1
+    return {"id": f"{job_id}-{ids[job_id]}" if ids[job_id] > 1 else job_id, **reading.job}

@@ -1,0 +1,279 @@
+"""What the tensors of a LoRA file are, by their names, types and shapes: one reader in all places.
+
+`files add`, `load --check` and the engine refuse a file by it, in the same words. It takes the
+kinds of AUTOMATIC1111's built-in Lora extension (release 1.10) by its rules: the first kind counts
+whose tensors a layer has, and whatever else is there is skipped.
+"""
+
+import functools
+import json
+import math
+import re
+import unicodedata
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, FiniteFloat
+
+from imagefleet.files import embedding
+from imagefleet.files.safetensors import Header, UnusableError
+from imagefleet.job.prompt import is_safe_name
+
+Shapes = Mapping[str, Sequence[int]]
+
+#: What follows the layer's name in a key, and our name of the tensor.
+_TENSORS = {
+    r"(?:\.lora_down|\.lora_A|\.lora(?:_linear_layer)?\.down|_lora\.down)\.weight": "down",
+    r"(?:\.lora_up|\.lora_B|\.lora(?:_linear_layer)?\.up|_lora\.up)\.weight": "up",
+    r"\.lora_mid\.weight": "mid",
+    r"\.(hada_(?:w[12]_[ab]|t[12]))": r"\2",
+    r"\.(lokr_(?:w[12](?:_[ab])?|t2))": r"\2",
+    r"\.(alpha|scale|dora_scale|oft_blocks|oft_diag|rescale|on_input)": r"\2",
+    r"\.([ab][12])\.weight": r"\2",
+    r"\.(?:diff|w_norm)": "diff",
+    r"\.(?:diff_b|b_norm)": "bias",
+    r"\.lora_magnitude_vector(?:\.weight)?": "magnitude",
+    r"\.weight": "weight",
+}
+_TENSORS_BY_PATTERN = [(re.compile(f"(.+?){ending}"), name) for ending, name in _TENSORS.items()]
+
+#: The networks that LoRAs change, by their names in diffusers.
+NETWORKS = ("unet", "text_encoder", "text_encoder_2")
+
+#: Tensors of any kind: DoRA's norms by LyCORIS' and peft's name, and single numbers.
+NORMS = frozenset({"dora_scale", "magnitude"})
+NUMBERS = frozenset({"alpha", "scale", "on_input"})
+
+#: Tensors that a kind may have beside its own.
+_OPTIONAL = {"full": {"bias"}, "oft": {"rescale"}}
+
+#: Each kind's tensors and their dimensions, in the order of preference. The outputs are `o` and the
+#: inputs `i`, times `p`, `q` and the taps `k`; other letters are ranks. The last letter of a tensor
+#: is the product of all its further dimensions.
+_KINDS: Sequence[tuple[str, Mapping[str, str]]] = (
+    ("lora", {"mid": "rsk", "up": "or", "down": "si"}),
+    ("lora", {"up": "or", "down": "ri"}),
+    (
+        "loha",
+        {"hada_t1": "rsk", "hada_w1_a": "ro", "hada_w1_b": "si"}
+        | {"hada_t2": "tuk", "hada_w2_a": "to", "hada_w2_b": "ui"},
+    ),
+    ("loha", {"hada_w1_a": "or", "hada_w1_b": "ri", "hada_w2_a": "os", "hada_w2_b": "si"}),
+    ("ia3", {"weight": ""}),
+    *(
+        ("lokr", first | second)
+        for first in ({"lokr_w1": "pq"}, {"lokr_w1_a": "pr", "lokr_w1_b": "rq"})
+        for second in (
+            {"lokr_w2": "oi"},
+            {"lokr_t2": "stk", "lokr_w2_a": "so", "lokr_w2_b": "ti"},
+            {"lokr_w2_a": "os", "lokr_w2_b": "si"},
+        )
+    ),
+    ("full", {"diff": "oi"}),
+    ("glora", {"a1": "ri", "a2": "ir", "b1": "si", "b2": "os"}),
+    ("oft", {"oft_blocks": "poo"}),
+    ("oft", {"oft_diag": "poo"}),
+)
+
+_EMBEDDING = re.compile(r"bundle_emb\.([^.]+)\.(.+)")
+
+#: How names of layers of Stable Diffusion's networks begin, in any program's way.
+_LAYER = re.compile(
+    r"(?:base_model\.model\.)?(?:(?:lora_|oft_)?unet[_.]|diffusion_model\.|(?:lora_)?te?[12]?_"
+    r"|text_encoders?(?:_2)?[_.]|text_model[_.])|(?:base_model\.model\.)?"
+    r"(?:(?:down|up|mid|input|output|middle)_blocks?|conv_(?:in|out)|time_embed(?:ding)?)[_.]"
+)
+
+#: A key of peft's alpha_pattern: formally a regular expression, in practice a layer's name. Never
+#: matched as an expression: a malicious one could block all threads for years.
+_LayerName = Annotated[str, Field(pattern=r"^\^?[\w.]+$")]
+
+_NO_ALIASES = frozenset({"none", "addams"})
+
+#: A convolution's.
+_MOST_DIMENSIONS = 4
+
+#: The most characters of a tensor's name in a message: whoever made it may have made it megabytes.
+SHOWN = 200
+
+
+@dataclass(slots=True)
+class Contents:
+    """The tensors of a LoRA file, by their keys there."""
+
+    layers: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Each layer's by their names in a change, which are those of one kind."""
+    embeddings: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Those of the textual inversions that come with it, by their names."""
+    sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Outputs and inputs, of all taps, of each layer's change; 0 where its shapes fit any."""
+    skipped: list[str] = field(default_factory=list)
+    """What changes nothing."""
+
+
+def alias_of(header: Header) -> str:
+    """The name that AUTOMATIC1111's page writes for a LoRA, beside its file's; '' for none.
+
+    That is its trainer's, unless the setting `lora_preferred_name` says otherwise; 1.10 finds no
+    file by those of `_NO_ALIASES`.
+    """
+    alias = unicodedata.normalize("NFC", header.metadata.get("ss_output_name", ""))
+    return alias if is_safe_name(alias) and alias.lower() not in _NO_ALIASES else ""
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """The layer's name and the tensor's; '' if the key has no known suffix."""
+    plain = re.sub(r"\.default(?=\.weight$|$)", "", key)
+    for pattern, name in _TENSORS_BY_PATTERN:
+        if match := pattern.fullmatch(plain):
+            return match[1], match.expand(name)
+    return "", ""
+
+
+@functools.lru_cache(1_000)  # most layers are alike
+def kind_of(names: frozenset[str]) -> tuple[str, Mapping[str, str]]:
+    """The kind of a change with tensors of these names, and its row of `_KINDS`; '' for none."""
+    return next((row for row in _KINDS if names.issuperset(row[1])), ("", {}))
+
+
+def read(shapes: Shapes, integers: Collection[str] = ()) -> Contents:
+    """The tensors that the *shapes* are of; *integers*: the keys of those of no floating point.
+
+    Raises UnusableError if it is no LoRA for Stable Diffusion, or if one of its layers has tensors
+    of no known kind or of shapes that do not fit each other.
+    """
+    if not shapes:
+        raise UnusableError("holds no weights")
+    found = _by_layer(shapes)
+    for name, parts in found.layers.items():
+        of_layer = {part: shapes[key] for part, key in parts.items()}
+        kind, dimensions = kind_of(frozenset(of_layer))
+        try:
+            found.sizes[name] = _size_of(kind, dimensions, of_layer)
+        except ValueError as error:
+            shown = ", ".join(f"{part} {list(shape)}" for part, shape in of_layer.items())
+            raise UnusableError(
+                f"is damaged or of an unknown kind: for {name[:SHOWN]!r} it has {shown[:1000]}"
+            ) from error
+        used = {*dimensions, *NORMS, *NUMBERS, *_OPTIONAL.get(kind, ())}
+        found.skipped += [parts.pop(part) for part in [*parts] if part not in used]
+        if whole := [parts[part] for part in parts.keys() - NUMBERS if parts[part] in integers]:
+            raise damaged(whole[0])
+    for parts in found.embeddings.values():
+        whole = [part for part, key in parts.items() if key in integers]
+        embedding.read({part: shapes[key] for part, key in parts.items()}, whole)
+    return found
+
+
+def _by_layer(shapes: Shapes) -> Contents:
+    found = Contents()
+    for key in sorted(shapes):
+        name, part = split_key(key)
+        if embedding := _EMBEDDING.fullmatch(key):
+            found.embeddings.setdefault(embedding[1], {})[embedding[2]] = key
+        elif not _LAYER.match(name):
+            found.skipped.append(key)
+        elif part in found.layers.setdefault(name, {}):
+            raise UnusableError(f"has {key[:SHOWN]!r} twice, under two names")
+        else:
+            found.layers[name][part] = key
+    if not (found.layers or found.embeddings):
+        raise UnusableError(f"changes no layer of Stable Diffusion's: it has {key[:SHOWN]!r}")
+    return found
+
+
+def damaged(key: str) -> UnusableError:
+    return UnusableError(f"is damaged: {key[:SHOWN]!r} holds NaN, infinity or integers")
+
+
+#: The bits that are all ones in NaN and, but for the last type, in infinity, in numbers of a type.
+_EXPONENTS = {
+    "F64": ("<u8", 0x7FF << 52),
+    "F32": ("<u4", 0xFF << 23),
+    "F16": ("<u2", 0x1F << 10),
+    "BF16": ("<u2", 0xFF << 7),
+    "F8_E5M2": ("<u1", 0x1F << 2),
+    "F8_E4M3": ("<u1", 0x7F),
+}
+
+
+def check_numbers(path: Path, header: Header) -> None:
+    """Reads a whole file; raises UnusableError if its numbers are damaged, or of another type."""
+    import numpy as np  # the worker's settings are checked without it
+
+    if (rest := path.stat().st_size - header.file_bytes) > 0:
+        raise UnusableError(
+            f"is not a complete .safetensors file: {rest} bytes follow its last tensor"
+        )
+    with path.open("rb") as file:
+        for key, (kind, begin, end) in sorted(header.places.items()):
+            if key in header.integers:
+                continue
+            if kind not in _EXPONENTS:
+                raise UnusableError(f"holds numbers of the type {kind!r}, which is not supported")
+            bits, ones = _EXPONENTS[kind]
+            file.seek(header.data_at + begin)
+            numbers = np.frombuffer(file.read(end - begin), bits)
+            if ((numbers & ones) == ones).any():
+                raise damaged(key)
+
+
+def _size_of(kind: str, dimensions: Mapping[str, str], shapes: Shapes) -> tuple[int, int]:
+    """See `Contents.sizes`; raises ValueError if the shapes do not fit each other."""
+    size = {part: math.prod(shape) for part, shape in shapes.items()}
+    sizes: dict[str, int] = {}
+    for part, letters in dimensions.items():
+        first, rest = shapes[part][: len(letters) - 1], shapes[part][len(letters) - 1 :]
+        for letter, length in zip(letters, (*first, math.prod(rest)), strict=bool(letters)):
+            if sizes.setdefault(letter, length) != length or len(shapes[part]) > _MOST_DIMENSIONS:
+                raise ValueError(f"{part} does not fit the others")
+    outputs = sizes.get("o", 0) * sizes.get("p", 1)
+    inputs = sizes.get("i", 0) * sizes.get("q", 1) * sizes.get("k", 1)
+    norms = size.get("dora_scale", 1)  # of the outputs, or of the inputs without taps
+    if (
+        not (kind and all(size.values()))
+        or any(size.get(name, 1) != 1 for name in NUMBERS)
+        or any(size.get(name, outputs) != outputs for name in ("bias", "magnitude", "rescale"))
+        or (norms != outputs and inputs % norms)
+        or (kind == "ia3" and "on_input" not in shapes)
+        or (kind == "oft" and len(shapes[next(iter(dimensions))]) > len("poo"))  # a BOFT
+    ):
+        raise ValueError("it is of no known kind")
+    return outputs, inputs
+
+
+class PeftConfig(BaseModel):
+    """A network's peft configuration: alphas, for which kohya's files have tensors."""
+
+    lora_alpha: FiniteFloat | None = None
+    alpha_pattern: dict[_LayerName, FiniteFloat] | None = None
+    use_rslora: bool = False
+
+    def alpha_of(self, path: str) -> float | None:
+        """The alpha of the first pattern that is the path's end, or with ^ the whole path."""
+        whole = (path, f"text_model.{path}")  # transformers 5.6 dropped the level
+        for name, alpha in (self.alpha_pattern or {}).items():
+            bare = name.removeprefix("^")
+            if bare in whole or (bare == name and path.endswith(f".{name}")):
+                return alpha
+        return self.lora_alpha
+
+
+def peft_configs(metadata: Mapping[str, str]) -> dict[str, PeftConfig]:
+    """Each network's peft configuration, which diffusers writes into the header."""
+    try:
+        stated: dict[str, Any] = json.loads(metadata.get("lora_adapter_metadata", "{}"))
+        return {
+            network: PeftConfig.model_validate(
+                {
+                    key.removeprefix(f"{network}."): value
+                    for key, value in stated.items()
+                    if key.startswith(f"{network}.") or "." not in key
+                }
+            )
+            for network in NETWORKS
+        }
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise UnusableError(f"has damaged metadata: {str(error)[:300]}") from error

@@ -1,0 +1,1 @@
+"""The texts in pictures of other programs, read as jobs that draw the pictures again."""

@@ -1,0 +1,243 @@
+"""AUTOMATIC1111's infotext, which Forge and `worker.stages.encode` write as well.
+
+By its release 1.10: the lines and words of `infotext_utils.py` and `shared_options.py`, what older
+releases drew otherwise by `infotext_versions.py`, and what is written when by `processing.py`.
+"""
+
+import contextlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from imagefleet import errors
+from imagefleet.files.picture import OWN_FIELDS, OWN_WORD
+from loadgen.infotext.reading import Named, Reading, sampler_fields
+
+NO_PARAMETERS = "the file holds no parameters"
+
+_NEGATIVE = "Negative prompt:"
+
+#: sd-dynamic-prompts adds its lines behind the parameters.
+_TEMPLATES = re.compile(r"\n(?:Negative )?Template:")
+
+_WORD = re.compile(r"\s*([^\W_][\w /-]*):\s*")
+_END = re.compile(r"\s*(?:,|$)")
+_VERSION = re.compile(r"v(\d+)\.(\d+)\.(\d+)(?:-(\d+))?")
+_TITLE = re.compile(r"(.+?)(?: \[([0-9a-f]+)\])?")
+LORA = re.compile(r"<lora:([^:>]+)", re.IGNORECASE)
+
+#: Digits of the hash that A1111 wrote before 2023, of 64 KiB of a checkpoint.
+_OLD_DIGITS = 8
+
+#: Fields of payloads and names of settings, by the words of the text.
+_FIELDS, _SETTINGS = (
+    dict(" ".join(pair.split()).split(": ") for pair in words.split(","))
+    for words in (
+        """Steps: steps, CFG scale: cfg_scale, Seed: seed, Tiling: tiling, Variation seed: subseed,
+        Variation seed strength: subseed_strength, Refiner: refiner_checkpoint,
+        Refiner switch at: refiner_switch_at, Hires upscale: hr_scale, Hires upscaler: hr_upscaler,
+        Hires steps: hr_second_pass_steps, Hires checkpoint: hr_checkpoint_name,
+        Hires prompt: hr_prompt, Hires negative prompt: hr_negative_prompt, Size: width height,
+        Hires resize: hr_resize_x hr_resize_y, Seed resize from: seed_resize_from_w
+        seed_resize_from_h""",
+        """Clip skip: CLIP_stop_at_last_layers, ENSD: eta_noise_seed_delta, RNG: randn_source,
+        Eta: eta_ancestral, Eta DDIM: eta_ddim, Sigma churn: s_churn, Sigma tmin: s_tmin,
+        Sigma tmax: s_tmax, Sigma noise: s_noise, NGMS: s_min_uncond, Emphasis: emphasis,
+        Pad conds: pad_cond_uncond, Pad conds v0: pad_cond_uncond_v0, VAE: sd_vae,
+        Module 1: sd_vae, Token merging ratio: token_merging_ratio,
+        Token merging ratio hr: token_merging_ratio_hr, Extra noise: img2img_extra_noise,
+        Noise multiplier: initial_noise_multiplier, VAE Decoder: sd_vae_decode_method,
+        Face restoration: face_restoration_model, Conditional mask weight: inpainting_mask_weight,
+        Discard penultimate sigma: always_discard_next_to_last_sigma,
+        Downcast alphas_cumprod: use_downcasted_alpha_bar,
+        Old prompt editing timelines: use_old_scheduling,
+        Hires refiner: hires_fix_refiner_pass,
+        Refiner switch by sampling steps: refiner_switch_by_sample_steps""",
+    )
+)
+
+#: Words that stay text where they look like a number.
+_TEXTS = {"hr_prompt", "hr_negative_prompt", "hr_upscaler", "sd_vae"}
+_TEXTS |= {"hr_checkpoint_name", "refiner_checkpoint"}
+
+_MASK = ("Mask mode", "Mask blur", "Inpaint area", "Masked area padding", "Masked content")
+_MASKED_CONTENT = {"fill": 0, "original": 1, "latent noise": 2, "latent nothing": 3}
+
+#: What is read by rules of its own, or decides nothing of one picture.
+_OTHERS = {
+    *("Sampler", "Schedule type", "Model", "Model hash", "VAE hash", "Version", "User", *_MASK),
+    *("Denoising strength", "Hires sampler", "Hires schedule type", "Hires CFG Scale", "Hashes"),
+    *("Batch size", "Batch pos", "Init image hash", "Lora hashes", "TI hashes", OWN_WORD),
+}
+
+
+def read(text: str) -> Reading:
+    """The job of an infotext; raises JobError if it holds no parameters."""
+    *lines, last = text.strip().split("\n")
+    if not last.startswith("Steps:"):
+        *lines, last = _TEMPLATES.split(text.strip())[0].split("\n")
+    facts = _facts(last)
+    if not {"Steps", "Sampler", "Seed"} <= facts.keys():
+        raise errors.JobError(NO_PARAMETERS)
+    version = facts.get("Version", "")
+    match = _VERSION.match(version)
+    release = tuple(map(int, match.groups("0"))) if match else None
+    is_old = not version or (release is not None and release < (1, 9))
+    settings: dict[str, Any] = {"randn_source": "GPU"}
+    job: dict[str, Any] = {**_prompts(lines), "override_settings": settings}
+    reading = Reading(job)
+    for word, value in facts.items():
+        for names, target in ((_FIELDS, job), (_SETTINGS, settings)):
+            if name := names.get(word):
+                values = value.split("x") if " " in name else [value]
+                read_one = str if name in _TEXTS else _value
+                target.update(zip(name.split(), map(read_one, values), strict=False))
+    job |= sampler_fields(facts.get("Sampler", ""), facts.get("Schedule type"), is_old=is_old)
+    job |= {"restore_faces": True} if "Face restoration" in facts else {}
+    _read_passes(facts, reading, is_old=is_old)
+    _read_models(facts, reading)
+    _read_extensions(facts, reading)
+    if release is not None:
+        _add_compatibility(release, job, settings)
+    if own := facts.get(OWN_WORD):
+        try:
+            fields = json.loads(own)
+            reading.give({name: fields[name] for name in OWN_FIELDS if name in fields})
+        except (ValueError, TypeError, RecursionError):
+            raise errors.JobError(f"the JSON behind {OWN_WORD!r} is damaged") from None
+    return reading
+
+
+def _facts(line: str) -> dict[str, str]:
+    """`Word: value, Word: value`; a value that has one of these signs is JSON."""
+    found: dict[str, str] = {}
+    place = 0
+    while place < len(line):
+        word = _WORD.match(line, place)
+        start = word.end() if word else place
+        end = line.find(",", start) % (len(line) + 1)  # -1: none
+        value = line[start:end].strip()
+        if word and line.startswith(('"', "{", "["), start):
+            with contextlib.suppress(ValueError, RecursionError):
+                quoted, after = json.JSONDecoder().raw_decode(line, start)
+                if match := _END.match(line, after):
+                    value, end = quoted if isinstance(quoted, str) else value, match.end() - 1
+        if word:
+            found[word[1]] = value
+        place = end + 1
+    return found
+
+
+def _prompts(lines: list[str]) -> dict[str, str]:
+    found: dict[str, list[str]] = {"prompt": [], "negative_prompt": []}
+    into = "prompt"
+    for line in lines:
+        words = line.strip()
+        if words.startswith(_NEGATIVE):
+            into, words = "negative_prompt", words.removeprefix(_NEGATIVE).strip()
+        found[into].append(words)
+    return {name: "\n".join(each).strip() for name, each in found.items()}
+
+
+def _value(text: str) -> object:
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(text.lower() if text in {"True", "False"} else text)
+    return text
+
+
+def _read_passes(facts: Mapping[str, str], reading: Reading, *, is_old: bool) -> None:
+    """The second pass, or the image to begin with, of which a strength alone tells."""
+    job, strength = reading.job, _value(facts.get("Denoising strength", ""))
+    if any(name.startswith("hr_") for name in job):
+        job |= {"enable_hr": True} | ({"denoising_strength": strength} if strength != "" else {})
+        sampler, schedule = facts.get("Hires sampler"), facts.get("Hires schedule type")
+        if sampler or schedule:
+            usual = None if is_old else job["scheduler"]
+            name = sampler or facts.get("Sampler", "")
+            second = sampler_fields(name, schedule or usual, is_old=is_old)
+            job |= {f"hr_{name}": value for name, value in second.items()}
+        guidance = facts.get("Hires CFG Scale", "")
+        if guidance and _value(guidance) != job.get("cfg_scale"):
+            reading.cannot.append(f"the second pass had a CFG of its own ({guidance})")
+    elif strength or (strength == 0 and not is_old):  # the API wrote 0 up to 1.6
+        job |= {"denoising_strength": strength, "init_images": []}
+        reading.needs.append("init_images")
+        missing = "the initial image is"
+        if not facts.keys().isdisjoint(_MASK):
+            content = facts.get("Masked content", "original")
+            job |= {
+                "mask_blur": _value(facts.get("Mask blur", "0")),
+                "inpainting_mask_invert": int(facts.get("Mask mode") == "Inpaint not masked"),
+                "inpaint_full_res": facts.get("Inpaint area") == "Only masked",
+                "inpaint_full_res_padding": _value(facts.get("Masked area padding", "32")),
+                "inpainting_fill": _MASKED_CONTENT.get(content, content),
+            }
+            reading.needs.append("mask")
+            missing = "the initial image and the mask are"
+        reading.cannot.append(f"{missing} not in the file, nor is the resize mode")
+
+
+def _read_models(facts: Mapping[str, str], reading: Reading) -> None:
+    name, digits = (facts.get(word) for word in ("Model", "Model hash"))
+    settings = reading.job["override_settings"]
+    if name or digits:
+        title = f"{name} [{digits}]" if name and digits else name or digits
+        settings["sd_model_checkpoint"] = title
+        reading.models.append(Named("model", name, digits))
+    if not name and len(digits or "") == _OLD_DIGITS:
+        reading.cannot.append(f"the checkpoint's old hash {digits} matches no SHA-256")
+    for each in ("hr_checkpoint_name", "refiner_checkpoint"):
+        reading.models += _titled("model", reading.job.get(each))
+    if vae := settings.get("sd_vae"):
+        reading.models.append(Named("vae", vae, facts.get("VAE hash")))
+    digits_of = _hashes(facts.get("Lora hashes", ""))
+    prompts = f"{reading.job['prompt']} {reading.job.get('hr_prompt', '')}"
+    for lora in dict.fromkeys(LORA.findall(prompts)):
+        reading.models.append(Named("lora", lora, digits_of.get(re.sub("[:,]", "", lora))))
+    of_embeddings = _hashes(facts.get("TI hashes", "")).items()
+    reading.models += [Named("embedding", *each) for each in of_embeddings]
+
+
+def _titled(kind: str, title: str | None) -> list[Named]:
+    match = _TITLE.fullmatch(title or "")
+    return [Named(kind, *match.groups())] if match else []
+
+
+def _hashes(text: str) -> dict[str, str]:
+    pairs = (each.rpartition(": ") for each in text.split(", "))
+    return {name: digits for name, _, digits in pairs if name}
+
+
+def _read_extensions(facts: Mapping[str, str], reading: Reading) -> None:
+    """The units of ControlNet, and what of others is not drawn."""
+    known = _FIELDS.keys() | _SETTINGS.keys() | _OTHERS
+    units = []
+    for word, value in facts.items():
+        extension, _, rest = word.partition(" ")
+        if extension == "ControlNet" and rest.isdecimal():
+            unit = _facts(value)
+            units.append({name.lower().replace(" ", "_"): _value(unit[name]) for name in unit})
+            reading.models += _titled("controlnet", unit.get("Model"))
+            reading.needs.append(f"controlnet {rest} image")
+            reading.cannot.append(f"{word}'s control image is not in the file")
+        elif word == "ADetailer model":
+            reading.cannot.append(f"what ADetailer ({value}) drew again is as it was before")
+        elif word not in known and extension != "ADetailer" and value != "Use same choices":
+            reading.cannot.append(f"{word} ({value[:80]}) is not drawn")
+    if units:
+        reading.job["alwayson_scripts"] = {"controlnet": {"args": units}}
+
+
+def _add_compatibility(
+    release: tuple[int, ...], job: Mapping[str, Any], settings: dict[str, Any]
+) -> None:
+    """What a release drew otherwise, as A1111 sets it for an infotext that names its version."""
+    older = {
+        "use_old_scheduling": release < (1, 6) and "[" in job["prompt"],
+        "pad_cond_uncond_v0": release < (1, 6) and job["sampler_name"] in {"DDIM", "PLMS"},
+        "use_downcasted_alpha_bar": release < (1, 7, 0, 225),
+        "refiner_switch_by_sample_steps": release < (1, 8) and "refiner_checkpoint" in job,
+    }
+    for name in (name for name, applies in older.items() if applies):
+        settings.setdefault(name, True)

@@ -1,0 +1,148 @@
+"""ComfyUI's graph of nodes (`nodes.py`), as a job where each node has a counterpart in one.
+
+The graph is that of the chunk `prompt`, in which its page has resolved Reroute and PrimitiveNode.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import PureWindowsPath
+from typing import Any
+
+from imagefleet import errors
+from imagefleet.job import samplers
+from loadgen.infotext.reading import Named, Reading, sampler_fields
+
+_FIRST, _LORA, _SKIP = "CheckpointLoaderSimple", "LoraLoader", "CLIPSetLastLayer"
+_SAMPLERS = ("KSampler", "KSamplerAdvanced")
+_VALUES = ("PrimitiveInt", "PrimitiveFloat", "PrimitiveString", "PrimitiveStringMultiline")
+_ENLARGING = ("LatentUpscale", "LatentUpscaleBy")
+
+#: What a KSamplerAdvanced has that does all that a KSampler does.
+_WHOLE = {"add_noise": "enable", "start_at_step": 0, "return_with_leftover_noise": "disable"}
+
+_UPSCALERS = {"nearest-exact": " (nearest-exact)", "bilinear": "", "bicubic": " (bicubic)"}
+
+#: What AUTOMATIC1111 reads otherwise in a prompt; square brackets are escaped.
+_OTHERWISE = re.compile(r"[()<#]|\b(?:AND|BREAK)\b|:[\d.]+\s*$")
+
+
+@dataclass(frozen=True, eq=False)
+class _Node:
+    graph: Mapping[str, _Node]
+    name: str
+    kind: str
+    inputs: Mapping[str, Any]
+
+    def value(self, name: str, usual: Any = None) -> Any:
+        value = self.inputs.get(name, usual)
+        return self.behind(name, *_VALUES).inputs["value"] if isinstance(value, list) else value
+
+    def behind(self, name: str, *kinds: str) -> _Node:
+        """The node behind an input; raises JobError for one of another kind."""
+        node = self.graph[str(self.inputs[name][0])]
+        if node.kind not in kinds:
+            raise errors.JobError(f"node {node.name} ({node.kind}) has no counterpart")
+        return node
+
+    def chain(self, name: str, *kinds: str) -> Iterator[_Node]:
+        """The nodes behind inputs of this name, to the checkpoint."""
+        node = self
+        for _ in self.graph:
+            node = node.behind(name, _FIRST, *kinds)
+            yield node
+            if node.kind == _FIRST:
+                return
+        raise errors.JobError("its graph goes in a circle")
+
+
+def read(text: str) -> Reading:
+    """The job of a graph; raises JobError for one with nodes that no job draws."""
+    graph: dict[str, _Node] = {}
+    try:
+        for name, node in json.loads(text).items():
+            graph[name] = _Node(graph, name[:40], str(node["class_type"])[:80], {**node["inputs"]})
+        return _read(graph)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        raise errors.JobError("the graph's JSON is cut or damaged") from None
+
+
+def _read(graph: Mapping[str, _Node]) -> Reading:
+    saving = [node for node in graph.values() if node.kind.startswith("SaveImage")]
+    if len(saving) != 1:
+        raise errors.JobError(f"its graph saves {len(saving)} pictures, not one")
+    decode = saving[0].behind("images", "VAEDecode")
+    last = first = decode.behind("samples", *_SAMPLERS)
+    latent = enlarged = last.behind("latent_image", "EmptyLatentImage", *_ENLARGING)
+    if enlarged.kind in _ENLARGING:
+        first = enlarged.behind("samples", *_SAMPLERS)
+        latent = first.behind("latent_image", "EmptyLatentImage")
+    reading = _sampled(first)
+    job = reading.job
+    job |= {name: latent.value(name) for name in ("width", "height")}
+    if (first.value("denoise", 1), latent.value("batch_size", 1)) != (1, 1):
+        raise errors.JobError("it is one of a batch of one noise, or its first pass is not whole")
+    if last is not first:
+        second = _sampled(last).job
+        if other := [name for name in second if name != "steps" and second[name] != job[name]]:
+            raise errors.JobError(f"its second pass has its own {', '.join(other)}")
+        job |= {"enable_hr": True, "denoising_strength": last.value("denoise", 1)}
+        job |= {"hr_second_pass_steps": second["steps"]} | _enlarged(enlarged, job)
+    vae = decode.behind("vae", _FIRST, "VAELoader")
+    if vae.kind == "VAELoader":
+        job["override_settings"]["sd_vae"] = vae.value("vae_name")
+        reading.models.append(Named("vae", vae.value("vae_name")))
+    return reading
+
+
+def _sampled(node: _Node) -> Reading:
+    """What a sampler does, but for its strength."""
+    value, is_advanced = node.value, node.kind == _SAMPLERS[1]
+    is_whole = all(value(name) == usual for name, usual in _WHOLE.items())
+    if is_advanced and not (is_whole and value("end_at_step") >= value("steps")):
+        raise errors.JobError(f"node {node.name} ({node.kind}) does not do all steps")
+    sampler = samplers.SAMPLERS.get(value("sampler_name"))
+    schedule = samplers.SCHEDULES.get(value("scheduler").replace("ddim_uniform", "ddim"))
+    if sampler is None or sampler.schedule is None or schedule is None:
+        shown = f"{value('sampler_name')} {value('scheduler')}"[:80]
+        raise errors.JobError(f"the sampler and schedule {shown!r} have no counterpart")
+    *on_unet, checkpoint = node.chain("model", _LORA, "LoraLoaderModelOnly")
+    texts = [node.behind(each, "CLIPTextEncode") for each in ("positive", "negative")]
+    layers, others = ([*text.chain("clip", _LORA, _SKIP)] for text in texts)
+    if layers != others:
+        raise errors.JobError("its prompts have text encoders of their own")
+    prompt, negative = (re.sub(r"([][])", r"\\\1", text.value("text")) for text in texts)
+    name = checkpoint.value("ckpt_name")
+    settings = {"sd_model_checkpoint": name, "randn_source": "CPU"}
+    models = [Named("model", name)]
+    on_text = [each for each in layers if each.kind == _LORA]
+    for each in reversed(dict.fromkeys([*on_unet, *on_text])):
+        lora = PureWindowsPath(each.value("lora_name")).stem
+        te = each.value("strength_clip") if each in on_text else 0
+        unet = each.value("strength_model") if each in on_unet else 0
+        prompt += f" <lora:{lora}:{te}:{unet}>"
+        models.append(Named("lora", lora))
+    if skips := [each for each in layers if each.kind == _SKIP]:
+        settings["CLIP_stop_at_last_layers"] = -skips[0].value("stop_at_clip_layer")
+    job = {"prompt": prompt, "negative_prompt": negative, "override_settings": settings}
+    job |= {"steps": value("steps"), "cfg_scale": value("cfg")}
+    job |= {"seed": value("noise_seed" if is_advanced else "seed")}
+    reading = Reading(job | sampler_fields(sampler.title, schedule), models)
+    if sampler.title.endswith(" a"):
+        reading.cannot.append("the noise of its steps is another: alike and not equal")
+    if any(_OTHERWISE.search(text.value("text")) for text in texts):
+        reading.cannot.append("its prompt has weights or signs of ComfyUI's: alike and not equal")
+    return reading
+
+
+def _enlarged(node: _Node, first: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the second pass that a node which enlarges a latent has."""
+    method = str(node.value("upscale_method"))
+    x, y = node.value("width", 0), node.value("height", 0)
+    if method not in _UPSCALERS or x * first["height"] != y * first["width"]:
+        raise errors.JobError(f"node {node.name} ({node.kind}) cuts, or enlarges by {method[:40]}")
+    by = {"hr_resize_x": x, "hr_resize_y": y} if x else {"hr_scale": node.value("scale_by")}
+    return {"hr_upscaler": f"Latent{_UPSCALERS[method]}", **by}

@@ -1,0 +1,50 @@
+"""What a picture's text says, whichever program wrote it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from imagefleet.job import samplers
+
+
+class Named(NamedTuple):
+    """A file that a picture was drawn with: its kind's word, its name and its hash in hex."""
+
+    kind: str
+    name: str | None
+    digits: str | None = None
+
+
+@dataclass(slots=True)
+class Reading:
+    """What a picture's text says: a payload of AUTOMATIC1111's API, and what is not in it."""
+
+    job: dict[str, Any]
+    models: list[Named] = field(default_factory=list)
+    cannot: list[str] = field(default_factory=list)
+    """What is not drawn again, or only alike: a sentence each."""
+    needs: list[str] = field(default_factory=list)
+    """Fields that must be given besides: their pictures are in no text."""
+
+    def give(self, fields: Mapping[str, Any]) -> None:
+        """Sets fields of the job, among them what it needs."""
+        self.job |= fields
+        given = {name for name, value in fields.items() if value}
+        if "alwayson_scripts" in given:
+            given |= {each for each in self.needs if each.startswith("controlnet")}
+        self.needs = [each for each in self.needs if each not in given]
+
+
+def sampler_fields(
+    name: str, schedule: str | None = None, *, is_old: bool = False
+) -> dict[str, str]:
+    """`sampler_name` and `scheduler` of a sampler whose name may tell its schedule.
+
+    *is_old*: as up to A1111's 1.8, where a name alone has none but that of the model.
+    """
+    found = samplers.NAMES.get(name.lower())
+    if found is None:  # which the job refuses
+        return {"sampler_name": name, "scheduler": schedule or "Automatic"}
+    is_told = is_old or found.key != found.method
+    told = samplers.SCHEDULES.get(found.schedule or "") if is_told else None
+    return {"sampler_name": found.title, "scheduler": schedule or told or "Automatic"}

@@ -1,0 +1,71 @@
+"""Pictures and texts of other programs as a source of jobs."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from imagefleet import errors
+from imagefleet.files import picture
+from imagefleet.job import message
+from loadgen import file_source
+from loadgen.formats.lines import Entry
+from loadgen.infotext import a1111, comfyui, invokeai
+from loadgen.infotext.reading import Reading
+
+#: The texts that tell the program, by their keywords in a file.
+_READERS = {
+    "invokeai_metadata": invokeai.read,
+    "sd-metadata": invokeai.read,
+    "prompt": comfyui.read,
+    "parameters": a1111.read,
+}
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".txt")
+
+#: A graph of some thousand nodes.
+_MAX_CHARACTERS = 2**22
+
+
+def entries(path: Path) -> Iterator[tuple[Entry, Callable[[], Reading]]]:
+    """A picture or the rows of a table, with what reads each, which raises JobError.
+
+    A row is a job, whose `infotext` sets what it leaves out. Raises SetupError for no table.
+    """
+    if path.suffix.lower() in SUFFIXES:
+        yield Entry(str(path)), partial(read_file, path)
+        return
+    form = file_source.find_format(path, other_suffixes=SUFFIXES)
+    with file_source.UnchangedFile(path, form).opened() as stream:
+        for entry in form.entries(stream, 0):
+            if entry.text or entry.problem:
+                yield entry._replace(place=f"{path}, {entry.place}"), partial(_read_row, entry)
+
+
+def read_file(path: Path) -> Reading:
+    """The job that draws a picture again; raises JobError, which says why there is none."""
+    try:
+        if path.suffix.lower() == ".txt":
+            with path.open(encoding="utf-8-sig") as file:
+                found = {"parameters": file.read(_MAX_CHARACTERS + 1)}
+        else:
+            with picture.opened(path) as image:
+                found = {key: str(image.info.get(key, "")) for key in _READERS}
+                found["parameters"] = picture.parameters(image, _MAX_CHARACTERS + 1)
+    except picture.DamagedImageError as error:
+        raise errors.JobError(f"the file {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise errors.JobError(f"the file cannot be read: {error}") from None
+    key = next((key for key in _READERS if found.get(key)), "parameters")
+    if len(text := found[key]) > _MAX_CHARACTERS:
+        raise errors.JobError(f"its text has more than {_MAX_CHARACTERS:,} characters")
+    return _READERS[key](text)
+
+
+def _read_row(entry: Entry) -> Reading:
+    fields = message.fields_if_any(entry.text)
+    if entry.problem or not fields:
+        raise errors.JobError(entry.problem or "it is no JSON object")
+    text = fields.pop("infotext", None)
+    reading = a1111.read(str(text)) if text else Reading({})
+    reading.give(fields)
+    return reading

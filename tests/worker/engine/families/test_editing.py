@@ -1,0 +1,336 @@
+"""Prompt editing and AND are AUTOMATIC1111 1.10's, by k-diffusion and a text encoder called apart.
+
+Of `prompt_parser.py`: texts by the denoiser's call, and the padding of what AND joins; of
+`sd_hijack_clip.py`: all entries of a prompt are encoded as one batch, whose mean weights keep; of
+`sd_samplers_cfg_denoiser.py`: `combine_denoised`.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from imagefleet.job import prompt as prompts
+from imagefleet.job import samplers
+from imagefleet.job.samplers import Options
+from worker.engine import contract
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+Words = Sequence[tuple[str, float]]
+"""Words and their weights."""
+
+Joined = tuple[float, Sequence[tuple[int, Words]]]
+"""The weight of what AND joins, and its words until a call."""
+
+STEPS = 5
+
+LONG = "a red house in a meadow under a blue sky " * 9
+
+RED, BLUE = "a red house", "a blue house"
+
+#: Prompt, negative prompt, sampler, and changes of the request; what they say.
+CASES: Mapping[str, tuple[str, str, str, dict[str, Any], Sequence[Joined], Joined]] = {
+    "an edit after two steps": (
+        "a [red:blue:2] house",
+        "ugly",
+        *("euler", {}, [(1.0, [(2, [(RED, 1)]), (5, [(BLUE, 1)])])], (1.0, [(5, [("ugly", 1)])])),
+    ),
+    "an edit by a share, with weights": (
+        "[red (house:1.4)::0.5] cat",
+        "(ugly:1.2)",
+        *("dpmpp_2m", {}),
+        [(1.0, [(2, [("red ", 1), ("house", 1.4), (" cat", 1)]), (5, [(" cat", 1)])])],
+        (1.0, [(5, [("ugly", 1.2)])]),
+    ),
+    "alternation": (
+        "[red|(blue:1.2)|] cat",
+        "ugly",
+        *("euler_ancestral", {}),
+        [
+            (
+                1.0,
+                [
+                    (1, [("red cat", 1)]),
+                    (2, [("blue", 1.2), (" cat", 1)]),
+                    (3, [(" cat", 1)]),
+                    (4, [("red cat", 1)]),
+                    (5, [("blue", 1.2), (" cat", 1)]),
+                ],
+            )
+        ],
+        (1.0, [(5, [("ugly", 1)])]),
+    ),
+    "AND with weights": (
+        "a cat :0.8 AND a dog:-0.4 AND (red:1.3) sky",
+        "ugly",
+        *("euler", {}),
+        [
+            (0.8, [(5, [("a cat", 1)])]),
+            (-0.4, [(5, [(" a dog", 1)])]),
+            (1.0, [(5, [(" ", 1), ("red", 1.3), (" sky", 1)])]),
+        ],
+        (1.0, [(5, [("ugly", 1)])]),
+    ),
+    "AND of other lengths": (
+        f"a cat AND [{LONG}:dog:3]",
+        "",
+        *("euler", {}),
+        [(1.0, [(5, [("a cat", 1)])]), (1.0, [(3, [(" " + LONG, 1)]), (5, [(" dog", 1)])])],
+        (1.0, [(5, [("", 1)])]),
+    ),
+    "an edit of other lengths": (
+        f"[{LONG}{LONG}:a cat:0.4]",
+        "ugly",
+        *("euler", {}),
+        [(1.0, [(2, [(LONG + LONG, 1)]), (5, [("a cat", 1)])])],
+        (1.0, [(5, [("ugly", 1)])]),
+    ),
+    "a negative edit with a sampler of two calls": (
+        "a cat",
+        "[(ugly:1.3)::0.3]",
+        *("heun", {}, [(1.0, [(10, [("a cat", 1)])])]),
+        (1.0, [(3, [("ugly", 1.3)]), (10, [("", 1)])]),
+    ),
+    "AND without guidance": (
+        "a cat:0.5 AND a dog:0.25 AND a tree",
+        "ugly",
+        *("euler", {"cfg_scale": 1.0}),
+        [
+            (0.5, [(5, [("a cat", 1)])]),
+            (0.25, [(5, [(" a dog", 1)])]),
+            (1.0, [(5, [(" a tree", 1)])]),
+        ],
+        (1.0, [(5, [("ugly", 1)])]),
+    ),
+    "AND whose weights leave nothing of the negative prompt": (
+        "a cat:0.75 AND a dog:0.25",
+        "ugly",
+        *("euler", {"cfg_scale": 1.0}),
+        [(0.75, [(5, [("a cat", 1)])]), (0.25, [(5, [(" a dog", 1)])])],
+        (1.0, [(5, [("ugly", 1)])]),
+    ),
+    "every other call without the negative prompt": (
+        "a [cat|hut]:0.7 AND a dog:0.5",
+        "ugly",
+        *("euler", {"sampler_options": Options(s_min_uncond=1000.0)}),
+        [
+            (0.7, [(at, [(f"a {('cat', 'hut')[(at - 1) % 2]}", 1)]) for at in range(1, 6)]),
+            (0.5, [(5, [(" a dog", 1)])]),
+        ],
+        (1.0, [(5, [("ugly", 1)])]),
+    ),
+    "CFG++": (
+        "a cat AND a [dog:hut:2]:0.5",
+        "ugly",
+        *("ddim_cfgpp", {}),
+        [(1.0, [(5, [("a cat", 1)])]), (0.5, [(2, [(" a dog", 1)]), (5, [(" a hut", 1)])])],
+        (1.0, [(5, [("ugly", 1)])]),
+    ),
+}
+
+
+@dataclasses.dataclass
+class Reference:
+    pipeline: Any
+    k_diffusion: Any
+
+    def encode(self, entries: Sequence[tuple[int, Words]]) -> list[dict[str, torch.Tensor]]:
+        """What each entry gives the UNet, encoded as one batch."""
+        pipeline = self.pipeline
+        is_xl = hasattr(pipeline, "text_encoder_2")
+        tokenizer = pipeline.tokenizer
+        cut = []
+        for _, words in entries:
+            ids, weights = [], []
+            for text, weight in words:
+                found = tokenizer(text, add_special_tokens=False).input_ids
+                ids += found
+                weights += [float(weight)] * len(found)
+            places = range(0, max(1, len(ids)), 75)
+            cut.append([(ids[at : at + 75], weights[at : at + 75]) for at in places])
+        count = max(map(len, cut))
+        cut = [[*chunks, *[([], [])] * (count - len(chunks))] for chunks in cut]
+        encoders = [(pipeline.text_encoder, tokenizer.eos_token_id)]
+        if is_xl:
+            encoders.append((pipeline.text_encoder_2, 0))
+        vectors, pooled = [], None
+        for place in range(count):
+            sides = []
+            for encoder, padding in encoders:
+                chunks = [chunks[place] for chunks in cut]
+                begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+                ids = [[begin, *each, end, *[padding] * (75 - len(each))] for each, _ in chunks]
+                weights = [[1.0, *each, *[1.0] * (76 - len(each))] for _, each in chunks]
+                output = encoder(torch.tensor(ids), output_hidden_states=True)
+                z = output.hidden_states[-2] if is_xl else output.last_hidden_state
+                weighted = z * torch.tensor(weights)[:, :, None]
+                sides.append(weighted * (z.mean() / weighted.mean()))
+                if encoder is not pipeline.text_encoder and place == 0:
+                    pooled = output.text_embeds
+            vectors.append(torch.cat(sides, dim=-1))
+        joined = torch.cat(vectors, dim=1)
+        found = [{"vectors": each[None]} for each in joined]
+        if pooled is not None:
+            found = [{**one, "pooled": each[None]} for one, each in zip(found, pooled, strict=True)]
+        return found
+
+    def conds(
+        self, joined: Sequence[Joined], negative: Joined
+    ) -> tuple[list[tuple[float, Joined, list[dict[str, torch.Tensor]]]], Any]:
+        encoded = [(weight, entries, self.encode(entries)) for weight, entries in joined]
+        longest = max(each[0]["vectors"].shape[1] for _, _, each in encoded)
+        for _, _, texts in encoded:
+            for one in texts:
+                vectors = one["vectors"]
+                last = vectors[:, -1:].repeat(1, longest - vectors.shape[1], 1)
+                one["vectors"] = torch.cat([vectors, last], dim=1)
+        _, entries = negative
+        texts = self.encode(entries)
+        if "pooled" in texts[0] and all(words == [("", 1)] for _, words in entries):
+            texts = [{name: each * 0 for name, each in one.items()} for one in texts]
+        return encoded, (entries, texts)  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def draw(
+        self, request: contract.ImageRequest, joined: Sequence[Joined], negative: Joined
+    ) -> torch.Tensor:
+        conds, (ends, unconds) = self.conds(joined, negative)
+        calls = [0]
+        scale = request.cfg_scale
+        alternates = request.sampler_options.s_min_uncond > 0
+        self.uncond = None
+
+        def text_of(entries: Any, texts: Any) -> dict[str, torch.Tensor]:
+            found = next((at for at, each in enumerate(entries) if calls[0] <= each[0]), 0)
+            return texts[found]  # type: ignore[no-any-return]
+
+        def combine(predict: Any, scale: float) -> torch.Tensor:
+            outputs = [predict(text_of(entries, texts)) for _, entries, texts in conds]
+            uncond = predict(text_of(ends, unconds))
+            if alternates and calls[0] % 2:
+                uncond, scale = outputs[0], 1.0
+            self.uncond = uncond
+            denoised = uncond.clone()
+            for (weight, _, _), output in zip(conds, outputs, strict=True):
+                denoised += (output - uncond) * (weight * scale)
+            calls[0] += 1
+            return denoised
+
+        generator = torch.Generator().manual_seed(request.seed)
+        shape = (1, 4, request.height // 8, request.width // 8)
+        noise = torch.randn(shape, generator=generator)
+        if request.sampler == "ddim_cfgpp":
+            return self.cfgpp(request, noise, lambda predict: combine(predict, scale / 12.5))
+        alphas = self.pipeline.scheduler.alphas_cumprod
+        model = self.k_diffusion.external.DiscreteEpsDDPMDenoiser(
+            lambda x, times, text: self.unet(x, times, text, request), alphas, quantize=False
+        )
+
+        def denoise(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+            return combine(lambda text: model(x, sigma, text=text), scale)
+
+        sigmas = model.get_sigmas(request.steps)
+        options: dict[str, Any] = {"disable": True}
+        if request.sampler == "euler_ancestral":
+            options["noise_sampler"] = lambda *_: torch.randn(shape, generator=generator)
+        sample = getattr(self.k_diffusion.sampling, f"sample_{request.sampler}")
+        latents: torch.Tensor = sample(denoise, noise * sigmas[0], sigmas, **options)
+        return latents
+
+    def cfgpp(self, request: contract.ImageRequest, x: torch.Tensor, combine: Any) -> torch.Tensor:
+        """`sd_samplers_timesteps_impl.ddim_cfgpp` without eta."""
+        alphas = self.pipeline.scheduler.alphas_cumprod.double()
+        times = (torch.arange(0, 1000, 1000 // request.steps) + 1).clip(0, 999)
+        for at in range(len(times) - 1, 0, -1):
+            seen, time = x, times[at].float().expand(1)
+            noise = combine(lambda text: self.unet(seen, time, text, request))  # noqa: B023
+            now, then = alphas[times[at]], alphas[times[at - 1]]
+            image = (x - (1 - now).sqrt() * noise) / now.sqrt()
+            x = (then.sqrt() * image + (1 - then).sqrt() * self.uncond).float()
+        return x
+
+    def unet(
+        self,
+        x: torch.Tensor,
+        times: torch.Tensor,
+        text: Mapping[str, torch.Tensor],
+        request: contract.ImageRequest,
+    ) -> torch.Tensor:
+        added = {}
+        if "pooled" in text:
+            size = request.height, request.width
+            ids = torch.tensor([[*size, 0, 0, *size]], dtype=torch.float32)
+            added = {"added_cond_kwargs": {"text_embeds": text["pooled"], "time_ids": ids}}
+        found: torch.Tensor = self.pipeline.unet(x, times, text["vectors"], **added).sample
+        return found
+
+
+def request_of(name: str, seed: int) -> contract.ImageRequest:
+    words, negative, sampler, changes, _, _ = CASES[name]
+    steps = samplers.editing_steps(sampler, STEPS)
+    request = contract.ImageRequest(
+        prompt=prompts.read_prompt(words, steps=steps),
+        negative_prompt=prompts.read_negative_prompt(negative, steps=steps),
+        loras=(),
+        sampler=sampler,
+        steps=STEPS,
+        cfg_scale=4.0,
+        seed=seed,
+        width=64,
+        height=64,
+    )
+    return dataclasses.replace(request, **changes)
+
+
+def draw_latents(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, requests: Sequence[contract.ImageRequest]
+) -> list[torch.Tensor]:
+    """The latents of all requests, drawn at once."""
+    latents: dict[int, torch.Tensor] = {}
+    add = type(engine._decoder).add
+
+    def note(self: Any, ticket: int, drawn: torch.Tensor, *others: Any) -> None:
+        latents[ticket] = drawn.clone()
+        add(self, ticket, drawn, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine._decoder), "add", note)
+        waiting = list(enumerate(map(engine.prepare, requests)))
+        finished = 0
+        while finished < len(requests):
+            while waiting and engine.free:
+                engine.admit(*waiting.pop(0))
+            for each in engine.tick():
+                assert isinstance(each.outcome, np.ndarray), each.outcome
+                finished += 1
+    return [latents[ticket] for ticket in range(len(requests))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["sd1", "sdxl"])
+def test_all_are_drawn_beside_each_other_and_plain_jobs_as_alone(
+    family: str,
+    family_engine: Any,
+    family_pipeline: Any,
+    k_diffusion: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reference = Reference(family_pipeline(family), k_diffusion)
+    expected, requests = [], []
+    for seed, (name, case) in enumerate(CASES.items(), start=1):
+        requests.append(request_of(name, seed))
+        expected.append(reference.draw(requests[-1], *case[4:])[0])
+        plain = dataclasses.replace(requests[-1], prompt="a boat", negative_prompt="", seed=seed)
+        if seed % 3 == 0:
+            requests.append(plain)
+            ends = [(samplers.editing_steps(plain.sampler, STEPS), [("a boat", 1)])]
+            none = [(ends[0][0], [("", 1)])]
+            expected.append(reference.draw(plain, [(1.0, ends)], (1.0, none))[0])
+    found = draw_latents(family_engine(family), monkeypatch, requests)
+    for request, ours, theirs in zip(requests, found, expected, strict=True):
+        error = float((ours - theirs).abs().max() / theirs.abs().max())
+        assert error < 1e-5, f"{error:.2g} for {str(request.prompt)[:40]!r}"

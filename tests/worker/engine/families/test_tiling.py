@@ -1,0 +1,90 @@
+"""Images that tile are those of diffusers' networks with circular padding."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import a1111
+from worker.engine import contract
+from worker.engine.passes import begin
+
+#: Out of 255: another batch size and other products mean another order of float32 sums.
+ROUNDING = 2
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+@pytest.fixture
+def reference(family_pipeline: Any, k_diffusion: Any) -> Any:
+    def make(family: str) -> a1111.Reference:
+        pipeline = copy.deepcopy(family_pipeline(family))
+        for network in (pipeline.unet, pipeline.vae):
+            for module in network.modules():
+                if isinstance(module, nn.Conv2d):
+                    module.padding_mode = "circular"
+        return a1111.Reference(pipeline, k_diffusion)
+
+    return make
+
+
+@pytest.mark.parametrize("family", ["sd1", "sdxl"])
+def test_images_with_an_image_to_begin_with_are_automatic1111s_in_any_company(
+    family: str,
+    family_engine: Any,
+    reference: Any,
+    make_request: Any,
+    pixels: contract.Pixels,
+    draw: Any,
+    difference: Any,
+) -> None:
+    """Beside others of their size that do not tile, and that are drawn as alone."""
+    init = contract.InitImage(pixels, 0.6)
+    engine, (tiled, plain) = (
+        family_engine(family),
+        (make_request(init=init, prompt="a star", steps=6, tiling=each) for each in (True, False)),
+    )
+    drawn = draw(engine, tiled, plain, make_request(seed=9, tiling=True))
+    theirs = reference(family)
+    latents = theirs.img2img(tiled, theirs.encode(pixels), **begin.img2img(6, 0.6)._asdict())
+    assert difference(drawn[0], theirs.decode(latents)) <= ROUNDING
+    assert difference(drawn[1], draw(engine, plain)[0]) <= ROUNDING
+    assert difference(drawn[0], drawn[1]) > 20, "or the test shows nothing"
+
+
+def test_both_passes_of_hires_fix_tile(
+    family_engine: Any, reference: Any, make_request: Any, draw: Any, difference: Any
+) -> None:
+    hires = contract.HiresPass(96, 96, 0.7, 4, "Latent")
+    request = make_request(hires=hires, tiling=True, seed=5, prompt="a star", negative_prompt="x")
+    (image,) = draw(family_engine("sd1"), request)
+    theirs = reference("sd1")
+    with torch.no_grad():
+        small = theirs.pipeline(
+            request.prompt,
+            negative_prompt=request.negative_prompt,
+            num_inference_steps=request.steps,
+            guidance_scale=request.cfg_scale,
+            width=64,
+            height=64,
+            generator=torch.Generator().manual_seed(request.seed),
+            output_type="latent",
+        ).images
+    larger = a1111.interpolate(small, 96, 96, mode="bilinear")
+    latents = theirs.img2img(request, larger, **begin.second_pass(4, 0.7)._asdict())
+    assert difference(image, theirs.decode(latents)) <= ROUNDING
+
+
+def test_a_picture_begins_where_it_ends(family_engine: Any, make_request: Any, draw: Any) -> None:
+    """Its first and last rows and columns differ no more than those beside each other do."""
+    drawn = {
+        tiling: draw(family_engine("sd1"), make_request(tiling=tiling, seed=2, steps=8))[0]
+        for tiling in (True, False)
+    }
+    for axis in (0, 1):
+        image = drawn[True].astype(int)
+        seam = abs(image.take(0, axis) - image.take(-1, axis)).mean()
+        inside = abs(image.take(31, axis) - image.take(32, axis)).mean()
+        assert seam < 2 * inside + 2

@@ -1,0 +1,362 @@
+"""What AUTOMATIC1111's Lora extension takes beside LyCORIS' products, against its formulas (1.10).
+
+They are computed here apart, in numpy's float64: network_ia3, network_glora, network_oft,
+network_norm and network_full, and `NetworkModule.calc_scale`.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from imagefleet import errors
+from imagefleet.job import differences
+from worker.engine import contract
+from worker.engine.lora import file as lora_file
+from worker.engine.lora.file import adaptable
+
+Array = npt.NDArray[np.float64]
+Tensors = Mapping[str, Any]
+STRENGTH = 0.7
+BLOCK = "down_blocks.0.attentions.0.transformer_blocks.0"
+LINEAR, CONV = f"{BLOCK}.attn1.to_k", "down_blocks.0.resnets.0.conv1"
+
+
+def drawn(*shape: int) -> Array:
+    random = np.random.default_rng(sum(shape))
+    return random.standard_normal(shape).astype(np.float32).astype(np.float64)
+
+
+def ia3_of_outputs(weight: Array) -> tuple[Tensors, Array]:
+    scales = drawn(len(weight))
+    return {"weight": scales, "on_input": np.array(False)}, weight * scales[:, None]
+
+
+def ia3_of_inputs(weight: Array) -> tuple[Tensors, Array]:
+    scales = drawn(weight.shape[1])
+    return {"weight": scales, "on_input": np.array(True)}, weight * scales
+
+
+def glora(weight: Array) -> tuple[Tensors, Array]:
+    outer, inner = weight.shape
+    a1, a2, b1, b2 = drawn(3, inner), drawn(inner, 3), drawn(3, inner), drawn(outer, 3)
+    parts = {"a1.weight": a1, "a2.weight": a2, "b1.weight": b1, "b2.weight": b2, "alpha": 2.0}
+    return parts, b2 @ b1 + (weight @ a2) @ a1
+
+
+def turned(weight: Array, turns: Array) -> Array:
+    """Each block of outputs by the transpose of its matrix."""
+    size, result = turns.shape[1], np.empty_like(weight)
+    for block, matrix in enumerate(turns):
+        rows = slice(block * size, (block + 1) * size)
+        result[rows] = np.tensordot(matrix.T, weight[rows], 1)
+    return result
+
+
+def cayley(blocks: Array, limit: float = 0.0) -> Array:
+    skew = blocks - blocks.transpose(0, 2, 1)
+    norm = np.sqrt((skew**2).sum())
+    if limit:
+        skew = skew * ((min(norm, limit) + 1e-8) / (norm + 1e-8))
+    eye = np.eye(blocks.shape[1])
+    return np.array([(eye + each) @ np.linalg.inv(eye - each) for each in skew])
+
+
+def oft(weight: Array) -> tuple[Tensors, Array]:
+    blocks = drawn(4, len(weight) // 4, len(weight) // 4) / 20
+    return {"oft_blocks": blocks}, turned(weight, cayley(blocks)) - weight
+
+
+def oft_with_a_limit(weight: Array) -> tuple[Tensors, Array]:
+    blocks, alpha = drawn(2, len(weight) // 2, len(weight) // 2), 1e-2
+    limit = float(np.float32(alpha)) * len(weight)
+    parts = {"oft_blocks": blocks, "alpha": np.array(alpha)}
+    return parts, turned(weight, cayley(blocks, limit)) - weight
+
+
+def oft_diag_rescaled(weight: Array) -> tuple[Tensors, Array]:
+    turns, rescale = drawn(4, len(weight) // 4, len(weight) // 4), drawn(len(weight))
+    parts = {"oft_diag": turns, "rescale": rescale}
+    rows = rescale.reshape(-1, *[1] * (weight.ndim - 1))
+    return parts, rows * turned(weight, turns) - weight
+
+
+def scaled(weight: Array) -> tuple[Tensors, Array]:
+    """A scale of its own goes before alpha over rank; an alpha may be a whole number."""
+    down, up = drawn(3, weight.shape[1]), drawn(len(weight), 3)
+    parts = {"lora_down.weight": down, "lora_up.weight": up, "alpha": torch.tensor(2)}
+    return {**parts, "scale": np.array(0.25)}, 0.25 * (up @ down)
+
+
+def with_whole_alpha(weight: Array) -> tuple[Tensors, Array]:
+    parts, change = scaled(weight)
+    return {name: parts[name] for name in parts if name != "scale"}, change / 0.25 * 2 / 3
+
+
+def vector(weight: Array) -> tuple[Tensors, Array]:
+    return {"w_norm": (found := drawn(*weight.shape))}, found
+
+
+KINDS = [
+    *((LINEAR, kind) for kind in (ia3_of_outputs, ia3_of_inputs, glora, scaled, with_whole_alpha)),
+    *((path, kind) for path in (LINEAR, CONV) for kind in (oft, oft_with_a_limit)),
+    *((path, oft_diag_rescaled) for path in (LINEAR, CONV)),
+    ("down_blocks.0.resnets.0.norm1", vector),
+    (f"{BLOCK}.norm2", vector),
+]
+
+
+def write(path: Path, tensors: Mapping[str, Any]) -> contract.Lora:
+    found = {
+        key: each.clone()
+        if torch.is_tensor(each)
+        else torch.from_numpy(np.asarray(each))
+        if np.asarray(each).dtype == bool
+        else torch.from_numpy(np.asarray(each, np.float32)).contiguous()
+        for key, each in tensors.items()
+    }
+    save_file(found, path)
+    return contract.Lora(path.stem, path, STRENGTH, STRENGTH)
+
+
+def prefixed(path: str, parts: Tensors, prefix: str = "lora_unet_") -> dict[str, Any]:
+    return {f"{prefix}{path.replace('.', '_')}.{name}": each for name, each in parts.items()}
+
+
+def merged(engine: Any, make_request: Any, lora: contract.Lora, *paths: str) -> list[Array]:
+    """What the UNet's parameters are with a LoRA; the base's are restored bit-exactly."""
+    found = {path: adaptable(engine.checkpoint.unet)[path] for path in paths}
+    before = {path: each.detach().clone() for path, each in found.items()}
+    engine.activate(engine.prepare(make_request(loras=(lora,))).loras)
+    after = [each.detach().double().numpy().copy() for each in found.values()]
+    engine.activate({})
+    assert all(torch.equal(each, before[path]) for path, each in found.items())
+    return after
+
+
+def base(engine: Any, path: str) -> Array:
+    found: Array = adaptable(engine.checkpoint.unet)[path].detach().double().numpy().copy()
+    return found
+
+
+@pytest.mark.parametrize(("path", "kind"), KINDS)
+def test_each_kind_changes_the_weight_by_its_formula(
+    engine: Any,
+    make_request: Any,
+    tmp_path: Path,
+    path: str,
+    kind: Callable[[Array], tuple[Tensors, Array]],
+) -> None:
+    weight = base(engine, path)
+    parts, change = kind(weight)
+    lora = write(tmp_path / "x.safetensors", prefixed(path, parts))
+    (found,) = merged(engine, make_request, lora, path)
+    np.testing.assert_allclose(found, weight + STRENGTH * change, rtol=1e-5, atol=1e-5)
+    assert np.abs(change).max() > 1e-2, "or the test shows nothing"
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [(CONV, ("diff", "diff_b")), ("down_blocks.0.resnets.0.norm2", ("w_norm", "b_norm"))],
+)
+def test_a_bias_changes_with_its_weight_and_without_its_scale(
+    engine: Any, make_request: Any, tmp_path: Path, path: str, names: tuple[str, str]
+) -> None:
+    weight, bias = base(engine, path), base(engine, f"{path}.bias")
+    parts = dict(zip(names, (drawn(*weight.shape), drawn(*bias.shape)), strict=True))
+    lora = write(tmp_path / "x.safetensors", prefixed(path, {**parts, "scale": np.array(0.5)}))
+    found = merged(engine, make_request, lora, path, f"{path}.bias")
+    changed = weight + STRENGTH * 0.5 * parts[names[0]], bias + STRENGTH * parts[names[1]]
+    for one, other in zip(found, changed, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_scales_of_the_other_side_of_a_layer_are_refused(
+    engine: Any, make_request: Any, tmp_path: Path
+) -> None:
+    path = f"{BLOCK}.ff.net.2"
+    outer, inner = base(engine, path).shape
+    for number, is_input in ((outer, True), (inner, False)):
+        parts = {"weight": drawn(number), "on_input": np.array(is_input)}
+        lora = write(tmp_path / f"{number}.safetensors", prefixed(path, parts))
+        with pytest.raises(errors.UnusableFileError, match="does not fit this model: it scales"):
+            engine.prepare(make_request(loras=(lora,)))
+
+
+def test_kohyas_oft_has_a_prefix_of_its_own(engine: Any, make_request: Any, tmp_path: Path) -> None:
+    weight = base(engine, LINEAR)
+    parts, change = oft(weight)
+    lora = write(tmp_path / "x.safetensors", prefixed(LINEAR, parts, "oft_unet_"))
+    (found,) = merged(engine, make_request, lora, LINEAR)
+    np.testing.assert_allclose(found, weight + STRENGTH * change, rtol=1e-5, atol=1e-5)
+
+
+def test_jobs_with_every_kind_draw_in_slots_what_they_draw_alone(
+    engine: Any, slot_engine: Any, make_request: Any, draw: Any, difference: Any, tmp_path: Path
+) -> None:
+    """Norms and biases, which slots cannot hold, are merged for their jobs alone."""
+    loras = []
+    of_text = {
+        f"lora_te_text_model_encoder_layers_0_{name}": drawn(width)
+        for name, width in (("layer_norm1.w_norm", 32), ("layer_norm1.b_norm", 32))
+    }
+    for path, kind in KINDS:
+        parts, _ = kind(base(engine, path))
+        tensors = {**prefixed(path, parts), **(of_text if kind is glora else {})}
+        loras.append(write(tmp_path / f"{kind.__name__} {path}.safetensors", tensors))
+    requests = [make_request(loras=(lora,), steps=2) for lora in loras]
+    together = draw(slot_engine, *requests, make_request(steps=2))
+    for request, image in zip(requests, together, strict=False):
+        assert difference(image, draw(engine, request)[0]) <= 2, request.loras
+    assert difference(together[-1], draw(engine, make_request(steps=2))[0]) <= 2
+    assert sum(difference(image, together[-1]) > 2 for image in together) > len(KINDS) // 2
+
+
+def test_a_lora_of_a_plain_model_changes_the_same_inputs_of_one_for_inpainting(
+    engine: Any, tmp_path: Path
+) -> None:
+    """AUTOMATIC1111 pads the change of the first layer with zeros."""
+    unet = torch.nn.Module()
+    unet.conv_in = torch.nn.Conv2d(9, 32, 3)
+    layers = lora_file.Layers(unet, {})
+    parts = {"lora_down.weight": drawn(2, 4, 3, 3), "lora_up.weight": drawn(32, 2, 1, 1)}
+    file = write(tmp_path / "x.safetensors", prefixed("conv_in", parts))
+    delta = lora_file.LoraCache(layers, 10**9).get(file).deltas["unet"]["conv_in"]
+    found = delta.compute(unet.conv_in.weight.detach())
+    own = lora_file.LoraCache(engine._preparer._lora_cache._layers, 10**9).get(file)
+    plain = own.deltas["unet"]["conv_in"].compute(torch.zeros(32, 4, 3, 3))
+    assert torch.equal(found[:, :4], plain)
+    assert not found[:, 4:].any()
+
+
+def test_what_the_model_has_no_layer_for_is_skipped_and_counted(
+    engine: Any, make_request: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = base(engine, LINEAR)
+    parts, change = scaled(weight)
+    elsewhere = prefixed("nothing.here", parts) | {"lora_te2_text_projection": drawn(3)}
+    used = prefixed(LINEAR, {**parts, "scalar": np.array(1.0), "diff_b": drawn(32)})
+    lora = write(tmp_path / "x.safetensors", used | elsewhere)
+    with caplog.at_level("WARNING"):
+        (found,) = merged(engine, make_request, lora, LINEAR)
+        merged(engine, make_request, lora, LINEAR)
+    np.testing.assert_allclose(found, weight + STRENGTH * change, rtol=1e-5, atol=1e-5)
+    (warning,) = [each for each in caplog.records if "drawn without" in each.getMessage()]
+    assert "drawn without 7 of its tensors" in warning.getMessage()
+
+
+@pytest.mark.parametrize(("part", "shape"), [("dora_scale", (32, 1)), ("dora_scale", (1, 32))])
+def test_a_dora_that_automatic1111_draws_otherwise_is_told(
+    engine: Any,
+    make_request: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    part: str,
+    shape: tuple[int, ...],
+) -> None:
+    parts, _ = scaled(base(engine, LINEAR))
+    lora = write(tmp_path / "x.safetensors", prefixed(LINEAR, {**parts, part: drawn(*shape)}))
+    merged(engine, make_request, lora, LINEAR)
+    told = [each for each in caplog.records if "AUTOMATIC1111 draws otherwise" in each.getMessage()]
+    assert len(told) == (shape[0] > 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix", "beside", "told"),
+    [
+        (scaled, "lora_unet_", True, set()),
+        (glora, "lora_unet_", False, set()),
+        (glora, "lora_unet_", True, {"mixed_loras"}),
+        (ia3_of_inputs, "lora_unet_", True, {"mixed_loras"}),
+        (scaled, f"unet.{LINEAR.removesuffix('to_k')}", False, {"dotted_lora"}),
+    ],
+)
+def test_loras_that_automatic1111_draws_otherwise_or_not_at_all_are_told(
+    engine: Any,
+    make_request: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: Callable[[Array], tuple[Tensors, Array]],
+    prefix: str,
+    beside: bool,
+    told: set[str],
+) -> None:
+    found = set[str]()
+    monkeypatch.setattr(differences, "warn", found.add)
+    weight = base(engine, LINEAR)
+    path = "to_k" if "." in prefix else LINEAR
+    loras = [write(tmp_path / "one.safetensors", prefixed(path, kind(weight)[0], prefix))]
+    if beside:
+        loras.append(write(tmp_path / "two.safetensors", prefixed(LINEAR, scaled(weight)[0])))
+    engine.prepare(make_request(loras=tuple(loras)))
+    assert found == told
+
+
+def test_sdxls_text_projection_is_no_layer_as_there(tmp_path: Path) -> None:
+    text_encoder = torch.nn.Module()
+    text_encoder.text_projection = torch.nn.Linear(8, 8, bias=False)
+    text_encoder.fc1 = torch.nn.Linear(8, 8)
+    text_encoder.get_input_embeddings = lambda: torch.nn.Embedding(4, 8)  # type: ignore[assignment]
+    layers = lora_file.Layers(torch.nn.Module(), {"text_encoder_2": text_encoder})
+    parts = {"lora_down.weight": drawn(2, 8), "lora_up.weight": drawn(8, 2)}
+    tensors = [prefixed(name, parts, "lora_te2_") for name in ("fc1", "text_projection")]
+    lora = write(tmp_path / "x.safetensors", tensors[0] | tensors[1])
+    file = lora_file.LoraCache(layers, 10**9).get(lora)
+    assert [*file.deltas["text_encoder_2"]] == ["fc1"]
+    assert len(file.skipped) == 2
+
+
+def test_embeddings_in_a_loras_file_are_words_of_its_jobs(
+    slot_engine: Any, make_request: Any, draw: Any, difference: Any, tmp_path: Path
+) -> None:
+    """An embedding of the fleet goes before it, and one for another model is skipped."""
+    parts, _ = scaled(base(slot_engine, LINEAR))
+
+    def embedding(path: Path, vectors: Array) -> contract.Embedding:
+        save_file({"emb_params": torch.from_numpy(vectors).float()}, path)
+        return contract.Embedding(path.stem, path, hashlib.sha256(path.read_bytes()).hexdigest())
+
+    vectors, others = drawn(2, 32), drawn(4, 32)
+    alone = write(tmp_path / "alone.safetensors", prefixed(LINEAR, parts))
+    bundled = {"bundle_emb.mist.string_to_param.*": vectors, "bundle_emb.b.clip_g": drawn(2, 9)}
+    both = write(tmp_path / "both.safetensors", {**prefixed(LINEAR, parts), **bundled})
+    own, other = (
+        embedding(tmp_path / name / "mist.safetensors", each)
+        for name, each in (("own", vectors), ("other", others))
+        if (tmp_path / name).mkdir() is None
+    )
+    changes = [
+        {"loras": (both,)},
+        {"loras": (alone,), "embeddings": (own,)},
+        {"loras": (both,), "embeddings": (other,)},
+        {"loras": (alone,), "embeddings": (other,)},
+        {"loras": (alone,)},
+    ]
+    requests = [make_request(prompt="a mist", steps=2, **each) for each in changes]
+    images = draw(slot_engine, *requests)
+    assert difference(images[0], images[1]) <= 1
+    assert difference(images[2], images[3]) <= 1
+    assert min(difference(images[0], images[at]) for at in (2, 4)) > 2
+
+    def second_pass(**changes: Any) -> contract.HiresPass:
+        return contract.HiresPass(64, 64, 0.7, 2, "Latent", prompt="a mist", **changes)
+
+    hires = [
+        {"hires": second_pass(loras=(both,))},
+        {"hires": second_pass(loras=(alone,)), "embeddings": (own,)},
+        {"hires": second_pass(loras=(alone,)), "loras": (both,)},
+        {"hires": second_pass(loras=(alone,)), "loras": (alone,)},
+    ]
+    requests = [
+        make_request(prompt="a sea", steps=2, width=32, height=32, **each) for each in hires
+    ]
+    images = draw(slot_engine, *requests)
+    assert difference(images[0], images[1]) <= 1, "only the second pass names its file"
+    assert difference(images[2], images[3]) <= 1, "only the first pass names its file"
+    assert difference(images[0], images[3]) > 2

@@ -1,0 +1,154 @@
+"""LoRAs of every kind in slots, beside other jobs: the images of the weights merged one by one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from families import lora_kinds
+from worker.engine import contract
+from worker.engine.lora.file import adaptable_layers
+from worker.engine.lora.merge import Shape
+from worker.engine.networks import linear
+from worker.engine.slots import queue, step
+
+#: See test_engine.
+ROUNDING = 2
+
+#: Kind and rank; the tiny UNet's narrowest layer has 32 inputs.
+FILES = {
+    "lora of rank 40": ("lora", 40),
+    "loha": ("loha", 5),
+    "lokr": ("lokr", 2),
+    "dora": ("dora", 3),
+    "full differences": ("full", 0),
+}
+
+
+@pytest.fixture(scope="module")
+def files(slot_engine: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """LoRAs of all linear and 1x1 layers that slots can hold, and of the text encoder."""
+    folder, generator = tmp_path_factory.mktemp("kinds"), torch.Generator().manual_seed(0)
+    networks = slot_engine.checkpoint.networks
+    layers = {
+        f"{prefix}_{path.removeprefix('text_model.').replace('.', '_')}": layer.weight.shape
+        for network, prefix in {"unet": "lora_unet", "text_encoder": "lora_te_text_model"}.items()
+        for group, paths in slot_engine._preparer.groups[network].items()
+        if not isinstance(group, Shape)
+        for path, layer in adaptable_layers(networks[network]).items()
+        if path in paths
+    }
+    paths = {}
+    for name, (kind, rank) in FILES.items():
+        tensors = {}
+        for key, shape in layers.items():
+            parts = (
+                {"diff": torch.randn(shape, generator=generator) / shape[1] ** 0.5}
+                if kind == "full"
+                else lora_kinds.MAKERS[kind](tuple(shape), rank, generator)
+            )
+            tensors |= {f"{key}.{part}": tensor.contiguous() for part, tensor in parts.items()}
+        paths[name] = folder / f"{name}.safetensors"
+        save_file(tensors, paths[name])
+    return paths
+
+
+def use(path: Path, unet: float = 0.3, text_encoder: float = 0.2) -> contract.Lora:
+    return contract.Lora(path.stem, path, text_encoder, unet)
+
+
+def test_jobs_with_every_kind_share_calls(
+    engine: Any,
+    slot_engine: Any,
+    files: dict[str, Path],
+    lora_paths: list[Path],
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sets = [(use(path),) for path in files.values()]
+    sets += [
+        (),
+        (use(files["dora"], 0.5), use(files["loha"], -0.2), use(lora_paths[0], 0.4)),
+        (use(files["lora of rank 40"], 0.2), use(lora_paths[1]), use(lora_paths[2], -0.5)),
+        (use(files["lokr"], 0.0, 0.5),),
+    ]
+    requests = [make_request(loras=loras, steps=2) for loras in sets]
+    modes = []
+    run = step.StepRunner.run
+
+    def record(self: Any, used: step.Step, weight_mode: queue.WeightMode, slots: int) -> None:
+        modes.append((weight_mode, slots))
+        run(self, used, weight_mode, slots)
+
+    monkeypatch.setattr(step.StepRunner, "run", record)
+    together = draw(slot_engine, *requests)
+    assert modes == [("per_slot", 3)] * (len(requests) // 3 * requests[0].steps)
+    plain = together[len(files)]
+    for request, image in zip(requests, together, strict=True):
+        assert difference(image, draw(engine, request)[0]) <= ROUNDING, request.loras
+        assert not request.loras or difference(image, plain) > 10, request.loras
+
+
+def test_no_kind_leaves_a_trace_in_its_slot_or_the_text_encoder(
+    slot_engine: Any,
+    files: dict[str, Path],
+    lora_paths: list[Path],
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    text_encoder = slot_engine.checkpoint.text_encoder
+    before = {name: value.clone() for name, value in text_encoder.state_dict().items()}
+    company = make_request(seed=9, loras=(use(lora_paths[0]),), steps=12)
+    (clean,) = draw(slot_engine, make_request(steps=1))
+    # Each kind's slot is refilled with an image that has no LoRA.
+    requests = [company]
+    for path in files.values():
+        requests.append(make_request(loras=(use(path, 2.0, 2.0),), steps=1))
+        requests.append(make_request(steps=1))
+    _, *images = draw(slot_engine, *requests)
+    for styled, plain in zip(images[::2], images[1::2], strict=True):
+        assert difference(plain, clean) <= ROUNDING
+        assert difference(styled, clean) > 10
+    for name, value in text_encoder.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_a_loaded_slot_keeps_no_copy_of_its_loras_and_can_be_loaded_again(
+    slot_engine: Any, lora_paths: list[Path], make_request: Any, draw: Any, difference: Any
+) -> None:
+    requests = [make_request(loras=(use(path),), steps=3) for path in lora_paths[:2]]
+    expected = draw(slot_engine, *requests)
+    for ticket, request in enumerate(requests):
+        slot_engine.admit(ticket, slot_engine.prepare(request))
+    images = {}
+    while slot_engine.busy:
+        images |= {each.ticket: each.outcome for each in slot_engine.tick()}
+        assert all(job.staged.loras is None for job in slot_engine._lanes.active)
+        for job in slot_engine._lanes.active:
+            job.has_weights = False
+        slot_engine._unet.resize(slot_engine.slots)
+    for ticket, image in enumerate(expected):
+        assert difference(images[ticket], image) == 0
+
+
+def test_slots_weights_in_several_tensors_make_the_same_images(
+    make_slot_engine: Any,
+    files: dict[str, Path],
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    requests = [make_request(loras=(use(path),), steps=2) for path in files.values()]
+    whole = draw(make_slot_engine(slots=3), *requests)
+    monkeypatch.setattr(linear, "_MAX_PART_BYTES", 1)
+    engine = make_slot_engine(slots=3)
+    parts = [len(stack._parts) for stack in engine._unet._stacks.values()]
+    assert max(parts) > 1
+    for pair in zip(draw(engine, *requests), whole, strict=True):
+        assert difference(*pair) <= ROUNDING

@@ -1,0 +1,154 @@
+"""Slots whose texts change between calls, and those with rows for what AND joins."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from imagefleet import errors
+from imagefleet.job.prompt import read_negative_prompt, read_prompt
+from imagefleet.job.samplers import Options
+from worker.engine import contract
+from worker.engine.slots import step
+
+#: A level of 255 in every value.
+ROUNDING = 2
+
+LONG = "a red house in a meadow, (under a blue sky:1.2), " * 5
+
+EVERY_OTHER = Options(s_min_uncond=1000.0)
+
+
+@pytest.fixture
+def plain(
+    make_request: Any, make_control: Any, lora_paths: list[Path]
+) -> list[contract.ImageRequest]:
+    style = contract.Lora("style", lora_paths[0], 1.0, 1.0)
+    other = contract.Lora("other", lora_paths[1], 0.5, 1.5)
+    hires = contract.HiresPass(64, 64, denoising_strength=0.7, steps=3, upscaler="Latent")
+    init = contract.InitImage(np.full((64, 64, 3), 90, np.uint8), 0.9)
+    return [
+        make_request(),
+        make_request(seed=2, loras=(style,)),
+        make_request(seed=3, prompt=LONG, loras=(other,), steps=6),
+        make_request(seed=4, cfg_scale=1.0, loras=(style, other)),
+        make_request(seed=5, loras=(style,), sampler_options=EVERY_OTHER, steps=6),
+        make_request(seed=6, controls=(make_control(),), loras=(other,)),
+        make_request(seed=7, hires=hires, loras=(style,)),
+        make_request(seed=8, init=init, sampler="heun"),
+    ]
+
+
+def changing(request: contract.ImageRequest) -> contract.ImageRequest:
+    """The same words in texts that differ by a space, and as two prompts of half the weight."""
+    words, negative = request.prompt, request.negative_prompt
+    edited = f"[{words}|{words} ]"
+    prompt = read_prompt(f"{edited}:0.5 AND {edited}:0.5", steps=request.steps)
+    if request.controls or request.sampler_options.s_min_uncond:
+        prompt = read_prompt(edited, steps=request.steps)
+    negative_prompt = read_negative_prompt(f"[{negative}:{negative} :2]", steps=request.steps)
+    return dataclasses.replace(request, prompt=prompt, negative_prompt=negative_prompt)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("weights", "slots"), [("merged", 3), ("factors", 3), ("reloaded", 1)])
+def test_texts_that_say_the_same_change_nothing_whatever_the_job(
+    make_slot_engine: Any,
+    plain: list[contract.ImageRequest],
+    draw: Any,
+    difference: Any,
+    weights: str,
+    slots: int,
+) -> None:
+    """LoRAs of the text's layers, masks, ControlNets and both passes among it."""
+    engine = make_slot_engine(slots=slots, slot_weights=weights)
+    expected = draw(engine, *plain)
+    edited = [changing(each) for each in plain]
+    assert all(engine.prepare(each).is_edited for each in edited)
+    for image, other in zip(draw(engine, *edited), expected, strict=True):
+        assert difference(image, other) <= ROUNDING
+    mixed = [each for pair in zip(edited, plain, strict=True) for each in pair]
+    for at, image in enumerate(draw(engine, *mixed)):
+        assert difference(image, expected[at // 2]) <= ROUNDING
+
+
+def test_each_call_has_its_own_texts_and_no_image_its_neighbours(
+    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any
+) -> None:
+    engine = make_slot_engine(slots=2)
+    words = ["a cat", "[a cat:a [b|c] house:1]", "[a cat:a hut:2]", "a cat AND a hut:0.5"]
+    requests = [make_request(prompt=read_prompt(each, steps=4)) for each in words]
+    alone = [draw(engine, request)[0] for request in requests]
+    assert len({image.tobytes() for image in alone}) == len(words)
+    for order in ([3, 1, 0, 2, 1, 3], [2, 2, 3, 0, 1]):
+        for at, image in zip(order, draw(engine, *(requests[at] for at in order)), strict=True):
+            assert difference(image, alone[at]) <= ROUNDING
+
+
+@pytest.mark.parametrize(("words", "rows"), [("a AND b", [3, 3, 3, 3]), ("a AND b AND c", [4] * 4)])
+def test_what_and_joins_takes_rows_and_slots_become_fewer(
+    make_slot_engine: Any, make_request: Any, draw: Any, words: str, rows: list[int]
+) -> None:
+    engine = make_slot_engine(slots=6)
+    request = make_request(prompt=read_prompt(words, steps=4))
+    prepared = engine.prepare(request)
+    assert [prepared.rows(call) for call in range(4)] == rows
+    assert engine.slots_for(request) == 12 // rows[0]
+    draw(engine, request)
+    assert engine.unet_rows == sum(rows)
+
+
+def test_an_edited_image_begins_again_with_its_first_text(
+    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+) -> None:
+    engine = make_slot_engine(slots=2)
+    words = ("[a cat:a hut:1]", "a [b|c]", "a AND [b:c:2]")
+    requests = [make_request(prompt=read_prompt(each, steps=4)) for each in words]
+    sound = draw(engine, *requests)
+    run, calls = step.StepRunner.run, list[int]()
+
+    def fail_once(self: Any, used: step.Step, weight_mode: Any, slots: int) -> None:
+        calls.append(slots)
+        if len(calls) == 4:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        run(self, used, weight_mode, slots)
+
+    monkeypatch.setattr(step.StepRunner, "run", fail_once)
+    for image, expected in zip(draw(engine, *requests), sound, strict=True):
+        assert difference(image, expected) <= ROUNDING
+
+
+def test_a_second_pass_has_a_schedule_of_its_own(
+    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any
+) -> None:
+    engine = make_slot_engine(slots=2)
+    hires = contract.HiresPass(64, 64, denoising_strength=0.7, steps=4, upscaler="Latent")
+    first = {"prompt": read_prompt("a cat", steps=4)}
+
+    def request(words: str) -> contract.ImageRequest:
+        second = read_prompt(words, steps=4, first_steps=4)
+        return make_request(**first, hires=dataclasses.replace(hires, prompt=second))
+
+    words = ["[a cat:a hut:6]", "[a cat:a hut:1.5]", "[a cat:a hut:7]", "[a cat:a hut:3]", "a hut"]
+    images = draw(engine, *map(request, words))
+    assert difference(images[0], images[1]) <= ROUNDING
+    assert difference(images[3], images[4]) <= ROUNDING
+    assert len({images[at].tobytes() for at in (0, 2, 4)}) == 3
+
+
+def test_what_cannot_be_drawn_is_refused_by_name(
+    make_slot_engine: Any, make_request: Any, make_control: Any
+) -> None:
+    engine = make_slot_engine(slots=2)
+    joined = read_prompt("a AND b", steps=4)
+    controlled = make_request(
+        prompt=joined, controls=(make_control(),), sampler_options=EVERY_OTHER
+    )
+    with pytest.raises(errors.JobError, match="AND with s_min_uncond and ControlNets"):
+        engine.prepare(controlled)
+    many = "|".join(f"{LONG * 3}{at}" for at in range(60))
+    with pytest.raises(errors.JobError, match=r"in all its steps \d+ chunks .* 256 at most"):
+        engine.prepare(make_request(prompt=read_prompt(f"[{many}]", steps=60), steps=60))

@@ -1,0 +1,146 @@
+"""The engine as a library: results as they are done, failures by job, room for endless sources."""
+
+import asyncio
+import itertools
+import tomllib
+from collections.abc import AsyncIterator, Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import imagefleet
+from evaluation.stand_in import StandInEngine, draw_noise
+from imagefleet import errors
+from imagefleet.files import demo
+from worker.engine import contract
+from worker.stages import library
+from worker.stages.library import AsyncEngine, Engine
+
+ROOT = Path(__file__).parents[3]
+
+
+def draw(request: contract.ImageRequest) -> contract.Pixels:
+    if "broken" in str(request.prompt):
+        raise errors.JobError("the prompt is broken")
+    if "gpu" in str(request.prompt):
+        raise errors.NodeError("the GPU fell off the bus")
+    return draw_noise(request)
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+    """Makes an engine that draws noise."""
+    made: list[Engine] = []
+    monkeypatch.setattr(library.load, "load_engine", lambda _: StandInEngine(draw=draw))
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def engine(**terms: Any) -> Engine:
+        made.append(Engine(demo.find_checkpoint(), **terms))
+        return made[-1]
+
+    yield engine
+    for each in made:
+        each.close()
+
+
+def test_a_list_of_prompts_is_drawn_each_once(make: Callable[..., Engine]) -> None:
+    jobs = [imagefleet.Job(prompt=f"house {number}", n_iter=2) for number in range(20)]
+
+    found = list(make().draw(jobs))
+
+    assert sorted(result.job.prompt for result in found) == sorted(job.prompt for job in jobs)
+    assert all(len(result.images) == 2 and result.error is None for result in found)
+    assert len({result.job.id for result in found}) == 20
+
+
+def test_a_job_that_fails_is_a_result_and_stops_no_other(
+    make: Callable[..., Engine], tmp_path: Path
+) -> None:
+    prompts = ["a", "broken", "b, <lora:nowhere:1>", "c"]
+
+    found = list(make(loras=tmp_path).draw(imagefleet.Job(prompt=text) for text in prompts))
+
+    failed = {result.job.prompt: str(result.error) for result in found if not result.images}
+    assert failed.keys() == {"broken", "b, <lora:nowhere:1>"}
+    assert failed["broken"] == "the prompt is broken"
+
+
+def test_a_source_that_never_ends_is_read_as_there_is_room(make: Callable[..., Engine]) -> None:
+    read = itertools.count()
+    engine = make()
+
+    results = engine.draw(imagefleet.Job(prompt=str(number)) for number in read)
+    found = list(itertools.islice(results, 30))
+    results.close()  # type: ignore[attr-defined]
+
+    assert len(found) == 30
+    assert next(read) < 30 + 4 * 4
+    assert [len(result.images) for result in engine.draw([imagefleet.Job(prompt="a")])] == [1]
+
+
+def test_the_same_seed_draws_the_same_picture(make: Callable[..., Engine]) -> None:
+    engine, job = make(), imagefleet.Job(prompt="a", seed=7, id="one")
+
+    first, second = (next(engine.draw([job])).images[0] for _ in range(2))
+
+    assert np.array_equal(np.asarray(first), np.asarray(second))
+
+
+async def test_a_slow_source_keeps_no_result_back(make: Callable[..., Engine]) -> None:
+    make()  # for its stand-in
+    goes_on = asyncio.Event()
+
+    async def jobs() -> AsyncIterator[imagefleet.Job]:
+        yield imagefleet.Job(prompt="a")
+        await goes_on.wait()
+        yield imagefleet.Job(prompt="b")
+
+    async with AsyncEngine(demo.find_checkpoint()) as engine:
+        results = engine.draw(jobs())
+        assert (await anext(results)).job.prompt == "a"
+        goes_on.set()
+        assert [each.job.prompt async for each in results] == ["b"]
+
+
+def test_a_broken_gpu_ends_the_drawing(make: Callable[..., Engine]) -> None:
+    engine = make()
+
+    with pytest.raises(errors.NodeError):
+        list(engine.draw([imagefleet.Job(prompt="gpu"), imagefleet.Job(prompt="a")]))
+    with pytest.raises(errors.NodeError):
+        list(engine.draw([imagefleet.Job(prompt="a")]))
+
+
+def test_what_is_no_checkpoint_or_setting_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(errors.SetupError, match="checkpoint"):
+        Engine(tmp_path)
+    with pytest.raises(errors.SetupError, match="slots"):
+        Engine(demo.find_checkpoint(), slots=-1)
+
+
+def test_the_class_is_found_by_its_entry_point() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+    for name, value in declared["entry-points"]["imagefleet"].items():
+        assert metadata.EntryPoint(name, value, "imagefleet").load() is getattr(library, name)
+        assert name in dir(imagefleet)
+
+
+@pytest.mark.slow
+def test_the_demo_is_drawn_with_loras_of_its_own_in_one_call() -> None:
+    folder = demo.find_checkpoint()
+    jobs = [
+        imagefleet.Job(prompt=f"a red house{lora}", steps=steps, seed=1)
+        for lora in ("", ", <lora:outline-style:1>")
+        for steps in (3, 6)
+    ]
+
+    with Engine(folder, loras=folder / "loras", device="cpu", compile="off") as engine:
+        found = list(engine.draw(jobs))
+
+    pictures = {result.images[0].tobytes() for result in found}
+    assert [result.error for result in found] == [None] * 4
+    assert len(pictures) == 4

@@ -1,0 +1,128 @@
+"""Other checkpoints of the engine's kind that draw parts of its images: refiners, second passes.
+
+On the device are their text encoders and VAEs. Their UNets' weights are in the host's memory, until
+they change places with the engine's own (`slots.weights`): so they take no room of its slots.
+"""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from cachetools import LRUCache
+from torch import nn
+
+from imagefleet import errors
+from imagefleet.files.safetensors import Identity, UnusableError
+from imagefleet.telemetry import host
+from worker.engine import checksums, embeddings, text
+from worker.engine.checkpoint import Checkpoint
+from worker.engine.files.held import MOST_CHECKED, HeldNetworks
+from worker.engine.files.safetensors import ReadOnce
+from worker.engine.kernels import layers
+from worker.engine.networks.linear import TextEncoderLoras
+from worker.engine.passes.images import ImageCoder
+
+Read = Callable[[Path, Checkpoint], Checkpoint]
+"""Reads a checkpoint of another's kind into the host's memory; raises SetupError."""
+
+
+class Coders:
+    """A checkpoint's text encoders, with LoRAs for one job at a time, and its VAE."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        networks, tokenizer = checkpoint.text_encoders, checkpoint.tokenizer
+        readers = [
+            text.Reader(networks[each.network], each.rules, embeddings.NAMES[each.network])
+            for each in checkpoint.family.text_encoders
+        ]
+        self.texts = text.Encoder(readers, tokenizer.bos_token_id, tokenizer.eos_token_id)
+        self.images = ImageCoder(checkpoint.vae)
+        self.loras = {name: TextEncoderLoras(network) for name, network in networks.items()}
+
+    def forget(self) -> None:
+        """Forgets what replaced weights have computed."""
+        self.texts.clear()
+        self.images.clear()
+        for loras in self.loras.values():
+            loras.forget()
+
+
+class HeldCheckpoint:
+    def __init__(self, checkpoint: Checkpoint, unet: dict[str, torch.Tensor]) -> None:
+        self.coders = Coders(checkpoint)
+        networks = (checkpoint.vae, *checkpoint.text_encoders.values())
+        placed = itertools.chain.from_iterable(each.parameters() for each in networks)
+        self.size_bytes = sum(each.nbytes for each in (*unet.values(), *placed))
+        self._unet = unet
+
+    @torch.no_grad()
+    def exchange(self, unet: nn.Module) -> None:
+        """Exchanges its UNet's weights and those of *unet*; once more, and they are as before.
+
+        Raises torch.cuda.OutOfMemoryError before anything is changed.
+        """
+        owns = _parameters(unet)
+        largest = {own.device: own for own in sorted(owns.values(), key=_extent)}
+        rooms = {device: own.new_empty(_extent(own)) for device, own in largest.items()}
+        for own, other in ((own, self._unet[name]) for name, own in owns.items()):
+            kept = rooms[own.device][: _extent(own)].as_strided(own.shape, own.stride())
+            kept.copy_(own)
+            own.copy_(other)
+            other.copy_(kept)
+
+
+class HeldCheckpoints(HeldNetworks[HeldCheckpoint]):
+    """Those of files or folders, by these."""
+
+    def __init__(self, own: Checkpoint, read: Read, *, has_own_layers: bool) -> None:
+        super().__init__("checkpoint", own.unet.device, own.unet.dtype)
+        self._read: LRUCache[Identity, Any] = LRUCache(1)  # each takes gigabytes
+        self._own, self._read_file = own, read
+        self._has_own_layers = has_own_layers
+
+    def stand_beside(self, own: Checkpoint) -> None:
+        """Checks all files again, once the engine draws with another."""
+        self._own, self._problems = own, ReadOnce[str](MOST_CHECKED)
+
+    def load(self, identity: Identity) -> Any:
+        path, size = Path(identity[0]), identity[2]
+        if size > (host.free_memory_bytes() or size):
+            raise errors.TransientError(
+                f"this machine has no memory for the checkpoint {path.stem!r} beside its own model:"
+                f" {size / 2**30:.1f} GiB"
+            )
+        try:
+            found, own = self._read_file(path, self._own), self._own
+        except errors.SetupError as error:
+            raise UnusableError(f"cannot draw with this worker's model: {error.message}") from error
+        is_same = found.prediction_type == own.prediction_type
+        if not (is_same and found.alphas_cumprod.equal(own.alphas_cumprod)):
+            raise UnusableError("predicts otherwise than this worker's model, or of other noise")
+        texts = () if own.has_text_on_cpu else found.text_encoders.values()
+        on_device: Any = nn.ModuleList([found.vae, *texts])
+        on_device.checkpoint = found
+        return on_device
+
+    def finish(self, network: Any, _path: Path) -> HeldCheckpoint:
+        checkpoint: Checkpoint = network.checkpoint
+        if self._has_own_layers:
+            layers.replace_modules(checkpoint.vae, layers.group_norm)
+            layers.replace_modules(checkpoint.vae, layers.upsampler)
+        read, unet = _parameters(checkpoint.unet), {}
+        for name, own in _parameters(self._own.unet).items():
+            unet[name] = torch.empty_like(own, device="cpu", pin_memory=own.is_cuda)
+            unet[name].copy_(read.pop(name))
+        checkpoint.unet.to("meta")
+        return HeldCheckpoint(checkpoint, unet)
+
+
+def _parameters(unet: nn.Module) -> dict[str, torch.Tensor]:
+    return checksums.named_parameters({"unet": unet})
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """How many elements of its memory a tensor spans."""
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in strides)

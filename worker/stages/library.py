@@ -1,0 +1,208 @@
+"""The engine as a library: draws jobs with one checkpoint in this process, without a queue.
+
+It stands on the worker's own loop (`worker.gpu_thread`): jobs with different LoRAs, steps and sizes
+share the slots, and one that fails is a result of its own. `imagefleet.Engine` is the class here.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import tempfile
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self, TypedDict, Unpack
+
+from PIL import Image
+
+from imagefleet import concurrency, errors, validation
+from imagefleet.client import LoopThread
+from imagefleet.job.message import Job
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import StorageSettings
+from worker import tasks
+from worker.engine import contract, load
+from worker.files import check
+from worker.gpu_thread import EngineThread
+from worker.inputs.reader import JobFiles
+from worker.process import engine_settings
+from worker.settings import WorkerSettings
+from worker.stages.prepare import PREPARERS, RequestReader
+
+#: Finished images that may wait for their reader before the engine does.
+_BACKLOG = 64
+
+
+class EngineOptions(TypedDict, total=False):
+    """Settings that are the worker's, by their names there."""
+
+    device: str
+    slots: int
+    precision: Literal["auto", "float32", "float16", "bfloat16"]
+    compile: Literal["auto", "off"]
+    embedding_directory: str | Path
+    cache: str | Path
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A job that was drawn: its images, or why there are none."""
+
+    job: Job
+    images: tuple[Image.Image, ...] = ()
+    error: errors.FleetError | None = None
+
+
+class AsyncEngine:
+    """Draws jobs with one checkpoint on one GPU, from `async with` on."""
+
+    def __init__(
+        self, model: str | Path, loras: str | Path | None = None, **options: Unpack[EngineOptions]
+    ) -> None:
+        """*model* is a .safetensors file or a folder, *loras* a folder; SetupError: it is none."""
+        self._exit = contextlib.AsyncExitStack()
+        given: dict[str, Any] = {**options, "model": model, "lora_directory": loras}
+        with validation.as_error(errors.SetupError, known=WorkerSettings.model_fields):
+            self._settings = WorkerSettings(**given)
+        check.check_path(Path(self._settings.model))
+        self._tickets = itertools.count()
+
+    async def __aenter__(self) -> Self:
+        self._thread = EngineThread(
+            lambda: load.load_engine(engine_settings(self._settings)),
+            why_idle=lambda: "no_jobs",
+            backlog=_BACKLOG,
+        )
+        self._exit.push_async_callback(self._thread.stop)
+        self._engine = await self._thread.start()
+        threads = self._exit.enter_context(ThreadPoolExecutor(PREPARERS, "prepare"))
+        # Of which nothing is read: all files are in the folders that were given.
+        folder = self._exit.enter_context(tempfile.TemporaryDirectory())
+        nowhere = StorageSettings(storage=f"local:{folder}")
+        storage = await self._exit.enter_async_context(open_storage(nowhere))
+        await storage.create()
+        files = JobFiles(storage, self._settings)
+        self._reader = RequestReader(self._engine, files, threads)
+        self._prepared = concurrency.Batches(
+            concurrency.one_by_one(self._engine.prepare), threads, most=1, at_once=PREPARERS
+        )
+        self._watching = asyncio.create_task(self._thread.watch())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._thread.stop_accepting()
+        await tasks.cancel([self._watching])
+        await self._exit.aclose()
+
+    async def draw(self, jobs: Iterable[Job] | AsyncIterable[Job]) -> AsyncGenerator[Drawn]:
+        """Each job's result as it is done; takes more jobs as the engine has room for them.
+
+        Raises NodeError where the GPU is broken.
+        """
+        source = jobs.__aiter__() if isinstance(jobs, AsyncIterable) else _in_threads(iter(jobs))
+        token, numbers = uuid.uuid4().hex[:12], itertools.count(1)
+
+        async def following() -> Job | None:
+            return await anext(source, None)
+
+        fetching: asyncio.Task[Job | None] | None = asyncio.create_task(following())
+        drawing: set[asyncio.Task[Drawn]] = set()
+        try:
+            while fetching is not None or drawing:
+                awaited: set[asyncio.Task[Any]] = {*drawing}
+                if fetching is not None and len(drawing) < 2 * self._engine.capacity:
+                    awaited.add(fetching)
+                done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+                if fetching is not None and fetching in done:
+                    job = fetching.result()
+                    fetching = None if job is None else asyncio.create_task(following())
+                    if job is not None:
+                        known = job.identified(f"{token}-{next(numbers):06}")
+                        drawing.add(asyncio.create_task(self._draw(known)))
+                for task in drawing & done:
+                    drawing.remove(task)
+                    yield task.result()
+        finally:
+            left = [each for each in (*drawing, fetching) if each is not None]
+            for each in left:
+                each.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+    async def _draw(self, job: Job) -> Drawn:
+        try:
+            self._check(job)
+            found = await self._reader.read_rested(job)
+            drawn = await concurrency.gather(*map(self._pixels, found.requests))
+            if found.inputs.overlay is not None:
+                drawn = tuple(map(found.inputs.overlay.put_over, drawn))
+            return Drawn(job, tuple(map(Image.fromarray, drawn)))
+        except (errors.JobError, errors.TransientError) as error:
+            return Drawn(job, error=error)
+
+    def _check(self, job: Job) -> None:
+        if job.then or job.model not in {None, self._engine.model_name}:
+            raise errors.JobError("stages (then) and other models need a queue and its workers")
+
+    async def _pixels(self, request: contract.ImageRequest) -> contract.Pixels:
+        prepared = await self._prepared(request)
+        drawing = asyncio.ensure_future(
+            self._thread.draw(next(self._tickets), prepared, urgent=False)
+        )
+        await tasks.first_of(drawing, asyncio.shield(self._watching))  # which raises NodeError
+        if (delivery := drawing.result()) is None:
+            raise errors.NodeError("the engine is closed")
+        if isinstance(outcome := delivery.finished.outcome, errors.FleetError):
+            raise outcome
+        return outcome
+
+
+async def _in_threads(jobs: Iterator[Job]) -> AsyncGenerator[Job]:
+    """Jobs of an iterator that may wait, for a file say."""
+    while (job := await asyncio.to_thread(next, jobs, None)) is not None:
+        yield job
+
+
+class Engine:
+    """Draws jobs with one checkpoint on one GPU of this process, without a queue.
+
+    `AsyncEngine` for programs without an event loop; it loads at once.
+    """
+
+    def __init__(
+        self, model: str | Path, loras: str | Path | None = None, **options: Unpack[EngineOptions]
+    ) -> None:
+        self._inner = AsyncEngine(model, loras, **options)
+        self._loop = LoopThread()
+        try:
+            self._loop.run(self._inner.__aenter__())
+        except BaseException:
+            self._loop.close(asyncio.sleep(0))
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the engine's thread, and frees the GPU."""
+        self._loop.close(self._inner.__aexit__())
+
+    def draw(self, jobs: Iterable[Job]) -> Iterator[Drawn]:
+        """Each job's result as it is done, as `AsyncEngine.draw`."""
+        results = self._inner.draw(jobs)
+
+        async def following() -> Drawn | None:
+            return await anext(results, None)
+
+        async def leave() -> None:
+            await results.aclose()
+
+        try:
+            while (drawn := self._loop.run(following())) is not None:
+                yield drawn
+        finally:
+            self._loop.run(leave())
