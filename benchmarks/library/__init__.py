@@ -1,0 +1,1 @@
+"""The engine as a library, and the gateway, against the worker on the same jobs."""

@@ -1,0 +1,93 @@
+"""Who may use the gateway: keys, each with a campaign, a priority and a limit."""
+
+import hashlib
+import ipaddress
+from collections.abc import Mapping
+from pathlib import Path
+
+from aiohttp import BasicAuth, web
+from pydantic import BaseModel, Field, TypeAdapter
+from yarl import URL
+
+from imagefleet import errors, validation, yaml_file
+from imagefleet.job.message import SafeId
+from imagefleet.storage.settings import Priority
+from imagefleet.telemetry import probes
+
+
+class Refused(Exception):  # noqa: N818 - an answer, not a fault of the gateway
+    """A request that is answered with a *status* and a sentence, whatever the API."""
+
+    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.headers = dict(headers or {})
+
+
+class Client(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True):
+    """The holder of a key; of the key itself the gateway knows the SHA-256 alone."""
+
+    name: SafeId
+    sha256: str = Field(pattern=r"^[0-9a-fA-F]{64}$")
+    campaign: SafeId
+    """The campaign of all its jobs, the only one of which it sees anything."""
+    priority: Priority = "normal"
+    max_waiting: int = Field(default=100, ge=1, le=10_000)
+    """The most images that it may wait for at once."""
+
+
+#: Whoever is on this machine, where there is no file of keys.
+LOCAL = Client(name="local", sha256="0" * 64, campaign="gateway", max_waiting=10_000)
+
+
+class Door:
+    """Lets clients in by their key; without keys, this machine's own programs."""
+
+    def __init__(self, path: Path | None, host: str) -> None:
+        """Raises SetupError for a file that is not valid, or without one beyond this machine."""
+        self._by_hash = None if path is None else _read(path)
+        if self._by_hash is None and not _is_loopback(probes.authority(host, 0)):
+            raise errors.SetupError(
+                f"anybody who reaches {host} could have images drawn: name a file of keys with"
+                " --clients, or listen on 127.0.0.1"
+            )
+
+    def client(self, request: web.Request) -> Client:
+        """Whose request it is; raises Refused."""
+        if self._by_hash is None:
+            # A page of another site may be open in a browser here, under a name that leads here.
+            site = request.headers.get("Sec-Fetch-Site", "none")
+            if not _is_loopback(request.host) or site not in {"none", "same-origin"}:
+                raise Refused(403, "without keys, only programs of this machine may use it")
+            return LOCAL
+        digest = hashlib.sha256(_key(request.headers.get("Authorization", ""))).hexdigest()
+        if (found := self._by_hash.get(digest)) is None:
+            why = "no valid key: send one as Authorization: Bearer KEY, or as Basic's password"
+            raise Refused(401, why, {"WWW-Authenticate": "Bearer"})
+        return found
+
+
+def _read(path: Path) -> Mapping[str, Client]:
+    content = yaml_file.read(path, "clients")
+    with validation.as_error(errors.SetupError, f"{path}: ", Client.model_fields):
+        found = TypeAdapter(list[Client]).validate_python(content)
+    by_hash = {client.sha256.lower(): client for client in found}
+    if not found or len(by_hash) < len(found):
+        raise errors.SetupError(f"{path}: should be a list of clients, each with a key of its own")
+    return by_hash
+
+
+def _key(header: str) -> bytes:
+    try:
+        return str(BasicAuth.decode(header).password).encode("latin1")
+    except ValueError:
+        return header.partition(" ")[2].strip().encode(errors="replace")
+
+
+def _is_loopback(authority: str) -> bool:
+    try:
+        host = URL(f"//{authority}").host or ""
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

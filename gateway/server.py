@@ -1,0 +1,213 @@
+"""The HTTP server: who is let in, what is where, how errors are told, and what is counted."""
+
+import contextlib
+import html
+import inspect
+import re
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from prometheus_client import CollectorRegistry, Gauge, Histogram
+
+from gateway import a1111, openai, work
+from gateway.clients import Door, Refused
+from gateway.desk import Desk
+from gateway.settings import GatewaySettings
+from gateway.work import CLIENT, DESK
+from imagefleet import aio, errors, redaction
+from imagefleet.job.message import Job
+from imagefleet.telemetry import logs, metrics, probes
+
+log = logs.EventLog(__name__)
+
+ROUTES = web.RouteTableDef()
+
+_REGISTRY = web.AppKey("registry", CollectorRegistry)
+
+#: What needs no key, since it says nothing of anybody.
+_OPEN = ("/live", "/docs", "/openapi.json")
+
+#: Of answers, so that no page of another site reads or frames them.
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
+}
+
+#: OpenAI's names of its errors.
+_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+_SERVER_ERROR = 500
+_ACCEPTED = 202
+
+
+class Gateway:
+    """Lets clients in, answers errors, and counts."""
+
+    def __init__(self, fleet: aio.Fleet, settings: GatewaySettings) -> None:
+        self._door = Door(settings.clients, settings.host)
+        self.desk = Desk(fleet, settings.wait_seconds)
+        registry = metrics.LabelledRegistry({"fleet": settings.fleet_name})
+        waiting = Gauge(
+            "imagefleet_gateway_waiting_jobs", "Jobs that are waited for.", registry=registry
+        )
+        waiting.set_function(lambda: len(self.desk.tickets))
+        self._seconds = Histogram(
+            "imagefleet_gateway_request_seconds",
+            "Seconds from a request to its answer, by its path and status.",
+            ["path", "status"],
+            registry=registry,
+            buckets=(0.01, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600),
+        )
+        self.app = web.Application(middlewares=[self._answer], client_max_size=work.MAX_BODY_BYTES)
+        self.app[DESK], self.app[_REGISTRY] = self.desk, registry
+        self.app[a1111.OPTIONS] = {}
+        for routes in (a1111.ROUTES, openai.ROUTES, ROUTES):
+            self.app.add_routes(routes)
+
+    @web.middleware
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Lets the request in, and answers errors in the form of its API."""
+        resource = request.match_info.route.resource
+        path = resource.canonical if resource else "(none)"
+        started = time.monotonic()
+        try:
+            if path not in _OPEN:
+                request[CLIENT] = self._door.client(request)
+            response = await handler(request)
+        except Exception as error:  # noqa: BLE001 - each becomes an answer
+            response = _error(request, error)
+        response.headers.update(_HEADERS)
+        self._seconds.labels(path, str(response.status)).observe(time.monotonic() - started)
+        return response
+
+
+@ROUTES.get("/jobs/{id}")
+async def _job(request: web.Request) -> web.Response:
+    """Tells what has become of a job of the client's campaign, and where its images are."""
+    facts = await request.app[DESK].facts(request[CLIENT].campaign, request.match_info["id"])
+    if facts.status == "unknown":
+        raise Refused(404, f"there is no job {facts.id}")
+    images = [f"/jobs/{facts.id}/{index}" for index in range(len(facts.blobs))]
+    found = {"id": facts.id, "status": facts.status, "reason": facts.reason, "images": images}
+    return web.json_response(found)
+
+
+@ROUTES.get("/jobs/{id}/{index:[0-9]{1,4}}")
+async def _image(request: web.Request) -> web.Response:
+    """An image of a job of the client's campaign."""
+    desk, index = request.app[DESK], int(request.match_info["index"])
+    facts = await desk.facts(request[CLIENT].campaign, request.match_info["id"])
+    if index >= len(facts.blobs):
+        raise Refused(404, f"job {facts.id} has no image {index}")
+    data = await desk.image(facts, index)
+    return web.Response(body=data, content_type=work.content_type(facts.blobs[index]))
+
+
+@ROUTES.get("/metrics")
+async def _metrics(request: web.Request) -> web.Response:
+    """The gateway's metrics, for Prometheus."""
+    body = metrics.render(request.app[_REGISTRY])
+    return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
+
+
+@ROUTES.get("/live")
+async def _live(_: web.Request) -> web.Response:
+    """Whether the gateway runs."""
+    return web.Response(text="live\n")
+
+
+@ROUTES.get("/docs")
+async def _docs(request: web.Request) -> web.Response:
+    """This API as a page."""
+    rows = "".join(
+        f"<tr><td><code>{method} {html.escape(path)}</code><td>{html.escape(summary)}"
+        for method, path, summary in _operations(request.app)
+    )
+    page = f"<!doctype html><title>imagefleet</title><h1>imagefleet</h1><table>{rows}</table>"
+    return web.Response(text=page, content_type="text/html")
+
+
+@ROUTES.get("/openapi.json")
+async def _openapi(request: web.Request) -> web.Response:
+    """This API as an OpenAPI document."""
+    answers = {"200": {"description": "done"}, "default": {"description": "refused"}}
+    paths: dict[str, dict[str, Any]] = {}
+    for method, path, summary in _operations(request.app):
+        operation: dict[str, Any] = {"summary": summary, "responses": answers}
+        if method == "POST":
+            kind = "multipart/form-data" if path.endswith("/edits") else "application/json"
+            schema = {"$ref": "#/components/schemas/Job"} if "img" in path else {}
+            operation["requestBody"] = {"content": {kind: {"schema": schema}}}
+        operation["parameters"] = [
+            {"name": each, "in": "path", "required": True, "schema": {"type": "string"}}
+            for each in re.findall(r"\{(\w+)\}", path)
+        ]
+        paths.setdefault(path, {})[method.lower()] = operation
+    job = Job.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas = {**job.pop("$defs", {}), "Job": job}
+    keys = {name: {"type": "http", "scheme": name} for name in ("bearer", "basic")}
+    document = {
+        "openapi": "3.1.0",
+        "info": {"title": "imagefleet", "version": "1"},
+        "security": [{name: []} for name in keys],
+        "paths": paths,
+        "components": {"schemas": schemas, "securitySchemes": keys},
+    }
+    return web.json_response(document)
+
+
+def _operations(app: web.Application) -> list[tuple[str, str, str]]:
+    """Each method and path, and what it does in a sentence."""
+    return [
+        (route.method, route.resource.canonical, str(inspect.getdoc(route.handler)))
+        for route in app.router.routes()
+        if route.resource is not None and route.method != "HEAD"
+    ]
+
+
+def _error(request: web.Request, error: Exception) -> web.Response:
+    """The answer to what went wrong, in the form of the request's API; no secret is in it."""
+    headers: dict[str, str] = {}
+    match error:
+        case Refused():
+            status, message, headers = error.status, error.message, error.headers
+        case errors.JobError():
+            status, message = 422, error.message
+        case errors.TransientError():
+            status, message = 503, "the storage does not answer now: try again"
+            headers = {"Retry-After": "5"}
+        case web.HTTPException():
+            status, message = error.status, error.reason
+        case _:
+            status, message = _SERVER_ERROR, "an error of the gateway, whose log has more of it"
+    if status >= _SERVER_ERROR and not isinstance(error, Refused):
+        log.error(f"{request.path}: {error}", action="request_failed", exc_info=error)
+    message = redaction.message(message)
+    if request.path.startswith("/v1"):
+        # Its client takes 202 for images, and repeats most errors of others: it would draw again.
+        status = 504 if status == _ACCEPTED else 400 if status == 422 else status  # noqa: PLR2004
+        if "Retry-After" not in headers:
+            headers = {**headers, "x-should-retry": "false"}
+        kind = "server_error" if status >= _SERVER_ERROR else "invalid_request_error"
+        found = {"message": message, "type": _KINDS.get(status, kind), "param": None, "code": None}
+        return web.json_response({"error": found}, status=status, headers=headers)
+    found = {"error": type(error).__name__, "detail": message, "body": "", "errors": ""}
+    return web.json_response(found, status=status, headers=headers)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    fleet: aio.Fleet, settings: GatewaySettings
+) -> AsyncIterator[tuple[Gateway, int]]:
+    """Serves while the block runs; yields the port that was chosen."""
+    gateway, at = Gateway(fleet, settings), (settings.host, settings.port)
+    # A handler whose client hangs up is cancelled, and with it its job.
+    async with probes.listening(gateway.app, *at, "the gateway", handler_cancellation=True) as port:
+        try:
+            yield gateway, port
+        finally:
+            gateway.desk.stop()

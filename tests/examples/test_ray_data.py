@@ -1,0 +1,74 @@
+"""The example of Ray Data on a real Ray of this machine, with the demo's checkpoint."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[2]
+
+#: 500 rows, of which ten are no jobs; an actor is killed when it has drawn 30 images.
+PROGRAM = """
+import itertools, json, os, signal, sys
+from pathlib import Path
+import ray, ray_data
+
+model, killed, found = sys.argv[1], *map(Path, sys.argv[2:])
+
+class Draw(ray_data.Draw):
+    drawn = itertools.count()
+
+    def __call__(self, batch):
+        for row in super().__call__(batch):
+            if next(self.drawn) == 30 and not killed.exists():
+                killed.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield row
+
+ray_data.Draw = Draw
+ray.init(num_cpus=2, include_dashboard=False, object_store_memory=200_000_000)
+rows = [{"id": f"{n:03}", "prompt": f"house {n}", "steps": int(n % 50 > 0)} for n in range(500)]
+drawn = ray_data.draw(
+    ray.data.from_items(rows), model, actors=(1, 2), gpus=0, device="cpu", compile="off"
+)
+lines = [{**row, "image": len(row["image"])} for row in drawn.take_all()]
+found.write_text(json.dumps(lines))
+"""
+
+
+def test_an_actor_that_is_killed_and_rows_that_are_no_jobs_lose_and_double_nothing(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("ray")
+    variables = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
+        ),
+        "OMP_NUM_THREADS": "1",
+        "RAY_AUTH_MODE": "disabled",
+    }
+    killed, told = tmp_path / "killed", tmp_path / "found.json"
+
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(ROOT / "demo_model"), str(killed), str(told)],
+        env=variables,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(told.read_text(encoding="utf-8"))
+    assert killed.exists()
+    assert sorted(row["id"] for row in found) == [f"{number:03}" for number in range(500)]
+    assert sum(row["image"] > 0 for row in found) == 490
+    reasons = [row["error"] for row in found if not row["image"]]
+    assert len(reasons) == 10
+    assert all("steps" in reason for reason in reasons)

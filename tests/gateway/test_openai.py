@@ -1,0 +1,85 @@
+"""OpenAI's own client against the gateway."""
+
+import base64
+import io
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from PIL import Image
+
+
+@pytest.fixture
+async def client(serve: Callable[..., Any]) -> AsyncIterator[openai.AsyncOpenAI]:
+    served = await serve()
+    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
+        yield client
+
+
+def opened(text: str | None) -> Image.Image:
+    image = Image.open(io.BytesIO(base64.b64decode(text or "")))
+    image.load()
+    return image
+
+
+def png(*, alpha: int = 255) -> tuple[str, bytes]:
+    made = io.BytesIO()
+    Image.new("RGBA", (64, 64), (200, 30, 30, alpha)).save(made, "PNG")
+    return "picture.png", made.getvalue()
+
+
+async def test_generate_brings_as_many_pictures_as_asked_for(client: openai.AsyncOpenAI) -> None:
+    found = await client.images.generate(
+        prompt="a red house", model="default", n=2, size="512x512", quality="high", user="me"
+    )
+
+    assert [opened(each.b64_json).size for each in found.data or ()] == [(512, 512)] * 2
+    assert found.created > 0
+
+
+async def test_generate_takes_the_settings_of_diffusion_beside_its_own(
+    client: openai.AsyncOpenAI,
+) -> None:
+    settings = {"seed": 7, "steps": 4, "negative_prompt": "rain", "cfg_scale": 1}
+
+    found = await client.images.generate(prompt="a red house", extra_body=settings)
+
+    assert "Seed: 7" in opened((found.data or [])[0].b64_json).info["parameters"]
+
+
+async def test_an_address_in_place_of_the_picture_leads_to_it(
+    client: openai.AsyncOpenAI,
+) -> None:
+    found = await client.images.generate(prompt="a red house", response_format="url")
+
+    url = (found.data or [])[0].url or ""
+    async with aiohttp.ClientSession() as session, session.get(url) as told:
+        assert (told.status, told.content_type) == (200, "image/png")
+
+
+@pytest.mark.parametrize("alpha", [255, 0])
+async def test_edit_draws_the_picture_anew_or_where_it_is_transparent(
+    client: openai.AsyncOpenAI, alpha: int
+) -> None:
+    found = await client.images.edit(
+        image=png(), mask=png(alpha=alpha), prompt="a fish", n=1, extra_body={"steps": 4}
+    )
+
+    assert opened((found.data or [])[0].b64_json).size[0] >= 16
+
+
+async def test_models_are_those_of_the_storage_and_the_workers_own(
+    client: openai.AsyncOpenAI,
+) -> None:
+    assert [model.id async for model in client.models.list()] == ["default"]
+
+
+async def test_what_cannot_be_drawn_is_an_error_of_openais_form(
+    client: openai.AsyncOpenAI,
+) -> None:
+    with pytest.raises(openai.BadRequestError, match="size: should be WIDTHxHEIGHT"):
+        await client.images.generate(prompt="a", size="large")  # type: ignore[call-overload]
+    with pytest.raises(openai.BadRequestError, match="the prompt is broken"):
+        await client.images.generate(prompt="broken")

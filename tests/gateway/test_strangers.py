@@ -1,0 +1,273 @@
+"""Strangers at the gateway's door: nothing of theirs gets in, and nothing of others out."""
+
+import asyncio
+import base64
+import contextlib
+import io
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from PIL import Image
+
+from gateway import work
+from gateway.server import Gateway
+from gateway.settings import GatewaySettings
+from imagefleet import aio, errors
+from imagefleet.storage.open import open_storage
+from imagefleet.storage.settings import StorageSettings
+from polling import until
+
+
+@pytest.fixture
+def storage_settings(local_settings: StorageSettings) -> StorageSettings:
+    """One kind of storage: nothing gets that far."""
+    return local_settings
+
+
+Serve = Callable[..., Any]
+
+ALICE, BOB = ({"Authorization": f"Bearer {name}-key"} for name in ("alice", "bob"))
+TXT2IMG = "/sdapi/v1/txt2img"
+
+
+async def is_empty(served: Any) -> bool:
+    """Whether nothing was sent, and nothing stored."""
+    names = [name async for name in served.storage.files.names()]
+    return (await served.storage.queue.depth()).messages == 0 and names == []
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "Bearer "},
+        {"Authorization": "Basic !!!"},
+        {"Authorization": "Basic " + base64.b64encode(b"alice").decode()},
+        {"Authorization": "Bearer alice-keyé"},
+    ],
+)
+async def test_without_a_valid_key_nothing_is_answered(
+    serve: Serve, clients_file: Path, headers: Any
+) -> None:
+    served = await serve(works=False, clients=clients_file)
+
+    for path in (TXT2IMG, "/sdapi/v1/options", "/v1/images/generations", "/v1/images/edits"):
+        status, _ = await served.post(path, {"prompt": "a"}, headers=headers)
+        assert status == 401
+    for path in ("/metrics", "/jobs/1", "/sdapi/v1/progress", "/v1/models", "/nowhere"):
+        assert (await served.get(path, headers=headers))[0] == 401
+    assert await is_empty(served)
+
+
+async def test_others_jobs_are_not_there_for_a_key(serve: Serve, clients_file: Path) -> None:
+    served = await serve(clients=clients_file)
+    status, found = await served.post(TXT2IMG, {"prompt": "a"}, headers=ALICE)
+    assert status == 200
+    job = found["info"].partition('"job": "alice/')[2].partition('"')[0]
+
+    assert (await served.get(f"/jobs/{job}", headers=ALICE))[0] == 200
+    assert (await served.get(f"/jobs/{job}/0", headers=ALICE))[0] == 200
+    assert (await served.get(f"/jobs/{job}", headers=BOB))[0] == 404
+    assert (await served.get(f"/jobs/{job}/0", headers=BOB))[0] == 404
+
+
+@pytest.mark.parametrize("name", ["id", "campaign", "verify", "then", "metadata"])
+async def test_a_payload_cannot_name_another_campaign_or_job(
+    serve: Serve, clients_file: Path, name: str
+) -> None:
+    served = await serve(works=False, clients=clients_file)
+
+    status, found = await served.post(TXT2IMG, {"prompt": "a", name: "bob"}, headers=ALICE)
+
+    assert (status, found["detail"].partition(":")[0]) == (422, name)
+    assert await is_empty(served)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["images/bob/0001.png", "../../etc/passwd", "cat.png", "http://127.0.0.1/x.png", "/etc/passwd"],
+)
+@pytest.mark.parametrize("place", ["init_images", "mask", "controlnet"])
+async def test_images_by_name_or_address_are_not_read(
+    serve: Serve, source: str, place: str
+) -> None:
+    served = await serve(works=False)
+    unit = {"model": "canny", "image": source}
+    payload: dict[str, Any] = {
+        "init_images": {"prompt": "a", "init_images": [source]},
+        "mask": {"prompt": "a", "init_images": [], "mask": source},
+        "controlnet": {"prompt": "a", "alwayson_scripts": {"controlnet": {"args": [unit]}}},
+    }[place]
+
+    status, _ = await served.post(TXT2IMG, payload)
+
+    assert status == 422
+    assert await is_empty(served)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/jobs/..%2F..%2Fetc",
+        "/jobs/%2e%2e/0",
+        "/jobs/a%00b",
+        "/../../etc/passwd",
+        "/jobs/" + "a" * 3_000,
+    ],
+)
+async def test_paths_lead_nowhere(serve: Serve, path: str) -> None:
+    served = await serve(works=False)
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+
+    answer = await reader.read()
+
+    writer.close()
+    assert int(answer.split()[1]) in {400, 403, 404, 422}
+
+
+async def test_a_huge_body_is_refused_before_it_is_read(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "MAX_BODY_BYTES", 10_000)
+    served = await serve(works=False)
+
+    for path in (TXT2IMG, "/v1/images/generations"):
+        status, _ = await served.post(path, {"prompt": "a" * 20_000})
+        assert status == 413
+    form = aiohttp.FormData({"prompt": "a", "image": io.BytesIO(bytes(20_000))})
+    async with served.session.post(served.url + "/v1/images/edits", data=form) as response:
+        assert response.status == 413
+    assert await is_empty(served)
+
+
+async def test_a_slow_body_is_given_up(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "_BODY_SECONDS", 0.05)
+    served = await serve(works=False)
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+    writer.write(
+        f"POST {TXT2IMG} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{{".encode()
+    )
+
+    answer = await reader.readuntil(b"\r\n")
+
+    writer.close()
+    assert answer.split()[1] == b"408"
+
+
+@pytest.mark.parametrize("body", ["[" * 100_000, "[1]", "{", '"a"', "1" * 10_000, "\x00"])
+async def test_what_is_no_payload_is_refused(serve: Serve, body: str) -> None:
+    served = await serve(works=False)
+
+    async with served.session.post(served.url + TXT2IMG, data=body) as response:
+        assert response.status in {400, 422}
+    assert await is_empty(served)
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG of so many pixels in few bytes."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    pixels = zlib.compress(bytes(10_000_000))
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+    )
+
+
+def cut_off() -> bytes:
+    made = io.BytesIO()
+    Image.effect_noise((64, 64), 50).save(made, "PNG")
+    return made.getvalue()[:-200]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [bomb(50_000, 50_000), bomb(2**31 - 1, 2**31 - 1), cut_off(), b"GIF89a", b"%PDF-1.7", b""],
+    ids=["bomb", "larger bomb", "cut off", "GIF", "PDF", "empty"],
+)
+@pytest.mark.parametrize("path", ["img2img", "png-info", "edits"])
+async def test_an_image_that_is_none_or_a_bomb_is_not_stored(
+    serve: Serve, data: bytes, path: str
+) -> None:
+    served = await serve(works=False)
+    text = base64.b64encode(data).decode() or "AA=="
+    if path == "edits":
+        form = aiohttp.FormData({"prompt": "a"})
+        form.add_field("image", io.BytesIO(data), filename="a.png")
+        async with served.session.post(served.url + "/v1/images/edits", data=form) as response:
+            status = response.status
+    elif path == "png-info" and data == cut_off():
+        return  # whose text is read, and not its pixels
+    else:
+        payload = {"image": text} if path == "png-info" else {"prompt": "a", "init_images": [text]}
+        status, _ = await served.post(f"/sdapi/v1/{path}", payload)
+
+    assert status in {400, 422}
+    assert await is_empty(served)
+
+
+async def test_another_site_in_a_browser_here_gets_nothing(serve: Serve) -> None:
+    served = await serve(works=False)
+
+    for headers in ({"Host": "evil.example"}, {"Sec-Fetch-Site": "cross-site"}, {"Host": "[::1"}):
+        status, _ = await served.post(TXT2IMG, {"prompt": "a"}, headers=headers)
+        assert status in {400, 403}
+    assert await is_empty(served)
+
+
+async def test_beyond_this_machine_it_needs_keys(tmp_path: Path) -> None:
+    settings = GatewaySettings(storage=f"local:{tmp_path}", host="0.0.0.0")
+
+    with pytest.raises(errors.SetupError, match="--clients"):
+        Gateway(aio.Fleet(open_storage(settings)), settings)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "a: b", "[{name: a}]", "- {name: a, sha256: zz, campaign: a}"]
+)
+async def test_a_file_of_clients_that_is_wrong_lets_nobody_in(tmp_path: Path, text: str) -> None:
+    (path := tmp_path / "clients.yaml").write_text(text, encoding="utf-8")
+    settings = GatewaySettings(storage=f"local:{tmp_path}", clients=path)
+
+    with pytest.raises(errors.SetupError, match="clients"):
+        Gateway(aio.Fleet(open_storage(settings)), settings)
+
+
+async def test_who_waits_for_too_much_is_told_when_to_come_again(
+    serve: Serve, clients_file: Path
+) -> None:
+    served = await serve(works=False, clients=clients_file)
+    url, body = served.url + TXT2IMG, {"prompt": "a", "n_iter": 8}
+    waiting = asyncio.create_task(served.post(TXT2IMG, body, headers=ALICE))
+    await until(lambda: served.gateway.desk.tickets)
+
+    async with served.session.post(url, json=body, headers=ALICE) as response:
+        assert response.status == 429
+        assert 1 <= int(response.headers["Retry-After"]) <= 600
+    others = asyncio.create_task(served.post(TXT2IMG, body, headers=BOB))
+    await until(lambda: len(served.gateway.desk.tickets) == 2)
+    for task in (waiting, others):
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def test_nothing_of_the_storage_is_in_an_answer(serve: Serve, tmp_path: Path) -> None:
+    served = await serve()
+    await served.storage.files.create("models/a.safetensors", b"x", "a/b", {})
+
+    texts = [(await served.get(path))[1].decode() for path in served.paths()]
+
+    assert all(str(tmp_path) not in text for text in texts)
+    assert len(texts) > 10
