@@ -12,8 +12,6 @@ rows times pixels in several. `--memory` limits the GPU to GB of a card. What wa
 stays in the file; `--tiny` tries it on a CPU, with meaningless figures.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -36,12 +34,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from engine_process import Figures, add_figures, add_row, limit_memory
 from evaluation.bench import jobs as bench_jobs
 from evaluation.bench import machine, work
 from families import measure as families
 from families import tiny_families
-from worker.engine import contract, load
+from rows.groups import Figures, add_figures, add_row, quotient
+from rows.process import limit_memory
+from worker.engine import contract, load, phases
 from worker.engine import device as devices
 from worker.engine.slots.engine import SlotEngine
 from worker.engine.slots.step import Step
@@ -55,12 +54,13 @@ STEPS, TINY_STEPS = (10, 30), (2, 5)
 #: The process that makes models and LoRAs before the others start.
 BUILD = "build"
 
-#: The jobs' shares: of numbers of LoRAs, of jobs one of whose LoRAs is a LoCon, and of sizes, as
+#: The jobs' shares: of numbers of LoRAs, of jobs with a LoCon among them, of few steps, of sizes as
 #: parts of the native one. Other kinds, the samplers and the steps are equally frequent.
 SHARES: Mapping[str, Sequence[tuple[Any, float]]] = {
     "loras": [(0, 0.25), (1, 0.4), (2, 0.2), (3, 0.15)],
     "sdxl_loras": [(0, 0.3), (1, 0.5), (2, 0.2)],
     "locon": [(True, 0.15), (False, 0.85)],
+    "few_steps": [(True, 0.25), (False, 0.75)],
     "sizes": [((1.0, 1.0), 0.5), ((1.0, 1.5), 0.25), ((1.5, 1.0), 0.25)],
     "sdxl_sizes": [((1.0, 1.0), 0.5), ((0.875, 1.125), 0.25), ((1.125, 0.875), 0.25)],
 }
@@ -72,7 +72,7 @@ class Row:
 
     minutes: int
     jobs: str
-    """ "uniform", "one_size" or "sizes"."""
+    """ "uniform", "one_size", "sizes" or "few_steps": sizes, and some in four unguided steps."""
     family: tiny_families.FamilyName = "sd1"
     is_compiled: bool = True
     has_kernels: bool = True
@@ -83,6 +83,7 @@ ROWS = {
     "uniform": Row(3, "uniform"),
     "bag_one_size": Row(3, "one_size"),
     "bag_sizes": Row(3, "sizes"),
+    "bag_few_steps": Row(3, "few_steps"),
     "uniform_uncompiled": Row(2, "uniform", is_compiled=False),
     "sdxl_uniform": Row(4, "uniform", "sdxl"),
     "sdxl_bag_sizes": Row(4, "sizes", "sdxl"),
@@ -107,7 +108,7 @@ def bag(row: Row, workload: bench_jobs.Workload, seed: int) -> Iterator[contract
         values, shares = zip(*(SHARES.get(prefix + name) or SHARES[name]), strict=True)
         return chance.choices(values, shares)[0]
 
-    files = {kind: [name for (name,) in workload.loras if name.startswith(f"{kind}-")]
+    files = {kind: [name for (name,) in workload.loras if name.startswith(f"random-{kind}-")]
              for kind in KINDS}  # fmt: skip
     for number, request in enumerate(workload.requests()):
         count, has_locon = choose("loras"), choose("locon")
@@ -115,12 +116,14 @@ def bag(row: Row, workload: bench_jobs.Workload, seed: int) -> Iterator[contract
         kinds[:1] = ["locon"] if has_locon else kinds[:1]
         chosen = [(chance.choice(files[kind]),) for kind in kinds]
         one_each = replace(workload, loras=tuple(chosen))
-        parts = choose("sizes") if row.jobs == "sizes" else (1.0, 1.0)
+        parts = (1.0, 1.0) if row.jobs == "one_size" else choose("sizes")
+        is_few = row.jobs == "few_steps" and choose("few_steps")
         yield replace(
             request,
             loras=tuple(one_each.request(at).loras[0] for at in range(len(chosen))),
             sampler=chance.choice(SAMPLERS),
-            steps=chance.randint(*(TINY_STEPS if tiny else STEPS)),
+            steps=4 if is_few else chance.randint(*(TINY_STEPS if tiny else STEPS)),
+            cfg_scale=1.0 if is_few else request.cfg_scale,
             seed=number,
             width=int(request.width * parts[0]),
             height=int(request.height * parts[1]),
@@ -185,6 +188,7 @@ def build(
 def measure(arguments: argparse.Namespace) -> Figures:
     """The process of a row."""
     row, began_at, device = ROWS[arguments.row], arguments.began_at, arguments.device
+    phases.seconds["import"] = time.monotonic() - began_at  # of Python, too
     if arguments.memory:
         limit_memory(device, arguments.memory)
     model, workload = build(arguments, row.family)
@@ -207,7 +211,7 @@ def measure(arguments: argparse.Namespace) -> Figures:
     )
     ticks = Ticks(engine, began_at, arguments.minute)
     workload = replace(workload, sizes=(engine.default_size,))
-    plain = tuple(each for each in workload.loras if each[0].startswith("lora-"))
+    plain = tuple(each for each in workload.loras if each[0].startswith("random-lora-"))
     is_uniform = row.jobs == "uniform"
     jobs = replace(workload, loras=plain).requests() if is_uniform else bag(row, workload, 0)
     first: list[float] = []
@@ -227,6 +231,7 @@ def measure(arguments: argparse.Namespace) -> Figures:
         "images": driven.images,
         "first_image_seconds": first[0],
         "full_speed_seconds": ticks.full_speed_seconds,
+        "phase_seconds": phases.seconds,
         "graphs_compiled": len(graphs),
         "tick_seconds": ticks.seconds_of_kinds(),
         "slots": engine.slots,
@@ -247,8 +252,7 @@ def summarise(rows: Mapping[str, Figures]) -> Figures:
 
     found: Figures = {}
     for name, (row, minute, amount, uniform) in FIGURES.items():
-        own, whole = rate(row, minute, amount), rate(uniform, -1, amount)
-        found[name] = round(own / whole, 4) if own and whole else None
+        found[name] = quotient(rate(row, minute, amount), rate(uniform, -1, amount))
     sizes, cold = (rows.get(name, {}) for name in ("bag_sizes", "bag_sizes_without_kernels"))
     return found | {
         "ready_seconds": sizes.get("full_speed_seconds"),

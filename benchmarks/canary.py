@@ -5,20 +5,17 @@
 
 Draws jobs and canaries of the demo checkpoint in each precision, with 1, 4 and 16 slots and
 compiled (on a GPU), and spoils them in each way that a broken node does. --compare adds the
-fingerprints that --save wrote on another machine. Prints a table, what the checks cost, and as its
-last line one JSON object; the exit code is 1 if a canary drawn right is above `SAME_BELOW`, or one
-drawn wrong below it.
+fingerprints that --save wrote on another machine. Prints a table, and as its last line one JSON
+object; the exit code is 1 if a canary drawn right is above `SAME_BELOW`, or one drawn wrong below
+it.
 """
-
-from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +30,7 @@ from imagefleet.files import demo
 from imagefleet.likeness import Fingerprint
 from worker.engine import contract, load
 from worker.engine import device as devices
-from worker.node import reference, self_check
+from worker.node import reference
 
 MODEL = demo.TRAINED
 THINGS = ("star", "heart", "house", "tree", "boat", "car", "mushroom", "cup", "apple", "cat")
@@ -104,21 +101,13 @@ def ways(on_gpu: bool) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "float16, 16 slots, compiled", {"precision": "float16", "slots": 16}
 
 
-@dataclasses.dataclass
-class Drawings:
-    """The pixels of jobs, and of canaries by kind."""
-
-    jobs: list[Pixels]
-    canaries: list[Pixels]
-    milliseconds: dict[str, float]
-
-
 def draw(
     settings: dict[str, Any],
     requests: list[contract.ImageRequest],
     lora: Path,
     fault: Callable[[Any], None] | None = None,
-) -> Drawings:
+) -> list[Pixels]:
+    """The pixels of jobs, and of canaries by kind."""
     print(f"drawing {len(requests)} jobs: {settings}", file=sys.stderr, flush=True)
     engine = load.load_engine(load.EngineSettings(MODEL, **settings))
     if fault is not None:
@@ -128,24 +117,9 @@ def draw(
     for first in range(0, len(requests), engine.capacity):
         drawn += work.draw(engine, requests[first : first + engine.capacity])
     asked = [reference.request(kind, engine.default_size, lora) for kind in reference.CANARY_IMAGES]
-    canaries = [work.draw(engine, [request])[0] for request in asked]
-    took = {
-        "checksum": median(engine.self_check.find_fault),
-        "canary": median(lambda: work.draw(engine, asked[:1])),
-        "image": median(lambda: work.draw(engine, requests[:1])),
-    }
+    drawn += [work.draw(engine, [request])[0] for request in asked]
     engine.close()
-    return Drawings(drawn, canaries, took)
-
-
-def median(call: Callable[[], object]) -> float:
-    """Milliseconds of the middle one of three calls."""
-    taken = []
-    for _ in range(3):
-        began_at = time.perf_counter()
-        call()
-        taken.append(1000 * (time.perf_counter() - began_at))
-    return sorted(taken)[1]
+    return drawn
 
 
 def main() -> int:
@@ -179,8 +153,7 @@ def main() -> int:
         for name in right:
             rows[f"reference file: {name}"] = row(kinds, prints(right[name])[-3:], is_right=True)
     for name, spoil in SPOILT.items():
-        spoilt = [spoil(each) for each in [*right[first].jobs, *right[first].canaries]]
-        rows[name] = row(own, [likeness.fingerprint(each) for each in spoilt], is_right=False)
+        rows[name] = row(own, prints(map(spoil, right[first])), is_right=False)
     others = [dataclasses.replace(request, seed=request.seed + 1000) for request in requests]
     plain = [dataclasses.replace(request, loras=()) for request in requests]
     for name, changed in {"another seed": others, "LoRA left out": plain}.items():
@@ -195,8 +168,6 @@ def main() -> int:
         "jobs": len(requests),
         "steps": arguments.steps,
         "rows": rows,
-        "milliseconds": {name: each.milliseconds for name, each in right.items()},
-        "fingerprint_512_milliseconds": fingerprint_milliseconds(),
         "hardware": machine.hardware(devices.find_device("auto")),
         "versions": machine.versions(),
     }
@@ -208,9 +179,9 @@ def main() -> int:
     return 0 if all(each["canaries_right"] for each in rows.values()) else 1
 
 
-def prints(drawn: Drawings) -> list[Fingerprint]:
+def prints(drawn: Iterable[Pixels]) -> list[Fingerprint]:
     """The fingerprints of the jobs, and of the three canaries after them."""
-    return [likeness.fingerprint(each) for each in [*drawn.jobs, *drawn.canaries]]
+    return list(map(likeness.fingerprint, drawn))
 
 
 def row(one: list[Fingerprint], other: list[Fingerprint], *, is_right: bool) -> dict[str, Any]:
@@ -231,17 +202,6 @@ def row(one: list[Fingerprint], other: list[Fingerprint], *, is_right: bool) -> 
     }
 
 
-def fingerprint_milliseconds() -> dict[str, float]:
-    pixels = np.random.default_rng(0).integers(0, 256, (512, 512, 3)).astype(np.uint8)
-    found, checks = likeness.fingerprint(pixels), self_check.ImageChecks()
-    for seed in range(self_check.RECENT):
-        checks.repetition(found + seed, seed, (512, 512))
-    return {
-        "fingerprint": round(median(lambda: likeness.fingerprint(pixels)), 3),
-        "repetition": round(median(lambda: checks.repetition(found + 99, 99, (512, 512))), 3),
-    }
-
-
 def show(record: dict[str, Any]) -> None:
     print(f"{'drawn':38} {'jobs: min':>9} {'median':>7} {'max':>7} {'wrong':>6}  canaries")
     for name, each in record["rows"].items():
@@ -251,8 +211,6 @@ def show(record: dict[str, Any]) -> None:
             f" {each['jobs_misjudged']:6}  {canaries}"
         )
     print(f"below {record['same_below']:g} is the same")
-    for name, took in record["milliseconds"].items():
-        print(f"{name:38} " + ", ".join(f"{what} {taken:.1f} ms" for what, taken in took.items()))
 
 
 if __name__ == "__main__":

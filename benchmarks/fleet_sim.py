@@ -20,12 +20,10 @@ the table of GPUs of one machine goes on (`gpus.py`, `imagefleet bench scaling -
 With --stages, each job is a chain: the job of a stage is sent to its model's queue once the image
 of the one before is stored.
 
-Every row but a campaign's (--jobs) is a part of a run that goes on: it begins once all replicas
-draw, and lasts for so many simulated seconds. With --share 0.1, a tenth of the replicas is
+Every row is a part of a run that goes on: it begins once all replicas draw, and lasts for so many
+simulated seconds. With --share 0.1, a tenth of the replicas is
 simulated at a tenth of the storage's limits. The last line is JSON.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -72,6 +70,10 @@ def main() -> None:
     if arguments.pictures:
         pictures.write(arguments.pictures, Path(__file__).parent.parent / "docs")
         return
+    if arguments.warm_up:
+        weather, seconds = nodes.Weather(arguments.interruptions), 3600 * reference.HOURS
+        print(json.dumps(nodes.warm_up(weather, reference.REPLICAS, seconds, arguments.seed)))
+        return
     try:
         report = _reference(arguments) if arguments.reference else _scaling(arguments)
     except errors.SetupError as error:
@@ -87,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--reference", action="store_true", help="replay the public run of 24 hours")
     what.add_argument("--measured", type=Path, metavar="FILE", help="results of this engine")
     what.add_argument("--pictures", type=Path, metavar="FILE", help="draw results into docs/")
+    what.add_argument("--warm-up", action="store_true", help="shares of the time paid in a day")
     parser.add_argument("--replicas", type=_numbers, metavar="LIST", help="1,10,100,750 by default")
     parser.add_argument("--gpu", help="classes with a speed in gpus.toml, separated by commas")
     parser.add_argument("--priority", default="batch", choices=prices.PRIORITIES)
@@ -105,7 +108,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help="replicas of each stage of a chain, and by what it is faster: 500:1,250:2",
     )
-    parser.add_argument("--jobs", type=int, help="of one campaign, simulated until it is done")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1, help="runs of each row, from --seed on")
     return parser
@@ -150,9 +152,7 @@ def _scaling(arguments: argparse.Namespace) -> dict[str, Any]:
                 for stage in arguments.stages or ()
             ]
             simulated = sum(each.replicas for each in stages) or round(number * share)
-            if arguments.jobs:
-                seconds = 7 * 86_400.0
-            elif arguments.hours is None:
+            if arguments.hours is None:
                 seconds = max(SECONDS, min(REPLICA_SECONDS / simulated, LONGEST_SECONDS))
             else:
                 seconds = 3600 * arguments.hours
@@ -163,7 +163,6 @@ def _scaling(arguments: argparse.Namespace) -> dict[str, Any]:
                         cards,
                         weather,
                         shards=min(arguments.shards, number),
-                        jobs=arguments.jobs,
                         seed=seed,
                         stages=stages,
                         queue_limit=share * account.QUEUE_OPERATIONS_PER_SECOND,
@@ -200,10 +199,10 @@ def _of_row(runs: Sequence[Figures], alone: Figures) -> dict[str, Any]:
 
 def _simulated(plan: Plan, warm_seconds: float, seconds: float, progress: Progress) -> Figures:
     whole = warm_seconds + seconds
-    task = progress.add_task(f"{plan.replicas:,} replicas", total=plan.jobs or whole)
+    task = progress.add_task(f"{plan.replicas:,} replicas", total=whole)
 
-    def report(at: float, images: int) -> None:
-        progress.update(task, completed=images if plan.jobs else at)
+    def report(at: float) -> None:
+        progress.update(task, completed=at)
         progress.refresh()
 
     return measure.measure(plan, warm_seconds, seconds, report)
@@ -269,7 +268,6 @@ def _show(
             row["bottleneck"],
         )
     last = found[-1]
-    part = "until every job was done" if arguments.jobs else "of a run that goes on"
     for row in found:
         if row["stages"]:
             _console().print(_stages_table(row["stages"]))
@@ -278,7 +276,7 @@ def _show(
         f"{', '.join(card.name for card in cards)}; shards: {last['shards']};"
         f" {last['simulated_replicas']:,} of {last['replicas']:,} replicas simulated, with as much"
         f" of the storage's limits;"
-        f" {last['seconds']:,.0f} simulated seconds {part}; interruptions"
+        f" {last['seconds']:,.0f} simulated seconds of a run that goes on; interruptions"
         f" {arguments.interruptions:g} times the usual rate: {last['interruptions']};"
         f" broken nodes given up: {last['given_up']}; one replica alone makes"
         f" {last['one_replica_share']:.2%} of its card's speed.",

@@ -12,8 +12,6 @@ compilation are left out. The last run then loses a worker to SIGKILL, and every
 written after each run; on a machine without kernels in its cache the first run starts slowest.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib
@@ -61,8 +59,6 @@ KILL_SECONDS = 110.0
 #: Jobs in the queue for each GPU, leased ones as well: Azurite's answers take longer the more wait.
 QUEUED = 400
 
-RANK = 32
-
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -74,7 +70,7 @@ class Setup:
 
 
 def prepare(folder: Path, model: Path | None, count: int, *, is_tiny: bool) -> Setup:
-    """Writes a LoRA and links it once for each job: to a worker they are as many files."""
+    """The checkpoint, and as many jobs with a LoRA each."""
     import tiny_model
     from evaluation.bench import engine as bench_engine
     from families import lora_kinds
@@ -85,10 +81,7 @@ def prepare(folder: Path, model: Path | None, count: int, *, is_tiny: bool) -> S
         model = tiny_model.build_tiny_checkpoint(folder / "tiny")
     setup = bench_engine.prepare(model, folder, name, loras=0)
     directory = setup.workload.lora_directory
-    (first,) = lora_kinds.build(directory, setup.model, 1, device.find_device(name), rank=RANK)
-    names = [f"{first}-{number}" for number in range(count)]
-    for each in names:
-        (directory / f"{each}.safetensors").hardlink_to(directory / f"{first}.safetensors")
+    names = lora_kinds.build_linked(directory, setup.model, count, device.find_device(name))
     side = 64 if is_tiny else 512
     workload = replace(
         setup.workload, sizes=((side, side),), loras=tuple((name,) for name in names)
@@ -180,8 +173,8 @@ class Benchmark:
             await asyncio.sleep(SAMPLE_SECONDS)
             samples.append(await machine.sample(client, DetailedSample))
             for gpu in gpus:
-                if gpu.uuid:
-                    seen[gpu.name].append(await asyncio.to_thread(_clock_and_power, gpu.uuid))
+                if gpu.visible and gpu.visible.startswith("GPU-"):
+                    seen[gpu.name].append(await asyncio.to_thread(_clock_and_power, gpu.visible))
         clocks = {
             name: {
                 "sm_megahertz": statistics.fmean(each[0] for each in readings),

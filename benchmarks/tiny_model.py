@@ -4,9 +4,6 @@ All modules have SD1.5's names, so that LoRAs, checkpoint conversions and tests 
 code paths; only the widths differ. Its images are colourful patterns.
 """
 
-from __future__ import annotations
-
-import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +14,7 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from safetensors.torch import save_file
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from evaluation.bench import random_model
 from imagefleet.job import clip
@@ -29,16 +27,6 @@ _ADAPTED_SUFFIXES = (
     *("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
 )
 
-_INDEX = {
-    "_class_name": "StableDiffusionPipeline",
-    "unet": ["diffusers", "UNet2DConditionModel"],
-    "vae": ["diffusers", "AutoencoderKL"],
-    "text_encoder": ["transformers", "CLIPTextModel"],
-    "tokenizer": ["transformers", "CLIPTokenizer"],
-    "scheduler": ["diffusers", "EulerAncestralDiscreteScheduler"],
-    "safety_checker": [None, None],
-    "feature_extractor": [None, None],
-}
 SCHEDULER = {
     "_class_name": "EulerAncestralDiscreteScheduler",
     "beta_start": 0.00085,
@@ -63,19 +51,40 @@ def build_tiny_checkpoint(
         if clips_tokenizer:
             tokenizer = CLIPTokenizer.from_pretrained(clip.TOKENIZER)
         text_encoder = make_text_encoder(tokenizer)
-        unet = _unet(size)
+        unet = make_unet(size)
         vae = make_vae(size)
-    unet.save_pretrained(folder / "unet")
-    vae.save_pretrained(folder / "vae")
-    text_encoder.config.save_pretrained(folder / "text_encoder")
-    save_file(
-        text_encoder.state_dict(), folder / "text_encoder" / "model.safetensors", {"format": "pt"}
-    )
+    networks = {"unet": unet, "vae": vae, "text_encoder": text_encoder}
+    save(folder, "StableDiffusionPipeline", networks, {"scheduler": SCHEDULER})
     if not clips_tokenizer:
         tokenizer.save_pretrained(folder / "tokenizer")
-    _write_json(folder / "scheduler" / "scheduler_config.json", SCHEDULER)
-    _write_json(folder / "model_index.json", _INDEX)
     return folder
+
+
+def save(
+    folder: Path,
+    pipeline: str,
+    networks: Mapping[str, Any],
+    schedulers: Mapping[str, Mapping[str, Any]],
+    **settings: Any,
+) -> None:
+    """Writes networks and the configurations of schedulers as a pipeline of diffusers reads them.
+
+    *settings*: the pipeline's own, beside its parts.
+    """
+    index = {"_class_name": pipeline, "tokenizer": ["transformers", "CLIPTokenizer"], **settings}
+    for part, network in networks.items():
+        network.save_pretrained(folder / part)
+        library = "diffusers"
+        if part.startswith("text"):
+            library = "transformers"
+            # With the level `text_model` of the module tree, which transformers 5 dropped.
+            file = folder / part / "model.safetensors"
+            save_file(network.state_dict(), file, {"format": "pt"})
+        index[part] = [library, type(network).__name__]
+    for part, config in schedulers.items():
+        _write_json(folder / part / "scheduler_config.json", config)
+        index[part] = ["diffusers", config["_class_name"]]
+    _write_json(folder / "model_index.json", index)
 
 
 def build_tiny_lora(
@@ -100,22 +109,11 @@ def build_tiny_lora(
 
 def _tokenizer() -> CLIPTokenizer:
     """CLIP's tokenizer with a vocabulary of bytes and no merges."""
-    alphabet = _byte_alphabet()
-    tokens = [
-        *alphabet,
-        *(letter + "</w>" for letter in alphabet),
-        "<|startoftext|>",
-        "<|endoftext|>",
-    ]
+    alphabet = [letter for _, letter in sorted(bytes_to_unicode().items())]
+    words = [letter + "</w>" for letter in alphabet]
+    tokens = [*alphabet, *words, "<|startoftext|>", "<|endoftext|>"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=77)
-
-
-def _byte_alphabet() -> list[str]:
-    """One printable character for each byte: GPT-2's table, which CLIP's tokenizer uses."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    spare = itertools.count(0x100)
-    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
 
 
 def make_text_encoder(
@@ -141,17 +139,19 @@ def make_text_encoder(
     return text_encoder
 
 
-def _unet(size: int) -> UNet2DConditionModel:
-    unet = UNet2DConditionModel(
-        sample_size=size // 8,
-        block_out_channels=(32, 32, 64, 64),
-        layers_per_block=1,
-        cross_attention_dim=_TEXT_WIDTH,
-        attention_head_dim=4,
-        norm_num_groups=8,
-    )
+def make_unet(size: int, **changes: Any) -> UNet2DConditionModel:
+    """SD1.5's UNet, far narrower; with *changes* of its configuration, another family's."""
+    config: dict[str, Any] = {
+        "sample_size": size // 8,
+        "block_out_channels": (32, 32, 64, 64),
+        "layers_per_block": 1,
+        "cross_attention_dim": _TEXT_WIDTH,
+        "attention_head_dim": 4,
+        "norm_num_groups": 8,
+    }
+    unet = UNet2DConditionModel(**{**config, **changes})
     # An untrained UNet predicts almost 0: prompt and LoRA would hardly change the image.
-    raise_gain(unet.conv_out, 4.0)
+    _raise_gain(unet.conv_out, 4.0)
     return unet
 
 
@@ -177,11 +177,11 @@ def make_vae(
         *(block.upsamplers[0].conv for block in vae.decoder.up_blocks[:-1]),
     ]:
         _blur(layer)
-    raise_gain(vae.decoder.conv_out, 2.0)
+    _raise_gain(vae.decoder.conv_out, 2.0)
     return vae
 
 
-def raise_gain(layer: nn.Conv2d, factor: float) -> None:
+def _raise_gain(layer: nn.Conv2d, factor: float) -> None:
     with torch.no_grad():
         layer.weight.mul_(factor)
 

@@ -5,8 +5,6 @@ them; then the UNet with the text encoder; then the LoRAs, and last the one for 
 `--stages` repeats some of them on what `--output` already holds.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time
@@ -73,10 +71,6 @@ TOY = Settings(
 )  # fmt: skip
 
 
-def _log(started: float, message: str) -> None:
-    print(f"[{time.monotonic() - started:.0f} s] {message}", flush=True)
-
-
 def _latent_set(pictures: Pictures, vae: AutoencoderKL) -> LatentSet:
     device = vae.device
     images = torch.from_numpy(pictures.images)
@@ -95,27 +89,16 @@ def _latent_set(pictures: Pictures, vae: AutoencoderKL) -> LatentSet:
     )  # fmt: skip
 
 
-def _picture_sets(
-    stages: list[str], settings: Settings, cache: Path | None
-) -> dict[str, PictureSet]:
+def _picture_sets(stages: list[str], settings: Settings) -> dict[str, PictureSet]:
     sets = {}
     if "vae" in stages or "judge" in stages:
         sets["all"] = PictureSet(settings.vae_pictures, _ALL_SCENES, seed=1)
-    wanted = {"base": PictureSet(settings.base_pictures, (SceneOptions(),), seed=2)}
-    if not {"unet", "soften"} & set(stages):
-        wanted = {}
+    if {"unet", "soften"} & set(stages):
+        sets["base"] = PictureSet(settings.base_pictures, (SceneOptions(),), seed=2)
     if "loras" in stages:
         for seed, recipe in enumerate(train_lora.RECIPES, start=3):
-            wanted[recipe.name] = PictureSet(settings.lora_pictures, recipe.scenes, seed)
-    return sets | {
-        name: item
-        for name, item in wanted.items()
-        if not (cache and _cache_file(cache, name).exists())
-    }
-
-
-def _cache_file(cache: Path, name: str) -> Path:
-    return cache / f"latents-{name}.pt"
+            sets[recipe.name] = PictureSet(settings.lora_pictures, recipe.scenes, seed)
+    return sets
 
 
 class _Run:
@@ -123,20 +106,13 @@ class _Run:
         self.started = time.monotonic()
         self.output: Path = arguments.output
         self.judge_file: Path = arguments.judge
-        self.cache: Path | None = arguments.cache
         self.settings = TOY if arguments.toy else Settings()
-        changes = {
-            "unet_seconds": arguments.unet_seconds,
-            "base_pictures": arguments.pictures,
-            "few_steps_seconds": arguments.few_steps_seconds,
-        }
-        changes = {name: value for name, value in changes.items() if value is not None}
-        self.settings = replace(self.settings, **changes)
-        self.resume: bool = arguments.resume
+        if arguments.few_steps_seconds is not None:
+            self.settings = replace(self.settings, few_steps_seconds=arguments.few_steps_seconds)
         self._base: LatentSet | None = None
         tokenizer = CLIPTokenizer.from_pretrained(clip.TOKENIZER)
         self.writer = CaptionWriter(tokenizer, tokenizer.get_vocab())
-        sets = _picture_sets(arguments.stages, self.settings, self.cache)
+        sets = _picture_sets(arguments.stages, self.settings)
         self.studio = Studio(sets, self.writer, arguments.processes) if sets else None
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         torch.manual_seed(0)
@@ -145,24 +121,13 @@ class _Run:
         torch.backends.cudnn.benchmark = True
 
     def log(self, message: str) -> None:
-        _log(self.started, message)
+        print(f"[{time.monotonic() - self.started:.0f} s] {message}", flush=True)
 
     def pictures(self, name: str) -> Pictures:
         assert self.studio is not None, "a stage asked for pictures that nobody draws"
         pictures = self.studio.pictures(name)
         self.log(f"{len(pictures.images)} pictures drawn: {name}")
         return pictures
-
-    def latent_set(self, name: str, vae: AutoencoderKL) -> LatentSet:
-        if self.cache and _cache_file(self.cache, name).exists():
-            fields = torch.load(_cache_file(self.cache, name), map_location=self.device)
-            return LatentSet(*fields)
-        data = _latent_set(self.pictures(name), vae)
-        if self.cache:
-            self.cache.mkdir(parents=True, exist_ok=True)
-            fields = [getattr(data, field).cpu() for field in LatentSet.__slots__]
-            torch.save(fields, _cache_file(self.cache, name))
-        return data
 
     def load_vae(self) -> AutoencoderKL:
         vae = AutoencoderKL.from_pretrained(self.output / "vae").float().to(self.device)
@@ -203,11 +168,10 @@ class _Run:
     def run_unet(self) -> None:
         settings = self.settings
         data = self.base_latents()
-        unet, text_encoder = self.load_model(fresh=not self.resume)
-        rate = train_unet.LEARNING_RATE * (0.8 if self.resume else 1.0)
+        unet, text_encoder = self.load_model(fresh=True)
         train_unet.train_unet(
             unet, text_encoder, data, settings.unet_steps, settings.unet_seconds,
-            settings.unet_batch, rate,
+            settings.unet_batch,
         )  # fmt: skip
         self.save_model(unet, text_encoder)
         self.log("UNet and text encoder saved")
@@ -232,7 +196,7 @@ class _Run:
 
     def base_latents(self) -> LatentSet:
         if self._base is None:
-            self._base = self.latent_set("base", self.load_vae())
+            self._base = _latent_set(self.pictures("base"), self.load_vae())
             self.log("latents ready")
         return self._base
 
@@ -241,7 +205,7 @@ class _Run:
         vae = self.load_vae()
         unet, text_encoder = self.load_model(fresh=False)
         for recipe in train_lora.RECIPES:
-            data = self.latent_set(recipe.name, vae)
+            data = _latent_set(self.pictures(recipe.name), vae)
             lora = train_lora.train_lora(
                 recipe, unet, text_encoder, data, settings.lora_steps, settings.lora_seconds,
                 settings.lora_batch,
@@ -265,25 +229,17 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("demo_model"), help="the checkpoint")
     parser.add_argument("--judge", type=Path, default=judge.WEIGHTS_FILE, help="the judge's file")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
-    parser.add_argument("--cache", type=Path, help="keeps latents here between runs")
-    parser.add_argument("--resume", action="store_true", help="continue the UNet in --output")
     parser.add_argument("--toy", action="store_true", help="a few steps of everything, on a CPU")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--unet-seconds", type=float)
     parser.add_argument("--few-steps-seconds", type=float)
-    parser.add_argument("--pictures", type=int, help="pictures for the UNet to train on")
     arguments = parser.parse_args()
     run = _Run(arguments)
     if {"vae", "judge"} & set(arguments.stages):
         run.run_vae_and_judge(arguments.stages)
-    if "unet" in arguments.stages:
-        run.run_unet()
-    if "soften" in arguments.stages:
-        run.run_soften()
-    if "loras" in arguments.stages:
-        run.run_loras()
-    if "few-steps" in arguments.stages:
-        run.run_few_steps()
+    later = (run.run_unet, run.run_soften, run.run_loras, run.run_few_steps)
+    for stage, train in zip(STAGES[2:], later, strict=True):
+        if stage in arguments.stages:
+            train()
     run.log("done")
 
 

@@ -1,9 +1,8 @@
 """Words for scenes: plain sentences and AUTOMATIC1111-like lists, with weights and filler."""
 
-from __future__ import annotations
-
 import random
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from demo_world.shapes import SHAPES
-from demo_world.world import COLOURS, NEW_OBJECT, Scene, Thing
+from demo_world.world import COLOURS, Scene, Thing
 
 CHUNK_TOKENS = 75
 CHUNK_LENGTH = CHUNK_TOKENS + 2
@@ -167,16 +166,25 @@ def plain_caption(scene: Scene, rng: random.Random) -> str:
     )
 
 
-def world_words() -> frozenset[str]:
-    """All words, without commas, that plain captions and the quality words are made of."""
-    nouns = {noun for shape in SHAPES for noun in _nouns(shape)} | {"jump rope"}
-    said = [*nouns, *map(_plural, nouns), *COLOURS, *_OPENINGS, *QUALITY_WORDS, "that is are a an"]
+def _words_of(texts: Iterable[str]) -> set[str]:
+    return {word.strip(",") for text in texts for word in text.split()}
+
+
+def scene_words() -> set[str]:
+    """All words, without commas, that tell what a scene shows."""
+    nouns = {noun for shape in SHAPES for noun in _nouns(shape)}
+    said = [*nouns, *map(_plural, nouns), *COLOURS, "that is are"]
     for words in (
         *(_SIZE_WORDS, _TEXTURE_WORDS, _COUNT_WORDS),
         *(_POSITION_WORDS, _RELATION_WORDS, BACKGROUND_WORDS),
     ):
         said += [each for group in words.values() for each in group]
-    return frozenset(word.strip(",") for text in said for word in text.split())
+    return _words_of(said)
+
+
+def world_words() -> set[str]:
+    """All words, without commas, that plain captions and the quality words are made of."""
+    return scene_words() | _words_of([*_OPENINGS, *QUALITY_WORDS, "a an"])
 
 
 def filler(rng: random.Random, words: int, vocabulary: list[str]) -> list[Phrase]:
@@ -201,15 +209,8 @@ class CaptionWriter:
     def __init__(self, tokenizer: Tokenizer, vocabulary: dict[str, int]) -> None:
         self._tokenizer = tokenizer
         self._pieces: dict[str, list[int]] = {}
-        said = " ".join(
-            [*(n for s in (*NOUNS, "star", "triangle", "cloud", "tree", "flower", "apple", "bird",
-                           "umbrella", "balloon", "butterfly", "leaf") for n in _nouns(s)),
-             *(w for ws in (*BACKGROUND_WORDS.values(), *_POSITION_WORDS.values(),
-                            *_RELATION_WORDS.values(), *_TEXTURE_WORDS.values(),
-                            *_SIZE_WORDS.values(), *_COUNT_WORDS.values()) for w in ws),
-             "red orange yellow green blue purple pink white black brown that is are"]
-        ).split()  # fmt: skip
-        taken = {word.strip(",") for word in said} | {_plural(word) for word in said}
+        said = scene_words()
+        taken = said | set(map(_plural, said))
         whole_word = re.compile(r"[a-z]{3,}</w>")
         self._noise_words = [
             token.removesuffix("</w>")
@@ -278,7 +279,3 @@ def pad_chunks(
         ids[chunk, 1 : 1 + length] = tokens[part]
         scales[chunk, 1 : 1 + length] = weights[part]
     return ids.reshape(-1), scales.reshape(-1)
-
-
-def new_object_names() -> tuple[str, ...]:
-    return _nouns(NEW_OBJECT)

@@ -1,7 +1,5 @@
 """Outlines of simple shapes as point lists in a unit box (x to the right, y down, -1 to 1)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,7 +104,7 @@ def mirrored(points: Points) -> Points:
 
 
 def symmetric(right_half: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Adds the mirror image of `right_half` (listed from top to bottom) to close the outline."""
+    """Adds the mirror image of a half that is listed from top to bottom, from the bottom up."""
     left_half = [(-x, y) for x, y in reversed(right_half) if abs(x) > 1e-9]
     return [*right_half, *left_half]
 

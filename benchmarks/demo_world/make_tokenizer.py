@@ -1,27 +1,15 @@
 """Writes CLIP's tokenizer files from open-clip's vocabulary file (MIT), as SD1.5 ships them."""
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import json
 from pathlib import Path
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 VOCABULARY_SIZE = 49_408
 MERGE_COUNT = 49_152 - 256 - 2
 START, END = "<|startoftext|>", "<|endoftext|>"
-
-
-def bytes_to_unicode() -> dict[int, str]:
-    """CLIP's (and GPT-2's) reversible map from bytes to printable characters."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    mapping = {byte: chr(byte) for byte in printable}
-    spare = 256
-    for byte in range(256):
-        if byte not in mapping:
-            mapping[byte] = chr(spare)
-            spare += 1
-    return mapping
 
 
 def write_tokenizer(vocabulary_file: Path, folder: Path) -> None:

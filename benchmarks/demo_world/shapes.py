@@ -1,7 +1,5 @@
 """The objects of the drawn world: each is a short list of parts in a unit box."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
@@ -104,22 +102,13 @@ def _tree() -> list[Part]:
 
 
 def _fish() -> list[Part]:
-    body = smooth(
-        [
-            (-0.95, 0.05),
-            (-0.5, -0.42),
-            (0.05, -0.48),
-            (0.5, -0.12),
-            (0.5, 0.16),
-            (0.05, 0.5),
-            (-0.5, 0.44),
-        ]
-    )
+    back = [(-0.95, 0.05), (-0.5, -0.42), (0.05, -0.48), (0.5, -0.12)]
+    belly = [(0.5, 0.16), (0.05, 0.5), (-0.5, 0.44)]
     tail = smooth([(0.36, 0.02), (0.92, -0.5), (0.8, 0.02), (0.92, 0.52)])
     return [
         Part(tail, "shade"),
         Part(polygon((-0.3, -0.36), (0.05, -0.8), (0.3, -0.3)), "shade"),
-        Part(body),
+        Part(smooth([*back, *belly])),
         Part(polygon((-0.02, 0.08), (0.3, 0.3), (-0.02, 0.36)), "shade", False),
         Part(ellipse(-0.56, -0.1, 0.15), "white", False),
         Part(ellipse(-0.59, -0.1, 0.08), "dark", False),
@@ -181,21 +170,10 @@ def _mushroom() -> list[Part]:
 
 
 def _cup() -> list[Part]:
+    rim, foot = [(-0.72, -0.46), (0.6, -0.46)], [(0.3, 0.78), (-0.42, 0.78)]
     return [
         Part(arc(0.55, 0.06, 0.34, 0.34, -100, 100), "main", True, 0.15),
-        Part(
-            smooth(
-                [
-                    (-0.72, -0.46),
-                    (0.6, -0.46),
-                    (0.54, 0.5),
-                    (0.3, 0.78),
-                    (-0.42, 0.78),
-                    (-0.66, 0.5),
-                ],
-                steps=5,
-            )
-        ),
+        Part(smooth([*rim, (0.54, 0.5), *foot, (-0.66, 0.5)], steps=5)),
         Part(ellipse(-0.06, -0.46, 0.66, 0.2), "tint"),
         Part(ellipse(-0.06, -0.43, 0.54, 0.13), "wood", False),
     ]
@@ -235,23 +213,13 @@ def _cat() -> list[Part]:
 
 
 def _bird() -> list[Part]:
-    body = smooth(
-        [
-            (-0.5, -0.5),
-            (-0.15, -0.6),
-            (0.1, -0.25),
-            (0.6, 0.05),
-            (0.5, 0.42),
-            (0.05, 0.62),
-            (-0.45, 0.42),
-            (-0.66, -0.1),
-        ]
-    )
+    back = [(-0.5, -0.5), (-0.15, -0.6), (0.1, -0.25), (0.6, 0.05)]
+    belly = [(0.5, 0.42), (0.05, 0.62), (-0.45, 0.42), (-0.66, -0.1)]
     return [
         Part(polygon((-0.56, -0.38), (-0.98, -0.2), (-0.58, -0.08)), "gold"),
         Part(polygon((0.38, 0.06), (0.98, -0.2), (0.9, 0.16), (0.46, 0.4)), "shade"),
         *(Part(polygon((x, 0.5), (x, 0.9)), "gold", True, 0.09) for x in (-0.12, 0.16)),
-        Part(body),
+        Part(smooth([*back, *belly])),
         Part(smooth([(-0.22, 0.0), (0.34, 0.02), (0.42, 0.3), (0.02, 0.36)]), "shade", False),
         Part(ellipse(-0.4, -0.26, 0.12), "white", False),
         Part(ellipse(-0.43, -0.26, 0.065), "dark", False),
@@ -280,23 +248,11 @@ def _umbrella() -> list[Part]:
 
 def _balloon() -> list[Part]:
     string = smooth([(0, 0.5), (0.1, 0.66), (-0.08, 0.82), (0.04, 0.98)], closed=False)
+    right = [(0, -0.98), (0.5, -0.78), (0.66, -0.32), (0.42, 0.16), (0, 0.42)]
     return [
         Part(string, "dark", False, 0.05),
         Part(polygon((0, 0.36), (0.13, 0.56), (-0.13, 0.56)), "shade"),
-        Part(
-            smooth(
-                [
-                    (0, -0.98),
-                    (0.5, -0.78),
-                    (0.66, -0.32),
-                    (0.42, 0.16),
-                    (0, 0.42),
-                    (-0.42, 0.16),
-                    (-0.66, -0.32),
-                    (-0.5, -0.78),
-                ]
-            )
-        ),
+        Part(smooth(symmetric(right))),
         Part(moved(ellipse(0, 0, 0.22, 0.1), -0.3, -0.56, degrees=-50), "tint", False),
     ]
 
@@ -332,21 +288,8 @@ def _leaf() -> list[Part]:
 
 def _rope() -> list[Part]:
     """A jump rope: a crossed loop between two handles."""
-    cord = smooth(
-        [
-            (-0.62, -0.44),
-            (-0.4, -0.04),
-            (0.3, 0.26),
-            (0.66, 0.6),
-            (0.3, 0.88),
-            (-0.3, 0.88),
-            (-0.66, 0.6),
-            (-0.3, 0.26),
-            (0.4, -0.04),
-            (0.62, -0.44),
-        ],
-        closed=False,
-    )
+    half = [(-0.62, -0.44), (-0.4, -0.04), (0.3, 0.26), (0.66, 0.6), (0.3, 0.88)]
+    cord = smooth(symmetric(half), closed=False)
     grip = moved(rounded_rectangle(-0.13, -0.34, 0.13, 0.3, 0.1), -0.7, -0.66, degrees=24)
     band = moved(rectangle(-0.13, 0.0, 0.13, 0.12), -0.7, -0.66, degrees=24)
     return [
@@ -365,19 +308,7 @@ def _rocket() -> list[Part]:
         Part(flame, "gold"),
         Part(fin, "shade"),
         Part(mirrored(fin), "shade"),
-        Part(
-            smooth(
-                [
-                    (0, -0.98),
-                    (0.3, -0.56),
-                    (0.4, 0.0),
-                    (0.28, 0.6),
-                    (-0.28, 0.6),
-                    (-0.4, 0.0),
-                    (-0.3, -0.56),
-                ]
-            )
-        ),
+        Part(smooth(symmetric([(0, -0.98), (0.3, -0.56), (0.4, 0.0), (0.28, 0.6)]))),
         Part(ellipse(0, -0.2, 0.2), "white", False),
         Part(ellipse(0, -0.2, 0.14), "glass", False),
     ]

@@ -1,7 +1,5 @@
 """Random LoRAs of all kinds, in kohya's and LyCORIS' formats."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -48,6 +46,29 @@ def build(
 
     name = f"random-{kind}-{rank}"
     return random_model.write_loras(folder, name, count, layers, make, device)
+
+
+def build_linked(
+    folder: Path,
+    model: Path,
+    count: int,
+    device: torch.device,
+    *,
+    rank: int = 32,
+    kind: LoraFormat = "lora",
+) -> list[str]:
+    """Writes one LoRA and links it, which to an engine are as many files; returns their names.
+
+    What an earlier run has written stays.
+    """
+    first = folder / f"random-{kind}-{rank}-000.safetensors"
+    if not first.exists():
+        build(folder, model, 1, device, rank=rank, kind=kind)
+    links = [first.with_stem(f"{first.stem}-{number}") for number in range(count)]
+    for link in links:
+        if not link.exists():
+            link.hardlink_to(first)
+    return [link.stem for link in links]
 
 
 def _dora(shape: Shape, rank: int, generator: torch.Generator) -> Tensors:

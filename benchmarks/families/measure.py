@@ -11,18 +11,16 @@ each row, to those of earlier runs. The row `sdxl` measures another LoRA per job
 CPU, with meaningless figures.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib
 import functools
 import json
 import logging
-import signal
+import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -33,14 +31,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from filelock import FileLock
 
-from engine import Group
-from engine_job_rows import weaken
-from engine_process import Channel, Figures, Measure, add_figures, add_row, decibels, limit_memory
 from evaluation.bench import engine as bench_engine
 from evaluation.bench import jobs as bench_jobs
 from evaluation.bench import machine, random_model, work
 from families import lora_kinds, tiny_families
 from imagefleet import errors
+from rows import groups
+from rows.groups import Figures, Row, quotient
+from rows.jobs import weaken
+from rows.process import Channel, Measure, decibels, limit_memory
 from worker.engine import device as devices
 from worker.engine import load
 from worker.engine.families import table
@@ -57,10 +56,9 @@ OTHER_WAYS = {"sdxl_capped_11_factors": "factors", "sdxl_capped_7_factors": "fac
 FILES, TINY_FILES = 24, 5
 
 STEPS, TINY_STEPS, FEW_STEPS = 20, 3, 4
-BASELINE_IMAGES = 4
 
-#: What a row may take beside its seconds.
-OVERTIME_SECONDS = 240.0
+#: What a row takes beside its seconds.
+OVERHEAD_SECONDS = 120.0
 
 
 def build_model(arguments: argparse.Namespace, family: tiny_families.FamilyName) -> Path:
@@ -86,29 +84,17 @@ def build_workload(
     kinds: tuple[lora_kinds.LoraFormat, ...] = ("lora",),
 ) -> bench_jobs.Workload:
     """Jobs with another LoRA each: one file of each kind and rank 32, under many names."""
-    count = TINY_FILES if arguments.tiny else FILES
+    count = math.ceil((TINY_FILES if arguments.tiny else FILES) / len(kinds))
     directory = model / "loras"
-    names = []
     with one_builds(arguments):
-        for number in range(count):
-            kind = kinds[number % len(kinds)]
-            original = directory / f"random-{kind}-32-000.safetensors"
-            if not original.exists():
-                lora_kinds.build(directory, model, 1, arguments.device, rank=32, kind=kind)
-            link = directory / f"{kind}-{number}.safetensors"
-            if not link.exists():
-                link.hardlink_to(original)
-            names.append(link.stem)
+        files = [
+            lora_kinds.build_linked(directory, model, count, arguments.device, kind=kind)
+            for kind in kinds
+        ]
     words, negative = bench_jobs.reference_words()
     steps = TINY_STEPS if arguments.tiny else STEPS
-    return bench_jobs.Workload(
-        words,
-        negative,
-        ((0, 0),),
-        directory,
-        tuple((name,) for name in names),
-        steps=(steps,),
-    )
+    loras = tuple((name,) for each in zip(*files, strict=True) for name in each)
+    return bench_jobs.Workload(words, negative, ((0, 0),), directory, loras, steps=(steps,))
 
 
 @contextlib.contextmanager
@@ -199,9 +185,7 @@ def prepare_plain(arguments: argparse.Namespace) -> Measure:
     side = 64 if arguments.tiny else 1024
     workload = replace(build_workload(arguments, model), sizes=((side, side),))
     return lambda _: {
-        "images_per_second": bench_engine.measure_baseline(
-            model, arguments.device, workload, BASELINE_IMAGES
-        )
+        "images_per_second": bench_engine.measure_baseline(model, arguments.device, workload)
     }
 
 
@@ -252,21 +236,18 @@ def summarise(rows: Mapping[str, Figures]) -> Figures:
     def found(row: str, key: str = "mixed_images_per_second") -> float | None:
         return rows.get(row, {}).get(key)
 
-    def over(one: float | None, other: float | None) -> float | None:
-        return round(one / other, 4) if one and other else None
-
     mixed, none = found("sdxl"), found("sdxl", "no_lora_images_per_second")
-    limit = over(found("limit", "matrix_flops_per_second"), found("limit", "flops_per_image"))
+    limit = quotient(found("limit", "matrix_flops_per_second"), found("limit", "flops_per_image"))
     return {
-        "sdxl_mixed_over_diffusers_peft": over(mixed, found("plain", "images_per_second")),
-        "sdxl_mixed_over_no_lora": over(mixed, none),
-        "sdxl_4_over_20": over(found("sdxl", "few_steps_images_per_second"), none),
-        "sdxl_matrix_limit_fraction": over(mixed, limit),
-        "sdxl_no_lora_matrix_limit_fraction": over(none, limit),
-        "sdxl_capped_23_over_uncapped": over(found("sdxl_capped_23"), mixed),
+        "sdxl_mixed_over_diffusers_peft": quotient(mixed, found("plain", "images_per_second")),
+        "sdxl_mixed_over_no_lora": quotient(mixed, none),
+        "sdxl_4_over_20": quotient(found("sdxl", "few_steps_images_per_second"), none),
+        "sdxl_matrix_limit_fraction": quotient(mixed, limit),
+        "sdxl_no_lora_matrix_limit_fraction": quotient(none, limit),
+        "sdxl_capped_23_over_uncapped": quotient(found("sdxl_capped_23"), mixed),
         "sdxl_capped_11_images_per_second": found("sdxl_capped_11"),
         "sdxl_capped_7_images_per_second": found("sdxl_capped_7"),
-        "sd2_mixed_over_no_lora": over(found("sd2"), found("sd2", "no_lora_images_per_second")),
+        "sd2_mixed_over_no_lora": quotient(found("sd2"), found("sd2", "no_lora_images_per_second")),
         "company_psnr_db": found("company", "psnr_db"),
     }
 
@@ -287,39 +268,19 @@ def measure_row(arguments: argparse.Namespace) -> None:
     channel.serve({arguments.row: measure})
 
 
-async def measure_together(
-    names: Sequence[str], arguments: argparse.Namespace, add: Callable[[str, Figures], None]
-) -> None:
-    """Starts the processes of all the rows; each measures while nothing else runs."""
-    given = [each for each in sys.argv[1:] if each != "--together"]
-    groups: dict[str, Group] = {}
-    waiting: list[asyncio.Task[None]] = []
-    try:
-        for name in names:
-            groups[name] = await Group.start(name, given, None, script=Path(__file__))
-            waiting.append(asyncio.create_task(groups[name].wait_until_ready()))
-        await asyncio.wait(waiting, timeout=arguments.limit)
-        for name, group in groups.items():
-            if not group.is_ready:
-                group.send(signal.SIGSTOP)
-                add(name, {"error": "its process failed or took too long to be ready"})
-        for name, group in groups.items():
-            if group.is_ready:
-                limit = 2 * arguments.seconds + OVERTIME_SECONDS
-                add(name, await group.measure(name, arguments.seconds, limit))
-                await group.end()  # leaves its memory to the others
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*(group.end() for group in groups.values()))
-
-
 async def run(arguments: argparse.Namespace) -> None:
-    add = functools.partial(add_row, arguments.out, summarise)
-    names = arguments.rows.split(",")
-    for batch in [names] if arguments.together else [[name] for name in names]:
-        await measure_together(batch, arguments, add)
-    print(json.dumps(summarise(add_figures(arguments.out, {})["rows"])))
+    given = [each for each in sys.argv[1:] if each != "--together"]
+    rows = [
+        Row(name, name, arguments.seconds, OVERHEAD_SECONDS) for name in arguments.rows.split(",")
+    ]
+    for batch in [rows] if arguments.together else [[row] for row in rows]:
+        await groups.measure(
+            batch,
+            lambda name: groups.Group.start(Path(__file__), name, *given),
+            functools.partial(groups.add_row, arguments.out, summarise),
+            ready_seconds=arguments.limit,
+        )
+    print(json.dumps(summarise(groups.add_figures(arguments.out, {})["rows"])))
 
 
 def main() -> None:

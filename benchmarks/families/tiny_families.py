@@ -3,8 +3,6 @@
 As `tiny_model` makes SD1.5's.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 from diffusers import UNet2DConditionModel
-from safetensors.torch import save_file
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 import tiny_model
@@ -32,29 +29,23 @@ def build(folder: Path, family: FamilyName, *, size: int = 64, **scheduler: Any)
     *scheduler* is added to the scheduler's configuration, such as prediction_type. They have CLIP's
     tokenizer.
     """
+    config = {**tiny_model.SCHEDULER, **scheduler}
     if family == "sd1":
         tiny_model.build_tiny_checkpoint(folder, size=size, clips_tokenizer=True)
-    else:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            networks: dict[str, Any] = {
-                "unet": _sd2_unet(size) if family == "sd2" else _sdxl_unet(size),
-                "vae": tiny_model.make_vae(size, 0.18215 if family == "sd2" else 0.13025),
-                "text_encoder": _text_encoder(_WIDTH, "gelu" if family == "sd2" else "quick_gelu"),
-            }
-            if family == "sdxl":
-                networks["text_encoder_2"] = _text_encoder(_SECOND_WIDTH, "gelu", is_second=True)
-        for part, network in networks.items():
-            network.save_pretrained(folder / part)
-            if part.startswith("text"):
-                save_file(
-                    network.state_dict(), folder / part / "model.safetensors", {"format": "pt"}
-                )
-        _write_index(folder, family)
-    config = {**tiny_model.SCHEDULER, **scheduler}
-    path = folder / "scheduler" / "scheduler_config.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(config))
+        (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(config))
+        return folder
+    is_sdxl = family == "sdxl"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        networks: dict[str, Any] = {
+            "unet": _sdxl_unet(size) if is_sdxl else _sd2_unet(size),
+            "vae": tiny_model.make_vae(size, 0.13025 if is_sdxl else 0.18215),
+            "text_encoder": _text_encoder(_WIDTH, "quick_gelu" if is_sdxl else "gelu"),
+        }
+        if is_sdxl:
+            networks["text_encoder_2"] = _text_encoder(_SECOND_WIDTH, "gelu", is_second=True)
+    pipeline = "StableDiffusionXLPipeline" if is_sdxl else "StableDiffusionPipeline"
+    tiny_model.save(folder, pipeline, networks, {"scheduler": config})
     return folder
 
 
@@ -87,10 +78,6 @@ def build_upscaler(folder: Path, *, size: int = 64) -> Path:
             "vae": tiny_model.make_vae(size, 0.08333, (16, 16, 32)),
             "text_encoder": _text_encoder(_WIDTH, "gelu"),
         }
-    for part, network in networks.items():
-        network.save_pretrained(folder / part)
-    encoder = networks["text_encoder"].state_dict()
-    save_file(encoder, folder / "text_encoder" / "model.safetensors", {"format": "pt"})
     schedulers: dict[str, dict[str, Any]] = {
         "scheduler": {
             "_class_name": "DDIMScheduler",
@@ -100,60 +87,33 @@ def build_upscaler(folder: Path, *, size: int = 64) -> Path:
         },
         "low_res_scheduler": {"_class_name": "DDPMScheduler"},
     }
-    for part, config in schedulers.items():
-        path = folder / part / "scheduler_config.json"
-        path.parent.mkdir()
-        path.write_text(json.dumps({**_UPSCALER_NOISE, **config}))
-    index = {
-        "_class_name": "StableDiffusionUpscalePipeline",
-        "max_noise_level": 350,
-        **{part: ["diffusers", config["_class_name"]] for part, config in schedulers.items()},
-        "unet": ["diffusers", "UNet2DConditionModel"],
-        "vae": ["diffusers", "AutoencoderKL"],
-        "text_encoder": ["transformers", "CLIPTextModel"],
-        "tokenizer": ["transformers", "CLIPTokenizer"],
-    }
-    (folder / "model_index.json").write_text(json.dumps(index))
+    schedulers = {part: {**_UPSCALER_NOISE, **each} for part, each in schedulers.items()}
+    pipeline = "StableDiffusionUpscalePipeline"
+    tiny_model.save(folder, pipeline, networks, schedulers, max_noise_level=350)
     return folder
 
 
 def _upscaler_unet(size: int) -> UNet2DConditionModel:
-    unet = UNet2DConditionModel(
+    return tiny_model.make_unet(
+        size,
         sample_size=size // 4,
         in_channels=7,
-        block_out_channels=(32, 32, 64, 64),
         down_block_types=("DownBlock2D", *["CrossAttnDownBlock2D"] * 3),
         up_block_types=(*["CrossAttnUpBlock2D"] * 3, "UpBlock2D"),
-        layers_per_block=1,
-        cross_attention_dim=_WIDTH,
-        attention_head_dim=4,
         num_class_embeds=1000,
         only_cross_attention=(True, True, True, False),
         use_linear_projection=True,
-        norm_num_groups=8,
     )
-    tiny_model.raise_gain(unet.conv_out, 4.0)
-    return unet
 
 
 def _sd2_unet(size: int) -> UNet2DConditionModel:
-    unet = UNet2DConditionModel(
-        sample_size=size // 8,
-        block_out_channels=(32, 32, 64, 64),
-        layers_per_block=1,
-        cross_attention_dim=_WIDTH,
-        attention_head_dim=(2, 2, 4, 4),
-        use_linear_projection=True,
-        norm_num_groups=8,
-    )
-    tiny_model.raise_gain(unet.conv_out, 4.0)
-    return unet
+    return tiny_model.make_unet(size, attention_head_dim=(2, 2, 4, 4), use_linear_projection=True)
 
 
 def _sdxl_unet(size: int) -> UNet2DConditionModel:
     """With two layers per block, as SDXL has, so that single files convert."""
-    unet = UNet2DConditionModel(
-        sample_size=size // 8,
+    return tiny_model.make_unet(
+        size,
         block_out_channels=(32, 32, 64),
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
@@ -165,10 +125,7 @@ def _sdxl_unet(size: int) -> UNet2DConditionModel:
         addition_embed_type="text_time",
         addition_time_embed_dim=8,
         projection_class_embeddings_input_dim=_SECOND_WIDTH + 6 * 8,
-        norm_num_groups=8,
     )
-    tiny_model.raise_gain(unet.conv_out, 4.0)
-    return unet
 
 
 def _text_encoder(width: int, activation: str, *, is_second: bool = False) -> Any:
@@ -177,17 +134,3 @@ def _text_encoder(width: int, activation: str, *, is_second: bool = False) -> An
     return tiny_model.make_text_encoder(
         tokenizer, made, width, 3, hidden_act=activation, projection_dim=width
     )
-
-
-def _write_index(folder: Path, family: FamilyName) -> None:
-    index = {
-        "_class_name": f"StableDiffusion{'XL' if family == 'sdxl' else ''}Pipeline",
-        "unet": ["diffusers", "UNet2DConditionModel"],
-        "vae": ["diffusers", "AutoencoderKL"],
-        "text_encoder": ["transformers", "CLIPTextModel"],
-        "tokenizer": ["transformers", "CLIPTokenizer"],
-        "scheduler": ["diffusers", "EulerAncestralDiscreteScheduler"],
-    }
-    if family == "sdxl":
-        index["text_encoder_2"] = ["transformers", "CLIPTextModelWithProjection"]
-    (folder / "model_index.json").write_text(json.dumps(index))

@@ -15,8 +15,6 @@ The figures are added to those that the file has already: `if_base_over_diffuser
 made of under `if_base`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -32,9 +30,9 @@ import torch
 from diffusers import IFPipeline, UNet2DConditionModel
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine_process import Figures, add_figures
 from evaluation.bench import machine, work
 from pixel import tiny_cascade
+from rows.groups import Figures, add_figures
 from worker.engine import contract, load
 from worker.engine import device as devices
 from worker.engine.pixel import text_stage, text_states

@@ -3,10 +3,9 @@
 All modules are IF's, so that tests exercise the real code paths; only the widths differ.
 """
 
-from __future__ import annotations
-
 import json
 import string
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,8 +47,19 @@ def build(
         torch.manual_seed(seed)
         make_unet(stage).save_pretrained(folder / "unet")
         if has_encoder:
-            build_text_encoder(folder)
-    make_scheduler(stage, **scheduler).save_pretrained(folder / "scheduler")
+            tokenizer = make_tokenizer()
+            encoder = make_text_encoder(
+                tokenizer, d_model=_TEXT_WIDTH, d_kv=8, d_ff=64, num_layers=2
+            )
+            save_text_encoder(folder, encoder, tokenizer, _name_or_path=f"tiny/{ENCODER}")
+    save_index(folder, stage, make_scheduler(stage, **scheduler), has_encoder=has_encoder)
+    return folder
+
+
+def save_index(
+    folder: Path, stage: StageName, scheduler: DDPMScheduler, *, has_encoder: bool = True
+) -> None:
+    """Writes a stage's schedulers, and which parts diffusers' pipeline has."""
     index: dict[str, Any] = {
         "_class_name": _PIPELINES[stage],
         "unet": ["diffusers", "UNet2DConditionModel"],
@@ -61,13 +71,12 @@ def build(
         "watermarker": [None, None],
         "requires_safety_checker": False,
     }
+    scheduler.save_pretrained(folder / "scheduler")
     if stage == "sr":
-        DDPMScheduler(beta_schedule="squaredcos_cap_v2").save_pretrained(
-            folder / "image_noising_scheduler"
-        )
+        noising = DDPMScheduler(beta_schedule="squaredcos_cap_v2")
+        noising.save_pretrained(folder / "image_noising_scheduler")
         index["image_noising_scheduler"] = ["diffusers", "DDPMScheduler"]
-    (folder / "model_index.json").write_text(json.dumps(index))
-    return folder
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def make_scheduler(stage: StageName, **changes: Any) -> DDPMScheduler:
@@ -113,26 +122,28 @@ def make_unet(stage: StageName) -> UNet2DConditionModel:
     return unet
 
 
-def build_text_encoder(folder: Path) -> None:
-    """Writes a T5 and its tokenizer, whose tokens are letters."""
+def make_tokenizer(words: Iterable[str] = ()) -> T5Tokenizer:
+    """T5's tokenizer with *words* as its pieces, and letters for all others."""
     letters = [*string.ascii_lowercase, *string.digits, *string.punctuation]
-    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
-    vocabulary += [(letter, -3.0) for letter in letters]
-    tokenizer = T5Tokenizer(vocab=vocabulary, extra_ids=0)
-    config = T5Config(
-        vocab_size=len(vocabulary),
-        d_model=_TEXT_WIDTH,
-        d_kv=8,
-        d_ff=64,
-        num_layers=2,
-        num_heads=4,
-        feed_forward_proj="gated-gelu",
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    encoder = T5EncoderModel(config)
+    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -8.0)]
+    vocabulary += [(f"▁{word}", -4.0) for word in words]
+    vocabulary += [(letter, -8.0) for letter in letters]
+    return T5Tokenizer(vocab=vocabulary, extra_ids=0)
+
+
+def make_text_encoder(tokenizer: T5Tokenizer, **config: Any) -> T5EncoderModel:
+    """A random encoder with T5 v1.1's architecture."""
+    tokens = {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": 1}
+    gated = {"num_heads": 4, "feed_forward_proj": "gated-gelu"}
+    return T5EncoderModel(T5Config(**tokens, **gated, **config))
+
+
+def save_text_encoder(
+    folder: Path, encoder: T5EncoderModel, tokenizer: T5Tokenizer, **stated: Any
+) -> None:
+    """Writes a stage's text encoder, with more that is *stated* in its configuration."""
     encoder.save_pretrained(folder / "text_encoder")
     path = folder / "text_encoder" / "config.json"
-    stated = json.loads(path.read_text()) | {"_name_or_path": f"tiny/{ENCODER}"}
-    path.write_text(json.dumps(stated))
+    config = json.loads(path.read_text()) | stated
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     tokenizer.save_pretrained(folder / "tokenizer")

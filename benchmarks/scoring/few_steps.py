@@ -9,8 +9,6 @@ of `imagefleet plan` for SD1.5's images of as many steps and rows. Prints a tabl
 one JSON object. `--picture` shows the first captions, `--curves` FID and CLIP score over dollars.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics
@@ -33,14 +31,12 @@ import demo_model
 from demo_model import Case, Painter, held_out_cases
 from demo_world import answers, world
 from demo_world.training import train_few_steps
-from evaluation.score import metrics, reference
+from evaluation.score import figures, metrics, reference
 from evaluation.score.demo.judge import load_judge
 from evaluation.score.networks import load
 from fleet.plan import command as planning
-from fleet.plan import estimate, work
-from imagefleet import scores
+from fleet.plan import work
 from imagefleet.job.message import Job
-from imagefleet.pricing import prices
 
 STEPS = (1, 2, 4, 8)
 GUIDED_STEPS = (15, 5, 10, 20)
@@ -143,8 +139,7 @@ def cost(drawn: Drawn) -> dict[str, Any]:
     way, found = drawn.way, dict[str | None, work.Work]()
     job = Job(prompt="a", steps=way.steps, cfg_scale=way.guidance, width=512, height=512)
     work.add_stages(found, work.Models({}, None), job, MILLION)
-    mix = planning.mix_of(planning.Machines(gpu=[GPU]), [*found.values()], prices.BUILT_IN)
-    plan = estimate.make_plan(MILLION, MILLION, mix)
+    plan, _ = planning.planned([*found.values()], planning.Machines(gpu=[GPU]))
     return {
         "rows": way.steps * (1 if way.guidance == 1 else 2),
         "images_per_second": round(1 / drawn.seconds, 3),
@@ -157,14 +152,14 @@ def save_curves(rows: list[dict[str, Any]], folder: Path) -> None:
     """FID and CLIP score over dollars: a line for each kind, a point for each number of steps."""
     own, *drawn = rows
     for name, title in (("fid", "FID"), ("clip", "CLIP score")):
-        lines: dict[str, list[scores.Point]] = {}
+        lines: dict[str, list[figures.Point]] = {}
         for row in sorted(drawn, key=lambda row: row["steps"]):
             dollars, label = row["gpu_dollars_per_million"], str(row["steps"])
             point = dollars, row[name], (dollars, dollars), row[f"{name}_interval"], label
-            lines.setdefault(row["way"], []).append(scores.Point(*point, f"{row[name]:.3f}"))
+            lines.setdefault(row["way"], []).append(figures.Point(*point, f"{row[name]:.3f}"))
         note = f"the world's own: {own[name]:.2f}"
         texts = f"{title} over dollars", "GPU $ per million images", title, note
-        (folder / f"few-steps-{name}.svg").write_text(scores.plot(lines, *texts), encoding="utf-8")
+        (folder / f"few-steps-{name}.svg").write_text(figures.plot(lines, *texts), encoding="utf-8")
 
 
 def show(row: dict[str, Any]) -> None:

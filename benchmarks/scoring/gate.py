@@ -2,10 +2,8 @@
 
 Draws 400 pictures of the demo's world, damages a share of their redraws on purpose, and counts
 how often the gate fails them. An untouched redraw differs as float16 and float32 do with the demo's
-checkpoint, by 53 dB. `--pictures FOLDER` takes other pictures of one size.
+checkpoint, by 53 dB.
 """
-
-from __future__ import annotations
 
 import argparse
 import io
@@ -29,8 +27,6 @@ from demo_world import world
 from evaluation.gate import compare, verdict
 from evaluation.gate.compare import Comparison, Measures
 from evaluation.gate.images import Drawing, Pixels
-from evaluation.score import plan
-from imagefleet.files import picture
 
 #: Of a redraw, in levels of 255: 53 dB.
 REDRAWN_LEVELS = 0.57
@@ -134,13 +130,11 @@ KINDS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pictures", type=Path, help="a folder of pictures of one size")
     parser.add_argument("--count", type=int, default=400)
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    drawn = _of_folder(asked.pictures) if asked.pictures else _of_world(asked.count)
-    drawn = drawn[: asked.count]
+    drawn = _of_world(asked.count)
     numbers = np.random.default_rng(0)
     redrawn = [_pair(drawn, place, numbers, None) for place in range(len(drawn))]
     rows = [_row(kind, drawn, redrawn, asked.trials, seed) for seed, kind in enumerate(KINDS)]
@@ -205,11 +199,6 @@ def _judge(pairs: list[Comparison]) -> verdict.Verdict:
 def _of_world(count: int) -> list[Pixels]:
     numbers = random.Random(39)
     return [np.asarray(world.draw_scene(world.sample_scene(numbers))) for _ in range(count)]
-
-
-def _of_folder(folder: Path) -> list[Pixels]:
-    found = (picture.decode((folder / name).read_bytes()) for name in plan.pictures(folder))
-    return [np.asarray(image) for image in found if image is not None]
 
 
 def _filtered(drawn: Pixels, radius: float) -> Pixels:

@@ -100,6 +100,7 @@ class QueueClient:
     queue: Queue
     line: Line
     options: dict[str, Any]
+    credential: None = None
 
     @property
     def queue_name(self) -> str:
@@ -192,6 +193,7 @@ class ContainerClient:
     container_name: str
     line: Line
     options: dict[str, Any]
+    credential: None = None
     url: str = "https://simulated.blob.core.windows.net/images"
     scheme: str = "https"
     primary_hostname: str = "simulated.blob.core.windows.net"

@@ -1,7 +1,5 @@
 """In place of a GPU: slots that take a card's time for an image, and the thread that feeds them."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import Collection, Iterable, Mapping
@@ -132,7 +130,9 @@ class SimulatedEngineThread(EngineThread):
     async def start(self) -> contract.Engine:
         engine = self._load()
         self._task = asyncio.create_task(self._draw(engine), name="engine")
-        return self._attach(engine)
+        self.engine = engine
+        self._let_in(engine.capacity)
+        return engine
 
     async def stop(self) -> None:
         self._stopping = True

@@ -68,8 +68,6 @@ class Plan:
     seed: int = 0
     queue_limit: float = account.QUEUE_OPERATIONS_PER_SECOND
     account_limit: float = account.ACCOUNT_REQUESTS_PER_SECOND
-    prefetch_seconds: float | None = None
-    lease_seconds: float | None = None
     stages: Sequence[Stage] = ()
     """Each has a model with a queue of its own; shards are not for them."""
 
@@ -190,16 +188,12 @@ class Fleet:
             self.account.chain[0].source = account.jobs("t0-", plan.jobs, account.stage_model(0))
         else:
             self._fill(plan)
-        chosen = {
-            "prefetch_seconds": plan.prefetch_seconds,
-            "lease_seconds": plan.lease_seconds,
-        }
         self._settings = WorkerSettings(
             storage=_CONNECTION,
             queue=_QUEUE,
             model=Path("simulated"),
             cache=Path("simulated-cache"),
-        ).model_copy(update={name: each for name, each in chosen.items() if each is not None})
+        )
         # One for all: what they count is not read here.
         self._metrics = WorkerMetrics()
 

@@ -30,8 +30,8 @@ LATENCY = "latency of the storage"
 #: Objects that Python allocates before it looks for cycles: nearly nothing is garbage.
 _GC_OBJECTS = 200_000
 
-Report = Callable[[float, int], None]
-"""Called with simulated seconds, and images stored so far."""
+Report = Callable[[float], None]
+"""Called with the simulated seconds so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +143,6 @@ class Figures:
     interruptions: int
     given_up: int
     bottleneck: str
-    dry_at: float | None = None
-    """When the last job of a campaign was done, in simulated seconds from its start."""
     stages: tuple[StageFigures, ...] = ()
     seeds: int = 1
     """Runs of which these are the figures: rates are their means, counts their sums."""
@@ -168,27 +166,26 @@ def measure(
 
 async def _measure(fleet: Fleet, warm_seconds: float, seconds: float, report: Report) -> Figures:
     fleet.start()
-    dry_at = None
     if fleet.plan.jobs is None:
         await _advance(fleet, warm_seconds, report)
         first = Sample.of(fleet)
         await _advance(fleet, warm_seconds + seconds, report)
     else:
         first = Sample.of(fleet)
-        dry_at = await _drain(fleet, seconds, report)
+        await _drain(fleet, seconds, report)
     last = Sample.of(fleet)
     await fleet.stop()
-    return figures(fleet, first, last, dry_at)
+    return figures(fleet, first, last)
 
 
 async def _advance(fleet: Fleet, until: float, report: Report) -> None:
     while (left := until - fleet.loop.time()) > 0:
         await asyncio.sleep(min(left, LOOK_SECONDS))
         fleet.check()
-        report(fleet.loop.time(), fleet.account.images)
+        report(fleet.loop.time())
 
 
-async def _drain(fleet: Fleet, longest_seconds: float, report: Report) -> float:
+async def _drain(fleet: Fleet, longest_seconds: float, report: Report) -> None:
     """Until no job is left; raises TimeoutError."""
     images = -1
     while fleet.account.images != images or any(each.messages for each in fleet.account.job_queues):
@@ -197,10 +194,9 @@ async def _drain(fleet: Fleet, longest_seconds: float, report: Report) -> float:
         images = images or -1
         if fleet.loop.time() > longest_seconds:
             raise TimeoutError(f"jobs are left after {longest_seconds:g} simulated seconds")
-    return fleet.loop.time()
 
 
-def figures(fleet: Fleet, first: Sample, last: Sample, dry_at: float | None) -> Figures:
+def figures(fleet: Fleet, first: Sample, last: Sample) -> Figures:
     seconds = last.at - first.at
     images = last.images - first.images
     up_seconds = last.up_seconds - first.up_seconds
@@ -241,7 +237,6 @@ def figures(fleet: Fleet, first: Sample, last: Sample, dry_at: float | None) -> 
         bottleneck=bottleneck(
             busiest / fleet.plan.queue_limit, requests / fleet.plan.account_limit, idle
         ),
-        dry_at=dry_at,
         stages=tuple(_stages(fleet.plan.stages, first, last)),
     )
 
@@ -276,7 +271,6 @@ def together(runs: Sequence[Figures]) -> Figures:
         *("busiest_queue_per_second", "requests_per_second", "refused_per_second"),
     )
     sums = {name: sum(each[name] for each in known) for name in counts}
-    ends = [run.dry_at for run in runs if run.dry_at is not None]
     return dataclasses.replace(
         runs[0],
         **sums,
@@ -284,7 +278,6 @@ def together(runs: Sequence[Figures]) -> Figures:
         missing={name: fmean(run.missing[name] for run in runs) for name in runs[0].missing},
         images_per_dollar=sums["images"] / sums["dollars"] if sums["dollars"] else 0.0,
         bottleneck=mode(run.bottleneck for run in runs),
-        dry_at=fmean(ends) if ends else None,
         stages=tuple(
             StageFigures(
                 *(same[0].replicas, same[0].speed),

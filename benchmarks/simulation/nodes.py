@@ -1,11 +1,10 @@
 """Rented nodes, as SaladCloud's own measurements describe them."""
 
-from __future__ import annotations
-
 import bisect
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from imagefleet.pricing import prices
 from simulation.clients import Line
@@ -17,9 +16,6 @@ REGIONS = ((0.55, 0.040), (0.35, 0.120), (0.10, 0.230))
 #: Of their uploads, in bits/s: the 10th, 50th and 90th percentile of 200 nodes, and the ends.
 UPLOADS = ((0.0, 8e6), (0.1, 38.7e6), (0.5, 280.6e6), (0.9, 733.7e6), (1.0, 1_000e6))
 
-#: Interruptions an hour of one node: 1.1 among 100, in a week of SaladCloud's.
-INTERRUPTIONS_PER_HOUR = 0.011
-
 #: Seconds until another node takes the place, by share: 100 nodes came up so.
 REPLACED = ((0.0, 180.0), (0.5, 600.0), (0.8, 1200.0), (0.9, 2400.0), (1.0, 4800.0))
 
@@ -30,7 +26,7 @@ SLOWEST, LEAST_SLOW = 0.5, 0.8
 BROKEN_SHARE = 0.05
 
 #: Billed: reading a model of 2 GB, and the first images.
-START_UP_SECONDS = 30.0
+START_UP_SECONDS = prices.WARM_UPS["fetched_kernels"]["first_image_seconds"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +68,29 @@ class Weather:
         return Node(card, line, speed, dice.random() < self.broken_share)
 
     def seconds_until_interrupted(self, dice: random.Random) -> float:
-        rate = INTERRUPTIONS_PER_HOUR * self.interruptions / 3600
+        rate = prices.INTERRUPTIONS_PER_HOUR * self.interruptions / 3600
         return dice.expovariate(rate) if rate else float("inf")
 
 
 def seconds_until_replaced(dice: random.Random) -> float:
     return _between(REPLACED, dice.random())
+
+
+def warm_up(weather: Weather, replicas: int, seconds: float, seed: int) -> dict[str, Any]:
+    """Shares of a fleet's paid time: until first images, at full speed, and of what it may draw."""
+    dice, lives = random.Random(seed), list[float]()
+    for _ in range(replicas):
+        left = seconds
+        while left > 0:
+            lives.append(min(weather.seconds_until_interrupted(dice), left))
+            left -= lives[-1] + seconds_until_replaced(dice)
+    shares = {}
+    for case, each in prices.WARM_UPS.items():
+        ends = each["first_image_seconds"], each["full_speed_seconds"]
+        first, full = (sum(min(life, end) for life in lives) / sum(lives) for end in ends)
+        drawn = 1 - first - (1 - each["speed"]) * (full - first)
+        shares[case] = {"starting": first, "full_speed": 1 - full, "drawn": drawn}
+    return shares
 
 
 def cards_of(names: Sequence[str], priority: prices.Priority) -> list[Card]:

@@ -1,7 +1,5 @@
 """The pictures of the documents, scaling.svg and reference-run.svg, as SVG."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from imagefleet import scores as curve
+from evaluation.score import figures as curve
 
 _WIDTH, _HEIGHT = 560, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 24, 24, 50

@@ -11,8 +11,6 @@ and decides nothing but the repeated jobs: the rate at which 523 are repeated is
 it stands what the rate of SaladCloud's later measurement gives.
 """
 
-from __future__ import annotations
-
 import bisect
 import random
 from collections.abc import Callable, Sequence
@@ -21,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from imagefleet.pricing.prices import INTERRUPTIONS_PER_HOUR
 from simulation import measured
 from simulation.account import (
     ACCOUNT_REQUESTS_PER_SECOND,
@@ -31,7 +30,6 @@ from simulation.clients import REQUEST_BYTES, SERVER_SECONDS
 from simulation.fleet import Plan
 from simulation.measure import Figures
 from simulation.nodes import (
-    INTERRUPTIONS_PER_HOUR,
     START_UP_SECONDS,
     Card,
     Node,

@@ -10,12 +10,9 @@ larger size counts as many rows of the native size as it takes the time of in tx
 pixels also mean longer attention. A row with a ControlNet counts as many as it has the arithmetic
 of (`controlnet_by_flops`: 1 if the ControlNet costs its arithmetic alone); all those jobs have the
 same random one, and images of their own. Shares compare rates of one run; the file's other figures
-stay, and it is written after each rate. `--kinds img2img,inpainting,hires,hires_lanczos,controlnet`
-measures more, or fewer, `--alone` each kind alone as well. `--tiny` tries it on a CPU, with
-meaningless figures.
+stay, and it is written after each rate. `--kinds img2img,controlnet` measures fewer. `--tiny` tries
+it on a CPU, with meaningless figures.
 """
-
-from __future__ import annotations
 
 import argparse
 import itertools
@@ -38,11 +35,11 @@ from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny_model
-from engine_process import add_figures
 from evaluation.bench import engine as bench_engine
 from evaluation.bench import jobs as bench_jobs
 from evaluation.bench import machine, work
 from families import tiny_controlnets
+from rows.groups import add_figures
 from worker.engine import contract, load
 from worker.engine.passes import begin
 from worker.engine.slots import step
@@ -88,19 +85,18 @@ class Run:
     def large_txt2img(self) -> Requests:
         return replace(self._workload, sizes=(self.large,)).requests()
 
-    def img2img(self, *, masked: bool = False) -> Requests:
+    def img2img(self) -> Requests:
         for request in self._workload.requests():
-            init = make_init(request, masked=masked)
+            init = contract.InitImage(pixels_of(request), STRENGTH, None)
             yield replace(request, steps=IMG2IMG_STEPS, init=init)
 
-    def hires(self, upscaler: str = "Latent") -> Requests:
-        hires = contract.HiresPass(*self.large, HIRES_STRENGTH, HIRES_STEPS, upscaler)
+    def hires(self) -> Requests:
+        hires = contract.HiresPass(*self.large, HIRES_STRENGTH, HIRES_STEPS, "Latent")
         return (replace(request, hires=hires) for request in self._workload.requests())
 
     def controlled(self) -> Requests:
         for request in self._workload.requests():
-            pixels = make_init(request, masked=False).pixels
-            control = contract.Control(self._controlnet.stem, self._controlnet, pixels)
+            control = contract.Control(self._controlnet.stem, self._controlnet, pixels_of(request))
             yield replace(request, controls=(control,))
 
     def flops(self, request: contract.ImageRequest) -> int:
@@ -121,16 +117,11 @@ class Run:
         return row * request.steps + second
 
 
-def make_init(request: contract.ImageRequest, *, masked: bool) -> contract.InitImage:
-    """Smooth colours of the seed's own; the right half of *masked* ones is drawn anew."""
+def pixels_of(request: contract.ImageRequest) -> contract.Pixels:
+    """Smooth colours of the seed's own."""
     size = request.width, request.height
     colours = np.random.default_rng(request.seed).integers(0, 256, (_COARSE, _COARSE, 3), np.uint8)
-    pixels = np.asarray(Image.fromarray(colours).resize(size, Image.Resampling.BICUBIC))
-    mask = None
-    if masked:
-        mask = np.zeros((request.height, request.width), np.uint8)
-        mask[:, request.width // 2 :] = 255
-    return contract.InitImage(pixels, STRENGTH, mask)
+    return np.asarray(Image.fromarray(colours).resize(size, Image.Resampling.BICUBIC))
 
 
 def in_turn(*kinds: Requests) -> Requests:
@@ -141,9 +132,7 @@ CONTROLNET = "controlnet"
 
 KINDS: Mapping[str, Callable[[Run], Requests]] = {
     "img2img": Run.img2img,
-    "inpainting": lambda run: run.img2img(masked=True),
     "hires": Run.hires,
-    "hires_lanczos": lambda run: run.hires("Lanczos"),
     CONTROLNET: Run.controlled,
 }
 
@@ -153,14 +142,10 @@ def _details(kinds: Sequence[str]) -> str:
     return "controlnet_rows" if list(kinds) == [CONTROLNET] else "img2img_rows"
 
 
-def _has_large(kinds: Sequence[str]) -> bool:
-    return any(name.startswith("hires") for name in kinds)
-
-
-def measure(run: Run, kinds: Sequence[str], *, alone: bool) -> Iterator[dict[str, Any]]:
+def measure(run: Run, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The figures so far, after each rate: rows a second of each kind of jobs, and their shares."""
     rows: dict[str, float] = {}
-    for name, requests in _workloads(run, kinds, alone=alone):
+    for name, requests in _workloads(run, kinds):
         rows[name] = run.rows_per_second(requests)
         print(f"{name}: {rows[name]:.2f} rows/s", flush=True)
         if name == "large_txt2img":
@@ -171,17 +156,15 @@ def measure(run: Run, kinds: Sequence[str], *, alone: bool) -> Iterator[dict[str
         yield _summarise(run, kinds, rows)
 
 
-def _workloads(run: Run, kinds: Sequence[str], *, alone: bool) -> Iterator[tuple[str, Requests]]:
+def _workloads(run: Run, kinds: Sequence[str]) -> Iterator[tuple[str, Requests]]:
     yield "txt2img", run.txt2img()
-    if _has_large(kinds):
+    if "hires" in kinds:
         yield "large_txt2img", run.large_txt2img()
     for name in kinds:
         if name == CONTROLNET:
             yield name, run.controlled()
             continue
         yield f"{name}_beside_txt2img", in_turn(run.txt2img(), KINDS[name](run))
-        if alone:
-            yield f"{name}_alone", KINDS[name](run)
     yield "txt2img_again", run.txt2img()
 
 
@@ -218,7 +201,6 @@ def main() -> None:
     parser.add_argument(
         "--kinds", default="img2img,hires,controlnet", help=f"of {', '.join(KINDS)}"
     )
-    parser.add_argument("--alone", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     model = tiny_model.build_tiny_checkpoint(arguments.folder / "tiny") if arguments.tiny else None
@@ -235,12 +217,12 @@ def main() -> None:
     tiny_controlnets.build(controlnet, setup.model)
     run = Run(engine, native, arguments.seconds, controlnet)
     kinds = arguments.kinds.split(",")
-    if _has_large(kinds):
+    if "hires" in kinds:
         engine.warm_up(replace(native, sizes=(run.large,)).request(0))  # nothing on a CPU
     if CONTROLNET in kinds:
         engine.warm_up(next(run.controlled()))
     found: dict[str, Any] = {}
-    for found in measure(run, kinds, alone=arguments.alone):
+    for found in measure(run, kinds):
         add_figures(arguments.out, found)
     engine.close()
     table = Table("jobs", "rows/s", "of txt2img")

@@ -1,7 +1,5 @@
 """The simulated fleet: whether what it counts could be wrong, and whether its limits limit."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import gzip
@@ -17,6 +15,8 @@ import pytest
 from azure.core import exceptions
 
 import fleet_sim
+from fleet.plan import estimate
+from fleet.plan.estimate import Input, Part
 from imagefleet.records.record import Totals, shard_part
 from imagefleet.storage.protocol import Clock
 from imagefleet.storage.routing.route import Route
@@ -144,6 +144,18 @@ def test_what_is_missing_is_told_apart_and_adds_up() -> None:
     assert found.share_of_possible + sum(found.missing.values()) == pytest.approx(1)
 
 
+def test_paid_time_at_full_speed_falls_with_interruptions_and_is_what_a_plan_says() -> None:
+    day = 24 * 3600.0
+    found = nodes.warm_up(Weather(), 3000, day, seed=0)
+    planned = estimate.make_plan(1, round(day), [Part("a card", 1, *[Input(1, "given", "")] * 3)])
+    for case, (starting, cold) in planned.cold.items():
+        assert found[case]["starting"] == pytest.approx(starting, rel=0.05)
+        assert 1 - found[case]["full_speed"] == pytest.approx(cold, rel=0.05)
+        assert found[case]["full_speed"] < found[case]["drawn"] < 1 - found[case]["starting"]
+    often = nodes.warm_up(Weather(90.0), 300, day, seed=0)["unlike_jobs"]
+    assert often["full_speed"] < 0.8, "nodes last an hour"
+
+
 def test_runs_of_several_seeds_are_one_row(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_sim, "ALONE_SECONDS", 30.0)
     one = _run(capsys, monkeypatch, "--replicas", "2", "--seed", "1")
@@ -155,6 +167,13 @@ def test_runs_of_several_seeds_are_one_row(capsys: Any, monkeypatch: pytest.Monk
     assert both["linear_fraction"] == pytest.approx(sum(both["linear_fraction_by_seed"]) / 2)
     assert both["linear_fraction_deviation"] > 0
     assert both["seconds"] == 2 * one["seconds"]
+
+
+def test_the_warm_up_of_a_day_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = _run(capsys, monkeypatch, "--warm-up")
+    assert found["unlike_jobs"]["full_speed"] < found["fetched_kernels"]["full_speed"] < 1
 
 
 def test_a_slow_cards_slots_do_not_run_empty_before_more_jobs_are_pulled() -> None:

@@ -1,7 +1,5 @@
 """Every program of `benchmarks/` runs, with little to do: each makes a figure of the documents."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import subprocess
@@ -33,6 +31,11 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         *("--picture", "a.png", "--curves", ".", "--out", "a.json"),
     ),
     "gpus.py": ("--tiny", "--counts", "1", "--seconds", "3", "--warm", "1", "--jobs", "100"),
+    "library/gateway.py": (
+        *("--pairs", "1", "--images", "100", "--seconds", "1", "--pictures", "2"),
+        *("--out", "figures.json"),
+    ),
+    "library/measure.py": (*TINY, "--pairs", "1", "--slots", "2"),
     "pixel/measure.py": (*TINY, "--folder", "models"),
     "scoring/speed.py": ("--images", "20", "--processes", "1"),
     "stages/img2img.py": (*TINY, "--folder", "models", "--seconds", "1", "--kinds", "img2img"),
@@ -48,7 +51,7 @@ ELSEWHERE = {
     "demo_world/cascade/train.py": "benchmarks/test_demo_cascade.py",
     "demo_world/make_tokenizer.py": "benchmarks/test_programs.py",
     "engine.py": "benchmarks/test_documented_commands.py",
-    "engine_rows.py": "benchmarks/test_documented_commands.py",  # `engine.py` starts it
+    "rows/engine.py": "benchmarks/test_documented_commands.py",  # `engine.py` starts it
     "fleet_sim.py": "benchmarks/test_fleet_sim.py",
     "million/run.py": "worker/test_long_run.py",
     "overlap.py": "benchmarks/test_documented_commands.py",

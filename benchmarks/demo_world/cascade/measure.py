@@ -6,13 +6,11 @@ table; the last line is one JSON object. `--drawn` judges pictures that the worl
 the second stage's size: the most that can be had of the judge.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +23,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from demo_world import answers, world
 from demo_world.cascade import networks, pictures
+from evaluation.bench import work
 from evaluation.score import extractors
 from evaluation.score.demo import judge as judges
-from fleet.contact_sheet import TILE_PIXELS
+from fleet.demo.command import TILE_PIXELS
 from worker.engine import contract, load
 
 ROOT = Path(__file__).resolve().parents[3]
 
 #: The level of the noise on the image that is enlarged. With IF's 0.25 fewer things are right.
 _STRENGTH = 0.05
+
+#: Of the base; the second stage has none.
+_GUIDANCE = 3.0
 
 #: Of the scenes; other ones than `demo_model/captions.txt`, which they are drawn like.
 _SEED = 20_000
@@ -44,22 +46,6 @@ _BATCH = 50
 _SHEET_COLUMNS = 4
 
 
-def draw(engine: contract.Engine, requests: Iterable[contract.ImageRequest]) -> list[np.ndarray]:
-    """The images [side, side, 3] of the requests, in their order."""
-    waiting = list(enumerate(requests))
-    count = len(waiting)
-    found: dict[int, Any] = {}
-    while len(found) < count:
-        while waiting and engine.free:
-            ticket, request = waiting.pop(0)
-            engine.admit(ticket, engine.prepare(request))
-        found |= {each.ticket: each.outcome for each in engine.tick()}
-    images = [found[ticket] for ticket in range(count)]
-    if failed := [each for each in images if not isinstance(each, np.ndarray)]:
-        raise failed[0]
-    return images
-
-
 def draw_cascade(
     model: Path, texts: Sequence[str], device: str, options: argparse.Namespace
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -67,12 +53,12 @@ def draw_cascade(
     base = load.load_engine(
         load.EngineSettings(model / "base", device, slots=_BATCH, compile="off")
     )
-    small = draw(base, (_request(base, text, seed, options) for seed, text in enumerate(texts)))
+    small = work.draw(base, [_request(base, text, at, options) for at, text in enumerate(texts)])
     base.close()
     sr = load.load_engine(load.EngineSettings(model / "sr", device, slots=_BATCH, compile="off"))
-    inits = [contract.InitImage(each, options.noise) for each in small]
+    inits = [contract.InitImage(each, _STRENGTH) for each in small]
     pairs = enumerate(zip(texts, inits, strict=True))
-    large = draw(sr, (_request(sr, text, seed, options, init) for seed, (text, init) in pairs))
+    large = work.draw(sr, [_request(sr, text, at, options, init) for at, (text, init) in pairs])
     sr.close()
     return small, large
 
@@ -89,9 +75,9 @@ def _request(
         prompt=text,
         negative_prompt="",
         loras=(),
-        sampler=options.sampler,
+        sampler="ddpm",
         steps=options.steps if init is None else options.sr_steps,
-        cfg_scale=options.guidance if init is None else options.sr_guidance,
+        cfg_scale=_GUIDANCE if init is None else 1.0,
         seed=seed,
         width=width,
         height=height,
@@ -128,12 +114,8 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, default=ROOT / "demo_cascade")
     parser.add_argument("--captions", type=int, default=500, help="held-out captions to draw")
     parser.add_argument("--drawn", action="store_true", help="judge the program's pictures")
-    parser.add_argument("--sampler", default="ddpm")
     parser.add_argument("--steps", type=int, default=30, help="of the base")
     parser.add_argument("--sr-steps", type=int, default=20)
-    parser.add_argument("--guidance", type=float, default=3.0, help="of the base")
-    parser.add_argument("--sr-guidance", type=float, default=1.0)
-    parser.add_argument("--noise", type=float, default=_STRENGTH, help="on the base's image")
     parser.add_argument("--device", default="auto", help="'auto', 'cpu' or 'cuda'")
     parser.add_argument("--sheet", type=Path, help="a PNG of the first images of both stages")
     parser.add_argument("--sheet-images", type=int, default=24)
@@ -161,7 +143,7 @@ def main(given: list[str] | None = None) -> None:
     for name, value in figures.items():
         print(f"{name:26} {value:7.1%}")
     print(f"{len(large)} pictures in {drawn_at - began_at:.0f} s")
-    shown = ("captions", "drawn", "sampler", "steps", "sr_steps", "guidance", "sr_guidance")
+    shown = ("captions", "drawn", "steps", "sr_steps")
     print(json.dumps(figures | {name: getattr(options, name) for name in shown}))
 
 

@@ -1,7 +1,5 @@
 """The training of one stage, which can be stopped and continued at any step."""
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Callable
@@ -59,19 +57,11 @@ class StageTraining:
         self._is_joint = encoder is None
         self.encoder = encoder or networks.build_text_encoder(self.tokenizer)
         self.encoder.requires_grad_(self._is_joint).to(device)
-        named = list(self.unet.named_parameters())
-        if self._is_joint:
-            named += list(self.encoder.named_parameters())
-        # Vectors and the pieces' table do not decay: rare words would fade away.
-        free = [each for name, each in named if each.ndim < 2 or "shared" in name]
-        decayed = [each for name, each in named if each.ndim >= 2 and "shared" not in name]
-        self._parameters = [*decayed, *free]
+        groups = schedule.parameter_groups("shared", self.unet, self.encoder)
         self._optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": 0.01}, {"params": free, "weight_decay": 0.0}],
-            LEARNING_RATE,
-            (0.9, 0.99),
-            fused=device.type == "cuda",
+            groups, LEARNING_RATE, (0.9, 0.99), fused=device.type == "cuda"
         )
+        self._parameters = schedule.parameters_of(self._optimizer)
         self._average = MovingAverage(self._parameters, AVERAGE_DECAY)
         self._loss = StageLoss(stage, networks.make_scheduler(stage), device)
         self._empty = networks.tokenize(self.tokenizer, [""]).to(device)
@@ -152,9 +142,6 @@ class StageTraining:
             with torch.set_grad_enabled(self._is_joint):
                 states = networks.encode(self.encoder, ids)
             of_prediction, of_variance = self._loss(unet, images, states)
-        self._optimizer.zero_grad(set_to_none=True)
-        (of_prediction + of_variance).backward()
-        torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
-        self._optimizer.step()
+        schedule.descend(self._optimizer, of_prediction + of_variance)
         self._average.update()
         return of_prediction.detach(), of_variance.detach()

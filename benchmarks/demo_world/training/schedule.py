@@ -1,13 +1,13 @@
 """How long a stage trains, and how its learning rate falls."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import nn
 
 WARM_UP_SHARE = 0.03
 
@@ -46,6 +46,29 @@ def set_learning_rate(
     rate = highest * warm_up * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_share", 1.0)
+
+
+def parameter_groups(table: str, *networks: nn.Module) -> list[dict[str, Any]]:
+    """Vectors and layers with *table* in their names do not decay: rare words would fade away."""
+    named = [each for network in networks for each in network.named_parameters()]
+    groups: dict[float, list[nn.Parameter]] = {0.01: [], 0.0: []}
+    for name, value in named:
+        is_free = value.ndim < 2 or table in name
+        if value.requires_grad:
+            groups[0.0 if is_free else 0.01].append(value)
+    return [{"params": each, "weight_decay": decay} for decay, each in groups.items()]
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def descend(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+    """Takes one step along the loss' gradient, whose norm is limited to 1."""
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    nn.utils.clip_grad_norm_(parameters_of(optimizer), 1.0)
+    optimizer.step()
 
 
 def compiled(function, device: torch.device):  # noqa: ANN001, ANN201 - keeps the callable's type

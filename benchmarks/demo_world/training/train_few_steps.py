@@ -5,8 +5,6 @@ distillation (Salimans and Ho, https://arxiv.org/abs/2202.00512). Only captions 
 pictures are the model's own.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 
@@ -17,7 +15,7 @@ from transformers import CLIPTextModel
 
 from demo_world import networks, world
 from demo_world.captions import CaptionWriter
-from demo_world.training.schedule import Schedule, autocast, compiled, set_learning_rate
+from demo_world.training.schedule import Schedule, autocast, compiled, descend, set_learning_rate
 from demo_world.training.train_lora import LoraAdapters, LoraRecipe
 from demo_world.training.train_unet import empty_tokens
 
@@ -155,10 +153,7 @@ def train_few_steps(
             predicted = table.predict(unet, latents, first, context)
         error = (predicted - (wanted_end - latents) / distance).square().mean((1, 2, 3))
         loss = (table.loss_weights[drawn.step] * error).mean()
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
+        descend(optimizer, loss)
         average.update()
         errors = torch.zeros(STEPS, device=device).index_add_(0, drawn.step, error.detach())
         errors /= drawn.step.bincount(minlength=STEPS).clamp(min=1)

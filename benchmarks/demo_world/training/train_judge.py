@@ -1,7 +1,5 @@
 """Trains the judge on drawn pictures, a quarter of them seen through the autoencoder."""
 
-from __future__ import annotations
-
 import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
@@ -10,7 +8,7 @@ from torch.nn import functional
 from demo_world import answers
 from demo_world.shapes import SHAPES
 from demo_world.training import train_vae
-from demo_world.training.schedule import Schedule, autocast, set_learning_rate
+from demo_world.training.schedule import Schedule, autocast, descend, set_learning_rate
 from demo_world.world import COLOURS
 from evaluation.score.demo.judge import Judge
 
@@ -51,10 +49,7 @@ def train_judge(
         # Cells without an object have no colour: label 0 becomes -1 and is left out.
         colour_loss = functional.cross_entropy(colour_logits.float(), colours - 1, ignore_index=-1)
         loss = object_loss + 0.3 * colour_loss
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(judge.parameters(), 1.0)
-        optimizer.step()
+        descend(optimizer, loss)
         schedule.report(step, objects=object_loss, colours=colour_loss)
     return judge.eval()
 

@@ -1,7 +1,5 @@
 """Trains LoRAs on the finished model and writes them in kohya's format."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import CLIPTextModel
 
 from demo_world import networks
-from demo_world.training.schedule import Schedule, autocast, set_learning_rate
+from demo_world.training.schedule import Schedule, autocast, descend, set_learning_rate
 from demo_world.training.train_unet import (
     CAPTION_DROPOUT,
     LatentSet,
@@ -173,10 +171,7 @@ def train_lora(
             context = networks.encode_text(text_encoder, tokens, weights)
             predicted = unet(noisy, timesteps, context).sample
         loss = task.loss(predicted, target, timesteps)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
+        descend(optimizer, loss)
         average.update()
         schedule.report(step, loss=loss)
     average.copy_to_live()

@@ -1,16 +1,22 @@
 """Trains the UNet together with the text encoder, on latents."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
 from diffusers import UNet2DConditionModel
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import CLIPTextModel
 
 from demo_world import captions, networks
-from demo_world.training.schedule import Schedule, autocast, compiled, set_learning_rate
+from demo_world.training.schedule import (
+    Schedule,
+    autocast,
+    compiled,
+    descend,
+    parameter_groups,
+    parameters_of,
+    set_learning_rate,
+)
 
 BATCH = 1024
 LEARNING_RATE = 1.2e-3
@@ -95,17 +101,6 @@ def softened_target(
     return GUIDANCE_SHARE * noise + (1 - GUIDANCE_SHARE) * uncaptioned
 
 
-def _parameter_groups(
-    unet: nn.Module, text_encoder: nn.Module
-) -> list[dict[str, list[nn.Parameter] | float]]:
-    """Vectors and the token embedding do not decay: rare words would fade away."""
-    named = [*unet.named_parameters(), *text_encoder.named_parameters()]
-    named = [(name, value) for name, value in named if value.requires_grad]
-    free = [v for name, v in named if v.ndim < 2 or "embedding" in name]
-    decayed = [v for name, v in named if v.ndim >= 2 and "embedding" not in name]
-    return [{"params": decayed, "weight_decay": 0.01}, {"params": free, "weight_decay": 0.0}]
-
-
 def train_unet(
     unet: UNet2DConditionModel,
     text_encoder: CLIPTextModel,
@@ -124,10 +119,9 @@ def train_unet(
     networks.final_norm(text_encoder).requires_grad_(False)
     unet.train()
     text_encoder.train()
-    groups = _parameter_groups(unet, text_encoder)
+    groups = parameter_groups("embedding", unet, text_encoder)
     optimizer = torch.optim.AdamW(groups, learning_rate, (0.9, 0.99), fused=device.type == "cuda")
-    parameters = [p for group in groups for p in group["params"]]
-    average = networks.MovingAverage(parameters, AVERAGE_DECAY)
+    average = networks.MovingAverage(parameters_of(optimizer), AVERAGE_DECAY)
     task = NoiseTask(device)
     # Compiled for one chunk only: a second shape would cost another compilation.
     one_chunk_unet = compiled(unet, device)
@@ -147,10 +141,7 @@ def train_unet(
             context = networks.encode_text(text_encoder, tokens, weights, clip_skip)
             predicted = model(noisy, timesteps, context).sample
         loss = task.loss(predicted, target, timesteps)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
+        descend(optimizer, loss)
         average.update()
         schedule.report(step, loss=loss)
     average.copy_to_live()

@@ -1,19 +1,18 @@
 """Rows of `engine.py` for jobs of all kinds: LoRAs of any rank, number and kind, mixed sizes."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from engine_process import Channel, Figures, Options, build, decibels, limit_memory, rate, warm
 from evaluation.bench import engine as bench_engine
 from evaluation.bench import jobs as bench_jobs
 from evaluation.bench import work
 from families import lora_kinds
 from imagefleet.files import demo
+from rows.groups import Figures
+from rows.process import Channel, Options, build, decibels, limit_memory, rate, warm
 from worker.engine import contract, load
 
 log = logging.getLogger("benchmark")
@@ -69,13 +68,10 @@ def workloads(setup: bench_engine.Setup, options: Options) -> dict[str, bench_jo
 def build_loras(
     setup: bench_engine.Setup, options: Options, kind: LoraOfRank, count: int
 ) -> list[str]:
-    """Writes one LoRA and links it, which to an engine are as many files; returns their names."""
+    """Writes LoRAs of a kind; returns their names."""
     name, rank = kind
-    folder = setup.workload.lora_directory / options.group
-    (first,) = lora_kinds.build(folder, setup.model, 1, options.torch_device, rank=rank, kind=name)
-    names = [f"{first}-{number}" for number in range(count)]
-    for each in names:
-        (folder / f"{each}.safetensors").hardlink_to(folder / f"{first}.safetensors")
+    folder, device = setup.workload.lora_directory / options.group, options.torch_device
+    names = lora_kinds.build_linked(folder, setup.model, count, device, rank=rank, kind=name)
     return [f"{options.group}/{each}" for each in names]
 
 

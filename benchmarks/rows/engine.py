@@ -2,10 +2,8 @@
 
 A process loads and warms up, reports `ready`, and then measures one row per line of JSON on its
 standard input. It replies on the original standard output; the libraries' output goes to standard
-error. Groups: exact, engine, base, plain, capped, and those of `engine_job_rows.py`.
+error. Groups: exact, engine, base, plain, capped, and those of `rows/jobs.py`.
 """
-
-from __future__ import annotations
 
 import argparse
 import asyncio
@@ -14,19 +12,26 @@ import functools
 import logging
 import math
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-import engine_job_rows
-from engine_process import (
+from evaluation.bench import baseline, machine, work
+from evaluation.bench import engine as bench_engine
+from evaluation.bench import jobs as bench_jobs
+from imagefleet import errors
+from imagefleet.files import demo
+from imagefleet.job import samplers
+from overlap import FarStorage
+from rows import jobs as job_rows
+from rows.groups import Figures
+from rows.process import (
     Channel,
-    Figures,
     Options,
     build,
     decibels,
@@ -36,13 +41,6 @@ from engine_process import (
     rate,
     warm,
 )
-from evaluation.bench import baseline, machine, work
-from evaluation.bench import engine as bench_engine
-from evaluation.bench import jobs as bench_jobs
-from imagefleet import errors
-from imagefleet.files import demo
-from imagefleet.job import samplers
-from overlap import FarStorage
 from worker.engine import contract
 from worker.engine import device as devices
 from worker.engine.slots.queue import WeightMode
@@ -55,6 +53,9 @@ EXACT_PROMPTS = ("a red star in the desert", "a blue car in the city", "an orang
 
 #: The guidance of consecutive jobs: as many with it as without, in no order.
 HALF_GUIDED = (7.0, 1.0, 1.0, 7.0, 1.0, 7.0, 7.0, 7.0, 1.0, 1.0)
+
+#: Prompts that are edited, joined by AND, and plain, in turn.
+EDITED = ("[a red:a blue:0.5] car, {}", "[a cat|a dog], {}", "{} :0.8 AND a dog :0.5", "{}")
 
 #: Each with one schedule: others only change numbers. How many calls an image takes of DPM adaptive
 #: is known once it is drawn.
@@ -197,12 +198,14 @@ def from_queue(
 
 
 def base(options: Options, channel: Channel) -> None:
-    """No LoRA: with guidance, without, and half and half; and with each sampler."""
+    """No LoRA: with guidance, without, and half and half; edited; and with each sampler."""
     setup = build(options)
     plain = replace(setup.workload, loras=())
     engine, workload, warmth = warm(options, setup, plain, options.slots, ("shared",))
     unguided = replace(workload, cfg_scales=(1.0,))
-    engine.warm_up(unguided.request(0))
+    edited = replace(workload, forms=EDITED)
+    for each in (unguided.request(0), edited.request(2)):
+        engine.warm_up(each)
     measure = functools.partial(rate, engine, options=options, warmth=warmth, amount="unet_rows")
 
     def all_samplers(seconds: float) -> Figures:
@@ -211,12 +214,13 @@ def base(options: Options, channel: Channel) -> None:
         }
         rows = {name: figures["unet_rows_per_second"] for name, figures in each.items()}
         by_turns = measure(replace(workload, samplers=SAMPLERS), seconds=seconds)
-        return {**by_turns, "each": rows, "slowest": min(rows.values())}
+        return {"slowest": min(rows, key=lambda name: rows[name]), **by_turns, "each": rows}
 
     jobs = {
         "no_lora": workload,
         "cfg_1": unguided,
         "half_guided": replace(workload, cfg_scales=HALF_GUIDED),
+        "edited": edited,
     }
     rows = {
         row: lambda seconds, each=each: measure(each, seconds=seconds) for row, each in jobs.items()
@@ -236,27 +240,18 @@ def capped(options: Options, channel: Channel) -> None:
 
 def plain(options: Options, channel: Channel) -> None:
     """The same jobs with diffusers + peft."""
-    setup = build(options)
-    device = options.torch_device
-    pipeline = baseline.PlainDiffusers(setup.model, device, devices.find_dtype("auto", device))
-    sizes = ((64, 64) if options.is_tiny else (512, 512),)
-    guided = replace(setup.workload, sizes=sizes)
-    few = replace(guided, steps=(4,), cfg_scales=(1.0,))
+    setup, images = build(options), 1 if options.is_tiny else bench_engine.BASELINE_IMAGES
+    guided = replace(setup.workload, sizes=((64, 64) if options.is_tiny else (512, 512),))
 
-    def one_at_a_time(workload: bench_jobs.Workload, _: float) -> Figures:
-        requests = [workload.request(number) for number in range(1 if options.is_tiny else 4)]
-        for request in requests:
-            pipeline.use_loras(request.loras)
-        pipeline.draw(requests[:1])
-        began_at = time.perf_counter()
-        for request in requests:
-            pipeline.use_loras(request.loras)
-            pipeline.draw([request])
-        seconds = time.perf_counter() - began_at
-        return {"images_per_second": len(requests) / seconds, "images": len(requests)}
+    def measure(workload: bench_jobs.Workload, _: float) -> Figures:
+        rate = bench_engine.measure_baseline(setup.model, options.torch_device, workload, images)
+        return {"images_per_second": rate, "images": images}
 
-    rows = {"baseline": guided, "baseline_four_steps": few}
-    channel.serve({row: functools.partial(one_at_a_time, jobs) for row, jobs in rows.items()})
+    rows = {
+        "baseline": guided,
+        "baseline_four_steps": replace(guided, steps=(4,), cfg_scales=(1.0,)),
+    }
+    channel.serve({row: functools.partial(measure, jobs) for row, jobs in rows.items()})
 
 
 GROUPS: Mapping[str, Callable[[Options, Channel], None]] = {
@@ -268,12 +263,12 @@ GROUPS: Mapping[str, Callable[[Options, Channel], None]] = {
     "base": base,
     "plain": plain,
     "capped": capped,
-    "loras": engine_job_rows.loras,
-    "capped_loras": engine_job_rows.loras,
-    "sizes": engine_job_rows.sizes,
-    "capped_sizes": engine_job_rows.sizes,
-    "prompts": engine_job_rows.prompts,
-    "company": engine_job_rows.company,
+    "loras": job_rows.loras,
+    "capped_loras": job_rows.loras,
+    "sizes": job_rows.sizes,
+    "capped_sizes": job_rows.sizes,
+    "prompts": job_rows.prompts,
+    "company": job_rows.company,
 }
 
 
@@ -285,23 +280,12 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--slots", type=int)
     parser.add_argument("--capped-slots", type=int)
-    parser.add_argument("--tiny", action="store_true")
-    arguments = parser.parse_args()
+    parser.add_argument("--tiny", dest="is_tiny", action="store_true")
+    options = Options(**vars(parser.parse_args()))
     channel = Channel()
-    logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(asctime)s {arguments.group} %(levelname)s %(message)s",
-    )
-    options = Options(
-        arguments.group,
-        arguments.builder,
-        arguments.folder,
-        arguments.device,
-        arguments.slots,
-        arguments.capped_slots,
-        arguments.tiny,
-    )
-    GROUPS[arguments.group](options, channel)
+    format_ = f"%(asctime)s {options.group} %(levelname)s %(message)s"
+    logging.basicConfig(level=logging.INFO, format=format_)
+    GROUPS[options.group](options, channel)
 
 
 if __name__ == "__main__":

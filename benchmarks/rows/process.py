@@ -1,7 +1,5 @@
 """What the processes of `engine.py` share: replies, the model, an engine after its first images."""
 
-from __future__ import annotations
-
 import functools
 import json
 import logging
@@ -12,9 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from typing import Any, Literal
 
 import torch
 
@@ -24,6 +20,7 @@ from evaluation.bench import jobs as bench_jobs
 from evaluation.bench import machine, work
 from evaluation.score import metrics
 from imagefleet import errors
+from rows.groups import Figures
 from worker.engine import contract, load
 from worker.engine import device as devices
 from worker.engine.slots.engine import SlotEngine
@@ -31,7 +28,6 @@ from worker.engine.slots.queue import WeightMode
 
 log = logging.getLogger("benchmark")
 
-Figures = dict[str, Any]
 Measure = Callable[[float], Figures]
 """Measures for the given seconds."""
 
@@ -42,11 +38,11 @@ CAPS = {8: 7.4, 12: 11.0, 16: 15.0, 24: 23.0}
 BUILDING_SECONDS = 60.0
 
 #: Each group's pause after the model is ready. An engine times kernels at its start, which others
-#: would disturb; measuring the last two stops the others. `base` compiles first what `engine`
-#: compiles second and then finds in the cache, so it must not be late.
-STAGGER_SECONDS = {"base": 3.0, "capped": 9.0, "sizes": 6.0, "prompts": 7.0,
-                   "capped_loras": 9.0, "capped_sizes": 12.0, "plain": 16.0,
-                   "exact": 18.0, "exact_compiled": 18.0}  # fmt: skip
+#: would disturb. `base` compiles first what `engine` compiles second and then finds in the cache,
+#: so it must not be late.
+STAGGER_SECONDS = {"base": 3.0, "few_steps": 6.0, "few_steps_lora": 9.0, "capped": 9.0,
+                   "sizes": 6.0, "prompts": 7.0, "capped_loras": 9.0, "capped_sizes": 12.0,
+                   "plain": 16.0, "exact": 18.0, "exact_compiled": 18.0}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,29 +200,6 @@ def limit_memory(device: torch.device, gigabytes: float = 8.0) -> None:
         total_bytes = torch.cuda.get_device_properties(device).total_memory
         usable = CAPS.get(gigabytes, gigabytes - 1) * 2**30
         torch.cuda.set_per_process_memory_fraction(usable / total_bytes, device)
-
-
-def add_figures(path: Path, figures: Figures) -> Figures:
-    """Adds to the results in a file; returns all of them."""
-    results = json.loads(path.read_text()) if path.exists() else {}
-    results |= figures
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=2) + "\n")
-    return cast("Figures", results)
-
-
-def add_row(
-    path: Path, summarise: Callable[[dict[str, Figures]], Figures], row: str, figures: Figures
-) -> None:
-    """Adds a row's figures, and the main ones anew.
-
-    A row that failed does not replace what an earlier run measured.
-    """
-    print(f"{row}: {json.dumps(figures)}", flush=True)
-    rows: dict[str, Figures] = add_figures(path, {}).get("rows", {})
-    if "error" not in figures or row not in rows:
-        rows[row] = figures
-    add_figures(path, {**summarise(rows), "rows": rows})
 
 
 def decibels(image: contract.Pixels, reference: contract.Pixels) -> float:
