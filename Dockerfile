@@ -78,6 +78,7 @@ RUN pip install --no-deps --require-hashes --requirement /pins/build.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY evaluation evaluation
 COPY fleet fleet
+COPY gateway gateway
 COPY imagefleet imagefleet
 COPY loadgen loadgen
 COPY worker worker

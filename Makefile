@@ -65,6 +65,7 @@ fuzz: $(INSTALLED)
 # The table of settings, and all pages as a site in site/; a dead link fails.
 docs: $(INSTALLED)
 	$(BIN)/python docs/write_settings.py
+	$(BIN)/python docs/write_a1111.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 $(INSTALLED): pyproject.toml constraints.txt

@@ -1,7 +1,5 @@
 """The two storages that tests run on, a folder and Azurite, and fake services."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
@@ -20,7 +18,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -380,10 +377,10 @@ async def storage(storage_settings: StorageSettings) -> AsyncIterator[Storage]:
 def cancel_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """`cancel` does not wait until the storage's clock is ahead of what it cancels."""
 
-    async def return_at_once(_storage: Storage, _at: datetime) -> None:
+    async def return_at_once(_seconds: float) -> None:
         """For tests in which nothing is sent later, or that look at what is sent meanwhile."""
 
-    monkeypatch.setattr(cancelled, "_wait_until_later", return_at_once)
+    monkeypatch.setattr(cancelled, "_wait", return_at_once)
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,6 @@ The commands run in an environment that holds the wheel and what it declares, an
 dependency that only the development environment has would be missed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib
@@ -39,7 +37,7 @@ from PIL import Image
 import forks
 import polling
 from fleet.main import app
-from header_files import LORA, file_of, shaped
+from header_files import file_of, lora_of, shaped
 from imagefleet.files.contents import TEXT_STATES_FORMAT
 from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.dead_letter import FailedJob
@@ -88,6 +86,7 @@ COMMANDS: dict[str, Case] = {
     "prompt": Case("'a ((red)) house <lora:rocket:0.5>' --negative blurry", r"1\.21 +red"),
     "plan": Case("--jobs 1000 --gpu 'RTX 4090'", r"images per dollar"),
     "load": Case("jobs.jsonl --storage local:other", r"2 jobs"),
+    "import": Case("jobs.jsonl --storage local:other", r'"prompt": "an owl"'),
     "sweep": Case("captions.txt --campaign curve --dry-run", r"2 captions x 1 group: 2 jobs"),
     "job": Case("spring/0001", r"state +completed"),
     "cancel": Case("--all --dry-run", r"0 messages of the queue jobs would be deleted"),
@@ -109,7 +108,6 @@ COMMANDS: dict[str, Case] = {
     ),
     "redo": Case("--worker nobody", r"no images to draw again"),
     "keys mint": Case("monitor --storage '{azurite}' --policy spring", r"IMAGEFLEET_SAS="),
-    "keys check": Case("--storage '{azurite}'", r"lease and delete messages"),
     "keys revoke": Case("spring --storage '{azurite}'", r"revoked spring on jobs"),
     "deploy apply": Case("--yes", r"sd15-batch"),
     "deploy status": Case("", r"sd15-batch"),
@@ -140,7 +138,7 @@ COMMANDS: dict[str, Case] = {
 
 
 #: Commands that run until they are stopped, which have tests of their own.
-SERVICES = {"broker", "exporter", "gallery", "webhooks"}
+SERVICES = {"broker", "exporter", "gallery", "serve", "webhooks"}
 
 
 #: What the gallery answers.
@@ -258,7 +256,7 @@ def work(tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: 
     (folder / "jobs.jsonl").write_text('{"prompt": "a fox"}\n{"prompt": "an owl"}\n')
     (folder / "captions.txt").write_text("a fox\nan owl\n")
     (folder / "dreams.safetensors").write_bytes(file_of())
-    (folder / "rocket.safetensors").write_bytes(file_of(*LORA))
+    (folder / "rocket.safetensors").write_bytes(lora_of())
     (folder / "mist.safetensors").write_bytes(shaped(emb_params=[2, 768]))
     (folder / "sharp.safetensors").write_bytes(shaped(**{"model.0.weight": [64, 3, 3, 3]}))
     hint = "control_model.input_hint_block.0.weight"
@@ -355,7 +353,7 @@ def run(
 
 def test_nothing_is_installed_beside_the_five_packages(unpacked: Path) -> None:
     names = {path.name for path in unpacked.iterdir() if path.suffix != ".dist-info"}
-    assert names == {"evaluation", "fleet", "imagefleet", "loadgen", "worker"}
+    assert names == {"evaluation", "fleet", "gateway", "imagefleet", "loadgen", "worker"}
 
 
 def test_users_type_checkers_find_the_types(unpacked: Path) -> None:
@@ -413,26 +411,36 @@ def test_the_report_shows_pictures_without_the_workers_libraries(
     assert f'href="{(work / "imagefleet-data/images/spring/0001.png").as_uri()}"' in text
 
 
-def test_the_exporter_serves_the_queue_and_ends_when_asked(
-    environment: Path, variables: dict[str, str], work: Path, unused_port: int
+@pytest.mark.parametrize(
+    ("service", "path", "shown"),
+    [("exporter", "metrics", "imagefleet_queue_messages{"), ("serve", "docs", "/sdapi/v1/txt2img")],
+)
+def test_a_service_answers_and_ends_when_asked(
+    service: str,
+    path: str,
+    shown: str,
+    environment: Path,
+    variables: dict[str, str],
+    work: Path,
+    unused_port: int,
 ) -> None:
     with subprocess.Popen(
-        [environment / "bin" / "imagefleet", "exporter", "--port", str(unused_port)],
+        [environment / "bin" / "imagefleet", service, "--port", str(unused_port)],
         cwd=work,
         env=variables,
         stderr=subprocess.PIPE,
-    ) as exporter:
-        url = f"http://127.0.0.1:{unused_port}/metrics"
+    ) as process:
+        url = f"http://127.0.0.1:{unused_port}/{path}"
 
         def page() -> str:
-            assert exporter.poll() is None
+            assert process.poll() is None
             with contextlib.suppress(OSError), urllib.request.urlopen(url) as answer:
                 return str(answer.read().decode())
             return ""
 
-        polling.until_in_thread(page, lambda text: "imagefleet_queue_messages{" in text)
-        exporter.terminate()
-        assert exporter.wait(30) == 0
+        polling.until_in_thread(page, lambda text: shown in text)
+        process.terminate()
+        assert process.wait(30) == 0
 
 
 def test_the_gallery_serves_its_page_and_the_pictures(

@@ -3,8 +3,6 @@
 What a fleet's processes would have exposed is written as blocks of Prometheus' storage.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -34,7 +32,6 @@ from past_fleet import BEGAN, Process
 Tool = Callable[[str], str]  # the fixture of conftest.py
 
 FREE = replace(prices.BUILT_IN, storage=prices.FREE_STORAGE)
-NOTHING_REPLACED = figures.Replaced()
 PAGES = Path(__file__).parents[2] / "dashboards" / "grafana"
 
 
@@ -59,13 +56,12 @@ class Past:
             found = await server.at(query, BEGAN + timedelta(seconds=at))
         return {each.labels.get("campaign", ""): each.last for each in found}
 
-    async def report(
-        self, end: float, replaced: figures.Replaced = NOTHING_REPLACED
-    ) -> dict[str, Any]:
-        last = BEGAN + timedelta(seconds=end)
+    async def report(self, end: float, **by_records: Any) -> dict[str, Any]:
+        """The metrics beside these figures of the records."""
+        period = {"began_at": BEGAN, "ended_at": BEGAN + timedelta(seconds=end)}
+        by_records = {"images_replaced": 0, "money": {"split": None}, **by_records, **period}
         async with prometheus.connected(self.url) as server:
-            read = await figures.read_metrics(server, BEGAN, last, replaced)
-        return dict(read)
+            return dict(await figures.read_metrics(server, by_records))
 
 
 @pytest.fixture
@@ -191,7 +187,10 @@ async def test_what_the_metrics_say_was_paid_is_split_without_a_rest(
     }
     fleet = await past(worker)
 
-    split = (await fleet.report(3600, figures.Replaced(36, 1.5)))["split"]
+    def money(replaced: float) -> dict[str, Any]:
+        return {"split": {"images_replaced": replaced}}
+
+    split = (await fleet.report(3600, images_replaced=36, money=money(1.5)))["split"]
 
     assert split == pytest.approx(
         {
@@ -208,9 +207,8 @@ async def test_what_the_metrics_say_was_paid_is_split_without_a_rest(
         }
     )
     assert sum(split.values()) == pytest.approx(10.25)
-    assert sum(
-        (await fleet.report(3600, figures.Replaced(36, 99.0)))["split"].values()
-    ) == pytest.approx(10.25)
+    split = (await fleet.report(3600, images_replaced=36, money=money(99.0)))["split"]
+    assert sum(split.values()) == pytest.approx(10.25)
 
 
 async def test_a_campaign_has_its_images_and_its_part_of_what_their_workers_cost(
@@ -254,8 +252,8 @@ async def test_panels_report_records_and_raw_counters_agree_on_every_fleet(
     kept = counted["stored"] - counted["replaced"]
     server = await past(*processes)
 
-    by_records = figures.compute(records, "local", FREE, "recorded")
-    metrics = await server.report(end, figures.Replaced.of(by_records))
+    by_records = figures.compute(records, "local", FREE)
+    metrics = await server.report(end, **by_records)
     shown = await server.panel(DOLLARS, end + 60, end + 120)
     per_dollar = await server.panel(ALL_IN, end + 60, end + 120)
 

@@ -1,7 +1,5 @@
 """The demo's cascade: what it is made of, and that its second stage shows what captions say."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest
@@ -43,7 +41,9 @@ def test_it_is_small_and_all_of_it_is_there() -> None:
 @pytest.mark.parametrize("name", ["base", "sr"])
 def test_a_stage_predicts_what_the_training_says(name: networks.StageName) -> None:
     loaded = checkpoint.load_checkpoint(demo.CASCADE / name, CPU, torch.float32)
-    assert loaded.noise.prediction_type == networks.make_scheduler(name).config.prediction_type
+    assert (
+        loaded.noise.config.prediction_type == networks.make_scheduler(name).config.prediction_type
+    )
 
 
 def test_both_stages_show_the_things_of_captions_that_training_never_had() -> None:

@@ -1,7 +1,5 @@
 """The files that a message visits from its lease to its acknowledgement, as a trace finds them."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import sys
@@ -23,11 +21,13 @@ PAGE = ROOT / "docs" / "architecture.md"
 MOST_FILES = 48
 
 #: The puller waits there for the next message meanwhile, an idle engine asks there why, a header is
-#: read on one of asyncio's threads, which is traced only if it is new, and each tick asks whether
-#: there is anything to compile.
+#: read on one of asyncio's threads, which is traced only if it is new, each tick asks whether
+#: there is anything to compile, and of the first image the time is noted.
 NOT_THE_MESSAGES = {
     "worker/tasks.py",
     "worker/pipeline.py",
+    "worker/gpu_clock.py",
+    "worker/engine/phases.py",
     "imagefleet/files/safetensors.py",
     "worker/engine/slots/compiling.py",
     "worker/engine/slots/paying.py",

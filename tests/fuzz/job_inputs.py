@@ -1,7 +1,5 @@
 """What jobs are given beside prompts: jobs that name such images, and the images themselves."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 
@@ -54,10 +52,10 @@ def check_stages(job: Job, again: Job, body: str) -> None:
 def read(data: bytes) -> None:
     """A job's image, mask and map, as a worker prepares them."""
     image = pictures.read("init_images: the image", data)
-    begun = img2img.begin(read_job(INPAINTING, "an-id"), image, image, (64, 64))
-    assert begun.init.pixels.shape == (64, 64, 3)
-    if begun.overlay is not None:
-        assert begun.overlay.put_over(begun.init.pixels).shape[1::-1] == image.size
+    init, overlay = img2img.begin(read_job(INPAINTING, "an-id"), image, image, (64, 64))
+    assert init.pixels.shape == (64, 64, 3)
+    if overlay is not None:
+        assert overlay.put_over(init.pixels).shape[1::-1] == image.size
     assert pictures.control(image, 1, (64, 64)).shape == (64, 64, 3)
 
 

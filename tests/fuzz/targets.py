@@ -4,8 +4,6 @@ A target may raise only the errors that it declares, within a fifth of a second,
 that a terminal and a log can take.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json
@@ -196,7 +194,7 @@ def _reported_record(data: bytes) -> None:
         found = records.Records("spring", proofs=proofs)
         for at in (record.at, NOON):
             records._count_image(found, record.model_copy(update={"at": at}))
-        computed = figures.compute(found, "local:x", prices.BUILT_IN, "a test")
+        computed = figures.compute(found, "local:x", prices.BUILT_IN)
         json.loads(console.json_text(computed), parse_constant=_no)
 
 
@@ -243,7 +241,7 @@ def _template(suffix: str) -> Callable[[bytes], None]:
 
 
 def _tokens(data: bytes) -> None:
-    sas._life_seconds(sas.read_tokens(data), None)
+    assert sas.read_tokens(data).of("queue") is not None
 
 
 def _manifest(data: bytes) -> None:
@@ -256,7 +254,7 @@ def _metrics_reply(data: bytes) -> None:
         reply = prometheus._Reply.model_validate_json(data)
     except ValidationError:  # its text is not shown
         raise errors.SetupError("not a reply of Prometheus") from None
-    for series in filter(None, map(prometheus._series, reply.data.result)):
+    for series in (each for each in reply.result if each.points):
         plot.time_plot({"x": series.points}, "images/s")
         plot.bars([plot.Bar(name, series.last, name) for name in series.labels], "x")
 

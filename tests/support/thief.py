@@ -4,8 +4,6 @@ The thief knows the jobs of the queue, whose messages a worker may read, and the
 from them; by the role for chains also the images and records.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -264,7 +262,7 @@ async def other_texts_of_leased_messages(thief: Thief, loot: Loot) -> None:
     lies: list[dict[str, Any]] = [
         {"prompt": "forged"},
         {"stage": 2, "then": [{"enable_hr": True}]},
-        {"deliveries": {"known": 10**6, "lost_alone": 10**6, "stored": "0-99"}},
+        {"deliveries": {"known": 10**6, "lost_alone": 10**6, "images": [*range(100)]}},
     ]
     for lie in lies:
         message = await thief.jobs.receive_message()

@@ -1,10 +1,8 @@
 """A plain queue for the tests of routing, of which each test gives the methods that it uses."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterable
 
-from imagefleet.storage.protocol import FoundMessage, LeasedMessage, Message, Shards, Stamps
+from imagefleet.storage.protocol import LeasedMessage, Message, Shards
 
 
 class UnusedQueue:
@@ -18,14 +16,11 @@ class UnusedQueue:
     async def record_shards(self, shards: Shards) -> None:
         raise NotImplementedError
 
-    async def find(self, text: str) -> AsyncIterator[FoundMessage]:
+    async def find(self, text: str) -> AsyncIterator[tuple[Message, bool]]:
         raise NotImplementedError
         yield  # type: ignore[unreachable]
 
     async def clear(self) -> None:
-        raise NotImplementedError
-
-    async def stamps(self) -> Stamps:
         raise NotImplementedError
 
     async def send(self, bodies: Iterable[str]) -> None:
