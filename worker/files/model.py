@@ -4,10 +4,7 @@ The cache has a folder for each address and hash. A partial download stays there
 broken connections and restarts; the model itself appears in one step, complete and verified.
 """
 
-from __future__ import annotations
-
 import asyncio
-import contextlib
 import errno
 import shutil
 import tarfile
@@ -85,7 +82,6 @@ async def fetch(
     folder = _folder(settings, address)
     if found := find_fetched(folder, address):
         if is_whole(found):
-            _remove_leftovers(folder)
             return settings
         log.warning(f"fetching {found} again: it is cut off or damaged", action="model_dropped")
         with DiskCache(folder).errors():
@@ -96,10 +92,7 @@ async def fetch(
             " several models --trusted-key with a signed list of them",
             action="model_unchecked",
         )
-    path = await fetch_to(
-        folder, address, settings.model_sha256, blobs, retry_policy, wanted=kinds.MODEL
-    )
-    log.info(f"the model is at {path}", action="model_fetched")
+    await fetch_to(folder, address, settings.model_sha256, blobs, retry_policy, wanted=kinds.MODEL)
     return settings
 
 
@@ -132,15 +125,13 @@ async def fetch_to(
 ) -> Path:
     """Downloads a file of the *wanted* kind into *folder*, one process at a time; returns its path.
 
-    A .tar is unpacked. Another kind of file is refused as soon as its first bytes tell. Raises as
-    `fetch`.
+    A .tar is unpacked. Another kind is refused as soon as its first bytes tell. Raises as `fetch`.
     """
-    cache = DiskCache(folder)
-    async with cache.lock():
+    cache, name = DiskCache(folder), address.file_name or "model"
+    async with cache.fetching(name, seconds=-1):
         if found := find_fetched(folder, address):
             return found
         source = _source(address, sha256, blobs)
-        name = address.file_name or "model"
         download = Download(
             cache,
             name,
@@ -159,6 +150,7 @@ async def fetch_to(
             else:
                 download.part.replace(path)
             download.forget()
+        log.info(f"{path} is fetched", action="model_fetched")
         return path
 
 
@@ -182,16 +174,6 @@ def is_whole(path: Path) -> bool:
     except errors.SetupError:
         return False
     return not path.is_dir() or (path / "model_index.json").is_file()
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """What a worker left that was killed once the model was in its place: as much as the model."""
-    for path in folder.iterdir():
-        with contextlib.suppress(OSError):  # a cache may be read-only
-            if path.name == _UNPACKING:
-                shutil.rmtree(path)
-            elif path.name.endswith((".part", ".part.json")):
-                path.unlink()
 
 
 def _folder(settings: WorkerSettings, address: Address) -> Path:
@@ -261,7 +243,6 @@ def _unpack(archive: Path, path: Path, cache: DiskCache) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     try:
         with tarfile.open(archive, "r:") as tar:
-            cache.check_room(sum(member.size for member in tar))
             for member in tar:
                 _extract(tar, member, folder)
     except tarfile.TarError as error:

@@ -1,7 +1,5 @@
 """Downloads from a real server over connections that break."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import io
@@ -132,6 +130,11 @@ async def fetch(
     return model.local_path(settings)
 
 
+def kept_in(folder: Path) -> set[str]:
+    """All but the locks."""
+    return {each.name for each in folder.iterdir() if each.suffix != ".lock"}
+
+
 def tar_of(names: dict[str, bytes]) -> bytes:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
@@ -160,7 +163,7 @@ async def test_a_broken_download_resumes_where_it_was(
     assert server.ranges[0] is None
     assert len(server.ranges) == 3
     assert server.sent_bytes < 1.2 * len(CONTENT)
-    assert {each.name for each in place.parent.iterdir()} == {"sd15.safetensors", "lock"}
+    assert kept_in(place.parent) == {"sd15.safetensors"}
 
 
 async def test_more_breaks_than_tries_are_survived_while_something_arrives(
@@ -217,17 +220,12 @@ async def test_two_versions_of_a_model_are_not_mixed(
     assert (await fetch(make_settings(), blobs)).read_bytes() == CONTENT
 
 
-async def test_an_old_part_that_only_the_hash_detects_is_fetched_again(
+async def test_without_a_version_the_rest_is_not_added_to_what_may_be_anothers(
     make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
 ) -> None:
-    server.etag = None
-    folder = model.local_path(make_settings()).parent
-    folder.mkdir(parents=True)
-    (folder / "sd15.safetensors.part").write_bytes(b"of another version")
-    state = {"total_bytes": len(CONTENT), "version": None}
-    (folder / "sd15.safetensors.part.json").write_text(json.dumps(state))
+    server.etag, server.breaks_after = None, [1_000_000]
     assert (await fetch(make_settings(), blobs)).read_bytes() == CONTENT
-    assert server.ranges == ["bytes=18-", None]
+    assert server.ranges == [None, None]
 
 
 async def test_another_hash_is_refused_with_both_named(
@@ -236,7 +234,7 @@ async def test_another_hash_is_refused_with_both_named(
     settings = make_settings(model_sha256="0" * 64)
     with pytest.raises(errors.SetupError, match=f"{SHA256}, not {'0' * 64}"):
         await fetch(settings, blobs)
-    assert {each.name for each in model.local_path(settings).parent.iterdir()} == {"lock"}
+    assert kept_in(model.local_path(settings).parent) == set()
 
 
 @pytest.mark.parametrize(
@@ -343,7 +341,7 @@ async def test_an_address_without_a_suffix_is_taken_by_its_content_and_the_serve
 
     assert place.name == f"{name}.safetensors"
     assert place.read_bytes() == CONTENT
-    assert {each.name for each in place.parent.iterdir()} == {place.name, "lock"}
+    assert kept_in(place.parent) == {place.name}
     renewed = make_settings(model=f"{address}&token=another")
     assert await fetch(renewed, blobs) == place
     assert len(server.ranges) == 1
@@ -395,16 +393,21 @@ async def test_a_download_that_is_no_checkpoint_is_refused_and_not_kept(
         await fetch(settings, blobs)
     assert "secret" not in refused.value.message
     assert len(server.ranges) == 1
-    assert {each.name for each in model.local_path(settings).parent.iterdir()} == {"lock"}
+    assert kept_in(model.local_path(settings).parent) == set()
 
 
-async def test_two_workers_share_one_download(
-    make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
+async def test_two_workers_share_one_download_and_one_says_that_it_fetched(
+    make_settings: MakeSettings,
+    server: ModelServer,
+    blobs: BlobStore,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO")
     settings = make_settings()
     first, second = await asyncio.gather(fetch(settings, blobs), fetch(settings, blobs))
     assert first == second
     assert len(server.ranges) == 1
+    assert sum(message.endswith("is fetched") for message in caplog.messages) == 1
 
 
 async def test_a_worker_that_stops_does_not_wait_for_the_model(
@@ -451,7 +454,7 @@ async def test_a_tar_becomes_the_folder_in_it(
     place = await fetch(make_settings(model=server.url, model_sha256=sha256.upper()), blobs)
     assert place.name == "sd15"
     assert (place / "unet" / "config.json").read_bytes() == b'{"a": 1}'
-    assert {each.name for each in place.parent.iterdir()} == {"sd15", "lock"}
+    assert kept_in(place.parent) == {"sd15"}
 
 
 async def test_what_is_no_tar_is_refused_whatever_its_address_says(
