@@ -45,7 +45,7 @@ ROWS = (
     Row("worker", "engine", 20, 8),
     Row("cfg_1", "base", 10, 4),
     Row("half_guided", "base", 16, 8),
-    Row("edited", "base", 16, 8),
+    Row("edited", "base", 56, 24),
     Row("all_samplers", "base", 6, 170),
     Row("four_steps_engine", "few_steps", 8, 4),
     Row("four_steps", "few_steps", 20, 8),
@@ -175,7 +175,9 @@ def summarise_few_steps(rows: Rows) -> dict[str, Any]:
     unmixed = 3 / (2 / guided + 1 / unguided) if guided and unguided else None
     return {
         "cfg1_over_cfg7": quotient(found("cfg_1"), found("no_lora")),
-        "editing_over_plain_by_rows": quotient(rows_of("edited"), guided),
+        "editing_over_plain_by_rows": quotient(
+            rows_of("edited"), found("edited", "plain_unet_rows_per_second")
+        ),
         "guided_mixed_over_unmixed": quotient(rows_of("half_guided"), unmixed),
         "all_samplers_over_euler_a": quotient(rows_of("all_samplers"), each.get("euler_ancestral")),
         "slowest_sampler_over_euler_a": quotient(

@@ -120,7 +120,7 @@ def figures(engine: Path | None = None) -> dict[str, Any]:
     }
     name = "editing_over_plain_by_rows"
     if engine is None:
-        found["not_measured"] = {name: "needs a GPU: benchmarks/engine.py --rows no_lora,edited"}
+        found["not_measured"] = {name: "needs a GPU: benchmarks/engine.py --rows edited"}
     else:
         found[name] = json.loads(engine.read_text(encoding="utf-8"))[name]
     return found
