@@ -19,7 +19,6 @@ from imagefleet import aio, errors, redaction, validation
 from imagefleet.files.picture import DamagedImageError
 from imagefleet.records import reader, stored
 from imagefleet.records.record import Record
-from imagefleet.storage.open import LOCAL_SCHEME
 
 _PAGE = Path(__file__).parent / "page"
 
@@ -179,7 +178,7 @@ class Gallery:
         if name not in self._open and name not in await self._campaigns():
             raise web.HTTPNotFound(text="there is no such campaign\n")
         if name not in self._open:
-            is_local = self._storage.url.startswith(LOCAL_SCHEME)
+            is_local = self._storage.settings.is_local
             seconds = campaign.LOCAL_POLL_SECONDS if is_local else campaign.REMOTE_POLL_SECONDS
             self._open[name] = Campaign(self._storage, name, seconds)
         return self._open[name]
