@@ -225,14 +225,8 @@ class Desk:
             await self._has_dropped.wait()
             await asyncio.sleep(concurrency.jitter(_CANCEL_SECONDS))
             self._has_dropped.clear()
-            known, listed = (
-                listed,
-                {
-                    key
-                    for key, each in self._tickets.items()
-                    if each.is_dropped and each.sent.done()
-                },
-            )
+            known, tickets = listed, self._tickets.items()
+            listed = {key for key, each in tickets if each.is_dropped and each.sent.done()}
             try:
                 if listed != known:
                     await cancelled.cancel_jobs(self.storage, listed - known, known - listed)

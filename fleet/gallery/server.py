@@ -19,6 +19,7 @@ from imagefleet import aio, errors, redaction, validation
 from imagefleet.files.picture import DamagedImageError
 from imagefleet.records import reader, stored
 from imagefleet.records.record import Record
+from imagefleet.telemetry import probes
 
 _PAGE = Path(__file__).parent / "page"
 
@@ -51,7 +52,7 @@ class Gallery:
         self._guard = guard.Guard(host)
         self._refusal = ""
         """Why no job can be sent again; empty if one can be."""
-        if not guard.is_loopback(host):
+        if not probes.is_loopback(probes.authority(host, 0)):
             self._refusal = f"The gallery listens on {host}: anybody there could send jobs again."
         self._replaying = asyncio.Lock()
 
