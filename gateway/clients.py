@@ -1,13 +1,11 @@
 """Who may use the gateway: keys, each with a campaign, a priority and a limit."""
 
 import hashlib
-import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
 
 from aiohttp import BasicAuth, web
 from pydantic import BaseModel, Field, TypeAdapter
-from yarl import URL
 
 from imagefleet import errors, validation, yaml_file
 from imagefleet.job.message import SafeId
@@ -47,7 +45,7 @@ class Door:
     def __init__(self, path: Path | None, host: str) -> None:
         """Raises SetupError for a file that is not valid, or without one beyond this machine."""
         self._by_hash = None if path is None else _read(path)
-        if self._by_hash is None and not _is_loopback(probes.authority(host, 0)):
+        if self._by_hash is None and not probes.is_loopback(probes.authority(host, 0)):
             raise errors.SetupError(
                 f"anybody who reaches {host} could have images drawn: name a file of keys with"
                 " --clients, or listen on 127.0.0.1"
@@ -58,7 +56,7 @@ class Door:
         if self._by_hash is None:
             # A page of another site may be open in a browser here, under a name that leads here.
             site = request.headers.get("Sec-Fetch-Site", "none")
-            if not _is_loopback(request.host) or site not in {"none", "same-origin"}:
+            if not probes.is_loopback(request.host) or site not in {"none", "same-origin"}:
                 raise Refused(403, "without keys, only programs of this machine may use it")
             return LOCAL
         digest = hashlib.sha256(_key(request.headers.get("Authorization", ""))).hexdigest()
@@ -83,11 +81,3 @@ def _key(header: str) -> bytes:
         return str(BasicAuth.decode(header).password).encode("latin1")
     except ValueError:
         return header.partition(" ")[2].strip().encode(errors="replace")
-
-
-def _is_loopback(authority: str) -> bool:
-    try:
-        host = URL(f"//{authority}").host or ""
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -16,7 +16,6 @@ from imagefleet.job.message import Job
 from imagefleet.records import outcomes, reader
 from imagefleet.records.batch import Watch
 from imagefleet.records.outcomes import JobFacts
-from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.settings import Priority
 from imagefleet.submit import RETRIES
 from imagefleet.telemetry import logs
@@ -64,7 +63,7 @@ class Desk:
         self.storage = fleet.storage
         self.wait_seconds = wait_seconds
         self._fleet = fleet
-        is_local = fleet.storage.url.startswith(LOCAL_SCHEME)
+        is_local = fleet.storage.settings.is_local
         self._poll_seconds = _LOCAL_POLL_SECONDS if is_local else _REMOTE_POLL_SECONDS
         self._unsent: list[Ticket] = []
         self._tickets: dict[str, Ticket] = {}  # by the key of the job
@@ -226,14 +225,8 @@ class Desk:
             await self._has_dropped.wait()
             await asyncio.sleep(concurrency.jitter(_CANCEL_SECONDS))
             self._has_dropped.clear()
-            known, listed = (
-                listed,
-                {
-                    key
-                    for key, each in self._tickets.items()
-                    if each.is_dropped and each.sent.done()
-                },
-            )
+            known, tickets = listed, self._tickets.items()
+            listed = {key for key, each in tickets if each.is_dropped and each.sent.done()}
             try:
                 if listed != known:
                     await cancelled.cancel_jobs(self.storage, listed - known, known - listed)

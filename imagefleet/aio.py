@@ -179,38 +179,31 @@ class Fleet:
         have, and NameTakenError for an id that was sent before with another content.
         """
         campaign = campaign and _checked("campaign", campaign)
-        terms = checked_priority(priority), models, before_send
-        return await self.run(self._submit(jobs, campaign, *terms))
+        to = enqueue.JobSender(self.storage, checked_priority(priority), elsewhere=models)
 
-    async def _submit(
-        self,
-        jobs: Iterable[Job],
-        campaign: str | None,
-        priority: Priority,
-        models: Collection[str],
-        before_send: Callable[[Mapping[str, JobFacts]], object],
-    ) -> Batch:
-        if not self._created:
-            await self.storage.create()
-            self._created = True
-        submission = Submission(self.storage, self._ledgers)
-        bodies = list(submission.messages(jobs, campaign, self.signer))
-        to = enqueue.JobSender(self.storage, priority, elsewhere=models)
-        await to.check(model for body in bodies for model in models_of(body))
-        await submission.check()
-        before_send(submission.jobs)
-        await RETRIES.call(submission.before_send)
-        sender = BulkSender(to.send, bodies)
+        async def send() -> Batch:
+            if not self._created:
+                await self.storage.create()
+                self._created = True
+            submission = Submission(self.storage, self._ledgers)
+            bodies = list(submission.messages(jobs, campaign, self.signer))
+            await to.check(model for body in bodies for model in models_of(body))
+            await submission.check()
+            before_send(submission.jobs)
+            await RETRIES.call(submission.before_send)
+            sender = BulkSender(to.send, bodies)
 
-        async def note() -> None:
-            await submission.note_sent(sender.progress.sent)
+            async def note() -> None:
+                await submission.note_sent(sender.progress.sent)
 
-        try:
-            async with concurrency.beside(keep_noting(note)):
-                await sender.run()
-        finally:
-            await note()
-        return Batch(self, submission)
+            try:
+                async with concurrency.beside(keep_noting(note)):
+                    await sender.run()
+            finally:
+                await note()
+            return Batch(self, submission)
+
+        return await self.run(send())
 
     def results(self, campaign: str) -> Results:
         """What has become of a campaign's jobs, each once; not of those queued or running."""

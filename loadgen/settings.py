@@ -3,7 +3,6 @@
 from pydantic import Field
 
 from imagefleet import concurrency
-from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.settings import SignerSettings
 from imagefleet.submit import BATCH
 
@@ -59,23 +58,19 @@ class LoadSettings(SignerSettings):
     def second_drawings(self) -> float:
         if self.verify_share is not None:
             return self.verify_share
-        return 0.0 if self._is_local else DEFAULT_VERIFY_SHARE
+        return 0.0 if self.is_local else DEFAULT_VERIFY_SHARE
 
     def processes_for(self, jobs: int) -> int:
         """How many send so many *jobs*."""
         if self.processes is not None:
             return self.processes
-        if self._is_local or jobs < _MANY_JOBS:
+        if self.is_local or jobs < _MANY_JOBS:
             return 1  # local storage has one writer at a time
         return max(1, min(_MOST_BY_DEFAULT, concurrency.cores() - 1))
 
     def batches_for(self, processes: int) -> tuple[int, int]:
         """The batches in flight at once, and the jobs of each."""
         # One transaction holds all of a batch in local storage, which is written one at a time.
-        batches = processes * (1 if self._is_local else min(_BATCHES, self.concurrency))
+        batches = processes * (1 if self.is_local else min(_BATCHES, self.concurrency))
         in_flight = min(processes * self.concurrency, MOST_IN_FLIGHT)
         return batches, in_flight // batches
-
-    @property
-    def _is_local(self) -> bool:
-        return self.storage.strip().startswith(LOCAL_SCHEME)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from imagefleet import concurrency, errors
 from imagefleet.job.message import images_of
 from imagefleet.storage import protocol
-from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.telemetry import logs
 from worker import tasks
@@ -166,8 +165,7 @@ class Puller:
     async def _pause(self, empty_polls: int) -> None:
         settings = self.settler.settings
         until_empty = settings.until_empty
-        is_local = settings.storage.strip().startswith(LOCAL_SCHEME)
-        longest = LOCAL_PAUSE_SECONDS if is_local else LONGEST_PAUSE_SECONDS
+        longest = LOCAL_PAUSE_SECONDS if settings.is_local else LONGEST_PAUSE_SECONDS
         longest = UNTIL_EMPTY_PAUSE_SECONDS if until_empty else longest
         waits = [self._stopped.wait()]
         if until_empty and self.settler.in_flight:

@@ -9,7 +9,6 @@ import pynvml
 
 from imagefleet import errors
 from imagefleet.pricing import prices
-from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.telemetry import logs
 from worker import tasks
 from worker.settings import WorkerSettings
@@ -56,8 +55,8 @@ def find_replica(settings: WorkerSettings) -> Replica:
         except errors.SetupError as error:
             text = f"no image has a cost: {error}; or set --price-per-hour"
             log.warning(text, action="price_unknown")
-    is_local = settings.storage.strip().startswith(LOCAL_SCHEME)
-    return Replica(gpu, dollars_per_hour, prices.FREE_STORAGE if is_local else table.storage)
+    storage = prices.FREE_STORAGE if settings.is_local else table.storage
+    return Replica(gpu, dollars_per_hour, storage)
 
 
 def _gpu(settings: WorkerSettings, table: prices.PriceTable) -> str:

@@ -59,7 +59,7 @@ class Settler:
         self.pending = PendingRecords(
             RecordLog(self.storage.blobs, self.settings.name, self.retry_policy),
             self.metrics,
-            in_flight.flush_seconds(self.storage.url, self.settings.lease_seconds),
+            in_flight.flush_seconds(self.settings.lease_seconds, is_local=self.settings.is_local),
             lambda: len(self.in_flight),
             lambda: self.storage.prover,
         )

@@ -18,8 +18,8 @@ from imagefleet.files import kinds, safetensors
 from imagefleet.files.kinds import CONTROLNET, EMBEDDING, LORA, MODEL, UPSCALER, VAE, FileKind
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
 from imagefleet.job.passes import img2img
-from imagefleet.storage.open import LOCAL_SCHEME, Storage, open_storage
-from imagefleet.storage.settings import SignerSettings
+from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.settings import LOCAL_SCHEME, SignerSettings
 from worker.files import library
 
 #: Images that jobs name: no file of a worker's, so they are listed in no manifest.
@@ -144,7 +144,6 @@ async def look(settings: SignerSettings, uses: Uses, elsewhere: Elsewhere) -> li
     keys = settings.keys()
     missing, present = list[Use](), list[Use]()
     async with open_storage(settings) as storage:
-        is_local = storage.url.startswith(LOCAL_SCHEME)
         for noun, wanted in uses.by_kind.items():
             if not wanted:
                 continue
@@ -152,7 +151,8 @@ async def look(settings: SignerSettings, uses: Uses, elsewhere: Elsewhere) -> li
             own, there = elsewhere.names(kind), await stored(storage, kind)
             there |= await aliases(storage, keys, there) if kind is LORA else set()
             listed = there
-            if kind is not IMAGE and (keys.signing or (kind is EMBEDDING and not is_local)):
+            needs_list = keys.signing or (kind is EMBEDDING and not settings.is_local)
+            if needs_list and kind is not IMAGE:
                 listed = await _listed(storage, kind, keys)
             for use in wanted.values():
                 if use.name in own:
@@ -227,8 +227,7 @@ async def stored(storage: Storage, kind: FileKind) -> set[str]:
 
 def may_exist(storage: Storage) -> bool:
     """False for a local storage that the first load will create."""
-    is_local = storage.url.startswith(LOCAL_SCHEME)
-    return not is_local or Path(storage.url.removeprefix(LOCAL_SCHEME)).exists()
+    return not storage.settings.is_local or Path(storage.url.removeprefix(LOCAL_SCHEME)).exists()
 
 
 async def aliases(storage: Storage, keys: signing.Keys, there: set[str]) -> set[str]:

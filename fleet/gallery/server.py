@@ -19,7 +19,7 @@ from imagefleet import aio, errors, redaction, validation
 from imagefleet.files.picture import DamagedImageError
 from imagefleet.records import reader, stored
 from imagefleet.records.record import Record
-from imagefleet.storage.open import LOCAL_SCHEME
+from imagefleet.telemetry import probes
 
 _PAGE = Path(__file__).parent / "page"
 
@@ -52,7 +52,7 @@ class Gallery:
         self._guard = guard.Guard(host)
         self._refusal = ""
         """Why no job can be sent again; empty if one can be."""
-        if not guard.is_loopback(host):
+        if not probes.is_loopback(probes.authority(host, 0)):
             self._refusal = f"The gallery listens on {host}: anybody there could send jobs again."
         self._replaying = asyncio.Lock()
 
@@ -179,7 +179,7 @@ class Gallery:
         if name not in self._open and name not in await self._campaigns():
             raise web.HTTPNotFound(text="there is no such campaign\n")
         if name not in self._open:
-            is_local = self._storage.url.startswith(LOCAL_SCHEME)
+            is_local = self._storage.settings.is_local
             seconds = campaign.LOCAL_POLL_SECONDS if is_local else campaign.REMOTE_POLL_SECONDS
             self._open[name] = Campaign(self._storage, name, seconds)
         return self._open[name]

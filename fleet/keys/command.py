@@ -17,7 +17,6 @@ from imagefleet import errors
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.signing import SigningKey
 from imagefleet.storage.azure.roles import ROLES, explain
-from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.settings import MAX_SHARDS, StorageSettings
 
 #: A run of a day or two, and a weekend on top; less with rotation.
@@ -176,7 +175,7 @@ def _print_exports(variables: Mapping[str, str]) -> None:
 
 
 def _on_azure(settings: StorageSettings) -> StorageSettings:
-    if settings.storage.strip().startswith(LOCAL_SCHEME):
+    if settings.is_local:
         raise errors.SetupError(
             "a local folder needs no tokens; set IMAGEFLEET_STORAGE to an Azure connection string"
         )

@@ -158,8 +158,8 @@ def _places(role: Role | None, models: Collection[str] = (), shards: int = 1) ->
         Place(queue, model, shard)
         for shard in range(shards)
         for model in (None, *models)
-        for queue in filter(roles.is_job_queue, roles.RESOURCES)
-        if model or shard
+        for queue in roles.RESOURCES
+        if (model or shard) and queue in roles.JOB_QUEUES.values()
     ]
     return [place for place in places if role is None or place.letters(role)]
 

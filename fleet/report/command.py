@@ -15,7 +15,6 @@ from fleet.settings import MonitorSettings
 from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.pricing import prices
-from imagefleet.storage.open import LOCAL_SCHEME
 
 
 @options.flat
@@ -46,7 +45,7 @@ async def command(
     """
     campaign = target.campaign(campaign)
     table = prices.read_table(prices_path)
-    if settings.storage.strip().startswith(LOCAL_SCHEME):
+    if settings.is_local:
         table = replace(table, storage=prices.FREE_STORAGE)
     scored = None if scores is None else campaign_scores.read(scores)
     if scored is not None and scored.campaign != campaign:

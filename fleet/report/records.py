@@ -158,10 +158,8 @@ class Records:
         worker.first_pull_at = min(worker.first_pull_at, pulled_at)
         worker.first_image_at = min(worker.first_image_at, record.at)
         worker.last_image_at = max(worker.last_image_at, record.at)
-        before, worker.seconds = (
-            worker.seconds,
-            (worker.last_image_at - worker.began_at).total_seconds(),
-        )
+        before = worker.seconds
+        worker.seconds = (worker.last_image_at - worker.began_at).total_seconds()
         if (model := self.model(record)) is not None:
             # One model is drawn at a time, so what was added since the last image is this one's.
             model.gpu_seconds += (added := worker.seconds - before)

@@ -145,18 +145,12 @@ class Service:
             until = time.time() + concurrency.jitter(answer.pause_seconds, *_JITTER)
             self._paused_until = max(self._paused_until, until)
         if answer.failure is None:
-            self._succeeded(event)
+            self._attempts.labels("delivered").inc()
+            del self._state.waiting[event.id]
+            text = f"delivered {event.type} of {event.subject}"
+            log.info(text, action="webhook_delivered", webhook_id=event.id)
         else:
             self._failed(event, answer)
-
-    def _succeeded(self, event: Event) -> None:
-        self._attempts.labels("delivered").inc()
-        del self._state.waiting[event.id]
-        log.info(
-            f"delivered {event.type} of {event.subject}",
-            action="webhook_delivered",
-            webhook_id=event.id,
-        )
 
     def _failed(self, event: Event, answer: Answer) -> None:
         now = time.time()

@@ -15,9 +15,7 @@ from imagefleet.storage.proofs import Proofs, Prover
 from imagefleet.storage.protocol import BlobStore, JobQueue, Operations
 from imagefleet.storage.routing.models import ModelQueues
 from imagefleet.storage.routing.queue import RoutedQueue
-from imagefleet.storage.settings import Priority, SignerSettings, StorageSettings
-
-LOCAL_SCHEME = "local:"
+from imagefleet.storage.settings import LOCAL_SCHEME, Priority, SignerSettings, StorageSettings
 
 QUEUE_FILE = "queue.sqlite"
 
@@ -151,9 +149,8 @@ def open_storage(
     JSON Web Token) for the broker at `settings.broker_url`. Nothing connects before its first use.
     Raises SetupError if the address is not valid, or lacks credentials.
     """
-    address = settings.storage.strip()
-    if address.startswith(LOCAL_SCHEME):
-        folder = address.removeprefix(LOCAL_SCHEME)
+    if settings.is_local:
+        folder = settings.storage.strip().removeprefix(LOCAL_SCHEME)
         if not folder:
             raise errors.SetupError("the storage 'local:' lacks a folder; write local:FOLDER")
         return LocalStorage(Path(folder).expanduser(), settings)
@@ -165,6 +162,6 @@ def open_storage(
 
 def absolute_url(storage: Storage) -> str:
     """The storage's address without secrets, the same from every directory."""
-    if not storage.url.startswith(LOCAL_SCHEME):
+    if not storage.settings.is_local:
         return storage.url
     return LOCAL_SCHEME + str(Path(storage.url.removeprefix(LOCAL_SCHEME)).absolute())

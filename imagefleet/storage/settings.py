@@ -13,6 +13,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from imagefleet import errors, signing
 from imagefleet.redaction import WebAddress
 
+LOCAL_SCHEME = "local:"
+
 #: Azure's rule for names of queues and containers, with space left for `-poison`.
 _AZURE_NAME = re.compile(r"(?=.{3,56}$)[a-z0-9](-?[a-z0-9])*")
 
@@ -136,6 +138,11 @@ class StorageSettings(BaseSettings):
         description="Service that issues SAS tokens to workers on SaladCloud, which authenticate"
         " with their node's identity token, and renews them before they expire.",
     )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the storage is a folder of this machine."""
+        return self.storage.strip().startswith(LOCAL_SCHEME)
 
     def queues_of(self, model: str | None, shard: int = 0) -> Mapping[Priority, str]:
         """The names of a model's job queues, in the order in which workers take jobs."""

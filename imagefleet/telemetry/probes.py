@@ -1,11 +1,13 @@
 """The HTTP port for monitoring: /metrics, and the probes /started, /live and /ready."""
 
 import contextlib
+import ipaddress
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
+from yarl import URL
 
 from imagefleet import errors
 from imagefleet.telemetry import metrics
@@ -67,6 +69,15 @@ async def listening(
 def authority(host: str, port: int) -> str:
     """HOST:PORT as addresses have it, where IPv6 stands in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(authority: str) -> bool:
+    """Whether HOST or HOST:PORT is one that only this machine reaches."""
+    try:
+        host = URL(f"//{authority}").host or ""
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _probe(

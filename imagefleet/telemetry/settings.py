@@ -8,8 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from imagefleet.redaction import WebAddress
-from imagefleet.storage.open import LOCAL_SCHEME
-from imagefleet.storage.settings import StorageSettings
+from imagefleet.storage.settings import LOCAL_SCHEME, StorageSettings
 
 #: Stands for every fleet in queries, so that no fleet may be called so.
 ALL_FLEETS = "all"

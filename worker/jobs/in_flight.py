@@ -23,7 +23,6 @@ from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
 from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.deliveries import SUSPECT_AFTER, Deliveries, shown_images
-from imagefleet.storage.open import LOCAL_SCHEME
 from imagefleet.storage.proofs import Prover
 from imagefleet.telemetry import logs
 from imagefleet.telemetry.metrics import MAX_MODELS, OTHER_MODELS
@@ -298,9 +297,9 @@ class InFlightImage:
     generated_at: float = 0.0
 
 
-def flush_seconds(storage_url: str, lease_seconds: float) -> float:
+def flush_seconds(lease_seconds: float, *, is_local: bool) -> float:
     """The longest that a record waits for others."""
-    usual = LOCAL_FLUSH_SECONDS if storage_url.startswith(LOCAL_SCHEME) else FLUSH_SECONDS
+    usual = LOCAL_FLUSH_SECONDS if is_local else FLUSH_SECONDS
     return min(usual, lease_seconds * FLUSH_PER_LEASE)
 
 

@@ -17,6 +17,7 @@ share of the waiting jobs.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -109,7 +110,10 @@ class ModelChoice:
         others = {
             model: count for model, count in waiting.items() if model != self.current and count.jobs
         }
-        waited = {model: self._waited(model, each) for model, each in others.items()}
+        waited = {
+            model: min(each.age_seconds, self.clock() - self._left_at.get(model, -math.inf))
+            for model, each in others.items()
+        }
         worth = [
             model
             for model, other in others.items()
@@ -118,12 +122,6 @@ class ModelChoice:
             or waited[model] >= self.stay_seconds
         ]
         return max(worth, key=lambda model: waited[model], default=None)
-
-    def _waited(self, model: str, waiting: Waiting) -> float:
-        left_at = self._left_at.get(model)
-        if left_at is None:
-            return waiting.age_seconds
-        return min(waiting.age_seconds, self.clock() - left_at)
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,10 +136,6 @@ def name_of(
     return names[resource]
 
 
-def is_job_queue(resource: Resource) -> bool:
-    return resource in JOB_QUEUES.values()
-
-
 def is_container(resource: Resource) -> bool:
     return resource in {"blob", "files"}
 

@@ -326,7 +326,7 @@ async def test_a_failed_job_is_sent_again_only_after_a_question(
 async def test_in_a_gallery_for_the_network_the_button_is_grey_and_says_why(
     campaign: StorageSettings, open_page: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fleet.gallery.guard.is_loopback", lambda _: False)
+    monkeypatch.setattr("imagefleet.telemetry.probes.is_loopback", lambda _: False)
     async with open_page(campaign, fragment="#campaign=spring&tab=failed") as page:
         await page.press("ArrowDown")
         await page.press("Enter")

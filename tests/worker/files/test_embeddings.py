@@ -20,7 +20,7 @@ from imagefleet.files.kinds import EMBEDDING
 from imagefleet.records import reader
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage import dead_letter
-from imagefleet.storage.open import LOCAL_SCHEME, Storage
+from imagefleet.storage.open import Storage
 from worker.files import addresses, manifest
 from worker.files.library import EmbeddingLibrary, Source
 
@@ -91,7 +91,7 @@ async def test_a_file_put_into_a_local_storage_by_hand_is_used_and_its_replaceme
 ) -> None:
     await replace(storage, "embeddings/mist.safetensors", lora_bytes("old"))
     found = library()
-    if not storage.url.startswith(LOCAL_SCHEME):
+    if not storage.settings.is_local:
         assert await found.names() == (), "a worker's token cannot list them"
         return
     assert await found.names() == ("mist",)
