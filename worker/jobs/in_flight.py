@@ -103,8 +103,9 @@ class InFlightJob:
     again: list[Record] = field(default_factory=list)
     """Records of the job's images that found their names taken."""
     lora_hashes: dict[str, Future[str | None]] = field(default_factory=dict)
-    vae_hash: Future[str | None] | None = None
     """Hashes of its LoRAs, by their names in its prompt; computed while it is drawn."""
+    model_hashes: dict[str, Future[str | None]] = field(default_factory=dict)
+    """Those of its VAE and of other checkpoints, by the fields that name them."""
     overlay: Overlay | None = None
     """What is laid over its images."""
     source_parameters: str = ""

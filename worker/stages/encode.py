@@ -66,7 +66,7 @@ def parameters(
     *,
     model_hash: str | None = None,
     vae: str | None = None,
-    vae_hash: str | None = None,
+    model_hashes: Mapping[str, str | None] | None = None,
     lora_hashes: Mapping[str, str] | None = None,
     embedding_hashes: Mapping[str, str] | None = None,
     is_cut_out: bool = False,
@@ -76,6 +76,7 @@ def parameters(
 
     *is_cut_out*: only the masked part of the image that it was given was drawn, in that size.
     *decoder*: what decoded it; None for the VAE. *vae*: the worker's own, if it has one.
+    *model_hashes*: those of the VAE and of other checkpoints, by the fields that name them.
 
     'RNG: CPU' makes AUTOMATIC1111 draw the same noise; its default, the GPU's, is not written.
     """
@@ -85,9 +86,9 @@ def parameters(
     resized, extra_noise = job.seed_resize_from, job.img2img_extra_noise
     loras = {name.translate(_SEPARATORS): each for name, each in (lora_hashes or {}).items()}
     embeddings = {name: each[:12] for name, each in (embedding_hashes or {}).items()}
-    switch_at = job.refiner_switch_at
+    models, switch_at = model_hashes or {}, job.refiner_switch_at
     refiner = {
-        "Refiner": job.refiner_checkpoint,
+        "Refiner": _title(job.refiner_checkpoint, models.get("refiner_checkpoint")),
         "Refiner switch at": None if switch_at is None else _number(switch_at),
         "Refiner switch by sampling steps": "True" if job.refiner_switch_by_sample_steps else None,
     }
@@ -100,7 +101,7 @@ def parameters(
         "Size": f"{width}x{height}",
         "Model hash": model_hash,
         "Model": model,
-        "VAE hash": vae_hash,
+        "VAE hash": models.get("sd_vae"),
         "VAE": f"{name}.safetensors" if (name := job.sd_vae or vae) else None,
         "Variation seed": str(job.image_subseed(index)) if varies else None,
         "Variation seed strength": _number(job.subseed_strength) if varies else None,
@@ -113,7 +114,7 @@ def parameters(
         "Tiling": "True" if job.tiling else None,
         **_controls(job),
         **_img2img(job, is_cut_out=is_cut_out),
-        **_hires(job),
+        **_hires(job, models.get("hr_checkpoint_name")),
         **(refiner if job.refiner_checkpoint else {}),
         "NGMS": _number(job.s_min_uncond) if job.s_min_uncond else None,
         **_options(job, sampler),
@@ -189,7 +190,7 @@ def _img2img(job: Job, *, is_cut_out: bool) -> dict[str, str | None]:
     }
 
 
-def _hires(job: Job) -> dict[str, str | None]:
+def _hires(job: Job, model_hash: str | None) -> dict[str, str | None]:
     if not job.enable_hr:
         return {}
     first, second = samplers.SAMPLERS[job.sampler], samplers.SAMPLERS[hires.sampler(job)]
@@ -209,7 +210,7 @@ def _hires(job: Job) -> dict[str, str | None]:
         "Hires resize": f"{job.hr_resize_x}x{job.hr_resize_y}" if is_resized else None,
         "Hires steps": str(job.hr_second_pass_steps) if job.hr_second_pass_steps else None,
         "Hires upscaler": job.hr_upscaler,
-        "Hires checkpoint": job.hr_checkpoint_name,
+        "Hires checkpoint": _title(job.hr_checkpoint_name, model_hash),
     }
 
 
@@ -237,6 +238,11 @@ def _options(job: Job, sampler: Sampler) -> dict[str, str]:
         for field, value in found.items()
         if value not in (None, words[field][1])
     }
+
+
+def _title(name: str | None, model_hash: str | None) -> str | None:
+    """A checkpoint as AUTOMATIC1111 shows it."""
+    return f"{name} [{model_hash}]" if model_hash else name
 
 
 def _number(value: float) -> str:

@@ -256,7 +256,9 @@ class EncodeStage:
             self.upload.settler.model_name,
             model_hash=await _result(self.model_hash),
             vae=settings.vae and Path(settings.vae).name.removesuffix(".safetensors"),
-            vae_hash=await _result(image.owner.vae_hash) if image.owner.vae_hash else None,
+            model_hashes={
+                name: await _result(each) for name, each in image.owner.model_hashes.items()
+            },
             lora_hashes={name: each for name, each in loras.items() if each},
             embedding_hashes={each.name: each.sha256 for each in image.embeddings},
             is_cut_out=image.owner.overlay is not None and image.owner.overlay.box is not None,

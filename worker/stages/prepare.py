@@ -340,9 +340,10 @@ class PrepareStage:
                 }
             if (accelerator := self.files.accelerator) is not None:
                 entry.lora_hashes[accelerator.name] = own["accelerator"]
-            entry.vae_hash = own.get("vae")
-        if found.inputs.vae is not None:
-            entry.vae_hash = self.files.hashes.of_model(found.inputs.vae.path)
+            if "vae" in own:
+                entry.model_hashes["sd_vae"] = own["vae"]
+        of_model = self.files.hashes.of_model
+        entry.model_hashes |= {name: of_model(path) for name, path in found.inputs.models.items()}
         entry.overlay = found.inputs.overlay
         return found.requests
 

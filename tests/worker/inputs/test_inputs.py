@@ -274,7 +274,8 @@ async def test_other_checkpoints_are_fetched_by_name_once_and_the_engines_own_is
     ]
     assert sorted(map(repr, found)) == sorted(map(repr, expected))
     text = (await stored(storage, "default/j0.png")).info["parameters"]
-    assert ", Refiner: late, Refiner switch at: 0.7, " in text
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert f", Refiner: late [{sha256[:10]}], Refiner switch at: 0.7, " in text
     failed = await failures(storage)
     assert failed.keys() == {"j4", "j5"}
     assert "the checkpoint 'later': there is no models/later.saf" in failed["j4"].reason

@@ -244,3 +244,7 @@ def test_other_checkpoints_are_stated_as_a1111_does() -> None:
         " Refiner switch by sampling steps: True, Version"
     ) in facts_of(**job, **by_steps, hr_checkpoint_name="sharp")
     assert "Refiner" not in facts_of(refiner_switch_at=0.7)
+    hashes = {"hr_checkpoint_name": "0123456789", "refiner_checkpoint": "6ce0161689"}
+    named = job_of(**job, enable_hr=True, hr_checkpoint_name="sharp")
+    text = encode.parameters(named, 0, (64, 64), "m", model_hashes=hashes)
+    assert "Hires checkpoint: sharp [0123456789], Refiner: late [6ce0161689], " in text
