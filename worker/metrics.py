@@ -90,26 +90,23 @@ class WorkerMetrics:
         self.registry = metrics.LabelledRegistry(
             {name: value for name, value in labels.items() if value}
         )
-        counter = partial(Counter, registry=self.registry)
-        self.images = counter("imagefleet_images", "Images stored.")
-        self.jobs = counter("imagefleet_jobs", "Jobs by outcome.", ["outcome"])
-        self.model_images = counter("imagefleet_model_images", "Images stored.", ["model"])
-        self.campaign_images = counter(
-            "imagefleet_campaign_images", "Images stored, by campaign.", ["campaign"]
-        )
+
+        def counter(name: str, what: str, *labels: str) -> Counter:
+            return Counter(f"imagefleet_{name}", what, labels, registry=self.registry)
+
+        self.images = counter("images", "Images stored.")
+        self.jobs = counter("jobs", "Jobs by outcome.", "outcome")
+        self.model_images = counter("model_images", "Images stored.", "model")
+        self.campaign_images = counter("campaign_images", "Images stored, by campaign.", "campaign")
         self.campaigns: set[str] = set()
         """Those with a series of their own: whoever may send jobs names campaigns."""
         self.chain_images = counter(
-            "imagefleet_chain_images", "Images stored of jobs with several stages.", ["stage"]
+            "chain_images", "Images stored of jobs with several stages.", "stage"
         )
-        self.model_jobs = counter(
-            "imagefleet_model_jobs", "Jobs by outcome and model.", ["model", "outcome"]
-        )
-        self.model_switches = counter(
-            "imagefleet_model_switches", "Changes to a model from another.", ["model"]
-        )
+        self.model_jobs = counter("model_jobs", "Jobs by outcome and model.", "model", "outcome")
+        self.model_switches = counter("model_switches", "Changes to a model from another.", "model")
         self.model_switch_seconds = counter(
-            "imagefleet_model_switch_seconds", "Time without an engine during changes of models."
+            "model_switch_seconds", "Time without an engine during changes of models."
         )
         stage_seconds = Histogram(
             "imagefleet_stage_seconds",
@@ -122,30 +119,28 @@ class WorkerMetrics:
         self.stage_seconds: Mapping[Stage, Histogram] = {
             stage: stage_seconds.labels(stage) for stage in get_args(Stage)
         }
-        self.lease_renewals = counter(
-            "imagefleet_lease_renewals", "Lease renewals by result.", ["result"]
-        )
+        self.lease_renewals = counter("lease_renewals", "Lease renewals by result.", "result")
         self.failed_jobs = counter(
-            "imagefleet_failed_jobs", "Jobs sent to the poison queue, by class of error.", ["error"]
+            "failed_jobs", "Jobs sent to the poison queue, by class of error.", "error"
         )
         self.node_windows = counter(
-            "imagefleet_node_watch_windows", "Windows of the node watchdog by result.", ["result"]
+            "node_watch_windows", "Windows of the node watchdog by result.", "result"
         )
         self.reallocations = counter(
-            "imagefleet_node_reallocations", "Requests for another node, by result.", ["result"]
+            "node_reallocations", "Requests for another node, by result.", "result"
         )
         self.node_faults = counter(
-            "imagefleet_node_faults",
+            "node_faults",
             "Faults of this node, found by its checks at the start and while it works.",
-            ["fault"],
+            "fault",
         )
         self.canaries = counter(
-            "imagefleet_node_canaries",
+            "node_canaries",
             "Checks of this node by images whose result is known, by result.",
-            ["result"],
+            "result",
         )
         self.suspect_images = counter(
-            "imagefleet_suspect_images",
+            "suspect_images",
             "Images stored by this node between its last good check and one that failed.",
         )
         self.waiting = Gauge(

@@ -16,6 +16,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from fleet import console, options
 from fleet.options import option
+from fleet.results import files
 from fleet.worker import command as worker_command
 from imagefleet import aio, errors
 from imagefleet.files import demo
@@ -105,14 +106,12 @@ def _prepare(storage: Path) -> None:
     """Creates an empty storage folder; refuses to empty one that is not a demo's."""
     if storage.exists() and not (storage / _MARKER).exists():
         raise errors.SetupError(f"{storage} exists and is not from a demo: choose another --output")
-    try:
+    with files.writing(storage):
         if storage.exists():
             shutil.rmtree(storage)
         storage.mkdir(parents=True)
         (storage / _MARKER).touch()
         free = shutil.disk_usage(storage).free
-    except OSError as error:
-        raise errors.SetupError(f"cannot write to {storage.parent}: {error.strerror}") from None
     if free < _LEAST_FREE_BYTES:
         raise errors.SetupError(
             f"the disk of {storage.parent} is full: free {_LEAST_FREE_BYTES / 1e6:.0f} MB, or"

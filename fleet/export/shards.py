@@ -20,6 +20,7 @@ from imagefleet.files import picture
 from imagefleet.records import pictures
 from imagefleet.records.pictures import Fault, Picture
 from imagefleet.records.record import Record
+from imagefleet.storage.local.new_blobs import sync
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.submit import RETRIES
 
@@ -115,7 +116,7 @@ class Exporter:
         if self.plan.format == "imagefolder":
             os.sync()  # of thousands of files one by one would take longer
         for path in written.listed:
-            files.sync(path)
+            sync(path)
         return Shard(
             name=written.name,
             images=len(written.digests),
@@ -141,5 +142,5 @@ class Exporter:
             if target.is_dir():
                 shutil.rmtree(target)
             source.replace(target)
-            files.sync(target.parent)
+            sync(target.parent)
         shutil.rmtree(written.folder)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from imagefleet import errors
+from imagefleet.storage.local.new_blobs import sync
 
 
 @contextlib.contextmanager
@@ -40,15 +41,6 @@ def writing(path: Path) -> Iterator[None]:
         raise errors.SetupError(f"cannot write {place}: {error.strerror or error}") from None
     except sqlite3.Error as error:
         raise errors.SetupError(f"cannot write {path}: {error}") from None
-
-
-def sync(path: Path) -> None:
-    """Returns once the file or folder is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def size_of(path: Path) -> int | None:

@@ -70,9 +70,7 @@ async def command(
     """
     if deadline is None and dollars_per_hour is None:
         raise errors.SetupError("give a goal: --deadline, --dollars-per-hour or both")
-    if deadline is not None and deadline.timestamp() <= time.time():
-        past = deadline.isoformat(" ", "minutes")
-        raise errors.SetupError(f"--deadline {past} is in the past: give a later one")
+    _refuse_past(deadline)
     fleet_file = salad_file.read_file(file)
     served = fleet_file.served_models()
     goal = Goal(
@@ -89,7 +87,6 @@ async def command(
         yes=running.yes or running.dry_run,
     )
     logs.configure("auto")
-    speed = running.images_per_second
     state = running.state or Path(f"{fleet_file.name}-scale.json")
     in_use = f"another `imagefleet scale` keeps the state {state}"
     # A preview may run beside the scaler itself.
@@ -106,7 +103,7 @@ async def command(
                 client.storage,
                 state,
                 scaler.Speeds(
-                    given=scaler.Speed(speed / running.images_per_job, "given") if speed else None,
+                    given=_given_speed(running),
                     assumed=_assumed_speed(fleet_file, running.images_per_job),
                     server=server,
                     models=served,
@@ -126,6 +123,17 @@ async def command(
                         action="scale_end",
                         running=scaling.running,
                     )
+
+
+def _refuse_past(deadline: datetime | None) -> None:
+    if deadline is not None and deadline.timestamp() <= time.time():
+        past = deadline.isoformat(" ", "minutes")
+        raise errors.SetupError(f"--deadline {past} is in the past: give a later one")
+
+
+def _given_speed(running: Running) -> scaler.Speed | None:
+    speed = running.images_per_second
+    return scaler.Speed(speed / running.images_per_job, "given") if speed else None
 
 
 def _assumed_speed(file: salad_file.FleetFile, images_per_job: int) -> scaler.Speed | None:

@@ -26,7 +26,7 @@ from imagefleet.storage.local.new_blobs import (
     NewBlobs,
     make_durable_folder,
     no_folder,
-    sync_folder,
+    sync,
     translated,
 )
 
@@ -129,7 +129,7 @@ class LocalBlobs(protocol.BlobStore):
                 temporary.replace(path)
             finally:
                 temporary.unlink(missing_ok=True)
-            sync_folder(path.parent)
+            sync(path.parent)
             return True
 
         return await self._writing(replace)
@@ -154,7 +154,7 @@ class LocalBlobs(protocol.BlobStore):
                     file.truncate(position)
                     raise
             if position == 0:
-                sync_folder(path.parent)
+                sync(path.parent)
             return True
 
         return await self._writing(append)

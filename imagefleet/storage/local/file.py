@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 
 from imagefleet import errors
-from imagefleet.storage.local.new_blobs import sync_folder
+from imagefleet.storage.local.new_blobs import sync
 
 #: Seconds to wait for another process's transaction: milliseconds, unless the machine is busy.
 BUSY_TIMEOUT_SECONDS = 30
@@ -117,7 +117,7 @@ def create(path: Path) -> None:
                 connection.executescript(_SCHEMA)
             with contextlib.suppress(FileExistsError):  # of another process
                 path.hardlink_to(draft)
-            sync_folder(path.parent)
+            sync(path.parent)
         finally:
             for leftover in (draft, log_of(draft), draft.with_name(f"{draft.name}-shm")):
                 leftover.unlink(missing_ok=True)

@@ -85,7 +85,7 @@ class NewBlobs:
         stored = [draft for draft in drafts if isinstance(draft.outcome, bool)]
         for folder in {draft.folder for draft in stored}:
             within = [draft for draft in stored if draft.folder == folder]
-            self._noting_errors(within, partial(sync_folder, folder))
+            self._noting_errors(within, partial(sync, folder))
         return [draft.outcome or False for draft in drafts]
 
     def _each(self, drafts: Sequence[_Draft], step: Callable[[_Draft], None]) -> None:
@@ -202,11 +202,12 @@ def make_durable_folder(folder: Path, root: Path) -> None:
     if folder != root and not folder.exists():
         make_durable_folder(folder.parent, root)
         folder.mkdir(exist_ok=True)
-        sync_folder(folder.parent)
+        sync(folder.parent)
 
 
-def sync_folder(folder: Path | str) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path | str) -> None:
+    """Returns once the file or folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
