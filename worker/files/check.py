@@ -253,9 +253,9 @@ def _check_folder(folder: Path, kind: kinds.FileKind) -> None:
         raise errors.SetupError(f"{str(folder)!r} is {other}; {_ONLY_THESE}")
     if not any((folder / part).is_dir() for part in _PARTS):
         raise errors.SetupError(_not_a_checkpoint(folder))
-    parts = {*_PARTS, "text_encoder_2"} if _is_sdxl(unet) else {*_PARTS}
-    for part in sorted(parts - {"text_encoder"} if is_refiner else parts):
-        _check_part(folder / part)
+    for part in (*_PARTS, "text_encoder_2") if _is_sdxl(unet) else _PARTS:
+        if part != "text_encoder" or not is_refiner:
+            _check_part(folder / part)
 
 
 def _check_part(folder: Path) -> None:

@@ -26,6 +26,11 @@ from worker.engine.kernels import layers
 from worker.engine.networks.linear import TextEncoderLoras
 from worker.engine.networks.unet import SlotUnet
 from worker.engine.passes.images import ImageCoder
+from worker.engine.slots import memory
+
+#: What two checkpoints with a UNet each may take of a GPU's memory: a slot and its image need the
+#: rest. So SDXL and its refiner, of 13 GiB, have room in 20 and not in 16.
+_WEIGHTS_SHARE = 0.7
 
 Read = Callable[[Path, Checkpoint], Checkpoint]
 """Reads a checkpoint of another's kind into the host's memory; raises SetupError."""
@@ -123,8 +128,22 @@ class HeldCheckpoints(HeldNetworks[HeldCheckpoint]):
         if found.family is table.REFINER:
             self._refiners.add(identity)
             on_device.append(found.unet)
+            self._refuse_large(path.stem, on_device)
         on_device.checkpoint = found
         return on_device
+
+    def _refuse_large(self, name: str, network: nn.Module) -> None:
+        """Raises TransientError if a GPU has no room for such a network beside the engine's own."""
+        if self._device.type != "cuda":
+            return
+        own = (each for each in self._own.networks.values() if each.device == self._device)
+        weights = itertools.chain(network.parameters(), *(each.parameters() for each in own))
+        taken = sum(each.nbytes for each in weights)
+        if taken > _WEIGHTS_SHARE * memory.limit_bytes(self._device):
+            raise errors.TransientError(
+                f"this GPU has no memory for the checkpoint {name!r} beside its own model:"
+                f" {taken / 2**30:.1f} GiB for both"
+            )
 
     def finish(self, network: Any, _path: Path) -> HeldCheckpoint:
         checkpoint: Checkpoint = network.checkpoint

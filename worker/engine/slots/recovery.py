@@ -112,8 +112,8 @@ class Recovery:
             self._shrink(min(slots, self._lanes.slots - 1))
         elif has_others and failed.batch_key.isolated is None:
             return [self._isolate(job) for job in jobs]
-        elif failed.batch_key.controls and self._lanes.slots > 1:
-            # A ControlNet takes memory beside the slots' weights.
+        elif (failed.batch_key.controls or failed.batch_key.checkpoint) and self._lanes.slots > 1:
+            # A ControlNet or another checkpoint takes memory beside the slots' weights.
             self._shrink(memory.fewer(self._lanes.slots))
         elif not self._stop_compiling(failed.batch_key):
             return []
