@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import AutoencoderKL, UNet2DConditionModel
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 import tiny_model
@@ -46,6 +46,23 @@ def build(folder: Path, family: FamilyName, *, size: int = 64, **scheduler: Any)
             networks["text_encoder_2"] = _text_encoder(_SECOND_WIDTH, "gelu", is_second=True)
     pipeline = "StableDiffusionXLPipeline" if is_sdxl else "StableDiffusionPipeline"
     tiny_model.save(folder, pipeline, networks, {"scheduler": config})
+    return folder
+
+
+def build_refiner(folder: Path, base: Path, *, size: int = 64) -> Path:
+    """Writes a refiner for a tiny SDXL, with its VAE; with four levels, as SDXL's own has."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        networks: dict[str, Any] = {
+            "unet": _refiner_unet(size),
+            "vae": AutoencoderKL.from_pretrained(base / "vae"),
+            "text_encoder_2": _text_encoder(_SECOND_WIDTH, "gelu", is_second=True),
+        }
+    scheduler = json.loads((base / "scheduler" / "scheduler_config.json").read_text())
+    pipeline = "StableDiffusionXLImg2ImgPipeline"
+    tiny_model.save(
+        folder, pipeline, networks, {"scheduler": scheduler}, requires_aesthetics_score=True
+    )
     return folder
 
 
@@ -125,6 +142,23 @@ def _sdxl_unet(size: int) -> UNet2DConditionModel:
         addition_embed_type="text_time",
         addition_time_embed_dim=8,
         projection_class_embeddings_input_dim=_SECOND_WIDTH + 6 * 8,
+    )
+
+
+def _refiner_unet(size: int) -> UNet2DConditionModel:
+    return tiny_model.make_unet(
+        size,
+        block_out_channels=(32, 32, 64, 64),
+        down_block_types=("DownBlock2D", *["CrossAttnDownBlock2D"] * 2, "DownBlock2D"),
+        up_block_types=("UpBlock2D", *["CrossAttnUpBlock2D"] * 2, "UpBlock2D"),
+        layers_per_block=2,
+        transformer_layers_per_block=2,
+        cross_attention_dim=_SECOND_WIDTH,
+        attention_head_dim=(2, 2, 4, 4),
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=_SECOND_WIDTH + 5 * 8,
     )
 
 

@@ -111,14 +111,16 @@ async def add(
         listed = f", listed {'and signed ' if keys.signing else ''}in {listing.blob}"
         for file in ready:
             blob, stem = f"{kind.folder}/{file.name}", kind.stem(file.name)
+            is_refiner = file.content == contents.REFINER.family
+            shown = kinds.OTHER_MODEL if is_refiner else kind
             facts = {name: getattr(file, name) for name in stored.REPORTED}
             rows.append({"name": stem, "blob": blob, **facts, **file.facts})
             would = "would be " if dry_run and file.change != "was there" else ""
             notes.append(
                 f"{blob}: {would}{file.change}: {file.content}, {file.bytes / 1e6:,.1f} MB,"
-                f" SHA-256 {file.sha256}{listed * file.in_manifest}; {kind.use}"
+                f" SHA-256 {file.sha256}{listed * file.in_manifest}; {shown.use}"
             )
-            lines.append(kind.handle.format(stem=stem, name=file.name, sha256=file.sha256))
+            lines.append(shown.handle.format(stem=stem, name=file.name, sha256=file.sha256))
     if (more := len(notes) - console.SCREEN_LINES) > 0:
         notes[console.SCREEN_LINES :] = [f"and {more:,} more"]
     return Report({"files": rows, "dry_run": dry_run}, notes, lines)
@@ -192,7 +194,8 @@ async def _ready(
     stack: AsyncExitStack, kind: FileKind, source: str, given: AddOptions, *, is_tried: bool
 ) -> Ready:
     """The checked file, which is there as long as the *stack*; raises SetupError."""
-    local = stored.local_file(source, given.sha256, kind, given.cache)
+    wanted = kinds.OTHER_MODEL if kind is MODEL else kind
+    local = stored.local_file(source, given.sha256, wanted, given.cache)
     path = await stack.enter_async_context(local)
     if kind is kinds.MODEL:
         return await _model(stack, path, given, is_tried=is_tried)
@@ -222,7 +225,8 @@ def _name(kind: FileKind, path: Path, name: str | None) -> str:
 
 async def _model(stack: AsyncExitStack, path: Path, given: AddOptions, *, is_tried: bool) -> Ready:
     """The checkpoint as one file with its reference images; raises SetupError if it is unusable."""
-    check.check_path(path)
+    check.check_path(path, kinds.OTHER_MODEL)
+    content, file = check.family(path), path
     file_name = _name(MODEL, path, given.name)
     if file_name.endswith(".safetensors"):
         stated = contents.prediction_type(check.read_header(path))
@@ -233,7 +237,7 @@ async def _model(stack: AsyncExitStack, path: Path, given: AddOptions, *, is_tri
             )
     facts: dict[str, object] = {"image": None, "reference": None}
     beside: dict[str, bytes] = {}
-    if is_tried and making.can_draw():
+    if is_tried and content != contents.REFINER.family and making.can_draw():
         console.print_note("drawing a test image; --no-test skips it")
         target = Path(f"{MODEL.stem(file_name)}.png")
         facts["image"] = await asyncio.to_thread(making.test_image, path, target)
@@ -244,7 +248,6 @@ async def _model(stack: AsyncExitStack, path: Path, given: AddOptions, *, is_tri
         else:
             facts["reference"] = reference.stored_name(f"{MODEL.folder}/{file_name}")
             beside[str(facts["reference"])] = making.encode(found)
-    content, file = check.family(path), path
     if size := sum(part.stat().st_size for part in files_of(path)):
         room = tempfile.TemporaryDirectory(dir=stored.room_for(given.cache, size))
         file = Path(stack.enter_context(room), "model.tar")

@@ -35,7 +35,7 @@ SDXL_LORA = Content("a LoRA for SDXL", use="lora", family="SDXL")
 _LORA_ADVICE = "imagefleet uses LoRAs for Stable Diffusion 1.x, 2.x and SDXL"
 _OTHER_LORA = Content("a LoRA for another architecture (Flux, SD3 or similar)", _LORA_ADVICE)
 
-_REFINER = Content("an SDXL refiner checkpoint")
+REFINER = Content("an SDXL refiner checkpoint", family="SDXL refiner")
 _EDITING = Content(
     "a checkpoint that edits pictures (InstructPix2Pix)", "imagefleet generates from text"
 )
@@ -108,7 +108,7 @@ _TELLING_NAMES: tuple[tuple[Content, str], ...] = (
             r"|pos_embed|txt_in|blocks\.\d+\.|layers\.\d+\.)"
         ),
     ),
-    (_REFINER, r"^conditioner\.embedders\.0\.model\."),
+    (REFINER, r"^conditioner\.embedders\.0\.model\."),
     (SDXL, r"^conditioner\.embedders\."),
     (SD1, r"^model\.diffusion_model\.input_blocks\."),  # or another with a UNet
     (_AVERAGE, r"^model_ema\."),
@@ -130,12 +130,13 @@ _TELLING_NAMES: tuple[tuple[Content, str], ...] = (
 )
 
 #: The width of the prompt's encoding, which the UNet's cross-attention takes in.
-_BY_CONTEXT = {1024: SD2, 1280: _REFINER, 2048: SDXL}
+_BY_CONTEXT = {1024: SD2, 1280: REFINER, 2048: SDXL}
 _LORA_BY_CONTEXT = {1024: SD2_LORA, 1280: SDXL_LORA, 2048: SDXL_LORA}
 
 #: The tensors of the text encoders; SDXL's second one is the refiner's first.
 _TEXT_ENCODERS = {
     SDXL: r"^conditioner\.embedders\.1\.",
+    REFINER: r"^conditioner\.embedders\.0\.model\.",
     SD2: r"^cond_stage_model\.model\.",
     SD1: r"^cond_stage_model\.transformer\.",
 }
@@ -220,8 +221,8 @@ def _with_unet(header: Header, names: str) -> Content:
     inputs = shape[1] if len(shape) > 1 else 0
     if (other := _alike(content, inputs, names)) is not None:
         return other
-    if content is _REFINER or set(texts) - {content}:
-        return _REFINER if content is _REFINER else _MIXED
+    if set(texts) - {content}:
+        return _MIXED
     if not _has(names, r"^model\.diffusion_model\.input_blocks\."):
         return _TEXT_ENCODER
     if content not in texts:
@@ -263,7 +264,11 @@ def _vae(header: Header, _names: str) -> Content:
 
 
 #: What tells those apart whose tensors have the same names.
-_BY_SHAPES = {SD1_LORA: _lora, SD1: _with_unet, SDXL: _with_unet, VAE: _vae}
+_BY_SHAPES = {
+    SD1_LORA: _lora,
+    **dict.fromkeys((SD1, SDXL, REFINER), _with_unet),
+    VAE: _vae,
+}
 
 
 def _size(header: Header, pattern: re.Pattern[str], axis: int) -> int:

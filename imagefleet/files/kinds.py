@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from imagefleet import errors
@@ -41,6 +41,8 @@ class FileKind:
     """Whether the manifest has names with their suffix."""
     takes_unknown: bool = False
     """Whether files pass whose tensors are of no known kind."""
+    takes_refiner: bool = False
+    """Whether SDXL's refiner passes, which draws no image from the beginning."""
 
     @property
     def add_command(self) -> str:
@@ -80,6 +82,10 @@ MODEL = FileKind(
     suffixes=(".safetensors", ".tar"),
     stops_without_list=True,
     lists_suffixes=True,
+)
+#: What jobs may name beside their own model.
+OTHER_MODEL = replace(
+    MODEL, use="jobs with SDXL name it as refiner_checkpoint", handle="{stem}", takes_refiner=True
 )
 #: They are checked in memory before they are stored, and eight may arrive at once.
 LORA = FileKind(
@@ -179,6 +185,8 @@ def check(kind: FileKind, path: str, header: Header, file: Path | None = None) -
 
 
 def accepts(kind: FileKind, content: Content) -> bool:
+    if content is contents.REFINER:
+        return kind.takes_refiner
     return content.use == kind.name or (content.use is None and kind.takes_unknown)
 
 

@@ -92,7 +92,7 @@ FAMILIES = (
     *("extra_options_", "gradio_", "grid_", "hide_", "hires_fix_show_", "img2img_inpaint_"),
     *("img2img_sketch_", "img_", "infotext_", "interrogate_", "js_", "keyedit_", "ldsr_"),
     *("live_preview", "lora_not_", "notification_", "outdir_", "profiling_", "realesrgan_"),
-    *("save_", "sd_checkpoint_", "sd_checkpoints_", "sd_webui_", "sdxl_refiner_", "send_", "show_"),
+    *("save_", "sd_checkpoint_", "sd_checkpoints_", "sd_webui_", "send_", "show_"),
     *("textual_inversion_", "training_", "ui_"),
 )
 
@@ -119,6 +119,8 @@ _SETTINGS: _Rows = {
     "rho sdxl_crop_left sdxl_crop_top sigma_max sigma_min skip_early_cond token_merging_ratio": Row(
         _DRAWINGS, neutral=(0,)
     ),
+    "sdxl_refiner_high_aesthetic_score": Row(_DRAWINGS, neutral=(6,)),
+    "sdxl_refiner_low_aesthetic_score": Row(_DRAWINGS, neutral=(2.5,)),
     "sd_hypernetwork sd_lora": Row(_DRAWINGS, neutral=("", "None")),
     "sd_unet": Row(_DRAWINGS, neutral=("", "Automatic", "None")),
     "beta_dist_alpha beta_dist_beta": Row(_DRAWINGS, neutral=(0.6,)),

@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from imagefleet import errors
+from imagefleet.files import contents
 from imagefleet.files.safetensors import UnusableError
 from imagefleet.job import clip
 from imagefleet.telemetry import logs
@@ -60,6 +61,7 @@ class Checkpoint(Model):
 
     tokenizer: CLIPTokenizer
     text_encoder: CLIPTextModel
+    """The first, and of SDXL's refiner the only one."""
     text_encoder_2: CLIPTextModelWithProjection | None = None
     vae: AutoencoderKL
     alphas_cumprod: torch.Tensor
@@ -72,8 +74,8 @@ class Checkpoint(Model):
     @property
     def text_encoders(self) -> dict[Network, Any]:
         """The text encoders, in the order of their vectors."""
-        second: dict[Network, Any] = {"text_encoder_2": self.text_encoder_2}
-        return {"text_encoder": self.text_encoder, **(second if self.text_encoder_2 else {})}
+        encoders = self.text_encoder, self.text_encoder_2
+        return dict(zip(self.family.networks, encoders, strict=False))
 
     @property
     def has_text_on_cpu(self) -> bool:
@@ -110,8 +112,13 @@ def load_checkpoint(
         folder = _config_folder(model, config)
         name, found = model.stem, _read_file(model, folder, file_positions=file_positions)
     family, networks = found.family, found.networks
+    if family is table.REFINER and like is None:
+        raise errors.SetupError(
+            f"{str(model)!r} is {contents.REFINER.name}; {contents.REFINER.advice}"
+        )
     unet, vae = networks["unet"], networks["vae"]
-    tokenizer = _find_tokenizer(folder, networks["text_encoder"].config.vocab_size)
+    first, *others = (networks[each] for each in family.networks)
+    tokenizer = _find_tokenizer(folder, first.config.vocab_size)
     scheduler = _read_scheduler(folder, "scheduler", family)
     _check_architecture(model, family, networks, tokenizer)
     image_noise = None
@@ -144,8 +151,8 @@ def load_checkpoint(
     return Checkpoint(
         name=name,
         tokenizer=tokenizer,
-        text_encoder=networks["text_encoder"],
-        text_encoder_2=networks.get("text_encoder_2"),
+        text_encoder=first,
+        text_encoder_2=others[0] if others else None,
         unet=unet,
         vae=vae,
         alphas_cumprod=reading.alphas_cumprod(model, scheduler, found.keys),
@@ -380,12 +387,15 @@ def _check_architecture(
     width = sum(each.config.hidden_size for each in encoders)
     takes_ids = unet.config.addition_embed_type == "text_time"
     has_others = unet.config.addition_embed_type is not None and not takes_ids
+    numbers = len(family.size_ids(0, 0)) * (unet.config.addition_time_embed_dim or 0)
+    takes = unet.config.projection_class_embeddings_input_dim
     latents = unet.config.out_channels  # beside them, inpainting takes as many and a mask
     beside = {table.IMAGE_CHANNELS} if family.enlarges_image else {0, latents + 1}
     if (
         unet.config.cross_attention_dim != width
         or has_others
         or takes_ids != family.has_size_ids
+        or (takes_ids and takes != numbers + encoders[-1].config.projection_dim)
         or unet.config.class_embed_type is not None
         or (unet.config.num_class_embeds is not None) != family.enlarges_image
         or unet.config.in_channels - latents not in beside

@@ -148,12 +148,15 @@ def _read(settings: EngineSettings, device: torch.device) -> Parts:
     )
 
     def read(path: Path, like: Checkpoint) -> Checkpoint:
-        return _read_like(replace(settings, model=path, config=None, prediction_type=None), like)
+        its = replace(settings, model=path, config=None, prediction_type=None)
+        return _read_like(its, like, takes_refiner=True)
 
     return latents.of_latents(loaded, settings, read)
 
 
-def _read_like(settings: EngineSettings, like: Checkpoint) -> Checkpoint:
+def _read_like(
+    settings: EngineSettings, like: Checkpoint, *, takes_refiner: bool = False
+) -> Checkpoint:
     """Reads another checkpoint into the host's memory; SetupError: it is none of the same kind."""
     import torch
 
@@ -171,18 +174,20 @@ def _read_like(settings: EngineSettings, like: Checkpoint) -> Checkpoint:
             change=functools.partial(_use_own, settings),
             file_positions=settings.file_positions,
         )
-    if not weights.is_alike(like, other):
+    refines = takes_refiner and weights.may_refine(other, like)
+    if not (refines or weights.is_alike(like, other)):
         raise errors.SetupError(f"{other.name!r} is not of the kind of {like.name!r}")
     return other
 
 
 def _use_own(settings: EngineSettings, family: Family, networks: Mapping[str, Any]) -> None:
     """Has a checkpoint just read draw with the settings' own files."""
+    from worker.engine.families import table
     from worker.engine.lora import shared
     from worker.engine.passes import images
 
     try:
-        if settings.accelerator is not None:
+        if settings.accelerator is not None and family is not table.REFINER:
             shared.merge_for_good(settings.accelerator, networks)
         if settings.vae is not None:
             overflows = family.overflows_in_float16

@@ -91,8 +91,8 @@ def check(settings: WorkerSettings) -> None:
                 raise
 
 
-def check_path(path: Path) -> None:
-    """Raises SetupError unless *path* is a checkpoint that the engine can load."""
+def check_path(path: Path, kind: kinds.FileKind = kinds.MODEL) -> None:
+    """Raises SetupError unless *path* is a checkpoint that the engine can load, of this *kind*."""
     if re.match(r"\w{2,}:/", str(path)):  # it is not quoted, as it may hold a token
         raise errors.SetupError(
             "the model is an address where a path is needed, or one of another kind than https://"
@@ -100,11 +100,11 @@ def check_path(path: Path) -> None:
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
-            _check_folder(path)
+            _check_folder(path, kind)
         elif path.suffix.lower() in addresses.PICKLE_SUFFIXES:
             raise errors.SetupError(f"{str(path)!r} is {addresses.pickle_advice(str(path))}")
         else:
-            kinds.check(kinds.MODEL, str(path), read_header(path))
+            kinds.check(kind, str(path), read_header(path))
             for suffix in _VAE_SUFFIXES:
                 if (vae := path.with_suffix(suffix)).is_file():
                     raise errors.SetupError(
@@ -131,6 +131,8 @@ def family(path: Path) -> str:
     if pipeline in _CASCADE:
         return _CASCADE[pipeline]
     unet = _read_json(path / "unet" / "config.json")
+    if unet.get("cross_attention_dim") == _REFINER_WIDTH:
+        return contents.REFINER.family
     if _is_sdxl(unet):
         return contents.SDXL.family
     if unet.get("num_class_embeds") is not None:
@@ -232,18 +234,19 @@ def _value(content: object, keys: str) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(folder: Path, kind: kinds.FileKind) -> None:
     pipeline = str(_read_json(folder / "model_index.json").get("_class_name", ""))
     if pipeline in _CASCADE:
         _check_part(folder / "unet")
         return
     unet = _read_json(folder / "unet" / "config.json")
+    is_refiner = unet.get("cross_attention_dim") == _REFINER_WIDTH
     noise = str(_read_json(folder / "scheduler" / "scheduler_config.json").get("_class_name", ""))
     other = next((name for start, name in _PIPELINES if pipeline.startswith(start)), None)
     if pipeline and not pipeline.startswith("StableDiffusion"):
         other = f"a checkpoint of {pipeline[:60]}"
-    elif unet.get("cross_attention_dim") == _REFINER_WIDTH:
-        other = "an SDXL refiner checkpoint"
+    elif is_refiner and not kinds.accepts(kind, contents.REFINER):
+        other = contents.REFINER.name
     elif noise.startswith(_OTHER_NOISE):
         other = f"a checkpoint of other noise ({noise[:60]})"
     if other is not None:
@@ -251,7 +254,8 @@ def _check_folder(folder: Path) -> None:
     if not any((folder / part).is_dir() for part in _PARTS):
         raise errors.SetupError(_not_a_checkpoint(folder))
     for part in (*_PARTS, "text_encoder_2") if _is_sdxl(unet) else _PARTS:
-        _check_part(folder / part)
+        if part != "text_encoder" or not is_refiner:
+            _check_part(folder / part)
 
 
 def _check_part(folder: Path) -> None:

@@ -65,6 +65,8 @@ async def fetch(
     settings: WorkerSettings,
     blobs: protocol.BlobStore,
     retry_policy: concurrency.RetryPolicy = STORAGE_RETRIES,
+    *,
+    wanted: kinds.FileKind = kinds.MODEL,
 ) -> WorkerSettings:
     """Fetches the model unless it is on this machine; cancelled, it resumes the next time.
 
@@ -92,7 +94,7 @@ async def fetch(
             " several models --trusted-key with a signed list of them",
             action="model_unchecked",
         )
-    await fetch_to(folder, address, settings.model_sha256, blobs, retry_policy, wanted=kinds.MODEL)
+    await fetch_to(folder, address, settings.model_sha256, blobs, retry_policy, wanted=wanted)
     return settings
 
 

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 from imagefleet import errors
+from imagefleet.files import kinds
 from imagefleet.storage import protocol
 from worker.files import model
 from worker.files.addresses import STORE_SCHEME
@@ -34,7 +35,8 @@ class OtherModels:
 
     async def _fetch(self, name: str) -> Path:
         try:
-            fetched = await model.fetch(self._settings_of(name), self._blobs)
+            settings = self._settings_of(name)
+            fetched = await model.fetch(settings, self._blobs, wanted=kinds.OTHER_MODEL)
         except errors.SetupError as error:
             raise errors.UnusableFileError(f"the checkpoint {name!r}: {error.message}") from error
         except errors.NodeError as error:  # whose own model is there

@@ -17,7 +17,7 @@ import tiny_model
 from families import tiny_families
 from fleet import console
 from fleet.files import add, making, stored
-from header_files import SD1, file_of, lora_of
+from header_files import REFINER, SD1, file_of, lora_of
 from imagefleet import errors, likeness
 from imagefleet.files import kinds
 from imagefleet.storage.open import open_storage
@@ -90,6 +90,19 @@ def test_a_checkpoint_is_stored_under_its_name_with_the_workers_flags(
     assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "exists and is another file" in refused.stderr
     assert blobs_in(storage_settings, "models/dreams.safetensors") == [content]
+
+
+def test_sdxls_refiner_is_stored_untried_with_the_field_that_names_it(
+    in_process: Imagefleet, flags: list[str], storage_settings: StorageSettings, tmp_path: Path
+) -> None:
+    path = tmp_path / "xl-refiner.safetensors"
+    path.write_bytes(file_of(*REFINER))
+    result = in_process("files", "add", "model", path.name, *flags)
+    assert result.returncode == console.EXIT_DONE, result.stderr
+    assert "SDXL refiner" in result.stderr
+    assert "jobs with SDXL name it as refiner_checkpoint" in result.stderr
+    assert result.stdout == "xl-refiner\n"
+    assert blobs_in(storage_settings, f"models/{path.name}") == [path.read_bytes()]
 
 
 @pytest.mark.parametrize(

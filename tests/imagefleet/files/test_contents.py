@@ -72,6 +72,12 @@ SDXL: Shapes = {
     "conditioner.embedders.1.model.positional_embedding": [77, 1280],
     VAE: [512, 4, 3, 3],
 }
+REFINER: Shapes = {
+    CONV_IN: [384, 4, 3, 3],
+    CROSS.replace("1.1", "4.1"): [768, 1280],
+    "conditioner.embedders.0.model.positional_embedding": [77, 1280],
+    VAE: [512, 4, 3, 3],
+}
 
 
 @pytest.mark.parametrize(
@@ -87,6 +93,8 @@ SDXL: Shapes = {
         (SDXL | {CONV_IN: [320, 9, 3, 3]}, contents.SDXL),
         (SD2 | {CONV_IN: [256, 7, 3, 3]}, contents.X4_UPSCALER),
         (SDXL | {CROSS.replace("1.1", "4.1"): [32, 32]}, contents.SDXL),
+        (REFINER, contents.REFINER),
+        (REFINER | {CROSS.replace("1.1", "4.1"): [32, 32]}, contents.REFINER),
     ],
 )
 def test_checkpoints_of_other_families_are_accepted(shapes: Shapes, kind: contents.Content) -> None:
@@ -124,11 +132,8 @@ def test_checkpoints_of_other_families_are_accepted(shapes: Shapes, kind: conten
             "an SDXL checkpoint",
         ),
         (
-            {
-                f"{UNET}input_blocks.4.1.transformer_blocks.0.attn2.to_k.weight": [768, 1280],
-                "conditioner.embedders.0.model.positional_embedding": [77, 1280],
-            },
-            "SDXL refiner",
+            {name: shape for name, shape in REFINER.items() if name != VAE},
+            "an SDXL refiner checkpoint without its VAE",
         ),
         (
             {

@@ -12,6 +12,7 @@ import pytest
 
 from header_files import LORA, REFINER, file_of
 from imagefleet import errors
+from imagefleet.files import kinds
 from worker.files import addresses, check
 from worker.settings import WorkerSettings
 
@@ -228,6 +229,23 @@ def test_a_folder_of_another_architecture_is_named(
     (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_text(json.dumps(content))
     assert reason in refusal(folder)
+
+
+def test_sdxls_refiner_is_a_model_that_jobs_name_beside_their_own(
+    folder: Path, tmp_path: Path
+) -> None:
+    unet = {"cross_attention_dim": 1280, "addition_embed_type": "text_time"}
+    (folder / "unet" / "config.json").write_text(json.dumps(unet))
+    (folder / "text_encoder").rename(folder / "text_encoder_2")
+    file = tmp_path / "refiner.safetensors"
+    file.write_bytes(file_of(*REFINER))
+    for path in (folder, file):
+        check.check_path(path, kinds.OTHER_MODEL)
+        assert check.family(path) == "SDXL refiner"
+        assert "is an SDXL refiner checkpoint; imagefleet" in refusal(path)
+    (folder / "text_encoder_2" / "config.json").unlink()
+    with pytest.raises(errors.SetupError, match="it has no text_encoder_2/config"):
+        check.check_path(folder, kinds.OTHER_MODEL)
 
 
 def test_an_inpainting_checkpoint_is_one_of_its_family(folder: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from evaluation.stand_in import StandInEngine, draw_noise
-from header_files import REFINER, file_of
+from header_files import LORA, REFINER, file_of
 from imagefleet import errors
 from imagefleet.files.kinds import CONTROLNET
 from imagefleet.records import reader
@@ -248,7 +248,8 @@ async def test_a_vae_is_found_by_its_name_and_written_into_the_image(
 async def test_other_checkpoints_are_fetched_by_name_once_and_the_engines_own_is_its_own(
     storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
 ) -> None:
-    for name, data in {"late": file_of(data=b"late"), "xl-refiner": file_of(*REFINER)}.items():
+    files = {"late": file_of(data=b"late"), "xl": file_of(*REFINER), "lora": file_of(*LORA)}
+    for name, data in files.items():
         await put(storage, f"models/{name}.safetensors", data)
     second = {"enable_hr": True, "width": 64, "height": 64}
     jobs: list[dict[str, object]] = [
@@ -257,7 +258,8 @@ async def test_other_checkpoints_are_fetched_by_name_once_and_the_engines_own_is
         {"hr_checkpoint_name": "late", "refiner_checkpoint": "stand-in", **second},
         {"refiner_checkpoint": "None", "hr_checkpoint_name": "Use same checkpoint", **second},
         {"refiner_checkpoint": "later"},
-        {"refiner_checkpoint": "xl-refiner"},
+        {"refiner_checkpoint": "lora"},
+        {"refiner_checkpoint": "xl"},
     ]
     await storage.queue.send(message(id=f"j{at}", **each) for at, each in enumerate(jobs))
     recorder = Recorder()
@@ -272,6 +274,9 @@ async def test_other_checkpoints_are_fetched_by_name_once_and_the_engines_own_is
         *((None, contract.Refiner(path, 0.7)), (path, None)),
         *((path, contract.Refiner(None)), (None, None)),
     ]
+    (refiner,) = (each for _, each in found if each and each.path and each.path.stem == "xl")
+    assert refiner.path.read_bytes() == files["xl"]
+    expected.append((None, refiner))
     assert sorted(map(repr, found)) == sorted(map(repr, expected))
     text = (await stored(storage, "default/j0.png")).info["parameters"]
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -279,7 +284,7 @@ async def test_other_checkpoints_are_fetched_by_name_once_and_the_engines_own_is
     failed = await failures(storage)
     assert failed.keys() == {"j4", "j5"}
     assert "the checkpoint 'later': there is no models/later.saf" in failed["j4"].reason
-    assert "is an SDXL refiner checkpoint" in failed["j5"].reason
+    assert "is a LoRA" in failed["j5"].reason
 
 
 async def test_a_controlnet_gets_its_map_in_the_jobs_size(

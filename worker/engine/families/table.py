@@ -47,6 +47,8 @@ class Family:
     """The context of ordinary prompts."""
     has_size_ids: bool = False
     """The UNet takes the image's size and the last text encoder's pooled vector."""
+    scores: tuple[float, float] | None = None
+    """Aesthetic scores that the UNet takes, of prompts and of negative ones, if it takes them."""
     zeroes_empty_negative: bool = False
     """An empty negative prompt is zeros, as AUTOMATIC1111 has it, not the encoding of no words."""
     overflows_in_float16: bool = False
@@ -66,6 +68,11 @@ class Family:
     def networks(self) -> tuple[Network, ...]:
         """The names of its text encoders."""
         return tuple(encoder.network for encoder in self.text_encoders)
+
+    def size_ids(self, width: int, height: int, *, is_negative: bool = False) -> torch.Tensor:
+        """Original size, crop's corner, and target size or score, as AUTOMATIC1111 sends them."""
+        told = [height, width] if self.scores is None else [self.scores[is_negative]]
+        return torch.tensor([height, width, 0, 0, *told], dtype=torch.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,9 +229,25 @@ SDXL = Family(
 )
 
 
-def size_ids(width: int, height: int) -> torch.Tensor:
-    """SDXL's original size, crop's corner and target size, as AUTOMATIC1111 sends them."""
-    return torch.tensor([height, width, 0, 0, height, width], dtype=torch.float32)
+#: SDXL's own refiner goes on with its images, and draws none from the beginning: it has the second
+#: text encoder alone, and is told a score in place of the target size.
+REFINER = replace(
+    SDXL,
+    name="SDXL refiner",
+    slug="sdxl_refiner",
+    unet_config={
+        **SDXL.unet_config,
+        "cross_attention_dim": 1280,
+        "attention_head_dim": [6, 12, 24, 24],
+        "block_out_channels": [384, 768, 1536, 1536],
+        "down_block_types": ["DownBlock2D", *["CrossAttnDownBlock2D"] * 2, "DownBlock2D"],
+        "up_block_types": ["UpBlock2D", *["CrossAttnUpBlock2D"] * 2, "UpBlock2D"],
+        "transformer_layers_per_block": 4,
+        "projection_class_embeddings_input_dim": 2560,
+    },
+    text_encoders=(replace(SDXL.text_encoders[1], open_clip="conditioner.embedders.0.model."),),
+    scores=(6.0, 2.5),
+)
 
 
 #: What an upscaler's UNet takes beside the latents: red, green and blue.
@@ -272,6 +295,7 @@ _OF_FILES = {
     contents.SD1: SD1,
     contents.SD2: SD2,
     contents.SDXL: SDXL,
+    contents.REFINER: REFINER,
     contents.X4_UPSCALER: X4_UPSCALER,
 }
 
@@ -285,12 +309,13 @@ def of_file(weights: Mapping[str, torch.Tensor]) -> Family | None:
 def of_folder(unet: Config, text_encoder: Config) -> Family:
     """The family of a folder in diffusers' format, by these parts' configurations.
 
-    SD2 is told from SD1 by its text encoder: OpenCLIP has another activation than CLIP.
+    SD2 is told from SD1 by its text encoder: OpenCLIP has another activation than CLIP. Of SDXL's,
+    the refiner has the second alone.
     """
     if unet.get("num_class_embeds") is not None:
         return X4_UPSCALER
     if unet.get("addition_embed_type") is not None:
-        return SDXL
+        return SDXL if text_encoder else REFINER
     return SD2 if text_encoder.get("hidden_act") == "gelu" else SD1
 
 

@@ -1,7 +1,8 @@
-"""Other checkpoints of the engine's kind that draw parts of its images: refiners, second passes.
+"""Other checkpoints that draw parts of an engine's images: refiners, and those of second passes.
 
 On the device are their text encoders and VAEs. Their UNets' weights are in the host's memory, until
-they change places with the engine's own (`slots.weights`): so they take no room of its slots.
+they change places with the engine's own (`slots.weights`): so they take no room of its slots. Only
+SDXL's own refiner, whose UNet is of another architecture, has that on the device as well.
 """
 
 import itertools
@@ -18,11 +19,18 @@ from imagefleet.files.safetensors import Identity, UnusableError
 from imagefleet.telemetry import host
 from worker.engine import checksums, embeddings, text
 from worker.engine.checkpoint import Checkpoint
+from worker.engine.families import table
 from worker.engine.files.held import MOST_CHECKED, HeldNetworks
 from worker.engine.files.safetensors import ReadOnce
 from worker.engine.kernels import layers
 from worker.engine.networks.linear import TextEncoderLoras
+from worker.engine.networks.unet import SlotUnet
 from worker.engine.passes.images import ImageCoder
+from worker.engine.slots import memory
+
+#: What two checkpoints with a UNet each may take of a GPU's memory: a slot and its image need the
+#: rest. So SDXL and its refiner, of 13 GiB, have room in 20 and not in 16.
+_WEIGHTS_SHARE = 0.7
 
 Read = Callable[[Path, Checkpoint], Checkpoint]
 """Reads a checkpoint of another's kind into the host's memory; raises SetupError."""
@@ -33,6 +41,7 @@ class Coders:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         networks, tokenizer = checkpoint.text_encoders, checkpoint.tokenizer
+        self.family = checkpoint.family
         readers = [
             text.Reader(networks[each.network], each.rules, embeddings.NAMES[each.network])
             for each in checkpoint.family.text_encoders
@@ -50,12 +59,21 @@ class Coders:
 
 
 class HeldCheckpoint:
-    def __init__(self, checkpoint: Checkpoint, unet: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        weights: dict[str, torch.Tensor] | None = None,
+        unet: SlotUnet | None = None,
+    ) -> None:
+        """*weights* are its UNet's in the host's memory, of the architecture of the engine's."""
         self.coders = Coders(checkpoint)
-        networks = (checkpoint.vae, *checkpoint.text_encoders.values())
+        self.unet = unet
+        """Its own on the device; None: it draws in the engine's."""
+        self._weights = weights or {}
+        networks = [checkpoint.vae, *checkpoint.text_encoders.values()]
+        networks += [checkpoint.unet] if unet is not None else []
         placed = itertools.chain.from_iterable(each.parameters() for each in networks)
-        self.size_bytes = sum(each.nbytes for each in (*unet.values(), *placed))
-        self._unet = unet
+        self.size_bytes = sum(each.nbytes for each in (*self._weights.values(), *placed))
 
     @torch.no_grad()
     def exchange(self, unet: nn.Module) -> None:
@@ -66,7 +84,7 @@ class HeldCheckpoint:
         owns = _parameters(unet)
         largest = {own.device: own for own in sorted(owns.values(), key=_extent)}
         rooms = {device: own.new_empty(_extent(own)) for device, own in largest.items()}
-        for own, other in ((own, self._unet[name]) for name, own in owns.items()):
+        for own, other in ((own, self._weights[name]) for name, own in owns.items()):
             kept = rooms[own.device][: _extent(own)].as_strided(own.shape, own.stride())
             kept.copy_(own)
             own.copy_(other)
@@ -81,6 +99,11 @@ class HeldCheckpoints(HeldNetworks[HeldCheckpoint]):
         self._read: LRUCache[Identity, Any] = LRUCache(1)  # each takes gigabytes
         self._own, self._read_file = own, read
         self._has_own_layers = has_own_layers
+        self._refiners = set[Identity]()
+
+    def is_refiner(self, checkpoint: Identity | None) -> bool:
+        """Whether a checked one is SDXL's own refiner."""
+        return checkpoint in self._refiners
 
     def stand_beside(self, own: Checkpoint) -> None:
         """Checks all files again, once the engine draws with another."""
@@ -102,14 +125,38 @@ class HeldCheckpoints(HeldNetworks[HeldCheckpoint]):
             raise UnusableError("predicts otherwise than this worker's model, or of other noise")
         texts = () if own.has_text_on_cpu else found.text_encoders.values()
         on_device: Any = nn.ModuleList([found.vae, *texts])
+        if found.family is table.REFINER:
+            self._refiners.add(identity)
+            on_device.append(found.unet)
+            self._refuse_large(path.stem, on_device)
         on_device.checkpoint = found
         return on_device
+
+    def _refuse_large(self, name: str, network: nn.Module) -> None:
+        """Raises TransientError if a GPU has no room for such a network beside the engine's own."""
+        if self._device.type != "cuda":
+            return
+        own = (each for each in self._own.networks.values() if each.device == self._device)
+        weights = itertools.chain(network.parameters(), *(each.parameters() for each in own))
+        taken = sum(each.nbytes for each in weights)
+        if taken > _WEIGHTS_SHARE * memory.limit_bytes(self._device):
+            raise errors.TransientError(
+                f"this GPU has no memory for the checkpoint {name!r} beside its own model:"
+                f" {taken / 2**30:.1f} GiB for both"
+            )
 
     def finish(self, network: Any, _path: Path) -> HeldCheckpoint:
         checkpoint: Checkpoint = network.checkpoint
         if self._has_own_layers:
             layers.replace_modules(checkpoint.vae, layers.group_norm)
             layers.replace_modules(checkpoint.vae, layers.upsampler)
+        if checkpoint.family is table.REFINER:
+            if self._has_own_layers:
+                layers.replace_modules(checkpoint.unet, layers.group_norm)
+            own_unet = SlotUnet(checkpoint.unet)
+            if self._has_own_layers:
+                own_unet.fold()
+            return HeldCheckpoint(checkpoint, unet=own_unet)
         read, unet = _parameters(checkpoint.unet), {}
         for name, own in _parameters(self._own.unet).items():
             unet[name] = torch.empty_like(own, device="cpu", pin_memory=own.is_cuda)

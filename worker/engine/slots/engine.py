@@ -260,10 +260,12 @@ class SlotEngine:
 
     def _open(self, lane: Lane) -> Step:
         if lane.step is None:
-            lane.block = self._lanes.choose_block(lane)
-            self._unet.use_block(lane.block)
+            unet = self._weights.unet_of(lane.batch_key.checkpoint)
+            if unet is self._unet:
+                lane.block = self._lanes.choose_block(lane)
+                unet.use_block(lane.block)
             networks = [self._control_nets.get(each) for each in lane.batch_key.controls]
-            lane.step = self._runner.make_step(lane.batch_key, lane.slots, networks)
+            lane.step = self._runner.make_step(lane.batch_key, lane.slots, unet, networks)
         return lane.step
 
     def _refill(self, lane: Lane, finished: list[contract.Finished], *, waits: bool = True) -> None:
@@ -367,7 +369,7 @@ class SlotEngine:
         is_shared = lane.weight_mode == "shared"
         changes = {} if is_shared else self._stager.changes_of(job).stacked
         prompts = SlotPrompts(vectors, added, changes, state.context[rows], embedded)
-        self._unet.compute_prompt(prompts)
+        step.unet.compute_prompt(prompts)
         for control, hint in zip(step.controls, staged.hints, strict=True):
             control.fill(slot, hint, vectors, added)
 
@@ -456,7 +458,7 @@ class SlotEngine:
         """Fits the GPU's memory for images of the model's native size; returns the blocks."""
         width, height = self.default_size
         guided = self._runner.native._replace(slot_rows=2, is_plain=False)
-        state = self._runner.make_slot_state(guided, 1)
+        state = self._runner.make_slot_state(guided, 1, self._unet)
         state_bytes = sum(each.nbytes for each in state if isinstance(each, torch.Tensor))
         is_large = self.checkpoint.family.has_large_layers
         decode = functools.partial(self._decoder.decode, state.latents)

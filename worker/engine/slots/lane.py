@@ -196,7 +196,8 @@ class Lanes:
     def next(self) -> Lane | None:
         """The lane of the next tick; None without jobs. The caller opens it if it is closed."""
         for lane in list(self):
-            if lane.is_closing and not lane.active:
+            is_left = lane.batch_key.checkpoint is not None and not lane.waiting
+            if (lane.is_closing or is_left) and not lane.active:
                 lane.close()
             if lane.step is None and not lane.held:
                 del self._lanes[lane.batch_key]

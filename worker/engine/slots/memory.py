@@ -268,11 +268,15 @@ def is_too_large(
 def free_bytes(device: torch.device) -> int:
     """What torch may still allocate: free on the card, within this process' limit."""
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(min(free, limit_bytes(device) - torch.cuda.memory_allocated(device)))
+
+
+def limit_bytes(device: torch.device) -> float:
+    """A card's memory, or this process' limit."""
     # Missing in older supported versions of torch; there, a limit only shows as out of memory.
     fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
-    limit = total * fraction(device)
-    return int(min(free, limit - torch.cuda.memory_allocated(device)))
+    return float(torch.cuda.mem_get_info(device)[1] * fraction(device))
 
 
 def _peak_bytes(device: torch.device, work: Callable[[], object]) -> int:

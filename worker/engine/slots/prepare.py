@@ -334,6 +334,8 @@ class RequestPreparer(Preparer):
         )
         taken = begin.second_pass(request.steps, hires.denoising_strength)
         checkpoint = self._check_checkpoint(hires.checkpoint)
+        if self._is_sdxls_refiner(checkpoint):
+            raise errors.JobError("hr_checkpoint_name: SDXL's refiner only goes on with images")
         schedule = self._schedule(request, *taken)
         loras = first.loras if hires.loras is None else self._read_loras(hires.loras)
         second = replace(
@@ -352,7 +354,8 @@ class RequestPreparer(Preparer):
     def _refined(self, drawn: PreparedRequest, steps: int) -> PreparedRequest:
         """An image's last pass of so many steps, in two if a refiner goes on with it.
 
-        As in AUTOMATIC1111, that has the prompt's LoRAs, and its own text states and VAE.
+        As in AUTOMATIC1111, that has the prompt's LoRAs, and its own text states and VAE. Of SDXL's
+        own refiner, no LoRA, embedding or ControlNet fits the networks: none has an effect.
         """
         refiner = drawn.request.refiner
         if refiner is None:
@@ -363,6 +366,15 @@ class RequestPreparer(Preparer):
         if checkpoint == drawn.checkpoint or at == len(drawn.schedule.table):
             return drawn
         rest = replace(drawn, checkpoint=checkpoint, begins=at)
+        if self._is_sdxls_refiner(checkpoint):
+            loras = self._read_loras(())
+            rest = replace(
+                rest,
+                text_rows=self._text_rows(replace(drawn.request, loras=()), ()),
+                loras=loras,
+                packs=self._pack(loras),
+                controls=(),
+            )
         return replace(drawn, ends=at, second=rest) if at else rest
 
     def _check_checkpoint(self, path: Path | None) -> Identity | None:
@@ -370,6 +382,9 @@ class RequestPreparer(Preparer):
             return None
         self._may_go_on.wait()
         return self._checkpoints.check_file(path.stem, path)
+
+    def _is_sdxls_refiner(self, checkpoint: Identity | None) -> bool:
+        return self._checkpoints is not None and self._checkpoints.is_refiner(checkpoint)
 
     def _text_rows(
         self, request: contract.ImageRequest, named: Sequence[embeddings.Embedding]

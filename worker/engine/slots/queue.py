@@ -78,7 +78,7 @@ class BatchKey(NamedTuple):
 
 AddedInputs = tuple[torch.Tensor, ...]
 """What some UNets take beside the texts' vectors: their pooled vectors [texts, width], and
-`families.table.size_ids` [texts, numbers]; or the level [1] of the noise on an enlarged image."""
+`Family.size_ids` [texts, numbers]; or the level [1] of the noise on an enlarged image."""
 
 
 AssembledLoras = Mapping[Network, torch.Tensor]

@@ -28,7 +28,7 @@ class Recovery:
         self._weights = weights
         self._decoder = parts.decoder
         self._stager = parts.stager
-        self._control_nets, self._held = parts.control_nets, [parts.vaes, parts.checkpoints]
+        self._held = [parts.control_nets, parts.vaes, parts.checkpoints]
         self._native = parts.model.default_size
 
     def recover(
@@ -102,9 +102,8 @@ class Recovery:
         self, failed: Lane, jobs: list[SlotJob], in_call: int, *, has_others: bool
     ) -> list[SlotJob]:
         """Frees memory after a call of *in_call* images had too little; what may run again."""
-        if self._control_nets.keep_only(self._needed(failed)):
-            return jobs
-        if any(networks.keep_only(()) for networks in self._held if networks is not None):
+        needed = self._needed(failed)
+        if any(networks.keep_only(needed) for networks in self._held if networks is not None):
             return jobs
         if self._lanes.blocks > 1:
             self._share_block()
@@ -113,8 +112,8 @@ class Recovery:
             self._shrink(min(slots, self._lanes.slots - 1))
         elif has_others and failed.batch_key.isolated is None:
             return [self._isolate(job) for job in jobs]
-        elif failed.batch_key.controls and self._lanes.slots > 1:
-            # A ControlNet takes memory beside the slots' weights.
+        elif (failed.batch_key.controls or failed.batch_key.checkpoint) and self._lanes.slots > 1:
+            # A ControlNet or another checkpoint takes memory beside the slots' weights.
             self._shrink(memory.fewer(self._lanes.slots))
         elif not self._stop_compiling(failed.batch_key):
             return []
@@ -140,9 +139,10 @@ class Recovery:
         return True
 
     def _needed(self, failed: Lane) -> set[Identity]:
-        """The ControlNets of all jobs that are here."""
-        lanes = [failed, *(lane for lane in self._lanes if lane.held)]
-        return {identity for lane in lanes for identity in lane.batch_key.controls}
+        """The ControlNets and other checkpoints of all jobs that are here."""
+        keys = [failed.batch_key, *(lane.batch_key for lane in self._lanes if lane.held)]
+        needed = {identity for key in keys for identity in key.controls}
+        return needed | {key.checkpoint for key in keys if key.checkpoint is not None}
 
     def _isolate(self, job: SlotJob) -> SlotJob:
         """Gives a job a lane of its own: it may be what breaks the calls of others."""

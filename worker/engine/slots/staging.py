@@ -24,8 +24,7 @@ from worker.engine import contract, text
 from worker.engine import errors as engine_errors
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.control.held import ControlNets
-from worker.engine.families import table
-from worker.engine.families.table import Model
+from worker.engine.families.table import Family, Model
 from worker.engine.lora.merge import NO_CHANGES, LoraChanges
 from worker.engine.passes.begin import LowResolution
 from worker.engine.passes.checkpoints import Coders, HeldCheckpoints
@@ -208,7 +207,6 @@ class LatentStager(Stager):
         self._tiny = tiny
         self._checkpoints = checkpoints
         self._dtype = checkpoint.unet.dtype
-        self._family = checkpoint.family
         self._is_inpainting = (
             checkpoint.conditioning_channels > 0 and not checkpoint.family.enlarges_image
         )
@@ -248,6 +246,7 @@ class LatentStager(Stager):
         if job.first_pass is not None and job.prepared.begins:
             before = replace(job.first_pass.staged, loras=copied, changes=changes, coder=coder)
             before = replace(before, vectors=vectors, mask=mask, added=added, checkpoint=other)
+            before = replace(before, hints=before.hints[: len(job.prepared.controls)])
             self._spend(noise, job.prepared)
             return replace(before, latents=job.first_pass.latents, noise=noise)
         conditioning: torch.Tensor | None = None
@@ -340,7 +339,7 @@ class LatentStager(Stager):
         with self._loras_merged(prepared, loras, coders):
             clip_skip, key = prepared.request.clip_skip, prepared.text_key
             context = coders.texts.encode(prompts, clip_skip, key, filled)
-        vectors, added = self._finish(prepared, context)
+        vectors, added = self._finish(prepared, context, coders.family)
         if not job.batch_key.is_masked:
             return vectors, None, added
         missing = job.batch_key.tokens - vectors.shape[1]
@@ -349,14 +348,14 @@ class LatentStager(Stager):
         return F.pad(vectors, (0, 0, 0, missing)), self._copy(mask), added
 
     def _finish(
-        self, prepared: PreparedRequest, context: text.Context
+        self, prepared: PreparedRequest, context: text.Context, family: Family
     ) -> tuple[torch.Tensor, AddedInputs | None]:
         """Vectors on the device, in the UNet's type, and its added inputs, if it has any."""
         vectors = context.vectors.to(self._device, self._dtype)
         pooled = context.pooled
-        if self._family.zeroes_empty_negative and not any(prepared.text_rows[-1].texts):
-            ones = sum(len(row.texts) for row in prepared.text_rows[:-1])
-            kept = (torch.arange(len(vectors), device=vectors.device) < ones).to(vectors.dtype)
+        prompts = sum(len(row.texts) for row in prepared.text_rows[:-1])
+        if family.zeroes_empty_negative and not any(prepared.text_rows[-1].texts):
+            kept = (torch.arange(len(vectors), device=vectors.device) < prompts).to(vectors.dtype)
             vectors = vectors * kept[:, None, None]
             pooled = None if pooled is None else pooled * kept.to(pooled)[:, None]
         if pooled is None:
@@ -365,7 +364,8 @@ class LatentStager(Stager):
         size = prepared.request.width, prepared.request.height
         if prepared.upscaling is not None:
             size = prepared.upscaling.size
-        sizes = table.size_ids(*size).expand(len(vectors), -1)
+        numbers = range(len(vectors))
+        sizes = torch.stack([family.size_ids(*size, is_negative=at >= prompts) for at in numbers])
         return vectors, (pooled.to(self._device, self._dtype), self._copy(sizes))
 
     @contextlib.contextmanager

@@ -145,6 +145,10 @@ class Step:
     is_compiling: bool = False
     wanted: Wanted = field(default_factory=Wanted)
 
+    @property
+    def unet(self) -> SlotNetwork:
+        return self.networks[0]
+
     def mode_for(self, wanted: WeightMode) -> WeightMode:
         """The compiled mode that serves instead of another; that one itself if none does."""
         serving = WEIGHT_MODES[WEIGHT_MODES.index(wanted) :]
@@ -196,15 +200,15 @@ class StepRunner:
         return self._dropped_recompiles + sum(each.recompiles for each in compiled)
 
     def make_step(
-        self, batch_key: BatchKey, slots: int, networks: Sequence[SlotControlNet]
+        self, batch_key: BatchKey, slots: int, unet: SlotNetwork, networks: Sequence[SlotControlNet]
     ) -> Step:
-        state = self.make_slot_state(batch_key, slots)
+        state = self.make_slot_state(batch_key, slots, unet)
         sides, context = state.latents.shape[2:], state.context.shape
         for network in networks:
             network.record_stream()
         controls = tuple(ControlState.zeros(each, slots, sides, context) for each in networks)
         feeder = InputFeeder(state, self._copied)
-        return Step(batch_key, state, feeder, controls, [self._unet, *networks])
+        return Step(batch_key, state, feeder, controls, [unet, *networks])
 
     def place(self, job: SlotJob, *, is_first: bool) -> BatchKey:
         """Counts a job among those that come, the *first* after none; returns its key.
@@ -291,7 +295,7 @@ class StepRunner:
         else:
             time_convolutions(lasting=slots == len(step.state.latents))
             controls = [each.first(slots) for each in step.controls]
-            self._tick(self._unet, weight_mode, step.state.first(slots), controls)
+            self._tick(step.unet, weight_mode, step.state.first(slots), controls)
 
     def select_kernels(self, step: Step) -> None:
         """Selects the attention kernels of a step that is not compiled yet; keeps its images."""
@@ -383,9 +387,9 @@ class StepRunner:
             step.forget_compiled()
         self._compiled.clear()
 
-    def make_slot_state(self, batch_key: BatchKey, slots: int) -> SlotState:
+    def make_slot_state(self, batch_key: BatchKey, slots: int, unet: SlotNetwork) -> SlotState:
         """Zeros for *slots* slots."""
-        unet, model, tokens = self._unet, self._model, batch_key.tokens
+        model, tokens = self._model, batch_key.tokens
         rows = slots * batch_key.slot_rows
         added_rows = slots * min(batch_key.slot_rows, unet.added_rows)
         sides = batch_key.height // model.factor, batch_key.width // model.factor

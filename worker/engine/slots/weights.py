@@ -18,8 +18,10 @@ import torch
 from imagefleet.files.safetensors import Identity
 from worker.engine import checksums
 from worker.engine.checkpoint import Checkpoint
+from worker.engine.families import table
 from worker.engine.kernels.layers import Upsampler
 from worker.engine.lora import merge
+from worker.engine.networks.transformer import SlotNetwork
 from worker.engine.passes.checkpoints import HeldCheckpoint
 from worker.engine.slots import queue
 from worker.engine.slots.lane import Lane
@@ -82,12 +84,18 @@ class Weights:
         if self._folds:
             self._unet.fold()
 
+    def unet_of(self, checkpoint: Identity | None) -> SlotNetwork:
+        """What draws a checkpoint's lanes: the engine's UNet, or that of another architecture."""
+        held = self._find(checkpoint)
+        return self._unet if held is None else held.unet or self._unet
+
     def use(self, checkpoint: Identity | None) -> None:
-        """Exchanges all weights for those of another checkpoint, or for the engine's own again."""
-        following = None
-        if checkpoint is not None and self._checkpoints is not None:
-            following = self._checkpoints.get(checkpoint)
-        if following is self._other:
+        """Exchanges all weights for those of another checkpoint, or for the engine's own again.
+
+        One with a UNet of its own needs none of them.
+        """
+        following = self._find(checkpoint)
+        if following is self._other or (following is not None and following.unet is not None):
             return
         self.merged = None  # unknown until it is done: it may fail halfway
         self._merge_and_time(())
@@ -98,6 +106,8 @@ class Weights:
 
     def choose_mode(self, lane: Lane, step: Step, active: Iterable[SlotJob]) -> None:
         """Sets a lane's weight mode, and the shared weights; *active*: the jobs in all slots."""
+        if step.unet is not self._unet:
+            return
         jobs = lane.active.values()
         changes = any(job.changes_convolutions for job in jobs)
         if lane.batch_key.merged_loras is not None:
@@ -143,6 +153,8 @@ class Weights:
 
     def load(self, lane: Lane) -> None:
         """Loads the weights of the slots that do not have them, or have another lane's."""
+        if lane.step is not None and lane.step.unet is not self._unet:
+            return
         if self._is_reloaded:
             self._reload(lane)
             return
@@ -227,6 +239,11 @@ class Weights:
         with torch.cuda.stream(self._stream):
             yield
 
+    def _find(self, checkpoint: Identity | None) -> HeldCheckpoint | None:
+        if checkpoint is None or self._checkpoints is None:
+            return None
+        return self._checkpoints.get(checkpoint)
+
     @property
     def _is_reloaded(self) -> bool:
         return self._unet.weights == "reloaded"
@@ -271,6 +288,19 @@ def is_alike(one: Checkpoint, other: Checkpoint) -> bool:
         )
 
     return traits(one) == traits(other)
+
+
+def may_refine(refiner: Checkpoint, own: Checkpoint) -> bool:
+    """Whether SDXL's refiner can go on with a checkpoint's images, and has read it right."""
+
+    def traits(checkpoint: Checkpoint) -> tuple[object, ...]:
+        encoder = [*checkpoint.text_encoders.values()][-1]
+        tokenizer = checkpoint.tokenizer
+        tokens = tokenizer.bos_token_id, tokenizer.eos_token_id, encoder.config.vocab_size
+        return (*tokens, checkpoint.factor, checkpoint.channels, checkpoint.conditioning_channels)
+
+    families = own.family, refiner.family
+    return families == (table.SDXL, table.REFINER) and traits(refiner) == traits(own)
 
 
 def _configuration(network: Any) -> dict[str, Any]:

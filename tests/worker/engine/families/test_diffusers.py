@@ -15,7 +15,7 @@ from imagefleet.job.prompt import read_prompt
 from imagefleet.job.samplers import Options
 from worker.engine import load, text
 from worker.engine.control.held import ControlNets
-from worker.engine.families.table import size_ids
+from worker.engine.families.table import SDXL
 from worker.engine.lora.merge import NO_CHANGES
 from worker.engine.networks.transformer import Call
 from worker.engine.networks.unet import SlotUnet
@@ -171,7 +171,7 @@ def test_unet_output_is_diffusers(
         added, extra = None, {}
         if family == "sdxl":
             pooled = torch.randn((6, 48), generator=generator)
-            sizes = torch.stack([size_ids(64, 96)] * 2 + [size_ids(80, 64)] * 4)
+            sizes = torch.stack([SDXL.size_ids(64, 96)] * 2 + [SDXL.size_ids(80, 64)] * 4)
             extra["added_cond_kwargs"] = {"text_embeds": pooled, "time_ids": sizes}
         rows = x.repeat_interleave(2, dim=0)
         for module in original.modules():

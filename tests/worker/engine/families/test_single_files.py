@@ -13,7 +13,7 @@ import key_names
 from families import tiny_families
 from imagefleet import errors
 from worker.engine.families import reading
-from worker.engine.families.table import FAMILIES, SD1, SD2, SDXL, X4_UPSCALER
+from worker.engine.families.table import FAMILIES, REFINER, SD1, SD2, SDXL, X4_UPSCALER
 from worker.engine.lora import original_names
 from worker.engine.lora.file import adaptable_layers
 from worker.files import check
@@ -152,9 +152,10 @@ def test_the_built_in_configurations_are_the_published_ones() -> None:
             CLIPTextModelWithProjection(CLIPTextConfig(**SDXL.text_encoders[1].config)),
             UNet2DConditionModel.from_config(X4_UPSCALER.unet_config),
             AutoencoderKL.from_config(X4_UPSCALER.vae_config),
+            UNet2DConditionModel.from_config(REFINER.unet_config),
         ]
     sizes = [sum(each.numel() for each in network.parameters()) for network in networks]
-    expected = [865.9, 340.4, 2567.5, 694.7, 473.4, 55.3]
+    expected = [865.9, 340.4, 2567.5, 694.7, 473.4, 55.3, 2259.5]
     assert [round(size / 1e6, 1) for size in sizes] == expected
 
 

@@ -46,11 +46,14 @@ class Reference:
     def predict_noise(self, request: contract.ImageRequest, size: tuple[int, int]) -> Predict:
         """The UNet's noise with guidance; *size* is the width and height that SDXL is told."""
         pipeline, extra = self.pipeline, {}
-        words = {"prompt": request.prompt, "negative_prompt": request.negative_prompt}
+        # Without words, a negative prompt is zeros for SDXL.
+        words = {"prompt": request.prompt, "negative_prompt": request.negative_prompt or None}
         if hasattr(pipeline, "text_encoder_2"):
             cond, uncond, *pooled = pipeline.encode_prompt(**words)
             width, height = size
             ids = torch.tensor([[height, width, 0, 0, height, width]] * 2, dtype=torch.float32)
+            if pipeline.config.get("requires_aesthetics_score"):
+                ids = torch.cat(self._ids_with_scores(size))
             extra["added_cond_kwargs"] = {"text_embeds": torch.cat(pooled), "time_ids": ids}
         else:
             cond, uncond = pipeline.encode_prompt(
@@ -67,6 +70,16 @@ class Reference:
             return guided
 
         return predict
+
+    def _ids_with_scores(self, size: tuple[int, int]) -> Any:
+        """Those of SDXL's refiner, with AUTOMATIC1111's settings as installed."""
+        sides, corner = size[::-1], (0, 0)
+        return self.pipeline._get_add_time_ids(
+            *(sides, corner, sides, 6.0, 2.5),
+            *(sides, corner, sides),
+            torch.float32,
+            self.pipeline.text_encoder_2.config.projection_dim,
+        )
 
     @torch.no_grad()
     def img2img(

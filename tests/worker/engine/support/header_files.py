@@ -11,7 +11,11 @@ SD1 = (
 )
 LAYER = "lora_te_text_model_encoder_layers_0_mlp_fc1"
 LORA = (f"{LAYER}.alpha",)
-REFINER = ("conditioner.embedders.0.model.positional_embedding", "first_stage_model.x")
+REFINER = (
+    "conditioner.embedders.0.model.positional_embedding",
+    "model.diffusion_model.input_blocks.0.0.weight",
+    "first_stage_model.x",
+)
 
 
 def file_of(*names: str, data: bytes = b"", **metadata: str) -> bytes:

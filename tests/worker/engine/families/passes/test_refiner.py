@@ -55,15 +55,6 @@ def other_folder(family_folder: Any, tmp_path_factory: pytest.TempPathFactory) -
     return build
 
 
-@pytest.fixture
-def latents(family_engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Those that decoders are given from now on."""
-    kind = type(family_engine("sd1")._decoder)
-    seen, add = [], kind.add
-    monkeypatch.setattr(kind, "add", lambda *given: seen.append(given[2]) or add(*given))
-    return seen
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refined(a1111.Reference):
     """Draws on two pipelines' networks: from *switch_at* on, the second's."""
@@ -148,7 +139,7 @@ def test_another_checkpoint_goes_on_with_the_same_run_beside_plain_jobs(
     begun = torch.zeros(1, 4, request.height // factor, request.width // factor)
     expected = theirs.img2img(request, begun, steps=7, t_enc=6)
     (found,) = [each for each in drawn if (each - expected[0]).abs().max() < 0.1]
-    assert (found - expected[0]).abs().max() <= 1e-5 * expected.abs().max() * 4
+    assert (found - expected[0]).abs().max() <= 1e-5 * expected.abs().max()
     assert difference(images[1], a1111.Reference(two, k_diffusion).decode(expected)) <= ROUNDING
     for image, again in zip((images[0], images[2]), alone, strict=True):
         assert difference(image, again) <= ROUNDING

@@ -1,0 +1,282 @@
+"""SDXL's own refiner goes on with an image as in AUTOMATIC1111: k-diffusion's loop, two UNets.
+
+What it is told comes from diffusers' own pipeline for it (`requires_aesthetics_score`).
+"""
+
+import dataclasses
+import gc
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import StableDiffusionXLImg2ImgPipeline, UNet2DConditionModel
+from safetensors.torch import load_file, save_file
+from transformers import CLIPTokenizer
+
+import a1111
+import key_names
+from families import tiny_families
+from imagefleet import errors
+from imagefleet.job import clip
+from imagefleet.job.prompt import read_prompt
+from tests.worker.engine.families.passes.test_refiner import ROUNDING, Refined
+from tests.worker.engine.families.test_family_embeddings import written
+from tests.worker.engine.families.test_loras import write_lora
+from tests.worker.engine.families.test_single_files import open_clip, unet_of
+from worker.engine import contract, load
+from worker.engine.slots import step
+
+SWITCH_AT = 0.6
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+@pytest.fixture(scope="session")
+def refiner_folder(family_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A refiner, whose VAE is another than the tiny SDXL's: it decodes what it has drawn."""
+    folder = tmp_path_factory.mktemp("refiners") / "xl-refiner"
+    tiny_families.build_refiner(folder, family_folder("sdxl"))
+    (path,) = (folder / "vae").glob("*.safetensors")
+    save_file({name: each * 1.1 for name, each in load_file(path).items()}, path, {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def refiner_file(refiner_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in one file with the keys of its original release, and a configuration beside it."""
+    unet: Any = UNet2DConditionModel.from_pretrained(refiner_folder / "unet")
+    prefix = "conditioner.embedders.0.model."
+    weights = unet_of(refiner_folder, unet) | key_names.vae_layout(refiner_folder)
+    weights |= open_clip(refiner_folder / "text_encoder_2", prefix, layers=0)
+    path = tmp_path_factory.mktemp("refiner-files") / "xl-refiner-1.0.safetensors"
+    save_file(weights, path)
+    shutil.copytree(
+        refiner_folder, path.with_suffix(""), ignore=shutil.ignore_patterns("*.safetensors")
+    )
+    return path
+
+
+@pytest.fixture(params=["folder", "file"])
+def refiner(request: Any, refiner_folder: Path, refiner_file: Path) -> contract.Refiner:
+    return contract.Refiner(refiner_file if request.param == "file" else refiner_folder, SWITCH_AT)
+
+
+@pytest.fixture(scope="session")
+def pipeline(refiner_folder: Path) -> Any:
+    made = StableDiffusionXLImg2ImgPipeline.from_pretrained(
+        refiner_folder,
+        text_encoder=None,
+        tokenizer=None,
+        tokenizer_2=CLIPTokenizer.from_pretrained(clip.TOKENIZER, pad_token="!"),
+        add_watermarker=False,
+    )
+    made.set_progress_bar_config(disable=True)
+    a1111.resize_last(made.unet)
+    return made
+
+
+@pytest.fixture
+def engine(family_folder: Any) -> Any:
+    """A tiny SDXL of its own, to break."""
+    made = load.load_engine(load.EngineSettings(family_folder("sdxl"), "cpu", slots=2))
+    yield made
+    made.close()
+
+
+def expected_of(reference: a1111.Reference, request: contract.ImageRequest) -> torch.Tensor:
+    factor = reference.pipeline.vae_scale_factor
+    begun = torch.zeros(1, 4, request.height // factor, request.width // factor)
+    return reference.img2img(request, begun, steps=request.steps, t_enc=request.steps - 1)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "size", "negative"),
+    [
+        ("dpmpp_2m_karras", (64, 64), "red"),
+        ("euler_ancestral", (64, 64), ""),
+        ("heun", (96, 64), "red"),
+    ],
+)
+def test_it_goes_on_with_its_own_unet_texts_scores_and_vae_beside_jobs_without(
+    sampler: str,
+    size: tuple[int, int],
+    negative: str,
+    refiner: contract.Refiner,
+    latents: list[torch.Tensor],
+    pipeline: Any,
+    family_pipeline: Any,
+    k_diffusion: Any,
+    family_engine: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+) -> None:
+    """To 1e-5 of the largest latent, as those that it has nothing to do with."""
+    width, height = size
+    request = make_request(
+        prompt="a star", negative_prompt=negative, sampler=sampler, steps=7, seed=3
+    )
+    request = dataclasses.replace(request, width=width, height=height)
+    refined = dataclasses.replace(request, refiner=refiner)
+    plain = [dataclasses.replace(request, seed=seed) for seed in (4, 5)]
+    engine, base = family_engine("sdxl"), family_pipeline("sdxl")
+    images = draw(engine, plain[0], refined, plain[1])
+    theirs = a1111.Reference(base, k_diffusion)
+    both = Refined(base, k_diffusion, second=pipeline, switch_at=SWITCH_AT)
+    expected = [
+        expected_of(reference, each)
+        for reference, each in ((theirs, plain[0]), (both, request), (theirs, plain[1]))
+    ]
+    for latent in expected:
+        nearest = min((each - latent[0]).abs().max() for each in latents)
+        assert nearest <= 1e-5 * latent.abs().max()
+    decoders = (theirs, a1111.Reference(pipeline, k_diffusion), theirs)
+    for image, decoder, latent in zip(images, decoders, expected, strict=True):
+        assert difference(image, decoder.decode(latent)) <= ROUNDING
+    assert difference(images[1], draw(engine, request)[0]) > 20, "or the test shows nothing"
+
+
+def test_from_the_first_call_on_it_draws_all(
+    refiner: contract.Refiner,
+    latents: list[torch.Tensor],
+    pipeline: Any,
+    k_diffusion: Any,
+    family_engine: Any,
+    make_request: Any,
+    draw: Any,
+) -> None:
+    request = make_request(prompt="a star", negative_prompt="red", sampler="euler", steps=5)
+    draw(
+        family_engine("sdxl"), dataclasses.replace(request, refiner=contract.Refiner(refiner.path))
+    )
+    expected = expected_of(a1111.Reference(pipeline, k_diffusion), request)
+    assert (latents[0] - expected[0]).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("slot_weights", ["merged", "factors", "reloaded"])
+def test_a_lora_changes_what_it_goes_on_with_and_nothing_after(
+    slot_weights: Any,
+    refiner_folder: Path,
+    family_folder: Any,
+    family_checkpoint: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    tmp_path: Path,
+) -> None:
+    """AUTOMATIC1111 adds it to layers of the same name, of which none has its shape."""
+    settings = load.EngineSettings(family_folder("sdxl"), "cpu", slots=2, slot_weights=slot_weights)
+    engine = load.load_engine(settings)
+    path = write_lora(tmp_path / "one.safetensors", family_checkpoint("sdxl"), "original", seed=1)
+    lora = contract.Lora("one", path, 0.6, 0.4)
+    whole, late = contract.Refiner(refiner_folder), contract.Refiner(refiner_folder, SWITCH_AT)
+    plain, with_lora = (
+        [
+            make_request(prompt="a star", seed=3, steps=7, loras=loras, refiner=each)
+            for each in (whole, late, None)
+        ]
+        for loras in ((), (lora,))
+    )
+    one, other = (draw(engine, *requests) for requests in (plain, with_lora))
+    assert difference(one[0], other[0]) == 0
+    assert difference(one[1], other[1]) > ROUNDING
+    assert difference(one[2], other[2]) > ROUNDING
+    for request, image in zip((*plain, *with_lora), (*one, *other), strict=True):
+        assert difference(image, draw(engine, request)[0]) <= ROUNDING
+    assert engine.self_check.find_fault() is None
+    engine.close()
+
+
+def test_words_of_embeddings_are_words_for_it(
+    refiner_folder: Path,
+    family_engine: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    tmp_path: Path,
+) -> None:
+    """AUTOMATIC1111 skips those whose width is not its text encoder's, SDXL's among them."""
+    tensors = {"clip_l": torch.randn(3, 32), "clip_g": torch.randn(3, 48)}
+    embedding = written(tmp_path / "e.safetensors", tensors)
+    plain: dict[str, Any] = {"prompt": "a star easynegative"}
+    changes = (plain, {**plain, "embeddings": (embedding,)})
+    one, other = (
+        draw(
+            family_engine("sdxl"),
+            *(
+                make_request(steps=5, refiner=each, **change)
+                for each in (contract.Refiner(refiner_folder), None)
+            ),
+        )
+        for change in changes
+    )
+    assert difference(one[0], other[0]) == 0
+    assert difference(one[1], other[1]) > ROUNDING, "or the embedding is none"
+
+
+@pytest.fixture
+def mixed(make_request: Any, refiner_folder: Path) -> list[contract.ImageRequest]:
+    """Jobs of one, two and three rows, with noise in all parts, and one without a refiner."""
+    late, early = (contract.Refiner(refiner_folder, at) for at in (0.5, 0.3))
+    hires = contract.HiresPass(96, 96, 0.8, 5, "Lanczos")
+    few = dataclasses.replace(make_request().sampler_options, s_min_uncond=1.5)
+    return [
+        make_request(seed=1, steps=8, refiner=late),
+        make_request(seed=2, steps=8, prompt=read_prompt("a [cat:dog:5]", steps=8)),
+        make_request(seed=3, steps=8, refiner=late, sampler_options=few),
+        make_request(seed=4, steps=6, hires=hires, refiner=late, sampler="dpmpp_2m_sde"),
+        make_request(seed=5, refiner=early, prompt=read_prompt("a [cat:dog:3] AND x", steps=4)),
+    ]
+
+
+def test_images_are_the_same_in_company_and_alone_whatever_fails_once(
+    engine: Any, mixed: list[Any], draw: Any, difference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = [draw(engine, request)[0] for request in mixed]
+    failing = iter((*[False] * 3, True, False, True))
+    run = step.StepRunner.run
+
+    def fail(self: Any, used: step.Step, *given: Any) -> None:
+        if used.batch_key.checkpoint is not None and next(failing, False):
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        run(self, used, *given)
+
+    monkeypatch.setattr(step.StepRunner, "run", fail)
+    for order in ([0, 1, 2, 3, 4], [4, 3, 1, 0, 2]):
+        images = draw(engine, *(mixed[at] for at in order))
+        for at, image in zip(order, images, strict=True):
+            assert difference(image, alone[at]) <= ROUNDING
+    assert next(failing, None) is None, "all failures came"
+    assert engine.self_check.find_fault() is None
+
+
+def test_its_unet_leaves_the_device_once_no_job_needs_it(
+    engine: Any, mixed: list[Any], make_request: Any, draw: Any
+) -> None:
+    held = engine._stager._checkpoints
+    draw(engine, mixed[0])
+    unet = sum(each.numel() * 4 for each in next(iter(held._alive.values())).unet.parameters())
+    assert held.held_bytes > unet
+    draw(engine, make_request())
+    assert held.keep_only(())
+    gc.collect()
+    assert not held._alive
+    assert held.held_bytes == 0
+
+
+def test_it_is_no_model_of_its_own_and_fits_sdxls_alone(
+    engine: Any,
+    refiner: contract.Refiner,
+    family_engine: Any,
+    make_request: Any,
+) -> None:
+    with pytest.raises(errors.SetupError, match="is an SDXL refiner checkpoint; imagefleet gen"):
+        load.load_engine(load.EngineSettings(refiner.path, "cpu"))
+    assert load.read_beside(engine, load.EngineSettings(refiner.path, "cpu")) is None
+    with pytest.raises(errors.UnusableFileError, match="is not of the kind of 'sd1'"):
+        family_engine("sd1").prepare(make_request(refiner=refiner))
+    hires = contract.HiresPass(96, 96, 0.7, 4, "Latent", checkpoint=refiner.path)
+    with pytest.raises(errors.JobError, match="hr_checkpoint_name: SDXL's refiner only"):
+        engine.prepare(make_request(hires=hires))
