@@ -199,7 +199,7 @@ def normalise_and_activate(
     has_added = added is not None
     parts = programs.cdiv(pixels, _SUMMED_PIXELS)
     sums = x.new_empty(2, rows, parts, channels, dtype=torch.float32)
-    grid = (rows, parts, programs.cdiv(channels, _SUMMED_CHANNELS))
+    grid = (parts, rows, programs.cdiv(channels, _SUMMED_CHANNELS))
     programs.add_up[grid](
         x, shifts, sums, pixels, channels, sums[0].numel(), has_added,
         _SUMMED_PIXELS, _SUMMED_CHANNELS,
@@ -208,7 +208,7 @@ def normalise_and_activate(
     mean, square = by_group.unbind()
     scale = (square - mean * mean).clamp(min=0).add_(norm.eps).rsqrt_()
     out = torch.empty_like(x)
-    write = (rows, programs.cdiv(pixels * channels, _WRITTEN))
+    write = (programs.cdiv(pixels * channels, _WRITTEN), rows)
     programs.normalise[write](
         x, shifts, out, mean, scale, norm.weight, norm.bias, pixels * channels, channels,
         channels // groups, has_added, activates, _WRITTEN,

@@ -8,12 +8,14 @@ import triton.language as tl
 
 cdiv = triton.cdiv
 
+# A grid's first side alone may exceed 65,535, as SDXL's VAE does.
+
 
 @triton.jit
 def add_up(x, added, sums, pixels, channels, total, has_added: tl.constexpr, size: tl.constexpr,
            width: tl.constexpr):  # fmt: skip
     """Sums of a part's values and squares for each channel, in [2, rows, parts, channels]."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    part, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     at = tl.program_id(2) * width + tl.arange(0, width)
     inside = at < channels
     shift = tl.zeros([width], tl.float32)
@@ -29,7 +31,7 @@ def add_up(x, added, sums, pixels, channels, total, has_added: tl.constexpr, siz
         read = tl.where(valid, read + shift[None, :], 0)
         values += tl.sum(read, 0)
         squares += tl.sum(read * read, 0)
-    place = (row * tl.num_programs(1) + part) * channels + at
+    place = (row * tl.num_programs(0) + part) * channels + at
     tl.store(sums + place, values, mask=inside)
     tl.store(sums + total + place, squares, mask=inside)
 
@@ -38,10 +40,10 @@ def add_up(x, added, sums, pixels, channels, total, has_added: tl.constexpr, siz
 def normalise(x, added, normed, mean, scale, weight, bias, numbers, channels, group,
               has_added: tl.constexpr, activates: tl.constexpr, size: tl.constexpr):  # fmt: skip
     """(x + added - mean) * scale * weight + bias, and its SiLU."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * size + tl.arange(0, size)
+    first, row = tl.program_id(0).to(tl.int64) * size, tl.program_id(1).to(tl.int64)
+    at = first + tl.arange(0, size)
     inside = at < numbers
-    channel = at % channels
+    channel = ((first % channels).to(tl.int32) + tl.arange(0, size)) % channels
     place = row * (channels // group) + channel // group
     read = tl.load(x + row * numbers + at, mask=inside).to(tl.float32)
     if has_added:

@@ -47,6 +47,20 @@ def test_a_constant_group_is_not_nan(normalise: Normalise) -> None:
 
 
 @needs_gpu
+@torch.no_grad()
+def test_more_programs_than_a_grids_second_side_takes_reach_the_last_pixel() -> None:
+    """As in SDXL's VAE at 1024x1024, and beyond 2 ** 31 numbers."""
+    for rows, side in ((2, 1024), (1, 3000)):
+        x = torch.randn(rows, 256, side, side, dtype=torch.float16, device="cuda")
+        x = x.to(memory_format=torch.channels_last)
+        norm = nn.GroupNorm(32, 256).half().cuda()
+        ours = layers.normalise_and_activate(x, norm)
+        for part in (ours[:, :, :1], ours[:, :, -1:]):
+            rows_of = x[:, :, :1] if part.data_ptr() == ours.data_ptr() else x[:, :, -1:]
+            assert (part - rows_of).abs().max() < 0.1, "the mean is 0 and the deviation 1"
+
+
+@needs_gpu
 def test_in_float16_squares_and_shifts_beyond_its_range_do_not_overflow() -> None:
     x = torch.randn(1, 8, 16, 16).half().to(memory_format=torch.channels_last) + 600
     norm = nn.GroupNorm(2, 8, eps=1e-6).requires_grad_(requires_grad=False)
