@@ -222,6 +222,7 @@ def measure(arguments: argparse.Namespace) -> Figures:
         lambda _: first or first.append(time.monotonic() - began_at),
         width=1,
     )
+    engine.close()  # a process that ends while it compiles crashes
     per_second = [
         {name: count / arguments.minute for name, count in ticks.minutes[minute].items()}
         for minute in range(row.minutes)
