@@ -101,7 +101,7 @@ async def add(
             await store(listing, kind, ready, show, replace=given.replace, dry_run=dry_run)
         for file in () if dry_run else ready:
             for blob, data in file.beside.items():
-                await storage.files.edit(blob, lambda _, data=data: data, 1)
+                await stored.overwrite(storage, blob, data)
         rows: list[dict[str, object]] = []
         notes: list[str] = []
         lines: list[str] = []

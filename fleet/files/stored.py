@@ -159,6 +159,11 @@ async def store(
             raise errors.TransientError(f"{blob} was stored by another command: try again")
 
 
+async def overwrite(storage: Storage, blob: str, data: bytes) -> None:
+    """Stores a small JSON file in place of what is there; TransientError if others do as well."""
+    await storage.files.edit(blob, lambda _: data, 1)
+
+
 async def delete(storage: Storage, blob: str) -> None:
     """Deletes a blob; raises SetupError if the token does not allow it."""
     if not await storage.files.delete(blob):
