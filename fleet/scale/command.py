@@ -117,9 +117,8 @@ async def command(
                 await console.until_stopped(scaling.run(print_record, running.until_empty))
                 if scaling.running:
                     log.warning(
-                        "%d workers keep running and nothing limits their cost: run scale again,"
-                        " or `imagefleet deploy drain`",
-                        scaling.running,
+                        f"{scaling.running} workers keep running and nothing limits their cost: run"
+                        " scale again, or `imagefleet deploy drain`",
                         action="scale_end",
                         running=scaling.running,
                     )
