@@ -104,13 +104,16 @@ def _run(settings: WorkerSettings, member: Member | None = None) -> WorkerReport
     with console.one_line_errors(), showing() as show:
         report = asyncio.run(process.run_worker(settings, on_progress=show))
     seconds, start_up = duration(report.seconds), duration(report.start_up_seconds)
+    per_dollar = report.images_per_dollar
     facts = {
         "images": f"{report.images:,}",
         "failed jobs": f"{report.failed_jobs:,}",
         "time": f"{seconds}, of which {start_up} to start up",
         "images/s": f"{report.images_per_second:.2f}",
         "engine idle": f"{console.percent(report.engine_idle_fraction)} of the time",
-        "images per dollar": console.number(report.images_per_dollar),
+        "images per dollar": (
+            "unknown without --price-per-hour" if per_dollar is None else f"{per_dollar:,.0f}"
+        ),
     }
     console.print_facts(facts, console.stderr)
     return report
