@@ -143,16 +143,15 @@ def command(
                 filling.fill(
                     *(settings, source, jobs.file, path, sending, read),
                     as_json=as_json,
-                    facts=lambda: {"invalid": report.count, **_facts(source)},
+                    # A template has nothing besides its jobs.
+                    facts=lambda: {
+                        "invalid": report.count,
+                        **{name: getattr(source, name, 0) for name in ("empty", "mended")},
+                    },
                     new_only=sending.new_only,
                     replace=replace.replace_jobs if sending.replace else None,
                     shards=sending.shards,
                 )
-
-
-def _facts(source: sources.Source) -> dict[str, int]:
-    """What a file has besides its jobs; a template has no more."""
-    return {name: getattr(source, name, 0) for name in ("empty", "mended")}
 
 
 @contextlib.contextmanager

@@ -67,7 +67,6 @@ async def command(
             "images": f"{plan.images:,}, {filesize.decimal(plan.bytes)}",
             "shards": f"{plan.shard_count:,} of {plan.shard_size:,} images, {plan.format}",
             "on the disk": f"about {filesize.decimal(_needed(plan))} in {folder}",
-            "storage": f"{plan.images:,} reads from {plan.storage}",
         }
         record = {**plan.model_dump(), **more, "folder": str(folder)}
         console.show(record, facts, as_json=as_json)
@@ -104,7 +103,16 @@ async def _export(
 async def _make(storage: Storage, folder: Path, wanted: Plan, *, quiet: bool) -> Manifest:
     """Goes on with the export in *folder*, or begins one."""
     if not (folder / WORK).exists():
-        await _check_images(storage, wanted)
+        await target.check_campaign(storage, wanted.campaign)
+        counts = await reader.counts(storage, wanted.campaign)
+        if not counts.images:
+            name = wanted.campaign
+            raise errors.SetupError(f"campaign {name} has no images yet: nothing to export")
+        if counts.pending:
+            console.print_warning(
+                f"{console.counted(counts.pending, 'job')} of {wanted.campaign} still to do: their"
+                " images will not be in this export"
+            )
         if await asyncio.to_thread(lambda: folder.exists() and any(folder.iterdir())):
             raise errors.SetupError(f"{folder} is not empty: choose another folder for the export")
         (folder / WORK).mkdir(parents=True)
@@ -116,19 +124,6 @@ async def _make(storage: Storage, folder: Path, wanted: Plan, *, quiet: bool) ->
     made = Manifest.of(plan, shards)
     console.write_file(folder / MANIFEST, made.model_dump_json(indent=2) + "\n")
     return made
-
-
-async def _check_images(storage: Storage, wanted: Plan) -> None:
-    """Raises SetupError if there are none, and warns if more will come."""
-    await target.check_campaign(storage, wanted.campaign)
-    counts = await reader.counts(storage, wanted.campaign)
-    if not counts.images:
-        raise errors.SetupError(f"campaign {wanted.campaign} has no images yet: nothing to export")
-    if counts.pending:
-        console.print_warning(
-            f"{console.counted(counts.pending, 'job')} of {wanted.campaign} still to do: their"
-            " images will not be in this export"
-        )
 
 
 async def _plan(storage: Storage, work: Work, wanted: Plan, folder: Path | None = None) -> Plan:
@@ -171,8 +166,7 @@ def _report(made: Manifest, folder: Path, *, as_json: bool) -> None:
         }
     )
     if made.misfits:
-        verb = "does" if made.misfits == 1 else "do"
-        console.print_warning(f"{console.counted(made.misfits, 'record')} {verb} not fit")
+        console.print_warning(f"records that do not fit: {made.misfits:,}")
     images = f"{console.counted(made.images, 'image')}, {filesize.decimal(made.bytes)}"
     line = f"{images}, in {console.counted(len(made.shards), 'shard')}: {folder}"
     record = {**made.model_dump(exclude={"shards"}), "folder": str(folder)}

@@ -133,38 +133,29 @@ def arrow() -> Any:
     return pa
 
 
-def _of_results() -> Any:
-    """The schema of results, of pyarrow; text and numbers are null where a record lacks them."""
-    pa = arrow()
-    text, real = pa.string(), pa.float64()
-    types = {
-        **dict.fromkeys(columns.COLUMNS, text),
-        **dict.fromkeys(columns.INTEGERS, pa.int64()),
-        **dict.fromkeys(columns.REALS, real),
-        "loras": pa.list_(pa.struct([("name", text), ("weight", real)])),
-        "embeddings": pa.list_(pa.struct([("name", text), ("sha256", text)])),
-        "at": pa.timestamp("us", "UTC"),
-    }
-    return pa.schema(list(types.items()))
-
-
 def _cells(row: dict[str, Any]) -> dict[str, Any]:
     """A row for Parquet, whose columns have one type."""
     return row | {"metadata": columns.json_text(row["metadata"]) if row["metadata"] else None}
 
 
 def _of_rows() -> Any:
-    """The schema of a shard's Parquet file: img2dataset's columns, and those of results."""
-    pa, of_results = arrow(), _of_results()
-    sizes = ("width", "height", "original_width", "original_height")
-    return pa.schema(
-        [
-            *((name, pa.string()) for name in ("url", "caption", "key", "status", "error_message")),
-            *((name, pa.int64()) for name in sizes),
-            ("sha256", pa.string()),
-            *(of_results.field(name) for name in FIELDS),
-        ]
+    """The schema of a shard's Parquet file: img2dataset's columns, and those of results.
+
+    Text and numbers are null where a record lacks them.
+    """
+    pa = arrow()
+    text, whole, real = pa.string(), pa.int64(), pa.float64()
+    types = {
+        **dict.fromkeys((*columns.INTEGERS, "original_width", "original_height"), whole),
+        **dict.fromkeys(columns.REALS, real),
+        "loras": pa.list_(pa.struct([("name", text), ("weight", real)])),
+        "at": pa.timestamp("us", "UTC"),
+    }
+    names = (
+        *("url", "caption", "key", "status", "error_message", "width", "height"),
+        *("original_width", "original_height", "sha256", *FIELDS),
     )
+    return pa.schema([(name, types.get(name, text)) for name in names])
 
 
 class Webdataset(ShardFiles):

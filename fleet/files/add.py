@@ -50,9 +50,6 @@ _SUFFIXES = frozenset({".json", ".txt", ".safetensors"})
 
 UPLOADS = 8
 
-#: Files whose hashes are listed at once: each time the whole list is written.
-LISTED_AT_ONCE = 1_000
-
 
 @dataclass(frozen=True, slots=True)
 class AddOptions:
@@ -149,15 +146,13 @@ async def store(
         storage = listing.storage
         await stored.store(storage, kind, file, on_progress, replace=replace, dry_run=dry_run)
 
-    for start in range(0, len(ready), LISTED_AT_ONCE):
-        some = ready[start : start + LISTED_AT_ONCE]
-        await concurrency.for_each(some, put, UPLOADS)
-        if not dry_run:
-            hashes = {kind.listed_name(file.name): file.sha256 for file in some}
-            aliases, ambiguous = await _aliases(listing, some)
-            is_listed = await listing.change(aliases | hashes, remove=ambiguous)
-            for file in some:
-                file.in_manifest = is_listed
+    await concurrency.for_each(ready, put, UPLOADS)
+    if not dry_run:
+        hashes = {kind.listed_name(file.name): file.sha256 for file in ready}
+        aliases, ambiguous = await _aliases(listing, ready)
+        is_listed = await listing.change(aliases | hashes, remove=ambiguous)
+        for file in ready:
+            file.in_manifest = is_listed
 
 
 async def _aliases(listing: Listing, files: Sequence[Ready]) -> tuple[dict[str, str], set[str]]:

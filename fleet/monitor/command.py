@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Group
@@ -41,45 +42,34 @@ async def command(
     imagefleet status --workers --prometheus http://localhost:9090
     """
     only = target.campaign(campaign)
-    if workers:
-        if only:
-            raise errors.SetupError("--workers shows those of all campaigns: leave out CAMPAIGN")
-        await _show_workers(settings, count, watch=watch, as_json=as_json)
-        return
-    async with (
-        console.connected(settings) as client,
-        prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
-    ):
-        await target.check_campaign(client.storage, only)
-        campaigns = Campaigns(client.storage, only)
+    if workers and only:
+        raise errors.SetupError("--workers shows those of all campaigns: leave out CAMPAIGN")
+    async with prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server:
+        if workers and server is None:
+            raise errors.SetupError(
+                "--workers reads the workers' metrics: give --prometheus, the URL of a Prometheus"
+                " or VictoriaMetrics that has them"
+            )
         await rates.ask(server, rates.warn_of_unknown_fleet)
-        await watching.show(
-            lambda: read_status(client, server, campaigns),
-            lambda found: status_screen(found, campaigns, count),
-            dict,
-            is_live=watch,
-            as_json=as_json,
-        )
-
-
-async def _show_workers(
-    settings: MonitorSettings, count: int, *, watch: bool, as_json: bool
-) -> None:
-    """Shows the first *count* workers; reads nothing but the metrics."""
-    if settings.prometheus is None:
-        raise errors.SetupError(
-            "--workers reads the workers' metrics: give --prometheus, the URL of a Prometheus or"
-            " VictoriaMetrics that has them"
-        )
-    async with prometheus.connected(settings.prometheus, settings.queried_fleet) as server:
-        await rates.ask(server, rates.warn_of_unknown_fleet)
-        await watching.show(
-            lambda: rates.worker_rates(server),
-            lambda found: workers_screen(found, count),
-            lambda found: {"workers": [worker.model_dump() for worker in found]},
-            is_live=watch,
-            as_json=as_json,
-        )
+        if workers and server:
+            await watching.show(
+                partial(rates.worker_rates, server),
+                lambda found: workers_screen(found, count),
+                lambda found: {"workers": [worker.model_dump() for worker in found]},
+                is_live=watch,
+                as_json=as_json,
+            )
+            return
+        async with console.connected(settings) as client:
+            await target.check_campaign(client.storage, only)
+            campaigns = Campaigns(client.storage, only)
+            await watching.show(
+                lambda: read_status(client, server, campaigns),
+                lambda found: status_screen(found, campaigns, count),
+                dict,
+                is_live=watch,
+                as_json=as_json,
+            )
 
 
 def workers_screen(workers: Sequence[rates.WorkerRates], count: int) -> Group:

@@ -216,13 +216,11 @@ def show(plan: estimate.Plan, table: prices.PriceTable) -> None:
             columns = *map(console.name_column, names), *map(console.number_column, figures)
             per_dollar = console.number_column("images/$,\nGPU only")
             console.print_tables("", console.table(*columns, per_dollar, rows=rows_shown))
-    console.print_tables("")
-    for part in plan.mix:
-        console.print_tables(*estimate.sources(part))
-    changes = ", workers' changes between models" if len(plan.models) > 1 else ""
     console.print_tables(
+        "",
+        *(sentence for part in plan.mix for sentence in estimate.sources(part)),
         f"Storage operations: listed: {table.storage.source}.",
         f"Paid before first image / full speed: assumed: {prices.WARM_UP_SOURCE}.",
-        "Interruptions, idle time, second drawings (`imagefleet load --verify-share`, by default"
-        " 0.5 % more)" + changes + " and storing the images are not included.",
+        "Interruptions, idle time, workers' changes between models, second drawings (`imagefleet"
+        " load --verify-share`, by default 0.5 % more) and storing the images are not included.",
     )

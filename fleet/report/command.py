@@ -81,13 +81,7 @@ async def command(
         return
     page = output or Path(f"{campaign}-report.html")
     console.write_file(page, report_page.render(figures, metrics, sampled, made_at, scored))
-    console.print_plain(f"{_summary(figures)}\nReport: {page}")
-
-
-def _summary(figures: report_figures.Figures) -> str:
-    facts = [console.counted(figures["images"], "image")]
-    if (rate := figures["images_per_second"]) is not None:
-        facts.append(f"{rate:.2f} images/s")
-    if (per_dollar := figures["money"]["images_per_dollar"]) is not None:
-        facts.append(f"{per_dollar:,.0f} images per dollar")
-    return ", ".join([*facts, console.counted(figures["failed"], "failed job")]) + "."
+    per_dollar = console.number(figures["money"]["images_per_dollar"])
+    images = console.counted(figures["images"], "image")
+    failed = console.counted(figures["failed"], "failed job")
+    console.print_plain(f"{images}, {per_dollar} images per dollar, {failed}.\nReport: {page}")

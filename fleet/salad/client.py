@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import aiohttp
 from aiolimiter import AsyncLimiter
@@ -97,11 +97,13 @@ class SaladClient:
         """Changes only the replicas, which restarts no worker."""
         await self.call("PATCH", f"{self._containers}/{name}", {"replicas": replicas})
 
-    async def start(self, name: str) -> None:
-        await self._post(name, "start")
-
-    async def stop(self, name: str) -> None:
-        await self._post(name, "stop")
+    async def turn(self, name: str, state: Literal["start", "stop"]) -> None:
+        try:
+            await self.call("POST", f"{self._containers}/{name}/{state}")
+        except RefusedError as refused:
+            # A group cannot be stopped twice: the answer to the first call was lost.
+            if not refused.is_repeat:
+                raise
 
     async def delete(self, name: str) -> None:
         """Deletes a group; one that no longer exists is fine."""
@@ -164,14 +166,6 @@ class SaladClient:
             for quoted in (secret, json.dumps(secret)[1:-1]):
                 shown = shown.replace(quoted, salad_groups.MASKED)
         return _read(response, text, shown, is_repeat=is_repeat)
-
-    async def _post(self, name: str, verb: str) -> None:
-        try:
-            await self.call("POST", f"{self._containers}/{name}/{verb}")
-        except RefusedError as refused:
-            # A group cannot be stopped twice: the answer to the first call was lost.
-            if not refused.is_repeat:
-                raise
 
     async def _get(self, path: str, read: Callable[[Any], _Record]) -> _Record:
         answer = await self.call("GET", path)

@@ -94,7 +94,7 @@ class Deployment:
             if groups[name].replicas < step[name]:
                 await self.resize(name, step[name])
             if groups[name].is_stopped:
-                await self.client.start(name)
+                await self.client.turn(name, "start")
                 console.print_note(f"started {name}")
 
     async def resize(self, name: str, replicas: int) -> None:
@@ -110,7 +110,7 @@ class Deployment:
         await self._until_at_most({group.name: 0 for group in groups}, wait_seconds)
         for group in groups:
             if not group.is_stopped:
-                await self.client.stop(group.name)
+                await self.client.turn(group.name, "stop")
                 console.print_note(f"stopped {group.name}")
 
     async def delete(self, names: Sequence[str], wait_seconds: float = 600) -> None:

@@ -88,6 +88,7 @@ async def command(
     )
     logs.configure("auto")
     state = running.state or Path(f"{fleet_file.name}-scale.json")
+    speed = running.images_per_second
     in_use = f"another `imagefleet scale` keeps the state {state}"
     # A preview may run beside the scaler itself.
     alone = contextlib.nullcontext() if running.dry_run else console.only_one(state, in_use)
@@ -103,8 +104,8 @@ async def command(
                 client.storage,
                 state,
                 scaler.Speeds(
-                    given=_given_speed(running),
-                    assumed=_assumed_speed(fleet_file, running.images_per_job),
+                    given=scaler.Speed(speed / running.images_per_job, "given") if speed else None,
+                    last=_assumed_speed(fleet_file, running.images_per_job),
                     server=server,
                     models=served,
                 ),
@@ -117,9 +118,8 @@ async def command(
                 await console.until_stopped(scaling.run(print_record, running.until_empty))
                 if scaling.running:
                     log.warning(
-                        "%d workers keep running and nothing limits their cost: run scale again,"
-                        " or `imagefleet deploy drain`",
-                        scaling.running,
+                        f"{scaling.running} workers keep running and nothing limits their cost: run"
+                        " scale again, or `imagefleet deploy drain`",
                         action="scale_end",
                         running=scaling.running,
                     )
@@ -129,11 +129,6 @@ def _refuse_past(deadline: datetime | None) -> None:
     if deadline is not None and deadline.timestamp() <= time.time():
         past = deadline.isoformat(" ", "minutes")
         raise errors.SetupError(f"--deadline {past} is in the past: give a later one")
-
-
-def _given_speed(running: Running) -> scaler.Speed | None:
-    speed = running.images_per_second
-    return scaler.Speed(speed / running.images_per_job, "given") if speed else None
 
 
 def _assumed_speed(file: salad_file.FleetFile, images_per_job: int) -> scaler.Speed | None:

@@ -34,24 +34,21 @@ class Speed:
     source: str
 
 
+@dataclass(eq=False, kw_only=True)
 class Speeds:
     """The best known speed, and what a job of each model counts; *server* has the metrics."""
 
-    def __init__(
-        self,
-        *,
-        given: Speed | None = None,
-        assumed: Speed | None = None,
-        server: prometheus.Prometheus | None = None,
-        models: Sequence[Model] = (),
-    ) -> None:
-        self._given = given
-        self._last = assumed
-        self._server = server
-        first = models[0].family if models else families.SD1
+    given: Speed | None = None
+    last: Speed | None = None
+    """The one assumed, until one is measured."""
+    server: prometheus.Prometheus | None = None
+    models: Sequence[Model] = ()
+
+    def __post_init__(self) -> None:
+        first = self.models[0].family if self.models else families.SD1
         self._weights = {
             model.name: first.images_per_second(1) / model.family.images_per_second(1)
-            for model in models
+            for model in self.models
         }
 
     def jobs_of_first(self, jobs: Iterable[tuple[str | None, float]]) -> float:
@@ -60,20 +57,20 @@ class Speeds:
 
     async def find(self) -> Speed:
         """The given speed, else the last measured, else the assumed; raises SetupError if none."""
-        if self._given:
-            return self._given
-        self._last = await self._measured() or self._last
-        if self._last is None:
+        if self.given:
+            return self.given
+        self.last = await self._measured() or self.last
+        if self.last is None:
             raise errors.SetupError(
                 "the speed of a replica is unknown: give --images-per-second, or --prometheus once"
                 " workers run"
             )
-        return self._last
+        return self.last
 
     async def _measured(self) -> Speed | None:
-        fleet = await rates.ask(self._server, rates.fleet_rates)
+        fleet = await rates.ask(self.server, rates.fleet_rates)
         if fleet is not None and fleet.replicas:
-            by_model = await rates.ask(self._server, rates.jobs_per_second_by_model) or {}
+            by_model = await rates.ask(self.server, rates.jobs_per_second_by_model) or {}
             if jobs_per_second := self.jobs_of_first(by_model.items()):
                 return Speed(jobs_per_second / fleet.replicas, "measured by the metrics")
         return None

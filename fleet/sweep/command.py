@@ -250,7 +250,6 @@ def _show_plan(
         rows=(list(dict(group).values()) for group in sweep.groups[:_SHOWN_GROUPS]),
     )
     console.print_tables("", shown)
-    if (more := len(sweep.groups) - _SHOWN_GROUPS) > 0:
-        console.print_plain(f"and {console.counted(more, 'more group')}")
+    console.print_more(len(sweep.groups) - _SHOWN_GROUPS, "more")
     console.print_tables("")
     planning.show(plan, table)

@@ -78,18 +78,12 @@ async def command(
             console.print_note(
                 "`imagefleet redo --worker WORKER --since TIME` replaces what such a worker drew"
             )
-        if others := counts["other_job"]:
-            console.print_note(f"not comparable: {console.counted(others, 'pair')} of other jobs")
         if undecided:
             console.print_note(
                 "undecided: `imagefleet redo IMAGE` has it drawn a third time; then run this again"
             )
         if quarantine:
             console.print_note(f"{console.counted(len(new), 'worker')} added to the quarantine")
-            if kept := len(wrong) - len(guilty):
-                console.print_note(
-                    f"{console.counted(kept, 'worker')} not added: others draw some images alike"
-                )
     if different:
         raise typer.Exit(console.EXIT_IMAGES_WRONG)
 

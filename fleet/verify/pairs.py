@@ -42,7 +42,7 @@ RESULTS: Mapping[Result, str] = {
     "not_there": "without their image",
     "unreadable": "no readable image",
     "few_steps": "of too few steps",
-    "other_job": "of other jobs",
+    "other_job": "not comparable, of other jobs",
     "unproven": "without proof of their worker",
 }
 

@@ -44,7 +44,7 @@ class Metrics:
 
 async def test_a_measured_speed_replaces_the_assumed_one_and_stays() -> None:
     metrics: Any = Metrics()
-    speeds = scaler.Speeds(assumed=scaler.Speed(1.0, "assumed"), server=metrics)
+    speeds = scaler.Speeds(last=scaler.Speed(1.0, "assumed"), server=metrics)
 
     metrics.value = 0.0  # no worker runs yet
     assert (await speeds.find()).source == "assumed"
