@@ -326,9 +326,7 @@ def _opened(stream: BinaryIO) -> Iterator[Any]:
         import pyarrow as pa
         from pyarrow import parquet
     except ImportError:
-        raise errors.SetupError(
-            "to read Parquet, install pyarrow: pip install '.[parquet]'"
-        ) from None
+        raise errors.SetupError("Parquet needs pyarrow: pip install '.[parquet]'") from None
     try:
         yield parquet.ParquetFile(stream)
     except pa.ArrowException as error:

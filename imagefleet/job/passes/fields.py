@@ -266,9 +266,7 @@ def _with_input(payload: Mapping[str, Any]) -> dict[str, Any]:
     fields = dict(payload)
     if (image := fields.pop(extras.IMAGE)) not in (None, ""):
         if _begins_with_image(fields):
-            raise ValueError(
-                f"{extras.IMAGE} and init_images are the same field: keep one of the two"
-            )
+            raise ValueError(f"{extras.IMAGE} and init_images are the same field: keep one")
         fields["init_images"] = [image]
     return fields
 
