@@ -100,9 +100,7 @@ class Result(JobFacts):
         if found == "missing":
             raise errors.JobError(f"there is no image {name} in {storage.url}")
         if found == "misfit":
-            raise errors.MisfitError(
-                f"{name} in {storage.url} is not the picture that was recorded"
-            )
+            raise errors.MisfitError(f"{name} in {storage.url} is not the picture recorded")
         return found.data
 
     async def image(self, index: int = 0) -> Image.Image:

@@ -1,5 +1,6 @@
 """Addresses and texts for messages: without secrets, and without what controls a terminal."""
 
+import contextlib
 import re
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -79,19 +80,12 @@ def printable(text: str) -> str:
 
 def check_address(text: str) -> str:
     """Raises ValueError, without quoting it, if *text* is no URL with a host and a valid port."""
-    try:
+    with contextlib.suppress(ValueError):  # a host or a port that is none
         parts = urlsplit(text)
-    except ValueError:
-        parts = urlsplit("")
-    if parts.scheme not in {"http", "https"} or not parts.hostname or re.search(r"\s", text):
-        raise ValueError("should be a URL that begins with http:// or https://")
-    try:
-        port = parts.port
-    except ValueError:
-        port = 0
-    if port == 0 or parts.netloc.endswith(":"):
-        raise ValueError("should be a URL whose port is a number from 1 to 65535")
-    return text
+        is_web = parts.scheme in {"http", "https"} and parts.hostname and not re.search(r"\s", text)
+        if is_web and parts.port != 0 and not parts.netloc.endswith(":"):
+            return text
+    raise ValueError("should be a URL that begins with http:// or https://, say http://HOST:9090")
 
 
 WebAddress = Annotated[str, AfterValidator(check_address)]

@@ -128,9 +128,7 @@ class UnchangedFile:
         version = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
         self._version = self._version or version
         if version != self._version:
-            raise errors.SetupError(
-                f"{self._name} has changed while it was being read; what was sent stays"
-            )
+            raise errors.SetupError(f"{self._name} has changed while it was being read")
 
 
 class MendedMessage(str):
@@ -215,9 +213,7 @@ class FileSource:
 
     def _refuse(self, rejected: Rejected) -> None:
         self.report.reject(rejected)
-        raise errors.SetupError(
-            f"{rejected.place} is not a valid job: {rejected.reason}; --skip-invalid skips such"
-        )
+        raise errors.SetupError(f"{rejected.place}: {rejected.reason}; --skip-invalid skips such")
 
     def place(self, position: int) -> str:
         """Where the entry at *position* is in the file: its line or its row."""

@@ -346,25 +346,20 @@ class Load:
         if self._replace is None:
             named = [job_key(*job_of(body)[:2]) for body in self._at(changed[:_NAMED])]
             more = ", ..." if len(changed) > _NAMED else ""
-            were = "was" if len(changed) == 1 else "were"
             raise errors.SetupError(
-                f"{len(changed):,} of the jobs {were} sent before with another content:"
+                f"jobs that were sent before with another content: {len(changed):,},"
                 f" {', '.join(named)}{more}; nothing was sent. Give them other ids; or send only"
                 " the others with --new-only, or have these drawn again with --replace"
             )
-        parts = [
-            changed[start : start + _REPLACED_AT_ONCE]
-            for start in range(0, len(changed), _REPLACED_AT_ONCE)
-        ]
-        for part in parts:
-            await self._replace(self._storage, list(self._at(part)), only_check=True)
-        for part in parts:
-            bodies = list(self._at(part))
-            await self._replace(self._storage, bodies, only_check=False)
-            for job in map(job_of, bodies):
-                self._ledgers.of(job.campaign).pending += job.entry
-            await self._ledgers.note()
-            self._replaced += len(bodies)
+        starts = range(0, len(changed), _REPLACED_AT_ONCE)
+        for only_check, start in itertools.product((True, False), starts):
+            bodies = list(self._at(changed[start : start + _REPLACED_AT_ONCE]))
+            await self._replace(self._storage, bodies, only_check=only_check)
+            if not only_check:
+                for job in map(job_of, bodies):
+                    self._ledgers.of(job.campaign).pending += job.entry
+                await self._ledgers.note()
+                self._replaced += len(bodies)
 
     def _at(self, positions: list[int]) -> Iterator[str]:
         """The messages at these positions, which are in order."""

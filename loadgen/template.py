@@ -186,9 +186,7 @@ class Patterns:
         words = tuple(_Word(self._parts(choice.text, place), choice) for choice in choices)
         size = max(sum(map(self._size, word.parts)) for word in words)
         if size > _MAX_CHARACTERS:
-            raise errors.SetupError(
-                f"{place}: its placeholders make a text of more than {_MAX_CHARACTERS:,} characters"
-            )
+            raise errors.SetupError(f"{place}: makes a text of over {_MAX_CHARACTERS:,} characters")
         self._sizes.append(size)
         cumulative = tuple(itertools.accumulate(choice.weight for choice in choices))
         self._slots.append(_Slot(cumulative, words))
@@ -246,9 +244,7 @@ class Patterns:
         name = placeholder.partition(":")[0]
         if name not in self._lists:
             known = ", ".join(sorted(self._lists)) or "none"
-            raise errors.SetupError(
-                f"{place}: there is no list for {{{placeholder}}}; lists: {known}"
-            )
+            raise errors.SetupError(f"{place}: no list for {{{placeholder}}}; lists: {known}")
         if name in self._open:
             raise errors.SetupError(f"{place}: circular lists: {' -> '.join([*self._open, name])}")
         if len(self._open) == _MAX_DEPTH:

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import math
+import re
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,9 @@ CHUNK_IMAGES = 256
 
 #: The group of a campaign that is no sweep.
 ALL = "all"
+
+#: The id of a sweep's job: between the group and the caption's number is what no group's name has.
+_SWEPT = re.compile(r"(?P<group>[A-Za-z0-9][A-Za-z0-9.-]*)_[0-9]{6,12}")
 
 #: Suffixes of files of pictures.
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp"})
@@ -136,7 +140,7 @@ class _Planner:
             blob = record.blob or ""
             if record.stage < record.stages:
                 continue  # a job's image is that of its last stage
-            group = ALL if self._groups is None else sweep.group_of(record.id)
+            group = ALL if self._groups is None else group_of(record.id)
             if group is None or not (self._groups is None or group in self._groups):
                 self._of_no_group += 1
                 continue
@@ -164,6 +168,12 @@ class _Planner:
             damaged,
             self._of_no_group,
         )
+
+
+def group_of(job_id: str) -> str | None:
+    """The name of the group that a job's id says; None for a job of no sweep."""
+    found = _SWEPT.fullmatch(job_id)
+    return found["group"] if found else None
 
 
 def _only(values: set[float | None]) -> float | None:

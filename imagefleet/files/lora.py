@@ -204,9 +204,7 @@ def check_numbers(path: Path, header: Header) -> None:
     import numpy as np  # the worker's settings are checked without it
 
     if (rest := path.stat().st_size - header.file_bytes) > 0:
-        raise UnusableError(
-            f"is not a complete .safetensors file: {rest} bytes follow its last tensor"
-        )
+        raise UnusableError(f"is not a complete .safetensors file: {rest} bytes follow its tensors")
     with path.open("rb") as file:
         for key, (kind, begin, end) in sorted(header.places.items()):
             if key in header.integers:

@@ -56,9 +56,7 @@ def fields_of_stage(number: int, payload: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a job that a stage sets; raises ValueError for one that a stage has not."""
     for name in (INPUT_FIELD, extras.IMAGE):
         if payload.get(name):
-            raise ValueError(
-                f"stage {number}: {name} is the image of the stage before: leave it out"
-            )
+            raise ValueError(f"stage {number}: {name} is the image of the stage before: omit it")
     try:
         # With an image, on which depends what its other fields mean.
         fields = passes.fields_of_job({**payload, INPUT_FIELD: ["image.png"]})

@@ -140,9 +140,7 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
                 " send a job for each"
             )
         if self.verify:
-            raise ValueError(
-                f"{chain.THEN_FIELD}: a second drawing (verify) is of a job's first stage alone"
-            )
+            raise ValueError(f"{chain.THEN_FIELD}: a second drawing (verify) is of a first stage")
         self.at_stage(len(self.then) + 1)
         return self
 
@@ -203,9 +201,7 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
         with validation.as_error(errors.InvalidMessageError, f"{chain.STAGE_FIELD}: "):
             asked = chain.StageField.model_validate(field)
         if asked.number > len(self.then) + 1:
-            raise errors.InvalidMessageError(
-                f"{chain.STAGE_FIELD}: the job has no stage {asked.number} to be drawn"
-            )
+            raise errors.InvalidMessageError(f"{chain.STAGE_FIELD}: the job has no such stage")
         return self.at_stage(asked.number, asked.message)
 
     @functools.cached_property  # looked up a dozen times a job, and a private attribute is slow
@@ -360,9 +356,7 @@ def read_job(
         signed = {} if signature is None else {SIGNATURE_FIELD: signature}
         most = sizes.MAX_MESSAGE_BYTES - sizes.STAGE_BYTES
         if sizes.message_bytes(message_text(fields | signed)) > most:
-            raise errors.InvalidMessageError(
-                f"the job with its stages takes more than {most:,} bytes"
-            )
+            raise errors.InvalidMessageError(f"the job with its stages takes over {most:,} bytes")
     job.identify(message_id)
     if digest is not None and digest != job.digest:
         raise errors.InvalidMessageError(

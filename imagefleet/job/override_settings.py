@@ -52,10 +52,7 @@ def fields(settings: object, payload: Mapping[str, Any], passes: Collection[str]
         elif value != "" and not _is_others_eta(name, payload):
             found[row.field] = _field(row.field, value, settings)
             if payload.get(row.field) not in (None, found[row.field]):
-                raise ValueError(
-                    f"override_settings.{name} contradicts the field {row.field}: keep one of the"
-                    " two"
-                )
+                raise ValueError(f"override_settings.{name} contradicts {row.field}: keep one")
     return found
 
 

@@ -1,9 +1,8 @@
 """A sweep's manifest, `sweep.json` beside the campaign's records, and as untrusted: its groups."""
 
 import hashlib
-import re
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, JsonValue, StringConstraints
 
@@ -20,9 +19,6 @@ MAX_BYTES = 4 * 2**20
 
 #: Key of a job's metadata: its caption, where its prompt is written otherwise.
 CAPTION = "caption"
-
-#: Between the group and the caption's number is what no group's name has.
-_ID = re.compile(r"(?P<group>[A-Za-z0-9][A-Za-z0-9.-]*)_[0-9]{6,12}")
 
 GroupName = Annotated[
     str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$", max_length=100)
@@ -71,12 +67,6 @@ def job_id(group: str, number: int) -> str:
     return f"{group}_{number:06}"
 
 
-def group_of(job_id: str) -> str | None:
-    """The name of the group that a job's id says; None for a job of no sweep."""
-    found = _ID.fullmatch(job_id)
-    return found["group"] if found else None
-
-
 def seed_of(number: int, caption: str, seed: int = 0) -> int:
     """The seed of a caption's images in all groups; on the caption and its number alone."""
     text = f"{seed} {number} {caption}"
@@ -117,22 +107,12 @@ async def write(storage: Storage, sweep: Sweep) -> None:
         return
     found = await read(storage, sweep.campaign)
     if found is not None and found != sweep:
+        other = ", ".join(name for name, value in sweep if value != getattr(found, name))
         raise errors.SetupError(
-            f"campaign {sweep.campaign} is another sweep already: {_difference(found, sweep)};"
-            " choose another --campaign"
+            f"campaign {sweep.campaign} is another sweep already, with other {other}: choose"
+            " another --campaign"
         )
 
 
 def _name(campaign: str) -> str:
     return f"{shard_folder(campaign)}sweep.json"
-
-
-def _difference(one: Sweep, other: Sweep) -> str:
-    if one.captions != other.captions:
-        return f"it has {one.captions.count:,} other captions"
-    ours: dict[str, Any] = {each.name: each for each in one.groups}
-    theirs = {each.name: each for each in other.groups}
-    if ours != theirs:
-        names = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
-        return f"its groups differ by {', '.join(names[:5])}"
-    return "its seed, its size or another field of all its jobs differs"

@@ -290,9 +290,7 @@ class BlobStore(Protocol):
             if data is None or await self.replace(name, data, "application/json", version):
                 return
             await asyncio.sleep(concurrency.jitter(0.2))
-        raise errors.TransientError(
-            f"{name} is being changed by others: run the same command again in a moment"
-        )
+        raise errors.TransientError(f"{name} is being changed by others: try again in a moment")
 
     async def append(self, name: str, data: bytes, position: int) -> bool:
         """Adds to the end of a blob of *position* bytes, durably; at 0 creates it.
@@ -348,22 +346,15 @@ class Operations:
 
 def check_blob_name(name: str) -> None:
     """Raises JobError unless the name is a plain relative path, without dots at the start."""
-    parts = name.split("/")
-    if (
-        any(not _BLOB_NAME_PART.fullmatch(part) for part in parts)
-        or len(name) > sizes.MAX_BLOB_NAME
-    ):
-        raise errors.JobError(
-            f"{name[:80]!r} is not a valid blob name: it must be a plain relative path"
-        )
+    is_plain = all(map(_BLOB_NAME_PART.fullmatch, name.split("/")))
+    if not is_plain or len(name) > sizes.MAX_BLOB_NAME:
+        raise errors.JobError(f"{name[:80]!r} is not a valid blob name: give a plain relative path")
 
 
 def check_blob_size(name: str, size: int, max_bytes: int | None) -> None:
     """Raises UnusableFileError for a file larger than *max_bytes*."""
     if max_bytes is not None and size > max_bytes:
-        raise errors.UnusableFileError(
-            f"{name} has {size:,} bytes; at most {max_bytes:,} are allowed"
-        )
+        raise errors.UnusableFileError(f"{name} has {size:,} bytes; at most {max_bytes:,} are read")
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:

@@ -81,10 +81,7 @@ class Columns:
             if isinstance(cell, str) and not cell.strip() and key != "prompt":
                 continue
             if not key:
-                raise ValueError(
-                    f"cell {number + 1} has no column: a cell with a comma or a line break needs"
-                    " quotes"
-                )
+                raise ValueError(f"cell {number + 1} has no column: quote commas and line breaks")
             if _LEFT_OUT.fullmatch(key):
                 continue
             if len(path) == 1:
@@ -326,9 +323,7 @@ def _opened(stream: BinaryIO) -> Iterator[Any]:
         import pyarrow as pa
         from pyarrow import parquet
     except ImportError:
-        raise errors.SetupError(
-            "to read Parquet, install pyarrow: pip install '.[parquet]'"
-        ) from None
+        raise errors.SetupError("Parquet needs pyarrow: pip install '.[parquet]'") from None
     try:
         yield parquet.ParquetFile(stream)
     except pa.ArrowException as error:

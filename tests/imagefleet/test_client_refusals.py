@@ -25,7 +25,7 @@ async def test_a_picture_that_is_not_the_one_recorded_is_refused(
     await fleet.storage.blobs.delete("default/a.png")
     assert await fleet.storage.blobs.create("default/a.png", other, "image/png", {})
 
-    with pytest.raises(errors.MisfitError, match=r"default/a\.png .* is not the picture that was"):
+    with pytest.raises(errors.MisfitError, match=r"default/a\.png .* is not the picture recorded"):
         await a.data()
     with pytest.raises(errors.MisfitError):
         await a.image()

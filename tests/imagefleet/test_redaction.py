@@ -79,4 +79,6 @@ def test_an_address_that_is_not_valid_is_refused_without_quoting_it(address: str
     with pytest.raises(ValueError, match="should be a URL") as refused:
         redaction.check_address(address)
 
-    assert address not in str(refused.value).removesuffix("http:// or https://")
+    assert address not in str(refused.value).removesuffix(
+        "http:// or https://, say http://HOST:9090"
+    )

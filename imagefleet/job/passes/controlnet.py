@@ -129,10 +129,7 @@ def check(units: Sequence[Unit]) -> None:
     """Raises ValueError if more units work in all steps than may at once."""
     whole = sum((unit.guidance_start, unit.guidance_end) == (0, 1) for unit in units if unit.weight)
     if whole > MOST_CONTROLS:
-        raise ValueError(
-            f"alwayson_scripts: the job has {whole} ControlNets; at most {MOST_CONTROLS} work at"
-            " once"
-        )
+        raise ValueError(f"alwayson_scripts: {whole} ControlNets; {MOST_CONTROLS} at most at once")
 
 
 def fields_of_scripts(scripts: object, seed: object = None) -> dict[str, Any]:

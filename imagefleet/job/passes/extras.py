@@ -64,9 +64,7 @@ def check(job: Extras, of_drawings: Collection[str]) -> None:
     """Raises ValueError if a job that only enlarges has other fields, as those *of_drawings*."""
     if job.upscaler_1 is None:
         if unused := job.model_fields_set & (FIELDS - {"upscaler_1"}):
-            raise ValueError(
-                f"{min(unused)}: is for jobs that only enlarge an image; upscaler_1 is missing"
-            )
+            raise ValueError(f"{min(unused)}: is for enlarging an image; upscaler_1 is missing")
         return
     if not job.init_images:
         raise ValueError("upscaler_1: enlarges an image; init_images is missing")
@@ -81,9 +79,7 @@ def check(job: Extras, of_drawings: Collection[str]) -> None:
             " or make them two stages (then)"
         )
     if job.images > 1:
-        raise ValueError(
-            f"upscaler_1: batch_size x n_iter is {job.images}; a job enlarges one image"
-        )
+        raise ValueError(f"upscaler_1: batch_size x n_iter is {job.images}; a job enlarges one")
 
 
 def scale(job: Extras, size: Size) -> float:

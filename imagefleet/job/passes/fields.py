@@ -66,10 +66,7 @@ class PassFields(Hires, Extras):
             if self.enable_hr:
                 raise ValueError("alwayson_scripts: ControlNets with enable_hr are not supported")
             if self.mask is not None and self.inpaint_full_res:
-                raise ValueError(
-                    "alwayson_scripts: ControlNets with inpaint_full_res are not supported: set it"
-                    " to false"
-                )
+                raise ValueError("alwayson_scripts: ControlNets need inpaint_full_res to be false")
         if self.enable_hr:
             if self.init_images:
                 raise ValueError("enable_hr: is for txt2img; remove it, or init_images")
@@ -266,9 +263,7 @@ def _with_input(payload: Mapping[str, Any]) -> dict[str, Any]:
     fields = dict(payload)
     if (image := fields.pop(extras.IMAGE)) not in (None, ""):
         if _begins_with_image(fields):
-            raise ValueError(
-                f"{extras.IMAGE} and init_images are the same field: keep one of the two"
-            )
+            raise ValueError(f"{extras.IMAGE} and init_images are the same field: keep one")
         fields["init_images"] = [image]
     return fields
 

@@ -41,9 +41,7 @@ def check_upscaler(name: str) -> str:
         hint = validation.suggestion(name, LATENT)
         raise ValueError(f"unknown{hint}; known: {', '.join(LATENT)}")
     if not SAFE_NAME.fullmatch(name):
-        raise ValueError(
-            "should be a name of letters, digits, spaces and _ . + ( ) - only, without a path"
-        )
+        raise ValueError("should be letters, digits, spaces and _ . + ( ) - only, without a path")
     return name
 
 

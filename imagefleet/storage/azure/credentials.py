@@ -234,9 +234,7 @@ def _workload_identity(queue: str) -> AsyncTokenCredential:
     try:
         from azure.identity.aio import WorkloadIdentityCredential
     except ImportError:
-        raise errors.SetupError(
-            "a pod's workload identity needs azure-identity: pip install '.[azure-identity]'"
-        ) from None
+        raise errors.SetupError("workload identity: pip install '.[azure-identity]'") from None
 
     try:
         return WorkloadIdentityCredential()

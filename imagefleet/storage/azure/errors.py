@@ -193,9 +193,8 @@ def _from_response(
     # Without a status: a success with an invalid body, from a proxy, say.
     maybe_done = status is None or status < 400 or status == 408 or status >= 500  # noqa: PLR2004
     failed = ReplyLostError if maybe_done else errors.TransientError
-    return (errors.BusyError if status in _TOO_MANY_REQUESTS else failed)(
-        f"{what} answered {answer}"
-    )
+    transient = errors.BusyError if status in _TOO_MANY_REQUESTS else failed
+    return transient(f"{what} answered {answer}")
 
 
 def _is_of_the_sdk(error: Exception) -> bool:

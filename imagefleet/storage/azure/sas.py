@@ -189,9 +189,7 @@ class TokenBroker:
         try:
             identity_token = await self._identity_token()
         except (errors.FleetError, aiohttp.ClientError, OSError) as error:
-            raise errors.TransientError(
-                f"cannot get this node's identity token for the broker: {redaction.reason(error)}"
-            ) from None
+            raise errors.TransientError(f"no identity token: {redaction.reason(error)}") from None
         headers = {"Authorization": f"Bearer {identity_token}", "Accept": "application/json"}
         timeout = aiohttp.ClientTimeout(total=20)
         try:

@@ -157,9 +157,7 @@ class BlobReads:
         sent, _, size = headers.get("Content-Range", "").rpartition("/")
         total = int(size) if size.isdecimal() else 0
         if not sent.startswith(f"bytes {offset}-") or len(data) != min(max_bytes, total - offset):
-            raise azure_errors.ReplyLostError(
-                f"{self._what} sent another part of {name!r} than was asked for"
-            )
+            raise azure_errors.ReplyLostError(f"{self._what} sent another part of {name!r}")
         return BlobPart(data, total, headers.get("ETag", ""))
 
     async def page(self, prefix: str, marker: str, **parameters: str) -> Page:

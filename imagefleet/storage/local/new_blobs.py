@@ -178,9 +178,7 @@ class NewBlobs:
 def translated(error: OSError, folder: Path) -> errors.FleetError:
     """What the system says, as an error that names *folder* and what to do."""
     if error.errno in errors.DISK_FULL:
-        return errors.StorageFullError(
-            f"the disk is full: cannot write to {folder}; free some space"
-        )
+        return errors.StorageFullError(f"the disk is full: cannot write to {folder}; free space")
     if error.errno in _REFUSED:
         return errors.SetupError(f"no access to {folder}: {error.strerror}")
     if isinstance(error, _IN_THE_WAY):

@@ -283,11 +283,7 @@ class Route:
         if shards == self._shards:
             return
         if self._shards is not None or shards.made > 1:
-            log.info(
-                f"the queue {self.name} has {shards.used} shards",
-                action="shards",
-                queue=self.name,
-                shards=shards.used,
-            )
+            text = f"the queue {self.name} has {shards.used} shards"
+            log.info(text, action="shards", queue=self.name, shards=shards.used)
         self._shards = shards
         self.order = in_order(self._share, shards)

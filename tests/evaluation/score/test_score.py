@@ -18,6 +18,7 @@ import sent_jobs
 from evaluation.score import chunks, metrics, plan
 from evaluation.score.statistics import Statistics
 from fleet import console
+from imagefleet.job.message import Job
 from imagefleet.records import reader, sweep
 from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import Storage, open_storage
@@ -28,6 +29,20 @@ Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of
 Score = Callable[..., dict[str, Any]]
 
 ROOT = Path(__file__).parents[3]
+
+
+def test_an_id_says_its_group() -> None:
+    for group, number in [("cfg-3.0", 17), ("ddim-steps-50-cfg-1.5", 1_234_567)]:
+        found = sweep.job_id(group, number)
+
+        assert Job(prompt="x", id=found).id == found
+        assert plan.group_of(found) == group
+    assert sweep.job_id("cfg-3.0", 17) == "cfg-3.0_000017"
+
+
+@pytest.mark.parametrize("job_id", ["0001", "cfg-3.0", "cfg-3.0_17", "_000017", "a_b_000017", ""])
+def test_the_id_of_a_job_of_no_sweep_says_no_group(job_id: str) -> None:
+    assert plan.group_of(job_id) is None
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ COMMA = "a red house, "
         ),
         (
             {"alwayson_scripts": {"controlnet": {"args": [{"image": "a.png", "model": "m"}] * 4}}},
-            "alwayson_scripts: the job has 4 ControlNets; at most 3",
+            "alwayson_scripts: 4 ControlNets; 3 at most",
         ),
     ],
 )

@@ -50,7 +50,7 @@ def test_the_payload_of_a1111s_extras_is_taken_as_it_is() -> None:
     job = read_job(json.dumps(payload), "m")
     assert job == read(upscaler_1="R-ESRGAN 4x+", upscaling_resize=4, init_images=["cats/a.png"])
     nothing = {"upscaler_1": "None", "upscaling_resize": 4}
-    with pytest.raises(errors.InvalidMessageError, match=r"^upscaling_resize: is for jobs that"):
+    with pytest.raises(errors.InvalidMessageError, match=r"^upscaling_resize: is for enlarging"):
         read_job(json.dumps({"prompt": "a", **nothing}), "m")
 
 
@@ -68,7 +68,7 @@ def test_the_second_upscaler_counts_only_where_it_shows() -> None:
         ({"upscaler_1": "-", "prompt": "a", "upscaling_resize": 3}, "upscaler_1 is missing"),
         ({"upscaler_1": "-", "prompt": "a", "upscaler_2": "b"}, "upscaler_1 is missing"),
         ({"upscaler_1": "Latent"}, "upscaler_1: enlarges latents"),
-        ({"upscaler_1": "../x"}, "upscaler_1: should be a name"),
+        ({"upscaler_1": "../x"}, "upscaler_1: should be letters"),
         ({"upscaler_2": "Latent (sharp)"}, "upscaler_2: unknown"),
         ({"resize_mode": 2}, "resize_mode: with upscaler_1 it should be 0 (by upscaling_resize)"),
         ({"upscaling_resize": 0}, "upscaling_resize"),
@@ -81,7 +81,7 @@ def test_the_second_upscaler_counts_only_where_it_shows() -> None:
         ({"denoising_strength": 0.4}, "denoising_strength: a job with upscaler_1 only enlarges"),
         ({"mask": "b.png"}, "mask: a job with upscaler_1 only enlarges"),
         ({"enable_hr": True}, "enable_hr: is for txt2img"),
-        ({"batch_size": 2}, "upscaler_1: batch_size x n_iter is 2; a job enlarges one image"),
+        ({"batch_size": 2}, "upscaler_1: batch_size x n_iter is 2; a job enlarges one"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(fields: dict[str, Any], reason: str) -> None:

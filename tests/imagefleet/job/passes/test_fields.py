@@ -304,7 +304,7 @@ def test_no_unit_that_is_enabled_is_none() -> None:
     ("fields", "reason"),
     [
         ({"enable_hr": True}, "with enable_hr are not supported"),
-        ({"init_images": ["a.png"], "mask": "b.png"}, "inpaint_full_res are not supported"),
+        ({"init_images": ["a.png"], "mask": "b.png"}, "need inpaint_full_res to be false"),
     ],
 )
 def test_controlnets_are_refused_where_their_map_would_need_another_size(
