@@ -100,9 +100,7 @@ class WorkerMetrics:
         self.campaign_images = counter("campaign_images", "Images stored, by campaign.", "campaign")
         self.campaigns: set[str] = set()
         """Those with a series of their own: whoever may send jobs names campaigns."""
-        self.chain_images = counter(
-            "chain_images", "Images stored of jobs with several stages.", "stage"
-        )
+        self.chain_images = counter("chain_images", "Images of jobs with several stages.", "stage")
         self.model_jobs = counter("model_jobs", "Jobs by outcome and model.", "model", "outcome")
         self.model_switches = counter("model_switches", "Changes to a model from another.", "model")
         self.model_switch_seconds = counter(
@@ -120,25 +118,11 @@ class WorkerMetrics:
             stage: stage_seconds.labels(stage) for stage in get_args(Stage)
         }
         self.lease_renewals = counter("lease_renewals", "Lease renewals by result.", "result")
-        self.failed_jobs = counter(
-            "failed_jobs", "Jobs sent to the poison queue, by class of error.", "error"
-        )
-        self.node_windows = counter(
-            "node_watch_windows", "Windows of the node watchdog by result.", "result"
-        )
-        self.reallocations = counter(
-            "node_reallocations", "Requests for another node, by result.", "result"
-        )
-        self.node_faults = counter(
-            "node_faults",
-            "Faults of this node, found by its checks at the start and while it works.",
-            "fault",
-        )
-        self.canaries = counter(
-            "node_canaries",
-            "Checks of this node by images whose result is known, by result.",
-            "result",
-        )
+        self.failed_jobs = counter("failed_jobs", "Jobs sent to the poison queue.", "error")
+        self.node_windows = counter("node_watch_windows", "Node watchdog's windows.", "result")
+        self.reallocations = counter("node_reallocations", "Requests for another node.", "result")
+        self.node_faults = counter("node_faults", "Faults that this node's checks found.", "fault")
+        self.canaries = counter("node_canaries", "Checks by images known before.", "result")
         self.suspect_images = counter(
             "suspect_images",
             "Images stored by this node between its last good check and one that failed.",
@@ -283,9 +267,7 @@ class CostMeter(Collector):
         replica = self._replica
         self._began_at = time.monotonic() if self.began_at is None else self.began_at
         #: This replica's part of each image's metadata, in ASCII (`fleet.report.records`).
-        self.record = {
-            "gpu": replica.gpu.encode("ascii", "replace").decode(),
-        }
+        self.record = {"gpu": replica.gpu.encode("ascii", "replace").decode()}
         if replica.dollars_per_hour is not None:
             self.record["price_per_hour"] = f"{replica.dollars_per_hour:g}"
         self._ready_at: float | None = None

@@ -22,11 +22,7 @@ from diffusers.loaders.single_file_utils import (
 )
 from safetensors.torch import load_file
 from torch import nn
-from transformers import (
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
-    CLIPTokenizer,
-)
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from imagefleet import errors
 from imagefleet.files import contents

@@ -30,7 +30,7 @@ from worker.files.manifest import FileHashes
 from worker.inputs import img2img, pictures
 from worker.inputs.img2img import Overlay
 from worker.inputs.pictures import Size
-from worker.models.others import OtherModels
+from worker.models.checkpoints import OtherModels
 from worker.settings import WorkerSettings
 
 #: Images decoded and resized at once: one of the largest takes some 200 MB meanwhile.
@@ -93,8 +93,8 @@ class InputReader:
         """The inputs of a job whose first pass has *size*, (width, height) in pixels.
 
         *is_enlarged*: the engine itself brings the image that the job begins with to this size.
-        Raises JobError if an image or a
-        file does not exist or cannot be used, or a size is refused; else as `FileLibrary.resolve`.
+        Raises JobError if an image or a file does not exist or cannot be used, or a size is
+        refused; else as `FileLibrary.resolve`.
         """
         # First: they are what a job lacks most easily, and small.
         encoder = engine.text_encoder

@@ -174,11 +174,6 @@ class InFlightJob:
         )
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether a client waits for its end."""
-        return self.job is not None and self.job.whole.awaited
-
-    @property
     def is_second_drawing(self) -> bool:
         return self.job is not None and self.job.verify
 
@@ -376,7 +371,8 @@ class PendingRecords:
             self._wait(entry)
 
     def _seconds(self, job: InFlightJob) -> float:
-        return min(self.flush_seconds, AWAITED_FLUSH_SECONDS if job.is_awaited else math.inf)
+        is_awaited = job.job is not None and job.job.whole.awaited  # by a client
+        return min(self.flush_seconds, AWAITED_FLUSH_SECONDS if is_awaited else math.inf)
 
     async def _wait_for_room(self) -> None:
         while self.jobs + self._early >= MAX_WAITING:

@@ -107,11 +107,8 @@ class NodeCheck(Collector):
                 return
             if left:
                 await asyncio.sleep(concurrency.jitter(UPLOAD_PAUSE_SECONDS, high=1.5))
-        raise self._broken(
-            "upload_speed",
-            f"the upload to the storage runs at {speed / 1e6:.2f} Mbit/s, less than"
-            f" {least / 1e6:g}",
-        )
+        text = f"the upload to the storage runs at {speed / 1e6:.2f} Mbit/s, less than"
+        raise self._broken("upload_speed", f"{text} {least / 1e6:g}")
 
     @contextlib.asynccontextmanager
     async def start_up(self) -> AsyncIterator[None]:
@@ -127,10 +124,8 @@ class NodeCheck(Collector):
         except TimeoutError:
             if not limit.expired():
                 raise
-            failure = self._broken(
-                "start_up_time",
-                f"this node is not ready after {limit_seconds:g} s (--start-up-seconds)",
-            )
+            text = f"this node is not ready after {limit_seconds:g} s (--start-up-seconds)"
+            failure = self._broken("start_up_time", text)
             self._end(failure)
             raise failure from None
         self._end(None)
@@ -161,11 +156,9 @@ class NodeCheck(Collector):
         existing = next(each for each in (folder, *folder.parents) if os.access(each, os.F_OK))
         free = self.findings["free_disk_bytes"] = shutil.disk_usage(existing).free
         if free < self._limits.free_disk_bytes:
-            raise self._broken(
-                "disk",
-                f"the disk of {folder} has {free / 2**20:,.0f} MiB free; a worker needs"
-                f" {self._limits.free_disk_bytes / 2**20:,.0f}",
-            )
+            needed = f"a worker needs {self._limits.free_disk_bytes / 2**20:,.0f}"
+            text = f"the disk of {folder} has {free / 2**20:,.0f} MiB free; {needed}"
+            raise self._broken("disk", text)
 
     def _check_gpu(self) -> None:
         least, device = self._limits.free_gpu_bytes, self._settings.device
@@ -176,10 +169,9 @@ class NodeCheck(Collector):
 
         free = self.findings["free_gpu_bytes"] = cuda_check.free_gpu_bytes(device)
         if free < least:
-            raise self._broken(
-                "gpu_memory",
-                f"the GPU has {free / 2**20:,.0f} MiB free; a worker needs {least / 2**20:,.0f}",
-            )
+            needed = f"a worker needs {least / 2**20:,.0f}"
+            text = f"the GPU has {free / 2**20:,.0f} MiB free; {needed}"
+            raise self._broken("gpu_memory", text)
 
     def _check_speed(self, engine: contract.Engine) -> None:
         """Generates batches until one is fast enough; the first also selects kernels."""
@@ -191,10 +183,8 @@ class NodeCheck(Collector):
             speed = self.findings["images_per_second"] = _images_per_second(engine)
             if speed >= least:
                 return
-        raise self._broken(
-            "gpu_speed",
-            f"the GPU makes {speed:.3g} images/s, less than {least:.3g} (--min-images-per-second)",
-        )
+        text = f"the GPU makes {speed:.3g} images/s, less than {least:.3g}"
+        raise self._broken("gpu_speed", f"{text} (--min-images-per-second)")
 
     async def _send(self, longest_seconds: float) -> float:
         """Bits per second; a transfer over the time limit is given up and counts as that long."""

@@ -217,16 +217,12 @@ async def retry_until_fixed(
             waited_seconds = time.monotonic() - waiting_since
             longest = min(FIRST_PAUSE_SECONDS * 2**pauses, LONGEST_PAUSE_SECONDS)
             if waited_seconds + longest > GIVE_UP_SECONDS:
-                log.error(  # noqa: TRY400 - its message says it all
-                    f"giving up after {waited_seconds:.0f} s: {error}", action="setup_given_up"
-                )
+                text = f"giving up after {waited_seconds:.0f} s: {error}"
+                log.error(text, action="setup_given_up")  # noqa: TRY400 - its message says it all
                 return None
             seconds = concurrency.backoff(pauses, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
-            log.error(  # noqa: TRY400
-                f"no node could work like this, retrying in {seconds:.0f} s: {error}",
-                action="setup_awaited",
-                error=type(error).__name__,
-            )
+            text = f"no node could work like this, retrying in {seconds:.0f} s: {error}"
+            log.error(text, action="setup_awaited", error=type(error).__name__)  # noqa: TRY400
         set_waiting(True)
         await tasks.first_of(stop.wait(), timeout_seconds=seconds)
         set_waiting(False)

@@ -337,10 +337,8 @@ class Suspects:
             await self.retry_policy.call(lambda: blobs.create(blob, data, "application/json", told))
         except errors.FleetError as error:
             redo = f"`imagefleet redo --worker {self.worker} --since {content['since']}`"
-            log.error(  # noqa: TRY400 - its message says it all
-                f"{what}, and their record is not stored ({error}): {redo} draws them again",
-                action="suspects_not_recorded",
-                images=names[:1000],
-            )
+            text = f"{what}, and their record is not stored ({error}): {redo} draws them again"
+            action = "suspects_not_recorded"
+            log.error(text, action=action, images=names[:1000])  # noqa: TRY400 - it says it all
             return
         log.warning(f"{what}: {blob}", action="suspects_recorded", blob=blob)

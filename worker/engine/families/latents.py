@@ -47,8 +47,7 @@ def of_latents(checkpoint: Checkpoint, settings: Settings, read: Read | None = N
     has_own_layers = settings.backend is not None or device.type == "cuda"
     if has_own_layers:
         layers.replace_modules(checkpoint.unet, layers.group_norm)
-        layers.replace_modules(checkpoint.vae, layers.group_norm)
-        layers.replace_modules(checkpoint.vae, layers.upsampler)
+        layers.replace_modules(checkpoint.vae, layers.group_norm, layers.upsampler)
     control_nets = ControlNets(checkpoint.unet, has_own_layers=has_own_layers)
     tiny = None if settings.taesd is None else _read_tiny(settings.taesd, checkpoint)
     overflows = checkpoint.family.overflows_in_float16

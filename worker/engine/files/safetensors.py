@@ -118,11 +118,8 @@ class Buffers:
             with self._lock:
                 self._locked_bytes -= size
             self.locks_pages = False
-            log.info(
-                "copies to the GPU are from pageable memory: this system locks no more than"
-                f" {self._locked_bytes // 10**6} MB (CUDA error {error})",
-                action="pages_not_locked",
-            )
+            most = f"this system locks {self._locked_bytes // 10**6} MB (CUDA error {error})"
+            log.info(f"GPU copies are from pageable memory: {most}", action="pages_not_locked")
 
     def _unlock_pages(self, memory: _Memory) -> None:
         if memory.is_locked:

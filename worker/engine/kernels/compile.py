@@ -4,7 +4,6 @@ Both are optional speed-ups: if either fails, that is logged and the function ru
 """
 
 import contextlib
-import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -108,8 +107,7 @@ class Compiled:
     def release(self) -> None:
         """Frees the graph's memory at once; no call may follow.
 
-        What torch compiled refers back to this, and the collector may pass over both
-        (`exempt_from_collection`).
+        What torch compiled refers back to this, and the collector may pass over both (`gc.freeze`).
         """
         self._graph = self._output = None
         self._function, self._arguments = self._plain, ()
@@ -125,11 +123,8 @@ class Compiled:
         stream.synchronize()
         share = launching_seconds / (time.perf_counter() - began_at)
         self.has_room_for_next = share < _LAUNCHING_SHARE
-        log.info(
-            f"the driver takes two runs of {self.name} in {100 * share:.0f} % of the time that"
-            " they take",
-            action="launch_timed",
-        )
+        text = f"the driver takes two runs of {self.name} in {100 * share:.0f} % of their time"
+        log.info(text, action="launch_timed")
 
     def abandon(self) -> None:
         """Ends `trace` as soon as may be; from any thread."""
@@ -290,16 +285,6 @@ def trace_on_thread(
     # A daemon: a compiler cannot be interrupted, and must not keep a process from its end.
     threading.Thread(target=run, name=THREAD_NAME, daemon=True).start()
     return traced
-
-
-def exempt_from_collection() -> None:
-    """Has Python's garbage collector pass over all objects that there are now.
-
-    Torch and its compiler leave a million. To look through them took a second every few seconds, in
-    which no thread does anything.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

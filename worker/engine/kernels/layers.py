@@ -16,6 +16,7 @@ the four output pixels per input pixel needs a 2x2 kernel of sums of the nine we
 
 import copy
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -92,11 +93,9 @@ class KernelSelector:
             tensor.normal_()
         milliseconds = {name: _time(kernel, q, k, v) for name, kernel in KERNELS.items()}
         name = min(milliseconds, key=milliseconds.__getitem__)
-        log.info(
-            f"self-attention of {'x'.join(map(str, q.shape))} by {name} (milliseconds:"
-            f" {', '.join(f'{each} {taken:.3f}' for each, taken in milliseconds.items())})",
-            action="attention_chosen",
-        )
+        times = ", ".join(f"{each} {taken:.3f} ms" for each, taken in milliseconds.items())
+        text = f"self-attention of {'x'.join(map(str, q.shape))} by {name} ({times})"
+        log.info(text, action="attention_chosen")
         return KERNELS[name]
 
 
@@ -365,9 +364,9 @@ def upsampler(original: nn.Module) -> Upsampler | None:
     return ours
 
 
-def replace_modules(network: nn.Module, find: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Replaces each submodule by what *find* returns for it; None keeps the module."""
-    for parent in list(network.modules()):
+def replace_modules(network: nn.Module, *finds: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Replaces each submodule by what one of *finds* returns for it; None keeps the module."""
+    for parent, find in itertools.product(list(network.modules()), finds):
         for name, child in list(parent.named_children()):
             if (replacement := find(child)) is not None:
                 setattr(parent, name, replacement)

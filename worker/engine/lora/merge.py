@@ -328,12 +328,7 @@ class PackedLoras:
         return LoraChanges(stacked, {shape: each.of(flat) for shape, each in self._beside.items()})
 
 
-def pack(
-    loras: Sequence[AppliedLora],
-    groups: Groups,
-    *,
-    dtype: torch.dtype,
-) -> PackedLoras | None:
+def pack(loras: Sequence[AppliedLora], groups: Groups, *, dtype: torch.dtype) -> PackedLoras | None:
     """The changes of *loras* at their strengths; None if no slot can hold one of them.
 
     Plain LoRAs are packed as *dtype*, and so is all that is of low rank beside a `Shape`'s weights;

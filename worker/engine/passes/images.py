@@ -156,8 +156,7 @@ class Vaes(HeldNetworks[ImageCoder]):
 
     def finish(self, network: AutoencoderKL, _path: Path) -> ImageCoder:
         if self._has_own_layers:
-            layers.replace_modules(network, layers.group_norm)
-            layers.replace_modules(network, layers.upsampler)
+            layers.replace_modules(network, layers.group_norm, layers.upsampler)
         return ImageCoder(network)
 
 

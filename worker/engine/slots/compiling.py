@@ -1,5 +1,6 @@
 """Compiles lanes' ticks and VAE calls beside the ticks; whoever wants it before them waits."""
 
+import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -12,12 +13,7 @@ import torch
 from imagefleet.telemetry import logs
 from worker.engine import errors as engine_errors
 from worker.engine import phases
-from worker.engine.kernels.compile import (
-    Around,
-    Compiled,
-    exempt_from_collection,
-    trace_on_thread,
-)
+from worker.engine.kernels.compile import Around, Compiled, trace_on_thread
 from worker.engine.slots.lane import Lane, Lanes
 from worker.engine.slots.memory import WeightMode
 from worker.engine.slots.parts import Parts
@@ -213,14 +209,15 @@ class Compilation:
         graph_seconds = (time.monotonic() - began_at) / max(1, graphs)
         self._runner.costs = replace(self._runner.costs, graph_seconds=graph_seconds)
         if self._unet.device.type == "cuda":
-            exempt_from_collection()
+            # Torch and its compiler leave a million objects. To look through them took a second
+            # every few seconds, in which no thread does anything.
+            gc.collect()
+            gc.freeze()
         seconds = ((mode, self._runner.costs.seconds(mode)) for mode in step.compiled)
-        log.info(
-            f"{lane.slots} slots of {lane.batch_key.width}x{lane.batch_key.height} ready after"
-            f" {time.monotonic() - began_at:.0f} s; a step of all slots takes"
-            f" {', '.join(f'{1000 * each:.1f} ms ({mode})' for mode, each in seconds)}",
-            action="warm",
-        )
+        times = ", ".join(f"{1000 * each:.1f} ms ({mode})" for mode, each in seconds)
+        size = f"{lane.slots} slots of {lane.batch_key.width}x{lane.batch_key.height}"
+        text = f"{size} ready after {time.monotonic() - began_at:.0f} s; a step takes {times}"
+        log.info(text, action="warm")
 
     def _compile_tick(self, lane: Lane, step: Step, mode: WeightMode) -> Iterator[Compiled]:
         for _ in range(2):

@@ -225,9 +225,7 @@ class Preparer:
         raise NotImplementedError
 
     def find_embeddings(
-        self,
-        _prompts: Iterable[Prompt | str],
-        _names: Collection[str],
+        self, _prompts: Iterable[Prompt | str], _names: Collection[str]
     ) -> tuple[str, ...]:
         """See `text.Tokenizer.find_names`; none without CLIP, for which embeddings are made."""
         return ()

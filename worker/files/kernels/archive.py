@@ -72,20 +72,11 @@ class Key:
     @property
     def name(self) -> str:
         """The key as a file name without its suffix."""
-        return "-".join(
-            (
-                _NOT_IN_NAMES.sub("-", self.gpu.removeprefix("NVIDIA ").lower()).strip("-"),
-                f"sm{self.capability.replace('.', '')}",
-                f"driver{self.driver}",
-                f"cuda{self.cuda}",
-                f"torch{self.torch}",
-                f"triton{self.triton}",
-                f"diffusers{self.diffusers}",
-                f"py{self.python}",
-                f"engine{self.engine}",
-                f"unet{self.unet}",
-            )
-        )
+        gpu = _NOT_IN_NAMES.sub("-", self.gpu.removeprefix("NVIDIA ").lower()).strip("-")
+        names = {"capability": "sm", "python": "py"}
+        values = {**asdict(self), "capability": self.capability.replace(".", "")}
+        rest = [f"{names.get(name, name)}{value}" for name, value in values.items()]
+        return "-".join((gpu, *rest[1:]))
 
     def differences(self, other: Key) -> list[str]:
         """The values in which *other* is another key, as in 'torch 2.11.0'."""

@@ -64,10 +64,8 @@ class SharedKernels:
                     try:
                         has_new |= await self._take(number, record)
                     except errors.SetupError as error:
-                        log.warning(
-                            f"kernels of another worker are left out: {error.message}",
-                            action="kernels_refused",
-                        )
+                        text = f"kernels of another worker are left out: {error.message}"
+                        log.warning(text, action="kernels_refused")
                     self._settled.add(number)
         return has_new
 
@@ -168,12 +166,8 @@ class SharedKernels:
         ):
             self._settled.add(number)
             self._note(sha256, names)
-            log.info(
-                f"{blob} has {len(names)} files, {len(data) / 1e6:,.1f} MB, for workers"
-                " with the same GPU",
-                action="kernels_shared",
-                bytes=len(data),
-            )
+            text = f"{blob} shares {len(names)} files, {len(data) / 1e6:,.1f} MB"
+            log.info(text, action="kernels_shared", bytes=len(data))
 
 
 def _graphs(names: Collection[str]) -> set[PurePosixPath]:
