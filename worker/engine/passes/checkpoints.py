@@ -82,10 +82,10 @@ class HeldCheckpoint:
         Raises torch.cuda.OutOfMemoryError before anything is changed.
         """
         owns = _parameters(unet)
-        largest = {own.device: own for own in sorted(owns.values(), key=torch.numel)}
-        rooms = {device: own.new_empty(own.numel()) for device, own in largest.items()}
+        largest = {own.device: own for own in sorted(owns.values(), key=_extent)}
+        rooms = {device: own.new_empty(_extent(own)) for device, own in largest.items()}
         for own, other in ((own, self._weights[name]) for name, own in owns.items()):
-            kept = rooms[own.device][: own.numel()].as_strided(own.shape, own.stride())
+            kept = rooms[own.device][: _extent(own)].as_strided(own.shape, own.stride())
             kept.copy_(own)
             own.copy_(other)
             other.copy_(kept)
@@ -166,3 +166,9 @@ class HeldCheckpoints(HeldNetworks[HeldCheckpoint]):
 
 def _parameters(unet: nn.Module) -> dict[str, torch.Tensor]:
     return checksums.named_parameters({"unet": unet})
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """How many elements of its memory a tensor spans."""
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in strides)
