@@ -81,7 +81,9 @@ async def command(
         return
     page = output or Path(f"{campaign}-report.html")
     console.write_file(page, report_page.render(figures, metrics, sampled, made_at, scored))
+    rate = console.number(figures["images_per_second"], 2)
     per_dollar = console.number(figures["money"]["images_per_dollar"])
     images = console.counted(figures["images"], "image")
     failed = console.counted(figures["failed"], "failed job")
-    console.print_plain(f"{images}, {per_dollar} images per dollar, {failed}.\nReport: {page}")
+    console.print_plain(f"{images}, {rate} images/s, {per_dollar} images per dollar, {failed}.")
+    console.print_plain(f"Report: {page}")

@@ -268,9 +268,11 @@ def _screen(record: Mapping[str, Any]) -> Screen:
     figures = map(console.number_column, ("replicas", "running"))
     table = console.table(console.name_column("group"), *figures, "state", rows=rows)
     price = gpus.PriceRange(**record["dollars_per_hour"])
+    classes = sorted({name for group in record["groups"] for name in group["gpus"]})
     quota = record["quota"]
     lines = [
         f"{record['running']:,} of {record['replicas']:,} replicas run: {price} now",
+        f"GPU classes: {', '.join(classes) or 'none'}",
         f"quota: {quota['used']:,} of {console.counted(quota['replicas'], 'replica')} used",
     ]
     return Screen(table, *map(console.untrusted, lines))

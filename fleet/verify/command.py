@@ -84,6 +84,10 @@ async def command(
             )
         if quarantine:
             console.print_note(f"{console.counted(len(new), 'worker')} added to the quarantine")
+            if kept := len(wrong) - len(guilty):
+                console.print_note(
+                    f"{console.counted(kept, 'worker')} not added: others draw some images alike"
+                )
     if different:
         raise typer.Exit(console.EXIT_IMAGES_WRONG)
 
