@@ -128,7 +128,9 @@ class UnchangedFile:
         version = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
         self._version = self._version or version
         if version != self._version:
-            raise errors.SetupError(f"{self._name} has changed while it was being read")
+            raise errors.SetupError(
+                f"{self._name} has changed while it was being read; what was sent stays"
+            )
 
 
 class MendedMessage(str):

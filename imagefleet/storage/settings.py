@@ -1,6 +1,7 @@
 """Settings of the storage, which every command shares."""
 
 import base64
+import functools
 import hashlib
 import re
 from collections.abc import Mapping
@@ -139,7 +140,7 @@ class StorageSettings(BaseSettings):
         " with their node's identity token, and renews them before they expire.",
     )
 
-    @property
+    @functools.cached_property
     def is_local(self) -> bool:
         """Whether the storage is a folder of this machine."""
         return self.storage.strip().startswith(LOCAL_SCHEME)

@@ -55,16 +55,6 @@ class Inputs:
     parameters: str = ""
     """AUTOMATIC1111's text in the file of the image that is enlarged."""
 
-    @property
-    def models(self) -> dict[str, Path]:
-        """The files of its VAE and of other checkpoints, by the fields that name them."""
-        found = {
-            "sd_vae": self.vae and self.vae.path,
-            "hr_checkpoint_name": self.hires and self.hires.checkpoint,
-            "refiner_checkpoint": self.refiner and self.refiner.path,
-        }
-        return {name: path for name, path in found.items() if path}
-
 
 NO_INPUTS = Inputs()
 

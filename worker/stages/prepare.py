@@ -342,8 +342,13 @@ class PrepareStage:
                 entry.lora_hashes[accelerator.name] = own["accelerator"]
             if "vae" in own:
                 entry.model_hashes["sd_vae"] = own["vae"]
-        of_model = self.files.hashes.of_model
-        entry.model_hashes |= {name: of_model(path) for name, path in found.inputs.models.items()}
+        inputs, of_model = found.inputs, self.files.hashes.of_model
+        named = {
+            "sd_vae": inputs.vae and inputs.vae.path,
+            "hr_checkpoint_name": inputs.hires and inputs.hires.checkpoint,
+            "refiner_checkpoint": inputs.refiner and inputs.refiner.path,
+        }
+        entry.model_hashes |= {field: of_model(path) for field, path in named.items() if path}
         entry.overlay = found.inputs.overlay
         return found.requests
 
