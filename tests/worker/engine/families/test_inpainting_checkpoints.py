@@ -358,7 +358,7 @@ def test_the_memory_of_a_slot_counts_what_the_unet_takes_beside_the_latents(
     make_engine: Any, make_slot_engine: Any
 ) -> None:
     def state(engine: slots.SlotEngine) -> Any:
-        return engine._runner.make_slot_state(engine._runner.native, 2)
+        return engine._runner.make_slot_state(engine._runner.native, 2, engine._unet)
 
     own = state(make_engine())
     assert own.conditioning.shape == (2, 5, 8, 8)

@@ -304,7 +304,7 @@ def test_the_memory_of_a_slot_counts_the_image_and_one_row_for_its_level(
 ) -> None:
     made = make_engine()
     assert made.default_size == (64, 64)
-    state = made._runner.make_slot_state(made._runner.native, 2)
+    state = made._runner.make_slot_state(made._runner.native, 2, made._unet)
     assert state.latents.shape == (2, 4, 16, 16)
     assert state.conditioning.shape == (2, 3, 16, 16)
     assert state.added.shape == (2, 128)
