@@ -110,7 +110,10 @@ class Puller:
 
     async def run(self, put: Callable[[InFlightJob], Awaitable[None]]) -> None:
         """Pulls until it is stopped, or with --until-empty until nothing is left."""
-        empty_polls = 0
+        empty_polls, settings = 0, self.settler.settings
+        longest_seconds = LOCAL_PAUSE_SECONDS if settings.is_local else LONGEST_PAUSE_SECONDS
+        if settings.until_empty:
+            longest_seconds = UNTIL_EMPTY_PAUSE_SECONDS
         while not self._stopped.is_set():
             count = self._count_to_pull()
             if not count:
@@ -119,7 +122,7 @@ class Puller:
                 continue
             asked_at = time.monotonic()
             try:
-                messages = await self.queue.receive(count, self.settler.settings.lease_seconds)
+                messages = await self.queue.receive(count, settings.lease_seconds)
                 self.settler.metrics.stage_seconds["pull"].observe(time.monotonic() - asked_at)
                 if not messages and await self._is_done():
                     return
@@ -135,7 +138,7 @@ class Puller:
                 await self._take([hold(each, asked_at) for each in messages], put)
                 empty_polls = 0
             else:
-                await self._pause(empty_polls)
+                await self._pause(empty_polls, longest_seconds)
                 empty_polls += 1
 
     async def _take(
@@ -162,15 +165,11 @@ class Puller:
             return False
         return (await self.queue.depth()).messages == 0
 
-    async def _pause(self, empty_polls: int) -> None:
-        settings = self.settler.settings
-        until_empty = settings.until_empty
-        longest = LOCAL_PAUSE_SECONDS if settings.is_local else LONGEST_PAUSE_SECONDS
-        longest = UNTIL_EMPTY_PAUSE_SECONDS if until_empty else longest
+    async def _pause(self, empty_polls: int, longest_seconds: float) -> None:
         waits = [self._stopped.wait()]
-        if until_empty and self.settler.in_flight:
+        if self.settler.settings.until_empty and self.settler.in_flight:
             waits.append(self.settler.nothing_in_flight.wait())
-        seconds = concurrency.backoff(empty_polls, FIRST_PAUSE_SECONDS, longest)
+        seconds = concurrency.backoff(empty_polls, FIRST_PAUSE_SECONDS, longest_seconds)
         await tasks.first_of(*waits, timeout_seconds=seconds)
 
     def _count_to_pull(self) -> int:

@@ -1,7 +1,6 @@
 """Settings of the storage, which every command shares."""
 
 import base64
-import functools
 import hashlib
 import re
 from collections.abc import Mapping
@@ -140,7 +139,7 @@ class StorageSettings(BaseSettings):
         " with their node's identity token, and renews them before they expire.",
     )
 
-    @functools.cached_property
+    @property
     def is_local(self) -> bool:
         """Whether the storage is a folder of this machine."""
         return self.storage.strip().startswith(LOCAL_SCHEME)
