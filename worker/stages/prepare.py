@@ -349,7 +349,7 @@ class PrepareStage:
             "refiner_checkpoint": inputs.refiner and inputs.refiner.path,
         }
         entry.model_hashes |= {field: of_model(path) for field, path in named.items() if path}
-        entry.overlay = found.inputs.overlay
+        entry.overlay = inputs.overlay
         return found.requests
 
 

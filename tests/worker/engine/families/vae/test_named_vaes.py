@@ -54,15 +54,6 @@ def decoded(vae: Any, latents: torch.Tensor) -> np.ndarray[Any, Any]:
     return ((image / 2 + 0.5).clamp(0, 1) * 255).round().permute(1, 2, 0).byte().numpy()
 
 
-@pytest.fixture
-def latents(family_engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Those that decoders are given from now on."""
-    kind = type(family_engine("sd1")._decoder)
-    seen, add = [], kind.add
-    monkeypatch.setattr(kind, "add", lambda *given: seen.append(given[2]) or add(*given))
-    return seen
-
-
 @pytest.mark.parametrize("layout", ["diffusers", "original", "whole", "trained"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_images_are_those_that_it_makes_of_the_same_latents(
