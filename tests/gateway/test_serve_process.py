@@ -150,7 +150,10 @@ async def test_a_storm_of_clients_and_kills_loses_and_doubles_nothing(
     async with aiohttp.ClientSession(
         f"http://127.0.0.1:{port}", connector=connector, timeout=aiohttp.ClientTimeout(200)
     ) as session:
-        await asyncio.gather(kill(), *(client(session) for _ in range(CLIENTS)))
+        try:
+            await asyncio.gather(kill(), *(client(session) for _ in range(CLIENTS)))
+        except TimeoutError:
+            pytest.fail(f"after {answers}: {await state(tmp_path)}")
 
     assert answers.total() == REQUESTS
     assert answers["200"] >= REQUESTS - 2 * CLIENTS
@@ -163,6 +166,17 @@ async def test_a_storm_of_clients_and_kills_loses_and_doubles_nothing(
     assert drawn.keys() >= answered
     assert set(drawn.values()) == {1}
     assert len(drawn) <= answers["200"] + answers["cut off"]
+
+
+async def state(tmp_path: Path) -> str:
+    """Where what nobody was answered may be: the queue, the records, or a process."""
+    async with open_storage(StorageSettings(storage=f"local:{tmp_path / 'data'}")) as storage:
+        found = await storage.queue.depth(), await reader.counts(storage, "gateway")
+    return "\n".join(map(str, (*found, *await asyncio.to_thread(log_ends, tmp_path))))
+
+
+def log_ends(folder: Path) -> list[str]:
+    return [log.read_text()[-500:] for log in sorted(folder.glob("*.log"))]
 
 
 async def prompt_of(storage: Storage, name: str) -> str:
