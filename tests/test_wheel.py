@@ -455,7 +455,7 @@ def test_the_gallery_serves_its_page_and_the_pictures(
             found = re.search(r"http://\S+/", gallery.stdout.readline())
             assert found
             for path, text in GALLERY.items():
-                with urllib.request.urlopen(found[0] + path, timeout=30) as answer:
+                with urllib.request.urlopen(found[0] + path, timeout=280) as answer:
                     assert text in answer.read().decode()
         finally:
             gallery.terminate()

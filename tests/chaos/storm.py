@@ -76,7 +76,7 @@ FILL_SECONDS = 2.0
 #: The longest without progress, by the filler or after the storm: leases have to expire, suspects
 #: are generated one by one, and who fills a storage that fails backs off. How long the whole takes
 #: is the machine's.
-STUCK_SECONDS = 120.0
+STUCK_SECONDS = 600.0
 
 
 Kind = Literal["jobs", "chains", "clashes"]

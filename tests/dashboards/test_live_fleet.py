@@ -345,7 +345,7 @@ def watch(
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
         check=False,
     )
     assert printed.returncode == 0, printed.stderr

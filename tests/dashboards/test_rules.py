@@ -35,7 +35,7 @@ def promtool(tool: Tool, folder: Path, *arguments: str) -> subprocess.CompletedP
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
         check=False,
     )
 

@@ -42,8 +42,7 @@ async def run(command: list[Any], environment: dict[str, str]) -> list[dict[str,
         limit=2**20,
     )
     try:
-        async with asyncio.timeout(60):
-            _, log = await process.communicate()
+        _, log = await process.communicate()
     finally:
         if process.returncode is None:
             process.terminate()

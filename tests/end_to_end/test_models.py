@@ -70,8 +70,7 @@ async def said(process: forks.Fork, text: str) -> str:
                 return line
         raise AssertionError(f"it ended without {text!r}")
 
-    async with asyncio.timeout(60):
-        return await asyncio.to_thread(read)
+    return await asyncio.to_thread(read)
 
 
 async def finish(*processes: forks.Fork) -> None:

@@ -17,11 +17,11 @@ import pytest
 from aiohttp import web
 
 import forks
-import polling
 from evaluation.stand_in import StandInEngine
 from fleet import health
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from polling import until
 from worker import process
 from worker.metrics import Outcome
 from worker.node import salad
@@ -151,23 +151,16 @@ async def end(worker: forks.Fork) -> str:
     return output
 
 
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(30):
-        await polling.until(condition)
-
-
 async def depth_is(local_storage: Storage, messages: int) -> None:
-    async with asyncio.timeout(30):
-        await polling.until(local_storage.queue.depth, lambda depth: depth.messages == messages)
+    await until(local_storage.queue.depth, lambda depth: depth.messages == messages)
 
 
 async def line_with(worker: forks.Fork, words: str) -> str:
     """The worker's next line that contains *words*."""
     assert worker.stdout is not None
-    async with asyncio.timeout(30):
-        while line := await asyncio.to_thread(worker.stdout.readline):
-            if words in line:
-                return line
+    while line := await asyncio.to_thread(worker.stdout.readline):
+        if words in line:
+            return line
     raise AssertionError(f"the worker ended without printing {words!r}")
 
 
@@ -413,18 +406,15 @@ async def test_a_metadata_service_that_fails_costs_no_image(
         if len(ends) == 20:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    report = await asyncio.wait_for(
-        process.run_worker(
-            WorkerSettings(
-                **storage_settings.model_dump(),
-                model=Path("stand-in"),
-                device="cpu",
-                cache=tmp_path / "cache",
-            ),
-            load=lambda: StandInEngine(tick_seconds=0.1),
-            on_settled=settled,
+    report = await process.run_worker(
+        WorkerSettings(
+            **storage_settings.model_dump(),
+            model=Path("stand-in"),
+            device="cpu",
+            cache=tmp_path / "cache",
         ),
-        20,
+        load=lambda: StandInEngine(tick_seconds=0.1),
+        on_settled=settled,
     )
 
     assert report.jobs == {"completed": 20}

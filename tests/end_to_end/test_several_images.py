@@ -60,8 +60,7 @@ async def stored(storage: Storage) -> set[str]:
 
 
 async def wait_for_images(storage: Storage, count: int) -> int:
-    async with asyncio.timeout(30):
-        return len(await polling.until(lambda: stored(storage), lambda names: len(names) >= count))
+    return len(await polling.until(lambda: stored(storage), lambda names: len(names) >= count))
 
 
 async def end(process: forks.Fork) -> None:

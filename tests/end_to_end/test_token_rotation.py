@@ -153,8 +153,7 @@ async def test_a_worker_gets_new_tokens_from_a_broker_that_is_down_for_a_while(
             SALAD_METADATA_URL=salad_metadata_service.url,
             **NO_NODE_CHECKS,
         )
-        async with asyncio.timeout(60):
-            await polling.until(storage.queue.depth, lambda depth: not depth.messages)
+        await polling.until(storage.queue.depth, lambda depth: not depth.messages)
         process.terminate()  # on SaladCloud, an empty queue does not end a worker
         output, _ = await asyncio.to_thread(process.communicate, timeout=280)
         assert process.returncode == 0, output

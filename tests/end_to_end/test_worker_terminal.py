@@ -17,9 +17,9 @@ from typing import Any
 import pyte
 import pytest
 
-import polling
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
+from polling import until
 
 ROOT = Path(__file__).parents[2]
 
@@ -124,11 +124,6 @@ def start(
 
 async def fill(storage: Storage, jobs: int) -> None:
     await storage.queue.send(f'{{"prompt": "a house", "id": "j{each}"}}' for each in range(jobs))
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        await polling.until(condition)
 
 
 async def end(terminal: Terminal, process: subprocess.Popen[bytes]) -> int:
@@ -258,9 +253,9 @@ async def test_the_phases_of_a_start_up_are_named(
         assert process.poll() is None, terminal.all
         return terminal.shown[-1][2:].partition(" | ")[0] if terminal.shown else ""
 
-    await polling.until(lambda: state() == "loading the model")
+    await until(lambda: state() == "loading the model")
     is_seen.touch()
-    await polling.until(lambda: state() == "waiting for jobs: the queue is empty")
+    await until(lambda: state() == "waiting for jobs: the queue is empty")
     process.send_signal(signal.SIGTERM)
 
     assert await end(terminal, process) == 0

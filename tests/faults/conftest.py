@@ -107,7 +107,7 @@ def work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Work:
                 retry_policy=IMPATIENT,
             )
             running = pipeline.run(asyncio.Event(), asyncio.Event())
-            await asyncio.wait_for(running, 30)
+            await running
         return pipeline
 
     return run

@@ -127,7 +127,7 @@ def run_worker(
             settings,
             machine=Machine(Replica("a GPU", 0.036, prices.FREE_STORAGE)),
         )
-        await asyncio.wait_for(pipeline.run(asyncio.Event(), asyncio.Event()), 100)
+        await pipeline.run(asyncio.Event(), asyncio.Event())
 
     return run
 

@@ -21,7 +21,7 @@ from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from polling import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -147,14 +147,13 @@ async def test_a_storm_of_clients_and_kills_loses_and_doubles_nothing(
             (gateway if process is serving else worker)()
 
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    # Only the gateway says when it has been too long.
     async with aiohttp.ClientSession(
-        f"http://127.0.0.1:{port}", connector=connector, timeout=aiohttp.ClientTimeout(200)
+        f"http://127.0.0.1:{port}", connector=connector, timeout=aiohttp.ClientTimeout(None)
     ) as session:
-        try:
-            await asyncio.gather(kill(), *(client(session) for _ in range(CLIENTS)))
-        except TimeoutError:
-            pytest.fail(f"after {answers}: {await state(tmp_path)}")
+        await asyncio.gather(kill(), *(client(session) for _ in range(CLIENTS)))
 
+    assert answers.keys() <= {"200", "cut off"}, f"{answers}: {await state(tmp_path)}"
     assert answers.total() == REQUESTS
     assert answers["200"] >= REQUESTS - 2 * CLIENTS
     async with open_storage(StorageSettings(storage=f"local:{tmp_path / 'data'}")) as storage:

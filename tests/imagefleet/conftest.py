@@ -86,6 +86,6 @@ def work(
     async def run(draw: Callable[..., contract.Pixels] = draw) -> None:
         async with open_storage(settings) as storage:
             pipeline = Pipeline(storage, lambda: StandInEngine(draw=draw), settings)
-            await asyncio.wait_for(pipeline.run(asyncio.Event(), asyncio.Event()), 30)
+            await pipeline.run(asyncio.Event(), asyncio.Event())
 
     return run

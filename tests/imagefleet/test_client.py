@@ -321,7 +321,7 @@ def test_the_sync_client_does_all_that_the_async_one_does(
         assert fleet.job("spring/good").status == "pending"
         worker = threading.Thread(target=lambda: asyncio.run(work()))
         worker.start()
-        results = {result.id: result for result in batch.results(timeout=30)}
+        results = {result.id: result for result in batch.results()}
         worker.join()
 
         assert results["good"].image().size == (16, 16)

@@ -52,10 +52,10 @@ def test_the_sync_client_tells_the_same_job_a_changed_one_and_a_taken_name_apart
         taken = fleet.submit([Job(prompt="a tree", id="taken")])
         asyncio.run(work())
 
-        (house,) = first.results(timeout=30)
-        assert list(again.results(timeout=30)) == [house]
+        (house,) = first.results()
+        assert list(again.results()) == [house]
         assert house.image().text["parameters"].startswith("a house\n")  # type: ignore[attr-defined]
-        (refused,) = taken.results(timeout=30)
+        (refused,) = taken.results()
         assert refused.status == "failed"
         assert refused.reason is not None
         assert "taken" in refused.reason

@@ -190,10 +190,9 @@ with imagefleet.connect(**{settings!r}) as fleet:
 """
     submitting = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
     try:
-        async with asyncio.timeout(20):
-            counts = await polling.until(
-                lambda: reader.counts(storage, "spring"), lambda counts: counts.sent
-            )
+        counts = await polling.until(
+            lambda: reader.counts(storage, "spring"), lambda counts: counts.sent
+        )
     finally:
         submitting.kill()
         await submitting.wait()

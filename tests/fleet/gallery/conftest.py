@@ -1,6 +1,5 @@
 """A gallery over HTTP, and a headless browser to look at it."""
 
-import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -37,8 +36,7 @@ class Served:
 
     async def state_when(self, condition: Callable[[Any], bool], **query: Any) -> Any:
         """The first state that meets the condition."""
-        async with asyncio.timeout(20):
-            return await polling.until(lambda: self.get("/api/state", **query), condition)
+        return await polling.until(lambda: self.get("/api/state", **query), condition)
 
 
 Serve = Callable[..., AbstractAsyncContextManager[Served]]

@@ -68,7 +68,7 @@ async def test_it_ends_with_the_campaign_and_misses_nothing(
         assert not running.done()
         await add_job(storage, "0004", "failed")
 
-        result = await asyncio.wait_for(running, 20)
+        result = await running
 
     assert result.returncode == 0
     outcomes = [
@@ -88,7 +88,7 @@ async def test_people_see_the_table_and_then_what_is_new(
         await sent_jobs.note(storage, "spring", 2, ids=IDS)
         running = await start()
         await store_images(storage, "0002")
-        result = await asyncio.wait_for(running, 20)
+        result = await running
 
     assert result.stdout.count("0001") == 2, "the id and the prompt of the table"
     last = result.stdout.splitlines()[-1]
@@ -104,7 +104,7 @@ async def test_people_see_no_more_than_the_limit(
         await sent_jobs.note(storage, "spring", 9, ids=IDS)
         running = await start("--limit", "2")
         await store_images(storage, "0002", "0003", "0004")
-        result = await asyncio.wait_for(running, 20)
+        result = await running
 
     shown = [number for number in range(1, 5) if f"a house 000{number}" in result.stdout]
     assert shown == ([1, 2] if already_there else [2, 3])
@@ -120,7 +120,7 @@ async def test_images_are_downloaded_as_they_arrive(
         running = await start("--download", "images")
         await polling.until((tmp_path / "images" / "0001.png").is_file)
         await store_images(storage, "0002")
-        result = await asyncio.wait_for(running, 20)
+        result = await running
 
     assert (tmp_path / "images" / "0002.png").is_file()
     assert "2 images downloaded to images" in result.stdout
@@ -137,9 +137,9 @@ async def test_ctrl_c_is_a_usual_end(local_settings: StorageSettings, store_imag
         *command, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert process.stdout is not None
-    first = await asyncio.wait_for(process.stdout.readline(), 30)
+    first = await process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    _, errors = await asyncio.wait_for(process.communicate(), 30)
+    _, errors = await process.communicate()
 
     assert json.loads(first)["id"] == "0001"
     assert (process.returncode, errors) == (0, b"")

@@ -76,8 +76,7 @@ def run(storage: Storage, receiver: Any, tmp_path: Path, times: pytest.MonkeyPat
                 await running.run(once=True)
                 return State.read(file, "receiver", campaign)
             task = asyncio.create_task(running.run())
-            async with asyncio.timeout(20):
-                await polling.until(lambda: until() or task.done())
+            await polling.until(lambda: until() or task.done())
             if is_killed:
                 running._save = lambda: None  # type: ignore[method-assign]
             task.cancel()

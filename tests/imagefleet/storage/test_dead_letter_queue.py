@@ -182,7 +182,7 @@ async def test_a_replay_ends_even_if_the_jobs_fail_again_meanwhile(
                 await dead_letter.add(storage, message, job, MISSING, "worker-2")
 
     storage.queues["normal"].send = send_and_fail_again  # type: ignore[method-assign]
-    swept = await asyncio.wait_for(dead_letter_queue.replay(storage, Selection()), 20)
+    swept = await dead_letter_queue.replay(storage, Selection())
 
     assert swept.done == 10
     assert len(await ids(storage.poison)) == 10

@@ -2,7 +2,7 @@ import asyncio
 import contextlib
 import gzip
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +12,10 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter
 from yarl import URL
 
-import polling
 from imagefleet import concurrency, errors
 from imagefleet.telemetry import metrics, push
 from imagefleet.telemetry.settings import TelemetrySettings
+from polling import turn, until
 
 FAST = concurrency.RetryPolicy(tries=3, first_wait_seconds=0.001, on_retry=lambda _: None)
 
@@ -73,11 +73,6 @@ def images() -> tuple[CollectorRegistry, Counter]:
 async def a_pusher(url: str, registry: CollectorRegistry) -> AsyncIterator[push.Pusher]:
     async with aiohttp.ClientSession() as client:
         yield push.Pusher(client, registry, URL(url), FAST)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        await polling.until(condition)
 
 
 async def test_counters_are_pushed_at_zero_at_each_interval_and_at_the_end(
@@ -171,7 +166,7 @@ async def test_a_server_that_hangs_does_not_delay_the_exit(
     monkeypatch.setattr(push, "LAST_PUSH_SECONDS", 0.1)
     recorder.hangs = True
     async with push.pushing(images[0], TelemetrySettings(push_url=recorder.url), job="j"):
-        await polling.turn()
+        await turn()
 
     assert "no answer within 0.1 s" in caplog.text
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-import polling
 from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.records import reader
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobRecord
+from polling import until
 from worker.engine import contract
 from worker.jobs.in_flight import InFlightImage
 
@@ -86,11 +86,6 @@ def names(images: int, job: str = "j") -> set[str]:
     return {name(index, job) for index in range(images)}
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        await polling.until(condition)
-
-
 async def interrupted(
     run_pipeline: RunPipeline, engine: Drawing, images: int, **changes: Any
 ) -> Any:
@@ -114,7 +109,7 @@ async def test_images_and_their_records_are_there_while_the_job_goes_on(
         allowed.acquire()
 
     async def recorded(images: int) -> reader.Counts:
-        return await polling.until(
+        return await until(
             lambda: reader.counts(storage, "default"), lambda counts: counts.images == images
         )
 

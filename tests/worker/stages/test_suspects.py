@@ -110,7 +110,7 @@ async def test_nothing_shares_the_time_of_a_suspect() -> None:
             running.remove(name)
 
     names = ["a", "b", "suspect 1", "c", "suspect 2", "d"]
-    await asyncio.wait_for(asyncio.gather(*(work(name) for name in names)), 5)
+    await asyncio.gather(*(work(name) for name in names))
     assert [each for each in together if len(each) > 1 and "suspect" in str(each)] == []
     assert max(map(len, together)) > 1
 
@@ -142,4 +142,4 @@ async def test_a_cancelled_suspect_lets_the_others_go_on(stage: str) -> None:
     suspect.cancel()
     await asyncio.gather(suspect, return_exceptions=True)
     release.set()
-    await asyncio.wait_for(asyncio.gather(sharing, share()), 5)
+    await asyncio.gather(sharing, share())
