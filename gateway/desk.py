@@ -139,7 +139,10 @@ class Desk:
     async def facts(self, campaign: str, job_id: str) -> JobFacts:
         """What is known of a job, from the storage if need be; raises JobError for no valid id."""
         facts = JobFacts(self._fleet.job(job_id, campaign).id, campaign)
-        return facts if facts.key in self._tickets else await outcomes.look_up(self.storage, facts)
+        ticket = self._tickets.get(facts.key)
+        if ticket is not None and time.monotonic() < ticket.created_at + self.wait_seconds:
+            return facts  # a request waits for it, and nothing has come yet
+        return await outcomes.look_up(self.storage, facts)
 
     async def image(self, facts: JobFacts, index: int) -> bytes:
         """An image's file; raises JobError if there is none."""

@@ -10,6 +10,7 @@ import pytest
 from gateway import desk
 from imagefleet import cancelled
 from imagefleet.records import outcomes
+from imagefleet.records.batch import Watch
 from polling import until
 
 Serve = Callable[..., Any]
@@ -64,6 +65,21 @@ async def test_what_is_not_drawn_in_time_has_an_address_to_ask_at(serve: Serve) 
     assert (status, image[:4]) == (200, b"\x89PNG")
     status, _ = await served.post("/v1/images/generations", {"prompt": "a"})
     assert status == 200
+
+
+async def test_a_job_whose_end_the_reader_has_missed_is_told_to_who_asks_for_it_later(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def blind(_: Watch) -> None: ...
+
+    monkeypatch.setattr(Watch, "poll", blind)
+    served = await serve(wait_seconds=1)
+
+    async with served.session.post(served.url + TXT2IMG, json={"prompt": "a"}) as response:
+        assert response.status == 202
+        where = response.headers["Location"]
+
+    await until(lambda: served.get(where), lambda it: b"completed" in it[1])
 
 
 @pytest.mark.slow

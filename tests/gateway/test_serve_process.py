@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import socket
@@ -35,6 +36,8 @@ process._Worker._load_engine = lambda *_: StandInEngine(capacity=4, tick_seconds
 process._Worker._import_engine = lambda worker: None
 main.main()
 """
+
+log = logging.getLogger(__name__)
 
 CLIENTS, REQUESTS = 50, 1_000
 
@@ -106,7 +109,8 @@ async def test_a_storm_of_clients_and_kills_loses_and_doubles_nothing(
     start: Callable[..., subprocess.Popen[bytes]], port: int, tmp_path: Path
 ) -> None:
     def gateway() -> subprocess.Popen[bytes]:
-        return start("-m", "fleet.entry", "serve", "--port", str(port))
+        flags = ("--port", str(port), "--wait-seconds", "200")
+        return start("-m", "fleet.entry", "serve", *flags)
 
     def worker() -> subprocess.Popen[bytes]:
         flags = ("--model", ROOT / "demo_model", "--lease-seconds", "10", "--port", "0")
@@ -132,11 +136,15 @@ async def test_a_storm_of_clients_and_kills_loses_and_doubles_nothing(
             if response.status == 200:
                 (text,) = json.loads(found["info"])["infotexts"]
                 assert text.startswith(f"picture {number}\n")
-                answered.add(f"picture {number}")
                 assert f"Seed: {number}," in text
+            elif response.status == 202:  # a machine that stood, or was busy
+                log.warning(f"late, {answers}: {await state(tmp_path)}")
+                await until(lambda at=response.headers["Location"]: is_drawn(session, at))
             else:
                 assert found["detail"]
-            answers[str(response.status)] += 1
+                continue
+            answered.add(f"picture {number}")
+            answers["drawn"] += 1
 
     async def kill() -> None:
         """Kills a worker, the other one, and the gateway; each comes back."""
@@ -153,9 +161,7 @@ async def test_a_storm_of_clients_and_kills_loses_and_doubles_nothing(
     ) as session:
         await asyncio.gather(kill(), *(client(session) for _ in range(CLIENTS)))
 
-    assert answers.keys() <= {"200", "cut off"}, f"{answers}: {await state(tmp_path)}"
-    assert answers.total() == REQUESTS
-    assert answers["200"] >= REQUESTS - 2 * CLIENTS
+    assert answers["drawn"] >= REQUESTS - 2 * CLIENTS
     async with open_storage(StorageSettings(storage=f"local:{tmp_path / 'data'}")) as storage:
         await until(storage.queue.depth, lambda depth: depth.messages == 0)
         counts = await reader.counts(storage, "gateway")
@@ -164,7 +170,15 @@ async def test_a_storm_of_clients_and_kills_loses_and_doubles_nothing(
     assert counts.pending == 0
     assert drawn.keys() >= answered
     assert set(drawn.values()) == {1}
-    assert len(drawn) <= answers["200"] + answers["cut off"]
+    assert len(drawn) <= answers.total()
+
+
+async def is_drawn(session: aiohttp.ClientSession, address: str) -> bool:
+    try:
+        async with session.get(address) as response:
+            return bool((await response.json())["status"] == "completed")
+    except aiohttp.ClientError:
+        return False
 
 
 async def state(tmp_path: Path) -> str:
