@@ -29,7 +29,8 @@ def test_an_image_of_unknown_calls_is_what_it_is_alone(
     assert len({image.tobytes() for image in together}) == len(asked)
     for request, image in zip(asked, together, strict=True):
         (alone,) = draw(slot_engine, request)
-        assert difference(alone, image) <= 2
+        # The lengths of its steps follow the rounding, which is another with each width of a batch.
+        assert difference(alone, image) <= (8 if request.sampler == "dpm_adaptive" else 2)
 
 
 def test_its_second_pass_and_the_steps_that_are_given_change_what_they_change(
