@@ -17,7 +17,7 @@ ACCOUNT = "devstoreaccount1"
 ACCOUNT_KEY = (  # the well-known key of every Azurite; it opens nothing else
     "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 )
-START_SECONDS = 280
+START_SECONDS = 1100
 
 #: Between two attempts to connect to a server that starts.
 _PAUSE_SECONDS = 0.02

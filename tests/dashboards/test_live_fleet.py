@@ -345,7 +345,7 @@ def watch(
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=1100,
         check=False,
     )
     assert printed.returncode == 0, printed.stderr

@@ -85,7 +85,7 @@ async def running(tool: Tool, folder: Path, processes: Sequence[Process]) -> Asy
     (folder / "empty.yaml").write_text("")
     make = ["tsdb", "create-blocks-from", "openmetrics", folder / "past.txt", folder / "data"]
     await asyncio.to_thread(
-        subprocess.run, [tool("promtool"), *make], check=True, capture_output=True, timeout=280
+        subprocess.run, [tool("promtool"), *make], check=True, capture_output=True, timeout=1100
     )
     (port,) = azurite.free_ports(1)
     flags = [

@@ -35,7 +35,7 @@ def promtool(tool: Tool, folder: Path, *arguments: str) -> subprocess.CompletedP
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=1100,
         check=False,
     )
 

@@ -20,7 +20,6 @@ def outputs(notebook: Any, kind: str) -> list[str]:
     return [found for each in shown if (found := {**each, **each.get("data", {})}.get(kind))]
 
 
-@pytest.mark.timeout(600)  # a real engine on a CPU
 def test_the_notebook_runs_and_shows_what_is_in_the_repository(
     load_file: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

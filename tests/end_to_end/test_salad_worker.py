@@ -147,7 +147,7 @@ async def local_storage(local_settings: StorageSettings) -> AsyncIterator[Storag
 
 
 async def end(worker: forks.Fork) -> str:
-    output, _ = await asyncio.to_thread(worker.communicate, timeout=280)
+    output, _ = await asyncio.to_thread(worker.communicate, timeout=1100)
     return output
 
 

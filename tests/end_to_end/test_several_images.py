@@ -64,7 +64,7 @@ async def wait_for_images(storage: Storage, count: int) -> int:
 
 
 async def end(process: forks.Fork) -> None:
-    output, _ = await asyncio.to_thread(process.communicate, timeout=280)
+    output, _ = await asyncio.to_thread(process.communicate, timeout=1100)
     assert process.returncode == 0, output
 
 

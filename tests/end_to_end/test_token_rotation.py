@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -95,7 +96,10 @@ async def check_that_each_job_was_done_once(storage: Storage, output: str) -> No
     }
     assert (await storage.queue.depth()).messages == 0
     assert (await storage.poison.depth()).messages == 0
-    assert f"jobs: {JOBS} completed" in output, output
+    # A busy machine loses a lease: what was stored meanwhile is a duplicate.
+    ended = re.search(r"jobs: (\d+) completed(?:, (\d+) duplicate)?", output)
+    assert ended is not None, output
+    assert sum(map(int, ended.groups("0"))) == JOBS, output
     assert "sig=" not in output
 
 
@@ -113,7 +117,7 @@ async def test_a_worker_survives_tokens_that_are_rotated_in_a_file_sometimes_too
         await fill(storage)
         rotate()
         process = start(IMAGEFLEET_SAS_FILE=str(file))
-        ended = asyncio.create_task(asyncio.to_thread(process.communicate, timeout=280))
+        ended = asyncio.create_task(asyncio.to_thread(process.communicate, timeout=1100))
         rotations, has_begun = 0, False
         while not ended.done():
             # A worker that has begun is late every third time: they have expired two seconds ago.
@@ -155,7 +159,7 @@ async def test_a_worker_gets_new_tokens_from_a_broker_that_is_down_for_a_while(
         )
         await polling.until(storage.queue.depth, lambda depth: not depth.messages)
         process.terminate()  # on SaladCloud, an empty queue does not end a worker
-        output, _ = await asyncio.to_thread(process.communicate, timeout=280)
+        output, _ = await asyncio.to_thread(process.communicate, timeout=1100)
         assert process.returncode == 0, output
         await check_that_each_job_was_done_once(storage, output)
     assert answers[200] > 3

@@ -131,7 +131,7 @@ def log_of(output: bytes) -> list[dict[str, Any]]:
 async def run(command: list[Any], environment: dict[str, str]) -> tuple[int, list[dict[str, Any]]]:
     """As `Worker.end`, of a process with an interpreter of its own and pipes."""
     done = await asyncio.to_thread(
-        subprocess.run, command, env=environment, capture_output=True, timeout=280, check=False
+        subprocess.run, command, env=environment, capture_output=True, timeout=1100, check=False
     )
     assert done.stdout == b""
     return done.returncode, log_of(done.stderr)

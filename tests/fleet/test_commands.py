@@ -212,7 +212,7 @@ def test_a_watch_with_json_is_a_document_per_line(filled: Path) -> None:
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(2)]
         process.send_signal(signal.SIGINT)
-        rest, complaints = process.communicate(timeout=280)
+        rest, complaints = process.communicate(timeout=1100)
 
     assert [json.loads(line)["failed"]["messages"] for line in lines] == [1, 1]
     assert (rest, complaints, process.returncode) == ("", "", console.EXIT_DONE)

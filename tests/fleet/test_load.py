@@ -289,7 +289,7 @@ def test_ctrl_c_leaves_an_exact_checkpoint_and_says_how_to_resume(
     process = start("t.yaml", "--count", "30000", "--rate", "2000")
     wait_until_confirmed(place, 1_000)
     process.send_signal(signal.SIGINT)
-    _, printed = process.communicate(timeout=280)
+    _, printed = process.communicate(timeout=1100)
 
     found = Checkpoint.read(place)
     assert found is not None
@@ -304,7 +304,7 @@ def test_ctrl_c_does_not_wait_for_the_rate_limit(
     process = start("t.yaml", "--rate", "0.01")
     wait_until_confirmed(tmp_path / ".t.yaml.jobs.checkpoint.json", 0)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=280)
+    process.communicate(timeout=1100)
 
     assert process.returncode == console.EXIT_INTERRUPTED
     assert ids_in(settings_for(tmp_path)).total() <= 1
@@ -343,7 +343,7 @@ def test_jobs_come_from_standard_input(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     process = start("-", "--json", stdin=subprocess.PIPE)
-    printed, _ = process.communicate('{"prompt":"a"}\n{"prompt":"b","id":"mine"}\n', timeout=280)
+    printed, _ = process.communicate('{"prompt":"a"}\n{"prompt":"b","id":"mine"}\n', timeout=1100)
 
     assert json.loads(printed)["sent"] == 2
     assert "mine" in ids_in(settings_for(tmp_path))
@@ -362,7 +362,7 @@ def test_two_jobs_of_one_id_from_standard_input_are_named_with_their_lines(
         pairs = (row.strip().split(",") for row in rows)
         rows = [f"{json.dumps({'id': name, 'prompt': prompt})}\n" for name, prompt in pairs]
     process = start("-", "--format", form, stdin=subprocess.PIPE)
-    _, printed = process.communicate(first + "".join(rows), timeout=280)
+    _, printed = process.communicate(first + "".join(rows), timeout=1100)
 
     assert process.returncode == console.EXIT_OPERATOR_MUST_ACT
     said = " ".join(printed.split())
@@ -373,7 +373,7 @@ def test_an_invalid_line_of_standard_input_ends_the_load_before_it_begins(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     process = start("-", stdin=subprocess.PIPE)
-    _, printed = process.communicate('{"prompt":"a"}\n' * 130 + "bad\n", timeout=280)
+    _, printed = process.communicate('{"prompt":"a"}\n' * 130 + "bad\n", timeout=1100)
 
     assert process.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "standard input has invalid jobs; nothing was sent" in printed

@@ -85,7 +85,7 @@ def test_it_serves_until_it_is_told_to_stop(
 
         polling.until_in_thread(answers)
         broker.terminate()
-        _, log = broker.communicate(timeout=280)
+        _, log = broker.communicate(timeout=1100)
     assert broker.returncode == 0, log
     assert "imagefleet keys revoke broker ends them" in log
     assert "AccountKey" not in log
@@ -95,7 +95,7 @@ def test_a_missing_queue_ends_the_start_with_what_to_do(
     azurite_settings: StorageSettings, unused_port: int
 ) -> None:
     with start(azurite_settings, unused_port) as broker:
-        _, log = broker.communicate(timeout=280)
+        _, log = broker.communicate(timeout=1100)
     assert broker.returncode == 2
     assert azurite_settings.queue in log
     assert "Traceback" not in log
@@ -106,7 +106,7 @@ def test_a_port_in_use_is_one_line(azurite_settings: StorageSettings, created: N
         other.bind(("127.0.0.1", 0))
         other.listen()
         with start(azurite_settings, other.getsockname()[1]) as broker:
-            _, log = broker.communicate(timeout=280)
+            _, log = broker.communicate(timeout=1100)
     assert broker.returncode == 2
     assert "choose another with --port" in log
     assert "Traceback" not in log

@@ -463,7 +463,7 @@ def test_a_stopped_scaler_reports_the_workers_that_keep_running(
         assert process.stdout is not None
         record = json.loads(process.stdout.readline())
         process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=280)
+        _, log = process.communicate(timeout=1100)
 
     assert process.returncode == 0, log
     assert record["running"] == 20

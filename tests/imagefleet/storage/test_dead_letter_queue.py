@@ -297,7 +297,7 @@ def test_sigkill_in_the_middle_of_a_replay_loses_no_job(tmp_path: Path) -> None:
 
         asyncio.run(main())
     """)
-    killed = subprocess.run([sys.executable, "-c", program], check=False, timeout=280)
+    killed = subprocess.run([sys.executable, "-c", program], check=False, timeout=1100)
 
     queued, failed_left = asyncio.run(count())
     assert killed.returncode == -signal.SIGKILL

@@ -70,7 +70,7 @@ def test_json_is_logged_without_a_terminal_unless_text_is_set(
         "logging.getLogger('worker').info('hello', extra={'action': 'start'})"
     )
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=280
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=1100
     )
 
     (line,) = result.stderr.splitlines()

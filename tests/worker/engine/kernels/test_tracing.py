@@ -24,7 +24,7 @@ def during(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], 
     def run(look: Callable[[], object]) -> Any:
         monkeypatch.setattr(compile.Compiled, "trace", lambda _compiled: seen.append(look()))
         seen: list[Any] = []
-        compile.trace_on_thread(make(torch.ones(2)), torch.device("cpu")).result(timeout=280)
+        compile.trace_on_thread(make(torch.ones(2)), torch.device("cpu")).result(timeout=1100)
         return seen[0]
 
     return run
@@ -74,6 +74,6 @@ def test_what_is_abandoned_is_not_compiled_and_not_reported(
 ) -> None:
     compiled = make(torch.ones(2))
     compiled.abandon()
-    compile.trace_on_thread(compiled, torch.device("cpu")).result(timeout=280)
+    compile.trace_on_thread(compiled, torch.device("cpu")).result(timeout=1100)
     assert compiled.graphs == 0
     assert not caplog.records

@@ -80,7 +80,7 @@ def test_loras_are_not_read_while_slots_are_filled(
     with ThreadPoolExecutor(1) as threads:
         slot_engine.admit(0, slot_engine.prepare(make_request(steps=1)))
         slot_engine.tick()
-        assert reading[0].result(timeout=280).lora_key
+        assert reading[0].result(timeout=1100).lora_key
 
 
 @pytest.mark.parametrize(("room", "begun"), [(0, 1), (2.5, 2), (9, 4)])
