@@ -440,7 +440,7 @@ def test_a_service_answers_and_ends_when_asked(
 
         polling.until_in_thread(page, lambda text: shown in text)
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait() == 0
 
 
 def test_the_gallery_serves_its_page_and_the_pictures(
@@ -459,7 +459,7 @@ def test_the_gallery_serves_its_page_and_the_pictures(
                     assert text in answer.read().decode()
         finally:
             gallery.terminate()
-            assert gallery.wait(30) == 0
+            assert gallery.wait() == 0
 
 
 def test_the_demo_draws_its_pictures_away_from_the_checkout(unpacked: Path, tmp_path: Path) -> None:

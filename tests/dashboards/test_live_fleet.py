@@ -337,7 +337,7 @@ def watch(
     for process in (*workers[1:], exporter):
         process.send_signal(signal.SIGTERM)
     for process in (*workers[1:], exporter):
-        assert process.wait(60) == 0, logs(folder)
+        assert process.wait() == 0, logs(folder)
     time.sleep(3)  # until vmagent has forwarded the last push
     report = [COMMAND, "report", "--storage", storage, CAMPAIGN, "--json"]
     printed = subprocess.run(

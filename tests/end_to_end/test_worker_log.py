@@ -77,7 +77,7 @@ class Worker:
 
     async def end(self) -> tuple[int, list[dict[str, Any]]]:
         """The exit code and the lines of the log; nothing may be printed beside it."""
-        printed, _ = await asyncio.to_thread(self.process.communicate, 60)
+        printed, _ = await asyncio.to_thread(self.process.communicate)
         assert printed == ""
         return self.process.wait(), log_of(self.log.read_bytes())
 

@@ -127,8 +127,8 @@ async def fill(storage: Storage, jobs: int) -> None:
 
 
 async def end(terminal: Terminal, process: subprocess.Popen[bytes]) -> int:
-    code = await asyncio.to_thread(process.wait, 30)
-    await asyncio.to_thread(terminal._reader.join, 10)
+    code = await asyncio.to_thread(process.wait)
+    await asyncio.to_thread(terminal._reader.join)
     return code
 
 

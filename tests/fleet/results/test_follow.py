@@ -48,7 +48,7 @@ def start(
         storage = ("spring", "--storage", local_settings.storage)
         command = asyncio.to_thread(in_process, "results", *storage, "--follow", *arguments)
         running = asyncio.create_task(command)
-        assert await asyncio.to_thread(follows.wait, 30)
+        assert await asyncio.to_thread(follows.wait)
         return running
 
     return run

@@ -138,7 +138,7 @@ async def test_an_image_that_is_being_stored_while_another_of_its_job_fails_has_
 
     def draw(request: contract.ImageRequest) -> contract.Pixels:
         if request.seed == 8:
-            assert is_storing.wait(10)
+            assert is_storing.wait()
             raise errors.JobError("it cannot be drawn")
         return draw_noise(request)
 

@@ -282,7 +282,7 @@ async def test_the_next_models_weights_are_read_while_the_last_images_are_drawn(
     def slow(checkpoint: Checkpoint) -> None:
         if checkpoint.name == "second":
             engines.drawing.clear()
-            assert engines.drawing.wait(10), "nothing was drawn while they were read"
+            assert engines.drawing.wait(), "nothing was drawn while they were read"
             drawn_meanwhile.set()
 
     await storage.models.send([job(number, "first") for number in range(60)])
@@ -334,13 +334,13 @@ async def test_a_stop_during_a_change_loses_nothing(
     def slow(checkpoint: Checkpoint) -> contract.Engine:
         if checkpoint.name == "second":
             loading.set()
-            go_on.wait(10)
+            go_on.wait()
         return load(checkpoint)
 
     engines.load = slow  # type: ignore[method-assign]
     await storage.models.send([job(1, "second")])
     running = asyncio.create_task(work(storage, worker_settings(), engines.models(), stop))
-    await asyncio.to_thread(loading.wait, 10)
+    await asyncio.to_thread(loading.wait)
     stop.set()
     await polling.turn(50)
     go_on.set()

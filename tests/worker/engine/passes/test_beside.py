@@ -109,7 +109,7 @@ def test_the_engine_holds_no_more_than_it_has_room_for_and_waits_only_briefly(
     enlarge = beside.upscaling.enlarge
 
     def slow(*arguments: Any) -> contract.Pixels:
-        assert may_go_on.wait(30)
+        assert may_go_on.wait()
         return enlarge(*arguments)
 
     monkeypatch.setattr(beside.upscaling, "enlarge", slow)

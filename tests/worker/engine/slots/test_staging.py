@@ -25,7 +25,7 @@ def test_ticks_do_not_wait_for_a_job_that_is_staged_ahead(
 
     def encode(job: Any, *given: Any) -> Any:
         if job.ticket == 1:
-            assert may_go_on.wait(60)
+            assert may_go_on.wait()
         return original(job, *given)
 
     monkeypatch.setattr(engine._stager, "_encode", encode)
@@ -49,7 +49,7 @@ def test_a_lane_that_is_half_full_draws_while_the_next_job_is_still_being_staged
     original, may_go_on = engine._stager._encode, threading.Event()
 
     def encode(job: Any, *given: Any) -> Any:
-        assert job.ticket == 0 or may_go_on.wait(60)
+        assert job.ticket == 0 or may_go_on.wait()
         return original(job, *given)
 
     monkeypatch.setattr(engine._stager, "_encode", encode)
