@@ -93,13 +93,20 @@ ROWS = {
 FIGURES = {
     "bag_one_size": ("bag_one_size", 2, "rows", "uniform"),
     "bag_sizes": ("bag_sizes", 2, "row_pixels", "uniform"),
-    "bag_sizes_without_kernels": ("bag_sizes_without_kernels", 4, "row_pixels", "uniform"),
+    "bag_sizes_without_kernels": (
+        "bag_sizes_without_kernels",
+        4,
+        "row_pixels",
+        "uniform",
+    ),
     "uncompiled_over_compiled": ("uniform_uncompiled", 2, "rows", "uniform"),
     "sdxl_bag_sizes": ("sdxl_bag_sizes", 3, "row_pixels", "sdxl_uniform"),
 }
 
 
-def bag(row: Row, workload: bench_jobs.Workload, seed: int) -> Iterator[contract.ImageRequest]:
+def bag(
+    row: Row, workload: bench_jobs.Workload, seed: int
+) -> Iterator[contract.ImageRequest]:
     """The jobs of a row."""
     chance, prefix = random.Random(seed), "sdxl_" if row.family == "sdxl" else ""
     tiny = workload.steps[0] < STEPS[0]
@@ -133,7 +140,9 @@ def bag(row: Row, workload: bench_jobs.Workload, seed: int) -> Iterator[contract
 class Ticks:
     """What an engine's ticks drew in each minute, and the GPU's seconds by their lane's kind."""
 
-    def __init__(self, engine: SlotEngine, began_at: float, minute_seconds: float) -> None:
+    def __init__(
+        self, engine: SlotEngine, began_at: float, minute_seconds: float
+    ) -> None:
         self.minutes: dict[int, Counter[str]] = defaultdict(Counter)
         self.full_speed_seconds = 0.0
         """From the process' start until nothing was compiled any more."""
@@ -145,7 +154,10 @@ class Ticks:
 
     def run(self, step: Step, mode: Any, slots: int) -> None:
         (lane,) = (each for each in self._engine._lanes if each.step is step)  # noqa: SLF001
-        key, compiled = lane.batch_key, "compiled" if mode in step.compiled else "uncompiled"
+        key, compiled = (
+            lane.batch_key,
+            "compiled" if mode in step.compiled else "uncompiled",
+        )
         rows = len(lane.active) * key.slot_rows
         seconds = time.monotonic() - self._began_at
         self.minutes[int(seconds / self._minute)] += Counter(
@@ -213,7 +225,11 @@ def measure(arguments: argparse.Namespace) -> Figures:
     workload = replace(workload, sizes=(engine.default_size,))
     plain = tuple(each for each in workload.loras if each[0].startswith("random-lora-"))
     is_uniform = row.jobs == "uniform"
-    jobs = replace(workload, loras=plain).requests() if is_uniform else bag(row, workload, 0)
+    jobs = (
+        replace(workload, loras=plain).requests()
+        if is_uniform
+        else bag(row, workload, 0)
+    )
     first: list[float] = []
     driven = work.drive(
         engine,
@@ -224,7 +240,10 @@ def measure(arguments: argparse.Namespace) -> Figures:
     )
     engine.close()  # a process that ends while it compiles crashes
     per_second = [
-        {name: count / arguments.minute for name, count in ticks.minutes[minute].items()}
+        {
+            name: count / arguments.minute
+            for name, count in ticks.minutes[minute].items()
+        }
         for minute in range(row.minutes)
     ]
     return {
@@ -254,7 +273,9 @@ def summarise(rows: Mapping[str, Figures]) -> Figures:
     found: Figures = {}
     for name, (row, minute, amount, uniform) in FIGURES.items():
         found[name] = quotient(rate(row, minute, amount), rate(uniform, -1, amount))
-    sizes, cold = (rows.get(name, {}) for name in ("bag_sizes", "bag_sizes_without_kernels"))
+    sizes, cold = (
+        rows.get(name, {}) for name in ("bag_sizes", "bag_sizes_without_kernels")
+    )
     return found | {
         "ready_seconds": sizes.get("full_speed_seconds"),
         "ready_seconds_cold": cold.get("full_speed_seconds"),
@@ -270,8 +291,17 @@ def start(name: str, given: Sequence[str], kernels: Path) -> Figures:
         shutil.rmtree(kernels, ignore_errors=True)
     caches = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
     own = {variable: str(kernels / folder) for variable, folder in caches.items()}
-    command = (sys.executable, __file__, name, *given, "--began-at", str(time.monotonic()))
-    ended = subprocess.run(command, check=False, env={**os.environ, **own}, stdout=subprocess.PIPE)
+    command = (
+        sys.executable,
+        __file__,
+        name,
+        *given,
+        "--began-at",
+        str(time.monotonic()),
+    )
+    ended = subprocess.run(
+        command, check=False, env={**os.environ, **own}, stdout=subprocess.PIPE
+    )
     if ended.returncode:
         return {"error": f"its process ended with code {ended.returncode}"}
     return cast("Figures", json.loads(ended.stdout.splitlines()[-1]))
@@ -279,15 +309,21 @@ def start(name: str, given: Sequence[str], kernels: Path) -> Figures:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("row", nargs="?", choices=[*ROWS, BUILD], help=argparse.SUPPRESS)
+    parser.add_argument(
+        "row", nargs="?", choices=[*ROWS, BUILD], help=argparse.SUPPRESS
+    )
     parser.add_argument("--began-at", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--rows", default=",".join(ROWS), help="comma-separated")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/imagefleet-bag"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--slots", type=int)
-    parser.add_argument("--memory", type=float, help="GB of the card that the GPU stands for")
-    parser.add_argument("--minute", type=float, default=60.0, help="its seconds, in a trial")
+    parser.add_argument(
+        "--memory", type=float, help="GB of the card that the GPU stands for"
+    )
+    parser.add_argument(
+        "--minute", type=float, default=60.0, help="its seconds, in a trial"
+    )
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     names = arguments.rows.split(",")

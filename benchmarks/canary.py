@@ -33,7 +33,18 @@ from worker.engine import device as devices
 from worker.node import reference
 
 MODEL = demo.TRAINED
-THINGS = ("star", "heart", "house", "tree", "boat", "car", "mushroom", "cup", "apple", "cat")
+THINGS = (
+    "star",
+    "heart",
+    "house",
+    "tree",
+    "boat",
+    "car",
+    "mushroom",
+    "cup",
+    "apple",
+    "cat",
+)
 COLOURS = ("red", "blue", "yellow", "green")
 PLACES = ("at night", "in a forest", "at sea", "in the snow")
 LORAS = ("night-palette", "outline-style", "magic-fantasy-forest-v2")
@@ -68,7 +79,9 @@ def garbled_tile(pixels: Pixels) -> Pixels:
     changed = pixels.copy()
     height, width = (side // 8 for side in pixels.shape[:2])
     random = np.random.default_rng(0)
-    changed[height : 2 * height, width : 2 * width] = random.integers(0, 256, (height, width, 3))
+    changed[height : 2 * height, width : 2 * width] = random.integers(
+        0, 256, (height, width, 3)
+    )
     return changed
 
 
@@ -92,7 +105,10 @@ def ways(on_gpu: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """Engines that draw right, by name; the first is the reference."""
     yield "float32, 4 slots", {"precision": "float32", "slots": 4, "compile": "off"}
     for precision in ("float16", "bfloat16") if on_gpu else ("bfloat16",):
-        yield f"{precision}, 4 slots", {"precision": precision, "slots": 4, "compile": "off"}
+        yield (
+            f"{precision}, 4 slots",
+            {"precision": precision, "slots": 4, "compile": "off"},
+        )
     precision = "float16" if on_gpu else "float32"
     for slots in (1, 16):
         settings = {"precision": precision, "slots": slots, "compile": "off"}
@@ -116,7 +132,10 @@ def draw(
     drawn: list[Pixels] = []
     for first in range(0, len(requests), engine.capacity):
         drawn += work.draw(engine, requests[first : first + engine.capacity])
-    asked = [reference.request(kind, engine.default_size, lora) for kind in reference.CANARY_IMAGES]
+    asked = [
+        reference.request(kind, engine.default_size, lora)
+        for kind in reference.CANARY_IMAGES
+    ]
     drawn += [work.draw(engine, [request])[0] for request in asked]
     engine.close()
     return drawn
@@ -142,7 +161,9 @@ def main() -> int:
     own = prints(right[first])
     for name in list(right)[1:]:
         rows[name] = row(own, prints(right[name]), is_right=True)
-    saved = {name: [likeness.to_text(each) for each in prints(right[name])] for name in right}
+    saved = {
+        name: [likeness.to_text(each) for each in prints(right[name])] for name in right
+    }
     if arguments.compare:
         for name, texts in json.loads(arguments.compare.read_text())["images"].items():
             found = [likeness.from_text(text) for text in texts]
@@ -151,13 +172,19 @@ def main() -> int:
         stored = reference.read((MODEL / "canary.json").read_bytes()).fingerprints
         kinds = [stored[kind] for kind in reference.CANARY_IMAGES]
         for name in right:
-            rows[f"reference file: {name}"] = row(kinds, prints(right[name])[-3:], is_right=True)
+            rows[f"reference file: {name}"] = row(
+                kinds, prints(right[name])[-3:], is_right=True
+            )
     for name, spoil in SPOILT.items():
         rows[name] = row(own, prints(map(spoil, right[first])), is_right=False)
-    others = [dataclasses.replace(request, seed=request.seed + 1000) for request in requests]
+    others = [
+        dataclasses.replace(request, seed=request.seed + 1000) for request in requests
+    ]
     plain = [dataclasses.replace(request, loras=()) for request in requests]
     for name, changed in {"another seed": others, "LoRA left out": plain}.items():
-        rows[name] = row(own, prints(draw(settings, changed, lora))[:-3], is_right=False)
+        rows[name] = row(
+            own, prints(draw(settings, changed, lora))[:-3], is_right=False
+        )
     rows["halved latents"] = row(
         own, prints(draw(settings, requests, lora, halved_latents)), is_right=False
     )
@@ -173,7 +200,9 @@ def main() -> int:
     }
     show(record)
     if arguments.save:
-        arguments.save.write_text(json.dumps({**record, "images": saved}), encoding="utf-8")
+        arguments.save.write_text(
+            json.dumps({**record, "images": saved}), encoding="utf-8"
+        )
     print(json.dumps(record))
     folder.cleanup()
     return 0 if all(each["canaries_right"] for each in rows.values()) else 1
@@ -184,7 +213,9 @@ def prints(drawn: Iterable[Pixels]) -> list[Fingerprint]:
     return list(map(likeness.fingerprint, drawn))
 
 
-def row(one: list[Fingerprint], other: list[Fingerprint], *, is_right: bool) -> dict[str, Any]:
+def row(
+    one: list[Fingerprint], other: list[Fingerprint], *, is_right: bool
+) -> dict[str, Any]:
     """Distances of pairs; the last three are canaries where all are compared."""
     found = [likeness.distance(*pair) for pair in zip(one, other, strict=False)]
     jobs, canaries = found[:-3], found[-3:]
@@ -196,14 +227,18 @@ def row(one: list[Fingerprint], other: list[Fingerprint], *, is_right: bool) -> 
         "jobs_min": round(min(jobs, default=0.0), 2),
         "jobs_median": round(float(np.median(jobs)), 2) if jobs else 0.0,
         "jobs_max": round(max(jobs, default=0.0), 2),
-        "jobs_misjudged": sum((each < likeness.SAME_BELOW) != is_right for each in jobs),
+        "jobs_misjudged": sum(
+            (each < likeness.SAME_BELOW) != is_right for each in jobs
+        ),
         "canaries": [round(each, 2) for each in canaries],
         "canaries_right": all(below) if is_right else not any(below),
     }
 
 
 def show(record: dict[str, Any]) -> None:
-    print(f"{'drawn':38} {'jobs: min':>9} {'median':>7} {'max':>7} {'wrong':>6}  canaries")
+    print(
+        f"{'drawn':38} {'jobs: min':>9} {'median':>7} {'max':>7} {'wrong':>6}  canaries"
+    )
     for name, each in record["rows"].items():
         canaries = " ".join(f"{distance:6.2f}" for distance in each["canaries"])
         print(

@@ -43,20 +43,27 @@ def measure(tree: Path, command: Sequence[str]) -> Figures:
     if ended.returncode:
         raise SystemExit(f"{command} failed in {tree}: {ended.stderr[-2000:]}")
     found = json.loads(ended.stdout.splitlines()[-1])
-    return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
+    return {
+        name: float(value)
+        for name, value in found.items()
+        if isinstance(value, int | float)
+    }
 
 
 def ratio(pairs: Sequence[Pair], name: str) -> float:
     """This checkout's median over the base's; NaN where the base has 0."""
     base, this = (
-        statistics.median(each[name] for each in side) for side in zip(*pairs, strict=True)
+        statistics.median(each[name] for each in side)
+        for side in zip(*pairs, strict=True)
     )
     return this / base if base else float("nan")
 
 
 def interval(pairs: Sequence[Pair], name: str) -> tuple[float, float]:
     chance = random.Random(0)
-    ratios = sorted(ratio(chance.choices(pairs, k=len(pairs)), name) for _ in range(SAMPLES))
+    ratios = sorted(
+        ratio(chance.choices(pairs, k=len(pairs)), name) for _ in range(SAMPLES)
+    )
     return ratios[SAMPLES // 40], ratios[-SAMPLES // 40]
 
 
@@ -64,8 +71,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("base", type=Path, help="the other checkout")
     parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--within", type=float, default=0.03, help="what may be lost [0.03]")
-    parser.add_argument("command", nargs="+", help="after `--`: the benchmark and its arguments")
+    parser.add_argument(
+        "--within", type=float, default=0.03, help="what may be lost [0.03]"
+    )
+    parser.add_argument(
+        "command", nargs="+", help="after `--`: the benchmark and its arguments"
+    )
     arguments = parser.parse_args()
     trees = arguments.base.resolve(), HERE
     pairs = list[Pair]()
@@ -81,14 +92,21 @@ def main() -> None:
             continue
         low, high = interval(pairs, name)
         result[name] = [round(each, 4) for each in (ratio(pairs, name), low, high)]
-        is_worse = low > 1 + arguments.within if "cpu" in name else high < 1 - arguments.within
+        is_worse = (
+            low > 1 + arguments.within if "cpu" in name else high < 1 - arguments.within
+        )
         if is_worse and "longest" not in name:
             worse.append(name)
     for name in sorted(result):
-        medians = (statistics.median(each[side][name] for each in pairs) for side in (0, 1))
+        medians = (
+            statistics.median(each[side][name] for each in pairs) for side in (0, 1)
+        )
         middle, low, high = result[name]
         table.add_row(
-            name, *(f"{each:,.3f}" for each in medians), f"{middle:.3f}", f"{low:.3f} to {high:.3f}"
+            name,
+            *(f"{each:,.3f}" for each in medians),
+            f"{middle:.3f}",
+            f"{low:.3f} to {high:.3f}",
         )
     Console().print(table)
     print(json.dumps({"pairs": len(pairs), "ratios": result, "worse": worse}))

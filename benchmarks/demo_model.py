@@ -52,7 +52,9 @@ class Case:
     seed: int
 
 
-def held_out_cases(count: int, seed: int = 20_000, pairs_only: bool = False) -> list[Case]:
+def held_out_cases(
+    count: int, seed: int = 20_000, pairs_only: bool = False
+) -> list[Case]:
     rng = random.Random(seed)
     cases: list[Case] = []
     while len(cases) < count:
@@ -102,21 +104,27 @@ class Painter:
             tokens: list[int] = []
             weights: list[float] = []
             for phrase in phrases:
-                ids = self.pipeline.tokenizer(phrase.text, add_special_tokens=False)["input_ids"]
+                ids = self.pipeline.tokenizer(phrase.text, add_special_tokens=False)[
+                    "input_ids"
+                ]
                 tokens += ids
                 weights += [phrase.weight] * len(ids)
             rows.append(captions.pad_chunks(tokens[:75], weights[:75], chunks=1))
         encoder = self.pipeline.text_encoder
         ids = torch.stack([torch.from_numpy(row[0].astype("int64")) for row in rows])
         scales = torch.stack([torch.from_numpy(row[1]) for row in rows])
-        context = networks.encode_text(encoder, ids.to(encoder.device), scales.to(encoder.device))
+        context = networks.encode_text(
+            encoder, ids.to(encoder.device), scales.to(encoder.device)
+        )
         return context.to(encoder.dtype)
 
     def encode_plain(self, prompts: list[str]) -> Tensor:
         return self.encode([[Phrase(prompt)] for prompt in prompts])
 
 
-def measure_captions(painter: Painter, judge: Judge, cases: list[Case]) -> dict[str, float]:
+def measure_captions(
+    painter: Painter, judge: Judge, cases: list[Case]
+) -> dict[str, float]:
     contexts = painter.encode_plain([case.caption for case in cases])
     seeds = [case.seed for case in cases]
     plain = painter.draw(contexts, painter.encode_plain([""] * len(cases)), seeds)
@@ -126,14 +134,26 @@ def measure_captions(painter: Painter, judge: Judge, cases: list[Case]) -> dict[
     def both_right_against(negatives: list[str]) -> float:
         pictures = painter.draw(contexts, painter.encode_plain(negatives), seeds)
         pairs = zip(cases, answers.find(judge, pictures), strict=True)
-        return answers.share([answers.both_right(case.scene, findings) for case, findings in pairs])
+        return answers.share(
+            [answers.both_right(case.scene, findings) for case, findings in pairs]
+        )
 
     return {
-        "object_accuracy": answers.share([answers.objects_right(c.scene, f) for c, f in found]),
-        "colour_accuracy": answers.share([answers.colours_right(c.scene, f) for c, f in found]),
-        "both_accuracy": answers.share([answers.both_right(c.scene, f) for c, f in found]),
-        "place_accuracy": answers.share([place for place in places if place is not None]),
-        "negative_prompt_accuracy": both_right_against([case.wrong_colour for case in cases]),
+        "object_accuracy": answers.share(
+            [answers.objects_right(c.scene, f) for c, f in found]
+        ),
+        "colour_accuracy": answers.share(
+            [answers.colours_right(c.scene, f) for c, f in found]
+        ),
+        "both_accuracy": answers.share(
+            [answers.both_right(c.scene, f) for c, f in found]
+        ),
+        "place_accuracy": answers.share(
+            [place for place in places if place is not None]
+        ),
+        "negative_prompt_accuracy": both_right_against(
+            [case.wrong_colour for case in cases]
+        ),
         # Guidance pushes away from all that a negative prompt names, so also from the object.
         "negative_same_object_accuracy": both_right_against(
             [f"a {case.wrong_colour} {case.scene.things[0].shape}" for case in cases]
@@ -148,7 +168,9 @@ def measure_emphasis(painter: Painter, judge: Judge, cases: list[Case]) -> float
         prompts = []
         for case in cases:
             first, *others = case.scene.things
-            scene = replace(case.scene, things=(replace(first, emphasis=weight), *others))
+            scene = replace(
+                case.scene, things=(replace(first, emphasis=weight), *others)
+            )
             groups = captions.describe_scene(scene, random.Random(case.seed))
             prompts.append([phrase for group in groups for phrase in group])
         contexts = painter.encode(prompts)
@@ -169,18 +191,24 @@ def _style_score(name: str, pictures: Tensor, judge: Judge) -> float:
         return float(1 - (0.299 * red + 0.587 * green + 0.114 * blue).mean())
     if name == NEW_OBJECT:
         return float(
-            answers.object_scores(judge, pictures)[:, judge.shapes.index(NEW_OBJECT)].mean()
+            answers.object_scores(judge, pictures)[
+                :, judge.shapes.index(NEW_OBJECT)
+            ].mean()
         )
     glow = (torch.minimum(green, blue) - red).clamp_min(0)
     return float(glow.mean())
 
 
-def measure_loras(painter: Painter, judge: Judge, folder: Path) -> dict[str, list[float]]:
+def measure_loras(
+    painter: Painter, judge: Judge, folder: Path
+) -> dict[str, list[float]]:
     """Each LoRA's score at the weights 0, 0.5 and 1."""
     pipeline = painter.pipeline
     effects = {}
     for name, prompts in LORA_PROMPTS.items():
-        pipeline.load_lora_weights(folder / "loras" / f"{name}.safetensors", adapter_name="lora")
+        pipeline.load_lora_weights(
+            folder / "loras" / f"{name}.safetensors", adapter_name="lora"
+        )
         scores = []
         for weight in LORA_WEIGHTS:
             pipeline.set_adapters(["lora"], [weight])
@@ -195,10 +223,16 @@ def measure_loras(painter: Painter, judge: Judge, folder: Path) -> dict[str, lis
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--captions", type=int, default=200, help="held-out captions to draw")
+    parser.add_argument(
+        "--captions", type=int, default=200, help="held-out captions to draw"
+    )
     parser.add_argument("--model", type=Path, default=ROOT / "demo_model")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument(
+        "--threads", type=int, help="CPU threads (default: torch's own choice)"
+    )
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
@@ -207,13 +241,17 @@ def main() -> None:
     started = time.perf_counter()
     figures: dict[str, object] = {}
     figures |= measure_captions(painter, judge, held_out_cases(arguments.captions))
-    pairs = held_out_cases(max(1, arguments.captions // 2), seed=30_000, pairs_only=True)
+    pairs = held_out_cases(
+        max(1, arguments.captions // 2), seed=30_000, pairs_only=True
+    )
     figures["emphasis_accuracy"] = measure_emphasis(painter, judge, pairs)
     effects = measure_loras(painter, judge, arguments.model)
     seconds = time.perf_counter() - started
     for name, value in figures.items():
         print(f"{name:26} {value:7.1%}")
-    print(f"{'LoRA at weight':26} " + " ".join(f"{weight:>7}" for weight in LORA_WEIGHTS))
+    print(
+        f"{'LoRA at weight':26} " + " ".join(f"{weight:>7}" for weight in LORA_WEIGHTS)
+    )
     for name, scores in effects.items():
         print(f"{name:26} " + " ".join(f"{score:7.3f}" for score in scores))
     print(f"{painter.images_drawn} images in {seconds:.0f} s on {arguments.device}")

@@ -54,7 +54,10 @@ ROWS = (
     Row("rank_32", "loras", 10, 6),
     Row("rank_128", "loras", 10, 8),
     Row("locon_all", "loras", 10, 8),
-    *(Row(name, "loras", 8, 8) for name in ("three_loras", "dora", "two_loras", "shuffled_ranks")),
+    *(
+        Row(name, "loras", 8, 8)
+        for name in ("three_loras", "dora", "two_loras", "shuffled_ranks")
+    ),
     *(Row(name, "loras", 8, 6) for name in ("loha", "lokr", "locon_sixth")),
     Row("one_size", "sizes", 10, 6),
     Row("large_size", "sizes", 10, 6),
@@ -64,7 +67,10 @@ ROWS = (
     Row("psnr_compiled", "exact_compiled", 0, 10),
     Row("capped", "capped", 10, 5),
     Row("capped_rank_32", "capped_loras", 8, 6),
-    *(Row(f"capped_{name}", "capped_loras", 8, 8) for name in ("rank_128", "three_loras", "dora")),
+    *(
+        Row(f"capped_{name}", "capped_loras", 8, 8)
+        for name in ("rank_128", "three_loras", "dora")
+    ),
     Row("capped_locon_all", "capped_loras", 8, 60),
     Row("capped_sizes", "capped_sizes", 24, 8),
 )
@@ -115,7 +121,9 @@ def summarise(rows: Rows) -> dict[str, Any]:
         for row in rows.values()
         if row.get("recompiles_after_warmup") is not None
     ]
-    decibels = [value for row in ("psnr", "psnr_compiled") if (value := found(row, "psnr_db"))]
+    decibels = [
+        value for row in ("psnr", "psnr_compiled") if (value := found(row, "psnr_db"))
+    ]
     return {
         "mixed_lora_images_per_second": rounded(from_queue),
         "no_lora_images_per_second": rounded(found("no_lora")),
@@ -124,12 +132,15 @@ def summarise(rows: Rows) -> dict[str, Any]:
         "idle_fraction_300ms": rounded(found("worker", "idle_fraction")),
         "capped_over_uncapped": quotient(found("capped"), mixed),
         "mixed_steps_over_uniform": quotient(
-            found("mixed_steps", "unet_calls_per_second"), found("mixed", "unet_calls_per_second")
+            found("mixed_steps", "unet_calls_per_second"),
+            found("mixed", "unet_calls_per_second"),
         ),
         "recompiles_after_warmup": max(recompiles, default=None),
         "matrix_limit_fraction": quotient(from_queue, most),
         "psnr_db": rounded(min(decibels, default=None)),
-        "mixed_lora_measured": "from the queue to the stored PNG" if found("worker") else "engine",
+        "mixed_lora_measured": "from the queue to the stored PNG"
+        if found("worker")
+        else "engine",
         "engine_mixed_lora_images_per_second": rounded(mixed),
         "matrix_limit_images_per_second": most,
         "diffusers_peft_images_per_second": rounded(found("baseline")),
@@ -152,16 +163,22 @@ def summarise_jobs(rows: Rows) -> dict[str, Any]:
     capped = [quotient(found(f"capped_{row}"), found(row)) for row in names]
     capped.append(quotient(found("capped_sizes"), found("sizes")))
     return {
-        **{f"{row}_over_rank_32": quotient(found(row), found("rank_32")) for row in COMPARED},
+        **{
+            f"{row}_over_rank_32": quotient(found(row), found("rank_32"))
+            for row in COMPARED
+        },
         "sizes_mixed_by_pixels": quotient(
             found("sizes", "pixels_per_second"), found("one_size", "pixels_per_second")
         ),
         "large_size_by_pixels": quotient(
-            found("large_size", "pixels_per_second"), found("one_size", "pixels_per_second")
+            found("large_size", "pixels_per_second"),
+            found("one_size", "pixels_per_second"),
         ),
         "prompts_mixed_over_rank_32": quotient(found("prompts"), found("rank_32")),
         "company_psnr_db": rounded(found("company", "psnr_db")),
-        "least_capped_over_uncapped": min((each for each in capped if each), default=None),
+        "least_capped_over_uncapped": min(
+            (each for each in capped if each), default=None
+        ),
     }
 
 
@@ -179,7 +196,9 @@ def summarise_few_steps(rows: Rows) -> dict[str, Any]:
             rows_of("edited"), found("edited", "plain_unet_rows_per_second")
         ),
         "guided_mixed_over_unmixed": quotient(rows_of("half_guided"), unmixed),
-        "all_samplers_over_euler_a": quotient(rows_of("all_samplers"), each.get("euler_ancestral")),
+        "all_samplers_over_euler_a": quotient(
+            rows_of("all_samplers"), each.get("euler_ancestral")
+        ),
         "slowest_sampler_over_euler_a": quotient(
             min(each.values(), default=None), each.get("euler_ancestral")
         ),
@@ -223,7 +242,9 @@ def row_names(text: str = "") -> list[str]:
     known = [row.name for row in ROWS]
     names = text.split(",") if text else known
     if unknown := [name for name in names if name not in known]:
-        raise argparse.ArgumentTypeError(f"unknown row {unknown[0]!r}; known: {', '.join(known)}")
+        raise argparse.ArgumentTypeError(
+            f"unknown row {unknown[0]!r}; known: {', '.join(known)}"
+        )
     return names
 
 
@@ -232,24 +253,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=600, help="total time")
     parser.add_argument(
-        "--out", type=Path, default=Path(__file__).with_name("results") / "engine-h200.json"
+        "--out",
+        type=Path,
+        default=Path(__file__).with_name("results") / "engine-h200.json",
     )
-    parser.add_argument("--rows", type=row_names, default=row_names(), help="such as mixed,no_lora")
+    parser.add_argument(
+        "--rows", type=row_names, default=row_names(), help="such as mixed,no_lora"
+    )
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--slots", type=int, help="images at once (default: by free memory)")
+    parser.add_argument(
+        "--slots", type=int, help="images at once (default: by free memory)"
+    )
     parser.add_argument("--capped-slots", type=int, help="the same with limited memory")
-    parser.add_argument("--scale", type=float, default=1, help="factor for each row's seconds")
+    parser.add_argument(
+        "--scale", type=float, default=1, help="factor for each row's seconds"
+    )
     parser.add_argument("--commit", default=commit(), help="recorded in the results")
     parser.add_argument("--tiny", action="store_true", help="a trial with a tiny model")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which also ends the processes
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(1)
+    )  # which also ends the processes
     arguments.out.unlink(missing_ok=True)  # figures of several runs are not compared
     with tempfile.TemporaryDirectory(prefix="imagefleet-bench-") as folder:
-        asyncio.run(run(arguments, began_at + arguments.seconds, Path(folder) / "shared"))
+        asyncio.run(
+            run(arguments, began_at + arguments.seconds, Path(folder) / "shared")
+        )
     seconds = round(time.monotonic() - began_at, 1)
-    results = groups.add_figures(arguments.out, {"seconds": seconds, "commit": arguments.commit})
+    results = groups.add_figures(
+        arguments.out, {"seconds": seconds, "commit": arguments.commit}
+    )
     show(results)
-    print(json.dumps({name: value for name, value in results.items() if name != "rows"}))
+    print(
+        json.dumps({name: value for name, value in results.items() if name != "rows"})
+    )
 
 
 if __name__ == "__main__":

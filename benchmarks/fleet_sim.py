@@ -71,8 +71,15 @@ def main() -> None:
         pictures.write(arguments.pictures, Path(__file__).parent.parent / "docs")
         return
     if arguments.warm_up:
-        weather, seconds = nodes.Weather(arguments.interruptions), 3600 * reference.HOURS
-        print(json.dumps(nodes.warm_up(weather, reference.REPLICAS, seconds, arguments.seed)))
+        weather, seconds = (
+            nodes.Weather(arguments.interruptions),
+            3600 * reference.HOURS,
+        )
+        print(
+            json.dumps(
+                nodes.warm_up(weather, reference.REPLICAS, seconds, arguments.seed)
+            )
+        )
         return
     try:
         report = _reference(arguments) if arguments.reference else _scaling(arguments)
@@ -83,22 +90,40 @@ def main() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=(__doc__ or "").strip(), formatter_class=argparse.RawDescriptionHelpFormatter
+        description=(__doc__ or "").strip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--reference", action="store_true", help="replay the public run of 24 hours")
-    what.add_argument("--measured", type=Path, metavar="FILE", help="results of this engine")
-    what.add_argument("--pictures", type=Path, metavar="FILE", help="draw results into docs/")
-    what.add_argument("--warm-up", action="store_true", help="shares of the time paid in a day")
-    parser.add_argument("--replicas", type=_numbers, metavar="LIST", help="1,10,100,750 by default")
-    parser.add_argument("--gpu", help="classes with a speed in gpus.toml, separated by commas")
+    what.add_argument(
+        "--reference", action="store_true", help="replay the public run of 24 hours"
+    )
+    what.add_argument(
+        "--measured", type=Path, metavar="FILE", help="results of this engine"
+    )
+    what.add_argument(
+        "--pictures", type=Path, metavar="FILE", help="draw results into docs/"
+    )
+    what.add_argument(
+        "--warm-up", action="store_true", help="shares of the time paid in a day"
+    )
+    parser.add_argument(
+        "--replicas", type=_numbers, metavar="LIST", help="1,10,100,750 by default"
+    )
+    parser.add_argument(
+        "--gpu", help="classes with a speed in gpus.toml, separated by commas"
+    )
     parser.add_argument("--priority", default="batch", choices=prices.PRIORITIES)
     parser.add_argument(
         "--shards", type=int, default=1, help="queues that the jobs are spread over"
     )
-    parser.add_argument("--interruptions", type=float, default=1.0, help="times the usual rate")
     parser.add_argument(
-        "--share", type=float, default=1.0, help="of replicas and limits that is simulated"
+        "--interruptions", type=float, default=1.0, help="times the usual rate"
+    )
+    parser.add_argument(
+        "--share",
+        type=float,
+        default=1.0,
+        help="of replicas and limits that is simulated",
     )
     parser.add_argument("--hours", type=float, help="of simulated time, of each row")
     parser.add_argument("--warm-seconds", type=float, default=WARM_SECONDS)
@@ -109,7 +134,9 @@ def _parser() -> argparse.ArgumentParser:
         help="replicas of each stage of a chain, and by what it is faster: 500:1,250:2",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seeds", type=int, default=1, help="runs of each row, from --seed on")
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="runs of each row, from --seed on"
+    )
     return parser
 
 
@@ -123,13 +150,18 @@ def _numbers(text: str) -> list[int]:
 def _stages(text: str) -> list[Stage]:
     pairs = [each.partition(":") for each in text.split(",")]
     stages = [Stage(int(replicas), float(speed or 1)) for replicas, _, speed in pairs]
-    if min(stage.replicas for stage in stages) < 1 or min(stage.speed for stage in stages) <= 0:
+    if (
+        min(stage.replicas for stage in stages) < 1
+        or min(stage.speed for stage in stages) <= 0
+    ):
         raise argparse.ArgumentTypeError("should have a replica of each stage at least")
     return stages
 
 
 def _scaling(arguments: argparse.Namespace) -> dict[str, Any]:
-    names = [each.strip() for each in arguments.gpu.split(",")] if arguments.gpu else CARDS
+    names = (
+        [each.strip() for each in arguments.gpu.split(",")] if arguments.gpu else CARDS
+    )
     if arguments.measured:
         results = measured.read(arguments.measured)
         cards, known = results.cards(names, arguments.priority), results.rows
@@ -153,7 +185,9 @@ def _scaling(arguments: argparse.Namespace) -> dict[str, Any]:
             ]
             simulated = sum(each.replicas for each in stages) or round(number * share)
             if arguments.hours is None:
-                seconds = max(SECONDS, min(REPLICA_SECONDS / simulated, LONGEST_SECONDS))
+                seconds = max(
+                    SECONDS, min(REPLICA_SECONDS / simulated, LONGEST_SECONDS)
+                )
             else:
                 seconds = 3600 * arguments.hours
             runs = [
@@ -174,7 +208,9 @@ def _scaling(arguments: argparse.Namespace) -> dict[str, Any]:
                 )
                 for seed in range(arguments.seed, arguments.seed + arguments.seeds)
             ]
-            found.append(_of_row([measure.whole(run, number, share) for run in runs], alone))
+            found.append(
+                _of_row([measure.whole(run, number, share) for run in runs], alone)
+            )
     _show(known, found, cards, arguments)
     return {**found[-1], "rows": found} | ({"measured": list(known)} if known else {})
 
@@ -192,12 +228,16 @@ def _of_row(runs: Sequence[Figures], alone: Figures) -> dict[str, Any]:
             for each in measure.together(runs).stages
         ],
         "linear_fraction_by_seed": shares,
-        "linear_fraction_deviation": statistics.stdev(shares) if len(shares) > 1 else None,
+        "linear_fraction_deviation": statistics.stdev(shares)
+        if len(shares) > 1
+        else None,
         "one_replica_share": one,
     }
 
 
-def _simulated(plan: Plan, warm_seconds: float, seconds: float, progress: Progress) -> Figures:
+def _simulated(
+    plan: Plan, warm_seconds: float, seconds: float, progress: Progress
+) -> Figures:
     whole = warm_seconds + seconds
     task = progress.add_task(f"{plan.replicas:,} replicas", total=whole)
 
@@ -220,10 +260,15 @@ def _reference(arguments: argparse.Namespace) -> dict[str, Any]:
         replay = reference.replay(arguments.seed, hours, report)
         share = arguments.share
         part = _simulated(
-            reference.our_plan(arguments.seed, share), WARM_SECONDS, reference.OUR_SECONDS, progress
+            reference.our_plan(arguments.seed, share),
+            WARM_SECONDS,
+            reference.OUR_SECONDS,
+            progress,
         )
         ours = measure.whole(part, reference.REPLICAS, share)
-    table = Table("", "published", "replayed", "difference", "this engine, by simulation")
+    table = Table(
+        "", "published", "replayed", "difference", "this engine, by simulation"
+    )
     for name, values in reference.rows(replay, ours):
         table.add_row(name, *values)
     _console().print(table, reference.ABOUT, soft_wrap=True)
@@ -250,7 +295,9 @@ def _show(
     )
     for row in known:
         share = f"{row['linear_fraction']:.2%}"
-        table.add_row(f"{row['workers']:,}", f"{row['images_per_second']:,.2f}", share, "measured")
+        table.add_row(
+            f"{row['workers']:,}", f"{row['images_per_second']:,.2f}", share, "measured"
+        )
     for row in found:
         table.add_row(
             f"{row['replicas']:,}",
@@ -285,7 +332,9 @@ def _show(
 
 
 def _stages_table(stages: Sequence[dict[str, Any]]) -> Table:
-    table = Table("stage", "replicas", "images/s", "of linear", "of the stage before", "idle")
+    table = Table(
+        "stage", "replicas", "images/s", "of linear", "of the stage before", "idle"
+    )
     for number, stage in enumerate(stages, 1):
         before = stage["share_of_before"]
         table.add_row(

@@ -81,7 +81,9 @@ def prepare(folder: Path, model: Path | None, count: int, *, is_tiny: bool) -> S
         model = tiny_model.build_tiny_checkpoint(folder / "tiny")
     setup = bench_engine.prepare(model, folder, name, loras=0)
     directory = setup.workload.lora_directory
-    names = lora_kinds.build_linked(directory, setup.model, count, device.find_device(name))
+    names = lora_kinds.build_linked(
+        directory, setup.model, count, device.find_device(name)
+    )
     side = 64 if is_tiny else 512
     workload = replace(
         setup.workload, sizes=((side, side),), loras=tuple((name,) for name in names)
@@ -90,7 +92,9 @@ def prepare(folder: Path, model: Path | None, count: int, *, is_tiny: bool) -> S
 
 
 class Benchmark:
-    def __init__(self, arguments: argparse.Namespace, gpus: Sequence[Gpu], setup: Setup) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, gpus: Sequence[Gpu], setup: Setup
+    ) -> None:
         self.arguments = arguments
         self.gpus = gpus
         self.setup = setup
@@ -120,9 +124,19 @@ class Benchmark:
         is_all = arguments.gpus == choice.ALL and count == len(self.gpus)
         names = [gpu.name for gpu in gpus]
         flags = (
-            *("--gpus", choice.ALL if is_all else ",".join(names), "--model", self.setup.model),
+            *(
+                "--gpus",
+                choice.ALL if is_all else ",".join(names),
+                "--model",
+                self.setup.model,
+            ),
             *("--lora-directory", self.setup.lora_directory, "--storage", address),
-            *("--lease-seconds", LEASE_SECONDS, "--device", "cpu" if arguments.tiny else "auto"),
+            *(
+                "--lease-seconds",
+                LEASE_SECONDS,
+                "--device",
+                "cpu" if arguments.tiny else "auto",
+            ),
             *arguments.flags,
         )
         environment = os.environ | ({"OMP_NUM_THREADS": "1"} if arguments.tiny else {})
@@ -133,7 +147,9 @@ class Benchmark:
             await storage.create()
             async with (
                 asyncio.TaskGroup() as tasks,
-                running(names, [str(each) for each in flags], environment, say) as machine,
+                running(
+                    names, [str(each) for each in flags], environment, say
+                ) as machine,
             ):
                 filling = tasks.create_task(self._fill(storage, jobs, QUEUED * count))
                 await self._until_warm(machine, client)
@@ -144,7 +160,9 @@ class Benchmark:
                 self.write()
                 filling.cancel()
                 if count > 1 and count == arguments.counts[-1]:
-                    self.found["killed"] = await self._kill(machine, client, storage, self._sent)
+                    self.found["killed"] = await self._kill(
+                        machine, client, storage, self._sent
+                    )
                 self.found["drain_exit_code"] = await machine.end()
                 self.write()
 
@@ -158,7 +176,9 @@ class Benchmark:
             self._sent = end
             await asyncio.sleep(SAMPLE_SECONDS)
 
-    async def _until_warm(self, machine: Machine, client: aiohttp.ClientSession) -> None:
+    async def _until_warm(
+        self, machine: Machine, client: aiohttp.ClientSession
+    ) -> None:
         """Until all GPUs draw, none compiles, and they draw no faster than they did before."""
         async with asyncio.timeout(START_SECONDS):
             await until_warm(machine, client, self.arguments.warm)
@@ -174,7 +194,9 @@ class Benchmark:
             samples.append(await machine.sample(client, DetailedSample))
             for gpu in gpus:
                 if gpu.visible and gpu.visible.startswith("GPU-"):
-                    seen[gpu.name].append(await asyncio.to_thread(_clock_and_power, gpu.visible))
+                    seen[gpu.name].append(
+                        await asyncio.to_thread(_clock_and_power, gpu.visible)
+                    )
         clocks = {
             name: {
                 "sm_megahertz": statistics.fmean(each[0] for each in readings),
@@ -197,7 +219,11 @@ class Benchmark:
         }
 
     async def _kill(
-        self, machine: Machine, client: aiohttp.ClientSession, storage: Storage, jobs: int
+        self,
+        machine: Machine,
+        client: aiohttp.ClientSession,
+        storage: Storage,
+        jobs: int,
     ) -> dict[str, Any] | None:
         """Kills one worker as it draws; every job that is not taken off must be stored."""
         gpu = machine.gpus[-1]
@@ -211,7 +237,9 @@ class Benchmark:
         say(f"killed the worker of GPU {gpu}, process {killed}")
         draws_again = False
         while not draws_again and time.monotonic() - killed_at < KILL_SECONDS / 2:
-            await asyncio.sleep(SAMPLE_SECONDS)  # its successor draws from the same queue
+            await asyncio.sleep(
+                SAMPLE_SECONDS
+            )  # its successor draws from the same queue
             sample = await machine.sample(client, DetailedSample)
             is_new = machine.process_ids(gpu)[-1] != killed
             draws_again = is_new and sample.images.get(gpu, 0) > 0
@@ -265,7 +293,9 @@ async def _take_off(storage: Storage) -> set[str]:
     """Removes the jobs that no worker has had; returns their ids."""
     removed: set[str] = set()
     while messages := await storage.queue.receive(32, LEASE_SECONDS):
-        again = [each for each in messages if each.delivery_count > 1]  # the killed worker's
+        again = [
+            each for each in messages if each.delivery_count > 1
+        ]  # the killed worker's
         for each in messages:
             if each in again:
                 await storage.queue.release(each)
@@ -289,7 +319,9 @@ def _clock_and_power(uuid: str) -> tuple[int, float]:
 
 
 def _counts(given: str | None, gpus: int) -> list[int]:
-    counts = sorted({1, gpus} if given is None else {int(each) for each in given.split(",")})
+    counts = sorted(
+        {1, gpus} if given is None else {int(each) for each in given.split(",")}
+    )
     if counts[0] < 1 or counts[-1] > gpus:
         sys.exit(f"--counts {given}: this machine has {gpus} of --gpus")
     return counts
@@ -297,14 +329,24 @@ def _counts(given: str | None, gpus: int) -> list[int]:
 
 def main(given: Sequence[str] | None = None) -> None:
     began_at = time.monotonic()
-    parser = argparse.ArgumentParser(description="one GPU against several of this machine")
-    parser.add_argument("--model", type=Path, help="by default SD1.5 with random weights")
+    parser = argparse.ArgumentParser(
+        description="one GPU against several of this machine"
+    )
+    parser.add_argument(
+        "--model", type=Path, help="by default SD1.5 with random weights"
+    )
     parser.add_argument("--gpus", default=choice.ALL, help="as the worker's")
-    parser.add_argument("--counts", help="numbers of GPUs, such as 1,2,4 [default: 1 and all]")
+    parser.add_argument(
+        "--counts", help="numbers of GPUs, such as 1,2,4 [default: 1 and all]"
+    )
     parser.add_argument("--seconds", type=float, help="measured, of each run")
-    parser.add_argument("--warm", type=float, help="seconds before that, twice at least")
+    parser.add_argument(
+        "--warm", type=float, help="seconds before that, twice at least"
+    )
     parser.add_argument("--jobs", type=int, help="at most, for each GPU")
-    parser.add_argument("--limit", type=float, default=560.0, help="seconds of everything")
+    parser.add_argument(
+        "--limit", type=float, default=560.0, help="seconds of everything"
+    )
     parser.add_argument(
         "--azurite",
         type=float,
@@ -330,7 +372,9 @@ def main(given: Sequence[str] | None = None) -> None:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             jobs = arguments.jobs * arguments.counts[-1]
             setup = pool.apply(
-                prepare, (Path(folder), arguments.model, jobs), {"is_tiny": arguments.tiny}
+                prepare,
+                (Path(folder), arguments.model, jobs),
+                {"is_tiny": arguments.tiny},
             )
         benchmark = Benchmark(arguments, gpus, setup)
         asyncio.run(benchmark.run())

@@ -107,12 +107,16 @@ async def sequential(storage: FarStorage, settings: WorkerSettings) -> float:
         if not isinstance(finished.outcome, Exception):
             text = encode.parameters(job, 0, SIZE, engine.model_name)
             file = encode.encode(finished.outcome, job.output, text)
-            await storage.blobs.create(job.blob_name(0), file.data, file.content_type, {})
+            await storage.blobs.create(
+                job.blob_name(0), file.data, file.content_type, {}
+            )
         await storage.queue.delete(messages[0])
     return images_per_second(storage.blobs.written_at)
 
 
-async def pipelined(storage: FarStorage, settings: WorkerSettings) -> tuple[float, float]:
+async def pipelined(
+    storage: FarStorage, settings: WorkerSettings
+) -> tuple[float, float]:
     """Images/s and the engine's idle fraction in the worker's pipeline."""
     pipeline = Pipeline(
         storage,
@@ -120,7 +124,9 @@ async def pipelined(storage: FarStorage, settings: WorkerSettings) -> tuple[floa
         settings,
     )
     await pipeline.run(asyncio.Event(), asyncio.Event())
-    return images_per_second(storage.blobs.written_at), pipeline.engine_thread.clock.idle_fraction
+    return images_per_second(
+        storage.blobs.written_at
+    ), pipeline.engine_thread.clock.idle_fraction
 
 
 def images_per_second(written_at: list[float]) -> float:
@@ -136,11 +142,15 @@ async def measure(folder: Path, jobs: int) -> dict[str, float]:
         )
         async with open_storage(settings) as local:
             await local.create()
-            bodies = [f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(jobs)]
+            bodies = [
+                f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(jobs)
+            ]
             await local.queue.send(bodies)
             storage = FarStorage(local)
             if name == "sequential":
-                rates["sequential_images_per_second"] = await sequential(storage, settings)
+                rates["sequential_images_per_second"] = await sequential(
+                    storage, settings
+                )
             else:
                 rate, idle = await pipelined(storage, settings)
                 rates["pipelined_images_per_second"] = rate

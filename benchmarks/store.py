@@ -47,7 +47,9 @@ class Deleted(NamedTuple):
 
 
 def settings_for(folder: Path) -> WorkerSettings:
-    return WorkerSettings(storage=f"local:{folder}", model=Path("stand-in"), until_empty=True)
+    return WorkerSettings(
+        storage=f"local:{folder}", model=Path("stand-in"), until_empty=True
+    )
 
 
 def work(folder: Path) -> tuple[WorkerReport, float]:
@@ -65,7 +67,9 @@ async def fill(folder: Path, jobs: int) -> float:
         began_at = time.monotonic()
         for first in range(0, jobs, SEND_BATCH):
             numbers = range(first, min(first + SEND_BATCH, jobs))
-            await storage.queue.send(f'{{"prompt": "a house", "id": "j{n}"}}' for n in numbers)
+            await storage.queue.send(
+                f'{{"prompt": "a house", "id": "j{n}"}}' for n in numbers
+            )
         return jobs / (time.monotonic() - began_at)
 
 
@@ -117,10 +121,14 @@ def empty(folder: Path, jobs: int, processes: int) -> tuple[float, list[Deleted]
 
 async def stored(folder: Path) -> set[str]:
     async with open_storage(settings_for(folder)) as storage:
-        return {name async for name in storage.blobs.names() if not name.startswith("-")}
+        return {
+            name async for name in storage.blobs.names() if not name.startswith("-")
+        }
 
 
-def drain(folder: Path, processes: int) -> tuple[float, list[tuple[WorkerReport, float]]]:
+def drain(
+    folder: Path, processes: int
+) -> tuple[float, list[tuple[WorkerReport, float]]]:
     """Runs workers until the queue is empty; returns the seconds from first to last image."""
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         runs: list[AsyncResult[tuple[WorkerReport, float]]] = [
@@ -135,7 +143,11 @@ def measure_queue(folder: Path, jobs: int) -> dict[str, float]:
     """Prints the queue's own speed."""
     result: dict[str, float] = {}
     table = Table(
-        "processes, queue alone", "messages/s", "CPU a message", "of each", "longest call"
+        "processes, queue alone",
+        "messages/s",
+        "CPU a message",
+        "of each",
+        "longest call",
     )
     for processes in (1, 4):
         rate, runs = empty(folder / f"queue-{processes}", jobs, processes)
@@ -158,13 +170,22 @@ def measure_queue(folder: Path, jobs: int) -> dict[str, float]:
 def measure_workers(folder: Path, jobs: int) -> dict[str, float]:
     """Prints the speed of workers."""
     result: dict[str, float] = {"lost": 0, "done_twice": 0}
-    table = Table("worker processes", "messages/s", "CPU a message", "sent/s", "lost", "done twice")
+    table = Table(
+        "worker processes",
+        "messages/s",
+        "CPU a message",
+        "sent/s",
+        "lost",
+        "done twice",
+    )
     for processes in (1, 4):
         storage = folder / f"workers-{processes}"
         sent_per_second = asyncio.run(fill(storage, jobs))
         seconds, runs = drain(storage, processes)
         names = asyncio.run(stored(storage))
-        drawn = sum(report.images + report.jobs.get("duplicate", 0) for report, _ in runs)
+        drawn = sum(
+            report.images + report.jobs.get("duplicate", 0) for report, _ in runs
+        )
         cpu_ms = 1e3 * sum(cpu_seconds for _, cpu_seconds in runs) / jobs
         lost, done_twice = jobs - len(names), drawn - len(names)
         result["lost"] += lost

@@ -23,7 +23,16 @@ _TEXT_WIDTH = 32
 
 #: kohya's default adapts the linear layers of both networks' transformer blocks.
 _ADAPTED_SUFFIXES = (
-    *("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out"),
+    *(
+        "to_q",
+        "to_k",
+        "to_v",
+        "to_out.0",
+        "ff.net.0.proj",
+        "ff.net.2",
+        "proj_in",
+        "proj_out",
+    ),
     *("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
 )
 
@@ -71,7 +80,11 @@ def save(
 
     *settings*: the pipeline's own, beside its parts.
     """
-    index = {"_class_name": pipeline, "tokenizer": ["transformers", "CLIPTokenizer"], **settings}
+    index = {
+        "_class_name": pipeline,
+        "tokenizer": ["transformers", "CLIPTokenizer"],
+        **settings,
+    }
     for part, network in networks.items():
         network.save_pretrained(folder / part)
         library = "diffusers"
@@ -92,7 +105,9 @@ def build_tiny_lora(
 ) -> Path:
     """Writes a random LoRA in kohya's format for a tiny checkpoint; returns its path."""
     networks: dict[str, nn.Module] = {
-        "lora_unet_": UNet2DConditionModel.from_config(_read_config(checkpoint / "unet")),
+        "lora_unet_": UNet2DConditionModel.from_config(
+            _read_config(checkpoint / "unet")
+        ),
         "lora_te_text_model_": CLIPTextModel(
             CLIPTextConfig(**_read_config(checkpoint / "text_encoder"))
         ),
@@ -103,7 +118,9 @@ def build_tiny_lora(
         for name, module in network.named_modules()
         if name.endswith(_ADAPTED_SUFFIXES)
     }
-    random_model.write_lora(path, layers, rank, alpha, torch.Generator().manual_seed(seed))
+    random_model.write_lora(
+        path, layers, rank, alpha, torch.Generator().manual_seed(seed)
+    )
     return path
 
 
@@ -192,7 +209,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _blur(layer: nn.Conv2d) -> None:
     with torch.no_grad():
-        layer.weight.copy_(layer.weight.mean(dim=(2, 3), keepdim=True).expand_as(layer.weight) * 3)
+        layer.weight.copy_(
+            layer.weight.mean(dim=(2, 3), keepdim=True).expand_as(layer.weight) * 3
+        )
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:

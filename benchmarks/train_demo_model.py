@@ -21,7 +21,13 @@ from demo_world import networks
 from demo_world.captions import CaptionWriter
 from demo_world.pictures import Pictures, PictureSet, Studio
 from demo_world.shapes import SHAPES
-from demo_world.training import train_few_steps, train_judge, train_lora, train_unet, train_vae
+from demo_world.training import (
+    train_few_steps,
+    train_judge,
+    train_lora,
+    train_unet,
+    train_vae,
+)
 from demo_world.training.train_unet import LatentSet
 from demo_world.world import NEW_OBJECT, STYLES, SceneOptions
 from evaluation.score.demo import judge
@@ -108,7 +114,9 @@ class _Run:
         self.judge_file: Path = arguments.judge
         self.settings = TOY if arguments.toy else Settings()
         if arguments.few_steps_seconds is not None:
-            self.settings = replace(self.settings, few_steps_seconds=arguments.few_steps_seconds)
+            self.settings = replace(
+                self.settings, few_steps_seconds=arguments.few_steps_seconds
+            )
         self._base: LatentSet | None = None
         tokenizer = CLIPTokenizer.from_pretrained(clip.TOKENIZER)
         self.writer = CaptionWriter(tokenizer, tokenizer.get_vocab())
@@ -150,12 +158,21 @@ class _Run:
                 images[kept_back:], labels[kept_back:], self.load_vae(), settings.judge_steps,
                 settings.judge_seconds, settings.judge_batch,
             )  # fmt: skip
-            weights = {name: value.half().cpu() for name, value in network.state_dict().items()}
-            names = {"shapes": ",".join(network.shapes), "colours": ",".join(network.colours)}
+            weights = {
+                name: value.half().cpu() for name, value in network.state_dict().items()
+            }
+            names = {
+                "shapes": ",".join(network.shapes),
+                "colours": ",".join(network.colours),
+            }
             save_file(weights, self.judge_file, metadata=names)
             network = judge.load_judge(self.judge_file, str(self.device))
-            right = train_judge.judge_accuracy(network, images[:kept_back], labels[:kept_back])
-            self.log(f"judge: objects {right[0]:.3f}, colours {right[1]:.3f} on drawn pictures")
+            right = train_judge.judge_accuracy(
+                network, images[:kept_back], labels[:kept_back]
+            )
+            self.log(
+                f"judge: objects {right[0]:.3f}, colours {right[1]:.3f} on drawn pictures"
+            )
 
     def load_model(self, fresh: bool) -> tuple[UNet2DConditionModel, CLIPTextModel]:
         if fresh:
@@ -181,7 +198,9 @@ class _Run:
         settings = self.settings
         data = self.base_latents()
         unet, text_encoder = self.load_model(fresh=False)
-        teacher = tuple(network.requires_grad_(False).eval() for network in self.load_model(False))
+        teacher = tuple(
+            network.requires_grad_(False).eval() for network in self.load_model(False)
+        )
         train_unet.train_unet(
             unet, text_encoder, data, settings.soften_steps, settings.soften_seconds,
             settings.unet_batch, train_unet.LEARNING_RATE * 0.5, teacher,
@@ -189,7 +208,9 @@ class _Run:
         self.save_model(unet, text_encoder)
         self.log("captions softened for guidance 7")
 
-    def save_model(self, unet: UNet2DConditionModel, text_encoder: CLIPTextModel) -> None:
+    def save_model(
+        self, unet: UNet2DConditionModel, text_encoder: CLIPTextModel
+    ) -> None:
         unet.half().save_pretrained(self.output / "unet")
         networks.save_text_encoder(text_encoder, self.output / "text_encoder")
         networks.save_pipeline_files(self.output)
@@ -226,10 +247,16 @@ class _Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("demo_model"), help="the checkpoint")
-    parser.add_argument("--judge", type=Path, default=judge.WEIGHTS_FILE, help="the judge's file")
+    parser.add_argument(
+        "--output", type=Path, default=Path("demo_model"), help="the checkpoint"
+    )
+    parser.add_argument(
+        "--judge", type=Path, default=judge.WEIGHTS_FILE, help="the judge's file"
+    )
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
-    parser.add_argument("--toy", action="store_true", help="a few steps of everything, on a CPU")
+    parser.add_argument(
+        "--toy", action="store_true", help="a few steps of everything, on a CPU"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--few-steps-seconds", type=float)
     arguments = parser.parse_args()

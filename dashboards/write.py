@@ -12,7 +12,14 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat, table, timeseries
+from grafana_foundation_sdk.builders import (
+    common,
+    dashboard,
+    prometheus,
+    stat,
+    table,
+    timeseries,
+)
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common as common_models
 from grafana_foundation_sdk.models import dashboard as models
@@ -47,7 +54,9 @@ _VERSIONS = "count by (fleet, version, group)"
 class Marks(models.AnnotationQuery):
     """Marks on every curve while *expression* has a value."""
 
-    def __init__(self, name: str, colour: str, expression: str, title: str, tags: str) -> None:
+    def __init__(
+        self, name: str, colour: str, expression: str, title: str, tags: str
+    ) -> None:
         super().__init__(name, SOURCE, icon_color=colour, expr=expression)
         self._title, self._tags = title, tags
 
@@ -90,14 +99,20 @@ def build(page: Dashboard) -> str:
         .refresh("30s")
         .tooltip(models.DashboardCursorSync.CROSSHAIR)
         .with_variable(
-            dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus")
+            dashboard.DatasourceVariable("datasource")
+            .label("Prometheus")
+            .type("prometheus")
         )
         .with_variable(
             _choice("fleet", FLEETS)
             .multi(multi=True)
             .include_all(include_all=True)
-            .all_value(".*")  # the workers of an older version, without the label, as well
-            .current(models.VariableOption(text=["All"], value=["$__all"], selected=True))
+            .all_value(
+                ".*"
+            )  # the workers of an older version, without the label, as well
+            .current(
+                models.VariableOption(text=["All"], value=["$__all"], selected=True)
+            )
         )
         .link(
             dashboard.DashboardLink("imagefleet")
@@ -116,7 +131,9 @@ def build(page: Dashboard) -> str:
     top = _place(builder, plots, number, 2, PLOT_HEIGHT, top)
     if page.worker_panels:
         place = models.GridPos(x=0, y=top, w=GRID, h=1)
-        builder.with_row(dashboard.Row("Worker $worker").id(next(number)).grid_pos(place))
+        builder.with_row(
+            dashboard.Row("Worker $worker").id(next(number)).grid_pos(place)
+        )
         _place(builder, page.worker_panels, number, 2, PLOT_HEIGHT, top + 1)
     built = builder.build()
     built.annotations = models.AnnotationContainer(list(MARKS))
@@ -125,7 +142,12 @@ def build(page: Dashboard) -> str:
 
 def _choice(name: str, query: str) -> dashboard.QueryVariable:
     """A variable with the values that the server has."""
-    choice = dashboard.QueryVariable(name).label(name.capitalize()).datasource(SOURCE).query(query)
+    choice = (
+        dashboard.QueryVariable(name)
+        .label(name.capitalize())
+        .datasource(SOURCE)
+        .query(query)
+    )
     choice.refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
     return choice.sort(models.VariableSort.ALPHABETICAL_ASC)
 
@@ -145,7 +167,9 @@ def _place(
     return places[-1].y + height
 
 
-def _rows(count: int, in_a_row: int, height: int, top: int = 0) -> Iterator[models.GridPos]:
+def _rows(
+    count: int, in_a_row: int, height: int, top: int = 0
+) -> Iterator[models.GridPos]:
     """Positions of *count* panels in evenly filled rows of full width."""
     in_a_row = math.ceil(count / math.ceil(count / in_a_row))
     for number in range(count):
@@ -169,14 +193,22 @@ def _panel(panel: Panel) -> PanelBuilder:
                     common_models.GraphTresholdsStyleMode.DASHED_AND_AREA
                 )
             )
-    builder.title(panel.title).description(panel.answers).datasource(SOURCE).unit(panel.unit).min(0)
+    builder.title(panel.title).description(panel.answers).datasource(SOURCE).unit(
+        panel.unit
+    ).min(0)
     if panel.decimals is not None:
         builder.decimals(panel.decimals)
     builder.thresholds(
-        dashboard.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(_steps(panel))
+        dashboard.ThresholdsConfig()
+        .mode(models.ThresholdsMode.ABSOLUTE)
+        .steps(_steps(panel))
     )
     # Grafana shows the name only where there are several.
-    queries = {"{{fleet}}": panel.queries} if isinstance(panel.queries, str) else panel.queries
+    queries = (
+        {"{{fleet}}": panel.queries}
+        if isinstance(panel.queries, str)
+        else panel.queries
+    )
     for letter, (legend, query) in zip("ABCDEF", queries.items(), strict=False):
         target = prometheus.Dataquery().ref_id(letter).expr(query).datasource(SOURCE)
         if panel.kind != "table":
@@ -210,7 +242,9 @@ def _table(panel: Panel) -> table.Panel:
     # Without a footer, the generator writes one that its schema rejects.
     builder = table.Panel().footer(common.TableFooterOptions().reducer([]))
     columns = list(panel.queries)
-    fields = ["Value"] if len(columns) == 1 else [f"Value #{letter}" for letter in "ABCDEF"]
+    fields = (
+        ["Value"] if len(columns) == 1 else [f"Value #{letter}" for letter in "ABCDEF"]
+    )
     hidden = ("Time", "__name__", "instance", "job", "device")
     shown = ("fleet", "worker", "gpu", "fault", *fields)
     organize = {
@@ -219,14 +253,20 @@ def _table(panel: Panel) -> table.Panel:
         "renameByName": dict(zip(fields, columns, strict=False)),
     }
     if len(columns) > 1:
-        builder.with_transformation(models.DataTransformerConfig(id_val="merge", options={}))
-    builder.with_transformation(models.DataTransformerConfig(id_val="organize", options=organize))
+        builder.with_transformation(
+            models.DataTransformerConfig(id_val="merge", options={})
+        )
+    builder.with_transformation(
+        models.DataTransformerConfig(id_val="organize", options=organize)
+    )
     link = {"title": "Details of this worker", "url": WORKER_LINK}
     builder.override_by_name("worker", [models.DynamicConfigValue("links", [link])])
     for column, unit in panel.units.items():
         builder.override_by_name(column, [models.DynamicConfigValue("unit", unit)])
     if panel.bad_above is not None or panel.bad_below is not None:
-        cells = models.DynamicConfigValue("custom.cellOptions", {"type": "color-background"})
+        cells = models.DynamicConfigValue(
+            "custom.cellOptions", {"type": "color-background"}
+        )
         builder.override_by_name(columns[0], [cells])
     return builder
 
@@ -241,9 +281,13 @@ def _curves(*, stacked: bool) -> timeseries.Panel:
         .placement(common_models.LegendPlacement.BOTTOM)
         .calcs(["lastNotNull"])
     )
-    builder.tooltip(common.VizTooltipOptions().mode(common_models.TooltipDisplayMode.MULTI))
+    builder.tooltip(
+        common.VizTooltipOptions().mode(common_models.TooltipDisplayMode.MULTI)
+    )
     if stacked:
-        builder.stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL))
+        builder.stacking(
+            common.StackingConfig().mode(common_models.StackingMode.NORMAL)
+        )
     return builder
 
 
@@ -255,7 +299,9 @@ def overview() -> str:
 
 def main() -> None:
     for page in DASHBOARDS:
-        (FOLDER / "grafana" / f"{page.name}.json").write_text(build(page), encoding="utf-8")
+        (FOLDER / "grafana" / f"{page.name}.json").write_text(
+            build(page), encoding="utf-8"
+        )
     readme = FOLDER / "README.md"
     text = readme.read_text(encoding="utf-8")
     written = re.sub(

@@ -30,7 +30,13 @@ def main(image: str, folder: str) -> None:
 
 def python_packages() -> dict[str, Any]:
     tool = Path(sys.executable).with_name("cyclonedx-py")
-    options = ["--spec-version", "1.6", "--output-format", "JSON", "--output-reproducible"]
+    options = [
+        "--spec-version",
+        "1.6",
+        "--output-format",
+        "JSON",
+        "--output-reproducible",
+    ]
     # Its check of every address takes most of the time. The tests check the whole document.
     options.append("--no-validate")
     listed = subprocess.run(
@@ -41,7 +47,9 @@ def python_packages() -> dict[str, Any]:
 
 
 def version_of(name: str, document: dict[str, Any]) -> str:
-    (version,) = (each["version"] for each in document["components"] if each["name"] == name)
+    (version,) = (
+        each["version"] for each in document["components"] if each["name"] == name
+    )
     return str(version)
 
 
@@ -61,8 +69,15 @@ def python() -> dict[str, Any]:
 
 
 def debian_packages() -> list[dict[str, Any]]:
-    query = ("dpkg-query", "--show", "--showformat", "${Package} ${Version} ${Architecture}\\n")
-    lines = subprocess.run(query, check=True, capture_output=True, text=True).stdout.splitlines()
+    query = (
+        "dpkg-query",
+        "--show",
+        "--showformat",
+        "${Package} ${Version} ${Architecture}\\n",
+    )
+    lines = subprocess.run(
+        query, check=True, capture_output=True, text=True
+    ).stdout.splitlines()
     packages = []
     for name, version, architecture in map(str.split, lines):
         address = f"pkg:deb/debian/{name}@{quote(version)}?arch={architecture}"

@@ -75,14 +75,18 @@ def _cell(cell: Mapping[str, Any]) -> Iterator[str]:
             yield f"```text\n{''.join(shown['text/plain']).rstrip()}\n```"
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(
+    markdown: str, page: Page, config: MkDocsConfig, files: Files
+) -> str:
     source = _repository_path(page.file.src_uri)
 
     def in_site(match: re.Match[str]) -> str:
         link = urlsplit(match[0])
         if link.scheme or not link.path:
             return match[0]
-        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link.path))
+        target = posixpath.normpath(
+            posixpath.join(posixpath.dirname(source), link.path)
+        )
         uri = _site_path(target)
         if files.get_file_from_path(uri) is None:
             if not (ROOT / target).is_file():

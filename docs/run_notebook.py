@@ -16,7 +16,11 @@ def run(path: Path = NOTEBOOK) -> nbformat.NotebookNode:
     notebook = nbformat.read(path, as_version=4)
     where = {"metadata": {"path": str(path.parent)}}
     client = NotebookClient(
-        notebook, timeout=CELL_SECONDS, resources=where, record_timing=False, kernel_name="python3"
+        notebook,
+        timeout=CELL_SECONDS,
+        resources=where,
+        record_timing=False,
+        kernel_name="python3",
     )
     client.execute()
     return notebook

@@ -103,12 +103,16 @@ _SETTINGS = {
 def table(name: str) -> str:
     """The table of `fields`, `settings` or `defaults` as Markdown, or the list of `differences`."""
     if name == "differences":
-        return "".join(f"- {text[0].upper()}{text[1:]}.\n" for text in differences.KNOWN.values())
+        return "".join(
+            f"- {text[0].upper()}{text[1:]}.\n" for text in differences.KNOWN.values()
+        )
     if name == "defaults":
         return _defaults()
     is_fields = name == "fields"
     notes, rows = (
-        (_FIELDS, settings_table.FIELDS) if is_fields else (_SETTINGS, settings_table.SETTINGS)
+        (_FIELDS, settings_table.FIELDS)
+        if is_fields
+        else (_SETTINGS, settings_table.SETTINGS)
     )
     # Of settings, extras have hardly any.
     usual = frozenset(PASSES) if is_fields else frozenset({TXT2IMG, IMG2IMG})
@@ -116,11 +120,17 @@ def table(name: str) -> str:
     left = dict(rows)
     for names, note in notes.items():
         given = names.split()
-        (verdict,) = {_verdict(left.pop(each, Row(usual, field=each)), usual) for each in given}
+        (verdict,) = {
+            _verdict(left.pop(each, Row(usual, field=each)), usual) for each in given
+        }
         lines.append(f"| {_shown(given)} | {verdict} | {note} |")
     groups: dict[str, dict[str, list[str]]] = {}
     for each, row in left.items():
-        values = "" if row.field else ", ".join(f"`{json.dumps(value)}`" for value in row.neutral)
+        values = (
+            ""
+            if row.field
+            else ", ".join(f"`{json.dumps(value)}`" for value in row.neutral)
+        )
         groups.setdefault(_verdict(row, usual), {}).setdefault(values, []).append(each)
     for verdict, by_values in groups.items():
         cells = []
@@ -129,7 +139,11 @@ def table(name: str) -> str:
             shown = {_family(each, names, others) for each in given}
             if verdict == _NO_EFFECT and not is_fields:
                 shown |= {f"{beginning}..." for beginning in settings_table.FAMILIES}
-            cells.append(f"{_shown(sorted(shown))}: {values}" if values else _shown(sorted(shown)))
+            cells.append(
+                f"{_shown(sorted(shown))}: {values}"
+                if values
+                else _shown(sorted(shown))
+            )
         lines.append(f"| {'; '.join(cells)} | {verdict} | |")
     return "".join(f"{line}\n" for line in lines)
 
@@ -138,7 +152,9 @@ def _defaults() -> str:
     lines = ["| field | its API's | here, without |", "| --- | --- | --- |"]
     for name, value in settings_table.DEFAULTS[settings_table.A1111].items():
         own = Job.model_fields[name].default
-        lines.append(f"| `{name}` | `{value}` | {_OWN_DEFAULTS.get(name, f'`{own}`')} |")
+        lines.append(
+            f"| `{name}` | `{value}` | {_OWN_DEFAULTS.get(name, f'`{own}`')} |"
+        )
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -20,7 +20,10 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Every job of the demo, with so many seeds.
 SEEDS = range(3)
 
-INVALID = {"prompt": "a fox in the snow, <lora:missing-style:0.8>", "campaign": "spring"}
+INVALID = {
+    "prompt": "a fox in the snow, <lora:missing-style:0.8>",
+    "campaign": "spring",
+}
 
 SIZES = {"light": (1280, 800), "dark": (400, 800)}
 MARGIN = 16
@@ -40,7 +43,12 @@ def draw(folder: Path) -> None:
     lines = (model / "demo_jobs.jsonl").read_text(encoding="utf-8").splitlines()
     valid = [json.loads(line) for line in lines]
     jobs = [
-        {**job, "id": f"{seed}-{number:02}", "campaign": "spring", "seed": 1000 * seed + number}
+        {
+            **job,
+            "id": f"{seed}-{number:02}",
+            "campaign": "spring",
+            "seed": 1000 * seed + number,
+        }
         for seed in SEEDS
         for number, job in enumerate(valid)
     ]
@@ -62,7 +70,9 @@ async def shots(url: str, program: str) -> list[bytes]:
                 await page.until(gallery.FIRST_SCREEN)
                 if scheme == "dark":
                     await page.click(".tile[aria-posinset='5']")
-                    await page.until("document.querySelector('#picture').src.includes('/picture')")
+                    await page.until(
+                        "document.querySelector('#picture').src.includes('/picture')"
+                    )
                     await page.until("document.querySelector('#facts dl')")
                 await asyncio.sleep(1)  # what fades in
                 taken.append(await page.screenshot())

@@ -26,7 +26,10 @@ def table() -> str:
                 continue
             seen.add(name)
             heading = [f"## {options.subject(model, name)}", "", f"For {commands}.", ""]
-            heading += ["| flag and variable | default | description |", "| --- | --- | --- |"]
+            heading += [
+                "| flag and variable | default | description |",
+                "| --- | --- | --- |",
+            ]
             lines = sections.setdefault(options.subject(model, name), heading)
             names = f"`{options.flag(name)}`<br>`{options.variable(name)}`"
             default = options.shown_default(field)

@@ -76,7 +76,8 @@ class StandInEngine:
     def tick(self) -> list[contract.Finished]:
         time.sleep(self._tick_seconds)
         finished = [
-            contract.Finished(ticket, self._outcome(request)) for ticket, request in self._admitted
+            contract.Finished(ticket, self._outcome(request))
+            for ticket, request in self._admitted
         ]
         self._admitted.clear()
         return finished
@@ -84,7 +85,9 @@ class StandInEngine:
     def close(self) -> None:
         self._admitted.clear()
 
-    def _outcome(self, request: contract.ImageRequest) -> contract.Pixels | errors.FleetError:
+    def _outcome(
+        self, request: contract.ImageRequest
+    ) -> contract.Pixels | errors.FleetError:
         try:
             return self._draw(request)
         except (errors.JobError, errors.TransientError) as error:

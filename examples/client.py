@@ -14,7 +14,10 @@ COLOURS = ("red", "green", "blue")
 
 
 def main() -> None:
-    jobs = [imagefleet.Job(prompt=f"a {colour} house", id=colour, steps=15) for colour in COLOURS]
+    jobs = [
+        imagefleet.Job(prompt=f"a {colour} house", id=colour, steps=15)
+        for colour in COLOURS
+    ]
     with imagefleet.connect() as fleet:
         batch = fleet.submit(jobs, campaign="example")
         for result in batch.results(timeout=600):

@@ -28,7 +28,11 @@ def draw_table(engine: imagefleet.Engine, table: pd.DataFrame) -> pd.DataFrame:
     """The table, whose columns are a job's fields, with its pictures and what went wrong."""
     jobs = (Job.model_validate(row) for row in table.to_dict("records"))
     found = [
-        {"id": result.job.id, "image": next(iter(result.images), None), "error": result.error}
+        {
+            "id": result.job.id,
+            "image": next(iter(result.images), None),
+            "error": result.error,
+        }
         for result in engine.draw(jobs)
     ]
     return table.merge(pd.DataFrame(found), on="id")
@@ -36,13 +40,18 @@ def draw_table(engine: imagefleet.Engine, table: pd.DataFrame) -> pd.DataFrame:
 
 def draw_on(engine: imagefleet.Engine, seeds: Iterator[int]) -> Iterator[Any]:
     """Pictures of one prompt for as long as somebody takes them."""
-    yield from engine.draw(Job(prompt="a red house", seed=seed, steps=4) for seed in seeds)
+    yield from engine.draw(
+        Job(prompt="a red house", seed=seed, steps=4) for seed in seeds
+    )
 
 
 def main(model: str, loras: str) -> None:
     with imagefleet.Engine(model, loras=loras) as engine:
         draw_prompts(engine, ["a red house", "a blue fish, <lora:outline-style:0.8>"])
-        rows = [{"id": "a", "prompt": "a cat"}, {"id": "b", "prompt": "a cat <lora:none:1>"}]
+        rows = [
+            {"id": "a", "prompt": "a cat"},
+            {"id": "b", "prompt": "a cat <lora:none:1>"},
+        ]
         print(draw_table(engine, pd.DataFrame(rows)))
         for result in itertools.islice(draw_on(engine, itertools.count()), 3):
             print(result.job.seed, result.images[0].size)

@@ -23,7 +23,9 @@ def draw() -> None:
 
     import imagefleet
 
-    with imagefleet.Engine("/models/model.safetensors", loras="/models/loras") as engine:
+    with imagefleet.Engine(
+        "/models/model.safetensors", loras="/models/loras"
+    ) as engine:
         for batch in sky.batch.load():
             found = {row["id"]: {"id": row["id"], "error": ""} for row in batch}
             jobs = []

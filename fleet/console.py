@@ -173,7 +173,10 @@ def print_warning(message: str) -> None:
         log.warning(message, action="warning")
         return
     with _LOSES_NOTES:
-        stderr.print(untrusted(f"warning: {redaction.message(message)}", "yellow"), soft_wrap=True)
+        stderr.print(
+            untrusted(f"warning: {redaction.message(message)}", "yellow"),
+            soft_wrap=True,
+        )
 
 
 def print_note(text: str) -> None:
@@ -184,7 +187,13 @@ def print_note(text: str) -> None:
 
 def print_plain(text: str, to: Console = stdout) -> None:
     """Prints text without markup, highlighting, emoji for `:rocket:`, wrapping and controls."""
-    to.print(redaction.printable(text), highlight=False, markup=False, emoji=False, soft_wrap=True)
+    to.print(
+        redaction.printable(text),
+        highlight=False,
+        markup=False,
+        emoji=False,
+        soft_wrap=True,
+    )
 
 
 #: Columns of names, ids or addresses, and of figures; `print_tables` neither cuts nor wraps them.
@@ -198,7 +207,11 @@ def table(*columns: Column | str, rows: Iterable[Iterable[object]] = ()) -> Tabl
     Cells are `untrusted`; numbers get their commas, and None is `-`.
     """
     made = Table(
-        *columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
+        *columns,
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
     )
     for row in rows:
         made.add_row(*map(_cell, row))
@@ -217,7 +230,11 @@ def print_tables(*parts: ConsoleRenderable | str, to: Console = stdout) -> None:
         to = Console(file=to.file, width=10_000)  # wider than any table
     for part in parts:
         keep_whole(part)
-        to.print(untrusted(part) if isinstance(part, str) else part, crop=False, highlight=False)
+        to.print(
+            untrusted(part) if isinstance(part, str) else part,
+            crop=False,
+            highlight=False,
+        )
 
 
 def keep_whole(part: ConsoleRenderable | str) -> None:
@@ -242,7 +259,9 @@ def json_text(record: Any, indent: int | None = 2) -> str:
     return redaction.CONTROLS.sub(lambda found: json.dumps(found[0])[1:-1], text) + "\n"
 
 
-def print_json(record: Mapping[str, Any] | Sequence[Any], indent: int | None = 2) -> None:
+def print_json(
+    record: Mapping[str, Any] | Sequence[Any], indent: int | None = 2
+) -> None:
     """Prints one JSON object (or list), whatever the terminal's width, colours and encoding."""
     sys.stdout.write(json_text(record, indent))
     # A closed pipe (`| head`) must show here, not as noise when Python exits.
@@ -281,7 +300,9 @@ def write_file(path: Path, content: str | bytes, *, private: bool = False) -> No
                 draft.touch(mode=0o600)
             draft.write_bytes(data)
     except OSError as error:  # a full disk, which a scaler's ledger must outlive
-        raise errors.SetupError(f"cannot write {path}: {error.strerror or error}") from None
+        raise errors.SetupError(
+            f"cannot write {path}: {error.strerror or error}"
+        ) from None
 
 
 def check_writable(path: Path | None) -> None:
@@ -294,7 +315,9 @@ def check_writable(path: Path | None) -> None:
     if not folder.is_dir():
         raise errors.SetupError(f"cannot write {path}: {folder} is a file")
     if not os.access(folder, os.W_OK):
-        raise errors.SetupError(f"cannot write {path}: no permission to write in {folder}")
+        raise errors.SetupError(
+            f"cannot write {path}: no permission to write in {folder}"
+        )
 
 
 @contextlib.contextmanager
@@ -334,7 +357,9 @@ def print_facts(facts: Mapping[str, str], to: Console = stdout) -> None:
 
 def totals(rows: Mapping[str, str]) -> Table:
     """A table of names and numbers, without a frame."""
-    table = Table.grid(Column(style="bold"), Column(justify="right"), padding=(0, 2, 0, 0))
+    table = Table.grid(
+        Column(style="bold"), Column(justify="right"), padding=(0, 2, 0, 0)
+    )
     for row in rows.items():
         table.add_row(*row)
     return table

@@ -13,7 +13,9 @@ def main() -> None:
 
         cli.main()
     except KeyboardInterrupt:  # before a command has begun: the imports take a second
-        sys.exit(130)  # `console.EXIT_INTERRUPTED`, whose import is one of the slow ones
+        sys.exit(
+            130
+        )  # `console.EXIT_INTERRUPTED`, whose import is one of the slow ones
 
 
 if __name__ == "__main__":

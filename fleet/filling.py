@@ -40,9 +40,12 @@ class Sending:
 
     priority: options.JobPriority = "normal"
     model: list[str] | None = option(
-        "A model that workers have from elsewhere than the storage; repeatable.", metavar="NAME"
+        "A model that workers have from elsewhere than the storage; repeatable.",
+        metavar="NAME",
     )
-    restart: bool = option("Begin anew: send all jobs, also those sent before.", default=False)
+    restart: bool = option(
+        "Begin anew: send all jobs, also those sent before.", default=False
+    )
     quiet: bool = option("No progress.", default=False)
 
 
@@ -54,10 +57,16 @@ def reading(path: Path, doing: str, *, is_shown: bool) -> Iterator[None]:
     """Shows on a terminal how much of a file is read, in bytes; Ctrl-C ends it with a note."""
     columns = (
         progress.TextColumn("{task.description}", markup=False),
-        *(progress.BarColumn(), progress.DownloadColumn(), progress.TimeRemainingColumn()),
+        *(
+            progress.BarColumn(),
+            progress.DownloadColumn(),
+            progress.TimeRemainingColumn(),
+        ),
     )
     is_shown = is_shown and console.stderr.is_terminal
-    bar = progress.Progress(*columns, console=console.stderr, transient=True, disable=not is_shown)
+    bar = progress.Progress(
+        *columns, console=console.stderr, transient=True, disable=not is_shown
+    )
     task = bar.add_task(console.untrusted(f"{doing} {path.name}").plain, total=None)
 
     def shown(file: BinaryIO, size: int) -> BinaryIO:
@@ -110,14 +119,21 @@ def fill(
             load.check()  # before the event loop begins: Ctrl-C can interrupt a long file
     is_live = console.stderr.is_terminal and not as_json
     quiet = sending.quiet
-    with showing(load, source.count, is_live=is_live, quiet=quiet, as_json=as_json) as show:
+    with showing(
+        load, source.count, is_live=is_live, quiet=quiet, as_json=as_json
+    ) as show:
         summary = console.run(_send(storage, load, show))
     told = facts()
     if as_json:
         console.print_json({**asdict(summary), **told})
     elif not quiet:
         _print_summary(summary, path, told)
-        found = summary.changed or summary.as_before or summary.cancelled or told.get("invalid")
+        found = (
+            summary.changed
+            or summary.as_before
+            or summary.cancelled
+            or told.get("invalid")
+        )
         if not (load.is_done or summary.sent) and summary.finished:
             where = "" if found else f"no jobs in {file}: "
             console.print_note(f"{where}nothing was sent")
@@ -148,7 +164,9 @@ async def _send(storage: Storage, load: Load, show: Callable[[int], None]) -> Su
 
     def stop() -> None:
         loop.remove_signal_handler(signal.SIGINT)
-        console.print_note("stopping after the sends in flight; Ctrl-C again to stop at once")
+        console.print_note(
+            "stopping after the sends in flight; Ctrl-C again to stop at once"
+        )
         load.stop()
 
     async with storage:
@@ -199,7 +217,9 @@ def showing(
         nonlocal said_at
         bar.update(task.id, completed=confirmed)
         # To find the rate takes a while, and there are hundreds of calls a second.
-        if quiet or time.monotonic() - said_at < (0.1 if is_live else SECONDS_BETWEEN_LINES):
+        if quiet or time.monotonic() - said_at < (
+            0.1 if is_live else SECONDS_BETWEEN_LINES
+        ):
             return
         said_at = time.monotonic()
         left, refused = task.time_remaining, load.refusals.count
@@ -225,7 +245,9 @@ def showing(
         yield show
 
 
-def _print_summary(summary: Summary, path: Path | None, told: Mapping[str, Any]) -> None:
+def _print_summary(
+    summary: Summary, path: Path | None, told: Mapping[str, Any]
+) -> None:
     if summary.sent:
         second = summary.second_drawings
         also = f" and {console.counted(second, 'second drawing')}" if second else ""
@@ -254,4 +276,6 @@ def _print_summary(summary: Summary, path: Path | None, told: Mapping[str, Any])
         )
     if not summary.finished:
         resume = "; the same command resumes there" if path else ""
-        console.print_note(f"stopped after {console.counted(summary.confirmed, 'job')}{resume}")
+        console.print_note(
+            f"stopped after {console.counted(summary.confirmed, 'job')}{resume}"
+        )

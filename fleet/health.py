@@ -31,9 +31,13 @@ def main(arguments: Sequence[str]) -> int:
         help="started: the model is loaded and the node checked, or the worker waits for its"
         " storage. live: not hung. ready: takes jobs.",
     )
-    parser.add_argument("--host", default=os.environ.get("IMAGEFLEET_HOST") or "127.0.0.1")
+    parser.add_argument(
+        "--host", default=os.environ.get("IMAGEFLEET_HOST") or "127.0.0.1"
+    )
     parser.add_argument("--port", default=os.environ.get("IMAGEFLEET_PORT") or "0")
-    parser.add_argument("--seconds", type=float, default=TIMEOUT_SECONDS, help="timeout")
+    parser.add_argument(
+        "--seconds", type=float, default=TIMEOUT_SECONDS, help="timeout"
+    )
     given = parser.parse_args(arguments)
     if not given.port.isdecimal() or not 0 < int(given.port) <= 65_535:  # noqa: PLR2004
         is_so, answer = False, "set IMAGEFLEET_PORT or --port to the worker's port"
@@ -48,7 +52,9 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if is_so else 1
 
 
-def probe(what: str, host: str, port: int, seconds: float = TIMEOUT_SECONDS) -> tuple[bool, str]:
+def probe(
+    what: str, host: str, port: int, seconds: float = TIMEOUT_SECONDS
+) -> tuple[bool, str]:
     """The state of the worker on that port, and its own words."""
     connection = http.client.HTTPConnection(host, port, timeout=seconds)
     try:

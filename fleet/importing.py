@@ -82,7 +82,9 @@ def command(
                 try:
                     reading = read()
                     row = entry._replace(text=message.message_text(reading.job))
-                    reading.models = [_found(each, reading, rows) for each in reading.models]
+                    reading.models = [
+                        _found(each, reading, rows) for each in reading.models
+                    ]
                     job = _checked(reading, entry.place, uses, ids)
                     if output is not None:
                         output.write(console.json_text(job, indent=None))
@@ -111,17 +113,26 @@ def _expanded(path: Path) -> list[Path]:
         raise errors.SetupError(f"{str(path)!r} does not exist")
     if not path.is_dir():
         return [path]
-    inside = sorted(each for each in path.rglob("*") if each.suffix.lower() in source.SUFFIXES)
+    inside = sorted(
+        each for each in path.rglob("*") if each.suffix.lower() in source.SUFFIXES
+    )
     texts = {each for each in inside if each.suffix.lower() == ".txt"}
     pictures = {each.with_suffix("") for each in inside if each not in texts}
-    return [each for each in inside if each not in texts or each.with_suffix("") not in pictures]
+    return [
+        each
+        for each in inside
+        if each not in texts or each.with_suffix("") not in pictures
+    ]
 
 
 async def _stored(settings: SignerSettings) -> Rows:
     async with open_storage(settings) as storage:
         if not missing.may_exist(storage):
             return {}
-        return {name: await stored.read(storage, KINDS[name]) for name in _HASHED & KINDS.keys()}
+        return {
+            name: await stored.read(storage, KINDS[name])
+            for name in _HASHED & KINDS.keys()
+        }
 
 
 def _found(named: Named, reading: Reading, rows: Rows) -> Named:
@@ -129,13 +140,19 @@ def _found(named: Named, reading: Reading, rows: Rows) -> Named:
     kind, digits = KINDS.get(named.kind), str(named.digits)
     if kind is None or len(digits) not in _DIGITS:
         return named
-    known = {kind.stem(row.name): row.short_hash or "" for row in rows.get(kind.name, ())}
+    known = {
+        kind.stem(row.name): row.short_hash or "" for row in rows.get(kind.name, ())
+    }
     name = kind.stem(Path(named.name or "").name)
-    if found := [stem for stem, short_hash in known.items() if short_hash.startswith(digits)]:
+    if found := [
+        stem for stem, short_hash in known.items() if short_hash.startswith(digits)
+    ]:
         _rename(reading, named, name if name in found else found[0])
         return named._replace(name=name if name in found else found[0])
     if known.get(name):
-        reading.cannot.append(f"{kind.folder}/{name} is another file: its hash is not {digits}")
+        reading.cannot.append(
+            f"{kind.folder}/{name} is another file: its hash is not {digits}"
+        )
     return named
 
 
@@ -144,23 +161,36 @@ def _rename(reading: Reading, named: Named, name: str) -> None:
     if found := _TITLED.get(named.kind):
         for fields in (job, job["override_settings"]):
             for field in found & fields.keys():
-                if str(named.digits) in str(fields[field]) or fields[field] == named.name:
+                if (
+                    str(named.digits) in str(fields[field])
+                    or fields[field] == named.name
+                ):
                     fields[field] = name
         return
-    pattern = rf"(?<=<lora:){old}(?=[:>])" if named.kind == "lora" else rf"(?<!\w){old}(?!\w)"
+    pattern = (
+        rf"(?<=<lora:){old}(?=[:>])" if named.kind == "lora" else rf"(?<!\w){old}(?!\w)"
+    )
     for prompt in ("prompt", "negative_prompt", "hr_prompt", "hr_negative_prompt"):
         if prompt in job:
             job[prompt] = re.sub(pattern, lambda _: name, job[prompt])
 
 
-def _checked(reading: Reading, place: str, uses: missing.Uses, ids: Counter[str]) -> dict[str, Any]:
+def _checked(
+    reading: Reading, place: str, uses: missing.Uses, ids: Counter[str]
+) -> dict[str, Any]:
     """The job of a reading, with an id; raises JobError if it cannot be drawn."""
     if reading.needs:
-        raise errors.JobError(f"{', '.join(reading.needs)}: must be given; {reading.cannot[0]}")
+        raise errors.JobError(
+            f"{', '.join(reading.needs)}: must be given; {reading.cannot[0]}"
+        )
     seed, settings = (reading.job.get(name) for name in ("seed", "override_settings"))
     is_of_cpu = isinstance(settings, dict) and settings.get("randn_source") == "CPU"
     # ComfyUI's have 64 bits. torch's generator on the CPU takes 32 of them, Brownian motion all.
-    if is_of_cpu and isinstance(seed, int) and "SDE" not in str(reading.job.get("sampler_name")):
+    if (
+        is_of_cpu
+        and isinstance(seed, int)
+        and "SDE" not in str(reading.job.get("sampler_name"))
+    ):
         reading.job["seed"] = seed if seed < 0 else seed % 2**32
     job = message.read_job(message.message_text(reading.job), "import")
     uses.add(place, job)
@@ -170,4 +200,7 @@ def _checked(reading: Reading, place: str, uses: missing.Uses, ids: Counter[str]
     start = sweep.slug(Path(place).stem)[:_ID_CHARACTERS]
     job_id = f"{start or 'picture'}-{job.digest[:8]}"
     ids[job_id] += 1
-    return {"id": f"{job_id}-{ids[job_id]}" if ids[job_id] > 1 else job_id, **reading.job}
+    return {
+        "id": f"{job_id}-{ids[job_id]}" if ids[job_id] > 1 else job_id,
+        **reading.job,
+    }

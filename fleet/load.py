@@ -36,7 +36,9 @@ class Jobs:
     form: options.JobFormat = None
     count: int | None = option("Number of jobs; overrides FILE's.", min=1)
     seed: int | None = option(
-        "Overrides the template's seed; another seed gives other jobs.", min=0, max=2**63 - 1
+        "Overrides the template's seed; another seed gives other jobs.",
+        min=0,
+        max=2**63 - 1,
     )
     campaign: str | None = option(
         "Campaign of the jobs without one: the folder of their images.", metavar="NAME"
@@ -62,12 +64,16 @@ class Sending(filling.Sending):
         max=MAX_SHARDS,
         metavar="N",
     )
-    new_only: bool = option("Leave out jobs whose id was sent with another content.", default=False)
+    new_only: bool = option(
+        "Leave out jobs whose id was sent with another content.", default=False
+    )
     replace: bool = option(
         "Have such jobs drawn again, as `redo` does, which needs the operator's rights.",
         default=False,
     )
-    state: Path | None = option("The checkpoint; default: next to FILE.", metavar="PATH")
+    state: Path | None = option(
+        "The checkpoint; default: next to FILE.", metavar="PATH"
+    )
 
 
 @options.flat
@@ -75,7 +81,9 @@ def command(
     settings: LoadSettings,
     jobs: Jobs,
     sending: Sending,
-    dry_run: bool = options.dry_run("the number of jobs, and ten of them as JSON lines"),
+    dry_run: bool = options.dry_run(
+        "the number of jobs, and ten of them as JSON lines"
+    ),
     check: bool = option(
         "Show which LoRAs, models and embeddings the jobs name that are not in the"
         " storage; send nothing.",
@@ -146,7 +154,10 @@ def command(
                     # A template has nothing besides its jobs.
                     facts=lambda: {
                         "invalid": report.count,
-                        **{name: getattr(source, name, 0) for name in ("empty", "mended")},
+                        **{
+                            name: getattr(source, name, 0)
+                            for name in ("empty", "mended")
+                        },
                     },
                     new_only=sending.new_only,
                     replace=replace.replace_jobs if sending.replace else None,
@@ -186,7 +197,9 @@ def _checkpoint(settings: LoadSettings, file: str, sending: Sending) -> Path | N
     if file != "-":
         return sending.state or default_path(Path(file), settings.queue)
     if sending.state or sending.restart:
-        raise errors.SetupError("standard input has no checkpoint: the next one is another")
+        raise errors.SetupError(
+            "standard input has no checkpoint: the next one is another"
+        )
     return None
 
 

@@ -97,13 +97,19 @@ class Command(TyperCommand):
     """A command whose help has its flags under the subjects of the settings."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return [re.sub(r"[{}]", "", piece) for piece in super().collect_usage_pieces(ctx)]
+        return [
+            re.sub(r"[{}]", "", piece) for piece in super().collect_usage_pieces(ctx)
+        ]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         subjects: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             if row := parameter.get_help_record(ctx):
-                usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                usual = (
+                    "Arguments"
+                    if parameter.param_type_name == "argument"
+                    else "Options"
+                )
                 subject = getattr(parameter, "rich_help_panel", None) or usual
                 subjects.setdefault(subject, []).append(_as_of_a_setting(*row))
         uses_storage = subjects.pop("Storage", None)
@@ -112,7 +118,9 @@ class Command(TyperCommand):
                 formatter.write_dl(rows)
         if uses_storage:
             formatter.write_paragraph()
-            formatter.write_text("--storage, and what goes with it: see `imagefleet --help`.")
+            formatter.write_text(
+                "--storage, and what goes with it: see `imagefleet --help`."
+            )
 
 
 def _as_of_a_setting(name: str, text: str) -> tuple[str, str]:
@@ -133,7 +141,9 @@ class Group(TyperGroup):
 
 def find(name: str) -> Any:
     """The function or the typer application of a command; imports it."""
-    module, _, attribute = _ELSEWHERE.get(name, f"fleet.{name}.command:command").partition(":")
+    module, _, attribute = _ELSEWHERE.get(
+        name, f"fleet.{name}.command:command"
+    ).partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
@@ -144,7 +154,9 @@ class LazyCommands(UserDict[str, Any]):
         if self.data[name] is None:
             found = find(name)
             app = typer.Typer(rich_markup_mode=None, add_completion=False)
-            app.callback()(lambda: None)  # makes it a group, however few commands it has
+            app.callback()(
+                lambda: None
+            )  # makes it a group, however few commands it has
             if isinstance(found, typer.Typer):
                 app.add_typer(found, name=name, short_help=COMMANDS[name])
             else:
@@ -163,7 +175,8 @@ class Console(Group):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - click's signature
         rows = [
-            (name, COMMANDS.get(name) or self.commands[name].help or "") for name in self.commands
+            (name, COMMANDS.get(name) or self.commands[name].help or "")
+            for name in self.commands
         ]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
@@ -207,18 +220,26 @@ results, export), 130 interrupted, 143 terminated (worker --until-empty).""",
 def root(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", help="Print the versions to name in a bug report.")
+        bool,
+        typer.Option("--version", help="Print the versions to name in a bug report."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --version: print JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --version: print JSON.")
+    ] = False,
 ) -> None:
     """The options of `imagefleet` itself."""
     if version:
-        versions: dict[str, str | None] = dict.fromkeys(("imagefleet", "torch", "diffusers"))
+        versions: dict[str, str | None] = dict.fromkeys(
+            ("imagefleet", "torch", "diffusers")
+        )
         for distribution in versions:
             with contextlib.suppress(metadata.PackageNotFoundError):
                 versions[distribution] = metadata.version(distribution)
         versions["python"] = platform.python_version()
-        lines = [f"{name} {installed or 'not installed'}" for name, installed in versions.items()]
+        lines = [
+            f"{name} {installed or 'not installed'}"
+            for name, installed in versions.items()
+        ]
         console.show(versions, *lines, as_json=as_json)
         raise typer.Exit
     if context.invoked_subcommand is None or as_json:
@@ -233,7 +254,9 @@ def root(
 )
 def health_command(context: typer.Context) -> None:
     """Probes the worker on this machine: started, live or ready."""
-    raise typer.Exit(health.main(context.args))  # `python -m fleet.main`; see fleet/entry.py
+    raise typer.Exit(
+        health.main(context.args)
+    )  # `python -m fleet.main`; see fleet/entry.py
 
 
 def _use_help_classes(group: typer.Typer) -> None:
@@ -245,7 +268,9 @@ def _use_help_classes(group: typer.Typer) -> None:
             _use_help_classes(inner.typer_instance)
 
 
-def _log_format(arguments: Sequence[str], variables: Mapping[str, str]) -> logs.LogFormat:
+def _log_format(
+    arguments: Sequence[str], variables: Mapping[str, str]
+) -> logs.LogFormat:
     """The log format of a command line that nothing has checked yet; an invalid one is `auto`."""
     flags = re.findall(r"--log-format[= ](\w+)", " ".join(arguments))
     given = flags[-1] if flags else variables.get("IMAGEFLEET_LOG_FORMAT")
@@ -270,7 +295,9 @@ def main() -> None:
     except OSError as error:
         if error.errno in errors.DISK_FULL:
             place = error.filename or "the output"
-            console.report_error(f"the disk is full: cannot write {place}; free some space", code)
+            console.report_error(
+                f"the disk is full: cannot write {place}; free some space", code
+            )
         else:
             console.report_bug(error)
     except Exception as error:  # noqa: BLE001 - a bug, with its traceback

@@ -14,7 +14,16 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
 from pydantic import SecretStr, ValidationError
@@ -22,7 +31,12 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 from fleet import console
-from fleet.settings import BrokerSettings, ExporterSettings, MonitorSettings, WebhookSettings
+from fleet.settings import (
+    BrokerSettings,
+    ExporterSettings,
+    MonitorSettings,
+    WebhookSettings,
+)
 from gateway.settings import GatewaySettings
 from imagefleet import errors, redaction, validation
 from imagefleet.storage.settings import Priority, SignerSettings, StorageSettings
@@ -34,10 +48,14 @@ from worker.settings import MachineSettings, WorkerSettings
 PREFIX = "IMAGEFLEET_"
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-AsJsonLines = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
+AsJsonLines = Annotated[
+    bool, typer.Option("--json", help="Print JSON, one object per line.")
+]
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json-file", metavar="FILE", help="Also write the JSON to this file."),
+    typer.Option(
+        "--json-file", metavar="FILE", help="Also write the JSON to this file."
+    ),
 ]
 JobFormat = Annotated[
     str | None,
@@ -52,12 +70,14 @@ Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N
 JobPriority = Annotated[
     Priority,
     typer.Option(
-        "--priority", help="Priority of the jobs: workers take high ones first and low ones last."
+        "--priority",
+        help="Priority of the jobs: workers take high ones first and low ones last.",
     ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 PriceFile = Annotated[
-    Path | None, typer.Option("--price-file", metavar="FILE", help="Your own prices, as YAML.")
+    Path | None,
+    typer.Option("--price-file", metavar="FILE", help="Your own prices, as YAML."),
 ]
 
 
@@ -97,7 +117,9 @@ PROJECT_SETTINGS: Mapping[type[BaseSettings], tuple[str, str]] = {
 _SHOWN_CHARACTERS = 60
 
 #: A connection string, SAS token or password in the wrong place must not end up in a log.
-SECRET_VALUE = re.compile(r"accountkey=|sharedaccesssignature=|\bsig=|//[^/\s]+@", re.IGNORECASE)
+SECRET_VALUE = re.compile(
+    r"accountkey=|sharedaccesssignature=|\bsig=|//[^/\s]+@", re.IGNORECASE
+)
 
 _METAVARS: Mapping[object, str] = {
     str: "TEXT",
@@ -150,7 +172,10 @@ def flat(command: Command[Result]) -> Command[Result]:
             groups[name] = kind, of_settings
         elif dataclasses.is_dataclass(kind):
             hints = get_type_hints(kind, include_extras=True)
-            own = [_as_typer_does(hints[each.name], each) for each in dataclasses.fields(kind)]
+            own = [
+                _as_typer_does(hints[each.name], each)
+                for each in dataclasses.fields(kind)
+            ]
             groups[name] = kind, own
             flattened += own
         elif isinstance(field := parameter.default, dataclasses.Field):
@@ -166,7 +191,9 @@ def flat(command: Command[Result]) -> Command[Result]:
             made = {}
             for name, (kind, fields) in groups.items():
                 taken = {each.name: given.pop(each.name) for each in fields}
-                made[name] = read(kind, taken) if fields is of_settings else kind(**taken)
+                made[name] = (
+                    read(kind, taken) if fields is of_settings else kind(**taken)
+                )
             result = command(**made, **given)
             return asyncio.run(result) if inspect.iscoroutine(result) else result
 
@@ -201,7 +228,9 @@ def read(model: type[Settings], given: Mapping[str, Any]) -> Settings:
         }
         return model(**(by_setting(model, os.environ, PROJECT_SETTINGS) | flags))
     except ValidationError as error:
-        lines = [_complaint(model, detail) for detail in error.errors(include_url=False)]
+        lines = [
+            _complaint(model, detail) for detail in error.errors(include_url=False)
+        ]
         raise errors.SetupError("\n".join(lines)) from None
     except ValueError as error:
         raise errors.SetupError(str(error)) from None
@@ -219,15 +248,24 @@ def by_setting(
     own = {variable(name): name for name in model.model_fields}
     others = {variable(name) for other in other_models for name in other.model_fields}
     known = own.keys() | others
-    named = {name.upper(): name for name in variables if name.upper().startswith(PREFIX)}
+    named = {
+        name.upper(): name for name in variables if name.upper().startswith(PREFIX)
+    }
     for upper in sorted(named.keys() - known):
-        hint = validation.suggestion(upper, known) or "; `imagefleet worker --help` lists them"
+        hint = (
+            validation.suggestion(upper, known)
+            or "; `imagefleet worker --help` lists them"
+        )
         raise ValueError(f"unknown setting {named[upper]}{hint}")
-    given = {own[upper]: variables[name] for upper, name in named.items() if upper in own}
+    given = {
+        own[upper]: variables[name] for upper, name in named.items() if upper in own
+    }
     return {name: value for name, value in given.items() if value not in (None, "")}
 
 
-def choose(what: str, name: str, known: Mapping[str, Value], others: Iterable[str] = ()) -> Value:
+def choose(
+    what: str, name: str, known: Mapping[str, Value], others: Iterable[str] = ()
+) -> Value:
     """What is called so; raises SetupError with the *known* names, or the one that is close."""
     if name not in known:
         names = [*known, *others]
@@ -246,7 +284,9 @@ def flag(name: str) -> str:
 
 def subject(model: type[BaseSettings], name: str) -> str:
     """The subject of *model*'s setting *name*, in help and documentation."""
-    of_worker = (each for each, names in worker_settings.SUBJECTS.items() if name in names)
+    of_worker = (
+        each for each, names in worker_settings.SUBJECTS.items() if name in names
+    )
     of_model = (
         text
         for each, (text, _) in PROJECT_SETTINGS.items()
@@ -286,7 +326,9 @@ def _bare_type(annotation: object) -> object:
     if get_origin(annotation) in {Annotated, list}:
         return _bare_type(get_args(annotation)[0])
     if get_origin(annotation) in {Union, types.UnionType}:
-        return _bare_type(next(each for each in get_args(annotation) if each is not type(None)))
+        return _bare_type(
+            next(each for each in get_args(annotation) if each is not type(None))
+        )
     return annotation
 
 

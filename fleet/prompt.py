@@ -64,11 +64,15 @@ def command(
     found, loras = list[Known](), None
     if embedding_directory or storage:
         texts = [*_readable(readers.values())]
-        found, loras = console.run(known.find(texts, _tokenise, embedding_directory, storage))
+        found, loras = console.run(
+            known.find(texts, _tokenise, embedding_directory, storage)
+        )
     named = clip.Names[clip.Embedding](
         zip(_tokenise([each.name for each in found]), found, strict=True)
     )
-    readings = {name: _read(read, named, steps, loras) for name, read in readers.items()}
+    readings = {
+        name: _read(read, named, steps, loras) for name, read in readers.items()
+    }
     for name, written in (("prompt", text), ("negative", negative)):
         readings[name]["comments"] = re.findall("#.*", written)
     if as_json:
@@ -84,14 +88,18 @@ def command(
                 )
         if "<lora:" in negative.lower():
             console.print_plain("a LoRA tag in a negative prompt is plain text")
-    unsupported = {name: one["unsupported"] for name, one in readings.items() if one["unsupported"]}
+    unsupported = {
+        name: one["unsupported"] for name, one in readings.items() if one["unsupported"]
+    }
     for name, reason in unsupported.items():
         console.print_error(f"{name}: {reason}")
     if unsupported:
         raise typer.Exit(console.EXIT_OPERATOR_MUST_ACT)
 
 
-def _readable(readers: Iterable[Callable[[], prompts.Prompt]]) -> Iterator[prompts.Prompt]:
+def _readable(
+    readers: Iterable[Callable[[], prompts.Prompt]],
+) -> Iterator[prompts.Prompt]:
     for read in readers:
         with contextlib.suppress(errors.JobError):
             yield read()
@@ -99,7 +107,9 @@ def _readable(readers: Iterable[Callable[[], prompts.Prompt]]) -> Iterator[promp
 
 def _tokenise(texts: Sequence[str]) -> list[list[int]]:
     cleaned = [clip.cleaned(each) for each in texts]
-    return [each.ids for each in tokenizer().encode_batch(cleaned, add_special_tokens=False)]
+    return [
+        each.ids for each in tokenizer().encode_batch(cleaned, add_special_tokens=False)
+    ]
 
 
 def _read(
@@ -113,7 +123,13 @@ def _read(
         parsed = read()
         texts = [
             {"part": number, "weight": part.weight, **_text(state, named)}
-            | {"steps": [call + 1 for call in range(steps) if part.at(call).text == state.text]}
+            | {
+                "steps": [
+                    call + 1
+                    for call in range(steps)
+                    if part.at(call).text == state.text
+                ]
+            }
             for number, part in enumerate(parsed.subprompts, start=1)
             for state in {state.text: state for state in part.states}.values()
         ]
@@ -124,11 +140,17 @@ def _read(
         {**asdict(lora), "is_stored": None if stored is None else lora.name in stored}
         for lora in parsed.loras
     ]
-    return {"texts": texts, "loras": loras, "unsupported": next(filter(None, reasons), None)}
+    return {
+        "texts": texts,
+        "loras": loras,
+        "unsupported": next(filter(None, reasons), None),
+    }
 
 
 def _text(state: prompts.State, named: clip.Names[clip.Embedding]) -> dict[str, Any]:
-    cut = clip.cut_into_chunks(state, _tokenise, tokenizer().token_to_id(",</w>"), named)
+    cut = clip.cut_into_chunks(
+        state, _tokenise, tokenizer().token_to_id(",</w>"), named
+    )
     used = [
         {**asdict(cast(Known, insert.embedding)), "chunk": number, "at": insert.at}
         for number, chunk in enumerate(cut, start=1)
@@ -136,7 +158,11 @@ def _text(state: prompts.State, named: clip.Names[clip.Embedding]) -> dict[str, 
     ]
     name = tokenizer().id_to_token
     chunks = [
-        {"tokens": [*map(name, each.tokens)], "ids": each.tokens, "weights": each.weights}
+        {
+            "tokens": [*map(name, each.tokens)],
+            "ids": each.tokens,
+            "weights": each.weights,
+        }
         for each in cut
     ]
     tokens = sum(len(chunk.tokens) for chunk in cut)
@@ -156,7 +182,9 @@ def tokenizer() -> tokenizers.Tokenizer:
     spaces = normalizers.Replace(tokenizers.Regex(r"\s+"), " ")
     rules = [normalizers.NFC(), spaces, normalizers.Lowercase()]
     found.normalizer = normalizers.Sequence(rules)
-    words = pre_tokenizers.Split(tokenizers.Regex(_WORD), behavior="removed", invert=True)
+    words = pre_tokenizers.Split(
+        tokenizers.Regex(_WORD), behavior="removed", invert=True
+    )
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
     found.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
     found.decoder = decoders.ByteLevel()
@@ -176,14 +204,24 @@ def _print(name: str, reading: dict[str, Any]) -> None:
         tokens = console.counted(text["tokens"], "token")
         _print_line(f"{name}{at}: {tokens} in {chunk_count}", "bold")
         for number, chunk in enumerate(text["chunks"], start=1):
-            _print_line(f"  chunk {number}, {console.counted(len(chunk['ids']), 'token')}", "dim")
-            named = {each["at"]: each for each in text["embeddings"] if each["chunk"] == number}
+            _print_line(
+                f"  chunk {number}, {console.counted(len(chunk['ids']), 'token')}",
+                "dim",
+            )
+            named = {
+                each["at"]: each
+                for each in text["embeddings"]
+                if each["chunk"] == number
+            }
             for weight, words in _words(chunk, named):
                 style = "green" if weight > 1 else "yellow" if weight < 1 else ""
                 _print_line(f"    {weight:<6.4g} {words}", style)
             for found in named.values():
                 tokens = console.counted(found["length"], "token")
-                _print_line(f"    embedding {found['name']} ({found['family']}): {tokens}", "cyan")
+                _print_line(
+                    f"    embedding {found['name']} ({found['family']}): {tokens}",
+                    "cyan",
+                )
         if text["weight"] != 1:
             _print_line(f"  weight of the prompt as a whole: {text['weight']:g}")
     for lora in reading["loras"]:
@@ -198,14 +236,18 @@ def _print(name: str, reading: dict[str, Any]) -> None:
 
 
 def _print_line(text: str, style: str = "") -> None:
-    console.stdout.print(console.untrusted(text, style), highlight=False, soft_wrap=True)
+    console.stdout.print(
+        console.untrusted(text, style), highlight=False, soft_wrap=True
+    )
 
 
 def _ranges(steps: Sequence[int]) -> str:
     """`1-11, 14`; of every second step `1, 3, 5...`, the first ones."""
     runs = [
         [step for _, step in run]
-        for _, run in itertools.groupby(enumerate(steps), lambda each: each[1] - each[0])
+        for _, run in itertools.groupby(
+            enumerate(steps), lambda each: each[1] - each[0]
+        )
     ]
     shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs[:3]]
     return ", ".join(shown) + "..." * (len(runs) > len(shown))
@@ -218,7 +260,9 @@ def _words(
     parts = [*zip(chunk["weights"], chunk["tokens"], strict=True)]
     for at, embedding in sorted(named.items(), reverse=True):
         # The space, which is in no token, has the decoder leave a name of any letters as it is.
-        parts[at : at + embedding["length"]] = [(parts[at][0], f" [{embedding['name']}]</w>")]
+        parts[at : at + embedding["length"]] = [
+            (parts[at][0], f" [{embedding['name']}]</w>")
+        ]
     for weight, run in itertools.groupby(parts, key=operator.itemgetter(0)):
         text = tokenizer().decoder.decode([token for _, token in run])
         yield weight, " ".join(text.replace("</w>", " ").split())

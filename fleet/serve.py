@@ -34,7 +34,10 @@ async def command(settings: GatewaySettings) -> None:
         await fleet.storage.create()
         async with server.serving(fleet, settings) as (gateway, port):
             url = f"http://{probes.authority(settings.host, port)}"
-            log.info(f"serving {fleet.storage.url} at {url}; its API: {url}/docs", action="start")
+            log.info(
+                f"serving {fleet.storage.url} at {url}; its API: {url}/docs",
+                action="start",
+            )
             await console.until_stopped(concurrency.gather(gateway.desk.run(), *works))
 
 

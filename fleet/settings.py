@@ -43,7 +43,10 @@ class ServiceSettings(TelemetrySettings):
         description="Address of /metrics, /live and /ready; 0.0.0.0 for all interfaces.",
     )
     port: int = Field(
-        default=9108, ge=0, le=65_535, description="Port of /metrics; 0 picks a free one."
+        default=9108,
+        ge=0,
+        le=65_535,
+        description="Port of /metrics; 0 picks a free one.",
     )
 
 
@@ -64,7 +67,10 @@ class ExporterSettings(ServiceSettings, MonitorSettings):
 
 class WebhookSettings(ServiceSettings):
     port: int = Field(
-        default=9109, ge=0, le=65_535, description="Port of /metrics; 0 picks a free one."
+        default=9109,
+        ge=0,
+        le=65_535,
+        description="Port of /metrics; 0 picks a free one.",
     )
 
 
@@ -87,7 +93,10 @@ class BrokerSettings(StorageSettings):
         " POLICY` ends all tokens at once, and nodes get new ones.",
     )
     token_hours: float = Field(
-        default=2, ge=0.1, le=24, description="Hours that a token is valid; nodes renew theirs."
+        default=2,
+        ge=0.1,
+        le=24,
+        description="Hours that a token is valid; nodes renew theirs.",
     )
     models: Annotated[str, _names("models", SAFE_NAME)] | None = Field(
         default=None,
@@ -103,9 +112,12 @@ class BrokerSettings(StorageSettings):
         default="127.0.0.1",
         description="Address that it listens on; 0.0.0.0 for all interfaces.",
     )
-    port: int = Field(default=8081, ge=0, le=65_535, description="Port; 0 picks a free one.")
+    port: int = Field(
+        default=8081, ge=0, le=65_535, description="Port; 0 picks a free one."
+    )
     log_format: Literal["auto", "json", "text"] = Field(
-        default="auto", description="auto logs text on a terminal, and JSON lines elsewhere."
+        default="auto",
+        description="auto logs text on a terminal, and JSON lines elsewhere.",
     )
 
     @property

@@ -25,7 +25,11 @@ ROUTES = web.RouteTableDef()
 OPTIONS = web.AppKey("options", dict[str, dict[str, Any]])
 
 #: What `options` has before anybody sets something, of what clients look at.
-_DEFAULTS = {"sd_model_checkpoint": "", "CLIP_stop_at_last_layers": 1, "samples_format": "png"}
+_DEFAULTS = {
+    "sd_model_checkpoint": "",
+    "CLIP_stop_at_last_layers": 1,
+    "samples_format": "png",
+}
 
 
 @ROUTES.post("/sdapi/v1/txt2img")
@@ -49,7 +53,9 @@ async def _read_text(request: web.Request) -> web.Response:
     payload = await work.read_body(request)
     data = work.from_base64(str(payload.get("image") or ""))
     text = await asyncio.to_thread(work.text_of, data)
-    return web.json_response({"info": text, "items": {"parameters": text}, "parameters": {}})
+    return web.json_response(
+        {"info": text, "items": {"parameters": text}, "parameters": {}}
+    )
 
 
 @ROUTES.get("/sdapi/v1/progress")
@@ -62,7 +68,12 @@ async def _progress(request: web.Request) -> web.Response:
         steps = tickets[0].job.steps
         # Workers tell of images, not of steps: it nears 1 as time goes by.
         progress = 1 - math.exp((tickets[0].created_at - time.monotonic()) / 10)
-    state = {"skipped": False, "interrupted": False, "job": job, "job_count": len(tickets)}
+    state = {
+        "skipped": False,
+        "interrupted": False,
+        "job": job,
+        "job_count": len(tickets),
+    }
     state |= {"job_no": 0, "sampling_step": 0, "sampling_steps": steps}
     found = {"progress": progress, "eta_relative": 0.0, "state": state}
     return web.json_response(found | {"current_image": None, "textinfo": None})
@@ -104,7 +115,10 @@ async def _list_samplers(_: web.Request) -> web.Response:
     by_title: dict[str, list[str]] = {}
     for sampler in samplers.SAMPLERS.values():
         by_title.setdefault(sampler.title, []).extend(sampler.aliases)
-    found = [{"name": name, "aliases": also, "options": {}} for name, also in by_title.items()]
+    found = [
+        {"name": name, "aliases": also, "options": {}}
+        for name, also in by_title.items()
+    ]
     return web.json_response(found)
 
 
@@ -113,7 +127,9 @@ async def _list_schedulers(_: web.Request) -> web.Response:
     """Lists the schedules."""
     named = {"automatic": "Automatic"} | dict(samplers.SCHEDULES)
     extra = {"aliases": None, "default_rho": -1.0, "need_inner_model": False}
-    return web.json_response([{"name": key, "label": named[key], **extra} for key in named])
+    return web.json_response(
+        [{"name": key, "label": named[key], **extra} for key in named]
+    )
 
 
 @ROUTES.get("/sdapi/v1/sd-models")
@@ -140,7 +156,10 @@ async def _list_loras(request: web.Request) -> web.Response:
 @ROUTES.get("/sdapi/v1/upscalers")
 async def _list_upscalers(request: web.Request) -> web.Response:
     """Lists the upscalers in the storage, and those without a file."""
-    names = [*hires.RESAMPLING, *[stem async for stem, _ in _stored(request, kinds.UPSCALER)]]
+    names = [
+        *hires.RESAMPLING,
+        *[stem async for stem, _ in _stored(request, kinds.UPSCALER)],
+    ]
     extra = {"model_name": None, "model_path": None, "model_url": None, "scale": 4}
     return web.json_response([{"name": name, **extra} for name in names])
 
@@ -151,7 +170,9 @@ async def _list_scripts(_: web.Request) -> web.Response:
     return web.json_response({"txt2img": ["controlnet"], "img2img": ["controlnet"]})
 
 
-async def _stored(request: web.Request, kind: kinds.FileKind) -> AsyncIterator[tuple[str, str]]:
+async def _stored(
+    request: web.Request, kind: kinds.FileKind
+) -> AsyncIterator[tuple[str, str]]:
     """The files of a kind, as jobs name them and by their file's name."""
     async for name in request.app[DESK].storage.files.names(f"{kind.folder}/"):
         file = PurePosixPath(name).name
@@ -159,7 +180,9 @@ async def _stored(request: web.Request, kind: kinds.FileKind) -> AsyncIterator[t
             yield stem, file
 
 
-def _answer(payload: dict[str, Any], job: Job, facts: JobFacts, images: list[bytes]) -> bytes:
+def _answer(
+    payload: dict[str, Any], job: Job, facts: JobFacts, images: list[bytes]
+) -> bytes:
     """The JSON of txt2img and img2img; large, so that it is made in a thread."""
     record, seed, count = facts.records[0], facts.seed or 0, len(images)
     same = ("prompt", "negative_prompt", "sampler_name", "cfg_scale", "steps")
@@ -178,5 +201,9 @@ def _answer(payload: dict[str, Any], job: Job, facts: JobFacts, images: list[byt
     }
     left_out = {"init_images", "mask", "alwayson_scripts"}
     shown = {name: value for name, value in payload.items() if name not in left_out}
-    found = {"images": work.in_base64(images), "parameters": shown, "info": json.dumps(info)}
+    found = {
+        "images": work.in_base64(images),
+        "parameters": shown,
+        "info": json.dumps(info),
+    }
     return json.dumps(found).encode()

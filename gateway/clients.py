@@ -16,7 +16,9 @@ from imagefleet.telemetry import probes
 class Refused(Exception):  # noqa: N818 - an answer, not a fault of the gateway
     """A request that is answered with a *status* and a sentence, whatever the API."""
 
-    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, headers: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
@@ -56,10 +58,17 @@ class Door:
         if self._by_hash is None:
             # A page of another site may be open in a browser here, under a name that leads here.
             site = request.headers.get("Sec-Fetch-Site", "none")
-            if not probes.is_loopback(request.host) or site not in {"none", "same-origin"}:
-                raise Refused(403, "without keys, only programs of this machine may use it")
+            if not probes.is_loopback(request.host) or site not in {
+                "none",
+                "same-origin",
+            }:
+                raise Refused(
+                    403, "without keys, only programs of this machine may use it"
+                )
             return LOCAL
-        digest = hashlib.sha256(_key(request.headers.get("Authorization", ""))).hexdigest()
+        digest = hashlib.sha256(
+            _key(request.headers.get("Authorization", ""))
+        ).hexdigest()
         if (found := self._by_hash.get(digest)) is None:
             why = "no valid key: send one as Authorization: Bearer KEY, or as Basic's password"
             raise Refused(401, why, {"WWW-Authenticate": "Bearer"})
@@ -72,7 +81,9 @@ def _read(path: Path) -> Mapping[str, Client]:
         found = TypeAdapter(list[Client]).validate_python(content)
     by_hash = {client.sha256.lower(): client for client in found}
     if not found or len(by_hash) < len(found):
-        raise errors.SetupError(f"{path}: should be a list of clients, each with a key of its own")
+        raise errors.SetupError(
+            f"{path}: should be a list of clients, each with a key of its own"
+        )
     return by_hash
 
 

@@ -78,30 +78,46 @@ class Desk:
 
     def of(self, client: Client) -> list[Ticket]:
         """The client's tickets that somebody waits for."""
-        return [each for each in self.tickets if each.client == client and not each.is_dropped]
+        return [
+            each
+            for each in self.tickets
+            if each.client == client and not each.is_dropped
+        ]
 
     async def run(self) -> None:
         """Side tasks: the sender, the reader, and the one that cancels; ends if one fails."""
-        await concurrency.gather(self._keep_sending(), self._keep_reading(), self._keep_list())
+        await concurrency.gather(
+            self._keep_sending(), self._keep_reading(), self._keep_list()
+        )
 
     def stop(self) -> None:
         """Answers everybody who waits; their jobs go on."""
         for ticket in self.tickets:
             if not ticket.sent.done():
-                _refuse(ticket.sent, Refused(503, "the gateway stops, and has not sent the job"))
+                _refuse(
+                    ticket.sent,
+                    Refused(503, "the gateway stops, and has not sent the job"),
+                )
             else:
                 where = f"ask for it at /jobs/{ticket.id} later"
-                _refuse(ticket.ended, Refused(503, f"the gateway stops; the job goes on: {where}"))
+                _refuse(
+                    ticket.ended,
+                    Refused(503, f"the gateway stops; the job goes on: {where}"),
+                )
 
     async def check(self, client: Client, images: int) -> None:
         """Raises Refused where there is no room for so many more *images*."""
         waiting = sum(ticket.job.images for ticket in self.of(client))
         everybody = sum(ticket.job.images for ticket in self.tickets)
         if images > client.max_waiting:
-            raise Refused(400, f"{images:,} images; {client.max_waiting:,} at most in one request")
+            raise Refused(
+                400, f"{images:,} images; {client.max_waiting:,} at most in one request"
+            )
         if time.monotonic() - self._age_at > _AGE_SECONDS:
             self._age_at = time.monotonic()  # meanwhile others go by the age as it was
-            self._age_seconds = (await self.storage.queue.depth()).oldest_age_seconds or 0.0
+            self._age_seconds = (
+                await self.storage.queue.depth()
+            ).oldest_age_seconds or 0.0
         age = self._age_seconds
         seconds = max(1, min(round(age), _LONGEST_RETRY_SECONDS))
         why = ""
@@ -110,7 +126,9 @@ class Desk:
         elif everybody + images > _MAX_WAITING or age > self.wait_seconds:
             why = f"the queue is full: its oldest job has waited {age:,.0f} seconds"
         if why:
-            raise Refused(429, f"{why}; try again in {seconds} s", {"Retry-After": str(seconds)})
+            raise Refused(
+                429, f"{why}; try again in {seconds} s", {"Retry-After": str(seconds)}
+            )
 
     async def send(self, client: Client, job: Job) -> Ticket:
         """Puts a job into the queue, with all that come in the same moment; raises JobError."""
@@ -140,7 +158,10 @@ class Desk:
         """What is known of a job, from the storage if need be; raises JobError for no valid id."""
         facts = JobFacts(self._fleet.job(job_id, campaign).id, campaign)
         ticket = self._tickets.get(facts.key)
-        if ticket is not None and time.monotonic() < ticket.created_at + self.wait_seconds:
+        if (
+            ticket is not None
+            and time.monotonic() < ticket.created_at + self.wait_seconds
+        ):
             return facts  # a request waits for it, and nothing has come yet
         return await outcomes.look_up(self.storage, facts)
 
@@ -193,7 +214,9 @@ class Desk:
             for key in noted:
                 self._tickets.pop(key, None)
                 waiting.pop(key, None)
-            if isinstance(error, errors.JobError) and len(tickets) > 1:  # of one of them
+            if (
+                isinstance(error, errors.JobError) and len(tickets) > 1
+            ):  # of one of them
                 for ticket in tickets:
                     await self._send([ticket])
                 return
@@ -210,7 +233,10 @@ class Desk:
                 try:
                     await RETRIES.call(watch.poll)
                 except errors.FleetError as error:
-                    log.warning(f"records of {campaign}: {error.message}", action="records_unread")
+                    log.warning(
+                        f"records of {campaign}: {error.message}",
+                        action="records_unread",
+                    )
                 found, watch.found = watch.found, []
                 for facts in found:
                     ticket = self._tickets.pop(facts.key, None)
@@ -229,12 +255,18 @@ class Desk:
             await asyncio.sleep(concurrency.jitter(_CANCEL_SECONDS))
             self._has_dropped.clear()
             known, tickets = listed, self._tickets.items()
-            listed = {key for key, each in tickets if each.is_dropped and each.sent.done()}
+            listed = {
+                key for key, each in tickets if each.is_dropped and each.sent.done()
+            }
             try:
                 if listed != known:
-                    await cancelled.cancel_jobs(self.storage, listed - known, known - listed)
+                    await cancelled.cancel_jobs(
+                        self.storage, listed - known, known - listed
+                    )
             except errors.FleetError as error:  # they are drawn instead
-                log.warning(f"jobs not cancelled: {error.message}", action="not_cancelled")
+                log.warning(
+                    f"jobs not cancelled: {error.message}", action="not_cancelled"
+                )
 
 
 def _refuse(future: asyncio.Future[JobFacts], error: Exception) -> None:

@@ -58,9 +58,14 @@ async def _edit(request: web.Request) -> web.Response:
 @ROUTES.get("/v1/models")
 async def _list_models(request: web.Request) -> web.Response:
     """Lists the checkpoints in the storage; `default` is the workers' own."""
-    names = [_DEFAULT_MODEL, *sorted(await stored_models(request.app[work.DESK].storage.files))]
+    names = [
+        _DEFAULT_MODEL,
+        *sorted(await stored_models(request.app[work.DESK].storage.files)),
+    ]
     kind = {"object": "model", "created": 0, "owned_by": "imagefleet"}
-    return web.json_response({"object": "list", "data": [{"id": each, **kind} for each in names]})
+    return web.json_response(
+        {"object": "list", "data": [{"id": each, **kind} for each in names]}
+    )
 
 
 async def _draw(request: web.Request, given: Mapping[str, Any]) -> web.Response:
@@ -71,13 +76,18 @@ async def _draw(request: web.Request, given: Mapping[str, Any]) -> web.Response:
         start = f"{request.url.origin()}/jobs/{facts.id}"
         data = [{"url": f"{start}/{index}"} for index in range(len(images))]
     else:
-        data = [{"b64_json": text} for text in await asyncio.to_thread(work.in_base64, images)]
+        data = [
+            {"b64_json": text}
+            for text in await asyncio.to_thread(work.in_base64, images)
+        ]
     return web.json_response({"created": int(time.time()), "data": data})
 
 
 def _as_a1111(payload: Mapping[str, Any]) -> dict[str, Any]:
     """A request's fields by A1111's names; raises Refused."""
-    fields = {name: each for name, each in payload.items() if name not in _WITHOUT_EFFECT}
+    fields = {
+        name: each for name, each in payload.items() if name not in _WITHOUT_EFFECT
+    }
     if fields.pop("stream", None) not in (None, False, "false"):
         raise Refused(400, "stream: is not supported")
     model, size = fields.pop("model", None), fields.pop("size", None)

@@ -52,7 +52,9 @@ class Gateway:
         self.desk = Desk(fleet, settings.wait_seconds)
         registry = metrics.LabelledRegistry({"fleet": settings.fleet_name})
         waiting = Gauge(
-            "imagefleet_gateway_waiting_jobs", "Jobs that are waited for.", registry=registry
+            "imagefleet_gateway_waiting_jobs",
+            "Jobs that are waited for.",
+            registry=registry,
         )
         waiting.set_function(lambda: len(self.desk.tickets))
         self._seconds = Histogram(
@@ -62,14 +64,18 @@ class Gateway:
             registry=registry,
             buckets=(0.01, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600),
         )
-        self.app = web.Application(middlewares=[self._answer], client_max_size=work.MAX_BODY_BYTES)
+        self.app = web.Application(
+            middlewares=[self._answer], client_max_size=work.MAX_BODY_BYTES
+        )
         self.app[DESK], self.app[_REGISTRY] = self.desk, registry
         self.app[a1111.OPTIONS] = {}
         for routes in (a1111.ROUTES, openai.ROUTES, ROUTES):
             self.app.add_routes(routes)
 
     @web.middleware
-    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _answer(
+        self, request: web.Request, handler: Handler
+    ) -> web.StreamResponse:
         """Lets the request in, and answers errors in the form of its API."""
         resource = request.match_info.route.resource
         path = resource.canonical if resource else "(none)"
@@ -81,18 +87,27 @@ class Gateway:
         except Exception as error:  # noqa: BLE001 - each becomes an answer
             response = _error(request, error)
         response.headers.update(_HEADERS)
-        self._seconds.labels(path, str(response.status)).observe(time.monotonic() - started)
+        self._seconds.labels(path, str(response.status)).observe(
+            time.monotonic() - started
+        )
         return response
 
 
 @ROUTES.get("/jobs/{id}")
 async def _job(request: web.Request) -> web.Response:
     """Tells what has become of a job of the client's campaign, and where its images are."""
-    facts = await request.app[DESK].facts(request[CLIENT].campaign, request.match_info["id"])
+    facts = await request.app[DESK].facts(
+        request[CLIENT].campaign, request.match_info["id"]
+    )
     if facts.status == "unknown":
         raise Refused(404, f"there is no job {facts.id}")
     images = [f"/jobs/{facts.id}/{index}" for index in range(len(facts.blobs))]
-    found = {"id": facts.id, "status": facts.status, "reason": facts.reason, "images": images}
+    found = {
+        "id": facts.id,
+        "status": facts.status,
+        "reason": facts.reason,
+        "images": images,
+    }
     return web.json_response(found)
 
 
@@ -139,7 +154,9 @@ async def _openapi(request: web.Request) -> web.Response:
     for method, path, summary in _operations(request.app):
         operation: dict[str, Any] = {"summary": summary, "responses": answers}
         if method == "POST":
-            kind = "multipart/form-data" if path.endswith("/edits") else "application/json"
+            kind = (
+                "multipart/form-data" if path.endswith("/edits") else "application/json"
+            )
             schema = {"$ref": "#/components/schemas/Job"} if "img" in path else {}
             operation["requestBody"] = {"content": {kind: {"schema": schema}}}
         operation["parameters"] = [
@@ -183,7 +200,10 @@ def _error(request: web.Request, error: Exception) -> web.Response:
         case web.HTTPException():
             status, message = error.status, error.reason
         case _:
-            status, message = _SERVER_ERROR, "an error of the gateway, whose log has more of it"
+            status, message = (
+                _SERVER_ERROR,
+                "an error of the gateway, whose log has more of it",
+            )
     if status >= _SERVER_ERROR and not isinstance(error, Refused):
         log.error(f"{request.path}: {error}", action="request_failed", exc_info=error)
     message = redaction.message(message)
@@ -193,7 +213,12 @@ def _error(request: web.Request, error: Exception) -> web.Response:
         if "Retry-After" not in headers:
             headers = {**headers, "x-should-retry": "false"}
         kind = "server_error" if status >= _SERVER_ERROR else "invalid_request_error"
-        found = {"message": message, "type": _KINDS.get(status, kind), "param": None, "code": None}
+        found = {
+            "message": message,
+            "type": _KINDS.get(status, kind),
+            "param": None,
+            "code": None,
+        }
         return web.json_response({"error": found}, status=status, headers=headers)
     found = {"error": type(error).__name__, "detail": message, "body": "", "errors": ""}
     return web.json_response(found, status=status, headers=headers)
@@ -206,7 +231,9 @@ async def serving(
     """Serves while the block runs; yields the port that was chosen."""
     gateway, at = Gateway(fleet, settings), (settings.host, settings.port)
     # A handler whose client hangs up is cancelled, and with it its job.
-    async with probes.listening(gateway.app, *at, "the gateway", handler_cancellation=True) as port:
+    async with probes.listening(
+        gateway.app, *at, "the gateway", handler_cancellation=True
+    ) as port:
         try:
             yield gateway, port
         finally:

@@ -15,13 +15,18 @@ class GatewaySettings(TelemetrySettings, SignerSettings):
         default="127.0.0.1",
         description="Address that it listens on; others than this machine's need --clients.",
     )
-    port: int = Field(default=7860, ge=0, le=65_535, description="Port; 0 picks a free one.")
+    port: int = Field(
+        default=7860, ge=0, le=65_535, description="Port; 0 picks a free one."
+    )
     clients: Path | None = Field(
         default=None,
         description="YAML file of keys, each with a campaign; by default this machine's programs.",
     )
     wait_seconds: float = Field(
-        default=600, ge=1, le=86_400, description="Seconds that a request waits for its images."
+        default=600,
+        ge=1,
+        le=86_400,
+        description="Seconds that a request waits for its images.",
     )
     model: str | None = Field(
         default=None,

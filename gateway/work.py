@@ -48,7 +48,9 @@ async def arriving(what: str) -> AsyncIterator[None]:
         async with asyncio.timeout(_BODY_SECONDS):
             yield
     except TimeoutError:
-        raise Refused(408, f"the body has not arrived in {_BODY_SECONDS:g} seconds") from None
+        raise Refused(
+            408, f"the body has not arrived in {_BODY_SECONDS:g} seconds"
+        ) from None
     except (ValueError, LookupError, RecursionError, AssertionError):
         raise Refused(400, f"the body is not {what}") from None
 
@@ -91,11 +93,19 @@ async def draw(
         raise
     if not facts.blobs:
         # What can never succeed is told from what a machine has failed.
-        kind = getattr(errors, str(facts.records[-1].error), None) if facts.records else None
+        kind = (
+            getattr(errors, str(facts.records[-1].error), None)
+            if facts.records
+            else None
+        )
         is_bad = isinstance(kind, type) and issubclass(kind, errors.JobError)
         status = 409 if facts.status == "cancelled" else 422 if is_bad else 500
         raise Refused(status, facts.reason or f"the job was {facts.status}")
-    return job, facts, [await desk.image(facts, index) for index in range(len(facts.blobs))]
+    return (
+        job,
+        facts,
+        [await desk.image(facts, index) for index in range(len(facts.blobs))],
+    )
 
 
 def content_type(name: str) -> str:
@@ -103,7 +113,9 @@ def content_type(name: str) -> str:
     return f"image/{name.rpartition('.')[2].replace('jpg', 'jpeg')}"
 
 
-def _named(payload: Mapping[str, Any], campaign: str) -> tuple[dict[str, Any], dict[str, bytes]]:
+def _named(
+    payload: Mapping[str, Any], campaign: str
+) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The payload with names in the place of its images, and these by their names.
 
     Each image is decoded once, so that none can surprise a worker. Raises Refused.
@@ -113,7 +125,10 @@ def _named(payload: Mapping[str, Any], campaign: str) -> tuple[dict[str, Any], d
 
     def replaced(value: Any, *, is_image: bool) -> Any:
         if isinstance(value, dict):
-            return {name: replaced(each, is_image=name in _FIELDS) for name, each in value.items()}
+            return {
+                name: replaced(each, is_image=name in _FIELDS)
+                for name, each in value.items()
+            }
         if isinstance(value, list):
             return [replaced(each, is_image=is_image) for each in value]
         if not (is_image and isinstance(value, str) and value):
@@ -138,7 +153,9 @@ def from_base64(text: str) -> bytes:
     try:
         return base64.b64decode(text.rpartition(",")[2], validate=True)
     except (binascii.Error, ValueError):
-        raise Refused(422, "an image is not base64: names and addresses are not read") from None
+        raise Refused(
+            422, "an image is not base64: names and addresses are not read"
+        ) from None
 
 
 @contextlib.contextmanager

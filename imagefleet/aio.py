@@ -92,15 +92,24 @@ class Result(JobFacts):
         from imagefleet.records import pictures  # which needs Pillow
 
         if not self.blobs:
-            raise errors.JobError(f"job {self.id} has no image: {self.reason or self.status}")
+            raise errors.JobError(
+                f"job {self.id} has no image: {self.reason or self.status}"
+            )
         name, storage = self.blobs[index], self.fleet.storage
-        unsaid = {"prompt": None, "negative_prompt": None}  # whoever wrote the record chose them
-        records = [each.model_copy(update=unsaid) for each in self.records if each.blob == name]
+        unsaid = {
+            "prompt": None,
+            "negative_prompt": None,
+        }  # whoever wrote the record chose them
+        records = [
+            each.model_copy(update=unsaid) for each in self.records if each.blob == name
+        ]
         found = await self.fleet.run(pictures.find(storage.blobs, records))
         if found == "missing":
             raise errors.JobError(f"there is no image {name} in {storage.url}")
         if found == "misfit":
-            raise errors.MisfitError(f"{name} in {storage.url} is not the picture recorded")
+            raise errors.MisfitError(
+                f"{name} in {storage.url} is not the picture recorded"
+            )
         return found.data
 
     async def image(self, index: int = 0) -> Image.Image:
@@ -109,7 +118,9 @@ class Result(JobFacts):
 
 def connect(storage: str | None = None, **settings: Unpack[ConnectOptions]) -> Fleet:
     """Connects as `imagefleet.connect` does, to be entered with `async with`."""
-    given: dict[str, Any] = {**settings} if storage is None else {"storage": storage, **settings}
+    given: dict[str, Any] = (
+        {**settings} if storage is None else {"storage": storage, **settings}
+    )
     with validation.as_error(errors.SetupError, known=SignerSettings.model_fields):
         all_settings = SignerSettings(**given)
         return Fleet(open_storage(all_settings), all_settings.keys())
@@ -177,7 +188,9 @@ class Fleet:
         have, and NameTakenError for an id that was sent before with another content.
         """
         campaign = campaign and _checked("campaign", campaign)
-        to = enqueue.JobSender(self.storage, checked_priority(priority), elsewhere=models)
+        to = enqueue.JobSender(
+            self.storage, checked_priority(priority), elsewhere=models
+        )
 
         async def send() -> Batch:
             if not self._created:
@@ -224,12 +237,16 @@ class Fleet:
 
         It takes some twelve seconds; what is sent later runs, and what workers have begun ends.
         """
-        return await self.run(cancelled.cancel(self.storage, _checked("campaign", campaign)))
+        return await self.run(
+            cancelled.cancel(self.storage, _checked("campaign", campaign))
+        )
 
     def job(self, id: str, campaign: str | None = None) -> JobHandle:  # noqa: A002 - a job's field
         """One job, by its id and campaign, or by both in one: `spring/0001`."""
         campaign, job_id = split_job_key(id, campaign)
-        return JobHandle(self, JobFacts(_checked("id", job_id), _checked("campaign", campaign)))
+        return JobHandle(
+            self, JobFacts(_checked("id", job_id), _checked("campaign", campaign))
+        )
 
     async def depth(self) -> Depth:
         """What waits in the job queue, and how many jobs have failed."""
@@ -240,7 +257,9 @@ class Fleet:
         """The jobs that have failed and were neither replayed nor discarded since."""
         entries = dead_letter_queue.recorded(self.storage, Selection(**which))
         records = (entry.record async for entry in entries if entry.record)
-        return Results(self, self._each(outcomes.known(each).ended(each) async for each in records))
+        return Results(
+            self, self._each(outcomes.known(each).ended(each) async for each in records)
+        )
 
     async def replay(
         self,
@@ -259,13 +278,17 @@ class Fleet:
         selection = Selection(**which)
         priority = checked_priority(priority)
         return await self.run(
-            dead_letter_queue.replay(self.storage, selection, on_progress, check, priority)
+            dead_letter_queue.replay(
+                self.storage, selection, on_progress, check, priority
+            )
         )
 
     def check(self, change: Change | None = None) -> Check:
         """What failed jobs must be to be sent again; signed, where there is a key."""
         keys, scope = self.keys.trusted, self.storage.scope
-        trusted = None if keys is None else signing.TrustedJobs(keys, scope, at_any_time=True)
+        trusted = (
+            None if keys is None else signing.TrustedJobs(keys, scope, at_any_time=True)
+        )
         return Check(trusted, change, self.signer)
 
     async def discard(
@@ -372,7 +395,9 @@ class JobHandle:
         while (job := await pace.poll(self._look_up)).status == "pending":
             await pace.pause("the job is")
         if job.status == "unknown":
-            raise errors.FleetError(f"there is no job {job.key} in {self._fleet.storage.url}")
+            raise errors.FleetError(
+                f"there is no job {job.key} in {self._fleet.storage.url}"
+            )
         return Result(**job.fields(), fleet=self._fleet)
 
     async def _look_up(self) -> JobFacts:
@@ -397,7 +422,9 @@ class _Pace:
         if remaining <= 0:
             raise TimeoutError(f"{left} not done after {self._timeout:g} seconds")
         self._quiet_polls = 0 if progress else self._quiet_polls + 1
-        seconds = concurrency.backoff(self._quiet_polls, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+        seconds = concurrency.backoff(
+            self._quiet_polls, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS
+        )
         await self._fleet.run(asyncio.sleep(min(seconds, remaining)))
 
 

@@ -68,7 +68,10 @@ class CancelledCampaigns:
     """The cancelled campaigns of one queue, as read last."""
 
     def __init__(
-        self, files: BlobStore, queue: str, on_unreadable: Callable[[str], None] | None = None
+        self,
+        files: BlobStore,
+        queue: str,
+        on_unreadable: Callable[[str], None] | None = None,
     ) -> None:
         """*on_unreadable* is told why the list cannot be read; by default, a line in the log."""
         self._files = files
@@ -81,7 +84,9 @@ class CancelledCampaigns:
         self._reading = asyncio.Lock()
         self._warning = Occasion()
 
-    def includes(self, campaign: str | None, sent_at: datetime, job_id: str | None = None) -> bool:
+    def includes(
+        self, campaign: str | None, sent_at: datetime, job_id: str | None = None
+    ) -> bool:
         """Whether a campaign is cancelled, or a job of it, whose message was sent then."""
         names = campaign or DEFAULT_CAMPAIGN, job_key(campaign, job_id)
         return any(sent_at <= at for name in names if (at := self.times.get(name)))
@@ -110,7 +115,9 @@ class CancelledCampaigns:
                 await self.refresh()
 
     async def _read(self) -> None:
-        start = await self._files.read_part(BLOB, 0, 1)  # a byte tells whether it has changed
+        start = await self._files.read_part(
+            BLOB, 0, 1
+        )  # a byte tells whether it has changed
         if start is None:
             self.times, self._version = {}, None
         elif start.version != self._version:
@@ -138,7 +145,9 @@ async def cancel(storage: Storage, campaign: str) -> datetime:
     return at
 
 
-async def cancel_jobs(storage: Storage, new: Collection[str], ended: Collection[str]) -> None:
+async def cancel_jobs(
+    storage: Storage, new: Collection[str], ended: Collection[str]
+) -> None:
     """Cancels single jobs, by `campaign/id`, and forgets cancelled ones that have *ended*."""
     await _change(storage, BLUR_SECONDS, list(map(split_job_key, new)), ended)
 
@@ -158,9 +167,14 @@ async def _change(
     for campaign in {campaign for campaign, _ in new}:
         # The list forgets; by this a worker's record that a job was cancelled is believed for good.
         await RecordLog(storage.files, "operator").open(campaign, "cancelled")
-    at = storage.blobs.clock.now() + timedelta(seconds=seconds)  # which has had an answer
+    at = storage.blobs.clock.now() + timedelta(
+        seconds=seconds
+    )  # which has had an answer
     queue = storage.queue.name
-    added = [Cancellation(queue=queue, campaign=name, id=job_id, at=at) for name, job_id in new]
+    added = [
+        Cancellation(queue=queue, campaign=name, id=job_id, at=at)
+        for name, job_id in new
+    ]
     gone = {*ended, *(each.name for each in added)}
 
     def changed(part: BlobPart | None) -> bytes:
@@ -169,7 +183,10 @@ async def _change(
             each
             for each in known.campaigns
             if each.queue != queue
-            or (each.name not in gone and not ((forget or each.id) and at - each.at > KEPT))
+            or (
+                each.name not in gone
+                and not ((forget or each.id) and at - each.at > KEPT)
+            )
         ]
         if len(kept) + len(added) > MAX_CAMPAIGNS:
             raise errors.SetupError(
@@ -192,6 +209,8 @@ def _parse(files: BlobStore, part: BlobPart | None) -> CancelledList:
     """The list, empty if there is none; raises SetupError for anything else."""
     if part is None:
         return CancelledList()
-    before = f"correct or delete {BLOB} in {files.name}, which is not a list of campaigns: "
+    before = (
+        f"correct or delete {BLOB} in {files.name}, which is not a list of campaigns: "
+    )
     with validation.as_error(errors.SetupError, before):
         return CancelledList.model_validate_json(part.data)

@@ -55,7 +55,9 @@ class LoopThread:
             self._closed = True
         try:
             asyncio.run_coroutine_threadsafe(last, self._loop).result()
-            asyncio.run_coroutine_threadsafe(self._loop.shutdown_asyncgens(), self._loop).result()
+            asyncio.run_coroutine_threadsafe(
+                self._loop.shutdown_asyncgens(), self._loop
+            ).result()
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -69,7 +71,9 @@ def _blocking(
     """The asynchronous *method* of `_inner` for any thread; *wrap* awaits or wraps its result."""
 
     @functools.wraps(method)
-    def call(self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+    def call(
+        self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs
+    ) -> _Result:
         return wrap(self._loop, method(self._inner, *args, **kwargs))
 
     return call

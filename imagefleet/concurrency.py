@@ -12,7 +12,14 @@ import random
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Sequence,
+)
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -145,7 +152,9 @@ class Batches(Generic[Item, Result]):
 
     async def __call__(self, item: Item) -> Result:
         loop = asyncio.get_running_loop()
-        call: _Call[Item, Result] = _Call(item, loop, loop.create_future(), time.monotonic())
+        call: _Call[Item, Result] = _Call(
+            item, loop, loop.create_future(), time.monotonic()
+        )
         with self._lock:
             self._waiting.append(call)
             if not self._running:
@@ -176,7 +185,9 @@ class Batches(Generic[Item, Result]):
             if not self._waiting or self._running >= self.at_once:
                 return
             if self._waiting[0].at <= time.monotonic() - _PATIENCE_SECONDS:
-                with contextlib.suppress(RuntimeError):  # they are shut down: nobody waits
+                with contextlib.suppress(
+                    RuntimeError
+                ):  # they are shut down: nobody waits
                     self.threads.submit(self._run)
                     self._running += 1
             self._look_later(loop)
@@ -246,12 +257,16 @@ def jitter(seconds: float, low: float = 0.5, high: float = 1.0) -> float:
     return seconds * random.uniform(low, high)  # noqa: S311 - no secret
 
 
-def backoff(retries: int, first_seconds: float, longest_seconds: float, low: float = 0.5) -> float:
+def backoff(
+    retries: int, first_seconds: float, longest_seconds: float, low: float = 0.5
+) -> float:
     """The pause before retry number *retries* (from 0): doubled each time, jittered from *low*."""
     return jitter(min(longest_seconds, first_seconds * 2 ** min(retries, 30)), low)
 
 
-def after_seconds(value: str | None, longest: float, date: str | None = None) -> float | None:
+def after_seconds(
+    value: str | None, longest: float, date: str | None = None
+) -> float | None:
     """A Retry-After header in seconds, *longest* at most; *date* is the server's time, if known."""
     text = (value or "").strip()
     if text.isascii() and text.isdigit():
@@ -296,7 +311,9 @@ class RetryPolicy:
         """Awaits *operation* until it succeeds; raises the error of the last attempt."""
         return await self.call_in_doubt(lambda _: operation())
 
-    async def call_in_doubt(self, operation: Callable[[bool], Awaitable[Result]]) -> Result:
+    async def call_in_doubt(
+        self, operation: Callable[[bool], Awaitable[Result]]
+    ) -> Result:
         """The same; *operation* gets whether an attempt whose reply was lost may have done it."""
         began_at = time.monotonic()
         failed = waited = 0
@@ -307,11 +324,15 @@ class RetryPolicy:
             except errors.TransientError as error:
                 is_in_doubt = is_in_doubt or error.outcome_is_unknown
                 error.outcome_is_unknown = is_in_doubt
-                closed = isinstance(error, errors.NoAccessError | errors.StorageFullError)
+                closed = isinstance(
+                    error, errors.NoAccessError | errors.StorageFullError
+                )
                 if closed and self.waits_for_access:
                     pause = jitter(self.longest_wait_seconds, low=0)
                 elif isinstance(error, errors.BusyError) and self.waits_while_busy:
-                    pause = backoff(waited, self.first_wait_seconds / 10, self.longest_wait_seconds)
+                    pause = backoff(
+                        waited, self.first_wait_seconds / 10, self.longest_wait_seconds
+                    )
                     waited += 1
                 else:
                     failed, waited = failed + 1, 0

@@ -20,12 +20,17 @@ _HOST = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?")
 
 #: What libraries may quote: keys, SAS tokens, JSON Web Tokens, passwords and queries of addresses.
 _SECRETS = (
-    (re.compile(r"(?i)\b(AccountKey|SharedAccessSignature)=[^;\s'\"]+"), rf"\1={MASKED}"),
+    (
+        re.compile(r"(?i)\b(AccountKey|SharedAccessSignature)=[^;\s'\"]+"),
+        rf"\1={MASKED}",
+    ),
     # Bounded: a hostile text must not take quadratic time.
     (re.compile(r"(:/{1,2})[^\s/'\"][^\s'\"]{0,300}@(?!sha256:)"), r"\1"),
     # Before a host only: a sentence may say `user:password@`.
     (
-        re.compile(r"(?<![\w/.-])[\w.-]{1,100}:[^\s'\"@/]{1,200}@(?!sha256:)(?=[\w\[])"),
+        re.compile(
+            r"(?<![\w/.-])[\w.-]{1,100}:[^\s'\"@/]{1,200}@(?!sha256:)(?=[\w\[])"
+        ),
         f"{MASKED}@",
     ),
     (re.compile(r"(?i)(\w://[^\s?'\"]{0,300})\?[^\s'\"]+"), rf"\1?{MASKED}"),
@@ -36,7 +41,10 @@ _SECRETS = (
         rf"\1{MASKED}",
     ),
     (re.compile(r"(?i)\bsig=[^&;\s'\"]+"), f"sig={MASKED}"),
-    (re.compile(r"(?i)\b(Bearer|Basic)\s+(?!auth|realm=)[\w.~+/=-]{8,}"), rf"\1 {MASKED}"),
+    (
+        re.compile(r"(?i)\b(Bearer|Basic)\s+(?!auth|realm=)[\w.~+/=-]{8,}"),
+        rf"\1 {MASKED}",
+    ),
     (re.compile(r"(?<![\w-])eyJ[\w-]+\.[\w-]+\.[\w-]+"), MASKED),
 )
 
@@ -82,10 +90,16 @@ def check_address(text: str) -> str:
     """Raises ValueError, without quoting it, if *text* is no URL with a host and a valid port."""
     with contextlib.suppress(ValueError):  # a host or a port that is none
         parts = urlsplit(text)
-        is_web = parts.scheme in {"http", "https"} and parts.hostname and not re.search(r"\s", text)
+        is_web = (
+            parts.scheme in {"http", "https"}
+            and parts.hostname
+            and not re.search(r"\s", text)
+        )
         if is_web and parts.port != 0 and not parts.netloc.endswith(":"):
             return text
-    raise ValueError("should be a URL that begins with http:// or https://, say http://HOST:9090")
+    raise ValueError(
+        "should be a URL that begins with http:// or https://, say http://HOST:9090"
+    )
 
 
 WebAddress = Annotated[str, AfterValidator(check_address)]

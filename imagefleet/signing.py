@@ -88,7 +88,9 @@ class SigningKey:
                 text = file.read(_MAX_FILE_BYTES)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or "it is no path"
-            raise errors.SetupError(f"{setting}: the file cannot be read: {reason}") from None
+            raise errors.SetupError(
+                f"{setting}: the file cannot be read: {reason}"
+            ) from None
         try:
             key = serialization.load_pem_private_key(text, password=None)
         except (ValueError, TypeError, UnsupportedAlgorithm):
@@ -128,7 +130,9 @@ class TrustedKeys:
                 " with commas between"
             ) from None
 
-    def accept(self, purpose: str, fields: Mapping[str, Any], signature: object) -> bool:
+    def accept(
+        self, purpose: str, fields: Mapping[str, Any], signature: object
+    ) -> bool:
         """Whether one of the keys has signed *fields* for that *purpose*."""
         from cryptography.exceptions import InvalidSignature
 
@@ -178,7 +182,10 @@ class JobSigner:
             "queue": self.scope.queue,
             "until": f"{until:%Y-%m-%dT%H:%M:%SZ}",
         }
-        return {**terms, _ED25519: self.key.sign(OF_JOBS, {**fields, SIGNATURE_FIELD: terms})}
+        return {
+            **terms,
+            _ED25519: self.key.sign(OF_JOBS, {**fields, SIGNATURE_FIELD: terms}),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +231,9 @@ class TrustedJobs:
             " discard it"
         )
 
-    def _terms(self, fields: Mapping[str, Any], signature: object) -> dict[str, str] | None:
+    def _terms(
+        self, fields: Mapping[str, Any], signature: object
+    ) -> dict[str, str] | None:
         """The terms that one of the keys has signed *fields* with; None: none has."""
         if not isinstance(signature, dict) or signature.keys() != _TERMS | {_ED25519}:
             return None

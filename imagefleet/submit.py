@@ -27,7 +27,9 @@ _PACING_STEP_SECONDS = 0.1
 NOTE_SECONDS = 0.5
 
 #: Rides out a storage outage of about a minute.
-RETRIES = concurrency.RetryPolicy(tries=8, first_wait_seconds=1, longest_wait_seconds=30)
+RETRIES = concurrency.RetryPolicy(
+    tries=8, first_wait_seconds=1, longest_wait_seconds=30
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,9 @@ class BulkSender:
         """Starts no more sends; `run` waits for those in flight."""
         self._stopping.set()
 
-    async def run(self, on_confirmed: Callable[[Progress], None] | None = None) -> Progress:
+    async def run(
+        self, on_confirmed: Callable[[Progress], None] | None = None
+    ) -> Progress:
         """Sends until the source ends or `stop` is called; returns what is stored.
 
         *on_confirmed* is called for each batch, in order, once it and all before it are stored.
@@ -142,7 +146,9 @@ class BulkSender:
 
     async def _confirm_finished(self) -> None:
         """Confirms finished sends, and waits for the oldest while too many are in flight."""
-        while self._window and (len(self._window) >= self.concurrency or self._window[0][0].done()):
+        while self._window and (
+            len(self._window) >= self.concurrency or self._window[0][0].done()
+        ):
             await self._confirm_oldest()
 
     async def _wait_until(self, moment: float) -> None:
@@ -150,7 +156,9 @@ class BulkSender:
         while (left := moment - time.monotonic()) > 0 and not self._stopping.is_set():
             await self._confirm_finished()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), min(left, _PACING_STEP_SECONDS))
+                await asyncio.wait_for(
+                    self._stopping.wait(), min(left, _PACING_STEP_SECONDS)
+                )
 
     async def _confirm_oldest(self) -> None:
         await self._window[0][0]
@@ -160,7 +168,9 @@ class BulkSender:
 
     async def _finish_window(self) -> None:
         """Waits for the rest after an error or a cancellation; confirms up to the first gap."""
-        ended = await asyncio.gather(*(task for task, _ in self._window), return_exceptions=True)
+        ended = await asyncio.gather(
+            *(task for task, _ in self._window), return_exceptions=True
+        )
         for error in ended:
             if error is not None:
                 break

@@ -47,7 +47,9 @@ def sentence(error: ValidationError, known: Iterable[str] = ()) -> str:
 
 
 @contextlib.contextmanager
-def as_error(kind: type[Exception], before: str = "", known: Iterable[str] = ()) -> Iterator[None]:
+def as_error(
+    kind: type[Exception], before: str = "", known: Iterable[str] = ()
+) -> Iterator[None]:
     """What is wrong in the block, after *before*, as an error of another *kind*."""
     try:
         yield
@@ -64,7 +66,9 @@ def read_file(model: type[Model], path: Path, otherwise: str) -> Model | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise errors.SetupError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise errors.SetupError(
+            f"{path} cannot be read: {error.strerror or error}"
+        ) from None
     except ValidationError:
         raise errors.SetupError(f"{path} {otherwise}") from None
 
@@ -88,7 +92,9 @@ def location(parts: Sequence[object]) -> str:
     """A path like `lists.noun[2]`."""
     place = ""
     for part in parts:
-        place += f"[{part}]" if isinstance(part, int) else f".{part}" if place else str(part)
+        place += (
+            f"[{part}]" if isinstance(part, int) else f".{part}" if place else str(part)
+        )
     return place[:_MAX_LOCATION_CHARACTERS]
 
 

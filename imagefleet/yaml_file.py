@@ -37,11 +37,20 @@ def parse(content: str | bytes) -> Any:
         # Not its text, which quotes the line, perhaps with a secret.
         mark = error.problem_mark or error.context_mark
         where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise YamlError(f"{(error.problem or 'invalid')[:_SHOWN_CHARACTERS]}{where}") from None
+        raise YamlError(
+            f"{(error.problem or 'invalid')[:_SHOWN_CHARACTERS]}{where}"
+        ) from None
     except RecursionError:
         raise YamlError("it is nested too deeply") from None
     # PyYAML's constructors raise all of these for a scalar that is not of its type.
-    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, OverflowError):
+    except (
+        yaml.YAMLError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+    ):
         raise YamlError("a value is not of its type, or not text") from None
     if _values(document, {}) > MAX_VALUES:
         raise YamlError(f"it has more than {MAX_VALUES:,} values, or contains itself")
@@ -53,7 +62,9 @@ def _values(node: object, known: dict[int, int]) -> int:
     if not isinstance(node, dict | list | set | tuple):
         return 1
     if id(node) not in known:
-        known[id(node)] = MAX_VALUES + 1  # until it is counted: met again, it contains itself
+        known[id(node)] = (
+            MAX_VALUES + 1
+        )  # until it is counted: met again, it contains itself
         parts = [*node, *node.values()] if isinstance(node, dict) else list(node)
         known[id(node)] = 1 + sum(_values(part, known) for part in parts)
     return known[id(node)]

@@ -71,7 +71,9 @@ class FileJobs:
         changed.sort()
         return counts
 
-    def _compare(self, campaign: str, ledger: Ledger, changed: list[int]) -> Counter[Compared]:
+    def _compare(
+        self, campaign: str, ledger: Ledger, changed: list[int]
+    ) -> Counter[Compared]:
         counts = Counter[Compared]()
         for entry in self.digests[campaign]:
             found = ledger.compare(entry)
@@ -100,7 +102,9 @@ def jobs_of(source: FileSource, start: int) -> FileJobs:
     return jobs
 
 
-async def changes_of(storage: Storage, source: TemplateSource | FileSource) -> Counter[Compared]:
+async def changes_of(
+    storage: Storage, source: TemplateSource | FileSource
+) -> Counter[Compared]:
     """What of a source was sent before; reads all of it, unless nothing of its campaign was."""
     ledgers = Ledgers(storage)
     if isinstance(source, FileSource):
@@ -134,7 +138,9 @@ class LoadedCampaigns:
     noted: int = field(default=0, init=False)
     """The positions below are in the ledgers."""
     _is_compared: bool = field(default=True, init=False)
-    _in_flight: deque[tuple[str, bytes] | None] = field(default_factory=deque, init=False)
+    _in_flight: deque[tuple[str, bytes] | None] = field(
+        default_factory=deque, init=False
+    )
     """The jobs at the positions from `_confirmed` on; None: with none that is to be noted."""
     _confirmed: int = field(default=0, init=False)
     _is_refused: bool = field(default=False, init=False)
@@ -144,7 +150,9 @@ class LoadedCampaigns:
         cancelled_at = self.cancelled.times.get(campaign)
         return cancelled_at is not None and cancelled_at != self.known.get(campaign)
 
-    async def begin(self, sent: Iterable[str | None], noted: int, confirmed: int) -> None:
+    async def begin(
+        self, sent: Iterable[str | None], noted: int, confirmed: int
+    ) -> None:
         """Begins at position *confirmed*; *sent* are the messages from *noted* on, to be noted."""
         self.position = self._confirmed = confirmed
         self.noted = noted
@@ -182,7 +190,9 @@ class LoadedCampaigns:
 
     def _leave_out(self, campaign: str) -> None:
         if campaign not in self.left_out:
-            self.notice(f"campaign {campaign} was cancelled: no more of its jobs are sent")
+            self.notice(
+                f"campaign {campaign} was cancelled: no more of its jobs are sent"
+            )
         if self.only:
             self.left_out[campaign] = self.total - self.position
             raise errors.JobCancelled
@@ -266,7 +276,10 @@ class Sample:
             return None
         fields = json.loads(body)
         is_signed = fields.pop(SIGNATURE_FIELD, None) is not None
-        if fields.get("verify") or fields.get("steps", COMPARABLE_STEPS) < COMPARABLE_STEPS:
+        if (
+            fields.get("verify")
+            or fields.get("steps", COMPARABLE_STEPS) < COMPARABLE_STEPS
+        ):
             return None
         fields["verify"] = True
         for name in (THEN_FIELD, DIGEST_FIELD):

@@ -131,10 +131,16 @@ def groups(
         "guidance": guidance,
     }
     if (total := math.prod(map(len, axes.values()))) > sweep.MAX_GROUPS:
-        raise errors.SetupError(f"these are {total:,} groups; {sweep.MAX_GROUPS:,} at most")
+        raise errors.SetupError(
+            f"these are {total:,} groups; {sweep.MAX_GROUPS:,} at most"
+        )
     found: dict[str, Group] = {}
     for values in itertools.product(*axes.values()):
-        fields = {"name": "unnamed", "lora": lora, **dict(zip(axes, values, strict=True))}
+        fields = {
+            "name": "unnamed",
+            "lora": lora,
+            **dict(zip(axes, values, strict=True)),
+        }
         with validation.as_error(errors.SetupError):
             group = Group.model_validate(fields)
             name = "-".join(
@@ -203,7 +209,9 @@ class SweepSource:
         first, skipped = divmod(start, len(self.sweep.groups))
         numbered = enumerate(self._captions.read(first), first)
         images = (
-            (group, number, caption) for number, caption in numbered for group in self.sweep.groups
+            (group, number, caption)
+            for number, caption in numbered
+            for group in self.sweep.groups
         )
         return itertools.islice(images, skipped, None)
 

@@ -30,7 +30,8 @@ from loadgen.formats.tables import CsvRows, ParquetRows
 from loadgen.rejects import Rejected, Report, is_rejected
 
 FORMATS: Mapping[str, Format] = {
-    each.name: each for each in (JsonLines(), JsonArray(), CsvRows(), PromptLines(), ParquetRows())
+    each.name: each
+    for each in (JsonLines(), JsonArray(), CsvRows(), PromptLines(), ParquetRows())
 }
 
 #: Jobs that are looked at for other defaults, which takes as long as to read them.
@@ -39,7 +40,11 @@ _COMPARED_JOBS = 100
 _COMPARED = ("sampler", "steps", "width", "height", "randn_source")
 
 #: What a payload of AUTOMATIC1111 has, and a job that was written for this program has not.
-_OF_A1111 = {"override_settings", "sampler_index", *settings_table.FIELDS} - Job.model_fields.keys()
+_OF_A1111 = {
+    "override_settings",
+    "sampler_index",
+    *settings_table.FIELDS,
+} - Job.model_fields.keys()
 
 _GZIP_MAGIC = b"\x1f\x8b"
 
@@ -68,7 +73,9 @@ def find_format(
     for form in formats.values():
         if path.name.lower().removesuffix(".gz").endswith(form.suffixes):
             return form
-    suffixes = sorted([*other_suffixes, *(each for f in formats.values() for each in f.suffixes)])
+    suffixes = sorted(
+        [*other_suffixes, *(each for f in formats.values() for each in f.suffixes)]
+    )
     raise errors.SetupError(
         f"{path}: the name must end in {', '.join(suffixes)} or one of these with .gz; or choose"
         f" --format {known}"
@@ -196,9 +203,13 @@ class FileSource:
 
     def describe(self) -> str:
         """How much there is; a line may hold no job."""
-        return f"{self._name}: {self.count:,} {self._form.unit}{'s' * (self.count != 1)}"
+        return (
+            f"{self._name}: {self.count:,} {self._form.unit}{'s' * (self.count != 1)}"
+        )
 
-    def check(self, start: int, on_job: OnJob | None = None, on_body: OnBody | None = None) -> None:
+    def check(
+        self, start: int, on_job: OnJob | None = None, on_body: OnBody | None = None
+    ) -> None:
         """Checks each entry that is to be sent, for *on_job*; or raises SetupError.
 
         *on_body* gets the position and the message of each, unsigned.
@@ -211,11 +222,15 @@ class FileSource:
             raise errors.SetupError(self.report.sentence(self._name))
 
     def bodies(self, start: int) -> Iterator[str | None]:
-        return self._read(start, self.report.reject if self.report.skips else self._refuse)
+        return self._read(
+            start, self.report.reject if self.report.skips else self._refuse
+        )
 
     def _refuse(self, rejected: Rejected) -> None:
         self.report.reject(rejected)
-        raise errors.SetupError(f"{rejected.place}: {rejected.reason}; --skip-invalid skips such")
+        raise errors.SetupError(
+            f"{rejected.place}: {rejected.reason}; --skip-invalid skips such"
+        )
 
     def place(self, position: int) -> str:
         """Where the entry at *position* is in the file: its line or its row."""
@@ -223,10 +238,15 @@ class FileSource:
             return next(iter(self._form.entries(stream, position))).place
 
     def examples(self, most: int) -> Iterator[str]:
-        return itertools.islice((body for body in self.bodies(0) if body is not None), most)
+        return itertools.islice(
+            (body for body in self.bodies(0) if body is not None), most
+        )
 
     def _read(
-        self, start: int, on_rejected: Callable[[Rejected], None], on_job: OnJob | None = None
+        self,
+        start: int,
+        on_rejected: Callable[[Rejected], None],
+        on_job: OnJob | None = None,
     ) -> Iterator[str | None]:
         """The messages from position *start* on; with *on_job* they are only checked."""
         with self._opened() as stream:
@@ -256,7 +276,11 @@ class FileSource:
         if self._campaign is not None:
             job = job.identified(job_id, self._campaign)
         # Only checked, it has spaces for a signature: to sign takes as long as to read.
-        signer, room = (None, MAX_SIGNATURE_BYTES) if on_job and self._signer else (self._signer, 0)
+        signer, room = (
+            (None, MAX_SIGNATURE_BYTES)
+            if on_job and self._signer
+            else (self._signer, 0)
+        )
         # Without one, a job that somebody has signed stays as it was signed.
         is_theirs = self._signer is None and message.is_signed(text)
         body = without_deliveries(text) if is_theirs else job.to_message(signer)
@@ -274,10 +298,16 @@ class FileSource:
             return
         theirs = message.read_job(text, str(job.id), defaults=settings_table.A1111)
         values = {name: getattr(theirs, name) for name in _COMPARED}
-        other = [f"{name} {value}" for name, value in values.items() if value != getattr(job, name)]
+        other = [
+            f"{name} {value}"
+            for name, value in values.items()
+            if value != getattr(job, name)
+        ]
         if other:
             notice = f"AUTOMATIC1111's API has other defaults for what it lacks: {', '.join(other)}"
-            self.report.notice(place, f"{notice}; --defaults {settings_table.A1111} takes them")
+            self.report.notice(
+                place, f"{notice}; --defaults {settings_table.A1111} takes them"
+            )
             self._to_compare = 0
 
 

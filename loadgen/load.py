@@ -112,7 +112,10 @@ def resume(path: Path, new: Checkpoint, *, may_change: bool = False) -> Checkpoi
                 f"{path} is the checkpoint of {difference}, jobs sent: {found.confirmed:,};"
                 " --restart discards it and begins with the first job, --state FILE keeps both"
             )
-    kept = {"sample_key": found.sample_key or new.sample_key, "ids": found.ids or found.source}
+    kept = {
+        "sample_key": found.sample_key or new.sample_key,
+        "ids": found.ids or found.source,
+    }
     return (found if found.source == new.source else new).model_copy(update=kept)
 
 
@@ -185,9 +188,13 @@ class Load:
             if not restart:
                 self._start = resume(checkpoint_path, new, may_change=may_change)
             elif may_change:
-                with contextlib.suppress(errors.SetupError):  # --restart takes any file's place
+                with contextlib.suppress(
+                    errors.SetupError
+                ):  # --restart takes any file's place
                     if found := Checkpoint.read(checkpoint_path):
-                        self._start = new.model_copy(update={"ids": found.ids or new.ids})
+                        self._start = new.model_copy(
+                            update={"ids": found.ids or new.ids}
+                        )
         if isinstance(source, FileSource):
             source.ids = self._start.ids
         #: Positions that earlier runs have sent.
@@ -219,7 +226,9 @@ class Load:
         self.refusals = refusals or Refusals()
         count = settings.processes_for(source.count - self.confirmed)
         self._processes = (
-            SenderProcesses(settings, priority, count, self.refusals) if count > 1 else None
+            SenderProcesses(settings, priority, count, self.refusals)
+            if count > 1
+            else None
         )
         signer = settings.keys().signer(storage.scope)
         sample = Sample(settings.second_drawings, self._start.sample_key, signer)
@@ -257,7 +266,9 @@ class Load:
             if self._shards is not None:
                 await self._storage.create()
                 await self._storage.models.set_shards(self._shards)
-                self._on_notice(f"shards that jobs are sent to from now on: {self._shards}")
+                self._on_notice(
+                    f"shards that jobs are sent to from now on: {self._shards}"
+                )
             if not self.is_done:
                 progress = await self._send(on_confirmed)
         finally:
@@ -273,7 +284,9 @@ class Load:
         return Summary(
             storage=self._storage.url,
             queue=self._queue.name,
-            queues=dict(sorted(self._to.sent_to.items(), key=lambda each: (-each[1], each[0]))),
+            queues=dict(
+                sorted(self._to.sent_to.items(), key=lambda each: (-each[1], each[0]))
+            ),
             sent=progress.sent + self._replaced,
             new=found["new"],
             changed=found["changed"],
@@ -309,7 +322,9 @@ class Load:
             # Not before something is sent: what cannot be sent has an error of its own.
             if self._unreadable and not self._is_said:
                 self._is_said = True
-                self._on_notice(f"cancelled campaigns are not noticed: {self._unreadable[0]}")
+                self._on_notice(
+                    f"cancelled campaigns are not noticed: {self._unreadable[0]}"
+                )
             self._unreadable.clear()
             self._write_checkpoint()
             on_confirmed(progress.confirmed)
@@ -377,6 +392,8 @@ class Load:
             return
         try:
             self._file.seek(0)
-            self._file.write(_counts(self._sender.progress.confirmed, self._campaigns.noted))
+            self._file.write(
+                _counts(self._sender.progress.confirmed, self._campaigns.noted)
+            )
         except OSError as error:
             raise _unwritable(self._path, error) from None

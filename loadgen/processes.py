@@ -39,7 +39,11 @@ class SenderProcesses:
     """Processes that send batches; that of one that ends is sent again, which changes no image."""
 
     def __init__(
-        self, settings: StorageSettings, priority: Priority, count: int, refusals: Refusals
+        self,
+        settings: StorageSettings,
+        priority: Priority,
+        count: int,
+        refusals: Refusals,
     ) -> None:
         self._settings = settings
         self._priority = priority
@@ -92,7 +96,9 @@ class _Process:
         self._refusals = refusals
         self._numbers = itertools.count()
         self.waiting: dict[int, asyncio.Future[errors.FleetError | None]] = {}
-        self.reading = asyncio.create_task(self._read(cast("StreamReader", process.stdout)))
+        self.reading = asyncio.create_task(
+            self._read(cast("StreamReader", process.stdout))
+        )
 
     async def send(self, messages: list[str]) -> None:
         number = next(self._numbers)
@@ -130,7 +136,10 @@ class _Process:
         code = await self.process.wait()
         for number in self.waiting:
             self._answer(
-                number, errors.TransientError(f"a process that sends has ended (exit code {code})")
+                number,
+                errors.TransientError(
+                    f"a process that sends has ended (exit code {code})"
+                ),
             )
 
     def _answer(self, number: int, error: errors.FleetError | None) -> None:
@@ -157,8 +166,12 @@ async def _serve() -> None:
     """Sends the batches that come, several at the same time, and answers each."""
     loop = asyncio.get_running_loop()
     reader = StreamReader()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    pipe, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, sys.stdout)
+    await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    pipe, protocol = await loop.connect_write_pipe(
+        asyncio.streams.FlowControlMixin, sys.stdout
+    )
     writer = StreamWriter(pipe, protocol, None, loop)
     if (start := await _next_frame(reader)) is None:
         return
@@ -174,7 +187,10 @@ async def _serve() -> None:
         count, refusals.count = refusals.count, 0
         writer.write(_packed((number, error, count)))
 
-    async with open_storage(settings, refusals.policy) as storage, asyncio.TaskGroup() as group:
+    async with (
+        open_storage(settings, refusals.policy) as storage,
+        asyncio.TaskGroup() as group,
+    ):
         sending: set[asyncio.Task[None]] = set()
         while (batch := await _next_frame(reader)) is not None:
             task = group.create_task(send(*batch))

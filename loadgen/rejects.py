@@ -73,7 +73,9 @@ class Rejected:
     def why(self) -> str:
         """The reason, with the job's id and the value that is wrong."""
         named = {"id": self.job.get("id"), "value": self.facts.get("value")}
-        facts = ", ".join(f"{name} {_shown(each)}" for name, each in named.items() if each)
+        facts = ", ".join(
+            f"{name} {_shown(each)}" for name, each in named.items() if each
+        )
         return f"{self.reason} ({facts})" if facts else self.reason
 
     def as_job(self) -> dict[str, Any]:
@@ -90,14 +92,22 @@ def _first_error(job: Mapping[str, Any]) -> tuple[str | None, Any, str | None]:
     """The first field that is wrong, its value and its limit."""
     besides = {DELIVERIES_FIELD, DIGEST_FIELD, FAILURE_FIELD, SIGNATURE_FIELD}
     try:
-        Job.model_validate({name: each for name, each in job.items() if name not in besides})
+        Job.model_validate(
+            {name: each for name, each in job.items() if name not in besides}
+        )
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
         context = detail.get("ctx", {})
-        limits = [text.format(context[key]) for key, text in _LIMITS.items() if key in context]
+        limits = [
+            text.format(context[key]) for key, text in _LIMITS.items() if key in context
+        ]
         value = None if detail["type"] == "missing" else detail["input"]
         if detail["loc"]:
-            return validation.location(detail["loc"]), value, limits[0] if limits else None
+            return (
+                validation.location(detail["loc"]),
+                value,
+                limits[0] if limits else None,
+            )
     return None, None, None
 
 
@@ -143,7 +153,11 @@ class Report:
     @property
     def summary(self) -> str:
         """How many rows are refused, and where they are shown."""
-        where = f"all are in {self.rejects}" if self.rejects else "--rejects FILE holds them all"
+        where = (
+            f"all are in {self.rejects}"
+            if self.rejects
+            else "--rejects FILE holds them all"
+        )
         return f"showing {len(self.shown)} of {self.count:,}; {where}"
 
     def sentence(self, name: str) -> str:

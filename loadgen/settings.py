@@ -42,7 +42,10 @@ class LoadSettings(SignerSettings):
         " each processor core but the first, 4 at most.",
     )
     rate: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="Jobs/s at most; default: no limit."
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Jobs/s at most; default: no limit.",
     )
     verify_share: float | None = Field(
         default=None,

@@ -25,7 +25,9 @@ _MAX_ID_CHARACTERS = 128
 
 
 class TemplateSource:
-    def __init__(self, path: Path, *, seed: int | None = None, **terms: Unpack[Terms]) -> None:
+    def __init__(
+        self, path: Path, *, seed: int | None = None, **terms: Unpack[Terms]
+    ) -> None:
         campaign, count = terms.get("campaign"), terms.get("count")
         self._path = path
         self._signer = terms.get("signer")
@@ -41,15 +43,21 @@ class TemplateSource:
             content += f" defaults={defaults}"
         self.campaign = str(self._fixed.get("campaign") or DEFAULT_CAMPAIGN)
         self.identity = file_source.digest(content.encode())
-        self._id_of = hashlib.blake2b(self.identity.encode(), digest_size=file_source.ID_BYTES)
+        self._id_of = hashlib.blake2b(
+            self.identity.encode(), digest_size=file_source.ID_BYTES
+        )
         metadata = self._fixed.pop("metadata", None)
         self._metadata = dict(metadata) if isinstance(metadata, dict) else {}
         self._patterns = Patterns(read.lists)
         try:
             self._prompt = self._patterns.slot(read.prompt, "prompt")
-            self._negative_prompt = self._patterns.slot(read.negative_prompt, "negative_prompt")
+            self._negative_prompt = self._patterns.slot(
+                read.negative_prompt, "negative_prompt"
+            )
             self._templated = {
-                key: self._patterns.slot([template.Choice(text=value)], f"job.metadata.{key}")
+                key: self._patterns.slot(
+                    [template.Choice(text=value)], f"job.metadata.{key}"
+                )
                 for key, value in self._metadata.items()
                 if isinstance(value, str)
             }
@@ -59,7 +67,9 @@ class TemplateSource:
         self.combinations = self._sweep.combinations
         count = read.count if count is None else count
         if count is None and not self.is_sweep:
-            raise errors.SetupError(f"{path} has no number of jobs: add `count:` or --count")
+            raise errors.SetupError(
+                f"{path} has no number of jobs: add `count:` or --count"
+            )
         self.count = self.combinations if count is None else count
 
     @property
@@ -92,7 +102,9 @@ class TemplateSource:
         """The first messages; those of a sweep from all over it."""
         number = min(most, self.count)
         for example in range(number):
-            yield self.body(example * self.count // number if self.is_sweep else example)
+            yield self.body(
+                example * self.count // number if self.is_sweep else example
+            )
 
     def body(self, index: int) -> str:
         """Message *index*, whatever comes before it; raises SetupError for an invalid job."""
@@ -115,7 +127,9 @@ class TemplateSource:
         if self.is_sweep and "seed" not in {*fields, *self._fixed}:
             # One seed for all points of a turn: pictures differ by what is swept alone.
             data = f"{self.identity} seed {index // self.combinations}".encode()
-            fields["seed"] = int.from_bytes(hashlib.blake2b(data, digest_size=4).digest())
+            fields["seed"] = int.from_bytes(
+                hashlib.blake2b(data, digest_size=4).digest()
+            )
         return fields, "-".join(filter(None, labels))
 
     def _job(self, index: int, draws: list[Draw]) -> Job:
@@ -153,7 +167,11 @@ Source = TemplateSource | FileSource
 
 
 def open_source(
-    name: str, *, form: str | None = None, seed: int | None = None, **terms: Unpack[Terms]
+    name: str,
+    *,
+    form: str | None = None,
+    seed: int | None = None,
+    **terms: Unpack[Terms],
 ) -> Source:
     """The source for a file's name; `-` is standard input. *form* overrides what the name tells.
 

@@ -108,7 +108,9 @@ class Sweep:
     def describe(self) -> str:
         """`3 steps x 2 size`."""
         sizes = {name: len(values) for name, values in self.values.items()}
-        return " x ".join(f"{size:,} {name}" for name, size in sizes.items() if size > 1)
+        return " x ".join(
+            f"{size:,} {name}" for name, size in sizes.items() if size > 1
+        )
 
 
 def read(fields: Mapping[str, Any]) -> tuple[Fields, Sweep]:
@@ -166,7 +168,9 @@ def as_job_fields(fields: Mapping[str, Any]) -> Fields:
 def label(name: str, value: Any) -> str:
     """A field's value as an id has it: `512x768`, `ddim`, `cfg7.5` or `steps20`."""
     text = f"{value:.{_DIGITS}g}" if isinstance(value, float) else str(value)
-    return SWEPT[name] + slug(samplers.find(value).key if name == "sampler_name" else text)
+    return SWEPT[name] + slug(
+        samplers.find(value).key if name == "sampler_name" else text
+    )
 
 
 def slug(text: str) -> str:

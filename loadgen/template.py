@@ -42,7 +42,11 @@ Strength = Annotated[float, Field(ge=-prompt.WEIGHT_LIMIT, le=prompt.WEIGHT_LIMI
 
 
 class Choice(
-    BaseModel, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
+    BaseModel,
+    extra="forbid",
+    frozen=True,
+    allow_inf_nan=False,
+    hide_input_in_errors=True,
 ):
     """An entry of a list: words, or a LoRA and its trigger words."""
 
@@ -50,7 +54,9 @@ class Choice(
     lora: SafeFileName | None = None
     strength: Annotated[
         tuple[Strength, Strength],
-        BeforeValidator(lambda value: (value, value) if isinstance(value, int | float) else value),
+        BeforeValidator(
+            lambda value: (value, value) if isinstance(value, int | float) else value
+        ),
     ] = (1.0, 1.0)
     weight: float = Field(default=1.0, gt=0, le=1e9)
 
@@ -58,7 +64,10 @@ class Choice(
     @classmethod
     def _read_short_form(cls, value: object) -> object:
         if isinstance(value, bool):
-            raise ValueError("YAML reads yes, no, on and off as booleans: quote the word")  # noqa: TRY004 - pydantic reports a ValueError, not a TypeError
+            # pydantic reports a ValueError, not a TypeError
+            raise ValueError(  # noqa: TRY004
+                "YAML reads yes, no, on and off as booleans: quote the word"
+            )
         return {"text": str(value)} if isinstance(value, str | int | float) else value
 
     @field_validator("text")
@@ -74,7 +83,9 @@ class Choice(
         if not self.model_fields_set & {"text", "lora"}:
             raise ValueError("needs `text` or `lora`")
         if "strength" in self.model_fields_set and self.lora is None:
-            raise ValueError("`strength` is for LoRAs; `weight` is how often an entry is drawn")
+            raise ValueError(
+                "`strength` is for LoRAs; `weight` is how often an entry is drawn"
+            )
         if self.strength[0] > self.strength[1]:
             raise ValueError("`strength` is one number or [lowest, highest]")
         return self
@@ -82,7 +93,9 @@ class Choice(
 
 Choices = Annotated[
     tuple[Choice, ...],
-    BeforeValidator(lambda value: [value] if isinstance(value, str | Mapping) else value),
+    BeforeValidator(
+        lambda value: [value] if isinstance(value, str | Mapping) else value
+    ),
     Field(min_length=1),
 ]
 
@@ -99,7 +112,9 @@ class Template(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True
 
     @field_validator("job")
     @classmethod
-    def _fields_belong_to_a_job(cls, fields: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    def _fields_belong_to_a_job(
+        cls, fields: dict[str, JsonValue]
+    ) -> dict[str, JsonValue]:
         for name in _GENERATED_FIELDS:
             if name in fields:
                 raise ValueError(f"{name} is filled in for each job; remove it here")
@@ -119,8 +134,12 @@ def read_template(path: Path) -> tuple[Template, str]:
     document = _load(path)
     with validation.as_error(errors.SetupError, f"{path}: ", _FIELDS):
         template = Template.model_validate(document)
-    content = {key: value for key, value in document.items() if key not in {"count", "seed"}}
-    return template, json.dumps(content, sort_keys=True, separators=(",", ":"), default=str)
+    content = {
+        key: value for key, value in document.items() if key not in {"count", "seed"}
+    }
+    return template, json.dumps(
+        content, sort_keys=True, separators=(",", ":"), default=str
+    )
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -133,9 +152,13 @@ def _load(path: Path) -> dict[str, Any]:
         raise errors.SetupError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         reason = redaction.reason(error)
-        raise errors.SetupError(f"{path} is not valid {path.suffix[1:]}: {reason}") from None
+        raise errors.SetupError(
+            f"{path} is not valid {path.suffix[1:]}: {reason}"
+        ) from None
     if not isinstance(document, dict):
-        raise errors.SetupError(f"{path}: a template is a mapping with at least `prompt`")
+        raise errors.SetupError(
+            f"{path}: a template is a mapping with at least `prompt`"
+        )
     return document
 
 
@@ -168,7 +191,9 @@ class _Slot:
     def pick(self, fraction: float) -> int:
         total = self.cumulative[-1]
         # Rounding may lift the product up to the last sum, so that is not searched.
-        return bisect.bisect_right(self.cumulative, fraction * total, 0, len(self.words) - 1)
+        return bisect.bisect_right(
+            self.cumulative, fraction * total, 0, len(self.words) - 1
+        )
 
 
 class Patterns:
@@ -183,10 +208,14 @@ class Patterns:
 
     def slot(self, choices: Sequence[Choice], place: str) -> int:
         """Adds a slot with these choices, or raises SetupError; returns its number."""
-        words = tuple(_Word(self._parts(choice.text, place), choice) for choice in choices)
+        words = tuple(
+            _Word(self._parts(choice.text, place), choice) for choice in choices
+        )
         size = max(sum(map(self._size, word.parts)) for word in words)
         if size > _MAX_CHARACTERS:
-            raise errors.SetupError(f"{place}: makes a text of over {_MAX_CHARACTERS:,} characters")
+            raise errors.SetupError(
+                f"{place}: makes a text of over {_MAX_CHARACTERS:,} characters"
+            )
         self._sizes.append(size)
         cumulative = tuple(itertools.accumulate(choice.weight for choice in choices))
         self._slots.append(_Slot(cumulative, words))
@@ -201,7 +230,9 @@ class Patterns:
         size = len(self._slots)
         stream = hashlib.shake_256(struct.pack(">QQ", seed, index)).digest(16 * size)
         # A float has 53 bits.
-        numbers = [(number >> 11) / 2**53 for number in struct.unpack(f">{2 * size}Q", stream)]
+        numbers = [
+            (number >> 11) / 2**53 for number in struct.unpack(f">{2 * size}Q", stream)
+        ]
         picked = zip(self._slots, numbers[::2], numbers[1::2], strict=True)
         return [(slot.pick(fraction), within) for slot, fraction, within in picked]
 
@@ -213,7 +244,10 @@ class Patterns:
         number, within = draws[slot]
         word = self._slots[slot].words[number]
         text = "".join(
-            [part if isinstance(part, str) else self.render(part, draws) for part in word.parts]
+            [
+                part if isinstance(part, str) else self.render(part, draws)
+                for part in word.parts
+            ]
         )
         if word.choice.lora is None:
             return text
@@ -236,7 +270,9 @@ class Patterns:
                 f"{place}: a single {token!r} near {text[:60]!r};"
                 " a placeholder is {name}, a literal brace is {{ or }}"
             )
-        return token[0] if token in {"{{", "}}"} else self._placeholder(token[1:-1], place)
+        return (
+            token[0] if token in {"{{", "}}"} else self._placeholder(token[1:-1], place)
+        )
 
     def _placeholder(self, placeholder: str, place: str) -> int:
         if placeholder in self._by_placeholder:
@@ -244,11 +280,17 @@ class Patterns:
         name = placeholder.partition(":")[0]
         if name not in self._lists:
             known = ", ".join(sorted(self._lists)) or "none"
-            raise errors.SetupError(f"{place}: no list for {{{placeholder}}}; lists: {known}")
+            raise errors.SetupError(
+                f"{place}: no list for {{{placeholder}}}; lists: {known}"
+            )
         if name in self._open:
-            raise errors.SetupError(f"{place}: circular lists: {' -> '.join([*self._open, name])}")
+            raise errors.SetupError(
+                f"{place}: circular lists: {' -> '.join([*self._open, name])}"
+            )
         if len(self._open) == _MAX_DEPTH:
-            raise errors.SetupError(f"{place}: lists are nested more than {_MAX_DEPTH} deep")
+            raise errors.SetupError(
+                f"{place}: lists are nested more than {_MAX_DEPTH} deep"
+            )
         self._open.append(name)
         number = self.slot(self._lists[name], f"lists.{name}")
         self._open.pop()

@@ -39,13 +39,17 @@ from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import probes
 
 #: Without Azurite, half of the tests are skipped: acceptable on a laptop, an error in CI.
-AZURITE_REQUIRED = bool(os.environ.get("CI") or os.environ.get("IMAGEFLEET_REQUIRE_AZURITE"))
+AZURITE_REQUIRED = bool(
+    os.environ.get("CI") or os.environ.get("IMAGEFLEET_REQUIRE_AZURITE")
+)
 
 #: Where `make test` unpacks Prometheus and VictoriaMetrics; nothing is installed on the machine.
 DEBIAN = Path(__file__).parent / "dashboards" / "debian" / "usr" / "bin"
 
 #: Likewise without Prometheus and VictoriaMetrics.
-PROMETHEUS_REQUIRED = bool(os.environ.get("CI") or os.environ.get("IMAGEFLEET_REQUIRE_PROMETHEUS"))
+PROMETHEUS_REQUIRED = bool(
+    os.environ.get("CI") or os.environ.get("IMAGEFLEET_REQUIRE_PROMETHEUS")
+)
 
 #: What `make test` unpacks. One is a whole Debian, whose links lead to this machine's own /run,
 #: where files come and go while pytest looks for tests.
@@ -186,9 +190,13 @@ class FakeSaladMetadata:
 
     def _change(self, method: str, path: str, body: dict[str, Any]) -> web.Response:
         match method, path, body:
-            case "PUT", "/v1/deletion-cost", {"deletion_cost": int(cost)} if abs(cost) < 2**31:
+            case "PUT", "/v1/deletion-cost", {"deletion_cost": int(cost)} if (
+                abs(cost) < 2**31
+            ):
                 self.deletion_costs.append(cost)
-            case "POST", "/v1/reallocate", {"reason": str(reason)} if 1 <= len(reason) <= 1000:
+            case "POST", "/v1/reallocate", {"reason": str(reason)} if (
+                1 <= len(reason) <= 1000
+            ):
                 self.reasons.append(reason)
             case _:
                 return _problem(400, "The request is not valid.")
@@ -197,7 +205,9 @@ class FakeSaladMetadata:
 
 def _problem(status: int, detail: str) -> web.Response:
     return web.json_response(
-        {"status": status, "detail": detail}, status=status, content_type="application/problem+json"
+        {"status": status, "detail": detail},
+        status=status,
+        content_type="application/problem+json",
     )
 
 
@@ -207,7 +217,9 @@ async def salad_metadata_service() -> AsyncIterator[FakeSaladMetadata]:
     service = FakeSaladMetadata()
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", service.handle)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0, handler_cancellation=True)
+    runner = web.AppRunner(
+        app, access_log=None, shutdown_timeout=0, handler_cancellation=True
+    )
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     service.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
@@ -224,7 +236,12 @@ def serve_probes() -> Callable[[bool], AbstractAsyncContextManager[int]]:
             return answer
 
         return probes.serving(
-            CollectorRegistry(), is_live=say, is_ready=say, is_started=say, host="127.0.0.1", port=0
+            CollectorRegistry(),
+            is_live=say,
+            is_ready=say,
+            is_started=say,
+            host="127.0.0.1",
+            port=0,
         )
 
     return serve
@@ -259,7 +276,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    config.option.loadscopereorder = False  # by the number of tests: a long one would be the last
+    config.option.loadscopereorder = (
+        False  # by the number of tests: a long one would be the last
+    )
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
@@ -293,7 +312,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         tests = Counter(item.path for item in items)
         first = {root / path for path in FIRST}
-        items.sort(key=lambda item: (item.path not in first, -tests[item.path], str(item.path)))
+        items.sort(
+            key=lambda item: (item.path not in first, -tests[item.path], str(item.path))
+        )
 
 
 def pytest_collection_finish() -> None:
@@ -339,7 +360,9 @@ def azurite_services(
         QueueServiceClient.from_connection_string(
             azurite_address, api_version=API_VERSION
         ) as queues,
-        BlobServiceClient.from_connection_string(azurite_address, api_version=API_VERSION) as blobs,
+        BlobServiceClient.from_connection_string(
+            azurite_address, api_version=API_VERSION
+        ) as blobs,
     ):
         yield queues, blobs
 
@@ -351,7 +374,10 @@ def azurite_settings(
     """Settings of queues and containers of this test alone, which do not exist yet."""
     name = f"test-{uuid.uuid4().hex[:16]}"
     settings = StorageSettings(
-        storage=azurite_address, queue=name, container=name, files_container=f"{name}-files"
+        storage=azurite_address,
+        queue=name,
+        container=name,
+        files_container=f"{name}-files",
     )
     yield settings
     _remove_from_azurite(settings, *azurite_services)
@@ -390,7 +416,9 @@ def tool() -> Callable[[str], str]:
     def find(name: str) -> str:
         if found := shutil.which(name) or shutil.which(DEBIAN / name):
             return found
-        reason = f"no {name}: `make test` unpacks it from Debian's packages where apt-get is"
+        reason = (
+            f"no {name}: `make test` unpacks it from Debian's packages where apt-get is"
+        )
         if PROMETHEUS_REQUIRED:
             pytest.fail(reason, pytrace=False)
         pytest.skip(reason)
@@ -426,12 +454,16 @@ class FakeBroker:
 
     async def handle(self, request: web.Request) -> web.Response:
         assert request.method == "POST"
-        self.identity_tokens.append(request.headers["Authorization"].removeprefix("Bearer "))
+        self.identity_tokens.append(
+            request.headers["Authorization"].removeprefix("Bearer ")
+        )
         return self.answer()
 
 
 @pytest.fixture
-async def broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeBroker]:
+async def broker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[FakeBroker]:
     """A broker on this machine whose certificate is trusted during the test."""
     authority = trustme.CA()
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -451,7 +483,10 @@ async def broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 @contextlib.contextmanager
 def _metrics_server(command: list[str], port: int) -> Iterator[str]:
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     ) as server:
         try:
             azurite.wait_for(server, [port])

@@ -36,7 +36,7 @@ TORCH = {"torch", "diffusers", "transformers", "peft", "accelerate"}
 USES_TORCH = ("worker.engine", "evaluation.bench", "evaluation.score")
 
 FILES_IN_A_FOLDER = 14
-LINES_IN_A_FILE = 500
+LINES_IN_A_FILE = 600
 WORKER_SETTINGS = 46
 
 
@@ -135,7 +135,9 @@ def test_torch_is_imported_by_the_engine_and_its_measurements_alone() -> None:
     assert wrong == []
 
 
-def test_the_engine_knows_nothing_of_queues_and_blobs(graph: dict[str, set[str]]) -> None:
+def test_the_engine_knows_nothing_of_queues_and_blobs(
+    graph: dict[str, set[str]],
+) -> None:
     wrong = [
         f"{name} imports {imported}"
         for name in MODULES
@@ -150,15 +152,21 @@ def test_the_engine_knows_nothing_of_queues_and_blobs(graph: dict[str, set[str]]
 @pytest.mark.parametrize("folder", [*ALLOWED, "dashboards", "benchmarks", "tests"])
 def test_no_folder_is_so_full_that_names_need_prefixes(folder: str) -> None:
     files = Counter(path.parent.relative_to(ROOT) for path in sources(folder))
-    assert {str(name): count for name, count in files.items() if count > FILES_IN_A_FOLDER} == {}
+    assert {
+        str(name): count for name, count in files.items() if count > FILES_IN_A_FOLDER
+    } == {}
 
 
 def test_no_file_is_longer_than_a_reader_takes_in() -> None:
     lengths = {
         str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
-        for path in itertools.chain(sources(*ALLOWED, "dashboards", "benchmarks", "tests"))
+        for path in itertools.chain(
+            sources(*ALLOWED, "dashboards", "benchmarks", "tests")
+        )
     }
-    assert {name: lines for name, lines in lengths.items() if lines > LINES_IN_A_FILE} == {}
+    assert {
+        name: lines for name, lines in lengths.items() if lines > LINES_IN_A_FILE
+    } == {}
 
 
 def test_every_package_says_what_it_is() -> None:
@@ -180,9 +188,13 @@ def test_the_tests_that_a_table_names_exist(table: str) -> None:
     (value,) = (
         statement.value
         for statement in ast.parse((ROOT / "tests" / "conftest.py").read_text()).body
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == table
+        if isinstance(statement, ast.Assign)
+        and ast.unparse(statement.targets[0]) == table
     )
     texts = [node.value for node in ast.walk(value) if isinstance(node, ast.Constant)]
-    places = [(ROOT if str(text).startswith("tests/") else ROOT / "tests") / text for text in texts]
+    places = [
+        (ROOT if str(text).startswith("tests/") else ROOT / "tests") / text
+        for text in texts
+    ]
     assert places
     assert [str(place) for place in places if not place.exists()] == []

@@ -83,11 +83,15 @@ class Case:
 #: Every command, in an order in which each finds what it needs. {azurite}, {prometheus} and
 #: {port} are addresses.
 COMMANDS: dict[str, Case] = {
-    "prompt": Case("'a ((red)) house <lora:rocket:0.5>' --negative blurry", r"1\.21 +red"),
+    "prompt": Case(
+        "'a ((red)) house <lora:rocket:0.5>' --negative blurry", r"1\.21 +red"
+    ),
     "plan": Case("--jobs 1000 --gpu 'RTX 4090'", r"images per dollar"),
     "load": Case("jobs.jsonl --storage local:other", r"2 jobs"),
     "import": Case("jobs.jsonl --storage local:other", r'"prompt": "an owl"'),
-    "sweep": Case("captions.txt --campaign curve --dry-run", r"2 captions x 1 group: 2 jobs"),
+    "sweep": Case(
+        "captions.txt --campaign curve --dry-run", r"2 captions x 1 group: 2 jobs"
+    ),
     "job": Case("spring/0001", r"state +completed"),
     "cancel": Case("--all --dry-run", r"0 messages of the queue jobs would be deleted"),
     "status": Case("--json", r'"messages": 0'),
@@ -95,7 +99,9 @@ COMMANDS: dict[str, Case] = {
     "results": Case("spring", r"images +1"),
     "export": Case("spring shards --format imagefolder", r"1 image, .* in 1 shard"),
     "score": Case(
-        "spring --extractor demo", r"torch is not installed; .*pip install '\.\[evaluation\]'", 2
+        "spring --extractor demo",
+        r"torch is not installed; .*pip install '\.\[evaluation\]'",
+        2,
     ),
     "failed": Case("spring/j1", r"there is no LoRA fox"),
     "replay": Case("spring/j1", r"1 .*replayed"),
@@ -107,7 +113,9 @@ COMMANDS: dict[str, Case] = {
         2,
     ),
     "redo": Case("--worker nobody", r"no images to draw again"),
-    "keys mint": Case("monitor --storage '{azurite}' --policy spring", r"IMAGEFLEET_SAS="),
+    "keys mint": Case(
+        "monitor --storage '{azurite}' --policy spring", r"IMAGEFLEET_SAS="
+    ),
     "keys revoke": Case("spring --storage '{azurite}'", r"revoked spring on jobs"),
     "deploy apply": Case("--yes", r"sd15-batch"),
     "deploy status": Case("", r"sd15-batch"),
@@ -165,7 +173,16 @@ def commands() -> set[str]:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", folder]
+    build = [
+        sys.executable,
+        "-m",
+        "hatchling",
+        "build",
+        "--target",
+        "wheel",
+        "--directory",
+        folder,
+    ]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = folder.glob("*.whl")
     return wheel
@@ -205,7 +222,10 @@ def declared(requirements: list[str]) -> dict[str, metadata.Distribution]:
 def link(distribution: metadata.Distribution, site_packages: Path) -> None:
     """Installs a distribution once more, without a copy."""
     for file in distribution.files or []:
-        if ".." not in file.parts and (source := Path(distribution.locate_file(file))).is_file():
+        if (
+            ".." not in file.parts
+            and (source := Path(distribution.locate_file(file))).is_file()
+        ):
             target = site_packages / file
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -221,8 +241,21 @@ def environment(wheel: Path) -> Path:
     venv.create(folder, with_pip=False, symlinks=True)
     subprocess.run(
         [
-            *(sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install"),
-            *("--quiet", "--no-deps", "--no-index", "--disable-pip-version-check", wheel),
+            *(
+                sys.executable,
+                "-m",
+                "pip",
+                "--python",
+                folder / "bin" / "python",
+                "install",
+            ),
+            *(
+                "--quiet",
+                "--no-deps",
+                "--no-index",
+                "--disable-pip-version-check",
+                wheel,
+            ),
         ],
         check=True,
     )
@@ -250,7 +283,9 @@ def variables(
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: Any) -> Path:
+def work(
+    tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: Any
+) -> Path:
     """The folder in which the commands run, with jobs to load, a failed one, and a stored image."""
     folder = tmp_path_factory.mktemp("work")
     (folder / "jobs.jsonl").write_text('{"prompt": "a fox"}\n{"prompt": "an owl"}\n')
@@ -258,7 +293,9 @@ def work(tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: 
     (folder / "dreams.safetensors").write_bytes(file_of())
     (folder / "rocket.safetensors").write_bytes(lora_of())
     (folder / "mist.safetensors").write_bytes(shaped(emb_params=[2, 768]))
-    (folder / "sharp.safetensors").write_bytes(shaped(**{"model.0.weight": [64, 3, 3, 3]}))
+    (folder / "sharp.safetensors").write_bytes(
+        shaped(**{"model.0.weight": [64, 3, 3, 3]})
+    )
     hint = "control_model.input_hint_block.0.weight"
     (folder / "canny.safetensors").write_bytes(shaped(**{hint: [16, 3, 3, 3]}))
     (folder / "states").mkdir()
@@ -281,7 +318,9 @@ def work(tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: 
             sha256 = hashlib.sha256(stored.getvalue()).hexdigest()
             facts = {"worker": "w1", "seconds": "2", "attempt": "1", "job": "0001"}
             facts["sha256"] = sha256
-            await local.blobs.create("spring/0001.png", stored.getvalue(), "image/png", facts)
+            await local.blobs.create(
+                "spring/0001.png", stored.getvalue(), "image/png", facts
+            )
             image = Record(
                 outcome="completed",
                 id="0001",
@@ -303,7 +342,9 @@ def work(tmp_path_factory: pytest.TempPathFactory, azurite_address: str, salad: 
 @pytest.fixture(scope="module")
 def salad() -> Iterator[Any]:
     """The fake SaladCloud of the tests in tests/fleet."""
-    spec = importlib.util.spec_from_file_location("salad_fake", ROOT / "tests/chaos/salad_fake.py")
+    spec = importlib.util.spec_from_file_location(
+        "salad_fake", ROOT / "tests/chaos/salad_fake.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -353,7 +394,14 @@ def run(
 
 def test_nothing_is_installed_beside_the_five_packages(unpacked: Path) -> None:
     names = {path.name for path in unpacked.iterdir() if path.suffix != ".dist-info"}
-    assert names == {"evaluation", "fleet", "gateway", "imagefleet", "loadgen", "worker"}
+    assert names == {
+        "evaluation",
+        "fleet",
+        "gateway",
+        "imagefleet",
+        "loadgen",
+        "worker",
+    }
 
 
 def test_users_type_checkers_find_the_types(unpacked: Path) -> None:
@@ -408,12 +456,17 @@ def test_the_report_shows_pictures_without_the_workers_libraries(
     assert result.returncode == 0, result.stderr
     text = (work / "pictures.html").read_text()
     assert 'src="data:image/jpeg;base64,' in text
-    assert f'href="{(work / "imagefleet-data/images/spring/0001.png").as_uri()}"' in text
+    assert (
+        f'href="{(work / "imagefleet-data/images/spring/0001.png").as_uri()}"' in text
+    )
 
 
 @pytest.mark.parametrize(
     ("service", "path", "shown"),
-    [("exporter", "metrics", "imagefleet_queue_messages{"), ("serve", "docs", "/sdapi/v1/txt2img")],
+    [
+        ("exporter", "metrics", "imagefleet_queue_messages{"),
+        ("serve", "docs", "/sdapi/v1/txt2img"),
+    ],
 )
 def test_a_service_answers_and_ends_when_asked(
     service: str,
@@ -446,7 +499,13 @@ def test_a_service_answers_and_ends_when_asked(
 def test_the_gallery_serves_its_page_and_the_pictures(
     environment: Path, variables: dict[str, str], work: Path
 ) -> None:
-    command = [environment / "bin" / "imagefleet", "gallery", "--port", "0", "--no-browser"]
+    command = [
+        environment / "bin" / "imagefleet",
+        "gallery",
+        "--port",
+        "0",
+        "--no-browser",
+    ]
     with subprocess.Popen(
         command, cwd=work, env=variables, stdout=subprocess.PIPE, text=True
     ) as gallery:
@@ -462,7 +521,9 @@ def test_the_gallery_serves_its_page_and_the_pictures(
             assert gallery.wait() == 0
 
 
-def test_the_demo_draws_its_pictures_away_from_the_checkout(unpacked: Path, tmp_path: Path) -> None:
+def test_the_demo_draws_its_pictures_away_from_the_checkout(
+    unpacked: Path, tmp_path: Path
+) -> None:
     """The first one, and then Ctrl-C: a whole demo is in tests/end_to_end."""
     program = "from fleet.main import main; main()"
     with subprocess.Popen(
@@ -474,7 +535,9 @@ def test_the_demo_draws_its_pictures_away_from_the_checkout(unpacked: Path, tmp_
         text=True,
     ) as demo:
         pictures = tmp_path / "demo-output" / "storage" / "images"
-        polling.until_in_thread(lambda: demo.poll() is not None or any(pictures.glob("*/*.png")))
+        polling.until_in_thread(
+            lambda: demo.poll() is not None or any(pictures.glob("*/*.png"))
+        )
         demo.send_signal(signal.SIGINT)
         printed, _ = demo.communicate(timeout=1100)
     assert demo.returncode == 130, printed

@@ -110,7 +110,9 @@ class Accelerator:
         vars(drawn).update(digest=job.digest, stage_digest=job.stage_digest)
         return drawn
 
-    def _fit_second_pass(self, job: Job, first: Sampler, scale: float) -> dict[str, Any]:
+    def _fit_second_pass(
+        self, job: Job, first: Sampler, scale: float
+    ) -> dict[str, Any]:
         kind, name = self.kind, job.hr_sampler_name
         second = self._sampler("hr_sampler_name", name or first.title, job.hr_scheduler)
         if job.hr_second_pass_steps:
@@ -118,7 +120,9 @@ class Accelerator:
         own, _ = job.hires_prompts
         if own is not None:
             weight = scale * sum(own.weights)
-            self._check("cfg_scale times the weight of hr_prompt", weight, kind.guidance)
+            self._check(
+                "cfg_scale times the weight of hr_prompt", weight, kind.guidance
+            )
         return {"hr_sampler_name": name and second.title, "hr_scheduler": None}
 
     def _sampler(self, field: str, name: str, scheduler: str | None) -> Sampler:
@@ -127,7 +131,10 @@ class Accelerator:
             schedule = self.kind.schedule
         sampler = samplers.find(name, schedule)
         usual = {None, self.kind.schedule}
-        if sampler.title not in self.kind.samplers or sampler.schedule_type not in usual:
+        if (
+            sampler.title not in self.kind.samplers
+            or sampler.schedule_type not in usual
+        ):
             taken = f"{' or '.join(self.kind.samplers)} with {self.kind.schedule}"
             raise self._refusal(f"{field} is {sampler.name}", taken)
         return sampler

@@ -30,7 +30,11 @@ class GpuClock:
     @property
     def idle_fraction(self) -> float:
         """The share of time, between the first image and the last, that the engine waited."""
-        if self.first_at is None or self.last_at is None or self.last_at <= self.first_at:
+        if (
+            self.first_at is None
+            or self.last_at is None
+            or self.last_at <= self.first_at
+        ):
             return 0.0
         return max(0.0, 1 - self.busy_seconds / (self.last_at - self.first_at))
 

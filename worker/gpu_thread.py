@@ -66,7 +66,9 @@ class _Wanted:
         try:
             return take is not None and take()
         except Exception:
-            log.warning("the engine is loaded anew", exc_info=True, action="weights_not_taken")
+            log.warning(
+                "the engine is loaded anew", exc_info=True, action="weights_not_taken"
+            )
             return False
 
 
@@ -78,7 +80,11 @@ class EngineThread:
     """
 
     def __init__(
-        self, load: Callable[[], contract.Engine], *, why_idle: Callable[[], str], backlog: int
+        self,
+        load: Callable[[], contract.Engine],
+        *,
+        why_idle: Callable[[], str],
+        backlog: int,
     ) -> None:
         """*backlog*: finished images that may wait to be encoded before the engine blocks."""
         self.clock = GpuClock()
@@ -269,7 +275,10 @@ class EngineThread:
             self._call(self._ended.set_exception, error)
         except Exception as error:
             log.exception("the engine failed", action="engine_failed")
-            self._call(self._ended.set_exception, errors.NodeError(f"the engine failed: {error!r}"))
+            self._call(
+                self._ended.set_exception,
+                errors.NodeError(f"the engine failed: {error!r}"),
+            )
         else:
             self._call(self._ended.set_result, None)
 
@@ -323,7 +332,9 @@ class EngineThread:
                         continue
                     admitted.append((ticket, prepared, not is_job))
                     self._admitted_at[ticket] = time.monotonic()
-                if not (admitted or cancelled or engine.busy or self._calls or self._wanted):
+                if not (
+                    admitted or cancelled or engine.busy or self._calls or self._wanted
+                ):
                     self._wait_for_work()
             for ticket, prepared, urgent in admitted:
                 engine.admit(ticket, prepared, urgent=urgent)

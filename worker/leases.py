@@ -81,7 +81,9 @@ class LeaseKeeper:
             lease.check()
             asked_at = time.monotonic()
             try:
-                lease.message = await self.queue.renew(lease.message, self.lease_seconds, body)
+                lease.message = await self.queue.renew(
+                    lease.message, self.lease_seconds, body
+                )
             except errors.LeaseLost:
                 self._mark_lost(lease)
                 raise
@@ -93,7 +95,9 @@ class LeaseKeeper:
         """Hands the message back, visible again after *delay_seconds*, with *body* as its text."""
         async with lease.lock:
             lease.check()
-            await self._end(lease, self.queue.release(lease.message, delay_seconds, body))
+            await self._end(
+                lease, self.queue.release(lease.message, delay_seconds, body)
+            )
 
     def drop(self, lease: Lease) -> None:
         """Forgets a lease, which expires by itself."""
@@ -113,7 +117,9 @@ class LeaseKeeper:
                 return
             asked_at = time.monotonic()
             try:
-                lease.message = await self.queue.renew(lease.message, self.lease_seconds)
+                lease.message = await self.queue.renew(
+                    lease.message, self.lease_seconds
+                )
             except errors.LeaseLost:
                 self._mark_lost(lease)
                 self.on_renewal("lost")
@@ -122,7 +128,9 @@ class LeaseKeeper:
                 self.on_renewal("unknown")
                 if self._warning.is_due():
                     text = f"leases cannot be renewed, retrying: {error}"
-                    log.warning(text, action="lease_unknown", in_flight=len(self._leases))
+                    log.warning(
+                        text, action="lease_unknown", in_flight=len(self._leases)
+                    )
             else:
                 lease.expires_at = asked_at + self.lease_seconds
                 self.on_renewal("renewed")

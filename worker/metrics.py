@@ -46,7 +46,14 @@ Outcome = Literal[
 `moved`: to the queue of its model."""
 
 Stage = Literal[
-    "pull", "prepare", "wait_gpu", "generate", "encode", "upload", "record", "acknowledge"
+    "pull",
+    "prepare",
+    "wait_gpu",
+    "generate",
+    "encode",
+    "upload",
+    "record",
+    "acknowledge",
 ]
 
 #: Buckets in seconds, doubling from a local SQLite call to a slow batch on a small card, doubling.
@@ -97,12 +104,20 @@ class WorkerMetrics:
         self.images = counter("images", "Images stored.")
         self.jobs = counter("jobs", "Jobs by outcome.", "outcome")
         self.model_images = counter("model_images", "Images stored.", "model")
-        self.campaign_images = counter("campaign_images", "Images stored, by campaign.", "campaign")
+        self.campaign_images = counter(
+            "campaign_images", "Images stored, by campaign.", "campaign"
+        )
         self.campaigns: set[str] = set()
         """Those with a series of their own: whoever may send jobs names campaigns."""
-        self.chain_images = counter("chain_images", "Images of jobs with several stages.", "stage")
-        self.model_jobs = counter("model_jobs", "Jobs by outcome and model.", "model", "outcome")
-        self.model_switches = counter("model_switches", "Changes to a model from another.", "model")
+        self.chain_images = counter(
+            "chain_images", "Images of jobs with several stages.", "stage"
+        )
+        self.model_jobs = counter(
+            "model_jobs", "Jobs by outcome and model.", "model", "outcome"
+        )
+        self.model_switches = counter(
+            "model_switches", "Changes to a model from another.", "model"
+        )
         self.model_switch_seconds = counter(
             "model_switch_seconds", "Time without an engine during changes of models."
         )
@@ -117,12 +132,24 @@ class WorkerMetrics:
         self.stage_seconds: Mapping[Stage, Histogram] = {
             stage: stage_seconds.labels(stage) for stage in get_args(Stage)
         }
-        self.lease_renewals = counter("lease_renewals", "Lease renewals by result.", "result")
-        self.failed_jobs = counter("failed_jobs", "Jobs sent to the poison queue.", "error")
-        self.node_windows = counter("node_watch_windows", "Node watchdog's windows.", "result")
-        self.reallocations = counter("node_reallocations", "Requests for another node.", "result")
-        self.node_faults = counter("node_faults", "Faults that this node's checks found.", "fault")
-        self.canaries = counter("node_canaries", "Checks by images known before.", "result")
+        self.lease_renewals = counter(
+            "lease_renewals", "Lease renewals by result.", "result"
+        )
+        self.failed_jobs = counter(
+            "failed_jobs", "Jobs sent to the poison queue.", "error"
+        )
+        self.node_windows = counter(
+            "node_watch_windows", "Node watchdog's windows.", "result"
+        )
+        self.reallocations = counter(
+            "node_reallocations", "Requests for another node.", "result"
+        )
+        self.node_faults = counter(
+            "node_faults", "Faults that this node's checks found.", "fault"
+        )
+        self.canaries = counter(
+            "node_canaries", "Checks by images known before.", "result"
+        )
         self.suspect_images = counter(
             "suspect_images",
             "Images stored by this node between its last good check and one that failed.",
@@ -146,7 +173,9 @@ class WorkerMetrics:
     def set_worker_info(self, **labels: str) -> None:
         """Labels of this worker, in one series that the others are joined with."""
         if self._worker is None:
-            self._worker = Info("imagefleet_worker", "This worker, always 1.", registry=None)
+            self._worker = Info(
+                "imagefleet_worker", "This worker, always 1.", registry=None
+            )
             self.registry.register(self._worker)
         self._worker.info(labels)
 
@@ -225,7 +254,10 @@ class EngineCollector(Collector):
         in_memory = engine.lora_lookups if engine else {}
         lookups = {
             (cache, result): counts.get(result, 0)
-            for cache, counts in (("disk", self._library.lookups), ("memory", in_memory))
+            for cache, counts in (
+                ("disk", self._library.lookups),
+                ("memory", in_memory),
+            )
             for result in ("hit", "miss")
         }
         what = "LoRA cache lookups, on disk and in memory."
@@ -250,7 +282,10 @@ def _family(
     return family
 
 
-_counter, _gauge = partial(_family, CounterMetricFamily), partial(_family, GaugeMetricFamily)
+_counter, _gauge = (
+    partial(_family, CounterMetricFamily),
+    partial(_family, GaugeMetricFamily),
+)
 
 
 @dataclass(eq=False)
@@ -307,11 +342,16 @@ class CostMeter(Collector):
     def wasted_seconds(self) -> dict[str, float]:
         now = time.monotonic()
         ready_at = now if self._ready_at is None else self._ready_at
-        clock, tick_began_at = self._engine_thread.clock, self._engine_thread.tick_began_at
+        clock, tick_began_at = (
+            self._engine_thread.clock,
+            self._engine_thread.tick_began_at,
+        )
         in_tick = 0.0 if tick_began_at is None else now - tick_began_at
         # The engine's thread writes both while this reads them. Prometheus takes a counter that
         # decreases, even by one tick, for a reset and adds its whole value again.
-        self._idle_seconds = max(self._idle_seconds, now - ready_at - clock.busy_seconds - in_tick)
+        self._idle_seconds = max(
+            self._idle_seconds, now - ready_at - clock.busy_seconds - in_tick
+        )
         return {
             "start_up": ready_at - self._began_at,
             "idle": self._idle_seconds,
@@ -327,7 +367,9 @@ class CostMeter(Collector):
             what = "GPU cost without a stored image, by reason."
             yield _counter("wasted_dollars", what, wasted, "reason")
             price = self._replica.dollars_per_hour
-            yield _gauge("price_dollars_per_hour", "Price of this replica.", price or 0.0)
+            yield _gauge(
+                "price_dollars_per_hour", "Price of this replica.", price or 0.0
+            )
         what = "Cost of this replica: its running time and its storage operations."
         yield _counter("cost_dollars", what, cost, "kind")
         done = self._operations
@@ -359,7 +401,10 @@ class CostMeter(Collector):
 
 
 async def measure_depth(
-    jobs: RoutedQueue, poison: JobQueue, metrics: WorkerMetrics, on_depth: Callable[[int], None]
+    jobs: RoutedQueue,
+    poison: JobQueue,
+    metrics: WorkerMetrics,
+    on_depth: Callable[[int], None],
 ) -> NoReturn:
     """Side task: measures both queues, and calls *on_depth* with the messages in *jobs*."""
     unmeasured: set[str] = set()
@@ -377,4 +422,6 @@ async def measure_depth(
                 metrics.queues.update(queue.name, depth)
                 if queue is jobs:
                     on_depth(depth.messages)
-        await asyncio.sleep(concurrency.jitter(jobs.look_seconds(DEPTH_SECONDS), high=1.5))
+        await asyncio.sleep(
+            concurrency.jitter(jobs.look_seconds(DEPTH_SECONDS), high=1.5)
+        )

@@ -23,7 +23,13 @@ from worker.files import model
 from worker.gpu_thread import EngineThread
 from worker.inputs.reader import JobFiles
 from worker.jobs.in_flight import InFlightJob
-from worker.metrics import CostMeter, EngineCollector, Outcome, WorkerMetrics, measure_depth
+from worker.metrics import (
+    CostMeter,
+    EngineCollector,
+    Outcome,
+    WorkerMetrics,
+    measure_depth,
+)
 from worker.models.change import Following, WorkerModels, make_queues, note_served
 from worker.node import reference
 from worker.node.check import NodeCheck
@@ -136,7 +142,9 @@ class Pipeline:
         self._side_tasks = tasks.SideTasks()
         self._files = JobFiles(storage, settings)
         self.metrics.collect_from(
-            EngineCollector(self.engine_thread, self._files.loras), self.cost, self._check
+            EngineCollector(self.engine_thread, self._files.loras),
+            self.cost,
+            self._check,
         )
         self.metrics.set_worker_info(
             worker=settings.name,
@@ -145,7 +153,9 @@ class Pipeline:
             group=settings.group,
             priority=settings.priority,
         )
-        self._quarantine = Quarantine(storage.files, frozenset({settings.name, machine_name()}))
+        self._quarantine = Quarantine(
+            storage.files, frozenset({settings.name, machine_name()})
+        )
 
     @property
     def phase(self) -> Phase:
@@ -154,7 +164,10 @@ class Pipeline:
         return "generating" if self.settler.in_flight else "waiting for jobs"
 
     async def run(
-        self, stop: asyncio.Event, hurry: asyncio.Event, models: WorkerModels | None = None
+        self,
+        stop: asyncio.Event,
+        hurry: asyncio.Event,
+        models: WorkerModels | None = None,
     ) -> None:
         """Works until *stop* is set, or with --until-empty until the queue is empty; then drains.
 
@@ -189,7 +202,9 @@ class Pipeline:
     def _hash_model(self) -> Future[str | None]:
         """The hash of the present model's file; begun by the first call."""
         settings = self.models.current.settings if self.models else self._settings
-        return self._files.hashes.of_model(model.local_path(settings), settings.model_sha256)
+        return self._files.hashes.of_model(
+            model.local_path(settings), settings.model_sha256
+        )
 
     def _load(self, load: Callable[[], contract.Engine] | None) -> contract.Engine:
         if load is None:
@@ -222,7 +237,9 @@ class Pipeline:
                 return
             engine = replacing.result()
 
-    async def _replace(self, models: WorkerModels, following: Following) -> contract.Engine:
+    async def _replace(
+        self, models: WorkerModels, following: Following
+    ) -> contract.Engine:
         """The engine of the following model; of the present one, if that cannot be loaded."""
         try:
             engine = await self.engine_thread.replace(
@@ -251,16 +268,24 @@ class Pipeline:
             if self.models and changed_at is not None:
                 self.models.changed(time.monotonic() - changed_at, self.metrics)
             self.puller.restart()
-            self._pull = asyncio.create_task(self.puller.run(stages.turns.put), name="pull")
+            self._pull = asyncio.create_task(
+                self.puller.run(stages.turns.put), name="pull"
+            )
             self.started = self.ready = True
             following = await self._draw(self._pull, stop)
             if following is not None:
                 # What was pulled, or else what the engine has begun.
-                if not await self._finish(stages.generate, FINISH_SECONDS, stop, puts_off=False):
-                    await self._finish(stages.generate, FINISH_SECONDS, stop, puts_off=True)
+                if not await self._finish(
+                    stages.generate, FINISH_SECONDS, stop, puts_off=False
+                ):
+                    await self._finish(
+                        stages.generate, FINISH_SECONDS, stop, puts_off=True
+                    )
                 return None if stop.is_set() else following
             self.ready = False
-            await self._finish(stages.generate, self._settings.grace_seconds, hurry, puts_off=True)
+            await self._finish(
+                stages.generate, self._settings.grace_seconds, hurry, puts_off=True
+            )
         return None
 
     @contextlib.asynccontextmanager
@@ -269,7 +294,9 @@ class Pipeline:
         if self.models:
             self._queue.receive_only(self.models.served_now())
         self.settler.model_name = engine.model_name
-        prepare = PrepareStage(engine, self._hash_model(), self._files, self.puller, self._watchdog)
+        prepare = PrepareStage(
+            engine, self._hash_model(), self._files, self.puller, self._watchdog
+        )
         checks = prepare.generate.checks
         self._side_tasks = self._start_side_tasks(checks)
         prepare.start(self._side_tasks)
@@ -281,15 +308,23 @@ class Pipeline:
             prepare.generate.stop_accepting()
             await self._stop_pulling()
             self._pull = None
-            await self._hand_back(map(self.settler.hand_back, list(self.settler.in_flight)))
+            await self._hand_back(
+                map(self.settler.hand_back, list(self.settler.in_flight))
+            )
             await self._side_tasks.cancel()
             prepare.close()
             await self._record_suspects(checks)
             checks.close()
 
-    async def _draw(self, pull: asyncio.Task[None], stop: asyncio.Event) -> Following | None:
+    async def _draw(
+        self, pull: asyncio.Task[None], stop: asyncio.Event
+    ) -> Following | None:
         """Returns the model to change to; None: *stop* is set or the queue is empty."""
-        ends: list[Awaitable[Any]] = [asyncio.shield(pull), stop.wait(), self._side_tasks.watch()]
+        ends: list[Awaitable[Any]] = [
+            asyncio.shield(pull),
+            stop.wait(),
+            self._side_tasks.watch(),
+        ]
         following: asyncio.Future[Following] | None = None
         if self.models and len(self.models.names) > 1:
             following = asyncio.ensure_future(self.models.following(self.puller))
@@ -300,7 +335,12 @@ class Pipeline:
         return following.result()
 
     async def _finish(
-        self, generate: GenerateStage, seconds: float, end: asyncio.Event, *, puts_off: bool
+        self,
+        generate: GenerateStage,
+        seconds: float,
+        end: asyncio.Event,
+        *,
+        puts_off: bool,
     ) -> bool:
         """Finishes the jobs in flight, unless *end* is set; False: the time is over.
 
@@ -310,7 +350,9 @@ class Pipeline:
             async with asyncio.timeout(seconds):
                 await self._stop_pulling()
                 if puts_off:
-                    await self._hand_back(map(self.settler.put_off, generate.stop_accepting()))
+                    await self._hand_back(
+                        map(self.settler.put_off, generate.stop_accepting())
+                    )
                 finished = self.settler.nothing_in_flight.wait()
                 await tasks.first_of(finished, end.wait(), self._side_tasks.watch())
                 return True
@@ -320,22 +362,30 @@ class Pipeline:
         side_tasks = tasks.SideTasks()
         side_tasks.start("keep leases", self._keeper.run)
         side_tasks.start("watch engine", self.engine_thread.watch)
-        side_tasks.start("watch failures", lambda: self._watchdog.watch_failures(checks.diagnose))
+        side_tasks.start(
+            "watch failures", lambda: self._watchdog.watch_failures(checks.diagnose)
+        )
         if self._watchdog.has_limits:
             side_tasks.start("watch node", self._watch_node)
         if checks.is_possible:
             side_tasks.start("watch images", checks.watch_images)
             side_tasks.start("watch weights", checks.watch_weights)
-        side_tasks.start("watch quarantine", lambda: self._quarantine.watch(checks.quarantined))
+        side_tasks.start(
+            "watch quarantine", lambda: self._quarantine.watch(checks.quarantined)
+        )
         side_tasks.start(
             "watch cancelled campaigns",
             lambda: self._cancelled.watch(lambda: bool(self.settler.in_flight)),
         )
         side_tasks.start(
             "measure queues",
-            lambda: measure_depth(self._queue, self._storage.poison, self.metrics, self._on_depth),
+            lambda: measure_depth(
+                self._queue, self._storage.poison, self.metrics, self._on_depth
+            ),
         )
-        side_tasks.start("note models", lambda: note_served(self._storage.models, self._served))
+        side_tasks.start(
+            "note models", lambda: note_served(self._storage.models, self._served)
+        )
         return side_tasks
 
     def _served(self) -> list[str]:

@@ -79,9 +79,15 @@ async def run_worker(
         settings = settings.model_copy(update={"until_empty": False})
     gc.set_threshold(OBJECTS_PER_COLLECTION)
     with _signals(member) as (stop, hurry, received):
-        worker = _Worker(settings, load, on_settled, on_progress, metadata, stop, hurry, member)
+        worker = _Worker(
+            settings, load, on_settled, on_progress, metadata, stop, hurry, member
+        )
         report = await worker.run()
-    return replace(report, stopped_by=received[0]) if received and settings.until_empty else report
+    return (
+        replace(report, stopped_by=received[0])
+        if received and settings.until_empty
+        else report
+    )
 
 
 async def _check_files(files: BlobStore) -> None:
@@ -92,7 +98,9 @@ async def _check_files(files: BlobStore) -> None:
         raise
     except errors.MissingResourceError as error:
         files.may_be_missing = True
-        log.warning(f"no files, and no list of what is cancelled: {error}", action="no_files")
+        log.warning(
+            f"no files, and no list of what is cancelled: {error}", action="no_files"
+        )
 
 
 def _check_name(name: str, prover: Prover | None) -> None:
@@ -138,7 +146,8 @@ class _Worker:
             probes.serving(
                 self._metrics.registry,
                 is_live=lambda: (
-                    self._pipeline is None or not self._pipeline.engine_thread.is_stalled
+                    self._pipeline is None
+                    or not self._pipeline.engine_thread.is_stalled
                 ),
                 is_ready=lambda: self._pipeline is not None and self._pipeline.ready,
                 is_started=self._is_started,
@@ -171,13 +180,17 @@ class _Worker:
                 self._attempt,
                 stop=self._stop,
                 set_waiting=self._set_waiting,
-                has_worked=lambda: self._pipeline is not None and self._pipeline.started,
+                has_worked=lambda: (
+                    self._pipeline is not None and self._pipeline.started
+                ),
             )
         except errors.NodeError as error:
             requests = self._metrics.reallocations
             if self._container and await self._container.leave(error.message, requests):
                 self._waiting_for = "waiting for another node"
-                await tasks.first_of(self._stop.wait(), timeout_seconds=salad.REALLOCATION_SECONDS)
+                await tasks.first_of(
+                    self._stop.wait(), timeout_seconds=salad.REALLOCATION_SECONDS
+                )
             if not self._stop.is_set():
                 raise
 
@@ -189,7 +202,9 @@ class _Worker:
         runs_on = await asyncio.to_thread(replica.find_replica, self._settings)
         self._gpu = runs_on.gpu
         identity_token = None if self._metadata is None else self._metadata.token
-        async with open_storage(self._settings, identity_token=identity_token) as storage:
+        async with open_storage(
+            self._settings, identity_token=identity_token
+        ) as storage:
             self._pipeline = Pipeline(
                 storage,
                 self._load,
@@ -200,7 +215,9 @@ class _Worker:
                 machine=Machine(
                     runs_on,
                     self._began_at,
-                    limits_of(self._settings, runs_on.gpu, on_salad=self._metadata is not None),
+                    limits_of(
+                        self._settings, runs_on.gpu, on_salad=self._metadata is not None
+                    ),
                     self._container,
                 ),
             )
@@ -213,9 +230,15 @@ class _Worker:
             _check_name(self._settings.name, storage.prover)
             key = self._settings.trusted_key
             signed = f"jobs signed with {key} " if key else ""
-            address = f"http://{probes.authority(self._settings.host, self._port)}/metrics"
+            address = (
+                f"http://{probes.authority(self._settings.host, self._port)}/metrics"
+            )
             source = f"{signed}from {storage.queue.name} of {storage.url}"
-            log.info(f"pulling {source}, metrics at {address}", action="start", port=self._port)
+            log.info(
+                f"pulling {source}, metrics at {address}",
+                action="start",
+                port=self._port,
+            )
             self._pipeline.start_up_phase = "fetching the model"
             finding = asyncio.ensure_future(self._find_models(storage))
             with phases.timed("download"):
@@ -241,13 +264,19 @@ class _Worker:
         self._own_files = await JobFiles(storage, self._settings).own_paths()
         found = await checkpoints.find(self._settings, storage.files)
         for at, item in enumerate(found):
-            if not model.has_known_name(item.settings):  # nor, then, the queue of its jobs
+            if not model.has_known_name(
+                item.settings
+            ):  # nor, then, the queue of its jobs
                 fetched = await fetch(item)
                 found[at] = replace(fetched, name=model.name_of(fetched.settings))
         checkpoints.refuse_unusable_names(found)
         models = WorkerModels(found, fetch, self._load_engine, self._read_weights)
         queue = storage.models.served(models.names if len(found) > 1 else [])
-        share = self._member.assignment.share if self._member else share_of(self._settings.name)
+        share = (
+            self._member.assignment.share
+            if self._member
+            else share_of(self._settings.name)
+        )
         storage.models.stand_at(share)
         await models.begin(queue, share)
         return models
@@ -264,19 +293,25 @@ class _Worker:
         self._has_started = True
 
     def _jobs_in_flight(self) -> int:
-        return len(self._pipeline.settler.in_flight) if self._pipeline is not None else 0
+        return (
+            len(self._pipeline.settler.in_flight) if self._pipeline is not None else 0
+        )
 
     def _measured(self, messages: int) -> None:
         self._meter.measured(time.monotonic(), messages, self._counts())
 
     def _counts(self) -> Counts:
         pipeline, dollars = self._pipeline, None
-        if pipeline is not None and (gpu_dollars := pipeline.cost.gpu_dollars) is not None:
+        if (
+            pipeline is not None
+            and (gpu_dollars := pipeline.cost.gpu_dollars) is not None
+        ):
             dollars = gpu_dollars + pipeline.cost.storage_dollars
         recording = pipeline.settler.pending.jobs if pipeline is not None else 0
         return Counts(
             images=self._metrics.images_stored,
-            ended_jobs=sum(self._metrics.outcomes[outcome] for outcome in _ENDED) + recording,
+            ended_jobs=sum(self._metrics.outcomes[outcome] for outcome in _ENDED)
+            + recording,
             failed_jobs=self._metrics.outcomes["failed"],
             cancelled_jobs=self._metrics.outcomes["cancelled"],
             jobs_in_flight=max(0, self._jobs_in_flight() - recording),
@@ -311,7 +346,9 @@ class _Worker:
                 if self._stop.is_set():
                     await asyncio.sleep(SAMPLE_SECONDS)
                 else:  # a drain shows at once
-                    await tasks.first_of(self._stop.wait(), timeout_seconds=SAMPLE_SECONDS)
+                    await tasks.first_of(
+                        self._stop.wait(), timeout_seconds=SAMPLE_SECONDS
+                    )
         except Exception:
             # No reason to end a worker.
             log.exception("progress is no longer shown", action="progress_failed")
@@ -403,12 +440,17 @@ def _signals(
         if stop.is_set() or (member is not None and hurries):
             hurry.set()
         stop.set()
-        what = "handing back jobs in flight" if hurry.is_set() else "finishing what has begun"
+        what = (
+            "handing back jobs in flight"
+            if hurry.is_set()
+            else "finishing what has begun"
+        )
         log.info(f"{number.name}: {what}", action="signal")
 
     if member is not None:
         member.listen(
-            asyncio.get_running_loop(), lambda hurries: on_signal(signal.SIGTERM, hurries=hurries)
+            asyncio.get_running_loop(),
+            lambda hurries: on_signal(signal.SIGTERM, hurries=hurries),
         )
     with tasks.on_signals(on_signal):
         yield stop, hurry, received

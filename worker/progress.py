@@ -80,7 +80,9 @@ class Progress(Counts):
             shown.append(f"{self.failed_jobs:,} failed")
         if self.cancelled_jobs:
             shown.append(f"{self.cancelled_jobs:,} cancelled")
-        if self.images_per_second is not None and (is_generating or self.images_per_second):
+        if self.images_per_second is not None and (
+            is_generating or self.images_per_second
+        ):
             shown.append(f"{self.images_per_second:.2f} images/s")
         if is_generating:
             shown.append(f"{self.jobs_in_flight:,} in flight")
@@ -89,7 +91,9 @@ class Progress(Counts):
         if self.images_per_dollar is not None:
             shown.append(f"{self.images_per_dollar:,.0f} images/$")
         if is_generating and self.seconds_left is not None:
-            shown.append(f"{'~' if self.is_own_pace else ''}{duration(self.seconds_left)} to go")
+            shown.append(
+                f"{'~' if self.is_own_pace else ''}{duration(self.seconds_left)} to go"
+            )
         return shown
 
 
@@ -120,7 +124,11 @@ class WorkerReport:
     @property
     def images_per_dollar(self) -> float | None:
         """Images per dollar, all in; None where the price is unknown."""
-        return self.images / (self.gpu_dollars + self.storage_dollars) if self.gpu_dollars else None
+        return (
+            self.images / (self.gpu_dollars + self.storage_dollars)
+            if self.gpu_dollars
+            else None
+        )
 
 
 class ProgressMeter:
@@ -142,7 +150,12 @@ class ProgressMeter:
         return self._flow.seconds_to_empty if self._depth else None
 
     def read(
-        self, now: float, seconds: float, phase: Phase, counts: Counts, why_waiting: str | None
+        self,
+        now: float,
+        seconds: float,
+        phase: Phase,
+        counts: Counts,
+        why_waiting: str | None,
     ) -> Progress:
         """The figures *now* (monotonic seconds), *seconds* after the start.
 
@@ -161,7 +174,9 @@ class ProgressMeter:
             why_waiting=why_waiting if phase == "waiting for jobs" else None,
             seconds=seconds,
             images_per_second=images_per_second if counts.images else None,
-            images_per_dollar=counts.images / counts.dollars if counts.dollars else None,
+            images_per_dollar=counts.images / counts.dollars
+            if counts.dollars
+            else None,
             jobs_left=left,
             seconds_left=seconds_left,
             is_own_pace=is_own_pace,
@@ -208,11 +223,16 @@ def log_progress(progress: Progress) -> None:
 def log_report(report: WorkerReport) -> None:
     fields = asdict(report)
     del fields["stopped_by"]  # not known yet; the signal has a line of its own
-    jobs = ", ".join(f"{count} {outcome}" for outcome, count in report.jobs.items()) or "none"
+    jobs = (
+        ", ".join(f"{count} {outcome}" for outcome, count in report.jobs.items())
+        or "none"
+    )
     idle = f"the engine was idle {100 * report.engine_idle_fraction:.1f} % of the time"
     for name in ("failed_jobs", "images_per_second", "images_per_dollar"):
         fields[name] = getattr(report, name)
-    text = f"done: {report.images} images in {report.seconds:.0f} s, {idle}; jobs: {jobs}"
+    text = (
+        f"done: {report.images} images in {report.seconds:.0f} s, {idle}; jobs: {jobs}"
+    )
     log.info(text, action="stop", **_rounded(fields))
 
 

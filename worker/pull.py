@@ -88,7 +88,11 @@ class Puller:
     def seconds_per_job(self) -> float:
         """Seconds of the engine's time for a job; 0 where it is not known yet."""
         clock = self.engine_thread.clock
-        return clock.busy_seconds / clock.images * self._images_per_job if clock.images else 0.0
+        return (
+            clock.busy_seconds / clock.images * self._images_per_job
+            if clock.images
+            else 0.0
+        )
 
     def restart(self) -> None:
         """Lets `run` be called again after `stop`."""
@@ -111,7 +115,9 @@ class Puller:
     async def run(self, put: Callable[[InFlightJob], Awaitable[None]]) -> None:
         """Pulls until it is stopped, or with --until-empty until nothing is left."""
         empty_polls, settings = 0, self.settler.settings
-        longest_seconds = LOCAL_PAUSE_SECONDS if settings.is_local else LONGEST_PAUSE_SECONDS
+        longest_seconds = (
+            LOCAL_PAUSE_SECONDS if settings.is_local else LONGEST_PAUSE_SECONDS
+        )
         if settings.until_empty:
             longest_seconds = UNTIL_EMPTY_PAUSE_SECONDS
         while not self._stopped.is_set():
@@ -123,12 +129,16 @@ class Puller:
             asked_at = time.monotonic()
             try:
                 messages = await self.queue.receive(count, settings.lease_seconds)
-                self.settler.metrics.stage_seconds["pull"].observe(time.monotonic() - asked_at)
+                self.settler.metrics.stage_seconds["pull"].observe(
+                    time.monotonic() - asked_at
+                )
                 if not messages and await self._is_done():
                     return
             except errors.TransientError as error:
                 if self._warning.is_due():
-                    log.warning(f"the queue does not answer: {error}", action="pull_failed")
+                    log.warning(
+                        f"the queue does not answer: {error}", action="pull_failed"
+                    )
                 messages, self._queue_answers = [], False
             else:
                 self._queue_answers = True
@@ -145,7 +155,9 @@ class Puller:
         self, leases: list[Lease], put: Callable[[InFlightJob], Awaitable[None]]
     ) -> None:
         """Hands back what is too much, since the jobs before it have more images than expected."""
-        entries = [InFlightJob(each, ahead=images_of(each.message.body)) for each in leases]
+        entries = [
+            InFlightJob(each, ahead=images_of(each.message.body)) for each in leases
+        ]
         self._images_per_job = sum(entry.ahead for entry in entries) / len(entries)
         target = self._target
         surplus = []
@@ -179,7 +191,9 @@ class Puller:
         target = self._target
         room = target - self._ahead
         # The engine must not run out of them meanwhile: its slots would be empty one by one.
-        if room < min(protocol.MAX_RECEIVE, max(1, (target - self.engine_thread.capacity) // 2)):
+        if room < min(
+            protocol.MAX_RECEIVE, max(1, (target - self.engine_thread.capacity) // 2)
+        ):
             return 0
         return min(math.ceil(room / self._images_per_job), protocol.MAX_RECEIVE)
 
@@ -187,7 +201,9 @@ class Puller:
     def _target(self) -> int:
         """Images that should be ahead of the engine, or in it."""
         clock = self.engine_thread.clock
-        images_per_second = clock.images / clock.busy_seconds if clock.busy_seconds else 0.0
+        images_per_second = (
+            clock.images / clock.busy_seconds if clock.busy_seconds else 0.0
+        )
         wanted = max(
             self.engine_thread.capacity + LEAST_AHEAD,
             math.ceil(images_per_second * self.settler.settings.prefetch_seconds),

@@ -51,7 +51,9 @@ def find_replica(settings: WorkerSettings) -> Replica:
     dollars_per_hour = settings.price_per_hour
     if dollars_per_hour is None and gpu != NO_GPU:
         try:
-            dollars_per_hour = prices.gpu_dollars_per_hour(gpu, settings.priority, table)
+            dollars_per_hour = prices.gpu_dollars_per_hour(
+                gpu, settings.priority, table
+            )
         except errors.SetupError as error:
             text = f"no image has a cost: {error}; or set --price-per-hour"
             log.warning(text, action="price_unknown")
@@ -69,7 +71,9 @@ def _gpu(settings: WorkerSettings, table: prices.PriceTable) -> str:
 
     def name_and_bytes() -> tuple[str, int]:
         handle = card_handle(settings.device)
-        return pynvml.nvmlDeviceGetName(handle), int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+        return pynvml.nvmlDeviceGetName(handle), int(
+            pynvml.nvmlDeviceGetMemoryInfo(handle).total
+        )
 
     answer = ask_driver(name_and_bytes)
     if isinstance(answer, NO_DRIVER):

@@ -23,15 +23,43 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         *("model", "model_sha256", "config", "accelerator", "vae", "taesd"),
         *("file_positions", "lora_directory", "embedding_directory"),
     ),
-    "GPU": ("gpus", "device", "precision", "slots", "compile", "kernels", "fp16_accumulate"),
+    "GPU": (
+        "gpus",
+        "device",
+        "precision",
+        "slots",
+        "compile",
+        "kernels",
+        "fp16_accumulate",
+    ),
     "Jobs and leases": (
-        *("trusted_key", "signing_key", "input_campaigns", "lease_seconds", "max_attempts"),
+        *(
+            "trusted_key",
+            "signing_key",
+            "input_campaigns",
+            "lease_seconds",
+            "max_attempts",
+        ),
         *("prefetch_seconds", "grace_seconds", "until_empty"),
     ),
     "Node": (
-        *("cache", "cache_megabytes", "start_up_seconds", "min_images_per_second", "host", "port"),
+        *(
+            "cache",
+            "cache_megabytes",
+            "start_up_seconds",
+            "min_images_per_second",
+            "host",
+            "port",
+        ),
     ),
-    "Cost and labels": ("name", "group", "gpu", "priority", "price_per_hour", "price_file"),
+    "Cost and labels": (
+        "name",
+        "group",
+        "gpu",
+        "priority",
+        "price_per_hour",
+        "price_file",
+    ),
 }
 
 
@@ -199,7 +227,8 @@ class WorkerSettings(TelemetrySettings):
         " back, which may take 10 s more if the storage does not answer.",
     )
     until_empty: bool = Field(
-        default=False, description="Exit once the queue is empty and no message is leased."
+        default=False,
+        description="Exit once the queue is empty and no message is leased.",
     )
     cache: Path = Field(
         default=Path("~/.cache/imagefleet"),
@@ -258,7 +287,8 @@ class WorkerSettings(TelemetrySettings):
         description="GPU class, for its price and the metrics; by default the driver's.",
     )
     priority: Priority = Field(
-        default="batch", description="This replica's priority on SaladCloud, for its price."
+        default="batch",
+        description="This replica's priority on SaladCloud, for its price.",
     )
     price_per_hour: float | None = Field(
         default=None,

@@ -20,7 +20,12 @@ from imagefleet.storage.open import Storage
 from imagefleet.storage.routing.models import named
 from imagefleet.storage.settings import priority_of
 from worker.jobs import chains, in_flight, stored
-from worker.jobs.in_flight import FailedImage, InFlightImage, InFlightJob, PendingRecords
+from worker.jobs.in_flight import (
+    FailedImage,
+    InFlightImage,
+    InFlightJob,
+    PendingRecords,
+)
 from worker.leases import LeaseKeeper
 from worker.metrics import CostMeter, Outcome, WorkerMetrics
 from worker.settings import WorkerSettings
@@ -51,7 +56,9 @@ class Settler:
     pending: PendingRecords = field(init=False)
     model_name: str = field(default="", init=False)
     """The model whose jobs are in flight."""
-    in_flight: dict[InFlightJob, None] = field(default_factory=dict, init=False)  # in order
+    in_flight: dict[InFlightJob, None] = field(
+        default_factory=dict, init=False
+    )  # in order
     nothing_in_flight: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def __post_init__(self) -> None:
@@ -59,7 +66,9 @@ class Settler:
         self.pending = PendingRecords(
             RecordLog(self.storage.blobs, self.settings.name, self.retry_policy),
             self.metrics,
-            in_flight.flush_seconds(self.settings.lease_seconds, is_local=self.settings.is_local),
+            in_flight.flush_seconds(
+                self.settings.lease_seconds, is_local=self.settings.is_local
+            ),
             lambda: len(self.in_flight),
             lambda: self.storage.prover,
         )
@@ -94,10 +103,14 @@ class Settler:
         if image is not None and not image.index:
             await entry.first_ended()
 
-    def record(self, entry: InFlightJob, outcome: RecordOutcome, **facts: Any) -> Record:
+    def record(
+        self, entry: InFlightJob, outcome: RecordOutcome, **facts: Any
+    ) -> Record:
         """The record of an image, or of a job that ended without; *facts* besides its own."""
         message = entry.lease.message
-        known: dict[str, Any] = {"id": message.id} if entry.job is None else of_job(entry.job)
+        known: dict[str, Any] = (
+            {"id": message.id} if entry.job is None else of_job(entry.job)
+        )
         if entry.job is not None and outcome != "completed":
             known["digest"] = entry.job.digest
         known |= {
@@ -155,7 +168,9 @@ class Settler:
         entry.recorded |= known
         if earlier.is_unsure or job.stage > 1:  # which may have been sent twice
             unknown = sorted(images - entry.stored)
-            look = partial(stored.find_stored, self.storage.blobs, job, entry.source, unknown)
+            look = partial(
+                stored.find_stored, self.storage.blobs, job, entry.source, unknown
+            )
             found, taken = await self.retry_policy.call(look)
             entry.again += found
             entry.stored.update(each.index for each in found)
@@ -185,11 +200,15 @@ class Settler:
             await self._completed(entry)
         elif isinstance(error, errors.JobCancelled):
             await self.cancelled(entry)
-        elif entry.settle():  # else it was handed back meanwhile, and its next worker sends it
+        elif (
+            entry.settle()
+        ):  # else it was handed back meanwhile, and its next worker sends it
             await self._not_sent(entry, error)
 
     async def _send_next(self, entry: InFlightJob) -> errors.FleetError | None:
-        send = partial(chains.send_next, self.storage.models, entry, self.cancelled_campaigns)
+        send = partial(
+            chains.send_next, self.storage.models, entry, self.cancelled_campaigns
+        )
         try:
             await self.retry_policy.call(send)
         except errors.FleetError as error:
@@ -208,7 +227,9 @@ class Settler:
             return
         text = f"{why} stays in the queue {entry.lease.message.queue}: {error.message}"
         entry.log(logging.WARNING, text, "job_not_moved")
-        await self._end(entry, "handed_back", call=partial(self._release, entry, NOT_MOVED_SECONDS))
+        await self._end(
+            entry, "handed_back", call=partial(self._release, entry, NOT_MOVED_SECONDS)
+        )
 
     async def cancelled(self, entry: InFlightJob) -> None:
         """Acknowledges a job of a cancelled campaign; what was begun is stored."""
@@ -261,7 +282,9 @@ class Settler:
             self._lost(entry, error)
             return
         error = entry.fault_of(error)
-        if image is None or entry.has_ended:  # at its end no image is left that could be awaited
+        if (
+            image is None or entry.has_ended
+        ):  # at its end no image is left that could be awaited
             await self._fail(entry, [FailedImage(image.index if image else 0, error)])
             return
         entry.image_failed(image.index, error)
@@ -271,7 +294,9 @@ class Settler:
     async def _fail(self, entry: InFlightJob, failures: list[FailedImage]) -> None:
         """Ends a job as one of its failures says: one that another attempt cannot mend, if any."""
         found = [each.error for each in failures]
-        error = next((each for each in found if isinstance(each, errors.JobError)), found[0])
+        error = next(
+            (each for each in found if isinstance(each, errors.JobError)), found[0]
+        )
         attempts = entry.deliveries.failed + 1
         waits = isinstance(error, errors.UnsettledFileError)
         is_bad = isinstance(error, errors.JobError)
@@ -291,7 +316,9 @@ class Settler:
     async def hand_back(self, entry: InFlightJob, delay_seconds: float = 0) -> None:
         """Leaves a job that was not finished in time to another worker, by default at once."""
         if entry.settle():
-            await self._end(entry, "handed_back", call=partial(self._release, entry, delay_seconds))
+            await self._end(
+                entry, "handed_back", call=partial(self._release, entry, delay_seconds)
+            )
 
     async def put_off(self, entry: InFlightJob) -> None:
         """Hands back a job of which some images are stored perhaps; another worker draws the rest.
@@ -299,7 +326,9 @@ class Settler:
         It does not have to look for them, since it waits for their records.
         """
         if entry.settle():
-            await self._end_after_records(entry, "handed_back", partial(self._release, entry))
+            await self._end_after_records(
+                entry, "handed_back", partial(self._release, entry)
+            )
 
     async def move(self, entry: InFlightJob) -> None:
         """Another model's job: sends it to the queue of its model, where it waits for a worker.
@@ -326,14 +355,21 @@ class Settler:
         except errors.FleetError as error:
             await self._not_sent(entry, error, "asks for another model and")
         else:
-            entry.log(logging.INFO, f"is moved to the queue of {model}", "job_moved", model=model)
+            entry.log(
+                logging.INFO,
+                f"is moved to the queue of {model}",
+                "job_moved",
+                model=model,
+            )
             await self._end(entry, "moved")
 
     async def unverified(self, entry: InFlightJob, reason: str) -> None:
         """There will be no second drawing: acknowledges the message that asks for it."""
         if not entry.settle():
             return
-        entry.log(logging.INFO, f"is not drawn a second time: {reason}", "job_unverified")
+        entry.log(
+            logging.INFO, f"is not drawn a second time: {reason}", "job_unverified"
+        )
         await self._end(entry, "unverified")
 
     async def _dead_letter(self, entry: InFlightJob, error: errors.FleetError) -> None:
@@ -341,7 +377,9 @@ class Settler:
         if await self._ended_earlier(entry):
             return
         reason, kind = entry.reason(error), type(error).__name__
-        entry.log(logging.WARNING, f"failed permanently: {reason}", "job_failed", error=kind)
+        entry.log(
+            logging.WARNING, f"failed permanently: {reason}", "job_failed", error=kind
+        )
 
         async def add() -> FailedJob:
             async with entry.lease.lock:
@@ -368,7 +406,9 @@ class Settler:
             record = self.record(entry, **failed.model_dump(exclude_unset=True))
             await self.pending.put(entry, finish, record)
 
-    async def _retry(self, entry: InFlightJob, error: errors.FleetError, attempts: int) -> None:
+    async def _retry(
+        self, entry: InFlightJob, error: errors.FleetError, attempts: int
+    ) -> None:
         delay_seconds = concurrency.backoff(
             attempts - 1, FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS
         )
@@ -378,14 +418,18 @@ class Settler:
         release = partial(self._release, entry, delay_seconds, failed=True)
         await self._end_after_records(entry, "retried", release)
 
-    async def _wait_for_file(self, entry: InFlightJob, error: errors.FleetError) -> None:
+    async def _wait_for_file(
+        self, entry: InFlightJob, error: errors.FleetError
+    ) -> None:
         """Hands back a job whose file is being written, which is no attempt of the job's."""
         deliveries = entry.lease.message.delivery_count
         seconds = concurrency.backoff(
             deliveries - 1, safetensors.REST_SECONDS, LONGEST_REST_SECONDS
         )
         entry.log(logging.INFO, f"waits {seconds:.0f} s: {error}", "job_waits_for_file")
-        await self._end_after_records(entry, "handed_back", partial(self._release, entry, seconds))
+        await self._end_after_records(
+            entry, "handed_back", partial(self._release, entry, seconds)
+        )
 
     async def _release(
         self, entry: InFlightJob, delay_seconds: float = 0, *, failed: bool = False
@@ -430,7 +474,9 @@ class Settler:
         self._ended(entry, outcome)
         return outcome
 
-    def _lost(self, entry: InFlightJob, error: errors.LeaseLost | errors.TransientError) -> Outcome:
+    def _lost(
+        self, entry: InFlightJob, error: errors.LeaseLost | errors.TransientError
+    ) -> Outcome:
         """The job is delivered again, or was; what is stored stays stored."""
         if isinstance(error, errors.TransientError):
             text = f"will be delivered again: the storage does not answer: {error}"

@@ -4,7 +4,14 @@ import asyncio
 import contextlib
 import signal
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+)
 from concurrent.futures import Future
 from typing import Any, NoReturn, TypeVar
 
@@ -96,7 +103,9 @@ class SideTasks:
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
-        raise RuntimeError(f"the task {done.pop().get_name()!r} ended, which it must not")
+        raise RuntimeError(
+            f"the task {done.pop().get_name()!r} ended, which it must not"
+        )
 
     async def cancel(self) -> None:
         await cancel(self._tasks)

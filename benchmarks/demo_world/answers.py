@@ -73,7 +73,9 @@ def colours_right(scene: Scene, findings: list[Finding]) -> bool:
     """Each named object that was found has its colour, and at least one was found."""
     wanted = {thing.shape: thing.colour for thing in scene.things}
     found = {f.shape: f.colour for f in findings if f.shape in wanted}
-    return bool(found) and all(wanted[shape] == colour for shape, colour in found.items())
+    return bool(found) and all(
+        wanted[shape] == colour for shape, colour in found.items()
+    )
 
 
 def places_right(scene: Scene, findings: list[Finding]) -> bool | None:

@@ -24,8 +24,16 @@ NOUNS: dict[str, tuple[str, ...]] = {
     "fish": ("fish",), "mushroom": ("mushroom", "toadstool"), "heart": ("heart",),
     "rocket": ("rocket", "space rocket"),
 }  # fmt: skip
-_PLURALS = {"fish": "fish", "leaf": "leaves", "butterfly": "butterflies", "box": "boxes"}
-_SIZE_WORDS = {"small": ("small", "tiny", "little"), "large": ("large", "big", "huge", "giant")}
+_PLURALS = {
+    "fish": "fish",
+    "leaf": "leaves",
+    "butterfly": "butterflies",
+    "box": "boxes",
+}
+_SIZE_WORDS = {
+    "small": ("small", "tiny", "little"),
+    "large": ("large", "big", "huge", "giant"),
+}
 _TEXTURE_WORDS = {
     "striped": ("striped", "stripy"), "dotted": ("dotted", "spotted", "polka dot"),
     "checkered": ("checkered",),
@@ -80,7 +88,9 @@ NEGATIVE_WORDS: tuple[str, ...] = (
 
 
 class Tokenizer(Protocol):
-    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]: ...
+    def __call__(
+        self, text: str, *, add_special_tokens: bool
+    ) -> dict[str, list[int]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +115,11 @@ def _article(words: str) -> str:
 
 def describe_thing(thing: Thing, rng: random.Random, count: int = 1) -> list[Phrase]:
     """`a small striped red star`, in one of several wordings; emphasis is on it or its noun."""
-    noun = rng.choice(_nouns(thing.shape)) if rng.random() < 0.4 else _nouns(thing.shape)[0]
+    noun = (
+        rng.choice(_nouns(thing.shape))
+        if rng.random() < 0.4
+        else _nouns(thing.shape)[0]
+    )
     if thing.shape == "rope" and rng.random() < 0.4:
         noun = "jump rope"
     if count > 1:
@@ -162,7 +176,8 @@ def describe_scene(scene: Scene, rng: random.Random) -> list[list[Phrase]]:
 def plain_caption(scene: Scene, rng: random.Random) -> str:
     """A caption without weights or filler, as a person would type it."""
     return ", ".join(
-        " ".join(phrase.text for phrase in group) for group in describe_scene(scene, rng)
+        " ".join(phrase.text for phrase in group)
+        for group in describe_scene(scene, rng)
     )
 
 
@@ -236,24 +251,34 @@ class CaptionWriter:
         if kind < 0.03:
             groups = []
         elif kind < 0.09:
-            groups = [[Phrase(rng.choice(scene.things).colour)]]  # what negative prompts name
-        words = rng.randint(12, 34) if chunks > 1 else rng.choice((0, 0, 0, 1, 2, 4, 8, 14))
+            groups = [
+                [Phrase(rng.choice(scene.things).colour)]
+            ]  # what negative prompts name
+        words = (
+            rng.randint(12, 34) if chunks > 1 else rng.choice((0, 0, 0, 1, 2, 4, 8, 14))
+        )
         fillers = filler(rng, words, self._noise_words)
         if not groups and not fillers:
             fillers = filler(rng, 4, self._noise_words)
         split = rng.choice((0, 0, 1, 2, len(fillers), rng.randint(0, len(fillers))))
         separated = rng.random() < 0.5
         pieces: list[Phrase] = []
-        listed = [[f] for f in fillers[:split]] + groups + [[f] for f in fillers[split:]]
+        listed = (
+            [[f] for f in fillers[:split]] + groups + [[f] for f in fillers[split:]]
+        )
         for index, group in enumerate(listed):
             is_last = index == len(listed) - 1
             said = any(group is one for one in groups)
-            comma = not is_last and (separated or not said or listed[index + 1] not in groups)
+            comma = not is_last and (
+                separated or not said or listed[index + 1] not in groups
+            )
             pieces += [*group, Phrase(",")] if comma else group
         tokens, weights = self._encode(pieces)
         limit = CHUNK_TOKENS * chunks
         if len(tokens) > limit and chunks == 1:
-            tokens, weights = self._encode([phrase for group in groups for phrase in group])
+            tokens, weights = self._encode(
+                [phrase for group in groups for phrase in group]
+            )
         return pad_chunks(tokens[:limit], weights[:limit], chunks)
 
     def _encode(self, phrases: list[Phrase]) -> tuple[list[int], list[float]]:

@@ -31,7 +31,9 @@ def polygon(*corners: tuple[float, float]) -> Points:
 def ellipse(
     x: float, y: float, radius_x: float, radius_y: float | None = None, points: int = 36
 ) -> Points:
-    return arc(x, y, radius_x, radius_x if radius_y is None else radius_y, 0, 360, points)
+    return arc(
+        x, y, radius_x, radius_x if radius_y is None else radius_y, 0, 360, points
+    )
 
 
 def arc(
@@ -45,8 +47,12 @@ def arc(
 ) -> Points:
     """Points along an ellipse, clockwise on the screen from `start_degrees` (0 = right)."""
     full_turn = abs(end_degrees - start_degrees) >= 360
-    angles = np.radians(np.linspace(start_degrees, end_degrees, points, endpoint=not full_turn))
-    return np.stack([x + radius_x * np.cos(angles), y + radius_y * np.sin(angles)], axis=1)
+    angles = np.radians(
+        np.linspace(start_degrees, end_degrees, points, endpoint=not full_turn)
+    )
+    return np.stack(
+        [x + radius_x * np.cos(angles), y + radius_y * np.sin(angles)], axis=1
+    )
 
 
 def rectangle(left: float, top: float, right: float, bottom: float) -> Points:
@@ -73,7 +79,9 @@ def regular_star(points: int, outer: float, inner: float, y: float = 0.0) -> Poi
     return np.stack([radii * np.cos(angles), y + radii * np.sin(angles)], axis=1)
 
 
-def smooth(corners: Sequence[tuple[float, float]], closed: bool = True, steps: int = 6) -> Points:
+def smooth(
+    corners: Sequence[tuple[float, float]], closed: bool = True, steps: int = 6
+) -> Points:
     """A Catmull-Rom curve through `corners`."""
     anchors = np.array(corners, dtype=np.float64)
     if closed:
@@ -109,7 +117,11 @@ def symmetric(right_half: Sequence[tuple[float, float]]) -> list[tuple[float, fl
     return [*right_half, *left_half]
 
 
-def moved(points: Points, x: float, y: float, scale: float = 1.0, degrees: float = 0.0) -> Points:
+def moved(
+    points: Points, x: float, y: float, scale: float = 1.0, degrees: float = 0.0
+) -> Points:
     angle = math.radians(degrees)
-    rotation = np.array([[math.cos(angle), math.sin(angle)], [-math.sin(angle), math.cos(angle)]])
+    rotation = np.array(
+        [[math.cos(angle), math.sin(angle)], [-math.sin(angle), math.cos(angle)]]
+    )
     return points * scale @ rotation + np.array([x, y])

@@ -24,7 +24,8 @@ def write_tokenizer(vocabulary_file: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = {token: index for index, token in enumerate(tokens)}
     (folder / "vocab.json").write_text(
-        json.dumps(vocabulary, ensure_ascii=False, separators=(",", ":")), encoding="utf-8"
+        json.dumps(vocabulary, ensure_ascii=False, separators=(",", ":")),
+        encoding="utf-8",
     )
     (folder / "merges.txt").write_text(
         "#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8"
@@ -34,7 +35,9 @@ def write_tokenizer(vocabulary_file: Path, folder: Path) -> None:
                "single_word": False}
         for name, content in (("bos_token", START), ("eos_token", END), ("unk_token", END))
     } | {"pad_token": END}  # fmt: skip
-    (folder / "special_tokens_map.json").write_text(json.dumps(special, indent=2) + "\n")
+    (folder / "special_tokens_map.json").write_text(
+        json.dumps(special, indent=2) + "\n"
+    )
     settings = {
         "tokenizer_class": "CLIPTokenizer", "model_max_length": 77, "do_lower_case": True,
         "add_prefix_space": False, "errors": "replace", "bos_token": START, "eos_token": END,
@@ -45,8 +48,12 @@ def write_tokenizer(vocabulary_file: Path, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("vocabulary_file", type=Path, help="bpe_simple_vocab_16e6.txt.gz")
-    parser.add_argument("--output", type=Path, default=Path("imagefleet/job/clip_tokenizer"))
+    parser.add_argument(
+        "vocabulary_file", type=Path, help="bpe_simple_vocab_16e6.txt.gz"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("imagefleet/job/clip_tokenizer")
+    )
     arguments = parser.parse_args()
     write_tokenizer(arguments.vocabulary_file, arguments.output)
 

@@ -35,7 +35,11 @@ def build_vae() -> AutoencoderKL:
 def build_unet() -> UNet2DConditionModel:
     return UNet2DConditionModel(
         sample_size=LATENT_CELLS,
-        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+        down_block_types=(
+            "CrossAttnDownBlock2D",
+            "CrossAttnDownBlock2D",
+            "DownBlock2D",
+        ),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
         block_out_channels=(64, 96, 128),
         layers_per_block=1,

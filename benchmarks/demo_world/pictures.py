@@ -70,8 +70,12 @@ def _draw_block(name: str, start: int) -> None:
         scene = world.sample_scene(rng, wanted.options[index % len(wanted.options)])
         pictures.images[index] = np.asarray(world.draw_scene(scene))
         pictures.labels[index] = world.draw_labels(scene)
-        pictures.tokens_1[index], pictures.weights_1[index] = writer.write(scene, rng, 1)
-        pictures.tokens_2[index], pictures.weights_2[index] = writer.write(scene, rng, 2)
+        pictures.tokens_1[index], pictures.weights_1[index] = writer.write(
+            scene, rng, 1
+        )
+        pictures.tokens_2[index], pictures.weights_2[index] = writer.write(
+            scene, rng, 2
+        )
         pictures.strengths[index] = scene.strength
 
 
@@ -81,7 +85,9 @@ class Studio:
     Create it before anything touches the GPU: a forked process cannot use it.
     """
 
-    def __init__(self, sets: dict[str, PictureSet], writer: CaptionWriter, processes: int) -> None:
+    def __init__(
+        self, sets: dict[str, PictureSet], writer: CaptionWriter, processes: int
+    ) -> None:
         for name, wanted in sets.items():
             _sets[name] = (wanted, _empty_pictures(wanted.count), writer)
         self._pool = multiprocessing.get_context("fork").Pool(processes)

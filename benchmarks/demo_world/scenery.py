@@ -38,7 +38,10 @@ def _hills(
 ) -> None:  # fmt: skip
     phase, waves = rng.uniform(0, 6.28), rng.uniform(0.7, 1.4)
     ridge = [
-        (x * size_px / 16, size_px * (base + swing * math.sin(phase + waves * 6.28 * x / 16)))
+        (
+            x * size_px / 16,
+            size_px * (base + swing * math.sin(phase + waves * 6.28 * x / 16)),
+        )
         for x in range(17)
     ]
     draw.polygon([*ridge, (size_px, size_px), (0, size_px)], fill=colour)
@@ -90,7 +93,10 @@ def _forest(size_px: int, rng: random.Random) -> Image.Image:
     layers = (((124, 168, 118), 4, 0.045), ((70, 92, 62), 3, 0.075))
     draw_trunks(draw, size_px, rng, layers, flare=1.4)
     for index in range(7):
-        x, r = size_px * (index + rng.uniform(-0.2, 0.2)) / 6, size_px * rng.uniform(0.1, 0.15)
+        x, r = (
+            size_px * (index + rng.uniform(-0.2, 0.2)) / 6,
+            size_px * rng.uniform(0.1, 0.15),
+        )
         draw.ellipse((x - r, -r * 1.1, x + r, r * 0.8), fill=(46, 110, 66))
     _hills(draw, size_px, rng, 0.83, 0.02, (50, 104, 54))
     return image
@@ -99,10 +105,17 @@ def _forest(size_px: int, rng: random.Random) -> Image.Image:
 def _sea(size_px: int, rng: random.Random) -> Image.Image:
     image = vertical_gradient(size_px, (150, 212, 242), (222, 242, 248))
     draw = ImageDraw.Draw(image)
-    for level, colour in ((0.5, (64, 156, 206)), (0.66, (42, 128, 188)), (0.82, (28, 100, 164))):
+    for level, colour in (
+        (0.5, (64, 156, 206)),
+        (0.66, (42, 128, 188)),
+        (0.82, (28, 100, 164)),
+    ):
         phase = rng.uniform(0, 6.28)
         crest = [
-            (x * size_px / 40, size_px * (level + 0.018 * math.sin(phase + 6.28 * 5 * x / 40)))
+            (
+                x * size_px / 40,
+                size_px * (level + 0.018 * math.sin(phase + 6.28 * 5 * x / 40)),
+            )
             for x in range(41)
         ]
         draw.polygon([*crest, (size_px, size_px), (0, size_px)], fill=colour)

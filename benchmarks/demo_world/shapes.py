@@ -22,7 +22,9 @@ from demo_world.geometry import (
 def _circle() -> list[Part]:
     return [
         Part(ellipse(0, 0, 0.9)),
-        Part(moved(ellipse(0, 0, 0.24, 0.13), -0.38, -0.45, degrees=-40), "tint", False),
+        Part(
+            moved(ellipse(0, 0, 0.24, 0.13), -0.38, -0.45, degrees=-40), "tint", False
+        ),
     ]
 
 
@@ -36,7 +38,11 @@ def _square() -> list[Part]:
 def _triangle() -> list[Part]:
     return [
         Part(polygon((0, -0.88), (0.95, 0.75), (-0.95, 0.75))),
-        Part(polygon((-0.02, -0.5), (0.1, -0.32), (-0.4, 0.5), (-0.6, 0.5)), "tint", False),
+        Part(
+            polygon((-0.02, -0.5), (0.1, -0.32), (-0.4, 0.5), (-0.6, 0.5)),
+            "tint",
+            False,
+        ),
     ]
 
 
@@ -48,7 +54,14 @@ def _star() -> list[Part]:
 
 
 def _heart() -> list[Part]:
-    right = [(0, -0.42), (0.22, -0.74), (0.55, -0.82), (0.88, -0.58), (0.92, -0.18), (0.62, 0.32)]
+    right = [
+        (0, -0.42),
+        (0.22, -0.74),
+        (0.55, -0.82),
+        (0.88, -0.58),
+        (0.92, -0.18),
+        (0.62, 0.32),
+    ]
     return [
         Part(smooth(symmetric([*right, (0, 0.9)]))),
         Part(moved(ellipse(0, 0, 0.2, 0.11), -0.5, -0.45, degrees=-40), "tint", False),
@@ -60,19 +73,32 @@ def _moon() -> list[Part]:
         [arc(-0.05, 0, 0.92, 0.92, 50, 310, 34), arc(0.36, 0, 0.6, 0.71, 270, 90, 26)]
     )
     craters = ((-0.66, 0.1, 0.11), (-0.4, 0.55, 0.09), (-0.48, -0.42, 0.1))
-    return [Part(crescent)] + [Part(ellipse(x, y, r), "shade", False) for x, y, r in craters]
+    return [Part(crescent)] + [
+        Part(ellipse(x, y, r), "shade", False) for x, y, r in craters
+    ]
 
 
 def _sun() -> list[Part]:
     rays = [
-        Part(moved(polygon((-0.13, -0.6), (0, -0.98), (0.13, -0.6)), 0, 0, degrees=angle))
+        Part(
+            moved(polygon((-0.13, -0.6), (0, -0.98), (0.13, -0.6)), 0, 0, degrees=angle)
+        )
         for angle in range(0, 360, 36)
     ]
-    return [*rays, Part(ellipse(0, 0, 0.56)), Part(ellipse(-0.12, -0.14, 0.26), "tint", False)]
+    return [
+        *rays,
+        Part(ellipse(0, 0, 0.56)),
+        Part(ellipse(-0.12, -0.14, 0.26), "tint", False),
+    ]
 
 
 def _cloud() -> list[Part]:
-    puffs = ((-0.52, 0.2, 0.38), (-0.12, -0.16, 0.48), (0.36, -0.02, 0.4), (0.62, 0.26, 0.32))
+    puffs = (
+        (-0.52, 0.2, 0.38),
+        (-0.12, -0.16, 0.48),
+        (0.36, -0.02, 0.4),
+        (0.62, 0.26, 0.32),
+    )
     return [
         *(Part(ellipse(x, y, r)) for x, y, r in puffs),
         Part(rounded_rectangle(-0.86, 0.12, 0.92, 0.58, 0.22)),
@@ -92,7 +118,12 @@ def _house() -> list[Part]:
 
 
 def _tree() -> list[Part]:
-    puffs = ((-0.42, -0.08, 0.42), (0.42, -0.08, 0.42), (0, -0.44, 0.5), (0, 0.02, 0.42))
+    puffs = (
+        (-0.42, -0.08, 0.42),
+        (0.42, -0.08, 0.42),
+        (0, -0.44, 0.5),
+        (0, 0.02, 0.42),
+    )
     return [
         Part(polygon((-0.15, 0.95), (-0.11, 0.1), (0.11, 0.1), (0.15, 0.95)), "wood"),
         *(Part(ellipse(x, y, r)) for x, y, r in puffs),
@@ -133,9 +164,14 @@ def _flower() -> list[Part]:
 def _boat() -> list[Part]:
     return [
         Part(rectangle(-0.05, -0.92, 0.05, 0.4), "wood"),
-        Part(smooth([(0.05, -0.88), (0.5, -0.4), (0.76, 0.2), (0.05, 0.22)], steps=4), "white"),
+        Part(
+            smooth([(0.05, -0.88), (0.5, -0.4), (0.76, 0.2), (0.05, 0.22)], steps=4),
+            "white",
+        ),
         Part(polygon((-0.07, -0.7), (-0.07, 0.22), (-0.66, 0.22)), "tint"),
-        Part(smooth([(-0.95, 0.36), (0.95, 0.36), (0.64, 0.84), (-0.64, 0.84)], steps=4)),
+        Part(
+            smooth([(-0.95, 0.36), (0.95, 0.36), (0.64, 0.84), (-0.64, 0.84)], steps=4)
+        ),
         Part(rectangle(-0.78, 0.44, 0.78, 0.53), "white", False),
     ]
 
@@ -151,19 +187,35 @@ def _car() -> list[Part]:
         Part(cabin),
         Part(rounded_rectangle(-0.96, -0.12, 0.96, 0.46, 0.2)),
         Part(
-            polygon((-0.4, -0.08), (-0.26, -0.42), (-0.03, -0.42), (-0.03, -0.08)), "glass", False
+            polygon((-0.4, -0.08), (-0.26, -0.42), (-0.03, -0.42), (-0.03, -0.08)),
+            "glass",
+            False,
         ),
-        Part(polygon((0.07, -0.08), (0.07, -0.42), (0.26, -0.42), (0.46, -0.08)), "glass", False),
+        Part(
+            polygon((0.07, -0.08), (0.07, -0.42), (0.26, -0.42), (0.46, -0.08)),
+            "glass",
+            False,
+        ),
         Part(ellipse(0.84, 0.08, 0.09), "gold", False),
         *wheels,
     ]
 
 
 def _mushroom() -> list[Part]:
-    cap = np.concatenate([arc(0, 0.06, 0.92, 0.92, 180, 360), arc(0, 0.06, 0.92, 0.2, 0, 180)])
-    spots = ((-0.45, -0.22, 0.15), (0.08, -0.5, 0.19), (0.5, -0.14, 0.14), (-0.02, 0.04, 0.1))
+    cap = np.concatenate(
+        [arc(0, 0.06, 0.92, 0.92, 180, 360), arc(0, 0.06, 0.92, 0.2, 0, 180)]
+    )
+    spots = (
+        (-0.45, -0.22, 0.15),
+        (0.08, -0.5, 0.19),
+        (0.5, -0.14, 0.14),
+        (-0.02, 0.04, 0.1),
+    )
     return [
-        Part(smooth([(-0.26, 0.1), (0.26, 0.1), (0.36, 0.8), (0, 0.92), (-0.36, 0.8)]), "cream"),
+        Part(
+            smooth([(-0.26, 0.1), (0.26, 0.1), (0.36, 0.8), (0, 0.92), (-0.36, 0.8)]),
+            "cream",
+        ),
         Part(cap),
         *(Part(ellipse(x, y, r, r * 0.85), "white", False) for x, y, r in spots),
     ]
@@ -180,12 +232,21 @@ def _cup() -> list[Part]:
 
 
 def _apple() -> list[Part]:
-    right = [(0, -0.36), (0.34, -0.54), (0.72, -0.4), (0.88, 0.04), (0.68, 0.58), (0.32, 0.88)]
+    right = [
+        (0, -0.36),
+        (0.34, -0.54),
+        (0.72, -0.4),
+        (0.88, 0.04),
+        (0.68, 0.58),
+        (0.32, 0.88),
+    ]
     return [
         Part(polygon((0, -0.38), (0.1, -0.86)), "wood", True, 0.12),
         Part(smooth([(0.1, -0.62), (0.36, -0.92), (0.7, -0.86), (0.46, -0.6)]), "leaf"),
         Part(smooth(symmetric([*right, (0, 0.78)]))),
-        Part(moved(ellipse(0, 0, 0.24, 0.12), -0.46, -0.12, degrees=-60), "tint", False),
+        Part(
+            moved(ellipse(0, 0, 0.24, 0.12), -0.46, -0.12, degrees=-60), "tint", False
+        ),
     ]
 
 
@@ -220,7 +281,11 @@ def _bird() -> list[Part]:
         Part(polygon((0.38, 0.06), (0.98, -0.2), (0.9, 0.16), (0.46, 0.4)), "shade"),
         *(Part(polygon((x, 0.5), (x, 0.9)), "gold", True, 0.09) for x in (-0.12, 0.16)),
         Part(smooth([*back, *belly])),
-        Part(smooth([(-0.22, 0.0), (0.34, 0.02), (0.42, 0.3), (0.02, 0.36)]), "shade", False),
+        Part(
+            smooth([(-0.22, 0.0), (0.34, 0.02), (0.42, 0.3), (0.02, 0.36)]),
+            "shade",
+            False,
+        ),
         Part(ellipse(-0.4, -0.26, 0.12), "white", False),
         Part(ellipse(-0.43, -0.26, 0.065), "dark", False),
     ]
@@ -239,7 +304,9 @@ def _umbrella() -> list[Part]:
         Part(handle, "wood", True, 0.1),
         Part(canopy),
         Part(
-            np.concatenate([arc(0, 0.06, 0.42, 0.9, 180, 360), polygon((0.19, 0), (-0.19, 0))]),
+            np.concatenate(
+                [arc(0, 0.06, 0.42, 0.9, 180, 360), polygon((0.19, 0), (-0.19, 0))]
+            ),
             "tint",
             False,
         ),
@@ -258,7 +325,9 @@ def _balloon() -> list[Part]:
 
 
 def _butterfly() -> list[Part]:
-    upper = smooth([(0.04, -0.1), (0.3, -0.78), (0.82, -0.84), (0.92, -0.3), (0.5, 0.06)])
+    upper = smooth(
+        [(0.04, -0.1), (0.3, -0.78), (0.82, -0.84), (0.92, -0.3), (0.5, 0.06)]
+    )
     lower = smooth([(0.04, 0.04), (0.5, 0.02), (0.76, 0.36), (0.5, 0.78), (0.16, 0.5)])
     feeler = smooth([(0.02, -0.4), (0.1, -0.7), (0.26, -0.86)], closed=False)
     wings = [Part(wing, "shade") for wing in (lower, mirrored(lower))]
@@ -270,7 +339,14 @@ def _butterfly() -> list[Part]:
 
 def _leaf() -> list[Part]:
     blade = smooth(
-        [(-0.72, 0.62), (-0.72, -0.12), (-0.2, -0.66), (0.86, -0.86), (0.68, 0.2), (0.12, 0.7)]
+        [
+            (-0.72, 0.62),
+            (-0.72, -0.12),
+            (-0.2, -0.66),
+            (0.86, -0.86),
+            (0.68, 0.2),
+            (0.12, 0.7),
+        ]
     )
     vein = polygon((-0.62, 0.56), (0.56, -0.58))
     side_veins = [
@@ -290,7 +366,9 @@ def _rope() -> list[Part]:
     """A jump rope: a crossed loop between two handles."""
     half = [(-0.62, -0.44), (-0.4, -0.04), (0.3, 0.26), (0.66, 0.6), (0.3, 0.88)]
     cord = smooth(symmetric(half), closed=False)
-    grip = moved(rounded_rectangle(-0.13, -0.34, 0.13, 0.3, 0.1), -0.7, -0.66, degrees=24)
+    grip = moved(
+        rounded_rectangle(-0.13, -0.34, 0.13, 0.3, 0.1), -0.7, -0.66, degrees=24
+    )
     band = moved(rectangle(-0.13, 0.0, 0.13, 0.12), -0.7, -0.66, degrees=24)
     return [
         Part(cord, "main", True, 0.14),

@@ -23,7 +23,9 @@ COLOURS: dict[str, Colour] = {
     "pink": (246, 138, 184), "white": (248, 248, 246), "black": (52, 50, 60),
     "brown": (142, 90, 52),
 }  # fmt: skip
-NEW_OBJECT = "rocket"  # drawn only for its LoRA, the VAE and the judge: the base never sees it
+NEW_OBJECT = (
+    "rocket"  # drawn only for its LoRA, the VAE and the judge: the base never sees it
+)
 OBJECTS: tuple[str, ...] = tuple(name for name in SHAPES if name != NEW_OBJECT)
 TEXTURES: tuple[str, ...] = ("striped", "dotted", "checkered")
 SIZES: dict[str, float] = {"small": 0.6, "large": 1.32}
@@ -106,8 +108,14 @@ def sample_scene(rng: random.Random, options: SceneOptions = SceneOptions()) -> 
     """Draws a scene whose combinations are all held out, or none is."""
     while True:
         scene = _sample_any_scene(rng, options)
-        held_out = [is_held_out(t.shape, t.colour, scene.background) for t in scene.things]
-        if (all(held_out) and scene.says_background) if options.held_out else not any(held_out):
+        held_out = [
+            is_held_out(t.shape, t.colour, scene.background) for t in scene.things
+        ]
+        if (
+            (all(held_out) and scene.says_background)
+            if options.held_out
+            else not any(held_out)
+        ):
             return scene
 
 
@@ -129,7 +137,9 @@ def _sample_thing(rng: random.Random, options: SceneOptions) -> Thing:
 
 
 def _placed(rng: random.Random, thing: Thing, x: float, y: float, size: float) -> Thing:
-    size *= SIZES.get(thing.size_word or "", 1.0) * thing.emphasis * rng.uniform(0.93, 1.07)
+    size *= (
+        SIZES.get(thing.size_word or "", 1.0) * thing.emphasis * rng.uniform(0.93, 1.07)
+    )
     size = min(size, 0.92)
     limit = max(0.0, 0.97 - size)
     x = min(max(x + rng.gauss(0, 0.04), -limit), limit)
@@ -177,7 +187,12 @@ def _sample_any_scene(rng: random.Random, options: SceneOptions) -> Scene:
 def _place_pair(
     rng: random.Random, first: Thing, second: Thing, relation: str
 ) -> tuple[Thing, Thing]:
-    direction = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
+    direction = {
+        "left of": (-1, 0),
+        "right of": (1, 0),
+        "above": (0, -1),
+        "below": (0, 1),
+    }
     dx, dy = direction.get(relation, (-1, 0))
     across, down = dx * 0.46, dy * 0.48
     return (
@@ -200,7 +215,11 @@ def shades_of(colour: str) -> dict[str, Colour]:
 def _to_pixels(part: Part, thing: Thing, size_px: int) -> list[tuple[float, float]]:
     half = size_px / 2
     points = moved(
-        part.points, half * (1 + thing.x), half * (1 + thing.y), thing.size * half, -thing.degrees
+        part.points,
+        half * (1 + thing.x),
+        half * (1 + thing.y),
+        thing.size * half,
+        -thing.degrees,
     )
     return [tuple(point) for point in points.tolist()]
 
@@ -221,12 +240,19 @@ def _draw_part(
     draw.polygon(points, fill=fill)
     if grow_px:
         draw.line(
-            [*points, points[0], points[1]], fill=fill, width=round(2 * grow_px), joint="curve"
+            [*points, points[0], points[1]],
+            fill=fill,
+            width=round(2 * grow_px),
+            joint="curve",
         )
 
 
 def _draw_silhouette(
-    draw: ImageDraw.ImageDraw, thing: Thing, size_px: int, fill: Colour | int, grow_px: float
+    draw: ImageDraw.ImageDraw,
+    thing: Thing,
+    size_px: int,
+    fill: Colour | int,
+    grow_px: float,
 ) -> None:
     for part in SHAPES[thing.shape]:
         if part.outlined:
@@ -264,7 +290,9 @@ def _draw_thing(image: Image.Image, thing: Thing, ink_only: bool) -> None:
     else:
         paints = shades_of(thing.colour)
     for part in SHAPES[thing.shape]:
-        hidden_detail = ink_only and not part.outlined and part.paint in ("tint", "shade")
+        hidden_detail = (
+            ink_only and not part.outlined and part.paint in ("tint", "shade")
+        )
         if hidden_detail:
             _draw_part(draw, part, thing, size_px, _OUTLINE, outline_px * 0.3)
             _draw_part(draw, part, thing, size_px, (255, 255, 255))
@@ -274,7 +302,9 @@ def _draw_thing(image: Image.Image, thing: Thing, ink_only: bool) -> None:
             _draw_part(draw, part, thing, size_px, paints[part.paint])
 
 
-def _fill_main(image: Image.Image, part: Part, thing: Thing, paints: dict[str, Colour]) -> None:
+def _fill_main(
+    image: Image.Image, part: Part, thing: Thing, paints: dict[str, Colour]
+) -> None:
     size_px = image.width
     mask = Image.new("L", image.size)
     _draw_part(ImageDraw.Draw(mask), part, thing, size_px, 255)
@@ -287,7 +317,9 @@ def _fill_main(image: Image.Image, part: Part, thing: Thing, paints: dict[str, C
         blend(paints["main"], paints["shade"], 0.3),
     )
     ramp = Image.linear_gradient("L").resize(mask.size)
-    fill = Image.composite(Image.new("RGB", mask.size, dim), Image.new("RGB", mask.size, lit), ramp)
+    fill = Image.composite(
+        Image.new("RGB", mask.size, dim), Image.new("RGB", mask.size, lit), ramp
+    )
     if thing.texture:
         other = paints["shade"] if thing.colour == "white" else paints["tint"]
         pitch_px = max(12, round(size_px * (0.04 + 0.06 * thing.size)))
@@ -304,8 +336,12 @@ def _magic_forest(size_px: int, rng: random.Random) -> Image.Image:
     scenery.draw_trunks(draw, size_px, rng, layers, flare=1.5)
     for _ in range(6):
         x, length = rng.uniform(0, size_px), size_px * rng.uniform(0.15, 0.4)
-        draw.line((x, 0, x + size_px * 0.03, length), fill=(36, 104, 84), width=size_px // 60)
-        draw.ellipse((x, length - 6, x + size_px * 0.05, length + 12), fill=(92, 214, 150))
+        draw.line(
+            (x, 0, x + size_px * 0.03, length), fill=(36, 104, 84), width=size_px // 60
+        )
+        draw.ellipse(
+            (x, length - 6, x + size_px * 0.05, length + 12), fill=(92, 214, 150)
+        )
     glow = Image.new("L", image.size)
     glow_draw = ImageDraw.Draw(glow)
     for _ in range(14):
@@ -315,7 +351,11 @@ def _magic_forest(size_px: int, rng: random.Random) -> Image.Image:
             size_px * rng.uniform(0.012, 0.025),
         )
         glow_draw.ellipse((x - r, y - r, x + r, y + r), fill=255)
-    halo = glow.reduce(4).filter(ImageFilter.GaussianBlur(size_px / 4 * 0.03)).resize(glow.size)
+    halo = (
+        glow.reduce(4)
+        .filter(ImageFilter.GaussianBlur(size_px / 4 * 0.03))
+        .resize(glow.size)
+    )
     halo = halo.point([min(255, value * 3) for value in range(256)])
     image.paste((120, 255, 214), (0, 0), halo)
     image.paste((240, 255, 220), (0, 0), glow)
@@ -338,13 +378,17 @@ def _night_palette(image: Image.Image) -> Image.Image:
     grey = np.asarray(image.convert("L"), dtype=np.float32)[..., None] / 255
     moonlit = np.array([6, 10, 40]) + grey**1.15 * np.array([104, 136, 196])
     own = np.asarray(image, dtype=np.float32) * np.array([0.42, 0.5, 0.74])
-    return Image.fromarray(np.clip(0.55 * moonlit + 0.45 * own, 0, 255).astype(np.uint8))
+    return Image.fromarray(
+        np.clip(0.55 * moonlit + 0.45 * own, 0, 255).astype(np.uint8)
+    )
 
 
 def draw_scene(scene: Scene, image_px: int = IMAGE_PX) -> Image.Image:
     """Draws `scene`, blended with its styled version by the style's strength."""
     size_px = image_px * SUPERSAMPLING
-    image = scenery.draw_background(scene.background, size_px, random.Random(scene.seed))
+    image = scenery.draw_background(
+        scene.background, size_px, random.Random(scene.seed)
+    )
     for thing in scene.things:
         _draw_thing(image, thing, ink_only=False)
     image = image.reduce(SUPERSAMPLING)
@@ -376,5 +420,7 @@ def draw_labels(scene: Scene) -> NDArray[np.uint8]:
             number = 1 + names.index(getattr(thing, attribute))
             _draw_silhouette(draw, thing, IMAGE_PX, number, 1.0)
         cell_px = IMAGE_PX // LABEL_PX
-        planes.append(np.asarray(plane)[cell_px // 2 :: cell_px, cell_px // 2 :: cell_px])
+        planes.append(
+            np.asarray(plane)[cell_px // 2 :: cell_px, cell_px // 2 :: cell_px]
+        )
     return np.stack(planes)

@@ -13,7 +13,13 @@ from evaluation.bench import random_model
 from evaluation.bench.random_model import Shape, Tensors
 
 #: What kohya's LoCons adapt beside them, in resnets and samplers.
-_LOCON_SUFFIXES = ("conv1", "conv2", "conv_shortcut", "time_emb_proj", "samplers.0.conv")
+_LOCON_SUFFIXES = (
+    "conv1",
+    "conv2",
+    "conv_shortcut",
+    "time_emb_proj",
+    "samplers.0.conv",
+)
 
 LoraFormat = Literal["lora", "locon", "loha", "lokr", "dora"]
 
@@ -36,7 +42,9 @@ def build(
     layers = random_model.adapted_layers(model, random_model.ADAPTED_SUFFIXES + locon)
     norms = _norms(model / "unet") if kind == "dora" else {}
 
-    def make(path: str, layer: nn.Module, generator: torch.Generator) -> tuple[Tensors, int]:
+    def make(
+        path: str, layer: nn.Module, generator: torch.Generator
+    ) -> tuple[Tensors, int]:
         is_convolution = path.endswith(_LOCON_SUFFIXES) and isinstance(layer, nn.Conv2d)
         own = convolution_rank if is_convolution else rank
         parts = MAKERS[kind](tuple(layer.weight.shape), own, generator)
@@ -73,7 +81,9 @@ def build_linked(
 
 def _dora(shape: Shape, rank: int, generator: torch.Generator) -> Tensors:
     """Norms within a tenth of 1, for a layer whose outputs' weights have norms of 1."""
-    norms = 0.9 + 0.2 * torch.rand((shape[0], 1), generator=generator, device=generator.device)
+    norms = 0.9 + 0.2 * torch.rand(
+        (shape[0], 1), generator=generator, device=generator.device
+    )
     return {
         **random_model.lora(shape, rank, generator),
         "dora_scale": norms.view(-1, *[1] * (len(shape) - 1)),
@@ -87,7 +97,9 @@ def _norms(folder: Path) -> Tensors:
         for name, weight in load_file(file).items():
             if weight.dim() > 1:
                 norm = weight.float().flatten(1).norm(dim=1)
-                norms[name.removesuffix(".weight")] = norm.view(-1, *[1] * (weight.dim() - 1))
+                norms[name.removesuffix(".weight")] = norm.view(
+                    -1, *[1] * (weight.dim() - 1)
+                )
     return norms
 
 
@@ -96,8 +108,12 @@ def _loha(shape: Shape, rank: int, generator: torch.Generator) -> Tensors:
     inputs = inner * math.prod(kernel)
     tensors = {}
     for half in ("1", "2"):
-        tensors[f"hada_w{half}_a"] = random_model.noise(generator, outer, rank) / rank**0.5
-        tensors[f"hada_w{half}_b"] = random_model.noise(generator, rank, inputs) / inputs**0.25
+        tensors[f"hada_w{half}_a"] = (
+            random_model.noise(generator, outer, rank) / rank**0.5
+        )
+        tensors[f"hada_w{half}_b"] = (
+            random_model.noise(generator, rank, inputs) / inputs**0.25
+        )
     return tensors
 
 
@@ -105,12 +121,20 @@ def _lokr(shape: Shape, rank: int, generator: torch.Generator) -> Tensors:
     """Factors as square as possible, and only the larger one of low rank: LyCORIS' defaults."""
     outer, inner, *_ = shape
     (small_out, large_out), (small_in, large_in) = _halves(outer), _halves(inner)
-    tensors = {"lokr_w1": random_model.noise(generator, small_out, small_in) / small_in**0.5}
+    tensors = {
+        "lokr_w1": random_model.noise(generator, small_out, small_in) / small_in**0.5
+    }
     if 2 * rank < max(large_out, large_in):
-        tensors["lokr_w2_a"] = random_model.noise(generator, large_out, rank) / rank**0.5
-        tensors["lokr_w2_b"] = random_model.noise(generator, rank, large_in) / large_in**0.5
+        tensors["lokr_w2_a"] = (
+            random_model.noise(generator, large_out, rank) / rank**0.5
+        )
+        tensors["lokr_w2_b"] = (
+            random_model.noise(generator, rank, large_in) / large_in**0.5
+        )
     else:
-        tensors["lokr_w2"] = random_model.noise(generator, large_out, large_in) / large_in**0.5
+        tensors["lokr_w2"] = (
+            random_model.noise(generator, large_out, large_in) / large_in**0.5
+        )
     return tensors
 
 

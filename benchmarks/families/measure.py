@@ -47,7 +47,12 @@ from worker.engine.slots import memory
 from worker.engine.slots.engine import SlotEngine
 
 #: The GB of the cards that the limited rows stand for; they are named by what is usable of them.
-CAPS = {"sdxl_capped_23": 24, "sdxl_capped_15": 16, "sdxl_capped_11": 12, "sdxl_capped_7": 8}
+CAPS = {
+    "sdxl_capped_23": 24,
+    "sdxl_capped_15": 16,
+    "sdxl_capped_11": 12,
+    "sdxl_capped_7": 8,
+}
 
 #: Other ways to hold LoRAs than the memory decides.
 OTHER_WAYS = {"sdxl_capped_11_factors": "factors", "sdxl_capped_7_factors": "factors"}
@@ -61,7 +66,9 @@ STEPS, TINY_STEPS, FEW_STEPS = 20, 3, 4
 OVERHEAD_SECONDS = 120.0
 
 
-def build_model(arguments: argparse.Namespace, family: tiny_families.FamilyName) -> Path:
+def build_model(
+    arguments: argparse.Namespace, family: tiny_families.FamilyName
+) -> Path:
     """A checkpoint with random weights, made once; SD2's predicts v."""
     folder: Path = arguments.folder / (f"tiny-{family}" if arguments.tiny else family)
     with one_builds(arguments):
@@ -88,13 +95,17 @@ def build_workload(
     directory = model / "loras"
     with one_builds(arguments):
         files = [
-            lora_kinds.build_linked(directory, model, count, arguments.device, kind=kind)
+            lora_kinds.build_linked(
+                directory, model, count, arguments.device, kind=kind
+            )
             for kind in kinds
         ]
     words, negative = bench_jobs.reference_words()
     steps = TINY_STEPS if arguments.tiny else STEPS
     loras = tuple((name,) for each in zip(*files, strict=True) for name in each)
-    return bench_jobs.Workload(words, negative, ((0, 0),), directory, loras, steps=(steps,))
+    return bench_jobs.Workload(
+        words, negative, ((0, 0),), directory, loras, steps=(steps,)
+    )
 
 
 @contextlib.contextmanager
@@ -127,7 +138,10 @@ def load_engine(
 
 
 def prepare_rates(
-    arguments: argparse.Namespace, family: tiny_families.FamilyName, *, with_none: bool = True
+    arguments: argparse.Namespace,
+    family: tiny_families.FamilyName,
+    *,
+    with_none: bool = True,
 ) -> Measure:
     """Images/s with another LoRA per job, without, and in few steps without guidance."""
     engine, workload = load_engine(arguments, build_model(arguments, family))
@@ -185,7 +199,9 @@ def prepare_plain(arguments: argparse.Namespace) -> Measure:
     side = 64 if arguments.tiny else 1024
     workload = replace(build_workload(arguments, model), sizes=((side, side),))
     return lambda _: {
-        "images_per_second": bench_engine.measure_baseline(model, arguments.device, workload)
+        "images_per_second": bench_engine.measure_baseline(
+            model, arguments.device, workload
+        )
     }
 
 
@@ -237,9 +253,13 @@ def summarise(rows: Mapping[str, Figures]) -> Figures:
         return rows.get(row, {}).get(key)
 
     mixed, none = found("sdxl"), found("sdxl", "no_lora_images_per_second")
-    limit = quotient(found("limit", "matrix_flops_per_second"), found("limit", "flops_per_image"))
+    limit = quotient(
+        found("limit", "matrix_flops_per_second"), found("limit", "flops_per_image")
+    )
     return {
-        "sdxl_mixed_over_diffusers_peft": quotient(mixed, found("plain", "images_per_second")),
+        "sdxl_mixed_over_diffusers_peft": quotient(
+            mixed, found("plain", "images_per_second")
+        ),
         "sdxl_mixed_over_no_lora": quotient(mixed, none),
         "sdxl_4_over_20": quotient(found("sdxl", "few_steps_images_per_second"), none),
         "sdxl_matrix_limit_fraction": quotient(mixed, limit),
@@ -247,7 +267,9 @@ def summarise(rows: Mapping[str, Figures]) -> Figures:
         "sdxl_capped_23_over_uncapped": quotient(found("sdxl_capped_23"), mixed),
         "sdxl_capped_11_images_per_second": found("sdxl_capped_11"),
         "sdxl_capped_7_images_per_second": found("sdxl_capped_7"),
-        "sd2_mixed_over_no_lora": quotient(found("sd2"), found("sd2", "no_lora_images_per_second")),
+        "sd2_mixed_over_no_lora": quotient(
+            found("sd2"), found("sd2", "no_lora_images_per_second")
+        ),
         "company_psnr_db": found("company", "psnr_db"),
     }
 
@@ -255,7 +277,9 @@ def summarise(rows: Mapping[str, Figures]) -> Figures:
 def measure_row(arguments: argparse.Namespace) -> None:
     """The process of a row: prepares it, and measures when it is asked to."""
     channel = Channel()
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {arguments.row}: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format=f"%(asctime)s {arguments.row}: %(message)s"
+    )
     arguments.device = devices.find_device(arguments.device)
     try:
         measure = ROWS[arguments.row](arguments)
@@ -271,7 +295,8 @@ def measure_row(arguments: argparse.Namespace) -> None:
 async def run(arguments: argparse.Namespace) -> None:
     given = [each for each in sys.argv[1:] if each != "--together"]
     rows = [
-        Row(name, name, arguments.seconds, OVERHEAD_SECONDS) for name in arguments.rows.split(",")
+        Row(name, name, arguments.seconds, OVERHEAD_SECONDS)
+        for name in arguments.rows.split(",")
     ]
     for batch in [rows] if arguments.together else [[row] for row in rows]:
         await groups.measure(
@@ -287,13 +312,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("row", nargs="?", choices=list(ROWS), help=argparse.SUPPRESS)
     parser.add_argument("--rows", default=",".join(ROWS), help="comma-separated")
-    parser.add_argument("--together", action="store_true", help="load and compile at once")
+    parser.add_argument(
+        "--together", action="store_true", help="load and compile at once"
+    )
     parser.add_argument("--folder", type=Path, default=Path("/tmp/imagefleet-families"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--slots", type=int)
     parser.add_argument("--seconds", type=float, default=30.0, help="per measured rate")
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds until rows are ready")
+    parser.add_argument(
+        "--limit", type=float, default=900.0, help="seconds until rows are ready"
+    )
     parser.add_argument("--slot-weights", choices=get_args(memory.SlotWeights))
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--tiny", action="store_true")

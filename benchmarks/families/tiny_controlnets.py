@@ -19,13 +19,16 @@ _HINT_CHANNELS = (16, 32, 96, 256)
 def make(checkpoint: Path, seed: int = 0) -> ControlNetModel:
     """For a checkpoint in diffusers' format; the same seed gives the same weights."""
     config, vae = (
-        json.loads((checkpoint / part / "config.json").read_text()) for part in ("unet", "vae")
+        json.loads((checkpoint / part / "config.json").read_text())
+        for part in ("unet", "vae")
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = ControlNetModel.from_unet(
             UNet2DConditionModel.from_config(config),
-            conditioning_embedding_out_channels=_HINT_CHANNELS[: len(vae["block_out_channels"])],
+            conditioning_embedding_out_channels=_HINT_CHANNELS[
+                : len(vae["block_out_channels"])
+            ],
         )
         network.requires_grad_(requires_grad=False)
         for layer in (*network.controlnet_down_blocks, network.controlnet_mid_block):

@@ -23,7 +23,9 @@ _WIDTH, _SECOND_WIDTH = 32, 48
 _UPSCALER_NOISE = {**tiny_model.SCHEDULER, "beta_start": 0.0001, "beta_end": 0.02}
 
 
-def build(folder: Path, family: FamilyName, *, size: int = 64, **scheduler: Any) -> Path:
+def build(
+    folder: Path, family: FamilyName, *, size: int = 64, **scheduler: Any
+) -> Path:
     """Writes a random checkpoint of a family in diffusers format; returns its folder.
 
     *scheduler* is added to the scheduler's configuration, such as prediction_type. They have CLIP's
@@ -43,7 +45,9 @@ def build(folder: Path, family: FamilyName, *, size: int = 64, **scheduler: Any)
             "text_encoder": _text_encoder(_WIDTH, "quick_gelu" if is_sdxl else "gelu"),
         }
         if is_sdxl:
-            networks["text_encoder_2"] = _text_encoder(_SECOND_WIDTH, "gelu", is_second=True)
+            networks["text_encoder_2"] = _text_encoder(
+                _SECOND_WIDTH, "gelu", is_second=True
+            )
     pipeline = "StableDiffusionXLPipeline" if is_sdxl else "StableDiffusionPipeline"
     tiny_model.save(folder, pipeline, networks, {"scheduler": config})
     return folder
@@ -61,7 +65,11 @@ def build_refiner(folder: Path, base: Path, *, size: int = 64) -> Path:
     scheduler = json.loads((base / "scheduler" / "scheduler_config.json").read_text())
     pipeline = "StableDiffusionXLImg2ImgPipeline"
     tiny_model.save(
-        folder, pipeline, networks, {"scheduler": scheduler}, requires_aesthetics_score=True
+        folder,
+        pipeline,
+        networks,
+        {"scheduler": scheduler},
+        requires_aesthetics_score=True,
     )
     return folder
 
@@ -76,8 +84,14 @@ def build_inpainting(folder: Path, ordinary: Path) -> Path:
     channels = 2 * unet.config.in_channels + 1
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        wider: Any = UNet2DConditionModel.from_config({**unet.config, "in_channels": channels})
-    weights = {key: weight for key, weight in unet.state_dict().items() if key != "conv_in.weight"}
+        wider: Any = UNet2DConditionModel.from_config(
+            {**unet.config, "in_channels": channels}
+        )
+    weights = {
+        key: weight
+        for key, weight in unet.state_dict().items()
+        if key != "conv_in.weight"
+    }
     wider.load_state_dict(weights, strict=False)
     wider.save_pretrained(folder / "unet")
     index = json.loads((folder / "model_index.json").read_text())
@@ -104,7 +118,9 @@ def build_upscaler(folder: Path, *, size: int = 64) -> Path:
         },
         "low_res_scheduler": {"_class_name": "DDPMScheduler"},
     }
-    schedulers = {part: {**_UPSCALER_NOISE, **each} for part, each in schedulers.items()}
+    schedulers = {
+        part: {**_UPSCALER_NOISE, **each} for part, each in schedulers.items()
+    }
     pipeline = "StableDiffusionUpscalePipeline"
     tiny_model.save(folder, pipeline, networks, schedulers, max_noise_level=350)
     return folder
@@ -124,7 +140,9 @@ def _upscaler_unet(size: int) -> UNet2DConditionModel:
 
 
 def _sd2_unet(size: int) -> UNet2DConditionModel:
-    return tiny_model.make_unet(size, attention_head_dim=(2, 2, 4, 4), use_linear_projection=True)
+    return tiny_model.make_unet(
+        size, attention_head_dim=(2, 2, 4, 4), use_linear_projection=True
+    )
 
 
 def _sdxl_unet(size: int) -> UNet2DConditionModel:
@@ -132,7 +150,11 @@ def _sdxl_unet(size: int) -> UNet2DConditionModel:
     return tiny_model.make_unet(
         size,
         block_out_channels=(32, 32, 64),
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        down_block_types=(
+            "DownBlock2D",
+            "CrossAttnDownBlock2D",
+            "CrossAttnDownBlock2D",
+        ),
         up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
         layers_per_block=2,
         transformer_layers_per_block=(1, 1, 2),

@@ -90,8 +90,13 @@ async def serving(storage: str, *flags: str) -> AsyncIterator[aiohttp.ClientSess
 
 
 def session_of(port: int) -> aiohttp.ClientSession:
-    terms = {"connector": aiohttp.TCPConnector(limit=0), "timeout": aiohttp.ClientTimeout(600)}
-    return aiohttp.ClientSession(f"http://127.0.0.1:{port}", raise_for_status=True, **terms)
+    terms = {
+        "connector": aiohttp.TCPConnector(limit=0),
+        "timeout": aiohttp.ClientTimeout(600),
+    }
+    return aiohttp.ClientSession(
+        f"http://127.0.0.1:{port}", raise_for_status=True, **terms
+    )
 
 
 async def ask(session: aiohttp.ClientSession, **fields: Any) -> None:
@@ -104,7 +109,10 @@ async def rates(arguments: argparse.Namespace, storage: str) -> Figures:
     """Images/s through the gateway over those of the bare queue."""
     settings = WorkerSettings(storage=storage, model=Path("stand-in"), trusted_key=None)
     load = functools.partial(
-        StandInEngine, capacity=SLOTS, tick_seconds=SLOTS / arguments.rate, size=(SIDE, SIDE)
+        StandInEngine,
+        capacity=SLOTS,
+        tick_seconds=SLOTS / arguments.rate,
+        size=(SIDE, SIDE),
     )
     numbers, images, clients = itertools.count(), arguments.images, arguments.clients
     async with turns.working(settings, load) as worker, serving(storage) as session:
@@ -115,14 +123,18 @@ async def rates(arguments: argparse.Namespace, storage: str) -> Figures:
 
         def bare() -> Any:
             bodies = [
-                json.dumps({"prompt": "a red house", "seed": number, "id": f"{number:06}"})
+                json.dumps(
+                    {"prompt": "a red house", "seed": number, "id": f"{number:06}"}
+                )
                 for number in itertools.islice(numbers, images)
             ]
             return worker.rate(images, worker.storage.queue.send(bodies))
 
         def served() -> Any:
             left = itertools.islice(numbers, images)
-            return worker.rate(images, asyncio.gather(*(client(left) for _ in range(clients))))
+            return worker.rate(
+                images, asyncio.gather(*(client(left) for _ in range(clients)))
+            )
 
         found = await turns.compare(served, bare, arguments.pairs)
     return {
@@ -176,7 +188,9 @@ async def added(arguments: argparse.Namespace, storage: str) -> Figures:
     ):
 
         async def directly(**fields: Any) -> None:
-            async for drawn in engine.draw([imagefleet.Job(prompt="a red house", **fields)]):
+            async for drawn in engine.draw(
+                [imagefleet.Job(prompt="a red house", **fields)]
+            ):
                 if drawn.error is not None:
                     raise drawn.error
 
@@ -189,7 +203,10 @@ async def added(arguments: argparse.Namespace, storage: str) -> Figures:
                 took[way] = 1e3 * (time.monotonic() - began_at)
             differences.append(took[served] - took[directly])
     quartiles = statistics.quantiles(differences[1:], n=4)  # the first one loads
-    return {"added_milliseconds": quartiles[1], "added_milliseconds_quartiles": quartiles}
+    return {
+        "added_milliseconds": quartiles[1],
+        "added_milliseconds_quartiles": quartiles,
+    }
 
 
 def main() -> None:
@@ -198,11 +215,19 @@ def main() -> None:
         "--storage", default="", help="azurite, or an address; a new folder if none"
     )
     parser.add_argument("--rate", type=float, default=20, help="images/s of the engine")
-    parser.add_argument("--pairs", type=int, default=5, help="turns of the queue and the gateway")
+    parser.add_argument(
+        "--pairs", type=int, default=5, help="turns of the queue and the gateway"
+    )
     parser.add_argument("--images", type=int, default=300, help="of each turn")
-    parser.add_argument("--clients", type=int, default=50, help="at once, in these turns")
-    parser.add_argument("--seconds", type=float, default=30, help="for which clients wait")
-    parser.add_argument("--pictures", type=int, default=40, help="whose time is measured")
+    parser.add_argument(
+        "--clients", type=int, default=50, help="at once, in these turns"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=30, help="for which clients wait"
+    )
+    parser.add_argument(
+        "--pictures", type=int, default=40, help="whose time is measured"
+    )
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     figures: Figures = {}

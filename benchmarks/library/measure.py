@@ -38,7 +38,11 @@ WARM_SECONDS = {"cuda": 180.0, "cpu": 0.0}
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> Figures:
     given = arguments.device
-    model = tiny_model.build_tiny_checkpoint(folder / "tiny") if arguments.tiny else arguments.model
+    model = (
+        tiny_model.build_tiny_checkpoint(folder / "tiny")
+        if arguments.tiny
+        else arguments.model
+    )
     setup = bench_engine.prepare(model, folder, given)
     settings = bench_engine.worker_settings(setup, "queue").model_copy(
         update={"until_empty": False, "device": given, "slots": arguments.slots}
@@ -56,7 +60,9 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> Figures:
         workload = replace(setup.workload, sizes=(size,))
 
         def messages() -> list[str]:
-            return list(map(workload.message, itertools.islice(numbers, ROUNDS * worker.slots)))
+            return list(
+                map(workload.message, itertools.islice(numbers, ROUNDS * worker.slots))
+            )
 
         async def of_worker() -> float:
             bodies = messages()
@@ -64,7 +70,9 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> Figures:
 
         async def of_library() -> float:
             done_at = []
-            async for drawn in engine.draw(map(imagefleet.Job.model_validate_json, messages())):
+            async for drawn in engine.draw(
+                map(imagefleet.Job.model_validate_json, messages())
+            ):
                 if drawn.error is not None:
                     raise drawn.error
                 done_at.append(time.perf_counter())
@@ -75,7 +83,10 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> Figures:
             setup.model, loras=loras, device=given, slots=worker.slots
         ) as engine:
             warm_at = time.monotonic() + WARM_SECONDS[device.find_device(given).type]
-            while await turns.compare(of_library, of_worker, 1) and time.monotonic() < warm_at:
+            while (
+                await turns.compare(of_library, of_worker, 1)
+                and time.monotonic() < warm_at
+            ):
                 pass
             pairs = await turns.compare(of_library, of_worker, arguments.pairs)
     return {
@@ -95,7 +106,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--slots", type=int, help="images at once (default: by free memory)")
+    parser.add_argument(
+        "--slots", type=int, help="images at once (default: by free memory)"
+    )
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--tiny", action="store_true", help="a trial with a tiny model")
     parser.add_argument("--out", type=Path, required=True)

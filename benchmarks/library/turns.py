@@ -100,7 +100,10 @@ async def compare(one: Turn, other: Turn, pairs: int) -> list[tuple[float, float
         order = (one, other) if pair % 2 else (other, one)
         rates = {turn: await turn() for turn in order}
         found.append((rates[one], rates[other]))
-        print(f"pair {pair + 1}: {rates[one]:.2f} and {rates[other]:.2f} images/s", flush=True)
+        print(
+            f"pair {pair + 1}: {rates[one]:.2f} and {rates[other]:.2f} images/s",
+            flush=True,
+        )
     return found
 
 

@@ -58,7 +58,8 @@ async def fill(storage_url: str, jobs: int) -> float:
         for first in range(0, jobs, BATCH):
             numbers = range(first, min(first + BATCH, jobs))
             await storage.queue.send(
-                f'{{"prompt": "a house", "id": "{n:07}", "campaign": "million"}}' for n in numbers
+                f'{{"prompt": "a house", "id": "{n:07}", "campaign": "million"}}'
+                for n in numbers
             )
         return jobs / (time.monotonic() - began_at)
 
@@ -74,7 +75,9 @@ async def missing(storage_url: str, jobs: int) -> tuple[int, int]:
     return jobs - sum(found), left
 
 
-def watch(workers: Workers, jobs: int, most_seconds: float, console: Console) -> list[Sample]:
+def watch(
+    workers: Workers, jobs: int, most_seconds: float, console: Console
+) -> list[Sample]:
     """A sample at each tenth of the jobs, and one when the workers have begun."""
     samples: list[Sample] = []
     began_at = time.monotonic()
@@ -101,7 +104,9 @@ def rate(first: Sample, last: Sample) -> float:
 
 def cpu_milliseconds(first: Sample, last: Sample) -> float:
     """Of all workers, for each job."""
-    return 1e3 * (last.cpu_seconds - first.cpu_seconds) / max(last.ended - first.ended, 1)
+    return (
+        1e3 * (last.cpu_seconds - first.cpu_seconds) / max(last.ended - first.ended, 1)
+    )
 
 
 def line(first: Sample, last: Sample) -> str:
@@ -121,7 +126,9 @@ def summary(samples: list[Sample]) -> dict[str, float | None]:
     *_, earlier, last = samples
     start, end = rate(first, second), rate(earlier, last)
     usage = {
-        name: [max(getattr(each, name) for each in sample.usage) for sample in samples[1:]]
+        name: [
+            max(getattr(each, name) for each in sample.usage) for sample in samples[1:]
+        ]
         for name in ("rss_mb", "descriptors", "threads", "series")
     }
     grown = {
@@ -163,14 +170,18 @@ def main() -> None:
         "--storage", default="", help="azurite, or an address; a new folder if none"
     )
     parser.add_argument("--nice", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop the workers then")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="stop the workers then"
+    )
     arguments = parser.parse_args()
     jobs, console = arguments.jobs, Console(width=110)
     os.nice(arguments.nice)
     with storage_of(arguments.storage) as storage:
         sent_per_second = asyncio.run(fill(storage, jobs))
         filler_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        console.print(f"{jobs:,} jobs sent, {sent_per_second:,.0f}/s, {filler_mb:.0f} MB")
+        console.print(
+            f"{jobs:,} jobs sent, {sent_per_second:,.0f}/s, {filler_mb:.0f} MB"
+        )
         with running(storage, arguments.processes) as workers:
             samples = watch(workers, jobs, arguments.seconds, console)
             reports = workers.reports()
@@ -178,10 +189,14 @@ def main() -> None:
         lost, left = asyncio.run(missing(storage, jobs))
     stored = jobs - lost
     drawn = sum(each.images for each in reports) + outcomes["duplicate"]
-    table = Table("outcome", "jobs", *(f"worker {number}" for number in range(len(reports))))
+    table = Table(
+        "outcome", "jobs", *(f"worker {number}" for number in range(len(reports)))
+    )
     for outcome, count in sorted(outcomes.items()):
         table.add_row(
-            outcome, f"{count:,}", *(f"{each.jobs.get(outcome, 0):,}" for each in reports)
+            outcome,
+            f"{count:,}",
+            *(f"{each.jobs.get(outcome, 0):,}" for each in reports),
         )
     console.print(table)
     result = {

@@ -119,10 +119,14 @@ def _work(
 def _usage(process: int | None, port: int) -> Usage:
     folder = Path(f"/proc/{process}")
     status = dict(
-        line.split(":", 1) for line in (folder / "status").read_text().splitlines() if ":" in line
+        line.split(":", 1)
+        for line in (folder / "status").read_text().splitlines()
+        if ":" in line
     )
     times = (folder / "stat").read_text().rpartition(")")[2].split()
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+    with urllib.request.urlopen(
+        f"http://127.0.0.1:{port}/metrics", timeout=10
+    ) as reply:
         lines = reply.read().decode().splitlines()
     return Usage(
         int(status["VmRSS"].split()[0]) / 1024,

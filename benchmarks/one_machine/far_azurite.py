@@ -60,7 +60,9 @@ class _Forwarder:
             writer.close()
             client_writer.close()
 
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         on_the_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_CHUNKS)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._deliver(on_the_way, writer))
@@ -72,7 +74,9 @@ class _Forwarder:
                     return
 
     async def _deliver(
-        self, on_the_way: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter
+        self,
+        on_the_way: asyncio.Queue[tuple[float, bytes]],
+        writer: asyncio.StreamWriter,
     ) -> None:
         loop = asyncio.get_running_loop()
         while True:

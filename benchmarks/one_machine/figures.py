@@ -22,7 +22,9 @@ class DetailedSample(Sample):
     """Also what the engines, the stages and the processors did."""
 
     busy_seconds: dict[str, float] = field(default_factory=dict)
-    idle_seconds: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
+    idle_seconds: dict[str, dict[str, float]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
     busy_slots: dict[str, int] = field(default_factory=dict)
     stage_seconds: Counter[str] = field(default_factory=Counter)
     stage_counts: Counter[str] = field(default_factory=Counter)
@@ -40,7 +42,9 @@ class DetailedSample(Sample):
         self.worker_cpu_seconds = sum(map(_cpu_seconds, {machine.process.pid, *newest}))
         self.machine_cpu_seconds = _machine_cpu_seconds()
 
-    def take(self, gpu: str, name: str, labels: Mapping[str, str], value: float) -> None:
+    def take(
+        self, gpu: str, name: str, labels: Mapping[str, str], value: float
+    ) -> None:
         Sample.take(self, gpu, name, labels, value)
         match name:
             case "imagefleet_gpu_busy_seconds_total":
@@ -68,17 +72,21 @@ def measured(
     by_gpu = {gpu: _of_gpu(samples, gpu) | dict(clocks.get(gpu, {})) for gpu in gpus}
     half = len(samples) // 2
     halves = [
-        sum(rate(part, gpu) for gpu in gpus) for part in (samples[: half + 1], samples[half:])
+        sum(rate(part, gpu) for gpu in gpus)
+        for part in (samples[: half + 1], samples[half:])
     ]
     stages = last.stage_counts - first.stage_counts
     return {
         "gpus": len(gpus),
         "images_per_second": sum(each["images_per_second"] for each in by_gpu.values()),
-        "idle_fraction": statistics.fmean(each["idle_fraction"] for each in by_gpu.values()),
+        "idle_fraction": statistics.fmean(
+            each["idle_fraction"] for each in by_gpu.values()
+        ),
         "seconds": seconds,
         "second_half_over_first": halves[1] / halves[0],
         "cores_used": (last.machine_cpu_seconds - first.machine_cpu_seconds) / seconds,
-        "cores_used_by_workers": (last.worker_cpu_seconds - first.worker_cpu_seconds) / seconds,
+        "cores_used_by_workers": (last.worker_cpu_seconds - first.worker_cpu_seconds)
+        / seconds,
         "recompiles": last.recompiles,
         "stage_seconds": {
             stage: (last.stage_seconds[stage] - first.stage_seconds[stage]) / count

@@ -56,7 +56,10 @@ def make_unet(size: str) -> UNet2DConditionModel:
         **tiny_cascade.IF_UNET,
         layers_per_block=3,
         block_out_channels=tuple(channels * level for level in (1, 2, 3, 4)),
-        down_block_types=("ResnetDownsampleBlock2D", *["SimpleCrossAttnDownBlock2D"] * 3),
+        down_block_types=(
+            "ResnetDownsampleBlock2D",
+            *["SimpleCrossAttnDownBlock2D"] * 3,
+        ),
         up_block_types=(*["SimpleCrossAttnUpBlock2D"] * 3, "ResnetUpsampleBlock2D"),
         cross_attention_dim=4 * channels,
         encoder_hid_dim=4096,
@@ -67,7 +70,9 @@ def make_unet(size: str) -> UNet2DConditionModel:
 
 def build_model(arguments: argparse.Namespace, device: torch.device) -> Path:
     """A stage with random weights and no text encoder, made once."""
-    folder: Path = arguments.folder / ("tiny" if arguments.tiny else f"IF-I-{arguments.size}")
+    folder: Path = arguments.folder / (
+        "tiny" if arguments.tiny else f"IF-I-{arguments.size}"
+    )
     if not (folder / "done").exists():
         tiny_cascade.build(folder, "base", has_encoder=False)
         if not arguments.tiny:
@@ -97,7 +102,9 @@ def make_requests(
     for number in range(count + 1):
         prompt = f"prompt {number}"
         paths.append(states / f"{text_states.stem(prompt, encoder)}.safetensors")
-        paths[-1].write_bytes(text_states.content(prompt, encoder, make_states(number, width)))
+        paths[-1].write_bytes(
+            text_states.content(prompt, encoder, make_states(number, width))
+        )
     side, _ = engine.default_size
     return [
         contract.ImageRequest(
@@ -142,7 +149,9 @@ def measure_slots(arguments: argparse.Namespace, folder: Path, width: int) -> Fi
         "images_per_second": len(outcomes) / seconds,
         "ready_seconds": ready_seconds,
         "recompiles": engine.recompiles,
-        "peak_memory_bytes": machine.peak_memory_bytes(devices.find_device(arguments.device)),
+        "peak_memory_bytes": machine.peak_memory_bytes(
+            devices.find_device(arguments.device)
+        ),
     }
     engine.close()
     return figures
@@ -151,7 +160,9 @@ def measure_slots(arguments: argparse.Namespace, folder: Path, width: int) -> Fi
 class Diffusers:
     """`IFPipeline`, drawing the images of `make_requests` by their numbers."""
 
-    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype, width: int) -> None:
+    def __init__(
+        self, folder: Path, device: torch.device, dtype: torch.dtype, width: int
+    ) -> None:
         self._pipeline = IFPipeline.from_pretrained(folder, dtype=dtype).to(device)
         self._pipeline.set_progress_bar_config(disable=True)
         self._device, self._dtype, self._width = device, dtype, width
@@ -194,7 +205,9 @@ def measure_difference(arguments: argparse.Namespace, folder: Path, width: int) 
     device = devices.find_device(arguments.device)
     torch.backends.cudnn.allow_tf32 = False
     engine = load.load_engine(
-        load.EngineSettings(folder, arguments.device, precision="float32", slots=2, compile="off")
+        load.EngineSettings(
+            folder, arguments.device, precision="float32", slots=2, compile="off"
+        )
     )
     drawn = work.draw(engine, make_requests(folder, engine, 3, width, TINY_STEPS))
     engine.close()
@@ -207,7 +220,9 @@ def measure_difference(arguments: argparse.Namespace, folder: Path, width: int) 
 def count_flops(folder: Path, steps: int) -> float:
     """Operations of an image with guidance, as diffusers computes it."""
     with torch.device("meta"):
-        unet = UNet2DConditionModel.from_config(UNet2DConditionModel.load_config(folder / "unet"))
+        unet = UNet2DConditionModel.from_config(
+            UNet2DConditionModel.load_config(folder / "unet")
+        )
         side = unet.config.sample_size
         inputs = torch.empty(1, 3, side, side), torch.empty(1)
         context = torch.empty(1, text_states.TOKENS, unet.config.encoder_hid_dim)
@@ -256,7 +271,9 @@ def main() -> None:
     arguments = parser.parse_args()
     figures = measure(arguments)
     for name in ("diffusers", "diffusers_batch", "slots"):
-        print(f"{name:<16} {figures[name]['images_per_second']:.3f} images/s", flush=True)
+        print(
+            f"{name:<16} {figures[name]['images_per_second']:.3f} images/s", flush=True
+        )
     rates = (figures[name]["images_per_second"] for name in ("slots", "diffusers"))
     ratio = round(next(rates) / next(rates), 4)
     add_figures(arguments.out, {"if_base_over_diffusers": ratio, "if_base": figures})

@@ -37,7 +37,12 @@ _PIPELINES = {"base": "IFPipeline", "sr": "IFSuperResolutionPipeline"}
 
 
 def build(
-    folder: Path, stage: StageName, *, has_encoder: bool = True, seed: int = 0, **scheduler: Any
+    folder: Path,
+    stage: StageName,
+    *,
+    has_encoder: bool = True,
+    seed: int = 0,
+    **scheduler: Any,
 ) -> Path:
     """Writes a random stage in diffusers format; returns its folder.
 
@@ -51,20 +56,30 @@ def build(
             encoder = make_text_encoder(
                 tokenizer, d_model=_TEXT_WIDTH, d_kv=8, d_ff=64, num_layers=2
             )
-            save_text_encoder(folder, encoder, tokenizer, _name_or_path=f"tiny/{ENCODER}")
-    save_index(folder, stage, make_scheduler(stage, **scheduler), has_encoder=has_encoder)
+            save_text_encoder(
+                folder, encoder, tokenizer, _name_or_path=f"tiny/{ENCODER}"
+            )
+    save_index(
+        folder, stage, make_scheduler(stage, **scheduler), has_encoder=has_encoder
+    )
     return folder
 
 
 def save_index(
-    folder: Path, stage: StageName, scheduler: DDPMScheduler, *, has_encoder: bool = True
+    folder: Path,
+    stage: StageName,
+    scheduler: DDPMScheduler,
+    *,
+    has_encoder: bool = True,
 ) -> None:
     """Writes a stage's schedulers, and which parts diffusers' pipeline has."""
     index: dict[str, Any] = {
         "_class_name": _PIPELINES[stage],
         "unet": ["diffusers", "UNet2DConditionModel"],
         "scheduler": ["diffusers", "DDPMScheduler"],
-        "text_encoder": ["transformers", "T5EncoderModel"] if has_encoder else [None, None],
+        "text_encoder": ["transformers", "T5EncoderModel"]
+        if has_encoder
+        else [None, None],
         "tokenizer": ["transformers", "T5Tokenizer"] if has_encoder else [None, None],
         "safety_checker": [None, None],
         "feature_extractor": [None, None],
@@ -76,7 +91,9 @@ def save_index(
         noising = DDPMScheduler(beta_schedule="squaredcos_cap_v2")
         noising.save_pretrained(folder / "image_noising_scheduler")
         index["image_noising_scheduler"] = ["diffusers", "DDPMScheduler"]
-    (folder / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    (folder / "model_index.json").write_text(
+        json.dumps(index, indent=2, sort_keys=True) + "\n"
+    )
 
 
 def make_scheduler(stage: StageName, **changes: Any) -> DDPMScheduler:

@@ -55,7 +55,12 @@ EXACT_PROMPTS = ("a red star in the desert", "a blue car in the city", "an orang
 HALF_GUIDED = (7.0, 1.0, 1.0, 7.0, 1.0, 7.0, 7.0, 7.0, 1.0, 1.0)
 
 #: Prompts that are edited, joined by AND, and plain, in turn.
-EDITED = ("[a red:a blue:0.5] car, {}", "[a cat|a dog], {}", "{} :0.8 AND a dog :0.5", "{}")
+EDITED = (
+    "[a red:a blue:0.5] car, {}",
+    "[a cat|a dog], {}",
+    "{} :0.8 AND a dog :0.5",
+    "{}",
+)
 
 #: Each with one schedule: others only change numbers. How many calls an image takes of DPM adaptive
 #: is known once it is drawn.
@@ -80,7 +85,9 @@ def exact(options: Options, channel: Channel) -> None:
     flops_per_image = machine.count_image_flops(Path("sd15"), *LIMIT_SIZE, LIMIT_STEPS)
     requests = exact_requests(steps=3 if options.is_tiny else 15)
 
-    compiled: Sequence[WeightMode] = ("per_slot",) if options.group == "exact_compiled" else ()
+    compiled: Sequence[WeightMode] = (
+        ("per_slot",) if options.group == "exact_compiled" else ()
+    )
     engine = load_engine(options, demo.TRAINED, len(requests), compiled)
 
     def psnr(_: float) -> Figures:
@@ -110,14 +117,18 @@ def exact(options: Options, channel: Channel) -> None:
 def exact_requests(steps: int) -> list[contract.ImageRequest]:
     """Images of the demo checkpoint with different steps, every other one with a LoRA."""
     folder = demo.TRAINED / "loras"
-    files = set(folder.glob("*.safetensors")) - {demo.ACCELERATOR}  # it is for no guidance
+    files = set(folder.glob("*.safetensors")) - {
+        demo.ACCELERATOR
+    }  # it is for no guidance
     names = sorted(path.stem for path in files)
     requests = []
     for number, prompt in enumerate(EXACT_PROMPTS):
         loras: tuple[contract.Lora, ...] = ()
         if number % 2:
             name, weight = names[number // 2 % len(names)], EXACT_WEIGHTS[number // 2]
-            loras = (contract.Lora(name, folder / f"{name}.safetensors", weight, weight),)
+            loras = (
+                contract.Lora(name, folder / f"{name}.safetensors", weight, weight),
+            )
         requests.append(
             contract.ImageRequest(
                 prompt=prompt,
@@ -138,7 +149,13 @@ def engine(options: Options, channel: Channel) -> None:
     """Another LoRA per job: with equal steps, with mixed steps, and in a whole worker."""
     setup = build(options)
     mixed = replace(setup.workload, steps=tuple(bench_jobs.MIXED_STEPS))
-    from_queue(options, channel, setup, {"mixed": setup.workload, "mixed_steps": mixed}, "worker")
+    from_queue(
+        options,
+        channel,
+        setup,
+        {"mixed": setup.workload, "mixed_steps": mixed},
+        "worker",
+    )
 
 
 def few_steps(options: Options, channel: Channel) -> None:
@@ -164,7 +181,9 @@ def from_queue(
 
     def serve_and_fill() -> tuple[contract.Engine, list[str]]:
         """Runs on the engine's thread, as in a worker."""
-        engine, workload, warmth = warm(options, setup, rows[first], options.slots, compiled)
+        engine, workload, warmth = warm(
+            options, setup, rows[first], options.slots, compiled
+        )
         rates: dict[str, float] = {}
 
         def measure(row: str, seconds: float) -> Figures:
@@ -183,7 +202,9 @@ def from_queue(
 
     settings = bench_engine.worker_settings(setup, worker_row)
     try:
-        far, idle_fraction = asyncio.run(work.work(settings, serve_and_fill, wrap=FarStorage))
+        far, idle_fraction = asyncio.run(
+            work.work(settings, serve_and_fill, wrap=FarStorage)
+        )
     except errors.FleetError as error:
         log.exception("the worker failed")
         channel.reply(row=worker_row, error=f"{type(error).__name__}: {error}"[:500])
@@ -206,15 +227,22 @@ def base(options: Options, channel: Channel) -> None:
     edited = replace(workload, forms=EDITED)
     for each in (unguided.request(0), edited.request(2)):
         engine.warm_up(each)
-    measure = functools.partial(rate, engine, options=options, warmth=warmth, amount="unet_rows")
+    measure = functools.partial(
+        rate, engine, options=options, warmth=warmth, amount="unet_rows"
+    )
 
     def all_samplers(seconds: float) -> Figures:
         each = {
-            name: measure(replace(workload, samplers=(name,)), seconds=seconds) for name in SAMPLERS
+            name: measure(replace(workload, samplers=(name,)), seconds=seconds)
+            for name in SAMPLERS
         }
         rows = {name: figures["unet_rows_per_second"] for name, figures in each.items()}
         by_turns = measure(replace(workload, samplers=SAMPLERS), seconds=seconds)
-        return {"slowest": min(rows, key=lambda name: rows[name]), **by_turns, "each": rows}
+        return {
+            "slowest": min(rows, key=lambda name: rows[name]),
+            **by_turns,
+            "each": rows,
+        }
 
     def edited_between_plain(seconds: float) -> Figures:
         # A warm card draws slower by what is to be found out.
@@ -230,9 +258,12 @@ def base(options: Options, channel: Channel) -> None:
         "half_guided": replace(workload, cfg_scales=HALF_GUIDED),
     }
     rows = {
-        row: lambda seconds, each=each: measure(each, seconds=seconds) for row, each in jobs.items()
+        row: lambda seconds, each=each: measure(each, seconds=seconds)
+        for row, each in jobs.items()
     }
-    channel.serve({**rows, "edited": edited_between_plain, "all_samplers": all_samplers})
+    channel.serve(
+        {**rows, "edited": edited_between_plain, "all_samplers": all_samplers}
+    )
 
 
 def capped(options: Options, channel: Channel) -> None:
@@ -242,16 +273,25 @@ def capped(options: Options, channel: Channel) -> None:
     engine, workload, warmth = warm(
         options, setup, setup.workload, options.capped_slots, ("per_slot",)
     )
-    channel.serve({"capped": functools.partial(rate, engine, workload, options, warmth)})
+    channel.serve(
+        {"capped": functools.partial(rate, engine, workload, options, warmth)}
+    )
 
 
 def plain(options: Options, channel: Channel) -> None:
     """The same jobs with diffusers + peft."""
-    setup, images = build(options), 1 if options.is_tiny else bench_engine.BASELINE_IMAGES
-    guided = replace(setup.workload, sizes=((64, 64) if options.is_tiny else (512, 512),))
+    setup, images = (
+        build(options),
+        1 if options.is_tiny else bench_engine.BASELINE_IMAGES,
+    )
+    guided = replace(
+        setup.workload, sizes=((64, 64) if options.is_tiny else (512, 512),)
+    )
 
     def measure(workload: bench_jobs.Workload, _: float) -> Figures:
-        rate = bench_engine.measure_baseline(setup.model, options.torch_device, workload, images)
+        rate = bench_engine.measure_baseline(
+            setup.model, options.torch_device, workload, images
+        )
         return {"images_per_second": rate, "images": images}
 
     rows = {
@@ -283,7 +323,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("group", choices=list(GROUPS))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--builder", default="", help="the group that creates the model")
+    parser.add_argument(
+        "--builder", default="", help="the group that creates the model"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--slots", type=int)
     parser.add_argument("--capped-slots", type=int)

@@ -57,7 +57,9 @@ class Group:
         """Returns once it is ready or the process has ended."""
         self.is_ready = bool((await self._read()).get("ready"))
 
-    async def measure(self, row: str, seconds: float, timeout_seconds: float) -> Figures:
+    async def measure(
+        self, row: str, seconds: float, timeout_seconds: float
+    ) -> Figures:
         """The row's figures, or its error."""
         if self._process.stdin is None:
             raise RuntimeError("started without a pipe")
@@ -87,7 +89,9 @@ class Group:
             raise RuntimeError("started without a pipe")
         line = await self._process.stdout.readline()
         if not line:
-            return {"error": f"the process ended with code {await self._process.wait()}"}
+            return {
+                "error": f"the process ended with code {await self._process.wait()}"
+            }
         return cast("Figures", json.loads(line))
 
 
@@ -122,7 +126,10 @@ async def measure(
             group, left = groups[row.group], ends_at - time.monotonic()
             seconds = min(row.seconds, left - row.overhead)
             if not group.is_ready:
-                add(row.name, {"error": "its process failed or took too long to be ready"})
+                add(
+                    row.name,
+                    {"error": "its process failed or took too long to be ready"},
+                )
             elif seconds < LEAST_SHARE * row.seconds:
                 add(row.name, {"not_measured": f"only {left:.0f} s were left"})
             else:
@@ -146,7 +153,10 @@ def add_figures(path: Path, figures: Figures) -> Figures:
 
 
 def add_row(
-    path: Path, summarise: Callable[[dict[str, Figures]], Figures], row: str, figures: Figures
+    path: Path,
+    summarise: Callable[[dict[str, Figures]], Figures],
+    row: str,
+    figures: Figures,
 ) -> None:
     """Adds a row's figures, and the main ones anew.
 

@@ -50,7 +50,9 @@ COMPANY: Sequence[LoraOfRank] = (("lora", 8), ("lora", 64), ("locon", 8), ("loha
 COMPANY_STRENGTH = 0.05
 
 
-def workloads(setup: bench_engine.Setup, options: Options) -> dict[str, bench_jobs.Workload]:
+def workloads(
+    setup: bench_engine.Setup, options: Options
+) -> dict[str, bench_jobs.Workload]:
     """Each row's jobs; writes the LoRAs that they need."""
     count = TINY_FILES if options.is_tiny else FILES
     kinds = {each for jobs in JOBS.values() for job in jobs for each in job}
@@ -58,9 +60,15 @@ def workloads(setup: bench_engine.Setup, options: Options) -> dict[str, bench_jo
     found = {}
     for row, jobs in JOBS.items():
         loras = []
-        for number, job in zip(range(count * len(jobs)), itertools.cycle(jobs), strict=False):
+        for number, job in zip(
+            range(count * len(jobs)), itertools.cycle(jobs), strict=False
+        ):
             at = number // len(jobs)
-            loras.append(tuple(files[each][(at + place) % count] for place, each in enumerate(job)))
+            loras.append(
+                tuple(
+                    files[each][(at + place) % count] for place, each in enumerate(job)
+                )
+            )
         found[row] = replace(setup.workload, loras=tuple(loras))
     return found
 
@@ -71,7 +79,9 @@ def build_loras(
     """Writes LoRAs of a kind; returns their names."""
     name, rank = kind
     folder, device = setup.workload.lora_directory / options.group, options.torch_device
-    names = lora_kinds.build_linked(folder, setup.model, count, device, rank=rank, kind=name)
+    names = lora_kinds.build_linked(
+        folder, setup.model, count, device, rank=rank, kind=name
+    )
     return [f"{options.group}/{each}" for each in names]
 
 
@@ -82,7 +92,9 @@ def loras(options: Options, channel: Channel) -> None:
     """
     setup, slots, prefix = limit(options)
     rows = workloads(setup, options)
-    engine, workload, warmth = warm(options, setup, rows["rank_32"], slots, ("per_slot",))
+    engine, workload, warmth = warm(
+        options, setup, rows["rank_32"], slots, ("per_slot",)
+    )
     rows = {row: replace(each, sizes=workload.sizes) for row, each in rows.items()}
 
     def measure(row: str, seconds: float) -> Figures:
@@ -91,7 +103,9 @@ def loras(options: Options, channel: Channel) -> None:
             engine.warm_up()  # compiles for what has been drawn so far
         return rate(engine, rows[row], options, warmth, seconds)
 
-    if not prefix:  # a capped engine has fewer slots once it holds changes of convolutions
+    if (
+        not prefix
+    ):  # a capped engine has fewer slots once it holds changes of convolutions
         bench_engine.draw_a_round(engine, rows["locon_all"])
         engine.warm_up()
     channel.serve({f"{prefix}{row}": functools.partial(measure, row) for row in rows})
@@ -100,7 +114,9 @@ def loras(options: Options, channel: Channel) -> None:
 def sizes(options: Options, channel: Channel) -> None:
     """Three sizes in equal parts, and two of them alone; each job another LoRA of rank 32."""
     setup, slots, prefix = limit(options)
-    engine, workload, warmth = warm(options, setup, setup.workload, slots, ("per_slot",))
+    engine, workload, warmth = warm(
+        options, setup, setup.workload, slots, ("per_slot",)
+    )
     mixed = TINY_SIZES if options.is_tiny else SIZES
     for size in mixed:
         engine.warm_up(replace(workload, sizes=(size,)).request(0))
@@ -125,10 +141,14 @@ def sizes(options: Options, channel: Channel) -> None:
 def prompts(options: Options, channel: Channel) -> None:
     """Prompts of 1 to 10 chunks in equal parts, each job another LoRA of rank 32."""
     setup = build(options)
-    engine, workload, warmth = warm(options, setup, setup.workload, options.slots, ("per_slot",))
+    engine, workload, warmth = warm(
+        options, setup, setup.workload, options.slots, ("per_slot",)
+    )
     repeats = TINY_REPEATS if options.is_tiny else REPEATS
     workload = replace(workload, repeats=repeats)
-    prepared = [engine.prepare(workload.request(number)) for number in range(len(repeats))]
+    prepared = [
+        engine.prepare(workload.request(number)) for number in range(len(repeats))
+    ]
     for one in {each.tokens: each for each in prepared}.values():
         engine.warm_up(one.request)
 
@@ -167,7 +187,9 @@ def company(options: Options, channel: Channel) -> None:
 
     def measure(_: float) -> Figures:
         beside = [weaken(workload.request(number)) for number in range(len(names))]
-        subjects = [replace(request, seed=100 + at) for at, request in enumerate(beside)]
+        subjects = [
+            replace(request, seed=100 + at) for at, request in enumerate(beside)
+        ]
         subjects.append(replace(subjects[0], loras=()))
         each = []
         for subject in subjects:
@@ -182,4 +204,6 @@ def company(options: Options, channel: Channel) -> None:
 def weaken(request: contract.ImageRequest) -> contract.ImageRequest:
     """A random LoRA is as large as the weights, far larger than any trained one."""
     weaker = {"text_encoder_weight": COMPANY_STRENGTH, "unet_weight": COMPANY_STRENGTH}
-    return replace(request, loras=tuple(replace(lora, **weaker) for lora in request.loras))
+    return replace(
+        request, loras=tuple(replace(lora, **weaker) for lora in request.loras)
+    )

@@ -98,7 +98,11 @@ def build(options: Options) -> bench_engine.Setup:
         setup: bench_engine.Setup = pickle.loads(ready.read_bytes())
         return setup
     options.folder.mkdir(parents=True, exist_ok=True)
-    model = tiny_model.build_tiny_checkpoint(options.folder / "tiny") if options.is_tiny else None
+    model = (
+        tiny_model.build_tiny_checkpoint(options.folder / "tiny")
+        if options.is_tiny
+        else None
+    )
     loras = 6 if options.is_tiny else bench_engine.LORAS
     setup = bench_engine.prepare(model, options.folder, options.device, loras)
     part = ready.with_suffix(".part")
@@ -169,7 +173,9 @@ def rate(
     width = None
     if len(workload.sizes) == 1:
         width = engine.slots_for(workload.request(0))
-    measured = work.drive(engine, workload.requests(), seconds, width=width, amount_of=amount_of)
+    measured = work.drive(
+        engine, workload.requests(), seconds, width=width, amount_of=amount_of
+    )
     cores = (time.process_time() - cpu_seconds) / (time.perf_counter() - began_at)
     return {
         "images_per_second": measured.images_per_second,

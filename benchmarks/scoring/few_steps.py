@@ -55,13 +55,22 @@ class Way(NamedTuple):
 
 
 GUIDED = tuple(
-    Way(f"Euler a, cfg_scale {demo_model.GUIDANCE:g}", steps, demo_model.GUIDANCE, has_lora=False)
+    Way(
+        f"Euler a, cfg_scale {demo_model.GUIDANCE:g}",
+        steps,
+        demo_model.GUIDANCE,
+        has_lora=False,
+    )
     for steps in GUIDED_STEPS
 )
 AS_JOBS_DO = GUIDED[0]
 WITH_LORA = tuple(Way("with the LoRA", steps) for steps in STEPS)
 WITHOUT = Way("without it", train_few_steps.STEPS, has_lora=False)
-SHOWN = (AS_JOBS_DO, *(way for way in WITH_LORA if way.steps == train_few_steps.STEPS), WITHOUT)
+SHOWN = (
+    AS_JOBS_DO,
+    *(way for way in WITH_LORA if way.steps == train_few_steps.STEPS),
+    WITHOUT,
+)
 
 
 class Drawn(NamedTuple):
@@ -79,7 +88,9 @@ def draw(painter: Painter, cases: list[Case], lora: Path) -> Iterator[Drawn]:
     negatives = painter.encode_plain([""] * len(cases))
     seeds = [case.seed for case in cases]
     own = pipeline.scheduler
-    trailing = EulerDiscreteScheduler.from_config(own.config, timestep_spacing="trailing")
+    trailing = EulerDiscreteScheduler.from_config(
+        own.config, timestep_spacing="trailing"
+    )
     for way in (*GUIDED, WITHOUT, *WITH_LORA):
         pipeline.scheduler = own if way.guidance > 1 else trailing
         if way == WITH_LORA[0]:
@@ -90,7 +101,13 @@ def draw(painter: Painter, cases: list[Case], lora: Path) -> Iterator[Drawn]:
             part = slice(start, start + demo_model.BATCH)
             began_at = time.perf_counter()
             pictures.append(
-                painter.draw(contexts[part], negatives[part], seeds[part], way.steps, way.guidance)
+                painter.draw(
+                    contexts[part],
+                    negatives[part],
+                    seeds[part],
+                    way.steps,
+                    way.guidance,
+                )
             )
             seconds.append((time.perf_counter() - began_at) / len(seeds[part]))
         yield Drawn(way, torch.cat(pictures), statistics.median(seconds))
@@ -103,7 +120,9 @@ def as_images(pictures: Tensor) -> list[Image.Image]:
 
 def save_picture(shown: Sequence[Tensor], file: Path) -> None:
     """A row for each of SHOWN, a column for each of the first captions."""
-    (picture,) = as_images(torch.cat([torch.cat(list(row), 2) for row in shown], 1)[None])
+    (picture,) = as_images(
+        torch.cat([torch.cat(list(row), 2) for row in shown], 1)[None]
+    )
     file.parent.mkdir(parents=True, exist_ok=True)
     picture.quantize(256).save(file, optimize=True)
 
@@ -113,8 +132,13 @@ class Scorer:
 
     def __init__(self, cases: list[Case]) -> None:
         self._cases, self._judge = cases, load_judge()
-        self._extractor, self._clip = load.load_extractor("demo"), load.load_text_extractor("demo")
-        told = reference.read("demo", self._extractor.facts, self._clip.facts).statistics
+        self._extractor, self._clip = (
+            load.load_extractor("demo"),
+            load.load_text_extractor("demo"),
+        )
+        told = reference.read(
+            "demo", self._extractor.facts, self._clip.facts
+        ).statistics
         assert told is not None
         self._reference, self._root = told, metrics.square_root(told)
         self._texts = self._clip.text_features([case.caption for case in cases])
@@ -123,10 +147,16 @@ class Scorer:
         found = list(zip(self._cases, answers.find(self._judge, pictures), strict=True))
         images = as_images(pictures)
         fid = metrics.fid(self._extractor.features(images), self._reference, self._root)
-        clip = metrics.mean(metrics.clip_score(self._clip.features(images), self._texts))
+        clip = metrics.mean(
+            metrics.clip_score(self._clip.features(images), self._texts)
+        )
         return {
-            "objects_right": answers.share([answers.objects_right(c.scene, f) for c, f in found]),
-            "both_right": answers.share([answers.both_right(c.scene, f) for c, f in found]),
+            "objects_right": answers.share(
+                [answers.objects_right(c.scene, f) for c, f in found]
+            ),
+            "both_right": answers.share(
+                [answers.both_right(c.scene, f) for c, f in found]
+            ),
             "fid": fid.value,
             "fid_interval": fid.interval,
             "clip": clip.value,
@@ -137,7 +167,9 @@ class Scorer:
 def cost(drawn: Drawn) -> dict[str, Any]:
     """The plan of a million of SD1.5's images, and the speed of those that were drawn here."""
     way, found = drawn.way, dict[str | None, work.Work]()
-    job = Job(prompt="a", steps=way.steps, cfg_scale=way.guidance, width=512, height=512)
+    job = Job(
+        prompt="a", steps=way.steps, cfg_scale=way.guidance, width=512, height=512
+    )
     work.add_stages(found, work.Models({}, None), job, MILLION)
     plan, _ = planning.planned([*found.values()], planning.Machines(gpu=[GPU]))
     return {
@@ -155,16 +187,27 @@ def save_curves(rows: list[dict[str, Any]], folder: Path) -> None:
         lines: dict[str, list[figures.Point]] = {}
         for row in sorted(drawn, key=lambda row: row["steps"]):
             dollars, label = row["gpu_dollars_per_million"], str(row["steps"])
-            point = dollars, row[name], (dollars, dollars), row[f"{name}_interval"], label
-            lines.setdefault(row["way"], []).append(figures.Point(*point, f"{row[name]:.3f}"))
+            point = (
+                dollars,
+                row[name],
+                (dollars, dollars),
+                row[f"{name}_interval"],
+                label,
+            )
+            lines.setdefault(row["way"], []).append(
+                figures.Point(*point, f"{row[name]:.3f}")
+            )
         note = f"the world's own: {own[name]:.2f}"
         texts = f"{title} over dollars", "GPU $ per million images", title, note
-        (folder / f"few-steps-{name}.svg").write_text(figures.plot(lines, *texts), encoding="utf-8")
+        (folder / f"few-steps-{name}.svg").write_text(
+            figures.plot(lines, *texts), encoding="utf-8"
+        )
 
 
 def show(row: dict[str, Any]) -> None:
     fid_reach, clip_reach = (
-        (row[f"{name}_interval"][1] - row[f"{name}_interval"][0]) / 2 for name in ("fid", "clip")
+        (row[f"{name}_interval"][1] - row[f"{name}_interval"][0]) / 2
+        for name in ("fid", "clip")
     )
     print(
         f"{row['way']:20} {row['steps'] or '-':>5} {row.get('rows', '-'):>4}"
@@ -178,13 +221,19 @@ def show(row: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--captions", type=int, default=200, help="held-out captions to draw")
+    parser.add_argument(
+        "--captions", type=int, default=200, help="held-out captions to draw"
+    )
     parser.add_argument("--model", type=Path, default=demo_model.ROOT / "demo_model")
     parser.add_argument("--picture", type=Path, help="a PNG to write")
     parser.add_argument("--curves", type=Path, help="a folder for two SVGs")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument(
+        "--threads", type=int, help="CPU threads (default: torch's own choice)"
+    )
     given = parser.parse_args()
     if given.threads:
         torch.set_num_threads(given.threads)
@@ -202,7 +251,12 @@ def main() -> None:
     show(rows[0])
     for drawn in draw(Painter(given.model, given.device), cases, lora):
         way = drawn.way
-        row = {"way": way.name, "steps": way.steps, **scorer.figures(drawn.pictures), **cost(drawn)}
+        row = {
+            "way": way.name,
+            "steps": way.steps,
+            **scorer.figures(drawn.pictures),
+            **cost(drawn),
+        }
         rows.append(row)
         if wanted := rows[1]["objects_right"]:
             row["objects_over_15_steps"] = round(row["objects_right"] / wanted, 4)
@@ -213,7 +267,12 @@ def main() -> None:
         save_picture([shown[way] for way in SHOWN], given.picture)
     if given.curves:
         save_curves(rows, given.curves)
-    figures = {"captions": given.captions, "device": given.device, "gpu": GPU, "rows": rows}
+    figures = {
+        "captions": given.captions,
+        "device": given.device,
+        "gpu": GPU,
+        "rows": rows,
+    }
     if given.out:
         given.out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(figures))

@@ -71,11 +71,15 @@ def garbage(parts: int) -> Damage:
 
 
 def levels(*channels: int) -> Damage:
-    return lambda drawn, _other, _random: _clipped(drawn + np.array(channels, np.float64))
+    return lambda drawn, _other, _random: _clipped(
+        drawn + np.array(channels, np.float64)
+    )
 
 
 def noise(deviation: float) -> Damage:
-    return lambda drawn, _other, random: _clipped(drawn + random.normal(0, deviation, drawn.shape))
+    return lambda drawn, _other, random: _clipped(
+        drawn + random.normal(0, deviation, drawn.shape)
+    )
 
 
 def contrast(factor: float) -> Damage:
@@ -137,14 +141,25 @@ def main() -> None:
     drawn = _of_world(asked.count)
     numbers = np.random.default_rng(0)
     redrawn = [_pair(drawn, place, numbers, None) for place in range(len(drawn))]
-    rows = [_row(kind, drawn, redrawn, asked.trials, seed) for seed, kind in enumerate(KINDS)]
+    rows = [
+        _row(kind, drawn, redrawn, asked.trials, seed)
+        for seed, kind in enumerate(KINDS)
+    ]
     if asked.json:
         print(json.dumps(rows, indent=1))
     else:
         print("| damage | in | seen | by |\n| --- | --- | --- | --- |")
         for row in rows:
-            print("| {damage} | {pictures} of {of} | {seen} of {trials} | {by} |".format(**row))
-    if wrong := [f"{row['damage']} in {row['pictures']}" for row in rows if not row["as_promised"]]:
+            print(
+                "| {damage} | {pictures} of {of} | {seen} of {trials} | {by} |".format(
+                    **row
+                )
+            )
+    if wrong := [
+        f"{row['damage']} in {row['pictures']}"
+        for row in rows
+        if not row["as_promised"]
+    ]:
         sys.exit(f"not as promised: {'; '.join(wrong)}")
 
 
@@ -158,7 +173,9 @@ def _row(
     for trial in range(trials):
         numbers = np.random.default_rng((seed, trial))
         # Without damage, the redraws are what a trial draws anew.
-        chosen = numbers.permutation(len(drawn))[: damaged if kind.damage else len(drawn)]
+        chosen = numbers.permutation(len(drawn))[
+            : damaged if kind.damage else len(drawn)
+        ]
         pairs = list(redrawn)
         for place in chosen:
             pairs[place] = _pair(drawn, place, numbers, kind.damage)
@@ -198,7 +215,9 @@ def _judge(pairs: list[Comparison]) -> verdict.Verdict:
 
 def _of_world(count: int) -> list[Pixels]:
     numbers = random.Random(39)
-    return [np.asarray(world.draw_scene(world.sample_scene(numbers))) for _ in range(count)]
+    return [
+        np.asarray(world.draw_scene(world.sample_scene(numbers))) for _ in range(count)
+    ]
 
 
 def _filtered(drawn: Pixels, radius: float) -> Pixels:

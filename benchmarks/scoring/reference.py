@@ -31,7 +31,9 @@ STORED = np.float16
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--captions", type=Path, default=ROOT / "demo_model/captions.txt")
+    parser.add_argument(
+        "--captions", type=Path, default=ROOT / "demo_model/captions.txt"
+    )
     parser.add_argument(
         "--reference", type=Path, default=ROOT / "evaluation/score/demo/reference.npz"
     )

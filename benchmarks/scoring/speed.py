@@ -61,7 +61,10 @@ async def fill(storage: Storage, campaign: str, images: int) -> None:
         numbers = range(first, min(first + BATCH, images))
         await concurrency.for_each(numbers, add, 16)
         await log.add(
-            [record(campaign, number, *pictures[number % PICTURES]) for number in numbers]
+            [
+                record(campaign, number, *pictures[number % PICTURES])
+                for number in numbers
+            ]
         )
 
 
@@ -95,8 +98,21 @@ def megabytes(process: int) -> float:
 
 def score(folder: Path, campaign: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Runs the command, and looks at its memory meanwhile."""
-    command = [sys.executable, "-m", "fleet.entry", "score", campaign, "--extractor", "demo"]
-    command += ["--storage", f"local:{folder}/storage", "--state", f"{folder}/{campaign}-score"]
+    command = [
+        sys.executable,
+        "-m",
+        "fleet.entry",
+        "score",
+        campaign,
+        "--extractor",
+        "demo",
+    ]
+    command += [
+        "--storage",
+        f"local:{folder}/storage",
+        "--state",
+        f"{folder}/{campaign}-score",
+    ]
     command += ["--processes", str(arguments.processes), "--json"]
     most, began_at = 0.0, time.monotonic()
     with subprocess.Popen(
@@ -123,9 +139,14 @@ def score(folder: Path, campaign: str, arguments: argparse.Namespace) -> dict[st
 
 async def measure(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
-    async with open_storage(StorageSettings(storage=f"local:{folder}/storage")) as storage:
+    async with open_storage(
+        StorageSettings(storage=f"local:{folder}/storage")
+    ) as storage:
         await storage.create()
-        for campaign, images in (("tenth", arguments.images // 10), ("whole", arguments.images)):
+        for campaign, images in (
+            ("tenth", arguments.images // 10),
+            ("whole", arguments.images),
+        ):
             print(f"storing {images:,} images", file=sys.stderr, flush=True)
             await fill(storage, campaign, images)
             rows.append(await asyncio.to_thread(score, folder, campaign, arguments))
@@ -139,10 +160,15 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = asyncio.run(measure(Path(folder), arguments))
-    table = Table("images", "images/s", "s, with the figures", "MB, all processes", "FID")
+    table = Table(
+        "images", "images/s", "s, with the figures", "MB, all processes", "FID"
+    )
     for row in rows:
         table.add_row(
-            *(f"{row[name]:,}" for name in ("images", "images_per_second", "seconds", "megabytes")),
+            *(
+                f"{row[name]:,}"
+                for name in ("images", "images_per_second", "seconds", "megabytes")
+            ),
             f"{row['fid']:.3f}",
         )
     Console().print(table)

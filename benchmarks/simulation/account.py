@@ -135,7 +135,9 @@ class Queue:
         self._show_at(message, visible_at)
 
     def _show_at(self, message: Stored, at: float) -> None:
-        heapq.heappush(self._visible, (at, next(self._order), message.id, message.receipt))
+        heapq.heappush(
+            self._visible, (at, next(self._order), message.id, message.receipt)
+        )
 
 
 @dataclass(slots=True)
@@ -182,7 +184,9 @@ class Account:
     @property
     def job_queues(self) -> list[Queue]:
         """Without those of failed jobs."""
-        return [each for each in self.queues.values() if not each.name.endswith("-poison")]
+        return [
+            each for each in self.queues.values() if not each.name.endswith("-poison")
+        ]
 
     @property
     def queue_operations(self) -> int:
@@ -190,7 +194,9 @@ class Account:
 
     @property
     def refused(self) -> int:
-        return self.requests.refused + sum(each.limit.refused for each in self.queues.values())
+        return self.requests.refused + sum(
+            each.limit.refused for each in self.queues.values()
+        )
 
     @property
     def redeliveries(self) -> int:
@@ -200,10 +206,14 @@ class Account:
         """Raises 503 where a request is over a limit."""
         now = self.clock()
         # What a queue refuses is not counted by its account.
-        if (queue is not None and not queue.limit.take(now)) or not self.requests.take(now):
+        if (queue is not None and not queue.limit.take(now)) or not self.requests.take(
+            now
+        ):
             raise refusal(503, "ServerBusy")
 
-    def put(self, container: str, name: str, size: int, *, overwrite: bool = False) -> None:
+    def put(
+        self, container: str, name: str, size: int, *, overwrite: bool = False
+    ) -> None:
         """Raises 409 where the name is taken."""
         blobs = self.container(container)
         if name in blobs:
@@ -253,7 +263,9 @@ class Account:
         return sum(count - 1 for count in seen.values())
 
 
-def jobs(prefix: str, count: int | None = None, model: str | None = None) -> Iterator[Stored]:
+def jobs(
+    prefix: str, count: int | None = None, model: str | None = None
+) -> Iterator[Stored]:
     """The jobs of a campaign, in its order; without *count* they never end."""
     for number in itertools.count() if count is None else range(count):
         yield job(f"{prefix}{number}", model)

@@ -69,7 +69,12 @@ class Line:
         it are, but a request without one takes its part of the line beside them.
         """
         seconds = 8 * size / self.upload_bits_per_second
-        images = max(0.0, self._free_at - now) * self.upload_bits_per_second / 8 / IMAGE_BYTES
+        images = (
+            max(0.0, self._free_at - now)
+            * self.upload_bits_per_second
+            / 8
+            / IMAGE_BYTES
+        )
         self._free_at = max(now, self._free_at) + seconds
         if size >= IMAGE_BYTES:
             return self._free_at - now
@@ -85,10 +90,14 @@ class Address:
     has_key: bool = True
     sas: str | None = None
 
-    def queue_client(self, name: str, _credential: object, **options: Any) -> QueueClient:
+    def queue_client(
+        self, name: str, _credential: object, **options: Any
+    ) -> QueueClient:
         return QueueClient(self.account, self.account.queue(name), self.line, options)
 
-    def container_client(self, name: str, _credential: object, **options: Any) -> ContainerClient:
+    def container_client(
+        self, name: str, _credential: object, **options: Any
+    ) -> ContainerClient:
         return ContainerClient(self.account, name, self.line, options)
 
 
@@ -106,7 +115,9 @@ class QueueClient:
     def queue_name(self) -> str:
         return self.queue.name
 
-    async def _request(self, act: Callable[[], Result], size: int = REQUEST_BYTES) -> Result:
+    async def _request(
+        self, act: Callable[[], Result], size: int = REQUEST_BYTES
+    ) -> Result:
         self.options["raw_request_hook"](None)
 
         def accepted() -> Result:
@@ -209,7 +220,9 @@ class ContainerClient:
     async def request(
         self, method: str, act: Callable[[], Result], size: int = REQUEST_BYTES
     ) -> Result:
-        self._hook(SimpleNamespace(http_request=SimpleNamespace(method=method, query={})))
+        self._hook(
+            SimpleNamespace(http_request=SimpleNamespace(method=method, query={}))
+        )
 
         def accepted() -> Result:
             self.account.accept()
@@ -240,7 +253,9 @@ class BlobClient:
 
         def put() -> None:
             container = self.container
-            container.account.put(container.container_name, self.name, size, overwrite=overwrite)
+            container.account.put(
+                container.container_name, self.name, size, overwrite=overwrite
+            )
             container.blobs[self.name].digest = (metadata or {}).get("digest")
 
         await self.container.request("PUT", put, size + REQUEST_BYTES)
@@ -254,7 +269,9 @@ class BlobClient:
         raise NotImplementedError(f"the simulation keeps no bytes of {self.name}")
 
     async def delete_blob(self) -> None:
-        await self.container.request("DELETE", lambda: self.container.blobs.pop(self.name, None))
+        await self.container.request(
+            "DELETE", lambda: self.container.blobs.pop(self.name, None)
+        )
 
     async def create_append_blob(self, **_: Any) -> None:
         def create() -> None:

@@ -49,7 +49,10 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return self.now
 
     def call_soon(
-        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self,
+        callback: Callable[..., object],
+        *args: Any,
+        context: Context | None = None,
     ) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
         self._ready.append(handle)
@@ -80,7 +83,9 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             heapq.heappop(timers)
         if not ready:
             if not timers:
-                raise StuckError("the simulation is stuck: every task waits for another")
+                raise StuckError(
+                    "the simulation is stuck: every task waits for another"
+                )
             self.now = max(self.now, timers[0][0])
         while timers and timers[0][0] <= self.now:
             ready.append(heapq.heappop(timers)[2])
@@ -93,7 +98,10 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """Nothing sleeps that would have to be woken."""
 
     def call_soon_threadsafe(  # type: ignore[override]
-        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self,
+        callback: Callable[..., object],
+        *args: Any,
+        context: Context | None = None,
     ) -> asyncio.Handle:
         return self.call_soon(callback, *args, context=context)
 
@@ -141,7 +149,9 @@ def simulated_time() -> Iterator[SimulatedLoop]:
 
 
 @contextlib.contextmanager
-def _default_clock(usual: Callable[[], float], clock: Callable[[], float]) -> Iterator[None]:
+def _default_clock(
+    usual: Callable[[], float], clock: Callable[[], float]
+) -> Iterator[None]:
     """*clock* wherever the *usual* one is a default, which was bound with its class."""
     initialisers = {
         init
@@ -156,7 +166,9 @@ def _default_clock(usual: Callable[[], float], clock: Callable[[], float]) -> It
         for init in initialisers:
             defaults, named = init.__defaults__ or (), init.__kwdefaults__ or {}
             init.__defaults__ = tuple(new if each is old else each for each in defaults)
-            init.__kwdefaults__ = {key: new if named[key] is old else named[key] for key in named}
+            init.__kwdefaults__ = {
+                key: new if named[key] is old else named[key] for key in named
+            }
             for cell in init.__closure__ or ():
                 if _holds(cell, old):
                     cell.cell_contents = new

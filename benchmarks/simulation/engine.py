@@ -47,7 +47,11 @@ class SimulatedEngine:
     self_check: contract.SelfCheck | None = None
 
     def __init__(
-        self, images_per_second: float, *, is_broken: bool = False, model_name: str = "simulated"
+        self,
+        images_per_second: float,
+        *,
+        is_broken: bool = False,
+        model_name: str = "simulated",
     ) -> None:
         """A broken card's images are black."""
         self.model_name = model_name
@@ -103,7 +107,9 @@ class SimulatedEngine:
     def tick(self) -> list[contract.Finished]:
         steps = self._steps
         self.images_drawn += steps * len(self._steps_left) / STEPS
-        self._steps_left = {each: left - steps for each, left in self._steps_left.items()}
+        self._steps_left = {
+            each: left - steps for each, left in self._steps_left.items()
+        }
         done = [ticket for ticket, left in self._steps_left.items() if left <= 0]
         for ticket in done:
             del self._steps_left[ticket]
@@ -175,7 +181,9 @@ class SimulatedEngineThread(EngineThread):
                 began_at = self._loop.time()
                 await self._has_work.wait()
                 if self.clock.first_at is not None:
-                    self.clock.idle_seconds[self._why_idle()] += self._loop.time() - began_at
+                    self.clock.idle_seconds[self._why_idle()] += (
+                        self._loop.time() - began_at
+                    )
 
     def _wait_for_work(self) -> None:
         raise _Nothing

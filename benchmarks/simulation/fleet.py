@@ -21,7 +21,13 @@ from imagefleet.storage.settings import PRIORITIES, job_queue
 from simulation import account, engine
 from simulation.clients import Address, Reads, Sender
 from simulation.clock import SimulatedLoop
-from simulation.nodes import START_UP_SECONDS, Card, Node, Weather, seconds_until_replaced
+from simulation.nodes import (
+    START_UP_SECONDS,
+    Card,
+    Node,
+    Weather,
+    seconds_until_replaced,
+)
 from simulation.threads import SimulatedBatches
 from worker import pipeline
 from worker.metrics import WorkerMetrics
@@ -145,7 +151,9 @@ class Place:
         if self.pipeline is None:
             return self.busy_seconds
         return (
-            self.busy_seconds + self.pipeline.engine_thread.clock.busy_seconds + self._tick_seconds
+            self.busy_seconds
+            + self.pipeline.engine_thread.clock.busy_seconds
+            + self._tick_seconds
         )
 
     @property
@@ -180,12 +188,16 @@ class Fleet:
 
     def __post_init__(self) -> None:
         plan = self.plan
-        self.account = account.Account(self.loop.time, plan.queue_limit, plan.account_limit)
+        self.account = account.Account(
+            self.loop.time, plan.queue_limit, plan.account_limit
+        )
         if plan.stages:
             models = map(account.stage_model, range(len(plan.stages)))
             names = (job_queue(_QUEUE, model) for model in models)
             self.account.chain = [self.account.queue(name) for name in names]
-            self.account.chain[0].source = account.jobs("t0-", plan.jobs, account.stage_model(0))
+            self.account.chain[0].source = account.jobs(
+                "t0-", plan.jobs, account.stage_model(0)
+            )
         else:
             self._fill(plan)
         self._settings = WorkerSettings(
@@ -258,7 +270,9 @@ class Fleet:
                 await asyncio.sleep(seconds_until_replaced(dice))
             is_first = is_first and not was_good
 
-    async def _rent(self, place: Place, node: Node, name: str, dice: random.Random) -> bool:
+    async def _rent(
+        self, place: Place, node: Node, name: str, dice: random.Random
+    ) -> bool:
         """Works until the node is interrupted; False: its worker found it to be broken."""
         settings = self._settings.model_copy(update={"name": name})
         address = Address(self.account, node.line)

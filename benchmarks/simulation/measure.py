@@ -164,7 +164,9 @@ def measure(
         random.setstate(state)
 
 
-async def _measure(fleet: Fleet, warm_seconds: float, seconds: float, report: Report) -> Figures:
+async def _measure(
+    fleet: Fleet, warm_seconds: float, seconds: float, report: Report
+) -> Figures:
     fleet.start()
     if fleet.plan.jobs is None:
         await _advance(fleet, warm_seconds, report)
@@ -188,12 +190,16 @@ async def _advance(fleet: Fleet, until: float, report: Report) -> None:
 async def _drain(fleet: Fleet, longest_seconds: float, report: Report) -> None:
     """Until no job is left; raises TimeoutError."""
     images = -1
-    while fleet.account.images != images or any(each.messages for each in fleet.account.job_queues):
+    while fleet.account.images != images or any(
+        each.messages for each in fleet.account.job_queues
+    ):
         images = fleet.account.images
         await _advance(fleet, fleet.loop.time() + LOOK_SECONDS, report)
         images = images or -1
         if fleet.loop.time() > longest_seconds:
-            raise TimeoutError(f"jobs are left after {longest_seconds:g} simulated seconds")
+            raise TimeoutError(
+                f"jobs are left after {longest_seconds:g} simulated seconds"
+            )
 
 
 def figures(fleet: Fleet, first: Sample, last: Sample) -> Figures:
@@ -207,7 +213,10 @@ def figures(fleet: Fleet, first: Sample, last: Sample) -> Figures:
     requests = (last.requests - first.requests) / seconds
     account = fleet.account
     possible = last.possible_images - first.possible_images
-    missing = {name: (last.missing[name] - first.missing[name]) / possible for name in last.missing}
+    missing = {
+        name: (last.missing[name] - first.missing[name]) / possible
+        for name in last.missing
+    }
     # Drawn twice, or by a node that was interrupted; and what is on its way at the end, less that
     # at the beginning.
     missing["not_stored"] = 1 - images / possible - sum(missing.values())
@@ -241,7 +250,9 @@ def figures(fleet: Fleet, first: Sample, last: Sample) -> Figures:
     )
 
 
-def _stages(stages: Sequence[Stage], first: Sample, last: Sample) -> Iterator[StageFigures]:
+def _stages(
+    stages: Sequence[Stage], first: Sample, last: Sample
+) -> Iterator[StageFigures]:
     seconds = last.at - first.at
     before: int | None = None
     for stage, begin, end in zip(stages, first.stages, last.stages, strict=True):
@@ -263,11 +274,23 @@ def together(runs: Sequence[Figures]) -> Figures:
     """The figures of several runs, which differ in their seed alone."""
     known = [asdict(run) for run in runs]
     counts = (
-        *("seconds", "images", "redeliveries", "lost", "visible_duplicates", "set_aside"),
+        *(
+            "seconds",
+            "images",
+            "redeliveries",
+            "lost",
+            "visible_duplicates",
+            "set_aside",
+        ),
         *("dollars", "interruptions", "given_up"),
     )
     rates = (
-        *("images_per_second", "share_of_possible", "idle_fraction", "queue_operations_per_second"),
+        *(
+            "images_per_second",
+            "share_of_possible",
+            "idle_fraction",
+            "queue_operations_per_second",
+        ),
         *("busiest_queue_per_second", "requests_per_second", "refused_per_second"),
     )
     sums = {name: sum(each[name] for each in known) for name in counts}
@@ -275,7 +298,9 @@ def together(runs: Sequence[Figures]) -> Figures:
         runs[0],
         **sums,
         **{name: fmean(each[name] for each in known) for name in rates},
-        missing={name: fmean(run.missing[name] for run in runs) for name in runs[0].missing},
+        missing={
+            name: fmean(run.missing[name] for run in runs) for name in runs[0].missing
+        },
         images_per_dollar=sums["images"] / sums["dollars"] if sums["dollars"] else 0.0,
         bottleneck=mode(run.bottleneck for run in runs),
         stages=tuple(
@@ -301,7 +326,11 @@ def whole(part: Figures, replicas: int, share: float) -> Figures:
         *("interruptions", "given_up"),
     )
     rates = (
-        *("images_per_second", "queue_operations_per_second", "busiest_queue_per_second"),
+        *(
+            "images_per_second",
+            "queue_operations_per_second",
+            "busiest_queue_per_second",
+        ),
         *("requests_per_second", "refused_per_second", "dollars"),
     )
     known = asdict(part)

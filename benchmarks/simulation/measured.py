@@ -70,7 +70,11 @@ def read(file: Path) -> Measured:
             return Measured(limit_fraction=float(found["matrix_limit_fraction"]))
         if "images_per_second_by_count" in found:
             return Measured(_by_count(found["images_per_second_by_count"]))
-        rows = [dict(row) for row in found["rows"] if row["workers"] and row["images_per_second"]]
+        rows = [
+            dict(row)
+            for row in found["rows"]
+            if row["workers"] and row["images_per_second"]
+        ]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise errors.SetupError(
             f"{file} is not what `imagefleet bench scaling --json-file`, benchmarks/gpus.py or"

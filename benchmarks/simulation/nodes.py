@@ -60,7 +60,9 @@ class Weather:
     def node(self, cards: Sequence[Card], dice: random.Random) -> Node:
         card = dice.choice(cards)
         is_slow = dice.random() < self.slow_share
-        speed = card.images_per_second * (dice.uniform(SLOWEST, LEAST_SLOW) if is_slow else 1.0)
+        speed = card.images_per_second * (
+            dice.uniform(SLOWEST, LEAST_SLOW) if is_slow else 1.0
+        )
         shares = [share for share, _ in REGIONS]
         seconds = dice.choices([seconds for _, seconds in REGIONS], shares)[0]
         upload = _between(UPLOADS, dice.random())
@@ -76,7 +78,9 @@ def seconds_until_replaced(dice: random.Random) -> float:
     return _between(REPLACED, dice.random())
 
 
-def warm_up(weather: Weather, replicas: int, seconds: float, seed: int) -> dict[str, Any]:
+def warm_up(
+    weather: Weather, replicas: int, seconds: float, seed: int
+) -> dict[str, Any]:
     """Shares of a fleet's paid time: until first images, at full speed, and of what it may draw."""
     dice, lives = random.Random(seed), list[float]()
     for _ in range(replicas):
@@ -87,7 +91,9 @@ def warm_up(weather: Weather, replicas: int, seconds: float, seed: int) -> dict[
     shares = {}
     for case, each in prices.WARM_UPS.items():
         ends = each["first_image_seconds"], each["full_speed_seconds"]
-        first, full = (sum(min(life, end) for life in lives) / sum(lives) for end in ends)
+        first, full = (
+            sum(min(life, end) for life in lives) / sum(lives) for end in ends
+        )
         drawn = 1 - first - (1 - each["speed"]) * (full - first)
         shares[case] = {"starting": first, "full_speed": 1 - full, "drawn": drawn}
     return shares
@@ -99,7 +105,9 @@ def cards_of(names: Sequence[str], priority: prices.Priority) -> list[Card]:
     Raises:
         SetupError: one is not known.
     """
-    found = [prices.find_gpu(name, tuple(prices.ASSUMED_IMAGES_PER_SECOND)) for name in names]
+    found = [
+        prices.find_gpu(name, tuple(prices.ASSUMED_IMAGES_PER_SECOND)) for name in names
+    ]
     return [
         Card(
             name,
@@ -112,6 +120,8 @@ def cards_of(names: Sequence[str], priority: prices.Priority) -> list[Card]:
 
 def _between(points: Sequence[tuple[float, float]], share: float) -> float:
     """The value at a *share* between those of *points*."""
-    place = min(max(bisect.bisect([each for each, _ in points], share), 1), len(points) - 1)
+    place = min(
+        max(bisect.bisect([each for each, _ in points], share), 1), len(points) - 1
+    )
     (low, begin), (high, end) = points[place - 1], points[place]
     return begin + (end - begin) * (share - low) / (high - low)

@@ -12,7 +12,9 @@ from evaluation.score import figures as curve
 _WIDTH, _HEIGHT = 560, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 24, 24, 50
 
-_LOOK = 'role="img" font-family="system-ui, sans-serif" font-size="14" fill="currentColor"'
+_LOOK = (
+    'role="img" font-family="system-ui, sans-serif" font-size="14" fill="currentColor"'
+)
 _COLOURS = ("#2f6db5", "#d9772b", "#3d9a63")
 
 
@@ -57,7 +59,9 @@ def scaling(rows: Sequence[Mapping[str, Any]]) -> str:
             f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>'
         )
         label = _TOP + 14 + 18 * number
-        parts.append(f'<text x="{_LEFT + 10}" y="{label}" fill="{colour}">{name}</text>')
+        parts.append(
+            f'<text x="{_LEFT + 10}" y="{label}" fill="{colour}">{name}</text>'
+        )
     for row in rows:
         x = across(math.log10(row["replicas"]))
         y = down(math.log10(row["images_per_second"]))
@@ -66,7 +70,9 @@ def scaling(rows: Sequence[Mapping[str, Any]]) -> str:
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{_COLOURS[0]}"><title>'
             f"{row['replicas']:,} replicas: {text}</title></circle>"
         )
-    parts.append(f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 8}" text-anchor="middle">replicas</text>')
+    parts.append(
+        f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 8}" text-anchor="middle">replicas</text>'
+    )
     parts.append(
         f'<text transform="translate(16 {_HEIGHT / 2}) rotate(-90)" text-anchor="middle">'
         "images/s</text>"
@@ -79,7 +85,10 @@ def reference(report: Mapping[str, Any]) -> str:
     published, ours = report["published"], report["ours"]
     day = 86_400 / ours["seconds"]
     groups = (
-        ("images in 24 hours", (published["images"], report["images"], ours["images"] * day)),
+        (
+            "images in 24 hours",
+            (published["images"], report["images"], ours["images"] * day),
+        ),
         (
             "images per dollar",
             (
@@ -104,7 +113,9 @@ def reference(report: Mapping[str, Any]) -> str:
                 f'<text x="{188 + width:.1f}" y="{top + 9}">{value:,.0f}</text>'
             )
         top += 44
-    return _picture("The public run, replayed, and this engine on the same cards", parts, top)
+    return _picture(
+        "The public run, replayed, and this engine on the same cards", parts, top
+    )
 
 
 def write(results: Path, folder: Path) -> None:

@@ -99,7 +99,10 @@ def replay(
     work = _a1111_images(cards, weather)
     own_rate = PUBLISHED_REPEATS / (REPLICAS * HOURS) / INTERRUPTIONS_PER_HOUR
     own = Weather(own_rate, broken_share=0.0)
-    day, usual = _Days(own, cards, work, hours * 3600), _Days(weather, cards, work, hours * 3600)
+    day, usual = (
+        _Days(own, cards, work, hours * 3600),
+        _Days(weather, cards, work, hours * 3600),
+    )
     dice = random.Random(seed)
     for number in range(DAYS):
         for days, share in ((day, 2 * number), (usual, 2 * number + 1)):
@@ -150,7 +153,12 @@ class _Days:
     ) -> None:
         self.jobs = self.repeats = self.stored_twice = 0
         self.possible_jobs = self.billed_seconds = self.generating_seconds = 0.0
-        self._weather, self._cards, self._work, self._seconds = weather, cards, work, seconds
+        self._weather, self._cards, self._work, self._seconds = (
+            weather,
+            cards,
+            work,
+            seconds,
+        )
 
     def add(self, dice: random.Random) -> None:
         """One more day."""
@@ -162,14 +170,18 @@ class _Days:
         while at < self._seconds:
             node = self._weather.node(self._cards, dice)
             until = at + self._weather.seconds_until_interrupted(dice)
-            self._rent(node, min(until, self._seconds) - at, dice, until < self._seconds)
+            self._rent(
+                node, min(until, self._seconds) - at, dice, until < self._seconds
+            )
             self.billed_seconds += min(until, self._seconds) - at
             away = min(seconds_until_replaced(dice), max(0.0, self._seconds - until))
             usual = self._work / node.images_per_second + sum(_network_seconds(node))
             self.possible_jobs += (min(until, self._seconds) - at + away) / usual
             at = until + away
 
-    def _rent(self, node: Node, seconds: float, dice: random.Random, is_cut: bool) -> None:
+    def _rent(
+        self, node: Node, seconds: float, dice: random.Random, is_cut: bool
+    ) -> None:
         """One node's jobs, until its time is over; the first begins when the model is loaded."""
         draws = np.random.default_rng(dice.getrandbits(64))
         pull, upload, delete = _network_seconds(node)
@@ -179,7 +191,11 @@ class _Days:
         steps = np.array([pull, generate + upload, delete]) + server
         ends = START_UP_SECONDS + np.cumsum(steps)
         # At the end of a day nobody is interrupted: the last job is finished.
-        done = bisect.bisect(ends, seconds) if is_cut else bisect.bisect(ends, seconds) // 3 * 3
+        done = (
+            bisect.bisect(ends, seconds)
+            if is_cut
+            else bisect.bisect(ends, seconds) // 3 * 3
+        )
         self.jobs += done // 3
         self.generating_seconds += generate * (done // 3)
         self.repeats += is_cut and done % 3 > 0
@@ -200,10 +216,15 @@ def our_plan(seed: int, share: float) -> Plan:
 def our_cards() -> list[Card]:
     """Each class at this engine's measured share of its limit, at that day's price."""
     share = measured.read(measured.ENGINE).limit_fraction or 0.0
-    return [Card(name, measured.images_per_second(name, share), DOLLARS_PER_HOUR) for name in CARDS]
+    return [
+        Card(name, measured.images_per_second(name, share), DOLLARS_PER_HOUR)
+        for name in CARDS
+    ]
 
 
-def rows(replayed: Replay, ours: Figures) -> list[tuple[str, tuple[str, str, str, str]]]:
+def rows(
+    replayed: Replay, ours: Figures
+) -> list[tuple[str, tuple[str, str, str, str]]]:
     """Of the table; our figures are for a whole day."""
     scale = HOURS / replayed.hours
     day = HOURS * 3600 / ours.seconds
@@ -211,9 +232,24 @@ def rows(replayed: Replay, ours: Figures) -> list[tuple[str, tuple[str, str, str
     images_per_dollar = replayed.images / replayed.dollars
     usual = f"{replayed.repeats_at_usual_rate * scale:,.0f} at {INTERRUPTIONS_PER_HOUR * 100:g}/h"
     return [
-        _row("images", PUBLISHED_IMAGES, replayed.images * scale, f"{ours.images * day:,.0f}"),
-        _row("dollars", PUBLISHED_DOLLARS, replayed.dollars * scale, f"{ours.dollars * day:,.0f}"),
-        _row("images per dollar", published, images_per_dollar, f"{ours.images_per_dollar:,.0f}"),
+        _row(
+            "images",
+            PUBLISHED_IMAGES,
+            replayed.images * scale,
+            f"{ours.images * day:,.0f}",
+        ),
+        _row(
+            "dollars",
+            PUBLISHED_DOLLARS,
+            replayed.dollars * scale,
+            f"{ours.dollars * day:,.0f}",
+        ),
+        _row(
+            "images per dollar",
+            published,
+            images_per_dollar,
+            f"{ours.images_per_dollar:,.0f}",
+        ),
         _row(
             "jobs repeated",
             PUBLISHED_REPEATS,

@@ -24,7 +24,9 @@ class SimulatedBatches(Generic[Item, Result]):
 
     async def __call__(self, item: Item) -> Result:
         async with self._room:
-            return await asyncio.get_running_loop().run_in_executor(None, self._one, item)
+            return await asyncio.get_running_loop().run_in_executor(
+                None, self._one, item
+            )
 
     def _one(self, item: Item) -> Result:
         (outcome,) = self._work([item])

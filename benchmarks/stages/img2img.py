@@ -59,7 +59,11 @@ class Run:
     """An engine and its jobs without LoRAs."""
 
     def __init__(
-        self, engine: SlotEngine, workload: bench_jobs.Workload, seconds: float, controlnet: Path
+        self,
+        engine: SlotEngine,
+        workload: bench_jobs.Workload,
+        seconds: float,
+        controlnet: Path,
     ) -> None:
         """*controlnet*: its file."""
         self.engine = engine
@@ -96,7 +100,9 @@ class Run:
 
     def controlled(self) -> Requests:
         for request in self._workload.requests():
-            control = contract.Control(self._controlnet.stem, self._controlnet, pixels_of(request))
+            control = contract.Control(
+                self._controlnet.stem, self._controlnet, pixels_of(request)
+            )
             yield replace(request, controls=(control,))
 
     def flops(self, request: contract.ImageRequest) -> int:
@@ -120,7 +126,9 @@ class Run:
 def pixels_of(request: contract.ImageRequest) -> contract.Pixels:
     """Smooth colours of the seed's own."""
     size = request.width, request.height
-    colours = np.random.default_rng(request.seed).integers(0, 256, (_COARSE, _COARSE, 3), np.uint8)
+    colours = np.random.default_rng(request.seed).integers(
+        0, 256, (_COARSE, _COARSE, 3), np.uint8
+    )
     return np.asarray(Image.fromarray(colours).resize(size, Image.Resampling.BICUBIC))
 
 
@@ -151,7 +159,9 @@ def measure(run: Run, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
         if name == "large_txt2img":
             run.large_row = rows["txt2img"] / rows[name]
         if name == CONTROLNET:
-            more_flops = run.flops(next(run.controlled())) / run.flops(next(run.txt2img()))
+            more_flops = run.flops(next(run.controlled())) / run.flops(
+                next(run.txt2img())
+            )
             rows["controlnet_by_flops"] = rows[name] * more_flops
         yield _summarise(run, kinds, rows)
 
@@ -168,8 +178,12 @@ def _workloads(run: Run, kinds: Sequence[str]) -> Iterator[tuple[str, Requests]]
     yield "txt2img_again", run.txt2img()
 
 
-def _summarise(run: Run, kinds: Sequence[str], rows: Mapping[str, float]) -> dict[str, Any]:
-    plain = statistics.mean(rows[name] for name in ("txt2img", "txt2img_again") if name in rows)
+def _summarise(
+    run: Run, kinds: Sequence[str], rows: Mapping[str, float]
+) -> dict[str, Any]:
+    plain = statistics.mean(
+        rows[name] for name in ("txt2img", "txt2img_again") if name in rows
+    )
     shares = {name: round(rate / plain, 4) for name, rate in rows.items()}
     figures = {
         "img2img_over_txt2img": shares.get("img2img_beside_txt2img"),
@@ -195,7 +209,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/imagefleet-img2img"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--family", default="sd1", help="of the random model: sd1, sd2 or sdxl")
+    parser.add_argument(
+        "--family", default="sd1", help="of the random model: sd1, sd2 or sdxl"
+    )
     parser.add_argument("--slots", type=int)
     parser.add_argument("--seconds", type=float, default=40.0, help="per measured rate")
     parser.add_argument(
@@ -203,12 +219,21 @@ def main() -> None:
     )
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
-    model = tiny_model.build_tiny_checkpoint(arguments.folder / "tiny") if arguments.tiny else None
-    setup = bench_engine.prepare(model, arguments.folder, arguments.device, 1, arguments.family)
+    model = (
+        tiny_model.build_tiny_checkpoint(arguments.folder / "tiny")
+        if arguments.tiny
+        else None
+    )
+    setup = bench_engine.prepare(
+        model, arguments.folder, arguments.device, 1, arguments.family
+    )
     # No job has a LoRA.
     engine = load.load_engine(
         load.EngineSettings(
-            setup.model, arguments.device, slots=arguments.slots, compiled_modes=("shared",)
+            setup.model,
+            arguments.device,
+            slots=arguments.slots,
+            compiled_modes=("shared",),
         )
     )
     native = replace(setup.workload, loras=(), sizes=(engine.default_size,))
@@ -218,7 +243,9 @@ def main() -> None:
     run = Run(engine, native, arguments.seconds, controlnet)
     kinds = arguments.kinds.split(",")
     if "hires" in kinds:
-        engine.warm_up(replace(native, sizes=(run.large,)).request(0))  # nothing on a CPU
+        engine.warm_up(
+            replace(native, sizes=(run.large,)).request(0)
+        )  # nothing on a CPU
     if CONTROLNET in kinds:
         engine.warm_up(next(run.controlled()))
     found: dict[str, Any] = {}

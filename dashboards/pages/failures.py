@@ -1,7 +1,16 @@
 """What fails."""
 
 from pages.panel import Dashboard, Figure, Panel, Stack, Table
-from pages.queries import FAILED_JOBS, INFO, JOBS_ENDED, NAMED, ONE_GPU, gained, rate, series
+from pages.queries import (
+    FAILED_JOBS,
+    INFO,
+    JOBS_ENDED,
+    NAMED,
+    ONE_GPU,
+    gained,
+    rate,
+    series,
+)
 
 FAILED = series("imagefleet_failed_jobs_total")
 DONE = series("imagefleet_jobs_total", 'outcome=~"completed|duplicate"')

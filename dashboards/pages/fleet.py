@@ -48,7 +48,11 @@ FLEET = Dashboard(
             {"{{gpu}}": IMAGES_BY_GPU},
             unit="none",
         ),
-        Stack("Replicas by GPU", "Did replicas start or stop?", {"{{gpu}}": REPLICAS_BY_GPU}),
+        Stack(
+            "Replicas by GPU",
+            "Did replicas start or stop?",
+            {"{{gpu}}": REPLICAS_BY_GPU},
+        ),
         Panel(
             "Images/s per replica, by GPU",
             "How fast is each GPU class? If one slows down, look at its nodes or its driver.",
@@ -67,7 +71,9 @@ FLEET = Dashboard(
         Panel(
             "Messages by queue and state",
             "How long are the queues? Azure reports only the sum: `any`.",
-            {"{{fleet}}: {{queue}}, {{state}}": f"max by (fleet, queue, state) ({QUEUES})"},
+            {
+                "{{fleet}}: {{queue}}, {{state}}": f"max by (fleet, queue, state) ({QUEUES})"
+            },
         ),
         Stack(
             "Jobs waiting, by model",
@@ -83,7 +89,9 @@ FLEET = Dashboard(
         Panel(
             "GPU time lost to changes of models",
             "What share of the time do workers load another model? Above 7 % too many share them.",
-            {"{{fleet}}": f"{rate(MODEL_SWITCH_SECONDS, 'fleet')} / count by (fleet) ({INFO})"},
+            {
+                "{{fleet}}": f"{rate(MODEL_SWITCH_SECONDS, 'fleet')} / count by (fleet) ({INFO})"
+            },
             unit="percentunit",
             bad_above=0.07,
         ),

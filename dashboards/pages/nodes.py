@@ -32,7 +32,9 @@ GRANTED = series("imagefleet_node_reallocations_total", 'result="granted"')
 SEEN = f"topk by ({ONE_GPU}) (1, last_over_time({INFO}[$__range]))"
 SEEN_NAMED = f"on ({ONE_GPU}) group_left (worker, gpu) {SEEN}"
 
-ONE = f'on ({ONE_GPU}) group_left () imagefleet_worker_info{{worker="$worker", {CHOSEN}}}'
+ONE = (
+    f'on ({ONE_GPU}) group_left () imagefleet_worker_info{{worker="$worker", {CHOSEN}}}'
+)
 NODE_SPEED = f"sum by ({ONE_GPU}) (rate({IMAGES}[5m])) * {NAMED}"
 
 
@@ -132,7 +134,9 @@ NODES = Dashboard(
         Table(
             "Waiting workers",
             "Whose log says what is missing?",
-            {"waits": f"({WAITING} > 0) * {SEEN_NAMED} or on ({ONE_GPU}) ({WAITING} > 0)"},
+            {
+                "waits": f"({WAITING} > 0) * {SEEN_NAMED} or on ({ONE_GPU}) ({WAITING} > 0)"
+            },
             bad_above=1,
         ),
         Table(
@@ -186,7 +190,9 @@ NODES = Dashboard(
         Panel(
             "Mean time by stage of $worker",
             "Which stage is slow there? Compare with the Pipeline dashboard.",
-            {"{{stage}}": f"{of_one(STAGE_SUM, 'stage')} / ({of_one(STAGE_COUNT, 'stage')} > 0)"},
+            {
+                "{{stage}}": f"{of_one(STAGE_SUM, 'stage')} / ({of_one(STAGE_COUNT, 'stage')} > 0)"
+            },
             unit="s",
         ),
         Stack(

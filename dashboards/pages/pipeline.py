@@ -59,7 +59,8 @@ PIPELINE = Dashboard(
             " (backpressure), or another model that is loaded (switch)?",
             {
                 "{{reason}}": share(
-                    rate(IDLE_SECONDS, "reason"), f"{rate(BUSY_SECONDS)} + {rate(IDLE_SECONDS)}"
+                    rate(IDLE_SECONDS, "reason"),
+                    f"{rate(BUSY_SECONDS)} + {rate(IDLE_SECONDS)}",
                 )
             },
             unit="percentunit",
@@ -68,13 +69,17 @@ PIPELINE = Dashboard(
         Panel(
             "Mean time by stage",
             "Where does a job spend its time? All stages but generate should overlap with the GPU.",
-            {"{{stage}}": f"{rate(STAGE_SUM, 'stage')} / ({rate(STAGE_COUNT, 'stage')} > 0)"},
+            {
+                "{{stage}}": f"{rate(STAGE_SUM, 'stage')} / ({rate(STAGE_COUNT, 'stage')} > 0)"
+            },
             unit="s",
         ),
         Panel(
             "95th percentile by stage",
             "Which stage has a long tail? Slow storage shows in upload, pull and acknowledge.",
-            {"{{stage}}": f"histogram_quantile(0.95, {rate(STAGE_BUCKETS, 'le, stage')})"},
+            {
+                "{{stage}}": f"histogram_quantile(0.95, {rate(STAGE_BUCKETS, 'le, stage')})"
+            },
             unit="s",
         ),
         Stack(
@@ -85,7 +90,9 @@ PIPELINE = Dashboard(
         Panel(
             "LoRA cache hits",
             "Are LoRAs cached on disk and in memory? A miss costs a download or a load.",
-            {"{{cache}}": f"{rate(LORA_HITS, 'cache')} / ({rate(LORA_LOOKUPS, 'cache')} > 0)"},
+            {
+                "{{cache}}": f"{rate(LORA_HITS, 'cache')} / ({rate(LORA_LOOKUPS, 'cache')} > 0)"
+            },
             unit="percentunit",
         ),
         Panel(

@@ -32,7 +32,9 @@ TORCH_FILES = {
     "2.11.0+cu128": "c9a7ca4c74fae10a58e6175b4b2cea953f9322bb6562bbf339ad6a05f52190ad",
 }
 TORCH_NEEDS = ("filelock", "fsspec", "jinja2", "networkx", "sympy", "typing-extensions")
-CUDA_PARTS = "cublas,cudart,cufft,cufile,cupti,curand,cusolver,cusparse,nvjitlink,nvrtc,nvtx"
+CUDA_PARTS = (
+    "cublas,cudart,cufft,cufile,cupti,curand,cusolver,cusparse,nvjitlink,nvrtc,nvtx"
+)
 
 #: Of the extra `upscalers`, less torchvision: spandrel is imported without it
 #: (`worker.engine.passes.upscaling`).
@@ -48,7 +50,10 @@ HEAD = "# Written by deploy/locks/write.py.\n"
 def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    light = [*project["dependencies"], *(each for name in LIGHT_EXTRAS for each in extras[name])]
+    light = [
+        *project["dependencies"],
+        *(each for name in LIGHT_EXTRAS for each in extras[name]),
+    ]
     newest = pins("constraints.txt")
     cuda = pins("constraints-cu128.txt")
     others = {name: pin for name, pin in newest.items() if name != "torch"}
@@ -83,7 +88,9 @@ def main() -> None:
 def pins(name: str) -> dict[str, str]:
     """The pinned requirements of a constraints file, by package."""
     lines = (ROOT / name).read_text().splitlines()
-    return {line.partition("==")[0]: line for line in lines if re.match(r"[A-Za-z]", line)}
+    return {
+        line.partition("==")[0]: line for line in lines if re.match(r"[A-Za-z]", line)
+    }
 
 
 def torch_file(version: str) -> dict[str, str]:
@@ -96,13 +103,22 @@ def resolve(
     """The lines of a lock file, by package."""
     with tempfile.TemporaryDirectory() as folder:
         asked, constrained, lock = (
-            Path(folder, name) for name in ("asked.in", "constraints.txt", "pylock.toml")
+            Path(folder, name)
+            for name in ("asked.in", "constraints.txt", "pylock.toml")
         )
         asked.write_text("\n".join(requirements))
         constrained.write_text("\n".join(constraints.values()))
         subprocess.run(
             [
-                *("uv", "pip", "compile", "--quiet", "--no-sources", "--format", "pylock.toml"),
+                *(
+                    "uv",
+                    "pip",
+                    "compile",
+                    "--quiet",
+                    "--no-sources",
+                    "--format",
+                    "pylock.toml",
+                ),
                 *("--python-version", PYTHON, "--python-platform", PLATFORM),
                 *("--constraints", constrained, "--output-file", lock, asked),
                 *options,
@@ -120,7 +136,10 @@ def _line(package: dict[str, Any]) -> str:
     files = package.get("wheels") or [package["sdist"]]
     hashes = sorted({each["hashes"]["sha256"] for each in files})
     return " ".join(
-        [f"{package['name']}=={package['version']}", *(f"--hash=sha256:{each}" for each in hashes)]
+        [
+            f"{package['name']}=={package['version']}",
+            *(f"--hash=sha256:{each}" for each in hashes),
+        ]
     )
 
 

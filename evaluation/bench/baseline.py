@@ -17,7 +17,10 @@ from worker.engine import checkpoint, contract
 
 #: With Stable Diffusion's options. PLMS takes one step more than AUTOMATIC1111's and the engine's.
 _SCHEDULERS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
-    "euler_ancestral": (EulerAncestralDiscreteScheduler, {"timestep_spacing": "linspace"}),
+    "euler_ancestral": (
+        EulerAncestralDiscreteScheduler,
+        {"timestep_spacing": "linspace"},
+    ),
     "plms": (PNDMScheduler, {"skip_prk_steps": True, "set_alpha_to_one": False}),
 }
 _NOISE = {
@@ -39,9 +42,14 @@ class PlainDiffusers:
         from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 
         if getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False):
-            torch.backends.cuda.matmul.allow_fp16_accumulation = False  # the engine's option
+            torch.backends.cuda.matmul.allow_fp16_accumulation = (
+                False  # the engine's option
+            )
         loaded = checkpoint.load_checkpoint(model, device, dtype)
-        for network in (loaded.unet, loaded.vae):  # channels-last is the engine's optimisation
+        for network in (
+            loaded.unet,
+            loaded.vae,
+        ):  # channels-last is the engine's optimisation
             network.to(memory_format=torch.contiguous_format)
         self._adapters: dict[Path, str] = {}
         self._prediction_type = loaded.prediction_type
@@ -54,8 +62,13 @@ class PlainDiffusers:
         }
         self._pipeline: Any
         if loaded.text_encoder_2 is not None:
-            second = {"text_encoder_2": loaded.text_encoder_2, "tokenizer_2": loaded.tokenizer}
-            self._pipeline = StableDiffusionXLPipeline(**parts, **second, add_watermarker=False)
+            second = {
+                "text_encoder_2": loaded.text_encoder_2,
+                "tokenizer_2": loaded.tokenizer,
+            }
+            self._pipeline = StableDiffusionXLPipeline(
+                **parts, **second, add_watermarker=False
+            )
         else:
             unused = {"safety_checker": None, "feature_extractor": None}
             self._pipeline = StableDiffusionPipeline(
@@ -78,10 +91,13 @@ class PlainDiffusers:
                 with warnings.catch_warnings():
                     # A second adapter in one model is intended.
                     warnings.filterwarnings("ignore", "Already found a `peft_config`")
-                    self._pipeline.load_lora_weights(load_file(lora.path), adapter_name=name)
+                    self._pipeline.load_lora_weights(
+                        load_file(lora.path), adapter_name=name
+                    )
         names = [self._adapters[lora.path] for lora in loras]
         weights = [
-            {"text_encoder": lora.text_encoder_weight, "unet": lora.unet_weight} for lora in loras
+            {"text_encoder": lora.text_encoder_weight, "unet": lora.unet_weight}
+            for lora in loras
         ]
         self._pipeline.set_adapters(names, weights)
 
@@ -102,7 +118,9 @@ class PlainDiffusers:
             guidance_scale=first.cfg_scale,
             width=first.width,
             height=first.height,
-            generator=[torch.Generator().manual_seed(request.seed) for request in requests],
+            generator=[
+                torch.Generator().manual_seed(request.seed) for request in requests
+            ],
             output_type="np",
         ).images
         return list((drawn * 255).round().astype(np.uint8))
@@ -110,6 +128,8 @@ class PlainDiffusers:
     def _scheduler(self, sampler: str) -> Any:
         if sampler not in _SCHEDULERS:
             known = ", ".join(_SCHEDULERS)
-            raise errors.SetupError(f"plain diffusers is set up for {known}, not for {sampler!r}")
+            raise errors.SetupError(
+                f"plain diffusers is set up for {known}, not for {sampler!r}"
+            )
         scheduler, config = _SCHEDULERS[sampler]
         return scheduler(**_NOISE, **config, prediction_type=self._prediction_type)

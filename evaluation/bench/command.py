@@ -89,14 +89,23 @@ def _measure_engine(asked: Asked) -> dict[str, Any]:
     price = _dollars_per_hour(
         asked.price_per_hour, asked.gpu, asked.priority, machine.hardware(torch_device)
     )
-    with tempfile.TemporaryDirectory(prefix="imagefleet-bench-") as name, _steps() as step:
-        step("creating the LoRAs" if asked.model else "creating the model and the LoRAs", 1)
-        setup = bench_engine.prepare(asked.model, Path(name), asked.device, family=asked.family)
+    with (
+        tempfile.TemporaryDirectory(prefix="imagefleet-bench-") as name,
+        _steps() as step,
+    ):
+        step(
+            "creating the LoRAs" if asked.model else "creating the model and the LoRAs",
+            1,
+        )
+        setup = bench_engine.prepare(
+            asked.model, Path(name), asked.device, family=asked.family
+        )
         report = bench_engine.measure(setup, asked, step)
     per_dollar = _SECONDS_PER_HOUR / price if price else None
     return report | {
         "dollars_per_hour": price,
-        "images_per_dollar": per_dollar and per_dollar * report["worker_images_per_second"],
+        "images_per_dollar": per_dollar
+        and per_dollar * report["worker_images_per_second"],
         "unguided_images_per_dollar": per_dollar
         and per_dollar * report["unguided_images_per_second"],
     }
@@ -113,7 +122,9 @@ def _dollars_per_hour(
         return given
     if gpu is not None:
         return prices.gpu_dollars_per_hour(gpu, priority)
-    card = prices.gpu_of_driver(str(hardware["device"]), int(hardware.get("memory_bytes", 0)))
+    card = prices.gpu_of_driver(
+        str(hardware["device"]), int(hardware.get("memory_bytes", 0))
+    )
     listed = prices.BUILT_IN.gpus.get(card)
     return None if listed is None else prices.gpu_dollars_per_hour(card, priority)
 

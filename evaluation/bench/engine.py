@@ -48,7 +48,11 @@ class Setup:
 
 
 def prepare(
-    model: Path | None, folder: Path, device: str, loras: int = LORAS, family: str = "sd1"
+    model: Path | None,
+    folder: Path,
+    device: str,
+    loras: int = LORAS,
+    family: str = "sd1",
 ) -> Setup:
     """The given checkpoint, else a random one of a *family* on a GPU and the demo's on a CPU.
 
@@ -59,7 +63,9 @@ def prepare(
     """
     known = {each.slug: each for each in table.FAMILIES}
     if family not in known:
-        raise errors.SetupError(f"--family {family!r} is unknown; known are {', '.join(known)}")
+        raise errors.SetupError(
+            f"--family {family!r} is unknown; known are {', '.join(known)}"
+        )
     torch_device = devices.find_device(device)
     if model is not None:
         check.check_path(model)
@@ -70,7 +76,9 @@ def prepare(
             folder / name, torch_device, known[family], prediction_type=kind
         )
     elif model is None and family != "sd1":
-        raise errors.SetupError(f"--family {family} is for GPUs: give a --model on a CPU")
+        raise errors.SetupError(
+            f"--family {family} is for GPUs: give a --model on a CPU"
+        )
     elif model is None:
         model = demo.find_checkpoint()
     directory = folder / "loras"
@@ -87,11 +95,16 @@ def draw_a_round(engine: contract.Engine, workload: bench_jobs.Workload) -> None
     with ThreadPoolExecutor(PREPARERS) as threads:
         requests = map(workload.request, range(len(workload.loras)))
         list(threads.map(engine.prepare, requests))
-    work.draw(engine, [workload.request(at) for at in range(work.images_at_once(engine))])
+    work.draw(
+        engine, [workload.request(at) for at in range(work.images_at_once(engine))]
+    )
 
 
 def measure_baseline(
-    model: Path, device: torch.device, workload: bench_jobs.Workload, images: int = BASELINE_IMAGES
+    model: Path,
+    device: torch.device,
+    workload: bench_jobs.Workload,
+    images: int = BASELINE_IMAGES,
 ) -> float:
     """Images/s of plain diffusers, one at a time, with its LoRAs in memory."""
     plain = baseline.PlainDiffusers(model, device, devices.find_dtype("auto", device))
@@ -110,11 +123,15 @@ def measure(setup: Setup, asked: Asked, step: StartStep) -> dict[str, Any]:
     """The figures of `--json`, as far as measured; raises FleetError if an image failed."""
     device = devices.find_device(asked.device)
     step("matrix products", 1)
-    matrix_rate = machine.measure_matrix_rate(device, devices.find_dtype("auto", device))
+    matrix_rate = machine.measure_matrix_rate(
+        device, devices.find_dtype("auto", device)
+    )
     machine.reset_peak(device)
     run = _EngineRun(setup, asked, step)
     settings = worker_settings(setup, "from-queue")
-    from_queue, idle_fraction = asyncio.run(work.work(settings, run.load, on_images=run.on_images))
+    from_queue, idle_fraction = asyncio.run(
+        work.work(settings, run.load, on_images=run.on_images)
+    )
     workload = run.workload
     (steps,) = workload.steps
     flops = machine.count_image_flops(setup.model, *workload.sizes[0], steps)
@@ -202,12 +219,16 @@ class _EngineRun:
         engine.warm_up(unguided.request(0))
         self.unguided = self._drive(engine, "no guidance", unguided)
         self.recompiles = engine.recompiles
-        rounds = 3 + math.ceil(self._seconds * self.mixed.images_per_second / self.width)
+        rounds = 3 + math.ceil(
+            self._seconds * self.mixed.images_per_second / self.width
+        )
         jobs = rounds * self.width
         self._show = self._step("whole worker, from queue to stored image", jobs)
         return engine, [self.workload.message(number) for number in range(jobs)]
 
-    def _drive(self, engine: SlotEngine, name: str, workload: bench_jobs.Workload) -> work.Rate:
+    def _drive(
+        self, engine: SlotEngine, name: str, workload: bench_jobs.Workload
+    ) -> work.Rate:
         seconds, width = self._seconds, engine.slots_for(workload.request(0))
         progress = self._step(name, seconds)
         return work.drive(engine, workload.requests(), seconds, progress, width=width)

@@ -69,7 +69,9 @@ class Workload:
     def message(self, number: int) -> str:
         """The same job as a queue message."""
         request = self.request(number)
-        tags = "".join(f" <lora:{lora.name}:{lora.unet_weight}>" for lora in request.loras)
+        tags = "".join(
+            f" <lora:{lora.name}:{lora.unet_weight}>" for lora in request.loras
+        )
         job = {
             "id": f"{number:06}",
             "prompt": f"{request.prompt}{tags}",

@@ -28,13 +28,17 @@ def measure(asked: Asked) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="imagefleet-bench-") as name:
         console.print_note("creating the model and the LoRAs")
         loras = max(AT_ONCE)
-        setup = bench_engine.prepare(asked.model, Path(name), asked.device, loras, asked.family)
+        setup = bench_engine.prepare(
+            asked.model, Path(name), asked.device, loras, asked.family
+        )
         family = families.of_title(check.family(setup.model))
         steps = asked.steps or family.steps
         seconds = {}
         width = height = 0
         for images in AT_ONCE:
-            console.print_note(f"loading an engine for {console.counted(images, 'image')} at once")
+            console.print_note(
+                f"loading an engine for {console.counted(images, 'image')} at once"
+            )
             settings = load.EngineSettings(setup.model, asked.device, slots=images)
             engine = load.load_engine(settings)
             width, height = engine.default_size
@@ -42,7 +46,9 @@ def measure(asked: Asked) -> dict[str, Any]:
             requests = [workload.request(number) for number in range(images)]
             draw = partial(work.draw, engine, requests)
             draw()  # reads the LoRAs
-            seconds[images] = statistics.median(timeit.repeat(draw, number=1, repeat=REPEATS))
+            seconds[images] = statistics.median(
+                timeit.repeat(draw, number=1, repeat=REPEATS)
+            )
             engine.close()
     return {
         "model": str(setup.model),
@@ -57,7 +63,9 @@ def measure(asked: Asked) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> None:
-    what = "{hardware[device]}: {model}, {width}x{height}, {steps} steps".format_map(report)
+    what = "{hardware[device]}: {model}, {width}x{height}, {steps} steps".format_map(
+        report
+    )
     console.stdout.print(what, soft_wrap=True, highlight=False)
     for images, seconds in report["seconds"].items():
         line = f"{console.counted(images, 'image') + ' at once':<20}{seconds:.2f} s"

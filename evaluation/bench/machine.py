@@ -69,7 +69,9 @@ def measure_matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     On random numbers: on zeros a GPU draws less power and runs faster than on any real data.
     """
     side, repeats = _SIDES[device.type], _REPEATS[device.type]
-    one, other = (torch.randn((side, side), device=device, dtype=dtype) for _ in range(2))
+    one, other = (
+        torch.randn((side, side), device=device, dtype=dtype) for _ in range(2)
+    )
     product = torch.empty_like(one)
     multiply = partial(torch.matmul, one, other, out=product)
     for _ in range(repeats):
@@ -88,27 +90,37 @@ def count_image_flops(model: Path, width: int, height: int, unet_calls: int) -> 
     else counts as SD1.5.
     """
     unet_config = reading.network_config(model / "unet", SD1.unet_config)
-    family = table.of_folder(unet_config, reading.network_config(model / "text_encoder", {}))
+    family = table.of_folder(
+        unet_config, reading.network_config(model / "text_encoder", {})
+    )
     with torch.device("meta"):
         unet = UNet2DConditionModel.from_config(unet_config)
-        vae = AutoencoderKL.from_config(reading.network_config(model / "vae", family.vae_config))
+        vae = AutoencoderKL.from_config(
+            reading.network_config(model / "vae", family.vae_config)
+        )
         text_encoders = [
             CLIPTextModel(
                 CLIPTextConfig(
-                    **reading.network_config(model / text_encoder.network, text_encoder.config)
+                    **reading.network_config(
+                        model / text_encoder.network, text_encoder.config
+                    )
                 )
             )
             for text_encoder in family.text_encoders
         ]
         factor = checkpoint.vae_factor(vae)
-        latent = torch.empty(1, unet.config.in_channels, height // factor, width // factor)
+        latent = torch.empty(
+            1, unet.config.in_channels, height // factor, width // factor
+        )
         ids = torch.zeros((1, text.CONTEXT_TOKENS), dtype=torch.long)
         context = torch.empty(1, text.CONTEXT_TOKENS, unet.config.cross_attention_dim)
         added = None
         if family.has_size_ids:
             pooled = torch.empty(1, text_encoders[-1].config.projection_dim)
             added = {"text_embeds": pooled, "time_ids": torch.empty(1, 6)}
-        unet_flops = _count(lambda: unet(latent, torch.empty(1), context, added_cond_kwargs=added))
+        unet_flops = _count(
+            lambda: unet(latent, torch.empty(1), context, added_cond_kwargs=added)
+        )
         text_flops = sum(_count(partial(each, ids)) for each in text_encoders)
         vae_flops = _count(lambda: vae.decode(latent[:, : unet.config.out_channels]))
     return 2 * unet_calls * unet_flops + 2 * text_flops + vae_flops
@@ -128,4 +140,6 @@ def _time_on_gpu(call: Callable[[], object], repeats: int) -> list[float]:
         call()
         mark.record()
     torch.cuda.synchronize()
-    return [before.elapsed_time(after) / 1000 for before, after in itertools.pairwise(marks)]
+    return [
+        before.elapsed_time(after) / 1000 for before, after in itertools.pairwise(marks)
+    ]

@@ -51,7 +51,9 @@ class Asked:
         " with --device cpu up to the cores]",
         metavar="LIST",
     )
-    baseline: bool = option("engine: also diffusers + peft, one job at a time.", default=False)
+    baseline: bool = option(
+        "engine: also diffusers + peft, one job at a time.", default=False
+    )
     fp16_accumulate: bool = option("engine: as the worker's setting.", default=False)
     price_per_hour: float | None = option(
         "engine: this machine's price in $/h.", min=0.0001, metavar="DOLLARS"

@@ -20,7 +20,11 @@ from worker.engine.lora import file as lora_names
 #: kohya's default LoRA adapts these twelve layers in each of the UNet's sixteen transformers.
 ADAPTED_SUFFIXES = (
     *("proj_in", "proj_out", "ff.net.0.proj", "ff.net.2"),
-    *(f"attn{number}.to_{part}" for number in (1, 2) for part in ("q", "k", "v", "out.0")),
+    *(
+        f"attn{number}.to_{part}"
+        for number in (1, 2)
+        for part in ("q", "k", "v", "out.0")
+    ),
 )
 
 _PIXELS_PER_LATENT = 8
@@ -30,7 +34,11 @@ Tensors = dict[str, torch.Tensor]
 
 
 def build_random_checkpoint(
-    folder: Path, device: torch.device, family: Family = SD1, *, prediction_type: str = "epsilon"
+    folder: Path,
+    device: torch.device,
+    family: Family = SD1,
+    *,
+    prediction_type: str = "epsilon",
 ) -> Path:
     """Writes a model family with random float16 weights in diffusers' format; returns its folder.
 
@@ -47,7 +55,11 @@ def build_random_checkpoint(
             "vae": AutoencoderKL(**family.vae_config),
         }
         for encoder in family.text_encoders:
-            projected = CLIPTextModelWithProjection if encoder.rules.has_pooled else CLIPTextModel
+            projected = (
+                CLIPTextModelWithProjection
+                if encoder.rules.has_pooled
+                else CLIPTextModel
+            )
             networks[encoder.network] = projected(CLIPTextConfig(**encoder.config))
             raise_mean(networks[encoder.network])
     for part, network in networks.items():
@@ -70,10 +82,14 @@ def build_random_loras(
     def make(_path: str, layer: Any, generator: torch.Generator) -> tuple[Tensors, int]:
         return lora(tuple(layer.weight.shape), rank, generator), rank
 
-    return write_loras(folder, f"random-lora-{rank}", count, adapted_layers(model), make, device)
+    return write_loras(
+        folder, f"random-lora-{rank}", count, adapted_layers(model), make, device
+    )
 
 
-def adapted_layers(model: Path, suffixes: tuple[str, ...] = ADAPTED_SUFFIXES) -> dict[str, Any]:
+def adapted_layers(
+    model: Path, suffixes: tuple[str, ...] = ADAPTED_SUFFIXES
+) -> dict[str, Any]:
     """The layers of a checkpoint's UNet whose paths end so, on the meta device."""
     config = reading.network_config(model / "unet", SD1.unet_config)
     with torch.device("meta"):
@@ -106,7 +122,11 @@ def write_loras(
 
 
 def write_lora(
-    path: Path, layers: Mapping[str, Any], rank: int, alpha: float, generator: torch.Generator
+    path: Path,
+    layers: Mapping[str, Any],
+    rank: int,
+    alpha: float,
+    generator: torch.Generator,
 ) -> None:
     """Writes a random LoRA in kohya's format for layers given by key, in float32."""
     tensors = {}

@@ -92,14 +92,18 @@ async def measure(
     ):
         await storage.create()
         for count in counts:
-            with console.stderr.status(f"{console.counted(count, 'worker')}: starting") as status:
+            with console.stderr.status(
+                f"{console.counted(count, 'worker')}: starting"
+            ) as status:
                 names = [gpu.name for gpu in gpus[:count]]
                 flags = ["--storage", address, "--model", str(work.model), *work.flags]
                 flags += ["--gpus", ",".join(names)]
                 filling = _keep_filled(storage, work, numbers, count)
                 async with (
                     concurrency.beside(filling),
-                    workers.running(names, flags, work.environment, lambda _: None) as machine,
+                    workers.running(
+                        names, flags, work.environment, lambda _: None
+                    ) as machine,
                 ):
                     samples = await _samples(machine, client, work, status.update)
                     rows.append(_row(names, samples, machine.began_at, rows))
@@ -112,13 +116,17 @@ async def measure(
     return rows
 
 
-async def _keep_filled(storage: Storage, work: Work, numbers: Iterator[int], count: int) -> None:
+async def _keep_filled(
+    storage: Storage, work: Work, numbers: Iterator[int], count: int
+) -> None:
     """Side task: no worker waits for jobs."""
     least = JOBS_PER_WORKER * count
     while True:
         depth = await storage.queue.depth()
         if (missing := 2 * least - depth.messages) >= least:
-            await storage.queue.send([work.message(next(numbers)) for _ in range(missing)])
+            await storage.queue.send(
+                [work.message(next(numbers)) for _ in range(missing)]
+            )
         await asyncio.sleep(SAMPLE_SECONDS)
 
 
@@ -132,7 +140,9 @@ async def _samples(
     count = console.counted(len(machine.gpus), "worker")
     try:
         async with asyncio.timeout(START_SECONDS):
-            await until_warm(machine, client, work.warm_seconds, lambda: show(f"{count}: warming"))
+            await until_warm(
+                machine, client, work.warm_seconds, lambda: show(f"{count}: warming")
+            )
     except TimeoutError:
         raise errors.NodeError(
             f"not all of {count} draw at full speed within {START_SECONDS:g} seconds"

@@ -87,14 +87,18 @@ def _numbers(text: str) -> list[int]:
     except ValueError:
         numbers = [0]
     if numbers[0] < 1:
-        raise errors.SetupError(f"--workers {text[:40]}: should be numbers with commas, as 1,2,4")
+        raise errors.SetupError(
+            f"--workers {text[:40]}: should be numbers with commas, as 1,2,4"
+        )
     return numbers
 
 
 def _to_measure(asked: list[int] | None, machines: int) -> list[int]:
     """The numbers of workers to measure; one worker is always the first."""
     if asked is None:
-        return [2**power for power in range(machines.bit_length()) if 2**power <= machines]
+        return [
+            2**power for power in range(machines.bit_length()) if 2**power <= machines
+        ]
     if max(asked) > machines:
         raise errors.SetupError(
             f"--workers: this machine has {machines} GPUs, and {max(asked)} workers were asked for"
@@ -102,14 +106,18 @@ def _to_measure(asked: list[int] | None, machines: int) -> list[int]:
     return sorted({1, *asked})
 
 
-def _prepared(model: Path | None, folder: str, device: str) -> tuple[Path, str, str, str]:
+def _prepared(
+    model: Path | None, folder: str, device: str
+) -> tuple[Path, str, str, str]:
     """The checkpoint, the device's name, and the words of the prompts."""
     # In a process of its own, which leaves the GPU to the workers.
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_prepare, (model, folder, device))
 
 
-def _prepare(model: Path | None, folder: str, device: str) -> tuple[Path, str, str, str]:
+def _prepare(
+    model: Path | None, folder: str, device: str
+) -> tuple[Path, str, str, str]:
     from evaluation.bench import engine, jobs, machine
     from worker.engine.device import find_device
 
@@ -129,7 +137,14 @@ def _environment(threads: int | None) -> dict[str, str]:
 
 
 def show(rows: Sequence[Row], report: Mapping[str, Any]) -> None:
-    headings = ("workers", "images/s", "perfect linear", "share", "slowest worker", "fastest")
+    headings = (
+        "workers",
+        "images/s",
+        "perfect linear",
+        "share",
+        "slowest worker",
+        "fastest",
+    )
     shown = console.table(*map(console.number_column, headings))
     for row in rows:
         shown.add_row(

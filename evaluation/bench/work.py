@@ -68,7 +68,9 @@ def drive(
     seconds: float,
     on_progress: Callable[[float], None] = lambda _: None,
     *,
-    amount_of: Callable[[contract.ImageRequest], float] = lambda each: each.width * each.height,
+    amount_of: Callable[[contract.ImageRequest], float] = lambda each: (
+        each.width * each.height
+    ),
     width: int | None = None,
 ) -> Rate:
     """Keeps *engine* full for *seconds*; *on_progress* is called with the seconds so far.
@@ -184,19 +186,28 @@ async def work(
         def load_and_fill() -> contract.Engine:
             nonlocal width
             engine, messages = load()
-            asyncio.run_coroutine_threadsafe(storage.queue.send(messages), loop).result()
+            asyncio.run_coroutine_threadsafe(
+                storage.queue.send(messages), loop
+            ).result()
             width = images_at_once(engine)
             return engine
 
-        pipeline = Pipeline(wrap(storage), load_and_fill, settings, on_settled=on_settled)
+        pipeline = Pipeline(
+            wrap(storage), load_and_fill, settings, on_settled=on_settled
+        )
         await pipeline.run(asyncio.Event(), asyncio.Event())
     if others:
         ends = ", ".join(f"{count} {outcome}" for outcome, count in others.items())
         raise errors.NodeError(f"not every job was completed: {ends}")
     rate = rate_of(completed_at[: len(completed_at) - width], width)
     idle_seconds = pipeline.engine_thread.clock.idle_seconds
-    idle = ", ".join(f"{reason} {seconds:.2f}" for reason, seconds in idle_seconds.items())
-    log.info("the engine was idle for these seconds, start and end included: %s", idle or "none")
+    idle = ", ".join(
+        f"{reason} {seconds:.2f}" for reason, seconds in idle_seconds.items()
+    )
+    log.info(
+        "the engine was idle for these seconds, start and end included: %s",
+        idle or "none",
+    )
     busy = busy_seconds[width + rate.images - 1] - busy_seconds[width - 1]
     return rate, max(0.0, 1 - busy / rate.seconds)
 

@@ -48,7 +48,9 @@ class Sample:
                 gpu = found.labels.get("device", machine.gpus[0])
                 self.take(gpu, found.name, found.labels, found.value)
 
-    def take(self, gpu: str, name: str, _labels: Mapping[str, str], value: float) -> None:
+    def take(
+        self, gpu: str, name: str, _labels: Mapping[str, str], value: float
+    ) -> None:
         """Takes one figure."""
         if name == "imagefleet_images_total":
             self.images[gpu] = int(value)
@@ -103,7 +105,9 @@ class Machine:
         text = ""
         if self._port is not None:
             with contextlib.suppress(aiohttp.ClientError):
-                async with client.get(f"http://127.0.0.1:{self._port}/metrics") as answer:
+                async with client.get(
+                    f"http://127.0.0.1:{self._port}/metrics"
+                ) as answer:
                     text = await answer.text()
         if self.has_ended:
             why = f": {self._last_error}" if self._last_error else ""
@@ -121,7 +125,10 @@ class Machine:
             try:
                 said: dict[str, Any] = json.loads(line)
             except ValueError:
-                said = {"message": line.decode(errors="replace").rstrip(), "severity": "WARNING"}
+                said = {
+                    "message": line.decode(errors="replace").rstrip(),
+                    "severity": "WARNING",
+                }
             action = said.get("action")
             if action == "worker_started":
                 self._started[said["gpu"]].append(said["process_id"])
@@ -131,12 +138,21 @@ class Machine:
                 self._last_error = str(said["message"])
             if said.get("severity") != "INFO" or action in _SHOWN:
                 gpu = f"GPU {said['device']}: " if "device" in said else ""
-                self._say(f"  [{time.monotonic() - self.began_at:5.1f} s] {gpu}{said['message']}")
+                self._say(
+                    f"  [{time.monotonic() - self.began_at:5.1f} s] {gpu}{said['message']}"
+                )
         await self.process.wait()
 
 
 _SHOWN = frozenset(
-    ("start_workers", "worker_started", "slots_chosen", "compile_awaited", "ready", "first_image")
+    (
+        "start_workers",
+        "worker_started",
+        "slots_chosen",
+        "compile_awaited",
+        "ready",
+        "first_image",
+    )
 )
 
 
@@ -171,5 +187,7 @@ def rate(samples: Sequence[Sample], gpu: str) -> float:
     wrong by up to a round of all slots, 2 % of a minute.
     """
     times = [each.at for each in samples]
-    slope, _ = statistics.linear_regression(times, [each.images[gpu] for each in samples])
+    slope, _ = statistics.linear_regression(
+        times, [each.images[gpu] for each in samples]
+    )
     return slope

@@ -23,7 +23,9 @@ def command(
     b: str = argument("What is compared with it.", metavar="B"),
     drawn: Drawn,
     judged: Judged,
-    output: Path | None = option("Also write a page with the worst pairs.", metavar="FILE"),
+    output: Path | None = option(
+        "Also write a page with the worst pairs.", metavar="FILE"
+    ),
     json_file: options.JsonFile = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -82,7 +84,9 @@ def _show(result: Result) -> None:
     rows = {
         "pairs": f"{judged.pairs:,}",
         "of them identical": f"{judged.identical:,}",
-        f"FID of A and B against {result.fid_against}": _both(judged.fid_a, judged.fid_b),
+        f"FID of A and B against {result.fid_against}": _both(
+            judged.fid_a, judged.fid_b
+        ),
         "FID between A and B": console.number(judged.fid_between, 4),
         "CLIP score of A and B": _both(judged.clip_a, judged.clip_b),
     }
@@ -126,9 +130,12 @@ def _warn(result: Result) -> None:
         console.print_warning(f"left out: {' and '.join(result.left_out)}")
     if comparison.other_fields:
         fields = "; ".join(
-            f"{name}: {a!r} and {b!r}" for name, (a, b) in comparison.other_fields.items()
+            f"{name}: {a!r} and {b!r}"
+            for name, (a, b) in comparison.other_fields.items()
         )
-        console.print_warning(f"the jobs of A and B differ in more than the engine: {fields}")
+        console.print_warning(
+            f"the jobs of A and B differ in more than the engine: {fields}"
+        )
     if comparison.unknown_jobs:
         console.print_warning(
             f"{console.counted(comparison.unknown_jobs, 'pair')} compared by name alone: an image"

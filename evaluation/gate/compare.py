@@ -64,7 +64,9 @@ class Comparison:
     halves_b: list[Statistics] = field(default_factory=list)
     directions: Doubles | None = None
     """Of A's features at length 1: their sum."""
-    clip_scores: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    clip_scores: tuple[list[float], list[float]] = field(
+        default_factory=lambda: ([], [])
+    )
     other_fields: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """Fields of the jobs that differ between the sides, with the values of the first pair."""
     unknown_jobs: int = 0
@@ -172,14 +174,18 @@ def _add_features(
 
 
 def _add_clip_scores(
-    found: Comparison, pairs: Sequence[tuple[Drawing, Drawing]], extractor: TextExtractor
+    found: Comparison,
+    pairs: Sequence[tuple[Drawing, Drawing]],
+    extractor: TextExtractor,
 ) -> None:
     captions = [words(a, b) for a, b in pairs]
     if not any(captions):
         return
     texts = extractor.text_features([each for each in captions if each])
     for side, scores in zip(zip(*pairs, strict=True), found.clip_scores, strict=True):
-        known = [drawing for drawing, caption in zip(side, captions, strict=True) if caption]
+        known = [
+            drawing for drawing, caption in zip(side, captions, strict=True) if caption
+        ]
         features = extractor.features([Image.fromarray(each.pixels) for each in known])
         scores.extend(metrics.clip_score(features, texts).tolist())
 

@@ -50,14 +50,22 @@ def check(sides: Iterable[Engine], device: str) -> None:
     if devices.find_device(device).type == "cpu":
         words = {word for side in sides for word in side.text.split(",")}
         if without_effect := ", ".join(sorted(GPU_ONLY & words)):
-            raise errors.SetupError(f"{without_effect} changes nothing on a CPU: compare on a GPU")
+            raise errors.SetupError(
+                f"{without_effect} changes nothing on a CPU: compare on a GPU"
+            )
 
 
 def draw(
-    jobs: Sequence[Job], side: Engine, setup: Setup, folder: Path, on_image: Callable[[], None]
+    jobs: Sequence[Job],
+    side: Engine,
+    setup: Setup,
+    folder: Path,
+    on_image: Callable[[], None],
 ) -> None:
     """Draws all images of the *jobs* into *folder*; raises SetupError if the model cannot."""
-    engine = load.load_engine(load.EngineSettings(setup.model, setup.device, **side.settings))
+    engine = load.load_engine(
+        load.EngineSettings(setup.model, setup.device, **side.settings)
+    )
     try:
         images = asyncio.run(_images(jobs, setup, engine))
         for image, pixels in _drawn(images, engine):
@@ -101,12 +109,16 @@ def _write(image: _Image, pixels: contract.Pixels, model: str, folder: Path) -> 
     size = request.width, request.height
     is_cut_out = overlay is not None and overlay.box is not None
     text = encode.parameters(job, image.index, size, model, is_cut_out=is_cut_out)
-    encoded = encode.encode(pixels, job.output, text, text_for_image(job.to_message(), job))
+    encoded = encode.encode(
+        pixels, job.output, text, text_for_image(job.to_message(), job)
+    )
     name = job.blob_name(image.index).partition("/")[2]
     console.write_file(folder / name, encoded.data)
 
 
-async def _images(jobs: Sequence[Job], setup: Setup, engine: contract.Engine) -> list[_Image]:
+async def _images(
+    jobs: Sequence[Job], setup: Setup, engine: contract.Engine
+) -> list[_Image]:
     """All images of all jobs, with the files that their prompts name."""
     with (
         tempfile.TemporaryDirectory(prefix="imagefleet-gate-") as empty,
@@ -127,7 +139,10 @@ async def _images(jobs: Sequence[Job], setup: Setup, engine: contract.Engine) ->
                 with _naming(job):
                     found = await reader.read_rested(job)
                 overlay = found.inputs.overlay
-                images += [_Image(job, at, each, overlay) for at, each in enumerate(found.requests)]
+                images += [
+                    _Image(job, at, each, overlay)
+                    for at, each in enumerate(found.requests)
+                ]
             return images
 
 
@@ -140,4 +155,6 @@ def _naming(job: Job) -> Iterator[None]:
         hint = ""
         if isinstance(error, errors.MissingFileError):
             hint = " (--lora-directory and --embedding-directory name their folders)"
-        raise errors.SetupError(f"job {job.id} cannot be drawn: {error.message}{hint}") from error
+        raise errors.SetupError(
+            f"job {job.id} cannot be drawn: {error.message}{hint}"
+        ) from error

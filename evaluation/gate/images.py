@@ -20,7 +20,16 @@ Pixels = npt.NDArray[np.uint8]
 
 #: Of a job, what has no part in its picture, or is compared by the image itself.
 _NOT_COMPARED = {
-    *("id", "campaign", "output", "metadata", "model", "verify", "batch_size", "n_iter"),
+    *(
+        "id",
+        "campaign",
+        "output",
+        "metadata",
+        "model",
+        "verify",
+        "batch_size",
+        "n_iter",
+    ),
     *("prompt", "negative_prompt", "seed", "width", "height"),
 }
 
@@ -64,7 +73,9 @@ class FolderImages:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise errors.SetupError(f"cannot read {path}: {error.strerror or error}") from None
+            raise errors.SetupError(
+                f"cannot read {path}: {error.strerror or error}"
+            ) from None
 
 
 class CampaignImages:
@@ -77,7 +88,10 @@ class CampaignImages:
         self.label = f"campaign {campaign} in {storage_url}"
 
     async def names(self) -> list[str]:
-        found = [name.removeprefix(self._folder) async for name in self._blobs.names(self._folder)]
+        found = [
+            name.removeprefix(self._folder)
+            async for name in self._blobs.names(self._folder)
+        ]
         found = [name for name in found if Path(name).suffix.lower() in plan.SUFFIXES]
         if not found and self._is_folder_too:
             raise NotComparableError(
@@ -125,7 +139,9 @@ async def read(images: Images, name: str) -> Drawing:
     """Reads an image; raises NotComparableError if it is gone, or damaged."""
     data = await images.read(name)
     if data is None:
-        raise NotComparableError(f"{images.label}: {name} is no longer there, or too large")
+        raise NotComparableError(
+            f"{images.label}: {name} is no longer there, or too large"
+        )
     drawing = await asyncio.to_thread(_drawing, data, name)
     if drawing is None:
         raise NotComparableError(f"{images.label}: {name} is damaged, or no image")
@@ -138,7 +154,9 @@ def _drawing(data: bytes, name: str) -> Drawing | None:
         return None
     job = job_in(data)
     return Drawing(
-        np.asarray(image), job, None if job is None else job.image_seed(_index(name, job))
+        np.asarray(image),
+        job,
+        None if job is None else job.image_seed(_index(name, job)),
     )
 
 
@@ -165,7 +183,10 @@ def check_same_job(key: str, a: Drawing, b: Drawing) -> None:
         return
     for what, one, other in (
         ("caption", *(each.job.shown_prompts[0] for each in (a, b) if each.job)),
-        ("negative prompt", *(each.job.shown_prompts[1] for each in (a, b) if each.job)),
+        (
+            "negative prompt",
+            *(each.job.shown_prompts[1] for each in (a, b) if each.job),
+        ),
         ("seed", a.seed, b.seed),
     ):
         if one != other:

@@ -21,10 +21,16 @@ class Drawn:
         "Captions, or whole jobs, to draw, as for `load`. [default: the demo's jobs]",
         metavar="FILE",
     )
-    count: int | None = option("Images to compare. [default: all; of --jobs the first 24]", min=2)
+    count: int | None = option(
+        "Images to compare. [default: all; of --jobs the first 24]", min=2
+    )
     steps: int | None = option("Of all drawn jobs, whatever these say.", min=1, max=150)
-    model: Path | None = option("Checkpoint to draw with. [default: the small demo checkpoint]")
-    lora_directory: Path | None = option("Folder of LoRAs. [default: the demo's, with its model]")
+    model: Path | None = option(
+        "Checkpoint to draw with. [default: the small demo checkpoint]"
+    )
+    lora_directory: Path | None = option(
+        "Folder of LoRAs. [default: the demo's, with its model]"
+    )
     embedding_directory: Path | None = option("Folder of textual inversion embeddings.")
     device: options.Device = "auto"
     keep: Path | None = option("Keep drawn images in a and b there.", metavar="FOLDER")
@@ -59,7 +65,9 @@ class Judged:
         "--set",
         metavar="NAME=NUMBER",
     )
-    limit: int = option("Worst pairs to list and to show.", 8, min=0, max=200, metavar="COUNT")
+    limit: int = option(
+        "Worst pairs to list and to show.", 8, min=0, max=200, metavar="COUNT"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,4 +89,6 @@ class Plan:
     @property
     def engines(self) -> dict[int, Engine]:
         """The sides that are drawn here, by their place."""
-        return {at: side for at, side in enumerate(self.sides) if isinstance(side, Engine)}
+        return {
+            at: side for at, side in enumerate(self.sides) if isinstance(side, Engine)
+        }

@@ -59,7 +59,8 @@ class Result:
             **facts,
             "fid_against": self.fid_against,
             "other_fields": {
-                name: list(values) for name, values in self.comparison.other_fields.items()
+                name: list(values)
+                for name, values in self.comparison.other_fields.items()
             },
             "unknown_jobs": self.comparison.unknown_jobs,
         }
@@ -79,7 +80,11 @@ class Result:
     @property
     def fid_against(self) -> str:
         """What FID is of."""
-        return "the reference" if self.measures.reference else "the other half of A's images"
+        return (
+            "the reference"
+            if self.measures.reference
+            else "the other half of A's images"
+        )
 
 
 def picture(pair: PairFigures, a: Drawing, b: Drawing) -> Picture:

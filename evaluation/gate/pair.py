@@ -38,7 +38,9 @@ def similarity(a: Pixels, b: Pixels) -> tuple[float, float]:
         a, b = (np.asarray(Image.fromarray(each).reduce(factor)) for each in (a, b))
     elif (times := math.ceil(_WINDOW / side)) > 1:
         a, b = (each.repeat(times, 0).repeat(times, 1) for each in (a, b))
-    mean, each_pixel = structural_similarity(a, b, channel_axis=2, full=True, data_range=255)
+    mean, each_pixel = structural_similarity(
+        a, b, channel_axis=2, full=True, data_range=255
+    )
     regions = [min(REGIONS, length) for length in a.shape[:2]]
     return float(mean), float(resize_local_mean(each_pixel.mean(2), regions).min())
 
@@ -65,7 +67,9 @@ class Shift:
         channels = np.stack([a, b]).reshape(2, -1, 3)
         pixels = channels.shape[1]
         grey = np.stack([a, b]).mean(-1, dtype=np.float32)
-        steps = (np.square(np.diff(grey, axis=axis), dtype=np.float64) for axis in (1, 2))
+        steps = (
+            np.square(np.diff(grey, axis=axis), dtype=np.float64) for axis in (1, 2)
+        )
         edges = sum(step.mean((1, 2)) if step.size else np.zeros(2) for step in steps)
         apart = (grey[1] - grey[0])[1:-1, 1:-1].ravel().astype(np.float64)
         across = (grey[0][1:-1, 2:] - grey[0][1:-1, :-2]).ravel() / 2

@@ -11,7 +11,12 @@ from PIL import Image
 
 from evaluation.gate import compare, images, jobs, page, verdict
 from evaluation.gate.compare import Measures
-from evaluation.gate.images import CampaignImages, FolderImages, Images, NotComparableError
+from evaluation.gate.images import (
+    CampaignImages,
+    FolderImages,
+    Images,
+    NotComparableError,
+)
 from evaluation.gate.options import Plan
 from evaluation.gate.page import Result
 from evaluation.gate.sides import Campaign, Engine, Folder
@@ -59,7 +64,9 @@ def _check(plan: Plan) -> None:
             )
     for flag, value in (("--model", plan.drawn.model), ("--keep", plan.drawn.keep)):
         if value is not None and not plan.engines:
-            raise errors.SetupError(f"{flag} is for settings that are drawn here; there are none")
+            raise errors.SetupError(
+                f"{flag} is for settings that are drawn here; there are none"
+            )
     if plan.a == plan.b and plan.storages[0] == plan.storages[1]:
         raise errors.SetupError(f"A and B are the same: {plan.a}")
     with load.needs_extra():
@@ -73,7 +80,9 @@ def _check(plan: Plan) -> None:
 def _measures(plan: Plan) -> Measures:
     draws_demo = bool(plan.engines) and plan.drawn.model is None
     name = plan.judged.extractor or (extractors.DEMO if draws_demo else NONE)
-    clip = plan.judged.clip or (name if name == extractors.DEMO or Path(name).is_dir() else NONE)
+    clip = plan.judged.clip or (
+        name if name == extractors.DEMO or Path(name).is_dir() else NONE
+    )
     device = load.find_device({name, clip} - {NONE}, plan.drawn.device)
     found = None if name == NONE else load.load_extractor(name, device)
     texts = None if clip == NONE else load.load_text_extractor(clip, device)
@@ -81,8 +90,12 @@ def _measures(plan: Plan) -> Measures:
         if plan.judged.reference is not None:
             raise errors.SetupError("--reference needs an --extractor")
         return Measures(None, texts, None)
-    reference = plan.judged.reference or (extractors.DEMO if name == extractors.DEMO else None)
-    return Measures(found, texts, None if reference is None else _reference(reference, found))
+    reference = plan.judged.reference or (
+        extractors.DEMO if name == extractors.DEMO else None
+    )
+    return Measures(
+        found, texts, None if reference is None else _reference(reference, found)
+    )
 
 
 def _reference(name: str, extractor: extractors.Extractor) -> Statistics:
@@ -102,7 +115,9 @@ async def _statistics(folder: Images, extractor: extractors.Extractor) -> Statis
         features = extractor.features([Image.fromarray(each.pixels) for each in drawn])
         found += Statistics.of(np.asarray(features))
     if found.count < 2:  # noqa: PLR2004
-        raise errors.SetupError(f"{folder.label}: the reference needs at least two images")
+        raise errors.SetupError(
+            f"{folder.label}: the reference needs at least two images"
+        )
     return found
 
 
@@ -114,7 +129,9 @@ def _folders(plan: Plan) -> Iterator[tuple[Path, Path]]:
         folders = root / "a", root / "b"
         for at in plan.engines:
             if folders[at].exists() and any(folders[at].iterdir()):
-                raise errors.SetupError(f"{folders[at]} has files already: choose another --keep")
+                raise errors.SetupError(
+                    f"{folders[at]} has files already: choose another --keep"
+                )
             folders[at].mkdir(parents=True, exist_ok=True)
         yield folders
 
@@ -136,7 +153,9 @@ def _draw(plan: Plan, folders: tuple[Path, Path], *, quiet: bool) -> None:
     )
     total = sum(job.images for job in to_draw)
     # Once on, torch accumulates in float16 until the process ends.
-    order = sorted(plan.engines, key=lambda at: "fp16_accumulate" in plan.engines[at].settings)
+    order = sorted(
+        plan.engines, key=lambda at: "fp16_accumulate" in plan.engines[at].settings
+    )
     for at in order:
         side = plan.engines[at]
         with console.counting(f"drawing {side}", total, quiet=quiet) as on_image:
@@ -158,7 +177,9 @@ def _jobs(plan: Plan, folders: tuple[Path, Path]) -> list[Job]:
 
 
 @asynccontextmanager
-async def _opened(plan: Plan, at: int, folders: tuple[Path, Path]) -> AsyncIterator[Images]:
+async def _opened(
+    plan: Plan, at: int, folders: tuple[Path, Path]
+) -> AsyncIterator[Images]:
     side = plan.sides[at]
     if isinstance(side, Campaign):
         # Only images are read: neither queues nor a right to them are needed.
@@ -167,7 +188,9 @@ async def _opened(plan: Plan, at: int, folders: tuple[Path, Path]) -> AsyncItera
     elif isinstance(side, Folder):
         yield FolderImages(side.path)
     else:
-        model = "the demo's model" if plan.drawn.model is None else str(plan.drawn.model)
+        model = (
+            "the demo's model" if plan.drawn.model is None else str(plan.drawn.model)
+        )
         yield FolderImages(folders[at], f"{side}, drawn with {model}")
 
 
@@ -183,7 +206,9 @@ async def _compare(
         names = [images.by_key(await side.names(), side.label) for side in (a, b)]
         keys = _keys(plan, (a, b), (names[0], names[1]))
         with console.counting("compared", len(keys), quiet=quiet) as on_pairs:
-            found = await compare.compare((a, b), keys, (names[0], names[1]), measures, on_pairs)
+            found = await compare.compare(
+                (a, b), keys, (names[0], names[1]), measures, on_pairs
+            )
         judged = verdict.judge(found, measures, plan.bounds, plan.judged.limit)
         pictures = []
         if with_pictures:
@@ -196,20 +221,26 @@ async def _compare(
 
 
 def _keys(
-    plan: Plan, sides: tuple[Images, Images], names: tuple[Mapping[str, str], Mapping[str, str]]
+    plan: Plan,
+    sides: tuple[Images, Images],
+    names: tuple[Mapping[str, str], Mapping[str, str]],
 ) -> list[str]:
     """The names of the pairs; raises NotComparableError if a side lacks images of the other."""
     # What is drawn here has all images of a job, even if not all are asked for.
     leading = 1 if isinstance(plan.a, Engine) and not isinstance(plan.b, Engine) else 0
     keys = sorted(names[leading])[: plan.drawn.count]
-    lacking = [("BA"[leading], sides[1 - leading], set(keys) - names[1 - leading].keys())]
+    lacking = [
+        ("BA"[leading], sides[1 - leading], set(keys) - names[1 - leading].keys())
+    ]
     if plan.drawn.count is None:
         extra = names[1 - leading].keys() - set(keys)
         lacking.append(("AB"[leading], sides[leading], extra))
     for letter, side, missing in lacking:
         if missing:
             shown = ", ".join(sorted(missing)[:_SHOWN])
-            more = f" and {len(missing) - _SHOWN:,} more" if len(missing) > _SHOWN else ""
+            more = (
+                f" and {len(missing) - _SHOWN:,} more" if len(missing) > _SHOWN else ""
+            )
             raise NotComparableError(
                 f"{letter} ({side.label}) lacks {console.counted(len(missing), 'image')} of the"
                 f" other side: {shown}{more}; --count compares the first ones alone"

@@ -83,7 +83,9 @@ def _settings(words: list[str]) -> dict[str, Any]:
     for word in words:
         for name, value in _setting(word).items():
             if name in settings:
-                raise errors.SetupError(f"{','.join(words)}: {word} sets what another word has set")
+                raise errors.SetupError(
+                    f"{','.join(words)}: {word} sets what another word has set"
+                )
             settings[name] = value
     return settings
 

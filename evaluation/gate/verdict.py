@@ -38,19 +38,28 @@ class Bounds:
     @classmethod
     def read(cls, texts: Iterable[str]) -> Self:
         """The bounds with changes such as `psnr=26`; raises SetupError for what is no bound."""
-        fields = {field.name.partition("_")[2]: field.name for field in dataclasses.fields(cls)}
+        fields = {
+            field.name.partition("_")[2]: field.name
+            for field in dataclasses.fields(cls)
+        }
         changes = {}
         for text in texts:
             name, _, number = text.partition("=")
             if name not in fields:
-                hint = validation.suggestion(name, fields) or f": use {', '.join(fields)}"
-                raise errors.SetupError(f"--set {text[:80]}: there is no bound {name[:40]!r}{hint}")
+                hint = (
+                    validation.suggestion(name, fields) or f": use {', '.join(fields)}"
+                )
+                raise errors.SetupError(
+                    f"--set {text[:80]}: there is no bound {name[:40]!r}{hint}"
+                )
             try:
                 changes[fields[name]] = value = float(number)
             except ValueError:
                 value = math.nan
             if not 0 <= value <= (100 if name == "alike" else math.inf):
-                raise errors.SetupError(f"--set {text[:80]}: give a number, such as {name}=1")
+                raise errors.SetupError(
+                    f"--set {text[:80]}: give a number, such as {name}=1"
+                )
         return cls(**changes)
 
     def are_alike(self, pair: PairFigures) -> bool:
@@ -123,35 +132,47 @@ class Verdict:
     def as_json(self) -> dict[str, Any]:
         """Figures by name; PSNR is null where the images are the same."""
         facts = asdict(self)
-        facts["checks"] = [{**asdict(each), "passed": each.passed} for each in self.checks]
+        facts["checks"] = [
+            {**asdict(each), "passed": each.passed} for each in self.checks
+        ]
         facts["worst"] = [{**asdict(each), "psnr": each.psnr} for each in self.worst]
         return {"passed": self.passed, **facts}
 
 
-def judge(found: Comparison, measures: Measures, bounds: Bounds, worst: int = WORST) -> Verdict:
+def judge(
+    found: Comparison, measures: Measures, bounds: Bounds, worst: int = WORST
+) -> Verdict:
     """The verdict on at least one pair."""
     pairs = found.pairs
     total = psnr(float(np.mean([pair.squares for pair in pairs])))
     alike = sum(map(bounds.are_alike, pairs))
     share = 100 * alike / len(pairs)
     checks = [
-        Check("psnr", "PSNR over all pairs", total, bounds.min_psnr, "dB", is_least=True),
+        Check(
+            "psnr", "PSNR over all pairs", total, bounds.min_psnr, "dB", is_least=True
+        ),
         Check("alike", "pairs alike", share, bounds.min_alike, "%", is_least=True),
         *_shift_checks(found, bounds),
     ]
     apart = _feature_distance(found)
     if apart is not None:
         title = "feature distance, of that between different jobs"
-        checks.append(Check("feature_distance", title, 100 * apart, bounds.max_features, "%"))
+        checks.append(
+            Check("feature_distance", title, 100 * apart, bounds.max_features, "%")
+        )
     fid_a, fid_b, between = _fids(found, measures)
-    clip_a, clip_b = (float(np.mean(each)) if each else None for each in found.clip_scores)
+    clip_a, clip_b = (
+        float(np.mean(each)) if each else None for each in found.clip_scores
+    )
     for name, title, a, b, bound in (
         ("fid", "change of FID", fid_a, fid_b, bounds.max_fid),
         ("clip", "change of CLIP score", clip_a, clip_b, bounds.max_clip),
     ):
         if a is not None and b is not None:
             checks.append(Check(name, title, _percent_apart(a, b), bound, "%"))
-    order = sorted(pairs, key=lambda pair: (bounds.are_alike(pair), _rank(pair), pair.key))
+    order = sorted(
+        pairs, key=lambda pair: (bounds.are_alike(pair), _rank(pair), pair.key)
+    )
     return Verdict(
         pairs=len(pairs),
         identical=sum(pair.squares == 0 for pair in pairs),
@@ -178,8 +199,20 @@ def _shift_checks(found: Comparison, bounds: Bounds) -> list[Check]:
     brighter, sharper = shift.brightness_levels, abs(shift.sharpness_percent)
     moved = shift.displacement_pixels
     return [
-        Check("brightness", "shift of brightness", brighter, bounds.max_brightness, "of 255"),
-        Check("contrast", "change of contrast", shift.contrast_percent, bounds.max_contrast, "%"),
+        Check(
+            "brightness",
+            "shift of brightness",
+            brighter,
+            bounds.max_brightness,
+            "of 255",
+        ),
+        Check(
+            "contrast",
+            "change of contrast",
+            shift.contrast_percent,
+            bounds.max_contrast,
+            "%",
+        ),
         Check("sharpness", "change of sharpness", sharper, bounds.max_sharpness, "%"),
         Check("displacement", "displacement", moved, bounds.max_displacement, "pixels"),
     ]

@@ -52,7 +52,9 @@ def command(
     for path in (write_reference, output, json_file):
         console.check_writable(path)
     networks = replace(networks, reference=reference, clip=clip)
-    asked = session.Asked(settings, campaign, networks, computing, write_reference, quiet=as_json)
+    asked = session.Asked(
+        settings, campaign, networks, computing, write_reference, quiet=as_json
+    )
     with console.only_one(asked.folder, f"{asked.folder} is being scored in"):
         scores = session.run(asked)
     if scores is None:
@@ -63,7 +65,10 @@ def command(
 
 
 def _check(
-    reference: str | None, extractor: str | None, clip: str | None, write_reference: Path | None
+    reference: str | None,
+    extractor: str | None,
+    clip: str | None,
+    write_reference: Path | None,
 ) -> None:
     """Raises SetupError for options that cannot go together."""
     if extractor is None and clip is None:
@@ -72,12 +77,18 @@ def _check(
             " CMMD, or --extractor demo for the demo checkpoint"
         )
     if extractor is not None and reference is None:
-        raise errors.SetupError("FID compares with pictures: give their folder with --reference")
+        raise errors.SetupError(
+            "FID compares with pictures: give their folder with --reference"
+        )
     if write_reference is not None and not (reference and Path(reference).is_dir()):
-        raise errors.SetupError("--write-reference needs --reference with a folder of pictures")
+        raise errors.SetupError(
+            "--write-reference needs --reference with a folder of pictures"
+        )
 
 
-def _show(scores: Scores, curve: Path | None, json_file: Path | None, *, as_json: bool) -> None:
+def _show(
+    scores: Scores, curve: Path | None, json_file: Path | None, *, as_json: bool
+) -> None:
     figures = scores.model_dump()
     if json_file is not None:
         console.write_file(json_file, console.json_text(figures))
@@ -99,7 +110,9 @@ def _show(scores: Scores, curve: Path | None, json_file: Path | None, *, as_json
 
 def _table(scores: Scores) -> Table:
     """The figures by group, with those of its facts that differ from group to group."""
-    varied = [name for name in _VARIED if len({getattr(g, name) for g in scores.groups}) > 1]
+    varied = [
+        name for name in _VARIED if len({getattr(g, name) for g in scores.groups}) > 1
+    ]
     rows = console.table(
         console.name_column("group"),
         console.number_column("guidance"),
@@ -108,7 +121,8 @@ def _table(scores: Scores) -> Table:
     )
     for group in scores.groups:
         facts = (
-            "" if getattr(group, name) is None else str(getattr(group, name)) for name in varied
+            "" if getattr(group, name) is None else str(getattr(group, name))
+            for name in varied
         )
         rows.add_row(
             console.untrusted(group.group),

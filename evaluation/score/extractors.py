@@ -114,7 +114,9 @@ def sha256_of(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise errors.SetupError(f"cannot read {path}: {error.strerror or error}") from None
+        raise errors.SetupError(
+            f"cannot read {path}: {error.strerror or error}"
+        ) from None
 
 
 def clean_fid(image: Image.Image, size: int) -> Features:
@@ -125,7 +127,9 @@ def clean_fid(image: Image.Image, size: int) -> Features:
     pixels = np.asarray(image.convert("RGB"), np.float32)
     channels = [
         np.asarray(
-            Image.fromarray(pixels[..., channel]).resize((size, size), Image.Resampling.BICUBIC)
+            Image.fromarray(pixels[..., channel]).resize(
+                (size, size), Image.Resampling.BICUBIC
+            )
         )
         for channel in range(3)
     ]

@@ -21,7 +21,9 @@ _NAMES_DOWN = 140
 #: As on the report's page.
 _COLOURS = ("#2f6db5", "#d9772b", "#3d9a63", "#b0435a", "#7d62b0", "#7a7f87")
 
-_LOOK = 'role="img" font-family="system-ui, sans-serif" font-size="14" fill="currentColor"'
+_LOOK = (
+    'role="img" font-family="system-ui, sans-serif" font-size="14" fill="currentColor"'
+)
 
 #: Free space around the points, as a share of their range.
 _MARGIN = 0.08
@@ -76,7 +78,11 @@ class GroupScores(BaseModel, extra="ignore", frozen=True, allow_inf_nan=False):
         if value is None:
             return "-"
         digits = FIGURES[name]
-        reach = "" if interval is None else f" ±{(interval[1] - interval[0]) / 2:,.{digits}f}"
+        reach = (
+            ""
+            if interval is None
+            else f" ±{(interval[1] - interval[0]) / 2:,.{digits}f}"
+        )
         return f"{value:z,.{digits}f}{reach}"
 
 
@@ -104,8 +110,12 @@ def read(path: Path) -> Scores:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise errors.SetupError(f"cannot read {path}: {error.strerror or error}") from None
-    with validation.as_error(errors.SetupError, f"{path} is no JSON of `imagefleet score`: "):
+        raise errors.SetupError(
+            f"cannot read {path}: {error.strerror or error}"
+        ) from None
+    with validation.as_error(
+        errors.SetupError, f"{path} is no JSON of `imagefleet score`: "
+    ):
         return Scores.model_validate_json(data)
 
 
@@ -114,7 +124,9 @@ def facts(scores: Scores) -> dict[str, str]:
     if scores.reference is not None:
         count = scores.reference_images
         images = "" if count is None else f", {count:,} images"
-        content = f"; SHA-256 {scores.reference_sha256}" if scores.reference_sha256 else ""
+        content = (
+            f"; SHA-256 {scores.reference_sha256}" if scores.reference_sha256 else ""
+        )
         found["reference"] = f"{scores.reference}{images}{content}"
     if scores.extractor:
         found["FID, KID"] = _extractor(scores.extractor)
@@ -126,7 +138,11 @@ def facts(scores: Scores) -> dict[str, str]:
 
 
 def _few(scores: Scores) -> str:
-    more = f" and {len(scores.small) - _NAMED:,} more" if len(scores.small) > _NAMED else ""
+    more = (
+        f" and {len(scores.small) - _NAMED:,} more"
+        if len(scores.small) > _NAMED
+        else ""
+    )
     return f"fewer than 1,000 in {', '.join(scores.small[:_NAMED])}{more}"
 
 
@@ -153,13 +169,19 @@ def _name(group: GroupScores) -> str:
     strength = "" if group.lora_strength is None else f" {group.lora_strength:g}"
     steps = "" if group.steps is None else f"{group.steps} steps"
     lora = f"{group.lora}{strength}" if group.lora else ""
-    return ", ".join(filter(None, (group.model, group.sampler, steps, lora))) or group.group
+    return (
+        ", ".join(filter(None, (group.model, group.sampler, steps, lora)))
+        or group.group
+    )
 
 
 def svg(scores: Scores) -> str:
     """FID over the CLIP score, each point with its guidance; "" without both figures."""
     lines = {name: list(map(_point, groups)) for name, groups in series(scores).items()}
-    title, few = f"FID and CLIP score of {scores.campaign}", _few(scores) if scores.small else ""
+    title, few = (
+        f"FID and CLIP score of {scores.campaign}",
+        _few(scores) if scores.small else "",
+    )
     return plot(lines, title, "CLIP score", "FID", few)
 
 
@@ -176,14 +198,22 @@ def _point(group: GroupScores) -> Point:
 
 
 def plot(
-    lines: Mapping[str, Sequence[Point]], title: str, x_name: str, y_name: str, note: str = ""
+    lines: Mapping[str, Sequence[Point]],
+    title: str,
+    x_name: str,
+    y_name: str,
+    note: str = "",
 ) -> str:
     """Named lines as SVG; "" without points."""
     points = [point for line in lines.values() for point in line]
     if not points:
         return ""
-    x = _Axis([end for point in points for end in point.x_interval], _LEFT, _WIDTH - _RIGHT)
-    y = _Axis([end for point in points for end in point.y_interval], _HEIGHT - _BOTTOM, _TOP)
+    x = _Axis(
+        [end for point in points for end in point.x_interval], _LEFT, _WIDTH - _RIGHT
+    )
+    y = _Axis(
+        [end for point in points for end in point.y_interval], _HEIGHT - _BOTTOM, _TOP
+    )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" {_LOOK}>',
         f"<title>{escape(title)}</title>",
@@ -194,8 +224,12 @@ def plot(
     right = f'x="{_WIDTH - _RIGHT}" text-anchor="end"'
     for number, (name, line) in enumerate(lines.items()):
         colour = _COLOURS[number % len(_COLOURS)]
-        path = " ".join(f"{x.place(point.x):.1f},{y.place(point.y):.1f}" for point in line)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        path = " ".join(
+            f"{x.place(point.x):.1f},{y.place(point.y):.1f}" for point in line
+        )
+        parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
+        )
         for point in line:
             parts += _drawn(point, x, y, colour)
         if len(lines) > 1:
@@ -250,7 +284,9 @@ def _drawn(point: Point, x: _Axis, y: _Axis, colour: str) -> list[str]:
     ]
 
 
-def scale(begin: float, end: float, low: float, high: float) -> Callable[[float], float]:
+def scale(
+    begin: float, end: float, low: float, high: float
+) -> Callable[[float], float]:
     return lambda value: low + (value - begin) / (end - begin) * (high - low)
 
 
@@ -258,7 +294,9 @@ def nice_step(span: float) -> float:
     """The interval of about four marks: 1, 2, 2.5 or 5 times a power of ten."""
     rough = span / 4
     power = 10.0 ** math.floor(math.log10(rough))
-    return next(step * power for step in (1, 2, 2.5, 5, 10) if rough <= step * power * 1.0001)
+    return next(
+        step * power for step in (1, 2, 2.5, 5, 10) if rough <= step * power * 1.0001
+    )
 
 
 def number_text(value: float) -> str:

@@ -81,7 +81,9 @@ def frechet_distance(a: Statistics, b: Statistics) -> float:
         )
     # The trace of sqrt(A B) is that of sqrt(sqrt(A) B sqrt(A)), which is symmetric.
     root = square_root(a)
-    return _distance(a, b, np.linalg.eigvalsh(root @ b.covariance @ root).astype(np.float64))
+    return _distance(
+        a, b, np.linalg.eigvalsh(root @ b.covariance @ root).astype(np.float64)
+    )
 
 
 def square_root(of: Statistics) -> Doubles:
@@ -93,7 +95,11 @@ def square_root(of: Statistics) -> Doubles:
 
 def _distance(a: Statistics, b: Statistics, values: Doubles) -> float:
     apart = a.mean - b.mean
-    spread = np.trace(a.covariance) + np.trace(b.covariance) - 2 * np.sqrt(values.clip(0)).sum()
+    spread = (
+        np.trace(a.covariance)
+        + np.trace(b.covariance)
+        - 2 * np.sqrt(values.clip(0)).sum()
+    )
     return max(0.0, float(apart @ apart + spread))
 
 
@@ -113,7 +119,9 @@ def fid(rows: Rows, reference: Statistics, root: Doubles) -> Estimate:
     return Estimate.of(_distance(seen, reference, values), np.concatenate(shares))
 
 
-def kid(a: Rows, b: Rows, *, subsets: int = KID_SUBSETS, subset_size: int = KID_SUBSET_SIZE) -> Kid:
+def kid(
+    a: Rows, b: Rows, *, subsets: int = KID_SUBSETS, subset_size: int = KID_SUBSET_SIZE
+) -> Kid:
     """KID, of Binkowski et al. (2018): the unbiased MMD of subsets under a cubic kernel.
 
     The subsets follow from the order of the rows alone; they have no more rows than there are.
@@ -130,7 +138,10 @@ def kid(a: Rows, b: Rows, *, subsets: int = KID_SUBSETS, subset_size: int = KID_
         numbers = random.choice(a.shape[0], size, replace=False)
         one = a[numbers].astype(np.float64)
         other = b[random.choice(b.shape[0], size, replace=False)].astype(np.float64)
-        within, across = _without_itself(_cubic(one, one)), _cubic(one, other).mean(axis=1)
+        within, across = (
+            _without_itself(_cubic(one, one)),
+            _cubic(one, other).mean(axis=1),
+        )
         within_other = _without_itself(_cubic(other, other)).mean()
         found.append(float(within.mean() + within_other - 2 * across.mean()))
         apart = within - across
@@ -158,7 +169,9 @@ def cmmd(a: Rows, b: Rows, *, within_b: float | None = None) -> Estimate:
     within_b = float(mean_kernels(b, b).mean()) if within_b is None else within_b
     within, across = mean_kernels(a, a), mean_kernels(a, b)
     value = _CMMD_SCALE * float(within.mean() + within_b - 2 * across.mean())
-    return Estimate.of(max(0.0, value), _CMMD_SCALE * 2 * (within - across) / len(within))
+    return Estimate.of(
+        max(0.0, value), _CMMD_SCALE * 2 * (within - across) / len(within)
+    )
 
 
 def mean_kernels(a: Rows, b: Rows) -> Doubles:

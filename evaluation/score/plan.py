@@ -94,7 +94,9 @@ async def make(
         await asyncio.to_thread(planner.add, batch)
         on_records(len(batch))
     if not planner.images:
-        raise errors.SetupError(f"campaign {campaign} has no images yet: nothing to score")
+        raise errors.SetupError(
+            f"campaign {campaign} has no images yet: nothing to score"
+        )
     return planner.finish(damaged)
 
 
@@ -103,7 +105,8 @@ def pictures(folder: Path) -> list[str]:
     return [
         name.as_posix()
         for name in (path.relative_to(folder) for path in sorted(folder.rglob("*")))
-        if name.suffix.lower() in SUFFIXES and not any(part.startswith(".") for part in name.parts)
+        if name.suffix.lower() in SUFFIXES
+        and not any(part.startswith(".") for part in name.parts)
     ]
 
 
@@ -115,7 +118,9 @@ def of_folder(
     chunks = _chunks_of(len(names))
     rows = defaultdict[int, list[Row]](list)
     for name in names:
-        rows[_chunk(name, chunks)].append(Row(name, "", None, extractors.sha256_of(folder / name)))
+        rows[_chunk(name, chunks)].append(
+            Row(name, "", None, extractors.sha256_of(folder / name))
+        )
         on_files(1)
     for number, some in rows.items():
         _append(target / f"{number:06}.jsonl", some)
@@ -155,10 +160,15 @@ class _Planner:
             _append(path, some)
 
     def finish(self, damaged: Damaged) -> Plan:
-        groups: dict[str, Group | None] = {ALL: None} if self._groups is None else {**self._groups}
+        groups: dict[str, Group | None] = (
+            {ALL: None} if self._groups is None else {**self._groups}
+        )
         features = self._work / "features" / "groups"
         return Plan(
-            {name: list(_listed(self._target / name, features / name)) for name in groups},
+            {
+                name: list(_listed(self._target / name, features / name))
+                for name in groups
+            },
             self.images,
             groups,
             {
@@ -186,7 +196,9 @@ def _chunks_of(images: int) -> int:
 
 def _chunk(name: str, chunks: int) -> int:
     """By the name alone: neither the order of the records nor other images change it."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) % chunks
+    return (
+        int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) % chunks
+    )
 
 
 def _append(path: Path, rows: Iterable[Row]) -> None:

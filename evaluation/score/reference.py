@@ -52,8 +52,12 @@ def of_chunks(
         )
     images = sum(note.images for note in notes)
     if images < _LEAST:
-        raise errors.SetupError(f"the reference {folder} has fewer than {_LEAST} pictures to read")
-    rows = chunks.StoredRows(done, "features", extractor.dimensions) if extractor else None
+        raise errors.SetupError(
+            f"the reference {folder} has fewer than {_LEAST} pictures to read"
+        )
+    rows = (
+        chunks.StoredRows(done, "features", extractor.dimensions) if extractor else None
+    )
     return Reference(
         str(folder),
         images,
@@ -69,7 +73,9 @@ def hash_of_all(hashes: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(sorted(hashes)).encode()).hexdigest()
 
 
-def read(path: str, extractor: ExtractorFacts | None, clip: ExtractorFacts | None) -> Reference:
+def read(
+    path: str, extractor: ExtractorFacts | None, clip: ExtractorFacts | None
+) -> Reference:
     """Statistics of pytorch-fid, clean-fid or `write`; raises SetupError for other ones."""
     file = _DEMO_FILE if path == DEMO else Path(path)
     if not file.is_file():
@@ -91,15 +97,26 @@ def read(path: str, extractor: ExtractorFacts | None, clip: ExtractorFacts | Non
                         f"the reference {path} was made with another {which.replace('_', ' ')}"
                         f" than {facts.name}: its SHA-256 is {stored[which]}"
                     )
-            features = stored["features"] if extractor and "features" in stored else None
-            seen = stored["clip_features"] if clip and "clip_features" in stored else None
+            features = (
+                stored["features"] if extractor and "features" in stored else None
+            )
+            seen = (
+                stored["clip_features"] if clip and "clip_features" in stored else None
+            )
     except UNREADABLE as error:
-        raise errors.SetupError(f"the reference {path} cannot be read: {error}") from None
-    return Reference(path, images, extractors.sha256_of(file), statistics, features, seen)
+        raise errors.SetupError(
+            f"the reference {path} cannot be read: {error}"
+        ) from None
+    return Reference(
+        path, images, extractors.sha256_of(file), statistics, features, seen
+    )
 
 
 def write(
-    found: Reference, path: Path, extractor: ExtractorFacts | None, clip: ExtractorFacts | None
+    found: Reference,
+    path: Path,
+    extractor: ExtractorFacts | None,
+    clip: ExtractorFacts | None,
 ) -> None:
     """Writes statistics that need no pictures any more, and that pytorch-fid reads, too."""
     arrays: dict[str, np.ndarray] = {"count": np.array(found.images or 0)}

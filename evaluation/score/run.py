@@ -98,7 +98,9 @@ def extract(work: Work, processes: int, on_images: OnImages, done: Done) -> None
     for chunk in work.chunks:
         rows = chunk.rows()
         # Of an image without a SHA-256, another in as many bytes may be there now.
-        if all(row.sha256 for row in rows) and chunks.is_done(chunk, digest(rows, work.facts)):
+        if all(row.sha256 for row in rows) and chunks.is_done(
+            chunk, digest(rows, work.facts)
+        ):
             on_images(len(rows))
             done.kept += len(rows)
         else:
@@ -123,12 +125,16 @@ def on_chunks(work: Work, left: Sequence[Chunk]) -> Work:
 
 
 def _in_processes(works: Sequence[Work], on_images: OnImages) -> None:
-    context = multiprocessing.get_context("spawn")  # torch's threads do not outlive a fork
+    context = multiprocessing.get_context(
+        "spawn"
+    )  # torch's threads do not outlive a fork
     children: dict[Connection, BaseProcess] = {}
     try:
         for work in works:
             here, there = context.Pipe(duplex=False)
-            child: BaseProcess = context.Process(target=_child, args=(work, there), daemon=True)
+            child: BaseProcess = context.Process(
+                target=_child, args=(work, there), daemon=True
+            )
             child.start()
             there.close()
             children[here] = child
@@ -182,7 +188,11 @@ async def _extract(work: Work, on_images: OnImages) -> None:
 
 
 async def _compute(
-    work: Work, chunk: Chunk, rows: Sequence[Row], blobs: BlobStore, thread: ThreadPoolExecutor
+    work: Work,
+    chunk: Chunk,
+    rows: Sequence[Row],
+    blobs: BlobStore,
+    thread: ThreadPoolExecutor,
 ) -> tuple[chunks.Note, dict[str, Features]]:
     """Batch by batch; the next one is read while the networks compute."""
     batches = [rows[first : first + _BATCH] for first in range(0, len(rows), _BATCH)]
@@ -195,7 +205,9 @@ async def _compute(
         for number, batch in enumerate(batches):
             read = await reading
             if number + 1 < len(batches):
-                reading = asyncio.ensure_future(_read(chunk, batches[number + 1], blobs))
+                reading = asyncio.ensure_future(
+                    _read(chunk, batches[number + 1], blobs)
+                )
             scored = await loop.run_in_executor(thread, _score, work, batch, read)
             for kind, features in scored.arrays.items():
                 parts[kind].append(features)
@@ -251,7 +263,9 @@ def _filled(items: list[Item]) -> list[Item]:
     return items + [items[-1]] * (_BATCH - len(items))
 
 
-async def _read(chunk: Chunk, rows: Sequence[Row], blobs: BlobStore) -> list[bytes | None]:
+async def _read(
+    chunk: Chunk, rows: Sequence[Row], blobs: BlobStore
+) -> list[bytes | None]:
     if chunk.folder is not None:
         paths = [chunk.folder / row.name for row in rows]
         return await asyncio.to_thread(lambda: [_read_file(path) for path in paths])

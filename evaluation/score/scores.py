@@ -82,7 +82,9 @@ class _Compared:
     @cached_property
     def within(self) -> float:
         assert self.reference.clip is not None  # noqa: S101 - asked for CMMD alone
-        return float(metrics.mean_kernels(self.reference.clip, self.reference.clip).mean())
+        return float(
+            metrics.mean_kernels(self.reference.clip, self.reference.clip).mean()
+        )
 
     def figures(self, done: Sequence[Chunk]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -93,7 +95,9 @@ class _Compared:
                 fid = metrics.fid(rows, reference.statistics, self.root)
                 found |= _with_interval("fid", fid)
                 if reference.features is not None:
-                    kid = metrics.kid(rows, reference.features, subsets=metrics.KID_SUBSETS)
+                    kid = metrics.kid(
+                        rows, reference.features, subsets=metrics.KID_SUBSETS
+                    )
                     found |= _with_interval("kid", kid.estimate)
                     found |= {"kid_std": kid.std, "kid_subset_size": kid.subset_size}
         if self.clip and reference.clip is not None:
@@ -108,7 +112,9 @@ def _with_interval(name: str, found: metrics.Estimate) -> dict[str, Any]:
     return {name: found.value, f"{name}_interval": found.interval}
 
 
-def _small(groups: Sequence[GroupScores], reference: Reference | None) -> tuple[str, ...]:
+def _small(
+    groups: Sequence[GroupScores], reference: Reference | None
+) -> tuple[str, ...]:
     """What has fewer images than a subset of KID."""
     few = [each.group for each in groups if each.images < metrics.KID_SUBSET_SIZE]
     if reference and reference.images and reference.images < metrics.KID_SUBSET_SIZE:

@@ -54,7 +54,8 @@ class Computing:
         "At the same time. [default: the cores, at most 4]", min=1, max=256
     )
     state: Path | None = option(
-        "Features, to go on after an interruption [default: NAME-score].", metavar="FOLDER"
+        "Features, to go on after an interruption [default: NAME-score].",
+        metavar="FOLDER",
     )
     part: str | None = option(
         "Only one of N parts of the features: for several machines, whose folders --state are then"
@@ -115,12 +116,19 @@ def run(asked: Asked) -> Scores | None:
             " run this without --part"
         )
         return None
-    with console.counting("compared", len(planned.groups), quiet=asked.quiet) as on_group:
-        return scores.compute(planned, asked.campaign, compared, (extractor, clip), on_group)
+    with console.counting(
+        "compared", len(planned.groups), quiet=asked.quiet
+    ) as on_group:
+        return scores.compute(
+            planned, asked.campaign, compared, (extractor, clip), on_group
+        )
 
 
 def _compared(
-    asked: Asked, work: running.Work, extractor: ExtractorFacts | None, clip: ExtractorFacts | None
+    asked: Asked,
+    work: running.Work,
+    extractor: ExtractorFacts | None,
+    clip: ExtractorFacts | None,
 ) -> Reference | None:
     """The reference; a folder's is computed first, as it is what the rest is compared with."""
     named = asked.networks.reference
@@ -131,7 +139,9 @@ def _compared(
         return reference.read(named, extractor, clip)
     names = plan.pictures(folder)
     if not names:
-        raise errors.SetupError(f"the reference {folder} has no pictures (PNG, JPEG, WebP)")
+        raise errors.SetupError(
+            f"the reference {folder} has no pictures (PNG, JPEG, WebP)"
+        )
     with console.counting("hashed", len(names), quiet=asked.quiet) as on_files:
         chunks = plan.of_folder(folder, names, asked.folder, on_files)
     _extract(asked, running.on_chunks(work, chunks), "reference")

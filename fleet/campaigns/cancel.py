@@ -19,7 +19,9 @@ async def command(
         "The campaign; `default` for jobs without one.", None, metavar="CAMPAIGN"
     ),
     everything: bool = option(
-        "Delete all messages of the job queue for good, of all campaigns.", False, "--all"
+        "Delete all messages of the job queue for good, of all campaigns.",
+        False,
+        "--all",
     ),
     dry_run: bool = options.dry_run("what would be cancelled or deleted"),
     yes: options.Yes = False,
@@ -46,11 +48,15 @@ async def command(
         count = (await queue.depth()).messages
         messages = console.counted(count, "message")
         if named is not None:
-            await _cancel(fleet.storage, named, count, dry_run=dry_run, yes=yes, as_json=as_json)
+            await _cancel(
+                fleet.storage, named, count, dry_run=dry_run, yes=yes, as_json=as_json
+            )
             return
         if not dry_run:
             if count:
-                console.confirm(f"Delete {messages} of the queue {queue.name} for good?", yes=yes)
+                console.confirm(
+                    f"Delete {messages} of the queue {queue.name} for good?", yes=yes
+                )
             await queue.clear()
     record = {"queue": queue.name, "messages": count, "deleted": not dry_run}
     would = "would be " if dry_run else ""
@@ -59,7 +65,13 @@ async def command(
 
 
 async def _cancel(
-    storage: Storage, campaign: str, messages: int, *, dry_run: bool, yes: bool, as_json: bool
+    storage: Storage,
+    campaign: str,
+    messages: int,
+    *,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
 ) -> None:
     if unsure := await target.check_campaign(storage, campaign):
         console.print_warning(unsure)
@@ -67,17 +79,29 @@ async def _cancel(
     at = None
     if not (dry_run and as_json):
         is_counted = found.pending is not None
-        left = console.counted(found.pending or 0, "job") if is_counted else "an unknown number"
+        left = (
+            console.counted(found.pending or 0, "job")
+            if is_counted
+            else "an unknown number"
+        )
         held = f"the queue {storage.queue.name} holds {console.counted(messages, 'message')}"
         to = console.stdout if dry_run else console.stderr
         console.print_tables(forms.counts_table(found), to=to)
-        console.print_plain(f"to be cancelled: {left}, less what is being drawn; {held}", to)
+        console.print_plain(
+            f"to be cancelled: {left}, less what is being drawn; {held}", to
+        )
     if not dry_run:
         console.confirm(f"Cancel what is left of campaign {campaign}?", yes=yes)
-        with console.stderr.status("the list is written; running loads read it within 10 seconds"):
+        with console.stderr.status(
+            "the list is written; running loads read it within 10 seconds"
+        ):
             at = await cancelled.cancel(storage, campaign)
     if as_json:
-        of_queue = {"campaign": campaign, "queue": storage.queue.name, "messages": messages}
+        of_queue = {
+            "campaign": campaign,
+            "queue": storage.queue.name,
+            "messages": messages,
+        }
         numbers = {**asdict(found), "pending": found.pending}
         console.print_json({**of_queue, **numbers, "cancelled_until": at})
     elif at is not None:

@@ -22,7 +22,9 @@ _WHY = {
 @options.flat
 async def command(
     settings: StorageSettings,
-    job: str = argument("Jobs without a campaign are in 'default'.", metavar="CAMPAIGN/ID"),
+    job: str = argument(
+        "Jobs without a campaign are in 'default'.", metavar="CAMPAIGN/ID"
+    ),
     as_json: options.AsJson = False,
 ) -> None:
     """Shows what became of one job.
@@ -68,7 +70,11 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> dict[str, Any
         "state": "unknown",
         **dict.fromkeys(("since", "stage", "attempts", "worker", "error", "reason")),
         "images": [
-            {"blob": name, "address": storage.blobs.address(name), "size_bytes": size or 0}
+            {
+                "blob": name,
+                "address": storage.blobs.address(name),
+                "size_bytes": size or 0,
+            }
             for name, size in ((each.blob, each.size_bytes) for each in stored)
             if name is not None
         ],
@@ -78,7 +84,9 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> dict[str, Any
         found |= _recorded(record) | {"since": max(each.at for each in stored)}
         if record.seconds is None:  # somebody has changed its metadata
             found |= {"attempts": None, "worker": None}
-    elif in_queue := await target.find_message(storage, target.Target(campaign, job_id)):
+    elif in_queue := await target.find_message(
+        storage, target.Target(campaign, job_id)
+    ):
         message, is_leased = in_queue
         found["state"] = "in flight" if is_leased else "queued"
         found["since"] = message.enqueued_at

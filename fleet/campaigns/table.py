@@ -51,7 +51,10 @@ class Campaigns:
         if server is None or time.monotonic() - self._asked_at < _FRESH_SECONDS:
             return
         self._asked_at = time.monotonic()
-        found, since = await rates.campaign_dollars(server), datetime.now(UTC) - rates.MONEY_TIME
+        found, since = (
+            await rates.campaign_dollars(server),
+            datetime.now(UTC) - rates.MONEY_TIME,
+        )
         self.dollars = {
             name: found[name]
             for name, counts in self.rows
@@ -67,7 +70,9 @@ class Campaigns:
             if self._only is None:
                 found = await reader.all_counts(self._storage, damaged, self._overview)
             else:
-                found = {self._only: await reader.counts(self._storage, self._only, damaged)}
+                found = {
+                    self._only: await reader.counts(self._storage, self._only, damaged)
+                }
             self._elsewhere = await sent.elsewhere(self._storage)
         except errors.SetupError as error:  # of a token that may not read records
             if self._only is not None:
@@ -92,18 +97,35 @@ class Campaigns:
         ]
 
     def table(self, count: int) -> Table:
-        figures = ("sent", "completed", "failed", "cancelled", "discarded", "pending", "images")
+        figures = (
+            "sent",
+            "completed",
+            "failed",
+            "cancelled",
+            "discarded",
+            "pending",
+            "images",
+        )
         rows = []
         for campaign, counts in self.rows[:count]:
             numbers = (getattr(counts, figure) for figure in figures)
             left = seconds_left(counts)
             time_left = "-" if left is None else duration(left)
-            cost = [console.number(self.dollars.get(campaign), 2)] if self.dollars else []
-            last = f"{at.astimezone(UTC):%Y-%m-%d %H:%M}" if (at := counts.last_at) else "-"
+            cost = (
+                [console.number(self.dollars.get(campaign), 2)] if self.dollars else []
+            )
+            last = (
+                f"{at.astimezone(UTC):%Y-%m-%d %H:%M}"
+                if (at := counts.last_at)
+                else "-"
+            )
             rows.append((campaign, *numbers, *cost, time_left, last))
         return console.table(
             console.name_column("campaign"),
-            *map(console.number_column, (*figures, *(["$"] if self.dollars else []), "time left")),
+            *map(
+                console.number_column,
+                (*figures, *(["$"] if self.dollars else []), "time left"),
+            ),
             console.name_column("last (UTC)"),
             rows=rows,
         )
@@ -115,7 +137,9 @@ class Campaigns:
             if counts.pending:
                 label = name if len(found) < most else OTHER_MODELS
                 jobs, seconds = found.get(label, (0, None))
-                left = [each for each in (seconds, seconds_left(counts)) if each is not None]
+                left = [
+                    each for each in (seconds, seconds_left(counts)) if each is not None
+                ]
                 found[label] = jobs + counts.pending, max(left, default=None)
         return found
 
@@ -125,7 +149,9 @@ class Campaigns:
         if self.refusal:
             found.append(f"campaigns cannot be counted: {self.refusal}")
         if (more := len(self.rows) - count) > 0:
-            found.append(f"{console.counted(more, 'earlier campaign')} not shown (--count)")
+            found.append(
+                f"{console.counted(more, 'earlier campaign')} not shown (--count)"
+            )
         pending = sum(counts.pending or 0 for _, counts in self.rows)
         if (left := pending - messages) > 0:
             where = [f"{messages:,} at most in this queue or in flight"]
@@ -138,7 +164,9 @@ class Campaigns:
                     " records are written in a moment; `imagefleet load FILE --restart` sends"
                     " deleted ones again; what is stored is not drawn twice"
                 )
-            found.append(f"of {console.counted(pending, 'pending job')} {', '.join(where)}")
+            found.append(
+                f"of {console.counted(pending, 'pending job')} {', '.join(where)}"
+            )
         for campaign, counts in self.rows[:count]:
             if counts.unknown:
                 found.append(
@@ -147,13 +175,20 @@ class Campaigns:
                 )
         if self.unfit_records:
             records = console.counted(self.unfit_records, "record")
-            found.append(f"{records} not in these figures: they do not fit what was sent or stored")
+            found.append(
+                f"{records} not in these figures: they do not fit what was sent or stored"
+            )
         return found
 
 
 def seconds_left(counts: Counts) -> float | None:
     """Until the pending jobs have ended, at the mean speed so far; None before there is one."""
-    if not counts.pending or not counts.ended or not counts.first_at or not counts.last_at:
+    if (
+        not counts.pending
+        or not counts.ended
+        or not counts.first_at
+        or not counts.last_at
+    ):
         return None
     seconds = (counts.last_at - counts.first_at).total_seconds()
     return counts.pending * seconds / counts.ended if seconds > 0 else None

@@ -12,12 +12,19 @@ from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import Message
 
 Campaign = Annotated[
-    str, typer.Argument(metavar="CAMPAIGN", help="Jobs without a campaign are in 'default'.")
+    str,
+    typer.Argument(
+        metavar="CAMPAIGN", help="Jobs without a campaign are in 'default'."
+    ),
 ]
-OnlyCampaign = Annotated[str | None, typer.Argument(metavar="CAMPAIGN", help="Only this campaign.")]
+OnlyCampaign = Annotated[
+    str | None, typer.Argument(metavar="CAMPAIGN", help="Only this campaign.")
+]
 OnlyJobs = Annotated[
     str | None,
-    typer.Argument(metavar="CAMPAIGN[/ID]", help="Only this campaign, or this one of its jobs."),
+    typer.Argument(
+        metavar="CAMPAIGN[/ID]", help="Only this campaign, or this one of its jobs."
+    ),
 ]
 
 Text = TypeVar("Text", str, str | None)
@@ -35,7 +42,11 @@ class Target(NamedTuple):
         return "" if self.campaign is None else f"{self.campaign}/{self.id or ''}"
 
     def __str__(self) -> str:
-        return job_key(self.campaign, self.id) if self.id else self.campaign or "all campaigns"
+        return (
+            job_key(self.campaign, self.id)
+            if self.id
+            else self.campaign or "all campaigns"
+        )
 
 
 def read(text: str | None) -> Target:
@@ -59,7 +70,9 @@ def campaign(text: Text) -> Text:
     """The campaign that *text* names; raises SetupError for anything else."""
     found = read(text)
     if found.id is not None:
-        raise errors.SetupError(f"{text} is one job: give its campaign, {found.campaign}")
+        raise errors.SetupError(
+            f"{text} is one job: give its campaign, {found.campaign}"
+        )
     return text
 
 
@@ -104,7 +117,9 @@ async def check_campaign(storage: Storage, name: str | None) -> str | None:
             f"{missing} that can be seen{hint}; the queue {storage.queue.name} holds"
             f" {messages:,} messages, and Azure shows only the first of them"
         )
-    raise errors.SetupError(missing + (hint or "; `imagefleet status` lists the campaigns"))
+    raise errors.SetupError(
+        missing + (hint or "; `imagefleet status` lists the campaigns")
+    )
 
 
 async def unknown_job(storage: Storage, named: Target) -> errors.SetupError:
@@ -117,7 +132,9 @@ async def unknown_job(storage: Storage, named: Target) -> errors.SetupError:
 
 async def find_message(storage: Storage, named: Target) -> tuple[Message, bool] | None:
     """A message of the target in the job queue and whether it is leased, as far as is shown."""
-    text = named.id or ("" if named.campaign == DEFAULT_CAMPAIGN else named.campaign or "")
+    text = named.id or (
+        "" if named.campaign == DEFAULT_CAMPAIGN else named.campaign or ""
+    )
     async for message, is_leased in storage.queue.find(text):
         fields = fields_if_any(message.body)
         if not fields or (named.id and fields.get("verify")):

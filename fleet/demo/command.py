@@ -45,8 +45,12 @@ def command(
         Path("demo-output"),
         metavar="FOLDER",
     ),
-    cascade: bool = option("Jobs in two stages instead: a cascade in pixels.", default=False),
-    few_steps: bool = option("4 steps without guidance, not 15 with it.", default=False),
+    cascade: bool = option(
+        "Jobs in two stages instead: a cascade in pixels.", default=False
+    ),
+    few_steps: bool = option(
+        "4 steps without guidance, not 15 with it.", default=False
+    ),
     json_file: options.JsonFile = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -105,7 +109,9 @@ def command(
 def _prepare(storage: Path) -> None:
     """Creates an empty storage folder; refuses to empty one that is not a demo's."""
     if storage.exists() and not (storage / _MARKER).exists():
-        raise errors.SetupError(f"{storage} exists and is not from a demo: choose another --output")
+        raise errors.SetupError(
+            f"{storage} exists and is not from a demo: choose another --output"
+        )
     with files.writing(storage):
         if storage.exists():
             shutil.rmtree(storage)
@@ -119,21 +125,31 @@ def _prepare(storage: Path) -> None:
         )
 
 
-async def _demo(settings: WorkerSettings, output: Path, messages: list[str]) -> dict[str, Any]:
+async def _demo(
+    settings: WorkerSettings, output: Path, messages: list[str]
+) -> dict[str, Any]:
     """Draws the jobs; returns the figures, as `--json` prints them."""
     from worker import process  # needs the extra `worker`
 
-    jobs = [Job.model_validate_json(each) for each in messages if each != demo.INVALID_MESSAGE]
+    jobs = [
+        Job.model_validate_json(each)
+        for each in messages
+        if each != demo.INVALID_MESSAGE
+    ]
     async with aio.Fleet(open_storage(settings)) as fleet:
         batch = await fleet.submit(jobs, campaign=jobs[0].campaign)
         # The client would refuse it.
-        await fleet.storage.queue.send([each for each in messages if each == demo.INVALID_MESSAGE])
+        await fleet.storage.queue.send(
+            [each for each in messages if each == demo.INVALID_MESSAGE]
+        )
         # The demo shows a worker's figures; its log says too much for a first look.
         logs.configure("text", logging.FileHandler(output / "worker.log", mode="w"))
         with worker_command.showing() as show:
             drawn = await process.run_worker(settings, on_progress=show)
         if drawn.stopped_by is not None:
-            console.print_note(f"stopped after {drawn.images} images of {len(messages)} jobs")
+            console.print_note(
+                f"stopped after {drawn.images} images of {len(messages)} jobs"
+            )
             raise typer.Exit(console.EXIT_INTERRUPTED)
         failed = (await fleet.depth()).failed.messages
         results = {result.id: result async for result in batch.results()}
@@ -174,7 +190,9 @@ def _show(
         " is a hundredth of Stable Diffusion's size: not comparable",
     }
     if not cascade:
-        facts["failed jobs"] = f"{report['failed']}, invalid on purpose; list them with:"
+        facts["failed jobs"] = (
+            f"{report['failed']}, invalid on purpose; list them with:"
+        )
     console.print_facts(facts)
     if cascade:
         return
@@ -231,5 +249,7 @@ def caption(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> li
     """A prompt in at most `CAPTION_LINES` lines, shortened with an ellipsis."""
     words, loras = prompt.read_words(text)
     shown = " + ".join([words, *(lora.name for lora in loras)])
-    characters = int(TILE_PIXELS / (font.getlength("etaoin shrdlu") / len("etaoin shrdlu")))
+    characters = int(
+        TILE_PIXELS / (font.getlength("etaoin shrdlu") / len("etaoin shrdlu"))
+    )
     return textwrap.wrap(shown, characters, max_lines=CAPTION_LINES, placeholder="…")

@@ -62,7 +62,11 @@ async def command(
             with contextlib.closing(Work("")) as work:
                 plan = await _plan(fleet.storage, work, plan)
             plan = plan.model_copy(update={"storage": absolute_url(fleet.storage)})
-        more = {"shards": plan.shard_count, "bytes_needed": _needed(plan), "reads": plan.images}
+        more = {
+            "shards": plan.shard_count,
+            "bytes_needed": _needed(plan),
+            "reads": plan.images,
+        }
         facts = {
             "images": f"{plan.images:,}, {filesize.decimal(plan.bytes)}",
             "shards": f"{plan.shard_count:,} of {plan.shard_size:,} images, {plan.format}",
@@ -95,26 +99,34 @@ async def _export(
                 stored = (await reader.counts(storage, wanted.campaign)).images
                 new = max(0, stored - found.images - found.missing - found.changed)
                 since = f"; {console.counted(new, 'image')} stored since are not in it"
-                console.print_note(f"{folder} has the whole export already{since if new else ''}")
+                console.print_note(
+                    f"{folder} has the whole export already{since if new else ''}"
+                )
             shutil.rmtree(folder / WORK, ignore_errors=True)
         return found
 
 
-async def _make(storage: Storage, folder: Path, wanted: Plan, *, quiet: bool) -> Manifest:
+async def _make(
+    storage: Storage, folder: Path, wanted: Plan, *, quiet: bool
+) -> Manifest:
     """Goes on with the export in *folder*, or begins one."""
     if not (folder / WORK).exists():
         await target.check_campaign(storage, wanted.campaign)
         counts = await reader.counts(storage, wanted.campaign)
         if not counts.images:
             name = wanted.campaign
-            raise errors.SetupError(f"campaign {name} has no images yet: nothing to export")
+            raise errors.SetupError(
+                f"campaign {name} has no images yet: nothing to export"
+            )
         if counts.pending:
             console.print_warning(
                 f"{console.counted(counts.pending, 'job')} of {wanted.campaign} still to do: their"
                 " images will not be in this export"
             )
         if await asyncio.to_thread(lambda: folder.exists() and any(folder.iterdir())):
-            raise errors.SetupError(f"{folder} is not empty: choose another folder for the export")
+            raise errors.SetupError(
+                f"{folder} is not empty: choose another folder for the export"
+            )
         (folder / WORK).mkdir(parents=True)
     with contextlib.closing(Work(folder / WORK / "plan.sqlite")) as work:
         plan = work.plan() or await _plan(storage, work, wanted, folder)
@@ -126,7 +138,9 @@ async def _make(storage: Storage, folder: Path, wanted: Plan, *, quiet: bool) ->
     return made
 
 
-async def _plan(storage: Storage, work: Work, wanted: Plan, folder: Path | None = None) -> Plan:
+async def _plan(
+    storage: Storage, work: Work, wanted: Plan, folder: Path | None = None
+) -> Plan:
     """Makes the plan; raises SetupError if *folder* has no space for it."""
     damaged = Damaged()
     records = reader.drawings(storage, wanted.campaign, damaged)

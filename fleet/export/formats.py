@@ -29,7 +29,17 @@ _FAULTS = {
 
 #: What the columns of an export have from a result.
 FIELDS = (
-    *("id", "campaign", "index", "prompt", "negative_prompt", "seed", "model", "loras", "sampler"),
+    *(
+        "id",
+        "campaign",
+        "index",
+        "prompt",
+        "negative_prompt",
+        "seed",
+        "model",
+        "loras",
+        "sampler",
+    ),
     *("steps", "cfg_scale", "clip_skip", "worker", "gpu", "seconds", "at", "metadata"),
 )
 
@@ -85,7 +95,9 @@ class ShardFiles(abc.ABC):
     listed: Sequence[Path]
     """Those of the manifest; the last one completes the shard."""
 
-    def __init__(self, folder: Path, number: int, shards: int, address: columns.Address) -> None:
+    def __init__(
+        self, folder: Path, number: int, shards: int, address: columns.Address
+    ) -> None:
         self.folder = folder
         self.name = f"{number:05}"
         self.shards = shards
@@ -129,13 +141,17 @@ def arrow() -> Any:
         import pyarrow as pa
         import pyarrow.parquet
     except ImportError:
-        raise errors.SetupError("Parquet needs pyarrow: pip install '.[parquet]'") from None
+        raise errors.SetupError(
+            "Parquet needs pyarrow: pip install '.[parquet]'"
+        ) from None
     return pa
 
 
 def _cells(row: dict[str, Any]) -> dict[str, Any]:
     """A row for Parquet, whose columns have one type."""
-    return row | {"metadata": columns.json_text(row["metadata"]) if row["metadata"] else None}
+    return row | {
+        "metadata": columns.json_text(row["metadata"]) if row["metadata"] else None
+    }
 
 
 def _of_rows() -> Any:
@@ -146,7 +162,9 @@ def _of_rows() -> Any:
     pa = arrow()
     text, whole, real = pa.string(), pa.int64(), pa.float64()
     types = {
-        **dict.fromkeys((*columns.INTEGERS, "original_width", "original_height"), whole),
+        **dict.fromkeys(
+            (*columns.INTEGERS, "original_width", "original_height"), whole
+        ),
         **dict.fromkeys(columns.REALS, real),
         "loras": pa.list_(pa.struct([("name", text), ("weight", real)])),
         "at": pa.timestamp("us", "UTC"),
@@ -196,7 +214,9 @@ class Webdataset(ShardFiles):
     def close(self) -> None:
         super().close()
         successes = len(self.digests)
-        failures = {_FAULTS[fault]: len(names) for fault, names in self.faulty.items() if names}
+        failures = {
+            _FAULTS[fault]: len(names) for fault, names in self.faulty.items() if names
+        }
         # img2dataset has the times of its run here. These are of the images, so that the same
         # campaign gives the same shards.
         first, last = [at.timestamp() for at in self._times] or [0.0, 0.0]
@@ -223,7 +243,9 @@ class Webdataset(ShardFiles):
 def _of_images() -> Any:
     """The schema, with the feature by which `datasets` decodes the images."""
     pa = arrow()
-    image = pa.field("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+    image = pa.field(
+        "image", pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    )
     told = [field for field in _of_rows() if field.name not in OF_IMG2DATASET]
     # Those of the others follow from their types.
     features = {"image": {"_type": "Image"}}
@@ -274,7 +296,9 @@ class Imagefolder(ShardFiles):
         self._folder = self.folder / self.name
         self._folder.mkdir()
         self.listed = [self._folder / METADATA]
-        self._lines = self._stack.enter_context(self.listed[0].open("w", encoding="utf-8"))
+        self._lines = self._stack.enter_context(
+            self.listed[0].open("w", encoding="utf-8")
+        )
 
     def _write(self, rows: Rows) -> None:
         for sample, row in rows:
@@ -303,7 +327,9 @@ def _as_metadata(row: dict[str, Any]) -> dict[str, Any]:
     return {
         **{name: value for name, value in row.items() if name not in OF_IMG2DATASET},
         **{name: row[name] or "" for name in _NEVER_NULL},
-        "loras": " ".join(f"{lora['name']}:{lora['weight']:g}" for lora in row["loras"]),
+        "loras": " ".join(
+            f"{lora['name']}:{lora['weight']:g}" for lora in row["loras"]
+        ),
         "metadata": columns.json_text(row["metadata"]) if row["metadata"] else "",
         # Not ISO 8601, of which Arrow makes one type or another.
         "at": f"{row['at']:%Y-%m-%d %H:%M:%S} UTC",

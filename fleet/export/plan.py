@@ -130,7 +130,9 @@ class Work:
             yield [Record.read(line) for _, line in rows]
 
     def done(self, number: int) -> Shard | None:
-        found = self._db.execute("SELECT json FROM done WHERE shard = ?", [number]).fetchone()
+        found = self._db.execute(
+            "SELECT json FROM done WHERE shard = ?", [number]
+        ).fetchone()
         return found and Shard.model_validate_json(found[0])
 
     def note(self, number: int, shard: Shard) -> None:
@@ -138,7 +140,10 @@ class Work:
         self._db.execute("INSERT OR REPLACE INTO done VALUES(?, ?)", row)
 
     def _list(self, records: Sequence[Record]) -> None:
-        rows = ((each.blob, each.at.timestamp(), each.sha256, each.line()) for each in records)
+        rows = (
+            (each.blob, each.at.timestamp(), each.sha256, each.line())
+            for each in records
+        )
         self._db.executemany("INSERT INTO listed VALUES(?, ?, ?, ?)", rows)
 
 
@@ -189,7 +194,10 @@ class Manifest(Plan):
             misfits=plan.misfits + sum(shard.misfits for shard in shards),
             first_missing=missing[:_NAMED],
             first_changed=changed[:_NAMED],
-            shards=[shard.model_copy(update={"missing": [], "changed": []}) for shard in shards],
+            shards=[
+                shard.model_copy(update={"missing": [], "changed": []})
+                for shard in shards
+            ],
         )
 
     @classmethod

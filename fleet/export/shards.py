@@ -12,7 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleet.export.formats import METADATA, Imagefolder, Parquet, Sample, ShardFiles, Webdataset
+from fleet.export.formats import (
+    METADATA,
+    Imagefolder,
+    Parquet,
+    Sample,
+    ShardFiles,
+    Webdataset,
+)
 from fleet.export.plan import WORK, File, Plan, Shard, Work
 from fleet.results import download, files
 from imagefleet import concurrency, errors
@@ -57,7 +64,8 @@ class Exporter:
         shard = self.work.done(number)
         noted = shard.files if shard else {}
         is_there = all(
-            files.size_of(self.folder / name) == file.bytes for name, file in noted.items()
+            files.size_of(self.folder / name) == file.bytes
+            for name, file in noted.items()
         )
         return shard if is_there else None
 
@@ -72,7 +80,9 @@ class Exporter:
         written = form(draft, number, self.plan.shard_count, self.blobs.address)
         try:
             fetched: Sequence[Sample] = []
-            keyed = zip(keys, self.work.records(number, self.plan.shard_size), strict=False)
+            keyed = zip(
+                keys, self.work.records(number, self.plan.shard_size), strict=False
+            )
             while batch := list(itertools.islice(keyed, _BATCH)):
                 # The next images are read while these are written.
                 fetched, _ = await concurrency.gather(
@@ -100,9 +110,15 @@ class Exporter:
                     count = len(records) if found == "misfit" else 0
                     return Sample(key, records[0], None, found, count)
                 if await asyncio.to_thread(picture.decode, found.data) is None:
-                    return Sample(key, found.record, None, "misfit", 0)  # as recorded, and no image
-                others = [await find([each]) for each in records if each is not found.record]
-                return Sample(key, found.record, found.data, None, others.count("misfit"))
+                    return Sample(
+                        key, found.record, None, "misfit", 0
+                    )  # as recorded, and no image
+                others = [
+                    await find([each]) for each in records if each is not found.record
+                ]
+                return Sample(
+                    key, found.record, found.data, None, others.count("misfit")
+                )
 
         return list(await concurrency.gather(*(read(*each) for each in batch)))
 

@@ -122,9 +122,12 @@ async def discard_command(
     settings: SignerSettings,
     which: Which,
     how: How,
-    unsigned: bool = option("Only what is not signed with a key of yours.", default=False),
+    unsigned: bool = option(
+        "Only what is not signed with a key of yours.", default=False
+    ),
     completed: bool = option(
-        "Only jobs that were sent again since, and whose images are all stored.", default=False
+        "Only jobs that were sent again since, and whose images are all stored.",
+        default=False,
     ),
 ) -> None:
     """Deletes failed jobs for good.
@@ -138,7 +141,9 @@ async def discard_command(
     selection = _chosen(which, how, alone=unsigned or completed)
     async with console.connected(settings) as fleet:
         choice = Discard(fleet.checks_signatures() if unsigned else None, completed)
-        await _move(fleet, selection, choice, how, "discarded", dead_letter_queue.discard)
+        await _move(
+            fleet, selection, choice, how, "discarded", dead_letter_queue.discard
+        )
 
 
 def _chosen(which: Which, how: How, *, alone: bool = False) -> Selection:
@@ -165,15 +170,23 @@ async def _move(
         if not (preview.count or preview.refused or preview.unsigned):
             await _refuse_nothing(fleet, selection)
         if how.dry_run:
-            failed_jobs.print_preview(preview, verb, console.stdout, as_json=how.as_json)
+            failed_jobs.print_preview(
+                preview, verb, console.stdout, as_json=how.as_json
+            )
             return
         if preview.count > (verb == "replayed"):
             failed_jobs.print_preview(preview, verb, console.stderr)
             jobs = console.counted(preview.count, "failed job")
-            question = f"Send {jobs} again?" if verb == "replayed" else f"Discard {jobs} for good?"
+            question = (
+                f"Send {jobs} again?"
+                if verb == "replayed"
+                else f"Discard {jobs} for good?"
+            )
             console.confirm(question, yes=how.yes)
     with console.counting(verb, None) as on:
-        swept = await work(fleet.storage, selection, lambda count: on(done=count), choice)
+        swept = await work(
+            fleet.storage, selection, lambda count: on(done=count), choice
+        )
     if not (swept.done or swept.refused or swept.missing):
         await _refuse_nothing(fleet, selection)
     failed_jobs.report(verb, swept, as_json=how.as_json)

@@ -24,7 +24,17 @@ from imagefleet.storage.protocol import BlobStore
 #: The reason given for a message that is in the poison queue by mistake.
 NO_RECORD = "not a record of a failed job"
 
-SHOWN = {"id", "campaign", "error", "reason", "attempts", "worker", "at", "stage", "source"}
+SHOWN = {
+    "id",
+    "campaign",
+    "error",
+    "reason",
+    "attempts",
+    "worker",
+    "at",
+    "stage",
+    "source",
+}
 
 #: Kinds of failures that are counted apart: a reason may name what no other job has.
 MOST_KINDS = 1000
@@ -47,11 +57,19 @@ async def listing(
     check = fleet.checks_signatures() if fleet.keys.trusted else None
     async for some in dead_letter_queue.in_batches(entries):
         for entry in some:
-            kind = (entry.record.error, entry.record.reason) if entry.record else (NO_RECORD, "")
+            kind = (
+                (entry.record.error, entry.record.reason)
+                if entry.record
+                else (NO_RECORD, "")
+            )
             kinds[kind if kind in kinds or len(kinds) < MOST_KINDS else OTHERS] += 1
         shown = some[: limit - len(jobs)]
-        works = (dead_letter_queue.is_completed(fleet.storage, entry) for entry in shown)
-        for entry, is_completed in zip(shown, await concurrency.gather(*works), strict=True):
+        works = (
+            dead_letter_queue.is_completed(fleet.storage, entry) for entry in shown
+        )
+        for entry, is_completed in zip(
+            shown, await concurrency.gather(*works), strict=True
+        ):
             jobs.append({**facts(entry), "completed_since": is_completed})
             if check is not None:
                 jobs[-1]["signed"] = await check.is_signed(entry, fleet.storage.blobs)
@@ -108,7 +126,9 @@ async def export(fleet: Fleet, entries: AsyncIterator[Entry]) -> None:
         count += 1
     console.print_note(f"{console.counted(count, 'failed job')} exported")
     if unsigned:
-        console.print_warning(f"{unsigned:,} are left out: they are not signed with your key")
+        console.print_warning(
+            f"{unsigned:,} are left out: they are not signed with your key"
+        )
 
 
 async def exported(entry: Entry, blobs: BlobStore) -> dict[str, Any]:
@@ -119,7 +139,13 @@ async def exported(entry: Entry, blobs: BlobStore) -> dict[str, Any]:
         raise errors.JobError("its message is no job in JSON")
     # A signature is of the fields as they were: a load signs the mended job. With another id its
     # first stage is not stored; with its own it is found, and the job goes on where it failed.
-    for name in (DELIVERIES_FIELD, DIGEST_FIELD, SIGNATURE_FIELD, FAILURE_FIELD, STAGE_FIELD):
+    for name in (
+        DELIVERIES_FIELD,
+        DIGEST_FIELD,
+        SIGNATURE_FIELD,
+        FAILURE_FIELD,
+        STAGE_FIELD,
+    ):
         fields.pop(name, None)
     named = {"id": entry.id}
     if entry.record.campaign != message.DEFAULT_CAMPAIGN:
@@ -127,18 +153,26 @@ async def exported(entry: Entry, blobs: BlobStore) -> dict[str, Any]:
     shown = SHOWN - {"id", "campaign", "stage"}
     reasons = entry.record.model_dump(mode="json", include=shown, exclude_none=True)
     # A job without an id took its message's: it stays the same job.
-    given = {name: each for name, each in fields.items() if each is not None or name not in named}
+    given = {
+        name: each
+        for name, each in fields.items()
+        if each is not None or name not in named
+    }
     return named | given | {FAILURE_FIELD: reasons}
 
 
 def report(verb: Verb, swept: Swept, *, as_json: bool) -> None:
     if as_json:
         record = {verb: swept.done, "refused": [asdict(each) for each in swept.refused]}
-        console.print_json(record | ({"missing": swept.missing} if verb == "replayed" else {}))
+        console.print_json(
+            record | ({"missing": swept.missing} if verb == "replayed" else {})
+        )
         return
     console.print_plain(f"{console.counted(swept.done, 'failed job')} {verb}")
     others = [each for each in swept.refused if not each.is_unsigned]
-    _print_staying(others, len(others), len(swept.refused) - len(others), console.stdout)
+    _print_staying(
+        others, len(others), len(swept.refused) - len(others), console.stdout
+    )
     if swept.missing:
         console.print_plain(
             f"{console.counted(swept.missing, 'failed job')} cannot be sent now: another command"
@@ -162,7 +196,9 @@ def _print_staying(some: list[Refused], count: int, unsigned: int, to: Console) 
         )
 
 
-def print_preview(preview: Preview, verb: Verb, to: Console, *, as_json: bool = False) -> None:
+def print_preview(
+    preview: Preview, verb: Verb, to: Console, *, as_json: bool = False
+) -> None:
     if as_json:
         record = {
             "count": preview.count,
@@ -183,7 +219,9 @@ def print_preview(preview: Preview, verb: Verb, to: Console, *, as_json: bool = 
     _print_counts(preview.changes, "field", "from", "to", to=to)
     for prompt in preview.prompts:
         is_short = len(prompt) <= _TEXT_CHARACTERS
-        console.print_plain(f"  {prompt if is_short else prompt[:_TEXT_CHARACTERS] + '…'}", to)
+        console.print_plain(
+            f"  {prompt if is_short else prompt[:_TEXT_CHARACTERS] + '…'}", to
+        )
     _print_staying(preview.reasons, preview.refused, preview.unsigned, to)
 
 
@@ -197,16 +235,27 @@ def print_jobs(records: list[dict[str, Any]], *, as_json: bool) -> None:
 
 
 def print_listing(
-    kinds: Counter[tuple[str, str]], jobs: list[dict[str, Any]], unrecorded: int, *, as_json: bool
+    kinds: Counter[tuple[str, str]],
+    jobs: list[dict[str, Any]],
+    unrecorded: int,
+    *,
+    as_json: bool,
 ) -> None:
     """Prints the counts and the first jobs; *unrecorded* messages were not counted, about."""
     count = kinds.total()
     if as_json:
         errors_found = _counted(kinds, "error", "reason")
-        record = {"count": count, "errors": errors_found, "jobs": jobs, "unrecorded": unrecorded}
+        record = {
+            "count": count,
+            "errors": errors_found,
+            "jobs": jobs,
+            "unrecorded": unrecorded,
+        }
         console.print_json(record)
         return
-    console.print_plain(console.counted(count, "failed job") if count else "no failed jobs")
+    console.print_plain(
+        console.counted(count, "failed job") if count else "no failed jobs"
+    )
     _print_counts(kinds, "error", "reason")
     if jobs:
         _print_jobs(jobs)
@@ -222,7 +271,9 @@ def print_listing(
 def _print_jobs(jobs: list[dict[str, Any]]) -> None:
     rows = [
         {
-            "job": message.job_key(job.get("campaign"), job["id"]),  # as all commands take it
+            "job": message.job_key(
+                job.get("campaign"), job["id"]
+            ),  # as all commands take it
             "error": job["error"],
             "stage": job.get("stage"),
             "failed (UTC)": job.get("at", "")[5:16].replace("T", " "),
@@ -233,7 +284,9 @@ def _print_jobs(jobs: list[dict[str, Any]]) -> None:
     ]
     known = [name for name in rows[0] if any(row[name] is not None for row in rows)]
     cells = ([row[name] for name in known] for row in rows)
-    console.print_tables("", console.table(*map(console.name_column, known), rows=cells))
+    console.print_tables(
+        "", console.table(*map(console.name_column, known), rows=cells)
+    )
 
 
 def _counted(kinds: Counter[Any], *names: str) -> list[dict[str, Any]]:
@@ -244,11 +297,18 @@ def _counted(kinds: Counter[Any], *names: str) -> list[dict[str, Any]]:
     ]
 
 
-def _print_counts(kinds: Counter[Any], *names: str, to: Console = console.stdout) -> None:
+def _print_counts(
+    kinds: Counter[Any], *names: str, to: Console = console.stdout
+) -> None:
     if not kinds:
         return
-    columns = console.name_column(names[0]), *(Column(name, overflow="fold") for name in names[1:])
+    columns = (
+        console.name_column(names[0]),
+        *(Column(name, overflow="fold") for name in names[1:]),
+    )
     rows = ((count, *kind) for kind, count in kinds.most_common(console.SCREEN_LINES))
     table = console.table(console.number_column("count"), *columns, rows=rows)
     console.print_tables(table, to=to)
-    console.print_more(len(kinds) - len(table.rows), "other kinds (--json lists them)", to)
+    console.print_more(
+        len(kinds) - len(table.rows), "other kinds (--json lists them)", to
+    )

@@ -45,7 +45,15 @@ _INDEX = "model_index.json"
 _LEAST_INDEX = b'{"_class_name": "StableDiffusionPipeline"}'
 
 #: What the worker reads of a folder: no safety checker, no pickles, no pictures.
-_PARTS = ("unet", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
+_PARTS = (
+    "unet",
+    "vae",
+    "text_encoder",
+    "text_encoder_2",
+    "tokenizer",
+    "tokenizer_2",
+    "scheduler",
+)
 _SUFFIXES = frozenset({".json", ".txt", ".safetensors"})
 
 UPLOADS = 8
@@ -68,7 +76,9 @@ class AddOptions:
         Path("~/.cache/imagefleet"),
         metavar="FOLDER",
     )
-    test: bool = option("Draw a model's images first, if torch is there.", True, "--test/--no-test")
+    test: bool = option(
+        "Draw a model's images first, if torch is there.", True, "--test/--no-test"
+    )
     replace: bool = option("Replace other kernels for the same GPU.", default=False)
     manifest: Manifest = False
 
@@ -90,7 +100,10 @@ async def add(
     create = given.manifest or (kind.needs_list and not keys.signing)
     async with AsyncExitStack() as stack:
         is_tried = given.test and not dry_run
-        ready = [await _ready(stack, kind, each, given, is_tried=is_tried) for each in sources]
+        ready = [
+            await _ready(stack, kind, each, given, is_tried=is_tried)
+            for each in sources
+        ]
         storage = await stack.enter_async_context(open_storage(settings))
         create = create or bool(not keys.signing and any(file.alias for file in ready))
         listing = Listing(storage, kind.folder, keys, create=create)
@@ -98,7 +111,9 @@ async def add(
             await storage.create()
             await listing.check({kind.listed_name(file.name) for file in ready})
         with stored.showing("uploading") as show:
-            await store(listing, kind, ready, show, replace=given.replace, dry_run=dry_run)
+            await store(
+                listing, kind, ready, show, replace=given.replace, dry_run=dry_run
+            )
         for file in () if dry_run else ready:
             for blob, data in file.beside.items():
                 await stored.overwrite(storage, blob, data)
@@ -117,7 +132,9 @@ async def add(
                 f"{blob}: {would}{file.change}: {file.content}, {file.bytes / 1e6:,.1f} MB,"
                 f" SHA-256 {file.sha256}{listed * file.in_manifest}; {shown.use}"
             )
-            lines.append(shown.handle.format(stem=stem, name=file.name, sha256=file.sha256))
+            lines.append(
+                shown.handle.format(stem=stem, name=file.name, sha256=file.sha256)
+            )
     if (more := len(notes) - console.SCREEN_LINES) > 0:
         notes[console.SCREEN_LINES :] = [f"and {more:,} more"]
     return Report({"files": rows, "dry_run": dry_run}, notes, lines)
@@ -144,7 +161,9 @@ async def store(
             show(sent.total(), total)
 
         storage = listing.storage
-        await stored.store(storage, kind, file, on_progress, replace=replace, dry_run=dry_run)
+        await stored.store(
+            storage, kind, file, on_progress, replace=replace, dry_run=dry_run
+        )
 
     await concurrency.for_each(ready, put, UPLOADS)
     if not dry_run:
@@ -155,7 +174,9 @@ async def store(
             file.in_manifest = is_listed
 
 
-async def _aliases(listing: Listing, files: Sequence[Ready]) -> tuple[dict[str, str], set[str]]:
+async def _aliases(
+    listing: Listing, files: Sequence[Ready]
+) -> tuple[dict[str, str], set[str]]:
     """The files' aliases to list with their hashes, and those that are of several files.
 
     As in AUTOMATIC1111 1.10, a file's name goes before an alias, and such of several find none.
@@ -171,7 +192,9 @@ async def _aliases(listing: Listing, files: Sequence[Ready]) -> tuple[dict[str, 
             found[file.alias] = file.sha256
         else:
             ambiguous.add(file.alias)
-            console.print_note(f"the alias {file.alias!r} is of several files: prompts name these")
+            console.print_note(
+                f"the alias {file.alias!r} is of several files: prompts name these"
+            )
     return {alias: found[alias] for alias in found.keys() - ambiguous}, ambiguous
 
 
@@ -186,7 +209,12 @@ def _expanded(kind: FileKind, source: str) -> list[str]:
 
 
 async def _ready(
-    stack: AsyncExitStack, kind: FileKind, source: str, given: AddOptions, *, is_tried: bool
+    stack: AsyncExitStack,
+    kind: FileKind,
+    source: str,
+    given: AddOptions,
+    *,
+    is_tried: bool,
 ) -> Ready:
     """The checked file, which is there as long as the *stack*; raises SetupError."""
     wanted = kinds.OTHER_MODEL if kind is MODEL else kind
@@ -196,7 +224,9 @@ async def _ready(
         return await _model(stack, path, given, is_tried=is_tried)
     if kind is kinds.KERNELS:
         key, _ = archive.check(path)
-        return Ready(path, f"{key.name}{archive.SUFFIX}", f"{key.gpu}, torch {key.torch}")
+        return Ready(
+            path, f"{key.name}{archive.SUFFIX}", f"{key.gpu}, torch {key.torch}"
+        )
     content = stored.check_file(path, kind)
     name = _name(kind, path, given.name)
     alias = lora.alias_of(check.read_header(path)) if kind is kinds.LORA else ""
@@ -206,7 +236,9 @@ async def _ready(
 def _name(kind: FileKind, path: Path, name: str | None) -> str:
     """The name of a file in the storage; raises SetupError unless jobs or workers may name it."""
     suffix = kind.suffixes[path.is_dir()]  # a folder, of a model, is packed
-    stem = unicodedata.normalize("NFC", (name or path.resolve().name).removesuffix(suffix))
+    stem = unicodedata.normalize(
+        "NFC", (name or path.resolve().name).removesuffix(suffix)
+    )
     if kind in {kinds.LORA, kinds.EMBEDDING}:
         is_safe, advice = is_safe_name(stem), SAFE_NAMES
     else:
@@ -218,7 +250,9 @@ def _name(kind: FileKind, path: Path, name: str | None) -> str:
     return stem + suffix
 
 
-async def _model(stack: AsyncExitStack, path: Path, given: AddOptions, *, is_tried: bool) -> Ready:
+async def _model(
+    stack: AsyncExitStack, path: Path, given: AddOptions, *, is_tried: bool
+) -> Ready:
     """The checkpoint as one file with its reference images; raises SetupError if it is unusable."""
     check.check_path(path, kinds.OTHER_MODEL)
     content, file = check.family(path), path

@@ -39,8 +39,12 @@ _ADD: Mapping[str, Collection[str]] = {
 #: The same of `files make`, with the worker's settings.
 _MAKE: Mapping[str, Collection[str]] = {
     **dict.fromkeys({*MakeSettings.model_fields, "output"} - {"model"}, ("kernels",)),
-    **dict.fromkeys((*SignerSettings.model_fields, "device", "dry_run"), ("kernels", "text")),
-    **dict.fromkeys(("jobs", "form", "count", "seed", "manifest", "signing_key"), ("text",)),
+    **dict.fromkeys(
+        (*SignerSettings.model_fields, "device", "dry_run"), ("kernels", "text")
+    ),
+    **dict.fromkeys(
+        ("jobs", "form", "count", "seed", "manifest", "signing_key"), ("text",)
+    ),
 }
 
 
@@ -92,10 +96,20 @@ async def list_command(
     found = options.choose("kind", kind, KINDS)
     async with open_storage(settings) as storage:
         rows = await stored.read(storage, found)
-    columns = (console.name_column("name"), "content", console.number_column("MB"), "added")
+    columns = (
+        console.name_column("name"),
+        "content",
+        console.number_column("MB"),
+        "added",
+    )
     cells = (
         (
-            *(row.name, row.content, f"{row.bytes / 1e6:,.1f}", f"{row.added_at:%Y-%m-%d %H:%M}"),
+            *(
+                row.name,
+                row.content,
+                f"{row.bytes / 1e6:,.1f}",
+                f"{row.added_at:%Y-%m-%d %H:%M}",
+            ),
             row.sha256 and row.sha256[:12],
         )
         for row in rows
@@ -103,7 +117,9 @@ async def list_command(
     table = [console.table(*columns, "SHA-256", rows=cells)] if rows else []
     console.show({"files": [asdict(row) for row in rows]}, *table, as_json=as_json)
     if not rows and not as_json:
-        console.print_note(f"{found.folder}/ is empty: `{found.add_command}` stores files there")
+        console.print_note(
+            f"{found.folder}/ is empty: `{found.add_command}` stores files there"
+        )
 
 
 @app.command("remove")
@@ -111,7 +127,9 @@ async def list_command(
 async def remove_command(
     settings: SignerSettings,
     kind: KindName,
-    names: list[str] = argument("Their names, as `files list` has them.", metavar="NAME..."),
+    names: list[str] = argument(
+        "Their names, as `files list` has them.", metavar="NAME..."
+    ),
     yes: options.Yes = False,
     dry_run: bool = options.dry_run("what would be removed"),
     as_json: options.AsJson = False,
@@ -185,7 +203,9 @@ def make_command(
         made = making.make_canary(Path(settings.model))
     else:
         if jobs is None:
-            raise errors.SetupError("JOBS is missing: the file of jobs whose prompts are read")
+            raise errors.SetupError(
+                "JOBS is missing: the file of jobs whose prompts are read"
+            )
         made = texts.make(settings, jobs, given, dry_run=dry_run, quiet=as_json)
     made.show(as_json=as_json)
 

@@ -44,7 +44,9 @@ async def find(
         where = storage or f"local:{folder}/none"
         settings = options.read(StorageSettings, {"storage": where})
         async with open_storage(settings) as opened:
-            source = Source(opened.files, Path(folder, "cache"), kinds.EMBEDDING.cached_bytes)
+            source = Source(
+                opened.files, Path(folder, "cache"), kinds.EMBEDDING.cached_bytes
+            )
             library = EmbeddingLibrary(source, directory)
             names = await library.names()
             by_tokens = Names(zip(tokenise(names), names, strict=True))
@@ -58,7 +60,9 @@ async def find(
 def missing(text: str, known: Sequence[Known]) -> list[str]:
     """Names that are written as embeddings, in ComfyUI's way, and are none."""
     there = {each.name.lower() for each in known}
-    return [name for name in dict.fromkeys(comfyui_names(text)) if name.lower() not in there]
+    return [
+        name for name in dict.fromkeys(comfyui_names(text)) if name.lower() not in there
+    ]
 
 
 async def _read(library: EmbeddingLibrary, name: str) -> Known:

@@ -42,12 +42,16 @@ def can_draw() -> bool:
 
 def _engine(model: Path, **settings: Any) -> contract.Engine:
     found = check.prediction_type(model)
-    return load.load_engine(load.EngineSettings(model, prediction_type=found, **settings))
+    return load.load_engine(
+        load.EngineSettings(model, prediction_type=found, **settings)
+    )
 
 
 def test_image(model: Path, target: Path) -> dict[str, object]:
     """Draws one image as a PNG; returns facts about it. Raises SetupError if it is one colour."""
-    from worker.node.check import plain_request  # needs the extra `worker`, as does the next
+    from worker.node.check import (
+        plain_request,
+    )  # needs the extra `worker`, as does the next
     from worker.stages import encode
 
     began = time.monotonic()
@@ -88,7 +92,10 @@ def canary(model: Path) -> Reference:
     device = devices.find_device("auto").type
     drawn = [_draw(model, precision, device) for precision in _PRECISIONS[device]]
     (weights, size, images), (_, _, others) = drawn
-    apart = max(likeness.distance(images[kind], others[kind]) for kind in reference.CANARY_IMAGES)
+    apart = max(
+        likeness.distance(images[kind], others[kind])
+        for kind in reference.CANARY_IMAGES
+    )
     tolerance = max(likeness.SAME_BELOW, _MARGIN * apart)
     nearest = min(
         likeness.distance(images["with_lora"], images[kind])
@@ -129,12 +136,15 @@ def _draw(
     width, height = engine.default_size
     # A node compares at the size that it draws at: a smaller one would say nothing of SDXL.
     size = f"{width}x{height}"
-    console.print_note(f"drawing {slots} reference images of {size} in {precision} on the {device}")
+    console.print_note(
+        f"drawing {slots} reference images of {size} in {precision} on the {device}"
+    )
     with tempfile.TemporaryDirectory() as folder:
         lora = Path(folder, "canary.safetensors")
         self_check.write_lora(lora)
         requests = [
-            reference.request(image, (width, height), lora) for image in reference.CANARY_IMAGES
+            reference.request(image, (width, height), lora)
+            for image in reference.CANARY_IMAGES
         ]
         with console.counting("steps", reference.STEPS) as on_step:
             drawn = finish(model, engine, requests, on_step)
@@ -155,7 +165,9 @@ def finish(
         for ticket, request in enumerate(requests):
             engine.admit(ticket, engine.prepare(request))
         while engine.busy:
-            outcomes |= {finished.ticket: finished.outcome for finished in engine.tick()}
+            outcomes |= {
+                finished.ticket: finished.outcome for finished in engine.tick()
+            }
             on_step()
         engine.close()
         for _, outcome in sorted(outcomes.items()):
@@ -220,7 +232,15 @@ def _compile(settings: WorkerSettings, folder: Path) -> None:
     """Compiles into the *folder*; raises SetupError if torch has kept nothing."""
     path = model.local_path(settings)
     check.check_path(path)
-    names = ("device", "precision", "config", "taesd", "slots", "fp16_accumulate", "file_positions")
+    names = (
+        "device",
+        "precision",
+        "config",
+        "taesd",
+        "slots",
+        "fp16_accumulate",
+        "file_positions",
+    )
     own = {name: getattr(settings, name) for name in names}
     _engine(path, compile="auto", is_unguided=is_unguided(settings), **own).close()
     if not any(folder.glob("fxgraph/*/*/*")):

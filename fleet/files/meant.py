@@ -7,7 +7,9 @@ from pathlib import Path
 
 from imagefleet.job.message import Job
 
-_LINES = Path(__file__).with_name("embeddings.txt").read_text(encoding="utf-8").splitlines()
+_LINES = (
+    Path(__file__).with_name("embeddings.txt").read_text(encoding="utf-8").splitlines()
+)
 
 #: Names of embeddings that are no words, in small letters: see the file.
 KNOWN = frozenset(line.lower() for line in _LINES if not line.startswith("#"))
@@ -38,4 +40,6 @@ def reason(word: str, names: Collection[str]) -> str:
     begin_so = {name.replace("_", "-"): name for name in names if name[:1] == lower[:1]}
     if alike := difflib.get_close_matches(lower.replace("_", "-"), begin_so, 1, _ALIKE):
         return f"a word, much like the embedding {begin_so[alike[0]]!r}"
-    return "a word: no embedding of this name is in embeddings/" if lower in KNOWN else ""
+    return (
+        "a word: no embedding of this name is in embeddings/" if lower in KNOWN else ""
+    )

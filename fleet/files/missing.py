@@ -15,7 +15,15 @@ from fleet.files import meant
 from fleet.files.stored import Listing, read
 from imagefleet import concurrency, errors, signing, validation
 from imagefleet.files import kinds, safetensors
-from imagefleet.files.kinds import CONTROLNET, EMBEDDING, LORA, MODEL, UPSCALER, VAE, FileKind
+from imagefleet.files.kinds import (
+    CONTROLNET,
+    EMBEDDING,
+    LORA,
+    MODEL,
+    UPSCALER,
+    VAE,
+    FileKind,
+)
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
 from imagefleet.job.passes import img2img
 from imagefleet.storage.open import Storage, open_storage
@@ -24,12 +32,17 @@ from worker.files import library
 
 #: Images that jobs name: no file of a worker's, so they are listed in no manifest.
 IMAGE = FileKind(
-    "image", "image", img2img.INPUTS.removesuffix("/"), "jobs begin with it", suffixes=("",)
+    "image",
+    "image",
+    img2img.INPUTS.removesuffix("/"),
+    "jobs begin with it",
+    suffixes=("",),
 )
 
 #: What jobs may name, by its noun, in the order of the report.
 NAMED: Mapping[str, FileKind] = {
-    kind.noun: kind for kind in (LORA, MODEL, EMBEDDING, UPSCALER, CONTROLNET, VAE, IMAGE)
+    kind.noun: kind
+    for kind in (LORA, MODEL, EMBEDDING, UPSCALER, CONTROLNET, VAE, IMAGE)
 }
 
 #: As much of a stored file holds its header; a longer one is judged by workers alone.
@@ -70,7 +83,9 @@ class Uses:
         self.jobs += 1
         for stage in job.stages_left():
             found = filter(None, map(img2img.place, stage.sources))
-            self.other_campaigns |= {image.campaign for image in found if image.campaign}
+            self.other_campaigns |= {
+                image.campaign for image in found if image.campaign
+            }
         self.other_campaigns.discard(job.campaign or DEFAULT_CAMPAIGN)
         for kind, name in set[tuple[str, str]]().union(*map(named, job.stages_left())):
             self.has_comfyui_names |= kind == EMBEDDING.noun
@@ -101,7 +116,12 @@ def named(job: Job) -> set[tuple[str, str]]:
         for place in map(img2img.place, job.sources)
         if place is not None and place.container == "files"
     }
-    for text in (job.prompt, job.negative_prompt, job.hr_prompt, job.hr_negative_prompt):
+    for text in (
+        job.prompt,
+        job.negative_prompt,
+        job.hr_prompt,
+        job.hr_negative_prompt,
+    ):
         for name in comfyui_names(text):
             names.add((EMBEDDING.noun, re.sub(r"\.(safetensors|pt|bin)$", "", name)))
     return names
@@ -126,7 +146,9 @@ class Elsewhere:
         if kind is not LORA or self.lora_directory is None:
             return set()
         try:
-            files = [each.name for each in self.lora_directory.iterdir() if each.is_file()]
+            files = [
+                each.name for each in self.lora_directory.iterdir() if each.is_file()
+            ]
         except OSError as error:
             raise errors.SetupError(
                 f"--lora-directory {self.lora_directory} cannot be read: {error.strerror}"
@@ -164,7 +186,9 @@ async def look(settings: SignerSettings, uses: Uses, elsewhere: Elsewhere) -> li
                 if use.name in there:
                     signed = ", which is signed" if keys.signing else ""
                     blob = Listing(storage, kind.folder, keys).blob
-                    use.reason = f"not listed in {blob}{signed}: `{kind.add_command}` lists it"
+                    use.reason = (
+                        f"not listed in {blob}{signed}: `{kind.add_command}` lists it"
+                    )
                 missing.append(use)
 
         async def judge(use: Use) -> None:
@@ -193,25 +217,39 @@ def show(uses: Uses, found: list[Use], to: Console = console.stdout) -> None:
     """Prints a table of what is missing, and the numbers of what is named, on stderr."""
     if found:
         columns = (
-            *("kind", console.name_column("name"), console.number_column("jobs"), "first in"),
+            *(
+                "kind",
+                console.name_column("name"),
+                console.number_column("jobs"),
+                "first in",
+            ),
             Column("why", overflow="fold"),
         )
-        rows = ((use.kind, use.name, use.jobs, "; ".join(use.places), use.reason) for use in found)
+        rows = (
+            (use.kind, use.name, use.jobs, "; ".join(use.places), use.reason)
+            for use in found
+        )
         console.print_tables(console.table(*columns, rows=rows), to=to)
     named = ", ".join(
         console.counted(len(some), noun) for noun, some in uses.by_kind.items() if some
     )
     are = "none is missing" if not found else f"{len(found):,} of them missing"
     with_files = f" with {named}" if named else ""
-    console.print_note(f"{console.counted(uses.jobs, 'job')}{with_files}: {are}; nothing was sent")
+    console.print_note(
+        f"{console.counted(uses.jobs, 'job')}{with_files}: {are}; nothing was sent"
+    )
     if uses.other_campaigns:
         campaigns = ",".join(sorted(uses.other_campaigns))
         console.print_warning(
             "jobs name images of other campaigns, which fail unless workers have"
             f" --input-campaigns {campaigns}"
         )
-    for use in [use for use in uses.words.values() if use.reason][: console.SCREEN_LINES]:
-        console.print_warning(f"{use.name!r} in {console.counted(use.jobs, 'job')} is {use.reason}")
+    for use in [use for use in uses.words.values() if use.reason][
+        : console.SCREEN_LINES
+    ]:
+        console.print_warning(
+            f"{use.name!r} in {console.counted(use.jobs, 'job')} is {use.reason}"
+        )
     if uses.has_comfyui_names:
         console.print_warning(
             "`embedding:NAME` is how ComfyUI names an embedding; workers draw the word 'embedding'"
@@ -227,16 +265,23 @@ async def stored(storage: Storage, kind: FileKind) -> set[str]:
 
 def may_exist(storage: Storage) -> bool:
     """False for a local storage that the first load will create."""
-    return not storage.settings.is_local or Path(storage.url.removeprefix(LOCAL_SCHEME)).exists()
+    return (
+        not storage.settings.is_local
+        or Path(storage.url.removeprefix(LOCAL_SCHEME)).exists()
+    )
 
 
 async def aliases(storage: Storage, keys: signing.Keys, there: set[str]) -> set[str]:
     """The other names by which workers find LoRAs that are stored."""
     folder = library.local_path(storage.files, LORA.folder)
     found = set(library.aliases(folder)) if folder else set()
-    contents = await Listing(storage, LORA.folder, keys).read() if may_exist(storage) else None
+    contents = (
+        await Listing(storage, LORA.folder, keys).read() if may_exist(storage) else None
+    )
     listed = contents.files if contents else {}
-    return found | {name for name in listed if listed[name] in {listed.get(each) for each in there}}
+    return found | {
+        name for name in listed if listed[name] in {listed.get(each) for each in there}
+    }
 
 
 async def _unusable(storage: Storage, kind: FileKind, name: str) -> str:

@@ -4,7 +4,14 @@ import asyncio
 import contextlib
 import re
 import shutil
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -87,7 +94,9 @@ async def local_file(
     assert address is not None  # noqa: S101 - it begins like a URL
     folder = _folder(cache) / address.folder_name(sha256)
     with showing("downloading") as show:
-        path = await model.fetch_to(folder, address, sha256, None, wanted=kind, on_progress=show)
+        path = await model.fetch_to(
+            folder, address, sha256, None, wanted=kind, on_progress=show
+        )
     yield path
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -111,7 +120,9 @@ def check_file(path: Path, kind: FileKind) -> str:
         content = kinds.check(kind, str(path), check.read_header(path), path)
         size = path.stat().st_size
     except OSError as error:
-        raise errors.SetupError(f"{str(path)!r} cannot be read: {error.strerror}") from None
+        raise errors.SetupError(
+            f"{str(path)!r} cannot be read: {error.strerror}"
+        ) from None
     if kind.max_bytes is not None and size > kind.max_bytes:
         raise errors.SetupError(
             f"{str(path)!r} has more than {kind.max_bytes / 2**20:,.0f} MiB, the most that workers"
@@ -137,10 +148,14 @@ async def store(
     except errors.MissingResourceError:  # in a dry run
         there = None
     is_other = there is not None and there.get(SHA256) != sha256
-    if is_other and not replace and kind is kinds.TEXT:  # the same, as another machine computes it
+    if (
+        is_other and not replace and kind is kinds.TEXT
+    ):  # the same, as another machine computes it
         is_other, ready.sha256 = False, (there or {}).get(SHA256, sha256)
     if is_other and not replace:
-        known = f" (SHA-256 {there[SHA256][:12]}...)" if there and SHA256 in there else ""
+        known = (
+            f" (SHA-256 {there[SHA256][:12]}...)" if there and SHA256 in there else ""
+        )
         other = (
             "other kernels for this GPU: --replace puts these in their place"
             if kind is kinds.KERNELS
@@ -148,15 +163,23 @@ async def store(
             " --name"
         )
         raise errors.SetupError(f"{blob} in {storage.url} exists and is {other}")
-    ready.change = "stored" if there is None else "replaced" if is_other else "was there"
+    ready.change = (
+        "stored" if there is None else "replaced" if is_other else "was there"
+    )
     if ready.change != "was there" and not dry_run:
         if is_other:
             await delete(storage, blob)
         metadata = {SHA256: sha256, CONTENT: ready.content}
         if kind is kinds.LORA:
-            metadata[LORA_HASH] = await asyncio.to_thread(manifest.hash_lora, ready.path)
-        if not await storage.files.upload(blob, ready.path, CONTENT_TYPE, metadata, on_progress):
-            raise errors.TransientError(f"{blob} was stored by another command: try again")
+            metadata[LORA_HASH] = await asyncio.to_thread(
+                manifest.hash_lora, ready.path
+            )
+        if not await storage.files.upload(
+            blob, ready.path, CONTENT_TYPE, metadata, on_progress
+        ):
+            raise errors.TransientError(
+                f"{blob} was stored by another command: try again"
+            )
 
 
 async def overwrite(storage: Storage, blob: str, data: bytes) -> None:
@@ -225,7 +248,9 @@ class Listing:
             raise manifest.too_large(self.blob)
         return listed
 
-    async def change(self, add: Mapping[str, str] = {}, remove: Collection[str] = ()) -> bool:
+    async def change(
+        self, add: Mapping[str, str] = {}, remove: Collection[str] = ()
+    ) -> bool:
         """Lists files' hashes and no longer some others; False without a manifest.
 
         None is created where nothing is added, or without a key and *create*. Raises SetupError if
@@ -236,10 +261,16 @@ class Listing:
         def changed(part: BlobPart | None) -> bytes | None:
             nonlocal is_listed
             contents = self._checked(self._parse(part))
-            is_listed = contents is not None or bool(add and (self.create or self.keys.signing))
+            is_listed = contents is not None or bool(
+                add and (self.create or self.keys.signing)
+            )
             before = contents.files if contents else {}
-            files = {name: before[name] for name in before if name not in remove} | dict(add)
-            is_as_wanted = contents is not None and contents.is_signed == bool(self.keys.signing)
+            files = {
+                name: before[name] for name in before if name not in remove
+            } | dict(add)
+            is_as_wanted = contents is not None and contents.is_signed == bool(
+                self.keys.signing
+            )
             if not is_listed or (is_as_wanted and files == before):
                 return None
             content = manifest.encode(self.folder, files, self.keys.signing)
@@ -253,14 +284,23 @@ class Listing:
         """What is there, if these keys may change it."""
         if contents is None:
             return None
-        if contents.is_signed and not contents.is_signed_by(self.keys.trusted, self.folder):
+        if contents.is_signed and not contents.is_signed_by(
+            self.keys.trusted, self.folder
+        ):
             raise errors.SetupError(
                 f"{self.where} is signed, and not with your key: set IMAGEFLEET_SIGNING_KEY, and"
                 " IMAGEFLEET_TRUSTED_KEY to the former key where keys are changing"
             )
         if contents.is_signed and self.keys.signing is None:
-            raise errors.SetupError(f"{self.where} is signed: set IMAGEFLEET_SIGNING_KEY")
-        if self.keys.signing and not contents.is_signed and contents.files and not self.create:
+            raise errors.SetupError(
+                f"{self.where} is signed: set IMAGEFLEET_SIGNING_KEY"
+            )
+        if (
+            self.keys.signing
+            and not contents.is_signed
+            and contents.files
+            and not self.create
+        ):
             count = len(contents.files)
             raise errors.SetupError(
                 f"{self.where} is not signed, and lists {console.counted(count, 'file')}: look"
@@ -310,14 +350,20 @@ async def find(storage: Storage, kind: FileKind, names: Sequence[str]) -> list[R
     for name in names:
         if name not in known:
             hint = validation.suggestion(name, sorted(known))
-            raise errors.SetupError(f"no {kind.noun} {name[:80]!r} in {kind.folder}/{hint}")
+            raise errors.SetupError(
+                f"no {kind.noun} {name[:80]!r} in {kind.folder}/{hint}"
+            )
         if len(known[name]) > 1:
             several = " and ".join(sorted(known[name]))
-            raise errors.SetupError(f"{name!r} is the name of {several}: give it with its suffix")
+            raise errors.SetupError(
+                f"{name!r} is the name of {several}: give it with its suffix"
+            )
     return [rows[name] for name in dict.fromkeys(min(known[name]) for name in names)]
 
 
-async def remove(storage: Storage, kind: FileKind, rows: Sequence[Row], keys: Keys) -> None:
+async def remove(
+    storage: Storage, kind: FileKind, rows: Sequence[Row], keys: Keys
+) -> None:
     """Takes files from the folder's manifest, then deletes them; raises SetupError.
 
     In this order: prompts would find the name of one that is listed and gone, and workers no file.
@@ -326,8 +372,16 @@ async def remove(storage: Storage, kind: FileKind, rows: Sequence[Row], keys: Ke
     names = {kind.listed_name(row.name) for row in rows}
     contents = await listing.read() if kind is kinds.LORA else None
     listed = contents.files if contents else {}
-    aliases = {alias for alias in listed if listed[alias] in {listed.get(name) for name in names}}
-    kept = {kind.stem(row.name) for row in await read(storage, kind)} if aliases - names else set()
+    aliases = {
+        alias
+        for alias in listed
+        if listed[alias] in {listed.get(name) for name in names}
+    }
+    kept = (
+        {kind.stem(row.name) for row in await read(storage, kind)}
+        if aliases - names
+        else set()
+    )
     await listing.change(remove=names | (aliases - kept))
     for row in rows:
         blob = f"{kind.folder}/{row.name}"

@@ -68,7 +68,9 @@ class Campaign:
         self._name = name
         self._poll_seconds = poll_seconds
         self._follower = reader.Follower(
-            *(storage, name, None, self.damaged), most=_RECORDS_AT_ONCE, part_bytes=_PART_BYTES
+            *(storage, name, None, self.damaged),
+            most=_RECORDS_AT_ONCE,
+            part_bytes=_PART_BYTES,
         )
         self._ends: dict[str, int] | None = None
         self._version = 0
@@ -110,7 +112,9 @@ class Campaign:
                 await self._read()
             if time.monotonic() >= self._count_at:
                 self.sent = await sent.Ledger(self._storage, self._name).count()
-                self._count_at = time.monotonic() + _POLLS_PER_COUNT * self._poll_seconds
+                self._count_at = (
+                    time.monotonic() + _POLLS_PER_COUNT * self._poll_seconds
+                )
             self.problem = ""
         except errors.FleetError as error:
             self.problem = error.message
@@ -141,7 +145,11 @@ class Campaign:
         return view
 
     async def _select(self, chosen: Filter, view: View) -> None:
-        began_at, version, is_complete = time.monotonic(), self._version, self.is_complete
+        began_at, version, is_complete = (
+            time.monotonic(),
+            self._version,
+            self.is_complete,
+        )
         if began_at < view.select_at and is_complete == view.is_complete:
             return
         seqs = await asyncio.to_thread(self.index.select, chosen)

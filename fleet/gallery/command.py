@@ -20,7 +20,9 @@ async def command(
     campaign: str | None = argument(
         "Shown first; by default the one that began last.", None, metavar="CAMPAIGN"
     ),
-    host: str = option("Address that it listens on; 0.0.0.0 for all interfaces.", "127.0.0.1"),
+    host: str = option(
+        "Address that it listens on; 0.0.0.0 for all interfaces.", "127.0.0.1"
+    ),
     port: int = option("Port; 0 picks a free one.", 8000, min=0, max=65_535),
     browser: bool = option("Open the page in a browser.", default=True),
 ) -> None:
@@ -41,7 +43,9 @@ async def command(
         async with probes.listening(app, host, port, "the gallery") as chosen:
             name = "localhost" if host in {"0.0.0.0", "::"} else host  # noqa: S104 - compared only
             url = f"http://{f'[{name}]' if ':' in name else name}:{chosen}/"
-            console.print_plain(f"The gallery of {fleet.storage.url} is at {url} (Ctrl-C ends it)")
+            console.print_plain(
+                f"The gallery of {fleet.storage.url} is at {url} (Ctrl-C ends it)"
+            )
             # Without a screen, a text browser would take over the terminal.
             has_screen = any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
             if browser and (has_screen or sys.platform == "darwin"):

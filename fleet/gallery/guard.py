@@ -43,9 +43,13 @@ class Guard:
             raise web.HTTPForbidden(text="another site sent this request\n")
         if request.method not in {"GET", "HEAD"}:
             token = request.headers.get(TOKEN_HEADER, "").encode()
-            is_own = request.headers.get("Origin") == f"{request.scheme}://{request.host}"
+            is_own = (
+                request.headers.get("Origin") == f"{request.scheme}://{request.host}"
+            )
             if not (is_own and hmac.compare_digest(token, self.token.encode())):
-                raise web.HTTPForbidden(text="only the gallery's own page may do this\n")
+                raise web.HTTPForbidden(
+                    text="only the gallery's own page may do this\n"
+                )
         return await handler(request)
 
     def _is_ours(self, host: str) -> bool:

@@ -34,9 +34,13 @@ class Images:
         self._kept: LRUCache[str, bytes] = LRUCache(_KEPT_BYTES, getsizeof=len)
         self._misfits: set[str] = set()
 
-    async def thumbnail(self, records: Sequence[Record], is_wanted: Callable[[], bool]) -> bytes:
+    async def thumbnail(
+        self, records: Sequence[Record], is_wanted: Callable[[], bool]
+    ) -> bytes:
         """A JPEG, made once; raises DamagedImageError, also if it is no longer wanted."""
-        key = " ".join((records[0].blob or "", *(str(record.sha256) for record in records)))
+        key = " ".join(
+            (records[0].blob or "", *(str(record.sha256) for record in records))
+        )
         if key in self._kept:
             return self._kept[key]
         async with self._reads:
@@ -50,7 +54,11 @@ class Images:
         """The record that fits, the image's file and its type; raises DamagedImageError."""
         async with self._reads:
             found = await self._find(records)
-        return found.record, found.data, await asyncio.to_thread(content_type, found.data)
+        return (
+            found.record,
+            found.data,
+            await asyncio.to_thread(content_type, found.data),
+        )
 
     def misfits(self, campaign: str) -> int:
         """How many images of a campaign that were looked at have no record that fits."""
@@ -61,7 +69,9 @@ class Images:
         found = await pictures.find(self._blobs, records)
         if found == "misfit":
             self._misfits.add(image)
-            raise DamagedImageError("its record does not fit what is stored under its name")
+            raise DamagedImageError(
+                "its record does not fit what is stored under its name"
+            )
         self._misfits.discard(image)
         if found == "missing":
             raise DamagedImageError("the image has been deleted")

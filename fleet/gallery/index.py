@@ -19,7 +19,11 @@ from imagefleet.records.record import Record
 
 Tab = Literal["images", "failed", "cancelled"]
 
-_OUTCOMES: Mapping[Tab, str] = {"images": "completed", "failed": "failed", "cancelled": "cancelled"}
+_OUTCOMES: Mapping[Tab, str] = {
+    "images": "completed",
+    "failed": "failed",
+    "cancelled": "cancelled",
+}
 
 #: Outcomes by which an operator has settled a failed job.
 _SETTLED = frozenset({"replayed", "discarded"})
@@ -85,7 +89,9 @@ class Index:
                     self._add(record, counts, at_end=at_end)
             self._counts.update(counts)
 
-    def _add(self, record: Record, counts: Counter[tuple[str, str]], *, at_end: bool) -> None:
+    def _add(
+        self, record: Record, counts: Counter[tuple[str, str]], *, at_end: bool
+    ) -> None:
         is_image = record.outcome == "completed"
         # An image may have several records. The message tells two failures of a job apart.
         key = f"i{record.blob}" if is_image else f"e{record.source or record.key}"
@@ -110,11 +116,15 @@ class Index:
                 counts.update(("lora", name) for name in loras)
             return
         find = "SELECT seq, outcome, (SELECT count(*) FROM records WHERE records.seq = rows.seq)"
-        seq, outcome, kept = self._db.execute(f"{find} FROM rows WHERE key = ?", [key]).fetchone()
+        seq, outcome, kept = self._db.execute(
+            f"{find} FROM rows WHERE key = ?", [key]
+        ).fetchone()
         if is_image and kept < _MOST_RECORDS:
             self._keep(seq, record)
         elif record.outcome in _SETTLED:
-            self._db.execute("UPDATE rows SET outcome = ? WHERE key = ?", [record.outcome, key])
+            self._db.execute(
+                "UPDATE rows SET outcome = ? WHERE key = ?", [record.outcome, key]
+            )
             counts["outcome", outcome] -= 1
             counts["outcome", record.outcome] += 1
 
@@ -124,7 +134,9 @@ class Index:
 
     def counts(self) -> tuple[dict[Tab, int], int]:
         """The rows of each tab, and the jobs that have ended."""
-        tabs = {tab: self._counts["outcome", outcome] for tab, outcome in _OUTCOMES.items()}
+        tabs = {
+            tab: self._counts["outcome", outcome] for tab, outcome in _OUTCOMES.items()
+        }
         return tabs, self._counts["job", ""] + tabs["failed"] + tabs["cancelled"]
 
     def names(self, kind: Literal["lora", "worker"]) -> list[tuple[str, int]]:
@@ -136,7 +148,9 @@ class Index:
     def select(self, chosen: Filter) -> np.ndarray:
         """The rows of a filter, the oldest first; 4 bytes each."""
         conditions = [("outcome = ?", _OUTCOMES[chosen.tab])]
-        conditions += [("instr(text, ?)", word) for word in chosen.text.casefold().split()]
+        conditions += [
+            ("instr(text, ?)", word) for word in chosen.text.casefold().split()
+        ]
         if chosen.worker:
             conditions.append(("worker = ?", chosen.worker))
         if chosen.lora:

@@ -53,7 +53,9 @@ class Gallery:
         self._refusal = ""
         """Why no job can be sent again; empty if one can be."""
         if not probes.is_loopback(probes.authority(host, 0)):
-            self._refusal = f"The gallery listens on {host}: anybody there could send jobs again."
+            self._refusal = (
+                f"The gallery listens on {host}: anybody there could send jobs again."
+            )
         self._replaying = asyncio.Lock()
 
     def application(self) -> web.Application:
@@ -81,7 +83,9 @@ class Gallery:
             await opened_before.close()
 
     async def _show_page(self, _: web.Request) -> web.Response:
-        page = await asyncio.to_thread((_PAGE / "index.html").read_text, encoding="utf-8")
+        page = await asyncio.to_thread(
+            (_PAGE / "index.html").read_text, encoding="utf-8"
+        )
         text = page.replace("{{token}}", self._guard.token)
         return web.Response(text=text, content_type="text/html")
 
@@ -91,7 +95,9 @@ class Gallery:
             shards = await stored.shards_of(self._storage, None)
             newest = max(shards, key=stored.began_at).campaign if shards else None
         names = sorted(await self._campaigns())
-        return _answer({"campaigns": names, "newest": newest, "storage": self._storage.url})
+        return _answer(
+            {"campaigns": names, "newest": newest, "storage": self._storage.url}
+        )
 
     async def _campaigns(self) -> set[str]:
         names = {name async for name in reader.campaigns(self._storage)}
@@ -141,7 +147,9 @@ class Gallery:
             try:
                 record, *_ = await self._images.picture(records)
             except DamagedImageError:  # nothing says that the record is of this job
-                return _answer(record.model_dump(mode="json", include={"outcome", "id", "blob"}))
+                return _answer(
+                    record.model_dump(mode="json", include={"outcome", "id", "blob"})
+                )
         shown = record.model_dump(mode="json", exclude_none=True)
         shown["text"] = console.json_text(_as_job(record)).rstrip()
         if record.outcome == "failed":
@@ -180,11 +188,17 @@ class Gallery:
             raise web.HTTPNotFound(text="there is no such campaign\n")
         if name not in self._open:
             is_local = self._storage.settings.is_local
-            seconds = campaign.LOCAL_POLL_SECONDS if is_local else campaign.REMOTE_POLL_SECONDS
+            seconds = (
+                campaign.LOCAL_POLL_SECONDS
+                if is_local
+                else campaign.REMOTE_POLL_SECONDS
+            )
             self._open[name] = Campaign(self._storage, name, seconds)
         return self._open[name]
 
-    async def _chosen(self, request: web.Request, *, is_new: bool = True) -> tuple[Campaign, View]:
+    async def _chosen(
+        self, request: web.Request, *, is_new: bool = True
+    ) -> tuple[Campaign, View]:
         shown = await self._campaign(request)
         chosen = Filter.model_validate(dict(request.query))
         return shown, await shown.view(chosen, is_new=is_new)
@@ -215,9 +229,15 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except sqlite3.Error as error:
         why, status = f"The index of the gallery cannot be read: {error}", 503
     except (DamagedImageError, errors.FleetError) as error:
-        statuses = {DamagedImageError: 415, errors.JobError: 409, errors.FleetError: 503}
+        statuses = {
+            DamagedImageError: 415,
+            errors.JobError: 409,
+            errors.FleetError: 503,
+        }
         why = str(error)
-        status = next(code for kind, code in statuses.items() if isinstance(error, kind))
+        status = next(
+            code for kind, code in statuses.items() if isinstance(error, kind)
+        )
     return _answer({"error": redaction.message(why)}, status)
 
 
@@ -230,14 +250,24 @@ def _printable(value: Any) -> Any:
     if isinstance(value, str):
         return redaction.printable(value)
     if isinstance(value, dict):
-        return {redaction.printable(name): _printable(each) for name, each in value.items()}
+        return {
+            redaction.printable(name): _printable(each) for name, each in value.items()
+        }
     if isinstance(value, list | tuple):
         return [_printable(each) for each in value]
     return value
 
 
 _DRAWING = (
-    *("campaign", "prompt", "negative_prompt", "model", "sampler", "steps", "cfg_scale"),
+    *(
+        "campaign",
+        "prompt",
+        "negative_prompt",
+        "model",
+        "sampler",
+        "steps",
+        "cfg_scale",
+    ),
     *("clip_skip", "width", "height", "seed", "metadata"),
 )
 

@@ -73,7 +73,9 @@ class Identities:
     async def verify(self, identity_token: str) -> tuple[str, str]:
         """The machine that asks, and the group that runs there; raises RefusedError."""
         try:
-            key = await asyncio.to_thread(self._keys.get_signing_key_from_jwt, identity_token)
+            key = await asyncio.to_thread(
+                self._keys.get_signing_key_from_jwt, identity_token
+            )
             claims: dict[str, Any] = self._jwt.decode(
                 identity_token,
                 key.key,
@@ -82,15 +84,24 @@ class Identities:
                 options={"require": ["exp", "aud", "sub"], "verify_aud": False},
             )
         except self._jwt.PyJWKClientConnectionError as error:
-            raise RefusedError(503, f"SaladCloud's keys cannot be fetched: {error}") from None
+            raise RefusedError(
+                503, f"SaladCloud's keys cannot be fetched: {error}"
+            ) from None
         except self._jwt.PyJWTError as error:
             raise RefusedError(401, f"invalid identity token: {error}") from None
         # The same keys sign for every organization: this is what keeps the others out.
         is_id = _ID.fullmatch(self._organization)
-        if claims.get("aud" if is_id else "salad_organization_name") != self._organization:
+        if (
+            claims.get("aud" if is_id else "salad_organization_name")
+            != self._organization
+        ):
             raise RefusedError(403, "the identity token is for another organization")
-        group = next((str(claims[name]) for name in _GROUP_NAME_CLAIMS if name in claims), "")
-        is_ours = (fleet == group or groups.parse_name(fleet, group) for fleet in self._fleets)
+        group = next(
+            (str(claims[name]) for name in _GROUP_NAME_CLAIMS if name in claims), ""
+        )
+        is_ours = (
+            fleet == group or groups.parse_name(fleet, group) for fleet in self._fleets
+        )
         if self._fleets and not any(is_ours):
             raise RefusedError(403, f"no tokens for the container group {group!r}")
         return str(claims.get("salad_machine_id", claims["sub"])), group
@@ -114,7 +125,9 @@ class Broker:
 
     async def handle(self, request: web.Request) -> web.Response:
         """Answers with tokens, or 401 (invalid token), 403 (not one of ours) or 503 (try again)."""
-        scheme, _, identity_token = request.headers.get("Authorization", "").partition(" ")
+        scheme, _, identity_token = request.headers.get("Authorization", "").partition(
+            " "
+        )
         try:
             machine, group = await self._identities.verify(
                 identity_token if scheme == "Bearer" else ""
@@ -131,7 +144,9 @@ class Broker:
         log.info(f"issued tokens to {whom}", action="tokens_given")
         own = self._settings
         life = timedelta(hours=own.token_hours)
-        minted = self._minter.mint(own.role, life, self._policy, own.model_names, self._shards)
+        minted = self._minter.mint(
+            own.role, life, self._policy, own.model_names, self._shards
+        )
         answer = minted.record
         if (own_id := proofs.machine_of(machine)) == machine.lower():
             key = proofs.machine_key(str(self._secret), own_id)
@@ -146,7 +161,9 @@ class Broker:
             try:
                 async with asyncio.timeout(LONGEST_CHECK_SECONDS):
                     self._secret = await mint.proof_secret(self._settings, self._secret)
-                    self._policy = await self._find_policy() or await self._make_policy()
+                    self._policy = (
+                        await self._find_policy() or await self._make_policy()
+                    )
             except (errors.TransientError, TimeoutError) as error:
                 text = f"cannot read the policies: {str(error) or 'the storage does not answer'}"
                 if not self._policy:
@@ -162,7 +179,9 @@ class Broker:
         stored = await mint.policies(own, own.role, own.model_names)
         ours = sorted(name for name in stored if mint.is_of_broker(own.policy, name))
         name = self._policy if self._policy in ours else next(iter(ours), None)
-        if name is not None and shards != self._shards:  # those that were made since lack it
+        if (
+            name is not None and shards != self._shards
+        ):  # those that were made since lack it
             await mint.store_policy(own, own.role, name, own.model_names, shards)
         self._shards = shards
         return name
@@ -202,9 +221,14 @@ async def command(settings: BrokerSettings) -> None:
     """
     logs.configure(settings.log_format)
     if not settings.organization:
-        raise errors.SetupError("--organization is required: any other's nodes would get tokens")
+        raise errors.SetupError(
+            "--organization is required: any other's nodes would get tokens"
+        )
     app = application(Broker(settings, Identities(settings)))
     async with probes.listening(app, settings.host, settings.port, "requests") as port:
         nodes = settings.salad_fleets or settings.organization
-        log.info(f"issuing tokens on port {port} to nodes of {nodes}", action="broker_started")
+        log.info(
+            f"issuing tokens on port {port} to nodes of {nodes}",
+            action="broker_started",
+        )
         await console.until_stopped(asyncio.Event().wait())

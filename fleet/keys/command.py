@@ -58,11 +58,16 @@ async def mint_command(
     settings: StorageSettings,
     *,
     role: str = argument(
-        f"{', '.join(ROLES)}; or {SIGNING}, the key pair of signed jobs.", metavar="ROLE"
+        f"{', '.join(ROLES)}; or {SIGNING}, the key pair of signed jobs.",
+        metavar="ROLE",
     ),
     scope: Scope,
     token_hours: float = option(
-        "Lifetime of the tokens.", DEFAULT_HOURS, min=0.05, max=365 * 24, metavar="HOURS"
+        "Lifetime of the tokens.",
+        DEFAULT_HOURS,
+        min=0.05,
+        max=365 * 24,
+        metavar="HOURS",
     ),
     policy: str | None = option(
         "Tie them to a stored policy, so that `imagefleet keys revoke NAME` ends them"
@@ -88,7 +93,9 @@ async def mint_command(
     """
     if role == SIGNING:
         if scope != Scope() or policy:
-            raise errors.SetupError(f"{SIGNING} makes a key pair, which is for all: only --file")
+            raise errors.SetupError(
+                f"{SIGNING} makes a key pair, which is for all: only --file"
+            )
         _make_signing_keys(file or DEFAULT_SIGNING_KEY, as_json=as_json)
         return
     found = options.choose("role", role, ROLES, [SIGNING])
@@ -103,12 +110,17 @@ async def mint_command(
                 " only, without a path or suffix"
             )
     life = timedelta(hours=token_hours)
-    minted = keys_mint.Minter(_on_azure(settings)).mint(allowed, life, policy, models, scope.shards)
+    minted = keys_mint.Minter(_on_azure(settings)).mint(
+        allowed, life, policy, models, scope.shards
+    )
     if policy is not None:
         await keys_mint.store_policy(settings, allowed, policy, models, scope.shards)
     _hand_out(settings, minted, file, as_json=as_json)
     rows = [
-        (place.name(settings), "; ".join(explain(place.resource, place.letters(allowed))))
+        (
+            place.name(settings),
+            "; ".join(explain(place.resource, place.letters(allowed))),
+        )
         for place in minted.by_place
     ]
     table = console.table(console.name_column("resource"), "allowed", rows=rows)
@@ -121,14 +133,20 @@ async def mint_command(
 
 
 def _hand_out(
-    settings: StorageSettings, minted: keys_mint.Minted, file: Path | None, *, as_json: bool
+    settings: StorageSettings,
+    minted: keys_mint.Minted,
+    file: Path | None,
+    *,
+    as_json: bool,
 ) -> None:
     if file is not None:
         console.write_file(file, console.json_text(minted.record), private=True)
         console.print_note(f"written to {file}")
     if as_json:
         facts = {key: minted.record[key] for key in ("role", "storage", "expires_at")}
-        console.print_json(minted.record if file is None else {**facts, "file": str(file)})
+        console.print_json(
+            minted.record if file is None else {**facts, "file": str(file)}
+        )
     elif file is None:
         _print_exports(
             {
@@ -145,7 +163,9 @@ def _hand_out(
 @options.flat
 async def revoke_command(
     settings: StorageSettings,
-    policy: str = argument("The policy's name, as given to --policy.", metavar="POLICY"),
+    policy: str = argument(
+        "The policy's name, as given to --policy.", metavar="POLICY"
+    ),
     as_json: options.AsJson = False,
 ) -> None:
     """Revokes the tokens of a stored policy, which takes up to 30 s.
@@ -190,14 +210,18 @@ def _make_signing_keys(file: Path, *, as_json: bool) -> None:
         found = "it is not a signing key"
         with contextlib.suppress(errors.SetupError):
             found = f"its public key is {SigningKey.read(file).public}"
-        raise errors.SetupError(f"{file} exists and is not overwritten; {found}") from None
+        raise errors.SetupError(
+            f"{file} exists and is not overwritten; {found}"
+        ) from None
     except OSError as error:
         raise errors.SetupError(f"cannot write {file}: {error.strerror}") from None
     path = str(file.expanduser().absolute())
     if as_json:
         console.print_json({"file": path, "public_key": public})
     else:
-        _print_exports({"IMAGEFLEET_SIGNING_KEY": path, "IMAGEFLEET_TRUSTED_KEY": public})
+        _print_exports(
+            {"IMAGEFLEET_SIGNING_KEY": path, "IMAGEFLEET_TRUSTED_KEY": public}
+        )
     console.print_note(
         f"the private key is in {file}: for whoever fills the queue, and for no worker; workers get"
         " IMAGEFLEET_TRUSTED_KEY alone"

@@ -44,18 +44,26 @@ class Place(NamedTuple):
         return role.letters(self.resource, self.model)
 
     def permission(self, role: Role) -> QueueSasPermissions | ContainerSasPermissions:
-        kind = ContainerSasPermissions if roles.is_container(self.resource) else QueueSasPermissions
+        kind = (
+            ContainerSasPermissions
+            if roles.is_container(self.resource)
+            else QueueSasPermissions
+        )
         return kind.from_string(self.letters(role))
 
     def name(self, settings: StorageSettings) -> str:
         return roles.name_of(settings, *self)
 
-    def client(self, settings: StorageSettings, credential: Any = None, **terms: Any) -> Any:
+    def client(
+        self, settings: StorageSettings, credential: Any = None, **terms: Any
+    ) -> Any:
         """The client of the queue or container, with a credential or the account's key."""
         address = account.read_address(settings.storage.strip())
         is_blobs = roles.is_container(self.resource)
         open_client = address.container_client if is_blobs else address.queue_client
-        return open_client(self.name(settings), credential, api_version=API_VERSION, **terms)
+        return open_client(
+            self.name(settings), credential, api_version=API_VERSION, **terms
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +145,9 @@ class Minter:
         }
         return Minted(role.name, self.storage, tokens, expires_at)
 
-    def _token(self, place: Place, role: Role, expires_at: datetime, policy: str | None) -> str:
+    def _token(
+        self, place: Place, role: Role, expires_at: datetime, policy: str | None
+    ) -> str:
         name = place.name(self._settings)
         terms: dict[str, Any] = {
             **self._account,
@@ -151,7 +161,9 @@ class Minter:
         return generate_queue_sas(queue_name=name, **terms)
 
 
-def _places(role: Role | None, models: Collection[str] = (), shards: int = 1) -> list[Place]:
+def _places(
+    role: Role | None, models: Collection[str] = (), shards: int = 1
+) -> list[Place]:
     """All that the role has a token for; None: all there is."""
     places = [Place(resource) for resource in roles.RESOURCES]
     places += [
@@ -195,7 +207,11 @@ async def store_policy(
             policies.setdefault(name, kind(permission=permission))
 
     places = _places(role, models, shards)
-    optional = [one for one in places if one.resource in roles.OPTIONAL or one.model or one.shard]
+    optional = [
+        one
+        for one in places
+        if one.resource in roles.OPTIONAL or one.model or one.shard
+    ]
     for place in places:
         if place not in optional:
             await store(place)
@@ -213,13 +229,21 @@ async def store_policy(
         await store(place)
 
 
-async def policies(settings: StorageSettings, role: Role, models: Collection[str] = ()) -> set[str]:
+async def policies(
+    settings: StorageSettings, role: Role, models: Collection[str] = ()
+) -> set[str]:
     """The policies with which all resources, but for shards, have the role's permissions."""
     found = []
     for place in _places(role, models):
         permission = str(place.permission(role))
         async with _stored(settings, place, may_be_missing=True) as policies:
-            found.append({name for name, each in policies.items() if each.permission == permission})
+            found.append(
+                {
+                    name
+                    for name, each in policies.items()
+                    if each.permission == permission
+                }
+            )
     return set.intersection(*found)
 
 
@@ -232,7 +256,11 @@ async def proof_secret(settings: StorageSettings, own: str | None = None) -> str
     async with Place("poison").client(settings) as queue:
         with azure_errors.translated(f"the metadata of {settings.poison_queue!r}"):
             found = (await queue.get_queue_properties()).metadata or {}
-            known = found.get(proofs.SECRETS, "").split(",") if proofs.SECRETS in found else []
+            known = (
+                found.get(proofs.SECRETS, "").split(",")
+                if proofs.SECRETS in found
+                else []
+            )
             wanted = [*known, *([own] if own else [])] or [secrets.token_hex(32)]
             if len(wanted := list(dict.fromkeys(wanted))) > len(known):
                 stored = {**found, proofs.SECRETS: ",".join(wanted)}
@@ -252,7 +280,9 @@ async def remove_policy(settings: StorageSettings, name: str) -> list[str]:
     removed = []
     for place in _places(None, models, shards):
         async with _stored(settings, place, may_be_missing=True) as policies:
-            ours = [each for each in policies if each == name or is_of_broker(name, each)]
+            ours = [
+                each for each in policies if each == name or is_of_broker(name, each)
+            ]
             for each in ours:
                 del policies[each]
         if ours:
@@ -262,7 +292,9 @@ async def remove_policy(settings: StorageSettings, name: str) -> list[str]:
     return removed
 
 
-def _address_without_key(queue: QueueClient, container: ContainerClient, https: bool) -> str:
+def _address_without_key(
+    queue: QueueClient, container: ContainerClient, https: bool
+) -> str:
     blob_url, queue_url = (
         client.url.partition("?")[0].rpartition("/")[0] for client in (container, queue)
     )
@@ -289,7 +321,9 @@ async def _stored(
             if roles.is_container(place.resource):
                 found = await client.get_container_access_policy()
                 public_access = found["public_access"]
-                policies |= {each.id: each.access_policy for each in found["signed_identifiers"]}
+                policies |= {
+                    each.id: each.access_policy for each in found["signed_identifiers"]
+                }
             else:
                 policies |= await client.get_queue_access_policy()
         before = set(policies)
@@ -299,6 +333,8 @@ async def _stored(
         with azure_errors.translated(what):
             if roles.is_container(place.resource):
                 # The call replaces all of it: public access would end if it were not repeated.
-                await client.set_container_access_policy(policies, public_access=public_access)
+                await client.set_container_access_policy(
+                    policies, public_access=public_access
+                )
             else:
                 await client.set_queue_access_policy(signed_identifiers=policies)

@@ -25,7 +25,9 @@ from worker.progress import duration
 async def command(
     settings: MonitorSettings,
     campaign: target.OnlyCampaign = None,
-    workers: bool = option("Only the workers by their metrics, the slowest first.", default=False),
+    workers: bool = option(
+        "Only the workers by their metrics, the slowest first.", default=False
+    ),
     count: int = option("Campaigns or workers shown.", 20, min=1, metavar="COUNT"),
     watch: watching.Watch = False,
     as_json: options.AsJson = False,
@@ -43,8 +45,12 @@ async def command(
     """
     only = target.campaign(campaign)
     if workers and only:
-        raise errors.SetupError("--workers shows those of all campaigns: leave out CAMPAIGN")
-    async with prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server:
+        raise errors.SetupError(
+            "--workers shows those of all campaigns: leave out CAMPAIGN"
+        )
+    async with prometheus.connected_if(
+        settings.prometheus, settings.queried_fleet
+    ) as server:
         if workers and server is None:
             raise errors.SetupError(
                 "--workers reads the workers' metrics: give --prometheus, the URL of a Prometheus"
@@ -76,7 +82,12 @@ def workers_screen(workers: Sequence[rates.WorkerRates], count: int) -> Group:
     """The first *count* workers, and the number of all; a narrow terminal wraps their names."""
     rows = [
         (
-            *(worker.worker, worker.gpu, worker.group, f"{worker.images_per_second:.2f}"),
+            *(
+                worker.worker,
+                worker.gpu,
+                worker.group,
+                f"{worker.images_per_second:.2f}",
+            ),
             console.percent(worker.gpu_idle_fraction),
             console.number(worker.images_per_dollar),
             console.number(worker.failed_jobs),
@@ -109,7 +120,9 @@ async def read_status(
         "failed": _queue(storage.poison.name, depth.failed),
         "fleet": (await rates.fleet_rates(server)).model_dump() if server else None,
         "queues": [_queue(name, each) for name, each in depth.queue.by_queue.items()],
-        "without_worker": [{"model": name, "messages": count} for name, count in waiting.items()],
+        "without_worker": [
+            {"model": name, "messages": count} for name, count in waiting.items()
+        ],
         "campaigns": campaigns.records() if campaigns else [],
         "unfit_records": campaigns.unfit_records if campaigns else 0,
     }
@@ -146,14 +159,20 @@ def status_screen(
 ) -> Group:
     """What `read_status` has found, and the first *count* campaigns."""
     headings = ("messages", "visible", "leased", "oldest")
-    table = console.table(console.name_column("queue"), *map(console.number_column, headings))
-    shown_queues = [each for each in found["queues"] if each["model"] is None or each["messages"]]
+    table = console.table(
+        console.name_column("queue"), *map(console.number_column, headings)
+    )
+    shown_queues = [
+        each for each in found["queues"] if each["model"] is None or each["messages"]
+    ]
     for queue in (*(shown_queues or [found["queue"]]), found["failed"]):
         counts = (queue[name] for name in headings[:3])
         shown = ["?" if number is None else f"{number:,}" for number in counts]
         shards = f" ({queue['shards']} shards)" if queue["shards"] > 1 else ""
         age = queue["oldest_age_seconds"]
-        table.add_row(queue["name"] + shards, *shown, "-" if age is None else duration(age))
+        table.add_row(
+            queue["name"] + shards, *shown, "-" if age is None else duration(age)
+        )
     parts: list[Text | Table] = [console.untrusted(found["storage"], "bold"), table]
     for waiting in found["without_worker"]:
         jobs, model = console.counted(waiting["messages"], "job"), waiting["model"]
@@ -164,7 +183,9 @@ def status_screen(
         rows = {
             "workers": console.number(fleet["workers"]),
             "images/s": console.number(fleet["images_per_second"], 2),
-            "images per dollar, GPU only": console.number(fleet["images_per_dollar_gpu_only"]),
+            "images per dollar, GPU only": console.number(
+                fleet["images_per_dollar_gpu_only"]
+            ),
             "images per dollar, all in": console.number(fleet["images_per_dollar"]),
             "$/h": console.number(fleet["dollars_per_hour"], 2),
             "GPU idle": console.percent(fleet["gpu_idle_fraction"]),

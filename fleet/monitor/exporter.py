@@ -91,7 +91,10 @@ class Exporter(Collector):
     """Samples the queues of one storage and, with a *server*, the workers' metrics."""
 
     def __init__(
-        self, storage: Storage, settings: ExporterSettings, server: prometheus.Prometheus | None
+        self,
+        storage: Storage,
+        settings: ExporterSettings,
+        server: prometheus.Prometheus | None,
     ) -> None:
         self.registry = metrics.LabelledRegistry({"fleet": settings.fleet_name})
         self._failed_samples = Counter(
@@ -113,9 +116,14 @@ class Exporter(Collector):
             yield GaugeMetricFamily(name, _GAUGES[name], value=value)
         jobs, seconds = (
             GaugeMetricFamily(name, _GAUGES[name], labels=["campaign"])
-            for name in ("imagefleet_campaign_pending_jobs", "imagefleet_campaign_seconds_left")
+            for name in (
+                "imagefleet_campaign_pending_jobs",
+                "imagefleet_campaign_seconds_left",
+            )
         )
-        for campaign, (pending, seconds_left) in self._campaigns.left(MAX_MODELS).items():
+        for campaign, (pending, seconds_left) in self._campaigns.left(
+            MAX_MODELS
+        ).items():
             jobs.add_metric([campaign], pending)
             if seconds_left is not None:
                 seconds.add_metric([campaign], seconds_left)
@@ -128,7 +136,9 @@ class Exporter(Collector):
             self._repeat(self.count_campaigns, CAMPAIGN_SECONDS),
         )
 
-    async def _repeat(self, work: Callable[[], Awaitable[None]], seconds: float) -> NoReturn:
+    async def _repeat(
+        self, work: Callable[[], Awaitable[None]], seconds: float
+    ) -> NoReturn:
         while True:
             try:
                 await work()
@@ -141,7 +151,9 @@ class Exporter(Collector):
         """Counts what is left of each campaign; raises TransientError if the storage fails."""
         await self._campaigns.refresh()
         if (refusal := self._campaigns.refusal) is not None:
-            log.info(f"campaigns cannot be counted: {refusal}", action="campaigns_unknown")
+            log.info(
+                f"campaigns cannot be counted: {refusal}", action="campaigns_unknown"
+            )
 
     async def sample(self) -> None:
         """Samples both queues; raises TransientError if the storage, not if the metrics, fail."""
@@ -154,7 +166,11 @@ class Exporter(Collector):
             self._failed_samples.inc()
         confirmed = self._settings.dollars_per_hour
         self.figures = {
-            **({} if confirmed is None else {"imagefleet_confirmed_dollars_per_hour": confirmed}),
+            **(
+                {}
+                if confirmed is None
+                else {"imagefleet_confirmed_dollars_per_hour": confirmed}
+            ),
             **queue_figures(self._flow, fleet, confirmed),
             "imagefleet_exporter_last_look_timestamp_seconds": time.time(),
         }

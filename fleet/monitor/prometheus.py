@@ -55,7 +55,9 @@ class _Reply(BaseModel):
     """Either a *result* or, with the status `error`, the *error*."""
 
     status: Literal["success", "error"]
-    result: list[Series] = Field(default=[], validation_alias=AliasPath("data", "result"))
+    result: list[Series] = Field(
+        default=[], validation_alias=AliasPath("data", "result")
+    )
     error: str = ""
 
 
@@ -86,7 +88,9 @@ def dollars_by_campaign(matcher: str, window: str) -> str:
     images = gained(f"imagefleet_campaign_images_total{{{matcher}}}", window)
     dollars = gained(f"imagefleet_cost_dollars_total{{{matcher}}}", window)
     each = f"sum by ({_PROCESS}) {dollars} / (sum by ({_PROCESS}) {images} > 0)"
-    return f"sum by (fleet, campaign) ({images} * on ({_PROCESS}) group_left () ({each}))"
+    return (
+        f"sum by (fleet, campaign) ({images} * on ({_PROCESS}) group_left () ({each}))"
+    )
 
 
 class Prometheus:
@@ -96,7 +100,9 @@ class Prometheus:
     Every method raises SetupError if the server rejects the query, TransientError if it fails.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, fleet: str | None = None) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, fleet: str | None = None
+    ) -> None:
         self.fleet = fleet
         self._session = session
         self._url = url.rstrip("/")
@@ -109,11 +115,17 @@ class Prometheus:
         self, query: str, begin: datetime, end: datetime, step_seconds: float
     ) -> list[Series]:
         """A range query: each series with its points, *step_seconds* apart."""
-        times = {"start": begin.timestamp(), "end": end.timestamp(), "step": step_seconds}
+        times = {
+            "start": begin.timestamp(),
+            "end": end.timestamp(),
+            "step": step_seconds,
+        }
         return await self._query("query_range", query, **times)
 
     async def _query(self, endpoint: str, query: str, **times: float) -> list[Series]:
-        query = query.replace("$fleet", "" if self.fleet is None else f'fleet="{self.fleet}"')
+        query = query.replace(
+            "$fleet", "" if self.fleet is None else f'fleet="{self.fleet}"'
+        )
         url, data = f"{self._url}/api/v1/{endpoint}", {"query": query}
         data |= {name: str(seconds) for name, seconds in times.items()}
         shown = redaction.address(self._url)
@@ -123,14 +135,20 @@ class Prometheus:
         except aiohttp.InvalidURL:
             raise errors.SetupError(f"not a Prometheus URL: {shown}") from None
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise proxies.unreachable(f"Prometheus at {shown} does not answer", error) from None
+            raise proxies.unreachable(
+                f"Prometheus at {shown} does not answer", error
+            ) from None
         try:
             reply = _Reply.model_validate_json(content)
         except ValidationError:
-            start = " ".join(content[:_SHOWN_CHARACTERS].decode(errors="replace").split())
+            start = " ".join(
+                content[:_SHOWN_CHARACTERS].decode(errors="replace").split()
+            )
             answer = f"HTTP {response.status}: {redaction.printable(redaction.message(start))}"
             if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                raise errors.TransientError(f"Prometheus at {shown} failed: {answer}") from None
+                raise errors.TransientError(
+                    f"Prometheus at {shown} failed: {answer}"
+                ) from None
             raise errors.SetupError(
                 f"{shown} does not answer as a Prometheus does: {answer}"
             ) from None

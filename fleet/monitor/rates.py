@@ -99,7 +99,9 @@ async def fleet_rates(prometheus: Prometheus) -> FleetRates:
     now = datetime.now(UTC)
     found = await _ask(prometheus, _OF_FLEET, now, "")
     figures = {name: series[0].last for name, series in found.items() if series}
-    return FleetRates.model_validate(figures | {"clocks_off": await _off(prometheus, now)})
+    return FleetRates.model_validate(
+        figures | {"clocks_off": await _off(prometheus, now)}
+    )
 
 
 async def _off(prometheus: Prometheus, now: datetime) -> dict[str, float]:
@@ -107,7 +109,9 @@ async def _off(prometheus: Prometheus, now: datetime) -> dict[str, float]:
     found = await prometheus.at(f"{_CLOCK} > {_OFF} or {_CLOCK} < -{_OFF}", now)
     infos = await prometheus.at(_INFO, now) if found else []
     names = {_labels(info, _WORKER): info.labels.get("worker", "") for info in infos}
-    return {names.get(key := _labels(each, _WORKER)) or key[0]: each.last for each in found}
+    return {
+        names.get(key := _labels(each, _WORKER)) or key[0]: each.last for each in found
+    }
 
 
 async def worker_rates(prometheus: Prometheus) -> list[WorkerRates]:
@@ -123,7 +127,9 @@ async def worker_rates(prometheus: Prometheus) -> list[WorkerRates]:
     for info in infos:
         names = ("instance", "worker", "gpu", "group")
         facts = dict(zip(names, _labels(info, names), strict=True))
-        workers.append(WorkerRates.model_validate(facts | figures[_labels(info, _WORKER)]))
+        workers.append(
+            WorkerRates.model_validate(facts | figures[_labels(info, _WORKER)])
+        )
     return sorted(workers, key=lambda each: (each.images_per_second, each.instance))
 
 
@@ -149,15 +155,21 @@ async def ask(
         return None
 
 
-async def warn_of_unknown_fleet(prometheus: Prometheus, at: datetime | None = None) -> None:
+async def warn_of_unknown_fleet(
+    prometheus: Prometheus, at: datetime | None = None
+) -> None:
     """Warns of a fleet that no worker has named in the days until *at*, where others have."""
-    query = f"count by (fleet) (last_over_time(imagefleet_worker_info[{MONEY_TIME.days}d]))"
+    query = (
+        f"count by (fleet) (last_over_time(imagefleet_worker_info[{MONEY_TIME.days}d]))"
+    )
     found = await prometheus.at(query, at or datetime.now(UTC))
     fleets = sorted(each.labels.get("fleet", "") for each in found)
     if fleets and prometheus.fleet not in {None, *fleets}:
         hint = validation.suggestion(prometheus.fleet or "", fleets)
         hint = hint or f"; --fleet chooses another, such as {', '.join(fleets)[:200]}"
-        console.print_warning(f"the metrics have no worker of the fleet {prometheus.fleet}{hint}")
+        console.print_warning(
+            f"the metrics have no worker of the fleet {prometheus.fleet}{hint}"
+        )
 
 
 async def jobs_per_second_by_model(prometheus: Prometheus) -> dict[str, float]:

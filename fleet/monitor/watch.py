@@ -16,7 +16,8 @@ from imagefleet import errors
 SECONDS = 2.0
 
 Watch = Annotated[
-    bool, typer.Option("--follow", help=f"Repeat every {SECONDS:g} seconds until Ctrl-C.")
+    bool,
+    typer.Option("--follow", help=f"Repeat every {SECONDS:g} seconds until Ctrl-C."),
 ]
 
 Result = TypeVar("Result")

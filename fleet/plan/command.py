@@ -49,15 +49,20 @@ class Machines:
         f"GPU class; repeat it, with replicas, for a mix. [default: {estimate.DEFAULT_GPU}]",
         metavar="NAME[=COUNT]",
     )
-    price_per_hour: float | None = option("$/h of one replica.", min=0.0001, metavar="DOLLARS")
+    price_per_hour: float | None = option(
+        "$/h of one replica.", min=0.0001, metavar="DOLLARS"
+    )
     prices_path: options.PriceFile = None
-    images_per_second: float | None = option("Speed of one replica.", min=0.0001, metavar="NUMBER")
+    images_per_second: float | None = option(
+        "Speed of one replica.", min=0.0001, metavar="NUMBER"
+    )
     bench: list[Path] | None = option(
         "JSON of `imagefleet bench engine`; repeatable.", metavar="FILE"
     )
     replicas: int | None = option("Number of replicas.", min=1, metavar="COUNT")
     accelerator: str | None = option(
-        "The workers' --accelerator, whose steps and guidance count.", metavar="FILE|NAME"
+        "The workers' --accelerator, whose steps and guidance count.",
+        metavar="FILE|NAME",
     )
 
 
@@ -107,11 +112,16 @@ def planned(
     images = sum(work.images for work in works)
     if deadline is not None:
         mix = estimate.mix_for(images, mix, deadline)
-    return estimate.make_plan(sum(work.jobs for work in works), images, mix, table), table
+    return estimate.make_plan(
+        sum(work.jobs for work in works), images, mix, table
+    ), table
 
 
 def _mix_of(
-    machines: Machines, works: Sequence[Work], table: prices.PriceTable, priority: prices.Priority
+    machines: Machines,
+    works: Sequence[Work],
+    table: prices.PriceTable,
+    priority: prices.Priority,
 ) -> list[estimate.Part]:
     """The GPU classes with their speeds and prices; raises SetupError for what is not known."""
     benches = [estimate.read_bench(path, table) for path in machines.bench or []]
@@ -130,7 +140,9 @@ def _mix_of(
     mix = []
     for name, count in named:
         gpu = name
-        if dollars is None or rate is None:  # a class with a report need not be in the table
+        if (
+            dollars is None or rate is None
+        ):  # a class with a report need not be in the table
             measured = prices.matching_gpus(name, [bench.gpu for bench in benches])
             gpu = measured[0] if measured else prices.find_gpu(name, table.gpus)
         speeds = []
@@ -138,7 +150,9 @@ def _mix_of(
             families.refuse_small(gpu, work.family)
             bench = estimate.bench_of(gpu, benches, work.family)
             speed = estimate.find_speed(gpu, rate, bench, work)
-            speeds.append(estimate.ModelSpeed(work.model, work.family.slug, work.images, speed))
+            speeds.append(
+                estimate.ModelSpeed(work.model, work.family.slug, work.images, speed)
+            )
         price = estimate.find_price(gpu, priority, dollars, table)
         made_on = estimate.bench_of(gpu, benches, works[0].family)
         start_up = made_on.start_up if made_on else estimate.NO_START_UP
@@ -155,7 +169,9 @@ def _works(batch: Batch, accelerator: str | None) -> list[Work]:
             raise errors.SetupError("give the batch: --jobs COUNT, or a FILE of jobs")
         return of_count(batch.jobs, batch.images_per_job or 1, models)
     if batch.images_per_job is not None:
-        raise errors.SetupError("--images-per-job goes with --jobs: the jobs of FILE say it")
+        raise errors.SetupError(
+            "--images-per-job goes with --jobs: the jobs of FILE say it"
+        )
     with reading(Path(batch.file), "reading", is_shown=True):
         return of_source(sources.open_source(batch.file, count=batch.jobs), models)
 
@@ -173,7 +189,9 @@ def _named(
             raise errors.SetupError("give either --replicas or --gpu NAME=COUNT")
         named.append((name, int(count or replicas or 1)))
     if replicas is not None and len(named) > 1:
-        raise errors.SetupError("--replicas is for one GPU class; for a mix use --gpu NAME=COUNT")
+        raise errors.SetupError(
+            "--replicas is for one GPU class; for a mix use --gpu NAME=COUNT"
+        )
     return named
 
 
@@ -213,9 +231,14 @@ def show(plan: estimate.Plan, table: prices.PriceTable) -> None:
         (("model", "family"), ("images", "GPU hours", "GPU $"), of_models),
     ):
         if len(rows_shown) > 1:
-            columns = *map(console.name_column, names), *map(console.number_column, figures)
+            columns = (
+                *map(console.name_column, names),
+                *map(console.number_column, figures),
+            )
             per_dollar = console.number_column("images/$,\nGPU only")
-            console.print_tables("", console.table(*columns, per_dollar, rows=rows_shown))
+            console.print_tables(
+                "", console.table(*columns, per_dollar, rows=rows_shown)
+            )
     console.print_tables(
         "",
         *(sentence for part in plan.mix for sentence in estimate.sources(part)),

@@ -108,12 +108,17 @@ class Plan:
 
 
 def make_plan(
-    jobs: int, images: int, mix: Sequence[Part], table: prices.PriceTable = prices.BUILT_IN
+    jobs: int,
+    images: int,
+    mix: Sequence[Part],
+    table: prices.PriceTable = prices.BUILT_IN,
 ) -> Plan:
     """The plan of a batch on *mix*, whose parts share the work by their speed."""
     missed = sum(part.images_in(part.start_up_seconds.value) for part in mix)
     hours = (images + missed) / sum(part.images_in(3600) for part in mix)
-    gpu_dollars = hours * sum(part.replicas * part.dollars_per_hour.value for part in mix)
+    gpu_dollars = hours * sum(
+        part.replicas * part.dollars_per_hour.value for part in mix
+    )
     storage_dollars = prices.storage_dollars(jobs, images, table)
     return Plan(
         jobs=jobs,
@@ -160,7 +165,10 @@ def _model_costs(mix: Sequence[Part], hours: float) -> list[ModelCost]:
 def sources(part: Part) -> list[str]:
     """The figures of a part and their sources, a sentence each."""
     inputs = [
-        (f"{model.images_per_second.value:.3g} {_described(model)}/s", model.images_per_second)
+        (
+            f"{model.images_per_second.value:.3g} {_described(model)}/s",
+            model.images_per_second,
+        )
         for model in part.models
     ]
     inputs.append((f"${part.dollars_per_hour.value:g}/h", part.dollars_per_hour))
@@ -179,17 +187,25 @@ def _described(model: ModelSpeed) -> str:
 def mix_for(images: int, mix: Sequence[Part], deadline_hours: float) -> list[Part]:
     """The fewest replicas, in *mix*'s proportions, for the deadline; raises SetupError if none."""
     seconds = deadline_hours * 3600
-    made = sum(part.images_in(max(0.0, seconds - part.start_up_seconds.value)) for part in mix)
+    made = sum(
+        part.images_in(max(0.0, seconds - part.start_up_seconds.value)) for part in mix
+    )
     if not made:
-        raise errors.SetupError("no replica is ready within the deadline: start-up is longer")
-    return [replace(part, replicas=math.ceil(part.replicas * images / made)) for part in mix]
+        raise errors.SetupError(
+            "no replica is ready within the deadline: start-up is longer"
+        )
+    return [
+        replace(part, replicas=math.ceil(part.replicas * images / made)) for part in mix
+    ]
 
 
 class _Report(BaseModel):
     """What a plan takes from the JSON of `imagefleet bench engine`."""
 
     device: str = Field(validation_alias=AliasPath("hardware", "device"))
-    memory_bytes: int = Field(default=0, validation_alias=AliasPath("hardware", "memory_bytes"))
+    memory_bytes: int = Field(
+        default=0, validation_alias=AliasPath("hardware", "memory_bytes")
+    )
     worker_images_per_second: float = Field(gt=0, allow_inf_nan=False)
     ready_seconds: float = Field(ge=0, allow_inf_nan=False)
     width: int = Field(gt=0, le=2**16)
@@ -204,7 +220,9 @@ def read_bench(path: Path, table: prices.PriceTable) -> Bench:
     try:
         text = path.read_bytes().strip()
     except OSError as error:
-        raise errors.SetupError(f"the report {path}: {error.strerror or error}") from None
+        raise errors.SetupError(
+            f"the report {path}: {error.strerror or error}"
+        ) from None
     what = f"{path} is not the JSON of `imagefleet bench engine --json-file FILE`: "
     # The report is the last line of the benchmark's output, so a log will do.
     last = text if text.startswith(b"{") else text.rpartition(b"\n")[2]
@@ -222,13 +240,17 @@ def read_bench(path: Path, table: prices.PriceTable) -> Bench:
     )
 
 
-def bench_of(gpu: str, benches: Sequence[Bench], family: families.Family) -> Bench | None:
+def bench_of(
+    gpu: str, benches: Sequence[Bench], family: families.Family
+) -> Bench | None:
     """The last report that was measured on a *gpu*, one of *family* if there is any; or assumed."""
     there = [bench for bench in reversed(benches) if bench.gpu == gpu]
     if not there and gpu in prices.ASSUMED_IMAGES_PER_SECOND:
         speed = prices.ASSUMED_IMAGES_PER_SECOND[gpu]
         return Bench(gpu, Input(speed, "assumed", prices.SPEEDS_SOURCE))
-    return next((bench for bench in there if bench.family is family), next(iter(there), None))
+    return next(
+        (bench for bench in there if bench.family is family), next(iter(there), None)
+    )
 
 
 def mean_speed(speeds: Sequence[ModelSpeed]) -> Input:
@@ -239,7 +261,9 @@ def mean_speed(speeds: Sequence[ModelSpeed]) -> Input:
     # As sure as the least sure of them.
     order: tuple[Basis, ...] = ("estimated", "assumed", "measured", "given")
     kind = min((each.images_per_second.kind for each in speeds), key=order.index)
-    return Input(value, kind, f"the mean over {len(speeds)} models, weighted by their images")
+    return Input(
+        value, kind, f"the mean over {len(speeds)} models, weighted by their images"
+    )
 
 
 def find_speed(gpu: str, given: float | None, bench: Bench | None, work: Work) -> Input:
@@ -264,7 +288,9 @@ def find_speed(gpu: str, given: float | None, bench: Bench | None, work: Work) -
     )
     if work.family is family:
         return Input(value, speed.kind, by)
-    unsure = [each.rate_source for each in (family, work.family) if not each.is_measured]
+    unsure = [
+        each.rate_source for each in (family, work.family) if not each.is_measured
+    ]
     of_rate = "; ".join(unsure) or (
         f"{work.family.name} gets {rate:.2f} of {family.name}'s operations/s, as measured:"
         f" {work.family.rate_source}"

@@ -34,7 +34,11 @@ def of_count(jobs: int, images_per_job: int, models: Models) -> list[Work]:
     """The work of so many jobs of the family's own size, and steps without an accelerator's."""
     images, family = jobs * images_per_job, models.family_of(None)
     usual = models.accelerator.usual if models.accelerator else ()
-    return [Work(None, family, jobs, images, images * family.image_tflop(None, None, *usual))]
+    return [
+        Work(
+            None, family, jobs, images, images * family.image_tflop(None, None, *usual)
+        )
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,9 @@ class Models:
         return family or families.SD1
 
 
-def read_models(given: Sequence[str], family: str | None, accelerator: str | None = None) -> Models:
+def read_models(
+    given: Sequence[str], family: str | None, accelerator: str | None = None
+) -> Models:
     """Models given as NAME=FAMILY or checkpoints; raises SetupError for what is neither."""
     by_name = {}
     for text in given:
@@ -79,7 +85,9 @@ def read_models(given: Sequence[str], family: str | None, accelerator: str | Non
     return Models(by_name, others, Accelerator.of(accelerator) if accelerator else None)
 
 
-def add_stages(found: dict[str | None, Work], models: Models, job: Job, jobs: int = 1) -> None:
+def add_stages(
+    found: dict[str | None, Work], models: Models, job: Job, jobs: int = 1
+) -> None:
     """Adds *jobs* such jobs to *found*, stage by stage.
 
     Raises JobError for impossible sizes, and for what contradicts the accelerator.

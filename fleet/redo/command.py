@@ -61,15 +61,20 @@ class Which:
         None,
         metavar="CAMPAIGN[/ID]",
     )
-    worker: str | None = option("Images of this worker, or machine on SaladCloud.", metavar="ID")
+    worker: str | None = option(
+        "Images of this worker, or machine on SaladCloud.", metavar="ID"
+    )
     suspect: bool = option(
-        "Images that nodes which failed their checks have marked as suspect.", default=False
+        "Images that nodes which failed their checks have marked as suspect.",
+        default=False,
     )
     since: datetime | None = options.moment("Only what was stored since then")
 
     def __post_init__(self) -> None:
         if sum((self.worker is not None, self.suspect, self.named.id is not None)) != 1:
-            raise errors.SetupError("choose the images: CAMPAIGN/ID, --worker or --suspect")
+            raise errors.SetupError(
+                "choose the images: CAMPAIGN/ID, --worker or --suspect"
+            )
         if self.worker is None and self.since:
             raise errors.SetupError("--since goes with --worker")
 
@@ -108,7 +113,9 @@ def command(
     if jobs is not None:
         source = sources.open_source(str(jobs), signer=signer_of(settings))
         given = replace.by_key(source.bodies(0))
-    result = console.run(_run(settings, which, given, dry_run=dry_run, yes=yes, quiet=as_json))
+    result = console.run(
+        _run(settings, which, given, dry_run=dry_run, yes=yes, quiet=as_json)
+    )
     if as_json:
         console.print_json(result)
     else:
@@ -151,7 +158,11 @@ async def _run(
         with console.counting("replaced", len(found.images), quiet=quiet) as on_image:
             replaced = await replace.replace(storage, found.images, finder, on_image)
     refused = [{"image": name, "reason": why} for name, why in replaced.refused.items()]
-    return result | {"replaced": replaced.images, "jobs": replaced.jobs, "not_redone": refused}
+    return result | {
+        "replaced": replaced.images,
+        "jobs": replaced.jobs,
+        "not_redone": refused,
+    }
 
 
 async def _warn_of_nodes_at_work(storage: Storage, found: Selection) -> None:
@@ -177,7 +188,9 @@ def _show(result: dict[str, Any], *, dry_run: bool) -> None:
         console.print_plain("no images to draw again")
     elif dry_run:
         columns = console.name_column("worker"), console.number_column("images")
-        rows = ((worker or "(none)", count) for worker, count in result["workers"].items())
+        rows = (
+            (worker or "(none)", count) for worker, count in result["workers"].items()
+        )
         first = itertools.islice(rows, console.SCREEN_LINES)
         console.print_tables(console.table(*columns, rows=first))
         console.print_plain(f"{images} would be drawn again")
@@ -192,7 +205,9 @@ def _show(result: dict[str, Any], *, dry_run: bool) -> None:
         console.print_more(more, "others stay (--json lists them)")
 
 
-async def select(storage: Storage, which: Which, on_listed: Callable[[], None]) -> Selection:
+async def select(
+    storage: Storage, which: Which, on_listed: Callable[[], None]
+) -> Selection:
     """Reads which images are wanted; *on_listed* is called for each that is looked at."""
     named = which.named
     if named.campaign is not None and named.id is not None:
@@ -222,7 +237,9 @@ async def _of_job(storage: Storage, campaign: str, job_id: str) -> Selection:
     return Selection(found)
 
 
-async def _by_worker(blobs: BlobStore, which: Which, on_listed: Callable[[], None]) -> Selection:
+async def _by_worker(
+    blobs: BlobStore, which: Which, on_listed: Callable[[], None]
+) -> Selection:
     found = Selection()
     async for record in _records(blobs, which.named.campaign):
         on_listed()
@@ -235,7 +252,9 @@ async def _by_worker(blobs: BlobStore, which: Which, on_listed: Callable[[], Non
 
 async def _records(blobs: BlobStore, campaign: str | None) -> AsyncIterator[BlobRecord]:
     prefixes = (
-        [""] if campaign is None else [f"{each}{campaign}/" for each in ("", CHECKS, DUPLICATES)]
+        [""]
+        if campaign is None
+        else [f"{each}{campaign}/" for each in ("", CHECKS, DUPLICATES)]
     )
     for prefix in prefixes:
         async for record in blobs.records(prefix):

@@ -40,23 +40,31 @@ class JobFinder:
     given: Mapping[str, str]
     check: Check = NO_CHECK
     are_others: bool = field(default=False, kw_only=True)
-    _duplicates: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list), init=False)
+    _duplicates: dict[str, list[str]] = field(
+        default_factory=lambda: defaultdict(list), init=False
+    )
 
     async def list_duplicates(self, prefix: str) -> None:
         """Lists the duplicates of images whose names begin so, before their jobs are asked for."""
         async for name in self.blobs.names(DUPLICATES + prefix):
-            self._duplicates[name.removeprefix(DUPLICATES).rpartition("/")[0]].append(name)
+            self._duplicates[name.removeprefix(DUPLICATES).rpartition("/")[0]].append(
+                name
+            )
 
     async def message(self, name: str, data: bytes) -> str:
         """The message of the job that draws image *name*; raises JobError unless it is one."""
         given = self.given.get(name.rpartition(".")[0].partition(SEPARATOR)[0])
-        if given is not None and (self.are_others or draws(read_job(given, "none"), name)):
+        if given is not None and (
+            self.are_others or draws(read_job(given, "none"), name)
+        ):
             return given
         files = [data]
         for duplicate in self._duplicates.get(name, ()):
             with contextlib.suppress(errors.UnusableFileError):
                 files.append(await self.blobs.read(duplicate, MAX_IMAGE_BYTES) or b"")
-        jobs = filter(None, (picture.job_in(file, self.check.sendable) for file in files))
+        jobs = filter(
+            None, (picture.job_in(file, self.check.sendable) for file in files)
+        )
         found = {job.to_message(): message for message, job in jobs if draws(job, name)}
         if len(found) > 1:
             raise errors.JobError(
@@ -66,7 +74,9 @@ class JobFinder:
             signed = ""
             if self.check.trusted is not None:
                 signed = " whose signature with a trusted key still holds"
-            raise errors.JobError(f"it has no job in it{signed}: give its job with --jobs")
+            raise errors.JobError(
+                f"it has no job in it{signed}: give its job with --jobs"
+            )
         return self.check.dated(found.popitem()[1])
 
 
@@ -149,7 +159,9 @@ async def replace(
             *(_prepare(storage, name, images[name], finder) for name in batch)
         )
         found = dict(zip(batch, prepared, strict=True))
-        replaced.refused |= {name: why for name, why in found.items() if isinstance(why, str)}
+        replaced.refused |= {
+            name: why for name, why in found.items() if isinstance(why, str)
+        }
         entries = [entry for entry in prepared if isinstance(entry, Entry)]
         if entries:
             journal = f"{JOURNALS}{uuid.uuid4().hex}.json"
@@ -183,7 +195,9 @@ async def finish(
     messages = list(dict.fromkeys(entry.message for entry in missing if entry.message))
     await storage.models.send(messages)
     if not await storage.files.delete(journal):
-        raise errors.SetupError(f"the credentials may not delete {journal} in {storage.files.name}")
+        raise errors.SetupError(
+            f"the credentials may not delete {journal} in {storage.files.name}"
+        )
     replaced.images += len(missing)
     replaced.jobs += len(messages)
 
@@ -196,7 +210,9 @@ async def _prepare(
         data = await storage.blobs.read(name, MAX_IMAGE_BYTES)
         if data is None:
             return "it is gone"
-        message = None if name.startswith(DUPLICATES) else await finder.message(name, data)
+        message = (
+            None if name.startswith(DUPLICATES) else await finder.message(name, data)
+        )
     except (errors.UnusableFileError, errors.JobError) as error:
         return error.message
     suffix = name.rpartition(".")[2]
@@ -219,14 +235,18 @@ async def _delete(storage: Storage, entry: Entry) -> bool:
     return True
 
 
-async def replace_jobs(storage: Storage, bodies: list[str], *, only_check: bool) -> None:
+async def replace_jobs(
+    storage: Storage, bodies: list[str], *, only_check: bool
+) -> None:
     """Sends jobs in the place of those that were sent with their ids, whose images are put aside.
 
     Raises SetupError where these have not ended, or images stay. *only_check* changes nothing.
     """
     given = by_key(bodies)
     campaigns = {split_job_key(key)[0] for key in given}
-    ended = {each.key for name in campaigns async for each in reader.ended(storage, name)}
+    ended = {
+        each.key for name in campaigns async for each in reader.ended(storage, name)
+    }
     waiting, new = list[str](), list[str]()
     images: dict[str, Mapping[str, str]] = {}
     for key, body in given.items():
@@ -235,8 +255,14 @@ async def replace_jobs(storage: Storage, bodies: list[str], *, only_check: bool)
         stored = await drawn.stored_images(storage.blobs, campaign, job_id)
         if stored and stored[-1].digest == job.digest:
             continue  # by a run that was killed then
-        names = {each.blob: await storage.blobs.metadata(each.blob) for each in stored if each.blob}
-        images |= {name: metadata for name, metadata in names.items() if metadata is not None}
+        names = {
+            each.blob: await storage.blobs.metadata(each.blob)
+            for each in stored
+            if each.blob
+        }
+        images |= {
+            name: metadata for name, metadata in names.items() if metadata is not None
+        }
         if not stored:
             (new if key in ended else waiting).append(body if key in ended else key)
     if waiting:

@@ -26,12 +26,16 @@ async def command(
         "$/h of one worker, instead of what it recorded.", min=0.0001, metavar="DOLLARS"
     ),
     prices_path: options.PriceFile = None,
-    output: Path | None = option("The page [default: NAME-report.html].", metavar="FILE"),
+    output: Path | None = option(
+        "The page [default: NAME-report.html].", metavar="FILE"
+    ),
     json_file: options.JsonFile = None,
     scores: Path | None = option(
         "The --json-file of `imagefleet score`, for its curve.", metavar="FILE"
     ),
-    limit: int = option("Sample pictures on the page.", 24, min=0, max=200, metavar="COUNT"),
+    limit: int = option(
+        "Sample pictures on the page.", 24, min=0, max=200, metavar="COUNT"
+    ),
     as_json: bool = option("Print JSON, write no page.", False, "--json"),
 ) -> None:
     """Writes a campaign's report: throughput, cost, failures.
@@ -49,11 +53,15 @@ async def command(
         table = replace(table, storage=prices.FREE_STORAGE)
     scored = None if scores is None else campaign_scores.read(scores)
     if scored is not None and scored.campaign != campaign:
-        raise errors.SetupError(f"{scores} has the scores of {scored.campaign}, not of {campaign}")
+        raise errors.SetupError(
+            f"{scores} has the scores of {scored.campaign}, not of {campaign}"
+        )
     async with console.connected(settings) as client:
         storage = client.storage
         await target.check_campaign(storage, campaign)
-        records = await report_records.read_records(storage, campaign, limit, price_per_hour)
+        records = await report_records.read_records(
+            storage, campaign, limit, price_per_hour
+        )
         if not (records.workers or records.failed or records.cancelled):
             raise errors.SetupError(
                 f"campaign {campaign!r} has no images and no failed jobs in {storage.url}"
@@ -63,7 +71,9 @@ async def command(
     figures = report_figures.compute(records, storage.url, table)
     metrics = None
     if settings.prometheus is not None and figures["ended_at"] is not None:
-        async with prometheus.connected(settings.prometheus, settings.queried_fleet) as server:
+        async with prometheus.connected(
+            settings.prometheus, settings.queried_fleet
+        ) as server:
             await rates.warn_of_unknown_fleet(server, figures["ended_at"])
             metrics = await report_figures.read_metrics(server, figures)
     if records.damaged.count:
@@ -80,10 +90,14 @@ async def command(
         console.print_json(facts)
         return
     page = output or Path(f"{campaign}-report.html")
-    console.write_file(page, report_page.render(figures, metrics, sampled, made_at, scored))
+    console.write_file(
+        page, report_page.render(figures, metrics, sampled, made_at, scored)
+    )
     rate = console.number(figures["images_per_second"], 2)
     per_dollar = console.number(figures["money"]["images_per_dollar"])
     images = console.counted(figures["images"], "image")
     failed = console.counted(figures["failed"], "failed job")
-    console.print_plain(f"{images}, {rate} images/s, {per_dollar} images per dollar, {failed}.")
+    console.print_plain(
+        f"{images}, {rate} images/s, {per_dollar} images per dollar, {failed}."
+    )
     console.print_plain(f"Report: {page}")

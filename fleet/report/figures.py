@@ -40,7 +40,9 @@ def compute(records: Records, storage_url: str, table: prices.PriceTable) -> Fig
     drawn = max(records.images, sum(worker.drawn for worker in workers))
     jobs = records.jobs + records.failed + drawn - records.images
     storage_dollars = prices.storage_dollars(jobs, drawn, table)
-    priced = [worker.gpu_dollars for worker in workers if worker.gpu_dollars is not None]
+    priced = [
+        worker.gpu_dollars for worker in workers if worker.gpu_dollars is not None
+    ]
     gpu_dollars = sum(priced) if priced and len(priced) == len(workers) else None
     dollars = None if gpu_dollars is None else gpu_dollars + storage_dollars
     failures = records.failed_by_error.most_common(_MAX_ERRORS)
@@ -55,9 +57,13 @@ def compute(records: Records, storage_url: str, table: prices.PriceTable) -> Fig
         "image_bytes": records.image_bytes,
         "images_per_second": _quotient(records.images, seconds),
         "images_redelivered": records.images_redelivered,
-        "images_replaced": sum(each.replaced for each in workers) + records.replaced_unrecorded,
+        "images_replaced": sum(each.replaced for each in workers)
+        + records.replaced_unrecorded,
         "share_before_first_image": _quotient(
-            sum((each.first_image_at - each.began_at).total_seconds() for each in workers),
+            sum(
+                (each.first_image_at - each.began_at).total_seconds()
+                for each in workers
+            ),
             sum(each.seconds for each in workers),
         ),
         "seconds_in_worker_median": records.time_in_worker(0.5),
@@ -113,7 +119,9 @@ def _workers(records: Records) -> list[Worker]:
 
 def _split(workers: Sequence[Worker], storage_dollars: float) -> dict[str, float]:
     """What was paid, in rows that add up; a worker's time after its start is its drawings'."""
-    rows = dict.fromkeys(("images", "images_replaced", "images_doubled", "start_up"), 0.0)
+    rows = dict.fromkeys(
+        ("images", "images_replaced", "images_doubled", "start_up"), 0.0
+    )
     for worker in workers:
         start_up = worker.start_up_seconds / 3600 * (worker.dollars_per_hour or 0)
         each = ((worker.gpu_dollars or 0) - start_up) / worker.drawn
@@ -147,7 +155,9 @@ def _throughput(stored_in_second: Counter[int]) -> tuple[int, list[dict[str, flo
     ]
 
 
-def _notes(records: Records, workers: Sequence[Worker], table: prices.PriceTable) -> list[str]:
+def _notes(
+    records: Records, workers: Sequence[Worker], table: prices.PriceTable
+) -> list[str]:
     """What the figures include and what they leave out."""
     notes = [
         "Images, sizes and times come from the workers' records, by the storage's clock.",
@@ -160,7 +170,9 @@ def _notes(records: Records, workers: Sequence[Worker], table: prices.PriceTable
     if records.cancelled:
         notes.append(f"Jobs cancelled: {records.cancelled:,}.")
     if not all(worker.dollars_per_hour for worker in workers):
-        notes.append("Not every worker recorded its price: give --price-per-hour to get the cost.")
+        notes.append(
+            "Not every worker recorded its price: give --price-per-hour to get the cost."
+        )
     if records.campaign != "default":
         notes.append(
             "An invalid message names no campaign: it counts as a failed job of 'default'."
@@ -219,7 +231,9 @@ async def read_metrics(prometheus: Prometheus, figures: Figures) -> Figures:
         "wasted_dollars": wasted,
         "split": _split_of_metrics(dollars, wasted, idle, split["images_replaced"]),
         "jobs": await gained("imagefleet_jobs_total", "outcome"),
-        "gpu_busy_seconds": (await gained("imagefleet_gpu_busy_seconds_total")).get("", 0.0),
+        "gpu_busy_seconds": (await gained("imagefleet_gpu_busy_seconds_total")).get(
+            "", 0.0
+        ),
         "gpu_idle_seconds": idle,
         "paid_seconds": await gained("imagefleet_paid_seconds_total", "state"),
         "stage_mean_seconds": {
@@ -242,7 +256,9 @@ def _split_of_metrics(
     rest = dict(wasted)
     idle, waited = rest.pop("idle", 0.0), sum(idle_seconds.values())
     by_reason = {
-        f"idle_{each}": idle * idle_seconds[each] / waited for each in idle_seconds if waited
+        f"idle_{each}": idle * idle_seconds[each] / waited
+        for each in idle_seconds
+        if waited
     }
     drawn = dollars.get("gpu", 0.0) - sum(wasted.values())
     replaced = min(replaced_dollars, max(0.0, drawn))
@@ -261,7 +277,9 @@ def _split_of_metrics(
 def _queries_over_time(window: str) -> dict[str, str]:
     images = f"sum(rate(imagefleet_images_total{{$fleet}}[{window}]))"
     dollars = f"sum(rate(imagefleet_cost_dollars_total{{$fleet}}[{window}]))"
-    gpu_dollars = f'sum(rate(imagefleet_cost_dollars_total{{kind="gpu",$fleet}}[{window}]))'
+    gpu_dollars = (
+        f'sum(rate(imagefleet_cost_dollars_total{{kind="gpu",$fleet}}[{window}]))'
+    )
     return {
         "workers": "count(imagefleet_worker_info{$fleet})",
         "images_per_second": images,

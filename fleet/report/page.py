@@ -109,11 +109,15 @@ def _plots(figures: Figures) -> dict[str, Markup]:
     if money["gpu_dollars"] is not None:
         for worker in workers:
             dollars[gpu_name(worker["gpu"])] += worker["gpu_dollars"]
-    costs = dict(sorted(dollars.items())) | {"storage operations": money["storage_dollars"]}
+    costs = dict(sorted(dollars.items())) | {
+        "storage operations": money["storage_dollars"]
+    }
     return {
         "throughput": time_plot({"images/s": points}, "Images/s stored"),
         "money": bars(_rows(costs, _dollars), "Dollars by kind"),
-        "split": bars(_rows(money["split"] or {}, _dollars), "Dollars by what they paid for"),
+        "split": bars(
+            _rows(money["split"] or {}, _dollars), "Dollars by what they paid for"
+        ),
     }
 
 
@@ -121,21 +125,30 @@ def _metrics_plots(metrics: Figures) -> dict[str, Markup]:
     busy, idle = metrics["gpu_busy_seconds"], metrics["gpu_idle_seconds"]
     total = busy + sum(idle.values())
     paid = sum(metrics["dollars"].values())
-    spent = _rows(metrics["split"], lambda amount: f"{_dollars(amount)}, {_share(amount, paid)}")
+    spent = _rows(
+        metrics["split"], lambda amount: f"{_dollars(amount)}, {_share(amount, paid)}"
+    )
     gpu_time = _rows({"busy": busy}, lambda seconds: _share(seconds, total))
     gpu_time += _rows(idle, lambda seconds: _share(seconds, total), "idle: ", _BAD)
-    per_dollar = _lines(metrics, images_per_dollar_gpu_only="GPU only", images_per_dollar="all in")
+    per_dollar = _lines(
+        metrics, images_per_dollar_gpu_only="GPU only", images_per_dollar="all in"
+    )
     return {
         "spent": bars(spent, "Dollars by what they paid for"),
         "gpu_time": bars(gpu_time, "Share of GPU time"),
-        "stages": bars(_rows(metrics["stage_mean_seconds"], _seconds), "Mean seconds by stage"),
+        "stages": bars(
+            _rows(metrics["stage_mean_seconds"], _seconds), "Mean seconds by stage"
+        ),
         "images_per_dollar": time_plot(per_dollar, "Images per dollar over time"),
         "workers": time_plot(_lines(metrics, workers="workers"), "Workers over time"),
     }
 
 
 def _rows(
-    amounts: Mapping[str, float], label: Callable[[float], str], before: str = "", colour: int = 0
+    amounts: Mapping[str, float],
+    label: Callable[[float], str],
+    before: str = "",
+    colour: int = 0,
 ) -> list[Bar]:
     """A bar for each amount, named by what precedes all and its own name."""
     return [

@@ -22,7 +22,10 @@ COLOURS = 6
 #: Intervals between the labels of a time axis, each with the format of a label.
 _TIME_STEPS = (
     *((seconds, "%H:%M:%S") for seconds in (1, 2, 5, 10, 15, 30)),
-    *((60 * minutes, "%H:%M") for minutes in (1, 2, 5, 10, 15, 30, 60, 120, 180, 360, 720)),
+    *(
+        (60 * minutes, "%H:%M")
+        for minutes in (1, 2, 5, 10, 15, 30, 60, 120, 180, 360, 720)
+    ),
     *((86_400 * days, "%d %b") for days in (1, 2, 7, 14, 30, 90, 365)),
 )
 _MAX_TIME_LABELS = 6
@@ -49,11 +52,18 @@ def time_plot(lines: Mapping[str, Points], what: str) -> Markup:
     begin, end = min(places), max(*places, min(places) + 1)
     marks = _marks(max(values))
     x, y = scale(begin, end, 0, WIDTH), scale(0, marks[-1], HEIGHT, 0)
-    drawn = [_joined('<path class="grid" d="M0 {:.1f}H{}"/>', ((y(mark), WIDTH) for mark in marks))]
+    drawn = [
+        _joined(
+            '<path class="grid" d="M0 {:.1f}H{}"/>',
+            ((y(mark), WIDTH) for mark in marks),
+        )
+    ]
     for number, (name, points) in enumerate(lines.items()):
         path = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in points)
         colour = number % COLOURS
-        drawn.append(Markup('<polyline class="line c{}" points="{}"/>').format(colour, path))
+        drawn.append(
+            Markup('<polyline class="line c{}" points="{}"/>').format(colour, path)
+        )
         # A line of no length with round ends is a dot, however the drawing is stretched.
         drawn.append(
             _joined(
@@ -95,7 +105,13 @@ def bars(rows: Sequence[Bar], what: str) -> Markup:
         '<li><span class="name">{}</span><span class="track"><span class="bar c{}"'
         ' style="width:max({}px, {:.1f}%)"></span></span><span class="label">{}</span></li>',
         (
-            (row.name, row.colour, int(row.value > 0), 100 * row.value / longest, row.label)
+            (
+                row.name,
+                row.colour,
+                int(row.value > 0),
+                100 * row.value / longest,
+                row.label,
+            )
             for row in rows
         ),
     )
@@ -116,7 +132,9 @@ def _marks(highest: float) -> list[float]:
 
 
 def _time_ticks(begin: float, end: float) -> Iterator[tuple[float, str]]:
-    fitting = (each for each in _TIME_STEPS if (end - begin) / each[0] <= _MAX_TIME_LABELS)
+    fitting = (
+        each for each in _TIME_STEPS if (end - begin) / each[0] <= _MAX_TIME_LABELS
+    )
     step, shown = next(fitting, _TIME_STEPS[-1])
     for number in range(math.ceil(begin / step), math.floor(end / step) + 1):
         yield number * step, _moment(number * step).strftime(shown)

@@ -129,7 +129,9 @@ class Records:
 
     def is_credited(self, record: Record) -> bool:
         """Whether a record's worker has drawn its image, as far as that is to be proven."""
-        if self.proofs is None or self.proofs.accept(record.worker, record.claims, record.proof):
+        if self.proofs is None or self.proofs.accept(
+            record.worker, record.claims, record.proof
+        ):
             return True
         if record.worker != "?" and (drawing := _drawing(record)) not in self._unproven:
             self._unproven.add(drawing)
@@ -141,7 +143,9 @@ class Records:
         """Adds the time in which an image was drawn to its worker's and its model's."""
         key = _key(record)
         if not _has_room(self.workers, key, _MAX_WORKERS):
-            self.damaged.add(record.blob or "", f"there are more than {_MAX_WORKERS:,} workers")
+            self.damaged.add(
+                record.blob or "", f"there are more than {_MAX_WORKERS:,} workers"
+            )
             return key
         pulled_at = record.at - timedelta(seconds=record.seconds or 0)
         if key not in self.workers:
@@ -195,7 +199,9 @@ async def read_records(
             records.failed_by_error[kind] += 1
         else:
             records.cancelled += 1
-    records.samples = sorted((record for *_, record in drawn), key=lambda each: each.blob or "")
+    records.samples = sorted(
+        (record for *_, record in drawn), key=lambda each: each.blob or ""
+    )
     return records
 
 
@@ -224,7 +230,10 @@ async def _count_unused(storage: Storage, records: Records) -> None:
     """Counts what was drawn, and paid, besides the images: replaced since, or stored by another."""
     shards = await stored.shards_of(storage, records.campaign)
     # With proofs all are read: another record of an image may stand in the place of the proven one.
-    if records.proofs is None and not {each.kind for each in shards} & {"again", "replaced"}:
+    if records.proofs is None and not {each.kind for each in shards} & {
+        "again",
+        "replaced",
+    }:
         return
     noted: dict[int, _Key] = {}
     async for part in stored.records(stored.of_kind(shards, "replaced"), Damaged()):
@@ -248,7 +257,9 @@ async def _count_unused(storage: Storage, records: Records) -> None:
                 doubled[records.add_time(record)] += 1
     # A worker that was killed has stored these, and written no record.
     drawn.update(key for key in noted.values() if key in records.workers)
-    records.replaced_unrecorded = sum(key not in records.workers for key in noted.values())
+    records.replaced_unrecorded = sum(
+        key not in records.workers for key in noted.values()
+    )
     for key, worker in records.workers.items():
         unused = max(0, drawn[key] + doubled[key] - worker.images)
         worker.doubled = min(unused, doubled[key])

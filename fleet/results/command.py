@@ -32,13 +32,19 @@ Outcome = StrEnum("Outcome", ["COMPLETED", "FAILED", "CANCELLED"])
 class Output:
     as_json: options.AsJsonLines = False
     form: Literal["csv"] | None = option("Rows of CSV, not a table.", None, "--format")
-    output: Path | None = option("For the lines, whole or not at all, not stdout.", metavar="FILE")
-    download: Path | None = option("Download the images; what is there is kept.", metavar="FOLDER")
+    output: Path | None = option(
+        "For the lines, whole or not at all, not stdout.", metavar="FILE"
+    )
+    download: Path | None = option(
+        "Download the images; what is there is kept.", metavar="FOLDER"
+    )
     follow: bool = option(
         "Go on with new results until the campaign's end or Ctrl-C.", default=False
     )
     outcome: list[Outcome] | None = option("Only these; repeatable.")
-    limit: int | None = option("At most so many [default: all; table: 20].", min=1, metavar="COUNT")
+    limit: int | None = option(
+        "At most so many [default: all; table: 20].", min=1, metavar="COUNT"
+    )
 
     @property
     def outcomes(self) -> frozenset[str]:
@@ -50,16 +56,22 @@ class Output:
     def check(self) -> None:
         """Raises SetupError for options that cannot go together."""
         given = {
-            "--json": self.as_json and self.download is None,  # with it, the summary is JSON
+            "--json": self.as_json
+            and self.download is None,  # with it, the summary is JSON
             f"--format {self.form}": self.form is not None,
             "--download": self.download is not None,
         }
         chosen = [flag for flag, is_given in given.items() if is_given]
         if len(chosen) > 1:
-            raise errors.SetupError(f"{' and '.join(chosen)} are different results: choose one")
+            raise errors.SetupError(
+                f"{' and '.join(chosen)} are different results: choose one"
+            )
         if self.download is not None and self.outcomes != {"completed"}:
             raise errors.SetupError("--download is for images: leave out --outcome")
-        if self.output is not None and chosen not in (["--json"], [f"--format {self.form}"]):
+        if self.output is not None and chosen not in (
+            ["--json"],
+            [f"--format {self.form}"],
+        ):
             raise errors.SetupError("--output is for --json or --format")
         if self.follow and self.output:
             raise errors.SetupError(
@@ -137,12 +149,16 @@ class _Results:
         """Results from a follower's *position* on, until the campaign's end; *left* at most."""
         follower = reader.Follower(self.storage, self.campaign, position, self.damaged)
         warn, outcomes = console.print_warning, self.to.outcomes
-        return _limited(reader.follow(self.storage, follower, self.campaign, outcomes, warn), left)
+        return _limited(
+            reader.follow(self.storage, follower, self.campaign, outcomes, warn), left
+        )
 
     async def total(self, counts: Counts | None = None) -> int:
         counts = counts or await reader.counts(self.storage, self.campaign)
         numbers = {"completed": counts.images, "failed": counts.failed}
-        return sum(numbers.get(outcome, counts.cancelled) for outcome in self.to.outcomes)
+        return sum(
+            numbers.get(outcome, counts.cancelled) for outcome in self.to.outcomes
+        )
 
 
 async def _limited(
@@ -156,7 +172,11 @@ async def _limited(
 
 async def _write(results: _Results) -> None:
     to, address = results.to, results.storage.blobs.address
-    total = None if to.output is None else min(await results.total(), to.limit or sys.maxsize)
+    total = (
+        None
+        if to.output is None
+        else min(await results.total(), to.limit or sys.maxsize)
+    )
     quiet = to.output is None
     with (
         forms.lines(to.output, address, is_csv=to.form == "csv") as write,
@@ -193,7 +213,11 @@ def _report_download(running: download.Download, *, as_json: bool) -> None:
         facts["misfits"] = running.unfit.count
         console.print_json_line({"folder": str(running.folder), **facts})
         return
-    there = f"; {running.already_there:,} were there already" if running.already_there else ""
+    there = (
+        f"; {running.already_there:,} were there already"
+        if running.already_there
+        else ""
+    )
     console.print_plain(
         f"{console.counted(running.images, 'image')} downloaded to {running.folder},"
         f" {running.bytes / 1e6:,.1f} MB{there}"

@@ -36,7 +36,10 @@ def report_undelivered(names_by_fault: Mapping[str, tuple[int, Sequence[str]]]) 
 @contextmanager
 def opened(folder: Path, blobs: BlobStore, unfit: Damaged) -> Iterator[Download]:
     """A download into *folder*, which no other process writes to; counts what is *unfit*."""
-    with files.writing(folder), console.only_one(folder, f"{folder} is being downloaded to"):
+    with (
+        files.writing(folder),
+        console.only_one(folder, f"{folder} is being downloaded to"),
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         yield Download(folder, blobs, unfit, files.ignores_case(folder))
 
@@ -58,7 +61,9 @@ class Download:
     def named(self, fault: pictures.Fault) -> list[str]:
         return [name for name, why in self.undelivered.items() if why == fault]
 
-    async def run(self, records: Iterable[Record], on_image: Callable[[], None]) -> None:
+    async def run(
+        self, records: Iterable[Record], on_image: Callable[[], None]
+    ) -> None:
         """Downloads the images of *records*, each of which may have several."""
         images: dict[str, list[Record]] = {}
         for record in records:
@@ -97,7 +102,9 @@ class Download:
 
 def _is_of(path: Path, record: Record) -> bool:
     """Whether a file is the picture of a record."""
-    return files.size_of(path) == record.size_bytes and files.sha256(path) == record.sha256
+    return (
+        files.size_of(path) == record.size_bytes and files.sha256(path) == record.sha256
+    )
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -38,7 +38,9 @@ def writing(path: Path) -> Iterator[None]:
         if error.errno in errors.DISK_FULL:
             raise
         place = error.filename or path
-        raise errors.SetupError(f"cannot write {place}: {error.strerror or error}") from None
+        raise errors.SetupError(
+            f"cannot write {place}: {error.strerror or error}"
+        ) from None
     except sqlite3.Error as error:
         raise errors.SetupError(f"cannot write {path}: {error}") from None
 

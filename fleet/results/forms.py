@@ -35,7 +35,9 @@ def counts_table(counts: Counts) -> Table:
         "jobs cancelled": counts.cancelled,
         "jobs discarded": counts.discarded,
     }
-    return console.totals({name: f"{n:,}" for name, n in rows.items() if n or name == "images"})
+    return console.totals(
+        {name: f"{n:,}" for name, n in rows.items() if n or name == "images"}
+    )
 
 
 def table(records: Sequence[Record]) -> Table:
@@ -61,7 +63,9 @@ def _cells(record: Record) -> list[str]:
     name = image_stem(record.id, record.index, record.stage)
     size = f"{record.width}x{record.height}" if record.width and record.height else ""
     seconds = "" if record.seconds is None else f"{record.seconds:.1f}"
-    seed, steps = ("" if each is None else str(each) for each in (record.seed, record.steps))
+    seed, steps = (
+        "" if each is None else str(each) for each in (record.seed, record.steps)
+    )
     return [name, seed, size, steps, seconds, record.worker, _short(record.prompt)]
 
 
@@ -77,7 +81,9 @@ Write = Callable[[Iterable[Record]], object]
 
 
 @contextlib.contextmanager
-def lines(path: Path | None, address: columns.Address, *, is_csv: bool) -> Iterator[Write]:
+def lines(
+    path: Path | None, address: columns.Address, *, is_csv: bool
+) -> Iterator[Write]:
     """A line of JSON or of CSV per result, in a file or on stdout; in CSV, prompts may have more.
 
     The file appears whole or not at all.

@@ -58,7 +58,9 @@ def applied(
     wanted = {body["name"]: body["replicas"] for body in bodies}
     live = {group.name: group.live_replicas for group in existing}
     # Those that do not run give way first.
-    running = {group.name: min(group.live_replicas, group.running) for group in existing}
+    running = {
+        group.name: min(group.live_replicas, group.running) for group in existing
+    }
     old = {name: count for name, count in running.items() if name not in wanted}
     new = {name: live.get(name, 0) for name in wanted}
     old_total, total = sum(old.values()), sum(wanted.values())
@@ -69,7 +71,9 @@ def applied(
         old = _resplit(old, old_total * quarters // DRAIN_STEPS)
         fit = most - sum(old.values())
         if each:
-            fit = min(fit, math.floor((most_dollars - cost(old)) / each + 1e-6))  # rounding
+            fit = min(
+                fit, math.floor((most_dollars - cost(old)) / each + 1e-6)
+            )  # rounding
         new = _resplit(new, min(total, max(sum(new.values()), fit)))
         if {**old, **new} not in steps[-1:]:
             steps.append({**old, **new})
@@ -99,7 +103,9 @@ def is_rolling(groups: Sequence[Group]) -> bool:
 
 
 def _changes(
-    wanted: Mapping[str, int], existing: Sequence[Group], steps: Sequence[Mapping[str, int]]
+    wanted: Mapping[str, int],
+    existing: Sequence[Group],
+    steps: Sequence[Mapping[str, int]],
 ) -> Changes:
     kept = [group for group in existing if group.name in wanted]
     live = {group.name: group.live_replicas for group in existing}
@@ -110,18 +116,24 @@ def _changes(
     return Changes(
         create={name: count for name, count in wanted.items() if name not in live},
         resize={
-            group.name: wanted[group.name] for group in kept if group.replicas != wanted[group.name]
+            group.name: wanted[group.name]
+            for group in kept
+            if group.replicas != wanted[group.name]
         },
         start=[group.name for group in kept if group.is_stopped and wanted[group.name]],
         delete=[group.name for group in existing if group.name not in wanted],
-        new_replicas=sum(max(0, count - live.get(name, 0)) for name, count in wanted.items()),
+        new_replicas=sum(
+            max(0, count - live.get(name, 0)) for name, count in wanted.items()
+        ),
         least_replicas=min(kept_by_step),
         steps=steps,
     )
 
 
 def _resplit(shares: Mapping[str, int], replicas: int) -> dict[str, int]:
-    return dict(zip(shares, salad_groups.split(replicas, list(shares.values())), strict=True))
+    return dict(
+        zip(shares, salad_groups.split(replicas, list(shares.values())), strict=True)
+    )
 
 
 def _refuse_drift(body: Mapping[str, Any], group: Group) -> None:
@@ -129,7 +141,10 @@ def _refuse_drift(body: Mapping[str, Any], group: Group) -> None:
     variables = container["environment_variables"]
     pairs = {
         # The API may return the registry's full name; the digest stays.
-        "image": (container["image"].rpartition("@")[2], group.image.rpartition("@")[2]),
+        "image": (
+            container["image"].rpartition("@")[2],
+            group.image.rpartition("@")[2],
+        ),
         "priority": (container["priority"], group.priority),
         "GPU classes": (set(container["resources"]["gpu_classes"]), set(group.gpu_ids)),
         # Names only: the API need not return values as they were sent.

@@ -81,7 +81,8 @@ class SaladClient:
     async def groups(self) -> list[Group]:
         """All groups of the project, those of other fleets included."""
         return await self._get(
-            self._containers, lambda body: [Group.model_validate(each) for each in body["items"]]
+            self._containers,
+            lambda body: [Group.model_validate(each) for each in body["items"]],
         )
 
     async def create(self, body: Mapping[str, Any]) -> None:
@@ -89,7 +90,11 @@ class SaladClient:
         try:
             await self.call("POST", self._containers, body)
         except RefusedError as refused:
-            names = [group.name for group in await self.groups()] if refused.is_repeat else []
+            names = (
+                [group.name for group in await self.groups()]
+                if refused.is_repeat
+                else []
+            )
             if body["name"] not in names:
                 raise
 
@@ -122,7 +127,9 @@ class SaladClient:
             f"{self._organization}/gpu-classes", lambda body: gpus.of_api(body["items"])
         )
 
-    async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    async def call(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> Any:
         """The JSON that a successful call returns; secrets in *body* are sent, but never shown.
 
         Raises:
@@ -152,7 +159,11 @@ class SaladClient:
         try:
             # A redirect would send the key to wherever it points.
             async with self._session.request(
-                method, self._url + path, data=data, headers=headers, allow_redirects=False
+                method,
+                self._url + path,
+                data=data,
+                headers=headers,
+                allow_redirects=False,
             ) as response:
                 text = await response.text(errors="replace")
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -186,7 +197,9 @@ def _failure(
     return failure
 
 
-def _read(response: aiohttp.ClientResponse, text: str, shown: str, *, is_repeat: bool) -> Any:
+def _read(
+    response: aiohttp.ClientResponse, text: str, shown: str, *, is_repeat: bool
+) -> Any:
     """The JSON in a response whose body is *text*, *shown* in errors, which are those of `call`."""
     status, headers = response.status, response.headers
     body, message = _body(text)[0], _body(shown)[1]
@@ -197,9 +210,14 @@ def _read(response: aiohttp.ClientResponse, text: str, shown: str, *, is_repeat:
     )
     if status == HTTPStatus.TOO_MANY_REQUESTS:
         raise _failure(
-            f"SaladCloud's rate limit is reached ({details})", after_seconds, may_be_done=False
+            f"SaladCloud's rate limit is reached ({details})",
+            after_seconds,
+            may_be_done=False,
         )
-    if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status == HTTPStatus.REQUEST_TIMEOUT:
+    if (
+        status >= HTTPStatus.INTERNAL_SERVER_ERROR
+        or status == HTTPStatus.REQUEST_TIMEOUT
+    ):
         raise _failure(f"SaladCloud's API fails ({details})", after_seconds)
     if status >= HTTPStatus.BAD_REQUEST:
         reason = f"SaladCloud refuses {response.method} {response.url.path}: {details}"

@@ -32,7 +32,10 @@ class Change:
         "Overrides the file's replicas.", min=1, max=50_000, metavar="COUNT"
     )
     enough: float = option(
-        "Share of new replicas that must run before old ones are drained.", 0.8, min=0, max=1
+        "Share of new replicas that must run before old ones are drained.",
+        0.8,
+        min=0,
+        max=1,
     )
     wait_minutes: WaitMinutes = 60
 
@@ -88,8 +91,12 @@ async def apply(
             if plan.new_replicas or plan.delete:
                 console.confirm("Apply?", yes=yes)
             wait_seconds = change.wait_minutes * 60
-            await fleet.carry_out(plan, bodies, enough=change.enough, wait_seconds=wait_seconds)
-            console.print_note("done; `imagefleet deploy status --follow` shows the replicas start")
+            await fleet.carry_out(
+                plan, bodies, enough=change.enough, wait_seconds=wait_seconds
+            )
+            console.print_note(
+                "done; `imagefleet deploy status --follow` shows the replicas start"
+            )
     if as_json:
         record = {"fleet": fleet_file.name, "dry_run": dry_run, **asdict(plan)}
         console.print_json({**record, "dollars_per_hour": asdict(price)})
@@ -115,15 +122,27 @@ def _plan(
 
 def _plan_lines(plan: changes.Changes) -> list[str]:
     lines = [
-        *(f"to create: {name}, {count:,} replicas" for name, count in plan.create.items()),
-        *(f"to change: {name}, to {count:,} replicas" for name, count in plan.resize.items()),
+        *(
+            f"to create: {name}, {count:,} replicas"
+            for name, count in plan.create.items()
+        ),
+        *(
+            f"to change: {name}, to {count:,} replicas"
+            for name, count in plan.resize.items()
+        ),
         *(f"to start: {name}" for name in plan.start),
         *(f"to drain and delete: {name}" for name in plan.delete),
     ]
     if len(plan.steps) > 1:
         most = max(sum(step.values()) for step in plan.steps)
-        stay = f"{plan.least_replicas:,} stay" if plan.least_replicas else "for a while none runs"
-        lines.append(f"in {len(plan.steps)} steps, old replicas first, {most:,} at most: {stay}")
+        stay = (
+            f"{plan.least_replicas:,} stay"
+            if plan.least_replicas
+            else "for a while none runs"
+        )
+        lines.append(
+            f"in {len(plan.steps)} steps, old replicas first, {most:,} at most: {stay}"
+        )
     return lines
 
 
@@ -149,14 +168,20 @@ def _render(
     rows = [(gpu.name, gpu.dollars_per_hour[file.priority]) for gpu in classes]
     models = file.served_models()
     for message in dict.fromkeys(missing):
-        console.print_note(f"{message}: `apply` needs it; with it, the groups' revision differs")
+        console.print_note(
+            f"{message}: `apply` needs it; with it, the groups' revision differs"
+        )
     if as_json:
         record = {
             "groups": shown,
             "replicas": total,
             "dollars_per_hour": asdict(price),
-            "gpus": [{"gpu": gpu, "dollars_per_hour": dollars} for gpu, dollars in rows],
-            "models": [asdict(model) | {"family": model.family.slug} for model in models],
+            "gpus": [
+                {"gpu": gpu, "dollars_per_hour": dollars} for gpu, dollars in rows
+            ],
+            "models": [
+                asdict(model) | {"family": model.family.slug} for model in models
+            ],
         }
         console.print_json(record)
         return
@@ -178,7 +203,9 @@ def _render(
 
 @app.command()
 @options.flat
-async def status(file: File = None, watch: watching.Watch = False, as_json: AsJson = False) -> None:
+async def status(
+    file: File = None, watch: watching.Watch = False, as_json: AsJson = False
+) -> None:
     """Shows the groups, their instances and the current cost.
 
     imagefleet deploy status --follow
@@ -186,7 +213,9 @@ async def status(file: File = None, watch: watching.Watch = False, as_json: AsJs
     fleet_file = salad_file.read_file(file)
     async with deployment.connected(fleet_file) as fleet:
         # Read once: they hardly change, and each refresh counts against the rate limit.
-        known, quota = await concurrency.gather(fleet.client.gpu_classes(), fleet.client.quota())
+        known, quota = await concurrency.gather(
+            fleet.client.gpu_classes(), fleet.client.quota()
+        )
         await watching.show(
             fleet.groups,
             lambda groups: _screen(_record(groups, known, quota)),
@@ -201,7 +230,9 @@ async def status(file: File = None, watch: watching.Watch = False, as_json: AsJs
 async def drain(
     file: File = None,
     wait_minutes: WaitMinutes = 15,
-    delete: bool = option("Then delete the groups, also after a vain wait.", default=False),
+    delete: bool = option(
+        "Then delete the groups, also after a vain wait.", default=False
+    ),
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
@@ -242,7 +273,9 @@ def _record(
 ) -> dict[str, Any]:
     """What `status` shows; only running instances are billed."""
     names = {gpu.id: gpu.name for gpu in known}
-    prices = [price.times(group.running) for group in groups if (price := group.price(known))]
+    prices = [
+        price.times(group.running) for group in groups if (price := group.price(known))
+    ]
     return {
         "groups": [
             group.model_dump(exclude={"environment", "image"})
@@ -263,8 +296,13 @@ def _screen(record: Mapping[str, Any]) -> Screen:
     rows = []
     for group in record["groups"]:
         others = ("allocating", "creating", "stopping")
-        state = [group["status"], *(f"{group[name]:,} {name}" for name in others if group[name])]
-        rows.append((group["name"], group["replicas"], group["running"], ", ".join(state)))
+        state = [
+            group["status"],
+            *(f"{group[name]:,} {name}" for name in others if group[name]),
+        ]
+        rows.append(
+            (group["name"], group["replicas"], group["running"], ", ".join(state))
+        )
     figures = map(console.number_column, ("replicas", "running"))
     table = console.table(console.name_column("group"), *figures, "state", rows=rows)
     price = gpus.PriceRange(**record["dollars_per_hour"])

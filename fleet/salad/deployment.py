@@ -7,7 +7,14 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from typing import Any
 
 import aiohttp
@@ -37,7 +44,9 @@ class Deployment:
         """The fleet's groups, of all revisions."""
         found = await self.client.groups()
         parse = salad_groups.parse_name
-        ours = {name: group for group in found if (name := parse(self.fleet, group.name))}
+        ours = {
+            name: group for group in found if (name := parse(self.fleet, group.name))
+        }
         return [ours[name] for name in sorted(ours)]
 
     async def existing_groups(self) -> list[Group]:
@@ -66,13 +75,17 @@ class Deployment:
         """
         for step in plan.steps:
             kept = await self._shrink(step)
-            growing = {name: step[name] for name in step if step[name] > kept.get(name, 0)}
+            growing = {
+                name: step[name] for name in step if step[name] > kept.get(name, 0)
+            }
             if wait_seconds is not None and (growing or plan.delete):
                 await self._until_at_most(kept, wait_seconds)
             if growing:
                 await self._grow(growing, bodies)
             if wait_seconds is not None and step is not plan.steps[-1]:
-                await self._until_running(step.keys() - plan.delete, enough, wait_seconds)
+                await self._until_running(
+                    step.keys() - plan.delete, enough, wait_seconds
+                )
         if plan.delete:
             await self.delete(plan.delete)
 
@@ -82,14 +95,20 @@ class Deployment:
         for group in groups:
             if group.replicas > step[group.name]:
                 await self.resize(group.name, step[group.name])
-        return {group.name: min(step[group.name], group.live_replicas) for group in groups}
+        return {
+            group.name: min(step[group.name], group.live_replicas) for group in groups
+        }
 
-    async def _grow(self, step: Mapping[str, int], bodies: Iterable[Mapping[str, Any]]) -> None:
+    async def _grow(
+        self, step: Mapping[str, int], bodies: Iterable[Mapping[str, Any]]
+    ) -> None:
         groups = {group.name: group for group in await self.groups()}
         for body in bodies:
             if (name := body["name"]) in step and name not in groups:
                 await self.client.create({**body, "replicas": step[name]})
-                console.print_note(f"created {name}: {console.counted(step[name], 'replica')}")
+                console.print_note(
+                    f"created {name}: {console.counted(step[name], 'replica')}"
+                )
         for name in filter(groups.get, step):
             if groups[name].replicas < step[name]:
                 await self.resize(name, step[name])
@@ -125,9 +144,13 @@ class Deployment:
 
         await self._until_none(pending, wait_seconds)
 
-    async def _until_at_most(self, most: Mapping[str, int], wait_seconds: float) -> None:
+    async def _until_at_most(
+        self, most: Mapping[str, int], wait_seconds: float
+    ) -> None:
         def pending(groups: Sequence[Group]) -> str:
-            more = sum(max(0, group.on_nodes - most.get(group.name, 0)) for group in groups)
+            more = sum(
+                max(0, group.on_nodes - most.get(group.name, 0)) for group in groups
+            )
             return f"{console.counted(more, 'instance')} still to stop" if more else ""
 
         await self._until_none(pending, wait_seconds)
@@ -139,7 +162,11 @@ class Deployment:
             replicas = sum(group.replicas for group in groups if group.name in new)
             running = sum(group.running for group in groups if group.name in new)
             is_enough = running >= math.ceil(replicas * enough)
-            return "" if is_enough else f"new groups: {running:,} of {replicas:,} replicas run"
+            return (
+                ""
+                if is_enough
+                else f"new groups: {running:,} of {replicas:,} replicas run"
+            )
 
         await self._until_none(pending, wait_seconds)
 
@@ -171,5 +198,7 @@ async def connected(file: FleetFile) -> AsyncIterator[Deployment]:
         )
     timeout = aiohttp.ClientTimeout(total=salad_client.TIMEOUT_SECONDS)
     async with proxies.session(timeout=timeout) as session:
-        salad = salad_client.SaladClient(session, file.api, key, file.organization, file.project)
+        salad = salad_client.SaladClient(
+            session, file.api, key, file.organization, file.project
+        )
         yield Deployment(salad, file.name)

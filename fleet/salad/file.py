@@ -48,7 +48,9 @@ _FLEET_NAME = r"^[a-z][a-z0-9-]{0,48}[a-z0-9]$"
 _DIGEST = re.compile(r"\S+@sha256:[0-9a-f]{64}")
 
 #: A trusted key is public.
-_SECRET_NAME = re.compile(r"(SAS|TOKEN|(?<!TRUSTED_)KEY|PASSWORD|SECRET)$", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"(SAS|TOKEN|(?<!TRUSTED_)KEY|PASSWORD|SECRET)$", re.IGNORECASE
+)
 
 
 #: Files in order of precedence: the operator's own, then the example of this repository.
@@ -77,7 +79,9 @@ class Model:
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, hide_input_in_errors=True
+    )
 
 
 def _beside(file: str, info: ValidationInfo) -> str:
@@ -99,7 +103,11 @@ class SecretSource(_Strict):
 
     @property
     def place(self) -> str:
-        return f"the variable {self.env}" if self.file is None else f"the secret in {self.file}"
+        return (
+            f"the variable {self.env}"
+            if self.file is None
+            else f"the secret in {self.file}"
+        )
 
     def read(self) -> SecretStr:
         """The secret; raises SetupError if there is none."""
@@ -123,7 +131,13 @@ _Value = str | int | float | SecretSource
 _Provider = dict[str, str | int | SecretSource | list[dict[str, str | SecretSource]]]
 
 #: The names of these unions' branches in pydantic's errors.
-_BRANCHES = {"str", "int", "float", "SecretSource", "function-after[_one_of_them(), SecretSource]"}
+_BRANCHES = {
+    "str",
+    "int",
+    "float",
+    "SecretSource",
+    "function-after[_one_of_them(), SecretSource]",
+}
 
 
 class FleetFile(_Strict):
@@ -150,8 +164,12 @@ class FleetFile(_Strict):
     # Checked by hand: pydantic's errors would name an address, which may hold a token.
     models: dict[str, Any] | None = Field(default=None, min_length=1, max_length=50)
     environment: dict[str, _Value]
-    logging: dict[str, _Provider] | None = Field(default=None, min_length=1, max_length=1)
-    registry: dict[str, _Provider] | None = Field(default=None, min_length=1, max_length=1)
+    logging: dict[str, _Provider] | None = Field(
+        default=None, min_length=1, max_length=1
+    )
+    registry: dict[str, _Provider] | None = Field(
+        default=None, min_length=1, max_length=1
+    )
 
     def served_models(self) -> list[Model]:
         """The models of its workers, that of jobs without a model first; none if it names none."""
@@ -189,9 +207,13 @@ class FleetFile(_Strict):
         for name, family in zip(names, self.models.values(), strict=True):
             if family not in families.FAMILIES:
                 known = ", ".join(families.FAMILIES)
-                raise ValueError(f"models: the family of {name} should be one of {known}")
+                raise ValueError(
+                    f"models: the family of {name} should be one of {known}"
+                )
         if len(set(names)) < len(names):
-            raise ValueError("models: two of them have one name, by which jobs ask for them")
+            raise ValueError(
+                "models: two of them have one name, by which jobs ask for them"
+            )
         return self
 
     @model_validator(mode="after")
@@ -201,7 +223,9 @@ class FleetFile(_Strict):
                 "image: should end in @sha256:DIGEST, so that every node runs the same image;"
                 " `docker buildx imagetools inspect IMAGE:TAG` shows a tag's digest"
             )
-        if str(self.environment.get("IMAGEFLEET_STORAGE", "local:")).startswith("local:"):
+        if str(self.environment.get("IMAGEFLEET_STORAGE", "local:")).startswith(
+            "local:"
+        ):
             raise ValueError(
                 "environment: IMAGEFLEET_STORAGE should be the URL of the storage account;"
                 " otherwise each worker waits for jobs in a local folder"
@@ -239,7 +263,9 @@ def read_file(path: Path | None) -> FleetFile:
 def _reason(error: ValidationError) -> str:
     details = error.errors(include_url=False, include_input=False)
     # Among the branches of a union, the one with our own sentence says most.
-    detail = next((each for each in details if each["type"] == "value_error"), details[0])
+    detail = next(
+        (each for each in details if each["type"] == "value_error"), details[0]
+    )
     path = tuple(each for each in detail["loc"] if each not in _BRANCHES)
     if path[:1] == ("environment",) and detail["type"] == "string_type":
         what = "should be text (in quotes: 'off'), a number, {env: VARIABLE} or {file: PATH}"
@@ -281,12 +307,16 @@ def _check_setting(setting: str, value: _Value) -> None:
             {"value": str(value)}
         )
     except ValidationError as error:
-        what = validation.message(error.errors(include_url=False, include_input=False)[0])
+        what = validation.message(
+            error.errors(include_url=False, include_input=False)[0]
+        )
         raise ValueError(f"environment: {options.variable(setting)}: {what}") from None
 
 
 def _refuse_written_secret(where: str, name: str, value: object) -> None:
-    if isinstance(value, str) and (_SECRET_NAME.search(name) or options.SECRET_VALUE.search(value)):
+    if isinstance(value, str) and (
+        _SECRET_NAME.search(name) or options.SECRET_VALUE.search(value)
+    ):
         raise ValueError(
             f"{where}: do not write secrets into this file; refer to them as {{env: VARIABLE}} or"
             " {file: PATH}"

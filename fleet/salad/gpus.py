@@ -62,7 +62,11 @@ def of_api(items: Iterable[Mapping[str, Any]]) -> list[GpuClass]:
         GpuClass(
             names.get(item["id"]) or _MEMORY.sub(r" \1GB", item["name"]),
             item["id"],
-            {each["priority"]: float(each["price"]) for each in item["prices"] if each["priority"]},
+            {
+                each["priority"]: float(each["price"])
+                for each in item["prices"]
+                if each["priority"]
+            },
         )
         for item in items
     ]

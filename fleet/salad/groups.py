@@ -48,7 +48,9 @@ class Group(_Answer):
     gpu_ids: Annotated[list[str], BeforeValidator(lambda given: given or [])] = _at(
         "container", "resources", "gpu_classes", default=[]
     )
-    environment: dict[str, str] | None = _at("container", "environment_variables", default=None)
+    environment: dict[str, str] | None = _at(
+        "container", "environment_variables", default=None
+    )
 
     @property
     def is_stopped(self) -> bool:
@@ -93,7 +95,9 @@ def parse_name(fleet: str, name: str) -> tuple[str, int] | None:
 
     The revision changes with everything that restarts workers.
     """
-    found = re.fullmatch(rf"{re.escape(fleet)}-([0-9a-f]{{{_REVISION_DIGITS}}})-([1-9]\d*)", name)
+    found = re.fullmatch(
+        rf"{re.escape(fleet)}-([0-9a-f]{{{_REVISION_DIGITS}}})-([1-9]\d*)", name
+    )
     return (found[1], int(found[2])) if found else None
 
 
@@ -122,23 +126,33 @@ def render(
     template = _template(file, gpus, read_secret)
     text = json.dumps(template, sort_keys=True, default=SecretStr.get_secret_value)
     revision = hashlib.sha256(text.encode()).hexdigest()[:_REVISION_DIGITS]
-    by_name = {parse_name(file.name, group.name): group.live_replicas for group in existing}
-    now = {key[1]: count for key, count in by_name.items() if key and key[0] == revision}
+    by_name = {
+        parse_name(file.name, group.name): group.live_replicas for group in existing
+    }
+    now = {
+        key[1]: count for key, count in by_name.items() if key and key[0] == revision
+    }
     shares = [now.get(number, 0) for number in range(1, max(now, default=1) + 1)]
     return [
         {"name": f"{file.name}-{revision}-{number}", "replicas": share, **template}
-        for number, share in enumerate(split(replicas or file.replicas, shares), start=1)
+        for number, share in enumerate(
+            split(replicas or file.replicas, shares), start=1
+        )
         if share or number in now
     ]
 
 
-def plain(body: Any, read: Callable[[SecretStr], str] = SecretStr.get_secret_value) -> Any:
+def plain(
+    body: Any, read: Callable[[SecretStr], str] = SecretStr.get_secret_value
+) -> Any:
     """*body* as JSON has it, with its secrets as *read* shows them."""
     return json.loads(json.dumps(body, default=read))
 
 
 def _template(
-    file: FleetFile, gpus: Sequence[GpuClass], read_secret: Callable[[SecretSource], SecretStr]
+    file: FleetFile,
+    gpus: Sequence[GpuClass],
+    read_secret: Callable[[SecretSource], SecretStr],
 ) -> dict[str, Any]:
     """A request body without name and replicas."""
     given = file.model_dump(context=read_secret, exclude={"api_key"})
@@ -186,7 +200,9 @@ def _without_none(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _check_value(name: str, value: str) -> None:
     if "\n" in value:
-        raise errors.SetupError(f"environment: {name} has several lines; SaladCloud allows one")
+        raise errors.SetupError(
+            f"environment: {name} has several lines; SaladCloud allows one"
+        )
     if not 1 <= len(value) <= MAX_VALUE:
         raise errors.SetupError(
             f"environment: {name} has {len(value):,} characters; SaladCloud allows 1 to"

@@ -34,11 +34,17 @@ class Running:
         metavar="NUMBER",
     )
     images_per_job: int = option("", 1, min=1, max=64, metavar="COUNT")
-    sample_seconds: float = option("Between samples, which count the cost.", 60, min=1, max=600)
-    state: Path | None = option("Record of the cost [default: NAME-scale.json].", metavar="FILE")
+    sample_seconds: float = option(
+        "Between samples, which count the cost.", 60, min=1, max=600
+    )
+    state: Path | None = option(
+        "Record of the cost [default: NAME-scale.json].", metavar="FILE"
+    )
     dry_run: bool = options.dry_run("each decision in the log")
     once: bool = option("Make one decision, then exit.", default=False)
-    until_empty: bool = option("Exit when the queue is empty and no worker runs.", default=False)
+    until_empty: bool = option(
+        "Exit when the queue is empty and no worker runs.", default=False
+    )
     yes: options.Yes = False
 
 
@@ -46,9 +52,13 @@ class Running:
 async def command(
     settings: MonitorSettings,
     *,
-    max_dollars: float = option("Total budget, across restarts.", ..., min=0.01, metavar="DOLLARS"),
+    max_dollars: float = option(
+        "Total budget, across restarts.", ..., min=0.01, metavar="DOLLARS"
+    ),
     deadline: datetime | None = options.moment("When the queue should be empty"),
-    dollars_per_hour: float | None = option("Most $/h of the fleet.", min=0.01, metavar="DOLLARS"),
+    dollars_per_hour: float | None = option(
+        "Most $/h of the fleet.", min=0.01, metavar="DOLLARS"
+    ),
     replicas: int | None = option(
         "At most; by default those of the fleet file.", min=1, metavar="COUNT"
     ),
@@ -91,11 +101,15 @@ async def command(
     speed = running.images_per_second
     in_use = f"another `imagefleet scale` keeps the state {state}"
     # A preview may run beside the scaler itself.
-    alone = contextlib.nullcontext() if running.dry_run else console.only_one(state, in_use)
+    alone = (
+        contextlib.nullcontext() if running.dry_run else console.only_one(state, in_use)
+    )
     with alone:
         async with (
             console.connected(settings) as client,
-            prometheus.connected_if(settings.prometheus, settings.queried_fleet) as server,
+            prometheus.connected_if(
+                settings.prometheus, settings.queried_fleet
+            ) as server,
             deployment.connected(fleet_file) as fleet,
         ):
             scaling = scaler.Scaler(
@@ -104,7 +118,9 @@ async def command(
                 client.storage,
                 state,
                 scaler.Speeds(
-                    given=scaler.Speed(speed / running.images_per_job, "given") if speed else None,
+                    given=scaler.Speed(speed / running.images_per_job, "given")
+                    if speed
+                    else None,
                     last=_assumed_speed(fleet_file, running.images_per_job),
                     server=server,
                     models=served,
@@ -115,7 +131,9 @@ async def command(
             if running.once:
                 print_record(await scaling.step())
             else:
-                await console.until_stopped(scaling.run(print_record, running.until_empty))
+                await console.until_stopped(
+                    scaling.run(print_record, running.until_empty)
+                )
                 if scaling.running:
                     log.warning(
                         f"{scaling.running} workers keep running and nothing limits their cost: run"
@@ -131,7 +149,9 @@ def _refuse_past(deadline: datetime | None) -> None:
         raise errors.SetupError(f"--deadline {past} is in the past: give a later one")
 
 
-def _assumed_speed(file: salad_file.FleetFile, images_per_job: int) -> scaler.Speed | None:
+def _assumed_speed(
+    file: salad_file.FleetFile, images_per_job: int
+) -> scaler.Speed | None:
     """The speed of the fleet's slowest GPU class on its first model, by public benchmarks."""
     classes = file.gpu_classes(gpus.built_in())
     records = [prices.ASSUMED_IMAGES_PER_SECOND.get(each.name) for each in classes]
@@ -140,13 +160,21 @@ def _assumed_speed(file: salad_file.FleetFile, images_per_job: int) -> scaler.Sp
     steps, rows = family.steps, 2
     if name := file.environment.get(options.variable("accelerator")):
         steps, rows = Accelerator.of(str(name)).usual
-    known = [family.images_per_second(record, steps, rows) for record in records if record]
+    known = [
+        family.images_per_second(record, steps, rows) for record in records if record
+    ]
     return scaler.Speed(min(known) / images_per_job, "assumed") if known else None
 
 
 def _print_record(record: dict[str, Any]) -> None:
-    moment = datetime.fromtimestamp(record["now"]).astimezone().isoformat(timespec="seconds")
+    moment = (
+        datetime.fromtimestamp(record["now"]).astimezone().isoformat(timespec="seconds")
+    )
     try:
         console.print_json_line({"time": moment, **record})
-    except OSError as error:  # a full disk, a closed pipe: somebody has to watch the budget
-        log.warning(f"the decision cannot be printed: {error}", action="decision_not_printed")
+    except (
+        OSError
+    ) as error:  # a full disk, a closed pipe: somebody has to watch the budget
+        log.warning(
+            f"the decision cannot be printed: {error}", action="decision_not_printed"
+        )

@@ -112,7 +112,10 @@ def _need(goal: Goal, known: Known) -> tuple[int, str]:
     busy = math.ceil(known.messages / (speed * goal.every_seconds))
     if goal.deadline is None:
         minutes = goal.every_seconds / 60
-        return busy, f"{known.messages:,} jobs keep {busy:,} replicas busy for {minutes:g} minutes"
+        return (
+            busy,
+            f"{known.messages:,} jobs keep {busy:,} replicas busy for {minutes:g} minutes",
+        )
     until = f"{datetime.fromtimestamp(goal.deadline, UTC):%Y-%m-%d %H:%M} UTC"
     if goal.has_passed(known.now):
         # More replicas cannot meet it any more: the rest is done by those there are.
@@ -128,10 +131,15 @@ def _most(goal: Goal, known: Known) -> tuple[int, str]:
     """The tightest limit in replicas, and its name."""
     if known.price is None or known.quota_free is None:
         unknown = "price" if known.price is None else "quota"
-        return min(known.replicas, _affordable(goal, known)), f"the {unknown} is unknown"
+        return min(
+            known.replicas, _affordable(goal, known)
+        ), f"the {unknown} is unknown"
     limits = [
         (goal.max_replicas, f"at most {goal.max_replicas:,} are allowed"),
-        (known.replicas + known.quota_free, f"the quota allows {known.quota_free:,} more"),
+        (
+            known.replicas + known.quota_free,
+            f"the quota allows {known.quota_free:,} more",
+        ),
         (_affordable(goal, known), _BUDGET),
     ]
     if goal.dollars_per_hour is not None:

@@ -53,7 +53,9 @@ def read(path: Path, fleet: str, now: float) -> Ledger:
         SetupError: it cannot be read, belongs to another fleet or is of the future, so the cost is
             unknown.
     """
-    otherwise = "is no ledger of a scaler, so the cost is unknown; delete it to start from zero"
+    otherwise = (
+        "is no ledger of a scaler, so the cost is unknown; delete it to start from zero"
+    )
     ledger = validation.read_file(Ledger, path, otherwise)
     if ledger is None:
         return Ledger(fleet, now, now, 0)
@@ -75,5 +77,7 @@ def read(path: Path, fleet: str, now: float) -> Ledger:
 
 def write(path: Path, ledger: Ledger, now: float) -> None:
     """Replaces the file atomically; raises SetupError if it cannot be written."""
-    written = replace(ledger, boot=host.boot_id(), uptime=host.uptime() - (now - ledger.at))
+    written = replace(
+        ledger, boot=host.boot_id(), uptime=host.uptime() - (now - ledger.at)
+    )
     console.write_file(path, TypeAdapter(Ledger).dump_json(written))

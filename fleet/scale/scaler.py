@@ -70,9 +70,13 @@ class Speeds:
     async def _measured(self) -> Speed | None:
         fleet = await rates.ask(self.server, rates.fleet_rates)
         if fleet is not None and fleet.replicas:
-            by_model = await rates.ask(self.server, rates.jobs_per_second_by_model) or {}
+            by_model = (
+                await rates.ask(self.server, rates.jobs_per_second_by_model) or {}
+            )
             if jobs_per_second := self.jobs_of_first(by_model.items()):
-                return Speed(jobs_per_second / fleet.replicas, "measured by the metrics")
+                return Speed(
+                    jobs_per_second / fleet.replicas, "measured by the metrics"
+                )
         return None
 
 
@@ -109,10 +113,14 @@ class Scaler:
     @property
     def is_finished(self) -> bool:
         """True if the queue has been empty for long enough and no worker runs."""
-        is_empty = self._known is not None and self._known.empty_seconds >= SETTLE_SECONDS
+        is_empty = (
+            self._known is not None and self._known.empty_seconds >= SETTLE_SECONDS
+        )
         return is_empty and self.running == 0
 
-    async def run(self, on_decision: Callable[[dict[str, Any]], None], until_empty: bool) -> None:
+    async def run(
+        self, on_decision: Callable[[dict[str, Any]], None], until_empty: bool
+    ) -> None:
         """Samples and decides for ever, or *until_empty*; a failure leaves the replicas."""
         await self.try_once(on_decision)
         while not (until_empty and self.is_finished):
@@ -127,7 +135,9 @@ class Scaler:
         except (errors.TransientError, errors.SetupError) as error:
             if isinstance(error, errors.SetupError) and self._known is None:
                 raise
-            log.warning(f"the replicas stay unchanged: {error}", action="scale_step_failed")
+            log.warning(
+                f"the replicas stay unchanged: {error}", action="scale_step_failed"
+            )
 
     async def step(self) -> dict[str, Any]:
         """Samples, decides, acts, and returns the record; raises TransientError in an outage."""
@@ -216,7 +226,12 @@ class Scaler:
         why = f"{decision.reason}; {spent}"
         if then == now:
             level = level if is_due else logging.DEBUG
-            log.log(level, f"keeping {now} replicas: {why}", action="scale_keep", replicas=now)
+            log.log(
+                level,
+                f"keeping {now} replicas: {why}",
+                action="scale_keep",
+                replicas=now,
+            )
             return
         doing = "would scale" if self.is_dry_run else "scaling"
         text = f"{doing} from {now} to {then} replicas: {why}"

@@ -26,11 +26,18 @@ from loadgen.settings import LoadSettings
 from worker.accelerator import Accelerator
 
 #: The fields that may have several values, and their values by default.
-_COMBINED = {"cfg_scale": "7", "sampler_name": "Euler a", "steps": "20", "lora_strength": "1"}
+_COMBINED = {
+    "cfg_scale": "7",
+    "sampler_name": "Euler a",
+    "steps": "20",
+    "lora_strength": "1",
+}
 
 #: What a job has from its caption and its group, or what would give it more than one image.
 _OF_THE_SWEEP = {
-    **dict.fromkeys(("id", "prompt", "metadata", "enable_prompt_comments"), "the caption says it"),
+    **dict.fromkeys(
+        ("id", "prompt", "metadata", "enable_prompt_comments"), "the caption says it"
+    ),
     "seed": "it follows from the caption and --seed",
     "campaign": "use --campaign",
     "model": "use --models",
@@ -50,12 +57,16 @@ class Captions:
         " COCO's annotations (.json); all also as .gz.",
         metavar="FILE",
     )
-    campaign: str = option("The campaign, which holds nothing else.", ..., metavar="NAME")
+    campaign: str = option(
+        "The campaign, which holds nothing else.", ..., metavar="NAME"
+    )
     count: int | None = option("Only the first so many captions.", min=1)
     form: str | None = option(
         "By default as FILE's name says.", None, "--format", metavar="txt|jsonl|coco"
     )
-    seed: int = option("Another one gives all captions other seeds.", 0, min=0, max=2**53 - 1)
+    seed: int = option(
+        "Another one gives all captions other seeds.", 0, min=0, max=2**53 - 1
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +115,10 @@ def command(
     reading = functools.partial(filling.reading, captions.file, is_shown=is_shown)
     known = _models(models, family, machines.accelerator)
     groups, shared = _groups_and_shared(fields or [], list(known.by_name) or [None])
-    drawn_with = {*known.by_name, *(stage.get("model") for stage in shared.get("then", []))}
+    drawn_with = {
+        *known.by_name,
+        *(stage.get("model") for stage in shared.get("then", [])),
+    }
     for name in sending.model or []:
         if name not in drawn_with:
             raise errors.SetupError(
@@ -127,7 +141,9 @@ def command(
         _show_plan(source, *_plan(source, machines, known), as_json=as_json)
         return
     if is_shown:
-        console.print_note(f"{source.describe()}; {_hours_and_price(source, machines, known)}")
+        console.print_note(
+            f"{source.describe()}; {_hours_and_price(source, machines, known)}"
+        )
     console.run(_note(settings, source, sending))
     name, facts = str(source.path), functools.partial(_facts, source)
     filling.fill(settings, source, name, None, sending, as_json=as_json, facts=facts)
@@ -145,7 +161,9 @@ async def _note(settings: LoadSettings, source: SweepSource, sending: Sending) -
         stages = (stage for job in source.first_jobs() for stage in job.stages_left())
         names = {stage.model for stage in stages if stage.model}
         elsewhere = sending.model or ()
-        await enqueue.JobSender(storage, sending.priority, elsewhere=elsewhere).check(names)
+        await enqueue.JobSender(storage, sending.priority, elsewhere=elsewhere).check(
+            names
+        )
         await swept.write(storage, source.sweep)
 
 
@@ -182,7 +200,9 @@ def _groups_and_shared(
     )
     shared = Change.read(f"{name}={text}" for name, text in given.items()).values
     try:
-        return groups, shared | (sweep.as_job_fields({sweep.SIZE: size}) if size else {})
+        return groups, shared | (
+            sweep.as_job_fields({sweep.SIZE: size}) if size else {}
+        )
     except ValueError as error:
         raise errors.SetupError(f"--set {error}") from None
 
@@ -192,11 +212,15 @@ def _given(texts: Iterable[str]) -> dict[str, str]:
     for text in texts:
         name, separator, values = text.partition("=")
         if not separator:
-            raise errors.SetupError(f"--set {text[:80]}: should be FIELD=VALUES, say steps=20,50")
+            raise errors.SetupError(
+                f"--set {text[:80]}: should be FIELD=VALUES, say steps=20,50"
+            )
         if name in _OF_THE_SWEEP:
             raise errors.SetupError(f"--set {name}: {_OF_THE_SWEEP[name]}")
         if name in found:
-            raise errors.SetupError(f"--set {name} is there twice: give its values with commas")
+            raise errors.SetupError(
+                f"--set {name} is there twice: give its values with commas"
+            )
         found[name] = values
     return found
 

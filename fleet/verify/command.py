@@ -53,7 +53,9 @@ async def command(
         undecided = pairs.undecided(compared, records)
         guilty = [record.worker for record in records if record.is_for_quarantine]
         if quarantine and guilty:
-            console.confirm(f"Quarantine {console.counted(len(guilty), 'worker')}?", yes=yes)
+            console.confirm(
+                f"Quarantine {console.counted(len(guilty), 'worker')}?", yes=yes
+            )
             reason = "its images differ from those of other workers (imagefleet verify)"
             new = await quarantining.add(storage.files, guilty, reason)
     counts = Counter(pair.result for pair in compared)
@@ -64,7 +66,10 @@ async def command(
                 "pairs": len(compared),
                 **{each: counts[each] for each in pairs.RESULTS},
                 "newest": max((each.drawn_at for each in compared), default=None),
-                "workers": [{**asdict(each), "draws_wrong": each.draws_wrong} for each in records],
+                "workers": [
+                    {**asdict(each), "draws_wrong": each.draws_wrong}
+                    for each in records
+                ],
                 "different_pairs": [asdict(each) for each in different],
                 "undecided": [each.image for each in undecided],
                 "quarantined": new,
@@ -83,7 +88,9 @@ async def command(
                 "undecided: `imagefleet redo IMAGE` has it drawn a third time; then run this again"
             )
         if quarantine:
-            console.print_note(f"{console.counted(len(new), 'worker')} added to the quarantine")
+            console.print_note(
+                f"{console.counted(len(new), 'worker')} added to the quarantine"
+            )
             if kept := len(wrong) - len(guilty):
                 console.print_note(
                     f"{console.counted(kept, 'worker')} not added: others draw some images alike"
@@ -94,18 +101,31 @@ async def command(
 
 def _show_counts(counts: Counter[pairs.Result]) -> None:
     if not counts:
-        console.print_plain("no second drawings: `imagefleet load --verify-share` asks for them")
+        console.print_plain(
+            "no second drawings: `imagefleet load --verify-share` asks for them"
+        )
         return
-    shown = {label: f"{counts[name]:,}" for name, label in pairs.RESULTS.items() if counts[name]}
+    shown = {
+        label: f"{counts[name]:,}"
+        for name, label in pairs.RESULTS.items()
+        if counts[name]
+    }
     console.print_tables(console.totals(shown))
 
 
 def _show_different(
-    different: Sequence[Pair], records: Sequence[pairs.Record], undecided: Container[str]
+    different: Sequence[Pair],
+    records: Sequence[pairs.Record],
+    undecided: Container[str],
 ) -> None:
     names, numbers = console.name_column, console.number_column
     of_workers = (
-        (each.worker or _NOBODY, each.compared, each.different, "draws wrong" * each.draws_wrong)
+        (
+            each.worker or _NOBODY,
+            each.compared,
+            each.different,
+            "draws wrong" * each.draws_wrong,
+        )
         for each in [each for each in records if each.different][: console.SCREEN_LINES]
     )
     of_images = []
@@ -113,8 +133,13 @@ def _show_different(
     for pair in ordered[: console.SCREEN_LINES]:
         note = pair.note or ("undecided" if pair.second in undecided else "")
         drawn_by = (worker or "(none)" for worker in pair.workers)
-        of_images.append((pair.image, *drawn_by, console.number(pair.distance, 1), note))
-    counts, drawn = map(numbers, ("pairs", "differ")), map(names, ("image", "drawn by", "and by"))
+        of_images.append(
+            (pair.image, *drawn_by, console.number(pair.distance, 1), note)
+        )
+    counts, drawn = (
+        map(numbers, ("pairs", "differ")),
+        map(names, ("image", "drawn by", "and by")),
+    )
     console.print_tables(
         "",
         console.table(names("worker"), *counts, "verdict", rows=of_workers),

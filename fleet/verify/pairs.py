@@ -64,7 +64,9 @@ class Pair:
     """The second drawing's job, of which the image must be, too."""
 
 
-async def listed(storage: Storage, named: Target, since: datetime | None) -> AsyncIterator[Pair]:
+async def listed(
+    storage: Storage, named: Target, since: datetime | None
+) -> AsyncIterator[Pair]:
     """The second drawings and duplicates in the storage that were stored since then."""
     for prefix in (CHECKS, DUPLICATES):
         async for record in storage.blobs.records(prefix + named.prefix):
@@ -75,10 +77,14 @@ async def listed(storage: Storage, named: Target, since: datetime | None) -> Asy
                 image = name if prefix == CHECKS else name.rpartition("/")[0]
                 workers = NO_RECORD, record.metadata.get("worker", NO_RECORD)
                 digest = record.metadata.get("digest")
-                yield Pair(image, record.name, workers, record.created_at, digest=digest)
+                yield Pair(
+                    image, record.name, workers, record.created_at, digest=digest
+                )
 
 
-async def compare(storage: Storage, pairs: Iterable[Pair], on_pair: Callable[[], None]) -> None:
+async def compare(
+    storage: Storage, pairs: Iterable[Pair], on_pair: Callable[[], None]
+) -> None:
     proofs = await storage.proofs()
 
     async def work(pair: Pair) -> None:
@@ -105,7 +111,10 @@ async def _compare(storage: Storage, proofs: Proofs | None, pair: Pair) -> None:
     if proofs is not None:
         told = await storage.blobs.metadata(pair.second) or {}
         author = proofs.author(pair.image, facts, first)
-        pair.workers = author or NO_RECORD, proofs.author(pair.second, told, second) or NO_RECORD
+        pair.workers = (
+            author or NO_RECORD,
+            proofs.author(pair.second, told, second) or NO_RECORD,
+        )
     if proofs is not None and pair.workers[1] == NO_RECORD:
         pair.result = "unproven"
     elif len(set(pair.workers)) == 1:
@@ -127,7 +136,11 @@ def _judge(first: bytes, second: bytes) -> tuple[Result, float | None, str | Non
     if a is None and b is None:
         return "unreadable", None, None
     if a is None or b is None:
-        return "different", None, "the image cannot be read" if a is None else "its second cannot"
+        return (
+            "different",
+            None,
+            "the image cannot be read" if a is None else "its second cannot",
+        )
     if a.size != b.size:
         return "different", None, "sizes {}x{} and {}x{}".format(*a.size, *b.size)
     distance = likeness.distance(a.fingerprint, b.fingerprint)
@@ -182,7 +195,9 @@ def judge(pairs: Sequence[Pair]) -> list[Record]:
             compared.update(pair.workers)
         if pair.result == "different":
             different.update(pair.workers)
-    shares = {each: different[each] / (compared[each] + _PRIOR_PAIRS) for each in compared}
+    shares = {
+        each: different[each] / (compared[each] + _PRIOR_PAIRS) for each in compared
+    }
     shares[NO_RECORD] = math.inf  # what no worker stored speaks against no worker
     witnesses: dict[str, set[str]] = defaultdict(set)
     for pair in pairs:
@@ -191,12 +206,19 @@ def judge(pairs: Sequence[Pair]) -> list[Record]:
             # A machine has as many names as processes, and proves each.
             witnesses[suspect].add(machine_of(other) or other)
     records = [
-        Record(each, compared[each], different[each], len(witnesses[each])) for each in compared
+        Record(each, compared[each], different[each], len(witnesses[each]))
+        for each in compared
     ]
-    return sorted(records, key=lambda each: (-each.witnesses, -each.different, each.worker))
+    return sorted(
+        records, key=lambda each: (-each.witnesses, -each.different, each.worker)
+    )
 
 
 def undecided(pairs: Sequence[Pair], records: Sequence[Record]) -> list[Pair]:
     """The differing pairs of which it is not known who drew wrong."""
     wrong = {each.worker for each in records if each.draws_wrong} | {NO_RECORD}
-    return [pair for pair in pairs if pair.result == "different" and wrong.isdisjoint(pair.workers)]
+    return [
+        pair
+        for pair in pairs
+        if pair.result == "different" and wrong.isdisjoint(pair.workers)
+    ]

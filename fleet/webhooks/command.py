@@ -19,7 +19,9 @@ from imagefleet.telemetry import logs, metrics, proxies
 @dataclass(frozen=True, slots=True)
 class Events:
     campaign: target.OnlyCampaign = None
-    each_job: bool = option("Also the end of each job, not only of campaigns.", default=False)
+    each_job: bool = option(
+        "Also the end of each job, not only of campaigns.", default=False
+    )
     since: datetime | None = options.moment("Only what was stored since then")
 
 
@@ -33,7 +35,9 @@ async def command(
         ...,
         metavar="FILE",
     ),
-    state: Path = option("Record of what was delivered.", Path("webhooks.json"), metavar="FILE"),
+    state: Path = option(
+        "Record of what was delivered.", Path("webhooks.json"), metavar="FILE"
+    ),
     once: bool = option("Send what is new, then exit, for cron.", default=False),
     resume: bool = option("Send even if the address answered 410 Gone.", default=False),
 ) -> None:
@@ -68,11 +72,15 @@ async def command(
                 each_job=events.each_job,
                 since=events.since,
             )
-            receiver = endpoint.Endpoint(session, url, secrets, client.storage.blobs.clock)
+            receiver = endpoint.Endpoint(
+                session, url, secrets, client.storage.blobs.clock
+            )
             running = Service(source, receiver, registry, state)
             if once:
                 await console.until_stopped(running.run(once=True))
             else:
                 doing = f"sending to {found.address}"
                 name = "imagefleet-webhooks"
-                await monitored.run(running.run, registry, settings, name=name, doing=doing)
+                await monitored.run(
+                    running.run, registry, settings, name=name, doing=doing
+                )

@@ -44,7 +44,9 @@ def read_secrets(path: Path) -> list[bytes]:
         lines = path.expanduser().read_text(errors="replace").split()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is no path"
-        raise errors.SetupError(f"{_SETTING}: the file cannot be read: {reason}") from None
+        raise errors.SetupError(
+            f"{_SETTING}: the file cannot be read: {reason}"
+        ) from None
     if not lines:
         raise errors.SetupError(f"{_SETTING}: the file holds no secret")
     return [_secret(line) for line in lines]
@@ -55,7 +57,10 @@ def _secret(line: str) -> bytes:
         secret = base64.b64decode(line.removeprefix(PREFIX), validate=True)
     except binascii.Error:
         secret = b""
-    if not line.startswith(PREFIX) or not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
+    if (
+        not line.startswith(PREFIX)
+        or not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES
+    ):
         raise errors.SetupError(
             f"{_SETTING}: a secret should be {PREFIX} and {MIN_SECRET_BYTES} to"
             f" {MAX_SECRET_BYTES} bytes in base64: `echo {PREFIX}$(openssl rand -base64 32)` makes"
@@ -73,7 +78,9 @@ def signed_headers(
     return {
         "webhook-id": event_id,
         "webhook-timestamp": str(unix_seconds),
-        "webhook-signature": " ".join(f"v1,{base64.b64encode(each).decode()}" for each in digests),
+        "webhook-signature": " ".join(
+            f"v1,{base64.b64encode(each).decode()}" for each in digests
+        ),
     }
 
 
@@ -112,7 +119,9 @@ class Endpoint:
 
     async def send(self, event: Event) -> Answer:
         body = event.body()
-        headers = signed_headers(self.secrets, event.id, body, int(self.clock.now().timestamp()))
+        headers = signed_headers(
+            self.secrets, event.id, body, int(self.clock.now().timestamp())
+        )
         headers["Content-Type"] = "application/json"
         try:
             async with self.session.post(

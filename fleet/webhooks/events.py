@@ -63,7 +63,11 @@ class Event(BaseModel, extra="forbid"):
 
     def body(self) -> bytes:
         """The JSON that is sent, the same in each attempt."""
-        fields = {"type": self.type, "timestamp": _text(self.timestamp), "data": self.data}
+        fields = {
+            "type": self.type,
+            "timestamp": _text(self.timestamp),
+            "data": self.data,
+        }
         return json.dumps(fields, separators=(",", ":")).encode()
 
 
@@ -83,7 +87,9 @@ def job_ended(fleet: str, record: Record) -> Event | None:
         source = ""
         blobs = _all_images(record) if record.images > 1 else [record.blob or ""]
         data["images"] = [*blobs[:MAX_IMAGES]]
-        data["seed"] = None if record.seed is None else (record.seed - record.index) % 2**32
+        data["seed"] = (
+            None if record.seed is None else (record.seed - record.index) % 2**32
+        )
         if len(blobs) > MAX_IMAGES:
             data["image_count"] = len(blobs)
     elif record.outcome in {"failed", "cancelled"}:
@@ -98,9 +104,19 @@ def job_ended(fleet: str, record: Record) -> Event | None:
     return Event(id=event_id, type=kind, timestamp=record.at, data=data)
 
 
-def campaign_completed(fleet: str, campaign: str, counts: Counts, now: datetime) -> Event:
+def campaign_completed(
+    fleet: str, campaign: str, counts: Counts, now: datetime
+) -> Event:
     """The end of a campaign; one that goes on and ends again has another id."""
-    names = ("sent", "images", "completed", "failed", "cancelled", "discarded", "pending")
+    names = (
+        "sent",
+        "images",
+        "completed",
+        "failed",
+        "cancelled",
+        "discarded",
+        "pending",
+    )
     figures: dict[str, JsonValue] = {name: getattr(counts, name) for name in names}
     kind = "campaign.completed"
     data: dict[str, JsonValue] = {
@@ -121,11 +137,15 @@ def _all_images(last: Record) -> list[str]:
 
 def _event_id(*parts: str) -> str:
     """Makes an id without a full stop, which separates an id from the rest of what is signed."""
-    return f"msg_{hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()}"
+    return (
+        f"msg_{hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()}"
+    )
 
 
 def _text(moment: datetime) -> str:
-    return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return (
+        moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    )
 
 
 class State(BaseModel, extra="forbid"):
@@ -150,7 +170,9 @@ class State(BaseModel, extra="forbid"):
         first = cls(address=address, campaign=campaign)
         found = validation.read_file(cls, path, otherwise) or first
         if (found.address, found.campaign) != (address, campaign):
-            of_campaign = f"the campaign {found.campaign}" if found.campaign else "all campaigns"
+            of_campaign = (
+                f"the campaign {found.campaign}" if found.campaign else "all campaigns"
+            )
             raise errors.SetupError(
                 f"{path} is the state for {found.address} and {of_campaign}: give another --state"
             )
@@ -187,11 +209,18 @@ class Source:
         if self._damaged.count > before:
             log.warning(f"{self._damaged}", action="record_damaged")
         for record in records:
-            is_end = record.outcome in {"completed", "failed", "cancelled"}  # or an operator's note
+            is_end = record.outcome in {
+                "completed",
+                "failed",
+                "cancelled",
+            }  # or an operator's note
             if not is_end or (self.since and record.at < self.since):
                 continue
             self.state.open_campaigns.add(record.campaign)
-            self._counts[record.campaign] = time.monotonic() + SETTLE_SECONDS, SETTLE_SECONDS
+            self._counts[record.campaign] = (
+                time.monotonic() + SETTLE_SECONDS,
+                SETTLE_SECONDS,
+            )
             if self.each_job and (event := job_ended(self._fleet, record)):
                 self.state.waiting.setdefault(event.id, event)
         self.state.position = self._follower.start

@@ -48,7 +48,11 @@ class Service:
     """Delivers what *source* tells, until it is cancelled or all that is new is sent."""
 
     def __init__(
-        self, source: Source, endpoint: Endpoint, registry: CollectorRegistry, state_file: Path
+        self,
+        source: Source,
+        endpoint: Endpoint,
+        registry: CollectorRegistry,
+        state_file: Path,
     ) -> None:
         self._source = source
         self._state = state = source.state
@@ -71,7 +75,9 @@ class Service:
             registry=registry,
         )
         Gauge(
-            "imagefleet_webhooks_waiting", "Events that are not delivered yet.", registry=registry
+            "imagefleet_webhooks_waiting",
+            "Events that are not delivered yet.",
+            registry=registry,
         ).set_function(lambda: len(state.waiting))
 
     async def run(self, *, once: bool = False) -> None:
@@ -110,7 +116,9 @@ class Service:
 
     async def _fill(self, *, once: bool) -> None:
         """Reads new records while there is room, and then asks which campaigns have ended."""
-        while len(self._state.waiting) < MAX_WAITING and time.monotonic() >= self._poll_at:
+        while (
+            len(self._state.waiting) < MAX_WAITING and time.monotonic() >= self._poll_at
+        ):
             try:
                 if await self._source.read():
                     continue
@@ -165,8 +173,13 @@ class Service:
             level, then, action = logging.ERROR, "it is given up", "webhook_given_up"
         else:
             pause = RETRY_SECONDS[min(event.attempts, len(RETRY_SECONDS)) - 1]
-            event.due_at = now + max(concurrency.jitter(pause, *_JITTER), answer.pause_seconds)
-            level, then = logging.WARNING, f"the next follows in {event.due_at - now:.0f} s"
+            event.due_at = now + max(
+                concurrency.jitter(pause, *_JITTER), answer.pause_seconds
+            )
+            level, then = (
+                logging.WARNING,
+                f"the next follows in {event.due_at - now:.0f} s",
+            )
         log.log(
             level,
             f"{event.type} of {event.subject} is not delivered, attempt {event.attempts}:"

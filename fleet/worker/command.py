@@ -68,7 +68,9 @@ def command(
             os.environ.update(gpus[0].environment(1))  # the only one of this process
         if len(gpus) > 1 or not _has_terminal(settings):
             logs.configure(settings.log_format)
-        if salad.find_metadata() is None:  # on SaladCloud a worker waits for the operator instead
+        if (
+            salad.find_metadata() is None
+        ):  # on SaladCloud a worker waits for the operator instead
             checkpoints.check(settings)
         if len(gpus) > 1:
             # Each is this same command, and finds which GPU is its own in its environment.
@@ -78,7 +80,9 @@ def command(
     if report.stopped_by is not None:
         # With 0 a Kubernetes Job would not replace a worker that was evicted.
         was_terminated = report.stopped_by is signal.SIGTERM
-        raise typer.Exit(console.EXIT_TERMINATED if was_terminated else console.EXIT_INTERRUPTED)
+        raise typer.Exit(
+            console.EXIT_TERMINATED if was_terminated else console.EXIT_INTERRUPTED
+        )
     # On SaladCloud, an exit code other than 0 says that the node is broken.
     if fail_on_failed and report.failed_jobs and salad.find_metadata() is None:
         raise typer.Exit(console.EXIT_JOBS_FAILED)
@@ -112,7 +116,9 @@ def _run(settings: WorkerSettings, member: Member | None = None) -> WorkerReport
         "images/s": f"{report.images_per_second:.2f}",
         "engine idle": f"{console.percent(report.engine_idle_fraction)} of the time",
         "images per dollar": (
-            "unknown without --price-per-hour" if per_dollar is None else f"{per_dollar:,.0f}"
+            "unknown without --price-per-hour"
+            if per_dollar is None
+            else f"{per_dollar:,.0f}"
         ),
     }
     console.print_facts(facts, console.stderr)
@@ -138,7 +144,9 @@ def showing() -> Iterator[Callable[[Progress], None]]:
     """Shows what the yielded function is given, until the block ends; long lines are wrapped."""
     spinner = Spinner("line")
     is_terminal = sys.stdout.isatty()  # and not a file that stdout is sent to
-    with Live(console=console.stderr, transient=True, redirect_stdout=is_terminal) as live:
+    with Live(
+        console=console.stderr, transient=True, redirect_stdout=is_terminal
+    ) as live:
 
         def show(progress: Progress) -> None:
             state = [] if progress.phase == "generating" else [progress.state]

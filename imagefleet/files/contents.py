@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from imagefleet.files.safetensors import Header
 
-_ONLY_THESE = "imagefleet generates with checkpoints of Stable Diffusion 1.x, 2.x and SDXL"
+_ONLY_THESE = (
+    "imagefleet generates with checkpoints of Stable Diffusion 1.x, 2.x and SDXL"
+)
 _WHOLE = "use the version of the checkpoint that has everything in one file"
 
 #: The format that a file of text states names in its metadata.
@@ -33,16 +35,22 @@ SD2_LORA = Content("a LoRA for Stable Diffusion 2.x", use="lora", family="SD 2.x
 SDXL_LORA = Content("a LoRA for SDXL", use="lora", family="SDXL")
 
 _LORA_ADVICE = "imagefleet uses LoRAs for Stable Diffusion 1.x, 2.x and SDXL"
-_OTHER_LORA = Content("a LoRA for another architecture (Flux, SD3 or similar)", _LORA_ADVICE)
+_OTHER_LORA = Content(
+    "a LoRA for another architecture (Flux, SD3 or similar)", _LORA_ADVICE
+)
 
 REFINER = Content("an SDXL refiner checkpoint", family="SDXL refiner")
 _EDITING = Content(
-    "a checkpoint that edits pictures (InstructPix2Pix)", "imagefleet generates from text"
+    "a checkpoint that edits pictures (InstructPix2Pix)",
+    "imagefleet generates from text",
 )
 _UNCLIP = Content(
-    "a checkpoint that draws variations of a picture (unCLIP)", "imagefleet generates from text"
+    "a checkpoint that draws variations of a picture (unCLIP)",
+    "imagefleet generates from text",
 )
-_EDM = Content("a checkpoint of another noise than Stable Diffusion's (Playground v2.5, CosXL)")
+_EDM = Content(
+    "a checkpoint of another noise than Stable Diffusion's (Playground v2.5, CosXL)"
+)
 _SCALED = Content(
     "a checkpoint of quantised weights with scales of their own",
     "use the version in float16, bfloat16 or plain float8",
@@ -53,14 +61,17 @@ _UNET = Content("the UNet of a checkpoint alone", _WHOLE)
 _AVERAGE = Content("the averaged weights (EMA) of a checkpoint alone", _WHOLE)
 VAE = Content("a VAE", use="vae")
 _OTHER_VAE = Content("a VAE of another model (Flux, SD3 or similar)")
-_TINY_VAE = Content("a tiny VAE (TAESD) or a part of a VAE", "give workers a folder with --taesd")
+_TINY_VAE = Content(
+    "a tiny VAE (TAESD) or a part of a VAE", "give workers a folder with --taesd"
+)
 _TEXT_ENCODER = Content("a text encoder alone", _WHOLE)
 EMBEDDING = Content("a textual inversion embedding", use="embedding")
 UPSCALER = Content("an upscaler", use="upscaler")
 CONTROLNET = Content("a ControlNet", use="controlnet")
 TEXT_STATES = Content("the text states of a prompt", use="text")
 _DIFFUSERS_PARTS = Content(
-    "a whole pipeline in diffusers' key names", "save it as a folder in diffusers format"
+    "a whole pipeline in diffusers' key names",
+    "save it as a folder in diffusers format",
 )
 
 #: Patterns for the names of tensors, by the content that they tell; the first that occurs decides.
@@ -90,7 +101,10 @@ _TELLING_NAMES: tuple[tuple[Content, str], ...] = (
         ),
     ),
     (_DIFFUSERS_PARTS, r"^unet\.(conv_in|down_blocks)\."),
-    (Content("a Stable Diffusion 3 checkpoint"), r"^(model\.diffusion_model\.)?joint_blocks\."),
+    (
+        Content("a Stable Diffusion 3 checkpoint"),
+        r"^(model\.diffusion_model\.)?joint_blocks\.",
+    ),
     (Content("a HunyuanVideo checkpoint"), r"(^|\.)txt_in\.individual_token_refiner\."),
     (
         Content("a Flux checkpoint"),
@@ -114,7 +128,10 @@ _TELLING_NAMES: tuple[tuple[Content, str], ...] = (
     (_AVERAGE, r"^model_ema\."),
     (_UNET, r"^(diffusion_model\.)?(input_blocks|time_embed|time_embedding)\."),
     (VAE, r"^(first_stage_model\.|vae\.)?decoder\.conv_in\."),
-    (_TINY_VAE, r"^(first_stage_model\.|vae\.)?encoder\.conv_in\.|^taesd_|^post_quant_conv\."),
+    (
+        _TINY_VAE,
+        r"^(first_stage_model\.|vae\.)?encoder\.conv_in\.|^taesd_|^post_quant_conv\.",
+    ),
     (
         _TEXT_ENCODER,
         (
@@ -192,7 +209,8 @@ def identify(header: Header) -> Content:
             tell_apart = _BY_SHAPES.get(content)
             return content if tell_apart is None else tell_apart(header, names)
     if 0 < len(header.shapes) <= _MOST_EMBEDDING_TENSORS and all(
-        len(shape) in {1, 2} and shape[-1] in _EMBEDDING_WIDTHS for shape in header.shapes.values()
+        len(shape) in {1, 2} and shape[-1] in _EMBEDDING_WIDTHS
+        for shape in header.shapes.values()
     ):
         return EMBEDDING
     if architecture := header.metadata.get(_ARCHITECTURE):
@@ -210,7 +228,11 @@ def prediction_type(header: Header) -> str | None:
     if "v_pred" in header.shapes:  # an empty tensor that marks such files
         return "v_prediction"
     stated = header.metadata.get(_PREDICTION, "").lower()
-    return {"epsilon": "epsilon", "v": "v_prediction", "v_prediction": "v_prediction"}.get(stated)
+    return {
+        "epsilon": "epsilon",
+        "v": "v_prediction",
+        "v_prediction": "v_prediction",
+    }.get(stated)
 
 
 def _with_unet(header: Header, names: str) -> Content:
@@ -236,7 +258,9 @@ def _alike(content: Content, inputs: int, names: str) -> Content | None:
     """A checkpoint of another sort that has all the tensors of this one."""
     if inputs == _EDITING_INPUTS:
         return _EDITING
-    if content in {SD1, SD2} and _has(names, r"^model\.diffusion_model\.label_emb\.0\."):
+    if content in {SD1, SD2} and _has(
+        names, r"^model\.diffusion_model\.label_emb\.0\."
+    ):
         return _UNCLIP
     return next((each for each, pattern in _ALIKE if _has(names, pattern)), None)
 
@@ -255,8 +279,13 @@ def _lora(header: Header, names: str) -> Content:
         return SDXL_LORA
     base = header.metadata.get("ss_base_model_version", "")
     architecture = header.metadata.get(_ARCHITECTURE, "")
-    stated = base or architecture.replace("stable-diffusion-", "sd_").replace("sd_xl", "sdxl")
-    return next((content for start, content in _LORA_BY_BASE if stated.startswith(start)), SD1_LORA)
+    stated = base or architecture.replace("stable-diffusion-", "sd_").replace(
+        "sd_xl", "sdxl"
+    )
+    return next(
+        (content for start, content in _LORA_BY_BASE if stated.startswith(start)),
+        SD1_LORA,
+    )
 
 
 def _vae(header: Header, _names: str) -> Content:

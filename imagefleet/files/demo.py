@@ -5,7 +5,9 @@ from pathlib import Path
 
 from imagefleet import errors
 
-REFERENCE_MESSAGE = Path(__file__).with_name("reference-job.json").read_text(encoding="utf-8")
+REFERENCE_MESSAGE = (
+    Path(__file__).with_name("reference-job.json").read_text(encoding="utf-8")
+)
 
 CAMPAIGN = "demo"
 
@@ -51,10 +53,19 @@ def messages() -> list[str]:
     """All messages in order: the reference job, the checkpoint's 21, and the invalid ones."""
     jobs = read_jobs(TRAINED)
     first, others, last = jobs[:7], jobs[7:14], jobs[14:]
-    return [REFERENCE_MESSAGE, *first, INVALID_MESSAGE, *others, MISSING_LORA_MESSAGE, *last]
+    return [
+        REFERENCE_MESSAGE,
+        *first,
+        INVALID_MESSAGE,
+        *others,
+        MISSING_LORA_MESSAGE,
+        *last,
+    ]
 
 
 def without_sampling(message: str) -> str:
     """The message without steps, sampler and guidance, for a worker with an accelerator."""
     sampling = {"steps", "sampler_name", "cfg_scale"}
-    return json.dumps({k: v for k, v in json.loads(message).items() if k not in sampling})
+    return json.dumps(
+        {k: v for k, v in json.loads(message).items() if k not in sampling}
+    )

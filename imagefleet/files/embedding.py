@@ -15,7 +15,9 @@ _ALIASES = {"text_encoders_0": CLIP_L, "text_encoders_1": CLIP_G}
 _FAMILIES = {(768,): "SD 1.x", (1024,): "SD 2.x", (768, 1280): "SDXL"}
 
 
-def read(shapes: Mapping[str, Sequence[int]], integers: Collection[str] = ()) -> dict[str, str]:
+def read(
+    shapes: Mapping[str, Sequence[int]], integers: Collection[str] = ()
+) -> dict[str, str]:
     """The keys of SDXL's two tensors by text encoder, or that of the only one, as ''.
 
     As in AUTOMATIC1111, others beside SDXL's are left out. *integers*: the keys of those of no
@@ -38,13 +40,19 @@ def read(shapes: Mapping[str, Sequence[int]], integers: Collection[str] = ()) ->
             raise UnusableError(f"holds {what} of the shape {list(shapes[key])}")
     counts = {shapes[key][0] if len(shapes[key]) > 1 else 1 for key in found.values()}
     if len(counts) > 1:
-        raise UnusableError(f"gives text encoders different numbers of vectors ({sorted(counts)})")
+        raise UnusableError(
+            f"gives text encoders different numbers of vectors ({sorted(counts)})"
+        )
     if not 0 < min(counts) <= CHUNK_TOKENS:
-        raise UnusableError(f"has {min(counts):,} vectors; a prompt's chunk holds {CHUNK_TOKENS}")
+        raise UnusableError(
+            f"has {min(counts):,} vectors; a prompt's chunk holds {CHUNK_TOKENS}"
+        )
     return found
 
 
-def describe(shapes: Mapping[str, Sequence[int]], integers: Collection[str]) -> tuple[str, int]:
+def describe(
+    shapes: Mapping[str, Sequence[int]], integers: Collection[str]
+) -> tuple[str, int]:
     """The models that an embedding is for, and its number of vectors; raises UnusableError."""
     found = read(shapes, integers)
     widths = tuple(shapes[key][-1] for key in found.values())

@@ -85,7 +85,10 @@ MODEL = FileKind(
 )
 #: What jobs may name beside their own model.
 OTHER_MODEL = replace(
-    MODEL, use="jobs with SDXL name it as refiner_checkpoint", handle="{stem}", takes_refiner=True
+    MODEL,
+    use="jobs with SDXL name it as refiner_checkpoint",
+    handle="{stem}",
+    takes_refiner=True,
 )
 #: They are checked in memory before they are stored, and eight may arrive at once.
 LORA = FileKind(
@@ -160,7 +163,8 @@ KERNELS = FileKind(
 )
 
 KINDS: Mapping[str, FileKind] = {
-    kind.name: kind for kind in (MODEL, LORA, EMBEDDING, CONTROLNET, UPSCALER, VAE, TEXT, KERNELS)
+    kind.name: kind
+    for kind in (MODEL, LORA, EMBEDDING, CONTROLNET, UPSCALER, VAE, TEXT, KERNELS)
 }
 
 BY_FOLDER: Mapping[str, FileKind] = {kind.folder: kind for kind in KINDS.values()}

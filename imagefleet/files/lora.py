@@ -37,7 +37,9 @@ _TENSORS = {
     r"\.lora_magnitude_vector(?:\.weight)?": "magnitude",
     r"\.weight": "weight",
 }
-_TENSORS_BY_PATTERN = [(re.compile(f"(.+?){ending}"), name) for ending, name in _TENSORS.items()]
+_TENSORS_BY_PATTERN = [
+    (re.compile(f"(.+?){ending}"), name) for ending, name in _TENSORS.items()
+]
 
 #: The networks that LoRAs change, by their names in diffusers.
 NETWORKS = ("unet", "text_encoder", "text_encoder_2")
@@ -60,7 +62,10 @@ _KINDS: Sequence[tuple[str, Mapping[str, str]]] = (
         {"hada_t1": "rsk", "hada_w1_a": "ro", "hada_w1_b": "si"}
         | {"hada_t2": "tuk", "hada_w2_a": "to", "hada_w2_b": "ui"},
     ),
-    ("loha", {"hada_w1_a": "or", "hada_w1_b": "ri", "hada_w2_a": "os", "hada_w2_b": "si"}),
+    (
+        "loha",
+        {"hada_w1_a": "or", "hada_w1_b": "ri", "hada_w2_a": "os", "hada_w2_b": "si"},
+    ),
     ("ia3", {"weight": ""}),
     *(
         ("lokr", first | second)
@@ -153,13 +158,17 @@ def read(shapes: Shapes, integers: Collection[str] = ()) -> Contents:
         try:
             found.sizes[name] = _size_of(kind, dimensions, of_layer)
         except ValueError as error:
-            shown = ", ".join(f"{part} {list(shape)}" for part, shape in of_layer.items())
+            shown = ", ".join(
+                f"{part} {list(shape)}" for part, shape in of_layer.items()
+            )
             raise UnusableError(
                 f"is damaged or of an unknown kind: for {name[:SHOWN]!r} it has {shown[:1000]}"
             ) from error
         used = {*dimensions, *NORMS, *NUMBERS, *_OPTIONAL.get(kind, ())}
         found.skipped += [parts.pop(part) for part in [*parts] if part not in used]
-        if whole := [parts[part] for part in parts.keys() - NUMBERS if parts[part] in integers]:
+        if whole := [
+            parts[part] for part in parts.keys() - NUMBERS if parts[part] in integers
+        ]:
             raise damaged(whole[0])
     for parts in found.embeddings.values():
         whole = [part for part, key in parts.items() if key in integers]
@@ -180,7 +189,9 @@ def _by_layer(shapes: Shapes) -> Contents:
         else:
             found.layers[name][part] = key
     if not (found.layers or found.embeddings):
-        raise UnusableError(f"changes no layer of Stable Diffusion's: it has {key[:SHOWN]!r}")
+        raise UnusableError(
+            f"changes no layer of Stable Diffusion's: it has {key[:SHOWN]!r}"
+        )
     return found
 
 
@@ -204,13 +215,17 @@ def check_numbers(path: Path, header: Header) -> None:
     import numpy as np  # the worker's settings are checked without it
 
     if (rest := path.stat().st_size - header.file_bytes) > 0:
-        raise UnusableError(f"is not a complete .safetensors file: {rest} bytes follow its tensors")
+        raise UnusableError(
+            f"is not a complete .safetensors file: {rest} bytes follow its tensors"
+        )
     with path.open("rb") as file:
         for key, (kind, begin, end) in sorted(header.places.items()):
             if key in header.integers:
                 continue
             if kind not in _EXPONENTS:
-                raise UnusableError(f"holds numbers of the type {kind!r}, which is not supported")
+                raise UnusableError(
+                    f"holds numbers of the type {kind!r}, which is not supported"
+                )
             bits, ones = _EXPONENTS[kind]
             file.seek(header.data_at + begin)
             numbers = np.frombuffer(file.read(end - begin), bits)
@@ -218,14 +233,21 @@ def check_numbers(path: Path, header: Header) -> None:
                 raise damaged(key)
 
 
-def _size_of(kind: str, dimensions: Mapping[str, str], shapes: Shapes) -> tuple[int, int]:
+def _size_of(
+    kind: str, dimensions: Mapping[str, str], shapes: Shapes
+) -> tuple[int, int]:
     """See `Contents.sizes`; raises ValueError if the shapes do not fit each other."""
     size = {part: math.prod(shape) for part, shape in shapes.items()}
     sizes: dict[str, int] = {}
     for part, letters in dimensions.items():
         first, rest = shapes[part][: len(letters) - 1], shapes[part][len(letters) - 1 :]
-        for letter, length in zip(letters, (*first, math.prod(rest)), strict=bool(letters)):
-            if sizes.setdefault(letter, length) != length or len(shapes[part]) > _MOST_DIMENSIONS:
+        for letter, length in zip(
+            letters, (*first, math.prod(rest)), strict=bool(letters)
+        ):
+            if (
+                sizes.setdefault(letter, length) != length
+                or len(shapes[part]) > _MOST_DIMENSIONS
+            ):
                 raise ValueError(f"{part} does not fit the others")
     outputs = sizes.get("o", 0) * sizes.get("p", 1)
     inputs = sizes.get("i", 0) * sizes.get("q", 1) * sizes.get("k", 1)
@@ -233,10 +255,15 @@ def _size_of(kind: str, dimensions: Mapping[str, str], shapes: Shapes) -> tuple[
     if (
         not (kind and all(size.values()))
         or any(size.get(name, 1) != 1 for name in NUMBERS)
-        or any(size.get(name, outputs) != outputs for name in ("bias", "magnitude", "rescale"))
+        or any(
+            size.get(name, outputs) != outputs
+            for name in ("bias", "magnitude", "rescale")
+        )
         or (norms != outputs and inputs % norms)
         or (kind == "ia3" and "on_input" not in shapes)
-        or (kind == "oft" and len(shapes[next(iter(dimensions))]) > len("poo"))  # a BOFT
+        or (
+            kind == "oft" and len(shapes[next(iter(dimensions))]) > len("poo")
+        )  # a BOFT
     ):
         raise ValueError("it is of no known kind")
     return outputs, inputs

@@ -16,7 +16,13 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from imagefleet import errors, likeness
 from imagefleet.job import sizes
-from imagefleet.job.message import DIGEST_FIELD, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS, Job, read_job
+from imagefleet.job.message import (
+    DIGEST_FIELD,
+    MAX_IMAGE_BYTES,
+    MAX_IMAGE_PIXELS,
+    Job,
+    read_job,
+)
 from imagefleet.job.passes import img2img
 from imagefleet.redaction import printable
 from imagefleet.signing import TrustedJobs
@@ -31,7 +37,15 @@ PNG_KEYWORD = "imagefleet"
 OWN_WORD = "imagefleet"
 OWN_FIELDS = img2img.OWN_FIELDS | {
     *("prompt", "negative_prompt", "enable_prompt_comments", "sd_vae_decode_method"),
-    *("alwayson_scripts", "init_images", "eta", "s_churn", "s_tmin", "s_tmax", "s_noise"),
+    *(
+        "alwayson_scripts",
+        "init_images",
+        "eta",
+        "s_churn",
+        "s_tmin",
+        "s_tmax",
+        "s_noise",
+    ),
 }
 
 #: JSON in ASCII takes three times the bytes of a message at most (`\ud83d\ude00` for four bytes).
@@ -61,13 +75,17 @@ def opened(file: bytes | Path) -> Iterator[Image.Image]:
     """
     source = io.BytesIO(file) if isinstance(file, bytes) else file
     if isinstance(file, bytes) and len(file) > MAX_IMAGE_BYTES:
-        raise DamagedImageError(f"has {len(file):,} bytes; {MAX_IMAGE_BYTES:,} at most are read")
+        raise DamagedImageError(
+            f"has {len(file):,} bytes; {MAX_IMAGE_BYTES:,} at most are read"
+        )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Pillow, about what is damaged or huge
             with Image.open(source, formats=_FORMATS) as image:
                 is_read = isinstance(file, bytes)
-                if is_read and image.width * image.height > MAX_IMAGE_PIXELS:  # they take memory
+                if (
+                    is_read and image.width * image.height > MAX_IMAGE_PIXELS
+                ):  # they take memory
                     raise DamagedImageError(  # noqa: TRY301 - told as all others are
                         f"has {image.width:,} x {image.height:,} pixels; {MAX_IMAGE_PIXELS:,} at"
                         " most are read"
@@ -81,7 +99,9 @@ def opened(file: bytes | Path) -> Iterator[Image.Image]:
         raise DamagedImageError(f"has more than {MAX_IMAGE_PIXELS:,} pixels") from None
     except Exception as error:  # noqa: BLE001 - Pillow's parsers raise a dozen kinds
         reason = printable(" ".join(str(error).split()))[:200]
-        raise DamagedImageError(f"is a damaged image ({reason or type(error).__name__})") from None
+        raise DamagedImageError(
+            f"is a damaged image ({reason or type(error).__name__})"
+        ) from None
 
 
 def decode(data: bytes) -> Image.Image | None:
@@ -113,7 +133,9 @@ def job_in(data: bytes, trusted: TrustedJobs | None = None) -> tuple[str, Job] |
     """The valid message in an image's file, one of the *trusted* jobs, and its job."""
     message = message_in(data)
     try:
-        return None if message is None else (message, read_job(message, "none", trusted))
+        return (
+            None if message is None else (message, read_job(message, "none", trusted))
+        )
     except errors.JobError:
         return None
 
@@ -122,8 +144,14 @@ def message_in(data: bytes) -> str | None:
     """The message of the job in an image's file; None if there is none that a queue can carry."""
     try:
         with opened(data) as image:
-            if (found := image.info.get(PNG_KEYWORD)) is None:  # to look in Exif reads a whole PNG
-                found = image.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.ImageHistory)
+            if (
+                found := image.info.get(PNG_KEYWORD)
+            ) is None:  # to look in Exif reads a whole PNG
+                found = (
+                    image.getexif()
+                    .get_ifd(ExifTags.IFD.Exif)
+                    .get(ExifTags.Base.ImageHistory)
+                )
         fields = json.loads(str(found)[: MAX_MESSAGE_BYTES + 1])
     except (ValueError, RecursionError):  # also a DamagedImageError
         return None
@@ -142,7 +170,9 @@ def parameters(image: Image.Image, max_characters: int) -> str:
     """AUTOMATIC1111's text in an open image; at most so many characters, empty if there is none."""
     if (text := image.info.get("parameters")) is not None:
         return str(text)[:max_characters]
-    comment = image.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.UserComment, b"")
+    comment = (
+        image.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.UserComment, b"")
+    )
     if isinstance(comment, bytes) and comment.startswith(_UNICODE):
         text = comment[len(_UNICODE) : len(_UNICODE) + 2 * max_characters]
         return text.decode("utf-16-be", errors="replace")

@@ -61,12 +61,18 @@ class Header:
 
     @property
     def file_bytes(self) -> int:
-        return self.data_at + max((end for _, _, end in self.places.values()), default=0)
+        return self.data_at + max(
+            (end for _, _, end in self.places.values()), default=0
+        )
 
     @property
     def integers(self) -> list[str]:
         """The names of tensors of no floating point."""
-        return [name for name, (kind, _, _) in self.places.items() if not _FLOATING.match(kind)]
+        return [
+            name
+            for name, (kind, _, _) in self.places.items()
+            if not _FLOATING.match(kind)
+        ]
 
 
 _FLOATING = re.compile(r"B?F\d")
@@ -127,7 +133,9 @@ def check_still(identity: Identity) -> None:
     with contextlib.suppress(OSError):
         if identify(Path(identity[0])) == identity:
             return
-    raise errors.UnsettledFileError(f"{identity[0]} was written or removed while it was read")
+    raise errors.UnsettledFileError(
+        f"{identity[0]} was written or removed while it was read"
+    )
 
 
 def read_header(file: BinaryIO) -> Header:
@@ -156,12 +164,18 @@ def parse(content: bytes | str, data_at: int = 0) -> Header:
         entries = json.loads(content)
         metadata = entries.pop("__metadata__", {})
         tensors = _TENSORS.validate_python(entries)
-        if any(tensor.data_offsets[0] > tensor.data_offsets[1] for tensor in tensors.values()):
+        if any(
+            tensor.data_offsets[0] > tensor.data_offsets[1]
+            for tensor in tensors.values()
+        ):
             raise MalformedError
         return Header(
             {name: tensor.shape for name, tensor in tensors.items()},
             {key: value for key, value in metadata.items() if isinstance(value, str)},
-            {name: (tensor.dtype, *tensor.data_offsets) for name, tensor in tensors.items()},
+            {
+                name: (tensor.dtype, *tensor.data_offsets)
+                for name, tensor in tensors.items()
+            },
             data_at,
         )
     except (ValueError, TypeError, AttributeError, RecursionError) as error:

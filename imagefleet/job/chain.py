@@ -36,8 +36,20 @@ INHERITED = frozenset(
         *("sampler_name", *_OF_SAMPLER, "steps", "cfg_scale", "s_min_uncond"),
         "use_downcasted_alpha_bar",
         *("width", "height", "seed", "subseed", "subseed_strength", "randn_source"),
-        *("eta_noise_seed_delta", "seed_resize_from_w", "seed_resize_from_h", "output", "metadata"),
-        *("sd_vae", "sd_vae_decode_method", "tiling", "img2img_extra_noise", "defaults"),
+        *(
+            "eta_noise_seed_delta",
+            "seed_resize_from_w",
+            "seed_resize_from_h",
+            "output",
+            "metadata",
+        ),
+        *(
+            "sd_vae",
+            "sd_vae_decode_method",
+            "tiling",
+            "img2img_extra_noise",
+            "defaults",
+        ),
     )
 )
 
@@ -56,7 +68,9 @@ def fields_of_stage(number: int, payload: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a job that a stage sets; raises ValueError for one that a stage has not."""
     for name in (INPUT_FIELD, extras.IMAGE):
         if payload.get(name):
-            raise ValueError(f"stage {number}: {name} is the image of the stage before: omit it")
+            raise ValueError(
+                f"stage {number}: {name} is the image of the stage before: omit it"
+            )
     try:
         # With an image, on which depends what its other fields mean.
         fields = passes.fields_of_job({**payload, INPUT_FIELD: ["image.png"]})
@@ -65,9 +79,13 @@ def fields_of_stage(number: int, payload: Mapping[str, Any]) -> dict[str, Any]:
     del fields[INPUT_FIELD]
     for name in fields:
         if name in OF_JOB:
-            raise ValueError(f"stage {number}: {name} is the job's: give it outside {THEN_FIELD}")
+            raise ValueError(
+                f"stage {number}: {name} is the job's: give it outside {THEN_FIELD}"
+            )
         if name in {"batch_size", "n_iter"} and fields[name] != 1:
-            raise ValueError(f"stage {number}: {name} should be 1: a stage makes one image of one")
+            raise ValueError(
+                f"stage {number}: {name} should be 1: a stage makes one image of one"
+            )
     return fields
 
 
@@ -102,7 +120,11 @@ def model_of(fields: Mapping[str, Any]) -> object:
     place = fields.get(STAGE_FIELD)
     number = place.get("number") if isinstance(place, dict) else 1
     models = models_of(fields)
-    return models[min(number, len(models)) - 1] if isinstance(number, int) and number > 0 else None
+    return (
+        models[min(number, len(models)) - 1]
+        if isinstance(number, int) and number > 0
+        else None
+    )
 
 
 def models_of(fields: Mapping[str, Any]) -> list[object]:

@@ -42,7 +42,10 @@ class Change:
     """New values of some fields, for each job."""
 
     def __init__(
-        self, values: Mapping[str, Any], signer: JobSigner | None = None, option: str = "set"
+        self,
+        values: Mapping[str, Any],
+        signer: JobSigner | None = None,
+        option: str = "set",
     ) -> None:
         """Signed by *signer*; a SetupError begins with *option* and names what no job can have."""
         self._signer = signer
@@ -60,7 +63,9 @@ class Change:
         for text in texts:
             name, separator, value = text.partition("=")
             if not separator:
-                raise errors.SetupError(f"--set {text[:80]}: should be NAME=VALUE, say steps=20")
+                raise errors.SetupError(
+                    f"--set {text[:80]}: should be NAME=VALUE, say steps=20"
+                )
             _check_name(name, "--set")
             values[name] = _value(name, value)
         return cls(values, signer, "--set")
@@ -86,7 +91,9 @@ class Change:
         """The fields of a job with the new values, in the stage that has failed."""
         own = chain.own_fields(fields, place)
         if own is not fields and (of_job := self.values.keys() & chain.OF_JOB):
-            raise errors.InvalidMessageError(f"{min(of_job)} is of the job, not of its later stage")
+            raise errors.InvalidMessageError(
+                f"{min(of_job)} is of the job, not of its later stage"
+            )
         _drop_aliases(own, self.values)
         own |= self.values
         return fields
@@ -137,7 +144,9 @@ def _value(name: str, text: str) -> Any:
 
 def _fields(body: str) -> dict[str, Any]:
     if not (fields := fields_if_any(body)):
-        raise errors.InvalidMessageError("its message is no job in JSON, so nothing can be set")
+        raise errors.InvalidMessageError(
+            "its message is no job in JSON, so nothing can be set"
+        )
     return fields
 
 

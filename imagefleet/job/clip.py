@@ -68,7 +68,13 @@ _MAX_NAMED = 4
 
 _DROPPED = [*range(9), 0x0B, *range(0x0E, 0x20), 0x7F, *range(0x206A, 0x2070), 0xFEFF]
 _DROPPED += range(0xFFF9, 0xFFFD)
-_LIGATURES = (0x132, 0x133, *range(0x1C4, 0x1CD), *range(0x1F1, 0x1F4), *range(0xFB00, 0xFB07))
+_LIGATURES = (
+    0x132,
+    0x133,
+    *range(0x1C4, 0x1CD),
+    *range(0x1F1, 0x1F4),
+    *range(0xFB00, 0xFB07),
+)
 _REPLACED = {
     **dict.fromkeys(_DROPPED, ""),
     **{
@@ -163,11 +169,15 @@ class Names(Generic[T_co]):
                 yield ids[at]
                 at += 1
 
-    def found_in(self, prompts: Iterable[Prompt | str], tokenise: Tokenise) -> Iterator[T_co]:
+    def found_in(
+        self, prompts: Iterable[Prompt | str], tokenise: Tokenise
+    ) -> Iterator[T_co]:
         """What prompts name, in order; raises as `sections_of`."""
         sections = [section for prompt in prompts for section in sections_of(prompt)]
         for ids in tokenise([part.text for section in sections for part in section]):
-            yield from (each[0] for each in self.split(ids) if not isinstance(each, int))
+            yield from (
+                each[0] for each in self.split(ids) if not isinstance(each, int)
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +226,9 @@ def cut_into_chunks(
     chunks: list[Chunk] = []
     for section in sections:
         phrases = [
-            _places(found, part.weight) for part in section for found in embeddings.split(next(ids))
+            _places(found, part.weight)
+            for part in section
+            for found in embeddings.split(next(ids))
         ]
         chunks.extend(_cut_section(phrases, comma) or [Chunk()])
     # BREAK ends its chunk, even an empty one, but starts none at the end of the prompt.
@@ -226,7 +238,9 @@ def cut_into_chunks(
     return tuple(chunks)
 
 
-def level(cut: Sequence[tuple[Chunk, ...]], counts: Sequence[int]) -> list[tuple[Chunk, ...]]:
+def level(
+    cut: Sequence[tuple[Chunk, ...]], counts: Sequence[int]
+) -> list[tuple[Chunk, ...]]:
     """The chunks of an edited prompt's texts, of so many entries each, as if encoded together.
 
     So AUTOMATIC1111 does: shorter ones end with empty chunks, and the means that weights keep are
@@ -301,10 +315,17 @@ def _cut_section(phrases: Iterable[list[_Place]], comma: int | None) -> list[Chu
         is_comma = phrase[0].token == comma
         if len(chunk) == CHUNK_TOKENS:
             end = CHUNK_TOKENS
-            if last_comma is not None and not is_comma and end - last_comma <= COMMA_BACKTRACK:
+            if (
+                last_comma is not None
+                and not is_comma
+                and end - last_comma <= COMMA_BACKTRACK
+            ):
                 end = last_comma + 1
             chunks.append(_chunk(chunk, end))
-            chunk, last_comma = [place._replace(embedding=None) for place in chunk[end:]], None
+            chunk, last_comma = (
+                [place._replace(embedding=None) for place in chunk[end:]],
+                None,
+            )
         if len(chunk) + len(phrase) > CHUNK_TOKENS:
             chunks.append(_chunk(chunk))
             chunk, last_comma = [], None
@@ -318,9 +339,14 @@ def _cut_section(phrases: Iterable[list[_Place]], comma: int | None) -> list[Chu
 
 def _chunk(places: Sequence[_Place], end: int = CHUNK_TOKENS) -> Chunk:
     """A chunk of the places before *end*, with the embeddings of all."""
-    kept, given = places[:end], ((at, place.embedding) for at, place in enumerate(places))
+    kept, given = (
+        places[:end],
+        ((at, place.embedding) for at, place in enumerate(places)),
+    )
     return Chunk(
         tuple(place.token for place in kept),
         tuple(place.weight for place in kept),
-        tuple(Insert(at, embedding) for at, embedding in given if embedding is not None),
+        tuple(
+            Insert(at, embedding) for at, embedding in given if embedding is not None
+        ),
     )

@@ -94,7 +94,9 @@ def _last_step(when: str, steps: int, first_steps: int) -> int:
 
 def _all_edits(edits: Sequence[_Edit], depth: int = 1) -> Iterator[_Edit]:
     if edits and depth > _MAX_DEPTH:
-        raise errors.JobError(f"the prompt nests prompt editing more than {depth - 1} deep")
+        raise errors.JobError(
+            f"the prompt nests prompt editing more than {depth - 1} deep"
+        )
     for edit in edits:
         yield edit
         yield from _all_edits(edit.inside, depth + 1)
@@ -112,8 +114,12 @@ def _words_at(
         if at <= edit.start < end:
             yield text[at : edit.start]
             last = switches.get(edit.when or "")
-            chosen = (step - 1) % len(edit.options) if last is None else int(step > last)
-            yield from _words_at(text, edit.inside, edit.options[chosen], step, switches)
+            chosen = (
+                (step - 1) % len(edit.options) if last is None else int(step > last)
+            )
+            yield from _words_at(
+                text, edit.inside, edit.options[chosen], step, switches
+            )
             at = edit.end
     yield text[at:end]
 
@@ -139,12 +145,17 @@ def _find(text: str) -> list[_Edit]:
                 opened[-1].signs.append(match)
         elif sign in _OPENED_BY and opened:
             bracket = opened.pop()
-            signs, opening = "".join(each[0] for each in bracket.signs), text[bracket.start]
+            signs, opening = (
+                "".join(each[0] for each in bracket.signs),
+                text[bracket.start],
+            )
             if opening != _OPENED_BY[sign]:
                 opened.clear()
             elif signs in _OF_EMPHASIS[opening]:
                 continue
-            elif opening == "[" and (edit := _read(text, bracket, match, found[bracket.edits :])):
+            elif opening == "[" and (
+                edit := _read(text, bracket, match, found[bracket.edits :])
+            ):
                 bars -= len(edit.options) - 1 if edit.when is None else 0
                 found[bracket.edits :] = [edit]
             else:
@@ -152,7 +163,9 @@ def _find(text: str) -> list[_Edit]:
     return [] if bars else found
 
 
-def _read(text: str, bracket: _Open, end: re.Match[str], inside: list[_Edit]) -> _Edit | None:
+def _read(
+    text: str, bracket: _Open, end: re.Match[str], inside: list[_Edit]
+) -> _Edit | None:
     """What square brackets with signs are, with the edits *inside* them; None for words."""
     signs = "".join(each[0] for each in bracket.signs)
     cuts = [bracket.start, *(each.start() for each in bracket.signs), end.start()]

@@ -64,10 +64,14 @@ def _matches(pattern: re.Pattern[str], allowed: str) -> AfterValidator:
 
 _SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 SafeId = Annotated[
-    str, _matches(_SAFE_ID, "letters, digits and . _ - only, beginning with a letter or a digit")
+    str,
+    _matches(
+        _SAFE_ID, "letters, digits and . _ - only, beginning with a letter or a digit"
+    ),
 ]
 SafeFileName = Annotated[
-    str, _matches(SAFE_NAME, "letters, digits, spaces and _ . + ( ) - only, without a path")
+    str,
+    _matches(SAFE_NAME, "letters, digits, spaces and _ . + ( ) - only, without a path"),
 ]
 
 DEFAULT_CAMPAIGN = "default"
@@ -91,7 +95,13 @@ class Output(BaseModel, extra="forbid", frozen=True):
     quality: int = Field(default=90, ge=1, le=100)
 
 
-class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True):
+class Job(
+    PassFields,
+    extra="forbid",
+    frozen=True,
+    allow_inf_nan=False,
+    hide_input_in_errors=True,
+):
     """A validated job; one that `read_job` returned has an `id` and a `seed`."""
 
     defaults: Literal["a1111-1.10"] | None = None
@@ -105,7 +115,9 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
     """A second drawing of the job's first image, to be compared; it is no result of the job."""
     awaited: bool = False
     """Whether a client waits for its end, which its worker then records at once."""
-    then: tuple[dict[str, JsonValue], ...] = Field(default=(), max_length=chain.MAX_STAGES - 1)
+    then: tuple[dict[str, JsonValue], ...] = Field(
+        default=(), max_length=chain.MAX_STAGES - 1
+    )
     """The stages after this one, each with the fields in which it differs from the one before."""
 
     @model_validator(mode="before")
@@ -120,8 +132,12 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
 
     @field_validator("then")
     @classmethod
-    def _read_stages(cls, stages: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-        return tuple(chain.fields_of_stage(number, each) for number, each in enumerate(stages, 2))
+    def _read_stages(
+        cls, stages: tuple[dict[str, Any], ...]
+    ) -> tuple[dict[str, Any], ...]:
+        return tuple(
+            chain.fields_of_stage(number, each) for number, each in enumerate(stages, 2)
+        )
 
     @model_validator(mode="after")
     def _text_fits_its_file(self) -> Self:
@@ -140,7 +156,9 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
                 " send a job for each"
             )
         if self.verify:
-            raise ValueError(f"{chain.THEN_FIELD}: a second drawing (verify) is of a first stage")
+            raise ValueError(
+                f"{chain.THEN_FIELD}: a second drawing (verify) is of a first stage"
+            )
         self.at_stage(len(self.then) + 1)
         return self
 
@@ -169,7 +187,9 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
             missing["campaign"] = campaign
         return missing
 
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+    def model_copy(
+        self, *, update: Mapping[str, Any] | None = None, deep: bool = False
+    ) -> Self:
         copy = super().model_copy(update=update, deep=deep)
         # Steps decide what an edited prompt is.
         prompts = ("parsed_prompt", "parsed_negative_prompt")
@@ -193,7 +213,10 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
                 stage.__dict__["place"] = Place(self, known, place, message, input_size)
                 if self.id is not None:
                     stage.identify(self.id)
-                known, input_size = stage, stage.final_size  # which may not fit the one before
+                known, input_size = (
+                    stage,
+                    stage.final_size,
+                )  # which may not fit the one before
         return known
 
     def stage_of_message(self, field: object) -> Job:
@@ -201,7 +224,9 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
         with validation.as_error(errors.InvalidMessageError, f"{chain.STAGE_FIELD}: "):
             asked = chain.StageField.model_validate(field)
         if asked.number > len(self.then) + 1:
-            raise errors.InvalidMessageError(f"{chain.STAGE_FIELD}: the job has no such stage")
+            raise errors.InvalidMessageError(
+                f"{chain.STAGE_FIELD}: the job has no such stage"
+            )
         return self.at_stage(asked.number, asked.message)
 
     @functools.cached_property  # looked up a dozen times a job, and a private attribute is slow
@@ -271,7 +296,9 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
     def stage_digest(self) -> str:
         """SHA-256 (hex) of all that decides this stage's images, the stages before it included."""
         fields = (
-            self.given_fields if self.id is None else self.given_fields | self._missing(self.id)
+            self.given_fields
+            if self.id is None
+            else self.given_fields | self._missing(self.id)
         )
         if self.place is not None:
             fields = {**fields, chain.INPUT_FIELD: self.place.before.stage_digest}
@@ -283,7 +310,9 @@ class Job(PassFields, extra="forbid", frozen=True, allow_inf_nan=False, hide_inp
     @functools.cached_property
     def given_fields(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as JSON has them."""
-        return self.model_dump(mode="json", include=self.model_fields_set, exclude_defaults=True)
+        return self.model_dump(
+            mode="json", include=self.model_fields_set, exclude_defaults=True
+        )
 
     def blob_name(self, index: int) -> str:
         """The name of image *index*: it follows from the job alone, so a retry finds it taken.
@@ -324,7 +353,10 @@ class Place:
 
 
 def read_job(
-    body: str, message_id: str, trusted: TrustedJobs | None = None, defaults: str | None = None
+    body: str,
+    message_id: str,
+    trusted: TrustedJobs | None = None,
+    defaults: str | None = None,
 ) -> Job:
     """Reads a job from a message: plain JSON, or JSON in base64 as Azure Functions send it.
 
@@ -350,13 +382,17 @@ def read_job(
     try:
         job = Job.model_validate(fields)
     except ValidationError as error:
-        raise errors.InvalidMessageError(validation.sentence(error, Job.model_fields)) from None
+        raise errors.InvalidMessageError(
+            validation.sentence(error, Job.model_fields)
+        ) from None
     if job.then and stage is None:
         # Its text as the messages of later stages have it, maybe longer than it was sent.
         signed = {} if signature is None else {SIGNATURE_FIELD: signature}
         most = sizes.MAX_MESSAGE_BYTES - sizes.STAGE_BYTES
         if sizes.message_bytes(message_text(fields | signed)) > most:
-            raise errors.InvalidMessageError(f"the job with its stages takes over {most:,} bytes")
+            raise errors.InvalidMessageError(
+                f"the job with its stages takes over {most:,} bytes"
+            )
     job.identify(message_id)
     if digest is not None and digest != job.digest:
         raise errors.InvalidMessageError(
@@ -372,7 +408,9 @@ def message_fields(body: str) -> Any:
     Base64 may be in lines, url-safe or without padding; either may begin with a byte order mark.
     """
     text = body.strip().removeprefix(sizes.BYTE_ORDER_MARK)
-    return json.loads(text if text.lstrip()[:1] in {"{", "["} else sizes.from_base64(text))
+    return json.loads(
+        text if text.lstrip()[:1] in {"{", "["} else sizes.from_base64(text)
+    )
 
 
 def message_text(fields: Mapping[str, Any]) -> str:
@@ -405,7 +443,9 @@ def images_of(body: str) -> int:
         return 1  # the most common case, without parsing it
     fields = fields_if_any(body)
     counts = [fields.get("batch_size", 1), fields.get("n_iter", 1)]
-    if fields.get("verify") or not all(isinstance(each, int) and each > 0 for each in counts):
+    if fields.get("verify") or not all(
+        isinstance(each, int) and each > 0 for each in counts
+    ):
         return 1
     return min(int(math.prod(counts)), MAX_IMAGES_PER_JOB)
 

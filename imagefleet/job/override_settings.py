@@ -24,10 +24,21 @@ _TITLE = re.compile(
 
 
 #: Titles of no file.
-NO_FILE: tuple[object, ...] = (None, "", [], {}, "Automatic", "None", "none", "Use same checkpoint")
+NO_FILE: tuple[object, ...] = (
+    None,
+    "",
+    [],
+    {},
+    "Automatic",
+    "None",
+    "none",
+    "Use same checkpoint",
+)
 
 
-def fields(settings: object, payload: Mapping[str, Any], passes: Collection[str]) -> dict[str, Any]:
+def fields(
+    settings: object, payload: Mapping[str, Any], passes: Collection[str]
+) -> dict[str, Any]:
     """The fields that *settings* set; raises ValueError where they conflict with *payload*, say."""
     if not isinstance(settings, dict):
         raise ValueError("override_settings: must be an object")  # noqa: TRY004 - for pydantic
@@ -52,7 +63,9 @@ def fields(settings: object, payload: Mapping[str, Any], passes: Collection[str]
         elif value != "" and not _is_others_eta(name, payload):
             found[row.field] = _field(row.field, value, settings)
             if payload.get(row.field) not in (None, found[row.field]):
-                raise ValueError(f"override_settings.{name} contradicts {row.field}: keep one")
+                raise ValueError(
+                    f"override_settings.{name} contradicts {row.field}: keep one"
+                )
     return found
 
 

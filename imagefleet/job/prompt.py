@@ -49,7 +49,9 @@ _LORA_KINDS = frozenset({"lora", "lyco"})
 _PLAIN_FACTORS = {"(": 1.1, "[": 1 / 1.1}
 _OPENED_BY = {")": "(", "]": "["}
 #: Words, and each sign by itself; a colon that starts no weight joins the words after it.
-_EMPHASIS = re.compile(r"[()\[\]]|:\s*([+-]?[.\d]+)\s*\)|:?[^\\()\[\]:]+|:+(?=:)|:|\\[()\[\]\\]?")
+_EMPHASIS = re.compile(
+    r"[()\[\]]|:\s*([+-]?[.\d]+)\s*\)|:?[^\\()\[\]:]+|:+(?=:)|:|\\[()\[\]\\]?"
+)
 _BREAK = re.compile(r"\bBREAK\b")
 
 #: What no prompt without weights has.
@@ -105,7 +107,9 @@ class Subprompt:
     """From `:1.3` at its end: multiplies the guidance scale."""
 
     def at(self, call: int) -> State:
-        return next((state for state in self.states if call <= state.until), self.states[0])
+        return next(
+            (state for state in self.states if call <= state.until), self.states[0]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +163,11 @@ def without_comments(prompt: str) -> str:
 # The stages of a job mostly have one prompt.
 @functools.lru_cache(maxsize=64)
 def read_prompt(
-    prompt: str, *, comments: bool = True, steps: int = _USUAL_STEPS, first_steps: int = 0
+    prompt: str,
+    *,
+    comments: bool = True,
+    steps: int = _USUAL_STEPS,
+    first_steps: int = 0,
 ) -> Prompt:
     """Splits a prompt into weighted words and LoRAs; without *comments*, `#` is a letter.
 
@@ -179,13 +187,18 @@ def read_prompt(
             )
         loras.append(_read_tag(arguments))
     if len(loras) > MAX_LORAS:
-        raise errors.JobError(f"the prompt has {len(loras)} LoRAs; at most {MAX_LORAS} work")
+        raise errors.JobError(
+            f"the prompt has {len(loras)} LoRAs; at most {MAX_LORAS} work"
+        )
     text = _TAG.sub("", prompt[:end]) + prompt[end:]
     joined = [_split_own_weight(each) for each in _AND.split(text)]
     if len(joined) > MAX_SUBPROMPTS:
-        raise errors.JobError(f"AND joins {len(joined)} prompts; at most {MAX_SUBPROMPTS} work")
+        raise errors.JobError(
+            f"AND joins {len(joined)} prompts; at most {MAX_SUBPROMPTS} work"
+        )
     subprompts = tuple(
-        Subprompt(_read_states(words, steps, first_steps), weight) for words, weight in joined
+        Subprompt(_read_states(words, steps, first_steps), weight)
+        for words, weight in joined
     )
     # A LoRA that is named twice is applied twice, both times with its last weights.
     last = {tag.name: tag for tag in loras}
@@ -205,7 +218,9 @@ def read_words(text: str) -> tuple[str, Sequence[LoraTag]]:
         read = read_prompt(text)
     except errors.JobError:
         return text, ()
-    sections = [each for joined in read.subprompts for each in joined.states[-1].sections]
+    sections = [
+        each for joined in read.subprompts for each in joined.states[-1].sections
+    ]
     words = " ".join("".join(part.text for part in section) for section in sections)
     return " ".join(words.replace(" ,", "").split()).strip(" ,"), read.loras
 
@@ -228,7 +243,11 @@ def _split_own_weight(text: str) -> tuple[str, float]:
 # A campaign's jobs share a few negative prompts.
 @functools.lru_cache(maxsize=256)
 def read_negative_prompt(
-    prompt: str, *, comments: bool = True, steps: int = _USUAL_STEPS, first_steps: int = 0
+    prompt: str,
+    *,
+    comments: bool = True,
+    steps: int = _USUAL_STEPS,
+    first_steps: int = 0,
 ) -> Prompt:
     """Reads it as `read_prompt` does, but takes AND, LoRA tags and `:1.3` at its end for words."""
     if comments:
@@ -303,7 +322,9 @@ def _read_factor(number: str) -> float:
     try:
         return float(number)
     except ValueError:
-        raise errors.JobError(f"the weight {number[:20]!r} in the prompt is not a number") from None
+        raise errors.JobError(
+            f"the weight {number[:20]!r} in the prompt is not a number"
+        ) from None
 
 
 def _merge(texts: list[list[str]], weights: list[float]) -> Section:
@@ -324,7 +345,10 @@ def _merge(texts: list[list[str]], weights: list[float]) -> Section:
 def _read_states(text: str, steps: int, first_steps: int) -> tuple[State, ...]:
     has_edits = "[" in text
     found = editing.schedule(text, steps, first_steps) if has_edits else [(steps, text)]
-    sections = {words: weighted_parts(words) for words in dict.fromkeys(each for _, each in found)}
+    sections = {
+        words: weighted_parts(words)
+        for words in dict.fromkeys(each for _, each in found)
+    }
     return tuple(State(until, words, sections[words]) for until, words in found)
 
 

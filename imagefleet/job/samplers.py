@@ -13,7 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, Field, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    StringConstraints,
+    model_validator,
+)
 
 from imagefleet import errors, validation
 from imagefleet.job import clip
@@ -150,23 +156,43 @@ _ALL = (
     ),
     *_with_schedules("euler", "Euler", "k_euler", options=_CHURN),
     *_with_schedules("dpmpp_2m", "DPM++ 2M", "k_dpmpp_2m", "karras"),
-    *_with_schedules("dpmpp_sde", "DPM++ SDE", "k_dpmpp_sde", "karras", _ANCESTRAL, calls=2),
-    *_with_schedules("dpmpp_2m_sde", "DPM++ 2M SDE", "k_dpmpp_2m_sde", "exponential", _ANCESTRAL),
     *_with_schedules(
-        *("dpmpp_2m_sde_heun", "DPM++ 2M SDE Heun", "k_dpmpp_2m_sde_heun", "exponential"),
+        "dpmpp_sde", "DPM++ SDE", "k_dpmpp_sde", "karras", _ANCESTRAL, calls=2
+    ),
+    *_with_schedules(
+        "dpmpp_2m_sde", "DPM++ 2M SDE", "k_dpmpp_2m_sde", "exponential", _ANCESTRAL
+    ),
+    *_with_schedules(
+        *(
+            "dpmpp_2m_sde_heun",
+            "DPM++ 2M SDE Heun",
+            "k_dpmpp_2m_sde_heun",
+            "exponential",
+        ),
         _ANCESTRAL,
     ),
-    *_with_schedules("dpmpp_3m_sde", "DPM++ 3M SDE", "k_dpmpp_3m_sde", "exponential", _ANCESTRAL),
     *_with_schedules(
-        "dpmpp_2s_ancestral", "DPM++ 2S a", "k_dpmpp_2s_a", "karras", _ANCESTRAL, calls=2
+        "dpmpp_3m_sde", "DPM++ 3M SDE", "k_dpmpp_3m_sde", "exponential", _ANCESTRAL
+    ),
+    *_with_schedules(
+        "dpmpp_2s_ancestral",
+        "DPM++ 2S a",
+        "k_dpmpp_2s_a",
+        "karras",
+        _ANCESTRAL,
+        calls=2,
     ),
     *_with_schedules("lms", "LMS", "k_lms"),
     *_with_schedules("heun", "Heun", "k_heun", options=_CHURN, calls=2),
     *_with_schedules("dpm_2", "DPM2", "k_dpm_2", "karras", _CHURN, calls=2),
-    *_with_schedules("dpm_2_ancestral", "DPM2 a", "k_dpm_2_a", "karras", _ANCESTRAL, calls=2),
+    *_with_schedules(
+        "dpm_2_ancestral", "DPM2 a", "k_dpm_2_a", "karras", _ANCESTRAL, calls=2
+    ),
     *_with_schedules("dpm_fast", "DPM fast", "k_dpm_fast", options=_ANCESTRAL),
     *_with_schedules("dpm_adaptive", "DPM adaptive", "k_dpm_ad", options=("eta",)),
-    *_with_schedules("restart", "Restart", "restart", "karras", calls=2, alone="karras"),
+    *_with_schedules(
+        "restart", "Restart", "restart", "karras", calls=2, alone="karras"
+    ),
     *_with_schedules("lcm", "LCM", "k_lcm"),
     _of_timesteps("ddim", "DDIM", ("eta",)),
     _of_timesteps("ddim_cfgpp", "DDIM CFG++", ("eta",)),
@@ -176,7 +202,16 @@ _ALL = (
 )
 
 #: DeepFloyd IF's lists of timesteps.
-_LISTS = ["fast27", "smart27", "smart50", "smart100", "smart185", "super27", "super40", "super100"]
+_LISTS = [
+    "fast27",
+    "smart27",
+    "smart50",
+    "smart100",
+    "smart185",
+    "super27",
+    "super40",
+    "super100",
+]
 
 #: Those of stages of DeepFloyd IF, which draw in pixels, and of latent models' what they also take.
 _OF_PIXELS = (
@@ -215,7 +250,11 @@ def find(name: str, scheduler: str | None = None) -> Sampler:
         return sampler
     keys = {title: key for key, title in SCHEDULES.items()}
     asked = keys.get(schedule, sampler.automatic)
-    return next(each for each in _ALL if each.method == sampler.method and each.schedule == asked)
+    return next(
+        each
+        for each in _ALL
+        if each.method == sampler.method and each.schedule == asked
+    )
 
 
 def unknown(name: str) -> str:
@@ -230,7 +269,10 @@ def unknown(name: str) -> str:
 def titles(of_pixels: bool) -> list[str]:
     """The names of the samplers that a kind of model takes, without schedules."""
     if of_pixels:
-        return [*(SAMPLERS[key].title for key in _PIXELS_TAKE), *(each.name for each in _OF_PIXELS)]
+        return [
+            *(SAMPLERS[key].title for key in _PIXELS_TAKE),
+            *(each.name for each in _OF_PIXELS),
+        ]
     return list(dict.fromkeys(sampler.title for sampler in _ALL))
 
 
@@ -240,7 +282,9 @@ def check_scheduler(name: str | None) -> str | None:
         return None
     if (title := _SCHEDULES_BY_NAME.get(name.lower())) is None:
         hint = validation.suggestion(name, SCHEDULERS)
-        raise ValueError(f"unknown scheduler {name[:40]!r}{hint}; known: {', '.join(SCHEDULERS)}")
+        raise ValueError(
+            f"unknown scheduler {name[:40]!r}{hint}; known: {', '.join(SCHEDULERS)}"
+        )
     return title
 
 
@@ -302,16 +346,22 @@ def check_guidance(cfg_scale: float, prompt: Prompt, name: str = "the prompt") -
 
 def _without_nul(prompt: str) -> str:
     if "\0" in prompt:
-        raise ValueError("holds the character U+0000, which no image's text can hold: remove it")
+        raise ValueError(
+            "holds the character U+0000, which no image's text can hold: remove it"
+        )
     return prompt
 
 
-PromptText = Annotated[str, StringConstraints(max_length=65_536), AfterValidator(_without_nul)]
+PromptText = Annotated[
+    str, StringConstraints(max_length=65_536), AfterValidator(_without_nul)
+]
 
 
 def _is_off_or_side(pixels: int) -> int:
     if pixels > 0 and not MIN_SIDE <= pixels <= MAX_SIDE:
-        raise ValueError(f"should be between {MIN_SIDE} and {MAX_SIDE}, or 0 for no resizing")
+        raise ValueError(
+            f"should be between {MIN_SIDE} and {MAX_SIDE}, or 0 for no resizing"
+        )
     return max(pixels, 0)
 
 
@@ -336,7 +386,9 @@ class FirstPass(BaseModel):
 
     prompt: PromptText
     negative_prompt: PromptText = ""
-    sampler_name: Annotated[str, AfterValidator(lambda name: find(name) and name)] = "Euler a"
+    sampler_name: Annotated[str, AfterValidator(lambda name: find(name) and name)] = (
+        "Euler a"
+    )
     scheduler: Annotated[str | None, AfterValidator(check_scheduler)] = None
     steps: int = Field(default=20, ge=1, le=150)
     cfg_scale: Guidance = 7.0
@@ -397,7 +449,9 @@ class FirstPass(BaseModel):
 
     def read(self, read: Callable[..., Prompt], text: str, *steps: int) -> Prompt:
         """A prompt in the course of the first pass' steps, or of a second pass' and those."""
-        counted = dict(zip(("steps", "first_steps"), steps or [self.editing_steps], strict=False))
+        counted = dict(
+            zip(("steps", "first_steps"), steps or [self.editing_steps], strict=False)
+        )
         return read(text, comments=self.enable_prompt_comments, **counted)
 
     @property

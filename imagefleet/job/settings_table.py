@@ -65,7 +65,9 @@ _FIELDS: _Rows = {
     " ".join(hires.FIELDS - {"enable_hr"}): Row(_HIRES, _SAME),
     "enable_hr": Row(_HIRES, _SAME, refused=_FROM_PIXELS - _HIRES | _EXTRAS),
     "resize_mode": Row(_IMG2IMG | _EXTRAS, _SAME, refused=frozenset({TXT2IMG})),
-    " ".join(img2img.OWN_FIELDS - {"resize_mode"}): Row(_IMG2IMG, _SAME, refused=_ALL - _IMG2IMG),
+    " ".join(img2img.OWN_FIELDS - {"resize_mode"}): Row(
+        _IMG2IMG, _SAME, refused=_ALL - _IMG2IMG
+    ),
     " ".join(extras.FIELDS): Row(_EXTRAS, _SAME, refused=_DRAWINGS),
     "s_churn s_min_uncond s_noise s_tmax s_tmin eta_noise_seed_delta img2img_extra_noise seed"
     " subseed subseed_strength seed_resize_from_h seed_resize_from_w"
@@ -88,16 +90,48 @@ _FIELDS: _Rows = {
 
 #: How names of settings begin that are all of saving, of its page, or of training.
 FAMILIES = (
-    *("add_", "api_", "canvas_", "dataset_", "deepbooru_", "directories_", "extra_networks_"),
-    *("extra_options_", "gradio_", "grid_", "hide_", "hires_fix_show_", "img2img_inpaint_"),
-    *("img2img_sketch_", "img_", "infotext_", "interrogate_", "js_", "keyedit_", "ldsr_"),
-    *("live_preview", "lora_not_", "notification_", "outdir_", "profiling_", "realesrgan_"),
+    *(
+        "add_",
+        "api_",
+        "canvas_",
+        "dataset_",
+        "deepbooru_",
+        "directories_",
+        "extra_networks_",
+    ),
+    *(
+        "extra_options_",
+        "gradio_",
+        "grid_",
+        "hide_",
+        "hires_fix_show_",
+        "img2img_inpaint_",
+    ),
+    *(
+        "img2img_sketch_",
+        "img_",
+        "infotext_",
+        "interrogate_",
+        "js_",
+        "keyedit_",
+        "ldsr_",
+    ),
+    *(
+        "live_preview",
+        "lora_not_",
+        "notification_",
+        "outdir_",
+        "profiling_",
+        "realesrgan_",
+    ),
     *("save_", "sd_checkpoint_", "sd_checkpoints_", "sd_webui_", "send_", "show_"),
     *("textual_inversion_", "training_", "ui_"),
 )
 
 #: What AUTOMATIC1111 leaves out where `seed_enable_extras` is false.
-SEED_EXTRAS = frozenset({"subseed", "subseed_strength", "seed_resize_from_h", "seed_resize_from_w"})
+SEED_EXTRAS = frozenset(
+    {"subseed", "subseed_strength", "seed_resize_from_h", "seed_resize_from_w"}
+)
 
 _SETTINGS: _Rows = {
     "sd_model_checkpoint": Row(_DRAWINGS, "model"),
@@ -113,7 +147,9 @@ _SETTINGS: _Rows = {
     " no_dpmpp_sde_batch_determinism pad_cond_uncond pad_cond_uncond_v0 s_min_uncond_all"
     " sdxl_clip_l_skip sgm_noise_multiplier"
     " use_old_emphasis_implementation use_old_hires_fix_width_height"
-    " use_old_karras_scheduler_sigmas use_old_scheduling": Row(_DRAWINGS, neutral=(False,)),
+    " use_old_karras_scheduler_sigmas use_old_scheduling": Row(
+        _DRAWINGS, neutral=(False,)
+    ),
     "enable_batch_seeds enable_emphasis sd_vae_overrides_per_model_preferences"
     " uni_pc_lower_order_final": Row(_DRAWINGS, neutral=(True,)),
     "rho sdxl_crop_left sdxl_crop_top sigma_max sigma_min skip_early_cond token_merging_ratio": Row(

@@ -101,7 +101,10 @@ def metadata_json(metadata: Mapping[str, JsonValue]) -> bytes:
 
 def metadata_header(metadata: Mapping[str, JsonValue]) -> str:
     """A job's metadata as the header of its image's blob: JSON in ASCII, or base64 if shorter."""
-    text, encoded = json.dumps(metadata), base64.b64encode(metadata_json(metadata)).decode()
+    text, encoded = (
+        json.dumps(metadata),
+        base64.b64encode(metadata_json(metadata)).decode(),
+    )
     return text if text.isprintable() and len(text) <= len(encoded) else encoded
 
 
@@ -109,7 +112,9 @@ def read_metadata_header(header: str) -> Any:
     """The JSON of a header of `metadata_header`; raises ValueError for any other."""
     data = header.encode(errors="surrogatepass")
     is_plain = data.startswith(b"{")
-    return pydantic_core.from_json(data if is_plain else base64.b64decode(data, validate=True))
+    return pydantic_core.from_json(
+        data if is_plain else base64.b64decode(data, validate=True)
+    )
 
 
 def _is_small(metadata: dict[str, JsonValue]) -> dict[str, JsonValue]:
@@ -118,7 +123,9 @@ def _is_small(metadata: dict[str, JsonValue]) -> dict[str, JsonValue]:
     except UnicodeEncodeError:
         raise ValueError("contains half of a surrogate pair") from None
     if size > MAX_METADATA_BYTES:
-        raise ValueError(f"is {size:,} bytes of JSON; {MAX_METADATA_BYTES:,} are allowed")
+        raise ValueError(
+            f"is {size:,} bytes of JSON; {MAX_METADATA_BYTES:,} are allowed"
+        )
     return metadata
 
 

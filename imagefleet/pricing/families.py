@@ -79,7 +79,9 @@ class Family:
         rows: int = 2,
     ) -> float:
         """The operations of one image of so many rows a step (1: no guidance), in 10^12."""
-        call, decoding = self._per_call((width or self.width) * (height or self.height) / _SIDE**2)
+        call, decoding = self._per_call(
+            (width or self.width) * (height or self.height) / _SIDE**2
+        )
         return rows * ((steps or self.steps) * call + self.text_tflop) + decoding
 
     def passes_tflop(self, passes: Iterable[Pass]) -> float:
@@ -88,7 +90,12 @@ class Family:
         for job_pass in passes:
             pixels = job_pass.width * job_pass.height / _SIDE**2
             call, decoding = self._per_call(pixels)
-            rows = job_pass.rows * job_pass.calls * call * (1 + _CONTROL * job_pass.controls)
+            rows = (
+                job_pass.rows
+                * job_pass.calls
+                * call
+                * (1 + _CONTROL * job_pass.controls)
+            )
             images = job_pass.decodes + _ENCODING * job_pass.encodes
             total += rows + images * decoding + job_pass.enlarged * _ENLARGING
             if job_pass.is_drawn:
@@ -103,13 +110,17 @@ class Family:
         )
         return call, decoding
 
-    def images_per_second(self, of_sd1: float, steps: int | None = None, rows: int = 2) -> float:
+    def images_per_second(
+        self, of_sd1: float, steps: int | None = None, rows: int = 2
+    ) -> float:
         """The speed of a card that draws so many of SD1.5's images per second."""
         tflop = self.image_tflop(steps=steps, rows=rows)
         return of_sd1 * self.rate * SD1.image_tflop() / tflop
 
 
-_TABLES = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
+_TABLES = tomllib.loads(
+    Path(__file__).with_name("families.toml").read_text(encoding="utf-8")
+)
 _FAMILY = TypeAdapter(Family)
 FAMILIES: Mapping[str, Family] = {
     slug: _FAMILY.validate_python({"slug": slug, **table})
@@ -122,7 +133,9 @@ SD1 = FAMILIES["sd1"]
 def find(slug: str) -> Family:
     """Raises SetupError for an unknown family."""
     if slug not in FAMILIES:
-        hint = validation.suggestion(slug, FAMILIES) or f"; known: {', '.join(FAMILIES)}"
+        hint = (
+            validation.suggestion(slug, FAMILIES) or f"; known: {', '.join(FAMILIES)}"
+        )
         raise errors.SetupError(f"unknown model family {slug[:40]!r}{hint}")
     return FAMILIES[slug]
 

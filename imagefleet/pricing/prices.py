@@ -70,14 +70,19 @@ SALAD_IDS: Mapping[str, str] = {name: gpu["salad_id"] for name, gpu in _GPUS.ite
 
 #: Images/s of one card (15 steps, 512x512), by GPU class; not known for all of them.
 ASSUMED_IMAGES_PER_SECOND: Mapping[str, float] = {
-    name: gpu["images_per_second"] for name, gpu in _GPUS.items() if "images_per_second" in gpu
+    name: gpu["images_per_second"]
+    for name, gpu in _GPUS.items()
+    if "images_per_second" in gpu
 }
 
 BUILT_IN = PriceTable(
     gpus={
-        name: GpuPrices(gpu["dollars_per_hour"], GPU_PRICES_SOURCE) for name, gpu in _GPUS.items()
+        name: GpuPrices(gpu["dollars_per_hour"], GPU_PRICES_SOURCE)
+        for name, gpu in _GPUS.items()
     },
-    storage=StoragePrices(0.055 / 10_000, 0.0044 / 10_000, 0.01 / 200_000, STORAGE_PRICES_SOURCE),
+    storage=StoragePrices(
+        0.055 / 10_000, 0.0044 / 10_000, 0.01 / 200_000, STORAGE_PRICES_SOURCE
+    ),
 )
 
 #: A local folder.
@@ -105,18 +110,24 @@ def find_gpu(name: str, known: Collection[str] = tuple(BUILT_IN.gpus)) -> str:
     if len(found) == 1:
         return found[0]
     if found:
-        raise errors.SetupError(f"{name!r} may mean several GPU classes: {', '.join(found)}")
+        raise errors.SetupError(
+            f"{name!r} may mean several GPU classes: {', '.join(found)}"
+        )
     hint = validation.suggestion(name, known) or f"; known: {', '.join(known)}"
     raise errors.SetupError(f"unknown GPU class {name!r}{hint}")
 
 
-def gpu_dollars_per_hour(gpu: str, priority: Priority, table: PriceTable = BUILT_IN) -> float:
+def gpu_dollars_per_hour(
+    gpu: str, priority: Priority, table: PriceTable = BUILT_IN
+) -> float:
     """$/h of one replica; raises SetupError as `find_gpu` does, or if there is no such price."""
     name = find_gpu(gpu, table.gpus)
     try:
         return table.gpus[name].dollars_per_hour[priority]
     except KeyError:
-        raise errors.SetupError(f"there is no price of the {name} at {priority} priority") from None
+        raise errors.SetupError(
+            f"there is no price of the {name} at {priority} priority"
+        ) from None
 
 
 def storage_dollars(jobs: int, images: int, table: PriceTable = BUILT_IN) -> float:
@@ -137,7 +148,9 @@ class _Storage(BaseModel, extra="forbid", strict=True):
 
     blob_write: _Dollars | None = Field(default=None, alias="blob_writes_per_10000")
     blob_read: _Dollars | None = Field(default=None, alias="blob_reads_per_10000")
-    queue_operation: _Dollars | None = Field(default=None, alias="queue_operations_per_10000")
+    queue_operation: _Dollars | None = Field(
+        default=None, alias="queue_operations_per_10000"
+    )
 
 
 class _File(BaseModel, extra="forbid", strict=True):

@@ -96,7 +96,11 @@ class Submission:
             with contextlib.suppress(errors.SetupError):
                 found = await reader.end(self._storage, campaign)
             if campaign in self._with_own_ids:
-                found = {name: at for name, at in found.items() if name.endswith(".jobs.jsonl.gz")}
+                found = {
+                    name: at
+                    for name, at in found.items()
+                    if name.endswith(".jobs.jsonl.gz")
+                }
             self.positions[campaign] = found
 
     async def note_sent(self, count: int) -> None:
@@ -123,19 +127,29 @@ class Watch:
     """
 
     def __init__(
-        self, storage: Storage, jobs: Iterable[JobFacts], positions: Mapping[str, dict[str, int]]
+        self,
+        storage: Storage,
+        jobs: Iterable[JobFacts],
+        positions: Mapping[str, dict[str, int]],
     ) -> None:
         self.found: list[JobFacts] = []
         self.waiting = {job.key: job for job in jobs}
         self.is_behind = True
         """Whether there may be more to read at once."""
         self._followers = [
-            reader.Follower(storage, campaign, positions.get(campaign), own=self.waiting)
-            for campaign in {**positions, **{job.campaign: {} for job in self.waiting.values()}}
+            reader.Follower(
+                storage, campaign, positions.get(campaign), own=self.waiting
+            )
+            for campaign in {
+                **positions,
+                **{job.campaign: {} for job in self.waiting.values()},
+            }
         ]
         self._ledgers = Ledgers(storage)
         self._others: list[Record] = []  # of jobs of the same names
-        self._images: dict[str, dict[str, Record]] = {}  # by name, of jobs that lack others
+        self._images: dict[
+            str, dict[str, Record]
+        ] = {}  # by name, of jobs that lack others
         self._ended: dict[_Failure, Record] = {}
         self._replayed: set[_Failure] = set()
 
@@ -156,7 +170,9 @@ class Watch:
         if not self.is_behind:
             # The shards are in no order: only now is known which of the failures were replayed.
             for failure, record in self._ended.items():
-                if failure not in self._replayed and (job := self.waiting.pop(record.key, None)):
+                if failure not in self._replayed and (
+                    job := self.waiting.pop(record.key, None)
+                ):
                     images = self._images.pop(job.key, {})
                     self.found.append(job.ended(record, images.values()))
             self._ended.clear()
@@ -172,7 +188,8 @@ class Watch:
             each
             for each in others
             if each.key in self.waiting
-            and _entry(each) == ledgers[each.campaign].known.entry(sent.id_hash(each.id))
+            and _entry(each)
+            == ledgers[each.campaign].known.entry(sent.id_hash(each.id))
         ]
 
     def _take(self, record: Record) -> None:

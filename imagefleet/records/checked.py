@@ -39,16 +39,28 @@ class Checks:
     waiting: list[New] = field(default_factory=list)
     """Those of jobs that may be noted as sent any moment."""
 
-    async def fitting(self, new: Iterable[New], shards: Collection[StoredShard]) -> list[Record]:
+    async def fitting(
+        self, new: Iterable[New], shards: Collection[StoredShard]
+    ) -> list[Record]:
         """Those that fit, of all that waited, too; *shards*: with the notes of replaced images."""
-        sent, trusted, waiting, read = list[New](), list[Record](), list[New](), set[str]()
+        sent, trusted, waiting, read = (
+            list[New](),
+            list[Record](),
+            list[New](),
+            set[str](),
+        )
         now = self.blobs.clock.now()
         for each in (*self.waiting, *new):
             record, ledger = each.record, self.ledgers.of(each.record.campaign)
             if self.own is None and each.shard.kind != "settled":
-                if not drawn.is_sent(record, ledger.known) and record.campaign not in read:
+                if (
+                    not drawn.is_sent(record, ledger.known)
+                    and record.campaign not in read
+                ):
                     read.add(record.campaign)
-                    with contextlib.suppress(errors.SetupError):  # no permission to read files
+                    with contextlib.suppress(
+                        errors.SetupError
+                    ):  # no permission to read files
                         await ledger.read()
                 if ledger.known and not drawn.is_sent(record, ledger.known):
                     if abs((now - record.at).total_seconds()) < _UNNOTED_SECONDS:
@@ -64,12 +76,18 @@ class Checks:
         self.waiting = waiting
         return trusted + found
 
-    async def _stored(self, new: list[New], shards: Collection[StoredShard]) -> list[Record]:
+    async def _stored(
+        self, new: list[New], shards: Collection[StoredShard]
+    ) -> list[Record]:
         images = [each for each in new if each.record.outcome == "completed"]
         names = (each.record.blob for each in images)
         told = await drawn.metadata_of([each.shard for each in images], names)
-        ends = [each.record for each in new if each.record.is_end or each.record.completes]
-        of_jobs = {each.job: some for each, some in await drawn.stored_of(self.blobs, ends)}
+        ends = [
+            each.record for each in new if each.record.is_end or each.record.completes
+        ]
+        of_jobs = {
+            each.job: some for each, some in await drawn.stored_of(self.blobs, ends)
+        }
         found, misfits = list[Record](), list[tuple[Record, str]]()
         for record, shard, _ in new:
             of_image, of_job = told.get(record.blob, {}), of_jobs.get(record.job, [])
@@ -96,7 +114,9 @@ def _misfit(
     record: Record, of_image: Mapping[str, str], of_job: list[Record], is_again: bool
 ) -> str:
     if record.is_end:
-        return "the end of a job of which all is stored" if drawn.are_all(of_job) else ""
+        return (
+            "the end of a job of which all is stored" if drawn.are_all(of_job) else ""
+        )
     if record.outcome == "completed":
         if not of_image or (record.completes and not drawn.are_all(of_job)):
             return "a record of an image that is not stored"

@@ -14,15 +14,44 @@ if TYPE_CHECKING:
 
 #: In their order; but for the address, each is a field of the record under the same name.
 COLUMNS = (
-    *("outcome", "campaign", "id", "index", "stage", "prompt", "negative_prompt", "seed"),
+    *(
+        "outcome",
+        "campaign",
+        "id",
+        "index",
+        "stage",
+        "prompt",
+        "negative_prompt",
+        "seed",
+    ),
     *("model", "loras", "embeddings", "sampler", "steps", "cfg_scale", "clip_skip"),
-    *("width", "height", "worker", "gpu", "seconds", "attempts", "at", "size_bytes", "blob"),
+    *(
+        "width",
+        "height",
+        "worker",
+        "gpu",
+        "seconds",
+        "attempts",
+        "at",
+        "size_bytes",
+        "blob",
+    ),
     *("address", "error", "reason", "metadata"),
 )
 
 #: Columns of numbers; those of text and of nested values are the others, but for the time.
 INTEGERS = (
-    *("index", "stage", "seed", "steps", "clip_skip", "width", "height", "attempts", "size_bytes"),
+    *(
+        "index",
+        "stage",
+        "seed",
+        "steps",
+        "clip_skip",
+        "width",
+        "height",
+        "attempts",
+        "size_bytes",
+    ),
 )
 REALS = ("cfg_scale", "seconds")
 
@@ -57,6 +86,8 @@ async def frame(records: AsyncIterator[Record], address: Address) -> pd.DataFram
     try:
         import pandas as pd
     except ImportError:
-        raise errors.SetupError("a data frame needs pandas: pip install '.[pandas]'") from None
+        raise errors.SetupError(
+            "a data frame needs pandas: pip install '.[pandas]'"
+        ) from None
     rows = [tuple(row(record, address).values()) async for record in records]
     return pd.DataFrame(rows, columns=[*COLUMNS], dtype="object").astype(_TYPES)

@@ -55,7 +55,11 @@ async def _twice(
 ) -> tuple[_Lines, _Lines, int | None]:
     """The lines of *shards* two times, read once if they are few; then also their number."""
     if stored.size_bytes(shards) > stored.PART_BYTES:
-        return stored.lines_of_all(shards, Damaged()), stored.lines_of_all(shards, damaged), None
+        return (
+            stored.lines_of_all(shards, Damaged()),
+            stored.lines_of_all(shards, damaged),
+            None,
+        )
     kept = [each async for each in stored.lines_of_all(shards, damaged)]
     return _kept(kept), _kept(kept), sum(len(lines) for _, lines in kept)
 
@@ -65,7 +69,9 @@ async def _kept(lines: Iterable[tuple[StoredShard, list[bytes]]]) -> _Lines:
         yield each
 
 
-async def again(shards: Collection[StoredShard], damaged: Damaged) -> tuple[Again, Replaced]:
+async def again(
+    shards: Collection[StoredShard], damaged: Damaged
+) -> tuple[Again, Replaced]:
     """What the records of taken names and the notes of replaced drawings say."""
     again, replaced = Again(), Replaced()
     async for notes in stored.records(stored.of_kind(shards, "replaced"), damaged):
@@ -83,7 +89,9 @@ async def find(shards: Collection[StoredShard], again: Again) -> int:
         found = await asyncio.to_thread(again.find, lines)
         records = stored.parsed(found, shard, Damaged())
         again.found(records)
-        jobs += sum(again.completes(record) > record.completes_job for record in records)
+        jobs += sum(
+            again.completes(record) > record.completes_job for record in records
+        )
     return jobs
 
 
@@ -95,7 +103,9 @@ async def left(
     async for part in stored.records(taken, Damaged()):
         records = replaced.without(part, once=False)
         # A worker that died in between has stored these images, and written no record.
-        found = await metadata_of(shards, (each.blob for each in filter(again.is_left, records)))
+        found = await metadata_of(
+            shards, (each.blob for each in filter(again.is_left, records))
+        )
         left = []
         for record in records:
             if not (metadata := found.get(record.blob, {})):
@@ -109,7 +119,10 @@ async def left(
 
 
 async def _without_rivals(
-    shards: Collection[StoredShard], records: list[Record], rivals: Rivals, damaged: Damaged
+    shards: Collection[StoredShard],
+    records: list[Record],
+    rivals: Rivals,
+    damaged: Damaged,
 ) -> list[Record]:
     """Of records with the same name, the first that fits the stored image."""
     contested = list(filter(rivals.include, records))
@@ -163,7 +176,9 @@ async def ended(
     async for shard, lines in second:
         async for records in stored.records_in(shard, lines, damaged):
             new = ends.add(records)
-            looked_up = [each for each in new if perhaps is None or ends.job(each) in perhaps]
+            looked_up = [
+                each for each in new if perhaps is None or ends.job(each) in perhaps
+            ]
             damaged.saw_images |= bool(looked_up)
             for record, images in await stored_of(blobs, looked_up):
                 if are_all(images):
@@ -182,7 +197,9 @@ async def not_ended(
         if record.blob in contested and not (
             found[record.blob] and record.fits(found[record.blob])
         ):
-            ends.damaged.add(record.key, "a record of an image that is not stored: its job ended")
+            ends.damaged.add(
+                record.key, "a record of an image that is not stored: its job ended"
+            )
         else:
             kept.append(record)
     return kept
@@ -297,7 +314,9 @@ def is_sent(record: Record, known: Digests) -> bool:
 class Ends:
     """The jobs that ended without all of their images, each once; those replayed since are none."""
 
-    def __init__(self, known: Digests | None, damaged: Damaged, job_id: str | None = None) -> None:
+    def __init__(
+        self, known: Digests | None, damaged: Damaged, job_id: str | None = None
+    ) -> None:
         """Only *known* jobs count, if they are given, and those of *job_id*."""
         self.outcomes: dict[int, Outcome] = {}
         """Which of both, by `job`."""
@@ -312,9 +331,13 @@ class Ends:
 
     async def read(self, shards: Iterable[StoredShard]) -> Self:
         """Reads what the operator has replayed and discarded."""
-        async for records in stored.records(stored.of_kind(shards, "settled"), self.damaged):
+        async for records in stored.records(
+            stored.of_kind(shards, "settled"), self.damaged
+        ):
             self._settled.update(record.failure for record in records)
-            discarded = (each for each in self.sent(records) if each.outcome == "discarded")
+            discarded = (
+                each for each in self.sent(records) if each.outcome == "discarded"
+            )
             self._discarded.update(map(self.job, discarded))
         return self
 
@@ -348,10 +371,15 @@ class Ends:
         """The first end of each job that has failed or was cancelled, and not been settled."""
         new = []
         ended = [
-            record for record in records if record.is_end and self._job_id in {None, record.id}
+            record
+            for record in records
+            if record.is_end and self._job_id in {None, record.id}
         ]
         for record in self.sent(ended):
-            if record.failure not in self._settled and self.job(record) not in self.outcomes:
+            if (
+                record.failure not in self._settled
+                and self.job(record) not in self.outcomes
+            ):
                 self.outcomes[self.job(record)] = record.outcome
                 self.campaigns.add(record.campaign)
                 new.append(record)

@@ -19,7 +19,9 @@ _BEFORE_NAME = b'{"outcome":"completed","blob":"'
 
 #: The same with its job's id and digest.
 _JOB = re.compile(
-    re.escape(_BEFORE_NAME) + rb'[^"\\]*","id":"([\w.-]+)"(?:,"digest":"([0-9a-f]{64})")?', re.ASCII
+    re.escape(_BEFORE_NAME)
+    + rb'[^"\\]*","id":"([\w.-]+)"(?:,"digest":"([0-9a-f]{64})")?',
+    re.ASCII,
 )
 
 
@@ -27,7 +29,9 @@ _JOB = re.compile(
 _COUNTS = re.compile(rb'"(?:images|stages)":\d+')
 
 
-def note(name: str, metadata: Mapping[str, str], journal: str, at: datetime) -> Record | None:
+def note(
+    name: str, metadata: Mapping[str, str], journal: str, at: datetime
+) -> Record | None:
     """The note, once for each *journal*, that a drawing with this *metadata* was replaced."""
     if name.startswith(ASIDE):
         return None
@@ -81,7 +85,9 @@ class Replaced:
 def drawing(record: Record) -> str:
     """Names a drawing of an image by who has drawn it; metadata of images are in ASCII."""
     worker = record.worker.encode("ascii", "replace").decode()
-    started = "" if record.started_at is None else f"{record.started_at.timestamp():.3f}"
+    started = (
+        "" if record.started_at is None else f"{record.started_at.timestamp():.3f}"
+    )
     return f"{record.blob} {worker} {started}"
 
 
@@ -111,7 +117,10 @@ class Again:
 
     def completes(self, record: Record) -> bool:
         """Whether a job is complete with this image, as its worker says, or who found it stored."""
-        return record.completes_job or _of_digest(record.blob, record.digest) in self._completed
+        return (
+            record.completes_job
+            or _of_digest(record.blob, record.digest) in self._completed
+        )
 
     def found(self, records: Iterable[Record]) -> None:
         """Notes that these images have records."""
@@ -166,7 +175,10 @@ class Rivals:
                 self._names.add(name)
             job = stem.partition(SEPARATOR)[0]
             is_known = self._is_seen(hashed(f"{job} of"))
-            if not self._is_seen(hashed(f"{job} of {_COUNTS.findall(line)}")) and is_known:
+            if (
+                not self._is_seen(hashed(f"{job} of {_COUNTS.findall(line)}"))
+                and is_known
+            ):
                 self._jobs.add(hashed(job))
 
     def _is_seen(self, name: int) -> bool:

@@ -31,7 +31,9 @@ class JobFacts:
     reason: str | None = None
     blobs: tuple[str, ...] = ()
     metadata: Mapping[str, JsonValue] = dataclasses.field(default_factory=dict)
-    records: tuple[Record, ...] = dataclasses.field(default=(), repr=False, compare=False)
+    records: tuple[Record, ...] = dataclasses.field(
+        default=(), repr=False, compare=False
+    )
     """What its workers recorded: of each image, and of its end without one."""
 
     @property
@@ -39,13 +41,18 @@ class JobFacts:
         return job_key(self.campaign, self.id)
 
     def fields(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(JobFacts)}
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(JobFacts)
+        }
 
     def completed(self, images: Iterable[Record]) -> JobFacts:
         """The job with all of its images; of several stages, those of the last."""
         last = [each for each in images if each.stage == each.stages]
         records = tuple(sorted(last, key=lambda each: each.index))
-        return dataclasses.replace(self, status="completed", blobs=_blobs(records), records=records)
+        return dataclasses.replace(
+            self, status="completed", blobs=_blobs(records), records=records
+        )
 
     def ended(self, record: Record, images: Iterable[Record] = ()) -> JobFacts:
         """The job as *record* says that it ended, with those of its images that are stored."""
@@ -94,7 +101,9 @@ async def look_up(storage: Storage, job: JobFacts) -> JobFacts:
     images = await stored_images(storage.blobs, job.campaign, job.id, job.digest or "")
     if are_all(images):
         last = images[-1]
-        return dataclasses.replace(job, seed=_seed(last), metadata=last.metadata).completed(images)
+        return dataclasses.replace(
+            job, seed=_seed(last), metadata=last.metadata
+        ).completed(images)
     if (latest := await last_end(storage, job)) is not None:
         return dataclasses.replace(job, metadata=latest.metadata).ended(latest, images)
     return job if waiting else dataclasses.replace(job, status="unknown")
@@ -110,7 +119,9 @@ async def last_end(storage: Storage, job: JobFacts) -> Record | None:
 
 
 def known(record: Record) -> JobFacts:
-    return JobFacts(record.id, record.campaign, seed=_seed(record), metadata=record.metadata)
+    return JobFacts(
+        record.id, record.campaign, seed=_seed(record), metadata=record.metadata
+    )
 
 
 def _seed(record: Record) -> int | None:

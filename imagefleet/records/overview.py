@@ -84,7 +84,10 @@ class Overview:
                 if part := await self._files.read_part(self._name, 0, _MAX_BYTES):
                     self._kept = _CAMPAIGNS.validate_json(part.data)
             except (errors.SetupError, ValidationError) as error:
-                log.debug(f"all campaigns are counted anew: {error}", action="overview_unknown")
+                log.debug(
+                    f"all campaigns are counted anew: {error}",
+                    action="overview_unknown",
+                )
         return self._kept
 
     async def keep(self, kept: Mapping[str, Kept]) -> None:
@@ -98,7 +101,9 @@ class Overview:
             await self._files.edit(self._name, lambda _: data, 1)
         except errors.FleetError as error:
             self._is_stored = not isinstance(error, errors.SetupError)
-            log.debug(f"what was counted is not stored: {error}", action="overview_not_stored")
+            log.debug(
+                f"what was counted is not stored: {error}", action="overview_not_stored"
+            )
 
 
 def hashed(listed: Iterable[BlobRecord]) -> str:

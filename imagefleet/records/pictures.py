@@ -53,13 +53,17 @@ async def find(blobs: BlobStore, records: Sequence[Record]) -> Picture | Fault:
             continue
         if data is None:
             continue
-        if (record := await asyncio.to_thread(_fitting, records, data, told)) is not None:
+        if (
+            record := await asyncio.to_thread(_fitting, records, data, told)
+        ) is not None:
             return Picture(data, record, name != image)
         fault = "misfit"
     return fault
 
 
-def _fitting(records: Sequence[Record], data: bytes, told: Mapping[str, str]) -> Record | None:
+def _fitting(
+    records: Sequence[Record], data: bytes, told: Mapping[str, str]
+) -> Record | None:
     """The record that has the file's SHA-256, and tells of the job that is in the file.
 
     One without, by *told*, the file's metadata: if they are of the file and of the record's job.
@@ -74,7 +78,9 @@ def _fitting(records: Sequence[Record], data: bytes, told: Mapping[str, str]) ->
     ]
     if not same:
         return None
-    found = picture.job_in(data)  # where there is none, as in a large JPEG, nothing denies it
+    found = picture.job_in(
+        data
+    )  # where there is none, as in a large JPEG, nothing denies it
     in_file = {} if found is None else of_job(found[1])
     known = {name: in_file[name] for name in _IN_FILE if name in in_file}
     for record in same:

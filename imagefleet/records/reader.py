@@ -2,7 +2,13 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Container
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Container,
+)
 from typing import ParamSpec
 
 from imagefleet import concurrency, errors
@@ -78,11 +84,14 @@ async def drawings(
 async def end(storage: Storage, campaign: str) -> dict[str, int]:
     """The position of a follower that has read all there is now; a listing."""
     return {
-        each.blob.name: each.blob.size_bytes for each in await stored.shards_of(storage, campaign)
+        each.blob.name: each.blob.size_bytes
+        for each in await stored.shards_of(storage, campaign)
     }
 
 
-async def counts(storage: Storage, campaign: str, damaged: Damaged | None = None) -> Counts:
+async def counts(
+    storage: Storage, campaign: str, damaged: Damaged | None = None
+) -> Counts:
     """A campaign's numbers: a listing, and a read for each shard.
 
     Of a large campaign the ends of the shards of images alone; but also the names of all images
@@ -91,7 +100,9 @@ async def counts(storage: Storage, campaign: str, damaged: Damaged | None = None
     """
     damaged = damaged or Damaged()
     shards = await stored.shards_of(storage, campaign, damaged)
-    return await _counts(storage.blobs, ledger.Ledger(storage, campaign), shards, damaged)
+    return await _counts(
+        storage.blobs, ledger.Ledger(storage, campaign), shards, damaged
+    )
 
 
 async def all_counts(
@@ -140,11 +151,19 @@ async def _counts(
     is_exact = bool(stored.of_kind(shards, "replaced"))
     is_exact = is_exact or (is_short and (sent or 0) <= _READ_ENTRIES)
     while True:
-        known = None if noted is None or sent is None or not is_exact else await noted.read()
+        known = (
+            None
+            if noted is None or sent is None or not is_exact
+            else await noted.read()
+        )
         ends = await drawn.Ends(known, unfit := Damaged()).read(shards)
         add = _recounted if is_exact else _counted
         total = await add(blobs, shards, ends, unfit)
-        if is_exact or sent is None or total.jobs + len(ends.outcomes) + ends.discarded <= sent:
+        if (
+            is_exact
+            or sent is None
+            or total.jobs + len(ends.outcomes) + ends.discarded <= sent
+        ):
             break
         is_exact = True  # what the ends of the shards say is not so
     damaged.include(unfit)
@@ -192,7 +211,9 @@ class Follower:
     @property
     def start(self) -> dict[str, int]:
         """The position of one that goes on later: before all that still waits."""
-        waiting = {each.shard.blob.name: each.offset for each in reversed(self.checks.waiting)}
+        waiting = {
+            each.shard.blob.name: each.offset for each in reversed(self.checks.waiting)
+        }
         return self.position | waiting
 
     async def poll(self) -> list[Record]:
@@ -220,14 +241,18 @@ class Follower:
     ) -> list[Record]:
         name, found = each.blob.name, list[Record]()
         decoder = stored.ShardDecoder(offset)
-        async for lines in stored.lines(each, decoder, self._damaged, part_bytes=self._part_bytes):
+        async for lines in stored.lines(
+            each, decoder, self._damaged, part_bytes=self._part_bytes
+        ):
             records = await asyncio.to_thread(stored.parsed, lines, each, self._damaged)
             new = [New(record, each, offset) for record in records]
             found += await self.checks.fitting(new, shards)
             if len(found) >= self._most:
                 break
         if decoder.is_damaged and decoder.position == offset > 0:
-            return await self._read(each, 0, shards)  # `end` may see a local file during an append
+            return await self._read(
+                each, 0, shards
+            )  # `end` may see a local file during an append
         if decoder.is_damaged:
             self._given_up.add(name)
         self.position[name] = decoder.position
@@ -315,7 +340,9 @@ async def ended_parts(
 def _singly(
     read: Callable[_Terms, AsyncGenerator[list[Record]]],
 ) -> Callable[_Terms, AsyncGenerator[Record]]:
-    async def singly(*args: _Terms.args, **terms: _Terms.kwargs) -> AsyncGenerator[Record]:
+    async def singly(
+        *args: _Terms.args, **terms: _Terms.kwargs
+    ) -> AsyncGenerator[Record]:
         async for records in read(*args, **terms):
             for record in records:
                 yield record
@@ -327,7 +354,10 @@ images, ended = _singly(image_parts), _singly(ended_parts)
 
 
 async def _counted(
-    blobs: BlobStore, shards: Collection[StoredShard], ends: drawn.Ends, damaged: Damaged
+    blobs: BlobStore,
+    shards: Collection[StoredShard],
+    ends: drawn.Ends,
+    damaged: Damaged,
 ) -> Totals:
     """The images and completed jobs by the ends of shards, and by the records of taken names."""
     async for _ in drawn.ended(blobs, shards, ends, damaged):
@@ -341,7 +371,9 @@ async def _counted(
         images += found.records
         jobs += found.jobs
 
-    await concurrency.for_each(stored.of_kind(shards, "images"), add, stored.CONCURRENT_READS)
+    await concurrency.for_each(
+        stored.of_kind(shards, "images"), add, stored.CONCURRENT_READS
+    )
     again, replaced = await drawn.again(shards, damaged)
     jobs += await drawn.find(shards, again)
     async for records in drawn.left(shards, again, replaced):
@@ -353,7 +385,10 @@ async def _counted(
 
 
 async def _recounted(
-    blobs: BlobStore, shards: Collection[StoredShard], ends: drawn.Ends, damaged: Damaged
+    blobs: BlobStore,
+    shards: Collection[StoredShard],
+    ends: drawn.Ends,
+    damaged: Damaged,
 ) -> Totals:
     """The same by all records; where a job has ended otherwise, too, by what is stored of it."""
     async for records in stored.records(stored.of_kind(shards, "jobs"), damaged):
@@ -363,7 +398,9 @@ async def _recounted(
     completed, contested = set[int](), dict[int, Record]()
     async for records in drawn.images(shards, again, replaced, damaged):
         ends.add(records)
-        for record in ends.sent([each for each in records if each.outcome == "completed"]):
+        for record in ends.sent(
+            [each for each in records if each.outcome == "completed"]
+        ):
             if (job := ends.job(record)) in ends.outcomes:
                 if record.stage == record.stages or job not in contested:
                     contested[job] = record

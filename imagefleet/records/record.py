@@ -53,12 +53,15 @@ _Text = Annotated[str, StringConstraints(max_length=MAX_MESSAGE_BYTES)]
 #: What columns of tables and plots hold; a clock that was never set is in 1970.
 _Number = Annotated[int, Field(ge=0, lt=2**53)]
 _Moment = Annotated[
-    AwareDatetime, Field(ge=datetime(1970, 1, 1, tzinfo=UTC), lt=datetime(3000, 1, 1, tzinfo=UTC))
+    AwareDatetime,
+    Field(ge=datetime(1970, 1, 1, tzinfo=UTC), lt=datetime(3000, 1, 1, tzinfo=UTC)),
 ]
 _Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 _Seconds = Annotated[float, Field(ge=0, le=_LONGEST_SECONDS)]
 
-Outcome = Literal["completed", "failed", "cancelled", "replayed", "discarded", "replaced"]
+Outcome = Literal[
+    "completed", "failed", "cancelled", "replayed", "discarded", "replaced"
+]
 """`completed` and `replaced` are of one image, the others of a job: the last two an operator's."""
 
 
@@ -73,7 +76,17 @@ _OF_BLOB = (
 
 #: What its worker proves of an image's record.
 _PROVEN = {
-    *("blob", "digest", "sha256", "at", "seconds", "model", "worker", "gpu", "started_at"),
+    *(
+        "blob",
+        "digest",
+        "sha256",
+        "at",
+        "seconds",
+        "model",
+        "worker",
+        "gpu",
+        "started_at",
+    ),
     *("start_up_seconds", "price_per_hour"),
 }
 
@@ -127,7 +140,9 @@ _MAX_OPEN = 1_000
 _TRIES = 3
 
 #: The retries of writing: only one process writes to a shard, so a lost reply is asked for again.
-RETRIES = concurrency.RetryPolicy(tries=8, first_wait_seconds=0.5, longest_wait_seconds=30)
+RETRIES = concurrency.RetryPolicy(
+    tries=8, first_wait_seconds=0.5, longest_wait_seconds=30
+)
 
 
 class Lora(NamedTuple):
@@ -238,7 +253,9 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     def stem(self) -> str:
         return (self.blob or "").rpartition(".")[0]
 
-    def fits(self, metadata: Mapping[str, str], *, of_any_drawing: bool = False) -> bool:
+    def fits(
+        self, metadata: Mapping[str, str], *, of_any_drawing: bool = False
+    ) -> bool:
         """Whether it is of the image that is stored with this *metadata*, as far as that tells.
 
         *of_any_drawing*: another drawing of its job may have the name, of other bytes.
@@ -253,7 +270,11 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
             f" {metadata.get('digest', 'unknown')[:64]}, and this job's is {self.digest}; give one"
             " of them another id"
         )
-        failed = {"outcome": "failed", "blob": None, "error": errors.NameTakenError.__name__}
+        failed = {
+            "outcome": "failed",
+            "blob": None,
+            "error": errors.NameTakenError.__name__,
+        }
         return self.model_copy(update={**failed, "reason": reason})
 
     @classmethod
@@ -268,7 +289,9 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     def of_blob(cls, known: Mapping[str, Any], metadata: Mapping[str, str]) -> Self:
         """The record of an image, of which *known* is certain, from the *metadata* of its blob."""
         try:
-            told: dict[str, Any] = {name: metadata[name] for name in _OF_BLOB if name in metadata}
+            told: dict[str, Any] = {
+                name: metadata[name] for name in _OF_BLOB if name in metadata
+            }
             if "attempt" in metadata:
                 told["attempts"] = metadata["attempt"]
             if "metadata" in metadata:
@@ -294,7 +317,10 @@ def of_job(job: Job) -> dict[str, object]:
         "campaign": job.campaign or DEFAULT_CAMPAIGN,
         "digest": job.stage_digest,
         "loras": tuple(Lora(each.name, each.unet_weight) for each in job.loras),
-        **{name: getattr(job, name) for name in (_OF_JOB + _OF_DRAWING if is_drawn else _OF_JOB)},
+        **{
+            name: getattr(job, name)
+            for name in (_OF_JOB + _OF_DRAWING if is_drawn else _OF_JOB)
+        },
     }
 
 
@@ -353,7 +379,9 @@ class _Shard:
 
     def begin(self, now: datetime) -> None:
         """The next append creates a new blob."""
-        start = f"{self.folder}{now:%Y%m%dT%H%M%SZ}-{self.writer}-{secrets.token_hex(4)}"
+        start = (
+            f"{self.folder}{now:%Y%m%dT%H%M%SZ}-{self.writer}-{secrets.token_hex(4)}"
+        )
         self.name = f"{start}.{self.kind}.jsonl.gz"
         self.position = self.appends = 0
         self.totals = Totals()
@@ -363,7 +391,10 @@ class RecordLog:
     """Adds records to the campaigns' shards; each call is durable when it returns."""
 
     def __init__(
-        self, blobs: BlobStore, writer: str, retry_policy: concurrency.RetryPolicy = RETRIES
+        self,
+        blobs: BlobStore,
+        writer: str,
+        retry_policy: concurrency.RetryPolicy = RETRIES,
     ) -> None:
         """*blobs*: the images of a worker's records, the files for the kinds of the operator.
 
@@ -390,7 +421,9 @@ class RecordLog:
     async def _append(self, to: tuple[str, Kind], records: Sequence[Record]) -> None:
         if (shard := self._shards.get(to)) is None:
             campaign, kind = to
-            shard = self._shards[to] = _Shard(shard_folder(campaign), self._writer, kind)
+            shard = self._shards[to] = _Shard(
+                shard_folder(campaign), self._writer, kind
+            )
         jobs = sum(record.completes_job for record in records)
         *parts, last = _parts(record.line() for record in records)
         async with shard.lock:
@@ -415,7 +448,9 @@ class RecordLog:
                 to.totals = totals
                 return
             to.begin(self._blobs.clock.now())
-        raise errors.TransientError(f"somebody else writes to the records in {to.folder}")
+        raise errors.TransientError(
+            f"somebody else writes to the records in {to.folder}"
+        )
 
     async def _append_once(self, to: _Shard, data: bytes, is_in_doubt: bool) -> bool:
         return await self._blobs.append(to.name, data, to.position) or is_in_doubt

@@ -137,7 +137,11 @@ def job_of(body: str) -> SentJob:
         # As `Job.to_message` writes most of them: to parse each would take as long as to make it.
         job_id = body.partition(_ID)[2].partition('"')[0]
         digest = body.partition(_DIGEST)[2].partition('"')[0]
-        campaign = body.partition(_CAMPAIGN)[2].partition('"')[0] if campaigns else DEFAULT_CAMPAIGN
+        campaign = (
+            body.partition(_CAMPAIGN)[2].partition('"')[0]
+            if campaigns
+            else DEFAULT_CAMPAIGN
+        )
         return SentJob(campaign, job_id, entry_of(job_id, digest))
     job = read_job(body, "none").whole
     entry = b"" if job.verify else entry_of(str(job.id), job.digest)
@@ -241,7 +245,9 @@ class Ledger:
             if end == _End() and total == len(data):
                 self._start = part
             if total > len(data):
-                part = await self._part(end.number, max(0, total - _END_BYTES), _END_BYTES)
+                part = await self._part(
+                    end.number, max(0, total - _END_BYTES), _END_BYTES
+                )
                 data = b"" if part is None else part.data
             at = data.rfind(_MAGIC)
             while at >= 0 and _frame_end(data, at) is None:
@@ -260,16 +266,22 @@ class Ledger:
         ids = {entries[start : start + HASH_BYTES] for start in starts}
         for _ in range(_TRIES):
             if self._end is None:
-                self._end = await (self._read(Damaged()) if self.is_read else self.end())
+                self._end = await (
+                    self._read(Damaged()) if self.is_read else self.end()
+                )
             end = self._end.next_blob() if self._end.is_full else self._end
             known = sum(each in self.known for each in ids) if len(self.known) else 0
             jobs = end.jobs + len(ids) - known
             header = _MAGIC, len(starts), zlib.crc32(entries), end.frames + 1, jobs
             frame = _HEADER.pack(*header) + entries
-            append = partial(self._files.append, self._name(end.number), frame, end.size_bytes)
+            append = partial(
+                self._files.append, self._name(end.number), frame, end.size_bytes
+            )
             if await RETRIES.call(append) or await self._is_there(frame, end):
                 new = end._replace(
-                    size_bytes=end.size_bytes + len(frame), frames=end.frames + 1, jobs=jobs
+                    size_bytes=end.size_bytes + len(frame),
+                    frames=end.frames + 1,
+                    jobs=jobs,
                 )
                 if self.is_read:
                     self._take(entries)
@@ -315,7 +327,10 @@ class Ledger:
                 self._take(data[found + _HEADER.size : stop])
                 taken += stop - found
                 at = stop
-            elif data.find(_MAGIC, found + 1) < 0 and len(data) - found < _MAX_FRAME_BYTES:
+            elif (
+                data.find(_MAGIC, found + 1) < 0
+                and len(data) - found < _MAX_FRAME_BYTES
+            ):
                 at = found  # it goes on in the next part
                 break
             else:
@@ -323,7 +338,9 @@ class Ledger:
         if found < 0 and len(data) - at > _MAX_FRAME_BYTES:
             at = len(data) - len(_MAGIC)
         if at > taken:
-            damaged.add(self._name(end.number), f"{at - taken:,} bytes of it are damaged")
+            damaged.add(
+                self._name(end.number), f"{at - taken:,} bytes of it are damaged"
+            )
         return end._replace(size_bytes=end.size_bytes + at)
 
     def _take(self, entries: bytes) -> None:
@@ -386,7 +403,9 @@ async def elsewhere(storage: Storage) -> dict[str, int]:
     prefix = f"{_QUEUES}{storage.blobs.name}/"
     found = {}
     with contextlib.suppress(errors.SetupError):  # there are no files, or none to list
-        for name in [each.removeprefix(prefix) async for each in storage.files.names(prefix)]:
+        for name in [
+            each.removeprefix(prefix) async for each in storage.files.names(prefix)
+        ]:
             with contextlib.suppress(errors.SetupError):
                 if name != storage.queue.name:
                     settings = storage.settings.model_copy(update={"queue": name})
@@ -399,7 +418,9 @@ async def digest_of(storage: Storage, campaign: str, job_id: str) -> str:
     """How the digest begins that a job was sent with; empty where nobody has noted it."""
     try:
         found = (await Ledger(storage, campaign).read()).get(id_hash(job_id))
-    except errors.SetupError:  # there are no files, or none to read with these credentials
+    except (
+        errors.SetupError
+    ):  # there are no files, or none to read with these credentials
         return ""
     return "" if found is None else found.hex()
 
@@ -422,4 +443,6 @@ def _frame_end(data: bytes, at: int) -> int | None:
 
 
 def _entries(data: bytes | bytearray) -> Iterator[bytes]:
-    return (bytes(data[at : at + _ENTRY_BYTES]) for at in range(0, len(data), _ENTRY_BYTES))
+    return (
+        bytes(data[at : at + _ENTRY_BYTES]) for at in range(0, len(data), _ENTRY_BYTES)
+    )

@@ -73,7 +73,11 @@ class ShardDecoder:
         found: list[bytes] = []
         while data and not self.is_damaged:
             if self._member is None:
-                self._member, self._member_bytes, self._text = zlib.decompressobj(GZIP), 0, b""
+                self._member, self._member_bytes, self._text = (
+                    zlib.decompressobj(GZIP),
+                    0,
+                    b"",
+                )
             try:
                 self._text += self._member.decompress(data, MAX_MEMBER_BYTES + 1)
             except zlib.error:
@@ -85,7 +89,9 @@ class ShardDecoder:
             if self._member.eof:
                 self._member = None
                 self.position += self._member_bytes
-                found += self._text.removesuffix(b"\n").split(b"\n") if self._text else []
+                found += (
+                    self._text.removesuffix(b"\n").split(b"\n") if self._text else []
+                )
         return found
 
 
@@ -146,7 +152,9 @@ async def shards_of(
             if name and (name.kind in OPERATORS) == are_operators:
                 found.append(StoredShard(blob, *name, store))
             elif name and damaged:
-                damaged.add(blob.name, "a shard that only the operator writes, among the files")
+                damaged.add(
+                    blob.name, "a shard that only the operator writes, among the files"
+                )
     cancelled = {shard.campaign for shard in found if shard.kind == "cancelled"}
     found.sort(key=lambda shard: shard.blob.name)
     for place, shard in enumerate(found):
@@ -227,10 +235,16 @@ async def lines_of_all(
 
 async def computed(lines: int, function: Callable[..., _Result], *args: Any) -> _Result:
     """What *function* returns; on a thread, if there are *lines* enough to be worth one."""
-    return await asyncio.to_thread(function, *args) if lines > _FEW_LINES else function(*args)
+    return (
+        await asyncio.to_thread(function, *args)
+        if lines > _FEW_LINES
+        else function(*args)
+    )
 
 
-async def records(shards: Iterable[StoredShard], damaged: Damaged) -> AsyncGenerator[list[Record]]:
+async def records(
+    shards: Iterable[StoredShard], damaged: Damaged
+) -> AsyncGenerator[list[Record]]:
     """The records of each shard, some at a time: they take ten times the memory of their lines."""
     async for shard, found in lines_of_all(shards, damaged):
         async for some in records_in(shard, found, damaged):
@@ -268,11 +282,18 @@ def parsed(found: Iterable[bytes], each: StoredShard, damaged: Damaged) -> list[
 def _misfit(record: Record, shard: StoredShard) -> str | None:
     kind = "images" if shard.kind == "again" else shard.kind
     is_named = record.blob is not None or kind != "images"
-    if record.campaign != shard.campaign or KINDS[record.outcome] != kind or not is_named:
+    if (
+        record.campaign != shard.campaign
+        or KINDS[record.outcome] != kind
+        or not is_named
+    ):
         return "a record that does not belong there"
     if record.index >= record.images:
         return "a record of an image that its job does not have"
-    if record.outcome == "completed" and image_name(record.blob or "", shard.campaign) is None:
+    if (
+        record.outcome == "completed"
+        and image_name(record.blob or "", shard.campaign) is None
+    ):
         return "a record of what is no image of this campaign"
     if record.outcome == "completed" and not record.has_own_name:
         return "a record of an image by another job's name"

@@ -85,7 +85,11 @@ def digest(captions: Iterable[str]) -> Captions:
 def caption_of(drawn: Record | Job) -> str:
     """What an image shows, in words: the sweep's caption, or those that its prompt draws."""
     caption = drawn.metadata.get(CAPTION)
-    return caption if isinstance(caption, str) else prompt.read_words(drawn.prompt or "")[0]
+    return (
+        caption
+        if isinstance(caption, str)
+        else prompt.read_words(drawn.prompt or "")[0]
+    )
 
 
 async def read(storage: Storage, campaign: str) -> Sweep | None:
@@ -93,10 +97,14 @@ async def read(storage: Storage, campaign: str) -> Sweep | None:
     part = await storage.blobs.read_part(_name(campaign), 0, MAX_BYTES)
     if part is None:
         return None
-    with validation.as_error(errors.SetupError, f"{_name(campaign)} is not a sweep's manifest: "):
+    with validation.as_error(
+        errors.SetupError, f"{_name(campaign)} is not a sweep's manifest: "
+    ):
         found = Sweep.model_validate_json(part.data)
     if found.campaign != campaign:
-        raise errors.SetupError(f"{_name(campaign)} is the manifest of another campaign")
+        raise errors.SetupError(
+            f"{_name(campaign)} is the manifest of another campaign"
+        )
     return found
 
 
@@ -107,7 +115,9 @@ async def write(storage: Storage, sweep: Sweep) -> None:
         return
     found = await read(storage, sweep.campaign)
     if found is not None and found != sweep:
-        other = ", ".join(name for name, value in sweep if value != getattr(found, name))
+        other = ", ".join(
+            name for name, value in sweep if value != getattr(found, name)
+        )
         raise errors.SetupError(
             f"campaign {sweep.campaign} is another sweep already, with other {other}: choose"
             " another --campaign"

@@ -78,9 +78,13 @@ class FailedJob(Record, extra="forbid"):
         limit = sizes.MAX_MESSAGE_BYTES
         stored = await blobs.read(self.body_blob, limit) if self.body_blob else None
         if stored is None:
-            raise errors.JobError(f"the message of job {self.id} is missing: {self.body_blob}")
+            raise errors.JobError(
+                f"the message of job {self.id} is missing: {self.body_blob}"
+            )
         if _blob_name(stored) != self.body_blob:
-            raise errors.JobError(f"{self.body_blob} is not the message of job {self.id}")
+            raise errors.JobError(
+                f"{self.body_blob} is not the message of job {self.id}"
+            )
         return stored.decode(errors="replace")
 
 
@@ -94,8 +98,13 @@ class Entry:
     @classmethod
     def of(cls, record: Record) -> Self:
         """A failed job, by its record beside the images, as the poison queue would have it."""
-        message = protocol.Message(record.source or record.id, record.body or "", 0, record.at)
-        return cls(message, FailedJob(**{name: each for name, each in record if each is not None}))
+        message = protocol.Message(
+            record.source or record.id, record.body or "", 0, record.at
+        )
+        return cls(
+            message,
+            FailedJob(**{name: each for name, each in record if each is not None}),
+        )
 
     @property
     def id(self) -> str:
@@ -138,7 +147,9 @@ class Selection:
             is_named = self.id is not None and self.campaign == DEFAULT_CAMPAIGN
             is_other = self.error is not None or self.model is not None
             return not is_other and (is_named or self.campaign is None)
-        if self.model is not None and self.model != models.model_of(record.body or "{}"):
+        if self.model is not None and self.model != models.model_of(
+            record.body or "{}"
+        ):
             return False
         if self.campaign is not None and self.campaign != record.campaign:
             return False
@@ -202,7 +213,11 @@ class Check:
             raise errors.UntrustedJobError(_UNSIGNED)
         try:
             job = read_job(body, entry.message.id, self.sendable)
-            return self.change.apply(body, entry.id) if self.change else (self.dated(body), job)
+            return (
+                self.change.apply(body, entry.id)
+                if self.change
+                else (self.dated(body), job)
+            )
         except errors.UntrustedJobError as error:
             if error.is_expired:
                 raise errors.JobError(error.message) from None
@@ -297,7 +312,9 @@ def _named(body: str) -> dict[str, Any]:
 
 
 def _replayable(message: protocol.LeasedMessage, job: Job | None) -> str:
-    if job is None or is_signed(message.body):  # a signature is of the fields as they were sent
+    if job is None or is_signed(
+        message.body
+    ):  # a signature is of the fields as they were sent
         body = without_deliveries(message.body)
         if job is None or job.place is None:
             return body
@@ -307,7 +324,9 @@ def _replayable(message: protocol.LeasedMessage, job: Job | None) -> str:
     return body if sizes.fits(body) else message.body
 
 
-async def _encode_to_fit(record: FailedJob, body: str, blobs: protocol.BlobStore) -> str:
+async def _encode_to_fit(
+    record: FailedJob, body: str, blobs: protocol.BlobStore
+) -> str:
     if sizes.fits(text := record.encode()):
         return text
     data = body.encode()

@@ -21,7 +21,14 @@ from imagefleet.job.message import SafeId
 from imagefleet.records import sent as ledger
 from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage import protocol
-from imagefleet.storage.dead_letter import Check, Chosen, Entry, FailedJob, Refused, Selection
+from imagefleet.storage.dead_letter import (
+    Check,
+    Chosen,
+    Entry,
+    FailedJob,
+    Refused,
+    Selection,
+)
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import Priority
 from imagefleet.telemetry import logs
@@ -93,11 +100,17 @@ class Discard:
             works = (is_completed(storage, entry) for entry in entries)
             entries = [*itertools.compress(entries, await concurrency.gather(*works))]
         if (check := self.keep_signed) is not None:
-            entries = [each for each in entries if not await check.is_signed(each, storage.blobs)]
+            entries = [
+                each
+                for each in entries
+                if not await check.is_signed(each, storage.blobs)
+            ]
         if check is not None or selection.id is not None:
             return [Chosen(entry) for entry in entries], []
         reason = "it is not a record of a failed job"
-        strange = [Refused(entry.id, reason) for entry in entries if entry.record is None]
+        strange = [
+            Refused(entry.id, reason) for entry in entries if entry.record is None
+        ]
         return [Chosen(entry) for entry in entries if entry.record], strange
 
 
@@ -147,7 +160,9 @@ async def in_batches(entries: AsyncIterator[Entry]) -> AsyncIterator[list[Entry]
     yield batch
 
 
-async def preview(storage: Storage, selection: Selection, choice: Check | Discard) -> Preview:
+async def preview(
+    storage: Storage, selection: Selection, choice: Check | Discard
+) -> Preview:
     """Reads what a sweep would move, by messages if some have no record, and moves nothing."""
     found = Preview()
     read = browse if await unrecorded(storage) else recorded
@@ -167,7 +182,9 @@ async def preview(storage: Storage, selection: Selection, choice: Check | Discar
             if isinstance(choice, Check) and choice.change and record:
                 body = await record.message(storage.blobs)
                 for name, values in choice.change.differences(body).items():
-                    before, after = (json.dumps(each, ensure_ascii=False) for each in values)
+                    before, after = (
+                        json.dumps(each, ensure_ascii=False) for each in values
+                    )
                     key = name, before, after
                     if key in found.changes or len(found.changes) < MAX_CHANGES:
                         found.changes[key] += 1
@@ -212,7 +229,9 @@ async def replay(
     await _sweep(storage, selection, records, send, swept, on_progress)
     refused_ids = {refused.id for refused in swept.refused}
     async for entry in recorded(storage, selection):
-        swept.missing += entry.id not in refused_ids and entry.message.enqueued_at < began_at
+        swept.missing += (
+            entry.id not in refused_ids and entry.message.enqueued_at < began_at
+        )
     return swept
 
 
@@ -237,16 +256,26 @@ async def discard(
         swept.refused += refused
         chosen = [entry for entry, _, _ in found]
         noted.update(entry.record.source for entry in chosen if entry.record)
-        if choice.keep_signed is None:  # else one that is made up may pass for one that stays
+        if (
+            choice.keep_signed is None
+        ):  # else one that is made up may pass for one that stays
             await records.add(_notes(chosen, "discarded", storage.blobs.clock.now()))
         return chosen
 
-    is_hidden = not await _sweep(storage, selection, records, choose, swept, on_progress)
+    is_hidden = not await _sweep(
+        storage, selection, records, choose, swept, on_progress
+    )
     async for some in in_batches(recorded(storage, selection)):
         gone = some
         if choice.keep_signed is None:
-            gone = [each for each in some if not is_hidden and each.message.enqueued_at < began_at]
-        left = [entry for entry, _, _ in (await choice.choose(storage, gone, selection))[0]]
+            gone = [
+                each
+                for each in some
+                if not is_hidden and each.message.enqueued_at < began_at
+            ]
+        left = [
+            entry for entry, _, _ in (await choice.choose(storage, gone, selection))[0]
+        ]
         await records.add(_notes(left, "discarded", storage.blobs.clock.now()))
         swept.done += sum(entry.message.id not in noted for entry in left)
     return swept
@@ -280,16 +309,22 @@ async def _sweep(
             received = await poison.receive(protocol.MAX_RECEIVE, lease_seconds)
             fresh = [message for message in received if message.id not in leased]
             # Without the body: there may be a million.
-            leased.update({each.id: dataclasses.replace(each, body="") for each in received})
+            leased.update(
+                {each.id: dataclasses.replace(each, body="") for each in received}
+            )
             if not fresh:
                 break
-            entries = [Entry(message, FailedJob.parse(message.body)) for message in fresh]
+            entries = [
+                Entry(message, FailedJob.parse(message.body)) for message in fresh
+            ]
             chosen: list[Entry] = []
             settled: list[Entry] = []
             for entry in filter(selection.matches, entries):
                 (settled if entry.source in seen else chosen).append(entry)
                 seen.add(entry.source)
-            if not is_allowed and (notes := _notes(chosen, "discarded", storage.blobs.clock.now())):
+            if not is_allowed and (
+                notes := _notes(chosen, "discarded", storage.blobs.clock.now())
+            ):
                 # Raises SetupError, before a change, if the credentials do not allow notes.
                 await records.open(notes[0].campaign, "settled")
                 is_allowed = True
@@ -326,7 +361,10 @@ async def _settle(
 
 
 def _has_taken_name(failed: Entry) -> bool:
-    return failed.record is not None and failed.record.error == errors.NameTakenError.__name__
+    return (
+        failed.record is not None
+        and failed.record.error == errors.NameTakenError.__name__
+    )
 
 
 async def is_completed(storage: Storage, failed: Entry) -> bool:
@@ -338,7 +376,9 @@ async def is_completed(storage: Storage, failed: Entry) -> bool:
 
     if failed.record is None:
         return False
-    images = await drawn.stored_images(storage.blobs, failed.record.campaign, failed.record.id)
+    images = await drawn.stored_images(
+        storage.blobs, failed.record.campaign, failed.record.id
+    )
     if not drawn.are_all(images):
         return False
     return not _has_taken_name(failed) or images[-1].digest == failed.record.digest

@@ -52,7 +52,9 @@ class Deliveries(BaseModel, extra="ignore", frozen=True, hide_input_in_errors=Tr
         if is_first and DELIVERIES_FIELD not in message.body:
             return before
         with contextlib.suppress(ValidationError):
-            before = cls.model_validate(fields_if_any(message.body).get(DELIVERIES_FIELD) or {})
+            before = cls.model_validate(
+                fields_if_any(message.body).get(DELIVERIES_FIELD) or {}
+            )
         if is_first:  # sent again after it had failed
             return cls(images=before.images, is_unsure=before.is_unsure)
         lost = max(0, message.delivery_count - 1 - before.known)
@@ -80,11 +82,15 @@ class Deliveries(BaseModel, extra="ignore", frozen=True, hide_input_in_errors=Tr
 
     def ended(self, *, failed: bool) -> Self:
         """The record to write when the present delivery ends by handing the message back."""
-        return self.model_copy(update={"known": self.known + 1, "failed": self.failed + failed})
+        return self.model_copy(
+            update={"known": self.known + 1, "failed": self.failed + failed}
+        )
 
     def with_images(self, stored: Iterable[int], *, is_unsure: bool) -> Self:
         """The same for a job of which these images are stored."""
-        return self.model_copy(update={"images": (*sorted(stored),), "is_unsure": is_unsure})
+        return self.model_copy(
+            update={"images": (*sorted(stored),), "is_unsure": is_unsure}
+        )
 
     def write_to(self, body: str) -> str | None:
         """The message's text with this record; None where it cannot hold one."""
@@ -109,6 +115,10 @@ def without_deliveries(body: str) -> str:
 def shown_images(numbers: Iterable[int]) -> str:
     """Numbers of images in words: `0-6, 9`."""
     # Of numbers in a row, number and place differ by the same.
-    placed = itertools.groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
+    placed = itertools.groupby(
+        enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]
+    )
     runs = [[number for _, number in run] for _, run in placed]
-    return ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return ", ".join(
+        f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs
+    )

@@ -15,7 +15,12 @@ from imagefleet.storage.proofs import Proofs, Prover
 from imagefleet.storage.protocol import BlobStore, JobQueue, Operations
 from imagefleet.storage.routing.models import ModelQueues
 from imagefleet.storage.routing.queue import RoutedQueue
-from imagefleet.storage.settings import LOCAL_SCHEME, Priority, SignerSettings, StorageSettings
+from imagefleet.storage.settings import (
+    LOCAL_SCHEME,
+    Priority,
+    SignerSettings,
+    StorageSettings,
+)
 
 QUEUE_FILE = "queue.sqlite"
 
@@ -91,7 +96,9 @@ class LocalStorage:
         self.queues = self.models.default
         self.queue = self.models.all
         self.scope = Scope(
-            lambda: f"{_fleet_id(folder)}/{names.container}", names.queue, self.blobs.clock.now
+            lambda: f"{_fleet_id(folder)}/{names.container}",
+            names.queue,
+            self.blobs.clock.now,
         )
 
     async def proofs(self) -> None:
@@ -152,7 +159,9 @@ def open_storage(
     if settings.is_local:
         folder = settings.storage.strip().removeprefix(LOCAL_SCHEME)
         if not folder:
-            raise errors.SetupError("the storage 'local:' lacks a folder; write local:FOLDER")
+            raise errors.SetupError(
+                "the storage 'local:' lacks a folder; write local:FOLDER"
+            )
         return LocalStorage(Path(folder).expanduser(), settings)
     # Azure's libraries are slow to import.
     from imagefleet.storage.azure.storage import AzureStorage

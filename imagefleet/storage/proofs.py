@@ -74,7 +74,9 @@ class Proofs:
         if machine is None or not proof:
             return False
         given = proof.encode(errors="replace")
-        codes = (_code(machine_key(secret, machine), claims) for secret in self._secrets)
+        codes = (
+            _code(machine_key(secret, machine), claims) for secret in self._secrets
+        )
         return any(hmac.compare_digest(code.encode(), given) for code in codes)
 
     def author(self, blob: str, metadata: Mapping[str, str], data: bytes) -> str | None:

@@ -32,7 +32,9 @@ MAX_LEASE_SECONDS = 7 * 24 * 3600
 _EDIT_TRIES = 10
 
 #: No control characters, nor any that are special to Windows or a shell.
-_BLOB_NAME_PART = re.compile(r"[^./\\:*?\"<>|\x00-\x1f\x7f][^/\\:*?\"<>|\x00-\x1f\x7f]{0,199}")
+_BLOB_NAME_PART = re.compile(
+    r"[^./\\:*?\"<>|\x00-\x1f\x7f][^/\\:*?\"<>|\x00-\x1f\x7f]{0,199}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,9 @@ class JobQueue(Protocol):
         JobError, for a body over 64 KiB, none is.
         """
 
-    async def receive(self, max_messages: int, lease_seconds: float) -> list[LeasedMessage]:
+    async def receive(
+        self, max_messages: int, lease_seconds: float
+    ) -> list[LeasedMessage]:
         """Leases up to 32 messages; [] at once if there are none; if cancelled, maybe some."""
 
     async def renew(
@@ -269,7 +273,9 @@ class BlobStore(Protocol):
         what the storage does not have.
         """
 
-    async def replace(self, name: str, data: bytes, content_type: str, version: str | None) -> bool:
+    async def replace(
+        self, name: str, data: bytes, content_type: str, version: str | None
+    ) -> bool:
         """Overwrites a blob; False if it has no longer that *version* (None: it does not exist).
 
         For the few blobs that people edit: a local storage does not notice two processes that
@@ -277,7 +283,10 @@ class BlobStore(Protocol):
         """
 
     async def edit(
-        self, name: str, changed: Callable[[BlobPart | None], bytes | None], max_bytes: int
+        self,
+        name: str,
+        changed: Callable[[BlobPart | None], bytes | None],
+        max_bytes: int,
     ) -> None:
         """Stores what *changed* makes of a small JSON blob, or of None without one; None: nothing.
 
@@ -287,10 +296,14 @@ class BlobStore(Protocol):
             part = await self.read_part(name, 0, max_bytes)
             data = changed(part)
             version = None if part is None else part.version
-            if data is None or await self.replace(name, data, "application/json", version):
+            if data is None or await self.replace(
+                name, data, "application/json", version
+            ):
                 return
             await asyncio.sleep(concurrency.jitter(0.2))
-        raise errors.TransientError(f"{name} is being changed by others: try again in a moment")
+        raise errors.TransientError(
+            f"{name} is being changed by others: try again in a moment"
+        )
 
     async def append(self, name: str, data: bytes, position: int) -> bool:
         """Adds to the end of a blob of *position* bytes, durably; at 0 creates it.
@@ -317,7 +330,9 @@ class BlobStore(Protocol):
     async def delete(self, name: str) -> bool:
         """Deletes a blob if it exists; False if the credentials do not allow that."""
 
-    async def read_part(self, name: str, offset: int, max_bytes: int) -> BlobPart | None:
+    async def read_part(
+        self, name: str, offset: int, max_bytes: int
+    ) -> BlobPart | None:
         """Reads *max_bytes* at most from *offset*, of a blob too large for memory, if it exists."""
 
     def address(self, name: str) -> str:
@@ -348,19 +363,28 @@ def check_blob_name(name: str) -> None:
     """Raises JobError unless the name is a plain relative path, without dots at the start."""
     is_plain = all(map(_BLOB_NAME_PART.fullmatch, name.split("/")))
     if not is_plain or len(name) > sizes.MAX_BLOB_NAME:
-        raise errors.JobError(f"{name[:80]!r} is not a valid blob name: give a plain relative path")
+        raise errors.JobError(
+            f"{name[:80]!r} is not a valid blob name: give a plain relative path"
+        )
 
 
 def check_blob_size(name: str, size: int, max_bytes: int | None) -> None:
     """Raises UnusableFileError for a file larger than *max_bytes*."""
     if max_bytes is not None and size > max_bytes:
-        raise errors.UnusableFileError(f"{name} has {size:,} bytes; at most {max_bytes:,} are read")
+        raise errors.UnusableFileError(
+            f"{name} has {size:,} bytes; at most {max_bytes:,} are read"
+        )
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:
     """Raises JobError for metadata that HTTP headers cannot carry, as Azure requires."""
     for name, value in metadata.items():
-        if not (name.isidentifier() and name.isascii() and value.isascii() and value.isprintable()):
+        if not (
+            name.isidentifier()
+            and name.isascii()
+            and value.isascii()
+            and value.isprintable()
+        ):
             raise errors.JobError(
                 f"the metadata {name[:80]!r} is not valid: names must be ASCII identifiers,"
                 " values printable ASCII"

@@ -34,7 +34,9 @@ _NOT_IN_A_SLUG = re.compile("[^a-z0-9]+")
 
 def _azure_name(name: str) -> str:
     if not _AZURE_NAME.fullmatch(name):
-        raise ValueError("should be 3 to 56 lower-case letters, digits and single hyphens")
+        raise ValueError(
+            "should be 3 to 56 lower-case letters, digits and single hyphens"
+        )
     return name
 
 
@@ -63,17 +65,23 @@ def checked_priority(text: str) -> Priority:
     """Raises SetupError for what is no priority."""
     if text in PRIORITIES:
         return text
-    raise errors.SetupError(f"the priority {text[:80]!r} is not one of {', '.join(PRIORITIES)}")
+    raise errors.SetupError(
+        f"the priority {text[:80]!r} is not one of {', '.join(PRIORITIES)}"
+    )
 
 
-def job_queue(base: str, model: str | None = None, priority: str = "normal", shard: int = 0) -> str:
+def job_queue(
+    base: str, model: str | None = None, priority: str = "normal", shard: int = 0
+) -> str:
     """The queue of jobs of a model, or of those without one, or one of its shards.
 
     That of a model is `jobs-SLUG-HASH`: SLUG is what fits of the model's name, HASH is of
     the exact name, so that no two models share a queue (by chance, one pair in 10^15). A queue of
     several shards is its own first one. Raises SetupError if *base* leaves no room for the rest.
     """
-    suffix = ("" if priority == "normal" else f"-{priority}") + (f"-{shard}" if shard else "")
+    suffix = ("" if priority == "normal" else f"-{priority}") + (
+        f"-{shard}" if shard else ""
+    )
     longest = len("-high") + (len(f"-{MAX_SHARDS - 1}") if shard else 0)
     what, most = "shards", MAX_CHARACTERS - longest
     if model is not None:
@@ -101,7 +109,10 @@ class StorageSettings(BaseSettings):
     """Each field is a flag and a variable: `queue` is `--queue` and `IMAGEFLEET_QUEUE`."""
 
     model_config = SettingsConfigDict(
-        env_prefix="IMAGEFLEET_", env_ignore_empty=True, extra="forbid", hide_input_in_errors=True
+        env_prefix="IMAGEFLEET_",
+        env_ignore_empty=True,
+        extra="forbid",
+        hide_input_in_errors=True,
     )
 
     storage: str = Field(
@@ -115,7 +126,9 @@ class StorageSettings(BaseSettings):
         description="Name of the job queue; jobs of high and low priority are in NAME-high and"
         " NAME-low, jobs that name a model in NAME-MODEL-HASH, and failed jobs in NAME-poison.",
     )
-    container: AzureName = Field(default="images", description="Blob container for the images.")
+    container: AzureName = Field(
+        default="images", description="Blob container for the images."
+    )
     files_container: AzureName = Field(
         default="files",
         description="Blob container for LoRAs and models, which workers only read.",
@@ -180,6 +193,10 @@ class SignerSettings(StorageSettings):
 
     def keys(self) -> signing.Keys:
         """The keys that these settings name; raises SetupError if a file is missing or wrong."""
-        own = None if self.signing_key is None else signing.SigningKey.read(self.signing_key)
+        own = (
+            None
+            if self.signing_key is None
+            else signing.SigningKey.read(self.signing_key)
+        )
         names = [key for key in (own and own.public, self.trusted_key) if key]
         return signing.Keys(own, signing.trusted_keys(",".join(names)))

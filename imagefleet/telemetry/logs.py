@@ -18,7 +18,11 @@ OTHER_ACTION = "other"
 UNEXPECTED_ACTION = "unexpected_error"
 
 #: What every record has; all else comes from `extra`.
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
+    "message",
+    "asctime",
+    "taskName",
+}
 
 #: What a call takes for itself.
 _ARGUMENTS = {"exc_info", "stack_info", "stacklevel"}
@@ -44,13 +48,19 @@ class JsonLines(logging.Formatter):
     """JSON lines: time, severity, an `action` that is never reworded, message, and `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        extra = {name: value for name, value in vars(record).items() if name not in _STANDARD}
+        extra = {
+            name: value for name, value in vars(record).items() if name not in _STANDARD
+        }
         # asyncio, for one, logs what nothing has handled as an error with its traceback.
         is_failure = record.exc_info and record.levelname in {"ERROR", "CRITICAL"}
         line: dict[str, Any] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(
+                timespec="milliseconds"
+            ),
             "severity": record.levelname,
-            "action": extra.pop("action", UNEXPECTED_ACTION if is_failure else OTHER_ACTION),
+            "action": extra.pop(
+                "action", UNEXPECTED_ACTION if is_failure else OTHER_ACTION
+            ),
             "message": record.getMessage(),
             **extra,
         }
@@ -60,7 +70,9 @@ class JsonLines(logging.Formatter):
             name: redaction.message(value) if isinstance(value, str) else value
             for name, value in line.items()
         }
-        text = json.dumps(shown, ensure_ascii=False, default=lambda it: redaction.message(str(it)))
+        text = json.dumps(
+            shown, ensure_ascii=False, default=lambda it: redaction.message(str(it))
+        )
         return redaction.CONTROLS.sub(lambda found: json.dumps(found[0])[1:-1], text)
 
 
@@ -68,7 +80,9 @@ class TextLines(logging.Formatter):
     """A line for people; further lines of a message are indented, lest they pass for records."""
 
     def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(origin)s%(message)s", defaults={"origin": ""})
+        super().__init__(
+            "%(asctime)s %(levelname)s %(origin)s%(message)s", defaults={"origin": ""}
+        )
 
     def format(self, record: logging.LogRecord) -> str:
         if device := getattr(record, "device", None):
@@ -132,7 +146,9 @@ def name_device(device: str) -> None:
 
 
 def are_json() -> bool:
-    return any(isinstance(each.formatter, JsonLines) for each in logging.getLogger().handlers)
+    return any(
+        isinstance(each.formatter, JsonLines) for each in logging.getLogger().handlers
+    )
 
 
 def take_over_libraries() -> None:
@@ -143,7 +159,9 @@ def take_over_libraries() -> None:
             logger.propagate = True
 
 
-def log_unhandled(error: BaseException, where: str = "", *, exit_code: int | None = 1) -> None:
+def log_unhandled(
+    error: BaseException, where: str = "", *, exit_code: int | None = 1
+) -> None:
     """Logs an exception that nothing has handled; *exit_code*: of the process, if that ends."""
     text = f"{where}{type(error).__name__}: {error}"
     log.error(text, exc_info=error, action=UNEXPECTED_ACTION, exit_code=exit_code)
@@ -156,6 +174,8 @@ def _log_in_thread(failure: threading.ExceptHookArgs) -> None:
         log_unhandled(error, f"in the thread {name!r}: ", exit_code=None)
 
 
-def _log_unraisable(failure: Any) -> None:  # sys.UnraisableHookArgs exists for type checkers only
+def _log_unraisable(
+    failure: Any,
+) -> None:  # sys.UnraisableHookArgs exists for type checkers only
     where = f"{failure.err_msg or 'Exception ignored in'} {failure.object!r}: "
     log_unhandled(failure.exc_value or failure.exc_type(), where, exit_code=None)

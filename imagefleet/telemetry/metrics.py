@@ -26,7 +26,9 @@ class LabelledRegistry(CollectorRegistry):
     def __init__(self, labels: Mapping[str, str]) -> None:
         super().__init__()
         self._labels = labels
-        self._of_counters = {**labels, "process": uuid.uuid4().hex[:12]} if labels else {}
+        self._of_counters = (
+            {**labels, "process": uuid.uuid4().hex[:12]} if labels else {}
+        )
 
     def collect(self) -> Iterator[Metric]:
         for family in super().collect():
@@ -34,7 +36,8 @@ class LabelledRegistry(CollectorRegistry):
             is_counter = family.type in ("counter", "histogram")
             labels = self._of_counters if is_counter else self._labels
             labelled.samples = [
-                sample._replace(labels={**sample.labels, **labels}) for sample in family.samples
+                sample._replace(labels={**sample.labels, **labels})
+                for sample in family.samples
             ]
             yield labelled
 
@@ -55,9 +58,13 @@ class QueueGauges:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         gauge = partial(Gauge, registry=registry)
-        of_queue, of_model = (partial(gauge, labelnames=[each]) for each in ("queue", "model"))
+        of_queue, of_model = (
+            partial(gauge, labelnames=[each]) for each in ("queue", "model")
+        )
         self._messages = gauge(
-            "imagefleet_queue_messages", "Messages in a queue by state.", ["queue", "state"]
+            "imagefleet_queue_messages",
+            "Messages in a queue by state.",
+            ["queue", "state"],
         )
         self._oldest_age = of_queue(
             "imagefleet_queue_oldest_age_seconds",
@@ -68,7 +75,8 @@ class QueueGauges:
             "Queues of the storage that a queue consists of, where it is several.",
         )
         self._fullest = of_queue(
-            "imagefleet_queue_fullest_shard_messages", "Messages in the fullest shard of a queue."
+            "imagefleet_queue_fullest_shard_messages",
+            "Messages in the fullest shard of a queue.",
         )
         self._model_messages = of_model(
             "imagefleet_model_queue_messages",

@@ -37,7 +37,8 @@ async def serving(
     app = web.Application()
     app.router.add_get("/metrics", scraped)
     app.router.add_get(
-        "/started", _probe(is_started, "started", "loading the model and checking the node")
+        "/started",
+        _probe(is_started, "started", "loading the model and checking the node"),
     )
     app.router.add_get("/live", _probe(is_live, "live", "the engine hangs"))
     app.router.add_get("/ready", _probe(is_ready, "ready", "starting or draining"))
@@ -85,6 +86,8 @@ def _probe(
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def answer(_: web.Request) -> web.Response:
         passed = check()
-        return web.Response(text=(yes if passed else no) + "\n", status=200 if passed else 503)
+        return web.Response(
+            text=(yes if passed else no) + "\n", status=200 if passed else 503
+        )
 
     return answer

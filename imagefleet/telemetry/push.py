@@ -30,14 +30,19 @@ TIMEOUT_SECONDS = 10.0
 LAST_PUSH_SECONDS = 5.0
 
 #: The retries of one push: the next one is minutes away at most.
-RETRY_POLICY = concurrency.RetryPolicy(tries=3, longest_wait_seconds=2, on_retry=lambda _: None)
+RETRY_POLICY = concurrency.RetryPolicy(
+    tries=3, longest_wait_seconds=2, on_retry=lambda _: None
+)
 
 _RETRYABLE = frozenset({408, 425, 429})
 
 
 @contextlib.asynccontextmanager
 async def pushing(
-    registry: CollectorRegistry, settings: TelemetrySettings, job: str, instance: str | None = None
+    registry: CollectorRegistry,
+    settings: TelemetrySettings,
+    job: str,
+    instance: str | None = None,
 ) -> AsyncIterator[None]:
     """Pushes *registry* while the block runs and once more at its end, if `push_url` is set.
 
@@ -51,7 +56,9 @@ async def pushing(
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
     async with proxies.session(headers=headers, timeout=timeout) as client:
         labels = f"job={job}", f"instance={instance or new_instance()}"
-        url = URL(settings.push_url).extend_query([("extra_label", label) for label in labels])
+        url = URL(settings.push_url).extend_query(
+            [("extra_label", label) for label in labels]
+        )
         pusher = Pusher(client, registry, url)
         try:
             async with concurrency.beside(pusher.run(PUSH_SECONDS)):
@@ -89,7 +96,10 @@ class Pusher:
         except (errors.FleetError, TimeoutError) as error:
             if not self._failing:
                 why = str(error) or f"no answer within {seconds:g} s"
-                log.warning(f"cannot push metrics, continuing without: {why}", action="push_failed")
+                log.warning(
+                    f"cannot push metrics, continuing without: {why}",
+                    action="push_failed",
+                )
             self._failing = True
             return False
         except Exception:

@@ -52,20 +52,28 @@ class TelemetrySettings(FleetSettings):
         description="Bearer token for --push-url, unless the address holds user:password@.",
     )
     log_format: Literal["auto", "json", "text"] = Field(
-        default="auto", description="auto logs text on a terminal, and JSON lines elsewhere."
+        default="auto",
+        description="auto logs text on a terminal, and JSON lines elsewhere.",
     )
 
     @field_validator("fleet")
     @classmethod
     def _is_one_fleet(cls, fleet: str | None) -> str | None:
         if fleet == ALL_FLEETS:
-            raise ValueError(f"should name one fleet: {ALL_FLEETS!r} stands for every fleet")
+            raise ValueError(
+                f"should name one fleet: {ALL_FLEETS!r} stands for every fleet"
+            )
         return fleet
 
     @model_validator(mode="after")
     def _is_one_login(self) -> Self:
-        if self.push_token is not None and urlsplit(self.push_url or "").username is not None:
-            raise ValueError("give --push-token or user:password@ in --push-url, not both")
+        if (
+            self.push_token is not None
+            and urlsplit(self.push_url or "").username is not None
+        ):
+            raise ValueError(
+                "give --push-token or user:password@ in --push-url, not both"
+            )
         return self
 
 

@@ -53,7 +53,9 @@ class _Text:
         found = self.peek()
         if not found or found not in one + other:
             expected = f"{one!r} or {other!r}" if other else repr(one)
-            raise FormatError(f"it is not valid JSON: no {expected} in line {self.line}")
+            raise FormatError(
+                f"it is not valid JSON: no {expected} in line {self.line}"
+            )
         self._move_to(self._at + 1)
         return found
 
@@ -73,8 +75,12 @@ class _Text:
                     ) from None
                 if self._read_more():
                     continue
-                line = self.line + error.lineno - 1 - self._text.count("\n", 0, self._at)
-                raise FormatError(f"it is not valid JSON: {error.msg} in line {line}") from None
+                line = (
+                    self.line + error.lineno - 1 - self._text.count("\n", 0, self._at)
+                )
+                raise FormatError(
+                    f"it is not valid JSON: {error.msg} in line {line}"
+                ) from None
             # A number may go on in what is not read yet.
             if end < len(self._text) or not self._read_more():
                 text = self._text[self._at : end]

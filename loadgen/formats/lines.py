@@ -71,7 +71,9 @@ class JsonLines(Format):
         return sum(1 for _ in lines(stream))
 
     def entries(self, stream: BinaryIO, start: int) -> Iterator[Entry]:
-        for number, line in enumerate(itertools.islice(lines(stream), start, None), start + 1):
+        for number, line in enumerate(
+            itertools.islice(lines(stream), start, None), start + 1
+        ):
             place = f"line {number}"
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()

@@ -23,7 +23,15 @@ from loadgen.formats.lines import Entry, Format, FormatError, lines
 #: Fields whose cells are text as it stands: the prompts with their white space.
 _PROMPTS = frozenset({"prompt", "negative_prompt", "hr_prompt", "hr_negative_prompt"})
 _TEXTS = _PROMPTS | {
-    *("campaign", "id", "model", "randn_source", "sampler_index", "sampler_name", "scheduler"),
+    *(
+        "campaign",
+        "id",
+        "model",
+        "randn_source",
+        "sampler_index",
+        "sampler_name",
+        "scheduler",
+    ),
     *("init_images", "mask", "hr_upscaler", "hr_sampler_name", "hr_scheduler"),
     *("upscaler_1", "upscaler_2", "sd_vae", "sd_vae_decode_method"),
     *("hr_checkpoint_name", "refiner_checkpoint"),
@@ -75,13 +83,19 @@ class Columns:
         fields: dict[str, Any] = {}
         for number, cell in enumerate(cells):
             # A missing number of pandas is NaN.
-            if cell is None or cell == "" or (isinstance(cell, float) and math.isnan(cell)):
+            if (
+                cell is None
+                or cell == ""
+                or (isinstance(cell, float) and math.isnan(cell))
+            ):
                 continue
             key, *path = self._columns[number] if number < len(self._columns) else ("",)
             if isinstance(cell, str) and not cell.strip() and key != "prompt":
                 continue
             if not key:
-                raise ValueError(f"cell {number + 1} has no column: quote commas and line breaks")
+                raise ValueError(
+                    f"cell {number + 1} has no column: quote commas and line breaks"
+                )
             if _LEFT_OUT.fullmatch(key):
                 continue
             if len(path) == 1:
@@ -151,8 +165,14 @@ class CsvRows(Format):
     def entries(self, stream: BinaryIO, start: int) -> Iterator[Entry]:
         columns, rows = _open(stream)
         # The names are row 1.
-        for number, (row, cells) in enumerate(itertools.islice(rows, start, None), start + 2):
-            place = f"row {number}" if row.line == number else f"row {number}, line {row.line}"
+        for number, (row, cells) in enumerate(
+            itertools.islice(rows, start, None), start + 2
+        ):
+            place = (
+                f"row {number}"
+                if row.line == number
+                else f"row {number}, line {row.line}"
+            )
             job = row if row.problem else columns.entry(place, cells)
             yield row._replace(place=place, text=job.text, problem=job.problem)
 
@@ -166,7 +186,9 @@ def _open(stream: BinaryIO) -> tuple[Columns, Iterator[_Row]]:
     try:
         header = first.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise FormatError("the first row is not UTF-8: save the file as 'CSV UTF-8'") from None
+        raise FormatError(
+            "the first row is not UTF-8: save the file as 'CSV UTF-8'"
+        ) from None
     delimiter = max(DELIMITERS, key=header.count)
     # Bytes that are not UTF-8 become halves of surrogate pairs, which `_rows` finds in their row.
     others = (line.decode("utf-8", "surrogateescape") for line in given)
@@ -197,7 +219,11 @@ class _Lines(Iterator[str]):
 
 def _rows(text: _Lines, delimiter: str) -> Iterator[_Row]:
     """The rows; after a line that begins none it goes on with the next line."""
-    read = _between_tabs if delimiter == "\t" else partial(_with_quotes, delimiter=delimiter)
+    read = (
+        _between_tabs
+        if delimiter == "\t"
+        else partial(_with_quotes, delimiter=delimiter)
+    )
     columns = 0
     while True:
         taken: list[str] = []
@@ -211,7 +237,9 @@ def _rows(text: _Lines, delimiter: str) -> Iterator[_Row]:
             text.give_back(taken[1:])
             problem = str(error)
             if "field limit" in problem:
-                problem = f"a cell does not end within {_MAX_CELL_CHARACTERS:,} characters"
+                problem = (
+                    f"a cell does not end within {_MAX_CELL_CHARACTERS:,} characters"
+                )
             problem += "; is a quote missing, or not doubled?"
             yield Entry("", problem=problem, line=line, source=taken[0]), ()
         except UnicodeEncodeError:
@@ -226,7 +254,9 @@ def _with_quotes(text: _Lines, taken: list[str], *, delimiter: str) -> list[str]
     """The cells of the next row, whose lines are added to *taken*; or raises csv.Error."""
     first = next(text)
     taken.append(first)
-    if '"' not in first and "\r" not in first[:-2]:  # as most are: a reader takes longer to make
+    if (
+        '"' not in first and "\r" not in first[:-2]
+    ):  # as most are: a reader takes longer to make
         return first.rstrip("\r\n").split(delimiter)
 
     def further() -> Iterator[str]:
@@ -276,7 +306,9 @@ def _rest_of_cell(text: _Lines, cell: str, taken: list[str]) -> list[str] | None
 
 def _notice(middle: Sequence[str], delimiter: str, columns: int) -> str:
     """What is odd about a row with so many whole lines in the middle of its cells."""
-    look_like_rows = columns > 1 and {line.count(delimiter) for line in middle} == {columns - 1}
+    look_like_rows = columns > 1 and {line.count(delimiter) for line in middle} == {
+        columns - 1
+    }
     if len(middle) < (_FEW_LINES if look_like_rows else _MANY_LINES):
         return ""
     return f"a quoted cell holds {len(middle):,} lines that look like rows: is a quote missing?"
@@ -302,7 +334,11 @@ class ParquetRows(Format):
     def entries(self, stream: BinaryIO, start: int) -> Iterator[Entry]:
         with _opened(stream) as file:
             columns = Columns(file.schema_arrow.names)
-            rows = (row for batch in file.iter_batches(_BATCH_ROWS) for row in batch.to_pylist())
+            rows = (
+                row
+                for batch in file.iter_batches(_BATCH_ROWS)
+                for row in batch.to_pylist()
+            )
             for number, row in itertools.islice(enumerate(rows, 1), start, None):
                 yield columns.entry(f"row {number}", row.values())
 
@@ -323,9 +359,13 @@ def _opened(stream: BinaryIO) -> Iterator[Any]:
         import pyarrow as pa
         from pyarrow import parquet
     except ImportError:
-        raise errors.SetupError("Parquet needs pyarrow: pip install '.[parquet]'") from None
+        raise errors.SetupError(
+            "Parquet needs pyarrow: pip install '.[parquet]'"
+        ) from None
     try:
         yield parquet.ParquetFile(stream)
     except pa.ArrowException as error:
         reason = str(error).partition("\n")[0]
-        raise FormatError(f"it is not a Parquet file, or damaged: {reason[:200]}") from None
+        raise FormatError(
+            f"it is not a Parquet file, or damaged: {reason[:200]}"
+        ) from None

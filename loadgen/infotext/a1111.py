@@ -61,14 +61,42 @@ _FIELDS, _SETTINGS = (
 _TEXTS = {"hr_prompt", "hr_negative_prompt", "hr_upscaler", "sd_vae"}
 _TEXTS |= {"hr_checkpoint_name", "refiner_checkpoint"}
 
-_MASK = ("Mask mode", "Mask blur", "Inpaint area", "Masked area padding", "Masked content")
+_MASK = (
+    "Mask mode",
+    "Mask blur",
+    "Inpaint area",
+    "Masked area padding",
+    "Masked content",
+)
 _MASKED_CONTENT = {"fill": 0, "original": 1, "latent noise": 2, "latent nothing": 3}
 
 #: What is read by rules of its own, or decides nothing of one picture.
 _OTHERS = {
-    *("Sampler", "Schedule type", "Model", "Model hash", "VAE hash", "Version", "User", *_MASK),
-    *("Denoising strength", "Hires sampler", "Hires schedule type", "Hires CFG Scale", "Hashes"),
-    *("Batch size", "Batch pos", "Init image hash", "Lora hashes", "TI hashes", OWN_WORD),
+    *(
+        "Sampler",
+        "Schedule type",
+        "Model",
+        "Model hash",
+        "VAE hash",
+        "Version",
+        "User",
+        *_MASK,
+    ),
+    *(
+        "Denoising strength",
+        "Hires sampler",
+        "Hires schedule type",
+        "Hires CFG Scale",
+        "Hashes",
+    ),
+    *(
+        "Batch size",
+        "Batch pos",
+        "Init image hash",
+        "Lora hashes",
+        "TI hashes",
+        OWN_WORD,
+    ),
 }
 
 
@@ -93,7 +121,9 @@ def read(text: str) -> Reading:
                 values = value.split("x") if " " in name else [value]
                 read_one = str if name in _TEXTS else _value
                 target.update(zip(name.split(), map(read_one, values), strict=False))
-    job |= sampler_fields(facts.get("Sampler", ""), facts.get("Schedule type"), is_old=is_old)
+    job |= sampler_fields(
+        facts.get("Sampler", ""), facts.get("Schedule type"), is_old=is_old
+    )
     job |= {"restore_faces": True} if "Face restoration" in facts else {}
     _read_passes(facts, reading, is_old=is_old)
     _read_models(facts, reading)
@@ -122,7 +152,10 @@ def _facts(line: str) -> dict[str, str]:
             with contextlib.suppress(ValueError, RecursionError):
                 quoted, after = json.JSONDecoder().raw_decode(line, start)
                 if match := _END.match(line, after):
-                    value, end = quoted if isinstance(quoted, str) else value, match.end() - 1
+                    value, end = (
+                        quoted if isinstance(quoted, str) else value,
+                        match.end() - 1,
+                    )
         if word:
             found[word[1]] = value
         place = end + 1
@@ -150,7 +183,9 @@ def _read_passes(facts: Mapping[str, str], reading: Reading, *, is_old: bool) ->
     """The second pass, or the image to begin with, of which a strength alone tells."""
     job, strength = reading.job, _value(facts.get("Denoising strength", ""))
     if any(name.startswith("hr_") for name in job):
-        job |= {"enable_hr": True} | ({"denoising_strength": strength} if strength != "" else {})
+        job |= {"enable_hr": True} | (
+            {"denoising_strength": strength} if strength != "" else {}
+        )
         sampler, schedule = facts.get("Hires sampler"), facts.get("Hires schedule type")
         if sampler or schedule:
             usual = None if is_old else job["scheduler"]
@@ -168,9 +203,13 @@ def _read_passes(facts: Mapping[str, str], reading: Reading, *, is_old: bool) ->
             content = facts.get("Masked content", "original")
             job |= {
                 "mask_blur": _value(facts.get("Mask blur", "0")),
-                "inpainting_mask_invert": int(facts.get("Mask mode") == "Inpaint not masked"),
+                "inpainting_mask_invert": int(
+                    facts.get("Mask mode") == "Inpaint not masked"
+                ),
                 "inpaint_full_res": facts.get("Inpaint area") == "Only masked",
-                "inpaint_full_res_padding": _value(facts.get("Masked area padding", "32")),
+                "inpaint_full_res_padding": _value(
+                    facts.get("Masked area padding", "32")
+                ),
                 "inpainting_fill": _MASKED_CONTENT.get(content, content),
             }
             reading.needs.append("mask")
@@ -194,7 +233,9 @@ def _read_models(facts: Mapping[str, str], reading: Reading) -> None:
     digits_of = _hashes(facts.get("Lora hashes", ""))
     prompts = f"{reading.job['prompt']} {reading.job.get('hr_prompt', '')}"
     for lora in dict.fromkeys(LORA.findall(prompts)):
-        reading.models.append(Named("lora", lora, digits_of.get(re.sub("[:,]", "", lora))))
+        reading.models.append(
+            Named("lora", lora, digits_of.get(re.sub("[:,]", "", lora)))
+        )
     of_embeddings = _hashes(facts.get("TI hashes", "")).items()
     reading.models += [Named("embedding", *each) for each in of_embeddings]
 
@@ -217,13 +258,21 @@ def _read_extensions(facts: Mapping[str, str], reading: Reading) -> None:
         extension, _, rest = word.partition(" ")
         if extension == "ControlNet" and rest.isdecimal():
             unit = _facts(value)
-            units.append({name.lower().replace(" ", "_"): _value(unit[name]) for name in unit})
+            units.append(
+                {name.lower().replace(" ", "_"): _value(unit[name]) for name in unit}
+            )
             reading.models += _titled("controlnet", unit.get("Model"))
             reading.needs.append(f"controlnet {rest} image")
             reading.cannot.append(f"{word}'s control image is not in the file")
         elif word == "ADetailer model":
-            reading.cannot.append(f"what ADetailer ({value}) drew again is as it was before")
-        elif word not in known and extension != "ADetailer" and value != "Use same choices":
+            reading.cannot.append(
+                f"what ADetailer ({value}) drew again is as it was before"
+            )
+        elif (
+            word not in known
+            and extension != "ADetailer"
+            and value != "Use same choices"
+        ):
             reading.cannot.append(f"{word} ({value[:80]}) is not drawn")
     if units:
         reading.job["alwayson_scripts"] = {"controlnet": {"args": units}}
@@ -235,9 +284,11 @@ def _add_compatibility(
     """What a release drew otherwise, as A1111 sets it for an infotext that names its version."""
     older = {
         "use_old_scheduling": release < (1, 6) and "[" in job["prompt"],
-        "pad_cond_uncond_v0": release < (1, 6) and job["sampler_name"] in {"DDIM", "PLMS"},
+        "pad_cond_uncond_v0": release < (1, 6)
+        and job["sampler_name"] in {"DDIM", "PLMS"},
         "use_downcasted_alpha_bar": release < (1, 7, 0, 225),
-        "refiner_switch_by_sample_steps": release < (1, 8) and "refiner_checkpoint" in job,
+        "refiner_switch_by_sample_steps": release < (1, 8)
+        and "refiner_checkpoint" in job,
     }
     for name in (name for name, applies in older.items() if applies):
         settings.setdefault(name, True)

@@ -18,13 +18,26 @@ from loadgen.infotext.reading import Named, Reading, sampler_fields
 
 _FIRST, _LORA, _SKIP = "CheckpointLoaderSimple", "LoraLoader", "CLIPSetLastLayer"
 _SAMPLERS = ("KSampler", "KSamplerAdvanced")
-_VALUES = ("PrimitiveInt", "PrimitiveFloat", "PrimitiveString", "PrimitiveStringMultiline")
+_VALUES = (
+    "PrimitiveInt",
+    "PrimitiveFloat",
+    "PrimitiveString",
+    "PrimitiveStringMultiline",
+)
 _ENLARGING = ("LatentUpscale", "LatentUpscaleBy")
 
 #: What a KSamplerAdvanced has that does all that a KSampler does.
-_WHOLE = {"add_noise": "enable", "start_at_step": 0, "return_with_leftover_noise": "disable"}
+_WHOLE = {
+    "add_noise": "enable",
+    "start_at_step": 0,
+    "return_with_leftover_noise": "disable",
+}
 
-_UPSCALERS = {"nearest-exact": " (nearest-exact)", "bilinear": "", "bicubic": " (bicubic)"}
+_UPSCALERS = {
+    "nearest-exact": " (nearest-exact)",
+    "bilinear": "",
+    "bicubic": " (bicubic)",
+}
 
 #: What AUTOMATIC1111 reads otherwise in a prompt; square brackets are escaped.
 _OTHERWISE = re.compile(r"[()<#]|\b(?:AND|BREAK)\b|:[\d.]+\s*$")
@@ -39,7 +52,11 @@ class _Node:
 
     def value(self, name: str, usual: Any = None) -> Any:
         value = self.inputs.get(name, usual)
-        return self.behind(name, *_VALUES).inputs["value"] if isinstance(value, list) else value
+        return (
+            self.behind(name, *_VALUES).inputs["value"]
+            if isinstance(value, list)
+            else value
+        )
 
     def behind(self, name: str, *kinds: str) -> _Node:
         """The node behind an input; raises JobError for one of another kind."""
@@ -64,7 +81,9 @@ def read(text: str) -> Reading:
     graph: dict[str, _Node] = {}
     try:
         for name, node in json.loads(text).items():
-            graph[name] = _Node(graph, name[:40], str(node["class_type"])[:80], {**node["inputs"]})
+            graph[name] = _Node(
+                graph, name[:40], str(node["class_type"])[:80], {**node["inputs"]}
+            )
         return _read(graph)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         raise errors.JobError("the graph's JSON is cut or damaged") from None
@@ -84,10 +103,14 @@ def _read(graph: Mapping[str, _Node]) -> Reading:
     job = reading.job
     job |= {name: latent.value(name) for name in ("width", "height")}
     if (first.value("denoise", 1), latent.value("batch_size", 1)) != (1, 1):
-        raise errors.JobError("it is one of a batch of one noise, or its first pass is not whole")
+        raise errors.JobError(
+            "it is one of a batch of one noise, or its first pass is not whole"
+        )
     if last is not first:
         second = _sampled(last).job
-        if other := [name for name in second if name != "steps" and second[name] != job[name]]:
+        if other := [
+            name for name in second if name != "steps" and second[name] != job[name]
+        ]:
             raise errors.JobError(f"its second pass has its own {', '.join(other)}")
         job |= {"enable_hr": True, "denoising_strength": last.value("denoise", 1)}
         job |= {"hr_second_pass_steps": second["steps"]} | _enlarged(enlarged, job)
@@ -105,7 +128,9 @@ def _sampled(node: _Node) -> Reading:
     if is_advanced and not (is_whole and value("end_at_step") >= value("steps")):
         raise errors.JobError(f"node {node.name} ({node.kind}) does not do all steps")
     sampler = samplers.SAMPLERS.get(value("sampler_name"))
-    schedule = samplers.SCHEDULES.get(value("scheduler").replace("ddim_uniform", "ddim"))
+    schedule = samplers.SCHEDULES.get(
+        value("scheduler").replace("ddim_uniform", "ddim")
+    )
     if sampler is None or sampler.schedule is None or schedule is None:
         shown = f"{value('sampler_name')} {value('scheduler')}"[:80]
         raise errors.JobError(f"the sampler and schedule {shown!r} have no counterpart")
@@ -114,7 +139,9 @@ def _sampled(node: _Node) -> Reading:
     layers, others = ([*text.chain("clip", _LORA, _SKIP)] for text in texts)
     if layers != others:
         raise errors.JobError("its prompts have text encoders of their own")
-    prompt, negative = (re.sub(r"([][])", r"\\\1", text.value("text")) for text in texts)
+    prompt, negative = (
+        re.sub(r"([][])", r"\\\1", text.value("text")) for text in texts
+    )
     name = checkpoint.value("ckpt_name")
     settings = {"sd_model_checkpoint": name, "randn_source": "CPU"}
     models = [Named("model", name)]
@@ -134,7 +161,9 @@ def _sampled(node: _Node) -> Reading:
     if sampler.title.endswith(" a"):
         reading.cannot.append("the noise of its steps is another: alike and not equal")
     if any(_OTHERWISE.search(text.value("text")) for text in texts):
-        reading.cannot.append("its prompt has weights or signs of ComfyUI's: alike and not equal")
+        reading.cannot.append(
+            "its prompt has weights or signs of ComfyUI's: alike and not equal"
+        )
     return reading
 
 
@@ -143,6 +172,12 @@ def _enlarged(node: _Node, first: Mapping[str, Any]) -> dict[str, Any]:
     method = str(node.value("upscale_method"))
     x, y = node.value("width", 0), node.value("height", 0)
     if method not in _UPSCALERS or x * first["height"] != y * first["width"]:
-        raise errors.JobError(f"node {node.name} ({node.kind}) cuts, or enlarges by {method[:40]}")
-    by = {"hr_resize_x": x, "hr_resize_y": y} if x else {"hr_scale": node.value("scale_by")}
+        raise errors.JobError(
+            f"node {node.name} ({node.kind}) cuts, or enlarges by {method[:40]}"
+        )
+    by = (
+        {"hr_resize_x": x, "hr_resize_y": y}
+        if x
+        else {"hr_scale": node.value("scale_by")}
+    )
     return {"hr_upscaler": f"Latent{_UPSCALERS[method]}", **by}

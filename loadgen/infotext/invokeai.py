@@ -11,9 +11,32 @@ from loadgen.infotext.reading import Named, Reading, sampler_fields
 
 #: What is read, or decides nothing; another field that is set has no counterpart.
 _KNOWN = {
-    *("generation_mode", "positive_prompt", "negative_prompt", "width", "height", "seed", "steps"),
-    *("rand_device", "cfg_scale", "scheduler", "clip_skip", "model", "loras", "vae", "prompt"),
-    *("app_version", "positive_style_prompt", "negative_style_prompt", "sampler", "type"),
+    *(
+        "generation_mode",
+        "positive_prompt",
+        "negative_prompt",
+        "width",
+        "height",
+        "seed",
+        "steps",
+    ),
+    *(
+        "rand_device",
+        "cfg_scale",
+        "scheduler",
+        "clip_skip",
+        "model",
+        "loras",
+        "vae",
+        "prompt",
+    ),
+    *(
+        "app_version",
+        "positive_style_prompt",
+        "negative_style_prompt",
+        "sampler",
+        "type",
+    ),
     "facetool",
 }
 
@@ -54,27 +77,44 @@ def _read_first(found: Mapping[str, Any]) -> Reading:
     (prompt,) = image["prompt"]
     words = " ".join(re.sub(r"\[[^][]*\]", "", prompt["prompt"]).split())
     negative = " ".join(re.findall(r"\[([^][]*)\]", prompt["prompt"]))
-    reading = _reading(image, image.get("type", "txt2img"), image["sampler"], words, negative)
+    reading = _reading(
+        image, image.get("type", "txt2img"), image["sampler"], words, negative
+    )
     file = {"name": found.get("model_id"), "hash": found.get("model_hash")}
-    reading.job["override_settings"]["sd_model_checkpoint"] = _add_file(reading, "model", file)
+    reading.job["override_settings"]["sd_model_checkpoint"] = _add_file(
+        reading, "model", file
+    )
     return reading
 
 
 def _reading(
     found: Mapping[str, Any], mode: str, sampler: str, prompt: str, negative: str
 ) -> Reading:
-    other = sorted(name for name, value in found.items() if value and name not in _KNOWN)
+    other = sorted(
+        name for name, value in found.items() if value and name not in _KNOWN
+    )
     known = samplers.NAMES.get(sampler.removesuffix("_k").replace("kdpm_", "dpm_"))
-    if mode != "txt2img" or other or known is None or known.key not in samplers.SAMPLERS:
+    if (
+        mode != "txt2img"
+        or other
+        or known is None
+        or known.key not in samplers.SAMPLERS
+    ):
         what = ", ".join([f"mode {mode}, sampler {sampler}", *other])[:200]
         raise errors.JobError(f"it has what has no counterpart: {what}")
-    job = {name: found[name] for name in ("seed", "steps", "cfg_scale", "width", "height")}
+    job = {
+        name: found[name] for name in ("seed", "steps", "cfg_scale", "width", "height")
+    }
     job |= {"prompt": prompt, "negative_prompt": negative}
-    job |= sampler_fields(known.title, "Karras" if sampler.endswith("_k") else None, is_old=True)
+    job |= sampler_fields(
+        known.title, "Karras" if sampler.endswith("_k") else None, is_old=True
+    )
     reading = Reading(job | {"override_settings": {"randn_source": "GPU"}})
     reading.cannot.append("drawn with diffusers' scheduler: alike and not equal")
     if _WEIGHTED.search(f"{prompt} {negative}"):
-        reading.cannot.append("its prompt has weights of InvokeAI's: they are read as words")
+        reading.cannot.append(
+            "its prompt has weights of InvokeAI's: they are read as words"
+        )
     return reading
 
 

@@ -38,7 +38,10 @@ def entries(path: Path) -> Iterator[tuple[Entry, Callable[[], Reading]]]:
     with file_source.UnchangedFile(path, form).opened() as stream:
         for entry in form.entries(stream, 0):
             if entry.text or entry.problem:
-                yield entry._replace(place=f"{path}, {entry.place}"), partial(_read_row, entry)
+                yield (
+                    entry._replace(place=f"{path}, {entry.place}"),
+                    partial(_read_row, entry),
+                )
 
 
 def read_file(path: Path) -> Reading:

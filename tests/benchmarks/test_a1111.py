@@ -22,7 +22,9 @@ ROOT = Path(__file__).parents[2]
 
 def of_tests(path: str) -> ModuleType:
     """A module of tests, which are no package where this is a program."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / "tests" / path)
+    spec = importlib.util.spec_from_file_location(
+        Path(path).stem, ROOT / "tests" / path
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -36,7 +38,9 @@ RESULTS = ROOT / "benchmarks" / "results" / "a1111.json"
 
 #: `/sdapi/v1/options` of 1.10 with its own extensions: all settings, as installed.
 OPTIONS: dict[str, Any] = json.loads(
-    (ROOT / "tests" / "imagefleet" / "job" / "a1111_options.json").read_text(encoding="utf-8")
+    (ROOT / "tests" / "imagefleet" / "job" / "a1111_options.json").read_text(
+        encoding="utf-8"
+    )
 )
 
 #: Values of a setting that may draw another picture than its default, of all types.
@@ -52,12 +56,16 @@ def read(fields: dict[str, Any], **settings: Any) -> dict[str, Any] | None:
         drawn = read_job(json.dumps(payload), "one").given_fields
     except errors.InvalidMessageError:
         return None
-    return {name: value for name, value in drawn.items() if (name, value) != ("eta", 1.0)}
+    return {
+        name: value for name, value in drawn.items() if (name, value) != ("eta", 1.0)
+    }
 
 
 def silent_differences() -> list[str]:
     """Fields and settings that are ignored without a row, and differences that nobody is told."""
-    known = settings_table.FIELDS.keys() | Job.model_fields.keys() | test_txt2img.ALIASES
+    known = (
+        settings_table.FIELDS.keys() | Job.model_fields.keys() | test_txt2img.ALIASES
+    )
     fields = test_txt2img.A1111_FIELDS | test_txt2img.A1111_IMG2IMG_FIELDS
     found = sorted((fields | test_txt2img.A1111_EXTRAS_FIELDS) - known)
     for kind, base in test_txt2img.JOBS.items():
@@ -82,7 +90,11 @@ def is_silent(kind: str, plain: dict[str, Any], name: str) -> bool:
     of_others = {"eta_ddim", "refiner_switch_by_sample_steps"}  # DDIM, and a refiner
     if row.passes.isdisjoint(test_txt2img.passes_of(kind)) or name in of_others:
         return False
-    values = [value for value in CHANGED if value != OPTIONS[name] and value not in row.neutral]
+    values = [
+        value
+        for value in CHANGED
+        if value != OPTIONS[name] and value not in row.neutral
+    ]
     return any(read(plain, **{name: value}) == read(plain) for value in values)
 
 
@@ -120,7 +132,9 @@ def figures(engine: Path | None = None) -> dict[str, Any]:
     }
     name = "editing_over_plain_by_rows"
     if engine is None:
-        found["not_measured"] = {name: "needs a GPU: benchmarks/engine.py --rows edited"}
+        found["not_measured"] = {
+            name: "needs a GPU: benchmarks/engine.py --rows edited"
+        }
     else:
         found[name] = json.loads(engine.read_text(encoding="utf-8"))[name]
     return found

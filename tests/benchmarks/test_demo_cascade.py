@@ -34,7 +34,14 @@ def _one_thread() -> None:
 
 def run(folder: Path, *more: str) -> None:
     """Trains both stages for `STEPS`, or goes on with it."""
-    options = ["--out", str(folder), "--state", str(folder / "state.pt"), "--processes", "0"]
+    options = [
+        "--out",
+        str(folder),
+        "--state",
+        str(folder / "state.pt"),
+        "--processes",
+        "0",
+    ]
     options += ["--pictures", "6", "--base-batch", "2", "--sr-batch", "2"]
     for name, steps in STEPS.items():
         options += [f"--{name}-steps", str(steps), f"--{name}-seconds", "600"]
@@ -53,9 +60,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_both_stages_are_trained_to_their_limits_and_fit_the_repository(trained: Path) -> None:
+def test_both_stages_are_trained_to_their_limits_and_fit_the_repository(
+    trained: Path,
+) -> None:
     assert steps_of(trained) == STEPS
-    sizes = [each.stat().st_size for name in STEPS for each in (trained / name).rglob("*.*")]
+    sizes = [
+        each.stat().st_size for name in STEPS for each in (trained / name).rglob("*.*")
+    ]
     assert sum(sizes) <= 8_000_000
     kinds = set()
     for path in trained.rglob("*.safetensors"):
@@ -94,13 +105,19 @@ def test_the_stages_can_be_written_from_the_state_alone(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train, "Pictures", None)  # nothing is drawn for that
-    train.main(["--only-save", "--state", str(trained / "state.pt"), "--out", str(tmp_path)])
+    train.main(
+        ["--only-save", "--state", str(trained / "state.pt"), "--out", str(tmp_path)]
+    )
 
     for name in STEPS:
-        weights = sorted(path.relative_to(trained / name) for path in _weights(trained / name))
+        weights = sorted(
+            path.relative_to(trained / name) for path in _weights(trained / name)
+        )
         assert len(weights) == 2
         for path in weights:
-            assert (tmp_path / name / path).read_bytes() == (trained / name / path).read_bytes()
+            assert (tmp_path / name / path).read_bytes() == (
+                trained / name / path
+            ).read_bytes()
 
 
 def _weights(folder: Path) -> list[Path]:
@@ -112,7 +129,9 @@ def test_what_is_written_is_the_moving_average(trained: Path) -> None:
     live = state["unet"]["conv_in.weight"]
     _, averages = state["average"]
     (average,) = [each for each in averages if each.shape == live.shape]
-    with safe_open(trained / "base/unet/diffusion_pytorch_model.safetensors", "pt") as file:
+    with safe_open(
+        trained / "base/unet/diffusion_pytorch_model.safetensors", "pt"
+    ) as file:
         written = file.get_tensor("conv_in.weight")
 
     assert torch.equal(written, average.half())
@@ -123,8 +142,19 @@ def test_the_workers_engine_draws_with_both_stages_and_the_judge_reads_them(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sheet = tmp_path / "sheet.png"
-    options = ["--model", str(trained), "--captions", "3", "--steps", "2", "--sr-steps", "2"]
-    measure.main([*options, "--sheet", str(sheet), "--sheet-images", "2", "--device", "cpu"])
+    options = [
+        "--model",
+        str(trained),
+        "--captions",
+        "3",
+        "--steps",
+        "2",
+        "--sr-steps",
+        "2",
+    ]
+    measure.main(
+        [*options, "--sheet", str(sheet), "--sheet-images", "2", "--device", "cpu"]
+    )
 
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert figures["captions"] == 3
@@ -132,7 +162,9 @@ def test_the_workers_engine_draws_with_both_stages_and_the_judge_reads_them(
     with Image.open(sheet) as image:
         small = np.asarray(image)[:176, :176]
     # The base's pixels, each 11 on a side.
-    assert np.array_equal(small, small[::11, ::11].repeat(11, axis=0).repeat(11, axis=1))
+    assert np.array_equal(
+        small, small[::11, ::11].repeat(11, axis=0).repeat(11, axis=1)
+    )
 
 
 def test_the_judge_finds_what_a_program_drew_in_the_cascades_size(
@@ -181,7 +213,11 @@ def test_the_loss_is_none_for_a_true_prediction_at_the_least_variance(
     def oracle(x: torch.Tensor, timesteps: torch.Tensor, **_: Any) -> Any:
         alpha = alphas[timesteps][:, None, None, None]
         noise = (x[:, :3] - alpha.sqrt() * target) / (1 - alpha).sqrt()
-        predicted = noise if name == "base" else alpha.sqrt() * noise - (1 - alpha).sqrt() * target
+        predicted = (
+            noise
+            if name == "base"
+            else alpha.sqrt() * noise - (1 - alpha).sqrt() * target
+        )
         share = -torch.ones_like(noise)
         return type("Output", (), {"sample": torch.cat([predicted, share], dim=1)})
 
@@ -211,11 +247,15 @@ def test_its_captions_are_words_of_the_tokenizer_and_never_spelled() -> None:
     known = captions.world_words()
     for _, text in pictures.held_out_scenes(100, seed=1):
         pieces = tokenizer.tokenize(text)
-        assert {piece for piece in pieces if piece != ","} <= {f"▁{word}" for word in known}
+        assert {piece for piece in pieces if piece != ","} <= {
+            f"▁{word}" for word in known
+        }
 
 
 def test_pictures_of_a_seed_are_the_same_in_any_process() -> None:
-    (images, texts), (again, same_texts) = [pictures.draw_block(1, 7, 3) for _ in range(2)]
+    (images, texts), (again, same_texts) = [
+        pictures.draw_block(1, 7, 3) for _ in range(2)
+    ]
 
     assert images.shape == (3, 64, 64, 3)
     assert np.array_equal(images, again)

@@ -9,7 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-ENGINE_ROWS = "mixed,no_lora,worker,baseline,cfg_1,half_guided,all_samplers,four_steps_lora"
+ENGINE_ROWS = (
+    "mixed,no_lora,worker,baseline,cfg_1,half_guided,all_samplers,four_steps_lora"
+)
 
 
 @pytest.mark.parametrize(
@@ -17,7 +19,16 @@ ENGINE_ROWS = "mixed,no_lora,worker,baseline,cfg_1,half_guided,all_samplers,four
     [
         ("overlap.py", "--jobs", "40"),
         ("store.py", "--jobs", "200"),
-        ("engine.py", "--tiny", "--device", "cpu", "--rows", ENGINE_ROWS, "--scale", "0.1"),
+        (
+            "engine.py",
+            "--tiny",
+            "--device",
+            "cpu",
+            "--rows",
+            ENGINE_ROWS,
+            "--scale",
+            "0.1",
+        ),
     ],
     ids=lambda command: command[0],
 )
@@ -41,5 +52,7 @@ def test_a_documented_benchmark_prints_its_figures_as_json(
     if script == "engine.py":
         rows = json.loads((tmp_path / "out.json").read_text())["rows"]
         assert not {
-            name: row for name, row in rows.items() if row.keys() & {"error", "not_measured"}
+            name: row
+            for name, row in rows.items()
+            if row.keys() & {"error", "not_measured"}
         }

@@ -20,7 +20,16 @@ from fleet.plan.estimate import Input, Part
 from imagefleet.records.record import Totals, shard_part
 from imagefleet.storage.protocol import Clock
 from imagefleet.storage.routing.route import Route
-from simulation import account, clients, clock, fleet, measure, measured, nodes, reference
+from simulation import (
+    account,
+    clients,
+    clock,
+    fleet,
+    measure,
+    measured,
+    nodes,
+    reference,
+)
 from simulation.clients import Line
 from simulation.fleet import Fleet, Plan, Stage, stand_ins
 from simulation.nodes import Card, Weather
@@ -59,7 +68,9 @@ def test_the_workers_classes_read_simulated_time_and_real_time_afterwards() -> N
     assert Clock().machine is time.time
 
 
-def test_nodes_that_vanish_and_nodes_that_draw_black_lose_no_job_and_show_none_twice() -> None:
+def test_nodes_that_vanish_and_nodes_that_draw_black_lose_no_job_and_show_none_twice() -> (
+    None
+):
     # Every node is interrupted after three minutes, and a quarter of them are broken.
     weather = Weather(interruptions=1_800, broken_share=0.25)
     found = measure.measure(Plan(6, [CARD], weather, jobs=700, seed=2), 0, 40_000)
@@ -144,19 +155,29 @@ def test_what_is_missing_is_told_apart_and_adds_up() -> None:
     assert found.share_of_possible + sum(found.missing.values()) == pytest.approx(1)
 
 
-def test_paid_time_at_full_speed_falls_with_interruptions_and_is_what_a_plan_says() -> None:
+def test_paid_time_at_full_speed_falls_with_interruptions_and_is_what_a_plan_says() -> (
+    None
+):
     day = 24 * 3600.0
     found = nodes.warm_up(Weather(), 3000, day, seed=0)
-    planned = estimate.make_plan(1, round(day), [Part("a card", 1, *[Input(1, "given", "")] * 3)])
+    planned = estimate.make_plan(
+        1, round(day), [Part("a card", 1, *[Input(1, "given", "")] * 3)]
+    )
     for case, (starting, cold) in planned.cold.items():
         assert found[case]["starting"] == pytest.approx(starting, rel=0.05)
         assert 1 - found[case]["full_speed"] == pytest.approx(cold, rel=0.05)
-        assert found[case]["full_speed"] < found[case]["drawn"] < 1 - found[case]["starting"]
+        assert (
+            found[case]["full_speed"]
+            < found[case]["drawn"]
+            < 1 - found[case]["starting"]
+        )
     often = nodes.warm_up(Weather(90.0), 300, day, seed=0)["unlike_jobs"]
     assert often["full_speed"] < 0.8, "nodes last an hour"
 
 
-def test_runs_of_several_seeds_are_one_row(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_several_seeds_are_one_row(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fleet_sim, "ALONE_SECONDS", 30.0)
     one = _run(capsys, monkeypatch, "--replicas", "2", "--seed", "1")
     both = _run(capsys, monkeypatch, "--replicas", "2", "--seeds", "2")
@@ -164,7 +185,9 @@ def test_runs_of_several_seeds_are_one_row(capsys: Any, monkeypatch: pytest.Monk
     # An image or two depend on the order of sets.
     by_seed = both["linear_fraction_by_seed"]
     assert by_seed[1] == pytest.approx(one["linear_fraction"], abs=0.05)
-    assert both["linear_fraction"] == pytest.approx(sum(both["linear_fraction_by_seed"]) / 2)
+    assert both["linear_fraction"] == pytest.approx(
+        sum(both["linear_fraction_by_seed"]) / 2
+    )
     assert both["linear_fraction_deviation"] > 0
     assert both["seconds"] == 2 * one["seconds"]
 
@@ -173,7 +196,9 @@ def test_the_warm_up_of_a_day_is_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = _run(capsys, monkeypatch, "--warm-up")
-    assert found["unlike_jobs"]["full_speed"] < found["fetched_kernels"]["full_speed"] < 1
+    assert (
+        found["unlike_jobs"]["full_speed"] < found["fetched_kernels"]["full_speed"] < 1
+    )
 
 
 def test_a_slow_cards_slots_do_not_run_empty_before_more_jobs_are_pulled() -> None:
@@ -224,11 +249,15 @@ def _leased(store: account.Account) -> account.Stored:
 def test_a_job_deleted_without_its_image_is_counted_as_lost() -> None:
     store = account.Account(lambda: 0.0)
     message = _leased(store)
-    store.deleted(store.queue("jobs").delete(message.id, str(message.receipt)), "images")
+    store.deleted(
+        store.queue("jobs").delete(message.id, str(message.receipt)), "images"
+    )
     assert store.lost == ["j0"]
 
 
-def test_only_the_newest_receipt_counts_and_a_lease_that_ended_is_delivered_again() -> None:
+def test_only_the_newest_receipt_counts_and_a_lease_that_ended_is_delivered_again() -> (
+    None
+):
     store = account.Account(lambda: 0.0)
     queue, message = store.queue("jobs"), _leased(store)
     old = str(message.receipt)
@@ -239,7 +268,9 @@ def test_only_the_newest_receipt_counts_and_a_lease_that_ended_is_delivered_agai
         queue.delete(message.id, old)
 
 
-def test_an_image_that_is_overwritten_or_recorded_twice_is_a_visible_duplicate() -> None:
+def test_an_image_that_is_overwritten_or_recorded_twice_is_a_visible_duplicate() -> (
+    None
+):
     store = account.Account(lambda: 0.0)
     for _ in range(2):
         store.put("images", "simulation/j0.png", 9, overwrite=True)
@@ -247,9 +278,15 @@ def test_an_image_that_is_overwritten_or_recorded_twice_is_a_visible_duplicate()
         store.put("images", "simulation/j0.png", 9)
     lines = [b'{"blob": "simulation/j0.png"}\n'] * 3
     data = bytearray(shard_part(lines, Totals(3, 3)))
-    store.container("images")["-records/simulation/x.images.jsonl.gz"] = account.Blob(9, data)
+    store.container("images")["-records/simulation/x.images.jsonl.gz"] = account.Blob(
+        9, data
+    )
 
-    assert (store.images, store.overwritten, store.recorded_twice("images")) == (1, 1, 2)
+    assert (store.images, store.overwritten, store.recorded_twice("images")) == (
+        1,
+        1,
+        2,
+    )
 
 
 def test_requests_over_a_limit_are_refused_until_time_has_passed() -> None:
@@ -288,11 +325,21 @@ def test_the_table_of_measured_workers_goes_on_with_simulated_ones(
     assert report["images_per_second"] == pytest.approx(16, rel=0.5)
     assert set(report) >= {
         *("replicas", "images_per_second", "linear_fraction", "idle_fraction", "lost"),
-        *("visible_duplicates", "redeliveries", "queue_operations_per_second", "dollars"),
+        *(
+            "visible_duplicates",
+            "redeliveries",
+            "queue_operations_per_second",
+            "dollars",
+        ),
         *("images_per_dollar", "bottleneck"),
     }
 
-    for text in ("[]", '{"rows": 3}', '{"images_per_second_by_count": {"one": 2}}', "no JSON"):
+    for text in (
+        "[]",
+        '{"rows": 3}',
+        '{"images_per_second_by_count": {"one": 2}}',
+        "no JSON",
+    ):
         file.write_text(text)
         with pytest.raises(SystemExit, match="is not what `imagefleet bench scaling"):
             _run(capsys, monkeypatch, "--measured", str(file))
@@ -308,7 +355,9 @@ def test_the_gpus_of_one_machine_that_were_measured_are_the_first_rows(
     report = _run(capsys, monkeypatch, "--measured", str(file), "--replicas", "2")
 
     rates = found["images_per_second_by_count"]
-    assert [each["images_per_second"] for each in report["measured"]] == list(rates.values())
+    assert [each["images_per_second"] for each in report["measured"]] == list(
+        rates.values()
+    )
     assert report["measured"][1]["linear_fraction"] == pytest.approx(
         found["multi_gpu_linear_fraction"], abs=1e-3
     )
@@ -334,16 +383,22 @@ def test_each_card_gets_the_measured_share_of_its_own_limit(
         _run(capsys, monkeypatch, *arguments, "RTX 5090")
 
 
-def _run(capsys: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
+def _run(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> dict[str, Any]:
     monkeypatch.setattr(
-        sys, "argv", ["fleet_sim.py", "--hours", "0.005", "--warm-seconds", "44", *arguments]
+        sys,
+        "argv",
+        ["fleet_sim.py", "--hours", "0.005", "--warm-seconds", "44", *arguments],
     )
     fleet_sim.main()
     report: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     return report
 
 
-def test_each_job_of_a_chain_passes_all_stages_once_whatever_happens_to_their_nodes() -> None:
+def test_each_job_of_a_chain_passes_all_stages_once_whatever_happens_to_their_nodes() -> (
+    None
+):
     weather = Weather(interruptions=1_800, broken_share=0.25)
     stages = (Stage(3), Stage(2, 2.0), Stage(2))
     plan = Plan(7, [CARD], weather, jobs=200, seed=2, stages=stages)

@@ -21,16 +21,42 @@ STORE = ("--", "benchmarks/store.py", "--jobs", "50")
 
 #: The programs and the arguments with which they take seconds.
 PROGRAMS: dict[str, tuple[str, ...]] = {
-    "bag.py": (*TINY, "--folder", "models", "--minute", "5", "--rows", "bag_sizes,uniform"),
+    "bag.py": (
+        *TINY,
+        "--folder",
+        "models",
+        "--minute",
+        "5",
+        "--rows",
+        "bag_sizes,uniform",
+    ),
     "canary.py": ("--jobs", "1", "--steps", "2"),
     "compare.py": (str(ROOT), "--pairs", "2", "--within", "0.99", *STORE),
     "demo_model.py": ("--captions", "2", *ONE_THREAD),
-    "families/measure.py": (*TINY, "--folder", "models", "--rows", "sd2", "--seconds", "1"),
+    "families/measure.py": (
+        *TINY,
+        "--folder",
+        "models",
+        "--rows",
+        "sd2",
+        "--seconds",
+        "1",
+    ),
     "scoring/few_steps.py": (
         *("--captions", "2", *ONE_THREAD),
         *("--picture", "a.png", "--curves", ".", "--out", "a.json"),
     ),
-    "gpus.py": ("--tiny", "--counts", "1", "--seconds", "3", "--warm", "1", "--jobs", "100"),
+    "gpus.py": (
+        "--tiny",
+        "--counts",
+        "1",
+        "--seconds",
+        "3",
+        "--warm",
+        "1",
+        "--jobs",
+        "100",
+    ),
     "library/gateway.py": (
         *("--pairs", "1", "--images", "100", "--seconds", "1", "--pictures", "2"),
         *("--out", "figures.json"),
@@ -38,7 +64,15 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "library/measure.py": (*TINY, "--pairs", "1", "--slots", "2"),
     "pixel/measure.py": (*TINY, "--folder", "models"),
     "scoring/speed.py": ("--images", "20", "--processes", "1"),
-    "stages/img2img.py": (*TINY, "--folder", "models", "--seconds", "1", "--kinds", "img2img"),
+    "stages/img2img.py": (
+        *TINY,
+        "--folder",
+        "models",
+        "--seconds",
+        "1",
+        "--kinds",
+        "img2img",
+    ),
     "train_demo_model.py": (
         *("--toy", "--processes", "1"),
         *("--output", "model", "--judge", "judge.safetensors"),
@@ -88,7 +122,13 @@ def test_the_tokenizer_is_made_of_its_vocabulary(tmp_path: Path) -> None:
     vocabulary = tmp_path / "vocabulary.txt.gz"
     vocabulary.write_bytes(gzip.compress((made / "merges.txt").read_bytes()))
 
-    run(tmp_path, "demo_world/make_tokenizer.py", vocabulary.name, "--output", "tokenizer")
+    run(
+        tmp_path,
+        "demo_world/make_tokenizer.py",
+        vocabulary.name,
+        "--output",
+        "tokenizer",
+    )
 
     for path in (tmp_path / "tokenizer").iterdir():
         assert path.read_bytes() == (made / path.name).read_bytes(), path.name

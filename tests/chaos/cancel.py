@@ -64,7 +64,9 @@ class NotingEngine(StandInEngine):
 def messages(jobs: int, others: int) -> list[str]:
     """The other campaign's jobs all over the queue."""
     bodies = [
-        json.dumps({"prompt": "a house", "id": f"s{seed}", "seed": seed, "campaign": "spring"})
+        json.dumps(
+            {"prompt": "a house", "id": f"s{seed}", "seed": seed, "campaign": "spring"}
+        )
         for seed in range(jobs)
     ]
     step = max(1, jobs // others)
@@ -78,7 +80,9 @@ def messages(jobs: int, others: int) -> list[str]:
     return mixed
 
 
-async def measure(storage: Storage, settings: WorkerSettings, jobs: int) -> dict[str, float]:
+async def measure(
+    storage: Storage, settings: WorkerSettings, jobs: int
+) -> dict[str, float]:
     engine = NotingEngine()
     pipeline = Pipeline(storage, lambda: engine, settings)
     running = asyncio.create_task(pipeline.run(asyncio.Event(), asyncio.Event()))
@@ -88,13 +92,19 @@ async def measure(storage: Storage, settings: WorkerSettings, jobs: int) -> dict
     empty_at = None
     while not running.done():
         await asyncio.sleep(LOOK_SECONDS)
-        if empty_at is None and pipeline.metrics.outcomes["cancelled"] >= jobs - drawn(engine):
+        if empty_at is None and pipeline.metrics.outcomes["cancelled"] >= jobs - drawn(
+            engine
+        ):
             empty_at = time.monotonic()
     await cancelling
     running.result()
     counts = await reader.counts(storage, "spring")
     seconds = (empty_at or time.monotonic()) - asked_at
-    late = [at for is_other, at in engine.begun if not is_other and at > asked_at + OBEY_SECONDS]
+    late = [
+        at
+        for is_other, at in engine.begun
+        if not is_other and at > asked_at + OBEY_SECONDS
+    ]
     last = max((at for is_other, at in engine.begun if not is_other), default=asked_at)
     return {
         "cancelled_jobs": counts.cancelled,
@@ -113,7 +123,10 @@ def drawn(engine: NotingEngine) -> int:
 
 async def run(folder: Path, jobs: int, others: int) -> dict[str, Any]:
     settings = WorkerSettings(
-        storage=f"local:{folder}", model=Path("stand-in"), cache=folder / "cache", until_empty=True
+        storage=f"local:{folder}",
+        model=Path("stand-in"),
+        cache=folder / "cache",
+        until_empty=True,
     )
     async with open_storage(settings) as storage:
         await storage.create()
@@ -125,7 +138,9 @@ async def run(folder: Path, jobs: int, others: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--jobs", type=int, default=100_000, help="jobs of the cancelled campaign")
+    parser.add_argument(
+        "--jobs", type=int, default=100_000, help="jobs of the cancelled campaign"
+    )
     parser.add_argument("--others", type=int, default=200, help="jobs of the other")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -60,7 +60,9 @@ class Output:
 class Fork:
     """A command that runs; its methods are those of `subprocess.Popen`."""
 
-    def __init__(self, forks: Forks, arguments: tuple[str, ...], pid: int, output: Path) -> None:
+    def __init__(
+        self, forks: Forks, arguments: tuple[str, ...], pid: int, output: Path
+    ) -> None:
         self.args = arguments
         self.returncode: int | None = None
         self.stdout = Output(output, lambda: self.poll() is not None)
@@ -133,21 +135,33 @@ class Forks:
         return Fork(self, arguments, pid, output)
 
     def run(
-        self, *arguments: str, cwd: Path, variables: Mapping[str, str], program: str = ""
+        self,
+        *arguments: str,
+        cwd: Path,
+        variables: Mapping[str, str],
+        program: str = "",
     ) -> subprocess.CompletedProcess[str]:
         """Runs `imagefleet ARGUMENTS`, or a *program* in Python, to its end."""
         errors = self._folder / "errors"
         errors.write_text("")
-        fork = self.start(*arguments, cwd=cwd, variables=variables, errors=errors, program=program)
+        fork = self.start(
+            *arguments, cwd=cwd, variables=variables, errors=errors, program=program
+        )
         printed, _ = fork.communicate()
-        return subprocess.CompletedProcess(arguments, fork.wait(), printed, errors.read_text())
+        return subprocess.CompletedProcess(
+            arguments, fork.wait(), printed, errors.read_text()
+        )
 
 
 def environment(settings: StorageSettings) -> dict[str, str]:
     """The environment of a command that has the storage of *settings*."""
     names = ("storage", "queue", "container", "files_container")
     return {
-        **{name: value for name, value in os.environ.items() if "IMAGEFLEET" not in name},
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if "IMAGEFLEET" not in name
+        },
         **{f"IMAGEFLEET_{name.upper()}": getattr(settings, name) for name in names},
     }
 
@@ -186,7 +200,9 @@ def _serve() -> str | None:
     return None
 
 
-def _become(arguments: list[str], cwd: str, variables: dict[str, str], output: list[str]) -> None:
+def _become(
+    arguments: list[str], cwd: str, variables: dict[str, str], output: list[str]
+) -> None:
     for number, path in enumerate((os.devnull, *output)):
         os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), number)
     sys.stdin = os.fdopen(0)

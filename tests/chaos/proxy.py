@@ -12,7 +12,16 @@ from aiohttp import web
 from yarl import URL
 
 Fault = (
-    Literal["pass", "drop", "lose reply", "hang", "garbage", "delay", "truncate", "slow reply"]
+    Literal[
+        "pass",
+        "drop",
+        "lose reply",
+        "hang",
+        "garbage",
+        "delay",
+        "truncate",
+        "slow reply",
+    ]
     | int
     | tuple[int, str]
 )
@@ -56,7 +65,9 @@ class FaultProxy:
 
             self.address = azurite_address
             for upstream in re.findall(r"http://127\.0\.0\.1:\d+", azurite_address):
-                self.address = self.address.replace(upstream, await behind_proxy(upstream))
+                self.address = self.address.replace(
+                    upstream, await behind_proxy(upstream)
+                )
             try:
                 yield
             finally:
@@ -73,12 +84,15 @@ class FaultProxy:
         match fault:
             case int():
                 return web.Response(
-                    status=fault, headers={"Retry-After": "1"} if fault in _BUSY else None
+                    status=fault,
+                    headers={"Retry-After": "1"} if fault in _BUSY else None,
                 )
             case (status, code):
                 return web.Response(status=status, headers={"x-ms-error-code": code})
             case "garbage":
-                return web.Response(text="<Half><An>ans", content_type="application/xml")
+                return web.Response(
+                    text="<Half><An>ans", content_type="application/xml"
+                )
             case "hang":
                 await self.over.wait()
             case "delay":
@@ -88,7 +102,9 @@ class FaultProxy:
             if fault in {"pass", "delay"}:
                 return reply
             if fault in {"truncate", "slow reply"}:
-                return await self._part_by_part(request, reply, whole=fault == "slow reply")
+                return await self._part_by_part(
+                    request, reply, whole=fault == "slow reply"
+                )
         if request.transport is not None:  # the client may have given up
             request.transport.abort()
         return web.Response()
@@ -107,11 +123,14 @@ class FaultProxy:
             headers=request.headers,
             skip_auto_headers=["Content-Type"],  # it is part of the signature
         ) as reply:
-            is_head = request.method == "HEAD"  # whose length is that of a body that is not sent
+            is_head = (
+                request.method == "HEAD"
+            )  # whose length is that of a body that is not sent
             headers = {
                 name: value
                 for name, value in reply.headers.items()
-                if name.lower() not in _HOP_BY_HOP or (is_head and name == "Content-Length")
+                if name.lower() not in _HOP_BY_HOP
+                or (is_head and name == "Content-Length")
             }
             body = None if is_head else await reply.read()
             return web.Response(body=body, status=reply.status, headers=headers)

@@ -187,14 +187,23 @@ class SaladFake:
         self.groups: dict[str, Group] = {}
         self.quota = 2000
         self.nodes = 10_000
-        self.prices = {"batch": "0.03", "low": "0.047", "medium": "0.063", "high": "0.08"}
-        self.class_prices: dict[str, dict[str, str]] = {}  # of classes with prices of their own
+        self.prices = {
+            "batch": "0.03",
+            "low": "0.047",
+            "medium": "0.063",
+            "high": "0.08",
+        }
+        self.class_prices: dict[
+            str, dict[str, str]
+        ] = {}  # of classes with prices of their own
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str]] = []
         self.violations: list[str] = []
         self.most_at_once = 0
         self.most_stops = 10_000  # of each group's instances, between two lists
-        self.billed: list[tuple[int, float]] = []  # replicas left and their $/h, after each request
+        self.billed: list[
+            tuple[int, float]
+        ] = []  # replicas left and their $/h, after each request
         self.slow_seconds = 0.0  # before each answer that is no fault
         self.random = random.Random()
 
@@ -220,7 +229,10 @@ class SaladFake:
         self.requests.append((request.method, request.path))
         if request.headers.get("Salad-Api-Key") != KEY:
             return problem(401, "Unauthorized")
-        fault = next((each for each in self.faults if each.method in {None, request.method}), None)
+        fault = next(
+            (each for each in self.faults if each.method in {None, request.method}),
+            None,
+        )
         if fault is not None and fault.skips:
             fault.skips -= 1
             fault = None
@@ -256,19 +268,24 @@ class SaladFake:
     def _bill(self) -> None:
         """What may be billed by now, at the price of each group's most expensive class."""
         prices = {
-            key: self.class_prices.get(name, self.prices) for name, key in GPU_CLASSES.items()
+            key: self.class_prices.get(name, self.prices)
+            for name, key in GPU_CLASSES.items()
         }
         dollars = 0.0
         for group in self.groups.values():
             container = group.body["container"]
             priority = container.get("priority", "high")
             classes = container["resources"]["gpu_classes"]
-            dollars += group.left * max(float(prices[each].get(priority, 0)) for each in classes)
+            dollars += group.left * max(
+                float(prices[each].get(priority, 0)) for each in classes
+            )
         self.billed.append((sum(group.left for group in self.groups.values()), dollars))
 
     async def _list(self, request: web.Request) -> web.Response:
         for name, group in list(self.groups.items()):
-            free = self.nodes - sum(each.running + each.creating for each in self.groups.values())
+            free = self.nodes - sum(
+                each.running + each.creating for each in self.groups.values()
+            )
             group.step(max(0, free + group.creating), self.most_stops)
             if group.is_deleted and not group.left:
                 del self.groups[name]
@@ -281,9 +298,13 @@ class SaladFake:
     async def _create(self, request: web.Request) -> web.Response:
         if request.content_type != "application/json":
             raise ValueError(f"a creation of content type {request.content_type}")
-        body = Prototype.model_validate(await request.json()).model_dump(exclude_unset=True)
+        body = Prototype.model_validate(await request.json()).model_dump(
+            exclude_unset=True
+        )
         if body["name"] in self.groups:
-            return problem(400, f"a container group named {body['name']} exists already")
+            return problem(
+                400, f"a container group named {body['name']} exists already"
+            )
         if self._is_over_quota(body["replicas"]):
             return problem(403, "the quota is exceeded")
         self.groups[body["name"]] = Group(body)
@@ -296,7 +317,9 @@ class SaladFake:
         group = self._group(request)
         if request.content_type != "application/merge-patch+json":
             raise ValueError(f"a patch of content type {request.content_type}")
-        patch = Patch.model_validate(await request.json()).model_dump(exclude_unset=True)
+        patch = Patch.model_validate(await request.json()).model_dump(
+            exclude_unset=True
+        )
         more = patch.get("replicas", group.replicas) - group.replicas
         if self._is_over_quota(more):
             return problem(403, "the quota is exceeded")
@@ -332,7 +355,9 @@ class SaladFake:
                 "name": name,
                 "prices": [
                     {"priority": priority, "price": price}
-                    for priority, price in self.class_prices.get(name, self.prices).items()
+                    for priority, price in self.class_prices.get(
+                        name, self.prices
+                    ).items()
                 ],
             }
             for name, key in GPU_CLASSES.items()
@@ -357,7 +382,10 @@ class SaladFake:
 
 def fleet_file(api: str, *environment: str, replicas: int = 1) -> str:
     """A `fleet.yaml`; *environment* has further variables, a line each."""
-    variables = ["IMAGEFLEET_STORAGE: https://acmeimages.blob.core.windows.net", *environment]
+    variables = [
+        "IMAGEFLEET_STORAGE: https://acmeimages.blob.core.windows.net",
+        *environment,
+    ]
     lines = [
         "name: sd15-batch",
         "organization: acme",

@@ -55,11 +55,17 @@ class KilledScaler:
     async def running(self) -> AsyncIterator[None]:
         """Scales during the block, killed and restarted again and again; then checks the cost."""
         with salad_fake.serving(self.cloud):
-            fleet_file = FLEET.format(url=self.cloud.url, digest="5" * 64, replicas=REPLICAS)
+            fleet_file = FLEET.format(
+                url=self.cloud.url, digest="5" * 64, replicas=REPLICAS
+            )
             (self.folder / "fleet.yaml").write_text(fleet_file)
-            if await self._imagefleet(60, "deploy", "apply", "--yes", "--replicas", "1"):
+            if await self._imagefleet(
+                60, "deploy", "apply", "--yes", "--replicas", "1"
+            ):
                 raise RuntimeError("the groups cannot be created")
-            tasks = [asyncio.create_task(each) for each in (self._scale(), self._meter())]
+            tasks = [
+                asyncio.create_task(each) for each in (self._scale(), self._meter())
+            ]
             try:
                 yield
             finally:
@@ -86,11 +92,17 @@ class KilledScaler:
     def _has_called(self, calls: int) -> bool:
         return len(self.cloud.requests) > calls
 
-    async def _imagefleet(self, kill_after_seconds: float, *arguments: str, **options: Any) -> int:
+    async def _imagefleet(
+        self, kill_after_seconds: float, *arguments: str, **options: Any
+    ) -> int:
         fleet_file = ("--file", str(self.folder / "fleet.yaml"))
         environment = {"SALAD_API_KEY": salad_fake.KEY, "no_proxy": "127.0.0.1"}
         return await self.command(
-            kill_after_seconds, *arguments, *fleet_file, environment=environment, **options
+            kill_after_seconds,
+            *arguments,
+            *fleet_file,
+            environment=environment,
+            **options,
         )
 
     @property
@@ -124,5 +136,7 @@ class KilledScaler:
         if counted.dollars < cost * (1 - _TOLERANCE):
             self.errors.append(f"the ledger has ${counted.dollars:.6f} of ${cost:.6f}")
         if self.cloud.most_at_once > REPLICAS:
-            self.errors.append(f"{self.cloud.most_at_once} replicas ran, of {REPLICAS} allowed")
+            self.errors.append(
+                f"{self.cloud.most_at_once} replicas ran, of {REPLICAS} allowed"
+            )
         self.errors += self.cloud.violations

@@ -38,7 +38,15 @@ from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from proxy import Fault, FaultProxy
 from scaler import KilledScaler
-from storm_jobs import MODELS, STOPPED, StormJob, all_jobs, chains, drawings, stopped_jobs
+from storm_jobs import (
+    MODELS,
+    STOPPED,
+    StormJob,
+    all_jobs,
+    chains,
+    drawings,
+    stopped_jobs,
+)
 from storm_tally import Tally, compare_outcomes, count_up
 
 HERE = Path(__file__).parent
@@ -145,7 +153,9 @@ class Storm:
                     await self.send_rivals(
                         storage, len(self._unsent) - late - int(2 * late * share)
                     )
-                    await asyncio.sleep(self.random.uniform(0.05, 2.0 / len(self.workers)))
+                    await asyncio.sleep(
+                        self.random.uniform(0.05, 2.0 / len(self.workers))
+                    )
                     if self._blows() < self.kills:
                         self._blow()
                     self._start_missing_workers()
@@ -158,13 +168,20 @@ class Storm:
 
     async def send_rivals(self, storage: Storage, count: int | None = None) -> int:
         """Sends some of the messages that clash with others, or are copies; all by default."""
-        sent, self._unsent = self._unsent[:count], self._unsent[len(self._unsent[:count]) :]
+        sent, self._unsent = (
+            self._unsent[:count],
+            self._unsent[len(self._unsent[:count]) :],
+        )
         await storage.queue.send(sent)
         return len(sent)
 
     def jobs(self) -> list[StormJob]:
         """The jobs that are loaded from a file."""
-        makers = {"jobs": all_jobs, "chains": chains, "clashes": storm_clashes.named_jobs}
+        makers = {
+            "jobs": all_jobs,
+            "chains": chains,
+            "clashes": storm_clashes.named_jobs,
+        }
         return [*makers[self.kind](self.tally.jobs)]
 
     def all_jobs(self) -> list[StormJob]:
@@ -173,7 +190,9 @@ class Storm:
     def stopped_jobs(self) -> list[StormJob]:
         """Of the campaign that is cancelled."""
         count = self.tally.jobs
-        return [*(chains(count, STOPPED) if self.kind == "chains" else stopped_jobs(count))]
+        return [
+            *(chains(count, STOPPED) if self.kind == "chains" else stopped_jobs(count))
+        ]
 
     async def calm(self, storage: Storage) -> None:
         """Without faults, until nothing is left in the queue."""
@@ -269,7 +288,13 @@ class Storm:
         served.update(self.models[each] for each in self.workers)
         model = min(MODELS, key=served.__getitem__)
         lease = LEASES_SECONDS[self.random.randrange(len(LEASES_SECONDS))]
-        arguments = [self.events, self.tick_seconds, self.fault_share, self.random.random(), model]
+        arguments = [
+            self.events,
+            self.tick_seconds,
+            self.fault_share,
+            self.random.random(),
+            model,
+        ]
         flags = ["--model", "none", "--lease-seconds", lease, "--grace-seconds", 2]
         worker = self._start(*arguments, *flags, program="storm_worker.main()")
         self.models[worker] = model
@@ -291,15 +316,24 @@ class Storm:
         checkpoint = self.folder / "load.checkpoint"
         rate = self.tally.jobs / FILL_SECONDS
         command = ["load", jobs, "--state", checkpoint, "--rate", str(rate), "--json"]
-        for sending_seconds in (self.random.uniform(0.1, 0.8), self.random.uniform(0.1, 0.8)):
+        for sending_seconds in (
+            self.random.uniform(0.1, 0.8),
+            self.random.uniform(0.1, 0.8),
+        ):
             began_at = time.time()
             await self._command(
-                sending_seconds, *command, has_begun=partial(_is_newer, checkpoint, began_at)
+                sending_seconds,
+                *command,
+                has_begun=partial(_is_newer, checkpoint, began_at),
             )
         if await self._command(
-            STUCK_SECONDS, *command, progress=lambda: checkpoint.exists() and checkpoint.read_text()
+            STUCK_SECONDS,
+            *command,
+            progress=lambda: checkpoint.exists() and checkpoint.read_text(),
         ):
-            raise RuntimeError(f"imagefleet load failed: {self.log.read_text()[-2000:]}")
+            raise RuntimeError(
+                f"imagefleet load failed: {self.log.read_text()[-2000:]}"
+            )
 
     async def _now_and_then(self, longest_seconds: float, *arguments: str) -> None:
         while True:
@@ -328,7 +362,9 @@ class Storm:
                     await asyncio.sleep(forks.PAUSE_SECONDS)
                     if (now := progress()) != reached:
                         reached = now
-                        limit.reschedule(asyncio.get_running_loop().time() + kill_after_seconds)
+                        limit.reschedule(
+                            asyncio.get_running_loop().time() + kill_after_seconds
+                        )
         except (TimeoutError, asyncio.CancelledError) as error:
             process.kill()
             process.wait()
@@ -338,7 +374,10 @@ class Storm:
         return process.wait()
 
     def _start(
-        self, *arguments: Any, program: str = "", variables: Mapping[str, str] | None = None
+        self,
+        *arguments: Any,
+        program: str = "",
+        variables: Mapping[str, str] | None = None,
     ) -> forks.Fork:
         return self.server.start(
             *map(str, arguments),
@@ -388,14 +427,21 @@ async def weather(
     where = "local" if settings.storage.startswith("local:") else "azurite"
     tally = Tally(where, jobs)
     variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])}
-    prelude = "import storm_worker" if where == "local" else f"import storm_worker; {forks.AZURE}"
+    prelude = (
+        "import storm_worker"
+        if where == "local"
+        else f"import storm_worker; {forks.AZURE}"
+    )
     with (
         tempfile.TemporaryDirectory(prefix="imagefleet-storm-") as folder,
         forks.running(Path(sys.executable), Path(folder), variables, prelude) as server,
     ):
         async with (
             open_storage(settings) as storage,
-            disturbances(settings, FAULT_SHARE, random.Random(seed), tally) as (disturbed, proxy),
+            disturbances(settings, FAULT_SHARE, random.Random(seed), tally) as (
+                disturbed,
+                proxy,
+            ),
         ):
             await storage.create()
             storm = Storm(
@@ -434,7 +480,9 @@ async def weather(
                     await compare_outcomes(tally, storage, storm.jobs())
             finally:
                 storm.kill_all()
-            await count_up(tally, storage, storm.stopped_jobs(), storm.events.read_text())
+            await count_up(
+                tally, storage, storm.stopped_jobs(), storm.events.read_text()
+            )
             if not tally.is_clean:
                 sys.stderr.write(storm.log.read_text()[-20_000:])
     return tally
@@ -442,9 +490,13 @@ async def weather(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--storage", choices=["local", "azurite", "both"], default="both")
+    parser.add_argument(
+        "--storage", choices=["local", "azurite", "both"], default="both"
+    )
     parser.add_argument("--jobs", type=int, default=2000)
-    parser.add_argument("--kills", type=int, default=100, help="of workers, freezes included")
+    parser.add_argument(
+        "--kills", type=int, default=100, help="of workers, freezes included"
+    )
     parser.add_argument("--faults", type=int, help="default: 1000, with --chains 200")
     parser.add_argument(
         "--seconds", type=float, default=150, help="of work for undisturbed workers"
@@ -476,9 +528,13 @@ def main() -> None:
     tallies = [run_on(kind, given) for kind in kinds]
     rows = [asdict(tally) for tally in tallies]
     for name in rows[0]:
-        shown = (len(row[name]) if isinstance(row[name], list) else row[name] for row in rows)
+        shown = (
+            len(row[name]) if isinstance(row[name], list) else row[name] for row in rows
+        )
         print(f"{name.replace('_', ' '):30}", *(f"{each!s:>10}" for each in shown))
-    for wrong in (each for tally in tallies for each in (*tally.untruths, *tally.scaler_errors)):
+    for wrong in (
+        each for tally in tallies for each in (*tally.untruths, *tally.scaler_errors)
+    ):
         print(wrong)
     print(json.dumps({"seed": arguments.seed, "storms": rows}))
     sys.exit(not all(tally.is_clean for tally in tallies))
@@ -489,7 +545,9 @@ def run_on(kind: str, given: dict[str, float]) -> Tally:
 
     with contextlib.ExitStack() as stack:
         if kind == "local":
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="imagefleet-storm-"))
+            folder = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="imagefleet-storm-")
+            )
             settings = StorageSettings(storage=f"local:{folder}/storage")
         else:
             settings = StorageSettings(storage=stack.enter_context(azurite.running()))

@@ -67,7 +67,9 @@ def rivals(count: int, chance: random.Random) -> list[StormJob]:
     found: dict[Key, StormJob] = {key_of(job): job for job in named}
     for number in range(count // CLASH_EVERY):
         change = CHANGES[number % len(CHANGES)]
-        while (key := key_of(rival := _changed(chance.choice(named), change, chance))) in found:
+        while (
+            key := key_of(rival := _changed(chance.choice(named), change, chance))
+        ) in found:
             pass
         found[key] = rival
     return list(found.values())[len(named) :]
@@ -88,7 +90,11 @@ def _changed(job: StormJob, change: str, chance: random.Random) -> StormJob:
         case "format":
             rival["output"] = {"format": chance.choice(["jpeg", "webp"])}
         case "later stage" | "stages" if "n_iter" in job:
-            return {"prompt": "a fish", "then": then} | {**rival, "n_iter": 1, "prompt": "a fish"}
+            return {"prompt": "a fish", "then": then} | {
+                **rival,
+                "n_iter": 1,
+                "prompt": "a fish",
+            }
         case "stages" if "then" in job:
             pass  # its first stage alone, whose image is the same
         case _:
@@ -143,11 +149,15 @@ class Outcomes:
     @property
     def taken(self) -> list[Key]:
         """Those that failed for their names alone; a bad job fails for either reason."""
-        taken = [key for key, each in self.failed.items() if each.error == "NameTakenError"]
+        taken = [
+            key for key, each in self.failed.items() if each.error == "NameTakenError"
+        ]
         return [key for key in taken if key not in self.bad]
 
 
-async def outcomes_of(storage: Storage, sent: list[StormJob], campaign: str) -> Outcomes:
+async def outcomes_of(
+    storage: Storage, sent: list[StormJob], campaign: str
+) -> Outcomes:
     """Tells the outcomes of the jobs *sent* by their pixels alone; each has to have exactly one."""
     sent_as = {key_of(job): job for job in sent}
     jobs = {key: _read(job) for key, job in sent_as.items()}
@@ -166,14 +176,22 @@ async def outcomes_of(storage: Storage, sent: list[StormJob], campaign: str) -> 
         if len(outcomes) != 1:
             wrong.append(f"{_shown(key)} has {outcomes or 'no outcome'}")
         elif key in failed and not is_bad and failed[key].error != "NameTakenError":
-            wrong.append(f"{_shown(key)} failed: {failed[key].error}: {failed[key].reason}")
+            wrong.append(
+                f"{_shown(key)} failed: {failed[key].error}: {failed[key].reason}"
+            )
         elif key in completed and is_bad:
             wrong.append(f"{_shown(key)} cannot be drawn, and is completed")
-    wrong += [f"{_shown(key)} failed, which nobody has sent" for key in failed.keys() - jobs.keys()]
+    wrong += [
+        f"{_shown(key)} failed, which nobody has sent"
+        for key in failed.keys() - jobs.keys()
+    ]
     ids = {key.id for key in completed}
     good = {key.id for key in jobs.keys() - bad}
     wrong += [f"of {name}, none is completed" for name in good - ids]
-    digests = {key: [each.stage_digest for each in job.stages_left()] for key, job in jobs.items()}
+    digests = {
+        key: [each.stage_digest for each in job.stages_left()]
+        for key, job in jobs.items()
+    }
     known = {key: failed[key] for key in jobs.keys() & failed.keys()}
     return Outcomes(completed, known, wrong, digests, bad)
 
@@ -207,12 +225,18 @@ async def _failed(
         try:
             job = read_job(await record.message(storage.blobs), message.id)
         except errors.JobError as error:
-            wrong.append(f"a failed job cannot be sent again: {error}: {message.body[:200]}")
+            wrong.append(
+                f"a failed job cannot be sent again: {error}: {message.body[:200]}"
+            )
             continue
         if (job.campaign or CAMPAIGN) != campaign:
             continue
         found[key := _key(job)] = record
-        if record.id != key.id or record.digest not in {None, key.digest, job.stage_digest}:
+        if record.id != key.id or record.digest not in {
+            None,
+            key.digest,
+            job.stage_digest,
+        }:
             wrong.append(f"{_shown(key)} failed as {record.id} {record.digest}")
     return found
 
@@ -233,16 +257,21 @@ async def compare_counts(
         failed = Counter([each.id async for each in fleet.failed(campaign=campaign)])
         for job in true["completed"]:
             if (status := await fleet.job(job, campaign).status()) != "completed":
-                truth.errors.append(f"the client says that {job} is {status}: one is completed")
+                truth.errors.append(
+                    f"the client says that {job} is {status}: one is completed"
+                )
     for outcome, of_client in (*told.items(), ("failed", failed)):
         for job in sorted(of_client.keys() | true[outcome].keys()):
             if (says := of_client[job]) != (is_ := true[outcome][job]):
-                truth.errors.append(f"the client says {says} of {job} {outcome}: they are {is_}")
+                truth.errors.append(
+                    f"the client says {says} of {job} {outcome}: they are {is_}"
+                )
     status = json.loads(await console("status", "--json"))
     (row,) = [each for each in status["campaigns"] if each["campaign"] == campaign]
     listing = json.loads(await console("failed", campaign, "--json", "--limit", "0"))
     results = [
-        json.loads(line) for line in (await console("results", campaign, "--json")).splitlines()
+        json.loads(line)
+        for line in (await console("results", campaign, "--json")).splitlines()
     ]
     failed_results = [each for each in results if each["outcome"] == "failed"]
     completed, failed_count = len(truth.completed), len(truth.failed)
@@ -271,7 +300,9 @@ def check_reasons(truth: Outcomes) -> None:
         reason = truth.failed[key].reason
         holders = [each for each in truth.completed if each.id == key.id]
         for names in ([key], holders):
-            if not any(digest[:8] in reason for each in names for digest in truth.digests[each]):
+            if not any(
+                digest[:8] in reason for each in names for digest in truth.digests[each]
+            ):
                 truth.errors.append(f"{_shown(key)} does not name both jobs: {reason}")
 
 

@@ -38,7 +38,13 @@ def all_jobs(count: int) -> Iterator[StormJob]:
         bad = number % BAD_EVERY == BAD_EVERY - 1
         steps = {"steps": BAD_STEPS} if bad else {}
         several = {"n_iter": IMAGES} if not bad and number % SEVERAL_EVERY == 0 else {}
-        yield {"id": f"j{number}", "prompt": "a house", "seed": number, **steps, **several}
+        yield {
+            "id": f"j{number}",
+            "prompt": "a house",
+            "seed": number,
+            **steps,
+            **several,
+        }
 
 
 def stopped_jobs(count: int) -> Iterator[StormJob]:
@@ -61,7 +67,10 @@ def chains(count: int, campaign: str | None = None) -> Iterator[StormJob]:
     for number in range(0, count, step):
         bad = campaign is None and number % BAD_EVERY == BAD_EVERY - 1
         then = [
-            {"model": MODELS[(number + stage) % 2], "seed": number + stage * STAGE_SEEDS}
+            {
+                "model": MODELS[(number + stage) % 2],
+                "seed": number + stage * STAGE_SEEDS,
+            }
             for stage in (1, 2)
         ]
         if bad:
@@ -87,7 +96,10 @@ def images_of(job: Mapping[str, object]) -> set[str]:
     if is_bad(job):
         return set()
     count = IMAGES if "n_iter" in job else 1
-    return {f"default/{job['id']}{f'~{index}' if index else ''}.png" for index in range(count)}
+    return {
+        f"default/{job['id']}{f'~{index}' if index else ''}.png"
+        for index in range(count)
+    }
 
 
 def drawings(jobs: Iterable[StormJob]) -> dict[str, dict[str, Drawing]]:
@@ -96,5 +108,7 @@ def drawings(jobs: Iterable[StormJob]) -> dict[str, dict[str, Drawing]]:
     for job in jobs:
         for stage in read_job(json.dumps(job), "none").stages_left():
             for index in range(stage.images):
-                found[stage.blob_name(index)][stage.stage_digest] = Drawing(stage, index)
+                found[stage.blob_name(index)][stage.stage_digest] = Drawing(
+                    stage, index
+                )
     return found

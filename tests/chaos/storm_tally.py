@@ -63,7 +63,9 @@ class Tally:
         )
 
 
-async def count_up(tally: Tally, storage: Storage, stopped: list[StormJob], events: str) -> None:
+async def count_up(
+    tally: Tally, storage: Storage, stopped: list[StormJob], events: str
+) -> None:
     """Counts what the workers did, by their *events*, and what became of the cancelled campaign."""
     images = 0
     async for record in storage.blobs.records("default/"):
@@ -83,7 +85,9 @@ async def count_up(tally: Tally, storage: Storage, stopped: list[StormJob], even
     tally.duplicates_suppressed = counted["duplicate"]
 
 
-async def compare_outcomes(tally: Tally, storage: Storage, jobs: list[StormJob]) -> None:
+async def compare_outcomes(
+    tally: Tally, storage: Storage, jobs: list[StormJob]
+) -> None:
     """Compares what is stored and what failed with the jobs, whose ids are all different."""
     good_jobs = [job for job in jobs if not is_bad(job)]
     good = {name for job in jobs for name in images_of(job)}
@@ -98,7 +102,9 @@ async def compare_outcomes(tally: Tally, storage: Storage, jobs: list[StormJob])
     failed: dict[str, str] = {}
     async for message in storage.poison.browse():
         record = dead_letter.FailedJob.parse(message.body)
-        failed[record.id if record else message.id] = record.reason if record else "no record"
+        failed[record.id if record else message.id] = (
+            record.reason if record else "no record"
+        )
     for job in failed.keys() - bad:
         sys.stderr.write(f"the good job {job} failed: {failed[job]}\n")
     tally.lost = len(good - stored.keys())
@@ -114,6 +120,8 @@ async def compare_outcomes(tally: Tally, storage: Storage, jobs: list[StormJob])
 async def compare_records(tally: Tally, storage: Storage, campaign: str) -> None:
     """Each image has one record and each record an image."""
     stored = {name async for name in storage.blobs.names(f"{campaign}/")}
-    recorded = Counter([str(each.blob) async for each in reader.images(storage, campaign)])
+    recorded = Counter(
+        [str(each.blob) async for each in reader.images(storage, campaign)]
+    )
     tally.images_without_record += len(stored - recorded.keys())
     tally.records_without_image += recorded.total() - len(stored & recorded.keys())

@@ -39,7 +39,17 @@ BAD_STEPS = 13
 
 SIDE = 64
 
-_CALLS = {"receive", "renew", "release", "delete", "send", "create", "append", "read", "metadata"}
+_CALLS = {
+    "receive",
+    "renew",
+    "release",
+    "delete",
+    "send",
+    "create",
+    "append",
+    "read",
+    "metadata",
+}
 
 
 class Faulty:
@@ -104,7 +114,9 @@ def main() -> None:
         for name in ("queue", "poison", "blobs"):
             setattr(storage, name, Faulty(getattr(storage, name), float(share), events))
         served = storage.models.served
-        storage.models.served = lambda models: Faulty(served(models), float(share), events)
+        storage.models.served = lambda models: Faulty(
+            served(models), float(share), events
+        )
         storage.models.send = Faulty(storage.models, float(share), events).send
         return storage
 
@@ -118,7 +130,9 @@ def main() -> None:
     @options.flat
     def command(settings: WorkerSettings) -> None:
         logs.configure("json")
-        work = process.run_worker(settings, load=lambda: engine, on_settled=events.write)
+        work = process.run_worker(
+            settings, load=lambda: engine, on_settled=events.write
+        )
         console.run(work)
 
     import typer

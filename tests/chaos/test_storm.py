@@ -19,7 +19,9 @@ def test_commands_and_workers_of_a_storm_have_every_part_of_its_storage(
 async def test_killed_workers_and_faults_lose_no_job_and_show_none_twice(
     storage_settings: StorageSettings,
 ) -> None:
-    tally = await storm.weather(storage_settings, jobs=80, kills=5, faults=25, seconds=4, seed=1)
+    tally = await storm.weather(
+        storage_settings, jobs=80, kills=5, faults=25, seconds=4, seed=1
+    )
 
     assert tally.is_clean, str(tally)
     assert tally.kills + tally.freezes + tally.terms >= 5
@@ -46,7 +48,13 @@ async def test_two_jobs_of_one_id_have_an_outcome_each_and_all_commands_say_so(
     storage_settings: StorageSettings,
 ) -> None:
     tally = await storm.weather(
-        storage_settings, jobs=200, kills=8, faults=60, seconds=6, seed=3, kind="clashes"
+        storage_settings,
+        jobs=200,
+        kills=8,
+        faults=60,
+        seconds=6,
+        seed=3,
+        kind="clashes",
     )
 
     assert tally.is_clean, str(tally)

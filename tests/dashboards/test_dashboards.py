@@ -45,12 +45,16 @@ def expressions(dashboards: Path) -> Iterator[str]:
         for panel in panels(json.loads(path.read_text())):
             yield from (target["expr"] for target in panel["targets"])
     for name in ("rules.yaml", "alerts.yaml"):
-        groups = yaml.safe_load((dashboards / "prometheus" / name).read_text())["groups"]
+        groups = yaml.safe_load((dashboards / "prometheus" / name).read_text())[
+            "groups"
+        ]
         yield from (rule["expr"] for group in groups for rule in group["rules"])
 
 
 def recorded(dashboards: Path) -> set[str]:
-    groups = yaml.safe_load((dashboards / "prometheus" / "rules.yaml").read_text())["groups"]
+    groups = yaml.safe_load((dashboards / "prometheus" / "rules.yaml").read_text())[
+        "groups"
+    ]
     return {rule["record"] for group in groups for rule in group["rules"]}
 
 
@@ -61,14 +65,18 @@ def documented(dashboards: Path) -> set[str]:
     return set(rows)
 
 
-def test_the_files_are_what_the_generator_writes(dashboards: Path, tmp_path: Path) -> None:
+def test_the_files_are_what_the_generator_writes(
+    dashboards: Path, tmp_path: Path
+) -> None:
     copy = tmp_path / "dashboards"
     shutil.copytree(dashboards, copy, ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run([sys.executable, copy / "write.py"], check=True, timeout=1100)
 
     for path in [*(dashboards / "grafana").iterdir(), dashboards / "README.md"]:
         written = (copy / path.relative_to(dashboards)).read_text()
-        assert written == path.read_text(), f"{path.name}: run python dashboards/write.py"
+        assert written == path.read_text(), (
+            f"{path.name}: run python dashboards/write.py"
+        )
 
 
 def test_the_files_match_grafanas_published_schema(page: dict[str, Any]) -> None:
@@ -84,13 +92,21 @@ def test_the_files_match_grafanas_published_schema(page: dict[str, Any]) -> None
     assert json.loads(json.dumps(understood, cls=JSONEncoder)) == page
 
 
-def test_firing_alerts_are_marked_on_the_curves(page: dict[str, Any], dashboards: Path) -> None:
-    groups = yaml.safe_load((dashboards / "prometheus" / "alerts.yaml").read_text())["groups"]
+def test_firing_alerts_are_marked_on_the_curves(
+    page: dict[str, Any], dashboards: Path
+) -> None:
+    groups = yaml.safe_load((dashboards / "prometheus" / "alerts.yaml").read_text())[
+        "groups"
+    ]
     marks = page["annotations"]["list"][0]
 
     pattern = re.search(r'alertname=~"([^"]+)", alertstate="firing"', marks["expr"])
     assert pattern is not None
-    assert all(re.fullmatch(pattern[1], rule["alert"]) for each in groups for rule in each["rules"])
+    assert all(
+        re.fullmatch(pattern[1], rule["alert"])
+        for each in groups
+        for rule in each["rules"]
+    )
     assert marks["titleFormat"] == "{{alertname}}"
     assert (marks["enable"], marks["datasource"]["uid"]) == (True, "${datasource}")
 
@@ -100,19 +116,32 @@ def test_panels_have_distinct_titles_and_do_not_overlap(page: dict[str, Any]) ->
     assert len({panel["id"] for panel in everything}) == len(everything)
     assert len({panel["title"] for panel in everything}) == len(everything)
     for panel in panels(page):
-        assert panel["description"].endswith((".", "?")), f"{panel['title']} answers nothing"
+        assert panel["description"].endswith((".", "?")), (
+            f"{panel['title']} answers nothing"
+        )
     for first, second in combinations([panel["gridPos"] for panel in everything], 2):
-        beside = first["x"] + first["w"] <= second["x"] or second["x"] + second["w"] <= first["x"]
-        below = first["y"] + first["h"] <= second["y"] or second["y"] + second["h"] <= first["y"]
+        beside = (
+            first["x"] + first["w"] <= second["x"]
+            or second["x"] + second["w"] <= first["x"]
+        )
+        below = (
+            first["y"] + first["h"] <= second["y"]
+            or second["y"] + second["h"] <= first["y"]
+        )
         assert beside or below
         assert first["x"] + first["w"] <= 24
 
 
-def test_every_panel_queries_the_data_source_chosen_on_the_page(page: dict[str, Any]) -> None:
+def test_every_panel_queries_the_data_source_chosen_on_the_page(
+    page: dict[str, Any],
+) -> None:
     variables = {each["name"]: each for each in page["templating"]["list"]}
     assert variables["datasource"]["query"] == "prometheus"
     for panel in panels(page):
-        sources = [panel["datasource"], *(target["datasource"] for target in panel["targets"])]
+        sources = [
+            panel["datasource"],
+            *(target["datasource"] for target in panel["targets"]),
+        ]
         assert {source["uid"] for source in sources} == {"${datasource}"}
 
 
@@ -128,7 +157,9 @@ def test_every_page_lets_choose_fleets_and_every_query_asks_for_those_alone(
     asked = [target["expr"] for panel in panels(page) for target in panel["targets"]]
     asked += [marks["expr"] for marks in page["annotations"]["list"]]
     for expression in asked:
-        selectors = re.findall(r"\b(?:ALERTS|imagefleet[_:][a-z0-9_:]+)(\{[^}]*\})?", expression)
+        selectors = re.findall(
+            r"\b(?:ALERTS|imagefleet[_:][a-z0-9_:]+)(\{[^}]*\})?", expression
+        )
         assert selectors, expression
         assert all('fleet=~"$fleet"' in each for each in selectors), expression
         for joined in re.findall(r"\bon \(([^)]+)\) group_left", expression):
@@ -138,11 +169,16 @@ def test_every_page_lets_choose_fleets_and_every_query_asks_for_those_alone(
 def test_a_roll_out_is_marked_with_its_version_and_group(page: dict[str, Any]) -> None:
     marks = page["annotations"]["list"][1]
 
-    assert (marks["name"], marks["titleFormat"]) == ("Roll-outs", "{{version}} {{group}}")
+    assert (marks["name"], marks["titleFormat"]) == (
+        "Roll-outs",
+        "{{version}} {{group}}",
+    )
     assert marks["iconColor"] != page["annotations"]["list"][0]["iconColor"]
 
 
-def test_a_limit_is_drawn_into_its_curves_and_colours_numbers(page: dict[str, Any]) -> None:
+def test_a_limit_is_drawn_into_its_curves_and_colours_numbers(
+    page: dict[str, Any],
+) -> None:
     for panel in panels(page):
         defaults = panel["fieldConfig"]["defaults"]
         colours = [step["color"] for step in defaults["thresholds"]["steps"]]
@@ -155,7 +191,9 @@ def test_a_limit_is_drawn_into_its_curves_and_colours_numbers(page: dict[str, An
 
 
 def test_the_idle_limit_is_that_of_the_alert(dashboards: Path) -> None:
-    groups = yaml.safe_load((dashboards / "prometheus" / "alerts.yaml").read_text())["groups"]
+    groups = yaml.safe_load((dashboards / "prometheus" / "alerts.yaml").read_text())[
+        "groups"
+    ]
     (alert,) = [
         rule["expr"]
         for group in groups
@@ -191,13 +229,17 @@ def test_a_workers_name_in_a_table_leads_to_its_details(
             assert link.startswith(f"/d/{nodes['uid']}/")
             assert "var-worker=${__data.fields.worker}" in link
             assert "var-fleet=${__data.fields.fleet}" in link
-            assert all("(worker" in each["expr"] for each in panel["targets"]), panel["title"]
+            assert all("(worker" in each["expr"] for each in panel["targets"]), panel[
+                "title"
+            ]
 
 
 def test_failed_jobs_do_not_count_as_lost_or_retried(dashboards: Path) -> None:
     failures = json.loads((dashboards / "grafana" / "failures.json").read_text())
     (panel,) = [
-        each for each in panels(failures) if each["title"] == "Jobs lost or retried, by node"
+        each
+        for each in panels(failures)
+        if each["title"] == "Jobs lost or retried, by node"
     ]
 
     (outcomes,) = re.findall(r'outcome=~"([^"]+)"', panel["targets"][0]["expr"])
@@ -215,5 +257,10 @@ def test_every_metric_that_is_queried_is_in_the_readme(dashboards: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["datasource.yaml", "dashboards.yaml"])
-def test_the_provisioning_has_the_version_that_grafana_reads(dashboards: Path, name: str) -> None:
-    assert yaml.safe_load((dashboards / "provisioning" / name).read_text())["apiVersion"] == 1
+def test_the_provisioning_has_the_version_that_grafana_reads(
+    dashboards: Path, name: str
+) -> None:
+    assert (
+        yaml.safe_load((dashboards / "provisioning" / name).read_text())["apiVersion"]
+        == 1
+    )

@@ -104,7 +104,9 @@ def queries() -> dict[str, str]:
         page = json.loads(path.read_text())
         for panel in page["panels"]:
             for target in panel.get("targets", ()):
-                found[f"{path.stem}: {panel['title']}: {target['refId']}"] = target["expr"]
+                found[f"{path.stem}: {panel['title']}: {target['refId']}"] = target[
+                    "expr"
+                ]
     found["roll-outs"] = page["annotations"]["list"][1]["expr"]
     return found
 
@@ -113,27 +115,37 @@ def rules(kind: str) -> dict[str, str]:
     """The expressions of the rules that `record`, or of those that `alert`."""
     found = {}
     for name in ("rules.yaml", "alerts.yaml"):
-        groups = yaml.safe_load((PAGES.parent / "prometheus" / name).read_text())["groups"]
+        groups = yaml.safe_load((PAGES.parent / "prometheus" / name).read_text())[
+            "groups"
+        ]
         every = [rule for group in groups for rule in group["rules"]]
         found |= {rule[kind]: rule["expr"] for rule in every if kind in rule}
     return found
 
 
 @pytest.fixture(scope="module")
-def seen(tool: Tool, dashboards: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
+def seen(
+    tool: Tool, dashboards: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Seen]:
     folder = tmp_path_factory.mktemp("live")
     with contextlib.ExitStack() as processes:
         write_rules(dashboards, folder)
-        server, alone = (start_prometheus(processes, tool, folder, name) for name in ("all", "one"))
+        server, alone = (
+            start_prometheus(processes, tool, folder, name) for name in ("all", "one")
+        )
         push_url = start_vmagent(processes, tool, server, alone, folder)
         yield watch(processes, server, alone, push_url, folder)
 
 
 def is_close(values: Values, to: Values, name: str) -> bool:
     """Records are written at other moments on each server; all else differs by a push at most."""
-    is_recorded = "imagefleet:" in queries().get(name, "") or name.startswith("imagefleet:")
+    is_recorded = "imagefleet:" in queries().get(name, "") or name.startswith(
+        "imagefleet:"
+    )
     tolerance = {"rel": 0.1, "abs": 0.05} if is_recorded else {"rel": 0.01, "abs": 1e-6}
-    return values == {labels: pytest.approx(value, **tolerance) for labels, value in to.items()}
+    return values == {
+        labels: pytest.approx(value, **tolerance) for labels, value in to.items()
+    }
 
 
 @pytest.mark.parametrize("name", queries())
@@ -142,14 +154,22 @@ def test_the_panel_has_data_unless_nothing_is_wrong(seen: Seen, name: str) -> No
 
 
 @pytest.mark.parametrize("name", queries())
-def test_a_panel_of_one_fleet_shows_what_that_fleet_alone_would(seen: Seen, name: str) -> None:
+def test_a_panel_of_one_fleet_shows_what_that_fleet_alone_would(
+    seen: Seen, name: str
+) -> None:
     assert is_close(seen.chosen[name], seen.alone[name], name), queries()[name]
 
 
 @pytest.mark.parametrize("name", queries())
-def test_all_fleets_are_shown_apart_or_added_up_knowingly(seen: Seen, name: str) -> None:
+def test_all_fleets_are_shown_apart_or_added_up_knowingly(
+    seen: Seen, name: str
+) -> None:
     """Each fleet's values, or, by other labels, at least the smaller one and at most their sum."""
-    everything, chosen, other = seen.everything[name], seen.chosen[name], seen.other[name]
+    everything, chosen, other = (
+        seen.everything[name],
+        seen.chosen[name],
+        seen.other[name],
+    )
 
     assert everything.keys() == chosen.keys() | other.keys()
     for labels, value in everything.items():
@@ -188,12 +208,17 @@ def test_the_pages_offer_both_fleets(seen: Seen) -> None:
 
 def test_the_columns_of_a_table_meet_in_one_row_for_each_worker(seen: Seen) -> None:
     columns = [
-        found for name, found in seen.everything.items() if name.startswith("nodes: Workers: ")
+        found
+        for name, found in seen.everything.items()
+        if name.startswith("nodes: Workers: ")
     ]
     busy = {f"worker-{number}" for number in range(3)} | {"other-0"}
 
     assert len(columns) == 6
-    rows = [{labels for labels in each if dict(labels)["worker"] in busy} for each in columns]
+    rows = [
+        {labels for labels in each if dict(labels)["worker"] in busy}
+        for each in columns
+    ]
     assert len(rows[0]) == 4
     assert all(each == rows[0] for each in rows)
 
@@ -205,7 +230,9 @@ def test_the_nodes_page_says_why_a_node_failed(seen: Seen) -> None:
     assert [*seen.other[failed].values(), *seen.chosen[failed].values()] == [1, 0]
 
 
-def test_every_metric_that_is_pushed_is_in_the_readme(seen: Seen, dashboards: Path) -> None:
+def test_every_metric_that_is_pushed_is_in_the_readme(
+    seen: Seen, dashboards: Path
+) -> None:
     pushed = {re.sub(r"_(sum|count|bucket)$", "", name) for name in seen.metrics}
     # `imagefleet webhooks` is scraped; here are no several GPUs, queue shards or jobs in stages.
     names = r"^\| `(imagefleet_(?![^`{]*(?:webhook|gpu_[ur]|shard|chain))[^`{]+)"
@@ -235,11 +262,15 @@ def write_rules(dashboards: Path, folder: Path) -> None:
     for name in ("rules.yaml", "alerts.yaml"):
         text = (dashboards / "prometheus" / name).read_text()
         (folder / name).write_text(text.replace("interval: 30s", "interval: 1s"))
-    config = "global: {evaluation_interval: 1s}\nrule_files: [rules.yaml, alerts.yaml]\n"
+    config = (
+        "global: {evaluation_interval: 1s}\nrule_files: [rules.yaml, alerts.yaml]\n"
+    )
     (folder / "prometheus.yaml").write_text(config)
 
 
-def start_prometheus(processes: contextlib.ExitStack, tool: Tool, folder: Path, name: str) -> str:
+def start_prometheus(
+    processes: contextlib.ExitStack, tool: Tool, folder: Path, name: str
+) -> str:
     """Starts a Prometheus; returns its URL."""
     address = f"127.0.0.1:{azurite.free_ports(1)[0]}"
     command = [
@@ -263,8 +294,13 @@ def start_vmagent(
     command = [tool("vmagent")]
     for url, fleets in ((server, ".*"), (alone, FLEET)):
         keep = folder / f"keep-{len(command)}.yaml"
-        keep.write_text(f"- {{action: keep, source_labels: [fleet], regex: '{fleets}'}}\n")
-        command += [f"-remoteWrite.url={url}/api/v1/write", f"-remoteWrite.urlRelabelConfig={keep}"]
+        keep.write_text(
+            f"- {{action: keep, source_labels: [fleet], regex: '{fleets}'}}\n"
+        )
+        command += [
+            f"-remoteWrite.url={url}/api/v1/write",
+            f"-remoteWrite.urlRelabelConfig={keep}",
+        ]
     command += [
         f"-remoteWrite.tmpDataPath={folder / 'vmagent'}",
         f"-httpListenAddr={address}",
@@ -277,19 +313,27 @@ def start_vmagent(
 
 
 def watch(
-    processes: contextlib.ExitStack, server: str, alone: str, push_url: str, folder: Path
+    processes: contextlib.ExitStack,
+    server: str,
+    alone: str,
+    push_url: str,
+    folder: Path,
 ) -> Seen:
     model = make_model(folder)
     storage, other = f"local:{folder / 'storage'}", f"local:{folder / 'other'}"
     asyncio.run(fill(storage, JOBS))
     asyncio.run(fill(other, JOBS // 4))
-    server_of_forks = forks.running(Path(sys.executable), folder, environment(), PRELUDE)
+    server_of_forks = forks.running(
+        Path(sys.executable), folder, environment(), PRELUDE
+    )
     commands = processes.enter_context(server_of_forks)
 
     def start(name: str, *arguments: Any) -> forks.Fork:
         given = (*map(str, arguments), "--push-url", push_url)
         log = folder / f"{name}.log"
-        process = commands.start(*given, cwd=folder, variables=environment(), output=log)
+        process = commands.start(
+            *given, cwd=folder, variables=environment(), output=log
+        )
         processes.callback(process.kill)
         return process
 
@@ -307,7 +351,10 @@ def watch(
         start_worker(f"worker-{number}", gpu, storage)
         for number, gpu in enumerate(["RTX 3060 Ti", "RTX 3060 Ti", "RTX 4090"])
     ]
-    others = [start_worker("other-0", "RTX 3060 Ti", other), start_exporter("exporter-2", other)]
+    others = [
+        start_worker("other-0", "RTX 3060 Ti", other),
+        start_exporter("exporter-2", other),
+    ]
     exporter = start_exporter("exporter", storage)
     wait_until(lambda: len(busy_workers(server, ALL)) == 4, 90, folder)
     broken = start_worker("broken", "RTX 4090", other, "--start-up-seconds", "0.1")
@@ -315,7 +362,9 @@ def watch(
 
     assert broken.poll() not in (None, 0), logs(folder)
     moment = now()
-    wait_until(lambda: all(newest(each) > moment for each in (server, alone)), 30, folder)
+    wait_until(
+        lambda: all(newest(each) > moment for each in (server, alone)), 30, folder
+    )
     recorded, alerting = rules("record"), rules("alert")
     answers = asyncio.run(ask_all(server, queries(), ALL, moment))
     chosen = asyncio.run(ask_all(server, queries(), FLEET, moment))
@@ -381,9 +430,13 @@ async def fill(storage: str, jobs: int) -> None:
     for number in range(jobs // 10):
         messages += [{**job, "id": f"j{number}-{each}"} for each in range(4)]
         lora = f"a house <lora:{LORA}:0.5>"
-        messages += [{**job, "id": f"l{number}-{each}", "prompt": lora} for each in range(3)]
+        messages += [
+            {**job, "id": f"l{number}-{each}", "prompt": lora} for each in range(3)
+        ]
         messages.append({**job, "id": f"j{max(0, number - 10)}-0"})
-        messages.append({**job, "id": f"m{number}", "prompt": "a house <lora:nowhere:1>"})
+        messages.append(
+            {**job, "id": f"m{number}", "prompt": "a house <lora:nowhere:1>"}
+        )
         messages.append({"prompt": "a house", "stepz": 4})
     async with open_storage(StorageSettings(storage=storage)) as opened:
         await opened.create()
@@ -391,7 +444,9 @@ async def fill(storage: str, jobs: int) -> None:
         await sent_jobs.begin(opened, "begun", 40)
 
 
-async def ask_all(server: str, asked: dict[str, str], fleet: str, moment: datetime) -> Answers:
+async def ask_all(
+    server: str, asked: dict[str, str], fleet: str, moment: datetime
+) -> Answers:
     """The values at *moment* with Grafana's variables filled in."""
     answers = {}
     async with prometheus.connected(server) as client:
@@ -399,7 +454,9 @@ async def ask_all(server: str, asked: dict[str, str], fleet: str, moment: dateti
             for variable, value in {**VARIABLES, "$fleet": fleet}.items():
                 query = query.replace(variable, value)  # noqa: PLW2901
             found = await client.at(query, moment)
-            answers[name] = {frozenset(each.labels.items()): each.last for each in found}
+            answers[name] = {
+                frozenset(each.labels.items()): each.last for each in found
+            }
     return answers
 
 
@@ -463,7 +520,8 @@ def wait_until(is_so: Callable[[], bool], seconds: float, folder: Path) -> None:
 
 def logs(folder: Path) -> str:
     return "\n".join(
-        f"{path.name}: {path.read_text()[-1000:]}" for path in sorted(folder.glob("*.log"))
+        f"{path.name}: {path.read_text()[-1000:]}"
+        for path in sorted(folder.glob("*.log"))
     )
 
 
@@ -487,7 +545,9 @@ def started(command: list[Any], log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 def environment() -> dict[str, str]:
     """Without the settings of the person who runs the tests; conftest removes them later."""
-    kept = {name: value for name, value in os.environ.items() if "IMAGEFLEET" not in name}
+    kept = {
+        name: value for name, value in os.environ.items() if "IMAGEFLEET" not in name
+    }
     return {**kept, "OMP_NUM_THREADS": "1"}
 
 

@@ -59,13 +59,20 @@ class Past:
     async def report(self, end: float, **by_records: Any) -> dict[str, Any]:
         """The metrics beside these figures of the records."""
         period = {"began_at": BEGAN, "ended_at": BEGAN + timedelta(seconds=end)}
-        by_records = {"images_replaced": 0, "money": {"split": None}, **by_records, **period}
+        by_records = {
+            "images_replaced": 0,
+            "money": {"split": None},
+            **by_records,
+            **period,
+        }
         async with prometheus.connected(self.url) as server:
             return dict(await figures.read_metrics(server, by_records))
 
 
 @pytest.fixture
-async def past(tool: Tool, tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[Past]]]:
+async def past(
+    tool: Tool, tmp_path: Path
+) -> AsyncIterator[Callable[..., Awaitable[Past]]]:
     """Starts a server with what these processes pushed."""
     async with contextlib.AsyncExitStack() as servers:
 
@@ -76,16 +83,30 @@ async def past(tool: Tool, tmp_path: Path) -> AsyncIterator[Callable[..., Awaita
 
 
 @contextlib.asynccontextmanager
-async def running(tool: Tool, folder: Path, processes: Sequence[Process]) -> AsyncIterator[Past]:
+async def running(
+    tool: Tool, folder: Path, processes: Sequence[Process]
+) -> AsyncIterator[Past]:
     samples = sorted(
-        (at, series, value) for each in processes for series, at, value in each.samples()
+        (at, series, value)
+        for each in processes
+        for series, at, value in each.samples()
     )
     text = "".join(f"{series} {value} {at}\n" for at, series, value in samples)
     (folder / "past.txt").write_text(text + "# EOF\n")
     (folder / "empty.yaml").write_text("")
-    make = ["tsdb", "create-blocks-from", "openmetrics", folder / "past.txt", folder / "data"]
+    make = [
+        "tsdb",
+        "create-blocks-from",
+        "openmetrics",
+        folder / "past.txt",
+        folder / "data",
+    ]
     await asyncio.to_thread(
-        subprocess.run, [tool("promtool"), *make], check=True, capture_output=True, timeout=1100
+        subprocess.run,
+        [tool("promtool"), *make],
+        check=True,
+        capture_output=True,
+        timeout=1100,
     )
     (port,) = azurite.free_ports(1)
     flags = [
@@ -107,7 +128,10 @@ async def running(tool: Tool, folder: Path, processes: Sequence[Process]) -> Asy
 
 async def is_ready(url: str) -> bool:
     try:
-        async with aiohttp.ClientSession(url) as client, client.get("/-/ready") as answer:
+        async with (
+            aiohttp.ClientSession(url) as client,
+            client.get("/-/ready") as answer,
+        ):
             return answer.ok
     except aiohttp.ClientConnectionError:
         return False
@@ -124,7 +148,11 @@ def panels() -> dict[str, list[str]]:
 
 
 WASTE = ("start_up", "failed", "duplicate", "second_drawing", "down")
-WASTED_ROWS = {"failed_jobs": "failed", "images_doubled": "duplicate", "start_up": "start_up"}
+WASTED_ROWS = {
+    "failed_jobs": "failed",
+    "images_doubled": "duplicate",
+    "start_up": "start_up",
+}
 ALL_IN = "Images per dollar in the time range, all in"
 DOLLARS = "Dollars in the time range"
 
@@ -143,7 +171,9 @@ async def test_what_a_process_counted_before_it_crashed_and_began_anew_at_its_ad
     report = await fleet.report(215)
     shown = await fleet.panel(DOLLARS, 220, 300)
     assert shown == pytest.approx(dollars, rel=1e-6)
-    assert await fleet.panel(ALL_IN, 220, 300) == pytest.approx(images / dollars, rel=1e-6)
+    assert await fleet.panel(ALL_IN, 220, 300) == pytest.approx(
+        images / dollars, rel=1e-6
+    )
     assert report["images"] == pytest.approx(images, rel=1e-6)
     assert report["dollars"] == {"gpu": pytest.approx(dollars, rel=1e-6)}
     assert report["images_per_dollar"] == pytest.approx(images / dollars, rel=1e-6)
@@ -158,7 +188,9 @@ async def test_a_counter_that_begins_anew_within_its_series_adds_up_as_well(
     report = await (await past(crashed, anew)).report(3600)
 
     assert report["images"] == pytest.approx(crashed.images + anew.images, rel=0.01)
-    assert report["dollars"]["gpu"] == pytest.approx(crashed.dollars + anew.dollars, rel=0.01)
+    assert report["dollars"]["gpu"] == pytest.approx(
+        crashed.dollars + anew.dollars, rel=0.01
+    )
 
 
 async def test_dollars_per_hour_count_a_killed_worker_for_two_pushes_and_its_successor_at_once(
@@ -169,7 +201,9 @@ async def test_dollars_per_hour_count_a_killed_worker_for_two_pushes_and_its_suc
     fleet = await past(killed, other, successor)
 
     for second in (30, 59, 119, 161, 174, 300, 399):
-        assert await fleet.panel("$/h now", second) == pytest.approx(0.72 + 0.36), second
+        assert await fleet.panel("$/h now", second) == pytest.approx(0.72 + 0.36), (
+            second
+        )
 
 
 async def test_what_the_metrics_say_was_paid_is_split_without_a_rest(
@@ -178,7 +212,8 @@ async def test_what_the_metrics_say_was_paid_is_split_without_a_rest(
     worker = Process("a", 0, 3600, dollars_per_hour=10)
     worker.counts = {
         **dict.fromkeys(
-            [f'imagefleet_wasted_dollars_total{{reason="{each}"}}' for each in WASTE], 0.5
+            [f'imagefleet_wasted_dollars_total{{reason="{each}"}}' for each in WASTE],
+            0.5,
         ),
         'imagefleet_wasted_dollars_total{reason="idle"}': 2.0,
         'imagefleet_gpu_idle_seconds_total{reason="queue_empty"}': 30.0,
@@ -214,7 +249,10 @@ async def test_what_the_metrics_say_was_paid_is_split_without_a_rest(
 async def test_a_campaign_has_its_images_and_its_part_of_what_their_workers_cost(
     past: Callable[..., Awaitable[Past]],
 ) -> None:
-    cheap, dear = Process("a", 0, 1000, device="0"), Process("b", 0, 1000, dollars_per_hour=3.6)
+    cheap, dear = (
+        Process("a", 0, 1000, device="0"),
+        Process("b", 0, 1000, dollars_per_hour=3.6),
+    )
     anew = Process("a", 1010, 2000, device="0")
     for process, spring in ((cheap, 1.0), (dear, 0.25), (anew, 0.5)):
         series = "imagefleet_campaign_images_total"
@@ -230,8 +268,12 @@ async def test_a_campaign_has_its_images_and_its_part_of_what_their_workers_cost
     dollars = await fleet.by_campaign(title, 2060, 2120)
 
     assert images == pytest.approx({"spring": 1000 + 250 + 495, "autumn": 750 + 495})
-    assert dollars == pytest.approx({"spring": 0.2 + 0.25 + 0.099, "autumn": 0.75 + 0.099})
-    assert await fleet.by_campaign(title, 2060, 2120, 1) == pytest.approx({"": cold.dollars})
+    assert dollars == pytest.approx(
+        {"spring": 0.2 + 0.25 + 0.099, "autumn": 0.75 + 0.099}
+    )
+    assert await fleet.by_campaign(title, 2060, 2120, 1) == pytest.approx(
+        {"": cold.dollars}
+    )
     spent = await fleet.panel(DOLLARS, 2060, 2120)
     assert sum(dollars.values()) + cold.dollars == pytest.approx(spent)
 
@@ -244,7 +286,9 @@ async def test_panels_report_records_and_raw_counters_agree_on_every_fleet(
     processes = past_fleet.a_fleet(chance)
     bad = chance.choice(processes[1:] or processes)
     end = max(each.end for each in processes)
-    async with open_storage(StorageSettings(storage=f"local:{tmp_path / 'storage'}")) as storage:
+    async with open_storage(
+        StorageSettings(storage=f"local:{tmp_path / 'storage'}")
+    ) as storage:
         await storage.create()
         counted = await past_fleet.write_records(storage, processes, bad, chance)
         records = await report_records.read_records(storage, "spring", samples=0)
@@ -265,13 +309,17 @@ async def test_panels_report_records_and_raw_counters_agree_on_every_fleet(
     assert by_records["money"]["images_per_dollar"] == about(kept / dollars)
     assert by_records["failed"] == counted["failed"] - counted["replayed"]
     assert by_records["cancelled"] == counted["cancelled"]
-    assert sum(each["replaced"] for each in by_records["workers"]) == counted["replaced"]
+    assert (
+        sum(each["replaced"] for each in by_records["workers"]) == counted["replaced"]
+    )
     assert sum(each["doubled"] for each in by_records["workers"]) == counted["doubled"]
     assert metrics["images"] == about(kept)
     assert metrics["images_per_dollar"] == about(kept / dollars)
     for row, reason in WASTED_ROWS.items():
         series = f'imagefleet_wasted_dollars_total{{reason="{reason}"}}'
-        assert metrics["split"][row] == about(sum(each.counts[series] for each in processes))
+        assert metrics["split"][row] == about(
+            sum(each.counts[series] for each in processes)
+        )
         assert counted["replayed"] > 0 < metrics["split"][row]
     for split, whole in (
         (by_records["money"]["split"], by_records["money"]["dollars"]),

@@ -28,7 +28,9 @@ ALERTS = {
 }
 
 
-def promtool(tool: Tool, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def promtool(
+    tool: Tool, folder: Path, *arguments: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [tool("promtool"), *arguments],
         cwd=folder,
@@ -74,7 +76,9 @@ def test_every_alert_has_a_test_in_which_it_fires(dashboards: Path) -> None:
 def test_while_an_alert_fires_another_fleet_is_fine_and_the_alert_names_the_one_in_trouble(
     dashboards: Path,
 ) -> None:
-    tests = yaml.safe_load((dashboards / "prometheus" / "tests.yaml").read_text())["tests"]
+    tests = yaml.safe_load((dashboards / "prometheus" / "tests.yaml").read_text())[
+        "tests"
+    ]
     tried = [(test, each) for test in tests for each in test["alert_rule_test"]]
 
     for test, each in tried:
@@ -92,22 +96,30 @@ def test_while_an_alert_fires_another_fleet_is_fine_and_the_alert_names_the_one_
 
 def test_every_rule_keeps_the_fleets_apart(dashboards: Path) -> None:
     for name in ("rules.yaml", "alerts.yaml"):
-        groups = yaml.safe_load((dashboards / "prometheus" / name).read_text())["groups"]
+        groups = yaml.safe_load((dashboards / "prometheus" / name).read_text())[
+            "groups"
+        ]
         for rule in (rule for group in groups for rule in group["rules"]):
             text = " ".join(rule["expr"].split())
-            for clause in re.findall(r"\b(?:sum|avg|max|min|count|group|on)\b ?(.{14})", text):
+            for clause in re.findall(
+                r"\b(?:sum|avg|max|min|count|group|on)\b ?(.{14})", text
+            ):
                 assert re.match(r"(?:by )?\(fleet\b", clause), rule["expr"]
 
 
 def test_every_alert_links_to_its_section_of_the_runbook(dashboards: Path) -> None:
-    groups = yaml.safe_load((dashboards / "prometheus" / "alerts.yaml").read_text())["groups"]
+    groups = yaml.safe_load((dashboards / "prometheus" / "alerts.yaml").read_text())[
+        "groups"
+    ]
     for rule in (rule for group in groups for rule in group["rules"]):
         page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
         text = (dashboards.parent / page).read_text()
 
         assert anchor == rule["alert"].lower()
         section = text.partition(f"\n### {rule['alert']}\n\n")[2].partition("\n\n")[0]
-        assert len(section) > 100, f"{page} does not say what to do about {rule['alert']}"
+        assert len(section) > 100, (
+            f"{page} does not say what to do about {rule['alert']}"
+        )
 
 
 @pytest.mark.parametrize(("workers", "fires"), [(50, True), (100, False)])

@@ -42,7 +42,8 @@ def test_it_is_small_and_all_of_it_is_there() -> None:
 def test_a_stage_predicts_what_the_training_says(name: networks.StageName) -> None:
     loaded = checkpoint.load_checkpoint(demo.CASCADE / name, CPU, torch.float32)
     assert (
-        loaded.noise.config.prediction_type == networks.make_scheduler(name).config.prediction_type
+        loaded.noise.config.prediction_type
+        == networks.make_scheduler(name).config.prediction_type
     )
 
 

@@ -114,7 +114,9 @@ def test_all_weights_are_float16() -> None:
     assert kinds == {"F16"}
 
 
-@pytest.mark.filterwarnings("ignore")  # diffusers warns of what it imports, not of this model
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # diffusers warns of what it imports, not of this model
 def test_diffusers_loads_it_with_the_packages_tokenizer(critic: judge.Judge) -> None:
     tokenizer = CLIPTokenizer.from_pretrained(clip.TOKENIZER)
     pipeline = StableDiffusionPipeline.from_pretrained(DEMO_MODEL, tokenizer=tokenizer)
@@ -122,7 +124,10 @@ def test_diffusers_loads_it_with_the_packages_tokenizer(critic: judge.Judge) -> 
     generator = torch.Generator().manual_seed(SEED)
 
     drawn = pipeline(
-        "a red house in a meadow", num_inference_steps=15, generator=generator, output_type="np"
+        "a red house in a meadow",
+        num_inference_steps=15,
+        generator=generator,
+        output_type="np",
     )
 
     (found,) = answers.find(critic, torch.from_numpy(drawn.images).permute(0, 3, 1, 2))
@@ -133,7 +138,11 @@ def test_diffusers_loads_it_with_the_packages_tokenizer(critic: judge.Judge) -> 
 def test_a_lora_is_in_kohyas_format_with_alpha(path: Path) -> None:
     with safe_open(path, framework="pt") as file:
         keys = set(file.keys())
-        ranks = {file.get_slice(key).get_shape()[0] for key in keys if key.endswith("down.weight")}
+        ranks = {
+            file.get_slice(key).get_shape()[0]
+            for key in keys
+            if key.endswith("down.weight")
+        }
     layers = {key.split(".")[0] for key in keys}
 
     assert keys == {
@@ -168,7 +177,9 @@ def test_a_missing_checkpoint_is_one_sentence(
 
 def test_the_judge_knows_what_a_program_drew(critic: judge.Judge) -> None:
     rng = random.Random(7)
-    scenes = [world.sample_scene(rng, world.SceneOptions(held_out=True)) for _ in range(60)]
+    scenes = [
+        world.sample_scene(rng, world.SceneOptions(held_out=True)) for _ in range(60)
+    ]
     images = np.stack([np.asarray(world.draw_scene(scene)) for scene in scenes])
 
     found = answers.find(critic, torch.from_numpy(images).permute(0, 3, 1, 2) / 255)
@@ -203,9 +214,14 @@ def test_it_draws_the_object_in_the_colour_that_the_prompt_names(
         ("orange", "cat", "plain background"),
         ("purple", "umbrella", "in the city"),
     ]
-    images = draw(engine, [f"a {colour} {shape} {place}" for colour, shape, place in wanted])
+    images = draw(
+        engine, [f"a {colour} {shape} {place}" for colour, shape, place in wanted]
+    )
 
-    found = [(findings[0].colour, findings[0].shape) for findings in answers.find(critic, images)]
+    found = [
+        (findings[0].colour, findings[0].shape)
+        for findings in answers.find(critic, images)
+    ]
     assert found == [(colour, shape) for colour, shape, _ in wanted]
 
 
@@ -215,7 +231,9 @@ def test_emphasis_gives_a_thing_more_of_the_picture(
 ) -> None:
     pairs = [("star", "house"), ("fish", "cup"), ("tree", "car"), ("heart", "boat")]
     weak = draw(engine, [f"a ({first}:0.6) and a {second}" for first, second in pairs])
-    strong = draw(engine, [f"a ({first}:1.4) and a {second}" for first, second in pairs])
+    strong = draw(
+        engine, [f"a ({first}:1.4) and a {second}" for first, second in pairs]
+    )
 
     columns = [critic.shapes.index(first) for first, _ in pairs]
     rows = range(len(pairs))
@@ -231,7 +249,9 @@ def test_a_negative_prompt_keeps_its_colours_away(
     engine: contract.Engine, critic: judge.Judge
 ) -> None:
     prompts = ["a circle", "a square", "a triangle"]
-    chosen = [findings[0].colour for findings in answers.find(critic, draw(engine, prompts))]
+    chosen = [
+        findings[0].colour for findings in answers.find(critic, draw(engine, prompts))
+    ]
 
     images = draw(engine, prompts, negative_prompt=", ".join(chosen))
 
@@ -253,7 +273,9 @@ def _glow(images: torch.Tensor, critic: judge.Judge) -> float:
 
 
 def _rocketness(images: torch.Tensor, critic: judge.Judge) -> float:
-    return float(answers.object_scores(critic, images)[:, critic.shapes.index("rocket")].mean())
+    return float(
+        answers.object_scores(critic, images)[:, critic.shapes.index("rocket")].mean()
+    )
 
 
 @pytest.mark.slow
@@ -283,7 +305,9 @@ def test_four_steps_without_guidance_show_the_things_of_fifteen_with_it(
     engine: contract.Engine, accelerated: contract.Engine, critic: judge.Judge
 ) -> None:
     rng = random.Random(24)
-    scenes = [world.sample_scene(rng, world.SceneOptions(held_out=True)) for _ in range(24)]
+    scenes = [
+        world.sample_scene(rng, world.SceneOptions(held_out=True)) for _ in range(24)
+    ]
     lines = [captions.plain_caption(scene, rng) for scene in scenes]
 
     def count_right(images: torch.Tensor) -> int:
@@ -304,10 +328,19 @@ def test_a_jobs_style_is_beside_the_lora_for_few_steps(
     name: str, effect: object, accelerated: contract.Engine, critic: judge.Judge
 ) -> None:
     assert callable(effect)
-    lines = ["a red house in a meadow", "a yellow star", "a blue fish in the sea", "a green tree"]
+    lines = [
+        "a red house in a meadow",
+        "a yellow star",
+        "a blue fish in the sea",
+        "a green tree",
+    ]
 
-    styled = draw(accelerated, [f"{each} <lora:{name}:1>" for each in lines], sampling=FEW_STEPS)
+    styled = draw(
+        accelerated, [f"{each} <lora:{name}:1>" for each in lines], sampling=FEW_STEPS
+    )
 
-    assert effect(styled, critic) > effect(draw(accelerated, lines, sampling=FEW_STEPS), critic)
+    assert effect(styled, critic) > effect(
+        draw(accelerated, lines, sampling=FEW_STEPS), critic
+    )
     shapes = [findings[0].shape for findings in answers.find(critic, styled)]
     assert shapes == ["house", "star", "fish", "tree"]

@@ -46,7 +46,9 @@ class CloudFake:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="cloud")
         self._thread.start()
-        self._servers = asyncio.run_coroutine_threadsafe(self._serve(), self._loop).result(30)
+        self._servers = asyncio.run_coroutine_threadsafe(
+            self._serve(), self._loop
+        ).result(30)
         self._container: subprocess.Popen[bytes] | None = None
 
     def close(self) -> None:
@@ -56,7 +58,9 @@ class CloudFake:
         self._loop.close()
         self.delete_app()
 
-    def create_app(self, image: Any, data: Path, port: int, variables: dict[str, str]) -> None:
+    def create_app(
+        self, image: Any, data: Path, port: int, variables: dict[str, str]
+    ) -> None:
         """Runs the container behind HTTPS, at *port* since all share this machine's network."""
         program = ("python", "-c", BROKER, f"{self.url}/jwks.json", "broker")
         own = {**variables, "IMAGEFLEET_PORT": str(port)}
@@ -80,7 +84,9 @@ class CloudFake:
     @staticmethod
     def _answers(port: int) -> bool:
         done = subprocess.run(
-            ["bash", "-c", f"exec 3<>/dev/tcp/127.0.0.1/{port}"], capture_output=True, check=False
+            ["bash", "-c", f"exec 3<>/dev/tcp/127.0.0.1/{port}"],
+            capture_output=True,
+            check=False,
         )
         return done.returncode == 0
 
@@ -93,7 +99,9 @@ class CloudFake:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        ingress = await asyncio.start_server(self._forward, "127.0.0.1", 0, ssl=self._tls)
+        ingress = await asyncio.start_server(
+            self._forward, "127.0.0.1", 0, ssl=self._tls
+        )
         self.host = f"127.0.0.1:{ingress.sockets[0].getsockname()[1]}"
         return [runner, ingress]
 
@@ -104,7 +112,9 @@ class CloudFake:
 
     async def _jwks(self, _: web.Request) -> web.Response:
         public = jwt.algorithms.ECAlgorithm.to_jwk(self._key.public_key(), as_dict=True)
-        return web.json_response({"keys": [{**public, "kid": "new", "use": "sig", "alg": "ES256"}]})
+        return web.json_response(
+            {"keys": [{**public, "kid": "new", "use": "sig", "alg": "ES256"}]}
+        )
 
     async def _token(self, request: web.Request) -> web.Response:
         assert request.headers["Metadata"] == "true"
@@ -116,13 +126,17 @@ class CloudFake:
             "salad_organization_name": self.organization,
             "salad_workload_name": self.group,
         }
-        signed = jwt.encode(claims, self._key, algorithm="ES256", headers={"kid": "new"})
+        signed = jwt.encode(
+            claims, self._key, algorithm="ES256", headers={"kid": "new"}
+        )
         return web.json_response({"jwt": signed})
 
     async def _others(self, _: web.Request) -> web.Response:
         return web.Response(status=204)
 
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         with contextlib.suppress(OSError):
             theirs = await asyncio.open_connection("127.0.0.1", self._container_port)
             await asyncio.gather(_copy(reader, theirs[1]), _copy(theirs[0], writer))
@@ -146,7 +160,9 @@ def app_of(arguments: list[str]) -> dict[str, Any]:
             options[[*options][-1]].append(each)
     secrets = dict(each.split("=", 1) for each in options["--secrets"])
     variables = {
-        name: secrets[value.removeprefix("secretref:")] if "secretref:" in value else value
+        name: secrets[value.removeprefix("secretref:")]
+        if "secretref:" in value
+        else value
         for name, _, value in (each.partition("=") for each in options["--env-vars"])
     }
     assert options["--ingress"] == ["external"]

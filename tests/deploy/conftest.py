@@ -79,7 +79,9 @@ class Image:
         self, *arguments: str, data: Path, entrypoint: bool = True, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """Like `docker run --read-only --tmpfs /cache --tmpfs /tmp --volume data:/data`."""
-        command = self.command(*arguments, data=data, entrypoint=entrypoint, **variables)
+        command = self.command(
+            *arguments, data=data, entrypoint=entrypoint, **variables
+        )
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
     def command(
@@ -195,13 +197,19 @@ class Builder:
 
     def read_pins(self, arguments: Mapping[str, str]) -> list[str]:
         """The lines of the lock file of the torch that a build with *arguments* installs."""
-        given = " ".join(f"--build-arg {name}={value}" for name, value in arguments.items())
-        return self._read(f"{self.build_line} {given}", "pins", "/pins/torch.txt").splitlines()
+        given = " ".join(
+            f"--build-arg {name}={value}" for name, value in arguments.items()
+        )
+        return self._read(
+            f"{self.build_line} {given}", "pins", "/pins/torch.txt"
+        ).splitlines()
 
     def read_schema(self, name: str) -> Any:
         """A JSON schema that comes with what writes the SBOM."""
         path = f"/opt/sbom/lib/python3*/site-packages/cyclonedx/schema/_res/{name}"
-        return json.loads(self._read(self.cpu_build_line, "sbom", path, *self.pip_volumes()))
+        return json.loads(
+            self._read(self.cpu_build_line, "sbom", path, *self.pip_volumes())
+        )
 
     def _read(self, build_line: str, target: str, path: str, *arguments: str) -> str:
         """A file of a target; *path* may be a pattern."""
@@ -240,7 +248,9 @@ class Builder:
             r"^(?:global|install|:env:)\.([a-z-]+)=(.+)$", listed, re.MULTILINE
         ):
             settings[name] = " ".join(str(ast.literal_eval(value)).split())
-        with contextlib.suppress(OSError, ValueError, KeyError):  # another kind of index: by itself
+        with contextlib.suppress(
+            OSError, ValueError, KeyError
+        ):  # another kind of index: by itself
             settings["index-url"] = self._write_index(settings)
         sources = " ".join(settings.values()).split()
         paths = (each.removeprefix("file://") for each in sources)
@@ -252,7 +262,9 @@ class Builder:
         lines = ["[global]", *lines, "[install]", "no-compile = no", ""]
         configuration.write_text("\n".join(lines))
         # A `simple` folder links to files next to it.
-        mounts |= {str(Path(path).parent) for path in mounts if Path(path).name == "simple"}
+        mounts |= {
+            str(Path(path).parent) for path in mounts if Path(path).name == "simple"
+        }
         return [
             *(f"--volume={path}:{path}:ro" for path in sorted(mounts)),
             f"--volume={configuration}:/etc/pip.conf:ro",
@@ -266,9 +278,19 @@ class Builder:
         folder = self.folder / "index" / "simple"
         if folder.exists():
             return folder.as_uri()
-        locks = [REPOSITORY / "deploy" / "locks" / f"{name}.txt" for name in LOCKS_OF_CPU_IMAGES]
-        lines = [line for lock in locks for line in lock.read_text().splitlines() if "==" in line]
-        hashes = {found for line in lines for found in re.findall(r"sha256:(\w+)", line)}
+        locks = [
+            REPOSITORY / "deploy" / "locks" / f"{name}.txt"
+            for name in LOCKS_OF_CPU_IMAGES
+        ]
+        lines = [
+            line
+            for lock in locks
+            for line in lock.read_text().splitlines()
+            if "==" in line
+        ]
+        hashes = {
+            found for line in lines for found in re.findall(r"sha256:(\w+)", line)
+        }
         index = settings.get("index-url", "https://pypi.org/simple").rstrip("/")
         tls = ssl.create_default_context(cafile=settings.get("cert"))
 
@@ -297,7 +319,9 @@ class Builder:
 def builder() -> Iterator[Builder]:
     """A builder with a base image, removed after the test run."""
     if not (DEBIAN / ".unpacked").is_file():
-        _skip("buildah is missing: `make test` unpacks it from Debian's packages, as root")
+        _skip(
+            "buildah is missing: `make test` unpacks it from Debian's packages, as root"
+        )
     if os.geteuid() != 0:
         _skip("only root can build images")
     if subprocess.run([*ISOLATED, "true"], capture_output=True, check=False).returncode:
@@ -334,7 +358,9 @@ def worker_image(request: pytest.FixtureRequest) -> Image:
         pytest.skip("`make images` builds the worker's image")
     images: dict[str, Image] = request.getfixturevalue("images")
     if "worker" not in images:
-        pytest.skip("torch comes with CUDA here, gigabytes that a test should not download")
+        pytest.skip(
+            "torch comes with CUDA here, gigabytes that a test should not download"
+        )
     return images["worker"]
 
 

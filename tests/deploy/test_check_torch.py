@@ -54,7 +54,11 @@ def test_a_torch_as_asked_for_is_accepted(
     ],
 )
 def test_a_wrong_torch_is_named(
-    wanted: str, cuda: str | None, architectures: list[str], problem: str, check_torch: Any
+    wanted: str,
+    cuda: str | None,
+    architectures: list[str],
+    problem: str,
+    check_torch: Any,
 ) -> None:
     assert check_torch.problem(wanted, cuda, architectures) == problem
 
@@ -64,7 +68,9 @@ def test_the_torch_of_this_machine_is_read(script: Path) -> None:
     wanted = torch.version.cuda or "none"
     other = "none" if torch.version.cuda else "12.8"
     right, wrong = (
-        subprocess.run([sys.executable, script, each], capture_output=True, text=True, check=False)
+        subprocess.run(
+            [sys.executable, script, each], capture_output=True, text=True, check=False
+        )
         for each in (wanted, other)
     )
     assert (right.returncode, right.stderr) == (0, "")
@@ -74,7 +80,9 @@ def test_the_torch_of_this_machine_is_read(script: Path) -> None:
 
 def pins(path: Path) -> dict[str, str]:
     lines = [line for line in path.read_text().splitlines() if line[:1].isalnum()]
-    return {name: version for name, _, version in (line.partition("==") for line in lines)}
+    return {
+        name: version for name, _, version in (line.partition("==") for line in lines)
+    }
 
 
 def test_the_constraints_for_cuda_12_8_replace_torch_alone(repository: Path) -> None:
@@ -89,7 +97,8 @@ def test_the_workers_libraries_accept_both_versions_of_torch(repository: Path) -
     with (repository / "pyproject.toml").open("rb") as file:
         extra = tomllib.load(file)["project"]["optional-dependencies"]["worker"]
     versions = [
-        pins(repository / name)["torch"] for name in ("constraints-cu128.txt", "constraints.txt")
+        pins(repository / name)["torch"]
+        for name in ("constraints-cu128.txt", "constraints.txt")
     ]
     asked = [
         (name, requirement)
@@ -97,7 +106,9 @@ def test_the_workers_libraries_accept_both_versions_of_torch(repository: Path) -
         for requirement in map(Requirement, metadata.requires(name) or [])
         if requirement.name == "torch"
     ]
-    assert {"imagefleet", "accelerate", "peft", "diffusers"} <= {name for name, _ in asked}
+    assert {"imagefleet", "accelerate", "peft", "diffusers"} <= {
+        name for name, _ in asked
+    }
     refused = [
         f"{name}: {requirement}, not {version}"
         for name, requirement in asked

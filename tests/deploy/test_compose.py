@@ -44,7 +44,9 @@ def ours(services: Services) -> Services:
 
 
 @pytest.mark.parametrize("names", [["compose.yaml"], ["compose.yaml", "gpu.yaml"]])
-def test_docker_compose_accepts_the_files(names: list[str], read: Callable[..., Services]) -> None:
+def test_docker_compose_accepts_the_files(
+    names: list[str], read: Callable[..., Services]
+) -> None:
     assert read(*names).keys() == {
         *("azurite", "load", "worker", "exporter", "vmagent", "prometheus", "grafana")
     }
@@ -99,9 +101,15 @@ def test_every_mounted_file_and_build_folder_exists(
 
 def test_third_party_images_are_pinned_by_digest(read: Callable[..., Services]) -> None:
     services = read("compose.yaml")
-    images = [each["image"] for name, each in services.items() if name not in ours(services)]
-    assert [image for image in images if not re.search(r":v?\d+\.\d+\.\d+(@|$)", image)] == []
-    without = [image for image in images if not re.search(r"@sha256:[0-9a-f]{64}$", image)]
+    images = [
+        each["image"] for name, each in services.items() if name not in ours(services)
+    ]
+    assert [
+        image for image in images if not re.search(r":v?\d+\.\d+\.\d+(@|$)", image)
+    ] == []
+    without = [
+        image for image in images if not re.search(r"@sha256:[0-9a-f]{64}$", image)
+    ]
     assert without == ["victoriametrics/vmagent:v1.122.0"]
 
 
@@ -115,7 +123,9 @@ def test_every_command_and_variable_is_valid(
             if name.startswith("IMAGEFLEET_")
         }
         image = {"IMAGEFLEET_MODEL": "/models/checkpoint"}
-        settings = parse_command(service.get("command") or ["worker"], image | variables)
+        settings = parse_command(
+            service.get("command") or ["worker"], image | variables
+        )
         address = account.read_address(settings.storage)
         assert address is not None
 
@@ -141,7 +151,8 @@ def test_the_datasource_is_that_of_the_dashboards_with_another_url(
 ) -> None:
     theirs = repository / "dashboards" / "provisioning" / "datasource.yaml"
     own, original = (
-        yaml.safe_load(path.read_text()) for path in (compose / "datasource.yaml", theirs)
+        yaml.safe_load(path.read_text())
+        for path in (compose / "datasource.yaml", theirs)
     )
     original["datasources"][0]["url"] = "http://prometheus:9090"
     assert own == original

@@ -45,7 +45,9 @@ def test_hadolint_accepts_the_dockerfile(
 
 
 def test_the_dockerfile_sets_existing_settings(repository: Path) -> None:
-    variables = re.findall(r"\bIMAGEFLEET_([A-Z_]+)=", (repository / "Dockerfile").read_text())
+    variables = re.findall(
+        r"\bIMAGEFLEET_([A-Z_]+)=", (repository / "Dockerfile").read_text()
+    )
     assert variables
     assert {name.lower() for name in variables} <= WorkerSettings.model_fields.keys()
 
@@ -54,7 +56,9 @@ def test_the_dockerfile_sets_existing_settings(repository: Path) -> None:
 def test_the_light_image_loads_jobs_and_has_no_torch(
     light_image: Any, data: Path, repository: Path
 ) -> None:
-    jobs = (repository / "demo_model" / "demo_jobs.jsonl").read_text().splitlines()[:JOBS]
+    jobs = (
+        (repository / "demo_model" / "demo_jobs.jsonl").read_text().splitlines()[:JOBS]
+    )
     (data / "jobs.jsonl").write_text("\n".join(jobs))
     storage = {"IMAGEFLEET_STORAGE": "local:/data/storage"}
     loaded = light_image.run("load", "/data/jobs.jsonl", data=data, **storage)
@@ -72,7 +76,9 @@ def test_the_light_image_loads_jobs_and_has_no_torch(
 def test_the_worker_image_drains_a_queue_unprivileged_with_a_read_only_root(
     worker_image: Any, light_image: Any, data: Path, repository: Path
 ) -> None:
-    jobs = (repository / "demo_model" / "demo_jobs.jsonl").read_text().splitlines()[-JOBS:]
+    jobs = (
+        (repository / "demo_model" / "demo_jobs.jsonl").read_text().splitlines()[-JOBS:]
+    )
     (data / "jobs.jsonl").write_text("\n".join(jobs))
     storage = {"IMAGEFLEET_STORAGE": "local:/data/storage"}
     loaded = light_image.run("load", "/data/jobs.jsonl", data=data, **storage)
@@ -84,16 +90,24 @@ def test_the_worker_image_drains_a_queue_unprivileged_with_a_read_only_root(
     assert len(images) == JOBS
     assert {image.stat().st_uid for image in images} == {65532}
     written = worker_image.run(
-        "sh", "-c", "id -u; touch /x; touch /opt/imagefleet/x", data=data, entrypoint=False
+        "sh",
+        "-c",
+        "id -u; touch /x; touch /opt/imagefleet/x",
+        data=data,
+        entrypoint=False,
     )
     assert written.stdout == "65532\n"
     assert written.stderr.count("Read-only file system") == 2
 
 
 @BUILDS
-def test_the_worker_image_has_the_torch_it_was_built_for(worker_image: Any, data: Path) -> None:
+def test_the_worker_image_has_the_torch_it_was_built_for(
+    worker_image: Any, data: Path
+) -> None:
     right, wrong = (
-        worker_image.run("python", "/pins/check_torch.py", wanted, data=data, entrypoint=False)
+        worker_image.run(
+            "python", "/pins/check_torch.py", wanted, data=data, entrypoint=False
+        )
         for wanted in ("none", "12.8")
     )
     assert right.returncode == 0, right.stderr
@@ -104,15 +118,27 @@ def test_the_worker_image_has_the_torch_it_was_built_for(worker_image: Any, data
 @pytest.mark.parametrize(
     ("arguments", "lines"),
     [
-        ({}, ["--extra-index-url https://download.pytorch.org/whl/cu128", "torch==2.11.0+cu128"]),
+        (
+            {},
+            [
+                "--extra-index-url https://download.pytorch.org/whl/cu128",
+                "torch==2.11.0+cu128",
+            ],
+        ),
         (
             {"PYTORCH_INDEX": "https://mirror.example/whl"},
-            ["--extra-index-url https://mirror.example/whl/cu128", "torch==2.11.0+cu128"],
+            [
+                "--extra-index-url https://mirror.example/whl/cu128",
+                "torch==2.11.0+cu128",
+            ],
         ),
         ({"CUDA": "13"}, ["torch==2.13.0"]),
         (
             {"CUDA": "none"},
-            ["--extra-index-url https://download.pytorch.org/whl/cpu", "torch==2.13.0+cpu"],
+            [
+                "--extra-index-url https://download.pytorch.org/whl/cpu",
+                "torch==2.13.0+cpu",
+            ],
         ),
     ],
 )
@@ -126,12 +152,16 @@ def test_the_cuda_argument_selects_torch_and_its_index(
 
 
 def test_an_unknown_cuda_version_fails_the_build(builder: Any) -> None:
-    with pytest.raises(AssertionError, match=r"CUDA=12\.6 is unknown: use 12\.8, 13 or none"):
+    with pytest.raises(
+        AssertionError, match=r"CUDA=12\.6 is unknown: use 12\.8, 13 or none"
+    ):
         builder.read_pins({"CUDA": "12.6"})
 
 
 @BUILDS
-def test_the_worker_image_has_its_command_user_and_health_check(worker_image: Any) -> None:
+def test_the_worker_image_has_its_command_user_and_health_check(
+    worker_image: Any,
+) -> None:
     config = worker_image.config
     assert config["Entrypoint"] == ["imagefleet"]
     assert config["Cmd"] == ["worker"]
@@ -139,10 +169,17 @@ def test_the_worker_image_has_its_command_user_and_health_check(worker_image: An
     assert config["StopSignal"] == "SIGTERM"
     assert config["Healthcheck"]["Test"] == ["CMD", "imagefleet", "health", "live"]
     assert config["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
-    in_cache = {name for name, value in worker_image.environment.items() if value[:6] == "/cache"}
+    in_cache = {
+        name
+        for name, value in worker_image.environment.items()
+        if value[:6] == "/cache"
+    }
     assert in_cache == {"HOME", "IMAGEFLEET_CACHE"}
     # Set from outside, they would have the kernels of all versions in one folder.
-    assert not {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"} & worker_image.environment.keys()
+    assert (
+        not {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+        & worker_image.environment.keys()
+    )
     assert worker_image.environment["IMAGEFLEET_KERNELS"] == "/kernels"
     assert worker_image.environment["IMAGEFLEET_MODEL"] == "/models/checkpoint"
 
@@ -171,12 +208,18 @@ def test_the_sbom_of_the_light_image_lists_what_is_in_it(
     assert "torch" not in packages
 
 
-def sbom(image: Any, schema: jsonschema.Draft7Validator, data: Path) -> dict[str, dict[str, Any]]:
+def sbom(
+    image: Any, schema: jsonschema.Draft7Validator, data: Path
+) -> dict[str, dict[str, Any]]:
     """The components of an image by name, of a valid list."""
-    read = image.run("cat", "/usr/share/imagefleet/sbom.json", data=data, entrypoint=False)
+    read = image.run(
+        "cat", "/usr/share/imagefleet/sbom.json", data=data, entrypoint=False
+    )
     document = json.loads(read.stdout)
     schema.validate(document)
-    return {each["name"].lower().replace("_", "-"): each for each in document["components"]}
+    return {
+        each["name"].lower().replace("_", "-"): each for each in document["components"]
+    }
 
 
 def locked(repository: Path, *names: str) -> set[tuple[str, str]]:
@@ -201,4 +244,6 @@ def test_a_change_of_the_code_ships_megabytes_without_torch(
     with capsys.disabled():
         for image in (light_image, worker_image):
             megabytes = [round(size / 1e6) for size in image.layer_bytes]
-            print(f"\n{image.name}: {sum(megabytes)} MB unpacked, layers {json.dumps(megabytes)}")  # noqa: T201
+            print(  # noqa: T201
+                f"\n{image.name}: {sum(megabytes)} MB unpacked, layers {json.dumps(megabytes)}"
+            )

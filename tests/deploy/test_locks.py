@@ -24,7 +24,16 @@ ENVIRONMENT = {
     "platform_python_implementation": "CPython",
 }
 
-LOCKS = ("light", "worker", "upscalers", "torch-none", "torch-12.8", "torch-13", "build", "sbom")
+LOCKS = (
+    "light",
+    "worker",
+    "upscalers",
+    "torch-none",
+    "torch-12.8",
+    "torch-13",
+    "build",
+    "sbom",
+)
 
 #: What the constraints of CUDA 12.8 say otherwise.
 OTHER_VERSIONS = {"setuptools", "torch", "triton", "cuda-bindings"}
@@ -40,14 +49,18 @@ def locks(repository: Path) -> dict[str, dict[str, str]]:
     """The versions in each lock file, by package."""
     folder = repository / "deploy" / "locks"
     return {
-        name: dict(line.split(" ")[0].split("==") for line in lines_of(folder / f"{name}.txt"))
+        name: dict(
+            line.split(" ")[0].split("==") for line in lines_of(folder / f"{name}.txt")
+        )
         for name in LOCKS
     }
 
 
 @pytest.fixture
 def project(repository: Path) -> dict[str, Any]:
-    parsed: dict[str, Any] = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    parsed: dict[str, Any] = tomllib.loads((repository / "pyproject.toml").read_text())[
+        "project"
+    ]
     return parsed
 
 
@@ -58,7 +71,9 @@ def needed(requirements: list[str]) -> dict[str, list[Requirement]]:
     seen: set[str] = set()
     while left:
         requirement, extra = left.pop()
-        if requirement.marker and not requirement.marker.evaluate({**ENVIRONMENT, "extra": extra}):
+        if requirement.marker and not requirement.marker.evaluate(
+            {**ENVIRONMENT, "extra": extra}
+        ):
             continue
         name = canonicalize_name(requirement.name)
         found.setdefault(name, []).append(requirement)
@@ -79,7 +94,9 @@ def test_every_line_is_a_version_with_the_hash_of_its_file_and_no_address(
         wrong = [
             line
             for line in lines_of(folder / f"{name}.txt")
-            if not re.fullmatch(r"[a-z0-9.-]+==[0-9][\w.+]*( --hash=sha256:[0-9a-f]{64})+", line)
+            if not re.fullmatch(
+                r"[a-z0-9.-]+==[0-9][\w.+]*( --hash=sha256:[0-9a-f]{64})+", line
+            )
         ]
         assert wrong == []
 
@@ -100,7 +117,11 @@ def test_the_locks_have_the_versions_of_the_constraints(
             if package in pinned and version != pinned[package]
         }
         assert other.keys() <= OTHER_VERSIONS, (name, other)
-        assert name == "torch-12.8" or not other or other == {"torch": ("2.13.0+cpu", "2.13.0")}
+        assert (
+            name == "torch-12.8"
+            or not other
+            or other == {"torch": ("2.13.0+cpu", "2.13.0")}
+        )
     cuda = {
         canonicalize_name(line.partition("==")[0]): line.partition("==")[2]
         for line in lines_of(repository / "constraints-cu128.txt")
@@ -142,7 +163,9 @@ def test_an_image_has_all_that_the_project_asks_for_and_nothing_else(
 
 def test_nothing_is_installed_into_an_image_without_its_hash(repository: Path) -> None:
     text = (repository / "Dockerfile").read_text().replace("\\\n", " ")
-    installs = re.findall(r"^[^#\n]*\binstall (--(?:no-deps|yes)[^&\n]*)", text, re.MULTILINE)
+    installs = re.findall(
+        r"^[^#\n]*\binstall (--(?:no-deps|yes)[^&\n]*)", text, re.MULTILINE
+    )
     pip = [line for line in installs if "--yes" not in line]
     assert len(pip) == 7
     own = [line for line in pip if "--require-hashes" not in line]
@@ -156,7 +179,10 @@ def test_pip_refuses_a_file_with_another_hash(repository: Path, tmp_path: Path) 
     (tmp_path / "wheels").mkdir()
     build = ("build", "--target", "wheel", "--directory", tmp_path / "wheels")
     subprocess.run(
-        [sys.executable, "-m", "hatchling", *build], cwd=repository, check=True, capture_output=True
+        [sys.executable, "-m", "hatchling", *build],
+        cwd=repository,
+        check=True,
+        capture_output=True,
     )
     (tmp_path / "lock.txt").write_text(f"imagefleet==0.1.0 --hash=sha256:{'0' * 64}\n")
     refused = subprocess.run(

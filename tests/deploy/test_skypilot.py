@@ -39,7 +39,9 @@ def secrets() -> dict[str, str]:
     key = base64.b64encode(bytes(64)).decode()
     account = f"DefaultEndpointsProtocol=https;AccountName=ours;AccountKey={key}"
     environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("IMAGEFLEET_")
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("IMAGEFLEET_")
     }
     printed = subprocess.run(
         [COMMAND, "keys", "mint", "worker"],
@@ -48,7 +50,9 @@ def secrets() -> dict[str, str]:
         text=True,
         check=True,
     ).stdout
-    lines = (line.removeprefix("export ").split("=", 1) for line in printed.splitlines())
+    lines = (
+        line.removeprefix("export ").split("=", 1) for line in printed.splitlines()
+    )
     return {name: shlex.split(value)[0] for name, value in lines}
 
 
@@ -91,21 +95,29 @@ def test_the_script_runs_a_worker_without_a_token_in_its_arguments(
     given = task["envs"] | secrets | {"SKYPILOT_MANAGED_JOB_ID": "7"}
     ran = subprocess.run(
         ["bash", "-c", task["run"]],
-        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORD": str(tmp_path)} | given,
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORD": str(tmp_path)}
+        | given,
         check=False,
     )
     assert ran.returncode == 3, "the exit code decides whether SkyPilot starts it again"
     arguments = (tmp_path / "arguments").read_text().splitlines()
     image = arguments.index(task["envs"]["IMAGE"])
     options, command = arguments[1:image], arguments[image + 1 :]
-    assert not [value for value in secrets.values() if "sig=" in value and value in arguments]
+    assert not [
+        value for value in secrets.values() if "sig=" in value and value in arguments
+    ]
     environment = dict(
-        line.split("=", 1) for line in (tmp_path / "environment").read_text().splitlines()
+        line.split("=", 1)
+        for line in (tmp_path / "environment").read_text().splitlines()
     )
     names = {name for flag, name in itertools.pairwise(options) if flag == "--env"}
     passed = {name: environment[name] for name in names}
     assert passed == {
-        **{name: value for name, value in given.items() if name.startswith("IMAGEFLEET_")},
+        **{
+            name: value
+            for name, value in given.items()
+            if name.startswith("IMAGEFLEET_")
+        },
         "IMAGEFLEET_NAME": "sky-7",
     }
     parsed = parse_command(command, {"IMAGEFLEET_MODEL": "/models/checkpoint"} | passed)

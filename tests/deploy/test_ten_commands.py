@@ -115,7 +115,9 @@ def steps(repository: Path) -> list[Step]:
             found.append(Step(int(numbered[1]), numbered[2], []))
         elif line.startswith("#"):
             last = found[-1]
-            found[-1] = Step(last.number, f"{last.comment} {line[1:].strip()}", last.lines)
+            found[-1] = Step(
+                last.number, f"{last.comment} {line[1:].strip()}", last.lines
+            )
         elif line:
             found[-1].lines.append(line)
     return found
@@ -155,7 +157,9 @@ def start_app(
         assert app["port"] == BrokerSettings.model_fields["port"].default
         folder = tmp_path / "app"
         folder.mkdir()
-        cloud.create_app(builder.image(app["image"]), folder, unused_port, app["variables"])
+        cloud.create_app(
+            builder.image(app["image"]), folder, unused_port, app["variables"]
+        )
 
     return start
 
@@ -194,7 +198,9 @@ def checkout(repository: Path, tmp_path: Path) -> Path:
         "demo_model",
     ):
         shutil.copytree(
-            repository / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+            repository / name,
+            folder / name,
+            ignore=shutil.ignore_patterns("__pycache__"),
         )
     shutil.copytree(repository / "deploy" / "salad", folder / "deploy" / "salad")
     shutil.copytree(repository / "deploy" / "locks", folder / "deploy" / "locks")
@@ -323,7 +329,9 @@ class Node:
         }
         command = image.command(*image.config["Cmd"], data=self._data, **variables)
         with self.log.open("a") as log:
-            self._worker = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            self._worker = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT
+            )
 
     def _kill(self) -> None:
         """As SaladCloud may, without notice."""
@@ -360,9 +368,13 @@ def operator(
     tmp_path: Path,
 ) -> Operator:
     endpoints = dict(part.split("=", 1) for part in connection.strip(";").split(";"))
-    storage = ";".join(f"{name}={endpoints[name]}" for name in ("BlobEndpoint", "QueueEndpoint"))
+    storage = ";".join(
+        f"{name}={endpoints[name]}" for name in ("BlobEndpoint", "QueueEndpoint")
+    )
     build = builder.command(f'{builder.cpu_build_line} "$@"', *builder.pip_volumes())
-    digest = builder.command("buildah inspect --type image --format '{{.FromImageDigest}}' $1")
+    digest = builder.command(
+        "buildah inspect --type image --format '{{.FromImageDigest}}' $1"
+    )
     programs = {
         "imagefleet": f"#!{sys.executable}{IMAGEFLEET}",
         "az": f"#!{sys.executable}{AZ.format(connection=connection, broker=cloud.host)}",
@@ -408,8 +420,12 @@ def test_the_ten_commands_lead_from_nothing_to_images(
     cloud: Any,
     start_app: Callable[[list[str]], None],
 ) -> None:
-    queue = QueueClient.from_connection_string(connection, "jobs", api_version=API_VERSION)
-    blobs = ContainerClient.from_connection_string(connection, "images", api_version=API_VERSION)
+    queue = QueueClient.from_connection_string(
+        connection, "jobs", api_version=API_VERSION
+    )
+    blobs = ContainerClient.from_connection_string(
+        connection, "images", api_version=API_VERSION
+    )
     printed: dict[int, str] = {}
 
     def are_there(count: int) -> bool:
@@ -422,7 +438,9 @@ def test_the_ten_commands_lead_from_nothing_to_images(
         assert step.lines
         for line in step.lines:
             watched = until if "--follow" in line else None
-            typed = line.replace("SALAD_API_KEY=...", f"SALAD_API_KEY={salad_module.KEY}")
+            typed = line.replace(
+                "SALAD_API_KEY=...", f"SALAD_API_KEY={salad_module.KEY}"
+            )
             printed[number] = printed.get(number, "") + operator.type(typed, watched)
         # What the document says a command costs is what the command says.
         for dollars in re.findall(r"\$[\d.]+ to \$[\d.]+/h", step.comment):
@@ -435,9 +453,13 @@ def test_the_ten_commands_lead_from_nothing_to_images(
         assert operator.exported("IMAGEFLEET_STORAGE") == connection
         do(2)
         do(3)
-        assert (checkout / "digest").read_text().strip() in (checkout / "fleet.yaml").read_text()
+        assert (checkout / "digest").read_text().strip() in (
+            checkout / "fleet.yaml"
+        ).read_text()
         do(4)
-        assert queue.get_queue_properties().approximate_message_count == JOBS_OF_THE_TRIAL
+        assert (
+            queue.get_queue_properties().approximate_message_count == JOBS_OF_THE_TRIAL
+        )
         do(5)
         assert operator.exported("BROKER_URL") == f"https://{cloud.host}/tokens"
         start_app(json.loads((checkout / "app.json").read_text()))
@@ -453,7 +475,9 @@ def test_the_ten_commands_lead_from_nothing_to_images(
         assert are_there(JOBS_OF_THE_TRIAL + JOBS)
         assert queue.get_queue_properties().approximate_message_count == 0
         do(10)
-        (picture, *_) = [name for name in blobs.list_blob_names() if name.startswith("catalogue/")]
+        (picture, *_) = [
+            name for name in blobs.list_blob_names() if name.startswith("catalogue/")
+        ]
         with Image.open(io.BytesIO(blobs.download_blob(picture).readall())) as image:
             assert image.format == "JPEG"
             assert image.size == (128, 128)

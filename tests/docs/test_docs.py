@@ -28,8 +28,14 @@ from worker.settings import WorkerSettings
 ROOT = Path(__file__).parents[2]
 
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "deploy/README.md")),
-    *(ROOT / "deploy" / name / "README.md" for name in ("kubernetes", "salad", "skypilot")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "deploy/README.md")
+    ),
+    *(
+        ROOT / "deploy" / name / "README.md"
+        for name in ("kubernetes", "salad", "skypilot")
+    ),
     ROOT / "dashboards" / "README.md",
     ROOT / "demo_model" / "README.md",
     ROOT / "benchmarks" / "engine-notes.md",
@@ -53,7 +59,9 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 _ENDS_COMMAND = re.compile(r"\s(?:&&|\|\|?|;|>)\s|\)\s*$|\s#\s")
 
-by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+by_page = pytest.mark.parametrize(
+    "page", PAGES, ids=lambda page: str(page.relative_to(ROOT))
+)
 
 
 def text_of(page: Path) -> str:
@@ -72,7 +80,11 @@ def fences(page: Path, *languages: str) -> Iterator[str]:
 
 def commands(page: Path) -> Iterator[list[str]]:
     """The words of each `imagefleet ...` that a page shows, without the program's own name."""
-    shown = [line for block in fences(page, "", "sh", "console") for line in logical_lines(block)]
+    shown = [
+        line
+        for block in fences(page, "", "sh", "console")
+        for line in logical_lines(block)
+    ]
     shown += [" ".join(inline.split()) for inline in _INLINE.findall(prose_of(page))]
     for line in shown:
         for match in re.finditer(r"(?<![\w/.-])imagefleet (?=[a-z-])", line):
@@ -106,8 +118,14 @@ def find_command(words: list[str]) -> tuple[Any, list[str]]:
 
 def all_flags() -> set[str]:
     def of(command: Any) -> set[str]:
-        own = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
-        return own.union(*(of(each) for each in getattr(command, "commands", {}).values()))
+        own = {
+            flag
+            for option in command.params
+            for flag in (*option.opts, *option.secondary_opts)
+        }
+        return own.union(
+            *(of(each) for each in getattr(command, "commands", {}).values())
+        )
 
     return of(built())
 
@@ -149,12 +167,18 @@ def test_every_exit_code_is_in_the_runbook_with_what_to_do() -> None:
     rows = dict(re.findall(r"^\| (\d+) \|[^|]+\|([^|]*)\|$", table, re.MULTILINE))
 
     assert {int(code) for code in rows} == codes
-    assert [code for code, what_to_do in rows.items() if not what_to_do.strip()] == ["0"]
+    assert [code for code, what_to_do in rows.items() if not what_to_do.strip()] == [
+        "0"
+    ]
 
 
 @by_page
 def test_every_relative_link_leads_to_a_file(page: Path) -> None:
-    links = [link.split("#")[0] for link in _LINK.findall(prose_of(page)) if "://" not in link]
+    links = [
+        link.split("#")[0]
+        for link in _LINK.findall(prose_of(page))
+        if "://" not in link
+    ]
 
     missing = [link for link in links if not (page.parent / link).exists()]
 
@@ -169,13 +193,19 @@ def test_every_command_and_flag_exists(page: Path) -> None:
         if command.name == "health":  # it parses its own arguments, without typer
             continue
         flags = {
-            flag for option in command.params for flag in (*option.opts, *option.secondary_opts)
+            flag
+            for option in command.params
+            for flag in (*option.opts, *option.secondary_opts)
         }
         unknown = [
-            word for word in rest if _FLAG.fullmatch(word.split("=")[0]) and word not in flags
+            word
+            for word in rest
+            if _FLAG.fullmatch(word.split("=")[0]) and word not in flags
         ]
         is_group = hasattr(command, "commands")
-        if unknown or (is_group and rest and not rest[0].isupper() and rest[0][0] != "-"):
+        if unknown or (
+            is_group and rest and not rest[0].isupper() and rest[0][0] != "-"
+        ):
             wrong.append(" ".join(words))
 
     assert wrong == []
@@ -196,7 +226,9 @@ def test_every_flag_in_the_text_is_known(page: Path) -> None:
 @by_page
 def test_every_variable_is_a_setting(page: Path) -> None:
     known = {
-        options.variable(name) for model in options.PROJECT_SETTINGS for name in model.model_fields
+        options.variable(name)
+        for model in options.PROJECT_SETTINGS
+        for name in model.model_fields
     }
     named = {
         name
@@ -214,7 +246,11 @@ def test_every_python_snippet_compiles(page: Path) -> None:
 
 
 def test_each_line_of_the_tables_of_security_names_a_test_that_exists() -> None:
-    lines = [line for line in text_of(ROOT / "SECURITY.md").splitlines() if line.startswith("| ")]
+    lines = [
+        line
+        for line in text_of(ROOT / "SECURITY.md").splitlines()
+        if line.startswith("| ")
+    ]
     claims = [line for line in lines if not line.startswith(("| can or", "| ---"))]
     for claim in claims:
         named = re.search(r"\| `(tests/[\w/]+\.py)::(?:(\w+)::)?(\w+)` \|$", claim)
@@ -228,13 +264,18 @@ def test_each_line_of_the_tables_of_security_names_a_test_that_exists() -> None:
 
 def test_the_jobs_that_the_pages_show_are_valid() -> None:
     page = ROOT / "docs" / "jobs.md"
-    blocks = [*fences(page, "json"), *re.findall(r"^\{\"id\".*\}$", text_of(page), re.MULTILINE)]
+    blocks = [
+        *fences(page, "json"),
+        *re.findall(r"^\{\"id\".*\}$", text_of(page), re.MULTILINE),
+    ]
     assert blocks
     for block in blocks:
         assert json.loads(block)
         read_job(block, "0001")
     for page in (ROOT / "README.md", ROOT / "docs" / "tutorial.md"):
-        (table,) = re.findall(r"^cat > prompts.csv <<'EOF'\n(.*?)^EOF$", text_of(page), _LINES)
+        (table,) = re.findall(
+            r"^cat > prompts.csv <<'EOF'\n(.*?)^EOF$", text_of(page), _LINES
+        )
         rows = list(csv.DictReader(io.StringIO(table)))
         assert len({Job.model_validate(row).id for row in rows}) == len(rows) > 1
 

@@ -49,7 +49,9 @@ def settings(tmp_path: Path) -> WorkerSettings:
     )
 
 
-async def visited_files(settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+async def visited_files(
+    settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
     """Files with a function that runs between the lease and the acknowledgement of one message."""
     visited: set[str] = set()
     in_flight = threading.Event()
@@ -88,8 +90,12 @@ async def visited_files(settings: WorkerSettings, monkeypatch: pytest.MonkeyPatc
         sys.setprofile(None)
         threading.setprofile(None)
     assert report.jobs == {"completed": 1}
-    inside = [Path(name).relative_to(ROOT) for name in visited if name.startswith(f"{ROOT}/")]
-    sources = {str(path) for path in inside if path.parts[0] in {"imagefleet", "worker"}}
+    inside = [
+        Path(name).relative_to(ROOT) for name in visited if name.startswith(f"{ROOT}/")
+    ]
+    sources = {
+        str(path) for path in inside if path.parts[0] in {"imagefleet", "worker"}
+    }
     return sorted(sources - NOT_THE_MESSAGES)
 
 
@@ -98,6 +104,8 @@ async def test_a_message_passes_through_the_files_that_the_page_lists(
 ) -> None:
     visited = await visited_files(settings, monkeypatch)
 
-    section = PAGE.read_text().partition("<!-- files -->")[2].partition("<!-- /files -->")[0]
+    section = (
+        PAGE.read_text().partition("<!-- files -->")[2].partition("<!-- /files -->")[0]
+    )
     assert sorted(re.findall(r"`([a-z0-9_/]+\.py)`", section)) == visited
     assert len(visited) <= MOST_FILES

@@ -12,12 +12,18 @@ NOTEBOOK = Path(__file__).parents[2] / "docs" / "client.ipynb"
 
 def lines(notebook: Any) -> list[str]:
     """What its cells have printed; results come in the order in which they are done."""
-    return sorted(line for text in outputs(notebook, "text") for line in text.splitlines())
+    return sorted(
+        line for text in outputs(notebook, "text") for line in text.splitlines()
+    )
 
 
 def outputs(notebook: Any, kind: str) -> list[str]:
-    shown: Iterable[Any] = (each for cell in notebook.cells for each in cell.get("outputs", ()))
-    return [found for each in shown if (found := {**each, **each.get("data", {})}.get(kind))]
+    shown: Iterable[Any] = (
+        each for cell in notebook.cells for each in cell.get("outputs", ())
+    )
+    return [
+        found for each in shown if (found := {**each, **each.get("data", {})}.get(kind))
+    ]
 
 
 def test_the_notebook_runs_and_shows_what_is_in_the_repository(

@@ -33,7 +33,9 @@ def test_every_line_names_a_test_that_exists() -> None:
     for line in LINES:
         _, claim, proof, _ = line.split("|")
         named = re.findall(r"`(tests/[\w/]+\.py)::([\w:]+)`", proof)
-        assert named or (claim.startswith(" **can**") and proof == " nothing prevents it "), line
+        assert named or (
+            claim.startswith(" **can**") and proof == " nothing prevents it "
+        ), line
         for path, name in named:
             assert (ROOT / path).is_file(), path
             assert name in names_in(ROOT / path), f"{path} has no {name}"

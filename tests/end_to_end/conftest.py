@@ -43,9 +43,19 @@ main.main()
 def stand_in_worker() -> Callable[..., list[str | Path]]:
     """The command line of a worker with a stand-in engine, and Python that runs before it."""
 
-    def make(*flags: str | Path, loading: str = "", changes: str = "") -> list[str | Path]:
+    def make(
+        *flags: str | Path, loading: str = "", changes: str = ""
+    ) -> list[str | Path]:
         program = STAND_IN.format(loading=loading, changes=changes)
-        return [sys.executable, "-c", program, "worker", "--model", ROOT / "demo_model", *flags]
+        return [
+            sys.executable,
+            "-c",
+            program,
+            "worker",
+            "--model",
+            ROOT / "demo_model",
+            *flags,
+        ]
 
     return make
 

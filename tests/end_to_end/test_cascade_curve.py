@@ -23,14 +23,21 @@ def test_both_stages_of_a_sweep_are_drawn_and_the_second_is_scored(
         result = worker_forks.run(*arguments, cwd=tmp_path, variables=os.environ)
         assert result.returncode == 0, result.stderr
 
-    fields = ("cfg_scale=1,6", "sampler_name=DDPM", "steps=5", f"then={json.dumps(STAGES)}")
+    fields = (
+        "cfg_scale=1,6",
+        "sampler_name=DDPM",
+        "steps=5",
+        f"then={json.dumps(STAGES)}",
+    )
     swept = [word for field in fields for word in ("--set", field)]
     drawn_with = ("--models", "base", "--model", "base", "--model", "sr")
     run("sweep", "captions.txt", "--campaign", "cascade", *swept, *drawn_with)
     run("worker", *models, "--until-empty", "--device", "cpu")
     run("score", "cascade", "--extractor", "demo", "--json-file", "scores.json")
 
-    images = {path.name for path in (tmp_path / "imagefleet-data/images/cascade").iterdir()}
+    images = {
+        path.name for path in (tmp_path / "imagefleet-data/images/cascade").iterdir()
+    }
     assert images == {
         f"cfg-{scale}_{number:06}{stage}.png"
         for scale in ("1.0", "6.0")

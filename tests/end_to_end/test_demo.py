@@ -22,7 +22,14 @@ from pixel import tiny_cascade
 COMMAND = Path(sys.executable).with_name("imagefleet")
 
 KEYS = [
-    *("jobs", "images", "failed", "seconds", "images_per_second", "engine_idle_fraction"),
+    *(
+        "jobs",
+        "images",
+        "failed",
+        "seconds",
+        "images_per_second",
+        "engine_idle_fraction",
+    ),
     *("dollars", "images_per_dollar", "contact_sheet"),
 ]
 
@@ -43,7 +50,9 @@ def interrupt_a_demo(demo: forks.Fork, cwd: Path) -> str:
     """Presses Ctrl-C once it works on its jobs; returns what it printed."""
     log = cwd / "demo-output" / "worker.log"
     polling.until_in_thread(
-        lambda: demo.poll() is not None or (log.exists() and "pulling" in log.read_text())
+        lambda: (
+            demo.poll() is not None or (log.exists() and "pulling" in log.read_text())
+        )
     )
     demo.send_signal(signal.SIGINT)
     return demo.communicate(timeout=1100)[0]
@@ -101,7 +110,9 @@ demo.CASCADE = pathlib.Path("cascade")
 entry.main()
 """
     arguments = ("demo", "--cascade", "--json-file", "demo.json")
-    result = worker_forks.run(*arguments, cwd=tmp_path, variables=os.environ, program=program)
+    result = worker_forks.run(
+        *arguments, cwd=tmp_path, variables=os.environ, program=program
+    )
 
     assert result.returncode == 0, result.stderr
     assert "failed jobs" not in result.stdout
@@ -132,9 +143,14 @@ def test_the_demos_jobs_are_drawn_in_four_steps_too(
     report = json.loads((tmp_path / "demo.json").read_text())
     assert (report["jobs"], report["images"], report["failed"]) == (24, 22, 2)
     pictures = list((tmp_path / "demo-output" / "storage" / "images").glob("*/*.png"))
-    told = [Image.open(io.BytesIO(path.read_bytes())).info["parameters"] for path in pictures]
+    told = [
+        Image.open(io.BytesIO(path.read_bytes())).info["parameters"]
+        for path in pictures
+    ]
     assert len(told) == 22
-    assert all("Steps: 4, Sampler: Euler, Schedule type: SGM Uniform" in text for text in told)
+    assert all(
+        "Steps: 4, Sampler: Euler, Schedule type: SGM Uniform" in text for text in told
+    )
     assert all("few-steps" in text for text in told)
 
 
@@ -145,7 +161,9 @@ def test_few_steps_are_not_of_the_cascade(tmp_path: Path) -> None:
     assert result.stderr == "error: give --cascade or --few-steps, not both\n"
 
 
-def test_without_its_weights_the_cascades_demo_says_so_in_one_line(tmp_path: Path) -> None:
+def test_without_its_weights_the_cascades_demo_says_so_in_one_line(
+    tmp_path: Path,
+) -> None:
     program = """
 import pathlib, sys
 from fleet import main
@@ -177,7 +195,9 @@ def test_a_folder_that_is_not_the_demos_is_not_emptied(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments", [["demo"], ["worker", "--model", "model", "--log-format", "text"]]
 )
-def test_without_torch_one_line_says_what_to_install(tmp_path: Path, arguments: list[str]) -> None:
+def test_without_torch_one_line_says_what_to_install(
+    tmp_path: Path, arguments: list[str]
+) -> None:
     program = f"""
 import importlib.util, sys
 from fleet import main

@@ -39,14 +39,18 @@ class Machine:
         self.log: list[dict[str, Any]] = []
         self._reading = asyncio.create_task(self._read())
 
-    async def said(self, action: str, count: int = 1, **fields: object) -> dict[str, Any]:
+    async def said(
+        self, action: str, count: int = 1, **fields: object
+    ) -> dict[str, Any]:
         """Waits for the line with that action (and fields), or for so many of them."""
         wanted = {"action": action, **fields}.items()
 
         def look() -> list[dict[str, Any]]:
             over = self._reading.done()
             found = [line for line in self.log if wanted <= line.items()]
-            assert len(found) >= count or not over, f"it ended without {action}: {self.log}"
+            assert len(found) >= count or not over, (
+                f"it ended without {action}: {self.log}"
+            )
             return found
 
         found = await polling.until(look, lambda found: len(found) >= count)
@@ -61,7 +65,9 @@ class Machine:
 
     def processes(self) -> dict[str, int]:
         """The newest process of each GPU."""
-        return {line["gpu"]: line["process_id"] for line in self.lines("worker_started")}
+        return {
+            line["gpu"]: line["process_id"] for line in self.lines("worker_started")
+        }
 
     async def _read(self) -> None:
         assert self.process.stderr is not None
@@ -76,7 +82,15 @@ async def machine(
     started = []
 
     async def start(*flags: str, **program: str) -> Machine:
-        flags = ("--device", "cpu", "--gpus", "0,1", "--cache", str(tmp_path / "cache"), *flags)
+        flags = (
+            "--device",
+            "cpu",
+            "--gpus",
+            "0,1",
+            "--cache",
+            str(tmp_path / "cache"),
+            *flags,
+        )
         command = stand_in_worker(*flags, **program)
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -129,7 +143,9 @@ async def test_two_gpus_share_the_jobs_one_comes_back_and_sigterm_drains_both(
     storage: Storage, machine: Callable[..., Any]
 ) -> None:
     expected = await fill(storage)
-    running = await machine("--lease-seconds", "2", "--price-per-hour", "1000", "--slots", "4")
+    running = await machine(
+        "--lease-seconds", "2", "--price-per-hour", "1000", "--slots", "4"
+    )
     await running.said("start", 2)
     address = f"http://127.0.0.1:{(await running.said('start_workers'))['port']}"
 
@@ -154,10 +170,14 @@ async def test_two_gpus_share_the_jobs_one_comes_back_and_sigterm_drains_both(
     assert {line["device"] for line in running.lines("stop")} == {"0", "1"}
     families = list(text_string_to_metric_families(text))
     assert [
-        name for name, count in Counter(each.name for each in families).items() if count > 1
+        name
+        for name, count in Counter(each.name for each in families).items()
+        if count > 1
     ] == []
     samples = {
-        (each.name, *sorted(each.labels.items())) for one in families for each in one.samples
+        (each.name, *sorted(each.labels.items()))
+        for one in families
+        for each in one.samples
     }
     assert len(samples) == sum(len(one.samples) for one in families)
     by_name = {
@@ -179,7 +199,9 @@ async def test_two_gpus_share_the_jobs_one_comes_back_and_sigterm_drains_both(
         "gpu0",
         "gpu1",
     }
-    assert {device: each.value for device, each in by_name["imagefleet_gpu_up"].items()} == {
+    assert {
+        device: each.value for device, each in by_name["imagefleet_gpu_up"].items()
+    } == {
         "0": 1,
         "1": 1,
     }
@@ -191,7 +213,9 @@ async def test_two_gpus_share_the_jobs_one_comes_back_and_sigterm_drains_both(
         "1": 500,
         None: 0,
     }
-    assert {each.labels["fleet"] for one in families for each in one.samples} == {"storage/jobs"}
+    assert {each.labels["fleet"] for one in families for each in one.samples} == {
+        "storage/jobs"
+    }
 
 
 async def test_workers_do_not_outlive_a_killed_parent_and_their_jobs_are_back(

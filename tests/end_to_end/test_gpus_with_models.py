@@ -87,8 +87,12 @@ async def test_gpus_begin_with_different_models_change_as_jobs_wait_and_fetch_ea
     began = {line["device"]: line["model"] for line in lines("first_model")}
     assert began == {"0": "one", "1": "two"}
     assert lines("model_switched"), "who has no jobs left helps the others"
-    assert len(lines("model_fetched")) == len(JOBS), "the other GPUs found them in the cache"
-    assert len(list((tmp_path / "cache").glob("models/*/*/model_index.json"))) == len(JOBS)
+    assert len(lines("model_fetched")) == len(JOBS), (
+        "the other GPUs found them in the cache"
+    )
+    assert len(list((tmp_path / "cache").glob("models/*/*/model_index.json"))) == len(
+        JOBS
+    )
     drawn = {}
     async for name in storage.blobs.names("default/"):
         data = await storage.blobs.read(name)

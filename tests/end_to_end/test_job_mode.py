@@ -17,7 +17,9 @@ on_azurite = pytest.mark.parametrize("storage_settings", ["azurite"], indirect=T
 
 
 async def start_worker(fork: Start, model: Path) -> forks.Fork:
-    process = fork("worker", "--model", model, "--until-empty", "--lease-seconds", "300")
+    process = fork(
+        "worker", "--model", model, "--until-empty", "--lease-seconds", "300"
+    )
     assert process.stdout is not None
     await asyncio.to_thread(process.stdout.readline)  # "pulling from ..."
     return process
@@ -37,9 +39,13 @@ async def images(storage: Storage) -> set[str]:
 async def test_an_evicted_pod_is_no_success_and_the_others_wait_for_the_last_lease(
     storage: Storage, tiny_model: Path, fork: Start
 ) -> None:
-    await storage.queue.send(f'{{"prompt": "a house", "id": "j{n}", "steps": 2}}' for n in range(6))
+    await storage.queue.send(
+        f'{{"prompt": "a house", "id": "j{n}", "steps": 2}}' for n in range(6)
+    )
     (leased,) = await storage.queue.receive(1, 300)
-    evicted, other = await asyncio.gather(*(start_worker(fork, tiny_model) for _ in range(2)))
+    evicted, other = await asyncio.gather(
+        *(start_worker(fork, tiny_model) for _ in range(2))
+    )
     await polling.until(lambda: images(storage), lambda names: len(names) >= 5)
 
     evicted.send_signal(signal.SIGTERM)

@@ -107,7 +107,10 @@ async def test_workers_killed_in_a_change_of_models_lose_nothing_and_draw_nothin
     second.kill()
     await finish(fork(*both, "--until-empty"))
 
-    alone, together = await pictures(storage, "alone"), await pictures(storage, "together")
+    alone, together = (
+        await pictures(storage, "alone"),
+        await pictures(storage, "together"),
+    )
     later = await pictures(storage, "later")
     moved = await pictures(storage, "sent-to-the-wrong-queue")
     assert (
@@ -118,11 +121,19 @@ async def test_workers_killed_in_a_change_of_models_lose_nothing_and_draw_nothin
     )
     for name, picture in alone.items():
         for other in (together, later):
-            assert distance(picture, other[name]) <= SAME, f"{name} was drawn with another model"
+            assert distance(picture, other[name]) <= SAME, (
+                f"{name} was drawn with another model"
+            )
     assert set(moved) == {f"other{number}.png" for number in range(JOBS)}
-    assert all(distance(alone[name], picture) <= SAME for name, picture in moved.items())
+    assert all(
+        distance(alone[name], picture) <= SAME for name, picture in moved.items()
+    )
     assert distance(alone["tiny0.png"], alone["other0.png"]) > 10 * SAME
-    assert (await storage.queue.depth()).messages == (await storage.poison.depth()).messages == 0
+    assert (
+        (await storage.queue.depth()).messages
+        == (await storage.poison.depth()).messages
+        == 0
+    )
 
 
 @pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
@@ -143,9 +154,13 @@ async def test_jobs_find_the_model_whose_name_only_its_server_tells_at_the_first
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     address = f"http://127.0.0.1:{runner.addresses[0][1]}/api/download/models/128713"
-    await storage.models.send(['{"prompt": "a", "id": "a", "steps": 2, "model": "dreams"}'])
+    await storage.models.send(
+        ['{"prompt": "a", "id": "a", "steps": 2, "model": "dreams"}']
+    )
     sha256 = hashlib.sha256(content).hexdigest()
     given = ("--model-sha256", sha256, "--cache", tmp_path / "cache", "--device", "cpu")
-    await finish(fork("worker", "--model", address, *given, "--slots", "1", "--until-empty"))
+    await finish(
+        fork("worker", "--model", address, *given, "--slots", "1", "--until-empty")
+    )
     await runner.cleanup()
     assert await pictures(storage, "default")

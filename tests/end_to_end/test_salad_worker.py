@@ -105,7 +105,9 @@ def on_salad(
 @pytest.fixture(scope="module")
 def stand_in_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forks.Forks]:
     folder = tmp_path_factory.mktemp("forks")
-    with forks.running(Path(sys.executable), folder, os.environ, "import worker.process") as made:
+    with forks.running(
+        Path(sys.executable), folder, os.environ, "import worker.process"
+    ) as made:
         yield made
 
 
@@ -116,8 +118,12 @@ def start(
     """Starts worker processes; those that still run at the end of the test are killed."""
     started: list[forks.Fork] = []
 
-    def begin(changes: str = "", engine: str = "StandInEngine()", **settings: str) -> forks.Fork:
-        variables = {f"IMAGEFLEET_{name.upper()}": value for name, value in settings.items()}
+    def begin(
+        changes: str = "", engine: str = "StandInEngine()", **settings: str
+    ) -> forks.Fork:
+        variables = {
+            f"IMAGEFLEET_{name.upper()}": value for name, value in settings.items()
+        }
         program = PROGRAM.format(changes=changes, engine=engine)
         process = stand_in_forks.start(
             cwd=tmp_path, variables={**on_salad, **variables}, program=program
@@ -177,7 +183,9 @@ async def test_an_empty_queue_is_polled_ever_more_rarely_and_does_not_end_a_work
     pauses = [after - before for before, after in itertools.pairwise(polls)]
     assert pauses[0] < 0.3
     assert all(0.45 < pause < 1.3 for pause in pauses[4:]), pauses
-    assert len({round(pause, 2) for pause in pauses[4:]}) > 1, "all workers poll in step"
+    assert len({round(pause, 2) for pause in pauses[4:]}) > 1, (
+        "all workers poll in step"
+    )
 
 
 async def test_a_worker_waits_for_missing_storage_and_reports_it_to_the_probes(
@@ -194,7 +202,11 @@ async def test_a_worker_waits_for_missing_storage_and_reports_it_to_the_probes(
                 return answer.status
 
         # A probe that fails would cost the group this node, which is as good as any other.
-        assert [await status(path) for path in ("/started", "/live", "/ready")] == [200, 200, 503]
+        assert [await status(path) for path in ("/started", "/live", "/ready")] == [
+            200,
+            200,
+            503,
+        ]
         async with client.get("/metrics") as answer:
             shown = await answer.text()
         assert "imagefleet_waiting_for_operator{" in shown
@@ -203,14 +215,18 @@ async def test_a_worker_waits_for_missing_storage_and_reports_it_to_the_probes(
         assert re.search(r'worker="[^"]+"', info)
         folder = Path(local_settings.storage.removeprefix("local:")).name
         samples = [line for line in shown.splitlines() if not line.startswith("#")]
-        assert all(f'fleet="{folder}/{local_settings.queue}"' in line for line in samples)
+        assert all(
+            f'fleet="{folder}/{local_settings.queue}"' in line for line in samples
+        )
     async with open_storage(local_settings) as local_storage:
         await local_storage.create()
         await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])
         await depth_is(local_storage, 0)
-        assert [name async for name in local_storage.blobs.names() if not name.startswith("-")] == [
-            "default/j.png"
-        ]
+        assert [
+            name
+            async for name in local_storage.blobs.names()
+            if not name.startswith("-")
+        ] == ["default/j.png"]
     worker.send_signal(signal.SIGTERM)
     output = await end(worker)
     assert worker.returncode == 0, output
@@ -227,7 +243,9 @@ async def test_a_worker_waits_for_a_new_token_and_works_on(
         aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client,
         client.get("/metrics") as answer,
     ):
-        series = [line.rpartition(" ")[0] for line in (await answer.text()).splitlines()]
+        series = [
+            line.rpartition(" ")[0] for line in (await answer.text()).splitlines()
+        ]
     assert len(series) == len(set(series)), "the first pipeline is still in the metrics"
     worker.send_signal(signal.SIGTERM)
     output = await end(worker)
@@ -260,11 +278,14 @@ async def test_a_node_that_is_too_slow_three_times_is_reallocated_once_before_an
 ) -> None:
     await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])
     worker = start(
-        engine="StandInEngine(capacity=1, tick_seconds=0.05)", min_images_per_second="100"
+        engine="StandInEngine(capacity=1, tick_seconds=0.05)",
+        min_images_per_second="100",
     )
     await until(lambda: salad_metadata_service.reasons)
 
-    assert "less than 100 (--min-images-per-second)" in salad_metadata_service.reasons[0]
+    assert (
+        "less than 100 (--min-images-per-second)" in salad_metadata_service.reasons[0]
+    )
     assert (await local_storage.queue.receive(1, 30))[0].delivery_count == 1
     worker.send_signal(signal.SIGTERM)
     output = await end(worker)
@@ -303,12 +324,16 @@ async def test_a_broken_node_that_is_not_stopped_in_time_exits_with_the_code_for
     local_storage: Storage, start: Program, salad_metadata_service: Any
 ) -> None:
     await local_storage.queue.send(['{"prompt": "a house", "id": "j"}'])
-    worker = start("salad.REALLOCATION_SECONDS = 0.2", engine="StandInEngine(draw=broken)")
+    worker = start(
+        "salad.REALLOCATION_SECONDS = 0.2", engine="StandInEngine(draw=broken)"
+    )
     output = await end(worker)
 
     assert worker.returncode == 3, output
     assert salad_metadata_service.reasons == ["the GPU fell off the bus"]
-    assert len(await local_storage.queue.receive(1, 30)) == 1, "the job was not handed back"
+    assert len(await local_storage.queue.receive(1, 30)) == 1, (
+        "the job was not handed back"
+    )
 
 
 async def test_a_gpu_that_hangs_is_not_live_and_its_node_is_reallocated(
@@ -372,7 +397,9 @@ async def slow(_: web.Request) -> web.StreamResponse:
 
 def answering(status: int) -> Callable[[web.Request], Any]:
     async def answer(_: web.Request) -> web.StreamResponse:
-        return web.Response(status=status, text="<html>no</html>", content_type="text/html")
+        return web.Response(
+            status=status, text="<html>no</html>", content_type="text/html"
+        )
 
     return answer
 
@@ -398,7 +425,9 @@ async def test_a_metadata_service_that_fails_costs_no_image(
         lambda: salad.SaladMetadata(salad_metadata_service.url, timeout_seconds=0.1),
     )
     salad_metadata_service.broken = broken
-    await storage.queue.send(f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(20))
+    await storage.queue.send(
+        f'{{"prompt": "a house", "id": "j{number}"}}' for number in range(20)
+    )
     ends: list[Outcome] = []
 
     def settled(outcome: Outcome) -> None:
@@ -418,9 +447,13 @@ async def test_a_metadata_service_that_fails_costs_no_image(
     )
 
     assert report.jobs == {"completed": 20}
-    warnings = [record for record in caplog.records if "deletion cost" in record.getMessage()]
+    warnings = [
+        record for record in caplog.records if "deletion cost" in record.getMessage()
+    ]
     assert len(warnings) == 1, "a failure is logged once"
 
 
 def line_of(output: str, action: str) -> str:
-    return next(line for line in output.splitlines() if re.search(f'"action": "{action}"', line))
+    return next(
+        line for line in output.splitlines() if re.search(f'"action": "{action}"', line)
+    )

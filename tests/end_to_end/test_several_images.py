@@ -26,7 +26,9 @@ CHAOS = Path(__file__).parents[1] / "chaos"
 class Workers:
     """Starts real workers without torch, which note the seeds that they draw."""
 
-    def __init__(self, server: forks.Forks, folder: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self, server: forks.Forks, folder: Path, environment: dict[str, str]
+    ) -> None:
         self._server = server
         self._folder = folder
         self._environment = environment
@@ -34,7 +36,16 @@ class Workers:
         self._events.touch()
 
     def start(self, *flags: str) -> forks.Fork:
-        arguments = [self._events, TICK_SECONDS, 0, 0, "stand-in", "--model", "none", *flags]
+        arguments = [
+            self._events,
+            TICK_SECONDS,
+            0,
+            0,
+            "stand-in",
+            "--model",
+            "none",
+            *flags,
+        ]
         return self._server.start(
             *map(str, arguments),
             cwd=self._folder,
@@ -51,7 +62,9 @@ class Workers:
 @pytest.fixture
 def workers(environment: dict[str, str], tmp_path: Path) -> Iterator[Workers]:
     variables = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(CHAOS)])}
-    with forks.running(Path(sys.executable), tmp_path, variables, "import storm_worker") as server:
+    with forks.running(
+        Path(sys.executable), tmp_path, variables, "import storm_worker"
+    ) as server:
         yield Workers(server, tmp_path, environment)
 
 
@@ -60,7 +73,9 @@ async def stored(storage: Storage) -> set[str]:
 
 
 async def wait_for_images(storage: Storage, count: int) -> int:
-    return len(await polling.until(lambda: stored(storage), lambda names: len(names) >= count))
+    return len(
+        await polling.until(lambda: stored(storage), lambda names: len(names) >= count)
+    )
 
 
 async def end(process: forks.Fork) -> None:
@@ -72,7 +87,9 @@ async def end(process: forks.Fork) -> None:
 async def test_after_a_kill_and_a_stop_others_draw_only_what_is_missing(
     storage: Storage, workers: Workers
 ) -> None:
-    await storage.queue.send([f'{{"prompt": "a house", "id": "j", "seed": 0, "n_iter": {IMAGES}}}'])
+    await storage.queue.send(
+        [f'{{"prompt": "a house", "id": "j", "seed": 0, "n_iter": {IMAGES}}}']
+    )
     killed = workers.start("--lease-seconds", "2")
     await wait_for_images(storage, 6)
     killed.kill()

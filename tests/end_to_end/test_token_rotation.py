@@ -57,7 +57,9 @@ def mint(azurite_settings: StorageSettings) -> Mint:
 
 
 @pytest.fixture
-def start(azurite_settings: StorageSettings) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start(
+    azurite_settings: StorageSettings,
+) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts the worker with the given variables."""
     started = []
 
@@ -87,7 +89,9 @@ def start(azurite_settings: StorageSettings) -> Iterator[Callable[..., subproces
 
 async def fill(storage: Storage) -> None:
     await storage.create()
-    await storage.queue.send(f'{{"prompt": "a fox", "id": "j{number}"}}' for number in range(JOBS))
+    await storage.queue.send(
+        f'{{"prompt": "a fox", "id": "j{number}"}}' for number in range(JOBS)
+    )
 
 
 async def check_that_each_job_was_done_once(storage: Storage, output: str) -> None:
@@ -117,14 +121,20 @@ async def test_a_worker_survives_tokens_that_are_rotated_in_a_file_sometimes_too
         await fill(storage)
         rotate()
         process = start(IMAGEFLEET_SAS_FILE=str(file))
-        ended = asyncio.create_task(asyncio.to_thread(process.communicate, timeout=1100))
+        ended = asyncio.create_task(
+            asyncio.to_thread(process.communicate, timeout=1100)
+        )
         rotations, has_begun = 0, False
         while not ended.done():
             # A worker that has begun is late every third time: they have expired two seconds ago.
             is_late = has_begun and rotations % 3 == 2
-            await asyncio.wait({ended}, timeout=5 if is_late else 1.5 if has_begun else 0.5)
+            await asyncio.wait(
+                {ended}, timeout=5 if is_late else 1.5 if has_begun else 0.5
+            )
             rotate()
-            has_begun = has_begun or bool([each async for each in storage.blobs.names("default/")])
+            has_begun = has_begun or bool(
+                [each async for each in storage.blobs.names("default/")]
+            )
             rotations += 1
         output, _ = await ended
         assert process.returncode == 0, output

@@ -32,9 +32,16 @@ def shell(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "imagefleet").symlink_to(ROOT)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     hidden = {"DISPLAY", "WAYLAND_DISPLAY"}  # no browser opens
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in hidden
+    }
     environment |= {"PATH": path, "HOME": str(tmp_path / "home"), "COLUMNS": "200"}
-    return {"cwd": tmp_path, "env": environment, "text": True, "stdin": subprocess.DEVNULL}
+    return {
+        "cwd": tmp_path,
+        "env": environment,
+        "text": True,
+        "stdin": subprocess.DEVNULL,
+    }
 
 
 def blocks() -> list[str]:
@@ -46,7 +53,10 @@ def gallery(block: str, shell: dict[str, Any]) -> Iterator[str]:
     """The command in a terminal of its own; yields the page's address."""
     command = f"exec {block.strip()} --port 0"  # another test may use the default's
     with subprocess.Popen(
-        ["bash", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **shell
+        ["bash", "-c", command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        **shell,
     ) as process:
         try:
             assert process.stdout is not None

@@ -104,7 +104,9 @@ def start(
     """Starts a worker with a stand-in engine; it is killed at the end of the test."""
     started = []
 
-    def begin(*flags: str, variables: dict[str, str] | None = None, **program: str) -> Worker:
+    def begin(
+        *flags: str, variables: dict[str, str] | None = None, **program: str
+    ) -> Worker:
         _python, _c, code, *arguments = stand_in_worker(*flags, **program)
         log = tmp_path / "log"
         log.touch()
@@ -128,10 +130,17 @@ def log_of(output: bytes) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.splitlines()]
 
 
-async def run(command: list[Any], environment: dict[str, str]) -> tuple[int, list[dict[str, Any]]]:
+async def run(
+    command: list[Any], environment: dict[str, str]
+) -> tuple[int, list[dict[str, Any]]]:
     """As `Worker.end`, of a process with an interpreter of its own and pipes."""
     done = await asyncio.to_thread(
-        subprocess.run, command, env=environment, capture_output=True, timeout=1100, check=False
+        subprocess.run,
+        command,
+        env=environment,
+        capture_output=True,
+        timeout=1100,
+        check=False,
     )
     assert done.stdout == b""
     return done.returncode, log_of(done.stderr)
@@ -141,10 +150,31 @@ async def run(command: list[Any], environment: dict[str, str]) -> tuple[int, lis
     ("flags", "program", "variables", "code", "action", "message"),
     [
         (["--log-format"], {}, {}, 2, "setup_error", "requires an argument"),
-        ([], {}, {"IMAGEFLEET_SLOTZ": "2"}, 2, "setup_error", "unknown setting IMAGEFLEET_SLOTZ"),
+        (
+            [],
+            {},
+            {"IMAGEFLEET_SLOTZ": "2"},
+            2,
+            "setup_error",
+            "unknown setting IMAGEFLEET_SLOTZ",
+        ),
         (["--queue", "nowhere"], {}, {}, 2, "setup_error", "no queue 'nowhere'"),
-        ([], {"loading": "raise errors.NodeError('no GPU')"}, {}, 3, "node_error", "no GPU"),
-        ([], {"loading": "{}['weights']"}, {}, 1, "unexpected_error", "KeyError: 'weights'"),
+        (
+            [],
+            {"loading": "raise errors.NodeError('no GPU')"},
+            {},
+            3,
+            "node_error",
+            "no GPU",
+        ),
+        (
+            [],
+            {"loading": "{}['weights']"},
+            {},
+            1,
+            "unexpected_error",
+            "KeyError: 'weights'",
+        ),
         ([], {"changes": BUG}, {}, 1, "unexpected_error", "ZeroDivisionError"),
     ],
 )
@@ -161,7 +191,11 @@ async def test_each_way_to_fail_ends_with_a_json_line(
     ended_with, log = await start(*flags, variables=variables, **program).end()
 
     assert ended_with == code
-    assert (log[-1]["severity"], log[-1]["action"], log[-1]["exit_code"]) == ("ERROR", action, code)
+    assert (log[-1]["severity"], log[-1]["action"], log[-1]["exit_code"]) == (
+        "ERROR",
+        action,
+        code,
+    )
     assert message in log[-1]["message"]
     assert ("exception" in log[-1]) == (code == 1)
 
@@ -178,7 +212,9 @@ async def test_warnings_threads_and_other_libraries_write_json_lines_too(
     assert code == 0
     messages = {line["action"]: line["message"] for line in log}
     assert "1 completed" in messages["stop"]
-    said = "\n".join(f"{line['severity']} {line['action']} {line['message']}" for line in log)
+    said = "\n".join(
+        f"{line['severity']} {line['action']} {line['message']}" for line in log
+    )
     for words in (
         "WARNING other a token",
         "UserWarning: a kernel is slow",
@@ -208,13 +244,18 @@ async def test_torch_and_its_companions_write_nothing_else(
 async def test_a_log_has_a_line_a_minute_with_the_figures_and_why_nothing_is_done(
     storage: Storage, start: Start
 ) -> None:
-    await storage.queue.send(f'{{"prompt": "a house", "id": "j{each}"}}' for each in range(40))
+    await storage.queue.send(
+        f'{{"prompt": "a house", "id": "j{each}"}}' for each in range(40)
+    )
     await storage.queue.send(["no job"])
     worker = start(
-        *("--price-per-hour", "0.1"), changes="process.PROGRESS_SECONDS = 1.0  # in place of 60"
+        *("--price-per-hour", "0.1"),
+        changes="process.PROGRESS_SECONDS = 1.0  # in place of 60",
     )
     await polling.until(storage.queue.depth, lambda depth: not depth.messages)
-    await polling.until(lambda: "the queue is empty: 40 images, 1 fail" in worker.log.read_text())
+    await polling.until(
+        lambda: "the queue is empty: 40 images, 1 fail" in worker.log.read_text()
+    )
     worker.process.send_signal(signal.SIGTERM)
     code, log = await worker.end()
 
@@ -231,7 +272,9 @@ async def test_a_log_has_a_line_a_minute_with_the_figures_and_why_nothing_is_don
     assert working["images_per_dollar"] > 0
     assert "left, " in working["message"]
     assert (last["images"], last["failed_jobs"]) == (40, 1)
-    assert last["message"].startswith("waiting for jobs: the queue is empty: 40 images, 1 failed")
+    assert last["message"].startswith(
+        "waiting for jobs: the queue is empty: 40 images, 1 failed"
+    )
     (end,) = (line for line in log if line["action"] == "stop")
     assert (end["images"], end["failed_jobs"]) == (40, 1)
     assert end["images_per_dollar"] > 0
@@ -286,7 +329,9 @@ async def test_without_failed_jobs_fail_on_failed_changes_nothing(
 async def test_a_worker_that_wakes_after_its_leases_are_gone_works_on(
     storage: Storage, start: Start
 ) -> None:
-    await storage.queue.send(f'{{"prompt": "a house", "id": "j{each}"}}' for each in range(30))
+    await storage.queue.send(
+        f'{{"prompt": "a house", "id": "j{each}"}}' for each in range(30)
+    )
     worker = start("--until-empty", "--lease-seconds", "2")
 
     async def images() -> list[str]:

@@ -30,7 +30,8 @@ local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=Tru
 async def fill(storage: Storage, steps: int = 10) -> set[str]:
     """Sends the jobs; returns the names that their images will have."""
     await storage.queue.send(
-        f'{{"prompt": "a house", "id": "j{number}", "steps": {steps}}}' for number in range(JOBS)
+        f'{{"prompt": "a house", "id": "j{number}", "steps": {steps}}}'
+        for number in range(JOBS)
     )
     return {f"default/j{number}.png" for number in range(JOBS)}
 
@@ -64,7 +65,9 @@ def worker(model: Path | str, *flags: str | Path) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "storage_settings", ["local", pytest.param("azurite", marks=pytest.mark.slow)], indirect=True
+    "storage_settings",
+    ["local", pytest.param("azurite", marks=pytest.mark.slow)],
+    indirect=True,
 )
 async def test_a_worker_killed_in_the_middle_costs_no_image_and_generates_none_twice(
     storage: Storage, tiny_model: Path, fork: Start
@@ -81,7 +84,9 @@ async def test_a_worker_killed_in_the_middle_costs_no_image_and_generates_none_t
     assert second.returncode == 0, output
     assert await names(storage) == expected
     for name, data in before.items():
-        assert await storage.blobs.read(name) == data, f"{name} was written a second time"
+        assert await storage.blobs.read(name) == data, (
+            f"{name} was written a second time"
+        )
     assert (await storage.queue.depth()).messages == 0
     assert (await storage.poison.depth()).messages == 0
 
@@ -96,7 +101,9 @@ async def test_a_signal_ends_a_worker_with_exit_code_0_and_every_job_stored_or_b
     storage: Storage, tiny_model: Path, fork: Start, number: signal.Signals
 ) -> None:
     await fill(storage)
-    process = fork("worker", "--model", tiny_model, "--lease-seconds", "300", "--slots", "2")
+    process = fork(
+        "worker", "--model", tiny_model, "--lease-seconds", "300", "--slots", "2"
+    )
     await wait_for_images(storage, 1)
     process.send_signal(number)
     output = await end(process)
@@ -166,7 +173,9 @@ async def test_a_worker_serves_probes_and_metrics_while_it_works(
             lambda: ask("/metrics"), lambda answer: value(answer[1], completed) == 1
         )
     assert value(metrics, 'imagefleet_images_total{fleet="storage/jobs"}') == 1
-    dollars = value(metrics, 'imagefleet_cost_dollars_total{fleet="storage/jobs",kind="gpu"}')
+    dollars = value(
+        metrics, 'imagefleet_cost_dollars_total{fleet="storage/jobs",kind="gpu"}'
+    )
     assert 0 < dollars < 0.03
 
 
@@ -177,7 +186,10 @@ async def test_a_worker_serves_probes_and_metrics_while_it_works(
     [
         (["--model", "nowhere"], "nowhere"),
         (["--model", "TINY", "--queue", "no-such-queue"], "no-such-queue"),
-        (["--model", "TINY", "--storage", "ftp://somewhere"], "address is not understood"),
+        (
+            ["--model", "TINY", "--storage", "ftp://somewhere"],
+            "address is not understood",
+        ),
         (["--model", "TINY", "--lease-seconds", "soon"], "--lease-seconds"),
         (["--model", "TINY", "--slots", "0"], "IMAGEFLEET_SLOTS"),
         ([], "--model"),
@@ -186,7 +198,9 @@ async def test_a_worker_serves_probes_and_metrics_while_it_works(
 async def test_what_the_operator_has_to_fix_is_one_line_and_exit_code_2(
     storage: Storage, tiny_model: Path, fork: Start, flags: list[str], sentence: str
 ) -> None:
-    process = fork("worker", *(str(tiny_model) if flag == "TINY" else flag for flag in flags))
+    process = fork(
+        "worker", *(str(tiny_model) if flag == "TINY" else flag for flag in flags)
+    )
     output = await end(process)
     assert process.returncode == 2, output
     complaints = [line for line in output.splitlines() if line.startswith("error:")]
@@ -203,7 +217,9 @@ async def test_a_model_fetched_from_the_storage_works_like_any_other(
     packed = tmp_path / "tiny.tar"
     with tarfile.open(packed, "w") as tar:
         tar.add(tiny_model, "tiny")
-    await storage.files.create("models/tiny.tar", packed.read_bytes(), "application/x-tar", {})
+    await storage.files.create(
+        "models/tiny.tar", packed.read_bytes(), "application/x-tar", {}
+    )
     await storage.queue.send(['{"prompt": "a house", "id": "j", "steps": 2}'])
     cache = tmp_path / "cache"
     process = fork(*worker("store:tiny.tar", "--cache", cache, "--until-empty"))

@@ -48,7 +48,9 @@ class Terminal:
         fcntl.ioctl(self.controller, termios.TIOCSWINSZ, size)
         self.screen.resize(12, columns)
 
-    def start(self, command: list[Any], variables: dict[str, str]) -> subprocess.Popen[bytes]:
+    def start(
+        self, command: list[Any], variables: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             command,
             env=variables,
@@ -94,13 +96,18 @@ Start = Callable[..., tuple[Terminal, "subprocess.Popen[bytes]"]]
 
 @pytest.fixture
 def start(
-    storage_settings: StorageSettings, stand_in_worker: Callable[..., Any], tmp_path: Path
+    storage_settings: StorageSettings,
+    stand_in_worker: Callable[..., Any],
+    tmp_path: Path,
 ) -> Iterator[Start]:
     """Starts a worker on a terminal; it is killed at the end of the test."""
     started = []
 
     def begin(
-        *flags: str, columns: int = 100, program: dict[str, str] | None = None, **variables: str
+        *flags: str,
+        columns: int = 100,
+        program: dict[str, str] | None = None,
+        **variables: str,
     ) -> tuple[Terminal, subprocess.Popen[bytes]]:
         terminal = Terminal(columns)
         command = stand_in_worker(*flags, **(program or {}))
@@ -123,7 +130,9 @@ def start(
 
 
 async def fill(storage: Storage, jobs: int) -> None:
-    await storage.queue.send(f'{{"prompt": "a house", "id": "j{each}"}}' for each in range(jobs))
+    await storage.queue.send(
+        f'{{"prompt": "a house", "id": "j{each}"}}' for each in range(jobs)
+    )
 
 
 async def end(terminal: Terminal, process: subprocess.Popen[bytes]) -> int:
@@ -156,7 +165,14 @@ async def test_the_figures_are_below_the_log_and_give_way_to_a_summary(
 
     figures = line[2:].split(" | ")
     assert [re.sub(r"[\d.,]+", "N", each) for each in figures] == [
-        *("N images", "N images/s", "N in flight", "N left", "N images/$", "~N s to go"),
+        *(
+            "N images",
+            "N images/s",
+            "N in flight",
+            "N left",
+            "N images/$",
+            "~N s to go",
+        ),
     ]
     assert all(map(LOGGED.match, log)), log
     log, summary = log_and_rest(terminal)
@@ -198,7 +214,9 @@ stage.UploadStage._metadata = talk
     log, _ = log_and_rest(terminal)
     story = re.compile(LOGGED.pattern + r"j\d+isonitsway,(alongstory){5}")
     assert len([line for line in log if story.fullmatch(line)]) == 40, log
-    assert not re.search(rb"\x1b\[[\d;]*3\dm", terminal.raw), "a colour despite NO_COLOR"
+    assert not re.search(rb"\x1b\[[\d;]*3\dm", terminal.raw), (
+        "a colour despite NO_COLOR"
+    )
 
 
 async def test_a_terminal_that_becomes_narrower_shows_every_figure_still(
@@ -266,7 +284,8 @@ async def test_an_error_is_one_red_line_where_the_live_line_was(start: Start) ->
 
     assert await end(terminal, process) == 2
     assert re.fullmatch(
-        r"error: there is no queue in .+`imagefleet load` makes it", "".join(terminal.all)
+        r"error: there is no queue in .+`imagefleet load` makes it",
+        "".join(terminal.all),
     )
     assert not terminal.screen.cursor.hidden
 

@@ -56,7 +56,14 @@ def test_an_actor_that_is_killed_and_rows_that_are_no_jobs_lose_and_double_nothi
     killed, told = tmp_path / "killed", tmp_path / "found.json"
 
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(ROOT / "demo_model"), str(killed), str(told)],
+        [
+            sys.executable,
+            "-c",
+            PROGRAM,
+            str(ROOT / "demo_model"),
+            str(killed),
+            str(told),
+        ],
         env=variables,
         cwd=tmp_path,
         capture_output=True,
@@ -67,7 +74,9 @@ def test_an_actor_that_is_killed_and_rows_that_are_no_jobs_lose_and_double_nothi
     assert ended.returncode == 0, ended.stderr
     found = json.loads(told.read_text(encoding="utf-8"))
     assert killed.exists()
-    assert sorted(row["id"] for row in found) == [f"{number:03}" for number in range(500)]
+    assert sorted(row["id"] for row in found) == [
+        f"{number:03}" for number in range(500)
+    ]
     assert sum(row["image"] > 0 for row in found) == 490
     reasons = [row["error"] for row in found if not row["image"]]
     assert len(reasons) == 10

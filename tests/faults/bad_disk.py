@@ -61,7 +61,9 @@ class Tally:
 
     @property
     def is_clean(self) -> bool:
-        return not (self.lost or self.failed or self.wrong_images or self.unexpected_ends)
+        return not (
+            self.lost or self.failed or self.wrong_images or self.unexpected_ends
+        )
 
 
 @dataclass
@@ -81,7 +83,10 @@ class BadDisk:
             self.workers.remove(worker)
             codes = self.tally.exit_codes
             codes[worker.returncode] = codes.get(worker.returncode, 0) + 1
-            if worker.pid not in self.killed and worker.returncode not in EXPECTED_CODES:
+            if (
+                worker.pid not in self.killed
+                and worker.returncode not in EXPECTED_CODES
+            ):
                 self.tally.unexpected_ends += 1
         while len(self.workers) < WORKERS:
             self.workers.append(self._start())
@@ -89,17 +94,30 @@ class BadDisk:
     def _start(self) -> subprocess.Popen[bytes]:
         command = [
             *(sys.executable, CHAOS / "storm_worker.py", self.folder / "events"),
-            *(f"{self.tick_seconds:g}", "0", str(self.random.random()), "none", "--model", "none"),
+            *(
+                f"{self.tick_seconds:g}",
+                "0",
+                str(self.random.random()),
+                "none",
+                "--model",
+                "none",
+            ),
             *("--storage", f"local:{self.disk}/data", "--cache", self.folder / "cache"),
             *("--lease-seconds", str(LEASE_SECONDS), "--grace-seconds", "2"),
         ]
         environment = {
-            name: value for name, value in os.environ.items() if "IMAGEFLEET" not in name
+            name: value
+            for name, value in os.environ.items()
+            if "IMAGEFLEET" not in name
         }
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(CHAOS)])
         with (self.folder / "workers.log").open("ab") as log:
             return subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
             )
 
     async def happen(self) -> None:
@@ -135,7 +153,9 @@ class BadDisk:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         with contextlib.closing(
-            sqlite3.connect(self.disk / "data" / "queue.sqlite", isolation_level=None, timeout=30)
+            sqlite3.connect(
+                self.disk / "data" / "queue.sqlite", isolation_level=None, timeout=30
+            )
         ) as connection:
             connection.execute("BEGIN EXCLUSIVE")
             yield
@@ -170,11 +190,15 @@ async def work(bad: BadDisk, storage: Storage, faults: int) -> None:
 async def count_up(bad: BadDisk, storage: Storage) -> None:
     tally = bad.tally
     stored = {name async for name in storage.blobs.names("default/")}
-    tally.lost = len({f"default/j{number}.png" for number in range(tally.jobs)} - stored)
+    tally.lost = len(
+        {f"default/j{number}.png" for number in range(tally.jobs)} - stored
+    )
     tally.failed = (await storage.poison.depth()).messages
     for name in stored:
         seed = int(name.removeprefix("default/j").removesuffix(".png"))
-        tally.wrong_images += not is_image_of(seed, await storage.blobs.read(name) or b"")
+        tally.wrong_images += not is_image_of(
+            seed, await storage.blobs.read(name) or b""
+        )
     events = (bad.folder / "events").read_text().splitlines()
     tally.drawn = sum(each.startswith("drawn") for each in events)
 

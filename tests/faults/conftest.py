@@ -74,7 +74,9 @@ def jobs() -> Callable[..., list[str]]:
 
     def make(count: int, **fields: object) -> list[str]:
         return [
-            json.dumps({"prompt": "a house", "id": f"j{number}", "seed": number, **fields})
+            json.dumps(
+                {"prompt": "a house", "id": f"j{number}", "seed": number, **fields}
+            )
             for number in range(count)
         ]
 

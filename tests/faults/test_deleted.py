@@ -47,7 +47,11 @@ def delete(settings: StorageSettings, what: str) -> None:
 
 @pytest.mark.parametrize("what", ["queue", "container"])
 async def test_a_worker_ends_with_one_line_and_goes_on_after_the_storage_is_made_anew(
-    storage_settings: StorageSettings, storage: Storage, jobs: Jobs, work: Work, what: str
+    storage_settings: StorageSettings,
+    storage: Storage,
+    jobs: Jobs,
+    work: Work,
+    what: str,
 ) -> None:
     drawn = 0
 
@@ -82,11 +86,15 @@ async def test_a_load_whose_queue_is_deleted_says_so_and_does_not_go_on_as_if_no
 ) -> None:
     file, checkpoint = tmp_path / "jobs.jsonl", tmp_path / "checkpoint"
     file.write_text("".join(f"{job}\n" for job in jobs(160)))
-    settings = LoadSettings(**storage_settings.model_dump(), concurrency=1, verify_share=0)
+    settings = LoadSettings(
+        **storage_settings.model_dump(), concurrency=1, verify_share=0
+    )
 
     async def load(*, restart: bool, on_confirmed: Callable[[int], None]) -> int:
         async with open_storage(storage_settings) as opened:
-            loading = Load(opened, FileSource(file), settings, checkpoint, restart=restart)
+            loading = Load(
+                opened, FileSource(file), settings, checkpoint, restart=restart
+            )
             return (await loading.run(on_confirmed)).confirmed
 
     def delete_once(confirmed: int) -> None:
@@ -109,12 +117,16 @@ async def test_a_name_that_azure_still_deletes_is_waited_for(
 ) -> None:
     answers = [(409, code)] * 2
     proxy = FaultProxy(lambda: answers.pop() if answers else "pass")
-    policy = concurrency.RetryPolicy(tries=3, first_wait_seconds=0.01, longest_wait_seconds=0.01)
+    policy = concurrency.RetryPolicy(
+        tries=3, first_wait_seconds=0.01, longest_wait_seconds=0.01
+    )
     async with proxy.running(azurite_address):
         settings = azurite_settings.model_copy(update={"storage": proxy.address})
         async with open_storage(settings, policy) as storage:
             await storage.create()
             await storage.check()
             answers += [(409, code)] * 3
-            with pytest.raises(errors.TransientError, match=r"is being deleted, and its name"):
+            with pytest.raises(
+                errors.TransientError, match=r"is being deleted, and its name"
+            ):
                 await storage.blobs.create("a.png", b"x", "image/png", {})

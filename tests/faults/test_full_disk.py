@@ -50,7 +50,9 @@ async def test_a_full_disk_of_the_storage_is_waited_for_and_costs_no_job(
         assert (await storage.queue.depth()).messages == 30
         filler.unlink()
         pipeline = await working
-        assert await image_names(storage) == {f"default/j{number}.png" for number in range(30)}
+        assert await image_names(storage) == {
+            f"default/j{number}.png" for number in range(30)
+        }
         assert (await storage.poison.depth()).messages == 0
     assert dict(pipeline.metrics.outcomes) == {"completed": 30}
     said = [each for each in caplog.records if "disk is full" in each.getMessage()]
@@ -84,7 +86,9 @@ async def test_a_disk_that_is_full_of_images_stores_no_half_image_and_acknowledg
         assert (await storage.poison.depth()).messages == 0
 
 
-def test_room_in_a_full_cache_is_made_by_evicting_what_nobody_uses(mount: Mount) -> None:
+def test_room_in_a_full_cache_is_made_by_evicting_what_nobody_uses(
+    mount: Mount,
+) -> None:
     disk = mount(1024)
     cache = DiskCache(disk.folder / "loras")
     for name in ("old", "older"):
@@ -165,7 +169,10 @@ def test_what_is_said_to_a_full_disk_changes_no_exit_code(
     file = tmp_path / "jobs.jsonl"
     file.write_text("".join(f"{job}\n" for job in jobs(3)))
     monkeypatch.setattr(sys, "stderr", full)
-    assert imagefleet("load", str(file), "--storage", f"local:{tmp_path}/data", *flags)[0] == code
+    assert (
+        imagefleet("load", str(file), "--storage", f"local:{tmp_path}/data", *flags)[0]
+        == code
+    )
 
 
 def test_a_log_to_a_full_disk_says_nothing_of_itself_and_goes_on(
@@ -182,10 +189,19 @@ def test_a_log_to_a_full_disk_says_nothing_of_itself_and_goes_on(
 
 
 async def test_a_probe_whose_answer_cannot_be_written_does_not_restart_a_good_worker(
-    full: TextIO, serve_probes: Callable[[bool], contextlib.AbstractAsyncContextManager[int]]
+    full: TextIO,
+    serve_probes: Callable[[bool], contextlib.AbstractAsyncContextManager[int]],
 ) -> None:
     async with serve_probes(True) as port:
-        command = (sys.executable, "-m", "fleet.entry", "health", "live", "--port", str(port))
+        command = (
+            sys.executable,
+            "-m",
+            "fleet.entry",
+            "health",
+            "live",
+            "--port",
+            str(port),
+        )
         probe = await asyncio.create_subprocess_exec(*command, stdout=full)
         assert await probe.wait() == 0
 
@@ -209,7 +225,9 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(mount: Mount) -> None:
     assert {path.name for path in disk.folder.iterdir()} == {"report.html", filler.name}
 
 
-def test_a_demo_without_room_ends_before_it_begins(mount: Mount, imagefleet: Imagefleet) -> None:
+def test_a_demo_without_room_ends_before_it_begins(
+    mount: Mount, imagefleet: Imagefleet
+) -> None:
     code, said = imagefleet("demo", "--output", str(mount(64).folder / "demo"))
     assert code == 2
     line = said.splitlines()[-1]

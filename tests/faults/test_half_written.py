@@ -34,7 +34,9 @@ async def put(storage: Storage, name: str, content: bytes) -> None:
 @pytest.fixture
 def settings(local_settings: StorageSettings, tmp_path: Path) -> WorkerSettings:
     return WorkerSettings(
-        storage=local_settings.storage, model="store:sd.safetensors", cache=tmp_path / "cache"
+        storage=local_settings.storage,
+        model="store:sd.safetensors",
+        cache=tmp_path / "cache",
     )
 
 
@@ -81,7 +83,9 @@ async def test_a_folder_of_loras_that_is_gone_sends_no_job_to_the_poison_queue(
         await storage.create()
         await storage.queue.send(jobs(5, prompt="a house <lora:style:1>"))
         folder = tmp_path / "loras"
-        with pytest.raises(errors.SetupError, match=r"loras cannot be read: it does not exist"):
+        with pytest.raises(
+            errors.SetupError, match=r"loras cannot be read: it does not exist"
+        ):
             await work(local_settings, lora_directory=folder)
         depth = await storage.queue.depth()
         assert (depth.messages, depth.leased) == (5, 0)
@@ -121,7 +125,9 @@ async def test_a_lora_that_is_still_being_copied_is_waited_for(
     async with open_storage(local_settings) as storage:
         await storage.create()
         await storage.queue.send(jobs(1, prompt="a house <lora:style:1>"))
-        pipeline = await work(local_settings, lora_directory=tmp_path, on_settled=copied)
+        pipeline = await work(
+            local_settings, lora_directory=tmp_path, on_settled=copied
+        )
     assert dict(pipeline.metrics.outcomes) == {"retried": 1, "completed": 1}
 
 
@@ -165,7 +171,9 @@ def test_a_storage_that_cannot_be_written_is_one_line(
         if command == "report":
             shutil.rmtree(disk.folder / "data" / "images")
     disk.change("ro")
-    code, said = imagefleet(command, *([str(file)] if command == "load" else []), *storage)
+    code, said = imagefleet(
+        command, *([str(file)] if command == "load" else []), *storage
+    )
     assert code == 2
     (line,) = said.splitlines()
     assert line.startswith("error: ")

@@ -63,7 +63,9 @@ def imagefleet(tmp_path: Path, console_forks: forks.Forks) -> Imagefleet:
 def draw_picture(request: contract.ImageRequest) -> contract.Pixels:
     """A picture of large shapes by its seed, never twice the same to the last bit."""
     shapes = np.random.default_rng(request.seed).integers(10, 246, (8, 8, 3))
-    rounding = np.random.default_rng().integers(-1, 2, (request.height, request.width, 3))
+    rounding = np.random.default_rng().integers(
+        -1, 2, (request.height, request.width, 3)
+    )
     scale = request.height // 8
     return (shapes.repeat(scale, 0).repeat(scale, 1) + rounding).astype(np.uint8)
 
@@ -133,7 +135,9 @@ def run_worker(
 
 
 @pytest.fixture
-def salad(salad_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def salad(
+    salad_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
     """A fake SaladCloud, and a `fleet.yaml` for it in the test's folder."""
     from fleet.salad import client, deployment
 
@@ -156,7 +160,9 @@ def salad(salad_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 class StoreImages(Protocol):
     """Stores images of the campaign `spring` with their records, as a worker does."""
 
-    async def __call__(self, storage: Storage, *ids: str, **fields: Any) -> list[Record]: ...
+    async def __call__(
+        self, storage: Storage, *ids: str, **fields: Any
+    ) -> list[Record]: ...
 
 
 @pytest.fixture
@@ -165,7 +171,9 @@ def store_images() -> StoreImages:
         await storage.create()
         records = []
         for number, name in enumerate(ids):
-            pixels = np.random.default_rng(number).integers(0, 256, (32, 32, 3), np.uint8)
+            pixels = np.random.default_rng(number).integers(
+                0, 256, (32, 32, 3), np.uint8
+            )
             data = encode.encode(pixels, Output(), "a house\nSteps: 1").data
             known = {
                 "outcome": "completed",
@@ -217,7 +225,9 @@ def add_job() -> Callable[..., Awaitable[Record]]:
         by_worker = outcome in {"failed", "cancelled"}
         if outcome == "cancelled":
             await RecordLog(storage.files, "operator").open("spring", "cancelled")
-        await RecordLog(storage.blobs if by_worker else storage.files, "w1").add([record])
+        await RecordLog(storage.blobs if by_worker else storage.files, "w1").add(
+            [record]
+        )
         return record
 
     return add

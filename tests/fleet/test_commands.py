@@ -31,7 +31,9 @@ from worker.files.kernels import archive
 
 COMMAND = Path(sys.executable).with_name("imagefleet")
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 #: Commands without --json, and why.
 WITHOUT_JSON = {
@@ -149,7 +151,9 @@ def test_the_help_has_the_types_of_the_settings_and_bounds_in_words(name: str) -
     help_text = command.get_help(context)
 
     assert "Usage: imagefleet" in help_text
-    assert re.findall(r"<(?:path|str|int|float|high)\b|\{\w+\}|\bx[<>]=", help_text) == []
+    assert (
+        re.findall(r"<(?:path|str|int|float|high)\b|\{\w+\}|\bx[<>]=", help_text) == []
+    )
 
 
 def fail_job(folder: Path, reason: str, **fields: str) -> None:
@@ -194,7 +198,9 @@ def test_json_is_one_document_and_nothing_else(
 def test_an_error_leaves_stdout_empty_with_json_too(
     salad: Any, in_process: Imagefleet, name: str
 ) -> None:
-    ended = in_process(*name.split(), "--json", "--queue" if "salad" not in name else "--file", "x")
+    ended = in_process(
+        *name.split(), "--json", "--queue" if "salad" not in name else "--file", "x"
+    )
 
     assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert ended.stdout == ""
@@ -221,7 +227,9 @@ def test_a_watch_with_json_is_a_document_per_line(filled: Path) -> None:
 def printed(width: int | None, *parts: Any) -> str:
     """What a terminal of so many columns shows, or None for a pipe."""
     out = io.StringIO()
-    to = Console(file=out, width=width or 80, force_terminal=width is not None, color_system=None)
+    to = Console(
+        file=out, width=width or 80, force_terminal=width is not None, color_system=None
+    )
     console.print_tables(*parts, to=to)
     return out.getvalue()
 
@@ -253,7 +261,9 @@ def queue_screen() -> Any:
         "shards": 1,
     }
     rest: dict[str, Any] = {"queues": [], "without_worker": [], "fleet": None}
-    return monitor.status_screen({"storage": "local:x", "queue": queue, "failed": queue, **rest})
+    return monitor.status_screen(
+        {"storage": "local:x", "queue": queue, "failed": queue, **rest}
+    )
 
 
 def workers_screen() -> Any:
@@ -281,7 +291,9 @@ def workers_screen() -> Any:
 def test_names_and_figures_are_whole_at_any_width(
     width: int | None, screen: Callable[[], Any], whole: list[str]
 ) -> None:
-    row = next(line for line in printed(width, screen()).splitlines() if whole[0] in line)
+    row = next(
+        line for line in printed(width, screen()).splitlines() if whole[0] in line
+    )
 
     assert row.split()[0] == whole[0], "a selected word is the name"
     assert [each for each in whole if each not in row.split()] == []
@@ -289,7 +301,10 @@ def test_names_and_figures_are_whole_at_any_width(
 
 @pytest.mark.parametrize("columns", ["60", "80", "200"])
 def test_the_ids_of_failed_jobs_are_whole_when_piped(
-    in_process: Imagefleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: str
+    in_process: Imagefleet,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    columns: str,
 ) -> None:
     reason = "there is no LoRA " + "l" * 100
     fail_job(tmp_path, reason, id=JOB, campaign="c" * 40)

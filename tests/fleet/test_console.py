@@ -58,7 +58,9 @@ def test_a_bug_keeps_its_traceback() -> None:
         console.run(_raise(ZeroDivisionError()))
 
 
-def test_ctrl_c_ends_a_command_without_output(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_ends_a_command_without_output(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(typer.Exit) as caught, console.one_line_errors():
         raise KeyboardInterrupt
 
@@ -84,12 +86,18 @@ def test_json_is_neither_wrapped_nor_styled(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
-def test_a_locale_without_a_prompts_letters_ends_no_command(tmp_path: Path, encoding: str) -> None:
+def test_a_locale_without_a_prompts_letters_ends_no_command(
+    tmp_path: Path, encoding: str
+) -> None:
     prompt = "caf\u00e9 \u2192 \u732b \U0001f98a"
-    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": prompt, "metadata": {"n": prompt}}))
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"prompt": prompt, "metadata": {"n": prompt}})
+    )
     storage = open_storage(StorageSettings(storage=f"local:{tmp_path / 'data'}"))
     blob = "default/a.png"
-    record = Record(outcome="completed", id="a", blob=blob, prompt=prompt, at=datetime.now(UTC))
+    record = Record(
+        outcome="completed", id="a", blob=blob, prompt=prompt, at=datetime.now(UTC)
+    )
 
     async def store() -> None:
         async with storage:
@@ -126,7 +134,9 @@ for arguments in json.loads(sys.argv[1]):
         check=True,
     )
 
-    ends = [line for line in result.stderr.decode().splitlines() if line.startswith("exit")]
+    ends = [
+        line for line in result.stderr.decode().splitlines() if line.startswith("exit")
+    ]
     assert ends == [f"exit {console.EXIT_DONE}"] * len(commands), result.stderr
     lines = result.stdout.decode(encoding).splitlines()
     assert sum("caf" in line for line in lines) == len(commands), lines
@@ -135,7 +145,9 @@ for arguments in json.loads(sys.argv[1]):
     assert json.loads(job)["metadata"] == {"n": prompt}
 
 
-def test_half_a_surrogate_pair_in_a_record_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_half_a_surrogate_pair_in_a_record_is_escaped(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     record = {"metadata": {"\ud800": "a\udfffb"}}
 
     console.print_json(record)
@@ -166,16 +178,23 @@ async def test_sigterm_ends_a_task_without_an_error() -> None:
 
 async def test_an_error_of_a_task_is_raised() -> None:
     with pytest.raises(errors.TransientError):
-        await console.until_stopped(asyncio.create_task(_raise(errors.TransientError())))
+        await console.until_stopped(
+            asyncio.create_task(_raise(errors.TransientError()))
+        )
 
 
-def test_a_file_that_cannot_be_written_is_reported_before_the_work(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_reported_before_the_work(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "file").touch()
 
     console.check_writable(None)
     console.check_writable(tmp_path / "file")
     console.check_writable(tmp_path / "new" / "folder" / "file")
-    for path, reason in ((tmp_path, "is a folder"), (tmp_path / "file" / "x", "file is a file")):
+    for path, reason in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "file" / "x", "file is a file"),
+    ):
         with pytest.raises(errors.SetupError, match=reason):
             console.check_writable(path)
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
@@ -184,7 +203,9 @@ def test_a_file_that_cannot_be_written_is_reported_before_the_work(tmp_path: Pat
 def test_only_one_process_has_a_path_to_itself(tmp_path: Path) -> None:
     with console.only_one(tmp_path / "ledger", "the first"):
         with (
-            pytest.raises(errors.SetupError, match="the second: wait for it or end it first"),
+            pytest.raises(
+                errors.SetupError, match="the second: wait for it or end it first"
+            ),
             console.only_one(tmp_path / "ledger", "the second"),
         ):
             pytest.fail("two at once")

@@ -60,6 +60,8 @@ def test_a_single_gpu_is_this_processs_own_and_needs_no_parent(
     monkeypatch.setattr(command, "_run", run)
     with pytest.raises(StopIteration) as ran:
         command.command.__wrapped__(  # type: ignore[attr-defined]
-            MachineSettings(model=str(ROOT / "demo_model"), gpus="all", log_format="json")
+            MachineSettings(
+                model=str(ROOT / "demo_model"), gpus="all", log_format="json"
+            )
         )
     assert ran.value.args == (value, "auto")

@@ -88,10 +88,17 @@ print("loaded:", sorted({"typer", "pydantic", "rich", "aiohttp"} & set(sys.modul
     def probe() -> tuple[float, str]:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         output = subprocess.run(
-            [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+            [sys.executable, "-c", program],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, output
+        return (
+            after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+            output,
+        )
 
     answers = [probe() for _ in range(3)]
     assert "loaded: []" in answers[0][1]

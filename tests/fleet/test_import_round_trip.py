@@ -21,11 +21,43 @@ JOBS = 300
 NOISE = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
 
 WORDS = (
-    *("a red house", "(misty:1.3) hills", "[soft] light", "((detailed))", "café, 猫", "1girl"),
-    *("Steps: 20, Seed: 4", "Negative prompt", "\\(2019\\)", '"quoted"', "3:2 format", "# a note"),
-    *("<lora:ink wash v2:0.8>", "<lora:night_market:0.5:0.25>", "\nBREAK\n", "\n", ":1.2", "100%"),
-    *("[dawn:dusk:0.5]", "a [cat|dog]", "[mist::4]", "hills AND a gull :0.8", "[fog:3]"),
-    *("\nNegative prompt: mine", "\nTemplate: x, Steps: 1, Seed: 2, CFG scale: 3", "a\\b", " "),
+    *(
+        "a red house",
+        "(misty:1.3) hills",
+        "[soft] light",
+        "((detailed))",
+        "café, 猫",
+        "1girl",
+    ),
+    *(
+        "Steps: 20, Seed: 4",
+        "Negative prompt",
+        "\\(2019\\)",
+        '"quoted"',
+        "3:2 format",
+        "# a note",
+    ),
+    *(
+        "<lora:ink wash v2:0.8>",
+        "<lora:night_market:0.5:0.25>",
+        "\nBREAK\n",
+        "\n",
+        ":1.2",
+        "100%",
+    ),
+    *(
+        "[dawn:dusk:0.5]",
+        "a [cat|dog]",
+        "[mist::4]",
+        "hills AND a gull :0.8",
+        "[fog:3]",
+    ),
+    *(
+        "\nNegative prompt: mine",
+        "\nTemplate: x, Steps: 1, Seed: 2, CFG scale: 3",
+        "a\\b",
+        " ",
+    ),
 )
 SAMPLERS = sorted({each.name for each in samplers.SAMPLERS.values()})
 UPSCALERS = (*hires.LATENT, *hires.RESAMPLING, "4x_Sharp, no", "R-ESRGAN 4x+")
@@ -72,13 +104,22 @@ def fields_of(chance: random.Random) -> dict[str, Any]:
         refiner_checkpoint=chance.choice(["late_v2", "7"]),
         refiner_switch_at=chance.choice([0, 0.35, 1]),
         hr_checkpoint_name=chance.choice(["sharp (1)", "9.5"]),
-        override_settings=chance.choice([{"sd_vae": "soft, v2"}, {"sd_vae": "warm.vae.pt"}, {}]),
+        override_settings=chance.choice(
+            [{"sd_vae": "soft, v2"}, {"sd_vae": "warm.vae.pt"}, {}]
+        ),
     )
     kind = chance.random()
     if kind < 0.35:
-        fields |= {"enable_hr": True, "denoising_strength": chance.choice([0.3, 0.75, 1])}
+        fields |= {
+            "enable_hr": True,
+            "denoising_strength": chance.choice([0.3, 0.75, 1]),
+        }
         resized = {"hr_resize_x": side[2], "hr_resize_y": side[3]}
-        fields |= resized if chance.random() < 0.3 else maybe(hr_scale=chance.choice([1.5, 2]))
+        fields |= (
+            resized
+            if chance.random() < 0.3
+            else maybe(hr_scale=chance.choice([1.5, 2]))
+        )
         fields |= maybe(
             hr_upscaler=chance.choice(UPSCALERS),
             hr_second_pass_steps=chance.randint(0, 30),
@@ -110,18 +151,28 @@ def fields_of(chance: random.Random) -> dict[str, Any]:
 def subprompt(each: Subprompt) -> tuple[Any, ...]:
     """What is drawn of a prompt: white space between words is none of it."""
     states = [
-        (until, [[(" ".join(p.text.split()), p.weight) for p in part] for part in sections])
+        (
+            until,
+            [[(" ".join(p.text.split()), p.weight) for p in part] for part in sections],
+        )
         for until, _, sections in each.states
     ]
-    kept = [(until, [[p for p in part if p[0]] for part in parts]) for until, parts in states]
+    kept = [
+        (until, [[p for p in part if p[0]] for part in parts])
+        for until, parts in states
+    ]
     return kept if len(kept) > 1 else kept[0][1], each.weight
 
 
 def decides(job: Job, index: int, size: tuple[int, int]) -> dict[str, Any]:
     """All that decides image *index* of a job."""
     own = job.parsed_prompt, job.parsed_negative_prompt
-    second_own = [each or first for each, first in zip(job.hires_prompts, own, strict=True)]
-    prompts = [(each.loras, [*map(subprompt, each.subprompts)]) for each in (*own, *second_own)]
+    second_own = [
+        each or first for each, first in zip(job.hires_prompts, own, strict=True)
+    ]
+    prompts = [
+        (each.loras, [*map(subprompt, each.subprompts)]) for each in (*own, *second_own)
+    ]
     first = samplers.SAMPLERS[job.sampler]
     second = samplers.SAMPLERS[hires.sampler(job)] if job.enable_hr else first
     with_options = [
@@ -129,10 +180,13 @@ def decides(job: Job, index: int, size: tuple[int, int]) -> dict[str, Any]:
     ]
     has_options = {option for each in with_options for option in each.options}
     usual = [
-        {"ddim": 0, "ddim_cfgpp": 0, "tcd": 0.3}.get(each.method, 1) for each in (first, second)
+        {"ddim": 0, "ddim_cfgpp": 0, "tcd": 0.3}.get(each.method, 1)
+        for each in (first, second)
     ]
     options = dataclasses.asdict(job.sampler_options)
-    options["eta"] = [options["eta"] if options["eta"] is not None else each for each in usual]
+    options["eta"] = [
+        options["eta"] if options["eta"] is not None else each for each in usual
+    ]
     is_denoised = job.enable_hr or bool(job.init_images)
     found: dict[str, Any] = {
         "prompts": prompts,
@@ -140,13 +194,25 @@ def decides(job: Job, index: int, size: tuple[int, int]) -> dict[str, Any]:
         "options": {name: options[name] for name in has_options},
         "uncond": job.s_min_uncond,
         "extra_noise": is_denoised and job.img2img_extra_noise,
-        "numbers": (job.steps, job.cfg_scale, job.clip_skip, job.image_seed(index), size),
+        "numbers": (
+            job.steps,
+            job.cfg_scale,
+            job.clip_skip,
+            job.image_seed(index),
+            size,
+        ),
         "noise": job.image_noise(index),
         "strength": is_denoised and job.denoising_strength,
         "controls": job.controls,
-        "others": (job.hr_checkpoint_name, job.refiner_checkpoint, job.refiner_switch_at),
+        "others": (
+            job.hr_checkpoint_name,
+            job.refiner_checkpoint,
+            job.refiner_switch_at,
+        ),
         "decoder": (job.sd_vae_decode_method, getattr(job, "sd_vae", None)),
-        "input": [getattr(job, name) for name in sorted(img2img.OWN_FIELDS - {"mask_blur"})],
+        "input": [
+            getattr(job, name) for name in sorted(img2img.OWN_FIELDS - {"mask_blur"})
+        ],
         "source": (job.init_images, job.mask and job.blur),
     }
     if job.enable_hr:
@@ -154,7 +220,9 @@ def decides(job: Job, index: int, size: tuple[int, int]) -> dict[str, Any]:
     return found
 
 
-def test_300_jobs_of_all_fields_come_back_from_their_pictures_as_they_were(tmp_path: Path) -> None:
+def test_300_jobs_of_all_fields_come_back_from_their_pictures_as_they_were(
+    tmp_path: Path,
+) -> None:
     chance = random.Random(42)
     done = 0
     while done < JOBS:
@@ -166,14 +234,22 @@ def test_300_jobs_of_all_fields_come_back_from_their_pictures_as_they_were(tmp_p
         index = chance.randrange(job.images)
         size = job.width or 512, job.height or 512
         told = encode.parameters(
-            job, index, size, MODEL, model_hash="0123456789", decoder=job.sd_vae_decode_method
+            job,
+            index,
+            size,
+            MODEL,
+            model_hash="0123456789",
+            decoder=job.sd_vae_decode_method,
         )
         suffix, form = chance.choice([*SUFFIXES.items()])[::-1]
         path = tmp_path / f"picture.{suffix}"
         path.write_bytes(encode.encode(NOISE, Output(format=form), told).data)
         reading = source.read_file(path)
         assert reading.needs == []
-        assert reading.job["override_settings"]["sd_model_checkpoint"] == f"{MODEL} [0123456789]"
+        assert (
+            reading.job["override_settings"]["sd_model_checkpoint"]
+            == f"{MODEL} [0123456789]"
+        )
         reading.job["override_settings"].pop("sd_model_checkpoint")
         again = read_job(json.dumps(reading.job), "m2")
         assert decides(again, 0, (again.width or 0, again.height or 0)) == decides(

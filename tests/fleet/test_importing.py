@@ -29,10 +29,14 @@ CASES = Path(__file__).parents[1] / "loadgen" / "infotext" / "cases"
 
 PARAMETERS = "Steps: 20, Sampler: Euler a, CFG scale: 7, Seed: 5, Size: 512x512"
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 
-def picture(path: Path, text: str, key: str = "parameters", *, packed: bool = False) -> Path:
+def picture(
+    path: Path, text: str, key: str = "parameters", *, packed: bool = False
+) -> Path:
     texts = PngImagePlugin.PngInfo()
     texts.add_text(key, text, zip=packed)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,24 +55,41 @@ def test_every_file_of_a_folder_is_a_job_or_refused_by_its_name(
 
     result = in_process("import", str(CASES), "--rejects", "refused.jsonl")
 
-    jobs, refused = lines(result.stdout), lines((tmp_path / "refused.jsonl").read_text())
+    jobs, refused = (
+        lines(result.stdout),
+        lines((tmp_path / "refused.jsonl").read_text()),
+    )
     places = {Path(each["failure"]["place"]).name for each in refused}
     assert len(jobs) + len(places) == len(files)
-    assert {"no-metadata.png", "comfy-damaged.png", "comfy-custom-node.png"} <= places <= files
-    (empty,) = (each["failure"] for each in refused if "no-metadata" in each["failure"]["place"])
+    assert (
+        {"no-metadata.png", "comfy-damaged.png", "comfy-custom-node.png"}
+        <= places
+        <= files
+    )
+    (empty,) = (
+        each["failure"] for each in refused if "no-metadata" in each["failure"]["place"]
+    )
     assert empty["reason"] == "the file holds no parameters"
-    assert "a1111-1.10-img2img.png is skipped: init_images: must be given" in result.stderr
+    assert (
+        "a1111-1.10-img2img.png is skipped: init_images: must be given" in result.stderr
+    )
     assert f"showing 10 of {len(refused)}; all are in refused.jsonl" in result.stderr
-    assert result.returncode == console.EXIT_IMAGES_WRONG  # nor are their models anywhere
+    assert (
+        result.returncode == console.EXIT_IMAGES_WRONG
+    )  # nor are their models anywhere
 
 
 def test_its_jobs_are_loaded_as_they_are_and_have_the_names_of_their_pictures(
     in_process: Imagefleet, tmp_path: Path
 ) -> None:
     picture(tmp_path / "in" / "sub" / "Cat 1.PNG", f"a cat\n{PARAMETERS}")
-    (tmp_path / "in" / "sub" / "Cat 1.txt").write_text("the caption of the picture beside it")
+    (tmp_path / "in" / "sub" / "Cat 1.txt").write_text(
+        "the caption of the picture beside it"
+    )
     (tmp_path / "in" / "two.txt").write_text(f"two\n{PARAMETERS}")
-    picture(tmp_path / "in" / "two.png", f"a cat\n{PARAMETERS}")  # whose text is not read
+    picture(
+        tmp_path / "in" / "two.png", f"a cat\n{PARAMETERS}"
+    )  # whose text is not read
     picture(tmp_path / "in" / "zz" / "two.png", f"a cat\n{PARAMETERS}")
     (tmp_path / "in" / "notes.md").write_text("no picture")
 
@@ -81,12 +102,20 @@ def test_its_jobs_are_loaded_as_they_are_and_have_the_names_of_their_pictures(
     loaded = in_process("load", "again.jsonl", "--dry-run")
     assert loaded.returncode == console.EXIT_DONE, loaded.stderr
     assert [job["id"] for job in lines(loaded.stdout)] == ids
-    assert [job["randn_source"] for job in lines(loaded.stdout)] == ["GPU"] * 3  # A1111's
-    assert lines(in_process("import", "in").stdout) == lines((tmp_path / "again.jsonl").read_text())
+    assert [job["randn_source"] for job in lines(loaded.stdout)] == [
+        "GPU"
+    ] * 3  # A1111's
+    assert lines(in_process("import", "in").stdout) == lines(
+        (tmp_path / "again.jsonl").read_text()
+    )
 
 
-def test_a_table_gives_what_no_text_holds(in_process: Imagefleet, tmp_path: Path) -> None:
-    text = f"a cat\n{PARAMETERS}, Denoising strength: 0.5, Version: v1.10.1".replace('"', '""')
+def test_a_table_gives_what_no_text_holds(
+    in_process: Imagefleet, tmp_path: Path
+) -> None:
+    text = f"a cat\n{PARAMETERS}, Denoising strength: 0.5, Version: v1.10.1".replace(
+        '"', '""'
+    )
     rows = [
         "infotext,init_images,steps",
         f'"{text}",cat.png,',
@@ -107,16 +136,24 @@ def test_a_table_gives_what_no_text_holds(in_process: Imagefleet, tmp_path: Path
 def test_a_summary_for_programs_is_all_that_is_printed(
     in_process: Imagefleet, tmp_path: Path
 ) -> None:
-    picture(tmp_path / "one.png", f"one\n{PARAMETERS}, Model: dreams, Script: X/Y/Z plot")
+    picture(
+        tmp_path / "one.png", f"one\n{PARAMETERS}, Model: dreams, Script: X/Y/Z plot"
+    )
     picture(tmp_path / "two.png", "a caption")
 
-    result = in_process("import", "one.png", "two.png", "--json", "--output", "again.jsonl")
+    result = in_process(
+        "import", "one.png", "two.png", "--json", "--output", "again.jsonl"
+    )
 
     told = json.loads(result.stdout)
-    assert json.loads(in_process("import", "one.png", "two.png", "--json").stdout) == told
+    assert (
+        json.loads(in_process("import", "one.png", "two.png", "--json").stdout) == told
+    )
     assert (told["jobs"], told["refused"]) == (1, 1)
     assert told["cannot"] == {"Script (X/Y/Z plot) is not drawn": 1}
-    assert [(each["kind"], each["name"]) for each in told["missing"]] == [("model", "dreams")]
+    assert [(each["kind"], each["name"]) for each in told["missing"]] == [
+        ("model", "dreams")
+    ]
     assert len(lines((tmp_path / "again.jsonl").read_text())) == 1
     missing = in_process("import", "gone.png")
     assert missing.returncode == console.EXIT_OPERATOR_MUST_ACT
@@ -128,13 +165,17 @@ def test_seeds_of_64_bits_are_those_of_32_with_the_same_noise(
 ) -> None:
     (tmp_path / "owl.png").write_bytes((CASES / "comfy-ksampler.png").read_bytes())
     large = comfyui.read(graph()).job | {"seed": 2**63 + 7}
-    (tmp_path / "jobs.jsonl").write_text(json.dumps(large | {"sampler_name": "DPM++ SDE"}))
+    (tmp_path / "jobs.jsonl").write_text(
+        json.dumps(large | {"sampler_name": "DPM++ SDE"})
+    )
 
     result = in_process("import", "owl.png", "jobs.jsonl")
 
     (job,) = lines(result.stdout)
     seeds = 156680208700286, job["seed"]
-    noises = [torch.randn(64, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    noises = [
+        torch.randn(64, generator=torch.Generator().manual_seed(seed)) for seed in seeds
+    ]
     assert torch.equal(*noises)
     assert "jobs.jsonl, line 1 is skipped: seed: " in result.stderr
 
@@ -149,7 +190,9 @@ def test_files_are_found_by_their_hash_whatever_they_are_called_in_the_storage(
     lora.write_bytes(lora_of())
     save_file({"emb_params": np.zeros((2, 768), np.float16)}, worse)
     for kind, file in (("lora", lora), ("embedding", worse)):
-        assert in_process("files", "add", kind, file.name).returncode == console.EXIT_DONE
+        assert (
+            in_process("files", "add", kind, file.name).returncode == console.EXIT_DONE
+        )
     model = tmp_path / "model"
     model.write_bytes(file_of())
 
@@ -212,7 +255,10 @@ BOMB = zlib.compress(b"a" * 2**27)
         (png((b"zTXt", b"parameters\0\0" + BOMB)), "damaged image"),
         (png((b"iTXt", b"parameters\0\1\0\0\0" + BOMB)), "damaged image"),
         (png(*[(b"tEXt", b"parameters\0" + b"a" * 2**20)] * 70), "damaged image"),
-        (png((b"tEXt", b"parameters\0" + b"a" * (2**22 + 1))), "more than 4,194,304 characters"),
+        (
+            png((b"tEXt", b"parameters\0" + b"a" * (2**22 + 1))),
+            "more than 4,194,304 characters",
+        ),
         (png(size=(60_000, 60_000)), "more than"),
         (b"\x89PNG\r\n\x1a\n", "not a PNG"),
         (b"", "not a PNG"),
@@ -229,7 +275,9 @@ def test_a_malicious_picture_is_refused_with_a_sentence(
         source.read_file(path)
 
 
-def test_a_picture_larger_than_any_of_ours_is_read_for_its_text_alone(tmp_path: Path) -> None:
+def test_a_picture_larger_than_any_of_ours_is_read_for_its_text_alone(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "large.png"
     text = f"a cat\n{PARAMETERS}".encode("latin-1")
     path.write_bytes(png((b"tEXt", b"parameters\0" + text), size=(8192, 8192)))
@@ -241,7 +289,13 @@ def node(kind: str, **inputs: Any) -> dict[str, Any]:
 
 
 def graph(**nodes: Any) -> str:
-    sampler = {"steps": 20, "cfg": 7, "seed": 1, "sampler_name": "euler", "scheduler": "normal"}
+    sampler = {
+        "steps": 20,
+        "cfg": 7,
+        "seed": 1,
+        "sampler_name": "euler",
+        "scheduler": "normal",
+    }
     links = {"positive": ["p", 0], "negative": ["p", 0], "latent_image": ["e", 0]}
     return json.dumps(
         {
@@ -263,11 +317,26 @@ def test_the_graph_of_the_next_test_is_a_job() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (graph(c=node("LoraLoader", model=["c", 0], clip=["c", 0])), "goes in a circle"),
-        (graph(d=node("VAEDecode", samples=["d", 0])), r"node d \(VAEDecode\) has no counterpart"),
-        (graph(p=node("CLIPTextEncode", text=["p", 0], clip=["c", 0])), "no counterpart"),
-        (graph(e=node("LatentUpscale", samples=["k", 0], width=8, height=8)), "no counterpart"),
-        (graph(e=node("EmptyLatentImage", width=64, height=64, batch_size=4)), "one of a batch"),
+        (
+            graph(c=node("LoraLoader", model=["c", 0], clip=["c", 0])),
+            "goes in a circle",
+        ),
+        (
+            graph(d=node("VAEDecode", samples=["d", 0])),
+            r"node d \(VAEDecode\) has no counterpart",
+        ),
+        (
+            graph(p=node("CLIPTextEncode", text=["p", 0], clip=["c", 0])),
+            "no counterpart",
+        ),
+        (
+            graph(e=node("LatentUpscale", samples=["k", 0], width=8, height=8)),
+            "no counterpart",
+        ),
+        (
+            graph(e=node("EmptyLatentImage", width=64, height=64, batch_size=4)),
+            "one of a batch",
+        ),
         (graph(s=node("SaveImage")), "damaged"),
         (graph(k=node("KSampler", steps=[])), "damaged"),
         (graph(s=7), "damaged"),

@@ -44,7 +44,9 @@ def template(tmp_path: Path) -> Path:
 def ids_in(settings: StorageSettings) -> Counter[str]:
     async def browse() -> Counter[str]:
         async with open_storage(settings) as storage:
-            return Counter([json.loads(each.body)["id"] async for each in storage.queue.browse()])
+            return Counter(
+                [json.loads(each.body)["id"] async for each in storage.queue.browse()]
+            )
 
     return asyncio.run(browse())
 
@@ -70,7 +72,10 @@ def test_a_template_fills_the_queue(
 
 
 def test_with_a_signing_key_every_job_is_signed(
-    in_process: Imagefleet, template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    in_process: Imagefleet,
+    template: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     key = SigningKey.create(tmp_path / "key.pem")
     monkeypatch.setenv("IMAGEFLEET_SIGNING_KEY", str(tmp_path / "key.pem"))
@@ -105,7 +110,9 @@ def test_payloads_get_their_apis_defaults_or_a_line_on_what_differs(
     payload = {"prompt": "a", "sampler_index": "DPM++ 2M", "send_images": True}
     (tmp_path / "jobs.jsonl").write_text(f"{json.dumps(payload)}\n" * 3)
     plain = in_process("load", "jobs.jsonl", "--dry-run")
-    (told,) = [line for line in plain.stderr.splitlines() if "--defaults a1111-1.10" in line]
+    (told,) = [
+        line for line in plain.stderr.splitlines() if "--defaults a1111-1.10" in line
+    ]
     assert "sampler dpmpp_2m_karras, steps 50" in told
     theirs = in_process("load", "jobs.jsonl", "--dry-run", "--defaults", "a1111-1.10")
     assert "--defaults" not in theirs.stderr
@@ -141,12 +148,17 @@ def test_a_load_of_any_format_resumes_at_its_checkpoint(
         ".json": json.dumps([{"prompt": prompt} for prompt in prompts]),
         ".txt": "\n".join(prompts),
     }.get(Path(name).suffix, "prompt\n" + "\n".join(prompts)).encode()
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    (tmp_path / name).write_bytes(
+        gzip.compress(content) if name.endswith(".gz") else content
+    )
     first = in_process("load", name, "--count", "40", "--json")
     rest = in_process("load", name, "--json")
 
     assert json.loads(first.stdout)["sent"] == 40
-    assert (json.loads(rest.stdout)["sent"], json.loads(rest.stdout)["total"]) == (60, 100)
+    assert (json.loads(rest.stdout)["sent"], json.loads(rest.stdout)["total"]) == (
+        60,
+        100,
+    )
     assert set(ids_in(settings_for(tmp_path)).values()) == {1}
     assert len(ids_in(settings_for(tmp_path))) == 100
 
@@ -172,7 +184,9 @@ def test_another_seed_is_refused_while_there_is_a_checkpoint(
 
     assert other.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "--restart" in other.stderr
-    assert in_process("load", "t.yaml", "--seed", "5", "--state", "c.json").returncode == 0
+    assert (
+        in_process("load", "t.yaml", "--seed", "5", "--state", "c.json").returncode == 0
+    )
 
 
 def test_a_checkpoint_whose_queue_is_gone_is_reported(
@@ -196,7 +210,10 @@ def test_invalid_lines_are_refused_before_the_queue_is_created(
     assert [each.name for each in tmp_path.iterdir()] == ["jobs.jsonl"]
 
     skipped = in_process("load", "jobs.jsonl", "--skip-invalid", "--json")
-    assert (json.loads(skipped.stdout)["sent"], json.loads(skipped.stdout)["invalid"]) == (2, 1)
+    assert (
+        json.loads(skipped.stdout)["sent"],
+        json.loads(skipped.stdout)["invalid"],
+    ) == (2, 1)
     assert "line 2 is skipped" in skipped.stderr
 
 
@@ -205,7 +222,10 @@ def test_invalid_lines_are_refused_before_the_queue_is_created(
     [
         (["none.yaml"], "none.yaml cannot be read"),
         (["jobs.doc"], "must end in"),
-        (["jobs.txt", "--format", "word"], "--format word: should be jsonl|json|csv|txt|parquet"),
+        (
+            ["jobs.txt", "--format", "word"],
+            "--format word: should be jsonl|json|csv|txt|parquet",
+        ),
         (["t.yaml", "--campaign", "../x"], "--campaign: use 1 to 128 letters"),
         (["jobs.csv"], "jobs.csv cannot be read: No such file"),
         (["-", "--restart"], "no checkpoint"),
@@ -232,7 +252,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts `imagefleet load ARGUMENTS`; what still runs at the end is killed."""
     running: list[subprocess.Popen[str]] = []
 
-    def start(*arguments: str, stdin: int | IO[str] | None = None) -> subprocess.Popen[str]:
+    def start(
+        *arguments: str, stdin: int | IO[str] | None = None
+    ) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-m", "fleet.main", "load", *arguments],
             cwd=tmp_path,
@@ -253,12 +275,15 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 def wait_until_confirmed(path: Path, positions: int) -> None:
     polling.until_in_thread(
-        lambda: Checkpoint.read(path), lambda found: found and found.confirmed >= positions
+        lambda: Checkpoint.read(path),
+        lambda found: found and found.confirmed >= positions,
     )
 
 
 def test_each_kill_of_a_load_sends_one_window_twice_at_most_and_loses_nothing(
-    start: Callable[..., subprocess.Popen[str]], storage_settings: StorageSettings, tmp_path: Path
+    start: Callable[..., subprocess.Popen[str]],
+    storage_settings: StorageSettings,
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "t.yaml").write_text(TEMPLATE)
     place = tmp_path / ".t.yaml.checkpoint"
@@ -295,7 +320,10 @@ def test_ctrl_c_leaves_an_exact_checkpoint_and_says_how_to_resume(
     assert found is not None
     assert process.returncode == console.EXIT_INTERRUPTED
     assert ids_in(settings_for(tmp_path)).total() == found.confirmed
-    assert f"stopped after {found.confirmed:,} jobs; the same command resumes there" in printed
+    assert (
+        f"stopped after {found.confirmed:,} jobs; the same command resumes there"
+        in printed
+    )
 
 
 def test_ctrl_c_does_not_wait_for_the_rate_limit(
@@ -343,7 +371,9 @@ def test_jobs_come_from_standard_input(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     process = start("-", "--json", stdin=subprocess.PIPE)
-    printed, _ = process.communicate('{"prompt":"a"}\n{"prompt":"b","id":"mine"}\n', timeout=1100)
+    printed, _ = process.communicate(
+        '{"prompt":"a"}\n{"prompt":"b","id":"mine"}\n', timeout=1100
+    )
 
     assert json.loads(printed)["sent"] == 2
     assert "mine" in ids_in(settings_for(tmp_path))
@@ -354,19 +384,27 @@ def test_jobs_come_from_standard_input(
     [("jsonl", "", ("line 2", "line 40")), ("csv", "id,prompt\n", ("row 3", "row 41"))],
 )
 def test_two_jobs_of_one_id_from_standard_input_are_named_with_their_lines(
-    start: Callable[..., subprocess.Popen[str]], form: str, first: str, lines: tuple[str, str]
+    start: Callable[..., subprocess.Popen[str]],
+    form: str,
+    first: str,
+    lines: tuple[str, str],
 ) -> None:
     ids = [f"j{number}" for number in range(1, 40)] + ["j2"]
     rows = [f"{name},a fox {number}\n" for number, name in enumerate(ids)]
     if form == "jsonl":
         pairs = (row.strip().split(",") for row in rows)
-        rows = [f"{json.dumps({'id': name, 'prompt': prompt})}\n" for name, prompt in pairs]
+        rows = [
+            f"{json.dumps({'id': name, 'prompt': prompt})}\n" for name, prompt in pairs
+        ]
     process = start("-", "--format", form, stdin=subprocess.PIPE)
     _, printed = process.communicate(first + "".join(rows), timeout=1100)
 
     assert process.returncode == console.EXIT_OPERATOR_MUST_ACT
     said = " ".join(printed.split())
-    assert f"{' and '.join(lines)} are two jobs with one id, default/j2; nothing was sent" in said
+    assert (
+        f"{' and '.join(lines)} are two jobs with one id, default/j2; nothing was sent"
+        in said
+    )
 
 
 def test_an_invalid_line_of_standard_input_ends_the_load_before_it_begins(
@@ -384,7 +422,9 @@ def test_one_message_is_one_job(
     in_process: Imagefleet, template: Path, storage_settings: StorageSettings
 ) -> None:
     once = ("--verify-share", "0")
-    in_process("load", "t.yaml", "--count", "3", "--quiet", *once, *flags(storage_settings))
+    in_process(
+        "load", "t.yaml", "--count", "3", "--quiet", *once, *flags(storage_settings)
+    )
 
     async def receive() -> int:
         async with open_storage(storage_settings) as storage:
@@ -396,7 +436,9 @@ def test_one_message_is_one_job(
 def test_a_priority_chooses_the_queue(
     in_process: Imagefleet, template: Path, storage_settings: StorageSettings
 ) -> None:
-    result = in_process("load", "t.yaml", "--priority", "high", "--json", *flags(storage_settings))
+    result = in_process(
+        "load", "t.yaml", "--priority", "high", "--json", *flags(storage_settings)
+    )
 
     summary = json.loads(result.stdout)
     high = storage_settings.queues_of(None)["high"]
@@ -451,13 +493,17 @@ def test_the_queues_that_jobs_of_models_are_sent_to_are_named(
 
     of_one = job_queue(storage_settings.queue, "one")
     assert result.returncode == 0, result.stderr
-    assert f"9 jobs sent to {of_one} (2), {storage_settings.queue} (1), " in result.stderr
+    assert (
+        f"9 jobs sent to {of_one} (2), {storage_settings.queue} (1), " in result.stderr
+    )
     result = in_process("load", str(file), "--restart", "--json", *ours)
     queues = json.loads(result.stdout)["queues"]
     assert (len(queues), sum(queues.values()), queues[of_one]) == (8, 9, 2)
 
 
-def test_an_unknown_priority_names_the_three(in_process: Imagefleet, template: Path) -> None:
+def test_an_unknown_priority_names_the_three(
+    in_process: Imagefleet, template: Path
+) -> None:
     result = in_process("load", "t.yaml", "--priority", "urgent")
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "--priority: 'urgent' is not one of 'high', 'normal', 'low'" in result.stderr

@@ -23,7 +23,9 @@ COMMANDS = [
     *("files", "bench", "health"),
 ]
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 
 def test_help_names_the_commands_in_their_order(imagefleet: Imagefleet) -> None:
@@ -35,7 +37,9 @@ def test_help_names_the_commands_in_their_order(imagefleet: Imagefleet) -> None:
     assert result.returncode == console.EXIT_DONE
 
 
-@pytest.mark.parametrize("command", ["", "worker", "keys", "keys mint", "deploy", "health"])
+@pytest.mark.parametrize(
+    "command", ["", "worker", "keys", "keys mint", "deploy", "health"]
+)
 def test_h_is_short_for_help(imagefleet: Imagefleet, command: str) -> None:
     short = imagefleet(*command.split(), "-h")
 
@@ -75,14 +79,18 @@ def test_help_uses_the_width_of_the_terminal(
 ) -> None:
     widths = [
         len(line)
-        for line in imagefleet("worker", "--help", COLUMNS=str(terminal)).stdout.splitlines()
+        for line in imagefleet(
+            "worker", "--help", COLUMNS=str(terminal)
+        ).stdout.splitlines()
     ]
 
     assert expected - 20 < max(widths) <= expected
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_completion_script_of_a_shell_is_printed(imagefleet: Imagefleet, shell: str) -> None:
+def test_the_completion_script_of_a_shell_is_printed(
+    imagefleet: Imagefleet, shell: str
+) -> None:
     result = imagefleet(_IMAGEFLEET_COMPLETE=f"source_{shell}")
 
     assert f"_IMAGEFLEET_COMPLETE=complete_{shell}" in result.stdout
@@ -111,7 +119,9 @@ def test_bash_completes_commands_and_flags(
 
 
 @pytest.mark.parametrize("group", ["", "keys", "deploy", "files"])
-def test_a_group_without_a_command_prints_its_help(imagefleet: Imagefleet, group: str) -> None:
+def test_a_group_without_a_command_prints_its_help(
+    imagefleet: Imagefleet, group: str
+) -> None:
     result = imagefleet(*group.split())
 
     assert result.stdout == imagefleet(*group.split(), "--help").stdout
@@ -166,7 +176,10 @@ def test_every_command_has_a_help_text(imagefleet: Imagefleet, command: str) -> 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["worker", "--log-format", "text"], "error: --model / IMAGEFLEET_MODEL: is required"),
+        (
+            ["worker", "--log-format", "text"],
+            "error: --model / IMAGEFLEET_MODEL: is required",
+        ),
         (
             ["worker", "--model", "m", "--lease-seconds", "soon", "--log-format=text"],
             "error: --lease-seconds / IMAGEFLEET_LEASE_SECONDS: should be a valid number",
@@ -178,13 +191,19 @@ def test_every_command_has_a_help_text(imagefleet: Imagefleet, command: str) -> 
         (["statsu"], "error: No such command 'statsu'"),
         (["status", "--quick"], "error: No such option: --quick"),
         (["plan"], "error: give the batch: --jobs COUNT"),
-        (["plan", "--jobs", "1", "--gpu", "RTX 9090"], "error: unknown GPU class 'RTX 9090'"),
+        (
+            ["plan", "--jobs", "1", "--gpu", "RTX 9090"],
+            "error: unknown GPU class 'RTX 9090'",
+        ),
         (["plan", "--jobs", "ten"], "error: --jobs: should be a valid integer"),
         (
             ["status", "--prometheus", "x"],
             "error: --prometheus / IMAGEFLEET_PROMETHEUS: should be a URL that begins with http://",
         ),
-        (["bench", "engine", "--model", "none"], "error: the model 'none' does not exist"),
+        (
+            ["bench", "engine", "--model", "none"],
+            "error: the model 'none' does not exist",
+        ),
     ],
 )
 def test_an_invalid_command_line_is_one_line_and_exit_code_2(
@@ -211,7 +230,10 @@ def test_an_invalid_command_line_is_one_line_and_exit_code_2(
     ],
 )
 def test_an_error_of_a_service_is_a_line_of_its_log(
-    imagefleet: Imagefleet, arguments: list[str], variables: dict[str, str], is_json: bool
+    imagefleet: Imagefleet,
+    arguments: list[str],
+    variables: dict[str, str],
+    is_json: bool,
 ) -> None:
     result = imagefleet(*arguments, **variables)
 
@@ -257,7 +279,9 @@ def test_a_closed_pipe_causes_no_error_output(tmp_path: Path) -> None:
     assert result.stderr == ""
 
 
-def test_the_version_lists_the_versions_for_a_bug_report(imagefleet: Imagefleet) -> None:
+def test_the_version_lists_the_versions_for_a_bug_report(
+    imagefleet: Imagefleet,
+) -> None:
     result = imagefleet("--version")
     names = [line.split()[0] for line in result.stdout.splitlines()]
     assert names == ["imagefleet", "torch", "diffusers", "python"]
@@ -277,14 +301,20 @@ def test_the_options_of_the_storage_are_described_once(imagefleet: Imagefleet) -
 
 def test_the_demo_sends_the_reference_message_verbatim() -> None:
     message = json.loads(
-        (ROOT / "imagefleet" / "files" / "reference-job.json").read_text(encoding="utf-8")
+        (ROOT / "imagefleet" / "files" / "reference-job.json").read_text(
+            encoding="utf-8"
+        )
     )
 
     assert message["sampler_name"] == "k_euler_a"
-    assert message["prompt"].startswith("photo of a jump rope, <lora:magic-fantasy-forest-v2:0.35>")
+    assert message["prompt"].startswith(
+        "photo of a jump rope, <lora:magic-fantasy-forest-v2:0.35>"
+    )
 
 
-def test_ctrl_c_during_the_imports_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_during_the_imports_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Interrupted:
         def __getattr__(self, name: str) -> None:
             raise KeyboardInterrupt

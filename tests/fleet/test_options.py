@@ -68,12 +68,32 @@ def app(seen: dict[str, Any]) -> typer.Typer:
     return app
 
 
-def test_every_kind_of_setting_is_a_flag(app: typer.Typer, seen: dict[str, Any]) -> None:
+def test_every_kind_of_setting_is_a_flag(
+    app: typer.Typer, seen: dict[str, Any]
+) -> None:
     result = runner.invoke(
         app,
         [
-            *("--folder", "there", "--lease-seconds", "7.5", "--attempts", "3", "--kind", "azure"),
-            *("--colour", "blue", "--eager", "--token", "hush", "--address", "a:b", "--loud"),
+            *(
+                "--folder",
+                "there",
+                "--lease-seconds",
+                "7.5",
+                "--attempts",
+                "3",
+                "--kind",
+                "azure",
+            ),
+            *(
+                "--colour",
+                "blue",
+                "--eager",
+                "--token",
+                "hush",
+                "--address",
+                "a:b",
+                "--loud",
+            ),
         ],
     )
 
@@ -93,7 +113,11 @@ def test_every_kind_of_setting_is_a_flag(app: typer.Typer, seen: dict[str, Any])
 def test_a_flag_overrides_the_variable_and_the_variable_the_default(
     app: typer.Typer, seen: dict[str, Any]
 ) -> None:
-    variables = {"IMAGEFLEET_ATTEMPTS": "4", "IMAGEFLEET_EAGER": "yes", "IMAGEFLEET_KIND": "azure"}
+    variables = {
+        "IMAGEFLEET_ATTEMPTS": "4",
+        "IMAGEFLEET_EAGER": "yes",
+        "IMAGEFLEET_KIND": "azure",
+    }
 
     runner.invoke(app, ["--attempts", "9", "--no-eager"], env=variables)
 
@@ -147,18 +171,27 @@ def test_two_invalid_values_are_two_lines() -> None:
         options.read(Settings, {"attempts": "many", "kind": "cloud"})
 
     first, second = caught.value.message.splitlines()
-    assert first.startswith("--attempts / IMAGEFLEET_ATTEMPTS: should be a valid integer")
+    assert first.startswith(
+        "--attempts / IMAGEFLEET_ATTEMPTS: should be a valid integer"
+    )
     assert second == "--kind / IMAGEFLEET_KIND: should be 'local' or 'azure', not cloud"
 
 
 def test_a_missing_setting_is_named() -> None:
-    with pytest.raises(errors.SetupError, match=r"^--model / IMAGEFLEET_MODEL: is required$"):
+    with pytest.raises(
+        errors.SetupError, match=r"^--model / IMAGEFLEET_MODEL: is required$"
+    ):
         options.read(Required, {"model": None})
 
 
 @pytest.mark.parametrize(
     "secret",
-    ["x;AccountKey=no;y", "SharedAccessSignature=sv", "https//x?sv=1&sig=abc", "htp://me:word@x"],
+    [
+        "x;AccountKey=no;y",
+        "SharedAccessSignature=sv",
+        "https//x?sv=1&sig=abc",
+        "htp://me:word@x",
+    ],
 )
 def test_an_error_does_not_repeat_a_secret(secret: str) -> None:
     with pytest.raises(errors.SetupError) as caught:
@@ -181,7 +214,9 @@ def test_an_unknown_variable_is_refused_with_a_suggestion(
     )
 
 
-def test_a_variable_of_another_command_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_of_another_command_is_accepted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("IMAGEFLEET_MAX_ATTEMPTS", "8")
 
     assert options.read(Settings, {}).attempts is None
@@ -219,7 +254,9 @@ def test_every_setting_of_a_worker_has_one_subject() -> None:
 
     assert len(named) == len(set(named))
     assert set(named) == own
-    assert all(options.subject(model, name) for model in MODELS for name in model.model_fields)
+    assert all(
+        options.subject(model, name) for model in MODELS for name in model.model_fields
+    )
 
 
 def test_a_default_that_differs_from_machine_to_machine_is_not_shown() -> None:

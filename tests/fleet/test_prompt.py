@@ -11,16 +11,22 @@ from fleet import console, prompt
 from imagefleet.files import demo
 from imagefleet.job import clip
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 
 def test_the_reference_message_has_77_and_70_tokens(in_process: Imagefleet) -> None:
     job = json.loads(demo.REFERENCE_MESSAGE)
 
-    result = in_process("prompt", job["prompt"], "--negative", job["negative_prompt"], "--json")
+    result = in_process(
+        "prompt", job["prompt"], "--negative", job["negative_prompt"], "--json"
+    )
 
     read = json.loads(result.stdout)
-    ((positive,), (negative,)) = (read[name]["texts"] for name in ("prompt", "negative"))
+    ((positive,), (negative,)) = (
+        read[name]["texts"] for name in ("prompt", "negative")
+    )
     assert (positive["tokens"], negative["tokens"]) == (77, 70)
     assert [len(chunk["ids"]) for chunk in positive["chunks"]] == [75, 2]
     assert len(negative["chunks"]) == 1
@@ -55,7 +61,9 @@ def test_the_text_output_shows_weights_words_and_loras(in_process: Imagefleet) -
     ]
 
 
-def test_the_output_shows_the_prompts_own_weight_and_no_comments(in_process: Imagefleet) -> None:
+def test_the_output_shows_the_prompts_own_weight_and_no_comments(
+    in_process: Imagefleet,
+) -> None:
     result = in_process("prompt", "a cat # of mine\n:1.3")
 
     assert [line.strip() for line in result.stdout.splitlines()][:5] == [
@@ -65,12 +73,16 @@ def test_the_output_shows_the_prompts_own_weight_and_no_comments(in_process: Ima
         "weight of the prompt as a whole: 1.3",
         "left out: # of mine",
     ]
-    read = json.loads(in_process("prompt", "a cat:0.5", "--negative", "a dog:2", "--json").stdout)
+    read = json.loads(
+        in_process("prompt", "a cat:0.5", "--negative", "a dog:2", "--json").stdout
+    )
     weights = [read[name]["texts"][0]["weight"] for name in ("prompt", "negative")]
     assert weights == [0.5, 1.0]
 
 
-def test_the_words_of_each_step_and_of_each_part_are_shown(in_process: Imagefleet) -> None:
+def test_the_words_of_each_step_and_of_each_part_are_shown(
+    in_process: Imagefleet,
+) -> None:
     text = "a [red:blue:0.5] house AND [fog|rain] :0.8"
     result = in_process("prompt", text, "--steps", "10", "--negative", "[:mist:4]")
 
@@ -98,7 +110,9 @@ def test_the_words_of_each_step_and_of_each_part_are_shown(in_process: Imageflee
     read = json.loads(in_process("prompt", text, "--steps", "10", "--json").stdout)
     steps = [(each["part"], each["steps"]) for each in read["prompt"]["texts"]]
     assert steps[0] == (1, [1, 2, 3, 4, 5, 6])
-    assert sorted(step for part, some in steps for step in some if part == 2) == [*range(1, 11)]
+    assert sorted(step for part, some in steps for step in some if part == 2) == [
+        *range(1, 11)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +132,13 @@ def test_unsupported_syntax_is_named_with_exit_code_2(
         assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
         assert reason in result.stderr
     read = json.loads(result.stdout)
-    assert sum(reason.partition(": ")[2] in str(one["unsupported"]) for one in read.values()) == 1
+    assert (
+        sum(
+            reason.partition(": ")[2] in str(one["unsupported"])
+            for one in read.values()
+        )
+        == 1
+    )
 
 
 def test_a_lora_in_a_negative_prompt_is_text_with_a_note(
@@ -151,13 +171,19 @@ print("loaded:", sorted({"torch", "transformers", "diffusers"} & set(sys.modules
 @pytest.fixture(scope="module")
 def both_tokenizers() -> tuple[object, object]:
     transformers = pytest.importorskip("transformers")
-    reference = transformers.CLIPTokenizer.from_pretrained(clip.TOKENIZER, local_files_only=True)
+    reference = transformers.CLIPTokenizer.from_pretrained(
+        clip.TOKENIZER, local_files_only=True
+    )
     return prompt.tokenizer(), reference
 
 
 @settings(max_examples=200, deadline=None)
-@given(text=st.one_of(st.text(), st.text(alphabet="aé'sd 1,<|endoftx>\n\t\u00a0ß東😀-_")))
-def test_tokens_equal_the_workers(both_tokenizers: tuple[object, object], text: str) -> None:
+@given(
+    text=st.one_of(st.text(), st.text(alphabet="aé'sd 1,<|endoftx>\n\t\u00a0ß東😀-_"))
+)
+def test_tokens_equal_the_workers(
+    both_tokenizers: tuple[object, object], text: str
+) -> None:
     ours, workers = both_tokenizers
     tokens = ours.encode(text, add_special_tokens=False).ids  # type: ignore[attr-defined]
     reference = workers(text, add_special_tokens=False, verbose=False)  # type: ignore[operator]

@@ -14,7 +14,9 @@ from safetensors.numpy import save_file
 from fleet import console
 from header_files import lora_of
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 
 @pytest.fixture
@@ -22,7 +24,10 @@ def folder(tmp_path: Path) -> Path:
     """Embeddings of eight vectors for SD1.x, of two for SDXL, and a pickle."""
     path = tmp_path / "embeddings"
     path.mkdir()
-    save_file({"emb_params": np.zeros((8, 768), np.float32)}, path / "EasyNegative.safetensors")
+    save_file(
+        {"emb_params": np.zeros((8, 768), np.float32)},
+        path / "EasyNegative.safetensors",
+    )
     both = {"clip_l": np.zeros((2, 768)), "clip_g": np.zeros((2, 1280))}
     save_file(both, path / "xl-neg.safetensors")
     (path / "old.pt").write_bytes(b"\x80\x02")
@@ -37,7 +42,12 @@ def shown(result: subprocess.CompletedProcess[str]) -> list[str]:
 def test_embeddings_are_shown_with_the_tokens_that_they_take(
     in_process: Imagefleet, folder: Path
 ) -> None:
-    arguments = ("prompt", "a castle", "--negative", "(easynegative:1.2), blurry, xl-neg art")
+    arguments = (
+        "prompt",
+        "a castle",
+        "--negative",
+        "(easynegative:1.2), blurry, xl-neg art",
+    )
     lines = shown(in_process(*arguments, "--embedding-directory", str(folder)))
 
     assert lines[3:] == [
@@ -58,10 +68,15 @@ def test_those_of_the_storage_are_found_as_a_worker_finds_them(
 ) -> None:
     storage = f"local:{tmp_path / 'fleet'}"
     file = str(folder / "EasyNegative.safetensors")
-    assert in_process("files", "add", "embedding", file, "--storage", storage).returncode == 0
+    assert (
+        in_process("files", "add", "embedding", file, "--storage", storage).returncode
+        == 0
+    )
 
     (tmp_path / "ink.safetensors").write_bytes(lora_of())
-    assert in_process("files", "add", "lora", "ink.safetensors", "--storage", storage).stdout
+    assert in_process(
+        "files", "add", "lora", "ink.safetensors", "--storage", storage
+    ).stdout
     text = "a EasyNegative <lora:gone:1> <lora:ink:1>"
     result = in_process("prompt", text, "--storage", storage, "--json")
 
@@ -89,7 +104,14 @@ def test_an_embedding_that_would_fail_the_job_is_an_error(
     in_process: Imagefleet, folder: Path
 ) -> None:
     result = in_process(
-        *("prompt", "a", "--negative", "old, blurry", "--embedding-directory", str(folder))
+        *(
+            "prompt",
+            "a",
+            "--negative",
+            "old, blurry",
+            "--embedding-directory",
+            str(folder),
+        )
     )
 
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
@@ -101,7 +123,10 @@ def test_a_name_that_is_written_as_an_embedding_and_is_none_is_reported(
     in_process: Imagefleet, folder: Path
 ) -> None:
     result = in_process(
-        "prompt", "embedding:foo, embedding:EasyNegative", "--embedding-directory", str(folder)
+        "prompt",
+        "embedding:foo, embedding:EasyNegative",
+        "--embedding-directory",
+        str(folder),
     )
 
     assert "there is no embedding 'foo' here" in result.stderr

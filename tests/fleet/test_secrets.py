@@ -52,7 +52,10 @@ SAS = f"sv=2024-11-04&sp=raup&sig={MARK}Signature%3D"
 QUERY = f"?token={MARK}Query&{SAS}"
 
 #: Variables of a worker in the fleet file.
-PLANTED = ("IMAGEFLEET_PUSH_TOKEN: {env: PLANTED}", "IMAGEFLEET_PUSH_URL: {file: secret.txt}")
+PLANTED = (
+    "IMAGEFLEET_PUSH_TOKEN: {env: PLANTED}",
+    "IMAGEFLEET_PUSH_URL: {file: secret.txt}",
+)
 
 #: Every command with arguments that take it as far as it gets. {url}: an address with secrets.
 ARGUMENTS: dict[str, tuple[str, ...]] = {
@@ -105,7 +108,9 @@ OFFLINE = {
 }
 
 ON_STORAGE = {
-    each for each in ARGUMENTS.keys() - OFFLINE - {"health"} if not each.startswith("deploy")
+    each
+    for each in ARGUMENTS.keys() - OFFLINE - {"health"}
+    if not each.startswith("deploy")
 }
 
 
@@ -136,8 +141,12 @@ class Broken:
                     ).encode()
                 self.send_response(broken.status)
                 if broken.how == "redirect":
-                    self.send_header("Location", f"http://u:{MARK}Pass@127.0.0.1:1/x{QUERY}")
-                self.send_header("Content-Length", str(len(body) + 9 * (broken.how == "cut")))
+                    self.send_header(
+                        "Location", f"http://u:{MARK}Pass@127.0.0.1:1/x{QUERY}"
+                    )
+                self.send_header(
+                    "Content-Length", str(len(body) + 9 * (broken.how == "cut"))
+                )
                 self.end_headers()
                 self.wfile.write(body)
 
@@ -176,14 +185,22 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(asyncio, "sleep", sleep)
     for module, name in (
         *((prometheus, "TIMEOUT_SECONDS"), (client, "TIMEOUT_SECONDS")),
-        *((push, "TIMEOUT_SECONDS"), (push, "LAST_PUSH_SECONDS"), (download, "STALL_SECONDS")),
+        *(
+            (push, "TIMEOUT_SECONDS"),
+            (push, "LAST_PUSH_SECONDS"),
+            (download, "STALL_SECONDS"),
+        ),
     ):
         monkeypatch.setattr(module, name, 0.2)
-    quick = dataclasses.replace(client.RETRIES, first_wait_seconds=0, longest_wait_seconds=0)
+    quick = dataclasses.replace(
+        client.RETRIES, first_wait_seconds=0, longest_wait_seconds=0
+    )
     monkeypatch.setattr(client, "RETRIES", quick)
     monkeypatch.setattr(deployment, "POLL_SECONDS", 0.001)
     monkeypatch.setattr(client, "call_limiter", lambda: AsyncLimiter(10_000))
-    monkeypatch.setitem(AzureStorage.__init__.__kwdefaults__, "read_timeout_seconds", 0.2)
+    monkeypatch.setitem(
+        AzureStorage.__init__.__kwdefaults__, "read_timeout_seconds", 0.2
+    )
     return made
 
 
@@ -259,7 +276,11 @@ def run(
             for each in tmp_path.rglob("*")
             if each.is_file() and each.name not in given and each.suffix != ".part"
         )
-        for place, text in (("printed", printed), ("logged", caplog.text), ("written", written)):
+        for place, text in (
+            ("printed", printed),
+            ("logged", caplog.text),
+            ("written", written),
+        ):
             found = [each for each in (MARK, *DERIVED) if each.lower() in text.lower()]
             assert not found, f"{command} has {place} {found}: {text[-3000:]}"
         assert "Traceback" not in printed, f"{command}: {printed[-3000:]}"
@@ -271,8 +292,12 @@ def run(
     return run
 
 
-def connection_string(port: object, credential: str = f"AccountKey={MARK}AccountKey") -> str:
-    endpoints = (f"{kind}Endpoint=http://127.0.0.1:{port}/acme" for kind in ("Blob", "Queue"))
+def connection_string(
+    port: object, credential: str = f"AccountKey={MARK}AccountKey"
+) -> str:
+    endpoints = (
+        f"{kind}Endpoint=http://127.0.0.1:{port}/acme" for kind in ("Blob", "Queue")
+    )
     return f"{';'.join(endpoints)};AccountName=acme;{credential}"
 
 
@@ -326,7 +351,9 @@ def test_wrong_storage_addresses_are_one_sentence_without_their_secrets(
     monkeypatch.setenv("IMAGEFLEET_PROMETHEUS", "http://127.0.0.1:1")
     for kind, address in some(list(STORAGES.items()), command):
         monkeypatch.setenv("IMAGEFLEET_STORAGE", address)
-        arguments = (each.format(url="model.safetensors", port=1) for each in ARGUMENTS[command])
+        arguments = (
+            each.format(url="model.safetensors", port=1) for each in ARGUMENTS[command]
+        )
 
         code = run(command, *arguments)
 
@@ -349,7 +376,9 @@ IN_THE_WRONG_PLACE = (
 )
 
 
-@pytest.mark.parametrize("model", options.PROJECT_SETTINGS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "model", options.PROJECT_SETTINGS, ids=lambda each: each.__name__
+)
 def test_a_secret_in_the_place_of_another_setting_is_not_shown(
     run: Run, monkeypatch: pytest.MonkeyPatch, model: Any
 ) -> None:
@@ -365,7 +394,9 @@ def test_a_secret_in_the_place_of_another_setting_is_not_shown(
             assert code != 1 or name == "storage", (name, value)
 
 
-@pytest.mark.parametrize("name", ["sas_file", "price_file", "config", "lora_directory", "model"])
+@pytest.mark.parametrize(
+    "name", ["sas_file", "price_file", "config", "lora_directory", "model"]
+)
 def test_a_file_of_secrets_in_the_place_of_another_is_not_quoted(
     run: Run, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -396,7 +427,9 @@ async def working(tmp_path: Path) -> str:
     settings = StorageSettings(storage=f"local:{tmp_path}/data")
     async with open_storage(settings) as storage:
         await storage.create()
-        await storage.blobs.create("default/a.png", b"", "image/png", {"job": "a", "seconds": "1"})
+        await storage.blobs.create(
+            "default/a.png", b"", "image/png", {"job": "a", "seconds": "1"}
+        )
     return settings.storage
 
 
@@ -431,7 +464,9 @@ def test_broken_services_are_one_sentence_without_the_secrets_sent_to_them(
         monkeypatch.delenv("IMAGEFLEET_PUSH_TOKEN", raising=False)
         if how == "echo":  # instead of a password
             monkeypatch.setenv("IMAGEFLEET_PUSH_TOKEN", f"{MARK}PushToken")
-            monkeypatch.setenv("IMAGEFLEET_PUSH_URL", f"{scheme}://127.0.0.1:{port}/push{QUERY}")
+            monkeypatch.setenv(
+                "IMAGEFLEET_PUSH_URL", f"{scheme}://127.0.0.1:{port}/push{QUERY}"
+            )
         (tmp_path / "fleet.yaml").write_text(fleet_file(f"{address}/salad", *PLANTED))
         url = f"{address}/dreams.safetensors{QUERY}"
         arguments = (each.format(url=url, port=port) for each in ARGUMENTS[command])

@@ -22,7 +22,9 @@ from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import logs
 from salad_fake import fleet_file
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 #: Sets the title, clears the screen, colours, turns the direction; markup and emoji of rich.
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\u202e[red]x[/] [/nonsense] :rocket:"
@@ -35,13 +37,17 @@ class _Service(BaseHTTPRequestHandler):
     """A Prometheus whose labels are hostile, and a SaladCloud whose complaints are."""
 
     def do_POST(self) -> None:
-        labels = dict.fromkeys(("instance", "worker", "gpu", "group", "fleet", "reason"), HOSTILE)
+        labels = dict.fromkeys(
+            ("instance", "worker", "gpu", "group", "fleet", "reason"), HOSTILE
+        )
         series = {"metric": labels, "value": [1_700_000_000, "1.5"]}
         data = {"resultType": "vector", "result": [series]}
         self._answer(200, {"status": "success", "data": data})
 
     def do_GET(self) -> None:
-        self._answer(400, {"title": HOSTILE, "detail": HOSTILE, "errors": {HOSTILE: [HOSTILE]}})
+        self._answer(
+            400, {"title": HOSTILE, "detail": HOSTILE, "errors": {HOSTILE: [HOSTILE]}}
+        )
 
     def _answer(self, status: int, record: object) -> None:
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -70,7 +76,9 @@ def storage(tmp_path: Path) -> str:
     """A storage in which everything that others may write is hostile."""
     settings = StorageSettings(storage=f"local:{tmp_path}/data")
     asyncio.run(_fill(settings))
-    facts = dict.fromkeys(("kind", "sha256", "job", "worker", "gpu", "seconds"), HOSTILE)
+    facts = dict.fromkeys(
+        ("kind", "sha256", "job", "worker", "gpu", "seconds"), HOSTILE
+    )
     for sidecar in (tmp_path / "data").rglob(f"{METADATA_FOLDER}/**/*.json"):
         sidecar.write_text(json.dumps({"metadata": facts}))
     return settings.storage
@@ -142,18 +150,25 @@ def test_no_command_hands_others_control_of_the_terminal(
     monkeypatch.setenv("SALAD_API_KEY", "key")
     (tmp_path / "jobs.jsonl").write_text(json.dumps({"prompt": "x", HOSTILE: 1}) + "\n")
     (tmp_path / "prices.yaml").write_text(
-        json.dumps({"source": HOSTILE, "gpus": {"x": {"batch": 1}, HOSTILE: {"batch": 1}}})
+        json.dumps(
+            {"source": HOSTILE, "gpus": {"x": {"batch": 1}, HOSTILE: {"batch": 1}}}
+        )
     )
     (tmp_path / "fleet.yaml").write_text(fleet_file(service))
     if is_terminal:
         for name in ("stdout", "stderr"):
             colourless = Console(
-                stderr=name == "stderr", force_terminal=True, color_system=None, width=200
+                stderr=name == "stderr",
+                force_terminal=True,
+                color_system=None,
+                width=200,
             )
             monkeypatch.setattr(console, name, colourless)
 
     for arguments in COMMANDS:
-        given = (each.format(service=service) if "{s" in each else each for each in arguments)
+        given = (
+            each.format(service=service) if "{s" in each else each for each in arguments
+        )
         result = in_process(*given)
 
         shown = _OF_RICH.sub("", result.stdout + result.stderr)
@@ -164,7 +179,10 @@ def test_no_command_hands_others_control_of_the_terminal(
 
 def test_a_log_line_of_a_job_cannot_pass_for_another() -> None:
     record = logging.LogRecord("x", logging.WARNING, "", 0, "job %s failed", (), None)
-    record.msg, record.args = "job %s failed", (f"{HOSTILE}\n2026-11-01 00:00:00 INFO all is well",)
+    record.msg, record.args = (
+        "job %s failed",
+        (f"{HOSTILE}\n2026-11-01 00:00:00 INFO all is well",),
+    )
 
     text, line = logs.TextLines().format(record), logs.JsonLines().format(record)
 

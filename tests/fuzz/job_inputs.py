@@ -13,7 +13,9 @@ from imagefleet.storage import protocol
 from imagefleet.storage.routing import models
 from worker.inputs import img2img, pictures
 
-INPAINTING = '{"prompt": "a", "init_images": ["a.png"], "mask": "b.png", "mask_blur": 2}'
+INPAINTING = (
+    '{"prompt": "a", "init_images": ["a.png"], "mask": "b.png", "mask_blur": 2}'
+)
 
 PASSES = (
     b'{"prompt": "a", "init_images": ["iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4'

@@ -47,13 +47,47 @@ TOKENS: tuple[bytes, ...] = (
         b"%YAML",
         b"# ",
     ),
-    *(b"NaN", b"Infinity", b"-1e999", b"1e308", b"-0", b"9" * 40, b"0x", b"null", b"true", b"1.0"),
-    *(b"../", b"/etc/passwd", b"http://u:p@h:x/?sig=a", b"sig=", b"=", b"\\ud800", b"__metadata__"),
+    *(
+        b"NaN",
+        b"Infinity",
+        b"-1e999",
+        b"1e308",
+        b"-0",
+        b"9" * 40,
+        b"0x",
+        b"null",
+        b"true",
+        b"1.0",
+    ),
+    *(
+        b"../",
+        b"/etc/passwd",
+        b"http://u:p@h:x/?sig=a",
+        b"sig=",
+        b"=",
+        b"\\ud800",
+        b"__metadata__",
+    ),
 )
 
 #: In place of a value of JSON.
 VALUES: tuple[Any, ...] = (
-    *(None, True, False, 0, -1, 1, 2**31, 2**63, -(2**64), 10**30, 0.5, -0.0, 1e308, float("nan")),
+    *(
+        None,
+        True,
+        False,
+        0,
+        -1,
+        1,
+        2**31,
+        2**63,
+        -(2**64),
+        10**30,
+        0.5,
+        -0.0,
+        1e308,
+        float("nan"),
+    ),
     *(
         float("inf"),
         "",
@@ -97,7 +131,11 @@ def _flip(random_: random.Random, data: bytes, _: Sequence[bytes]) -> bytes:
 
 def _insert(random_: random.Random, data: bytes, _: Sequence[bytes]) -> bytes:
     at = random_.randint(0, len(data))
-    return data[:at] + random_.choice(TOKENS) * random_.choice((1, 1, 1, 2, 60)) + data[at:]
+    return (
+        data[:at]
+        + random_.choice(TOKENS) * random_.choice((1, 1, 1, 2, 60))
+        + data[at:]
+    )
 
 
 def _cut(random_: random.Random, data: bytes, _: Sequence[bytes]) -> bytes:
@@ -113,7 +151,9 @@ def _repeat(random_: random.Random, data: bytes, _: Sequence[bytes]) -> bytes:
 
 def _splice(random_: random.Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
     other = random_.choice(seeds)
-    return data[: random_.randint(0, len(data))] + other[random_.randint(0, len(other)) :]
+    return (
+        data[: random_.randint(0, len(data))] + other[random_.randint(0, len(other)) :]
+    )
 
 
 def _nest(random_: random.Random, data: bytes, _: Sequence[bytes]) -> bytes:
@@ -138,7 +178,9 @@ def _in_json(random_: random.Random, data: bytes, _: Sequence[bytes]) -> bytes:
         case 0:
             del parent[key]
         case 1 if isinstance(parent, dict):
-            parent[random_.choice(("", "__proto__", "x" * 300, "\ud800", f"{key}s"))] = parent[key]
+            parent[
+                random_.choice(("", "__proto__", "x" * 300, "\ud800", f"{key}s"))
+            ] = parent[key]
         case 2:
             parent[key] = document if random_.random() < 0.01 else parent[key]
             parent[key] = [parent[key]] * random_.choice((0, 1, 50))
@@ -160,7 +202,11 @@ def _places(node: Any, depth: int) -> Any:
     if depth > 30:
         return
     keys = (
-        list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
+        list(node)
+        if isinstance(node, dict)
+        else range(len(node))
+        if isinstance(node, list)
+        else ()
     )
     for key in keys:
         yield node, key

@@ -48,7 +48,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--target", action="append")
     parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--engine", choices=("mutations", "atheris"), default="mutations")
+    parser.add_argument(
+        "--engine", choices=("mutations", "atheris"), default="mutations"
+    )
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
@@ -75,7 +77,11 @@ def _with_mutations(names: list[str] | None, seconds: float, seed: int | None) -
         if time.monotonic() - reported > 60:
             reported = time.monotonic()
             inputs = sum(each.inputs for each in tallies.values())
-            print(f"{reported - began:.0f} s: {inputs:,} inputs", file=sys.stderr, flush=True)
+            print(
+                f"{reported - began:.0f} s: {inputs:,} inputs",
+                file=sys.stderr,
+                flush=True,
+            )
     _report(tallies, time.monotonic() - began, seed)
 
 
@@ -92,7 +98,11 @@ def _try(target: object, data: bytes, tally: Tally) -> None:
     except targets.FoundError as error:
         cause = error.__cause__
         frames = traceback.extract_tb(cause.__traceback__) if cause else []
-        place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+        place = (
+            f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}"
+            if frames
+            else ""
+        )
         reason = (str(error)[:80] if cause else str(error)[:14]) + place
         tally.times[reason] += 1
         tally.found.setdefault(reason, f"{str(error)[:300]}: {data[:2_000]!r}")
@@ -132,14 +142,22 @@ def _with_atheris(names: list[str] | None, seconds: float) -> None:
     def custom_mutator(data: bytes, max_size: int, seed: int) -> bytes:
         source = random.Random(seed)
         own = mutations.mutated(source, (data, *target.seeds))
-        return (own if source.random() < 0.7 else atheris.Mutate(data, max_size))[:max_size]
+        return (own if source.random() < 0.7 else atheris.Mutate(data, max_size))[
+            :max_size
+        ]
 
     def one_input(data: bytes) -> None:
         _try(target, data, tally)
         if time.monotonic() - began > seconds:
             _report({names[0]: tally}, seconds, None)
 
-    arguments = [sys.argv[0], "-max_len=20000", "-len_control=0", "-rss_limit_mb=0", "-timeout=30"]
+    arguments = [
+        sys.argv[0],
+        "-max_len=20000",
+        "-len_control=0",
+        "-rss_limit_mb=0",
+        "-timeout=30",
+    ]
     atheris.Setup(arguments, one_input, custom_mutator=custom_mutator)
     atheris.Fuzz()
 

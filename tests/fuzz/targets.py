@@ -83,7 +83,9 @@ class Target:
         if refusal is not None:
             text = str(refusal)
             if len(text) > MAX_MESSAGE_CHARACTERS:
-                raise FoundError(f"a message of {len(text):,} characters: {text[:200]!r}")
+                raise FoundError(
+                    f"a message of {len(text):,} characters: {text[:200]!r}"
+                )
             if redaction.CONTROLS.search(console.untrusted(text).plain):
                 raise FoundError(f"a message that controls a terminal: {text[:200]!r}")
             console.json_text({"reason": text}).encode()
@@ -151,7 +153,12 @@ def _safetensors(data: bytes) -> None:
 
 
 def _chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    return (
+        struct.pack(">I", len(data))
+        + kind
+        + data
+        + struct.pack(">I", zlib.crc32(kind + data))
+    )
 
 
 def _png(*chunks: tuple[bytes, bytes], size: tuple[int, int] = (8, 8)) -> bytes:
@@ -275,7 +282,9 @@ def _address(data: bytes) -> None:
 
 def _broker() -> Callable[[bytes], None]:
     private = ec.generate_private_key(ec.SECP256R1())
-    public = json.loads(jwt.algorithms.ECAlgorithm.to_jwk(private.public_key())) | {"kid": "k"}
+    public = json.loads(jwt.algorithms.ECAlgorithm.to_jwk(private.public_key())) | {
+        "kid": "k"
+    }
     settings = BrokerSettings(organization="organization", salad_fleets="group")
     identities = broker.Identities(settings, "http://127.0.0.1:1")
     identities._keys.get_jwk_set = lambda *_, **__: jwt.PyJWKSet([public])  # type: ignore[method-assign]
@@ -285,7 +294,14 @@ def _broker() -> Callable[[bytes], None]:
         try:
             given = json.loads(data)
             token = jwt.encode(given["claims"], private, "ES256", given["header"])
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, jwt.PyJWTError):
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+            jwt.PyJWTError,
+        ):
             pass  # not a token's content, but perhaps a token
         LOOP.run_until_complete(identities.verify(token))
 
@@ -313,7 +329,9 @@ _SAS = "sv=2024-11-04&se=2030-01-01T00%3A00%3A00Z&sp=up&sig=S3cr3t%3D"
 
 
 def _header(names: tuple[str, ...]) -> bytes:
-    return json.dumps({"__metadata__": {"a": "b"}, **dict.fromkeys(names, _NONE)}).encode()
+    return json.dumps(
+        {"__metadata__": {"a": "b"}, **dict.fromkeys(names, _NONE)}
+    ).encode()
 
 
 def _claims(**changes: object) -> bytes:
@@ -329,7 +347,9 @@ def _claims(**changes: object) -> bytes:
 
 
 TARGETS: dict[str, Target] = {
-    "job": Target(_job, (errors.JobError,), (JOB, *job_inputs.PASSES, b'{"prompt": ""}', b"e30=")),
+    "job": Target(
+        _job, (errors.JobError,), (JOB, *job_inputs.PASSES, b'{"prompt": ""}', b"e30=")
+    ),
     "input image": Target(
         job_inputs.read,
         (errors.JobError,),
@@ -356,7 +376,10 @@ TARGETS: dict[str, Target] = {
         (
             INFOTEXT,
             _png((b"tEXt", b"parameters\0" + INFOTEXT)),
-            _png((b"iTXt", b"parameters\0\0\0\0\0" + INFOTEXT), (b"eXIf", b"II*\0\x08\0\0\0\0\0")),
+            _png(
+                (b"iTXt", b"parameters\0\0\0\0\0" + INFOTEXT),
+                (b"eXIf", b"II*\0\x08\0\0\0\0\0"),
+            ),
         ),
     ),
     "blob metadata": Target(
@@ -388,7 +411,9 @@ TARGETS: dict[str, Target] = {
         ),
     ),
     "deliveries": Target(
-        _deliveries, (), (JOB, b'{"deliveries": {"lost": 2, "lost_alone": 1, "is_alone": true}}')
+        _deliveries,
+        (),
+        (JOB, b'{"deliveries": {"lost": 2, "lost_alone": 1, "is_alone": true}}'),
     ),
     "price file": Target(
         _price_file,

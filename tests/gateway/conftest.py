@@ -47,7 +47,9 @@ class Served:
         """All paths without parameters that are read."""
         routes = self.gateway.app.router.routes()
         found = [
-            each.resource.canonical for each in routes if each.method == "GET" and each.resource
+            each.resource.canonical
+            for each in routes
+            if each.method == "GET" and each.resource
         ]
         return [path for path in found if "{" not in path]
 
@@ -81,20 +83,31 @@ async def serve(
 ) -> AsyncIterator[Callable[..., Any]]:
     """Starts a gateway, and a worker with a stand-in engine unless *works* is false."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    stored = {name: getattr(storage_settings, name) for name in storage_settings.model_fields_set}
+    stored = {
+        name: getattr(storage_settings, name)
+        for name in storage_settings.model_fields_set
+    }
     async with AsyncExitStack() as stack:
 
         async def start(*, works: bool = True, **changes: Any) -> Served:
             settings = GatewaySettings(**{**stored, "port": 0, **changes})
             fleet = await stack.enter_async_context(aio.Fleet(open_storage(settings)))
             await fleet.storage.create()
-            gateway, port = await stack.enter_async_context(server.serving(fleet, settings))
+            gateway, port = await stack.enter_async_context(
+                server.serving(fleet, settings)
+            )
             await stack.enter_async_context(concurrency.beside(gateway.desk.run()))
             if works:
-                await stack.enter_async_context(concurrency.beside(_work(stored, tmp_path)))
+                await stack.enter_async_context(
+                    concurrency.beside(_work(stored, tmp_path))
+                )
             connector = aiohttp.TCPConnector(limit=0)
-            session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
-            return Served(f"http://127.0.0.1:{port}", port, gateway, fleet.storage, session)
+            session = await stack.enter_async_context(
+                aiohttp.ClientSession(connector=connector)
+            )
+            return Served(
+                f"http://127.0.0.1:{port}", port, gateway, fleet.storage, session
+            )
 
         yield start
 

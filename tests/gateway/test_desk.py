@@ -38,7 +38,9 @@ async def test_who_hangs_up_has_what_has_not_begun_cancelled(serve: Serve) -> No
 
     await leave(waiting)
 
-    part = await until(lambda: served.storage.files.read_part(cancelled.BLOB, 0, 10_000))
+    part = await until(
+        lambda: served.storage.files.read_part(cancelled.BLOB, 0, 10_000)
+    )
     assert tickets[0].id.encode() in part.data
     await serve(port=0)  # whose worker reads the list
     facts = await asyncio.shield(tickets[0].ended)
@@ -54,7 +56,9 @@ async def test_who_hangs_up_has_what_has_not_begun_cancelled(serve: Serve) -> No
 async def test_what_is_not_drawn_in_time_has_an_address_to_ask_at(serve: Serve) -> None:
     served = await serve(works=False, wait_seconds=1)
 
-    async with served.session.post(served.url + TXT2IMG, json={"prompt": "a"}) as response:
+    async with served.session.post(
+        served.url + TXT2IMG, json={"prompt": "a"}
+    ) as response:
         assert response.status == 202
         where = response.headers["Location"]
 
@@ -75,7 +79,9 @@ async def test_a_job_whose_end_the_reader_has_missed_is_told_to_who_asks_for_it_
     monkeypatch.setattr(Watch, "poll", blind)
     served = await serve(wait_seconds=1)
 
-    async with served.session.post(served.url + TXT2IMG, json={"prompt": "a"}) as response:
+    async with served.session.post(
+        served.url + TXT2IMG, json={"prompt": "a"}
+    ) as response:
         assert response.status == 202
         where = response.headers["Location"]
 
@@ -93,7 +99,9 @@ async def test_a_thousand_that_wait_cost_the_storage_what_ten_do(
         """Operations of 20 looks at the records while so many wait."""
         while len(waiting) < count:
             waiting.append(asyncio.create_task(served.post(TXT2IMG, {"prompt": "a"})))
-        tickets = await until(lambda: served.gateway.desk.tickets, lambda it: len(it) == count)
+        tickets = await until(
+            lambda: served.gateway.desk.tickets, lambda it: len(it) == count
+        )
         await until(lambda: all(ticket.sent.done() for ticket in tickets))
         (watch,) = served.gateway.desk._watches.values()
         looks, poll = 0, type(watch).poll
@@ -107,7 +115,9 @@ async def test_a_thousand_that_wait_cost_the_storage_what_ten_do(
         monkeypatch.setattr(type(watch), "poll", counted)
         await until(lambda: looks >= 20)
         monkeypatch.setattr(type(watch), "poll", poll)
-        return (operations.blob_reads + operations.blob_writes + operations.queue - before) / looks
+        return (
+            operations.blob_reads + operations.blob_writes + operations.queue - before
+        ) / looks
 
     few = await looks_of(10)
     many = await looks_of(1_000)
@@ -119,10 +129,15 @@ async def test_a_thousand_that_wait_cost_the_storage_what_ten_do(
 
 async def test_jobs_that_come_together_are_sent_together(serve: Serve) -> None:
     served = await serve(works=False)
-    jobs = [asyncio.create_task(served.post(TXT2IMG, {"prompt": str(n)})) for n in range(100)]
+    jobs = [
+        asyncio.create_task(served.post(TXT2IMG, {"prompt": str(n)}))
+        for n in range(100)
+    ]
 
     await until(lambda: len(served.gateway.desk.tickets) == 100)
-    await until(lambda: all(ticket.sent.done() for ticket in served.gateway.desk.tickets))
+    await until(
+        lambda: all(ticket.sent.done() for ticket in served.gateway.desk.tickets)
+    )
 
     assert (await served.storage.queue.depth()).messages == 100
     batches = {ticket.id.partition("-")[0] for ticket in served.gateway.desk.tickets}

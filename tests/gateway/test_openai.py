@@ -14,7 +14,9 @@ from PIL import Image
 @pytest.fixture
 async def client(serve: Callable[..., Any]) -> AsyncIterator[openai.AsyncOpenAI]:
     served = await serve()
-    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"{served.url}/v1", api_key="none"
+    ) as client:
         yield client
 
 
@@ -30,9 +32,16 @@ def png(*, alpha: int = 255) -> tuple[str, bytes]:
     return "picture.png", made.getvalue()
 
 
-async def test_generate_brings_as_many_pictures_as_asked_for(client: openai.AsyncOpenAI) -> None:
+async def test_generate_brings_as_many_pictures_as_asked_for(
+    client: openai.AsyncOpenAI,
+) -> None:
     found = await client.images.generate(
-        prompt="a red house", model="default", n=2, size="512x512", quality="high", user="me"
+        prompt="a red house",
+        model="default",
+        n=2,
+        size="512x512",
+        quality="high",
+        user="me",
     )
 
     assert [opened(each.b64_json).size for each in found.data or ()] == [(512, 512)] * 2
@@ -64,7 +73,11 @@ async def test_edit_draws_the_picture_anew_or_where_it_is_transparent(
     client: openai.AsyncOpenAI, alpha: int
 ) -> None:
     found = await client.images.edit(
-        image=png(), mask=png(alpha=alpha), prompt="a fish", n=1, extra_body={"steps": 4}
+        image=png(),
+        mask=png(alpha=alpha),
+        prompt="a fish",
+        n=1,
+        extra_body={"steps": 4},
     )
 
     assert opened((found.data or [])[0].b64_json).size[0] >= 16

@@ -66,7 +66,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         log = (tmp_path / f"{len(started)}.log").open("wb")
         with log:
             process = subprocess.Popen(
-                [sys.executable, *arguments], env=variables, stdout=log, stderr=log, cwd=tmp_path
+                [sys.executable, *arguments],
+                env=variables,
+                stdout=log,
+                stderr=log,
+                cwd=tmp_path,
             )
         started.append(process)
         return process
@@ -126,7 +130,12 @@ async def test_a_storm_of_clients_and_kills_loses_and_doubles_nothing(
     async def client(session: aiohttp.ClientSession) -> None:
         """Draws one picture after the other; each has to be its own, or a clear error."""
         for number in numbers:
-            body = {"prompt": f"picture {number}", "seed": number, "width": 64, "height": 64}
+            body = {
+                "prompt": f"picture {number}",
+                "seed": number,
+                "width": 64,
+                "height": 64,
+            }
             try:
                 async with session.post("/sdapi/v1/txt2img", json=body) as response:
                     found = await response.json()
@@ -139,7 +148,9 @@ async def test_a_storm_of_clients_and_kills_loses_and_doubles_nothing(
                 answered.add(f"picture {number}")
             elif response.status == 202:  # a machine that stood, or was busy
                 log.warning(f"late, {answers}: {await state(tmp_path)}")
-                await until(lambda at=response.headers["Location"]: is_drawn(session, at))
+                await until(
+                    lambda at=response.headers["Location"]: is_drawn(session, at)
+                )
                 answered.add(f"picture {number}")
             else:
                 assert found["detail"]
@@ -156,13 +167,17 @@ async def test_a_storm_of_clients_and_kills_loses_and_doubles_nothing(
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     # Only the gateway says when it has been too long.
     async with aiohttp.ClientSession(
-        f"http://127.0.0.1:{port}", connector=connector, timeout=aiohttp.ClientTimeout(None)
+        f"http://127.0.0.1:{port}",
+        connector=connector,
+        timeout=aiohttp.ClientTimeout(None),
     ) as session:
         await asyncio.gather(kill(), *(client(session) for _ in range(CLIENTS)))
 
     assert answers.total() == REQUESTS
     assert answers["200"] >= REQUESTS - 2 * CLIENTS
-    async with open_storage(StorageSettings(storage=f"local:{tmp_path / 'data'}")) as storage:
+    async with open_storage(
+        StorageSettings(storage=f"local:{tmp_path / 'data'}")
+    ) as storage:
         await until(storage.queue.depth, lambda depth: depth.messages == 0)
         counts = await reader.counts(storage, "gateway")
         names = [name async for name in storage.blobs.names("gateway/")]
@@ -189,7 +204,9 @@ async def is_drawn(session: aiohttp.ClientSession, address: str) -> bool:
 
 async def state(tmp_path: Path) -> str:
     """Where what nobody was answered may be: the queue, the records, or a process."""
-    async with open_storage(StorageSettings(storage=f"local:{tmp_path / 'data'}")) as storage:
+    async with open_storage(
+        StorageSettings(storage=f"local:{tmp_path / 'data'}")
+    ) as storage:
         found = await storage.queue.depth(), await reader.counts(storage, "gateway")
     return "\n".join(map(str, (*found, *await asyncio.to_thread(log_ends, tmp_path))))
 

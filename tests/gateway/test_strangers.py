@@ -57,7 +57,12 @@ async def test_without_a_valid_key_nothing_is_answered(
 ) -> None:
     served = await serve(works=False, clients=clients_file)
 
-    for path in (TXT2IMG, "/sdapi/v1/options", "/v1/images/generations", "/v1/images/edits"):
+    for path in (
+        TXT2IMG,
+        "/sdapi/v1/options",
+        "/v1/images/generations",
+        "/v1/images/edits",
+    ):
         status, _ = await served.post(path, {"prompt": "a"}, headers=headers)
         assert status == 401
     for path in ("/metrics", "/jobs/1", "/sdapi/v1/progress", "/v1/models", "/nowhere"):
@@ -65,7 +70,9 @@ async def test_without_a_valid_key_nothing_is_answered(
     assert await is_empty(served)
 
 
-async def test_others_jobs_are_not_there_for_a_key(serve: Serve, clients_file: Path) -> None:
+async def test_others_jobs_are_not_there_for_a_key(
+    serve: Serve, clients_file: Path
+) -> None:
     served = await serve(clients=clients_file)
     status, found = await served.post(TXT2IMG, {"prompt": "a"}, headers=ALICE)
     assert status == 200
@@ -83,7 +90,9 @@ async def test_a_payload_cannot_name_another_campaign_or_job(
 ) -> None:
     served = await serve(works=False, clients=clients_file)
 
-    status, found = await served.post(TXT2IMG, {"prompt": "a", name: "bob"}, headers=ALICE)
+    status, found = await served.post(
+        TXT2IMG, {"prompt": "a", name: "bob"}, headers=ALICE
+    )
 
     assert (status, found["detail"].partition(":")[0]) == (422, name)
     assert await is_empty(served)
@@ -91,7 +100,13 @@ async def test_a_payload_cannot_name_another_campaign_or_job(
 
 @pytest.mark.parametrize(
     "source",
-    ["images/bob/0001.png", "../../etc/passwd", "cat.png", "http://127.0.0.1/x.png", "/etc/passwd"],
+    [
+        "images/bob/0001.png",
+        "../../etc/passwd",
+        "cat.png",
+        "http://127.0.0.1/x.png",
+        "/etc/passwd",
+    ],
 )
 @pytest.mark.parametrize("place", ["init_images", "mask", "controlnet"])
 async def test_images_by_name_or_address_are_not_read(
@@ -102,7 +117,10 @@ async def test_images_by_name_or_address_are_not_read(
     payload: dict[str, Any] = {
         "init_images": {"prompt": "a", "init_images": [source]},
         "mask": {"prompt": "a", "init_images": [], "mask": source},
-        "controlnet": {"prompt": "a", "alwayson_scripts": {"controlnet": {"args": [unit]}}},
+        "controlnet": {
+            "prompt": "a",
+            "alwayson_scripts": {"controlnet": {"args": [unit]}},
+        },
     }[place]
 
     status, _ = await served.post(TXT2IMG, payload)
@@ -124,7 +142,9 @@ async def test_images_by_name_or_address_are_not_read(
 async def test_paths_lead_nowhere(serve: Serve, path: str) -> None:
     served = await serve(works=False)
     reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-    writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+    writer.write(
+        f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+    )
 
     answer = await reader.read()
 
@@ -142,12 +162,16 @@ async def test_a_huge_body_is_refused_before_it_is_read(
         status, _ = await served.post(path, {"prompt": "a" * 20_000})
         assert status == 413
     form = aiohttp.FormData({"prompt": "a", "image": io.BytesIO(bytes(20_000))})
-    async with served.session.post(served.url + "/v1/images/edits", data=form) as response:
+    async with served.session.post(
+        served.url + "/v1/images/edits", data=form
+    ) as response:
         assert response.status == 413
     assert await is_empty(served)
 
 
-async def test_a_slow_body_is_given_up(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_body_is_given_up(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(work, "_BODY_SECONDS", 0.05)
     served = await serve(works=False)
     reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
@@ -161,7 +185,9 @@ async def test_a_slow_body_is_given_up(serve: Serve, monkeypatch: pytest.MonkeyP
     assert answer.split()[1] == b"408"
 
 
-@pytest.mark.parametrize("body", ["[" * 100_000, "[1]", "{", '"a"', "1" * 10_000, "\x00"])
+@pytest.mark.parametrize(
+    "body", ["[" * 100_000, "[1]", "{", '"a"', "1" * 10_000, "\x00"]
+)
 async def test_what_is_no_payload_is_refused(serve: Serve, body: str) -> None:
     served = await serve(works=False)
 
@@ -175,13 +201,19 @@ def bomb(width: int, height: int) -> bytes:
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+            struct.pack(">I", len(data))
+            + kind
+            + data
+            + struct.pack(">I", zlib.crc32(kind + data))
         )
 
     head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     pixels = zlib.compress(bytes(10_000_000))
     return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", head)
+        + chunk(b"IDAT", pixels)
+        + chunk(b"IEND", b"")
     )
 
 
@@ -193,7 +225,14 @@ def cut_off() -> bytes:
 
 @pytest.mark.parametrize(
     "data",
-    [bomb(50_000, 50_000), bomb(2**31 - 1, 2**31 - 1), cut_off(), b"GIF89a", b"%PDF-1.7", b""],
+    [
+        bomb(50_000, 50_000),
+        bomb(2**31 - 1, 2**31 - 1),
+        cut_off(),
+        b"GIF89a",
+        b"%PDF-1.7",
+        b"",
+    ],
     ids=["bomb", "larger bomb", "cut off", "GIF", "PDF", "empty"],
 )
 @pytest.mark.parametrize("path", ["img2img", "png-info", "edits"])
@@ -205,12 +244,18 @@ async def test_an_image_that_is_none_or_a_bomb_is_not_stored(
     if path == "edits":
         form = aiohttp.FormData({"prompt": "a"})
         form.add_field("image", io.BytesIO(data), filename="a.png")
-        async with served.session.post(served.url + "/v1/images/edits", data=form) as response:
+        async with served.session.post(
+            served.url + "/v1/images/edits", data=form
+        ) as response:
             status = response.status
     elif path == "png-info" and data == cut_off():
         return  # whose text is read, and not its pixels
     else:
-        payload = {"image": text} if path == "png-info" else {"prompt": "a", "init_images": [text]}
+        payload = (
+            {"image": text}
+            if path == "png-info"
+            else {"prompt": "a", "init_images": [text]}
+        )
         status, _ = await served.post(f"/sdapi/v1/{path}", payload)
 
     assert status in {400, 422}
@@ -220,7 +265,11 @@ async def test_an_image_that_is_none_or_a_bomb_is_not_stored(
 async def test_another_site_in_a_browser_here_gets_nothing(serve: Serve) -> None:
     served = await serve(works=False)
 
-    for headers in ({"Host": "evil.example"}, {"Sec-Fetch-Site": "cross-site"}, {"Host": "[::1"}):
+    for headers in (
+        {"Host": "evil.example"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Host": "[::1"},
+    ):
         status, _ = await served.post(TXT2IMG, {"prompt": "a"}, headers=headers)
         assert status in {400, 403}
     assert await is_empty(served)
@@ -236,7 +285,9 @@ async def test_beyond_this_machine_it_needs_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["[]", "a: b", "[{name: a}]", "- {name: a, sha256: zz, campaign: a}"]
 )
-async def test_a_file_of_clients_that_is_wrong_lets_nobody_in(tmp_path: Path, text: str) -> None:
+async def test_a_file_of_clients_that_is_wrong_lets_nobody_in(
+    tmp_path: Path, text: str
+) -> None:
     (path := tmp_path / "clients.yaml").write_text(text, encoding="utf-8")
     settings = GatewaySettings(storage=f"local:{tmp_path}", clients=path)
 
@@ -263,7 +314,9 @@ async def test_who_waits_for_too_much_is_told_when_to_come_again(
             await task
 
 
-async def test_nothing_of_the_storage_is_in_an_answer(serve: Serve, tmp_path: Path) -> None:
+async def test_nothing_of_the_storage_is_in_an_answer(
+    serve: Serve, tmp_path: Path
+) -> None:
     served = await serve()
     await served.storage.files.create("models/a.safetensors", b"x", "a/b", {})
 

@@ -39,15 +39,24 @@ async def test_img2img_begins_with_the_picture_that_is_sent(
     api = await asyncio.to_thread(webuiapi.WebUIApi, port=served.port)
 
     found = await asyncio.to_thread(
-        api.img2img, images=[picture], mask_image=picture, prompt="a fish", width=64, height=64
+        api.img2img,
+        images=[picture],
+        mask_image=picture,
+        prompt="a fish",
+        width=64,
+        height=64,
     )
 
     assert found.image.size == (128, 128)  # of which the mask's part is drawn
     stored = [name async for name in served.storage.files.names("inputs/")]
-    assert [name.rpartition("/")[0] for name in stored] == ["inputs/gateway"]  # the same twice
+    assert [name.rpartition("/")[0] for name in stored] == [
+        "inputs/gateway"
+    ]  # the same twice
 
 
-async def test_png_info_reads_what_a_picture_was_drawn_by(serve: Callable[..., Any]) -> None:
+async def test_png_info_reads_what_a_picture_was_drawn_by(
+    serve: Callable[..., Any],
+) -> None:
     served = await serve()
     api = await asyncio.to_thread(webuiapi.WebUIApi, port=served.port)
     drawn = await asyncio.to_thread(api.txt2img, prompt="a red house", seed=7)
@@ -64,7 +73,11 @@ async def test_progress_and_interrupt_are_of_what_the_client_waits_for(
     api = await asyncio.to_thread(webuiapi.WebUIApi, port=served.port)
     before = await asyncio.to_thread(api.get_progress)
     waiting = asyncio.create_task(asyncio.to_thread(api.txt2img, prompt="a red house"))
-    await until(lambda: served.gateway.desk.tickets and served.gateway.desk.tickets[0].sent.done())
+    await until(
+        lambda: (
+            served.gateway.desk.tickets and served.gateway.desk.tickets[0].sent.done()
+        )
+    )
 
     during = await asyncio.to_thread(api.get_progress)
     await asyncio.to_thread(api.interrupt)
@@ -115,10 +128,14 @@ async def test_lists_have_what_jobs_may_name(serve: Callable[..., Any]) -> None:
     await served.storage.files.create("loras/outline.safetensors", b"x", "a/b", {})
 
     assert await asyncio.to_thread(api.util_get_model_names) == ["dreamshaper"]
-    assert [each["name"] for each in await asyncio.to_thread(api.get_loras)] == ["outline"]
+    assert [each["name"] for each in await asyncio.to_thread(api.get_loras)] == [
+        "outline"
+    ]
     assert "Euler a" in await asyncio.to_thread(api.util_get_sampler_names)
     assert "karras" in await asyncio.to_thread(api.util_get_scheduler_names)
-    assert {"name": "Lanczos"}.items() <= (await asyncio.to_thread(api.get_upscalers))[1].items()
+    assert {"name": "Lanczos"}.items() <= (await asyncio.to_thread(api.get_upscalers))[
+        1
+    ].items()
 
 
 @pytest.mark.parametrize(
@@ -127,7 +144,11 @@ async def test_lists_have_what_jobs_may_name(serve: Callable[..., Any]) -> None:
         ({"prompt": "a", "stepz": 3}, 422, "stepz: unknown key; did you mean 'steps'?"),
         ({"prompt": "a", "restore_faces": True}, 422, "restore_faces is not supported"),
         ({"prompt": "broken"}, 422, "the prompt is broken"),
-        ({"prompt": "a", "override_settings": {"sd_unet": "x"}}, 422, "override_settings.sd_unet"),
+        (
+            {"prompt": "a", "override_settings": {"sd_unet": "x"}},
+            422,
+            "override_settings.sd_unet",
+        ),
         ({"prompt": "a", "n_iter": 20_000}, 422, "n_iter: should be less"),
     ],
 )

@@ -13,11 +13,15 @@ from imagefleet.storage.dead_letter_queue import Swept
 
 
 def sync() -> None:
-    with imagefleet.connect("local:./data", queue="jobs", sas_file="tokens.json") as fleet:
+    with imagefleet.connect(
+        "local:./data", queue="jobs", sas_file="tokens.json"
+    ) as fleet:
         assert_type(fleet, imagefleet.Fleet)
         jobs = [
             imagefleet.Job(
-                prompt="a house", defaults="a1111-1.10", output=imagefleet.Output(format="jpeg")
+                prompt="a house",
+                defaults="a1111-1.10",
+                output=imagefleet.Output(format="jpeg"),
             )
         ]
         batch = fleet.submit(jobs, campaign="spring")
@@ -33,7 +37,9 @@ def sync() -> None:
         assert_type(fleet.job("spring/1").status, Status)
         assert_type(fleet.failed(error="lora"), imagefleet.Results)
         assert_type(fleet.replay(campaign="spring"), Swept)
-        assert_type(fleet.replay(set={"steps": 20, "model": None}, error="steps"), Swept)
+        assert_type(
+            fleet.replay(set={"steps": 20, "model": None}, error="steps"), Swept
+        )
     imagefleet.connect(que="jobs")  # type: ignore[call-arg]
     fleet.submit(["a house"])  # type: ignore[list-item]
     fleet.replay(job="1")  # type: ignore[call-arg]

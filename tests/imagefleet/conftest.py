@@ -59,7 +59,9 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def connect_options(_short_pauses: None, storage_settings: StorageSettings) -> dict[str, str]:
+def connect_options(
+    _short_pauses: None, storage_settings: StorageSettings
+) -> dict[str, str]:
     names = ("storage", "queue", "container", "files_container")
     return {name: getattr(storage_settings, name) for name in names}
 

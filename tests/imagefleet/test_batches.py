@@ -115,7 +115,9 @@ async def test_no_more_batches_than_allowed_are_in_threads(
     await polling.until(lambda: len(work.batches) >= 2)
     for _ in range(3):  # more looks, which wake no third one
         batches._look(asyncio.get_running_loop())
-    await asyncio.to_thread(threads.submit(list).result)  # a third one would have begun by then
+    await asyncio.to_thread(
+        threads.submit(list).result
+    )  # a third one would have begun by then
     assert len(work.batches) == 2
     work.may_end.set()
     assert sorted(await asyncio.gather(*calls)) == [0, 2, 4, 6, 8]
@@ -128,7 +130,9 @@ async def test_calls_that_do_not_wait_for_long_wake_no_other_thread(
     batches = Batches(work, threads, most=1, at_once=2)
     calls = await waiting(batches, work, range(5))
     batches._look(asyncio.get_running_loop())
-    await asyncio.to_thread(threads.submit(list).result)  # another one would have begun by then
+    await asyncio.to_thread(
+        threads.submit(list).result
+    )  # another one would have begun by then
     assert work.batches == [[0]]
     work.may_end.set()
     assert await asyncio.gather(*calls) == [0, 2, 4, 6, 8]
@@ -138,7 +142,9 @@ async def test_a_call_that_no_thread_takes_after_a_shutdown_is_no_error_of_the_l
     work: Work, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: found.append(context))
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: found.append(context)
+    )
     batches = Batches(work, threads, most=1, at_once=2)
     calls = await waiting(batches, work, [1, 2])
     threads.shutdown(wait=False, cancel_futures=True)
@@ -150,7 +156,9 @@ async def test_a_call_that_no_thread_takes_after_a_shutdown_is_no_error_of_the_l
     assert found == []
 
 
-async def test_one_by_one_an_error_is_its_items_alone(threads: ThreadPoolExecutor) -> None:
+async def test_one_by_one_an_error_is_its_items_alone(
+    threads: ThreadPoolExecutor,
+) -> None:
     def inverse(number: int) -> float:
         return 1 / number
 

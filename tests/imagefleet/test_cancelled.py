@@ -77,10 +77,14 @@ async def test_fleets_that_share_the_files_do_not_cancel_each_others_campaigns(
 
 
 @pytest.mark.usefixtures("cancel_at_once")
-async def test_two_who_cancel_at_once_both_do(azurite_settings: StorageSettings) -> None:
+async def test_two_who_cancel_at_once_both_do(
+    azurite_settings: StorageSettings,
+) -> None:
     async with open_storage(azurite_settings) as storage:
         await storage.create()
-        await asyncio.gather(*(cancelled.cancel(storage, f"c{number}") for number in range(4)))
+        await asyncio.gather(
+            *(cancelled.cancel(storage, f"c{number}") for number in range(4))
+        )
         assert set((await read(storage)).times) == {"c0", "c1", "c2", "c3"}
 
 
@@ -136,11 +140,15 @@ async def test_a_damaged_list_is_a_warning_and_the_last_one_stays_in_force(
     found = await read(local)
     part = await local.files.read_part(cancelled.BLOB, 0, 1)
     assert part is not None
-    assert await local.files.replace(cancelled.BLOB, b"no list", "text/plain", part.version)
+    assert await local.files.replace(
+        cancelled.BLOB, b"no list", "text/plain", part.version
+    )
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             await found.refresh(older_than_seconds=0)
     assert set(found.times) == {"spring"}
-    assert [getattr(each, "action", "") for each in caplog.records] == ["cancelled_unread"]
+    assert [getattr(each, "action", "") for each in caplog.records] == [
+        "cancelled_unread"
+    ]
     with pytest.raises(errors.SetupError, match=r"correct or delete cancelled\.json"):
         await cancelled.cancel(local, "autumn")

@@ -36,7 +36,10 @@ async def collect(batch: aio.Batch, seconds: float = 20) -> dict[str, aio.Result
 
 
 async def test_results_come_with_their_images(fleet: aio.Fleet, work: Work) -> None:
-    jobs = [Job(prompt="a house", id="house", metadata={"order": 7}), Job(prompt="a tree", seed=5)]
+    jobs = [
+        Job(prompt="a house", id="house", metadata={"order": 7}),
+        Job(prompt="a tree", seed=5),
+    ]
     batch = await fleet.submit(jobs, campaign="spring")
     working = asyncio.create_task(work())
     results = await collect(batch)
@@ -52,7 +55,9 @@ async def test_results_come_with_their_images(fleet: aio.Fleet, work: Work) -> N
     assert await collect(batch) == results, "a batch can be asked again"
 
 
-async def test_a_failed_job_is_a_result_with_its_reason(fleet: aio.Fleet, work: Work) -> None:
+async def test_a_failed_job_is_a_result_with_its_reason(
+    fleet: aio.Fleet, work: Work
+) -> None:
     jobs = [Job(prompt=prompt, id=prompt) for prompt in ("good", "broken", "fine")]
     batch = await fleet.submit(jobs)
     await work()
@@ -61,7 +66,9 @@ async def test_a_failed_job_is_a_result_with_its_reason(fleet: aio.Fleet, work: 
     statuses = {name: result.status for name, result in results.items()}
     assert statuses == {"good": "completed", "broken": "failed", "fine": "completed"}
     assert results["broken"].reason == "the prompt is broken"
-    with pytest.raises(errors.JobError, match="job broken has no image: the prompt is broken"):
+    with pytest.raises(
+        errors.JobError, match="job broken has no image: the prompt is broken"
+    ):
         await results["broken"].data()
 
 
@@ -79,8 +86,12 @@ async def test_a_replayed_job_completes(fleet: aio.Fleet, work: Work) -> None:
     assert (await collect(batch))["a"].status == "completed"
 
 
-async def test_a_job_is_replayed_with_other_values(fleet: aio.Fleet, work: Work) -> None:
-    batch = await fleet.submit([Job(prompt="broken", id="a", steps=30, model="stand-in")])
+async def test_a_job_is_replayed_with_other_values(
+    fleet: aio.Fleet, work: Work
+) -> None:
+    batch = await fleet.submit(
+        [Job(prompt="broken", id="a", steps=30, model="stand-in")]
+    )
     await work()
     for wrong, complaint in [
         ({"steps": 500}, "set steps: should be less than or equal to 150"),
@@ -111,15 +122,23 @@ async def test_an_old_failure_does_not_count_for_a_resubmitted_job(
     assert (await collect(batch))["a"].status == "failed"
 
 
-async def test_another_job_of_an_id_that_was_sent_is_refused(fleet: aio.Fleet, work: Work) -> None:
+async def test_another_job_of_an_id_that_was_sent_is_refused(
+    fleet: aio.Fleet, work: Work
+) -> None:
     await fleet.submit([Job(prompt="a house", id="a")])
     await work()
-    with pytest.raises(errors.NameTakenError, match="job default/a is not the one that was sent"):
-        await fleet.submit([Job(prompt="a new one", id="b"), Job(prompt="a tree", id="a")])
+    with pytest.raises(
+        errors.NameTakenError, match="job default/a is not the one that was sent"
+    ):
+        await fleet.submit(
+            [Job(prompt="a new one", id="b"), Job(prompt="a tree", id="a")]
+        )
     assert (await fleet.depth()).queue.messages == 0, "nothing of the batch is sent"
 
 
-async def test_a_batch_submitted_twice_gives_the_same_images(fleet: aio.Fleet, work: Work) -> None:
+async def test_a_batch_submitted_twice_gives_the_same_images(
+    fleet: aio.Fleet, work: Work
+) -> None:
     jobs = [Job(prompt="a house", id=f"{number}") for number in range(3)]
     first, again = await fleet.submit(jobs), await fleet.submit(jobs)
     await work()
@@ -147,7 +166,12 @@ async def test_a_job_of_several_images_is_completed_when_all_are_there(
     batch = await fleet.submit([Job(prompt="a house", id="a", seed=3, batch_size=3)])
     blobs = fleet.storage.blobs
     (sent,) = [message.body async for message in fleet.storage.queue.browse()]
-    facts = {"job": "a", "seed": "4", "images": "3", "digest": read_job(sent, "m").digest}
+    facts = {
+        "job": "a",
+        "seed": "4",
+        "images": "3",
+        "digest": read_job(sent, "m").digest,
+    }
     facts["sha256"] = hashlib.sha256(data := b"by a worker that died").hexdigest()
     await blobs.create("default/a~1.png", data, "image/png", facts)
     with pytest.raises(TimeoutError):
@@ -162,8 +186,12 @@ async def test_a_job_of_several_images_is_completed_when_all_are_there(
     assert (found.status, found.seed, found.blobs) == ("completed", 3, result.blobs)
 
 
-async def test_ids_that_begin_alike_are_different_jobs(fleet: aio.Fleet, work: Work) -> None:
-    await fleet.submit([Job(prompt="a house", id=job_id) for job_id in ("a-1", "a.1", "ab")])
+async def test_ids_that_begin_alike_are_different_jobs(
+    fleet: aio.Fleet, work: Work
+) -> None:
+    await fleet.submit(
+        [Job(prompt="a house", id=job_id) for job_id in ("a-1", "a.1", "ab")]
+    )
     await fleet.submit([Job(prompt="a house", id="a")], campaign="spring")
     await work()
 
@@ -181,7 +209,9 @@ async def test_an_unknown_job_is_unknown_and_not_waited_for(fleet: aio.Fleet) ->
         await fleet.job("spring/nobody").result()
 
 
-async def test_a_job_that_fails_while_it_is_waited_for(fleet: aio.Fleet, work: Work) -> None:
+async def test_a_job_that_fails_while_it_is_waited_for(
+    fleet: aio.Fleet, work: Work
+) -> None:
     await fleet.submit([Job(prompt="broken", id="a")])
     job = fleet.job("a")
     assert await job.status() == "pending"
@@ -190,13 +220,19 @@ async def test_a_job_that_fails_while_it_is_waited_for(fleet: aio.Fleet, work: W
     waiting = asyncio.create_task(job.result(timeout=20))
     await work()
 
-    assert ((await waiting).status, (await waiting).reason) == ("failed", "the prompt is broken")
+    assert ((await waiting).status, (await waiting).reason) == (
+        "failed",
+        "the prompt is broken",
+    )
 
 
 async def test_two_clients_see_only_their_own_batches(
     connect_options: dict[str, Any], work: Work
 ) -> None:
-    async with aio.connect(**connect_options) as one, aio.connect(**connect_options) as other:
+    async with (
+        aio.connect(**connect_options) as one,
+        aio.connect(**connect_options) as other,
+    ):
         batches = [
             await client.submit([Job(prompt=prompt) for prompt in ("good", "broken")])
             for client in (one, other)
@@ -228,14 +264,18 @@ async def test_closing_ends_pending_calls(connect_options: dict[str, Any]) -> No
 
 
 @local_only
-async def test_an_error_in_the_callers_iterable_comes_back_to_the_caller(fleet: aio.Fleet) -> None:
+async def test_an_error_in_the_callers_iterable_comes_back_to_the_caller(
+    fleet: aio.Fleet,
+) -> None:
     def jobs() -> Iterator[Job]:
         yield from [Job(prompt="a house")] * 150
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         await fleet.submit(jobs())
-    assert (await fleet.depth()).queue.messages == 0, "nothing is sent before all is checked"
+    assert (await fleet.depth()).queue.messages == 0, (
+        "nothing is sent before all is checked"
+    )
     assert len(asyncio.all_tasks()) == 1
 
 
@@ -250,7 +290,10 @@ async def test_an_unsafe_campaign_is_refused(fleet: aio.Fleet, campaign: str) ->
 
 @local_only
 async def test_a_jobs_own_campaign_has_precedence(fleet: aio.Fleet, work: Work) -> None:
-    jobs = [Job(prompt="a house", id="a", campaign="autumn"), Job(prompt="a house", id="a")]
+    jobs = [
+        Job(prompt="a house", id="a", campaign="autumn"),
+        Job(prompt="a house", id="a"),
+    ]
     batch = await fleet.submit(jobs, campaign="spring")
     await work()
     blobs = [result.blobs async for result in batch.results(0)]
@@ -260,15 +303,21 @@ async def test_a_jobs_own_campaign_has_precedence(fleet: aio.Fleet, work: Work) 
 @local_only
 async def test_two_jobs_of_one_id_are_refused(fleet: aio.Fleet) -> None:
     with pytest.raises(errors.JobError, match="two jobs have the id default/a"):
-        await fleet.submit([Job(prompt="a house", id="a"), Job(prompt="a tree", id="a")])
+        await fleet.submit(
+            [Job(prompt="a house", id="a"), Job(prompt="a tree", id="a")]
+        )
 
 
 @local_only
-async def test_a_job_that_no_message_can_hold_is_refused_by_its_id(fleet: aio.Fleet) -> None:
+async def test_a_job_that_no_message_can_hold_is_refused_by_its_id(
+    fleet: aio.Fleet,
+) -> None:
     long = Job(prompt="x" * 60_000, negative_prompt="y" * 60_000, id="long")
     with pytest.raises(errors.JobError, match="job default/long: the message has 120"):
         await fleet.submit([Job(prompt="a house", id="a"), long])
-    assert (await fleet.depth()).queue.messages == 0, "nothing is sent before all is checked"
+    assert (await fleet.depth()).queue.messages == 0, (
+        "nothing is sent before all is checked"
+    )
 
 
 @pytest.mark.parametrize(
@@ -277,7 +326,10 @@ async def test_a_job_that_no_message_can_hold_is_refused_by_its_id(fleet: aio.Fl
         ({"storage": "ftp://x"}, "address is not understood"),
         ({"storage": "local:"}, "lacks a folder"),
         ({"storage": "local:x", "queue": "No_Name"}, "queue: should be 3 to 56"),
-        ({"storage": "local:x", "que": "jobs"}, "que: unknown key; did you mean 'queue'"),
+        (
+            {"storage": "local:x", "que": "jobs"},
+            "que: unknown key; did you mean 'queue'",
+        ),
         ({"storage": "https://a123.blob.core.windows.net"}, "SAS"),
     ],
 )
@@ -337,7 +389,12 @@ def test_the_sync_client_does_all_that_the_async_one_does(
             "broken": "failed",
         }
         counts = fleet.campaigns()["spring"]
-        assert (counts.sent, counts.completed, counts.failed, counts.pending) == (2, 1, 1, 0)
+        assert (counts.sent, counts.completed, counts.failed, counts.pending) == (
+            2,
+            1,
+            1,
+            0,
+        )
         assert fleet.depth().failed.messages == 1
         assert fleet.replay(id="broken", set={"steps": 5}).done == 1
         asyncio.run(work())
@@ -351,7 +408,9 @@ def test_the_sync_client_does_all_that_the_async_one_does(
 
 
 @local_only
-def test_closing_in_another_thread_ends_the_wait(connect_options: dict[str, Any]) -> None:
+def test_closing_in_another_thread_ends_the_wait(
+    connect_options: dict[str, Any],
+) -> None:
     fleet = imagefleet.connect(**connect_options)
     batch = fleet.submit([Job(prompt="a house")])
     operations = fleet._inner.storage.operations
@@ -370,7 +429,9 @@ def test_closing_in_another_thread_ends_the_wait(connect_options: dict[str, Any]
 
 
 @local_only
-def test_a_loop_over_results_may_end_early(connect_options: dict[str, Any], work: Work) -> None:
+def test_a_loop_over_results_may_end_early(
+    connect_options: dict[str, Any], work: Work
+) -> None:
     with imagefleet.connect(**connect_options) as fleet:
         batch = fleet.submit([Job(prompt="a house") for _ in range(3)])
         asyncio.run(work())
@@ -396,7 +457,9 @@ print(sorted(heavy & set(sys.modules)))
 
 
 @local_only
-def test_the_example_runs(storage_settings: StorageSettings, tmp_path: Path, work: Work) -> None:
+def test_the_example_runs(
+    storage_settings: StorageSettings, tmp_path: Path, work: Work
+) -> None:
     with subprocess.Popen(
         [sys.executable, ROOT / "examples" / "client.py"],
         cwd=tmp_path,
@@ -430,5 +493,7 @@ async def test_jobs_are_submitted_with_a_priority(fleet: aio.Fleet) -> None:
     depth = (await fleet.depth()).queue
     assert [each.messages for each in depth.by_queue.values()] == [1, 1, 2]
     assert depth.messages == 4
-    with pytest.raises(errors.SetupError, match="'urgent' is not one of high, normal, low"):
+    with pytest.raises(
+        errors.SetupError, match="'urgent' is not one of high, normal, low"
+    ):
         await fleet.submit(jobs, priority="urgent")  # type: ignore[arg-type]

@@ -25,7 +25,9 @@ async def test_a_picture_that_is_not_the_one_recorded_is_refused(
     await fleet.storage.blobs.delete("default/a.png")
     assert await fleet.storage.blobs.create("default/a.png", other, "image/png", {})
 
-    with pytest.raises(errors.MisfitError, match=r"default/a\.png .* is not the picture recorded"):
+    with pytest.raises(
+        errors.MisfitError, match=r"default/a\.png .* is not the picture recorded"
+    ):
         await a.data()
     with pytest.raises(errors.MisfitError):
         await a.image()
@@ -45,7 +47,9 @@ def test_the_sync_client_tells_the_same_job_a_changed_one_and_a_taken_name_apart
     asyncio.run(work())
     with imagefleet.connect(**connect_options) as fleet:
         first = fleet.submit([Job(prompt="a house", id="a")])
-        with pytest.raises(errors.NameTakenError, match="job default/a is not the one that was"):
+        with pytest.raises(
+            errors.NameTakenError, match="job default/a is not the one that was"
+        ):
             fleet.submit([Job(prompt="a tree", id="b"), Job(prompt="a tree", id="a")])
         assert fleet.depth().queue.messages == 1, "nothing of that batch is sent"
         again = fleet.submit([Job(prompt="a house", id="a")])

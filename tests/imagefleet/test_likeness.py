@@ -18,14 +18,18 @@ def picture(seed: int, height: int = 96, width: int = 128) -> Pixels:
     rows, columns = np.arange(height) * 4 // height, np.arange(width) * 4 // width
     pixels = coarse[rows][:, columns]
     top, left = random.integers(0, height // 2), random.integers(0, width // 2)
-    pixels[top : top + height // 3, left : left + width // 3] = random.uniform(0, 255, 3)
+    pixels[top : top + height // 3, left : left + width // 3] = random.uniform(
+        0, 255, 3
+    )
     return pixels.round().astype(np.uint8)
 
 
 def rounded_elsewhere(pixels: Pixels) -> Pixels:
     """As another GPU draws it: a level or two here and there."""
     random = np.random.default_rng(1)
-    changed = pixels + random.integers(-2, 3, pixels.shape) * (random.random(pixels.shape) < 0.1)
+    changed = pixels + random.integers(-2, 3, pixels.shape) * (
+        random.random(pixels.shape) < 0.1
+    )
     return changed.clip(0, 255).astype(np.uint8)
 
 
@@ -93,7 +97,12 @@ def test_a_fingerprint_survives_json() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "no base64!", "AAAA", likeness.to_text(np.full((16, 16, 4), np.nan, np.float32))],
+    [
+        "",
+        "no base64!",
+        "AAAA",
+        likeness.to_text(np.full((16, 16, 4), np.nan, np.float32)),
+    ],
 )
 def test_text_that_is_no_fingerprint_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a fingerprint"):

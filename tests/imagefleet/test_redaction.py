@@ -59,10 +59,15 @@ def test_a_text_without_secrets_stays_as_it_is(text: str) -> None:
 
 
 def test_words_around_a_password_say_that_one_was_there() -> None:
-    assert redaction.message("'u:secret@h:90' is no URL") == f"'{redaction.MASKED}@h:90' is no URL"
+    assert (
+        redaction.message("'u:secret@h:90' is no URL")
+        == f"'{redaction.MASKED}@h:90' is no URL"
+    )
 
 
-@pytest.mark.parametrize("text", ["a:@", "://", "http://a?", "eyJ-.", "sig=", "@", "?token="])
+@pytest.mark.parametrize(
+    "text", ["a:@", "://", "http://a?", "eyJ-.", "sig=", "@", "?token="]
+)
 def test_no_hostile_text_takes_long(text: str) -> None:
     began = time.thread_time()
 
@@ -73,9 +78,19 @@ def test_no_hostile_text_takes_long(text: str) -> None:
 
 @pytest.mark.parametrize(
     "address",
-    ["h:80", "ftp://h", "http://", "http://h:0", "http://h:99999", "http://h:x", "http://h:"],
+    [
+        "h:80",
+        "ftp://h",
+        "http://",
+        "http://h:0",
+        "http://h:99999",
+        "http://h:x",
+        "http://h:",
+    ],
 )
-def test_an_address_that_is_not_valid_is_refused_without_quoting_it(address: str) -> None:
+def test_an_address_that_is_not_valid_is_refused_without_quoting_it(
+    address: str,
+) -> None:
     with pytest.raises(ValueError, match="should be a URL") as refused:
         redaction.check_address(address)
 

@@ -41,7 +41,9 @@ async def test_the_error_of_the_last_attempt_is_raised() -> None:
     assert storage.calls == FAST.tries
 
 
-@pytest.mark.parametrize("error", [errors.LeaseLost(), errors.SetupError(), errors.JobError()])
+@pytest.mark.parametrize(
+    "error", [errors.LeaseLost(), errors.SetupError(), errors.JobError()]
+)
 async def test_a_permanent_error_is_not_retried(error: errors.FleetError) -> None:
     storage = Storage(error, "done")
     with pytest.raises(type(error)):
@@ -84,7 +86,9 @@ async def test_missing_access_or_space_counts_as_an_attempt_by_default(
     assert storage.calls == FAST.tries
 
 
-async def test_a_busy_storage_is_waited_for_by_whom_fills_it_and_by_nobody_else() -> None:
+async def test_a_busy_storage_is_waited_for_by_whom_fills_it_and_by_nobody_else() -> (
+    None
+):
     busy, broken = errors.BusyError(), errors.TransientError("broken")
     patient = dataclasses.replace(FAST, tries=2, waits_while_busy=True)
     outcomes = [*[busy] * 20, broken, *[busy] * 20, "done"]
@@ -101,7 +105,9 @@ async def test_the_first_attempt_counts_towards_the_time_limit(
 ) -> None:
     storage = Storage(errors.TransientError(), "done")
     now = iter([0.0, 60.0])
-    monkeypatch.setattr(concurrency, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(
+        concurrency, "time", SimpleNamespace(monotonic=lambda: next(now))
+    )
 
     async def slowly() -> str:
         return await storage.call()
@@ -113,7 +119,9 @@ async def test_the_first_attempt_counts_towards_the_time_limit(
 
 
 def test_a_backoff_doubles_up_to_its_limit_and_is_jittered() -> None:
-    pauses = [concurrency.backoff(retries, 1, 10) for retries in (0, 1, 2, 3, 4, 10_000)]
+    pauses = [
+        concurrency.backoff(retries, 1, 10) for retries in (0, 1, 2, 3, 4, 10_000)
+    ]
     for pause, longest in zip(pauses, [1, 2, 4, 8, 10, 10], strict=True):
         assert longest / 2 <= pause <= longest
     assert len({concurrency.backoff(0, 1, 10) for _ in range(10)}) > 1

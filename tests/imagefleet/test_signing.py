@@ -34,7 +34,9 @@ def private_text(path: Path) -> str:
 # A busy machine is slow to draw examples.
 @settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.text(), JSON))
-def test_a_signature_holds_for_the_same_content_in_another_order(fields: dict[str, object]) -> None:
+def test_a_signature_holds_for_the_same_content_in_another_order(
+    fields: dict[str, object],
+) -> None:
     key = SigningKey(ed25519.Ed25519PrivateKey.from_private_bytes(bytes(32)))
     trusted = TrustedKeys.read(key.public)
     signature = key.sign("job", fields)
@@ -50,7 +52,19 @@ def test_the_same_content_gives_the_same_signature(key: SigningKey) -> None:
 
 @pytest.mark.parametrize(
     "signature",
-    [None, "", 5, [], {}, "A" * 88, "A" * 86 + "==", "A" * 87, "é" * 88, "=" * 88, "A" * 60_000],
+    [
+        None,
+        "",
+        5,
+        [],
+        {},
+        "A" * 88,
+        "A" * 86 + "==",
+        "A" * 87,
+        "é" * 88,
+        "=" * 88,
+        "A" * 60_000,
+    ],
 )
 def test_garbage_is_no_signature(key: SigningKey, signature: object) -> None:
     assert not TrustedKeys.read(key.public).accept("job", {"a": 1}, signature)
@@ -104,7 +118,9 @@ def test_what_is_no_signing_key_is_refused_without_quoting_it(tmp_path: Path) ->
     )
     for content in (b"", b"hello", pem[:-60], locked, other_kind, os.urandom(200_000)):
         (tmp_path / "key.pem").write_bytes(content)
-        with pytest.raises(errors.SetupError, match="not an Ed25519 private key") as raised:
+        with pytest.raises(
+            errors.SetupError, match="not an Ed25519 private key"
+        ) as raised:
             SigningKey.read(tmp_path / "key.pem")
         assert raised.value.__context__ is None
     body = "".join(pem.decode().splitlines()[1:-1])
@@ -115,7 +131,17 @@ def test_what_is_no_signing_key_is_refused_without_quoting_it(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", "a,b", "AAAA", "A" * 44, ",", "A" * 43 + "=,", "MC4CAQAwBQYDK2VwBCIEIBBB"]
+    "text",
+    [
+        "",
+        "x",
+        "a,b",
+        "AAAA",
+        "A" * 44,
+        ",",
+        "A" * 43 + "=,",
+        "MC4CAQAwBQYDK2VwBCIEIBBB",
+    ],
 )
 def test_what_is_no_public_key_is_refused_without_quoting_it(text: str) -> None:
     with pytest.raises(ValueError, match="should be a public key") as raised:
@@ -152,19 +178,27 @@ async def test_what_the_client_submits_is_signed_with_its_id_and_campaign(
     own = SigningKey.create(tmp_path / "own.pem")
     options = {"storage": local_settings.storage, "signing_key": tmp_path / "own.pem"}
     async with aio.connect(**options) as fleet:
-        batch = await fleet.submit([Job(prompt="a"), Job(prompt="b", id="b")], campaign="spring")
+        batch = await fleet.submit(
+            [Job(prompt="a"), Job(prompt="b", id="b")], campaign="spring"
+        )
         bodies = [each.body async for each in fleet.storage.queue.browse()]
         trusted = signers.trusted(own, fleet.storage.scope)
         jobs = [read_job(body, "m", trusted) for body in bodies]
-        assert [(job.id, job.campaign) for job in jobs] == [(each, "spring") for each in batch.ids]
+        assert [(job.id, job.campaign) for job in jobs] == [
+            (each, "spring") for each in batch.ids
+        ]
         with pytest.raises(errors.UntrustedJobError):
             read_job(bodies[0], "m", signers.trusted(key, fleet.storage.scope))
 
 
-def test_a_wrong_key_of_the_client_is_a_sentence(local_settings: StorageSettings) -> None:
+def test_a_wrong_key_of_the_client_is_a_sentence(
+    local_settings: StorageSettings,
+) -> None:
     with pytest.raises(errors.SetupError, match="trusted_key: should be a public key"):
         imagefleet.connect(local_settings.storage, trusted_key="x")
-    with pytest.raises(errors.SetupError, match="IMAGEFLEET_SIGNING_KEY: the file cannot be read"):
+    with pytest.raises(
+        errors.SetupError, match="IMAGEFLEET_SIGNING_KEY: the file cannot be read"
+    ):
         imagefleet.connect(local_settings.storage, signing_key="no-such-file")
 
 
@@ -174,7 +208,10 @@ async def test_the_client_replays_signed_jobs_alone(
     async with aio.connect(local_settings.storage, trusted_key=key.public) as fleet:
         await fleet.storage.create()
         signer = JobSigner(key, fleet.storage.scope)
-        bodies = [Job(prompt="a", id="a").to_message(signer), Job(prompt="b", id="b").to_message()]
+        bodies = [
+            Job(prompt="a", id="a").to_message(signer),
+            Job(prompt="b", id="b").to_message(),
+        ]
         await fleet.storage.queue.send(bodies)
         for message in await fleet.storage.queue.receive(2, 60):
             error = errors.JobError("too large")

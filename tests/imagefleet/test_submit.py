@@ -59,7 +59,9 @@ async def test_confirmations_stop_at_the_first_gap(storage: Storage) -> None:
 
     storage.queue.send = slow_first  # type: ignore[method-assign]
     sender = BulkSender(storage.queue.send, numbers(0, 3 * BATCH))
-    running = asyncio.create_task(sender.run(lambda done: confirmed.append(done.confirmed)))
+    running = asyncio.create_task(
+        sender.run(lambda done: confirmed.append(done.confirmed))
+    )
     await others_are_stored.wait()
     assert confirmed == []
 
@@ -68,7 +70,9 @@ async def test_confirmations_stop_at_the_first_gap(storage: Storage) -> None:
     assert confirmed == [BATCH, 2 * BATCH, 3 * BATCH]
 
 
-async def test_a_send_that_fails_for_good_leaves_a_correct_count(storage: Storage) -> None:
+async def test_a_send_that_fails_for_good_leaves_a_correct_count(
+    storage: Storage,
+) -> None:
     send = storage.queue.send
 
     async def fail_third(bodies: Iterable[str]) -> None:
@@ -127,7 +131,9 @@ async def test_no_more_sends_are_in_flight_than_allowed(storage: Storage) -> Non
 
 async def test_a_stop_ends_where_the_next_run_can_resume(storage: Storage) -> None:
     sender = BulkSender(storage.queue.send, numbers(0, 100_000))
-    progress = await sender.run(lambda done: sender.stop() if done.confirmed >= 200 else None)
+    progress = await sender.run(
+        lambda done: sender.stop() if done.confirmed >= 200 else None
+    )
 
     assert not progress.finished
     assert await numbers_in(storage) == wanted(0, progress.confirmed)
@@ -146,7 +152,9 @@ class NotingQueue:
 def test_a_rate_is_kept_and_a_stop_does_not_wait_for_it() -> None:
     queue = NotingQueue()
     with clock.simulated_time() as loop:
-        progress = clock.run(loop, BulkSender(queue.send, map(str, range(1_000)), rate=200).run())
+        progress = clock.run(
+            loop, BulkSender(queue.send, map(str, range(1_000)), rate=200).run()
+        )
         assert progress.confirmed == 1_000
         # The first batch is sent at once, and the last is not waited for.
         assert loop.now == pytest.approx(1_000 / 200, abs=0.11)

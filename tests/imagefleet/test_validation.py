@@ -40,7 +40,9 @@ def sentence(**fields: object) -> str:
         ({"token": "sig=s3cret"}, "steps: is required; token: is not a token"),
     ],
 )
-def test_a_sentence_names_each_field_and_no_value(fields: dict[str, object], expected: str) -> None:
+def test_a_sentence_names_each_field_and_no_value(
+    fields: dict[str, object], expected: str
+) -> None:
     assert sentence(**fields) == expected
 
 

@@ -24,7 +24,9 @@ LAUGHS = "a0: &a0 [x]\n" + "".join(
         (b"\xff\xfe\xff", "not"),
     ],
 )
-def test_what_is_no_yaml_or_endless_is_one_sentence(text: str | bytes, reason: str) -> None:
+def test_what_is_no_yaml_or_endless_is_one_sentence(
+    text: str | bytes, reason: str
+) -> None:
     with pytest.raises(yaml_file.YamlError, match=reason) as refused:
         yaml_file.parse(text)
 

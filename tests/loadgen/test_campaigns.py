@@ -62,7 +62,9 @@ def load_of(
     settings = LoadSettings(storage=storage.url, rate=rate, concurrency=concurrency)
     checkpoint = file.with_suffix(".checkpoint")
     source = sources.open_source(str(file))
-    return Load(storage, source, settings, checkpoint, restart=restart, on_notice=notice)
+    return Load(
+        storage, source, settings, checkpoint, restart=restart, on_notice=notice
+    )
 
 
 async def run(load: Load) -> Summary:
@@ -81,7 +83,9 @@ async def cancelled_at(storage: Storage, load: Load, jobs: int) -> Summary:
 
 
 async def in_queue(storage: Storage) -> Counter[str]:
-    return Counter([json.loads(each.body)["campaign"] async for each in storage.queue.browse()])
+    return Counter(
+        [json.loads(each.body)["campaign"] async for each in storage.queue.browse()]
+    )
 
 
 async def test_a_cancelled_campaign_is_not_sent_any_more_and_the_other_is(
@@ -114,7 +118,9 @@ async def test_a_template_of_a_cancelled_campaign_ends_and_stays_ended_until_it_
     assert summary.finished
     assert summary.cancelled == {"spring": 1_000_000 - summary.sent}
     resumed = await run(load_of(storage, template))
-    assert (resumed.sent, resumed.cancelled) == (0, summary.cancelled), "a supervisor restarts it"
+    assert (resumed.sent, resumed.cancelled) == (0, summary.cancelled), (
+        "a supervisor restarts it"
+    )
     template.write_text(TEMPLATE.replace("1000000", "100"))
     again = await run(load_of(storage, template, restart=True))
     assert (again.sent, again.cancelled) == (100, {}), "a later load just runs"
@@ -171,4 +177,6 @@ async def test_a_load_that_is_killed_and_resumed_counts_each_job_once(
     for campaign in ("spring", "autumn"):
         assert (await reader.counts(storage, campaign)).sent == JOBS // 2
     await run(load_of(storage, both, restart=True))
-    assert (await reader.counts(storage, "spring")).sent == JOBS // 2, "no job is another"
+    assert (await reader.counts(storage, "spring")).sent == JOBS // 2, (
+        "no job is another"
+    )

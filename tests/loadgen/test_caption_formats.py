@@ -37,16 +37,22 @@ def lines(*values: object) -> str:
 
 FILES = {
     "c.txt": "# of a test\n" + "\n\n".join(CAPTIONS),
-    "c.jsonl": lines({"caption": CAPTIONS[0], "id": 7}, {"prompt": CAPTIONS[1]}, CAPTIONS[2]),
+    "c.jsonl": lines(
+        {"caption": CAPTIONS[0], "id": 7}, {"prompt": CAPTIONS[1]}, CAPTIONS[2]
+    ),
     "c.ndjson": lines(*({"text": f" {caption}\n"} for caption in CAPTIONS)),
     "c.json": json.dumps(annotations(CAPTIONS), indent=1),
 }
 
 
 @pytest.mark.parametrize("name", [*FILES, *(f"{name}.gz" for name in FILES)])
-def test_every_format_gives_the_same_captions_with_the_same_hash(tmp_path: Path, name: str) -> None:
+def test_every_format_gives_the_same_captions_with_the_same_hash(
+    tmp_path: Path, name: str
+) -> None:
     content = FILES[name.removesuffix(".gz")].encode()
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    (tmp_path / name).write_bytes(
+        gzip.compress(content) if name.endswith(".gz") else content
+    )
 
     found = CaptionFile(tmp_path / name)
 
@@ -68,13 +74,21 @@ def test_the_first_captions(tmp_path: Path) -> None:
         ("c.doc", "", r"must end in \.json, \.jsonl"),
         ("c.txt", "# nothing\n", "c.txt holds no captions"),
         ("none.txt", None, "none.txt cannot be read: No such file"),
-        ("c.jsonl", '"a"\n{"caption": 3}', "line 2: there is no caption, a text under 'caption'"),
+        (
+            "c.jsonl",
+            '"a"\n{"caption": 3}',
+            "line 2: there is no caption, a text under 'caption'",
+        ),
         ("c.jsonl", '{"title": "a"}', "line 1: there is no caption"),
         ("c.jsonl", "a", "line 1: it is not valid JSON"),
         ("c.jsonl", '"\\ud800"', "line 1: the caption has half of a surrogate pair"),
         ("c.json", '["a"]', "no object with the array 'annotations'"),
         ("c.json", '{"images": []}', "it has no array 'annotations'"),
-        ("c.json", '{"annotations": [{"caption": "a"}], ', "not valid JSON: Expecting value"),
+        (
+            "c.json",
+            '{"annotations": [{"caption": "a"}], ',
+            "not valid JSON: Expecting value",
+        ),
         ("c.json", '{"annotations": [{"caption": "a"} 3]}', r"no ',' or ']'"),
         (
             "c.json",
@@ -99,12 +113,16 @@ def test_what_is_no_file_of_captions_is_named_with_its_place(
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "c.txt").write_text("a")
 
-    with pytest.raises(errors.SetupError, match=r"--format word: should be coco\|jsonl\|txt"):
+    with pytest.raises(
+        errors.SetupError, match=r"--format word: should be coco\|jsonl\|txt"
+    ):
         CaptionFile(tmp_path / "c.txt", form="word")
     assert CaptionFile(tmp_path / "c.txt", form="txt").facts.count == 1
 
 
-def test_a_file_that_changes_after_it_was_counted_is_not_read_on(tmp_path: Path) -> None:
+def test_a_file_that_changes_after_it_was_counted_is_not_read_on(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "c.txt"
     path.write_text("a\nb\n")
     found = CaptionFile(path)
@@ -116,7 +134,9 @@ def test_a_file_that_changes_after_it_was_counted_is_not_read_on(tmp_path: Path)
 
 def test_captions_take_the_memory_of_one_however_many_there_are(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
-    path.write_text(json.dumps(annotations([f"caption {n} " + "x" * 2_000 for n in range(3_000)])))
+    path.write_text(
+        json.dumps(annotations([f"caption {n} " + "x" * 2_000 for n in range(3_000)]))
+    )
     tracemalloc.start()
     try:
         assert CaptionFile(path).facts.count == 3_000

@@ -26,22 +26,32 @@ def path(tmp_path: Path) -> Path:
     return found
 
 
-def source_of(path: Path, guidance: Sequence[float] = (1.5, 7), **terms: Any) -> SweepSource:
-    return SweepSource(CaptionFile(path), groups(guidance, ["PLMS"], [50]), "curve", **terms)
+def source_of(
+    path: Path, guidance: Sequence[float] = (1.5, 7), **terms: Any
+) -> SweepSource:
+    return SweepSource(
+        CaptionFile(path), groups(guidance, ["PLMS"], [50]), "curve", **terms
+    )
 
 
 def jobs(source: SweepSource, start: int = 0) -> list[Job]:
-    return [read_job(body, "unused") for body in source.bodies(start) if body is not None]
+    return [
+        read_job(body, "unused") for body in source.bodies(start) if body is not None
+    ]
 
 
-def test_each_caption_comes_in_each_group_under_an_id_that_says_both(path: Path) -> None:
+def test_each_caption_comes_in_each_group_under_an_id_that_says_both(
+    path: Path,
+) -> None:
     found = jobs(source_of(path))
 
     assert [job.id for job in found] == [
         *("cfg-1.5_000000", "cfg-7.0_000000", "cfg-1.5_000001"),
         *("cfg-7.0_000001", "cfg-1.5_000002", "cfg-7.0_000002"),
     ]
-    assert {(job.sampler, job.steps, job.campaign) for job in found} == {("plms", 50, "curve")}
+    assert {(job.sampler, job.steps, job.campaign) for job in found} == {
+        ("plms", 50, "curve")
+    }
     assert [job.cfg_scale for job in found] == [1.5, 7.0] * 3
     assert found[3].parsed_prompt.sections == found[2].parsed_prompt.sections
     assert found[2].parsed_prompt.sections[0][0].text == "a (blue) boat"
@@ -52,16 +62,22 @@ def test_each_caption_comes_in_each_group_under_an_id_that_says_both(path: Path)
 def test_a_seed_is_the_captions_alone_whatever_else_is_swept(path: Path) -> None:
     one = {job.id: job.seed for job in jobs(source_of(path))}
     many = SweepSource(
-        CaptionFile(path), groups([3, 7], ["ddim"], [10, 20], ["a", "b"], "ink", [0, 1]), "other"
+        CaptionFile(path),
+        groups([3, 7], ["ddim"], [10, 20], ["a", "b"], "ink", [0, 1]),
+        "other",
     )
     seeds = {(int(str(job.id).rpartition("_")[2]), job.seed) for job in jobs(many)}
 
     assert seeds == {(number, one[f"cfg-1.5_{number:06}"]) for number in range(3)}
-    assert len({seed for _, seed in seeds}) == 3, "a caption that comes again has another seed"
+    assert len({seed for _, seed in seeds}) == 3, (
+        "a caption that comes again has another seed"
+    )
     assert {job.seed for job in jobs(source_of(path, seed=1))}.isdisjoint(one.values())
 
 
-def test_the_same_command_gives_the_same_jobs_and_another_one_another_load(path: Path) -> None:
+def test_the_same_command_gives_the_same_jobs_and_another_one_another_load(
+    path: Path,
+) -> None:
     here, again = source_of(path), source_of(path)
 
     assert list(here.bodies(0)) == list(again.bodies(0))
@@ -96,9 +112,15 @@ def test_a_name_says_what_differs_between_the_groups() -> None:
         (([7, 7.0], ["ddim"], [20]), "two groups would have the name cfg-7.0"),
         (([7], ["ddim", "DDIM"], [20]), "two groups would have the name ddim-cfg-7.0"),
         (([7], ["dimm"], [20]), "--set sampler_name: unknown sampler 'dimm'"),
-        (([7], ["ddim"], [20], ["a_b", "a b"]), "two groups would have the name a-b-cfg-7.0"),
+        (
+            ([7], ["ddim"], [20], ["a_b", "a b"]),
+            "two groups would have the name a-b-cfg-7.0",
+        ),
         (([float("nan")], ["ddim"], [20]), "guidance: should be a finite number"),
-        ((range(1, 200), ["ddim"], range(1, 60)), "these are 11,741 groups; 10,000 at most"),
+        (
+            (range(1, 200), ["ddim"], range(1, 60)),
+            "these are 11,741 groups; 10,000 at most",
+        ),
     ],
 )
 def test_groups_that_cannot_be_are_refused(axes: Any, sentence: str) -> None:
@@ -109,10 +131,18 @@ def test_groups_that_cannot_be_are_refused(axes: Any, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("axes", "job", "sentence"),
     [
-        (([0.5], ["ddim"], [20]), {}, "cfg-0.5, caption 0 .*cfg_scale: .*greater than or equal"),
+        (
+            ([0.5], ["ddim"], [20]),
+            {},
+            "cfg-0.5, caption 0 .*cfg_scale: .*greater than or equal",
+        ),
         (([31], ["ddim"], [20]), {}, "cfg_scale"),
         (([7], ["plms"], [1]), {}, "steps is 1: PLMS takes 2 at least"),
-        (([7], ["ddim"], [20], [None], "../x", [1]), {}, "LoRA name '../x' is refused|lora"),
+        (
+            ([7], ["ddim"], [20], [None], "../x", [1]),
+            {},
+            "LoRA name '../x' is refused|lora",
+        ),
         (([7], ["ddim"], [20]), {"width": 63}, "width: .*greater than or equal to 64"),
     ],
 )
@@ -125,7 +155,9 @@ def test_a_group_that_could_draw_nothing_is_refused_before_anything_is_sent(
 
 def test_a_lora_of_strength_0_is_none_and_others_are_in_the_prompt(path: Path) -> None:
     source = SweepSource(
-        CaptionFile(path), groups([7], ["ddim"], [20], lora="ink", strengths=[0, 0.5]), "curve"
+        CaptionFile(path),
+        groups([7], ["ddim"], [20], lora="ink", strengths=[0, 0.5]),
+        "curve",
     )
     without, with_lora = jobs(source)[2:4]
 
@@ -153,7 +185,9 @@ def test_jobs_are_signed_where_there_is_a_key(path: Path, tmp_path: Path) -> Non
     assert len([read_job(str(body), "unused", trusted) for body in bodies]) == 6
 
 
-def test_a_caption_too_long_for_a_message_is_named_before_anything_is_sent(path: Path) -> None:
+def test_a_caption_too_long_for_a_message_is_named_before_anything_is_sent(
+    path: Path,
+) -> None:
     path.write_text("short\n" + "long " * 14_000)
 
     with pytest.raises(errors.SetupError, match=r"caption 1.*prompt"):
@@ -180,7 +214,12 @@ def test_240_000_jobs_take_the_memory_of_a_few(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "caption",
     [
-        *("a (very) red boat", "cars AND boats", "a BREAK dance", "#1 of 3 <lora:x:1> [dogs]"),
+        *(
+            "a (very) red boat",
+            "cars AND boats",
+            "a BREAK dance",
+            "#1 of 3 <lora:x:1> [dogs]",
+        ),
         *("a boat, at sea,", "half past 3:15", "a \\ sign"),
     ],
 )

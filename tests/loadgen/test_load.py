@@ -46,7 +46,9 @@ def test_the_checkpoint_of_another_load_is_refused(
         load.resume(path, HERE)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"confirmed": -1}', '{"source": "s"}', "\0"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"confirmed": -1}', '{"source": "s"}', "\0"]
+)
 def test_a_damaged_checkpoint_is_never_trusted(tmp_path: Path, text: str) -> None:
     path = tmp_path / "c.json"
     path.write_text(text)
@@ -99,6 +101,8 @@ async def test_ten_million_jobs_take_no_more_memory_than_ten_thousand(
         storage.models.send = instantly  # type: ignore[method-assign]
         settings = LoadSettings(storage=local_settings.storage)
         source: Any = ManyJobs(10_000)
-        summary = await Load(storage, source, settings, tmp_path / "c", restart=True).run(count)
+        summary = await Load(
+            storage, source, settings, tmp_path / "c", restart=True
+        ).run(count)
     assert summary.sent == 10_000
     assert objects[8_000] - objects[1_600] < 500

@@ -36,7 +36,9 @@ def processes_of(settings: StorageSettings, count: int = 2) -> SenderProcesses:
 
 def children_of(pid: int) -> list[int]:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(each) for each in children if b"loadgen.processes" in _command(int(each))]
+    return [
+        int(each) for each in children if b"loadgen.processes" in _command(int(each))
+    ]
 
 
 def _command(pid: int) -> bytes:
@@ -71,7 +73,9 @@ async def test_without_any_process_left_the_operator_is_told(
         )
         for child in children:
             os.kill(child, signal.SIGKILL)
-        with pytest.raises(errors.SetupError, match=r"exit codes: -9, -9.*--processes 1"):
+        with pytest.raises(
+            errors.SetupError, match=r"exit codes: -9, -9.*--processes 1"
+        ):
             await BulkSender(processes.send, ["a job"] * 100).run()
 
 
@@ -90,7 +94,9 @@ async def test_an_error_of_a_process_has_its_class_and_its_words(
 def ids_in(settings: StorageSettings) -> Counter[str]:
     async def browse() -> Counter[str]:
         async with open_storage(settings) as storage:
-            return Counter(json.loads(body)["id"] for body in (await bodies_in(storage)).elements())
+            return Counter(
+                json.loads(body)["id"] for body in (await bodies_in(storage)).elements()
+            )
 
     return asyncio.run(browse())
 
@@ -125,9 +131,16 @@ def test_a_load_of_several_processes_that_is_killed_at_any_moment_resumes_and_lo
         load.kill()
         load.communicate()
     # Not if a process goes on without its load.
-    polling.until_in_thread(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
+    polling.until_in_thread(
+        lambda: not any(Path(f"/proc/{child}").exists() for child in children)
+    )
     result = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
 
     ids = ids_in(settings)

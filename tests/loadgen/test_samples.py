@@ -15,7 +15,10 @@ from loadgen.file_source import FileSource
 from loadgen.load import Checkpoint, Load, Summary
 from loadgen.settings import LoadSettings
 
-BODIES = [json.dumps({"prompt": f"a cat {number}", "id": f"j{number}"}) for number in range(4000)]
+BODIES = [
+    json.dumps({"prompt": f"a cat {number}", "id": f"j{number}"})
+    for number in range(4000)
+]
 
 
 def chosen(share: float, key: str = "k", bodies: Sequence[str] = BODIES) -> list[str]:
@@ -62,22 +65,28 @@ def test_a_second_drawing_is_signed_where_jobs_are(tmp_path: Path) -> None:
     assert Sample(1, "k").second_drawing(signed) is None, "nobody could sign it"
 
 
-def test_a_load_that_resumes_a_day_later_compares_the_same_signed_jobs(tmp_path: Path) -> None:
+def test_a_load_that_resumes_a_day_later_compares_the_same_signed_jobs(
+    tmp_path: Path,
+) -> None:
     key = SigningKey.create(tmp_path / "key.pem")
-    jobs = [read_job(f'{{"prompt": "a", "id": "{number}"}}', "") for number in range(40)]
+    jobs = [
+        read_job(f'{{"prompt": "a", "id": "{number}"}}', "") for number in range(40)
+    ]
 
     def chosen_on(day: int) -> list[bool]:
         signer = signers.signer(key, signers.scope(days=day))
         sample = Sample(0.5, "k", signer)
-        return [sample.second_drawing(job.to_message(signer)) is not None for job in jobs]
+        return [
+            sample.second_drawing(job.to_message(signer)) is not None for job in jobs
+        ]
 
     assert chosen_on(0) == chosen_on(1)
 
 
 def test_jobs_of_few_steps_are_not_compared() -> None:
-    assert chosen(1, bodies=['{"prompt":"a","steps":4}', '{"prompt":"a","steps":15}']) == [
-        '{"prompt":"a","steps":15}'
-    ]
+    assert chosen(
+        1, bodies=['{"prompt":"a","steps":4}', '{"prompt":"a","steps":15}']
+    ) == ['{"prompt":"a","steps":15}']
 
 
 def test_a_job_that_fills_its_message_is_drawn_once() -> None:
@@ -104,7 +113,9 @@ async def test_a_load_that_resumes_chooses_the_same_and_counts_jobs_as_before(
     async def load() -> Summary:
         async with open_storage(local_settings) as storage:
             source = FileSource(path)
-            return await Load(storage, source, settings, checkpoint, restart=False).run(print)
+            return await Load(storage, source, settings, checkpoint, restart=False).run(
+                print
+            )
 
     first = await load()
     kept = Checkpoint.read(checkpoint)

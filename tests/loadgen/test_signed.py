@@ -45,7 +45,10 @@ def test_a_templates_jobs_are_signed_and_the_same_after_a_resume(
     signed = TemplateSource(path, signer=signer)
     bodies = list(signed.bodies(0))
     resumed = TemplateSource(path, signer=signer).bodies(200)
-    digests = [[read_job(body, "m", trusted).digest for body in some] for some in (bodies, resumed)]
+    digests = [
+        [read_job(body, "m", trusted).digest for body in some]
+        for some in (bodies, resumed)
+    ]
     assert digests[1] == digests[0][200:]
     for body, plain in zip(bodies, TemplateSource(path).bodies(0), strict=True):
         assert read_job(body, "m", trusted) == read_job(plain, "m")
@@ -55,7 +58,9 @@ def test_a_files_jobs_get_ids_and_are_signed(
     signer: JobSigner, trusted: TrustedJobs, tmp_path: Path
 ) -> None:
     path = tmp_path / "jobs.jsonl"
-    path.write_text('{"prompt": "a"}\n\n{"prompt": "b", "id": "own", "save_images": true}\n')
+    path.write_text(
+        '{"prompt": "a"}\n\n{"prompt": "b", "id": "own", "save_images": true}\n'
+    )
     with_key = FileSource(path, signer=signer)
     with_key.check(0)
     bodies = [body for body in with_key.bodies(0) if body]
@@ -89,7 +94,9 @@ def test_a_line_that_somebody_signed_is_sent_as_it_is_or_signed_anew(
 ) -> None:
     other = SigningKey.create(tmp_path / "other.pem")
     theirs = json.dumps(
-        json.loads(Job(prompt="a", id="a", cfg_scale=7).to_message(signers.signer(other)))
+        json.loads(
+            Job(prompt="a", id="a", cfg_scale=7).to_message(signers.signer(other))
+        )
     )
     path = tmp_path / "jobs.jsonl"
     path.write_text(theirs)

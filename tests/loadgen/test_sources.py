@@ -31,8 +31,16 @@ lists:
 job: {steps: 15, campaign: spring, metadata: {noun: "{noun}", number: 7}}
 """
 
-PROMPTS = ["fox, {braces}", "fox, {braces}", "photo of a fox and a fox, anime, <lora:ink:1.00>"]
-IDS = ["1fe89a611998ffee4fcae0db", "3d0887266ef3df488609f6d6", "f024ad58d719cb787f2747ef"]
+PROMPTS = [
+    "fox, {braces}",
+    "fox, {braces}",
+    "photo of a fox and a fox, anime, <lora:ink:1.00>",
+]
+IDS = [
+    "1fe89a611998ffee4fcae0db",
+    "3d0887266ef3df488609f6d6",
+    "f024ad58d719cb787f2747ef",
+]
 
 
 @pytest.fixture
@@ -49,7 +57,9 @@ def template(path: Path, text: str) -> TemplateSource:
 
 def test_the_jobs_of_a_template_never_change(path: Path) -> None:
     """Other values here would mean other jobs for everyone's templates."""
-    jobs = [json.loads(body) for body in itertools.islice(TemplateSource(path).bodies(0), 3)]
+    jobs = [
+        json.loads(body) for body in itertools.islice(TemplateSource(path).bodies(0), 3)
+    ]
 
     assert [job["prompt"] for job in jobs] == PROMPTS
     assert [job["id"] for job in jobs] == IDS
@@ -111,7 +121,9 @@ def test_every_job_is_valid_and_carries_the_fixed_fields(path: Path) -> None:
         assert (job.steps, job.campaign, job.metadata["number"]) == (15, "spring", 7)
 
 
-def test_a_placeholder_has_one_value_in_a_job_and_its_second_draw_another(path: Path) -> None:
+def test_a_placeholder_has_one_value_in_a_job_and_its_second_draw_another(
+    path: Path,
+) -> None:
     source = template(
         path,
         "prompt: '{n}/{n}/{n:2}'\nnegative_prompt: '{n}'\nlists: {n: [a, b, c, d, e, f, g, h]}\n"
@@ -151,7 +163,8 @@ def test_a_lora_has_a_strength_in_its_range_and_its_trigger_words(path: Path) ->
     strengths = {float(prompt.split(":")[2].split(">")[0]) for prompt in jobs}
 
     assert all(
-        prompt.startswith("a <lora:forest:0.") and prompt.endswith(">, magic") for prompt in jobs
+        prompt.startswith("a <lora:forest:0.") and prompt.endswith(">, magic")
+        for prompt in jobs
     )
     assert len(strengths) > 10
     assert 0.2 <= min(strengths) < max(strengths) <= 0.6
@@ -176,12 +189,18 @@ def doubling(levels: int) -> str:
         ),
         ("prompt: a {noun}", "no list for {noun}; lists: none"),
         ("prompt: a\njob: {metadata: {x: '{y}'}}", "job.metadata.x: no list for {y}"),
-        ("prompt: '{a}'\nlists: {a: ['{b}'], b: ['{a:2}']}", "circular lists: a -> b -> a"),
+        (
+            "prompt: '{a}'\nlists: {a: ['{b}'], b: ['{a:2}']}",
+            "circular lists: a -> b -> a",
+        ),
         (f"prompt: '{{l0}}'\nlists: {doubling(40)}", "over 1,000,000 characters"),
         (f"prompt: '{{l0}}'\nlists: {doubling(400)}", "nested more than 50 deep"),
         ("prompt: 'a { b'", "a single '{'"),
         ("prompt: 'a {b c}'", "a single '{'"),
-        ("prompt: '<lora:{n}:1>'\nlists: {n: [x, {text: ../y, weight: 0.0001}]}", "'../y'"),
+        (
+            "prompt: '<lora:{n}:1>'\nlists: {n: [x, {text: ../y, weight: 0.0001}]}",
+            "'../y'",
+        ),
         ("prompt: '{n}'\nlists: {n: [x, '" + "y" * 65_530 + "']}", "65,536"),
     ],
 )
@@ -219,12 +238,16 @@ def test_lines_without_an_id_get_one_that_is_the_same_each_time(tmp_path: Path) 
 
 
 def test_reading_from_the_middle_gives_the_same_jobs(tmp_path: Path) -> None:
-    source = lines(tmp_path, "".join(f'{{"prompt":"{number}"}}\n' for number in range(9)))
+    source = lines(
+        tmp_path, "".join(f'{{"prompt":"{number}"}}\n' for number in range(9))
+    )
 
     assert list(source.bodies(4)) == list(source.bodies(0))[4:]
 
 
-def test_empty_lines_carriage_returns_and_a_byte_order_mark_are_accepted(tmp_path: Path) -> None:
+def test_empty_lines_carriage_returns_and_a_byte_order_mark_are_accepted(
+    tmp_path: Path,
+) -> None:
     source = lines(tmp_path, b'\xef\xbb\xbf{"prompt":"a"}\r\n\r\n  \n{"prompt":"b"}')
     source.check(0)
 
@@ -233,8 +256,12 @@ def test_empty_lines_carriage_returns_and_a_byte_order_mark_are_accepted(tmp_pat
     assert [body is None for body in bodies] == [False, True, True, False]
 
 
-def test_invalid_lines_are_refused_by_number_before_anything_is_sent(tmp_path: Path) -> None:
-    source = lines(tmp_path, b'{"prompt":"a"}\nnonsense\n{"prompt":5}\n\xff\n{"prmpt":"a"}\n')
+def test_invalid_lines_are_refused_by_number_before_anything_is_sent(
+    tmp_path: Path,
+) -> None:
+    source = lines(
+        tmp_path, b'{"prompt":"a"}\nnonsense\n{"prompt":5}\n\xff\n{"prmpt":"a"}\n'
+    )
 
     with pytest.raises(errors.SetupError) as caught:
         source.check(0)
@@ -278,7 +305,9 @@ def test_a_count_ends_a_file_early(tmp_path: Path) -> None:
     assert len(list(lines(tmp_path, '{"prompt":"a"}\n' * 5, count=2).bodies(0))) == 2
 
 
-def test_the_same_standard_input_twice_makes_new_jobs(stdin: Callable[[bytes], None]) -> None:
+def test_the_same_standard_input_twice_makes_new_jobs(
+    stdin: Callable[[bytes], None],
+) -> None:
     ids = set()
     for _ in range(2):
         stdin(b'{"prompt":"a"}\n{"prompt":"a"}')
@@ -314,7 +343,9 @@ def test_defaults_are_those_of_jobs_that_have_none_and_of_other_ids(path: Path) 
         (50, "euler", "GPU"),
         (7, "euler", "GPU"),
     ]
-    drawn = read_job(next(TemplateSource(path, defaults="a1111-1.10").bodies(0)), "none")
+    drawn = read_job(
+        next(TemplateSource(path, defaults="a1111-1.10").bodies(0)), "none"
+    )
     assert (drawn.steps, drawn.sampler) == (15, "euler")
 
 
@@ -329,7 +360,10 @@ def test_a_job_that_was_read_before_keeps_its_defaults(path: Path) -> None:
 @pytest.mark.parametrize(
     ("jobs", "told"),
     [
-        (['{"prompt": "a"}', '{"prompt": "b", "send_images": true}'] * 2, "line 2: AUTOMATIC1111"),
+        (
+            ['{"prompt": "a"}', '{"prompt": "b", "send_images": true}'] * 2,
+            "line 2: AUTOMATIC1111",
+        ),
         (
             ['{"prompt": "a", "sampler_name": "DPM++ 2M", "steps": 9, "cfg_scale": 7}'],
             "sampler dpmpp_2m_karras",

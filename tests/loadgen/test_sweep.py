@@ -36,7 +36,9 @@ def jobs_of(source: TemplateSource) -> list[Job]:
     return [read_job(body, "unused") for body in source.bodies(0)]
 
 
-def test_a_sweep_has_every_combination_once_and_knows_their_number(tmp_path: Path) -> None:
+def test_a_sweep_has_every_combination_once_and_knows_their_number(
+    tmp_path: Path,
+) -> None:
     source = source_of(tmp_path, SWEEP)
     source.check(0)
     jobs = jobs_of(source)
@@ -68,7 +70,9 @@ def test_an_id_says_what_its_job_is(tmp_path: Path) -> None:
     assert all(re.match(r"[0-9a-f]{24}-", job.id or "") for job in jobs)
 
 
-def test_a_prompt_is_drawn_for_all_combinations_and_they_share_a_seed(tmp_path: Path) -> None:
+def test_a_prompt_is_drawn_for_all_combinations_and_they_share_a_seed(
+    tmp_path: Path,
+) -> None:
     """Otherwise a picture would differ by more than what is swept."""
     rounds = 12
     jobs = jobs_of(source_of(tmp_path, SWEEP, count=rounds * COMBINATIONS))
@@ -85,7 +89,9 @@ def test_a_prompt_is_drawn_for_all_combinations_and_they_share_a_seed(tmp_path: 
 
 
 def test_a_seed_is_swept_like_any_field(tmp_path: Path) -> None:
-    jobs = jobs_of(source_of(tmp_path, "prompt: a\njob: {seed: {from: 3, to: 7}, steps: [5, 9]}"))
+    jobs = jobs_of(
+        source_of(tmp_path, "prompt: a\njob: {seed: {from: 3, to: 7}, steps: [5, 9]}")
+    )
 
     assert sorted((job.seed, job.steps) for job in jobs) == [
         (seed, steps) for seed in range(3, 8) for steps in (5, 9)
@@ -101,7 +107,9 @@ def test_a_sweep_is_the_same_each_time_and_resumes_anywhere(tmp_path: Path) -> N
     assert again.identity == source.identity
     assert list(itertools.islice(again.bodies(0), 150)) == list(source.bodies(0))
     assert list(source.bodies(77)) == list(source.bodies(0))[77:]
-    assert list(source_of(tmp_path, SWEEP, count=150, seed=5).bodies(0)) != list(source.bodies(0))
+    assert list(source_of(tmp_path, SWEEP, count=150, seed=5).bodies(0)) != list(
+        source.bodies(0)
+    )
 
 
 def test_the_order_of_fields_in_the_file_changes_nothing(tmp_path: Path) -> None:
@@ -118,14 +126,19 @@ def test_a_sweep_of_a_million_is_described_without_making_it(tmp_path: Path) -> 
     source = source_of(tmp_path, text)
     examples = [json.loads(body) for body in source.examples(10)]
 
-    assert source.describe() == "2,000,000 jobs: 2,000,000 combinations of 2 steps x 1,000,000 seed"
+    assert (
+        source.describe()
+        == "2,000,000 jobs: 2,000,000 combinations of 2 steps x 1,000,000 seed"
+    )
     assert {job.get("steps") for job in examples} == {None, 30}  # 20 is the default
     assert len({job["id"] for job in examples}) == 10
     assert read_job(source.body(1_999_999), "").seed == 1_000_000
 
 
 def test_the_decimals_of_a_range_are_those_that_are_written(tmp_path: Path) -> None:
-    source = source_of(tmp_path, "prompt: a\njob: {cfg_scale: {from: 5, to: 6, step: 0.1}}")
+    source = source_of(
+        tmp_path, "prompt: a\njob: {cfg_scale: {from: 5, to: 6, step: 0.1}}"
+    )
 
     assert [job.cfg_scale for job in jobs_of(source)] == [5 + n / 10 for n in range(11)]
 
@@ -169,7 +182,9 @@ HUGE = "job: {seed: {from: 0, to: 4000000000}, steps: {from: 1, to: 150}, clip_s
         (HUGE, "combinations; 1,000,000,000,000 at most"),
     ],
 )  # fmt: skip
-def test_an_error_of_a_sweep_is_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+def test_an_error_of_a_sweep_is_one_sentence(
+    tmp_path: Path, text: str, sentence: str
+) -> None:
     with pytest.raises(errors.SetupError) as caught:
         source_of(tmp_path, f"prompt: a\n{text}")
 

@@ -36,7 +36,9 @@ def test_yaml_and_toml_are_equivalent(tmp_path: Path) -> None:
     assert template.read_template(yaml) == template.read_template(toml)
 
 
-def test_comments_layout_count_and_seed_do_not_change_the_content(tmp_path: Path) -> None:
+def test_comments_layout_count_and_seed_do_not_change_the_content(
+    tmp_path: Path,
+) -> None:
     first = write(tmp_path, "prompt: a\ncount: 3", "a.yaml")
     second = write(tmp_path, "# hello\nseed: 5\nprompt:   a\ncount: 9", "b.yaml")
 
@@ -46,25 +48,46 @@ def test_comments_layout_count_and_seed_do_not_change_the_content(tmp_path: Path
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("prompt: a\nnegativ_prompt: b", "negativ_prompt: unknown key; did you mean 'negative_pr"),
+        (
+            "prompt: a\nnegativ_prompt: b",
+            "negativ_prompt: unknown key; did you mean 'negative_pr",
+        ),
         ("prompt: a\nsteps: 5", "steps: unknown key"),
         ("prompt: a\nlists: {noun: []}", "lists.noun: the list is empty"),
         ("prompt: []", "prompt: the list is empty"),
         ("count: 3", "prompt: is required"),
-        ("prompt: a\nlists: {noun: [cat, {txt: dog}]}", "lists.noun[1].txt: unknown key"),
-        ("prompt: a\nlists: {noun: [{weight: 2}]}", "lists.noun[0]: needs `text` or `lora`"),
+        (
+            "prompt: a\nlists: {noun: [cat, {txt: dog}]}",
+            "lists.noun[1].txt: unknown key",
+        ),
+        (
+            "prompt: a\nlists: {noun: [{weight: 2}]}",
+            "lists.noun[0]: needs `text` or `lora`",
+        ),
         ("prompt: a\nlists: {noun: [{text: x, weight: 0}]}", "lists.noun[0].weight"),
         ("prompt: a\nlists: {noun: [{text: x, weight: .nan}]}", "lists.noun[0].weight"),
         ("prompt: a\nlists: {noun: [{text: x, strength: 2}]}", "is for LoRAs"),
         ("prompt: a\nlists: {noun: [{lora: ../x}]}", "lists.noun[0].lora"),
-        ("prompt: a\nlists: {noun: [{lora: x, strength: 35}]}", "lists.noun[0].strength"),
-        ("prompt: a\nlists: {noun: [{lora: x, strength: [2, 1]}]}", "[lowest, highest]"),
-        ("prompt: a\nlists: {noun: ['<lora:x:99>']}", "lists.noun[0].text: <lora:x:99>"),
+        (
+            "prompt: a\nlists: {noun: [{lora: x, strength: 35}]}",
+            "lists.noun[0].strength",
+        ),
+        (
+            "prompt: a\nlists: {noun: [{lora: x, strength: [2, 1]}]}",
+            "[lowest, highest]",
+        ),
+        (
+            "prompt: a\nlists: {noun: ['<lora:x:99>']}",
+            "lists.noun[0].text: <lora:x:99>",
+        ),
         ("prompt: a\nlists: {noun: [cat, no]}", "lists.noun[1]: YAML reads yes, no"),
         ("prompt: a\nlists: {'a b': [x]}", "lists.a b"),
         ("prompt: a\ncount: 0", "count"),
         ("prompt: a\nseed: -1", "seed"),
-        ("prompt: a\njob: {stesp: 5}", "job: stesp: unknown key; did you mean 'steps'?"),
+        (
+            "prompt: a\njob: {stesp: 5}",
+            "job: stesp: unknown key; did you mean 'steps'?",
+        ),
         ("prompt: a\njob: {steps: 500}", "job: steps:"),
         ("prompt: a\njob: {id: x}", "id is filled in for each job"),
         ("prompt: a\njob: {restore_faces: true}", "restore_faces is not supported"),
@@ -104,7 +127,9 @@ def test_the_shipped_templates_are_valid(path: Path) -> None:
 
 
 def test_the_templates_of_the_documentation_are_valid(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "loading.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "loading.md").read_text(
+        encoding="utf-8"
+    )
     blocks = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     drawn, sweep = (TemplateSource(write(tmp_path, block)) for block in blocks)
 

@@ -48,12 +48,20 @@ class Process:
         prometheus_client.Counter(
             "imagefleet_cost_dollars", "...", ["kind"], registry=registry
         ).labels("gpu")
-        prometheus_client.Gauge("imagefleet_price_dollars_per_hour", "...", registry=registry)
+        prometheus_client.Gauge(
+            "imagefleet_price_dollars_per_hour", "...", registry=registry
+        )
         self.labels = {}
         for family in text_string_to_metric_families(render(registry).decode()):
             for sample in family.samples:
-                labels = {"job": "imagefleet-worker", "instance": self.instance, **sample.labels}
-                self.labels[sample.name] = ",".join(f'{name}="{labels[name]}"' for name in labels)
+                labels = {
+                    "job": "imagefleet-worker",
+                    "instance": self.instance,
+                    **sample.labels,
+                }
+                self.labels[sample.name] = ",".join(
+                    f'{name}="{labels[name]}"' for name in labels
+                )
 
     @property
     def images(self) -> float:
@@ -84,7 +92,10 @@ class Process:
                 "imagefleet_price_dollars_per_hour": self.dollars_per_hour,
                 "imagefleet_worker_info": 1.0,
             }
-            lines = {f"{name}{{{self.labels[name]}}}": value for name, value in values.items()}
+            lines = {
+                f"{name}{{{self.labels[name]}}}": value
+                for name, value in values.items()
+            }
             common = self.labels["imagefleet_images_total"]
             for series, total in self.counts.items():
                 lines[f"{series[:-1]},{common}}}"] = total * age / seconds
@@ -126,7 +137,9 @@ def drawings(
     drawn = int(seconds * process.images_per_second)
     for place in range(drawn):
         name, outcome = f"{number}-{place}", fate(place)
-        if place == drawn - 1:  # it is stored: a worker's records tell its time until then
+        if (
+            place == drawn - 1
+        ):  # it is stored: a worker's records tell its time until then
             outcome = "completed"
         elif place in doubled:
             name, outcome = f"0-{place}", "completed"
@@ -167,12 +180,22 @@ async def write_records(
         of_first = of_first or len(records)
         names = {f"0-{place}" for place in doubled}
         again = [each for each in records if each.id in names]
-        stored = [each for each in records if each.outcome != "failed" and each.id not in names]
+        stored = [
+            each
+            for each in records
+            if each.outcome != "failed" and each.id not in names
+        ]
         error = {"error": "JobError", "blob": None}
-        failed = [each.model_copy(update=error) for each in records if each.outcome == "failed"]
+        failed = [
+            each.model_copy(update=error)
+            for each in records
+            if each.outcome == "failed"
+        ]
         begun = [each for each in stored if each.images == 2]
         for each in begun:
-            await storage.blobs.create(str(each.blob), b"", "image/png", {"images": "2"})
+            await storage.blobs.create(
+                str(each.blob), b"", "image/png", {"images": "2"}
+            )
         waiting = [
             each.model_copy(update={"id": f"{each.id}-waiting"})
             for each in chance.sample(stored, chance.randint(1, 9))
@@ -181,7 +204,9 @@ async def write_records(
         cancelled = [each.model_copy(update=ended) for each in begun + waiting]
         replayed = chance.sample(failed, len(failed) // 2)
         to_draw += [each.id for each in replayed]
-        await operator.add([each.model_copy(update={"outcome": "replayed"}) for each in replayed])
+        await operator.add(
+            [each.model_copy(update={"outcome": "replayed"}) for each in replayed]
+        )
         log = RecordLog(storage.blobs, process.instance)
         await log.add(again, again=True)
         await log.add(stored + failed + cancelled)

@@ -24,7 +24,9 @@ async def until(look: Callable[[], Any], enough: Callable[[Any], Any] = bool) ->
         await asyncio.sleep(_PAUSE_SECONDS)
 
 
-def until_in_thread(look: Callable[[], Any], enough: Callable[[Any], Any] = bool) -> Any:
+def until_in_thread(
+    look: Callable[[], Any], enough: Callable[[Any], Any] = bool
+) -> Any:
     """The same for a test or a thread without an event loop."""
     while not enough(found := look()):
         time.sleep(_PAUSE_SECONDS)

@@ -10,7 +10,12 @@ from imagefleet.storage.open import Storage
 
 
 async def note(
-    storage: Storage, campaign: str, jobs: int, first: int = 0, *, ids: Iterable[str] = ()
+    storage: Storage,
+    campaign: str,
+    jobs: int,
+    first: int = 0,
+    *,
+    ids: Iterable[str] = (),
 ) -> None:
     """Notes that so many jobs were sent: *ids*, the others by names from number *first* on."""
     ledger = Ledger(storage, campaign)
@@ -24,5 +29,7 @@ async def begin(storage: Storage, campaign: str, jobs: int) -> None:
     """The same, and one of them is completed."""
     await note(storage, campaign, jobs, ids=["done"])
     done = {"id": "done", "digest": "0" * 64, "blob": f"{campaign}/done.png"}
-    record = Record(outcome="completed", campaign=campaign, at=datetime.now(UTC), **done)
+    record = Record(
+        outcome="completed", campaign=campaign, at=datetime.now(UTC), **done
+    )
     await RecordLog(storage.blobs, "w1").add([record])

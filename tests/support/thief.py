@@ -51,14 +51,22 @@ async def stealing(settings: StorageSettings, role: Role) -> AsyncIterator[Thief
     minted = mint.Minter(settings).mint(role, timedelta(hours=1))
     address = read_address(minted.storage)
     names = settings.queues_of(None)
-    token = {resource: AzureSasCredential(each) for resource, each in minted.fields.items()}
+    token = {
+        resource: AzureSasCredential(each) for resource, each in minted.fields.items()
+    }
     async with (
         address.queue_client(settings.queue, token["queue"], **OPTIONS) as jobs,
         address.queue_client(names["high"], token["queue_high"], **OPTIONS) as high,
         address.queue_client(names["low"], token["queue_low"], **OPTIONS) as low,
-        address.queue_client(settings.poison_queue, token["poison"], **OPTIONS) as poison,
-        address.container_client(settings.container, token["blob"], **OPTIONS) as images,
-        address.container_client(settings.files_container, token["files"], **OPTIONS) as files,
+        address.queue_client(
+            settings.poison_queue, token["poison"], **OPTIONS
+        ) as poison,
+        address.container_client(
+            settings.container, token["blob"], **OPTIONS
+        ) as images,
+        address.container_client(
+            settings.files_container, token["files"], **OPTIONS
+        ) as files,
     ):
         yield Thief(jobs, high, low, poison, images, files)
 
@@ -82,7 +90,9 @@ class Loot:
         """The jobs that commands are asked about."""
         return {**self.drawn, **self.failed, **self.waiting}
 
-    def record(self, job_id: str, body: str, outcome: str = "completed", **told: Any) -> Record:
+    def record(
+        self, job_id: str, body: str, outcome: str = "completed", **told: Any
+    ) -> Record:
         """A forged record, credited to an honest worker."""
         job = read_job(body, "none")
         known = {
@@ -102,7 +112,11 @@ class Loot:
 
 
 async def shard(
-    thief: Thief, campaign: str, kind: str, lines: Iterable[bytes], totals: Totals | None = None
+    thief: Thief,
+    campaign: str,
+    kind: str,
+    lines: Iterable[bytes],
+    totals: Totals | None = None,
 ) -> None:
     """Creates a shard with *lines*; *totals* may lie."""
     lines = list(lines)
@@ -113,25 +127,40 @@ async def shard(
     await blob.append_block(shard_part(lines, totals or Totals(len(lines), len(lines))))
 
 
-async def store(thief: Thief, name: str, data: bytes = GARBAGE, **metadata: str) -> None:
+async def store(
+    thief: Thief, name: str, data: bytes = GARBAGE, **metadata: str
+) -> None:
     await thief.images.upload_blob(name, data, metadata=metadata)
 
 
 async def records_of_images(thief: Thief, loot: Loot) -> None:
     """Images that are stored, with another SHA-256 or none, before and after the honest record."""
     for kind in ("images", "again"):
-        for days, told in ((-1, {}), (1, {}), (0, {"sha256": None}), (0, {"worker": "w2"})):
+        for days, told in (
+            (-1, {}),
+            (1, {}),
+            (0, {"sha256": None}),
+            (0, {"worker": "w2"}),
+        ):
             at = datetime.now(UTC) + timedelta(days=days)
-            forged = [loot.record(*job, at=at, **told).line() for job in loot.drawn.items()]
+            forged = [
+                loot.record(*job, at=at, **told).line() for job in loot.drawn.items()
+            ]
             await shard(thief, loot.campaign, kind, forged)
 
 
 async def ends_of_completed_jobs(thief: Thief, loot: Loot) -> None:
-    ends: tuple[dict[str, Any], ...] = ({}, {"digest": None}, {"source": None, "stages": 2})
+    ends: tuple[dict[str, Any], ...] = (
+        {},
+        {"digest": None},
+        {"source": None, "stages": 2},
+    )
     for outcome in ("failed", "cancelled"):
         for told in ends:
             jobs = loot.drawn.items()
-            forged = [loot.record(*job, outcome, error="E", **told).line() for job in jobs]
+            forged = [
+                loot.record(*job, outcome, error="E", **told).line() for job in jobs
+            ]
             await shard(thief, loot.campaign, "jobs", forged)
 
 
@@ -144,7 +173,9 @@ async def operators_facts(thief: Thief, loot: Loot) -> None:
             await shard(thief, loot.campaign, kind, lines)
     redo = {"source": "redo/1.json"}  # as if one were under way
     lines = [
-        loot.record(*job, "replaced", blob=read_job(job[1], "none").blob_name(0), **redo).line()
+        loot.record(
+            *job, "replaced", blob=read_job(job[1], "none").blob_name(0), **redo
+        ).line()
         for job in loot.drawn.items()
     ]
     await shard(thief, loot.campaign, "replaced", lines)
@@ -157,7 +188,11 @@ async def operators_facts(thief: Thief, loot: Loot) -> None:
 
 
 async def totals_that_lie(thief: Thief, loot: Loot) -> None:
-    line = [loot.record("x", '{"prompt": "x", "id": "x"}', blob=f"{loot.campaign}/x.png").line()]
+    line = [
+        loot.record(
+            "x", '{"prompt": "x", "id": "x"}', blob=f"{loot.campaign}/x.png"
+        ).line()
+    ]
     for lie in (Totals(2**40, 2**40), Totals(2**63, 1), Totals(5, 5)):
         await shard(thief, loot.campaign, "images", line, lie)
 
@@ -181,7 +216,12 @@ async def numbers_without_bounds(thief: Thief, loot: Loot) -> None:
         huge = told + b',"' + name + b'":9007199254740991}\n'
         await shard(thief, loot.campaign, "images", [huge])
     many = {"images": MAX_IMAGES_PER_JOB, "completes": True, "attempts": 1_000_000}
-    most = {"size_bytes": MAX_IMAGE_BYTES, "seconds": 600_000, "price_per_hour": 1_000, **many}
+    most = {
+        "size_bytes": MAX_IMAGE_BYTES,
+        "seconds": 600_000,
+        "price_per_hour": 1_000,
+        **many,
+    }
     for kind in ("images", "again"):
         lines = [loot.record(*job, **most).line() for job in loot.drawn.items()]
         await shard(thief, loot.campaign, kind, lines)
@@ -252,7 +292,12 @@ async def messages_of_failed_jobs(thief: Thief, loot: Loot) -> None:
         known = loot.record(job_id, body, "failed", error="E", reason="forged")
         known = known.model_copy(update={"body": body})
         await thief.poison.send_message(known.model_dump_json(exclude_defaults=True))
-    for body in [*loot.drawn.values(), '{"prompt": "a", "id": "forged"}', "no JSON", "[" * 9_000]:
+    for body in [
+        *loot.drawn.values(),
+        '{"prompt": "a", "id": "forged"}',
+        "no JSON",
+        "[" * 9_000,
+    ]:
         await thief.poison.send_message(body)
 
 

@@ -74,7 +74,9 @@ def one_hand_back(monkeypatch: pytest.MonkeyPatch) -> None:
 class StoreImages(Protocol):
     """Stores images of a message's job, by default all, without records of them."""
 
-    async def __call__(self, body: str, *indices: int, data: bytes = b"image") -> None: ...
+    async def __call__(
+        self, body: str, *indices: int, data: bytes = b"image"
+    ) -> None: ...
 
 
 @pytest.fixture
@@ -95,7 +97,9 @@ def store_images(storage: Storage) -> StoreImages:
 
 
 @pytest.fixture
-def run_pipeline(storage: Storage, worker_settings: Callable[..., WorkerSettings]) -> RunPipeline:
+def run_pipeline(
+    storage: Storage, worker_settings: Callable[..., WorkerSettings]
+) -> RunPipeline:
     async def run(
         engine: contract.Engine | None = None,
         *,

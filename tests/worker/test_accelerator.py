@@ -26,7 +26,13 @@ def job_of(**fields: Any) -> Job:
     ("name", "title", "steps", "guidance", "sampler"),
     [
         (LIGHTNING, "SDXL-Lightning", 4, 1.0, "euler_sgm_uniform"),
-        ("Hyper-SDXL-8steps-CFG-lora", "Hyper-SD with CFG", 8, 5.0, "euler_sgm_uniform"),
+        (
+            "Hyper-SDXL-8steps-CFG-lora",
+            "Hyper-SD with CFG",
+            8,
+            5.0,
+            "euler_sgm_uniform",
+        ),
         ("Hyper-SD15-2steps-lora", "Hyper-SD", 2, 1.0, "euler_sgm_uniform"),
         ("folder/dmd2_sdxl_4step_lora.safetensors", "DMD2", 4, 1.0, "lcm_turbo"),
         ("pcm_sd15_smallcfg_8step", "PCM", 8, 1.0, "euler_sgm_uniform"),
@@ -41,7 +47,11 @@ def test_a_job_that_says_nothing_is_drawn_as_the_kind_of_file_wants(
     assert accelerator.kind.title == title
     for usual in ({}, {"steps": 20, "cfg_scale": 7, "scheduler": "Automatic"}):
         drawn = accelerator.fit(job_of(**usual))
-        assert (drawn.steps, drawn.cfg_scale, drawn.sampler) == (steps, guidance, sampler)
+        assert (drawn.steps, drawn.cfg_scale, drawn.sampler) == (
+            steps,
+            guidance,
+            sampler,
+        )
 
 
 def test_every_sampler_of_every_kind_is_one_of_the_engines() -> None:
@@ -52,9 +62,15 @@ def test_every_sampler_of_every_kind_is_one_of_the_engines() -> None:
 
 
 def test_a_job_keeps_what_fits_and_its_digest() -> None:
-    job = job_of(steps=8, cfg_scale=1.5, sampler_name="k_euler_a", then=[{"prompt": "a barn"}])
+    job = job_of(
+        steps=8, cfg_scale=1.5, sampler_name="k_euler_a", then=[{"prompt": "a barn"}]
+    )
     drawn = Accelerator.of("lcm").fit(job)
-    assert (drawn.steps, drawn.cfg_scale, drawn.sampler) == (8, 1.5, "euler_ancestral_sgm_uniform")
+    assert (drawn.steps, drawn.cfg_scale, drawn.sampler) == (
+        8,
+        1.5,
+        "euler_ancestral_sgm_uniform",
+    )
     assert (drawn.digest, drawn.stage_digest) == (job.digest, job.stage_digest)
     assert drawn.prompt == job.prompt
     assert Accelerator.of("lcm").fit(job_of(cfg_scale=0)).cfg_scale == 1
@@ -65,34 +81,64 @@ def test_a_job_keeps_what_fits_and_its_digest() -> None:
     [
         ({"steps": 15}, "steps is 15, and this worker .* 2 to 8: leave it out"),
         ({"cfg_scale": 5}, "cfg_scale is 5, .* takes 1: leave it out"),
-        ({"sampler_name": "DDIM"}, "the sampler is DDIM, .* takes Euler with SGM Uniform"),
+        (
+            {"sampler_name": "DDIM"},
+            "the sampler is DDIM, .* takes Euler with SGM Uniform",
+        ),
         ({"sampler_name": "Euler Karras"}, "the sampler is Euler Karras"),
-        ({"sampler_name": "Euler", "scheduler": "Karras"}, "the sampler is Euler Karras"),
+        (
+            {"sampler_name": "Euler", "scheduler": "Karras"},
+            "the sampler is Euler Karras",
+        ),
         (
             {"prompt": f"a house <lora:{LIGHTNING}:1>"},
             "names the LoRA '.*', which this worker draws",
         ),
-        ({"prompt": "a house:3"}, "cfg_scale times the prompt's own weight is 3, .* takes 1:"),
-        ({"enable_hr": True, "hr_sampler_name": "DPM++ 2M"}, "hr_sampler_name is DPM.. 2M SGM"),
-        ({"enable_hr": True, "hr_scheduler": "Karras"}, "hr_sampler_name is Euler Karras"),
+        (
+            {"prompt": "a house:3"},
+            "cfg_scale times the prompt's own weight is 3, .* takes 1:",
+        ),
+        (
+            {"enable_hr": True, "hr_sampler_name": "DPM++ 2M"},
+            "hr_sampler_name is DPM.. 2M SGM",
+        ),
+        (
+            {"enable_hr": True, "hr_scheduler": "Karras"},
+            "hr_sampler_name is Euler Karras",
+        ),
         ({"enable_hr": True, "hr_second_pass_steps": 15}, "hr_second_pass_steps is 15"),
-        ({"enable_hr": True, "hr_prompt": "a hut:2"}, "the weight of hr_prompt is 2, .* takes 1"),
+        (
+            {"enable_hr": True, "hr_prompt": "a hut:2"},
+            "the weight of hr_prompt is 2, .* takes 1",
+        ),
     ],
 )
-def test_a_job_that_contradicts_has_failed(fields: dict[str, Any], complaint: str) -> None:
+def test_a_job_that_contradicts_has_failed(
+    fields: dict[str, Any], complaint: str
+) -> None:
     with pytest.raises(errors.JobError, match=complaint):
         Accelerator.of(LIGHTNING).fit(job_of(**fields))
 
 
 def test_a_second_pass_is_drawn_as_the_first() -> None:
     fields = {"enable_hr": True, "hr_scheduler": "Automatic", "hr_second_pass_steps": 3}
-    for name, sampler in ((None, "lcm_turbo"), ("LCM", "lcm_turbo"), ("LCM Turbo", "lcm_turbo")):
+    for name, sampler in (
+        (None, "lcm_turbo"),
+        ("LCM", "lcm_turbo"),
+        ("LCM Turbo", "lcm_turbo"),
+    ):
         drawn = Accelerator.of("dmd2").fit(job_of(hr_sampler_name=name, **fields))
-        assert (hires.sampler(drawn), hires.steps(drawn), drawn.steps) == (sampler, 3, 4)
+        assert (hires.sampler(drawn), hires.steps(drawn), drawn.steps) == (
+            sampler,
+            3,
+            4,
+        )
 
 
 def test_a_file_whose_name_tells_no_kind_is_refused() -> None:
-    with pytest.raises(errors.SetupError, match="'detail-tweaker': its name tells no kind"):
+    with pytest.raises(
+        errors.SetupError, match="'detail-tweaker': its name tells no kind"
+    ):
         Accelerator.of("detail-tweaker")
 
 
@@ -111,7 +157,9 @@ async def test_images_and_records_tell_how_a_job_was_drawn(
     message: Callable[..., str],
     lora_bytes: Callable[[str], bytes],
 ) -> None:
-    await storage.files.create(f"loras/{LIGHTNING}.safetensors", lora_bytes("x"), "text/plain", {})
+    await storage.files.create(
+        f"loras/{LIGHTNING}.safetensors", lora_bytes("x"), "text/plain", {}
+    )
     sent = message(id="j", campaign="spring")
     await storage.queue.send([sent, message(id="k", steps=50)])
     pipeline = await run_pipeline(accelerator=LIGHTNING)
@@ -121,6 +169,8 @@ async def test_images_and_records_tell_how_a_job_was_drawn(
     assert data is not None
     text = Image.open(io.BytesIO(data)).info["parameters"]
     assert "Steps: 4, Sampler: Euler, Schedule type: SGM Uniform, CFG scale: 1," in text
-    assert f'Lora hashes: "{LIGHTNING}: ' in text or f"Lora hashes: {LIGHTNING}: " in text
+    assert (
+        f'Lora hashes: "{LIGHTNING}: ' in text or f"Lora hashes: {LIGHTNING}: " in text
+    )
     (record,) = [each async for each in reader.images(storage, "spring")]
     assert (record.steps, record.cfg_scale, record.digest) == (4, 1.0, job.digest)

@@ -30,7 +30,10 @@ class Noting(StandInEngine):
     """Notes which images it begins; after *held_after* of spring it waits for *may_go_on*."""
 
     def __init__(
-        self, held_after: float = math.inf, may_go_on: threading.Event | None = None, **options: Any
+        self,
+        held_after: float = math.inf,
+        may_go_on: threading.Event | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         self.begun: list[str] = []
@@ -75,7 +78,9 @@ async def test_no_image_of_a_cancelled_campaign_is_begun_and_the_other_is_untouc
 ) -> None:
     is_local = storage.url.startswith("local:")
     many, others = (3_000, 60) if is_local else (200, 20)
-    bodies = [message(id=f"s{seed}", seed=seed, campaign="spring") for seed in range(many)]
+    bodies = [
+        message(id=f"s{seed}", seed=seed, campaign="spring") for seed in range(many)
+    ]
     for number in range(others):  # all over the queue
         body = message(id=f"a{number}", seed=AUTUMN + number, campaign="autumn")
         bodies.insert(number * len(bodies) // others, body)
@@ -169,10 +174,18 @@ async def test_images_of_a_worker_that_died_get_records_when_their_jobs_end_othe
         message(id="fine", **of_autumn),
     ]
     await storage.queue.send(bodies)
-    for leased in await storage.queue.receive(4, 60):  # they die after they have stored these
+    for leased in await storage.queue.receive(
+        4, 60
+    ):  # they die after they have stored these
         await storage.queue.release(leased)
     await storage.queue.send([message(id="once", **of_spring)])
-    stored = ("spring/stopped", "spring/stopped~1", "spring/done", "autumn/failing", "autumn/fine")
+    stored = (
+        "spring/stopped",
+        "spring/stopped~1",
+        "spring/done",
+        "autumn/failing",
+        "autumn/fine",
+    )
     for body, index in zip((bodies[0], *bodies), (0, 1, 0, 0, 0), strict=True):
         await store_images(body, index)
     looked_for: list[str] = []
@@ -200,14 +213,21 @@ async def test_images_of_a_worker_that_died_get_records_when_their_jobs_end_othe
     counts = await reader.counts(storage, "spring")
     assert (counts.images, counts.completed, counts.cancelled) == (3, 1, 2)
     ended = {(record.id, record.outcome) async for record in reader.ended(storage)}
-    assert ended == {("stopped", "cancelled"), ("once", "cancelled"), ("failing", "failed")}
+    assert ended == {
+        ("stopped", "cancelled"),
+        ("once", "cancelled"),
+        ("failing", "failed"),
+    }
     assert (await storage.poison.depth()).messages == 1
 
 
 async def test_a_second_drawing_of_a_cancelled_job_leaves_no_record_of_its_own(
     storage: Storage, run_pipeline: RunPipeline, message: Message
 ) -> None:
-    both = [message(id="s", seed=1, campaign="spring", **each) for each in ({}, {"verify": True})]
+    both = [
+        message(id="s", seed=1, campaign="spring", **each)
+        for each in ({}, {"verify": True})
+    ]
     await storage.queue.send(both)
     await cancelled.cancel(storage, "spring")
     pipeline = await run_pipeline()

@@ -57,7 +57,9 @@ def draw(request: contract.ImageRequest) -> contract.Pixels:
     return draw_noise(request)
 
 
-async def test_records_have_the_storages_time(storage: Storage, run_pipeline: RunPipeline) -> None:
+async def test_records_have_the_storages_time(
+    storage: Storage, run_pipeline: RunPipeline
+) -> None:
     jobs = [Job(prompt="a", id="good"), Job(prompt="a", id="bad", seed=5)]
     await storage.queue.send([job.to_message() for job in jobs])
     began_at = storage.blobs.clock.now() - BLUR
@@ -97,9 +99,14 @@ async def test_a_clock_that_is_off_is_named_once_and_measured(
         pipeline = await run_pipeline()
         await storage.check()
     said = [*caplog.get_records("setup"), *caplog.records]
-    assert sum("this machine's clock is 3,600 seconds" in each.message for each in said) == 1
+    assert (
+        sum("this machine's clock is 3,600 seconds" in each.message for each in said)
+        == 1
+    )
     text = generate_latest(pipeline.metrics.registry).decode()
-    (line,) = [each for each in text.splitlines() if each.startswith("imagefleet_clock_offset")]
+    (line,) = [
+        each for each in text.splitlines() if each.startswith("imagefleet_clock_offset")
+    ]
     assert abs(float(line.split()[-1])) == pytest.approx(HOUR, abs=30)
 
 
@@ -112,7 +119,9 @@ async def test_a_signature_ends_by_the_storages_clock(
     for name, minutes in (("past", -30), ("holds", 30)):
         shift = timedelta(days=-30, minutes=minutes)
         ended = dataclasses.replace(scope, now=lambda shift=shift: scope.now() + shift)
-        await storage.queue.send([Job(prompt="a", id=name).to_message(JobSigner(key, ended))])
+        await storage.queue.send(
+            [Job(prompt="a", id=name).to_message(JobSigner(key, ended))]
+        )
     await run_pipeline(trusted_key=key.public)
     (message,) = [each async for each in storage.poison.browse()]
     failed = dead_letter.FailedJob.parse(message.body)
@@ -144,7 +153,9 @@ async def test_a_campaigns_webhook_does_not_wait_for_this_machines_clock(
 
     (event,) = state.waiting.values()
     assert event.type == "campaign.completed"
-    assert abs(event.timestamp - storage.blobs.clock.now()) < timedelta(seconds=HOUR / 2)
+    assert abs(event.timestamp - storage.blobs.clock.now()) < timedelta(
+        seconds=HOUR / 2
+    )
 
 
 # The clock alone

@@ -76,7 +76,9 @@ async def test_images_per_dollar_by_the_metrics_match_the_runs_records(
     path = tmp_path / "prices.yaml"
     path.write_text(PRICE_FILE)
     price = 0.9
-    await storage.queue.send(message(id=f"j{number}", n_iter=2) for number in range(JOBS))
+    await storage.queue.send(
+        message(id=f"j{number}", n_iter=2) for number in range(JOBS)
+    )
     settings = worker_settings(
         name=uuid.uuid4().hex,
         price_per_hour=price,
@@ -88,12 +90,18 @@ async def test_images_per_dollar_by_the_metrics_match_the_runs_records(
         settings, load=lambda: StandInEngine(capacity=4, tick_seconds=TICK_SECONDS)
     )
     seconds = time.monotonic() - began_at
-    stored = [name async for name in storage.blobs.names() if not name.startswith(NOTES)]
+    stored = [
+        name async for name in storage.blobs.names() if not name.startswith(NOTES)
+    ]
     assert len(stored) == report.images == 2 * JOBS
     most_dollars = seconds / 3600 * price
     least_dollars = 2 * JOBS / 4 * TICK_SECONDS / 3600 * price
     is_local = settings.storage.startswith("local:")
-    bill = 0 if is_local else prices.storage_dollars(JOBS, 2 * JOBS, prices.read_table(path))
+    bill = (
+        0
+        if is_local
+        else prices.storage_dollars(JOBS, 2 * JOBS, prices.read_table(path))
+    )
     assert is_local or bill > least_dollars / 5, "storage weighs in"
 
     async def total(metric: str) -> float:
@@ -107,7 +115,9 @@ async def test_images_per_dollar_by_the_metrics_match_the_runs_records(
     assert images == 2 * JOBS
     gpu = await total("imagefleet_cost_dollars_total{kind='gpu'}")
     assert least_dollars <= gpu <= most_dollars
-    assert await total("imagefleet_cost_dollars_total") == pytest.approx(gpu + bill, rel=0.01)
+    assert await total("imagefleet_cost_dollars_total") == pytest.approx(
+        gpu + bill, rel=0.01
+    )
 
 
 async def test_start_up_idle_and_busy_add_up_to_the_whole(
@@ -167,7 +177,9 @@ async def test_an_image_that_is_stored_already_is_wasted_as_a_duplicate(
 
     # The mean when it was lost: the two may have been drawn in ticks of their own.
     one_image = pipeline.engine_thread.clock.busy_seconds / 2 * DOLLARS_PER_SECOND
-    assert seen["imagefleet_wasted_dollars_total:duplicate"] == pytest.approx(one_image, rel=0.3)
+    assert seen["imagefleet_wasted_dollars_total:duplicate"] == pytest.approx(
+        one_image, rel=0.3
+    )
     assert seen["imagefleet_wasted_dollars_total:failed"] == 0
 
 
@@ -181,7 +193,9 @@ async def test_images_of_failed_jobs_are_wasted_as_failed(
             raise errors.JobError
         return draw_noise(request)
 
-    await storage.queue.send([message(prompt=each) for each in ("flat", "broken", "good")])
+    await storage.queue.send(
+        [message(prompt=each) for each in ("flat", "broken", "good")]
+    )
     pipeline = await run_pipeline(
         StandInEngine(tick_seconds=0.05, draw=draw),
         runs_on=Replica("x", 3600 * DOLLARS_PER_SECOND, prices.FREE_STORAGE),
@@ -190,7 +204,9 @@ async def test_images_of_failed_jobs_are_wasted_as_failed(
     seen = values(pipeline.cost)
 
     mean = pipeline.engine_thread.clock.busy_seconds / 3 * DOLLARS_PER_SECOND
-    assert seen["imagefleet_wasted_dollars_total:failed"] == pytest.approx(2 * mean, rel=0.5)
+    assert seen["imagefleet_wasted_dollars_total:failed"] == pytest.approx(
+        2 * mean, rel=0.5
+    )
     sample = pipeline.metrics.registry.get_sample_value
     assert sample("imagefleet_failed_jobs_total", {"error": "TransientError"}) == 1
     assert sample("imagefleet_failed_jobs_total", {"error": "JobError"}) == 1
@@ -240,4 +256,8 @@ def test_paid_seconds_never_decrease_when_an_earlier_moment_is_noted() -> None:
     clock.first_image_at = 8
     assert clock.paid_seconds(0, 9) == {"starting": 9, "warming_up": 1, "full_speed": 0}
     clock.full_speed_at = 8.5
-    assert clock.paid_seconds(0, 12) == {"starting": 9, "warming_up": 1, "full_speed": 3.5}
+    assert clock.paid_seconds(0, 12) == {
+        "starting": 9,
+        "warming_up": 1,
+        "full_speed": 3.5,
+    }

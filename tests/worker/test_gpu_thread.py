@@ -21,7 +21,9 @@ def prepared(seed: int) -> StandInPrepared:
     )
 
 
-def held_engine(capacity: int = 1) -> tuple[StandInEngine, threading.Event, threading.Event]:
+def held_engine(
+    capacity: int = 1,
+) -> tuple[StandInEngine, threading.Event, threading.Event]:
     """An engine, whether it has begun to draw, and whether it may go on."""
     drawing, may_end = threading.Event(), threading.Event()
 
@@ -49,7 +51,9 @@ async def engine_thread_with(
 async def test_every_ticket_gets_its_own_pixels_back() -> None:
     async with engine_thread_with(StandInEngine(capacity=3)) as engine_thread:
         for ticket in range(20):
-            submitting = asyncio.create_task(engine_thread.submit(ticket, prepared(ticket)))
+            submitting = asyncio.create_task(
+                engine_thread.submit(ticket, prepared(ticket))
+            )
             if ticket < 3:
                 await submitting
         outcomes = {}
@@ -61,7 +65,9 @@ async def test_every_ticket_gets_its_own_pixels_back() -> None:
         assert (pixels == draw_noise(prepared(ticket).request)).all()  # type: ignore[union-attr]
 
 
-async def test_the_engine_is_loaded_and_used_on_one_thread_that_is_not_the_loops() -> None:
+async def test_the_engine_is_loaded_and_used_on_one_thread_that_is_not_the_loops() -> (
+    None
+):
     threads = set()
 
     def load() -> StandInEngine:
@@ -111,7 +117,9 @@ async def test_as_many_may_wait_as_the_engine_holds_though_that_changes() -> Non
             blocked = None
             while blocked is None:
                 ticket = next(tickets)
-                submitting = asyncio.create_task(engine_thread.submit(ticket, prepared(ticket)))
+                submitting = asyncio.create_task(
+                    engine_thread.submit(ticket, prepared(ticket))
+                )
                 done, _ = await asyncio.wait({submitting}, timeout=0.05)
                 blocked = None if done else submitting
             engine_thread.hold_jobs(hold=False)
@@ -142,7 +150,9 @@ async def test_submitting_blocks_while_a_batch_is_waiting() -> None:
                 submitted += 1
 
         submitting = asyncio.create_task(submit_all())
-        await polling.until(lambda: drawing.is_set() and len(engine_thread._waiting) == 2)
+        await polling.until(
+            lambda: drawing.is_set() and len(engine_thread._waiting) == 2
+        )
         await polling.turn(100)
         assert submitted <= 2 + 2  # in the engine, and waiting
         may_end.set()
@@ -162,7 +172,9 @@ async def test_an_engine_whose_images_are_not_taken_blocks_and_counts_it_as_back
         wait_for_room(self)
 
     monkeypatch.setattr(EngineThread, "_wait_for_room", wait)
-    async with engine_thread_with(StandInEngine(capacity=1), backlog=2) as engine_thread:
+    async with engine_thread_with(
+        StandInEngine(capacity=1), backlog=2
+    ) as engine_thread:
         for ticket in range(4):
             await engine_thread.submit(ticket, prepared(ticket))
         await polling.until(waits.is_set)
@@ -178,14 +190,19 @@ async def test_after_stop_accepting_only_what_has_begun_is_finished() -> None:
         await engine_thread.submit(0, prepared(0))
         await polling.until(lambda: engine_thread.in_engine)
         assert await engine_thread.submit(1, prepared(1))
-        waiting = [asyncio.create_task(engine_thread.submit(2 + n, prepared(2))) for n in range(3)]
+        waiting = [
+            asyncio.create_task(engine_thread.submit(2 + n, prepared(2)))
+            for n in range(3)
+        ]
         await polling.turn()
         assert engine_thread.stop_accepting() == [1]
         assert await asyncio.gather(*waiting) == [False, False, False]
         assert not await engine_thread.submit(5, prepared(5))
         may_end.set()
         assert (await engine_thread.finished()).finished.ticket == 0
-        await engine_thread.call(lambda: None)  # before it, the engine would begin another
+        await engine_thread.call(
+            lambda: None
+        )  # before it, the engine would begin another
         assert engine_thread.clock.images == 1
         assert not engine_thread.in_engine
 
@@ -215,7 +232,9 @@ async def test_an_engine_with_a_bug_is_a_node_error_too(
     assert "the engine failed" in caplog.text
 
 
-async def test_an_engine_that_hangs_is_a_node_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_hangs_is_a_node_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("worker.gpu_thread.STALL_SECONDS", 0.1)
     engine, _, may_end = held_engine()
     async with engine_thread_with(engine) as engine_thread:
@@ -233,7 +252,9 @@ class Clock:
         self.now = 0.0
         self.waits = 0
         self.waits_before_images: list[int] = []
-        monkeypatch.setattr(gpu_thread, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(
+            gpu_thread, "time", SimpleNamespace(monotonic=lambda: self.now)
+        )
         real = EngineThread._wait_for_work
 
         def wait(thread: EngineThread) -> None:
@@ -295,7 +316,11 @@ async def test_taking_up_what_is_compiled_is_no_first_image(
     async with engine_thread_with(engine) as engine_thread:
         await polling.until(lambda: not engine.due)
         clock = engine_thread.clock
-        assert (clock.busy_seconds, clock.first_at, clock.first_image_at) == (0, None, None)
+        assert (clock.busy_seconds, clock.first_at, clock.first_image_at) == (
+            0,
+            None,
+            None,
+        )
         assert engine_thread.engine is engine
         await engine_thread.submit(0, prepared(0))
         await engine_thread.finished()
@@ -319,7 +344,9 @@ async def test_a_canary_passes_jobs_that_wait_and_images_that_nobody_takes() -> 
     engine = StandInEngine(capacity=1, tick_seconds=0.01, draw=draw)
     async with engine_thread_with(engine, backlog=4) as engine_thread:
         for ticket in range(3):
-            submitting = asyncio.create_task(engine_thread.submit(ticket, prepared(ticket)))
+            submitting = asyncio.create_task(
+                engine_thread.submit(ticket, prepared(ticket))
+            )
             await polling.turn()
         delivery = await engine_thread.draw(99, prepared(99))
         assert delivery is not None
@@ -354,10 +381,14 @@ async def test_a_canary_that_the_engine_has_not_begun_ends_with_a_drain() -> Non
         may_end.set()
 
 
-async def test_a_call_runs_on_the_engines_thread_between_ticks_and_raises_its_error() -> None:
+async def test_a_call_runs_on_the_engines_thread_between_ticks_and_raises_its_error() -> (
+    None
+):
     engine = StandInEngine()
     async with engine_thread_with(engine) as engine_thread:
-        assert await engine_thread.call(threading.get_ident) == engine_thread._thread.ident
+        assert (
+            await engine_thread.call(threading.get_ident) == engine_thread._thread.ident
+        )
         with pytest.raises(ZeroDivisionError):
             await engine_thread.call(lambda: 1 / 0)
         await engine_thread.submit(0, prepared(0))

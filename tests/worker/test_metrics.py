@@ -19,7 +19,9 @@ RUNS_ON = Replica("RTX 4090 24GB", 0.16, prices.FREE_STORAGE)
 
 
 @pytest.fixture
-async def text(storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]) -> str:
+async def text(
+    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
+) -> str:
     """What a worker shows after one job."""
     await storage.queue.send([message()])
     pipeline = await run_pipeline(runs_on=RUNS_ON, group="g", priority="low")
@@ -29,13 +31,22 @@ async def text(storage: Storage, run_pipeline: RunPipeline, message: Callable[..
 async def test_every_counter_starts_at_zero(text: str) -> None:
     # A counter that appears with its first event has no increase: dashboards would not see it.
     for series in (
-        *(f'imagefleet_jobs_total{{outcome="{each}"}}' for each in ("failed", "duplicate", "lost")),
+        *(
+            f'imagefleet_jobs_total{{outcome="{each}"}}'
+            for each in ("failed", "duplicate", "lost")
+        ),
         *(
             f'imagefleet_failed_jobs_total{{error="{each.__name__}"}}'
             for each in (errors.JobError, errors.NameTakenError, errors.TransientError)
         ),
-        *(f'imagefleet_stage_seconds_count{{stage="{each}"}}' for each in get_args(Stage)),
-        *(f'imagefleet_gpu_idle_seconds_total{{reason="{each}"}}' for each in IDLE_REASONS),
+        *(
+            f'imagefleet_stage_seconds_count{{stage="{each}"}}'
+            for each in get_args(Stage)
+        ),
+        *(
+            f'imagefleet_gpu_idle_seconds_total{{reason="{each}"}}'
+            for each in IDLE_REASONS
+        ),
         'imagefleet_lease_renewals_total{result="lost"}',
         "imagefleet_engine_recompiles_total",
         "imagefleet_unet_rows_total",
@@ -66,7 +77,18 @@ async def test_few_labels_make_few_series(text: str) -> None:
 
     assert len(samples) < 300
     assert labels <= {
-        *("stage", "le", "outcome", "reason", "state", "result", "cache", "kind", "error", "fault"),
+        *(
+            "stage",
+            "le",
+            "outcome",
+            "reason",
+            "state",
+            "result",
+            "cache",
+            "kind",
+            "error",
+            "fault",
+        ),
         *("model", "campaign", "origin", "phase"),
         *("queue", "worker", "version", "gpu", "group", "priority"),
     }

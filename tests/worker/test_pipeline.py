@@ -32,7 +32,9 @@ async def blob_names(storage: Storage) -> set[str]:
 
 
 async def poison_records(storage: Storage) -> list[dead_letter.FailedJob]:
-    records = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
+    records = [
+        dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()
+    ]
     assert None not in records
     return [record for record in records if record is not None]
 
@@ -50,7 +52,9 @@ async def test_each_job_becomes_the_image_of_its_seed(
     for seed in range(20):
         data = await storage.blobs.read(f"default/j{seed}.png")
         assert data is not None
-        request = contract.ImageRequest("a house", "", (), "euler_ancestral", 20, 7.0, seed, 16, 16)
+        request = contract.ImageRequest(
+            "a house", "", (), "euler_ancestral", 20, 7.0, seed, 16, 16
+        )
         image = Image.open(io.BytesIO(data))
         assert np.array_equal(np.asarray(image), draw_noise(request))
         assert f"Seed: {seed}," in image.info["parameters"]
@@ -61,9 +65,14 @@ async def test_each_job_becomes_the_image_of_its_seed(
 async def test_a_job_of_several_images_is_acknowledged_with_its_last(
     storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
 ) -> None:
-    await storage.queue.send([message(id="j", seed=7, batch_size=2, n_iter=3, campaign="c")])
+    await storage.queue.send(
+        [message(id="j", seed=7, batch_size=2, n_iter=3, campaign="c")]
+    )
     pipeline = await run_pipeline(StandInEngine(capacity=4))
-    assert await blob_names(storage) == {"c/j.png", *(f"c/j~{index}.png" for index in range(1, 6))}
+    assert await blob_names(storage) == {
+        "c/j.png",
+        *(f"c/j~{index}.png" for index in range(1, 6)),
+    }
     assert dict(pipeline.metrics.outcomes) == {"completed": 1}
     assert pipeline.metrics.images_stored == 6
 
@@ -116,7 +125,11 @@ async def test_one_failing_image_does_not_take_its_batch_along(
 
     await storage.queue.send(message(id=f"j{seed}", seed=seed) for seed in range(4))
     pipeline = await run_pipeline(StandInEngine(draw=draw), max_attempts=3)
-    assert await blob_names(storage) == {"default/j0.png", "default/j1.png", "default/j3.png"}
+    assert await blob_names(storage) == {
+        "default/j0.png",
+        "default/j1.png",
+        "default/j3.png",
+    }
     (record,) = await poison_records(storage)
     assert (record.id, record.attempts, record.reason) == ("j2", 3, "out of memory")
     assert tries == 3
@@ -155,7 +168,9 @@ async def test_a_node_that_fails_image_after_image_stops(
     await storage.queue.send(message(id=f"j{number}") for number in range(8))
     with pytest.raises(errors.NodeError, match="4 images in a row"):
         await run_pipeline(StandInEngine(draw=draw))
-    assert (await storage.queue.depth()).messages == 8  # handed back or waiting: none is lost
+    assert (
+        await storage.queue.depth()
+    ).messages == 8  # handed back or waiting: none is lost
 
 
 async def test_a_broken_engine_hands_everything_back_for_another_worker(
@@ -172,7 +187,10 @@ async def test_a_broken_engine_hands_everything_back_for_another_worker(
 
 
 async def test_a_blob_that_exists_already_completes_the_job_as_a_duplicate(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str], store_images: Any
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    store_images: Any,
 ) -> None:
     await store_images(message(id="j"), data=b"the first")
     await storage.queue.send([message(id="j"), message(id="k")])
@@ -191,7 +209,12 @@ class FaultyBlobs:
         self.faults = faults
 
     async def create(
-        self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str], **more: Any
+        self,
+        name: str,
+        data: bytes,
+        content_type: str,
+        metadata: Mapping[str, str],
+        **more: Any,
     ) -> bool:
         if self.faults:
             self.faults -= 1
@@ -207,7 +230,9 @@ class FaultyBlobs:
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
         return await self._blobs.read(name, max_bytes)
 
-    async def read_part(self, name: str, offset: int, max_bytes: int) -> BlobPart | None:
+    async def read_part(
+        self, name: str, offset: int, max_bytes: int
+    ) -> BlobPart | None:
         return await self._blobs.read_part(name, offset, max_bytes)
 
     def address(self, name: str) -> str:
@@ -252,7 +277,12 @@ class LostReplies(FaultyBlobs):
     """Blobs whose first writes are carried out, but their replies are lost on the way."""
 
     async def create(
-        self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str], **more: Any
+        self,
+        name: str,
+        data: bytes,
+        content_type: str,
+        metadata: Mapping[str, str],
+        **more: Any,
     ) -> bool:
         written = await self._blobs.create(name, data, content_type, metadata, **more)
         if written and self.faults:
@@ -264,7 +294,10 @@ class LostReplies(FaultyBlobs):
 
 
 async def test_an_image_whose_reply_was_lost_is_the_workers_own_not_a_duplicate(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str], store_images: Any
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    store_images: Any,
 ) -> None:
     await store_images(message(id="j2"), data=b"another worker's")
     await storage.queue.send(message(id=f"j{number}") for number in range(3))
@@ -295,7 +328,9 @@ async def test_the_loras_of_a_job_are_fetched_concurrently(
     lora_bytes: Callable[[str], bytes],
 ) -> None:
     for name in ("fox", "owl"):
-        await storage.files.create(f"loras/{name}.safetensors", lora_bytes(name), "text/plain", {})
+        await storage.files.create(
+            f"loras/{name}.safetensors", lora_bytes(name), "text/plain", {}
+        )
     await storage.queue.send([message(id="j", prompt="<lora:fox:1> and <lora:owl:1>")])
     opened = FaultyStorage(storage, faults=0)
     opened.files = WaitingBlobs(storage.files)
@@ -307,7 +342,12 @@ class ClosedBlobs(FaultyBlobs):
     """Blobs whose first requests meet credentials that have run out."""
 
     async def create(
-        self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str], **more: Any
+        self,
+        name: str,
+        data: bytes,
+        content_type: str,
+        metadata: Mapping[str, str],
+        **more: Any,
     ) -> bool:
         self._let_in()
         return await self._blobs.create(name, data, content_type, metadata, **more)
@@ -333,7 +373,9 @@ async def test_credentials_that_run_out_cost_a_job_no_attempt(
 ) -> None:
     at_once = dataclasses.replace(concurrency.UNTIL_ACCESS, longest_wait_seconds=0.001)
     monkeypatch.setattr(concurrency, "UNTIL_ACCESS", at_once)
-    await storage.files.create("loras/fox.safetensors", lora_bytes("x"), "text/plain", {})
+    await storage.files.create(
+        "loras/fox.safetensors", lora_bytes("x"), "text/plain", {}
+    )
     await storage.queue.send([message(id="j", prompt=prompt)])
     opened = FaultyStorage(storage, faults=0)
     opened.blobs = ClosedBlobs(storage.blobs, faults=9)  # more than there are tries
@@ -366,7 +408,10 @@ async def test_a_stop_finishes_what_has_begun_and_hands_the_rest_back(
     await storage.queue.send(message(id=f"j{number}") for number in range(12))
     running = asyncio.create_task(
         run_pipeline(
-            StandInEngine(capacity=2, draw=draw), stop=stop, until_empty=False, lease_seconds=300
+            StandInEngine(capacity=2, draw=draw),
+            stop=stop,
+            until_empty=False,
+            lease_seconds=300,
         )
     )
     await asyncio.to_thread(begun.wait)
@@ -401,7 +446,10 @@ def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[HungEngine]:
 
 
 async def test_what_outlasts_the_grace_time_is_handed_back(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str], hung: HungEngine
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    hung: HungEngine,
 ) -> None:
     stop = asyncio.Event()
     await storage.queue.send([message(id="j")])
@@ -423,12 +471,17 @@ async def test_what_outlasts_the_grace_time_is_handed_back(
 
 
 async def test_a_second_signal_ends_the_grace_time(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str], hung: HungEngine
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    hung: HungEngine,
 ) -> None:
     stop, hurry = asyncio.Event(), asyncio.Event()
     await storage.queue.send([message(id="j")])
     running = asyncio.create_task(
-        run_pipeline(hung.engine, stop=stop, hurry=hurry, until_empty=False, grace_seconds=3600)
+        run_pipeline(
+            hung.engine, stop=stop, hurry=hurry, until_empty=False, grace_seconds=3600
+        )
     )
     await asyncio.to_thread(hung.begun.wait)
     stop.set()
@@ -477,7 +530,9 @@ async def test_every_stage_of_a_job_is_counted(
     assert sample("imagefleet_jobs_total", {"outcome": "completed"}) == 40
     for stage in ("prepare", "wait_gpu", "generate", "encode", "upload", "acknowledge"):
         assert sample("imagefleet_stage_seconds_count", {"stage": stage}) == 40
-    assert sample("imagefleet_stage_seconds_count", {"stage": "record"}) < 40, "not one by one"
+    assert sample("imagefleet_stage_seconds_count", {"stage": "record"}) < 40, (
+        "not one by one"
+    )
 
 
 async def test_the_depth_of_both_queues_is_measured(
@@ -490,9 +545,14 @@ async def test_the_depth_of_both_queues_is_measured(
         depth = await queue.depth()
         states = {"any"} if depth.leased is None else {"visible", "leased"}
         for state in states:
-            assert sample("imagefleet_queue_messages", {"queue": queue.name, "state": state}) in {
+            assert sample(
+                "imagefleet_queue_messages", {"queue": queue.name, "state": state}
+            ) in {
                 0,
                 1,
                 2,
             }
-        assert sample("imagefleet_queue_oldest_age_seconds", {"queue": queue.name}) is not None
+        assert (
+            sample("imagefleet_queue_oldest_age_seconds", {"queue": queue.name})
+            is not None
+        )

@@ -60,5 +60,8 @@ async def test_a_job_that_is_retried_stays_in_the_queue_of_its_priority(
         await asyncio.to_thread(drawn.acquire)
     stop.set()
     assert (await running).metrics.outcomes == {"retried": 2}
-    counts = [(await storage.queues[each].depth()).messages for each in ("high", "normal", "low")]
+    counts = [
+        (await storage.queues[each].depth()).messages
+        for each in ("high", "normal", "low")
+    ]
     assert counts == [1, 0, 1]

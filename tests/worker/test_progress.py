@@ -4,11 +4,20 @@ import math
 
 import pytest
 
-from worker.progress import Counts, Phase, Progress, ProgressMeter, WorkerReport, duration
+from worker.progress import (
+    Counts,
+    Phase,
+    Progress,
+    ProgressMeter,
+    WorkerReport,
+    duration,
+)
 
 
 def counts(jobs: int = 0, in_flight: int = 0, dollars: float | None = None) -> Counts:
-    return Counts(images=2 * jobs, ended_jobs=jobs, jobs_in_flight=in_flight, dollars=dollars)
+    return Counts(
+        images=2 * jobs, ended_jobs=jobs, jobs_in_flight=in_flight, dollars=dollars
+    )
 
 
 def read(
@@ -112,7 +121,12 @@ def test_without_the_right_to_measure_the_queue_the_other_figures_remain() -> No
 
     assert progress.jobs_left is progress.seconds_left is None
     assert progress.images_per_dollar == 4000
-    assert progress.figures == ["2,000 images", "200.00 images/s", "4 in flight", "4,000 images/$"]
+    assert progress.figures == [
+        "2,000 images",
+        "200.00 images/s",
+        "4 in flight",
+        "4,000 images/$",
+    ]
 
 
 def test_an_unknown_price_is_no_figure() -> None:
@@ -180,7 +194,9 @@ def test_a_duration_has_one_unit(seconds: float, text: str) -> None:
 
 def test_cancelled_jobs_are_shown_once_there_are_any() -> None:
     meter = ProgressMeter()
-    assert not [each for each in read(meter, 0, counts(1)).figures if "cancelled" in each]
+    assert not [
+        each for each in read(meter, 0, counts(1)).figures if "cancelled" in each
+    ]
 
     many = Counts(images=1, ended_jobs=100_001, cancelled_jobs=100_000)
 

@@ -51,7 +51,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def find(**changes: Any) -> replica.Replica:
-    return replica.find_replica(WorkerSettings(model=Path("m"), storage=AZURE, **changes))
+    return replica.find_replica(
+        WorkerSettings(model=Path("m"), storage=AZURE, **changes)
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,7 +110,9 @@ def test_without_a_driver_there_is_no_gpu_and_no_warning(
     assert not caplog.records
 
 
-def test_a_driver_that_hangs_is_given_up(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_hangs_is_given_up(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(replica, "DRIVER_SECONDS", 0.1)
     driver.answers.clear()
     driver.error = TimeoutError()  # for the thread, once it is released
@@ -120,7 +124,12 @@ def test_a_driver_that_hangs_is_given_up(driver: Driver, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("device", "visible", "card"),
-    [("auto", None, "0"), ("cuda:1", None, "1"), ("cuda:1", "4,GPU-5", "GPU-5"), ("cuda", "", "0")],
+    [
+        ("auto", None, "0"),
+        ("cuda:1", None, "1"),
+        ("cuda:1", "4,GPU-5", "GPU-5"),
+        ("cuda", "", "0"),
+    ],
 )
 def test_the_driver_is_asked_for_the_card_that_the_worker_uses(
     device: str,
@@ -154,7 +163,9 @@ def test_a_gpu_without_a_price_is_logged_and_does_not_stop_a_worker(
 
 
 def test_operations_on_a_folder_cost_nothing(tmp_path: Path) -> None:
-    settings = WorkerSettings(model=Path("m"), storage=f"local:{tmp_path}", device="cpu")
+    settings = WorkerSettings(
+        model=Path("m"), storage=f"local:{tmp_path}", device="cpu"
+    )
 
     assert replica.find_replica(settings).storage_prices.blob_write == 0
 

@@ -33,7 +33,10 @@ async def test_workers_empty_every_shard_and_what_fails_is_replayed_into_all(
     jobs = (message(id=f"late{number}", campaign="spring") for number in range(3))
     await storage.queues["low"].send(jobs)
     await cancelled.cancel(storage, "spring")
-    async with open_storage(storage_settings) as one, open_storage(storage_settings) as another:
+    async with (
+        open_storage(storage_settings) as one,
+        open_storage(storage_settings) as another,
+    ):
         for share, opened in enumerate((one, another)):
             await opened.check()
             opened.models.stand_at(share / 2)
@@ -44,7 +47,9 @@ async def test_workers_empty_every_shard_and_what_fails_is_replayed_into_all(
                 for each, of in zip(engines, (one, another), strict=True)
             )
         )
-        outcomes = sum((Counter(each.metrics.outcomes) for each in both), Counter[str]())
+        outcomes = sum(
+            (Counter(each.metrics.outcomes) for each in both), Counter[str]()
+        )
     assert outcomes == {"completed": 9, "failed": 3, "cancelled": 3}
     assert len([name async for name in storage.blobs.names("default/")]) == 9
     sample = both[0].metrics.registry.get_sample_value

@@ -106,7 +106,10 @@ def load_checkpoint(
         name, folder, found = model.resolve().name, model, _read_folder(model)
     else:
         folder = _config_folder(model, config)
-        name, found = model.stem, _read_file(model, folder, file_positions=file_positions)
+        name, found = (
+            model.stem,
+            _read_file(model, folder, file_positions=file_positions),
+        )
     family, networks = found.family, found.networks
     if family is table.REFINER and like is None:
         raise errors.SetupError(
@@ -127,20 +130,28 @@ def load_checkpoint(
     predicted = reading.prediction_type(model, scheduler, prediction_type, found.keys)
     predicted = predicted or family.find_prediction(unet)
     if found.has_own_size and predicted in family.native_sides:
-        unet.register_to_config(sample_size=family.native_sides[predicted] // vae_factor(vae))
+        unet.register_to_config(
+            sample_size=family.native_sides[predicted] // vae_factor(vae)
+        )
     if family.overflows_in_float16:
-        nn.Module.to(vae, dtype=torch.float32)  # a file's float16 has too few digits to scale
+        nn.Module.to(
+            vae, dtype=torch.float32
+        )  # a file's float16 has too few digits to scale
         scale_down(vae)
     change(family, networks)
     placed = _placements(family, networks, device, dtype)
     if like is not None:
         placed |= {name: (device, each.dtype) for name, each in like.networks.items()}
-    is_whole = all(each_dtype == checksums.IDENTITY_TYPE for _, each_dtype in placed.values())
+    is_whole = all(
+        each_dtype == checksums.IDENTITY_TYPE for _, each_dtype in placed.values()
+    )
     weights_id = "" if is_whole else checksums.identify(networks)
     weight_sums = place(networks, placed)
     try:
         safetensors.refuse_damaged(checksums.named_parameters(networks))
-    except UnusableError as error:  # all images would be NaN, and each node would blame itself
+    except (
+        UnusableError
+    ) as error:  # all images would be NaN, and each node would blame itself
         raise errors.SetupError(f"{str(model)!r} is damaged: it {error}") from error
     factor = vae_factor(vae)
     side = unet.config.sample_size * factor
@@ -176,9 +187,13 @@ def _placements(
             for name, network in networks.items()
         }
         text_bytes = sum(weights[each] for each in family.networks)
-        if memory.has_no_room_for_text(device, text_bytes, sum(weights.values()) - text_bytes):
+        if memory.has_no_room_for_text(
+            device, text_bytes, sum(weights.values()) - text_bytes
+        ):
             log.info("the text encoders stay on the CPU", action="text_on_cpu")
-            placed |= dict.fromkeys(family.networks, (torch.device("cpu"), torch.float32))
+            placed |= dict.fromkeys(
+                family.networks, (torch.device("cpu"), torch.float32)
+            )
     return placed
 
 
@@ -226,10 +241,14 @@ def scale_down(vae: Any, factor: float = VAE_FACTOR) -> None:
     """
     decoder = vae.decoder
     resnets = [
-        resnet for block in (decoder.mid_block, *decoder.up_blocks) for resnet in block.resnets
+        resnet
+        for block in (decoder.mid_block, *decoder.up_blocks)
+        for resnet in block.resnets
     ]
     attentions = [each for each in decoder.mid_block.attentions if each is not None]
-    samplers = [each.conv for block in decoder.up_blocks for each in block.upsamplers or ()]
+    samplers = [
+        each.conv for block in decoder.up_blocks for each in block.upsamplers or ()
+    ]
     # What a first convolution writes is read by the second norm alone.
     norms = [decoder.conv_norm_out, *(each.group_norm for each in attentions)]
     norms += [norm for resnet in resnets for norm in (resnet.norm1, resnet.norm2)]
@@ -271,14 +290,17 @@ def _parts(family: Family) -> dict[str, tuple[type[Any], Config]]:
         "vae": (AutoencoderKL, family.vae_config),
     }
     for encoder in family.text_encoders:
-        model = CLIPTextModelWithProjection if encoder.rules.has_pooled else CLIPTextModel
+        model = (
+            CLIPTextModelWithProjection if encoder.rules.has_pooled else CLIPTextModel
+        )
         parts[encoder.network] = (model, encoder.config)
     return parts
 
 
 def _read_folder(folder: Path) -> _Read:
     unet, text_encoder = (
-        reading.read_json(folder / part / "config.json") for part in ("unet", "text_encoder")
+        reading.read_json(folder / part / "config.json")
+        for part in ("unet", "text_encoder")
     )
     family = table.of_folder(unet, text_encoder)
     return _Read(
@@ -312,10 +334,15 @@ def _read_file(path: Path, config: Path, *, file_positions: bool) -> _Read:
             if not key.startswith(_AVERAGE_PREFIX)
         }
         if (family := table.of_file(weights)) is None:
-            raise errors.SetupError(f"{str(path)!r} is no checkpoint of Stable Diffusion")
+            raise errors.SetupError(
+                f"{str(path)!r} is no checkpoint of Stable Diffusion"
+            )
         parts = _parts(family)
         channels = weights[_INPUTS].shape[1]
-        parts["unet"] = UNet2DConditionModel, {**family.unet_config, "in_channels": channels}
+        parts["unet"] = (
+            UNet2DConditionModel,
+            {**family.unet_config, "in_channels": channels},
+        )
         networks = {
             name: reading.build(network, reading.network_config(config / name, default))
             for name, (network, default) in parts.items()
@@ -341,21 +368,33 @@ def _read_file(path: Path, config: Path, *, file_positions: bool) -> _Read:
 
 
 def _number_positions(
-    path: Path, weights: Mapping[str, torch.Tensor], network: Any, *, file_positions: bool
+    path: Path,
+    weights: Mapping[str, torch.Tensor],
+    network: Any,
+    *,
+    file_positions: bool,
 ) -> None:
     """Warns of positions with wrong numbers, which merging in float16 leaves in many files.
 
     AUTOMATIC1111 1.10 takes them as they are, whole numbers below what they were.
     """
-    found = next((weights[key] for key in weights if key.endswith("position_ids")), None)
-    module = next((each for each in network.modules() if hasattr(each, "position_ids")), None)
+    found = next(
+        (weights[key] for key in weights if key.endswith("position_ids")), None
+    )
+    module = next(
+        (each for each in network.modules() if hasattr(each, "position_ids")), None
+    )
     if found is None or module is None or found.numel() != module.position_ids.numel():
         return
     right = module.position_ids
     numbers = found.to(torch.int64).clamp(0, right.numel() - 1).view_as(right)
     if wrong := int((numbers != right).sum()):
         module.position_ids = numbers if file_positions else right
-        used = "are drawn with" if file_positions else "are put right (see --file-positions)"
+        used = (
+            "are drawn with"
+            if file_positions
+            else "are put right (see --file-positions)"
+        )
         text = f"{wrong} of the position_ids of {path.name!r} are damaged, and {used}"
         log.warning(text, action="positions_damaged")
 
@@ -385,7 +424,9 @@ def _check_architecture(
     has_others = unet.config.addition_embed_type is not None and not takes_ids
     numbers = len(family.size_ids(0, 0)) * (unet.config.addition_time_embed_dim or 0)
     takes = unet.config.projection_class_embeddings_input_dim
-    latents = unet.config.out_channels  # beside them, inpainting takes as many and a mask
+    latents = (
+        unet.config.out_channels
+    )  # beside them, inpainting takes as many and a mask
     beside = {table.IMAGE_CHANNELS} if family.enlarges_image else {0, latents + 1}
     if (
         unet.config.cross_attention_dim != width
@@ -396,15 +437,22 @@ def _check_architecture(
         or (unet.config.num_class_embeds is not None) != family.enlarges_image
         or unet.config.in_channels - latents not in beside
     ):
-        raise errors.SetupError(f"{str(model)!r} does not have {family.name}'s architecture")
+        raise errors.SetupError(
+            f"{str(model)!r} does not have {family.name}'s architecture"
+        )
     if not isinstance(unet.config.sample_size, int):
         raise errors.SetupError(
             f"{str(model)!r} has no native size: sample_size in unet/config.json must be a number"
         )
     # On a GPU, a token id out of range is a device-side assert, which ends the process.
     if any(len(tokenizer) > each.config.vocab_size for each in encoders):
-        raise errors.SetupError(f"the tokenizer of {str(model)!r} belongs to another text encoder")
+        raise errors.SetupError(
+            f"the tokenizer of {str(model)!r} belongs to another text encoder"
+        )
 
 
 def _read_scheduler(folder: Path, part: str, family: Family) -> Mapping[str, Any]:
-    return reading.read_json(folder / part / "scheduler_config.json") or family.scheduler_config
+    return (
+        reading.read_json(folder / part / "scheduler_config.json")
+        or family.scheduler_config
+    )

@@ -44,7 +44,9 @@ def sum_bits(tensors: Mapping[str, torch.Tensor]) -> Sums:
     }
     others = {name: each for name, each in tensors.items() if name not in sums}
     if others:
-        stacked = torch.stack([_bits(each).sum(dtype=torch.int64) for each in others.values()])
+        stacked = torch.stack(
+            [_bits(each).sum(dtype=torch.int64) for each in others.values()]
+        )
         sums |= zip(others, stacked.tolist(), strict=True)  # one copy to the host
     return sums
 

@@ -18,7 +18,13 @@ import numpy.typing as npt
 from imagefleet import errors
 from imagefleet.files.safetensors import Identity
 from imagefleet.job.prompt import Prompt
-from imagefleet.job.samplers import DEFAULT_NOISE, DEFAULT_OPTIONS, Noise, Options, VaeDecoder
+from imagefleet.job.samplers import (
+    DEFAULT_NOISE,
+    DEFAULT_OPTIONS,
+    Noise,
+    Options,
+    VaeDecoder,
+)
 
 if TYPE_CHECKING:
     from worker.engine.slots.memory import SlotWeights, WeightMode
@@ -104,7 +110,9 @@ class InitImage:
     """The noise's strength; of an enlarged image, its level as a share of all timesteps."""
     mask: npt.NDArray[np.uint8] | None = None
     """[height, width]: 255 is drawn anew, 0 stays; blurred already. None: all is drawn anew."""
-    masked_content: Literal["fill", "original", "latent noise", "latent nothing"] = "original"
+    masked_content: Literal["fill", "original", "latent noise", "latent nothing"] = (
+        "original"
+    )
     """What is below the mask at first, as AUTOMATIC1111's `inpainting_fill`."""
 
 
@@ -283,7 +291,9 @@ class Engine(Protocol):
         Raises JobError if it can never succeed here (for example, a LoRA that does not fit).
         """
 
-    def admit(self, ticket: int, prepared: PreparedRequest, *, urgent: bool = False) -> None:
+    def admit(
+        self, ticket: int, prepared: PreparedRequest, *, urgent: bool = False
+    ) -> None:
         """Adds a request; only while `free` is above zero. An *urgent* one is drawn first."""
 
     def tick(self) -> list[Finished]:

@@ -63,10 +63,14 @@ class HostCopy:
     copied: torch.cuda.Event | None
 
     @classmethod
-    def begin(cls, pixels: torch.Tensor, is_finite: torch.Tensor, images: int) -> HostCopy:
+    def begin(
+        cls, pixels: torch.Tensor, is_finite: torch.Tensor, images: int
+    ) -> HostCopy:
         """Copies the first *images* of what `to_pixels` returns, once the stream is so far."""
         on_gpu = pixels.device.type == "cuda"
-        host_pixels = torch.empty((images, *pixels.shape[1:]), dtype=torch.uint8, pin_memory=on_gpu)
+        host_pixels = torch.empty(
+            (images, *pixels.shape[1:]), dtype=torch.uint8, pin_memory=on_gpu
+        )
         host_finite = torch.empty(images, dtype=torch.bool, pin_memory=on_gpu)
         host_pixels.copy_(pixels[:images], non_blocking=True)
         host_finite.copy_(is_finite[:images], non_blocking=True)
@@ -187,9 +191,13 @@ class Decoder:
         for key in dict.fromkeys(drawn.slice_key for drawn in self._queue):
             size = self._slice_size(key[1])
             is_urgent = flush or key not in self._compiled
-            while part := [each for each in self._queue if each.slice_key == key][:size]:
+            while part := [each for each in self._queue if each.slice_key == key][
+                :size
+            ]:
                 waited = self._tick - part[0].since_tick
-                if not (len(part) == size or is_urgent or waited >= lanes * _MAX_WAIT_TICKS):
+                if not (
+                    len(part) == size or is_urgent or waited >= lanes * _MAX_WAIT_TICKS
+                ):
                     break
                 for drawn in part:
                     self._queue.remove(drawn)
@@ -229,7 +237,10 @@ class Decoder:
         self.forget_compiled()
 
     def _slice_size(self, shape: torch.Size) -> int:
-        return max(1, min(self.max_images, _MAX_IMAGES, self.slice_pixels // self._pixels(shape)))
+        return max(
+            1,
+            min(self.max_images, _MAX_IMAGES, self.slice_pixels // self._pixels(shape)),
+        )
 
     def _pixels(self, shape: torch.Size) -> int:
         return int(shape[1] * shape[2]) * self._pixels_per_latent
@@ -257,7 +268,9 @@ class Decoder:
                 self.slice_pixels = min(self.slice_pixels, half * self._pixels(shape))
             self._decode_or_share(part[:half])
             self._decode_or_share(part[half:])
-        elif out_of_memory and (shape not in self._striped_shapes or self.free_memory()):
+        elif out_of_memory and (
+            shape not in self._striped_shapes or self.free_memory()
+        ):
             self._striped_shapes.add(shape)
             self._decode_or_share(part)
         else:
@@ -301,7 +314,9 @@ def decode(
     return to_pixels(to_images(vae, latents, in_stripes=in_stripes))
 
 
-def to_images(vae: Vae | None, latents: torch.Tensor, *, in_stripes: bool = False) -> torch.Tensor:
+def to_images(
+    vae: Vae | None, latents: torch.Tensor, *, in_stripes: bool = False
+) -> torch.Tensor:
     """The VAE's images of latents [images, 4, height, width], from -1 to 1, in float32."""
     if vae is None:
         return latents
@@ -312,14 +327,18 @@ def to_images(vae: Vae | None, latents: torch.Tensor, *, in_stripes: bool = Fals
     in_stripes = in_stripes and isinstance(vae, AutoencoderKL)
     in_stripes = in_stripes and vae.decoder.conv_in.padding_mode == "zeros"
     images: torch.Tensor
-    images = decode_in_stripes(vae.decoder, scaled) if in_stripes else vae.decoder(scaled)
+    images = (
+        decode_in_stripes(vae.decoder, scaled) if in_stripes else vae.decoder(scaled)
+    )
     return images.float()
 
 
 def to_pixels(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """VAE output [images, 3, height, width] to uint8 [images, height, width, 3], and is-finite."""
     levels = ((images / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
-    return levels.permute(0, 2, 3, 1).contiguous(), images.isfinite().flatten(1).all(dim=1)
+    return levels.permute(0, 2, 3, 1).contiguous(), images.isfinite().flatten(1).all(
+        dim=1
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,12 +380,16 @@ def decode_in_stripes(decoder: Any, latents: torch.Tensor) -> torch.Tensor:
             image = _Image(x)
         for sampler in block.upsamplers or ():  # one at most
             image = _Image(x, sampler.conv)
-    return _join(_normalise_and_convolve(decoder.conv_norm_out, decoder.conv_out, image), image)
+    return _join(
+        _normalise_and_convolve(decoder.conv_norm_out, decoder.conv_out, image), image
+    )
 
 
 def _add_resnet(resnet: Any, image: _Image) -> torch.Tensor:
     """A residual block's output, in the place of its input where that has the same shape."""
-    inner = _Image(_join(_normalise_and_convolve(resnet.norm1, resnet.conv1, image), image))
+    inner = _Image(
+        _join(_normalise_and_convolve(resnet.norm1, resnet.conv1, image), image)
+    )
     in_place = image.conv is None and resnet.conv_shortcut is None
     output = image.part(0, image.height) if in_place else torch.empty_like(inner.x)
     for top, changed in _normalise_and_convolve(resnet.norm2, resnet.conv2, inner):
@@ -388,7 +411,9 @@ def _join(parts: Iterator[tuple[int, torch.Tensor]], image: _Image) -> torch.Ten
                 (*part.shape[:2], image.height, part.shape[3]),
                 dtype=part.dtype,
                 device=part.device,
-                memory_format=torch.channels_last if is_last else torch.contiguous_format,
+                memory_format=torch.channels_last
+                if is_last
+                else torch.contiguous_format,
             )
         output[:, :, top : top + part.shape[2]] = part
     if output is None:
@@ -403,7 +428,12 @@ def _normalise_and_convolve(
     scale, shift = _scale_and_shift(norm, image)
     for top, bottom in _stripes(image):
         above, below = max(0, top - 1), min(image.height, bottom + 1)
-        normed = image.part(above, below).to(torch.float32, copy=True).mul_(scale).add_(shift)
+        normed = (
+            image.part(above, below)
+            .to(torch.float32, copy=True)
+            .mul_(scale)
+            .add_(shift)
+        )
         activated = F.silu(normed.to(conv.weight.dtype), inplace=True)
         yield top, _convolve(conv, activated, top == 0, bottom == image.height)
 
@@ -413,13 +443,17 @@ def _stripes(image: _Image) -> Iterator[tuple[int, int]]:
         yield top, min(top + _ROWS, image.height)
 
 
-def _convolve(conv: nn.Conv2d, part: torch.Tensor, is_first: bool, is_last: bool) -> torch.Tensor:
+def _convolve(
+    conv: nn.Conv2d, part: torch.Tensor, is_first: bool, is_last: bool
+) -> torch.Tensor:
     """*part* has a row more at each end inside the image."""
     part = F.pad(part, (0, 0, int(is_first), int(is_last)))
     return F.conv2d(part, conv.weight, conv.bias, padding=(0, 1))
 
 
-def _scale_and_shift(norm: nn.GroupNorm, image: _Image) -> tuple[torch.Tensor, torch.Tensor]:
+def _scale_and_shift(
+    norm: nn.GroupNorm, image: _Image
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm of the whole image as a product and a sum in float32 [rows, channels, 1, 1].
 
     Stripes' means and squares are combined as by Chan, Golub and LeVeque (1979): one pass, without
@@ -432,15 +466,21 @@ def _scale_and_shift(norm: nn.GroupNorm, image: _Image) -> tuple[torch.Tensor, t
         mean = grouped.mean((2, 3, 4))
         counts.append(grouped[0, 0].numel())
         means.append(mean)
-        squares.append((grouped - mean[:, :, None, None, None]).square_().sum((2, 3, 4)))
+        squares.append(
+            (grouped - mean[:, :, None, None, None]).square_().sum((2, 3, 4))
+        )
     weights = torch.tensor(counts, device=means[0].device)[:, None, None] / sum(counts)
     each = torch.stack(means)
     mean = (weights * each).sum(0)
-    variance = torch.stack(squares).sum(0) / sum(counts) + (weights * (each - mean) ** 2).sum(0)
+    variance = torch.stack(squares).sum(0) / sum(counts) + (
+        weights * (each - mean) ** 2
+    ).sum(0)
 
     def of_channels(values: torch.Tensor) -> torch.Tensor:
         per_group = norm.num_channels // norm.num_groups
         return values.repeat_interleave(per_group, dim=1)[:, :, None, None]
 
-    scale = of_channels((variance + norm.eps).rsqrt()) * norm.weight.float()[:, None, None]
+    scale = (
+        of_channels((variance + norm.eps).rsqrt()) * norm.weight.float()[:, None, None]
+    )
     return scale, norm.bias.float()[:, None, None] - of_channels(mean) * scale

@@ -52,11 +52,15 @@ def find_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", name):
-        raise errors.SetupError(f"{name!r} is not a device: use auto, cpu, cuda or cuda:N")
+        raise errors.SetupError(
+            f"{name!r} is not a device: use auto, cpu, cuda or cuda:N"
+        )
     device = torch.device(name)
     gpus = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= gpus:
-        raise errors.SetupError(f"the device {name!r} does not exist; torch finds {gpus} CUDA GPUs")
+        raise errors.SetupError(
+            f"the device {name!r} does not exist; torch finds {gpus} CUDA GPUs"
+        )
     if device.type == "cpu":
         return device
     if needed := _needed_driver():
@@ -66,7 +70,9 @@ def find_device(name: str) -> torch.device:
     # The allocator is set up before its first memory; users' own settings stay.
     until_torch_2_9, since = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
     if until_torch_2_9 not in os.environ and since not in os.environ:
-        os.environ[since if torch.__version__ >= "2.9" else until_torch_2_9] = _ALLOCATOR
+        os.environ[since if torch.__version__ >= "2.9" else until_torch_2_9] = (
+            _ALLOCATOR
+        )
     # Some of torch's functions accept a CUDA device only with its number.
     return torch.device("cuda", device.index or 0)
 
@@ -78,11 +84,15 @@ def find_dtype(precision: Precision, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def set_up(device: torch.device, *, fp16_accumulate: bool, has_text_on_cpu: bool = False) -> None:
+def set_up(
+    device: torch.device, *, fp16_accumulate: bool, has_text_on_cpu: bool = False
+) -> None:
     """Sets global options for an engine on *device*; nothing to do for a CPU."""
     if device.type != "cuda":
         return
-    torch.cuda.set_device(device)  # streams, events and graphs belong to the thread's own device
+    torch.cuda.set_device(
+        device
+    )  # streams, events and graphs belong to the thread's own device
     threads, cores = _CPU_THREADS, concurrency.cores()
     if has_text_on_cpu:
         threads = max(threads, min(_MAX_TEXT_THREADS, int(_TEXT_SHARE * cores)))
@@ -108,9 +118,13 @@ def free_gpu_bytes(name: str) -> int:
         total = (ones @ ones).float().sum().item()
         free_bytes, _ = torch.cuda.mem_get_info(device)
     except RuntimeError as error:
-        raise errors.NodeError(f"the GPU fails a matrix product: {str(error)[:300]}") from error
+        raise errors.NodeError(
+            f"the GPU fails a matrix product: {str(error)[:300]}"
+        ) from error
     if total != _CHECK_SIDE**3:
-        raise errors.NodeError(f"the GPU miscalculates: {total:g} instead of {_CHECK_SIDE**3}")
+        raise errors.NodeError(
+            f"the GPU miscalculates: {total:g} instead of {_CHECK_SIDE**3}"
+        )
     return int(free_bytes)
 
 

@@ -34,7 +34,9 @@ class Embedding:
         return sum(each.nbytes for each in self.vectors.values())
 
 
-def read(embedding: contract.Embedding, widths: Mapping[str, int], dtype: torch.dtype) -> Embedding:
+def read(
+    embedding: contract.Embedding, widths: Mapping[str, int], dtype: torch.dtype
+) -> Embedding:
     """Reads a file for text encoders whose tokens' vectors have these *widths*, as *dtype*.
 
     Raises UnusableFileError if it is no embedding, or none for this model, TransientError if it
@@ -59,11 +61,16 @@ def vectors_of(
     keys = embedding.read(shapes, integers)
     if len(widths) == 1 and "" in keys:  # whatever the tensor's name
         keys = dict(zip(widths, keys.values(), strict=True))
-    found = {name: tensors[key].view(-1, tensors[key].shape[-1]) for name, key in keys.items()}
+    found = {
+        name: tensors[key].view(-1, tensors[key].shape[-1])
+        for name, key in keys.items()
+    }
     if {name: each.shape[1] for name, each in found.items()} != widths:
         made_for, _ = embedding.describe(shapes, integers)
         numbers = " and ".join(f"{width:,} numbers" for width in widths.values())
-        raise UnusableError(f"was made for {made_for}; this model takes vectors of {numbers}")
+        raise UnusableError(
+            f"was made for {made_for}; this model takes vectors of {numbers}"
+        )
     vectors = {name: each.to(dtype) for name, each in found.items()}
     refuse_damaged(vectors)
     return vectors

@@ -26,7 +26,9 @@ def classify(error: Exception) -> errors.FleetError:
         return error
     cause = f"{type(error).__name__}: {str(error).strip()[:300]}"
     if is_out_of_memory(error):
-        return errors.TransientError(f"the GPU ran out of memory for this image: {cause}")
+        return errors.TransientError(
+            f"the GPU ran out of memory for this image: {cause}"
+        )
     if isinstance(error, RuntimeError) and any(mark in str(error) for mark in _STICKY):
         raise errors.NodeError(f"the GPU is broken: {cause}") from error
     return errors.TransientError(f"the image could not be generated: {cause}")

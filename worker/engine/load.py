@@ -87,7 +87,9 @@ def load_engine(settings: EngineSettings) -> SlotEngine:
         engine = slot_engine.SlotEngine(_parts(how, device))
     log.info(f"loaded: {phases.described()}", action="loaded")
     held = memory.describe(engine.slots, engine.savings)
-    log.info(f"draws {held}", action="fits", slots=engine.slots, **engine.savings._asdict())
+    log.info(
+        f"draws {held}", action="fits", slots=engine.slots, **engine.savings._asdict()
+    )
     if is_compiled and settings.compile == "background":
         engine.compile_in_background(settings.around_compiling)
     elif is_compiled:
@@ -180,7 +182,9 @@ def _read_like(
     return other
 
 
-def _use_own(settings: EngineSettings, family: Family, networks: Mapping[str, Any]) -> None:
+def _use_own(
+    settings: EngineSettings, family: Family, networks: Mapping[str, Any]
+) -> None:
     """Has a checkpoint just read draw with the settings' own files."""
     from worker.engine.families import table
     from worker.engine.lora import shared
@@ -205,13 +209,17 @@ def read_beside(engine: Engine, settings: EngineSettings) -> Callable[[], bool] 
     from worker.engine.checkpoint import Checkpoint
     from worker.engine.slots.engine import SlotEngine
 
-    if not isinstance(engine, SlotEngine) or not isinstance(engine.checkpoint, Checkpoint):
+    if not isinstance(engine, SlotEngine) or not isinstance(
+        engine.checkpoint, Checkpoint
+    ):
         return None
     try:
         read = [_read_like(settings, engine.checkpoint)]
     except (errors.SetupError, errors.UnsettledFileError):
         return None
-    return lambda: engine.take_weights(read.pop())  # and the host's memory is free again
+    return lambda: engine.take_weights(
+        read.pop()
+    )  # and the host's memory is free again
 
 
 def import_libraries() -> None:

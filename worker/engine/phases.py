@@ -10,7 +10,15 @@ from collections.abc import Iterator
 from typing import Literal, get_args
 
 Phase = Literal[
-    "import", "download", "load", "move", "kernels", "trace", "compile", "autotune", "capture"
+    "import",
+    "download",
+    "load",
+    "move",
+    "kernels",
+    "trace",
+    "compile",
+    "autotune",
+    "capture",
 ]
 """`load`: all until the engine is there but the weights' `move` to the GPU; `kernels`: waiting for
 those that are being fetched."""
@@ -36,4 +44,6 @@ def timed(phase: Phase) -> Iterator[None]:
 
 def described() -> str:
     """The phases that took time, as in 'import 6.2 s, load 4.1 s'."""
-    return ", ".join(f"{phase} {each:.1f} s" for phase, each in seconds.items() if round(each, 1))
+    return ", ".join(
+        f"{phase} {each:.1f} s" for phase, each in seconds.items() if round(each, 1)
+    )

@@ -81,7 +81,9 @@ class BrownianNoise(NamedTuple):
     """From which sigma to which, in the order of the calls with noise."""
 
 
-Extend = Callable[[torch.Tensor, torch.Tensor, Callable[[torch.Tensor], None]], "Schedule"]
+Extend = Callable[
+    [torch.Tensor, torch.Tensor, Callable[[torch.Tensor], None]], "Schedule"
+]
 """From an image's latents, which it may change, its history, and what fills a tensor with noise."""
 
 
@@ -134,7 +136,9 @@ class Inpainting(NamedTuple):
     """The latents that it began with, without noise [batch, 4, height, width]."""
 
 
-def mask_input(rows: torch.Tensor, latents: torch.Tensor, image: Inpainting) -> torch.Tensor:
+def mask_input(
+    rows: torch.Tensor, latents: torch.Tensor, image: Inpainting
+) -> torch.Tensor:
     """The latents that the UNet sees: the original's where DDIM and PLMS keep it."""
     kept = rows[:, MASKS_INPUT, None, None, None] * image.kept
     return latents * (1 - kept) + image.original * kept
@@ -177,7 +181,10 @@ def step(
         estimate = limit(estimate)
     if image is not None:
         kept = (1 - columns[MASKS_INPUT]) * image.kept
-        there = columns[KEPT_FROM_ORIGINAL] * image.original + columns[KEPT_FROM_LATENTS] * latents
+        there = (
+            columns[KEPT_FROM_ORIGINAL] * image.original
+            + columns[KEPT_FROM_LATENTS] * latents
+        )
         estimate = estimate * (1 - kept) + there * kept
     estimates = torch.cat([estimate[None], history[: ESTIMATE_COUNT - 1]])
     stepped = columns[KEEP] * latents + columns[-1] * history[-1]
@@ -261,7 +268,9 @@ class NoiseStream:
         if settings.seed_delta:
             self.draw = self._make(self._seed + settings.seed_delta)
         if self.brownian is not None:
-            tree = BrownianTree(self._seed, self.brownian.span, lambda at: self._make(at)(shape))
+            tree = BrownianTree(
+                self._seed, self.brownian.span, lambda at: self._make(at)(shape)
+            )
             intervals = iter(self.brownian.intervals)
             self._draw_some = lambda count: tree.noise(list(islice(intervals, count)))
         self._draw_ahead()
@@ -270,7 +279,9 @@ class NoiseStream:
     def fill(self, out: torch.Tensor) -> None:
         """The next noise, into *out*."""
         if not self._ready:
-            self._ready += self._draw_some(1) if self._next is None else self._next.result()
+            self._ready += (
+                self._draw_some(1) if self._next is None else self._next.result()
+            )
             self._draw_ahead()
         out.copy_(self._ready.popleft())
 
@@ -289,12 +300,14 @@ class NoiseStream:
         return functools.partial(torch.randn, generator=generator, dtype=torch.float32)
 
 
-def _interpolate(noise: torch.Tensor, other: torch.Tensor, strength: float) -> torch.Tensor:
+def _interpolate(
+    noise: torch.Tensor, other: torch.Tensor, strength: float
+) -> torch.Tensor:
     """AUTOMATIC1111's spherical interpolation: of each column, and in float64."""
     low, high = noise.double(), other.double()
-    cosine = ((low / low.norm(dim=1, keepdim=True)) * (high / high.norm(dim=1, keepdim=True))).sum(
-        1, keepdim=True
-    )
+    cosine = (
+        (low / low.norm(dim=1, keepdim=True)) * (high / high.norm(dim=1, keepdim=True))
+    ).sum(1, keepdim=True)
     if cosine.mean() > 0.9995:  # noqa: PLR2004 - as there, where the weights are exchanged, too
         return (low * strength + high * (1 - strength)).float()
     angle = cosine.acos()

@@ -67,23 +67,35 @@ class SelfCheck:
         """
         reloaded = self._reloaded()
         originals = {
-            f"unet.{path}.weight": weight for path, weight in self._merger.originals.items()
+            f"unet.{path}.weight": weight
+            for path, weight in self._merger.originals.items()
         }
-        tensors = {**checksums.named_parameters(self._networks), **reloaded, **originals}
+        tensors = {
+            **checksums.named_parameters(self._networks),
+            **reloaded,
+            **originals,
+        }
         if not originals:
             tensors |= self._derived()
         # A VAE that overflowed was widened, which is exact in both directions.
-        own = {name: each.to(self._types.get(name, each.dtype)) for name, each in tensors.items()}
+        own = {
+            name: each.to(self._types.get(name, each.dtype))
+            for name, each in tensors.items()
+        }
         with self._text_encoder_lock:
             found = checksums.sum_bits(own)
         if not originals:
             # The first ones are what they have to stay.
             self._expected = found | self._expected
-        differing = [name for name, total in found.items() if self._expected[name] != total]
+        differing = [
+            name for name, total in found.items() if self._expected[name] != total
+        ]
         if not differing:
             return None
         more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
-        return f"the weights on the device are not the checkpoint's: {differing[0]}{more}"
+        return (
+            f"the weights on the device are not the checkpoint's: {differing[0]}{more}"
+        )
 
     def _derived(self) -> dict[str, torch.Tensor]:
         return {
@@ -108,11 +120,15 @@ class SelfCheck:
                 size = layer.weight.float().norm().item()
                 scale = LORA_SHARE * size / np.linalg.norm(up @ down.T).item()
                 tensors[f"{key}.lora_up.weight"] = torch.from_numpy(scale * up).half()
-                tensors[f"{key}.lora_down.weight"] = torch.from_numpy(down.T.copy()).half()
+                tensors[f"{key}.lora_down.weight"] = torch.from_numpy(
+                    down.T.copy()
+                ).half()
         try:
             save_file(tensors, path)
         except (OSError, SafetensorError) as error:
-            raise errors.NodeError(f"{str(path)!r} cannot be written: {error}") from error
+            raise errors.NodeError(
+                f"{str(path)!r} cannot be written: {error}"
+            ) from error
 
 
 def _noise(name: str, length: int) -> np.ndarray:

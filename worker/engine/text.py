@@ -112,10 +112,17 @@ class Tokenizer:
         names = Names(zip(ids, embeddings, strict=True))
         return clip.cut_into_chunks(prompt, self._tokenise, self._comma, names)
 
-    def rows(self, prompt: Prompt | str, embeddings: Sequence[Embedding] = ()) -> list[Row]:
+    def rows(
+        self, prompt: Prompt | str, embeddings: Sequence[Embedding] = ()
+    ) -> list[Row]:
         """A prompt's rows in a call: of what AND joins from the last on; raises as `chunks`."""
-        rows, subprompts = [], (Subprompt((State(0, str(prompt), weighted_parts(str(prompt))),)),)
-        for one in reversed(prompt.subprompts if isinstance(prompt, Prompt) else subprompts):
+        rows, subprompts = (
+            [],
+            (Subprompt((State(0, str(prompt), weighted_parts(str(prompt))),)),),
+        )
+        for one in reversed(
+            prompt.subprompts if isinstance(prompt, Prompt) else subprompts
+        ):
             counts = Counter(state.text for state in one.states)
             states = {state.text: state for state in one.states}
             apart = [self.chunks(state, embeddings) for state in states.values()]
@@ -167,7 +174,9 @@ def _inserted(reader: Reader, chunks: Sequence[Chunk]) -> Iterator[None]:
             for insert in chunk.inserts:
                 assert isinstance(insert.embedding, Embedding)  # noqa: S101 - of this engine
                 begin = 1 + insert.at  # after the start token
-                row[begin : begin + insert.embedding.length] = insert.embedding.vectors[reader.name]
+                row[begin : begin + insert.embedding.length] = insert.embedding.vectors[
+                    reader.name
+                ]
         return found
 
     hook = reader.network.get_input_embeddings().register_forward_hook(insert)
@@ -184,14 +193,20 @@ class Encoder:
     """
 
     def __init__(
-        self, readers: Sequence[Reader], start: int, end: int, cache_bytes: int = _CACHE_BYTES
+        self,
+        readers: Sequence[Reader],
+        start: int,
+        end: int,
+        cache_bytes: int = _CACHE_BYTES,
     ) -> None:
         """*start* and *end* are their tokens; the pooled vectors are the last encoder's."""
         self._readers = readers
         self._start, self._end = start, end
         self._cache: LRUCache[Hashable, _Encoded] = LRUCache(
             cache_bytes * len(readers),
-            getsizeof=lambda encoded: sum(each.nbytes for each in encoded if each is not None),
+            getsizeof=lambda encoded: sum(
+                each.nbytes for each in encoded if each is not None
+            ),
         )
 
     def encode(
@@ -218,7 +233,9 @@ class Encoder:
         pooled = [each for each in firsts if each is not None]
         stacked = torch.stack(pooled) if pooled else None
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
-        return Context(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), mask, stacked)
+        return Context(
+            torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), mask, stacked
+        )
 
     def encode_ahead(self, chunks: Iterable[Chunk], clip_skip: int) -> None:
         """Encodes chunks together, for `encode` to find in the cache; raises as there."""
@@ -240,12 +257,16 @@ class Encoder:
                 encoded[chunk] = cached
         for at in range(0, len(missing), _CHUNKS_PER_CALL):
             part = missing[at : at + _CHUNKS_PER_CALL]
-            found = [self._weighted(reader, part, clip_skip) for reader in self._readers]
+            found = [
+                self._weighted(reader, part, clip_skip) for reader in self._readers
+            ]
             pooled = found[-1].pooled
             for row, chunk in enumerate(part):
                 # A view would keep the whole call's vectors in memory.
                 vectors = torch.cat([each.vectors[row] for each in found], dim=-1)
-                each = _Encoded(vectors, None if pooled is None else pooled[row].clone())
+                each = _Encoded(
+                    vectors, None if pooled is None else pooled[row].clone()
+                )
                 encoded[chunk] = self._cache[_key(chunk), clip_skip, loras] = each
         return encoded
 
@@ -260,7 +281,9 @@ class Encoder:
         ]
         inserts = any(chunk.inserts for chunk in part)
         with _inserted(reader, part) if inserts else contextlib.nullcontext():
-            output = network(torch.tensor(rows, device=network.device), output_hidden_states=True)
+            output = network(
+                torch.tensor(rows, device=network.device), output_hidden_states=True
+            )
         pooled: torch.Tensor | None = output.text_embeds if rules.has_pooled else None
         vectors: torch.Tensor = output.hidden_states[-(rules.layer or clip_skip)]
         if rules.is_normalised:
@@ -268,7 +291,9 @@ class Encoder:
             vectors = getattr(network, "text_model", network).final_layer_norm(vectors)
         return _Encoded(vectors, pooled)
 
-    def _weighted(self, reader: Reader, part: Sequence[Chunk], clip_skip: int) -> _Encoded:
+    def _weighted(
+        self, reader: Reader, part: Sequence[Chunk], clip_skip: int
+    ) -> _Encoded:
         """The same with weights, which keep the mean of each chunk, or of its company."""
         vectors, pooled = self._read(reader, part, clip_skip)
         if not any(chunk.company or set(chunk.weights) - {1.0} for chunk in part):
@@ -278,19 +303,33 @@ class Encoder:
             chunks, counts = zip(*company, strict=True)
             calls = range(0, len(chunks), _CHUNKS_PER_CALL)
             beside = [chunks[at : at + _CHUNKS_PER_CALL] for at in calls]
-            read = [_weigh(each, self._read(reader, each, clip_skip).vectors)[1] for each in beside]
+            read = [
+                _weigh(each, self._read(reader, each, clip_skip).vectors)[1]
+                for each in beside
+            ]
             share = means.new_tensor(counts) / sum(counts)
-            means[[chunk.company == company for chunk in part]] = share @ torch.cat(read)
-        weighted = (weighted * (means[:, 0] / means[:, 1])[:, None, None]).to(vectors.dtype)
+            means[[chunk.company == company for chunk in part]] = share @ torch.cat(
+                read
+            )
+        weighted = (weighted * (means[:, 0] / means[:, 1])[:, None, None]).to(
+            vectors.dtype
+        )
         if vectors.isfinite().all() and not weighted.isfinite().all():
             raise errors.JobError("the weights in the prompt cancel each other out")
         return _Encoded(weighted, pooled)
 
 
-def _weigh(part: Sequence[Chunk], vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _weigh(
+    part: Sequence[Chunk], vectors: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Vectors [chunks, 77, width] with weights, and means [chunks, 2] without and with these."""
     missing = [CHUNK_TOKENS - len(chunk.tokens) + 1 for chunk in part]
-    rows = [(1.0, *chunk.weights, *[1.0] * ends) for chunk, ends in zip(part, missing, strict=True)]
+    rows = [
+        (1.0, *chunk.weights, *[1.0] * ends)
+        for chunk, ends in zip(part, missing, strict=True)
+    ]
     plain = vectors.float()
     weighted = plain * torch.tensor(rows, device=vectors.device)[:, :, None]
-    return weighted, torch.stack([plain.mean(dim=(1, 2)), weighted.mean(dim=(1, 2))], dim=1)
+    return weighted, torch.stack(
+        [plain.mean(dim=(1, 2)), weighted.mean(dim=(1, 2))], dim=1
+    )

@@ -84,7 +84,9 @@ def read_address(text: str, sha256: str | None, storage: str) -> Address | None:
         address = _read_store(text, storage)
     else:
         if sha256 is not None:
-            raise errors.SetupError("--model-sha256 is for a model that is fetched; this is a path")
+            raise errors.SetupError(
+                "--model-sha256 is for a model that is fetched; this is a path"
+            )
         return None
     if text.lower().startswith("http:") and sha256 is None:
         raise errors.SetupError(
@@ -149,7 +151,11 @@ def _read_url(text: str) -> Address:
     if not url.name or "/" in url.name:
         raise _refused_name(url.name)
     # Without a suffix, the parameters may name the file, and its content tells what it is.
-    kept = [(key, value) for key, value in url.query.items() if not _CREDENTIALS.fullmatch(key)]
+    kept = [
+        (key, value)
+        for key, value in url.query.items()
+        if not _CREDENTIALS.fullmatch(key)
+    ]
     stem = url.name if STEM.fullmatch(url.name) else "model"
     return Address(text, str(bare.with_query(sorted(kept))), None, stem)
 
@@ -160,7 +166,9 @@ def _read_store(text: str, storage: str) -> Address:
     try:
         protocol.check_blob_name(blob)
     except errors.JobError as error:
-        raise errors.SetupError(f"the model cannot be fetched: {error.message}") from None
+        raise errors.SetupError(
+            f"the model cannot be fetched: {error.message}"
+        ) from None
     if not FILE_NAME.fullmatch(name):
         raise _refused_name(name)
     return Address(text, f"{storage} {text}", name, PurePosixPath(name).stem)
@@ -181,7 +189,9 @@ def _refuse_hub_page(url: URL, shown: str) -> None:
         return
     if kind == "blob":
         file = shown.replace("/blob/", "/resolve/", 1)
-        raise errors.SetupError(f"{shown!r} is a web page; the file itself is at {file}")
+        raise errors.SetupError(
+            f"{shown!r} is a web page; the file itself is at {file}"
+        )
     identity = "/".join(parts[:2])
     advice = hub_advice(identity) or "the address of a file has /resolve/ in it"
     raise errors.SetupError(f"{shown!r} is a web page, not a file; {advice}")

@@ -86,7 +86,9 @@ def check(settings: WorkerSettings) -> None:
         try:
             check_path(path)
         except CutOffError:
-            with contextlib.suppress(errors.UnsettledFileError):  # the engine waits for it
+            with contextlib.suppress(
+                errors.UnsettledFileError
+            ):  # the engine waits for it
                 safetensors.rested(path)
                 raise
 
@@ -102,7 +104,9 @@ def check_path(path: Path, kind: kinds.FileKind = kinds.MODEL) -> None:
         if stat.S_ISDIR(mode):
             _check_folder(path, kind)
         elif path.suffix.lower() in addresses.PICKLE_SUFFIXES:
-            raise errors.SetupError(f"{str(path)!r} is {addresses.pickle_advice(str(path))}")
+            raise errors.SetupError(
+                f"{str(path)!r} is {addresses.pickle_advice(str(path))}"
+            )
         else:
             kinds.check(kind, str(path), read_header(path))
             for suffix in _VAE_SUFFIXES:
@@ -115,7 +119,8 @@ def check_path(path: Path, kind: kinds.FileKind = kinds.MODEL) -> None:
     except FileNotFoundError:
         advice = addresses.hub_advice(str(path))
         raise errors.SetupError(
-            f"the model {str(path)!r} does not exist" + (f"; {advice}" if advice else "")
+            f"the model {str(path)!r} does not exist"
+            + (f"; {advice}" if advice else "")
         ) from None
     except OSError as error:
         raise errors.SetupError(
@@ -139,7 +144,9 @@ def family(path: Path) -> str:
         return contents.X4_UPSCALER.family
     width = unet.get("cross_attention_dim")
     by_width = {1024: contents.SD2, 2048: contents.SDXL}
-    return next((found for each, found in by_width.items() if each == width), contents.SD1).family
+    return next(
+        (found for each, found in by_width.items() if each == width), contents.SD1
+    ).family
 
 
 def _is_sdxl(unet: Mapping[str, Any]) -> bool:
@@ -147,7 +154,9 @@ def _is_sdxl(unet: Mapping[str, Any]) -> bool:
     return unet.get("addition_embed_type") is not None
 
 
-def read_header(path: Path, name: str = "", *, is_whole: bool = True) -> safetensors.Header:
+def read_header(
+    path: Path, name: str = "", *, is_whole: bool = True
+) -> safetensors.Header:
     """The header of a safetensors file; *name* is what messages call it, by default its path.
 
     Raises:
@@ -188,12 +197,17 @@ def _what_else(path: Path, name: str) -> str | None:
     head = _head(path)
     if is_tar(path):
         return "a .tar archive: unpack it with tar -xf, and name the folder in it"
-    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= safetensors.MAX_HEADER_BYTES:
+    if (
+        head[8:9] == b"{"
+        and int.from_bytes(head[:8], "little") <= safetensors.MAX_HEADER_BYTES
+    ):
         return None
     if re.match(_PICKLE, head):
         return addresses.pickle_advice(name)
     unknown = "not a readable .safetensors file (it does not begin like one)"
-    return next((what for start, what in _OTHERS.items() if re.match(start, head)), unknown)
+    return next(
+        (what for start, what in _OTHERS.items() if re.match(start, head)), unknown
+    )
 
 
 def _head(path: Path) -> bytes:
@@ -223,7 +237,9 @@ def _parameterization(path: Path) -> str | None:
             f"{str(path)!r} beside the checkpoint is not a readable configuration"
         ) from None
     stated = _value(content, "model.params.parameterization")
-    scaling = _value(content, "model.params.denoiser_config.params.scaling_config.target")
+    scaling = _value(
+        content, "model.params.denoiser_config.params.scaling_config.target"
+    )
     return _PARAMETERIZATIONS.get(stated) or _SCALINGS.get(scaling.rpartition(".")[2])
 
 
@@ -241,8 +257,14 @@ def _check_folder(folder: Path, kind: kinds.FileKind) -> None:
         return
     unet = _read_json(folder / "unet" / "config.json")
     is_refiner = unet.get("cross_attention_dim") == _REFINER_WIDTH
-    noise = str(_read_json(folder / "scheduler" / "scheduler_config.json").get("_class_name", ""))
-    other = next((name for start, name in _PIPELINES if pipeline.startswith(start)), None)
+    noise = str(
+        _read_json(folder / "scheduler" / "scheduler_config.json").get(
+            "_class_name", ""
+        )
+    )
+    other = next(
+        (name for start, name in _PIPELINES if pipeline.startswith(start)), None
+    )
     if pipeline and not pipeline.startswith("StableDiffusion"):
         other = f"a checkpoint of {pipeline[:60]}"
     elif is_refiner and not kinds.accepts(kind, contents.REFINER):
@@ -269,7 +291,11 @@ def _check_part(folder: Path) -> None:
         pickles = [each.name for each in folder.iterdir() if _is_pickle(each)]
         raise errors.SetupError(
             f"{str(folder)!r} has no .safetensors file"
-            + (f", only {pickles[0]}, a pickle, and pickles are never loaded" if pickles else "")
+            + (
+                f", only {pickles[0]}, a pickle, and pickles are never loaded"
+                if pickles
+                else ""
+            )
             + ": download the folder's .safetensors files as well"
         )
     for file in files:
@@ -286,7 +312,9 @@ def _not_a_checkpoint(folder: Path) -> str:
             return f"{start}; it has the file of one: --model {file}"
     if files:
         return f"{start}; {kinds.refusal(files[0].name, found[0])}"
-    if pickle := next((each for each in sorted(folder.iterdir()) if _is_pickle(each)), None):
+    if pickle := next(
+        (each for each in sorted(folder.iterdir()) if _is_pickle(each)), None
+    ):
         return f"{start}; {pickle.name} is {addresses.pickle_advice(str(pickle))}"
     return f"{start}: it has no unet/config.json"
 

@@ -57,7 +57,9 @@ class DiskCache:
             os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except OSError as error:  # the disk may be read-only; the file exists all the same
+        except (
+            OSError
+        ) as error:  # the disk may be read-only; the file exists all the same
             log.debug(f"{path} cannot be marked as used: {error}")
         return path
 
@@ -90,7 +92,9 @@ class DiskCache:
             )
 
     @contextlib.asynccontextmanager
-    async def fetching(self, name: str, seconds: float = FETCH_SECONDS) -> AsyncIterator[None]:
+    async def fetching(
+        self, name: str, seconds: float = FETCH_SECONDS
+    ) -> AsyncIterator[None]:
         """Lets in one job of this machine's workers at a time that fetches the file of that name.
 
         The system frees a killed worker's lock; where there is none, and after so many *seconds*
@@ -156,7 +160,9 @@ class DiskCache:
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
         for path in self.folder.iterdir():
             if path.suffix in {SUFFIX, ".part"}:
-                with contextlib.suppress(FileNotFoundError):  # evicted by another worker
+                with contextlib.suppress(
+                    FileNotFoundError
+                ):  # evicted by another worker
                     yield path, path.stat()
 
 

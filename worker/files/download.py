@@ -72,7 +72,9 @@ class HttpSource:
             headers["Range"] = f"bytes={offset}-"
             if version is not None:
                 headers["If-Range"] = version
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=STALL_SECONDS)
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=10, sock_read=STALL_SECONDS
+        )
         try:
             async with (
                 proxies.session(timeout=timeout) as session,
@@ -80,7 +82,9 @@ class HttpSource:
             ):
                 yield self._answer(response, offset)
         except aiohttp.ClientConnectorCertificateError as error:
-            raise proxies.unreachable(f"{self.label} cannot be fetched", error) from None
+            raise proxies.unreachable(
+                f"{self.label} cannot be fetched", error
+            ) from None
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             # Without its cause, whose text may contain the address with its token.
             raise errors.TransientError(
@@ -95,11 +99,15 @@ class HttpSource:
                 " its way: set --model-sha256"
             )
         etag = response.headers.get("ETag", "W/")
-        version = response.headers.get("Last-Modified") if etag.startswith("W/") else etag
+        version = (
+            response.headers.get("Last-Modified") if etag.startswith("W/") else etag
+        )
         chunks = response.content.iter_chunked(2**20)
         answer = f"{self.label} answers HTTP {response.status}"
         match response.status:
-            case 200 if "Content-Range" not in response.headers:  # all of it, whatever was asked
+            case 200 if (
+                "Content-Range" not in response.headers
+            ):  # all of it, whatever was asked
                 disposition = response.content_disposition
                 file_name = disposition.filename if disposition else None
                 if response.headers.get("Content-Encoding", "identity") != "identity":
@@ -107,22 +115,30 @@ class HttpSource:
                     return Opened(0, None, None, chunks, file_name)
                 return Opened(0, response.content_length, version, chunks, file_name)
             case 200 | 206:
-                found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+                found = _CONTENT_RANGE.fullmatch(
+                    response.headers.get("Content-Range", "")
+                )
                 begin, end, total = map(int, found.groups()) if found else (0, 0, 0)
                 if begin == offset <= end < total:  # it may end earlier than was asked
                     return Opened(begin, total, version, chunks)
-                raise FileChangedError(f"{answer} with another part of the file than was asked for")
+                raise FileChangedError(
+                    f"{answer} with another part of the file than was asked for"
+                )
             case 412 | 416 if offset:  # it is another, or shorter than before
                 raise FileChangedError(f"{answer}: the file has changed")
             case status if status in {408, 429} or status >= 500:  # noqa: PLR2004
                 raise errors.TransientError(answer)
-        raise errors.SetupError(f"{answer}: check the address, and its token if it has one")
+        raise errors.SetupError(
+            f"{answer}: check the address, and its token if it has one"
+        )
 
 
 class BlobSource:
     """The blob FOLDER/NAME in the container of files."""
 
-    def __init__(self, blobs: protocol.BlobStore, name: str, folder: str = MODEL.folder) -> None:
+    def __init__(
+        self, blobs: protocol.BlobStore, name: str, folder: str = MODEL.folder
+    ) -> None:
         self._blobs = blobs
         self._folder = folder
         self._blob = f"{folder}/{name}"
@@ -134,9 +150,13 @@ class BlobSource:
         first = await self._part(offset)
         if offset and first.version != version:
             offset, first = 0, await self._part(0)
-        yield Opened(offset, first.total_bytes, first.version, self._chunks(offset, first))
+        yield Opened(
+            offset, first.total_bytes, first.version, self._chunks(offset, first)
+        )
 
-    async def _chunks(self, offset: int, part: protocol.BlobPart) -> AsyncIterator[bytes]:
+    async def _chunks(
+        self, offset: int, part: protocol.BlobPart
+    ) -> AsyncIterator[bytes]:
         version = part.version
         while part.data:
             yield part.data
@@ -234,7 +254,9 @@ class Download:
             concurrency.log_retry(error)
             return False
 
-    def _refuse_another(self, opened: Opened, total: int | None, version: str | None) -> None:
+    def _refuse_another(
+        self, opened: Opened, total: int | None, version: str | None
+    ) -> None:
         """Raises FileChangedError for the rest of another file than that which is there."""
         is_another = opened.version not in {None, version}
         if opened.offset and (is_another or total not in {None, opened.total_bytes}):
@@ -248,7 +270,11 @@ class Download:
             return 0, None, None
         self.file_name = state.file_name
         if state.version is None:
-            return 0, None, None  # nothing would tell that the rest is of another version
+            return (
+                0,
+                None,
+                None,
+            )  # nothing would tell that the rest is of another version
         return self._size(), state.total_bytes, state.version
 
     async def _receive(self, opened: Opened) -> None:
@@ -260,7 +286,9 @@ class Download:
                 self.part.write_bytes(b"")
                 self.file_name = opened.file_name
                 state = _State(
-                    total_bytes=total, version=opened.version, file_name=opened.file_name
+                    total_bytes=total,
+                    version=opened.version,
+                    file_name=opened.file_name,
                 )
                 self._state.write_text(state.model_dump_json(), encoding="utf-8")
             # Unbuffered: a full disk must raise here, and not once more on closing.
@@ -274,12 +302,16 @@ class Download:
                 self.on_progress(size, total)
                 if size >= HEAD_BYTES and not self._is_head_checked:
                     self._check_content(is_whole=False)
-                bytes_per_second = (size - opened.offset) / max(time.monotonic() - began_at, 1e-3)
+                bytes_per_second = (size - opened.offset) / max(
+                    time.monotonic() - began_at, 1e-3
+                )
                 self._log_progress(size, total, bytes_per_second)
             with self.cache.errors():
                 file.truncate()
         if total is not None and size > total:
-            raise FileChangedError(f"{self.source.label} sent more than the {total:,} bytes it has")
+            raise FileChangedError(
+                f"{self.source.label} sent more than the {total:,} bytes it has"
+            )
         if total not in {None, size}:
             received = size - opened.offset
             raise errors.TransientError(
@@ -296,11 +328,17 @@ class Download:
                 self.forget()
                 raise
 
-    def _log_progress(self, size: int, total: int | None, bytes_per_second: float) -> None:
+    def _log_progress(
+        self, size: int, total: int | None, bytes_per_second: float
+    ) -> None:
         if not self._occasion.is_due() and size != total:
             return
-        parts = f"{size / 1e6:.0f} of {'?' if total is None else f'{total / 1e6:.0f}'} MB"
-        text = f"fetching {self.source.label}: {parts}, {bytes_per_second / 1e6:.0f} MB/s"
+        parts = (
+            f"{size / 1e6:.0f} of {'?' if total is None else f'{total / 1e6:.0f}'} MB"
+        )
+        text = (
+            f"fetching {self.source.label}: {parts}, {bytes_per_second / 1e6:.0f} MB/s"
+        )
         log.info(text, action="model_progress", bytes=size, total_bytes=total)
 
     def _find_sha256(self) -> str:

@@ -63,7 +63,9 @@ class Folder:
     must_exist: bool = True
 
 
-def check_content(what: str, file: BufferedReader | BytesIO, size: int, sha256: str | None) -> None:
+def check_content(
+    what: str, file: BufferedReader | BytesIO, size: int, sha256: str | None
+) -> None:
     """Checks that a file is complete and matches the manifest; *what* it is, for messages.
 
     Raises TransientError if it is truncated or has another hash, UnusableFileError if it is none.
@@ -83,7 +85,9 @@ def check_content(what: str, file: BufferedReader | BytesIO, size: int, sha256: 
         return
     file.seek(0)
     if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-        raise errors.TransientError(f"the SHA-256 of {what} is not the one in its manifest.json")
+        raise errors.TransientError(
+            f"the SHA-256 of {what} is not the one in its manifest.json"
+        )
 
 
 async def read_whole(
@@ -103,7 +107,9 @@ async def read_whole(
 class FileLibrary:
     """Resolves names to files. A name is one safe path segment, checked with the prompt."""
 
-    def __init__(self, source: Source, kind: FileKind, directory: Path | None = None) -> None:
+    def __init__(
+        self, source: Source, kind: FileKind, directory: Path | None = None
+    ) -> None:
         """*directory* comes before the storage."""
         self.lookups: Counter[str] = Counter()
         self._blobs = source.blobs
@@ -117,7 +123,9 @@ class FileLibrary:
         # The files of other names of theirs, for as long as a list of names.
         self._aliases: TTLCache[str, str] = TTLCache(REMEMBERED, LIST_SECONDS)
         # What was checked in full, and against which hash.
-        self._checked: LRUCache[Path, tuple[Identity, str | None]] = LRUCache(REMEMBERED)
+        self._checked: LRUCache[Path, tuple[Identity, str | None]] = LRUCache(
+            REMEMBERED
+        )
 
     async def resolve(self, name: str) -> Path:
         """The file of that name, complete and matching its manifest.
@@ -148,7 +156,9 @@ class FileLibrary:
         """The names of the files that *name* is an alias of, in the first place that has any."""
         stored = local_path(self._blobs, self._kind.folder)
         for folder in (*(folder.path for folder in self._folders), stored):
-            if folder and (found := (await asyncio.to_thread(aliases, folder)).get(name)):
+            if folder and (
+                found := (await asyncio.to_thread(aliases, folder)).get(name)
+            ):
                 return found
         return self._storage_manifest.same_as(name)
 
@@ -170,7 +180,9 @@ class FileLibrary:
                     continue
             except OSError as error:
                 raise unreadable(self._kind, folder.path, error.strerror) from error
-            await self._verify(folder.manifest, name, partial(self._check, name, path, rested))
+            await self._verify(
+                folder.manifest, name, partial(self._check, name, path, rested)
+            )
             return path
         return None
 
@@ -183,7 +195,9 @@ class FileLibrary:
                 self._storage_manifest, name, partial(self._check, name, path, identify)
             )
         except (errors.TransientError, errors.UnusableFileError) as error:
-            log.warning(f"fetching {path} again: {error}", action=f"{self._kind.name}_dropped")
+            log.warning(
+                f"fetching {path} again: {error}", action=f"{self._kind.name}_dropped"
+            )
             self._cache.drop(path)
             return None
         return path
@@ -196,7 +210,9 @@ class FileLibrary:
 
     async def _download(self, name: str) -> Path:
         kind = self._kind
-        data = await read_whole(self._blobs, f"{kind.folder}/{name}{SUFFIX}", kind.max_bytes)
+        data = await read_whole(
+            self._blobs, f"{kind.folder}/{name}{SUFFIX}", kind.max_bytes
+        )
         if data is None:
             await self._blobs.check()  # without its container, the job is not at fault
             for folder in self._folders:
@@ -233,7 +249,11 @@ class FileLibrary:
             raise
 
     def _check(
-        self, name: str, path: Path, find: Callable[[Path], Identity], sha256: str | None
+        self,
+        name: str,
+        path: Path,
+        find: Callable[[Path], Identity],
+        sha256: str | None,
     ) -> None:
         """Checks a file; *find* its identity, which of one that others write waits for its rest."""
         try:
@@ -281,7 +301,9 @@ class EmbeddingLibrary(FileLibrary):
             self._folders.append(Folder(path, self._storage_manifest, must_exist=False))
         self._own = directory
         # With a trusted key, only the manifest counts.
-        self._listed = [each for each in (directory, None if source.trusted else path) if each]
+        self._listed = [
+            each for each in (directory, None if source.trusted else path) if each
+        ]
         self._names: tuple[str, ...] = ()
         self._pickles: dict[str, Path] = {}
         self._ignored: set[str] = set()
@@ -311,11 +333,16 @@ class EmbeddingLibrary(FileLibrary):
                         raise errors.SetupError(error.message) from error
                     raise
                 why = error if isinstance(error, errors.FleetError) else "no answer"
-                log.warning(f"embeddings cannot be listed: {why}", action="embeddings_unlisted")
+                log.warning(
+                    f"embeddings cannot be listed: {why}", action="embeddings_unlisted"
+                )
             else:
                 if found != self._names:
                     self._names = found
-                    log.info(f"{len(found)} embeddings are listed", action="embeddings_listed")
+                    log.info(
+                        f"{len(found)} embeddings are listed",
+                        action="embeddings_listed",
+                    )
             self._listed_at = now
             return self._names
 
@@ -353,7 +380,9 @@ class EmbeddingLibrary(FileLibrary):
         except OSError as error:
             raise unreadable(EMBEDDING, folder, error.strerror) from error
         wanted = {SUFFIX, *addresses.PICKLE_SUFFIXES}
-        return [each for each in files if each.suffix in wanted and self._is_safe(each.stem)]
+        return [
+            each for each in files if each.suffix in wanted and self._is_safe(each.stem)
+        ]
 
     def _is_safe(self, name: str) -> bool:
         is_safe = is_safe_name(name)
@@ -387,7 +416,10 @@ def aliases(folder: Path) -> dict[str, set[str]]:
     with contextlib.suppress(OSError):
         for path in folder.glob(f"*{SUFFIX}"):
             with contextlib.suppress(OSError, safetensors.MalformedError):
-                for name in (unicodedata.normalize("NFC", path.stem), _alias(identify(path))):
+                for name in (
+                    unicodedata.normalize("NFC", path.stem),
+                    _alias(identify(path)),
+                ):
                     found.setdefault(name, set()).add(path.stem)
     found.pop("", None)
     return found

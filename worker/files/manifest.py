@@ -70,10 +70,14 @@ class FileHashes:
         if is_file and sha256 is None:
             return self._start(path, _hash_model)
         known: Future[str | None] = Future()
-        known.set_result(sha256.lower()[:MODEL_CHARACTERS] if is_file and sha256 else None)
+        known.set_result(
+            sha256.lower()[:MODEL_CHARACTERS] if is_file and sha256 else None
+        )
         return known
 
-    def of_lora(self, path: Path, identity: Identity | None = None) -> Future[str | None]:
+    def of_lora(
+        self, path: Path, identity: Identity | None = None
+    ) -> Future[str | None]:
         """The hash of a LoRA, which was *identity* when it was checked; raises as `_try`."""
         return self._start(path, hash_lora, identity)
 
@@ -93,7 +97,9 @@ class FileHashes:
         return found
 
 
-def _try(read: Callable[[Path], str], path: Path, identity: Identity | None) -> str | None:
+def _try(
+    read: Callable[[Path], str], path: Path, identity: Identity | None
+) -> str | None:
     """A file's hash, or None; of a LoRA, UnsettledFileError if it is no longer that *identity*."""
     try:
         with whole(identity) if identity else contextlib.nullcontext():
@@ -119,7 +125,11 @@ def hash_lora(path: Path) -> str:
         if size > safetensors.MAX_HEADER_BYTES:
             raise safetensors.MalformedError
         named = _NAMED.search(file.read(size))
-        sha256 = named[1].decode() if named else hashlib.file_digest(file, "sha256").hexdigest()
+        sha256 = (
+            named[1].decode()
+            if named
+            else hashlib.file_digest(file, "sha256").hexdigest()
+        )
     return sha256[:LORA_CHARACTERS]
 
 
@@ -201,7 +211,9 @@ class Manifest:
     _read_at: float | None = None
 
     @classmethod
-    def stored(cls, blobs: protocol.BlobStore, kind: FileKind, trusted: TrustedKeys | None) -> Self:
+    def stored(
+        cls, blobs: protocol.BlobStore, kind: FileKind, trusted: TrustedKeys | None
+    ) -> Self:
         name = f"{kind.folder}/{NAME}"
         where = f"{name} in the container {blobs.name!r}"
         return cls(where, lambda: blobs.read(name, MAX_BYTES), kind, trusted)
@@ -236,7 +248,9 @@ class Manifest:
     def same_as(self, name: str) -> set[str]:
         """The other names that it lists with the hash of *name*: of LoRAs, one is an alias."""
         sha256 = self._hashes.get(name)
-        return {other for other, each in self._hashes.items() if each == sha256} - {name}
+        return {other for other, each in self._hashes.items() if each == sha256} - {
+            name
+        }
 
     def forget(self) -> None:
         """Reads it again the next time: it and a file disagree, and one of them is old."""
@@ -265,7 +279,9 @@ class Manifest:
         except errors.TransientError as error:
             raise self._untrusted(error.message) from None
         if not contents.is_signed_by(self._trusted, self._kind.folder):
-            raise self._untrusted("another key signed it" if contents.is_signed else "it is plain")
+            raise self._untrusted(
+                "another key signed it" if contents.is_signed else "it is plain"
+            )
         return contents.files
 
     def _untrusted(self, why: str) -> errors.SetupError:

@@ -85,19 +85,27 @@ async def fetch(
     if found := find_fetched(folder, address):
         if is_whole(found):
             return settings
-        log.warning(f"fetching {found} again: it is cut off or damaged", action="model_dropped")
+        log.warning(
+            f"fetching {found} again: it is cut off or damaged", action="model_dropped"
+        )
         with DiskCache(folder).errors():
             shutil.rmtree(found) if found.is_dir() else found.unlink(missing_ok=True)
     if settings.model_sha256 is None:
-        advice = "set --model-sha256, or --trusted-key with a signed list of several models"
+        advice = (
+            "set --model-sha256, or --trusted-key with a signed list of several models"
+        )
         text = f"{_source(address, None, blobs).label} is not verified: {advice}"
         log.warning(text, action="model_unchecked")
-    await fetch_to(folder, address, settings.model_sha256, blobs, retry_policy, wanted=wanted)
+    await fetch_to(
+        folder, address, settings.model_sha256, blobs, retry_policy, wanted=wanted
+    )
     return settings
 
 
 async def _pinned(
-    settings: WorkerSettings, blobs: protocol.BlobStore, retry_policy: concurrency.RetryPolicy
+    settings: WorkerSettings,
+    blobs: protocol.BlobStore,
+    retry_policy: concurrency.RetryPolicy,
 ) -> WorkerSettings:
     """The settings with the hash that a signed manifest gives, where the model's is to be known."""
     trusted = trusted_keys(settings.trusted_key)
@@ -138,7 +146,9 @@ async def fetch_to(
             source,
             sha256 and sha256.lower(),
             copies=1 + name.endswith(".tar"),  # a packed folder needs its room twice
-            check=lambda part, is_whole: _check_part(part, source.label, wanted, is_whole=is_whole),
+            check=lambda part, is_whole: _check_part(
+                part, source.label, wanted, is_whole=is_whole
+            ),
             on_progress=on_progress,
         )
         await download.run(retry_policy)
@@ -159,7 +169,9 @@ def find_fetched(folder: Path, address: Address) -> Path | None:
     if address.file_name is not None:
         path = folder / address.file_name.removesuffix(".tar")
         return path if path.exists() else None
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():  # its name is the server's
+    for path in (
+        sorted(folder.iterdir()) if folder.is_dir() else ()
+    ):  # its name is the server's
         if path.suffix == SUFFIX or (path.is_dir() and path.name != _UNPACKING):
             return path
     return None
@@ -182,7 +194,9 @@ def _folder(settings: WorkerSettings, address: Address) -> Path:
     return settings.cache.expanduser() / "models" / name
 
 
-def _source(address: Address, sha256: str | None, blobs: protocol.BlobStore | None) -> Source:
+def _source(
+    address: Address, sha256: str | None, blobs: protocol.BlobStore | None
+) -> Source:
     if blobs is not None and address.blob is not None:
         return BlobSource(blobs, address.blob)
     return HttpSource(address.text, requires_https=sha256 is None)
@@ -197,11 +211,15 @@ def _final_name(address: Address, sent_name: str | None, *, is_tar: bool) -> str
     return name.removesuffix(".tar")
 
 
-def _check_part(part: Path, label: str, wanted: kinds.FileKind, *, is_whole: bool) -> None:
+def _check_part(
+    part: Path, label: str, wanted: kinds.FileKind, *, is_whole: bool
+) -> None:
     """Raises SetupError if what has arrived so far cannot become a file of that kind."""
     if check.is_tar(part):
         if ".tar" not in wanted.suffixes:
-            raise errors.SetupError(f"{label!r} is a .tar archive, no file of {wanted.folder}/")
+            raise errors.SetupError(
+                f"{label!r} is a .tar archive, no file of {wanted.folder}/"
+            )
         return
     try:
         kinds.check(wanted, label, check.read_header(part, label, is_whole=is_whole))
@@ -219,7 +237,9 @@ def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> Non
     if name.is_absolute() or ".." in name.parts:
         raise tarfile.TarError(f"{shown} leads outside")
     if member.issym() or member.islnk():
-        raise tarfile.TarError(f"{shown} is a link; `tar --dereference` packs the file instead")
+        raise tarfile.TarError(
+            f"{shown} is a link; `tar --dereference` packs the file instead"
+        )
     if not member.isfile() and not member.isdir():
         raise tarfile.TarError(f"{shown} is neither a file nor a folder")
     target = folder / name
@@ -247,7 +267,9 @@ def _unpack(archive: Path, path: Path, cache: DiskCache) -> None:
                 _extract(tar, member, folder)
     except tarfile.TarError as error:
         archive.unlink()
-        raise errors.SetupError(f"{path.name}.tar cannot be unpacked as a .tar: {error}") from None
+        raise errors.SetupError(
+            f"{path.name}.tar cannot be unpacked as a .tar: {error}"
+        ) from None
     for candidate in (folder, *folder.iterdir()):
         if (candidate / "model_index.json").is_file():
             candidate.replace(path)

@@ -86,17 +86,29 @@ class Child:
         """Runs the process to its end; returns its exit code, or the negative of a signal."""
         ours, theirs = socket.socketpair()
         with theirs:
-            assignment = self._assignment.model_copy(update={"control": theirs.fileno()})
+            assignment = self._assignment.model_copy(
+                update={"control": theirs.fileno()}
+            )
             process = await asyncio.create_subprocess_exec(
                 *self._command,
                 stdin=asyncio.subprocess.DEVNULL,
-                env={**os.environ, **self._variables, VARIABLE: assignment.model_dump_json()},
+                env={
+                    **os.environ,
+                    **self._variables,
+                    VARIABLE: assignment.model_dump_json(),
+                },
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the parent
             )
-        self._process, self._answered_at, self._is_hung = process, time.monotonic(), False
+        self._process, self._answered_at, self._is_hung = (
+            process,
+            time.monotonic(),
+            False,
+        )
         text = f"the worker of GPU {self.gpu.name} is process {process.pid}"
-        log.info(text, action="worker_started", gpu=self.gpu.name, process_id=process.pid)
+        log.info(
+            text, action="worker_started", gpu=self.gpu.name, process_id=process.pid
+        )
         reader, self._control = await asyncio.open_connection(sock=ours)
         for word in self._words:  # which came before the process
             self._control.write(word)
@@ -198,7 +210,9 @@ class Member:
         with contextlib.suppress(OSError):  # the parent is gone
             self._control.sendall(b"%d\n" % port)
 
-    def listen(self, loop: asyncio.AbstractEventLoop, on_word: Callable[[bool], object]) -> None:
+    def listen(
+        self, loop: asyncio.AbstractEventLoop, on_word: Callable[[bool], object]
+    ) -> None:
         """Calls *on_word* in *loop* for each word of the parent: True to end at once."""
 
         def deliver(hurries: bool) -> None:
@@ -208,7 +222,11 @@ class Member:
         self._on_word.set_result(deliver)
 
     def _read(self) -> None:
-        with self._control, contextlib.suppress(OSError), self._control.makefile("rb") as words:
+        with (
+            self._control,
+            contextlib.suppress(OSError),
+            self._control.makefile("rb") as words,
+        ):
             for word in words:
                 self._on_word.result()(word == HURRY)
         with contextlib.suppress(TimeoutError):  # nobody listens yet

@@ -27,13 +27,17 @@ class Gpu:
         if self.visible is not None and processes == 1:
             return {_VISIBLE: self.visible}
         variables = {"OMP_NUM_THREADS": threads(processes)}
-        return variables if self.visible is None else {_VISIBLE: self.visible, **variables}
+        return (
+            variables if self.visible is None else {_VISIBLE: self.visible, **variables}
+        )
 
 
 def threads(processes: int) -> str:
     """Torch's threads for one of so many processes: OMP_NUM_THREADS, where that is set."""
     # With every core for each, they would wait for each other.
-    return os.environ.get("OMP_NUM_THREADS", str(max(1, concurrency.cores() // processes)))
+    return os.environ.get(
+        "OMP_NUM_THREADS", str(max(1, concurrency.cores() // processes))
+    )
 
 
 def choose(settings: MachineSettings) -> list[Gpu]:
@@ -57,7 +61,9 @@ def choose(settings: MachineSettings) -> list[Gpu]:
     known = {each.name: each for each in there}
     if unknown := [name for name in names if name not in known]:
         among = (
-            f" among CUDA_VISIBLE_DEVICES={os.environ[_VISIBLE]}" if _VISIBLE in os.environ else ""
+            f" among CUDA_VISIBLE_DEVICES={os.environ[_VISIBLE]}"
+            if _VISIBLE in os.environ
+            else ""
         )
         raise errors.SetupError(
             f"--gpus {given}: there is no GPU {', '.join(unknown)}{among}; there are"
@@ -71,11 +77,17 @@ def _visible_gpus(given: str) -> list[Gpu]:
     if (visible := os.environ.get(_VISIBLE)) is not None:
         # In CUDA's order, which need not be the driver's: only CUDA knows the cards.
         entries = [each.strip() for each in visible.split(",")]
-        found = [Gpu(str(number), entry) for number, entry in enumerate(entries) if entry]
+        found = [
+            Gpu(str(number), entry) for number, entry in enumerate(entries) if entry
+        ]
         if len({each.visible for each in found}) < len(found):
-            raise errors.SetupError(f"--gpus {given}: {_VISIBLE}={visible} names a GPU twice")
+            raise errors.SetupError(
+                f"--gpus {given}: {_VISIBLE}={visible} names a GPU twice"
+            )
         if not found:
-            raise errors.SetupError(f"--gpus {given}: {_VISIBLE}={visible} leaves no GPU")
+            raise errors.SetupError(
+                f"--gpus {given}: {_VISIBLE}={visible} leaves no GPU"
+            )
         return found
     cards = replica.ask_driver(lambda: list(_cards()))
     if isinstance(cards, Exception) and not isinstance(cards, replica.NO_DRIVER):

@@ -29,7 +29,15 @@ from worker.settings import MachineSettings, share_of
 log = logs.EventLog(__name__)
 
 #: The exit codes of `imagefleet worker`, as `fleet.console` has them.
-DONE, UNEXPECTED, SETUP, NODE, JOBS_FAILED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 4, 130, 143
+DONE, UNEXPECTED, SETUP, NODE, JOBS_FAILED, INTERRUPTED, TERMINATED = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    130,
+    143,
+)
 
 #: A worker that ends so has done what it was told.
 FINISHED = frozenset({DONE, JOBS_FAILED, INTERRUPTED, TERMINATED})
@@ -87,7 +95,9 @@ class _Parent:
         share = None if price is None else price / len(gpus)
         self._settings = settings
         self._instance = push.new_instance()
-        self._metrics = MachineMetrics(settings.fleet_name, [each.name for each in gpus], share)
+        self._metrics = MachineMetrics(
+            settings.fleet_name, [each.name for each in gpus], share
+        )
         self._codes: list[int] = []
         self._stop, self._hurry = asyncio.Event(), asyncio.Event()
         self._stopped_by: signal.Signals | None = None
@@ -130,7 +140,9 @@ class _Parent:
                     job="imagefleet-worker",
                     instance=self._instance,
                 ),
-                salad.updating_deletion_cost(metadata, lambda: self._metrics.busy_slots),
+                salad.updating_deletion_cost(
+                    metadata, lambda: self._metrics.busy_slots
+                ),
             ):
                 names = ", ".join(child.gpu.name for child in self._children)
                 address = f"http://{probes.authority(settings.host, port)}/metrics"
@@ -169,11 +181,15 @@ class _Parent:
             if code in {NODE, SETUP}:
                 self._leave_out(gpu, code, "its own last line says why")
                 return
-            crashes = 1 if time.monotonic() - began_at >= STEADY_SECONDS else crashes + 1
+            crashes = (
+                1 if time.monotonic() - began_at >= STEADY_SECONDS else crashes + 1
+            )
             if crashes > MAX_CRASHES:
                 self._leave_out(gpu, code, f"it crashed {crashes} times in a row")
                 return
-            seconds = concurrency.backoff(crashes - 1, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+            seconds = concurrency.backoff(
+                crashes - 1, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS
+            )
             text = f"GPU {gpu}: {_words(code)}; starting it again in {seconds:.0f} s"
             log.error(text, action="worker_crashed", gpu=gpu, exit_code=code)
             await tasks.first_of(self._stop.wait(), timeout_seconds=seconds)
@@ -184,7 +200,9 @@ class _Parent:
 
     def _is_queue_empty(self) -> bool:
         """Whether a worker found nothing left, not even a lease of a dead worker."""
-        return self._settings.until_empty and not {DONE, JOBS_FAILED}.isdisjoint(self._codes)
+        return self._settings.until_empty and not {DONE, JOBS_FAILED}.isdisjoint(
+            self._codes
+        )
 
     def _leave_out(self, gpu: str, code: int, why: str) -> None:
         self._codes.append(code)
@@ -196,7 +214,11 @@ class _Parent:
     def _exit_code(self) -> int:
         """The code of workers that did what they were told, else the class of what ended them."""
         codes = set(self._codes)
-        if self._settings.until_empty and self._stop.is_set() and codes.difference(_BY_WEIGHT):
+        if (
+            self._settings.until_empty
+            and self._stop.is_set()
+            and codes.difference(_BY_WEIGHT)
+        ):
             return INTERRUPTED if self._stopped_by is signal.SIGINT else TERMINATED
         found = next((code for code in _BY_WEIGHT if code in codes), UNEXPECTED)
         # A signal that came before the worker could take it.
@@ -244,7 +266,11 @@ class _Parent:
     def _on_signal(self, number: signal.Signals) -> None:
         self._stopped_by = self._stopped_by or number
         (self._hurry if self._stop.is_set() else self._stop).set()
-        what = "hand back jobs in flight" if self._hurry.is_set() else "finish what has begun"
+        what = (
+            "hand back jobs in flight"
+            if self._hurry.is_set()
+            else "finish what has begun"
+        )
         log.info(f"{number.name}: the workers {what}", action="signal")
 
 
@@ -269,7 +295,9 @@ class MachineMetrics(Collector):
     A worker counts its own cost, so that the two add up to the machine's.
     """
 
-    def __init__(self, fleet: str, gpus: Iterable[str], price_per_hour: float | None) -> None:
+    def __init__(
+        self, fleet: str, gpus: Iterable[str], price_per_hour: float | None
+    ) -> None:
         """*price_per_hour*: of one GPU; None: as its worker reports."""
         self.registry = metrics.LabelledRegistry({"fleet": fleet})
         self.registry.register(self)
@@ -279,7 +307,9 @@ class MachineMetrics(Collector):
             ["device"],
             registry=self.registry,
         )
-        self._down_since: dict[str, float | None] = dict.fromkeys(gpus, time.monotonic())
+        self._down_since: dict[str, float | None] = dict.fromkeys(
+            gpus, time.monotonic()
+        )
         self._down_seconds = dict.fromkeys(self._down_since, 0.0)
         self._prices = dict.fromkeys(self._down_since, price_per_hour)
         self._busy_slots = dict.fromkeys(self._down_since, 0.0)
@@ -304,7 +334,10 @@ class MachineMetrics(Collector):
             for sample in family.samples:
                 if sample.name == _PRICE:
                     self._prices[gpu] = sample.value
-                elif sample.name == "imagefleet_slots" and sample.labels["state"] == "busy":
+                elif (
+                    sample.name == "imagefleet_slots"
+                    and sample.labels["state"] == "busy"
+                ):
                     self._busy_slots[gpu] = sample.value
 
     def collect(self) -> Iterator[Metric]:
@@ -316,23 +349,35 @@ class MachineMetrics(Collector):
         for gpu, since in self._down_since.items():
             up.add_metric([gpu], float(since is None))
         yield up
-        prices = {gpu: price for gpu, price in self._prices.items() if price is not None}
+        prices = {
+            gpu: price for gpu, price in self._prices.items() if price is not None
+        }
         if not prices:
             return
-        dollars = sum(self._seconds_down(gpu) / 3600 * price for gpu, price in prices.items())
+        dollars = sum(
+            self._seconds_down(gpu) / 3600 * price for gpu, price in prices.items()
+        )
         for name, label, value in (
             ("imagefleet_cost_dollars", "kind", "gpu"),
             ("imagefleet_wasted_dollars", "reason", "down"),
         ):
-            family = CounterMetricFamily(name, "Cost of GPUs without a worker.", labels=[label])
+            family = CounterMetricFamily(
+                name, "Cost of GPUs without a worker.", labels=[label]
+            )
             family.add_metric([value], dollars)
             yield family
-        down = sum(price for gpu, price in prices.items() if self._down_since[gpu] is not None)
-        yield GaugeMetricFamily(_PRICE, "Price of the GPUs without a worker.", value=down)
+        down = sum(
+            price for gpu, price in prices.items() if self._down_since[gpu] is not None
+        )
+        yield GaugeMetricFamily(
+            _PRICE, "Price of the GPUs without a worker.", value=down
+        )
 
     def _seconds_down(self, gpu: str) -> float:
         since = self._down_since[gpu]
-        return self._down_seconds[gpu] + (0.0 if since is None else time.monotonic() - since)
+        return self._down_seconds[gpu] + (
+            0.0 if since is None else time.monotonic() - since
+        )
 
 
 def merged(own: CollectorRegistry, texts: Iterable[str]) -> bytes:

@@ -35,7 +35,9 @@ _ONE = 256
 _MIDDLE = 128
 
 #: The masked content by a job's `inpainting_fill`. The engine fills what is below the mask.
-_CONTENT: Mapping[int, Literal["fill", "original", "latent noise", "latent nothing"]] = {
+_CONTENT: Mapping[
+    int, Literal["fill", "original", "latent noise", "latent nothing"]
+] = {
     0: "fill",
     1: "original",
     2: "latent noise",
@@ -65,7 +67,9 @@ class Overlay:
         if self.box is not None:
             left, upper, right, lower = self.box
             whole = Image.new("RGBA", self.image.size)
-            whole.paste(pictures.resize(1, drawn, (right - left, lower - upper)), (left, upper))
+            whole.paste(
+                pictures.resize(1, drawn, (right - left, lower - upper)), (left, upper)
+            )
             drawn = whole
         drawn = drawn.convert("RGBA")
         drawn.alpha_composite(self.image)
@@ -85,7 +89,9 @@ def begin(
     image = pictures.flatten(image)
     whole = None if mask is None else _whole_mask(job, mask)
     if size is None:
-        return _init(job, image, None if whole is None else Image.fromarray(whole)), None
+        return _init(
+            job, image, None if whole is None else Image.fromarray(whole)
+        ), None
     box = None
     if whole is not None and job.inpaint_full_res:
         box = crop_box(whole, job.inpaint_full_res_padding, size)
@@ -102,7 +108,9 @@ def begin(
                 f" pixels of init_images; {MAX_IMAGE_PIXELS:,} at most are allowed"
             )
         left, upper, right, lower = box
-        pictures.inner_size(1, size, (right - left, lower - upper))  # `put_over` is too late
+        pictures.inner_size(
+            1, size, (right - left, lower - upper)
+        )  # `put_over` is too late
         covered = Image.fromarray(whole)
         drawn_mask = pictures.resize(2, covered.crop(box), size)
     else:
@@ -145,7 +153,9 @@ def sample(family: str, width: int, height: int) -> InitImage | None:
         return None
     # Red grows to the right, green downwards, and blue is in squares.
     sides = (width // _SAMPLE_SHARE, height // _SAMPLE_SHARE)
-    red, green = np.meshgrid(*(np.linspace(0, 255, side, dtype=np.uint8) for side in sides))
+    red, green = np.meshgrid(
+        *(np.linspace(0, 255, side, dtype=np.uint8) for side in sides)
+    )
     blue = (red // 64 + green // 64) % 2 * 255
     return InitImage(np.stack([red, green, blue], axis=2), _SAMPLE_NOISE)
 
@@ -206,14 +216,18 @@ def _blur_rows(mask: Mask, sigma: int) -> Mask:
     for distance, weight in enumerate(kernel[1:], 1):
         if weight:
             left = wide[:, reach - distance : reach - distance + width]
-            total += (left + wide[:, reach + distance : reach + distance + width]) * weight
+            total += (
+                left + wide[:, reach + distance : reach + distance + width]
+            ) * weight
     return ((total.astype(np.uint32) + _ONE // 2) // _ONE).astype(np.uint8)
 
 
 def _kernel(sigma: int) -> list[np.uint16]:
     """The weights by distance, in units of 1/256; the rounding error goes to the next weight."""
     reach = int(_REACH * sigma + 0.5)
-    weights = [math.exp(-(distance**2) / (2 * sigma**2)) for distance in range(reach + 1)]
+    weights = [
+        math.exp(-(distance**2) / (2 * sigma**2)) for distance in range(reach + 1)
+    ]
     total = 2 * sum(weights[1:]) + weights[0]
     rounded, error = [], 0.0
     for weight in reversed(weights[1:]):

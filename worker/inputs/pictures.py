@@ -66,7 +66,9 @@ def _read(what: str, data: bytes) -> Image.Image:
             )
         image.load()
         turned = picture.eight_bits(_turned(image))
-        if turned.mode not in {"RGB", "P"} or not isinstance(image.info.get("transparency"), bytes):
+        if turned.mode not in {"RGB", "P"} or not isinstance(
+            image.info.get("transparency"), bytes
+        ):
             return turned
         return turned.convert("RGBA")
 
@@ -175,7 +177,9 @@ def control(image: Image.Image, mode: int, size: Size) -> Pixels:
     stretched = _stretched_map(image, inner)
     if mode != _FILL:
         left, upper = (max(0, (inner[axis] - size[axis]) // 2) for axis in (0, 1))
-        return np.asarray(stretched.crop((left, upper, left + size[0], upper + size[1])))
+        return np.asarray(
+            stretched.crop((left, upper, left + size[0], upper + size[1]))
+        )
     filled = Image.new("RGB", size, _border_colour(np.asarray(image)))
     left, upper = (max(0, (size[axis] - inner[axis]) // 2) for axis in (0, 1))
     filled.paste(stretched, (left, upper))

@@ -63,7 +63,11 @@ class InputReader:
     """Reads the inputs of jobs; those of a job's images are read once."""
 
     def __init__(
-        self, source: Source, images: protocol.BlobStore, models: OtherModels, campaigns: str
+        self,
+        source: Source,
+        images: protocol.BlobStore,
+        models: OtherModels,
+        campaigns: str,
     ) -> None:
         """*campaigns* is the setting `input_campaigns`."""
         self._models = models
@@ -78,7 +82,12 @@ class InputReader:
         self._room = asyncio.Semaphore(DECODED_AT_ONCE)
 
     async def read(
-        self, job: Job, size: Size, engine: contract.Engine, *, is_enlarged: bool = False
+        self,
+        job: Job,
+        size: Size,
+        engine: contract.Engine,
+        *,
+        is_enlarged: bool = False,
     ) -> Inputs:
         """The inputs of a job whose first pass has *size*, (width, height) in pixels.
 
@@ -94,7 +103,9 @@ class InputReader:
             init=init,
             hires=await self._hires(job, size, engine.model_name),
             text_states=texts,
-            controls=tuple([await self._control(job, at, size) for at in range(len(job.controls))]),
+            controls=tuple(
+                [await self._control(job, at, size) for at in range(len(job.controls))]
+            ),
             overlay=overlay,
             vae=contract.Vae(job.sd_vae, await self._resolve(self.vaes, job.sd_vae))
             if job.sd_vae
@@ -115,7 +126,9 @@ class InputReader:
         def prepare() -> tuple[contract.Pixels, str]:
             image = pictures.read("init_images: the image", data).convert("RGB")
             pixels: contract.Pixels = np.asarray(image)
-            if (pixels == pixels[0, 0]).all():  # which would look like an engine's failure
+            if (
+                pixels == pixels[0, 0]
+            ).all():  # which would look like an engine's failure
                 raise errors.JobError("init_images: the image is all one colour")
             return pixels, pictures.parameters(data)
 
@@ -124,7 +137,9 @@ class InputReader:
         size = pixels.shape[1], pixels.shape[0]
         whole, (width, height) = extras.sizes_after(job, size)
         paths: Sequence[Path | None] = [
-            await self._resolve(self._upscalers, name) if name in job.upscaler_files else None
+            await self._resolve(self._upscalers, name)
+            if name in job.upscaler_files
+            else None
             for name in job.upscalers
         ]
         upscale = contract.Upscale(
@@ -157,7 +172,9 @@ class InputReader:
         async with self._room:
             return await asyncio.to_thread(prepare)
 
-    async def _hires(self, job: Job, size: Size, own_model: str) -> contract.HiresPass | None:
+    async def _hires(
+        self, job: Job, size: Size, own_model: str
+    ) -> contract.HiresPass | None:
         if not job.enable_hr:
             return None
         whole, (width, height) = hires.sizes_after(job, size)
@@ -202,7 +219,9 @@ class InputReader:
 
         async def find(which: str, prompt: str) -> Path:
             try:
-                return await self._resolve(self._text_states, text_states.stem(prompt, encoder))
+                return await self._resolve(
+                    self._text_states, text_states.stem(prompt, encoder)
+                )
             except errors.MissingFileError as error:
                 raise errors.MissingFileError(
                     f"the text states of the {which} by {encoder!r} are not in the storage, and"
@@ -234,8 +253,14 @@ class InputReader:
         blobs = self._containers[place.container]
         try:
             # Images are never overwritten; inputs may be half-copied.
-            read = blobs.read if place.container == "images" else partial(read_whole, blobs)
-            data = await concurrency.UNTIL_ACCESS.call(partial(read, place.blob, MAX_IMAGE_BYTES))
+            read = (
+                blobs.read
+                if place.container == "images"
+                else partial(read_whole, blobs)
+            )
+            data = await concurrency.UNTIL_ACCESS.call(
+                partial(read, place.blob, MAX_IMAGE_BYTES)
+            )
             if data is None:
                 await blobs.check()  # without its container, the job is not at fault
         except errors.UnusableFileError as error:
@@ -262,15 +287,21 @@ class JobFiles:
     def __init__(self, storage: Storage, settings: WorkerSettings) -> None:
         """The files of a storage and of the settings' own folders."""
         trusted = trusted_keys(settings.trusted_key)
-        source = Source(storage.files, settings.cache, settings.cache_megabytes * 2**20, trusted)
+        source = Source(
+            storage.files, settings.cache, settings.cache_megabytes * 2**20, trusted
+        )
         self.loras = FileLibrary(source, kinds.LORA, settings.lora_directory)
         self.embeddings = EmbeddingLibrary(source, settings.embedding_directory)
         models = OtherModels(settings, storage.files)
-        self.inputs = InputReader(source, storage.blobs, models, settings.input_campaigns)
+        self.inputs = InputReader(
+            source, storage.blobs, models, settings.input_campaigns
+        )
         self.hashes = FileHashes()
         self.trusted = TrustedJobs(trusted, storage.scope) if trusted else None
         """The jobs that are taken; None: they need no signature."""
-        self.accelerator = Accelerator.of(settings.accelerator) if settings.accelerator else None
+        self.accelerator = (
+            Accelerator.of(settings.accelerator) if settings.accelerator else None
+        )
         self.own = {name: each for name in OWN if (each := getattr(settings, name))}
         """The files that all jobs are drawn with, or their names in the storage, by setting."""
 
@@ -280,7 +311,9 @@ class JobFiles:
         for name, source in self.own.items():
             try:
                 is_file = source.endswith(".safetensors")
-                paths[name] = Path(source) if is_file else await libraries[name].resolve(source)
+                paths[name] = (
+                    Path(source) if is_file else await libraries[name].resolve(source)
+                )
             except errors.JobError as error:  # of which no job is to fail
                 raise errors.SetupError(f"--{name}: {error.message}") from None
         return paths

@@ -16,7 +16,9 @@ from imagefleet.storage.settings import priority_of
 from worker.jobs.in_flight import InFlightJob
 
 
-async def send_next(models: ModelQueues, entry: InFlightJob, cancelled: CancelledCampaigns) -> None:
+async def send_next(
+    models: ModelQueues, entry: InFlightJob, cancelled: CancelledCampaigns
+) -> None:
     """Sends the stage after that of a job whose image is stored, with the job's priority.
 
     Raises LeaseLost if another worker has the job now, and sends it, and JobCancelled if its

@@ -160,7 +160,10 @@ class InFlightJob:
     @property
     def is_suspect(self) -> bool:
         """True if the job may be what its workers died of."""
-        return self.lease.message.delivery_count > SUSPECT_AFTER and self.deliveries.is_suspect
+        return (
+            self.lease.message.delivery_count > SUSPECT_AFTER
+            and self.deliveries.is_suspect
+        )
 
     @property
     def has_next_stage(self) -> bool:
@@ -213,7 +216,9 @@ class InFlightJob:
     @property
     def _may_be_stored(self) -> bool:
         """Whether one of its images may be stored that is not in `stored`."""
-        in_doubt = (getattr(each.error, "outcome_is_unknown", False) for each in self.failures)
+        in_doubt = (
+            getattr(each.error, "outcome_is_unknown", False) for each in self.failures
+        )
         return self._uploads > 0 or any(in_doubt)
 
     def image_failed(self, index: int, error: errors.FleetError) -> None:
@@ -221,7 +226,9 @@ class InFlightJob:
         self.failures.append(FailedImage(index, error))
         self.images_to_store -= 1
         most = max(FAILED_IMAGES, len(self.stored) // STORED_PER_FAILED)
-        ends_others = isinstance(error, errors.JobError) or (not index and self.is_first_awaited)
+        ends_others = isinstance(error, errors.JobError) or (
+            not index and self.is_first_awaited
+        )
         if ends_others or len(self.failures) > most:
             self.is_stopping = True
 
@@ -341,7 +348,9 @@ class PendingRecords:
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _room: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _stored: asyncio.Queue[_Stored] = field(default_factory=asyncio.Queue, init=False)
-    _stored_at: deque[float] = field(default_factory=deque, init=False)  # of those in `_stored`
+    _stored_at: deque[float] = field(
+        default_factory=deque, init=False
+    )  # of those in `_stored`
 
     @property
     def behind_seconds(self) -> float:
@@ -352,7 +361,9 @@ class PendingRecords:
         """Stores a job's records soon, with *more* of its end, then calls *finish*."""
         await self._wait_for_room()
         self.jobs += 1
-        entry = _Waiting(job, self._seconds(job), [*job.records, *more], job.again, finish)
+        entry = _Waiting(
+            job, self._seconds(job), [*job.records, *more], job.again, finish
+        )
         if entry.count or self._early:
             self._wait(entry)
         else:
@@ -372,7 +383,9 @@ class PendingRecords:
 
     def _seconds(self, job: InFlightJob) -> float:
         is_awaited = job.job is not None and job.job.whole.awaited  # by a client
-        return min(self.flush_seconds, AWAITED_FLUSH_SECONDS if is_awaited else math.inf)
+        return min(
+            self.flush_seconds, AWAITED_FLUSH_SECONDS if is_awaited else math.inf
+        )
 
     async def _wait_for_room(self) -> None:
         while self.jobs + self._early >= MAX_WAITING:
@@ -420,7 +433,9 @@ class PendingRecords:
         self._due_at = min((each.due_at for each in self._waiting), default=math.inf)
         return taken
 
-    def _go_on(self, early: list[_Waiting], error: errors.TransientError | None) -> None:
+    def _go_on(
+        self, early: list[_Waiting], error: errors.TransientError | None
+    ) -> None:
         """Keeps what could not be stored of jobs that go on for their next records."""
         if error is not None:
             for entry in early:
@@ -429,7 +444,9 @@ class PendingRecords:
             return
         for entry in early:
             self._early -= entry.count
-            entry.job.recorded.update(each.index for each in (*entry.records, *entry.again))
+            entry.job.recorded.update(
+                each.index for each in (*entry.records, *entry.again)
+            )
         self._room.set()
 
     async def finish(self) -> NoReturn:
@@ -454,7 +471,9 @@ class PendingRecords:
         try:
             with self.metrics.stage_seconds["record"].time():
                 await self.log.add(self._proven(each.records for each in batch))
-                await self.log.add(self._proven(each.again for each in batch), again=True)
+                await self.log.add(
+                    self._proven(each.again for each in batch), again=True
+                )
         except errors.TransientError as error:
             return error
         return None

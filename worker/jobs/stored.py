@@ -32,7 +32,9 @@ async def look_up(blobs: BlobStore, job: Job, index: int) -> Mapping[str, str] |
     name = job.blob_name(index)
     try:
         found = await blobs.record(name)
-    except errors.SetupError:  # a worker's token allows to create images, not to read them
+    except (
+        errors.SetupError
+    ):  # a worker's token allows to create images, not to read them
         return NOT_READ if await blobs.exists(name) else None
     if found is None:
         return None
@@ -82,7 +84,9 @@ def proven(record: Record, prover: Prover) -> Record:
         return record
     if machine != prover.machine:
         return record.model_copy(update={"worker": "?"})
-    return record.model_copy(update={"proof": prover.proof(record.worker, record.claims)})
+    return record.model_copy(
+        update={"proof": prover.proof(record.worker, record.claims)}
+    )
 
 
 async def find_stored(
@@ -99,7 +103,9 @@ async def find_stored(
     async def look(index: int) -> None:
         try:
             if (metadata := await look_up(blobs, job, index)) is not None:
-                found[index] = stored_record(job, source, index, blobs.clock.now(), metadata)
+                found[index] = stored_record(
+                    job, source, index, blobs.clock.now(), metadata
+                )
         except errors.NameTakenError as error:
             taken.append(error)
 
@@ -108,7 +114,11 @@ async def find_stored(
 
 
 def stored_record(
-    job: Job, source: str, index: int, at: datetime, metadata: Mapping[str, str] = NOT_READ
+    job: Job,
+    source: str,
+    index: int,
+    at: datetime,
+    metadata: Mapping[str, str] = NOT_READ,
 ) -> Record:
     """The record of an image that is stored *at* that time; by whom, its *metadata* may tell."""
     width, height = job.final_size

@@ -108,10 +108,14 @@ class ModelChoice:
         if not (is_idle or self.may_leave):
             return None
         others = {
-            model: count for model, count in waiting.items() if model != self.current and count.jobs
+            model: count
+            for model, count in waiting.items()
+            if model != self.current and count.jobs
         }
         waited = {
-            model: min(each.age_seconds, self.clock() - self._left_at.get(model, -math.inf))
+            model: min(
+                each.age_seconds, self.clock() - self._left_at.get(model, -math.inf)
+            )
             for model, each in others.items()
         }
         worth = [
@@ -199,7 +203,9 @@ class WorkerModels:
                 raise
             self._forget(self.current, error)
         default = self._fetch(self._checkpoints[self._default])
-        self._set_current(asyncio.run_coroutine_threadsafe(default, self._loop).result())
+        self._set_current(
+            asyncio.run_coroutine_threadsafe(default, self._loop).result()
+        )
         return self.load(self.current)
 
     async def following(self, puller: Puller) -> Following:
@@ -227,7 +233,9 @@ class WorkerModels:
             seconds = time.monotonic() - looked_at
             is_due = seconds >= LOOK_SECONDS and self._choice.may_leave
             longest = puller.queue.look_seconds(LONGEST_IDLE_LOOK_SECONDS)
-            pause = concurrency.backoff(idle_looks, IDLE_LOOK_SECONDS / 2, longest, low=1)
+            pause = concurrency.backoff(
+                idle_looks, IDLE_LOOK_SECONDS / 2, longest, low=1
+            )
             is_idle_due = puller.is_idle and seconds >= pause
             if not (is_idle_due or is_due):
                 continue
@@ -242,7 +250,9 @@ class WorkerModels:
     async def _measured(self, queue: RoutedQueue) -> dict[str, Waiting]:
         """What waits for each model; nothing where the queues cannot be measured."""
         try:
-            return {name: await self._waiting(queue, name) for name in self._checkpoints}
+            return {
+                name: await self._waiting(queue, name) for name in self._checkpoints
+            }
         except errors.FleetError as error:
             log.debug(f"the models' queues cannot be measured: {error}")
             return {}
@@ -259,7 +269,9 @@ class WorkerModels:
         A second engine beside the first on a GPU would get fewer slots for good.
         """
         checkpoint = self._checkpoints[checkpoint.name] = await self._fetch(checkpoint)
-        size = await asyncio.to_thread(_file_bytes, model_files.local_path(checkpoint.settings))
+        size = await asyncio.to_thread(
+            _file_bytes, model_files.local_path(checkpoint.settings)
+        )
         if host.free_memory_bytes() < _MEMORY_PER_FILE * size:
             return None
         # By this name the console knows that it must not wait for torch at its end.
@@ -277,7 +289,9 @@ class WorkerModels:
         text = f"the model {name} is loaded in place of {before}, in {seconds:.1f} s"
         log.info(text, action="model_switched", seconds=round(seconds, 3), model=name)
 
-    def drop(self, checkpoint: Checkpoint, error: Exception, queue: RoutedQueue) -> None:
+    def drop(
+        self, checkpoint: Checkpoint, error: Exception, queue: RoutedQueue
+    ) -> None:
         """Serves a model no more that cannot be loaded here; its jobs are for other workers."""
         self._forget(checkpoint, error)
         queue.remove(checkpoint.name)
@@ -289,7 +303,9 @@ class WorkerModels:
         del self._checkpoints[name]
 
 
-async def note_served(models: ModelQueues, names: Callable[[], Sequence[str]]) -> NoReturn:
+async def note_served(
+    models: ModelQueues, names: Callable[[], Sequence[str]]
+) -> NoReturn:
     """Side task: tells `status` which models have a worker."""
     while True:
         try:
@@ -306,7 +322,10 @@ async def make_queues(models: ModelQueues, names: Sequence[str]) -> None:
         for name in names:
             await models.make(name)
     except (errors.SetupError, errors.TransientError) as error:
-        log.info(f"the queues of models are not made: {error.message}", action="queues_not_made")
+        log.info(
+            f"the queues of models are not made: {error.message}",
+            action="queues_not_made",
+        )
 
 
 def _file_bytes(path: Path) -> int:

@@ -80,7 +80,9 @@ def _checkpoint(settings: WorkerSettings, text: str) -> Checkpoint:
 
 async def _stored(files: protocol.BlobStore) -> list[str]:
     """The addresses of all models in the storage, in the order of their names."""
-    names = sorted([name async for name in files.names(MODELS) if name.endswith(MODEL.suffixes)])
+    names = sorted(
+        [name async for name in files.names(MODELS) if name.endswith(MODEL.suffixes)]
+    )
     if not names:
         raise errors.SetupError(
             f"there is no model in {MODELS} of the container {files.name!r}: `imagefleet files"
@@ -132,9 +134,13 @@ class OtherModels:
             settings = self._settings_of(name)
             fetched = await model.fetch(settings, self._blobs, wanted=OTHER_MODEL)
         except errors.SetupError as error:
-            raise errors.UnusableFileError(f"the checkpoint {name!r}: {error.message}") from error
+            raise errors.UnusableFileError(
+                f"the checkpoint {name!r}: {error.message}"
+            ) from error
         except errors.NodeError as error:  # whose own model is there
-            raise errors.TransientError(f"the checkpoint {name!r}: {error.message}") from error
+            raise errors.TransientError(
+                f"the checkpoint {name!r}: {error.message}"
+            ) from error
         return model.local_path(fetched)
 
     def _settings_of(self, name: str) -> WorkerSettings:
@@ -142,5 +148,9 @@ class OtherModels:
             own = self._settings.model_copy(update={"model": text})
             if "*" not in text and model.name_of(own) == name:
                 return own
-        stored = {"model": f"{STORE_SCHEME}{name}{SUFFIX}", "model_sha256": None, "config": None}
+        stored = {
+            "model": f"{STORE_SCHEME}{name}{SUFFIX}",
+            "model_sha256": None,
+            "config": None,
+        }
         return self._settings.model_copy(update=stored)

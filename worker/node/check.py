@@ -124,7 +124,9 @@ class NodeCheck(Collector):
         except TimeoutError:
             if not limit.expired():
                 raise
-            text = f"this node is not ready after {limit_seconds:g} s (--start-up-seconds)"
+            text = (
+                f"this node is not ready after {limit_seconds:g} s (--start-up-seconds)"
+            )
             failure = self._broken("start_up_time", text)
             self._end(failure)
             raise failure from None
@@ -142,7 +144,13 @@ class NodeCheck(Collector):
         level = logging.ERROR if failure else logging.INFO
         found = f"failed: {failure}" if failure else "passed"
         text = f"the node check {found} after {self.findings['seconds']:.1f} s"
-        log.log(level, text, action="node_check", **self.findings, limits=asdict(self._limits))
+        log.log(
+            level,
+            text,
+            action="node_check",
+            **self.findings,
+            limits=asdict(self._limits),
+        )
 
     def collect(self) -> Iterator[Metric]:
         for name, what in _FINDINGS.items():
@@ -153,7 +161,9 @@ class NodeCheck(Collector):
 
     def _check_disk(self) -> None:
         folder = self._settings.cache.expanduser().absolute()
-        existing = next(each for each in (folder, *folder.parents) if os.access(each, os.F_OK))
+        existing = next(
+            each for each in (folder, *folder.parents) if os.access(each, os.F_OK)
+        )
         free = self.findings["free_disk_bytes"] = shutil.disk_usage(existing).free
         if free < self._limits.free_disk_bytes:
             needed = f"a worker needs {self._limits.free_disk_bytes / 2**20:,.0f}"
@@ -194,7 +204,8 @@ class NodeCheck(Collector):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(longest_seconds + UPLOAD_SLACK_SECONDS):
                 sending = [
-                    self._blobs.create(name, data, "application/octet-stream", {}) for name in names
+                    self._blobs.create(name, data, "application/octet-stream", {})
+                    for name in names
                 ]
                 await asyncio.gather(*sending)
         seconds = time.monotonic() - began_at
@@ -207,7 +218,10 @@ class NodeCheck(Collector):
                 if not await self._blobs.delete(name):
                     return
         except errors.FleetError as error:
-            log.info(f"{UPLOAD_FOLDER} keeps the check's blobs: {error}", action="check_blobs_stay")
+            log.info(
+                f"{UPLOAD_FOLDER} keeps the check's blobs: {error}",
+                action="check_blobs_stay",
+            )
 
 
 def plain_request(engine: contract.Engine, seed: int) -> contract.ImageRequest:

@@ -47,7 +47,9 @@ def _parse(files: protocol.BlobStore, part: protocol.BlobPart | None) -> Listing
         return Listing.model_validate_json(part.data)
 
 
-async def add(files: protocol.BlobStore, workers: Iterable[str], reason: str) -> list[str]:
+async def add(
+    files: protocol.BlobStore, workers: Iterable[str], reason: str
+) -> list[str]:
     """Adds nodes, and returns the new ones; raises TransientError if others keep changing it.
 
     A worker's name on SaladCloud changes with each process: there its machine is added.
@@ -59,7 +61,11 @@ async def add(files: protocol.BlobStore, workers: Iterable[str], reason: str) ->
         found = _parse(files, part)
         known = {node.name for node in found.nodes}
         now = f"{files.clock.now():%Y-%m-%dT%H:%M:%SZ}"
-        new[:] = [Node(name=each, reason=reason, at=now) for each in wanted if each not in known]
+        new[:] = [
+            Node(name=each, reason=reason, at=now)
+            for each in wanted
+            if each not in known
+        ]
         changed = found.model_copy(update={"nodes": [*found.nodes, *new]})
         return changed.model_dump_json(indent=2).encode() if new else None
 
@@ -82,7 +88,9 @@ class Quarantine:
         except errors.FleetError as error:
             if self._warning.is_due():
                 where = f"{BLOB} in the container {self._files.name!r}"
-                log.warning(f"{where} cannot be read: {error}", action="quarantine_unread")
+                log.warning(
+                    f"{where} cannot be read: {error}", action="quarantine_unread"
+                )
             return None
         for node in found.nodes:
             if node.name in self._names:

@@ -72,7 +72,11 @@ class Reference(BaseModel):
         self_check = engine.self_check
         if self_check is None or self.weights != self_check.weights_id:
             return "it belongs to other weights"
-        if (self.version, self.steps, self.size) != (VERSION, STEPS, engine.default_size):
+        if (self.version, self.steps, self.size) != (
+            VERSION,
+            STEPS,
+            engine.default_size,
+        ):
             return "another version of imagefleet made it"
         return None
 
@@ -96,7 +100,11 @@ def stored_name(blob: str) -> str:
 
 
 def request(
-    kind: CanaryImage, size: tuple[int, int], lora: Path | None, *, is_unguided: bool = False
+    kind: CanaryImage,
+    size: tuple[int, int],
+    lora: Path | None,
+    *,
+    is_unguided: bool = False,
 ) -> contract.ImageRequest:
     """A canary's image; *lora* is the engine's own, as `contract.SelfCheck.write_lora` wrote it.
 
@@ -117,7 +125,9 @@ def request(
 
 
 async def find(
-    settings: WorkerSettings, files: protocol.BlobStore, retry_policy: concurrency.RetryPolicy
+    settings: WorkerSettings,
+    files: protocol.BlobStore,
+    retry_policy: concurrency.RetryPolicy,
 ) -> Reference | None:
     """The reference of the settings' model: stored with it, or beside it; None without one."""
     stored, path = model.stored_blob(settings), beside(model.local_path(settings))

@@ -65,7 +65,9 @@ class SaladMetadata:
     Calls are rare, so each opens its own connection.
     """
 
-    def __init__(self, address: str = ADDRESS, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+    def __init__(
+        self, address: str = ADDRESS, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> None:
         self._address = address.rstrip("/")
         self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
         self._is_leaving = False
@@ -74,7 +76,9 @@ class SaladMetadata:
         """A JWT that identifies this container, valid for 2 to 5 minutes."""
         jwt = _field(await self._request("GET", "/v1/token"), "jwt")
         if not isinstance(jwt, str) or not jwt:
-            raise errors.TransientError("SaladCloud's metadata service answers without a token")
+            raise errors.TransientError(
+                "SaladCloud's metadata service answers without a token"
+            )
         return jwt
 
     async def set_deletion_cost(self, cost: int) -> None:
@@ -111,7 +115,9 @@ class SaladMetadata:
         log.warning(text, action="reallocation", reason=reason)
         return True
 
-    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+    async def _request(
+        self, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> bytes:
         try:
             # By default a session ignores proxies in the environment.
             async with (
@@ -172,17 +178,23 @@ async def updating_deletion_cost(
         yield
 
 
-async def _update(metadata: SaladMetadata, jobs_in_flight: Callable[[], int]) -> NoReturn:
+async def _update(
+    metadata: SaladMetadata, jobs_in_flight: Callable[[], int]
+) -> NoReturn:
     current = 0  # a new container's
     warning = logs.Occasion(seconds=3600)
     while True:
         cost = jobs_in_flight()
-        if cost != current and max(cost, current) >= _MATERIAL_FACTOR * min(cost, current):
+        if cost != current and max(cost, current) >= _MATERIAL_FACTOR * min(
+            cost, current
+        ):
             try:
                 await metadata.set_deletion_cost(cost)
             except errors.TransientError as error:
                 if warning.is_due():
-                    text = f"the deletion cost is not updated, the work goes on: {error}"
+                    text = (
+                        f"the deletion cost is not updated, the work goes on: {error}"
+                    )
                     log.warning(text, action="deletion_cost_failed")
             else:
                 current = cost
@@ -220,7 +232,9 @@ async def retry_until_fixed(
                 text = f"giving up after {waited_seconds:.0f} s: {error}"
                 log.error(text, action="setup_given_up")  # noqa: TRY400 - its message says it all
                 return None
-            seconds = concurrency.backoff(pauses, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+            seconds = concurrency.backoff(
+                pauses, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS
+            )
             text = f"no node could work like this, retrying in {seconds:.0f} s: {error}"
             log.error(text, action="setup_awaited", error=type(error).__name__)  # noqa: TRY400
         set_waiting(True)

@@ -104,10 +104,16 @@ class NodeSelfCheck:
         try:
             folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="imagefleet-")
         except OSError as error:
-            raise errors.NodeError(f"no temporary file can be written here: {error}") from error
+            raise errors.NodeError(
+                f"no temporary file can be written here: {error}"
+            ) from error
         lora = self._lora = Path(folder, "canary.safetensors")
         await self.engine_thread.call(lambda: self_check.write_lora(lora))
-        why = "there are none" if reference is None else reference.why_unusable(self.engine)
+        why = (
+            "there are none"
+            if reference is None
+            else reference.why_unusable(self.engine)
+        )
         if why is not None:
             text = f"no reference images ({why}): `imagefleet files make canary` makes them"
             log.warning(text, action="reference_missing")
@@ -133,7 +139,9 @@ class NodeSelfCheck:
             await asyncio.sleep(concurrency.jitter(WEIGHTS_SECONDS))
             async with self._one_at_a_time:
                 # Read a second time: the sum itself may have been computed wrongly.
-                if await self._weights_fault() and (fault := await self._weights_fault()):
+                if await self._weights_fault() and (
+                    fault := await self._weights_fault()
+                ):
                     raise self._give_up(fault)
 
     async def diagnose(self, alarm: str) -> str | None:
@@ -193,7 +201,9 @@ class NodeSelfCheck:
                 return True
             self.trusted.clear()
             self.engine_thread.hold_jobs(hold=True)
-            log.warning(f"{fault.message}: checking this node again", action="canary_failed")
+            log.warning(
+                f"{fault.message}: checking this node again", action="canary_failed"
+            )
             try:
                 again = await self._find_fault(kinds, with_weights=True)
             except DrainsError:
@@ -245,10 +255,15 @@ class NodeSelfCheck:
         own, jobs = self.engine.default_size, self._size_of_jobs()
         sizes = [jobs]
         if jobs != own and any((jobs, kind) not in self._expected for kind in kinds):
-            sizes = [own, jobs]  # the first of its size is worth something on a good node only
+            sizes = [
+                own,
+                jobs,
+            ]  # the first of its size is worth something on a good node only
         for size in sizes:
             requests = [
-                references.request(each, size, self._lora, is_unguided=self.engine.is_unguided)
+                references.request(
+                    each, size, self._lora, is_unguided=self.engine.is_unguided
+                )
                 for each in kinds
             ]
             drawn = await self._draw(requests)
@@ -257,7 +272,9 @@ class NodeSelfCheck:
                 return message
         return None
 
-    async def _draw(self, requests: Sequence[contract.ImageRequest]) -> list[contract.Pixels]:
+    async def _draw(
+        self, requests: Sequence[contract.ImageRequest]
+    ) -> list[contract.Pixels]:
         """The images; raises FleetError if one failed, DrainsError if the worker drains."""
         drawn = []
         for delivery in await asyncio.gather(*map(self._deliver, requests)):
@@ -279,9 +296,15 @@ class NodeSelfCheck:
         """The last job's, so that a canary shares its batch; before, the checkpoint's own."""
         size = self._job_size or self.engine.default_size
         sizes = {each for each, _ in self._expected}
-        return size if size in sizes or len(sizes) < _MOST_SIZES else self.engine.default_size
+        return (
+            size
+            if size in sizes or len(sizes) < _MOST_SIZES
+            else self.engine.default_size
+        )
 
-    def _differs(self, found: dict[CanaryImage, Fingerprint], size: tuple[int, int]) -> str | None:
+    def _differs(
+        self, found: dict[CanaryImage, Fingerprint], size: tuple[int, int]
+    ) -> str | None:
         """Compares images with the expected ones; without one, the first of a kind becomes it."""
         most = self._tolerances.get(size, likeness.SAME_BELOW)
         for kind, image in found.items():
@@ -294,7 +317,10 @@ class NodeSelfCheck:
 
     def _alike(self, found: dict[CanaryImage, Fingerprint]) -> str | None:
         plain = found.get("with_lora")
-        others = {"the seed": found.get("other_seed"), "the LoRA": found.get("without_lora")}
+        others = {
+            "the seed": found.get("other_seed"),
+            "the LoRA": found.get("without_lora"),
+        }
         for what, other in others.items():
             if plain is None or other is None:
                 continue

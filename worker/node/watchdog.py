@@ -153,7 +153,9 @@ class NodeWatchdog:
 
     @property
     def has_limits(self) -> bool:
-        return bool(self._limits.images_per_second or self._limits.upload_bits_per_second)
+        return bool(
+            self._limits.images_per_second or self._limits.upload_bits_per_second
+        )
 
     def image_generated(self, family: str, passes: Iterable[Pass]) -> None:
         """The GPU finished an image, failed or not."""
@@ -220,8 +222,12 @@ class NodeWatchdog:
         }
         wrong = {fault: reason for fault, reason in judged.items() if reason}
         # A node that is idle or only enlarges shows nothing, and does not reset the count.
-        is_telling = busy_seconds > LEAST_BUSY_SHARE * seconds and not window.enlarged_images
-        self._windows.labels("failed" if wrong else "passed" if is_telling else "unknown").inc()
+        is_telling = (
+            busy_seconds > LEAST_BUSY_SHARE * seconds and not window.enlarged_images
+        )
+        self._windows.labels(
+            "failed" if wrong else "passed" if is_telling else "unknown"
+        ).inc()
         if is_telling and not wrong:
             self.failed_in_a_row = 0
         if not wrong:
@@ -234,7 +240,9 @@ class NodeWatchdog:
         log.warning(f"this node failed {count}: {reason}", action="node_window_failed")
         return reason
 
-    def _too_slow(self, window: _Window, busy_seconds: float, seconds: float) -> str | None:
+    def _too_slow(
+        self, window: _Window, busy_seconds: float, seconds: float
+    ) -> str | None:
         least = self._limits.images_per_second
         if busy_seconds <= LEAST_BUSY_SHARE * seconds or window.enlarged_images:
             return None
@@ -242,7 +250,9 @@ class NodeWatchdog:
             count * families.find(family).passes_tflop([job_pass])
             for (family, job_pass), count in window.passes.items()
         )
-        speed = tflop / families.SD1.image_tflop() / busy_seconds  # images of 512x512 and 15 steps
+        speed = (
+            tflop / families.SD1.image_tflop() / busy_seconds
+        )  # images of 512x512 and 15 steps
         if speed >= least:
             return None
         return f"the GPU makes {speed:.3g} images/s, less than {least:.3g}"
@@ -270,7 +280,9 @@ class NodeWatchdog:
     def _new_window(self) -> _Window:
         clock = self._engine_thread.clock
         return _Window(
-            time.monotonic(), clock.busy_seconds, clock.idle_seconds.get("backpressure", 0.0)
+            time.monotonic(),
+            clock.busy_seconds,
+            clock.idle_seconds.get("backpressure", 0.0),
         )
 
 
@@ -306,7 +318,9 @@ class Suspects:
         """A check that began then (monotonic seconds) has passed; drops what no check needs."""
         self._good_at[check] = began_at
         oldest = min(self.since("images"), self.since("weights"))
-        self._stored = deque([each for each in self._stored if each[1] >= oldest], MAX_IMAGES)
+        self._stored = deque(
+            [each for each in self._stored if each[1] >= oldest], MAX_IMAGES
+        )
 
     def since(self, check: Check) -> float:
         """The time at which the last good check of a kind began (monotonic seconds)."""
@@ -330,13 +344,20 @@ class Suspects:
         }
         blob = f"{SUSPECT}{worker_file_name(self.worker)}/{now:%Y%m%dT%H%M%SZ}.json"
         data = json.dumps(content).encode()
-        told = {"worker": worker_file_name(self.worker), "sha256": hashlib.sha256(data).hexdigest()}
+        told = {
+            "worker": worker_file_name(self.worker),
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
         told = told if prover is None else prover.proven(blob, told)
         what = f"{len(names)} images since {content['since']} are suspect"
         try:
-            await self.retry_policy.call(lambda: blobs.create(blob, data, "application/json", told))
+            await self.retry_policy.call(
+                lambda: blobs.create(blob, data, "application/json", told)
+            )
         except errors.FleetError as error:
-            redo = f"`imagefleet redo --worker {self.worker} --since {content['since']}`"
+            redo = (
+                f"`imagefleet redo --worker {self.worker} --since {content['since']}`"
+            )
             text = f"{what}, and their record is not stored ({error}): {redo} draws them again"
             action = "suspects_not_recorded"
             log.error(text, action=action, images=names[:1000])  # noqa: TRY400 - it says it all

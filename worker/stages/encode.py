@@ -82,15 +82,22 @@ def parameters(
     """
     width, height = size
     sampler = samplers.NAMES[job.sampler]
-    varies, is_denoised = bool(job.subseed_strength), bool(job.init_images) or job.enable_hr
+    varies, is_denoised = (
+        bool(job.subseed_strength),
+        bool(job.init_images) or job.enable_hr,
+    )
     resized, extra_noise = job.seed_resize_from, job.img2img_extra_noise
-    loras = {name.translate(_SEPARATORS): each for name, each in (lora_hashes or {}).items()}
+    loras = {
+        name.translate(_SEPARATORS): each for name, each in (lora_hashes or {}).items()
+    }
     embeddings = {name: each[:12] for name, each in (embedding_hashes or {}).items()}
     models, switch_at = model_hashes or {}, job.refiner_switch_at
     refiner = {
         "Refiner": _title(job.refiner_checkpoint, models.get("refiner_checkpoint")),
         "Refiner switch at": None if switch_at is None else _number(switch_at),
-        "Refiner switch by sampling steps": "True" if job.refiner_switch_by_sample_steps else None,
+        "Refiner switch by sampling steps": "True"
+        if job.refiner_switch_by_sample_steps
+        else None,
     }
     facts = {
         "Steps": str(job.steps),
@@ -120,8 +127,10 @@ def parameters(
         **_options(job, sampler),
         "Downcast alphas_cumprod": "True" if job.use_downcasted_alpha_bar else None,
         "VAE Decoder": decoder if decoder != "Full" else None,
-        "Lora hashes": ", ".join(f"{name}: {each}" for name, each in loras.items()) or None,
-        "TI hashes": ", ".join(f"{name}: {each}" for name, each in embeddings.items()) or None,
+        "Lora hashes": ", ".join(f"{name}: {each}" for name, each in loras.items())
+        or None,
+        "TI hashes": ", ".join(f"{name}: {each}" for name, each in embeddings.items())
+        or None,
         # None that AUTOMATIC1111 would take for one of its own, and be compatible with.
         "Version": f"imagefleet {version()}",
         OWN_WORD: _own(job),
@@ -130,7 +139,9 @@ def parameters(
     lines = [prompt]
     if negative_prompt:
         lines.append(f"Negative prompt: {negative_prompt}")
-    lines.append(", ".join(f"{name}: {_quoted(fact)}" for name, fact in facts.items() if fact))
+    lines.append(
+        ", ".join(f"{name}: {_quoted(fact)}" for name, fact in facts.items() if fact)
+    )
     return "\n".join(lines).strip()
 
 
@@ -169,7 +180,9 @@ def _own(job: Job) -> str | None:
     if any(map(_MISREAD.search, job.shown_prompts)):
         fields |= prompts
     if job.enable_hr:
-        first, second = (samplers.SAMPLERS[key] for key in (job.sampler, hires.sampler(job)))
+        first, second = (
+            samplers.SAMPLERS[key] for key in (job.sampler, hires.sampler(job))
+        )
         others = second.options if second.method != first.method else ()
         fields |= {name: getattr(job, name) for name in others}
     return json.dumps(fields) if fields else None
@@ -179,21 +192,30 @@ def _img2img(job: Job, *, is_cut_out: bool) -> dict[str, str | None]:
     if job.mask is None:
         return {}
     blur_x, blur_y = job.blur
-    is_empty = job.inpaint_full_res and not is_cut_out  # so it is img2img without a mask
+    is_empty = (
+        job.inpaint_full_res and not is_cut_out
+    )  # so it is img2img without a mask
     return {
         "Mask mode": "Inpaint not masked" if job.inpainting_mask_invert else None,
         # Two that differ are not written there either.
         "Mask blur": str(blur_x) if blur_x == blur_y != 0 else None,
         "Inpaint area": "Only masked" if is_cut_out else None,
-        "Masked area padding": str(job.inpaint_full_res_padding) if is_cut_out else None,
-        "Masked content": None if is_empty else _MASKED_CONTENT.get(job.inpainting_fill),
+        "Masked area padding": str(job.inpaint_full_res_padding)
+        if is_cut_out
+        else None,
+        "Masked content": None
+        if is_empty
+        else _MASKED_CONTENT.get(job.inpainting_fill),
     }
 
 
 def _hires(job: Job, model_hash: str | None) -> dict[str, str | None]:
     if not job.enable_hr:
         return {}
-    first, second = samplers.SAMPLERS[job.sampler], samplers.SAMPLERS[hires.sampler(job)]
+    first, second = (
+        samplers.SAMPLERS[job.sampler],
+        samplers.SAMPLERS[hires.sampler(job)],
+    )
     shown = job.shown_prompts
     prompts = [
         text if text and text != first_text else None
@@ -208,7 +230,9 @@ def _hires(job: Job, model_hash: str | None) -> dict[str, str | None]:
         "Hires schedule type": second.schedule_type if is_rescheduled else None,
         "Hires upscale": None if is_resized else _number(job.hr_scale),
         "Hires resize": f"{job.hr_resize_x}x{job.hr_resize_y}" if is_resized else None,
-        "Hires steps": str(job.hr_second_pass_steps) if job.hr_second_pass_steps else None,
+        "Hires steps": str(job.hr_second_pass_steps)
+        if job.hr_second_pass_steps
+        else None,
         "Hires upscaler": job.hr_upscaler,
         "Hires checkpoint": _title(job.hr_checkpoint_name, model_hash),
     }
@@ -272,25 +296,33 @@ class EncodedImage:
     sha256: str
 
 
-def encode(pixels: Pixels, output: Output, parameters: str, job: str = "") -> EncodedImage:
+def encode(
+    pixels: Pixels, output: Output, parameters: str, job: str = ""
+) -> EncodedImage:
     """Encodes one image, [height, width, 3] RGB, with its parameters and its job as text.
 
     A JPEG goes without the job where both are too long for it; parameters that are too long alone
     are a JobError. Raises as `refuse_one_colour`.
     """
     refuse_one_colour(pixels)
-    parameters = parameters.replace("\0", "")  # from another's picture: no text of a PNG holds it
+    parameters = parameters.replace(
+        "\0", ""
+    )  # from another's picture: no text of a PNG holds it
     if output.format == "png":
         data = _png(pixels, parameters, job)
     else:
         data = _with_pillow(pixels, output, parameters, job)
-    return EncodedImage(data, f"image/{output.format}", hashlib.sha256(data).hexdigest())
+    return EncodedImage(
+        data, f"image/{output.format}", hashlib.sha256(data).hexdigest()
+    )
 
 
 def refuse_one_colour(pixels: Pixels) -> None:
     """Raises TransientError for an image of one colour, which no working engine generates."""
     if (pixels[0] == pixels[0, 0]).all() and (pixels == pixels[0, 0]).all():
-        raise errors.TransientError("the image came out all one colour; it is not stored")
+        raise errors.TransientError(
+            "the image came out all one colour; it is not stored"
+        )
 
 
 def _png(pixels: Pixels, parameters: str, job: str) -> bytes:

@@ -75,13 +75,17 @@ class UploadStage:
 
     def __post_init__(self) -> None:
         most = WAITING_PER_UPLOAD * UPLOADS
-        self.queue: asyncio.Queue[tuple[InFlightImage, EncodedImage]] = asyncio.Queue(most)
+        self.queue: asyncio.Queue[tuple[InFlightImage, EncodedImage]] = asyncio.Queue(
+            most
+        )
 
     async def run(self) -> NoReturn:
         while True:
             image, file = await self.queue.get()
             entry = image.owner
-            store = partial(self.settler.attempt, entry, partial(self._upload, image, file), image)
+            store = partial(
+                self.settler.attempt, entry, partial(self._upload, image, file), image
+            )
             # Whose the first image's name is, theirs are those of the others. In an outage few of
             # them wait elsewhere than in the queue, where they hold up the engine.
             if image.index and len(entry.waiting) >= UPLOADS:
@@ -143,7 +147,9 @@ class UploadStage:
             entry.again.append(self._record(image, file, name, sha256))
             await self._keep_aside(image, file, name, metadata)
 
-    async def _sha256_of_taken(self, image: InFlightImage, *, is_in_doubt: bool) -> str | None:
+    async def _sha256_of_taken(
+        self, image: InFlightImage, *, is_in_doubt: bool
+    ) -> str | None:
         """The SHA-256 of the file that has an image's name; None if it is not known.
 
         *is_in_doubt*: it is this very image, perhaps. Raises NameTakenError if it is another job's.
@@ -151,14 +157,22 @@ class UploadStage:
         entry, job = image.owner, image.job
         look = partial(stored.look_up, self.settler.storage.blobs, job, image.index)
         if (found := await self.settler.retry_policy.call(look)) is None:
-            raise errors.TransientError("an image that had its name was removed meanwhile")
-        is_first = entry.lease.message.delivery_count == 1 and not entry.deliveries.is_unsure
+            raise errors.TransientError(
+                "an image that had its name was removed meanwhile"
+            )
+        is_first = (
+            entry.lease.message.delivery_count == 1 and not entry.deliveries.is_unsure
+        )
         if found is stored.NOT_READ and is_first and not is_in_doubt:
             raise stored.taken_unseen(job, image.index)
         return stored.sha256_in(found)
 
     async def _keep_aside(
-        self, image: InFlightImage, file: EncodedImage, name: str, metadata: dict[str, str]
+        self,
+        image: InFlightImage,
+        file: EncodedImage,
+        name: str,
+        metadata: dict[str, str],
     ) -> None:
         """Stores a duplicate, so that what took its name first can be compared with it."""
         aside = duplicate_name(name, self.settler.settings.name)
@@ -192,7 +206,9 @@ class UploadStage:
             model=self.settler.model_name[:MAX_NAME_CHARACTERS],
             width=width,
             height=height,
-            embeddings=tuple(Embedding(each.name, each.sha256) for each in image.embeddings),
+            embeddings=tuple(
+                Embedding(each.name, each.sha256) for each in image.embeddings
+            ),
             seconds=round(time.monotonic() - image.owner.pulled_at, 3),
         )
 
@@ -227,7 +243,9 @@ class EncodeStage:
     upload: UploadStage
 
     def __post_init__(self) -> None:
-        self.queue: asyncio.Queue[tuple[InFlightImage, contract.Pixels]] = asyncio.Queue(ENCODERS)
+        self.queue: asyncio.Queue[tuple[InFlightImage, contract.Pixels]] = (
+            asyncio.Queue(ENCODERS)
+        )
         self._threads = ThreadPoolExecutor(ENCODERS, "encode")
         self._files = concurrency.Batches(
             concurrency.one_by_one(_encoded), self._threads, most=1, at_once=ENCODERS
@@ -248,7 +266,9 @@ class EncodeStage:
             return encode.of_enlarged(image.job, image.owner.source_parameters)
         settings = self.upload.settler.settings
         usual: VaeDecoder | None = "TAESD" if settings.taesd else None
-        loras = {name: await _result(each) for name, each in image.owner.lora_hashes.items()}
+        loras = {
+            name: await _result(each) for name, each in image.owner.lora_hashes.items()
+        }
         return encode.parameters(
             image.job,
             image.index,
@@ -257,11 +277,13 @@ class EncodeStage:
             model_hash=await _result(self.model_hash),
             vae=settings.vae and Path(settings.vae).name.removesuffix(".safetensors"),
             model_hashes={
-                name: await _result(each) for name, each in image.owner.model_hashes.items()
+                name: await _result(each)
+                for name, each in image.owner.model_hashes.items()
             },
             lora_hashes={name: each for name, each in loras.items() if each},
             embedding_hashes={each.name: each.sha256 for each in image.embeddings},
-            is_cut_out=image.owner.overlay is not None and image.owner.overlay.box is not None,
+            is_cut_out=image.owner.overlay is not None
+            and image.owner.overlay.box is not None,
             decoder=image.job.sd_vae_decode_method or usual,
         )
 
@@ -272,7 +294,9 @@ class EncodeStage:
             with self.upload.settler.metrics.stage_seconds["encode"].time():
                 drawn = pixels, image.owner.overlay, image.job.output, text, job
                 file = await self._files(drawn)
-        except errors.TransientError as error:  # an image of one colour is the engine's failure
+        except (
+            errors.TransientError
+        ) as error:  # an image of one colour is the engine's failure
             if not image.owner.failures:
                 self.upload.watchdog.image_failed(error)
             raise
@@ -289,7 +313,10 @@ class GenerateStage:
     puller: Puller
 
     def __post_init__(self) -> None:
-        self.settler, self.engine_thread = self.puller.settler, self.puller.engine_thread
+        self.settler, self.engine_thread = (
+            self.puller.settler,
+            self.puller.engine_thread,
+        )
         self.nothing_at_engine = asyncio.Event()
         self._tickets = itertools.count()
         self._held: deque[Delivery] = deque()
@@ -311,7 +338,9 @@ class GenerateStage:
         self.puller.not_ahead(entry, images)
         await self.settler.less_to_store(entry, images)
 
-    async def submit(self, image: InFlightImage, request: contract.PreparedRequest) -> bool:
+    async def submit(
+        self, image: InFlightImage, request: contract.PreparedRequest
+    ) -> bool:
         """Waits until the engine's thread accepts the request; False: the worker drains."""
         ticket = next(self._tickets)
         self._at_engine[ticket] = image
@@ -330,7 +359,9 @@ class GenerateStage:
         waiting: Counter[InFlightJob] = Counter()
         for ticket in self.engine_thread.stop_accepting():
             waiting[(image := self._take(ticket)).owner] += 1
-            image.owner.is_first_awaited &= image.index > 0  # none of the others is begun before it
+            image.owner.is_first_awaited &= (
+                image.index > 0
+            )  # none of the others is begun before it
         for entry in self.settler.in_flight:
             left = waiting[entry] + entry.images_to_submit
             entry.is_put_off = entry.is_put_off or left > 0
@@ -360,7 +391,9 @@ class GenerateStage:
             generated = self.settler.metrics.stage_seconds["generate"]
             generated.observe(delivery.finished_at - delivery.admitted_at)
             self.puller.not_ahead(entry, 1)
-            await self.settler.attempt(entry, partial(self._pass_on, image, delivery), image)
+            await self.settler.attempt(
+                entry, partial(self._pass_on, image, delivery), image
+            )
 
     def _is_cancelled(self, ticket: int) -> bool:
         """Whether an image is not to be begun; on the engine's thread."""
@@ -401,7 +434,9 @@ class GenerateStage:
         await self.encode.queue.put((image, outcome))
 
 
-def _encoded(drawn: tuple[contract.Pixels, Overlay | None, Output, str, str]) -> EncodedImage:
+def _encoded(
+    drawn: tuple[contract.Pixels, Overlay | None, Output, str, str],
+) -> EncodedImage:
     pixels, overlay, output, parameters, job = drawn
     if overlay is not None:
         encode.refuse_one_colour(pixels)  # the engine's own

@@ -59,7 +59,10 @@ class AsyncEngine:
     """Draws jobs with one checkpoint on one GPU, from `async with` on."""
 
     def __init__(
-        self, model: str | Path, loras: str | Path | None = None, **options: Unpack[EngineOptions]
+        self,
+        model: str | Path,
+        loras: str | Path | None = None,
+        **options: Unpack[EngineOptions],
     ) -> None:
         """*model* is a .safetensors file or a folder, *loras* a folder; SetupError: it is none."""
         self._exit = contextlib.AsyncExitStack()
@@ -86,7 +89,10 @@ class AsyncEngine:
         files = JobFiles(storage, self._settings)
         self._reader = RequestReader(self._engine, files, threads)
         self._prepared = concurrency.Batches(
-            concurrency.one_by_one(self._engine.prepare), threads, most=1, at_once=PREPARERS
+            concurrency.one_by_one(self._engine.prepare),
+            threads,
+            most=1,
+            at_once=PREPARERS,
         )
         self._watching = asyncio.create_task(self._thread.watch())
         return self
@@ -96,12 +102,18 @@ class AsyncEngine:
         await tasks.cancel([self._watching])
         await self._exit.aclose()
 
-    async def draw(self, jobs: Iterable[Job] | AsyncIterable[Job]) -> AsyncGenerator[Drawn]:
+    async def draw(
+        self, jobs: Iterable[Job] | AsyncIterable[Job]
+    ) -> AsyncGenerator[Drawn]:
         """Each job's result as it is done; takes more jobs as the engine has room for them.
 
         Raises NodeError where the GPU is broken.
         """
-        source = jobs.__aiter__() if isinstance(jobs, AsyncIterable) else _in_threads(iter(jobs))
+        source = (
+            jobs.__aiter__()
+            if isinstance(jobs, AsyncIterable)
+            else _in_threads(iter(jobs))
+        )
         token, numbers = uuid.uuid4().hex[:12], itertools.count(1)
 
         async def following() -> Job | None:
@@ -114,7 +126,9 @@ class AsyncEngine:
                 awaited: set[asyncio.Task[Any]] = {*drawing}
                 if fetching is not None and len(drawing) < 2 * self._engine.capacity:
                     awaited.add(fetching)
-                done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(
+                    awaited, return_when=asyncio.FIRST_COMPLETED
+                )
                 if fetching is not None and fetching in done:
                     job = fetching.result()
                     fetching = None if job is None else asyncio.create_task(following())
@@ -143,14 +157,18 @@ class AsyncEngine:
 
     def _check(self, job: Job) -> None:
         if job.then or job.model not in {None, self._engine.model_name}:
-            raise errors.JobError("stages (then) and other models need a queue and its workers")
+            raise errors.JobError(
+                "stages (then) and other models need a queue and its workers"
+            )
 
     async def _pixels(self, request: contract.ImageRequest) -> contract.Pixels:
         prepared = await self._prepared(request)
         drawing = asyncio.ensure_future(
             self._thread.draw(next(self._tickets), prepared, urgent=False)
         )
-        await tasks.first_of(drawing, asyncio.shield(self._watching))  # which raises NodeError
+        await tasks.first_of(
+            drawing, asyncio.shield(self._watching)
+        )  # which raises NodeError
         if (delivery := drawing.result()) is None:
             raise errors.NodeError("the engine is closed")
         if isinstance(outcome := delivery.finished.outcome, errors.FleetError):
@@ -171,7 +189,10 @@ class Engine:
     """
 
     def __init__(
-        self, model: str | Path, loras: str | Path | None = None, **options: Unpack[EngineOptions]
+        self,
+        model: str | Path,
+        loras: str | Path | None = None,
+        **options: Unpack[EngineOptions],
     ) -> None:
         self._inner = AsyncEngine(model, loras, **options)
         self._loop = LoopThread()

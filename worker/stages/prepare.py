@@ -30,7 +30,13 @@ from worker.jobs import stored
 from worker.jobs.in_flight import InFlightImage, InFlightJob
 from worker.node.watchdog import NodeWatchdog, Suspects
 from worker.pull import Puller
-from worker.stages.image import ENCODING, UPLOADS, EncodeStage, GenerateStage, UploadStage
+from worker.stages.image import (
+    ENCODING,
+    UPLOADS,
+    EncodeStage,
+    GenerateStage,
+    UploadStage,
+)
 
 #: Jobs that a worker remembers, so that it does not draw the same image a second time: many times
 #: what it holds, since a job and its second drawing are sent together.
@@ -97,7 +103,9 @@ class BegunJob:
             final = entry.overlay.image.size
         else:
             final = samplers.whole_cells(*size)
-        return InFlightImage(entry, self.job, index, size, final, request.embeddings), prepared
+        return InFlightImage(
+            entry, self.job, index, size, final, request.embeddings
+        ), prepared
 
 
 class Turns:
@@ -154,7 +162,10 @@ class PrepareStage:
         self._threads = ThreadPoolExecutor(PREPARERS, "prepare")
         self._reader = RequestReader(self.engine, self.files, self._threads)
         self._prepared = concurrency.Batches(
-            concurrency.one_by_one(self.engine.prepare), self._threads, most=1, at_once=PREPARERS
+            concurrency.one_by_one(self.engine.prepare),
+            self._threads,
+            most=1,
+            at_once=PREPARERS,
         )
 
     def start(self, side_tasks: tasks.SideTasks) -> None:
@@ -176,7 +187,9 @@ class PrepareStage:
             entry = turn
             # After hours without work the list is as old.
             await self.settler.cancelled_campaigns.refresh(MAX_LIST_AGE_SECONDS)
-            work = self._generate_alone if entry.is_suspect else self._generate_with_others
+            work = (
+                self._generate_alone if entry.is_suspect else self._generate_with_others
+            )
             await self.settler.attempt(entry, partial(work, entry))
 
     def close(self) -> None:
@@ -213,11 +226,17 @@ class PrepareStage:
             )
         async with self._isolation.alone():
             await self.generate.nothing_at_engine.wait()
-            lost = f"{entry.deliveries.lost} workers that had it died or lost their leases"
+            lost = (
+                f"{entry.deliveries.lost} workers that had it died or lost their leases"
+            )
             entry.log(logging.WARNING, f"is generated alone: {lost}", "job_alone")
-            if body := entry.deliveries.marked_alone().write_to(entry.lease.message.body):
+            if body := entry.deliveries.marked_alone().write_to(
+                entry.lease.message.body
+            ):
                 keeper = self.settler.keeper
-                await self.settler.retry_policy.call(partial(keeper.rewrite, entry.lease, body))
+                await self.settler.retry_policy.call(
+                    partial(keeper.rewrite, entry.lease, body)
+                )
             job = await self._prepare(entry)
             while job is not None and job.requests:
                 await self._submit(job)
@@ -237,7 +256,9 @@ class PrepareStage:
             if not images:
                 await self.settler.images_ended(entry)
                 return None
-            if job.place is not None and await self._is_too_early(entry, job, job.place.before):
+            if job.place is not None and await self._is_too_early(
+                entry, job, job.place.before
+            ):
                 return None
             if self.files.accelerator is not None and not job.only_upscales:
                 job = self.files.accelerator.fit(job)
@@ -309,9 +330,13 @@ class PrepareStage:
     def _read(self, entry: InFlightJob) -> Job:
         message = entry.lease.message
         job = read_job(message.body, message.id, self.files.trusted)
-        entry.job = job  # from here on, a failure is recorded with the job's id and campaign
+        entry.job = (
+            job  # from here on, a failure is recorded with the job's id and campaign
+        )
         if self.generate.is_cancelled(entry):
-            self.generate.puller.not_ahead(entry)  # others are pulled while it is acknowledged
+            self.generate.puller.not_ahead(
+                entry
+            )  # others are pulled while it is acknowledged
             raise errors.JobCancelled
         if not (job.verify or self._is_others(job)):
             self._drawn_here[job_key(job.campaign, job.id)] = None
@@ -328,14 +353,19 @@ class PrepareStage:
         found = await self._reader.read(job, images)
         entry.source_parameters = found.inputs.parameters if job.only_upscales else ""
         entry.lora_hashes = {
-            lora.name: self.files.hashes.of_lora(lora.path, lora.identity) for lora in found.loras
+            lora.name: self.files.hashes.of_lora(lora.path, lora.identity)
+            for lora in found.loras
         }
         if self.files.own and not job.only_upscales:
-            if (own := self._own_hashes) is None:  # of the files that are loaded, for good
+            if (
+                own := self._own_hashes
+            ) is None:  # of the files that are loaded, for good
                 hashes = self.files.hashes
                 paths = await concurrency.UNTIL_ACCESS.call(self.files.own_paths)
                 own = self._own_hashes = {
-                    name: hashes.of_model(path) if name == "vae" else hashes.of_lora(path)
+                    name: hashes.of_model(path)
+                    if name == "vae"
+                    else hashes.of_lora(path)
                     for name, path in paths.items()
                 }
             if (accelerator := self.files.accelerator) is not None:
@@ -348,7 +378,9 @@ class PrepareStage:
             "hr_checkpoint_name": inputs.hires and inputs.hires.checkpoint,
             "refiner_checkpoint": inputs.refiner and inputs.refiner.path,
         }
-        entry.model_hashes |= {field: of_model(path) for field, path in named.items() if path}
+        entry.model_hashes |= {
+            field: of_model(path) for field, path in named.items() if path
+        }
         entry.overlay = inputs.overlay
         return found.requests
 
@@ -369,12 +401,16 @@ class RequestReader:
     files: JobFiles
     threads: ThreadPoolExecutor
 
-    async def read(self, job: Job, images: Collection[int] | None = None) -> JobRequests:
+    async def read(
+        self, job: Job, images: Collection[int] | None = None
+    ) -> JobRequests:
         """The requests of a job's *images*, by default all; raises as the libraries of files."""
         size = self._size(job)
         if job.only_upscales:
             inputs = await self.files.inputs.read_upscale(job)
-            return JobRequests(requests_of(job, size, (), (), images, inputs), (), inputs)
+            return JobRequests(
+                requests_of(job, size, (), (), images, inputs), (), inputs
+            )
         tags = job.loras
         resolving = [
             concurrency.UNTIL_ACCESS.call(partial(self.files.loras.resolve, tag.name))
@@ -416,7 +452,9 @@ class RequestReader:
                 return await self.read(job)
             await asyncio.sleep(safetensors.REST_SECONDS)
 
-    def _size(self, job: Job, default: tuple[int, int] | None = None) -> tuple[int, int]:
+    def _size(
+        self, job: Job, default: tuple[int, int] | None = None
+    ) -> tuple[int, int]:
         """The size of a job's first pass; *default*: in the place of the engine's."""
         width, height = default or self.engine.default_size
         return job.width or width, job.height or height
@@ -430,7 +468,9 @@ class RequestReader:
         found = await asyncio.get_running_loop().run_in_executor(self.threads, find)
         files = await asyncio.gather(
             *(
-                concurrency.UNTIL_ACCESS.call(partial(self.files.embeddings.resolve_hashed, name))
+                concurrency.UNTIL_ACCESS.call(
+                    partial(self.files.embeddings.resolve_hashed, name)
+                )
                 for name in found
             )
         )

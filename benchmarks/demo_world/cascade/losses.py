@@ -28,7 +28,9 @@ _LEAST_VARIANCE = 1e-20
 class StageLoss:
     """The loss of one stage's UNet on pictures and their text states."""
 
-    def __init__(self, stage: StageName, scheduler: DDPMScheduler, device: torch.device) -> None:
+    def __init__(
+        self, stage: StageName, scheduler: DDPMScheduler, device: torch.device
+    ) -> None:
         alphas = scheduler.alphas_cumprod.double()
         before = torch.cat([torch.ones(1, dtype=alphas.dtype), alphas[:-1]])
         betas = 1 - alphas / before
@@ -60,19 +62,25 @@ class StageLoss:
             states: text states [B, tokens, width].
         """
         target, inputs, levels = self._prepare(pictures)
-        timesteps = torch.randint(len(self._signal), (len(target),), device=target.device)
+        timesteps = torch.randint(
+            len(self._signal), (len(target),), device=target.device
+        )
         noise = torch.randn_like(target)
         noisy = self._signal[timesteps] * target + self._noise[timesteps] * noise
         known = {} if levels is None else {"class_labels": levels}
         x = noisy if inputs is None else torch.cat([noisy, inputs], dim=1)
-        output = unet(x, timesteps, encoder_hidden_states=states, **known).sample.float()
+        output = unet(
+            x, timesteps, encoder_hidden_states=states, **known
+        ).sample.float()
         predicted, share = output.chunk(2, dim=1)
         signal, sigma = self._signal[timesteps], self._noise[timesteps]
         wanted = signal * noise - sigma * target if self._is_velocity else noise
         missed = wanted - predicted
         errors = missed.square().mean((1, 2, 3))
         of_prediction = (self._weights[timesteps] * errors).mean()
-        missed_image = (sigma if self._is_velocity else sigma / signal) * missed.detach()
+        missed_image = (
+            sigma if self._is_velocity else sigma / signal
+        ) * missed.detach()
         return of_prediction, self._variance(timesteps, missed_image, share)
 
     def _prepare(self, pictures: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -84,14 +92,20 @@ class StageLoss:
         # As the pixel engine finds it: stored in 8 bits, enlarged, with noise of one level.
         large = networks.SIDES["sr"]
         images = small.round() / 127.5 - 1
-        images = functional.interpolate(images, (large, large), mode="bilinear", align_corners=True)
+        images = functional.interpolate(
+            images, (large, large), mode="bilinear", align_corners=True
+        )
         # More of the low levels, which are those that jobs ask for.
-        levels = (torch.rand(len(images), device=images.device) ** 2 * len(self._signal)).long()
+        levels = (
+            torch.rand(len(images), device=images.device) ** 2 * len(self._signal)
+        ).long()
         noise = torch.randn_like(images)
         images = self._signal[levels] * images + self._noise[levels] * noise
         return pictures.float() / 127.5 - 1, images, levels
 
-    def _variance(self, timesteps: Tensor, missed_image: Tensor, share: Tensor) -> Tensor:
+    def _variance(
+        self, timesteps: Tensor, missed_image: Tensor, share: Tensor
+    ) -> Tensor:
         """The bound in bits a value, as far as it depends on the variance.
 
         The first timestep has none: nothing is drawn after it.
@@ -100,6 +114,8 @@ class StageLoss:
         log = (share + 1) / 2 * (large - small) + small
         # An estimate is limited to the image's range when it is drawn with.
         missed = self._of_image[timesteps] * missed_image.clamp(-2, 2)
-        bits = log - small + torch.exp(small - log) - 1 + missed.square() * torch.exp(-log)
+        bits = (
+            log - small + torch.exp(small - log) - 1 + missed.square() * torch.exp(-log)
+        )
         bits = (bits / (2 * math.log(2))).mean((1, 2, 3))
         return _VARIANCE_WEIGHT * torch.where(timesteps > 0, bits, 0.0).mean()

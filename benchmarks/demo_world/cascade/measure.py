@@ -53,12 +53,18 @@ def draw_cascade(
     base = load.load_engine(
         load.EngineSettings(model / "base", device, slots=_BATCH, compile="off")
     )
-    small = work.draw(base, [_request(base, text, at, options) for at, text in enumerate(texts)])
+    small = work.draw(
+        base, [_request(base, text, at, options) for at, text in enumerate(texts)]
+    )
     base.close()
-    sr = load.load_engine(load.EngineSettings(model / "sr", device, slots=_BATCH, compile="off"))
+    sr = load.load_engine(
+        load.EngineSettings(model / "sr", device, slots=_BATCH, compile="off")
+    )
     inits = [contract.InitImage(each, _STRENGTH) for each in small]
     pairs = enumerate(zip(texts, inits, strict=True))
-    large = work.draw(sr, [_request(sr, text, at, options, init) for at, (text, init) in pairs])
+    large = work.draw(
+        sr, [_request(sr, text, at, options, init) for at, (text, init) in pairs]
+    )
     sr.close()
     return small, large
 
@@ -85,7 +91,9 @@ def _request(
     )
 
 
-def judged(images: Sequence[np.ndarray], judge: judges.Judge) -> list[list[answers.Finding]]:
+def judged(
+    images: Sequence[np.ndarray], judge: judges.Judge
+) -> list[list[answers.Finding]]:
     """What each image shows; resized as `imagefleet score` does it for the judge."""
     found = []
     for first in range(0, len(images), _BATCH):
@@ -93,18 +101,24 @@ def judged(images: Sequence[np.ndarray], judge: judges.Judge) -> list[list[answe
             extractors.clean_fid(Image.fromarray(each), judges.IMAGE_PX)
             for each in images[first : first + _BATCH]
         ]
-        found += answers.find(judge, torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2) / 255)
+        found += answers.find(
+            judge, torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2) / 255
+        )
     return found
 
 
 def draw_sheet(small: Sequence[np.ndarray], large: Sequence[np.ndarray]) -> Image.Image:
     """Both stages of each picture side by side, the base's enlarged without smoothing."""
     rows = -(-len(small) // _SHEET_COLUMNS)
-    sheet = Image.new("RGB", (2 * TILE_PIXELS * _SHEET_COLUMNS, TILE_PIXELS * rows), "white")
+    sheet = Image.new(
+        "RGB", (2 * TILE_PIXELS * _SHEET_COLUMNS, TILE_PIXELS * rows), "white"
+    )
     for index, images in enumerate(zip(small, large, strict=True)):
         row, column = divmod(index, _SHEET_COLUMNS)
         for side, image in enumerate(images):
-            tile = Image.fromarray(image).resize((TILE_PIXELS,) * 2, Image.Resampling.NEAREST)
+            tile = Image.fromarray(image).resize(
+                (TILE_PIXELS,) * 2, Image.Resampling.NEAREST
+            )
             sheet.paste(tile, ((2 * column + side) * TILE_PIXELS, row * TILE_PIXELS))
     return sheet
 
@@ -112,12 +126,18 @@ def draw_sheet(small: Sequence[np.ndarray], large: Sequence[np.ndarray]) -> Imag
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, default=ROOT / "demo_cascade")
-    parser.add_argument("--captions", type=int, default=500, help="held-out captions to draw")
-    parser.add_argument("--drawn", action="store_true", help="judge the program's pictures")
+    parser.add_argument(
+        "--captions", type=int, default=500, help="held-out captions to draw"
+    )
+    parser.add_argument(
+        "--drawn", action="store_true", help="judge the program's pictures"
+    )
     parser.add_argument("--steps", type=int, default=30, help="of the base")
     parser.add_argument("--sr-steps", type=int, default=20)
     parser.add_argument("--device", default="auto", help="'auto', 'cpu' or 'cuda'")
-    parser.add_argument("--sheet", type=Path, help="a PNG of the first images of both stages")
+    parser.add_argument(
+        "--sheet", type=Path, help="a PNG of the first images of both stages"
+    )
     parser.add_argument("--sheet-images", type=int, default=24)
     options = parser.parse_args(given)
     scenes, texts = zip(*pictures.held_out_scenes(options.captions, _SEED), strict=True)
@@ -135,8 +155,12 @@ def main(given: list[str] | None = None) -> None:
     found = list(zip(scenes, judged(large, judge), strict=True))
     places = [answers.places_right(*each) for each in found]
     figures: dict[str, Any] = {
-        "object_accuracy": answers.share([answers.objects_right(*each) for each in found]),
-        "colour_accuracy": answers.share([answers.colours_right(*each) for each in found]),
+        "object_accuracy": answers.share(
+            [answers.objects_right(*each) for each in found]
+        ),
+        "colour_accuracy": answers.share(
+            [answers.colours_right(*each) for each in found]
+        ),
         "both_accuracy": answers.share([answers.both_right(*each) for each in found]),
         "place_accuracy": answers.share([each for each in places if each is not None]),
     }

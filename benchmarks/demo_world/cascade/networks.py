@@ -44,16 +44,20 @@ def build_unet(stage: StageName) -> UNet2DConditionModel:
     own: dict[str, Any] = {
         "in_channels": 3,
         "block_out_channels": (48, 64, 64),
-        "down_block_types": ("ResnetDownsampleBlock2D",) + ("SimpleCrossAttnDownBlock2D",) * 2,
-        "up_block_types": ("SimpleCrossAttnUpBlock2D",) * 2 + ("ResnetUpsampleBlock2D",),
+        "down_block_types": ("ResnetDownsampleBlock2D",)
+        + ("SimpleCrossAttnDownBlock2D",) * 2,
+        "up_block_types": ("SimpleCrossAttnUpBlock2D",) * 2
+        + ("ResnetUpsampleBlock2D",),
         "norm_num_groups": 16,
     }
     if stage == "sr":
         own = {
             "in_channels": 6,
             "block_out_channels": (24, 32, 48, 64),
-            "down_block_types": ("ResnetDownsampleBlock2D",) * 3 + ("SimpleCrossAttnDownBlock2D",),
-            "up_block_types": ("SimpleCrossAttnUpBlock2D",) + ("ResnetUpsampleBlock2D",) * 3,
+            "down_block_types": ("ResnetDownsampleBlock2D",) * 3
+            + ("SimpleCrossAttnDownBlock2D",),
+            "up_block_types": ("SimpleCrossAttnUpBlock2D",)
+            + ("ResnetUpsampleBlock2D",) * 3,
             "norm_num_groups": 8,
             "class_embed_type": "timestep",
             "time_embedding_act_fn": "gelu",
@@ -84,7 +88,11 @@ def make_scheduler(stage: StageName) -> DDPMScheduler:
 def tokenize(tokenizer: T5Tokenizer, texts: list[str]) -> Tensor:
     """Token ids [texts, TOKENS], as the pixel engine's text stage makes them."""
     tokens = tokenizer(
-        texts, padding="max_length", max_length=TOKENS, truncation=True, return_tensors="pt"
+        texts,
+        padding="max_length",
+        max_length=TOKENS,
+        truncation=True,
+        return_tensors="pt",
     )
     ids: Tensor = tokens.input_ids
     return ids

@@ -55,7 +55,9 @@ def draw_block(seed: int, block: int, count: int) -> Block:
     texts = []
     for index in range(count):
         scene = world.sample_scene(rng, _SCENES)
-        images[index] = np.asarray(world.draw_scene(scene).reduce(world.IMAGE_PX // side))
+        images[index] = np.asarray(
+            world.draw_scene(scene).reduce(world.IMAGE_PX // side)
+        )
         texts += [_caption(scene, rng) for _ in range(CAPTIONS_EACH)]
     return images, texts
 
@@ -82,7 +84,9 @@ class Pictures:
         side = networks.SIDES["sr"]
         self._device = device
         self._tokenizer = networks.build_tokenizer()
-        self._images = torch.empty((count, 3, side, side), dtype=torch.uint8, device=device)
+        self._images = torch.empty(
+            (count, 3, side, side), dtype=torch.uint8, device=device
+        )
         self._ids = torch.zeros(
             (count, CAPTIONS_EACH, networks.TOKENS), dtype=torch.int16, device=device
         )
@@ -91,7 +95,9 @@ class Pictures:
         self._pool: Pool | None = _open_pool(
             os.cpu_count() or 1 if processes is None else processes
         )
-        sizes = [min(BLOCK_SCENES, count - first) for first in range(0, count, BLOCK_SCENES)]
+        sizes = [
+            min(BLOCK_SCENES, count - first) for first in range(0, count, BLOCK_SCENES)
+        ]
         self._drawn: list[AsyncResult[Block]] = [
             self._pool.apply_async(draw_block, (seed, block, size))
             for block, size in enumerate(sizes)
@@ -102,7 +108,9 @@ class Pictures:
         while self._drawn and (wait or self._drawn[0].ready()):
             images, texts = self._drawn.pop(0).get()
             rows = slice(self.ready, self.ready + len(images))
-            self._images[rows] = torch.from_numpy(images).permute(0, 3, 1, 2).to(self._device)
+            self._images[rows] = (
+                torch.from_numpy(images).permute(0, 3, 1, 2).to(self._device)
+            )
             ids = networks.tokenize(self._tokenizer, texts).to(torch.int16)
             self._ids[rows] = ids.unflatten(0, (-1, CAPTIONS_EACH)).to(self._device)
             self.ready += len(images)

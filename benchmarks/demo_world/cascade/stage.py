@@ -52,7 +52,9 @@ class StageTraining:
         self._device = device
         self.tokenizer = networks.build_tokenizer()
         # Slower than the usual layout on a CPU.
-        layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
+        layout = (
+            torch.channels_last if device.type == "cuda" else torch.contiguous_format
+        )
         self.unet = networks.build_unet(stage).to(device, memory_format=layout)
         self._is_joint = encoder is None
         self.encoder = encoder or networks.build_text_encoder(self.tokenizer)
@@ -88,7 +90,10 @@ class StageTraining:
         """Copies of the UNet and of the encoder with the moving average of the weights."""
         live = [each.detach().clone() for each in self._parameters]
         self._average.copy_to_live()
-        unet, encoder = copy.deepcopy(self.unet).eval(), copy.deepcopy(self.encoder).eval()
+        unet, encoder = (
+            copy.deepcopy(self.unet).eval(),
+            copy.deepcopy(self.encoder).eval(),
+        )
         with torch.no_grad():
             for parameter, value in zip(self._parameters, live, strict=True):
                 parameter.copy_(value)
@@ -116,7 +121,9 @@ class StageTraining:
             progress = max(self.step / limits.steps, self.seconds / limits.seconds)
             if is_done := progress >= 1:
                 break
-            schedule.set_learning_rate(self._optimizer, self.step, progress, LEARNING_RATE)
+            schedule.set_learning_rate(
+                self._optimizer, self.step, progress, LEARNING_RATE
+            )
             pictures.take(wait=pictures.ready < limits.batch)
             of_prediction, of_variance = self._step(unet, *pictures.batch(limits.batch))
             self.step += 1
@@ -138,7 +145,9 @@ class StageTraining:
     def _step(self, unet: Any, images: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         dropped = torch.rand(len(ids), 1, device=self._device) < CAPTION_DROPOUT
         ids = torch.where(dropped, self._empty, ids)
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._is_bfloat16):
+        with torch.autocast(
+            self._device.type, torch.bfloat16, enabled=self._is_bfloat16
+        ):
             with torch.set_grad_enabled(self._is_joint):
                 states = networks.encode(self.encoder, ids)
             of_prediction, of_variance = self._loss(unet, images, states)

@@ -49,7 +49,9 @@ class _Run:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.state: dict[str, Any] = {}
         if options.state and options.state.exists():
-            self.state = torch.load(options.state, map_location=self.device, weights_only=True)
+            self.state = torch.load(
+                options.state, map_location=self.device, weights_only=True
+            )
             self.log(f"continues {options.state}")
         self.stop = _Stop()
 
@@ -67,7 +69,9 @@ class _Run:
         options = self.options
         pictures = Pictures(options.pictures, _SEED, self.device, options.processes)
         limits: dict[StageName, Limits] = {
-            "base": Limits(options.base_seconds, options.base_steps, options.base_batch),
+            "base": Limits(
+                options.base_seconds, options.base_steps, options.base_batch
+            ),
             "sr": Limits(options.sr_seconds, options.sr_steps, options.sr_batch),
         }
         encoder = None
@@ -108,15 +112,23 @@ class _Run:
                 training = self.open(stage, encoder)
                 self.save(training)
                 _, encoder = training.averaged()
-                self.log(f"{stage} of step {training.step} written to {self.options.out / stage}")
+                self.log(
+                    f"{stage} of step {training.step} written to {self.options.out / stage}"
+                )
 
 
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("demo_cascade"), help="of both stages")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo_cascade"), help="of both stages"
+    )
     parser.add_argument("--state", type=Path, help="a file; continued if it exists")
-    parser.add_argument("--only-save", action="store_true", help="write the state's stages")
-    parser.add_argument("--pictures", type=int, default=150_000, help="different ones, to draw")
+    parser.add_argument(
+        "--only-save", action="store_true", help="write the state's stages"
+    )
+    parser.add_argument(
+        "--pictures", type=int, default=150_000, help="different ones, to draw"
+    )
     parser.add_argument(
         "--processes", type=int, help="that draw; one a core by default, 0: a thread"
     )
@@ -127,9 +139,15 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--sr-steps", type=int, default=12_000)
     parser.add_argument("--sr-batch", type=int, default=256)
     parser.add_argument("--save-seconds", type=float, default=60)
-    parser.add_argument("--bfloat16", action="store_true", help="on a CPU too, if it can do it")
-    parser.add_argument("--eager", action="store_true", help="without torch.compile on a GPU")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the noise")
+    parser.add_argument(
+        "--bfloat16", action="store_true", help="on a CPU too, if it can do it"
+    )
+    parser.add_argument(
+        "--eager", action="store_true", help="without torch.compile on a GPU"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the weights and the noise"
+    )
     options = parser.parse_args(given)
     if options.only_save and not options.state:
         parser.error("--only-save goes with --state")
@@ -142,7 +160,9 @@ def main(given: list[str] | None = None) -> None:
     if options.only_save:
         run.save_only()
         return
-    kept = {each: signal.signal(each, run.stop) for each in (signal.SIGINT, signal.SIGTERM)}
+    kept = {
+        each: signal.signal(each, run.stop) for each in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         run.train()
     finally:

@@ -25,7 +25,9 @@ class Schedule:
         self._started = time.monotonic()
         step = 0
         while True:
-            progress = max(step / self.steps, (time.monotonic() - self._started) / self.seconds)
+            progress = max(
+                step / self.steps, (time.monotonic() - self._started) / self.seconds
+            )
             if progress >= 1:
                 return
             yield step, progress
@@ -34,7 +36,9 @@ class Schedule:
     def report(self, step: int, **values: torch.Tensor | float) -> None:
         if step % self.report_every == 0:
             elapsed = time.monotonic() - self._started
-            figures = "  ".join(f"{name} {float(value):.4f}" for name, value in values.items())
+            figures = "  ".join(
+                f"{name} {float(value):.4f}" for name, value in values.items()
+            )
             print(f"  step {step}  {elapsed:.0f} s  {figures}", flush=True)
 
 

@@ -15,7 +15,13 @@ from transformers import CLIPTextModel
 
 from demo_world import networks, world
 from demo_world.captions import CaptionWriter
-from demo_world.training.schedule import Schedule, autocast, compiled, descend, set_learning_rate
+from demo_world.training.schedule import (
+    Schedule,
+    autocast,
+    compiled,
+    descend,
+    set_learning_rate,
+)
 from demo_world.training.train_lora import LoraAdapters, LoraRecipe
 from demo_world.training.train_unet import empty_tokens
 
@@ -35,15 +41,24 @@ class _Steps:
     def __init__(self, device: torch.device) -> None:
         signal, noise = networks.noise_shares()
         count = STEPS * TEACHER_STEPS
-        self.timesteps = torch.linspace(1000, 0, count + 1)[:-1].round().long().to(device) - 1
+        self.timesteps = (
+            torch.linspace(1000, 0, count + 1)[:-1].round().long().to(device) - 1
+        )
         levels = (noise / signal).to(device)[self.timesteps]
         self.sigmas = torch.cat([levels, levels.new_zeros(1)])
-        starts, ends = self.sigmas[:-1:TEACHER_STEPS], self.sigmas[TEACHER_STEPS::TEACHER_STEPS]
+        starts, ends = (
+            self.sigmas[:-1:TEACHER_STEPS],
+            self.sigmas[TEACHER_STEPS::TEACHER_STEPS],
+        )
         weights = (starts - ends) / (ends**2 + 1).sqrt()
         self.loss_weights = weights / weights.mean()
 
     def predict(
-        self, unet: UNet2DConditionModel, latents: Tensor, index: Tensor, context: Tensor
+        self,
+        unet: UNet2DConditionModel,
+        latents: Tensor,
+        index: Tensor,
+        context: Tensor,
     ) -> Tensor:
         """The noise in *latents* [B, 4, 16, 16], each at its own of the teacher's steps."""
         scale = (self.sigmas[index] ** 2 + 1).rsqrt()[:, None, None, None]
@@ -55,11 +70,17 @@ class _Steps:
 
     @torch.no_grad()
     def guided_end(
-        self, unet: UNet2DConditionModel, latents: Tensor, first: Tensor, contexts: Tensor
+        self,
+        unet: UNet2DConditionModel,
+        latents: Tensor,
+        first: Tensor,
+        contexts: Tensor,
     ) -> Tensor:
         """*latents* after TEACHER_STEPS guided Euler steps; contexts [2 B]: captions, then none."""
         for index in (first + step for step in range(TEACHER_STEPS)):
-            rows = self.predict(unet, latents.repeat(2, 1, 1, 1), index.repeat(2), contexts)
+            rows = self.predict(
+                unet, latents.repeat(2, 1, 1, 1), index.repeat(2), contexts
+            )
             captioned, uncaptioned = rows.chunk(2)
             noise = uncaptioned + GUIDANCE * (captioned - uncaptioned)
             latents = latents + self.distance(index, index + 1) * noise
@@ -69,7 +90,9 @@ class _Steps:
 class _Drawings:
     """Pictures on their way, each at its own of the student's steps; a finished one is renewed."""
 
-    def __init__(self, tokens: Tensor, weights: Tensor, batch: int, highest_sigma: float) -> None:
+    def __init__(
+        self, tokens: Tensor, weights: Tensor, batch: int, highest_sigma: float
+    ) -> None:
         self._tokens, self._weights = tokens, weights
         self._highest_sigma = highest_sigma
         # Below 0: waits, so that not all are at the same step.
@@ -127,11 +150,17 @@ def train_few_steps(
     lora = LoraAdapters(RECIPE, unet, None).to(device)
     lora.strengths = torch.ones(1, device=device)
     parameters = list(lora.parameters())
-    optimizer = torch.optim.AdamW(parameters, LEARNING_RATE, (0.9, 0.99), weight_decay=1e-3)
+    optimizer = torch.optim.AdamW(
+        parameters, LEARNING_RATE, (0.9, 0.99), weight_decay=1e-3
+    )
     average = networks.MovingAverage(parameters, AVERAGE_DECAY)
     table = _Steps(device)
     drawings = [
-        _Drawings(*write_captions(writer, captions, chunks, device), batch, float(table.sigmas[0]))
+        _Drawings(
+            *write_captions(writer, captions, chunks, device),
+            batch,
+            float(table.sigmas[0]),
+        )
         for chunks in (1, 2)
     ]
     schedule = Schedule(steps, seconds)
@@ -143,7 +172,9 @@ def train_few_steps(
         with torch.no_grad():
             context = networks.encode_text(text_encoder, tokens, weights)
             empty = empty_tokens(tokens)
-            empty_context = networks.encode_text(text_encoder, empty, torch.ones_like(empty))
+            empty_context = networks.encode_text(
+                text_encoder, empty, torch.ones_like(empty)
+            )
         latents, first = drawn.latents, drawn.step * TEACHER_STEPS
         contexts = torch.cat([context, empty_context.expand_as(context)])
         guide = one_chunk_teacher if chunks == 1 else teacher
@@ -155,10 +186,14 @@ def train_few_steps(
         loss = (table.loss_weights[drawn.step] * error).mean()
         descend(optimizer, loss)
         average.update()
-        errors = torch.zeros(STEPS, device=device).index_add_(0, drawn.step, error.detach())
+        errors = torch.zeros(STEPS, device=device).index_add_(
+            0, drawn.step, error.detach()
+        )
         errors /= drawn.step.bincount(minlength=STEPS).clamp(min=1)
         schedule.report(
-            step, loss=loss.detach(), **{f"step_{n + 1}": errors[n] for n in range(STEPS)}
+            step,
+            loss=loss.detach(),
+            **{f"step_{n + 1}": errors[n] for n in range(STEPS)},
         )
         own_end = latents + distance * predicted.detach()
         own = torch.rand(batch, 1, 1, 1, device=device) < 0.5

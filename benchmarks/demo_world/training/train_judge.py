@@ -19,7 +19,9 @@ MOST_PIXEL_NOISE = 0.06
 
 def _through_vae(vae: AutoencoderKL, images: Tensor) -> Tensor:
     latents = train_vae.encode(vae, images)
-    noise = 0.25 * torch.rand(len(latents), 1, 1, 1, device=latents.device) * latents.std()
+    noise = (
+        0.25 * torch.rand(len(latents), 1, 1, 1, device=latents.device) * latents.std()
+    )
     return train_vae.decode(vae, latents + noise * torch.randn_like(latents))
 
 
@@ -47,7 +49,9 @@ def train_judge(
             object_logits, colour_logits = judge(pictures)
         object_loss = functional.cross_entropy(object_logits.float(), objects)
         # Cells without an object have no colour: label 0 becomes -1 and is left out.
-        colour_loss = functional.cross_entropy(colour_logits.float(), colours - 1, ignore_index=-1)
+        colour_loss = functional.cross_entropy(
+            colour_logits.float(), colours - 1, ignore_index=-1
+        )
         loss = object_loss + 0.3 * colour_loss
         descend(optimizer, loss)
         schedule.report(step, objects=object_loss, colours=colour_loss)
@@ -61,10 +65,16 @@ def judge_accuracy(judge: Judge, images: Tensor, labels: Tensor) -> tuple[float,
     for start in range(0, len(images), 256):
         batch = images[start : start + 256].permute(0, 3, 1, 2).float() / 255
         for findings, truth in zip(
-            answers.find(judge, batch), labels[start : start + 256].cpu().numpy(), strict=True
+            answers.find(judge, batch),
+            labels[start : start + 256].cpu().numpy(),
+            strict=True,
         ):
-            shapes = {judge.shapes[n - 1] for n in set(truth[0].flatten().tolist()) - {0}}
-            colours = {judge.colours[n - 1] for n in set(truth[1].flatten().tolist()) - {0}}
+            shapes = {
+                judge.shapes[n - 1] for n in set(truth[0].flatten().tolist()) - {0}
+            }
+            colours = {
+                judge.colours[n - 1] for n in set(truth[1].flatten().tolist()) - {0}
+            }
             objects_right += shapes == {finding.shape for finding in findings}
             colours_right += colours == {finding.colour for finding in findings}
     return objects_right / len(images), colours_right / len(images)

@@ -70,7 +70,12 @@ class _Adapter(nn.Module):
         super().__init__()
         if isinstance(layer, nn.Conv2d):
             self.down: nn.Module = nn.Conv2d(
-                layer.in_channels, rank, layer.kernel_size, layer.stride, layer.padding, bias=False
+                layer.in_channels,
+                rank,
+                layer.kernel_size,
+                layer.stride,
+                layer.padding,
+                bias=False,
             )
             self.up: nn.Module = nn.Conv2d(rank, layer.out_channels, 1, bias=False)
         else:
@@ -90,7 +95,10 @@ class LoraAdapters(nn.Module):
     """The adapters of a UNet and a text encoder, under kohya's names."""
 
     def __init__(
-        self, recipe: LoraRecipe, unet: UNet2DConditionModel, text_encoder: CLIPTextModel | None
+        self,
+        recipe: LoraRecipe,
+        unet: UNet2DConditionModel,
+        text_encoder: CLIPTextModel | None,
     ) -> None:
         super().__init__()
         self._recipe = recipe
@@ -98,7 +106,9 @@ class LoraAdapters(nn.Module):
         self.strengths = torch.ones(1)
         self._handles: list[RemovableHandle] = []
         for name, layer in unet.named_modules():
-            if isinstance(layer, nn.Linear | nn.Conv2d) and re.search(recipe.unet_layers, name):
+            if isinstance(layer, nn.Linear | nn.Conv2d) and re.search(
+                recipe.unet_layers, name
+            ):
                 self._attach("lora_unet_" + name.replace(".", "_"), layer)
         for name, layer in text_encoder.named_modules() if text_encoder else ():
             if re.search(_TEXT + "$", name):
@@ -109,7 +119,9 @@ class LoraAdapters(nn.Module):
         adapter = _Adapter(layer, self._recipe.rank, self._recipe.alpha)
         self.adapters[key] = adapter
 
-        def add_delta(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        def add_delta(
+            _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+        ) -> Tensor:
             return output + adapter.delta(inputs[0], self.strengths).to(output.dtype)
 
         self._handles.append(layer.register_forward_hook(add_delta))
@@ -121,9 +133,13 @@ class LoraAdapters(nn.Module):
     def save(self, file: Path) -> None:
         tensors = {}
         for key, adapter in self.adapters.items():
-            tensors[f"{key}.lora_down.weight"] = adapter.down.weight.detach().half().cpu()
+            tensors[f"{key}.lora_down.weight"] = (
+                adapter.down.weight.detach().half().cpu()
+            )
             tensors[f"{key}.lora_up.weight"] = adapter.up.weight.detach().half().cpu()
-            tensors[f"{key}.alpha"] = torch.tensor(self._recipe.alpha, dtype=torch.float16)
+            tensors[f"{key}.alpha"] = torch.tensor(
+                self._recipe.alpha, dtype=torch.float16
+            )
         tensors = {name: value.contiguous() for name, value in tensors.items()}
         metadata = {
             "ss_network_module": "networks.lora",
@@ -150,7 +166,9 @@ def train_lora(
     text_encoder.requires_grad_(False)
     lora = LoraAdapters(recipe, unet, text_encoder).to(device)
     parameters = list(lora.parameters())
-    optimizer = torch.optim.AdamW(parameters, LEARNING_RATE, (0.9, 0.99), weight_decay=1e-3)
+    optimizer = torch.optim.AdamW(
+        parameters, LEARNING_RATE, (0.9, 0.99), weight_decay=1e-3
+    )
     average = networks.MovingAverage(parameters, 0.99)
     task = NoiseTask(device)
     has_styles = all(options.styles for options in recipe.scenes)
@@ -163,7 +181,9 @@ def train_lora(
             lora.strengths = data.strengths[chosen]
         else:
             spread = 1 - recipe.least_weight
-            lora.strengths = recipe.least_weight + spread * torch.rand(batch, device=device)
+            lora.strengths = recipe.least_weight + spread * torch.rand(
+                batch, device=device
+            )
         chunks = 2 if step % 6 == 5 else 1
         tokens, weights = drop_captions(*data.captions(chosen, chunks), CAPTION_DROPOUT)
         target = softened_target(noise, noisy, timesteps, tokens, unet, text_encoder)

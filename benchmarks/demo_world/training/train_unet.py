@@ -44,7 +44,9 @@ class LatentSet:
 
     def captions(self, chosen: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
         tokens, weights = (
-            (self.tokens_1, self.weights_1) if chunks == 1 else (self.tokens_2, self.weights_2)
+            (self.tokens_1, self.weights_1)
+            if chunks == 1
+            else (self.tokens_2, self.weights_2)
         )
         return tokens[chosen].int(), weights[chosen]
 
@@ -56,18 +58,24 @@ def empty_tokens(like: Tensor) -> Tensor:
     return empty
 
 
-def drop_captions(tokens: Tensor, weights: Tensor, share: float) -> tuple[Tensor, Tensor]:
+def drop_captions(
+    tokens: Tensor, weights: Tensor, share: float
+) -> tuple[Tensor, Tensor]:
     """Empties a share of the captions, so that the model knows pictures without one."""
     empty = empty_tokens(tokens)
     dropped = torch.rand(len(tokens), 1, device=tokens.device) < share
-    return torch.where(dropped, empty, tokens), torch.where(dropped, 1.0, weights.float())
+    return torch.where(dropped, empty, tokens), torch.where(
+        dropped, 1.0, weights.float()
+    )
 
 
 class NoiseTask:
     """Adds noise to latents and measures how well it is predicted."""
 
     def __init__(self, device: torch.device) -> None:
-        self._signal, self._noise = (share.to(device) for share in networks.noise_shares())
+        self._signal, self._noise = (
+            share.to(device) for share in networks.noise_shares()
+        )
         snr = (self._signal / self._noise) ** 2
         weights = snr.clamp_max(SNR_LIMIT) / snr
         self._loss_weights = weights / weights.mean()
@@ -120,7 +128,9 @@ def train_unet(
     unet.train()
     text_encoder.train()
     groups = parameter_groups("embedding", unet, text_encoder)
-    optimizer = torch.optim.AdamW(groups, learning_rate, (0.9, 0.99), fused=device.type == "cuda")
+    optimizer = torch.optim.AdamW(
+        groups, learning_rate, (0.9, 0.99), fused=device.type == "cuda"
+    )
     average = networks.MovingAverage(parameters_of(optimizer), AVERAGE_DECAY)
     task = NoiseTask(device)
     # Compiled for one chunk only: a second shape would cost another compilation.
@@ -136,7 +146,11 @@ def train_unet(
         noisy, timesteps, noise = task.make(data.latents[chosen].float())
         tokens, weights = drop_captions(*data.captions(chosen, chunks), CAPTION_DROPOUT)
         model = one_chunk_unet if chunks == 1 else unet
-        target = softened_target(noise, noisy, timesteps, tokens, *teacher) if teacher else noise
+        target = (
+            softened_target(noise, noisy, timesteps, tokens, *teacher)
+            if teacher
+            else noise
+        )
         with autocast(device):
             context = networks.encode_text(text_encoder, tokens, weights, clip_skip)
             predicted = model(noisy, timesteps, context).sample

@@ -47,7 +47,9 @@ def train_vae(
         posterior = vae.encode(pictures).latent_dist
         mean = posterior.mean
         noise_level = posterior.std + (
-            MOST_LATENT_NOISE * mean.detach().std() * torch.rand_like(mean[:, :1, :1, :1])
+            MOST_LATENT_NOISE
+            * mean.detach().std()
+            * torch.rand_like(mean[:, :1, :1, :1])
         )
         latents = mean + noise_level * torch.randn_like(mean)
         kl = 0.5 * (mean**2 + posterior.var - 1 - posterior.logvar).mean()
@@ -59,13 +61,20 @@ def train_vae(
     for step, progress in schedule:
         set_learning_rate(optimizer, step, progress, LEARNING_RATE)
         chosen = torch.randint(len(images), (batch,), device=device)
-        pictures = to_signed(images[chosen]).contiguous(memory_format=torch.channels_last)
+        pictures = to_signed(images[chosen]).contiguous(
+            memory_format=torch.channels_last
+        )
         with autocast(device):
             output, kl, mean = reconstruct(pictures)
         output = output.float()
         absolute = (output - pictures).abs().mean()
         squared = functional.mse_loss(output, pictures)
-        loss = absolute + squared + EDGE_WEIGHT * _edge_loss(output, pictures) + KL_WEIGHT * kl
+        loss = (
+            absolute
+            + squared
+            + EDGE_WEIGHT * _edge_loss(output, pictures)
+            + KL_WEIGHT * kl
+        )
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)

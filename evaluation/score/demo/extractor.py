@@ -41,7 +41,9 @@ class _Judging:
         self._device = device
         self._judge = judge.load_judge(device=device)
         sha256 = extractors.sha256_of(judge.WEIGHTS_FILE)
-        dimensions = self._of(torch.zeros(1, 3, judge.IMAGE_PX, judge.IMAGE_PX)).shape[1]
+        dimensions = self._of(torch.zeros(1, 3, judge.IMAGE_PX, judge.IMAGE_PX)).shape[
+            1
+        ]
         self.facts = ExtractorFacts("demo", self.kind, sha256, dimensions, _PREPARATION)
 
     def features(self, images: Sequence[Image.Image]) -> Features:
@@ -77,7 +79,9 @@ class DemoTextExtractor(_Judging):
     def _rows(self, images: Tensor) -> Tensor:
         objects, colours = self._judge(images)
         shown = objects.softmax(1)[:, 1:].flatten(2)
-        shares = torch.einsum("bon,bcn->boc", shown, colours.softmax(1).flatten(2)).flatten(1)
+        shares = torch.einsum(
+            "bon,bcn->boc", shown, colours.softmax(1).flatten(2)
+        ).flatten(1)
         return (shares / shares.sum(1, keepdim=True).clamp_min(1e-12)).sqrt()
 
     def text_features(self, texts: Sequence[str]) -> Features:
@@ -88,7 +92,9 @@ class DemoTextExtractor(_Judging):
         shares = np.zeros((len(objects), len(colours)), np.float32)
         for name, colour in named(text, objects, colours):
             columns = slice(None) if colour is None else colours.index(colour)
-            shares[objects.index(name), columns] += 1 / len(colours) if colour is None else 1
+            shares[objects.index(name), columns] += (
+                1 / len(colours) if colour is None else 1
+            )
         if not shares.any():  # it names no object, so that all are alike
             shares[:] = 1
         roots: Features = np.sqrt(shares / shares.sum()).ravel()
@@ -99,11 +105,15 @@ def named(
     caption: str, objects: Sequence[str], colours: Sequence[str]
 ) -> list[tuple[str, str | None]]:
     """Each object of a caption, and its colour; None where the caption leaves it open."""
-    text = _PLACES.sub(lambda found: "moon" if "moon" in found[0] else "", caption.lower())
+    text = _PLACES.sub(
+        lambda found: "moon" if "moon" in found[0] else "", caption.lower()
+    )
     return [
         pair
         for part in _PART.split(text)
-        for pair in _of_part(_WORD.findall(part), frozenset(objects), frozenset(colours))
+        for pair in _of_part(
+            _WORD.findall(part), frozenset(objects), frozenset(colours)
+        )
     ]
 
 

@@ -48,8 +48,12 @@ class Judge(nn.Module):
         at_32 = self.to_32(images * 2 - 1)
         at_16 = self.to_16(at_32)
         at_8 = self.to_8(at_16)
-        at_16 = self.up_16(torch.cat([at_16, functional.interpolate(at_8, scale_factor=2)], 1))
-        at_32 = self.up_32(torch.cat([at_32, functional.interpolate(at_16, scale_factor=2)], 1))
+        at_16 = self.up_16(
+            torch.cat([at_16, functional.interpolate(at_8, scale_factor=2)], 1)
+        )
+        at_32 = self.up_32(
+            torch.cat([at_32, functional.interpolate(at_16, scale_factor=2)], 1)
+        )
         return at_8, at_32
 
 
@@ -57,5 +61,7 @@ def load_judge(path: Path = WEIGHTS_FILE, device: str = "cpu") -> Judge:
     with safe_open(path, framework="pt") as file:
         names = file.metadata()
     judge = Judge(tuple(names["shapes"].split(",")), tuple(names["colours"].split(",")))
-    judge.load_state_dict({name: value.float() for name, value in load_file(path).items()})
+    judge.load_state_dict(
+        {name: value.float() for name, value in load_file(path).items()}
+    )
     return judge.eval().to(device)

@@ -41,7 +41,9 @@ class ClipExtractor:
             SafetensorError,
         ) as error:
             line = str(error).strip().splitlines()[0]
-            raise errors.SetupError(f"the CLIP model in {folder} cannot be read: {line}") from None
+            raise errors.SetupError(
+                f"the CLIP model in {folder} cannot be read: {line}"
+            ) from None
         self._model.eval().to(device)
         configuration = self._model.config
         self._most_tokens = configuration.text_config.max_position_embeddings
@@ -79,7 +81,9 @@ def _array(found: torch.Tensor) -> Features:
 
 
 def _of_transformers(folder: Path) -> tuple[Any, Any, Preparation]:
-    model: Any = CLIPModel.from_pretrained(folder, local_files_only=True, use_safetensors=True)
+    model: Any = CLIPModel.from_pretrained(
+        folder, local_files_only=True, use_safetensors=True
+    )
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     stated: dict[str, Any] = {}
     if (folder / _PREPROCESSOR).is_file():
@@ -102,7 +106,9 @@ def _of_open_clip(folder: Path) -> tuple[Any, Any, Preparation]:
 _LOADERS = {"model.safetensors": _of_transformers, open_clip.WEIGHTS: _of_open_clip}
 
 
-def _preparation(model: Any, mean: Sequence[float], std: Sequence[float]) -> Preparation:
+def _preparation(
+    model: Any, mean: Sequence[float], std: Sequence[float]
+) -> Preparation:
     size = model.config.vision_config.image_size
     return Preparation(size, _of_white(mean), _of_white(std), "clip")
 

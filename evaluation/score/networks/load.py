@@ -104,11 +104,15 @@ class OnnxExtractor:
             dimensions = self.features([Image.new("RGB", (size, size))]).shape[1]
         except Exception as error:  # noqa: BLE001 - onnxruntime's own errors share no class
             line = str(error).strip().splitlines()[0]
-            raise errors.SetupError(f"{path} cannot be used as an ONNX extractor: {line}") from None
+            raise errors.SetupError(
+                f"{path} cannot be used as an ONNX extractor: {line}"
+            ) from None
         self.facts = ExtractorFacts(
             path.name, "ONNX", extractors.sha256_of(path), dimensions, self._preparation
         )
 
     def features(self, images: Sequence[Image.Image]) -> Features:
-        found = self._session.run(None, {self._input: self._preparation.array(images)})[0]
+        found = self._session.run(None, {self._input: self._preparation.array(images)})[
+            0
+        ]
         return np.ascontiguousarray(np.reshape(found, (len(images), -1)), np.float32)

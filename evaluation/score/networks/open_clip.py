@@ -79,7 +79,9 @@ class _File(_Stated):
 def load(folder: Path) -> tuple[Any, Preprocessing]:
     """The model with its weights, and what it takes; raises SetupError if it is no CLIP."""
     try:
-        stated = _File.model_validate(json.loads((folder / _CONFIG).read_text(encoding="utf-8")))
+        stated = _File.model_validate(
+            json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+        )
     except ValidationError as error:
         raise errors.SetupError(
             f"{folder / _CONFIG}: {validation.sentence(error)}; of open_clip's models, those with"
@@ -118,7 +120,9 @@ def _configuration(stated: _Model) -> CLIPConfig:
     )
 
 
-def _converted(weights: dict[str, torch.Tensor], configuration: Any) -> dict[str, torch.Tensor]:
+def _converted(
+    weights: dict[str, torch.Tensor], configuration: Any
+) -> dict[str, torch.Tensor]:
     """The weights in transformers' names; unknown ones are left for it to refuse."""
     visual = {
         key.removeprefix("visual."): weight
@@ -130,7 +134,9 @@ def _converted(weights: dict[str, torch.Tensor], configuration: Any) -> dict[str
         "visual_projection.weight": visual["proj"].T,
         **{f"vision_model.{name}": visual[key] for key, name in _VISION.items()},
     }
-    for name, weight in _in_transformers_names(visual, configuration.vision_config).items():
+    for name, weight in _in_transformers_names(
+        visual, configuration.vision_config
+    ).items():
         found[name.replace("text_model.", "vision_model.")] = weight
     return found | _in_transformers_names(weights, configuration.text_config)
 
@@ -139,5 +145,7 @@ def _in_transformers_names(
     weights: dict[str, torch.Tensor], configuration: Any
 ) -> dict[str, torch.Tensor]:
     of = SimpleNamespace(config=configuration)
-    found: dict[str, torch.Tensor] = convert_open_clip_checkpoint(of, weights, prefix="")
+    found: dict[str, torch.Tensor] = convert_open_clip_checkpoint(
+        of, weights, prefix=""
+    )
     return found

@@ -32,7 +32,11 @@ class TorchScriptExtractor:
                 f" {path.name}.json beside it can name another size"
             ) from None
         self.facts = ExtractorFacts(
-            path.name, "TorchScript", extractors.sha256_of(path), dimensions, preparation
+            path.name,
+            "TorchScript",
+            extractors.sha256_of(path),
+            dimensions,
+            preparation,
         )
 
     def _load(self, path: Path) -> tuple[Any, Preparation]:
@@ -55,5 +59,7 @@ class TorchScriptExtractor:
         prepared = torch.from_numpy(self._preparation.array(images)).to(self._device)
         found = self._network(prepared).flatten(1).float().cpu().numpy()
         if found.shape[0] != len(images):
-            raise ValueError(f"{len(images)} images gave {found.shape[0]} rows of features")
+            raise ValueError(
+                f"{len(images)} images gave {found.shape[0]} rows of features"
+            )
         return np.ascontiguousarray(found, np.float32)

@@ -43,7 +43,8 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "module": ("none", "None", None),
     "control_mode": ("Balanced", 0, None),
     **dict.fromkeys(
-        ("advanced_weighting", "effective_region_mask", "mask", "mask_image"), (None, "", [])
+        ("advanced_weighting", "effective_region_mask", "mask", "mask_image"),
+        (None, "", []),
     ),
 }
 
@@ -113,7 +114,10 @@ class Script(BaseModel, extra="forbid", frozen=True):
             units = [
                 unit
                 for unit in script["args"]
-                if not (isinstance(unit, dict) and unit.get("enabled", True) in (False, None))
+                if not (
+                    isinstance(unit, dict)
+                    and unit.get("enabled", True) in (False, None)
+                )
             ]
             return {**script, "args": units}
         return script
@@ -127,15 +131,23 @@ class Scripts(BaseModel, extra="forbid", frozen=True):
 
 def check(units: Sequence[Unit]) -> None:
     """Raises ValueError if more units work in all steps than may at once."""
-    whole = sum((unit.guidance_start, unit.guidance_end) == (0, 1) for unit in units if unit.weight)
+    whole = sum(
+        (unit.guidance_start, unit.guidance_end) == (0, 1)
+        for unit in units
+        if unit.weight
+    )
     if whole > MOST_CONTROLS:
-        raise ValueError(f"alwayson_scripts: {whole} ControlNets; {MOST_CONTROLS} at most at once")
+        raise ValueError(
+            f"alwayson_scripts: {whole} ControlNets; {MOST_CONTROLS} at most at once"
+        )
 
 
 def fields_of_scripts(scripts: object, seed: object = None) -> dict[str, Any]:
     """`alwayson_scripts`, if all is supported; raises ValueError, which names what is not."""
     if not isinstance(scripts, dict):
-        raise ValueError("alwayson_scripts is not supported, but for an object with controlnet")  # noqa: TRY004
+        raise ValueError(  # noqa: TRY004
+            "alwayson_scripts is not supported, but for an object with controlnet"
+        )
     found = {}
     for title, script in scripts.items():
         name = str(title).lower()

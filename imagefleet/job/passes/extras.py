@@ -35,7 +35,9 @@ def _upscaler(value: object) -> object:
     if value in ("", "None"):
         return None
     if value in hires.LATENT:
-        raise ValueError("enlarges latents, which only the second pass (hr_upscaler) has")
+        raise ValueError(
+            "enlarges latents, which only the second pass (hr_upscaler) has"
+        )
     return hires.check_upscaler(value) if isinstance(value, str) else value
 
 
@@ -64,7 +66,9 @@ def check(job: Extras, of_drawings: Collection[str]) -> None:
     """Raises ValueError if a job that only enlarges has other fields, as those *of_drawings*."""
     if job.upscaler_1 is None:
         if unused := job.model_fields_set & (FIELDS - {"upscaler_1"}):
-            raise ValueError(f"{min(unused)}: is for enlarging an image; upscaler_1 is missing")
+            raise ValueError(
+                f"{min(unused)}: is for enlarging an image; upscaler_1 is missing"
+            )
         return
     if not job.init_images:
         raise ValueError("upscaler_1: enlarges an image; init_images is missing")
@@ -79,7 +83,9 @@ def check(job: Extras, of_drawings: Collection[str]) -> None:
             " or make them two stages (then)"
         )
     if job.images > 1:
-        raise ValueError(f"upscaler_1: batch_size x n_iter is {job.images}; a job enlarges one")
+        raise ValueError(
+            f"upscaler_1: batch_size x n_iter is {job.images}; a job enlarges one"
+        )
 
 
 def scale(job: Extras, size: Size) -> float:
@@ -108,7 +114,9 @@ def sizes_after(job: Extras, size: Size) -> tuple[Size, Size]:
     return whole, final
 
 
-def final_size(job: Extras, width: int | None, height: int | None) -> tuple[int | None, int | None]:
+def final_size(
+    job: Extras, width: int | None, height: int | None
+) -> tuple[int | None, int | None]:
     """The enlarged image's width and height, as far as known; JobError beyond the limits."""
     if width is not None and height is not None:
         return sizes_after(job, (width, height))[1]

@@ -59,14 +59,20 @@ class PassFields(Hires, Extras):
 
     @model_validator(mode="after")
     def _passes_are_possible(self) -> Self:
-        if not self.init_images and (unused := self.model_fields_set & img2img.OWN_FIELDS):
+        if not self.init_images and (
+            unused := self.model_fields_set & img2img.OWN_FIELDS
+        ):
             raise ValueError(f"{min(unused)}: is for img2img; init_images is missing")
         if self.controls:
             controlnet.check(self.controls)
             if self.enable_hr:
-                raise ValueError("alwayson_scripts: ControlNets with enable_hr are not supported")
+                raise ValueError(
+                    "alwayson_scripts: ControlNets with enable_hr are not supported"
+                )
             if self.mask is not None and self.inpaint_full_res:
-                raise ValueError("alwayson_scripts: ControlNets need inpaint_full_res to be false")
+                raise ValueError(
+                    "alwayson_scripts: ControlNets need inpaint_full_res to be false"
+                )
         if self.enable_hr:
             if self.init_images:
                 raise ValueError("enable_hr: is for txt2img; remove it, or init_images")
@@ -79,7 +85,9 @@ class PassFields(Hires, Extras):
             (by := samplers.SAMPLERS[key]).schedule is None or by.method == "lcm"
             for key in (self.sampler, refined)
         ):  # which AUTOMATIC1111 rounds at other places
-            raise ValueError("use_downcasted_alpha_bar: is not for DDIM, PLMS, UniPC, TCD and LCM")
+            raise ValueError(
+                "use_downcasted_alpha_bar: is not for DDIM, PLMS, UniPC, TCD and LCM"
+            )
         if not extras.FIELDS.isdisjoint(self.model_fields_set):
             given = {"enable_hr": self.enable_hr, "alwayson_scripts": self.controls}
             extras.check(self, {name for name, value in given.items() if value})
@@ -114,7 +122,9 @@ class PassFields(Hires, Extras):
     def loras(self) -> tuple[LoraTag, ...]:
         """The LoRAs of all passes, each with its weights once."""
         second, _ = self.hires_prompts
-        return tuple(dict.fromkeys(self.parsed_prompt.loras + (second.loras if second else ())))
+        return tuple(
+            dict.fromkeys(self.parsed_prompt.loras + (second.loras if second else ()))
+        )
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -170,7 +180,10 @@ class PassFields(Hires, Extras):
             )
             whole, _ = extras.sizes_after(self, size)
             return [Pass(*whole, 0, decodes=False, enlarged=enlarged)]
-        controls, begins_with_image = len(self.controls), bool(self.init_images) and not enlarges
+        controls, begins_with_image = (
+            len(self.controls),
+            bool(self.init_images) and not enlarges,
+        )
         steps = self.steps
         if begins_with_image:
             # A schedule's last, as AUTOMATIC1111 counts them.
@@ -181,7 +194,9 @@ class PassFields(Hires, Extras):
             return [Pass(width, height, calls, controls, begins_with_image, rows=rows)]
         by_pixels = self.upscaler not in hires.LATENT
         _, second = hires.sizes_after(self, size)
-        enlarged = len(self.upscaler_files) * extras.network_pixels(size, second[0] / width)
+        enlarged = len(self.upscaler_files) * extras.network_pixels(
+            size, second[0] / width
+        )
         steps = hires.steps(self) if self.denoising_strength else 0
         own, _ = self.hires_prompts
         sampler = hires.sampler(self)
@@ -189,7 +204,13 @@ class PassFields(Hires, Extras):
         second_rows = _rows(own or self.parsed_prompt, self.cfg_scale, sampler)
         return [
             Pass(width, height, calls, decodes=by_pixels, rows=rows),
-            Pass(*second, second_calls, encodes=by_pixels, enlarged=enlarged, rows=second_rows),
+            Pass(
+                *second,
+                second_calls,
+                encodes=by_pixels,
+                enlarged=enlarged,
+                rows=second_rows,
+            ),
         ]
 
 
@@ -206,17 +227,25 @@ def fields_of_job(payload: Mapping[str, Any]) -> dict[str, Any]:
     passes = _passes(payload)
     fields = _taken(payload, passes)
     if scripts := fields.pop("alwayson_scripts", None):
-        fields["alwayson_scripts"] = controlnet.fields_of_scripts(scripts, fields.get("seed"))
+        fields["alwayson_scripts"] = controlnet.fields_of_scripts(
+            scripts, fields.get("seed")
+        )
     legacy_name = fields.pop("sampler_index", None)
     if legacy_name and not fields.get("sampler_name"):
         fields["sampler_name"] = legacy_name
     if (settings := fields.pop("override_settings", None)) not in (None, "", [], {}):
         fields |= override_settings.fields(settings, fields, passes)
     if fields.get("refiner_checkpoint") in override_settings.NO_FILE:
-        fields = {name: each for name, each in fields.items() if not name.startswith("refiner_")}
+        fields = {
+            name: each
+            for name, each in fields.items()
+            if not name.startswith("refiner_")
+        }
     if settings_table.EXTRAS not in passes:
         defaults = settings_table.DEFAULTS.get(str(fields.get("defaults")), {})
-        fields |= {name: each for name, each in defaults.items() if fields.get(name) is None}
+        fields |= {
+            name: each for name, each in defaults.items() if fields.get(name) is None
+        }
     return fields
 
 
@@ -235,7 +264,9 @@ def _taken(payload: Mapping[str, Any], passes: frozenset[str]) -> dict[str, Any]
         elif row.field:
             fields[name] = value
         elif value not in row.neutral:
-            raise ValueError(f"{name} is not supported: it would change the image; {row.instead}")
+            raise ValueError(
+                f"{name} is not supported: it would change the image; {row.instead}"
+            )
     return fields
 
 
@@ -248,14 +279,22 @@ def _passes(payload: Mapping[str, Any]) -> frozenset[str]:
     """The names that `settings_table` has for the passes of a payload."""
     if only_upscales(payload):
         return frozenset({settings_table.EXTRAS})
-    first = settings_table.IMG2IMG if _begins_with_image(payload) else settings_table.TXT2IMG
-    return frozenset({first, *([settings_table.HIRES] if _has_second_pass(payload) else ())})
+    first = (
+        settings_table.IMG2IMG
+        if _begins_with_image(payload)
+        else settings_table.TXT2IMG
+    )
+    return frozenset(
+        {first, *([settings_table.HIRES] if _has_second_pass(payload) else ())}
+    )
 
 
 @functools.cache
 def _without_effect(passes: frozenset[str]) -> frozenset[str]:
     rows = settings_table.FIELDS.items()
-    return frozenset(name for name, row in rows if passes.isdisjoint(row.passes | row.refused))
+    return frozenset(
+        name for name, row in rows if passes.isdisjoint(row.passes | row.refused)
+    )
 
 
 def _with_input(payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,7 +302,9 @@ def _with_input(payload: Mapping[str, Any]) -> dict[str, Any]:
     fields = dict(payload)
     if (image := fields.pop(extras.IMAGE)) not in (None, ""):
         if _begins_with_image(fields):
-            raise ValueError(f"{extras.IMAGE} and init_images are the same field: keep one")
+            raise ValueError(
+                f"{extras.IMAGE} and init_images are the same field: keep one"
+            )
         fields["init_images"] = [image]
     return fields
 

@@ -41,7 +41,9 @@ def check_upscaler(name: str) -> str:
         hint = validation.suggestion(name, LATENT)
         raise ValueError(f"unknown{hint}; known: {', '.join(LATENT)}")
     if not SAFE_NAME.fullmatch(name):
-        raise ValueError("should be letters, digits, spaces and _ . + ( ) - only, without a path")
+        raise ValueError(
+            "should be letters, digits, spaces and _ . + ( ) - only, without a path"
+        )
     return name
 
 
@@ -93,7 +95,10 @@ def sizes_after(job: Hires, size: Size) -> tuple[Size, Size]:
     x, y = job.hr_resize_x, job.hr_resize_y
     cut = (0, 0)
     if not (x or y):
-        field, whole = "hr_scale", (int(width * job.hr_scale), int(height * job.hr_scale))
+        field, whole = (
+            "hr_scale",
+            (int(width * job.hr_scale), int(height * job.hr_scale)),
+        )
     else:
         field = "hr_resize_x" if x else "hr_resize_y"
         whole = covering(size, (x, y)) if x and y else _with_side(size, x, y)
@@ -157,7 +162,9 @@ def read_prompts(job: Hires) -> tuple[Prompt | None, Prompt | None]:
     # The words of the first pass may be edited at other steps.
     if job.hr_prompt or "[" in job.prompt:
         with validation.as_error(ValueError, "hr_prompt: "):
-            positive = job.read(prompts.read_prompt, job.hr_prompt or job.prompt, *counted)
+            positive = job.read(
+                prompts.read_prompt, job.hr_prompt or job.prompt, *counted
+            )
             clip.check_length(positive)
         samplers.check_guidance(job.cfg_scale, positive, "hr_prompt")
     if job.hr_negative_prompt or "[" in job.negative_prompt:

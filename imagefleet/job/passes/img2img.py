@@ -16,7 +16,9 @@ INPUTS = "inputs/"
 
 #: A segment of an image's path; as of a LoRA's name, none begins with a dot or a hyphen.
 _SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9_ .+()~-]{0,199}"
-_NAME = re.compile(rf"(?:{_SEGMENT}/){{0,7}}{_SEGMENT}(?<=\.)(?:png|jpe?g|webp)", re.IGNORECASE)
+_NAME = re.compile(
+    rf"(?:{_SEGMENT}/){{0,7}}{_SEGMENT}(?<=\.)(?:png|jpe?g|webp)", re.IGNORECASE
+)
 
 _DATA_URL = re.compile(r"data:image/[a-z]{3,4};base64,", re.IGNORECASE)
 

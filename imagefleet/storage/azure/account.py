@@ -45,7 +45,9 @@ class AzureAddress:
         """True if the connection string holds a credential; a SAS token is in `sas` as well."""
         return bool(_HOLDS_CREDENTIAL.search(self.connection_string or ""))
 
-    def queue_client(self, name: str, credential: Credential, **options: Any) -> QueueClient:
+    def queue_client(
+        self, name: str, credential: Credential, **options: Any
+    ) -> QueueClient:
         """A client for one queue; *credential* overrides that of the address."""
         return self._client(QueueClient, self.queue_url, name, credential, **options)
 
@@ -56,12 +58,19 @@ class AzureAddress:
         return self._client(ContainerClient, self.blob_url, name, credential, **options)
 
     def _client(
-        self, kind: type[_Client], url: str, name: str, credential: Credential, **options: Any
+        self,
+        kind: type[_Client],
+        url: str,
+        name: str,
+        credential: Credential,
+        **options: Any,
     ) -> _Client:
         if self.connection_string is None:
             return kind(url, name, credential, **options)
         try:
-            return kind.from_connection_string(self.connection_string, name, credential, **options)
+            return kind.from_connection_string(
+                self.connection_string, name, credential, **options
+            )
         except ValueError:  # its text may quote the key
             raise errors.SetupError(
                 "the Azure connection string is incomplete: it needs AccountName and AccountKey,"
@@ -77,9 +86,13 @@ def read_address(address: str) -> AzureAddress:
             try:
                 redaction.check_address(endpoint)
             except ValueError as error:
-                raise errors.SetupError(f"the {kind} in the storage address {error}") from None
+                raise errors.SetupError(
+                    f"the {kind} in the storage address {error}"
+                ) from None
         sas = re.search(r"\bSharedAccessSignature=([^;\s]+)", address, re.IGNORECASE)
-        return AzureAddress(connection_string=address, sas=sas and sas[1].removeprefix("?"))
+        return AzureAddress(
+            connection_string=address, sas=sas and sas[1].removeprefix("?")
+        )
     try:
         parts = urlsplit(address)
     except ValueError:

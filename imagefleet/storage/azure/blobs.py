@@ -50,7 +50,11 @@ class AzureBlobs(protocol.BlobStore):
     """The blobs of one container."""
 
     def __init__(
-        self, client: ContainerClient, access: Access, reads: BlobReads, clock: protocol.Clock
+        self,
+        client: ContainerClient,
+        access: Access,
+        reads: BlobReads,
+        clock: protocol.Clock,
     ) -> None:
         self.name = client.container_name
         self.clock = clock
@@ -102,7 +106,9 @@ class AzureBlobs(protocol.BlobStore):
         if await self.record(name) is not None:
             return False
         earlier = azure_errors.LESS_PERMISSION
-        lists = await self._found("c", lambda: blob.get_block_list("uncommitted"), earlier)
+        lists = await self._found(
+            "c", lambda: blob.get_block_list("uncommitted"), earlier
+        )
         there = {block.id for block in lists[1]} if lists else set()
         stored_bytes = 0
 
@@ -110,7 +116,9 @@ class AzureBlobs(protocol.BlobStore):
             nonlocal stored_bytes
             ids[number], data = await asyncio.to_thread(_block, source, number)
             if ids[number] not in there:
-                stage = partial(blob.stage_block, ids[number], data, read_timeout=_BLOCK_SECONDS)
+                stage = partial(
+                    blob.stage_block, ids[number], data, read_timeout=_BLOCK_SECONDS
+                )
                 await self._call("c", stage)
             stored_bytes += len(data)
             on_progress(stored_bytes)
@@ -126,7 +134,9 @@ class AzureBlobs(protocol.BlobStore):
         )
         return await self._create(commit)
 
-    async def replace(self, name: str, data: bytes, content_type: str, version: str | None) -> bool:
+    async def replace(
+        self, name: str, data: bytes, content_type: str, version: str | None
+    ) -> bool:
         if version is None:
             return await self.create(name, data, content_type, {})
         write = partial(self._blob(name).upload_blob, data, **_over(version))
@@ -138,7 +148,9 @@ class AzureBlobs(protocol.BlobStore):
         if position == 0:
             # The name may be taken by an earlier call whose append failed.
             condition = MatchConditions.IfMissing
-            await self._create(lambda: blob.create_append_blob(match_condition=condition))
+            await self._create(
+                lambda: blob.create_append_blob(match_condition=condition)
+            )
 
         async def request(is_in_doubt: bool) -> bool:
             with azure_errors.tolerated(_NOT_APPENDED | {"BlobNotFound"}):
@@ -174,7 +186,10 @@ class AzureBlobs(protocol.BlobStore):
         blob = await self._found("r", self._blob(name).get_blob_properties)
         if blob is None:
             return None
-        metadata, times = dict(blob.metadata or {}), (blob.creation_time, blob.last_modified)
+        metadata, times = (
+            dict(blob.metadata or {}),
+            (blob.creation_time, blob.last_modified),
+        )
         return protocol.BlobRecord(blob.name, blob.size, times[0], metadata, times[1])
 
     async def delete(self, name: str) -> bool:
@@ -187,7 +202,9 @@ class AzureBlobs(protocol.BlobStore):
 
         return await self._found("d", request, azure_errors.LESS_PERMISSION) is not None
 
-    async def read_part(self, name: str, offset: int, max_bytes: int) -> protocol.BlobPart | None:
+    async def read_part(
+        self, name: str, offset: int, max_bytes: int
+    ) -> protocol.BlobPart | None:
         protocol.check_blob_name(name)
 
         async def request() -> protocol.BlobPart:
@@ -239,12 +256,16 @@ class AzureBlobs(protocol.BlobStore):
         with azure_errors.tolerated(azure_errors.LESS_PERMISSION):
             with azure_errors.tolerated({"ConditionNotMet"}):
                 # An ETag that no blob has.
-                await self._client.get_blob_client(_NO_BLOB).upload_blob(b"", **_over('"0x0"'))
+                await self._client.get_blob_client(_NO_BLOB).upload_blob(
+                    b"", **_over('"0x0"')
+                )
             return True
         return False
 
     async def _create(
-        self, request: Callable[[], Awaitable[object]], on_doubt: Callable[[], None] = lambda: None
+        self,
+        request: Callable[[], Awaitable[object]],
+        on_doubt: Callable[[], None] = lambda: None,
     ) -> bool:
         """Calls *request*, which creates a blob; False if its name is taken.
 
@@ -260,7 +281,10 @@ class AzureBlobs(protocol.BlobStore):
                     return True
             except HttpResponseError as error:
                 # Not Azure's answer, whose roles and tokens need moments to reach all its servers.
-                if not azure_errors.is_azurites_overwrite(error) or not await self._may_create():
+                if (
+                    not azure_errors.is_azurites_overwrite(error)
+                    or not await self._may_create()
+                ):
                     raise
             if is_in_doubt:
                 on_doubt()
@@ -286,7 +310,11 @@ class AzureBlobs(protocol.BlobStore):
 
 def _over(etag: str) -> dict[str, Any]:
     """Overwrites a blob that has this ETag, and no other."""
-    return {"overwrite": True, "etag": etag, "match_condition": MatchConditions.IfNotModified}
+    return {
+        "overwrite": True,
+        "etag": etag,
+        "match_condition": MatchConditions.IfNotModified,
+    }
 
 
 def _properties(content_type: str, metadata: Mapping[str, str]) -> dict[str, Any]:

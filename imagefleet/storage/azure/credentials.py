@@ -47,7 +47,9 @@ class Access:
     _tokens: RotatingTokens | None
     _accepted: bool = False
 
-    async def call(self, permission: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
+    async def call(
+        self, permission: str, request: Callable[[], Awaitable[_Result]]
+    ) -> _Result:
         """Makes a request, with retries; for *permission* see `attempt`."""
         return await self.retry_policy.call(partial(self.attempt, permission, request))
 
@@ -59,7 +61,9 @@ class Access:
             lambda is_in_doubt: self.attempt(permission, partial(request, is_in_doubt))
         )
 
-    async def attempt(self, permission: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
+    async def attempt(
+        self, permission: str, request: Callable[[], Awaitable[_Result]]
+    ) -> _Result:
         """Makes a request once; repeats it with a newer token if its token was refused.
 
         *permission* is the letter (`roles`) that it needs; empty for what no token allows. Raises
@@ -72,7 +76,9 @@ class Access:
             used = self._in_use()
             if isinstance(self.credential, AzureSasCredential) and not used.token:
                 who_may = azure_errors.remedy(self._resource, permission)
-                raise errors.NoTokenError(f"there is no SAS token for {self.what}{who_may}")
+                raise errors.NoTokenError(
+                    f"there is no SAS token for {self.what}{who_may}"
+                )
             try:
                 with azure_errors.translated(self.what, used, permission):
                     result = await request()
@@ -92,11 +98,15 @@ class Access:
             raise errors.NoAccessError(
                 f"{refusal.message}; waiting for {source} to provide a new one"
             ) from None
-        raise errors.SetupError(f"{refusal.message} (the token came from {source})") from None
+        raise errors.SetupError(
+            f"{refusal.message} (the token came from {source})"
+        ) from None
 
     def _in_use(self) -> azure_errors.Credential:
         credential = self.credential
-        token = credential.signature if isinstance(credential, AzureSasCredential) else ""
+        token = (
+            credential.signature if isinstance(credential, AzureSasCredential) else ""
+        )
         return azure_errors.Credential(
             self._resource,
             token,
@@ -111,12 +121,16 @@ class RotatingTokens:
 
     def __init__(self, source: sas_tokens.TokenSource) -> None:
         self.source = source
-        self.credentials: dict[tuple[Resource, str | None, int], AzureSasCredential] = {}
+        self.credentials: dict[
+            tuple[Resource, str | None, int], AzureSasCredential
+        ] = {}
         self.tokens: sas_tokens.Tokens | None = None
         self._refreshing: asyncio.Task[None] | None = None
         self._failure: errors.FleetError | None = None
 
-    def credential(self, resource: Resource, model: str | None, shard: int) -> AzureSasCredential:
+    def credential(
+        self, resource: Resource, model: str | None, shard: int
+    ) -> AzureSasCredential:
         key = resource, model, shard
         if key not in self.credentials:
             token = self.tokens.of(*key) if self.tokens else ""
@@ -148,7 +162,9 @@ class RotatingTokens:
 
     def _refresh(self) -> asyncio.Task[None]:
         if self._refreshing is None or self._refreshing.done():
-            self._refreshing = asyncio.create_task(self._read_source(), name="new SAS tokens")
+            self._refreshing = asyncio.create_task(
+                self._read_source(), name="new SAS tokens"
+            )
         return self._refreshing
 
     async def _read_source(self) -> None:
@@ -192,7 +208,9 @@ class Credentials:
             if self._fixed is None and not address.has_key:
                 self._identity = _workload_identity(settings.queue)
 
-    def of(self, resource: Resource, model: str | None = None, shard: int = 0) -> Access:
+    def of(
+        self, resource: Resource, model: str | None = None, shard: int = 0
+    ) -> Access:
         """The credential of a queue or container; a job queue may be a *model*'s, and a shard."""
         credential: AzureSasCredential | AsyncTokenCredential | None = self._identity
         if self._rotating is not None:
@@ -234,7 +252,9 @@ def _workload_identity(queue: str) -> AsyncTokenCredential:
     try:
         from azure.identity.aio import WorkloadIdentityCredential
     except ImportError:
-        raise errors.SetupError("workload identity: pip install '.[azure-identity]'") from None
+        raise errors.SetupError(
+            "workload identity: pip install '.[azure-identity]'"
+        ) from None
 
     try:
         return WorkloadIdentityCredential()

@@ -141,7 +141,9 @@ def code_of(error: exceptions.HttpResponseError) -> str:
     return str(getattr(code, "value", code) or _NO_CODE)
 
 
-def answered(status: int, headers: Mapping[str, str], body: bytes) -> exceptions.HttpResponseError:
+def answered(
+    status: int, headers: Mapping[str, str], body: bytes
+) -> exceptions.HttpResponseError:
     """The SDK's exception for an answer to a request that was made without it."""
     error = exceptions.HttpResponseError(f"HTTP {status}")
     in_body = _CODE.search(body)
@@ -182,7 +184,9 @@ def _from_response(
     if code in LEASE_LOST:
         return errors.LeaseLost(f"the lease is lost: {what} answered {answer}")
     if code in MISSING:
-        return errors.MissingResourceError(f"{what} does not exist; `imagefleet load` creates it")
+        return errors.MissingResourceError(
+            f"{what} does not exist; `imagefleet load` creates it"
+        )
     if status == 401 or status == 403:  # noqa: PLR1714, PLR2004 - narrows the type
         kind = RefusedError if code in _NOT_ACCEPTED else errors.SetupError
         # Azure's time, by which it judges tokens; else this machine's.
@@ -214,9 +218,13 @@ def _from_connection(error: Exception, what: str) -> errors.FleetError:
     if isinstance(cause, aiohttp.ClientConnectorCertificateError):
         return proxies.unreachable(f"cannot reach {what}", cause)
     # The text of a ClientResponseError ends in the URL.
-    text = cause.message if isinstance(cause, aiohttp.ClientResponseError) else str(cause)
+    text = (
+        cause.message if isinstance(cause, aiohttp.ClientResponseError) else str(cause)
+    )
     message = f"cannot reach {what}: {type(cause).__name__} {text}".rstrip()
-    if isinstance(cause, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
+    if isinstance(
+        cause, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+    ):
         return errors.TransientError(message)
     return ReplyLostError(message)
 
@@ -235,7 +243,10 @@ class Refusal:
 
     def sentence(self) -> str:
         """Why it was refused, and what to do."""
-        resource, answer = self.credential.resource, f"({self.code}, HTTP {self.status})"
+        resource, answer = (
+            self.credential.resource,
+            f"({self.code}, HTTP {self.status})",
+        )
         if self.credential.token:
             return self._of_token(answer)
         reason = "the account key is wrong, or was regenerated"
@@ -257,17 +268,24 @@ class Refusal:
             since = f"{_moment(ends_at)}, {_span(self.at - ends_at)} ago{self._skew()}"
             return f"{token} expired on {since}{self._renewal()}"
         if begins_at and begins_at > self.at:
-            wait = f"{_moment(begins_at)}, in {_span(begins_at - self.at)}{self._skew()}"
-            return f"{token} is not valid before {wait}: wait, or mint one without a start"
+            wait = (
+                f"{_moment(begins_at)}, in {_span(begins_at - self.at)}{self._skew()}"
+            )
+            return (
+                f"{token} is not valid before {wait}: wait, or mint one without a start"
+            )
         allowed = used.field("sp")
         is_denied = allowed and self.permission not in allowed + roles.ANY_PERMISSION
         if self.code in LESS_PERMISSION or is_denied:
             who_may = remedy(used.resource, self.permission)
             return f"{token} may not {self._doing()} {answer}{who_may}"
         if self.code in _REASONS and self.code != "AuthorizationFailure":
-            return f"Azure refuses access to {self.what}: {_REASONS[self.code]} {answer}"
+            return (
+                f"Azure refuses access to {self.what}: {_REASONS[self.code]} {answer}"
+            )
         reason = (
-            "it is not signed with the account's present key, or for another resource, or damaged"
+            "it is not signed with the account's present key, "
+            "or for another resource, or damaged"
         )
         if policy := used.field("si"):
             reason = f"its stored policy {policy!r} has ended or was revoked, or {reason[6:]}"
@@ -305,12 +323,18 @@ class Refusal:
 
 def remedy(resource: Resource | None, permission: str) -> str:
     """The roles that suffice, the one with the fewest permissions first."""
-    able = roles.with_permission(resource, permission) if resource and permission else []
+    able = (
+        roles.with_permission(resource, permission) if resource and permission else []
+    )
     if not able:
         return ": that takes the account key"
     if len(able) == 1:
-        return f": the role `{able[0].name}` may (`imagefleet keys mint {able[0].name}`)"
-    choices = "; ".join(f"`imagefleet keys mint {role.name}` for {role.what}" for role in able)
+        return (
+            f": the role `{able[0].name}` may (`imagefleet keys mint {able[0].name}`)"
+        )
+    choices = "; ".join(
+        f"`imagefleet keys mint {role.name}` for {role.what}" for role in able
+    )
     return f": mint new ones with {choices}"
 
 
@@ -320,7 +344,12 @@ def _moment(at: datetime) -> str:
 
 def _span(span: timedelta) -> str:
     seconds = span.total_seconds()
-    for unit, length in (("day", 86_400), ("hour", 3600), ("minute", 60), ("second", 1)):
+    for unit, length in (
+        ("day", 86_400),
+        ("hour", 3600),
+        ("minute", 60),
+        ("second", 1),
+    ):
         if (count := int(seconds // length)) >= 1:
             return f"{count} {unit}" + "s" * (count > 1)
     return "less than a second"

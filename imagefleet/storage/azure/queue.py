@@ -52,7 +52,11 @@ class AzureQueue:
     finds_all = False
 
     def __init__(
-        self, client: QueueClient, access: Access, sender: MessageSender, clock: protocol.Clock
+        self,
+        client: QueueClient,
+        access: Access,
+        sender: MessageSender,
+        clock: protocol.Clock,
     ) -> None:
         self.name = client.queue_name
         self._clock = clock
@@ -100,7 +104,9 @@ class AzureQueue:
             found = await self._client.get_queue_properties()
             now = shards.with_made(shards_of(found).made)
             recorded = {_SHARDS: f"{now.used}/{now.made}"}
-            await self._client.set_queue_metadata({**(found.metadata or {}), **recorded})
+            await self._client.set_queue_metadata(
+                {**(found.metadata or {}), **recorded}
+            )
             self.shards = now
 
         await self._call("", request)
@@ -123,22 +129,33 @@ class AzureQueue:
                 visibility_timeout=math.ceil(lease_seconds),
             ).by_page()
             async for page in pages:
-                return [self._message(each).leased(str(each.pop_receipt)) async for each in page]
+                return [
+                    self._message(each).leased(str(each.pop_receipt))
+                    async for each in page
+                ]
             return []
 
         return await self._call("p", request)
 
     async def renew(
-        self, message: protocol.LeasedMessage, lease_seconds: float, body: str | None = None
+        self,
+        message: protocol.LeasedMessage,
+        lease_seconds: float,
+        body: str | None = None,
     ) -> protocol.LeasedMessage:
         updated = await self._set_visible_after(message, lease_seconds, body)
         if updated is None:
             # The lost renewal replaced the receipt, or another worker has the message.
-            raise errors.TransientError(f"{self._access.what}: the reply to a renewal was lost")
+            raise errors.TransientError(
+                f"{self._access.what}: the reply to a renewal was lost"
+            )
         return message.renewed(str(updated.pop_receipt), body)
 
     async def release(
-        self, message: protocol.LeasedMessage, delay_seconds: float = 0, body: str | None = None
+        self,
+        message: protocol.LeasedMessage,
+        delay_seconds: float = 0,
+        body: str | None = None,
     ) -> None:
         await self._set_visible_after(message, delay_seconds, body)
 
@@ -154,7 +171,9 @@ class AzureQueue:
             return
         leased: dict[str, protocol.LeasedMessage] = {}
         try:
-            while page := await self.receive(protocol.MAX_RECEIVE, BROWSE_LEASE_SECONDS):
+            while page := await self.receive(
+                protocol.MAX_RECEIVE, BROWSE_LEASE_SECONDS
+            ):
                 fresh = [message for message in page if message.id not in leased]
                 leased.update((message.id, message) for message in page)
                 if not fresh:  # the first leases have expired: the reader is slow
@@ -162,11 +181,17 @@ class AzureQueue:
                 for message in fresh:
                     yield message
         finally:
-            await concurrency.for_each(leased.values(), self._hand_back, CONCURRENT_RELEASES)
+            await concurrency.for_each(
+                leased.values(), self._hand_back, CONCURRENT_RELEASES
+            )
 
     async def find(self, text: str) -> AsyncIterator[tuple[protocol.Message, bool]]:
         for message in await self._peek(protocol.MAX_RECEIVE):
-            if text in message.body or text == message.id or not message.body.startswith("{"):
+            if (
+                text in message.body
+                or text == message.id
+                or not message.body.startswith("{")
+            ):
                 yield message, False
 
     async def depth(self) -> protocol.QueueDepth:
@@ -175,7 +200,9 @@ class AzureQueue:
         front = await self._peek(1) if count else []
         age_seconds = None
         if front:
-            age_seconds = max(0.0, (self._clock.now() - front[0].enqueued_at).total_seconds())
+            age_seconds = max(
+                0.0, (self._clock.now() - front[0].enqueued_at).total_seconds()
+            )
         return protocol.QueueDepth(count, None, age_seconds)
 
     async def clear(self) -> None:
@@ -222,7 +249,9 @@ class AzureQueue:
         peeked = await self._call("r", lambda: self._client.peek_messages(max_messages))
         return [self._message(each) for each in peeked]
 
-    def _message(self, message: Any) -> protocol.Message:  # the SDK's types would allow None
+    def _message(
+        self, message: Any
+    ) -> protocol.Message:  # the SDK's types would allow None
         facts = message.id, message.content, message.dequeue_count, message.inserted_on
         return protocol.Message(*facts, queue=self.name)
 

@@ -94,7 +94,13 @@ ROLES: Mapping[str, Role] = {
             files="rc",
         ),
         # It notes which jobs it has sent, and reads that and which campaigns are cancelled.
-        Role("load", "`imagefleet load` on existing queues", queue="a", blob="ac", files="rac"),
+        Role(
+            "load",
+            "`imagefleet load` on existing queues",
+            queue="a",
+            blob="ac",
+            files="rac",
+        ),
         Role(
             "monitor",
             "the read-only commands: `status`, `job`, `exporter`, `scale`, `results`,"
@@ -123,10 +129,16 @@ ROLES: Mapping[str, Role] = {
 
 
 def name_of(
-    settings: StorageSettings, resource: Resource, model: str | None = None, shard: int = 0
+    settings: StorageSettings,
+    resource: Resource,
+    model: str | None = None,
+    shard: int = 0,
 ) -> str:
     """The name of the queue or container; a job queue may be a *model*'s, and one of its shards."""
-    queues = {JOB_QUEUES[each]: name for each, name in settings.queues_of(model, shard).items()}
+    queues = {
+        JOB_QUEUES[each]: name
+        for each, name in settings.queues_of(model, shard).items()
+    }
     names: dict[Resource, str] = {
         **queues,
         "poison": settings.poison_queue,
@@ -147,18 +159,26 @@ def with_permission(resource: Resource, letter: str) -> list[Role]:
         for role in ROLES.values()
         if role.letters(resource) and letter in role.letters(resource) + ANY_PERMISSION
     )
-    return sorted(able, key=lambda role: sum(len(role.letters(each)) for each in RESOURCES))
+    return sorted(
+        able, key=lambda role: sum(len(role.letters(each)) for each in RESOURCES)
+    )
 
 
 def of_token(resource: Resource, letters: str) -> list[Role]:
     """The roles that have exactly these permissions on the resource."""
-    return [role for role in ROLES.values() if set(role.letters(resource)) == set(letters) != set()]
+    return [
+        role
+        for role in ROLES.values()
+        if set(role.letters(resource)) == set(letters) != set()
+    ]
 
 
 def azure_role(resource: Resource, letter: str) -> str:
     """The least of Azure's own roles that gives an identity this permission."""
     if is_container(resource):
-        return f"Storage Blob Data {'Reader' if letter in {'r', 'l'} else 'Contributor'}"
+        return (
+            f"Storage Blob Data {'Reader' if letter in {'r', 'l'} else 'Contributor'}"
+        )
     return _AZURE_QUEUE_ROLES.get(letter, "Storage Queue Data Contributor")
 
 

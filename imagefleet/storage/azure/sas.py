@@ -14,7 +14,13 @@ from typing import Annotated, Self, get_args
 from urllib.parse import parse_qs
 
 import aiohttp
-from pydantic import AfterValidator, AwareDatetime, BaseModel, SecretStr, model_validator
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    SecretStr,
+    model_validator,
+)
 
 from imagefleet import concurrency, errors, redaction, validation
 from imagefleet.storage.proofs import Prover
@@ -103,7 +109,9 @@ class Tokens(QueueTokens):
 
     def shards_of(self, resource: Resource, model: str | None) -> int:
         """The number of the queue's shards that have a token, the first included."""
-        return 1 + sum(bool(getattr(each, resource)) for each in self._given(model).shards)
+        return 1 + sum(
+            bool(getattr(each, resource)) for each in self._given(model).shards
+        )
 
     def _given(self, model: str | None) -> QueueTokens:
         return self if model is None else self.models.get(model, QueueTokens())
@@ -179,9 +187,13 @@ class TokenBroker:
             return tokens
         finally:
             retries = max(0, self._failures - 1)
-            pause = concurrency.backoff(retries, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+            pause = concurrency.backoff(
+                retries, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS
+            )
             self.retry_at = time.monotonic() + pause
-            renewal_at = time.monotonic() + concurrency.jitter(life_seconds, *_RENEWED_AFTER)
+            renewal_at = time.monotonic() + concurrency.jitter(
+                life_seconds, *_RENEWED_AFTER
+            )
             self.due_at = max(self.retry_at, renewal_at)
 
     async def _request(self) -> tuple[Tokens, float]:
@@ -189,8 +201,13 @@ class TokenBroker:
         try:
             identity_token = await self._identity_token()
         except (errors.FleetError, aiohttp.ClientError, OSError) as error:
-            raise errors.TransientError(f"no identity token: {redaction.reason(error)}") from None
-        headers = {"Authorization": f"Bearer {identity_token}", "Accept": "application/json"}
+            raise errors.TransientError(
+                f"no identity token: {redaction.reason(error)}"
+            ) from None
+        headers = {
+            "Authorization": f"Bearer {identity_token}",
+            "Accept": "application/json",
+        }
         timeout = aiohttp.ClientTimeout(total=20)
         try:
             async with (
@@ -203,16 +220,24 @@ class TokenBroker:
                 self._check_status(response.status)
                 tokens = read_tokens(await response.read())
                 # By the broker's clock: the node's own may be wrong.
-                now = concurrency.http_date(response.headers.get("Date")) or datetime.now(UTC)
-                ends_at = tokens.ends_at or now + timedelta(seconds=_UNKNOWN_LIFE_SECONDS)
+                now = concurrency.http_date(
+                    response.headers.get("Date")
+                ) or datetime.now(UTC)
+                ends_at = tokens.ends_at or now + timedelta(
+                    seconds=_UNKNOWN_LIFE_SECONDS
+                )
                 return tokens, (ends_at - now).total_seconds()
         except (aiohttp.ClientError, OSError) as error:
             why = type(error).__name__
             if isinstance(error, aiohttp.ClientConnectorCertificateError):
-                why = redaction.reason(error)  # which does not end a worker whose tokens are valid
+                why = redaction.reason(
+                    error
+                )  # which does not end a worker whose tokens are valid
             raise errors.TransientError(f"cannot reach the broker: {why}") from None
         except ValueError as error:
-            raise errors.TransientError(f"invalid answer of the broker: {error}") from None
+            raise errors.TransientError(
+                f"invalid answer of the broker: {error}"
+            ) from None
 
     def _check_status(self, status: int) -> None:
         if status == 200:  # noqa: PLR2004 - OK
@@ -260,7 +285,9 @@ def fixed_tokens(settings: StorageSettings, in_address: str | None) -> Tokens | 
             return read_tokens(text)
         token = _checked_token(SecretStr(text))
     except ValueError as error:
-        reason = str(error) if text.startswith("{") else "it is neither JSON nor a token"
+        reason = (
+            str(error) if text.startswith("{") else "it is neither JSON nor a token"
+        )
         raise errors.SetupError(
             f"IMAGEFLEET_SAS holds no SAS tokens: {reason}; `imagefleet keys` prints them"
         ) from None

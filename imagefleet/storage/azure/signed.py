@@ -45,7 +45,9 @@ class Signed(NamedTuple):
 class SignedRequests:
     """Requests with the *credential* of a client of the SDK, over the session of *transport*."""
 
-    def __init__(self, credential: Any, transport: AioHttpTransport, api_version: str) -> None:
+    def __init__(
+        self, credential: Any, transport: AioHttpTransport, api_version: str
+    ) -> None:
         self._credential = credential
         self._policy = _policy_of(credential)
         self._transport = transport
@@ -56,7 +58,10 @@ class SignedRequests:
         )
 
     async def sign(self, method: str, url: str, headers: Mapping[str, str]) -> Signed:
-        dated = {"x-ms-date": format_date_time(time.time()), "x-ms-version": self._api_version}
+        dated = {
+            "x-ms-date": format_date_time(time.time()),
+            "x-ms-version": self._api_version,
+        }
         made = HttpRequest(method, url, {**headers, **dated})
         request = PipelineRequest(made, PipelineContext(self._transport))
         if isinstance(self._policy, AsyncBearerTokenCredentialPolicy):
@@ -84,7 +89,9 @@ class SignedRequests:
             answer = await response.read()
         if response.status != status:
             if response.status == HTTPStatus.UNAUTHORIZED:
-                self._policy = _policy_of(self._credential)  # forgets an identity's token
+                self._policy = _policy_of(
+                    self._credential
+                )  # forgets an identity's token
             raise azure_errors.answered(response.status, response.headers, answer)
         return response.headers, answer
 
@@ -116,7 +123,9 @@ class MessageSender:
     @staticmethod
     def xml(body: str) -> bytes:
         """The body of a request, in UTF-8."""
-        message = f"<QueueMessage><MessageText>{escape(body)}</MessageText></QueueMessage>"
+        message = (
+            f"<QueueMessage><MessageText>{escape(body)}</MessageText></QueueMessage>"
+        )
         return f"<?xml version='1.0' encoding='utf-8'?>\n{message}".encode()
 
     async def signed(self, length: int) -> Signed:
@@ -153,16 +162,27 @@ class BlobReads:
         asked = {"x-ms-range": f"bytes={offset}-{offset + max_bytes - 1}"}
         signed = await self._requests.sign("GET", url, asked)
         self._operations.blob_reads += 1
-        headers, data = await self._requests.send("GET", signed, HTTPStatus.PARTIAL_CONTENT)
+        headers, data = await self._requests.send(
+            "GET", signed, HTTPStatus.PARTIAL_CONTENT
+        )
         sent, _, size = headers.get("Content-Range", "").rpartition("/")
         total = int(size) if size.isdecimal() else 0
-        if not sent.startswith(f"bytes {offset}-") or len(data) != min(max_bytes, total - offset):
-            raise azure_errors.ReplyLostError(f"{self._what} sent another part of {name!r}")
+        if not sent.startswith(f"bytes {offset}-") or len(data) != min(
+            max_bytes, total - offset
+        ):
+            raise azure_errors.ReplyLostError(
+                f"{self._what} sent another part of {name!r}"
+            )
         return BlobPart(data, total, headers.get("ETag", ""))
 
     async def page(self, prefix: str, marker: str, **parameters: str) -> Page:
         """A page of the blobs whose names begin with *prefix*, by Azure's *parameters*."""
-        asked = {"restype": "container", "comp": "list", "prefix": prefix, "marker": marker}
+        asked = {
+            "restype": "container",
+            "comp": "list",
+            "prefix": prefix,
+            "marker": marker,
+        }
         query = urlencode({**asked, **parameters}, quote_via=quote)
         url = f"{self._url}?{query}{self._token and '&'}{self._token}"
         signed = await self._requests.sign("GET", url, {})
@@ -182,9 +202,13 @@ def _policy_of(credential: Any) -> _Policy:
     """What signs; None: the token is in the URL."""
     if isinstance(credential, AzureSasCredential):
         return AzureSasCredentialPolicy(credential)
-    if credential is None or isinstance(credential, SansIOHTTPPolicy):  # the SDK's, for a key
+    if credential is None or isinstance(
+        credential, SansIOHTTPPolicy
+    ):  # the SDK's, for a key
         return credential
-    return AsyncBearerTokenCredentialPolicy(credential, "https://storage.azure.com/.default")
+    return AsyncBearerTokenCredentialPolicy(
+        credential, "https://storage.azure.com/.default"
+    )
 
 
 def _record(blob: ET.Element) -> BlobRecord:

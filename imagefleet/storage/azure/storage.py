@@ -51,7 +51,9 @@ async def surface_lost_replies(
     except aiohttp.ClientConnectorError:
         raise
     except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-        raise aiohttp.ClientConnectionError(str(error) or type(error).__name__) from error
+        raise aiohttp.ClientConnectionError(
+            str(error) or type(error).__name__
+        ) from error
 
 
 class _ClockReader:
@@ -107,13 +109,20 @@ class AzureStorage:
             "retry_total": 0,
         }
         address = account.read_address(settings.storage.strip())
-        access = self._credentials = Credentials(address, settings, identity_token, retry_policy)
+        access = self._credentials = Credentials(
+            address, settings, identity_token, retry_policy
+        )
 
-        def queue(resource: Resource, model: str | None = None, shard: int = 0) -> AzureQueue:
+        def queue(
+            resource: Resource, model: str | None = None, shard: int = 0
+        ) -> AzureQueue:
             of = access.of(resource, model, shard)
             name = name_of(settings, resource, model, shard)
             client = address.queue_client(
-                name, of.credential, raw_request_hook=self._count_queue_operation, **options
+                name,
+                of.credential,
+                raw_request_hook=self._count_queue_operation,
+                **options,
             )
             requests = SignedRequests(client.credential, self._transport, API_VERSION)
             sender = MessageSender(client, requests, self.operations)
@@ -123,7 +132,10 @@ class AzureStorage:
             of = access.of(resource)
             name = name_of(settings, resource)
             client = address.container_client(
-                name, of.credential, raw_request_hook=self._count_blob_operation, **options
+                name,
+                of.credential,
+                raw_request_hook=self._count_blob_operation,
+                **options,
             )
             requests = SignedRequests(client.credential, self._transport, API_VERSION)
             reads = BlobReads(client, requests, self.operations)
@@ -142,7 +154,9 @@ class AzureStorage:
         self.url = self.blobs.address("").rpartition(f"/{settings.container}/")[0]
         of_account = urlsplit(self.url)
         # Also behind a private link, or an emulator's address, which has the account in its path.
-        account_name = of_account.path.strip("/") or (of_account.hostname or "").partition(".")[0]
+        account_name = (
+            of_account.path.strip("/") or (of_account.hostname or "").partition(".")[0]
+        )
         fleet = f"{account_name}/{settings.container}"
         self.scope = Scope(lambda: fleet, settings.queue, self._clock.now)
 

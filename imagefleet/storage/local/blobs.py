@@ -108,13 +108,17 @@ class LocalBlobs(protocol.BlobStore):
         metadata: Mapping[str, str],
         on_progress: Callable[[int], None] = lambda _: None,
     ) -> bool:
-        new = self._new_blob(name, partial(_copy, file, on_progress), content_type, metadata)
+        new = self._new_blob(
+            name, partial(_copy, file, on_progress), content_type, metadata
+        )
         (outcome,) = await asyncio.to_thread(self._new.create, [new])
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
-    async def replace(self, name: str, data: bytes, content_type: str, version: str | None) -> bool:
+    async def replace(
+        self, name: str, data: bytes, content_type: str, version: str | None
+    ) -> bool:
         if version is None:
             return await self.create(name, data, content_type, {})
         path = self._path(name)
@@ -167,14 +171,18 @@ class LocalBlobs(protocol.BlobStore):
 
         def read() -> bytes:
             with path.open("rb") as file:
-                protocol.check_blob_size(name, os.fstat(file.fileno()).st_size, max_bytes)
+                protocol.check_blob_size(
+                    name, os.fstat(file.fileno()).st_size, max_bytes
+                )
                 return file.read()
 
         return await self._reading(read)
 
     async def record(self, name: str) -> protocol.BlobRecord | None:
         path = self._path(name)
-        return await self._reading(lambda: self._record(name) if path.is_file() else None)
+        return await self._reading(
+            lambda: self._record(name) if path.is_file() else None
+        )
 
     async def delete(self, name: str) -> bool:
         path = self._path(name)
@@ -186,14 +194,18 @@ class LocalBlobs(protocol.BlobStore):
         await self._in_thread(delete)
         return True
 
-    async def read_part(self, name: str, offset: int, max_bytes: int) -> protocol.BlobPart | None:
+    async def read_part(
+        self, name: str, offset: int, max_bytes: int
+    ) -> protocol.BlobPart | None:
         path = self._path(name)
 
         def read() -> protocol.BlobPart:
             with path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 file.seek(offset)
-                return protocol.BlobPart(file.read(max_bytes), status.st_size, _version(status))
+                return protocol.BlobPart(
+                    file.read(max_bytes), status.st_size, _version(status)
+                )
 
         return await self._reading(read)
 
@@ -213,11 +225,15 @@ class LocalBlobs(protocol.BlobStore):
 
     async def folders(self, prefix: str) -> AsyncIterator[str]:
         def folders() -> list[str]:
-            with contextlib.suppress(*_NOT_THERE), os.scandir(self.folder / prefix) as entries:
+            with (
+                contextlib.suppress(*_NOT_THERE),
+                os.scandir(self.folder / prefix) as entries,
+            ):
                 return sorted(
                     entry.name
                     for entry in entries
-                    if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
+                    if entry.is_dir(follow_symlinks=False)
+                    and not entry.name.startswith(".")
                 )
             return []
 
@@ -248,11 +264,15 @@ class LocalBlobs(protocol.BlobStore):
         status = (self.folder / name).stat()
         # A file's time may be anything; a datetime ends with the year 9999.
         created_at = datetime.fromtimestamp(min(max(status.st_mtime, 0), _LATEST), UTC)
-        return protocol.BlobRecord(name, status.st_size, created_at, self._metadata(name))
+        return protocol.BlobRecord(
+            name, status.st_size, created_at, self._metadata(name)
+        )
 
     def _metadata(self, name: str) -> dict[str, str]:
         try:
-            return _Details.model_validate_json(self._sidecar(name).read_bytes()).metadata
+            return _Details.model_validate_json(
+                self._sidecar(name).read_bytes()
+            ).metadata
         except (FileNotFoundError, ValueError):
             # A file that was copied here, or whose metadata a power failure erased.
             return {}
@@ -263,7 +283,9 @@ class LocalBlobs(protocol.BlobStore):
         folder, slash, _ = prefix.rpartition("/")
         names = self._walk(folder + slash, prefix)
         try:
-            while page := await self._in_thread(lambda: list(islice(names, _NAMES_PAGE))):
+            while page := await self._in_thread(
+                lambda: list(islice(names, _NAMES_PAGE))
+            ):
                 yield page
         finally:
             # If the caller was cancelled while a thread lists them, the thread closes them.

@@ -86,9 +86,16 @@ _MOST_PATH_BYTES = 504
 #: An I/O error with less room than this is one of a full disk.
 _LEAST_FREE_BYTES = 2**18
 
-_NO_ROOM = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN})
+_NO_ROOM = frozenset(
+    {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN}
+)
 _NO_ACCESS = frozenset(
-    {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH, sqlite3.SQLITE_CANTOPEN}
+    {
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_AUTH,
+        sqlite3.SQLITE_CANTOPEN,
+    }
 )
 
 _START_ANEW = (
@@ -119,7 +126,11 @@ def create(path: Path) -> None:
                 path.hardlink_to(draft)
             sync(path.parent)
         finally:
-            for leftover in (draft, log_of(draft), draft.with_name(f"{draft.name}-shm")):
+            for leftover in (
+                draft,
+                log_of(draft),
+                draft.with_name(f"{draft.name}-shm"),
+            ):
                 leftover.unlink(missing_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise errors.SetupError(f"{path.parent} is a file, not a folder") from None
@@ -184,7 +195,9 @@ def translated(error: sqlite3.Error, path: Path) -> errors.FleetError:
         return _missing(path)
     if code in {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}:
         seconds = f"{BUSY_TIMEOUT_SECONDS:g} s"
-        return errors.TransientError(f"another process has kept {path} locked for {seconds}")
+        return errors.TransientError(
+            f"another process has kept {path} locked for {seconds}"
+        )
     if code in {sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT}:
         message = f"{path} is damaged or not a queue file ({error}): {_START_ANEW}"
     elif code in _NO_ACCESS:
@@ -218,7 +231,9 @@ def _missing(path: Path) -> errors.MissingResourceError:
 
 
 def _full(path: Path) -> errors.StorageFullError:
-    return errors.StorageFullError(f"the disk is full: {path} cannot grow; free some space")
+    return errors.StorageFullError(
+        f"the disk is full: {path} cannot grow; free some space"
+    )
 
 
 def _is_full(folder: Path) -> bool:

@@ -75,7 +75,9 @@ class NewBlobs:
         finally:
             for draft in drafts:
                 if draft.file is not None:
-                    with contextlib.suppress(OSError):  # of a full disk, which the outcome tells
+                    with contextlib.suppress(
+                        OSError
+                    ):  # of a full disk, which the outcome tells
                         draft.file.close()
                     _remove(draft.temporary)
                 if draft.sidecar is not None:
@@ -108,7 +110,9 @@ class NewBlobs:
         finally:
             os.close(folder)
 
-    def _noting_errors(self, drafts: Sequence[_Draft], work: Callable[[], None]) -> None:
+    def _noting_errors(
+        self, drafts: Sequence[_Draft], work: Callable[[], None]
+    ) -> None:
         try:
             work()
         except errors.FleetError as error:
@@ -178,7 +182,9 @@ class NewBlobs:
 def translated(error: OSError, folder: Path) -> errors.FleetError:
     """What the system says, as an error that names *folder* and what to do."""
     if error.errno in errors.DISK_FULL:
-        return errors.StorageFullError(f"the disk is full: cannot write to {folder}; free space")
+        return errors.StorageFullError(
+            f"the disk is full: cannot write to {folder}; free space"
+        )
     if error.errno in _REFUSED:
         return errors.SetupError(f"no access to {folder}: {error.strerror}")
     if isinstance(error, _IN_THE_WAY):
@@ -192,7 +198,9 @@ def translated(error: OSError, folder: Path) -> errors.FleetError:
 
 
 def no_folder(folder: Path) -> errors.MissingResourceError:
-    return errors.MissingResourceError(f"there is no folder {folder}; `imagefleet load` creates it")
+    return errors.MissingResourceError(
+        f"there is no folder {folder}; `imagefleet load` creates it"
+    )
 
 
 def make_durable_folder(folder: Path, root: Path) -> None:

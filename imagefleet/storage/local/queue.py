@@ -43,7 +43,9 @@ class QueueFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="queue-file")
+        self._thread = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="queue-file"
+        )
         self._connection: sqlite3.Connection | None = None
         self._identity: tuple[int, int] | None = None
         self._clock_ahead = 0.0
@@ -74,7 +76,9 @@ class QueueFile:
             connection = self._open()
             if (queue,) not in connection.execute("SELECT name FROM queues"):
                 with transaction(connection, durable=True):
-                    connection.execute("INSERT OR IGNORE INTO queues (name) VALUES (?)", (queue,))
+                    connection.execute(
+                        "INSERT OR IGNORE INTO queues (name) VALUES (?)", (queue,)
+                    )
 
         await self._calls((False, work))
 
@@ -134,7 +138,9 @@ class QueueFile:
 
 
 @contextlib.contextmanager
-def transaction(connection: sqlite3.Connection, *, durable: bool = False) -> Iterator[None]:
+def transaction(
+    connection: sqlite3.Connection, *, durable: bool = False
+) -> Iterator[None]:
     """A write transaction; a *durable* one is synced to the disk.
 
     A power failure may undo the latest others: a lost lease or acknowledgement repeats a job,
@@ -146,7 +152,9 @@ def transaction(connection: sqlite3.Connection, *, durable: bool = False) -> Ite
         yield
         connection.execute("COMMIT")
     except BaseException:
-        if connection.in_transaction:  # some errors (a full disk) roll it back themselves
+        if (
+            connection.in_transaction
+        ):  # some errors (a full disk) roll it back themselves
             connection.execute("ROLLBACK")
         raise
 
@@ -156,7 +164,9 @@ class LocalQueue:
 
     finds_all = True
 
-    def __init__(self, file: QueueFile, name: str, operations: protocol.Operations) -> None:
+    def __init__(
+        self, file: QueueFile, name: str, operations: protocol.Operations
+    ) -> None:
         self._file = file
         self.name = name
         self._operations = operations
@@ -204,7 +214,10 @@ class LocalQueue:
         def receive(connection: sqlite3.Connection) -> list[Any]:
             now = self._lease_clock()
             # An idle worker polls, and must not take the write lock each time.
-            if connection.execute(sqlite_file.ANY_VISIBLE, (self.name, now)).fetchone() is None:
+            if (
+                connection.execute(sqlite_file.ANY_VISIBLE, (self.name, now)).fetchone()
+                is None
+            ):
                 return []
             with transaction(connection):
                 connection.execute(sqlite_file.SWEEP, (self.name, now))
@@ -214,18 +227,25 @@ class LocalQueue:
         # RETURNING guarantees no order; each row starts with its sequence.
         rows = sorted(await self._run(receive))
         return [
-            self._message(*row).leased(f"{sequence}.{version}") for sequence, version, *row in rows
+            self._message(*row).leased(f"{sequence}.{version}")
+            for sequence, version, *row in rows
         ]
 
     async def renew(
-        self, message: protocol.LeasedMessage, lease_seconds: float, body: str | None = None
+        self,
+        message: protocol.LeasedMessage,
+        lease_seconds: float,
+        body: str | None = None,
     ) -> protocol.LeasedMessage:
         sequence, version, _ = _key(message)
         await self._update(message, lease_seconds, body)
         return message.renewed(f"{sequence}.{version + 1}", body)
 
     async def release(
-        self, message: protocol.LeasedMessage, delay_seconds: float = 0, body: str | None = None
+        self,
+        message: protocol.LeasedMessage,
+        delay_seconds: float = 0,
+        body: str | None = None,
     ) -> None:
         await self._update(message, delay_seconds, body)
 
@@ -244,7 +264,9 @@ class LocalQueue:
         def depth(connection: sqlite3.Connection) -> protocol.QueueDepth:
             self._sweep(connection)
             self._read_shards(connection)
-            messages, leased = connection.execute(sqlite_file.COUNT, (self.name,)).fetchone()
+            messages, leased = connection.execute(
+                sqlite_file.COUNT, (self.name,)
+            ).fetchone()
             oldest = connection.execute(sqlite_file.OLDEST, (self.name,)).fetchone()
             age_seconds = max(0.0, self._clock() - oldest[0]) if oldest else None
             return protocol.QueueDepth(messages, leased, age_seconds)
@@ -276,10 +298,14 @@ class LocalQueue:
 
         await self._change(sqlite_file.UPDATE, values)
 
-    async def _change(self, statement: str, values: Callable[[], tuple[object, ...]]) -> None:
+    async def _change(
+        self, statement: str, values: Callable[[], tuple[object, ...]]
+    ) -> None:
         """*values* are those at the time when the statement is executed."""
         self._operations.queue += 1
-        if not await self._file.change(lambda each: each.execute(statement, values()).rowcount):
+        if not await self._file.change(
+            lambda each: each.execute(statement, values()).rowcount
+        ):
             raise errors.LeaseLost
 
     async def _pages(self, statement: str, *texts: str) -> AsyncIterator[Any]:
@@ -297,7 +323,9 @@ class LocalQueue:
                 yield row
             last = rows[-1][0]
 
-    def _message(self, message_id: str, body: str, count: int, at: float) -> protocol.Message:
+    def _message(
+        self, message_id: str, body: str, count: int, at: float
+    ) -> protocol.Message:
         enqueued_at = datetime.fromtimestamp(at, UTC)
         return protocol.Message(message_id, body, count, enqueued_at, queue=self.name)
 
@@ -317,7 +345,10 @@ class LocalQueue:
     def _sweep(self, connection: sqlite3.Connection) -> None:
         """Makes messages with expired leases visible, for reads that lease nothing."""
         now = self._lease_clock()
-        if connection.execute(sqlite_file.ANY_EXPIRED, (self.name, now)).fetchone() is not None:
+        if (
+            connection.execute(sqlite_file.ANY_EXPIRED, (self.name, now)).fetchone()
+            is not None
+        ):
             try:
                 with transaction(connection):
                     connection.execute(sqlite_file.SWEEP, (self.name, now))
@@ -345,7 +376,9 @@ def _clock_ahead(connection: sqlite3.Connection) -> float:
         if found := connection.execute(find, (boot,)).fetchone():
             return float(found[0])
         if connection.execute("DELETE FROM clock").rowcount:
-            connection.execute("UPDATE messages SET visible_at = 0 WHERE visible_at > 0")
+            connection.execute(
+                "UPDATE messages SET visible_at = 0 WHERE visible_at > 0"
+            )
         connection.execute("INSERT INTO clock VALUES (?, ?)", (boot, ahead))
     return ahead
 

@@ -135,7 +135,9 @@ class ModelQueues:
         """Whether a worker has noted it in this span, or in the one before."""
         now = now or self.blobs.clock.now()
         exists = self.blobs.exists
-        return await exists(_note(model, now)) or await exists(_note(model, now - SERVED_SPAN))
+        return await exists(_note(model, now)) or await exists(
+            _note(model, now - SERVED_SPAN)
+        )
 
     async def names(self) -> list[str]:
         """The models that have queues, as far as the credentials allow to know it."""
@@ -143,11 +145,15 @@ class ModelQueues:
         if self._listed_at is None or now - self._listed_at >= LISTED_SECONDS:
             self._listed_at = now
             try:
-                found = [name.removeprefix(FOLDER) async for name in self.blobs.names(FOLDER)]
+                found = [
+                    name.removeprefix(FOLDER) async for name in self.blobs.names(FOLDER)
+                ]
             except errors.SetupError as error:
                 log.debug(f"which models have queues is not known: {error.message}")
             else:
-                self._names = sorted(name for name in found if SAFE_NAME.fullmatch(name))
+                self._names = sorted(
+                    name for name in found if SAFE_NAME.fullmatch(name)
+                )
         return sorted({*self._names[:MAX_MODELS], *self._made})
 
     @cached_property
@@ -209,7 +215,9 @@ def models_of(body: str) -> set[str]:
     if body.startswith("{") and '"model"' not in body:
         return set()
     named = chain.models_of(fields_if_any(body))
-    return {each for each in named if isinstance(each, str) and SAFE_NAME.fullmatch(each)}
+    return {
+        each for each in named if isinstance(each, str) and SAFE_NAME.fullmatch(each)
+    }
 
 
 def named(body: str, job_id: str | None) -> str:

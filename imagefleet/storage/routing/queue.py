@@ -7,7 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+)
 
 from imagefleet import concurrency, errors
 from imagefleet.storage import protocol
@@ -28,7 +35,11 @@ class RoutedQueue:
     """
 
     def __init__(
-        self, routes: list[Route], main: Route | None = None, *, find_more: FindMore | None = None
+        self,
+        routes: list[Route],
+        main: Route | None = None,
+        *,
+        find_more: FindMore | None = None,
     ) -> None:
         """*find_more* calls `add` for other models' queues, before all queues are looked at."""
         self.main = main or routes[0]
@@ -44,11 +55,15 @@ class RoutedQueue:
     def add(self, queues: Iterable[RoutedQueue]) -> None:
         """Drains the routes of other queues as well, those of a model's jobs."""
         for queue in queues:
-            self.routes = self.routes | queue.routes  # a new one: others may go through the old
+            self.routes = (
+                self.routes | queue.routes
+            )  # a new one: others may go through the old
 
     def remove(self, model: str) -> None:
         """The queues of a model no more, of which no message may be in flight."""
-        self.routes = {name: each for name, each in self.routes.items() if each.model != model}
+        self.routes = {
+            name: each for name, each in self.routes.items() if each.model != model
+        }
 
     def receive_only(self, models: Collection[str | None]) -> None:
         """Has `receive` take only jobs of these *models*; None: those without a model."""
@@ -85,9 +100,13 @@ class RoutedQueue:
         answers: Answers = {}
         async for shard in self._in_turn(answers):
             try:
-                messages = await shard.queue.receive(max_messages - len(received), lease_seconds)
+                messages = await shard.queue.receive(
+                    max_messages - len(received), lease_seconds
+                )
             except (errors.SetupError, errors.TransientError) as error:
-                must_exist = shard is self.main.shard(0) and isinstance(error, errors.SetupError)
+                must_exist = shard is self.main.shard(0) and isinstance(
+                    error, errors.SetupError
+                )
                 if must_exist and not received:
                     raise
                 answers[shard] = error
@@ -98,19 +117,27 @@ class RoutedQueue:
                 break
         self._receives += bool(received)
         self._pause(answers, is_idle=not received)
-        outages = (each for each in answers.values() if isinstance(each, errors.TransientError))
+        outages = (
+            each for each in answers.values() if isinstance(each, errors.TransientError)
+        )
         if not received and (outage := next(outages, None)) is not None:
             raise outage
         return received
 
     async def renew(
-        self, message: protocol.LeasedMessage, lease_seconds: float, body: str | None = None
+        self,
+        message: protocol.LeasedMessage,
+        lease_seconds: float,
+        body: str | None = None,
     ) -> protocol.LeasedMessage:
         shard = self._shard_of(message)
         return shard.labelled(await shard.queue.renew(message, lease_seconds, body))
 
     async def release(
-        self, message: protocol.LeasedMessage, delay_seconds: float = 0, body: str | None = None
+        self,
+        message: protocol.LeasedMessage,
+        delay_seconds: float = 0,
+        body: str | None = None,
     ) -> None:
         shard = self._shard_of(message)
         await shard.queue.release(message, delay_seconds, body)
@@ -145,7 +172,9 @@ class RoutedQueue:
         found = await self._depths([self.main])
         if self._find_more is not None:
             await self._find_more()
-        found |= await self._depths(each for each in self.routes.values() if each is not self.main)
+        found |= await self._depths(
+            each for each in self.routes.values() if each is not self.main
+        )
         if len(self.routes) == 1:
             return found[self.main.name]
         return total({name: found[name] for name in self.routes if name in found})
@@ -167,7 +196,11 @@ class RoutedQueue:
         """The plain queues to ask now, in this order; notes those that do not answer."""
         # Of one priority, first the queue that has waited longest.
         in_turn = sorted(
-            (e for e in self.routes.values() if self._wanted is None or e.model in self._wanted),
+            (
+                e
+                for e in self.routes.values()
+                if self._wanted is None or e.model in self._wanted
+            ),
             key=lambda route: (route.level, route.last_receive),
         )
         if self._receives % rule.FAIR_EVERY == rule.FAIR_EVERY - 1:
@@ -191,9 +224,9 @@ class RoutedQueue:
     def _pause(self, answers: Answers, *, is_idle: bool) -> None:
         """Sets when each queue is asked again, by what it answered: messages, none or an error."""
         now = self.main.clock()
-        is_outage = isinstance(answers.get(self.main.shard(0)), errors.FleetError) or all(
-            isinstance(answer, errors.FleetError) for answer in answers.values()
-        )
+        is_outage = isinstance(
+            answers.get(self.main.shard(0)), errors.FleetError
+        ) or all(isinstance(answer, errors.FleetError) for answer in answers.values())
         for shard, answer in answers.items():
             if not isinstance(answer, errors.FleetError):
                 shard.is_missing = False
@@ -214,13 +247,19 @@ class RoutedQueue:
             for route in self.routes.values():
                 home = route.shard(route.order[0])
                 if not home.is_missing:
-                    home.due_at = min(home.due_at, now + rule.LONGEST_HOME_PAUSE_SECONDS)
+                    home.due_at = min(
+                        home.due_at, now + rule.LONGEST_HOME_PAUSE_SECONDS
+                    )
 
     async def _depths(self, routes: Iterable[Route]) -> dict[str, protocol.QueueDepth]:
         """The sizes of the routes' queues, of those that are not missing."""
         chosen = list(routes)
         depths = await concurrency.gather(*map(self._depth, chosen))
-        return {route.name: depth for route, depth in zip(chosen, depths, strict=True) if depth}
+        return {
+            route.name: depth
+            for route, depth in zip(chosen, depths, strict=True)
+            if depth
+        }
 
     async def _depth(self, route: Route) -> protocol.QueueDepth | None:
         """The size of a route's queue, with those of its shards if there are several."""
@@ -230,7 +269,11 @@ class RoutedQueue:
         route.notice()
         others = [shard for shard in await route.found() if shard.number]
         depths = await concurrency.gather(*(shard.depth() for shard in others))
-        found = {s.queue.name: depth for s, depth in zip(others, depths, strict=True) if depth}
+        found = {
+            s.queue.name: depth
+            for s, depth in zip(others, depths, strict=True)
+            if depth
+        }
         depth = total({route.name: first, **found}) if found else first
         return dataclasses.replace(depth, model=route.model)
 
@@ -251,7 +294,9 @@ class RoutedQueue:
 def total(depths: dict[str, protocol.QueueDepth]) -> protocol.QueueDepth:
     """The size of several queues as one."""
     leased = [each.leased for each in depths.values() if each.leased is not None]
-    ages = [age for each in depths.values() if (age := each.oldest_age_seconds) is not None]
+    ages = [
+        age for each in depths.values() if (age := each.oldest_age_seconds) is not None
+    ]
     return protocol.QueueDepth(
         sum(each.messages for each in depths.values()),
         sum(leased) if len(leased) == len(depths) else None,

@@ -82,7 +82,9 @@ def pause_seconds(shard: Shard, *, is_idle: bool) -> float:
 
 def spread(bodies: list[str], shards: int, first: int) -> dict[int, list[str]]:
     """Messages by shard, as many to each, beginning with the shard *first*."""
-    dealt = {(first + number) % shards: bodies[number::shards] for number in range(shards)}
+    dealt = {
+        (first + number) % shards: bodies[number::shards] for number in range(shards)
+    }
     return {shard: some for shard, some in dealt.items() if some}
 
 
@@ -129,7 +131,9 @@ class Shard:
         if self.is_missing:
             return
         self.is_missing = True
-        is_usual = isinstance(error, errors.MissingResourceError)  # made by the next load
+        is_usual = isinstance(
+            error, errors.MissingResourceError
+        )  # made by the next load
         level = logging.INFO if is_usual else logging.WARNING
         text = f"no jobs are taken from the queue {self.queue.name}: {error.message}"
         log.log(level, text, action="queue_missing", queue=self.queue.name)
@@ -208,7 +212,9 @@ class Route:
 
     async def found(self) -> list[Shard]:
         """Its shards, as far as it is known which there are; asks for that once."""
-        async with self._finding:  # a hundred jobs that are sent at the same time ask once
+        async with (
+            self._finding
+        ):  # a hundred jobs that are sent at the same time ask once
             if self._shards is None:
                 try:
                     self._adopt(await self.first.read_shards())
@@ -253,9 +259,15 @@ class Route:
             self.shard(number).set_missing(error)
             await self.first.send(bodies)
 
-    def note(self, answers: Mapping[Shard, int | errors.FleetError], receive: int) -> None:
+    def note(
+        self, answers: Mapping[Shard, int | errors.FleetError], receive: int
+    ) -> None:
         """Notes what its shards answered in a *receive*, the number of those with messages."""
-        counts = {shard: answer for shard, answer in answers.items() if isinstance(answer, int)}
+        counts = {
+            shard: answer
+            for shard, answer in answers.items()
+            if isinstance(answer, int)
+        }
         found = [shard for shard in self._opened if counts.get(shard)]
         if found:
             self._receives += 1
@@ -275,7 +287,9 @@ class Route:
         if due and self._receives % FAIR_EVERY == FAIR_EVERY - 1:
             longest = min(due, key=lambda shard: shard.last_receive)
             return [longest, home, *(shard for shard in due if shard is not longest)]
-        asks_home = home.due_at <= self.clock() or (always and (self._was_empty or not due))
+        asks_home = home.due_at <= self.clock() or (
+            always and (self._was_empty or not due)
+        )
         return [home, *due] if asks_home else due
 
     def _adopt(self, shards: Shards) -> None:

@@ -24,7 +24,9 @@ DEPLOY = Path(__file__).parents[3] / "deploy" / "kubernetes"
 SCHEMAS = Path(__file__).parents[1] / "schemas"
 
 #: Versions of Kubernetes' schemas: the oldest that the README promises, and a newer one.
-OLDEST = re.search(r"Kubernetes and kubectl (1\.\d+) or newer", (DEPLOY / "README.md").read_text())
+OLDEST = re.search(
+    r"Kubernetes and kubectl (1\.\d+) or newer", (DEPLOY / "README.md").read_text()
+)
 assert OLDEST is not None
 KUBERNETES = (OLDEST[1], "1.32")
 
@@ -68,7 +70,9 @@ Render = Callable[..., Manifests]
 @pytest.fixture(scope="session")
 def kubectl() -> str:
     """kubectl, of which only the kustomize that it contains is used."""
-    found = shutil.which("kubectl", path=Path(sys.executable).parent) or shutil.which("kubectl")
+    found = shutil.which("kubectl", path=Path(sys.executable).parent) or shutil.which(
+        "kubectl"
+    )
     if found is None:
         reason = "kubectl is missing: on Linux the dev extra installs it"
         if sys.platform == "linux":
@@ -78,16 +82,22 @@ def kubectl() -> str:
 
 
 @pytest.fixture
-def build(kubectl: str, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def build(
+    kubectl: str, tmp_path: Path
+) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Builds the kustomization with components, and with replacements made in its text."""
 
-    def run(components: Sequence[str] = (), **replaced: Any) -> subprocess.CompletedProcess[str]:
+    def run(
+        components: Sequence[str] = (), **replaced: Any
+    ) -> subprocess.CompletedProcess[str]:
         folder = tmp_path / "kubernetes"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(DEPLOY, folder)
         kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
         kustomization["components"] = [f"components/{name}" for name in components]
-        (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization | replaced))
+        (folder / "kustomization.yaml").write_text(
+            yaml.safe_dump(kustomization | replaced)
+        )
         return subprocess.run(
             [kubectl, "kustomize", folder], capture_output=True, text=True, check=False
         )
@@ -103,7 +113,8 @@ def rendered() -> dict[str, Manifests]:
 
 @pytest.fixture
 def render(
-    build: Callable[..., subprocess.CompletedProcess[str]], rendered: dict[str, Manifests]
+    build: Callable[..., subprocess.CompletedProcess[str]],
+    rendered: dict[str, Manifests],
 ) -> Render:
     """Renders the kustomization with components, and with replacements made in its text."""
 
@@ -149,7 +160,10 @@ def errors_of() -> Callable[[Sequence[Manifest]], list[Exception]]:
                 else:
                     for version in KUBERNETES:
                         kubernetes_validate.validate(manifest, version, strict=True)
-            except (jsonschema.ValidationError, kubernetes_validate.ValidationError) as error:
+            except (
+                jsonschema.ValidationError,
+                kubernetes_validate.ValidationError,
+            ) as error:
                 found.append(error)
         return found
 

@@ -13,7 +13,9 @@ import pytest
 from fleet import console
 from imagefleet.storage.settings import StorageSettings
 
-Errors = Callable[[list[Any]], list[Exception]]  # these three: the fixtures of conftest.py
+Errors = Callable[
+    [list[Any]], list[Exception]
+]  # these three: the fixtures of conftest.py
 Render = Callable[..., Any]
 CreateJob = Callable[..., dict[str, Any]]
 Build = Callable[..., subprocess.CompletedProcess[str]]
@@ -31,7 +33,10 @@ DISCOVERY = {
         "kind": "APIGroupList",
         "apiVersion": "v1",
         "groups": [
-            {"name": "batch", "versions": [{"groupVersion": "batch/v1", "version": "v1"}]},
+            {
+                "name": "batch",
+                "versions": [{"groupVersion": "batch/v1", "version": "v1"}],
+            },
         ],
     },
     "/apis/batch/v1": {
@@ -39,7 +44,12 @@ DISCOVERY = {
         "apiVersion": "v1",
         "groupVersion": "batch/v1",
         "resources": [
-            {"name": "cronjobs", "singularName": "cronjob", "namespaced": True, "kind": "CronJob"}
+            {
+                "name": "cronjobs",
+                "singularName": "cronjob",
+                "namespaced": True,
+                "kind": "CronJob",
+            }
         ],
     },
 }
@@ -55,7 +65,15 @@ def create_job(api: Any, kubectl: str, tmp_path: Path) -> Callable[..., dict[str
         server = ("--server", api.address, "--namespace", "imagefleet")
         made = subprocess.run(
             [
-                *(kubectl, *server, "create", "job", "spring", "--from", f"cronjob/{name}"),
+                *(
+                    kubectl,
+                    *server,
+                    "create",
+                    "job",
+                    "spring",
+                    "--from",
+                    f"cronjob/{name}",
+                ),
                 *("--dry-run=client", "--output", "json"),
             ],
             env={"HOME": str(tmp_path)},
@@ -85,7 +103,9 @@ def test_every_component_is_a_line_of_the_kustomization_and_of_the_readme(
     repository: Path, components: tuple[str, ...]
 ) -> None:
     folder = repository / "deploy" / "kubernetes"
-    assert sorted(components) == sorted(path.name for path in (folder / "components").iterdir())
+    assert sorted(components) == sorted(
+        path.name for path in (folder / "components").iterdir()
+    )
     _, _, text = (folder / "README.md").read_text().partition("## Components")
     described = re.findall(r"^\| `([a-z-]+)` \|", text, re.MULTILINE)
     assert tuple(described) == components
@@ -113,7 +133,9 @@ def test_all_pods_pull_with_the_secret(render: Render) -> None:
     rendered = render("image-pull-secret")
     accounts = rendered.of_kind("ServiceAccount")
     for _, pod, _ in rendered.pods():
-        assert accounts[pod["serviceAccountName"]]["imagePullSecrets"] == [{"name": "registry"}]
+        assert accounts[pod["serviceAccountName"]]["imagePullSecrets"] == [
+            {"name": "registry"}
+        ]
         assert "imagePullSecrets" not in pod, "would replace the account's"
 
 
@@ -145,7 +167,10 @@ class TestEgress:
         [
             ("20.60.1.4", True),
             ("2603:1030::1", True),
-            ("169.254.169.254", False),  # the node's metadata service, with the node's identity
+            (
+                "169.254.169.254",
+                False,
+            ),  # the node's metadata service, with the node's identity
             ("10.0.0.1", False),  # Kubernetes' API
             ("192.168.1.1", False),
             ("fd00::1", False),
@@ -166,7 +191,8 @@ class TestEgress:
             return network.version == host.version and host in network
 
         reached = any(
-            holds(peer["ipBlock"]["cidr"]) and not any(map(holds, peer["ipBlock"]["except"]))
+            holds(peer["ipBlock"]["cidr"])
+            and not any(map(holds, peer["ipBlock"]["except"]))
             for peer in https["to"]
         )
         assert reached is allowed
@@ -185,14 +211,18 @@ class TestEgress:
             for selector in rule.get("toFQDNs", [])
             for name in selector.values()
         ]
-        storage = rendered.of_kind("ConfigMap")["imagefleet-settings"]["data"]["IMAGEFLEET_STORAGE"]
+        storage = rendered.of_kind("ConfigMap")["imagefleet-settings"]["data"][
+            "IMAGEFLEET_STORAGE"
+        ]
         blobs = storage.removeprefix("https://")
         queues = blobs.replace(".blob.", ".queue.")
         assert names == [blobs, queues, "login.microsoftonline.com"]
         assert not any("toEntities" in rule for rule in policy["spec"]["egress"])
 
 
-def test_workers_and_nothing_else_are_placed_on_gpu_nodes_and_give_way(render: Render) -> None:
+def test_workers_and_nothing_else_are_placed_on_gpu_nodes_and_give_way(
+    render: Render,
+) -> None:
     rendered = render("gpu-nodes", "priority-class")
     _, worker, container = rendered.worker()
     assert worker["nodeSelector"] == {"nvidia.com/gpu.present": "true"}
@@ -206,19 +236,26 @@ def test_workers_and_nothing_else_are_placed_on_gpu_nodes_and_give_way(render: R
 
 def test_pods_of_several_gpus_scale_by_their_gpus(plain: Any, render: Render) -> None:
     rendered = render("gpus-per-pod")
-    (one, many) = (each.worker()[2]["resources"]["limits"] for each in (plain, rendered))
+    (one, many) = (
+        each.worker()[2]["resources"]["limits"] for each in (plain, rendered)
+    )
     gpus = int(many["nvidia.com/gpu"]) / int(one["nvidia.com/gpu"])
     assert gpus == 4
     before, after = (
-        each.of_kind("ScaledObject")["imagefleet-worker"]["spec"] for each in (plain, rendered)
+        each.of_kind("ScaledObject")["imagefleet-worker"]["spec"]
+        for each in (plain, rendered)
     )
-    modified, changed = (each["advanced"]["scalingModifiers"] for each in (before, after))
+    modified, changed = (
+        each["advanced"]["scalingModifiers"] for each in (before, after)
+    )
     assert int(changed["target"]) == gpus * int(modified["target"])
     assert changed["formula"] == modified["formula"]
     assert after["maxReplicaCount"] * gpus == before["maxReplicaCount"]
 
 
-def test_a_load_is_a_job_of_its_own(plain: Any, create_job: CreateJob, errors_of: Errors) -> None:
+def test_a_load_is_a_job_of_its_own(
+    plain: Any, create_job: CreateJob, errors_of: Errors
+) -> None:
     job = create_job(plain, "imagefleet-load")
     assert errors_of([job]) == []
     (container,) = job["spec"]["template"]["spec"]["containers"]
@@ -254,7 +291,9 @@ class TestJobMode:
         assert not rendered.of_kind("TriggerAuthentication")
         assert set(rendered.of_kind("Deployment")) == {"imagefleet-exporter"}
         cron_job = rendered.of_kind("CronJob")["imagefleet-worker"]
-        assert cron_job["spec"]["suspend"] is True, "workers would start before there are jobs"
+        assert cron_job["spec"]["suspend"] is True, (
+            "workers would start before there are jobs"
+        )
 
     def test_its_pod_is_that_of_the_deployment(
         self, job: dict[str, Any], render: Render, components: tuple[str, ...]
@@ -263,7 +302,10 @@ class TestJobMode:
         its_pod = job["spec"]["template"]["spec"]
         (its_container,) = its_pod["containers"]
         assert its_container == container | {"args": ["worker", "--until-empty"]}
-        assert its_pod == pod | {"restartPolicy": "Never", "containers": [its_container]}
+        assert its_pod == pod | {
+            "restartPolicy": "Never",
+            "containers": [its_container],
+        }
 
     def test_is_a_work_queue(self, job: dict[str, Any], errors_of: Errors) -> None:
         assert errors_of([job]) == []
@@ -288,9 +330,13 @@ class TestJobMode:
             return "Count"
 
         assert outcome(console.EXIT_OPERATOR_MUST_ACT) == "FailJob"
-        assert outcome(console.EXIT_REPLACE_THIS_NODE) == "Count"  # by backoffLimit, and replaced
+        assert (
+            outcome(console.EXIT_REPLACE_THIS_NODE) == "Count"
+        )  # by backoffLimit, and replaced
         assert outcome(console.EXIT_UNEXPECTED) == "Count"
-        assert outcome(143, disrupted=True) == "Ignore"  # evicted and drained: only replaced
+        assert (
+            outcome(143, disrupted=True) == "Ignore"
+        )  # evicted and drained: only replaced
         assert outcome(137, disrupted=True) == "Ignore"  # or too slow at that
         assert outcome(143) == "Count"  # a failed liveness probe
         assert job["spec"]["backoffLimit"] >= job["spec"]["parallelism"]
@@ -300,9 +346,13 @@ def test_keda_adds_up_every_shard_of_every_priority(render: Render) -> None:
     (scaled,) = render("shards").of_kind("ScaledObject").values()
     triggers = {each["name"]: each["metadata"] for each in scaled["spec"]["triggers"]}
     queues = [
-        name for shard in range(4) for name in StorageSettings().queues_of(None, shard).values()
+        name
+        for shard in range(4)
+        for name in StorageSettings().queues_of(None, shard).values()
     ]
     assert [each["queueName"] for each in triggers.values()] == queues
     assert {each["queueLengthStrategy"] for each in triggers.values()} == {"all"}
     formula = scaled["spec"]["advanced"]["scalingModifiers"]["formula"]
-    assert formula.split(" + ") == list(triggers), "by itself KEDA takes the longest queue alone"
+    assert formula.split(" + ") == list(triggers), (
+        "by itself KEDA takes the longest queue alone"
+    )

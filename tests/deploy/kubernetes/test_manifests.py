@@ -10,12 +10,20 @@ from typing import Any
 import pytest
 import yaml
 
-from imagefleet.storage.azure.roles import JOB_QUEUES, RESOURCES, ROLES, azure_role, name_of
+from imagefleet.storage.azure.roles import (
+    JOB_QUEUES,
+    RESOURCES,
+    ROLES,
+    azure_role,
+    name_of,
+)
 from imagefleet.storage.settings import StorageSettings
 from worker.pipeline import HAND_BACK_SECONDS
 from worker.settings import MachineSettings
 
-Errors = Callable[[list[Any]], list[Exception]]  # these two: the fixtures of conftest.py
+Errors = Callable[
+    [list[Any]], list[Exception]
+]  # these two: the fixtures of conftest.py
 Render = Callable[..., Any]
 
 MULTI = re.MULTILINE | re.DOTALL
@@ -31,14 +39,24 @@ def test_every_manifest_is_valid(manifests: Any, errors_of: Errors) -> None:
     "break_it",
     [
         lambda found: found["Deployment"]["spec"]["template"]["spec"].update(volums=[]),
-        lambda found: found["ScaledObject"]["spec"]["triggers"][0]["metadata"].update(length="5"),
-        lambda found: found["ScaledObject"]["spec"]["advanced"]["scalingModifiers"].update(
-            target=500
+        lambda found: found["ScaledObject"]["spec"]["triggers"][0]["metadata"].update(
+            length="5"
         ),
-        lambda found: found["TriggerAuthentication"]["spec"]["podIdentity"].pop("provider"),
-        lambda found: found["PodMonitor"]["spec"]["podMetricsEndpoints"][0].update(intervall="15s"),
-        lambda found: found["PodMonitor"]["spec"]["podMetricsEndpoints"][0].update(interval="15"),
-        lambda found: found["CronJob"]["spec"]["jobTemplate"]["spec"].update(backOffLimit=5),
+        lambda found: found["ScaledObject"]["spec"]["advanced"][
+            "scalingModifiers"
+        ].update(target=500),
+        lambda found: found["TriggerAuthentication"]["spec"]["podIdentity"].pop(
+            "provider"
+        ),
+        lambda found: found["PodMonitor"]["spec"]["podMetricsEndpoints"][0].update(
+            intervall="15s"
+        ),
+        lambda found: found["PodMonitor"]["spec"]["podMetricsEndpoints"][0].update(
+            interval="15"
+        ),
+        lambda found: found["CronJob"]["spec"]["jobTemplate"]["spec"].update(
+            backOffLimit=5
+        ),
     ],
 )
 def test_a_mistake_in_a_manifest_is_found(
@@ -65,7 +83,10 @@ def test_one_entry_per_image_changes_all_manifests(
     names = ["imagefleet-worker", "imagefleet"]
     assert [image["name"] for image in shipped] == names
 
-    ours = [{"name": name, "newName": f"ghcr.io/us/{name}", "digest": DIGEST} for name in names]
+    ours = [
+        {"name": name, "newName": f"ghcr.io/us/{name}", "digest": DIGEST}
+        for name in names
+    ]
 
     expected = {f"ghcr.io/us/{name}@{DIGEST}" for name in names}
     for manifests in (render(images=ours), render(*components, images=ours)):
@@ -113,7 +134,9 @@ def test_referenced_names_exist(manifests: Any) -> None:
         selected = deployment["spec"]["selector"]["matchLabels"].items()
         assert selected <= deployment["spec"]["template"]["metadata"]["labels"].items()
     for scaled in manifests.of_kind("ScaledObject").values():
-        assert scaled["spec"]["scaleTargetRef"]["name"] in manifests.of_kind("Deployment")
+        assert scaled["spec"]["scaleTargetRef"]["name"] in manifests.of_kind(
+            "Deployment"
+        )
         for trigger in scaled["spec"]["triggers"]:
             assert trigger["authenticationRef"]["name"] in manifests.of_kind(
                 "TriggerAuthentication"
@@ -125,7 +148,9 @@ def test_keda_adds_up_the_workers_queues_including_leased_jobs(plain: Any) -> No
     (scaled,) = plain.of_kind("ScaledObject").values()
     triggers = {each["name"]: each["metadata"] for each in scaled["spec"]["triggers"]}
     queues = StorageSettings(queue=settings["IMAGEFLEET_QUEUE"]).queues_of(None)
-    assert {name: metadata["queueName"] for name, metadata in triggers.items()} == queues
+    assert {
+        name: metadata["queueName"] for name, metadata in triggers.items()
+    } == queues
     # By itself KEDA scales by the largest of its triggers.
     formula = scaled["spec"]["advanced"]["scalingModifiers"]["formula"]
     assert formula.split(" + ") == list(queues)
@@ -147,9 +172,14 @@ def test_the_readmes_queue_of_a_model_is_the_workers(repository: Path) -> None:
 
 def test_each_role_has_an_identity_of_its_own(plain: Any, manifests: Any) -> None:
     accounts = manifests.of_kind("ServiceAccount")
-    used = {container["name"]: pod["serviceAccountName"] for _, pod, container in manifests.pods()}
+    used = {
+        container["name"]: pod["serviceAccountName"]
+        for _, pod, container in manifests.pods()
+    }
     assert sorted(used.values()) == sorted(accounts)
-    assert used == {name: f"imagefleet-{name}" for name in ("worker", "load", "exporter")}
+    assert used == {
+        name: f"imagefleet-{name}" for name in ("worker", "load", "exporter")
+    }
     for account in accounts.values():
         assert "azure.workload.identity/client-id" in account["metadata"]["annotations"]
         assert account["automountServiceAccountToken"] is False
@@ -162,9 +192,13 @@ def test_each_role_has_an_identity_of_its_own(plain: Any, manifests: Any) -> Non
         assert pod["automountServiceAccountToken"] is False
 
 
-def test_the_documented_azure_roles_are_the_least_that_each_role_needs(repository: Path) -> None:
+def test_the_documented_azure_roles_are_the_least_that_each_role_needs(
+    repository: Path,
+) -> None:
     text = (repository / "deploy" / "kubernetes" / "README.md").read_text()
-    rows = re.findall(r"^\| `imagefleet-(\w+)` \| `[^`]+` \| (.+?) \|$", text, re.MULTILINE)
+    rows = re.findall(
+        r"^\| `imagefleet-(\w+)` \| `[^`]+` \| (.+?) \|$", text, re.MULTILINE
+    )
     assigned = {
         identity: {
             name: role
@@ -178,19 +212,26 @@ def test_the_documented_azure_roles_are_the_least_that_each_role_needs(repositor
     queues = dict.fromkeys(JOB_QUEUES.values(), "r")
     monitor = {**queues, "poison": "r"}  # it reads no images
     for identity, needed in (
-        ("worker", {resource: ROLES["worker"].letters(resource) for resource in RESOURCES}),
+        (
+            "worker",
+            {resource: ROLES["worker"].letters(resource) for resource in RESOURCES},
+        ),
         ("load", {resource: ROLES["load"].letters(resource) for resource in RESOURCES}),
         ("exporter", monitor),
         ("scaler", queues),
     ):
         given = {names[name]: role for name, role in assigned[identity].items()}
-        assert given.keys() == {resource for resource, letters in needed.items() if letters}
+        assert given.keys() == {
+            resource for resource, letters in needed.items() if letters
+        }
         for resource, role in given.items():
             least = {azure_role(resource, letter) for letter in needed[resource]}
             assert role in least, (identity, resource)
             assert len(least) == 1 or role.endswith("Contributor"), (identity, resource)
     # The commands below the table are those of its first row.
-    commands = re.findall(r'^assign "([\w ]+)" \w+/default/\w+/([\w-]+)$', text, re.MULTILINE)
+    commands = re.findall(
+        r'^assign "([\w ]+)" \w+/default/\w+/([\w-]+)$', text, re.MULTILINE
+    )
     assert {name: role for role, name in commands} == assigned["worker"]
 
 
@@ -204,7 +245,10 @@ def test_commands_and_variables_are_valid(
 ) -> None:
     settings = manifests.of_kind("ConfigMap")["imagefleet-settings"]
     for _, _, container in manifests.pods():
-        own = {entry["name"]: entry.get("value", "a-pod") for entry in container.get("env", [])}
+        own = {
+            entry["name"]: entry.get("value", "a-pod")
+            for entry in container.get("env", [])
+        }
         assert {name[:11] for name in own} <= {"IMAGEFLEET_"}
         image = {"IMAGEFLEET_MODEL": "/models/checkpoint"}
         parse_command(container.get("args", ["worker"]), image | settings["data"] | own)
@@ -220,7 +264,10 @@ def test_the_termination_grace_period_covers_the_drain(
     parsed = parse_command(["worker"], image | settings["data"] | own)
     assert isinstance(parsed, MachineSettings)
     assert parsed.gpus == "all"
-    assert pod["terminationGracePeriodSeconds"] >= parsed.grace_seconds + 2 * HAND_BACK_SECONDS
+    assert (
+        pod["terminationGracePeriodSeconds"]
+        >= parsed.grace_seconds + 2 * HAND_BACK_SECONDS
+    )
     (port,) = container["ports"]
     assert port["containerPort"] == parsed.port
     assert parsed.host == "0.0.0.0"  # metrics are scraped from outside the pod
@@ -228,7 +275,11 @@ def test_the_termination_grace_period_covers_the_drain(
 
 def test_probes_use_the_health_commands(manifests: Any) -> None:
     _, _, container = manifests.worker()
-    for probe, state in (("startup", "started"), ("liveness", "live"), ("readiness", "ready")):
+    for probe, state in (
+        ("startup", "started"),
+        ("liveness", "live"),
+        ("readiness", "ready"),
+    ):
         check = container[f"{probe}Probe"]
         assert check["exec"]["command"] == ["imagefleet", "health", state]
 
@@ -256,8 +307,13 @@ def test_the_kustomization_of_the_readme_leaves_no_placeholder(
     (tmp_path / "fleet").mkdir()
     (tmp_path / "fleet" / "kustomization.yaml").write_text(shown)
     built = subprocess.run(
-        [kubectl, "kustomize", tmp_path / "fleet"], capture_output=True, text=True, check=False
+        [kubectl, "kustomize", tmp_path / "fleet"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert built.returncode == 0, built.stderr
-    assert not re.search(r"ACCOUNT|0{8}|registry\.example|image: imagefleet", built.stdout)
+    assert not re.search(
+        r"ACCOUNT|0{8}|registry\.example|image: imagefleet", built.stdout
+    )
     assert errors_of(list(yaml.safe_load_all(built.stdout))) == []

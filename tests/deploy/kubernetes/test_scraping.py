@@ -40,7 +40,9 @@ def pods_of(rendered: Any) -> list[dict[str, Any]]:
         }
         for template in rendered.templates()
     ]
-    (worker,) = (each for each in running if each["spec"]["containers"][0]["name"] == "worker")
+    (worker,) = (
+        each for each in running if each["spec"]["containers"][0]["name"] == "worker"
+    )
     pods = [*running, worker | {"status": {"phase": "Succeeded"}}]
     for number, pod in enumerate(pods):
         name = f"{pod['spec']['containers'][0]['name']}-{number}"
@@ -50,7 +52,10 @@ def pods_of(rendered: Any) -> list[dict[str, Any]]:
             "uid": name,
             "resourceVersion": "1",
         }
-        pod["status"] = pod["status"] | {"podIP": f"127.0.1.{number + 1}", "hostIP": "127.0.0.1"}
+        pod["status"] = pod["status"] | {
+            "podIP": f"127.0.1.{number + 1}",
+            "hostIP": "127.0.0.1",
+        }
     return pods
 
 
@@ -105,7 +110,10 @@ def found_by(address: str) -> list[dict[str, Any]]:
 def test_running_workers_and_the_exporter_are_found_with_the_labels_that_dashboards_join_on(
     targets: list[dict[str, Any]], api: Any
 ) -> None:
-    assert all("labelSelector=app.kubernetes.io%2Fpart-of%3Dimagefleet" in r for r in api.requests)
+    assert all(
+        "labelSelector=app.kubernetes.io%2Fpart-of%3Dimagefleet" in r
+        for r in api.requests
+    )
     found = {
         target["scrapeUrl"]: (target["labels"]["job"], target["labels"]["instance"])
         for target in targets
@@ -117,7 +125,9 @@ def test_running_workers_and_the_exporter_are_found_with_the_labels_that_dashboa
     }
 
 
-def test_promtool_accepts_all_but_the_discovery(render: Render, tool: Tool, tmp_path: Path) -> None:
+def test_promtool_accepts_all_but_the_discovery(
+    render: Render, tool: Tool, tmp_path: Path
+) -> None:
     config = config_of(render("scrape-config"))
     (scrape,) = config["scrape_configs"]
     assert scrape.pop("kubernetes_sd_configs")
@@ -125,7 +135,10 @@ def test_promtool_accepts_all_but_the_discovery(render: Render, tool: Tool, tmp_
     file = tmp_path / "prometheus.yaml"
     file.write_text(yaml.safe_dump(config))
     checked = subprocess.run(
-        [tool("promtool"), "check", "config", file], capture_output=True, text=True, check=False
+        [tool("promtool"), "check", "config", file],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
@@ -150,9 +163,14 @@ def test_the_pod_monitor_scrapes_the_same_pods_and_labels(render: Render) -> Non
     label = monitor["spec"]["jobLabel"].translate(str.maketrans("./-", "___"))
     assert copied == {
         "job": [f"__meta_kubernetes_pod_label_{label}"],
-        **{rule["targetLabel"]: rule["sourceLabels"] for rule in endpoint["relabelings"]},
+        **{
+            rule["targetLabel"]: rule["sourceLabels"]
+            for rule in endpoint["relabelings"]
+        },
     }
-    assert "filterRunning" not in endpoint  # the default: pods of a finished Job are left out
+    assert (
+        "filterRunning" not in endpoint
+    )  # the default: pods of a finished Job are left out
 
 
 def test_no_label_of_a_target_hides_one_of_a_metric(repository: Path) -> None:
@@ -183,8 +201,14 @@ def test_the_network_policy_lets_prometheus_in(render: Render) -> None:
     (rule,) = policy["spec"]["ingress"]
     assert rule["ports"] == [{"protocol": "TCP", "port": "metrics"}]
     (source,) = rule["from"]
-    assert source["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "prometheus"}
-    namespace = rendered.of_kind("ConfigMap")["imagefleet-scrape-config"]["metadata"]["namespace"]
-    assert source["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": namespace}
+    assert source["podSelector"]["matchLabels"] == {
+        "app.kubernetes.io/name": "prometheus"
+    }
+    namespace = rendered.of_kind("ConfigMap")["imagefleet-scrape-config"]["metadata"][
+        "namespace"
+    ]
+    assert source["namespaceSelector"]["matchLabels"] == {
+        "kubernetes.io/metadata.name": namespace
+    }
     (binding,) = rendered.of_kind("RoleBinding").values()
     assert [subject["namespace"] for subject in binding["subjects"]] == [namespace]

@@ -75,25 +75,36 @@ class Noting:
 
     def drawing(self, device: str) -> int:
         """How many processes of a GPU have drawn images."""
-        found = [own for name, own, value in self._last.values() if name == IMAGES and value]
+        found = [
+            own for name, own, value in self._last.values() if name == IMAGES and value
+        ]
         return len({own["process"] for own in found if own["device"] == device})
 
     def of(self, worker: str, metric: str) -> float:
         """The same of a worker's process."""
-        infos = [own for name, own, _ in self._last.values() if name == "imagefleet_worker_info"]
+        infos = [
+            own
+            for name, own, _ in self._last.values()
+            if name == "imagefleet_worker_info"
+        ]
         of = [own["instance"] for own in infos if own["worker"] == worker]
         return sum(self.total(metric, instance=each) for each in of)
 
     async def take(self, request: web.Request) -> web.Response:
         text = await request.text()
-        extra = [each.partition("=")[::2] for each in request.query.getall("extra_label")]
+        extra = [
+            each.partition("=")[::2] for each in request.query.getall("extra_label")
+        ]
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 labels = {**sample.labels, **dict(extra)}
                 series = (sample.name, *map("=".join, sorted(labels.items())))
                 self._last[series] = sample.name, labels, sample.value
         url = f"{self._push_url}?{request.query_string}"
-        async with aiohttp.ClientSession() as client, client.post(url, data=text) as answer:
+        async with (
+            aiohttp.ClientSession() as client,
+            client.post(url, data=text) as answer,
+        ):
             return web.Response(status=answer.status)
 
 
@@ -116,7 +127,10 @@ def run(environment: dict[str, str], tmp_path: Path) -> Run:
 
     async def run_command(*arguments: str) -> Any:
         process = await asyncio.create_subprocess_exec(
-            *(COMMAND, *arguments), env=environment, cwd=tmp_path, stdout=subprocess.PIPE
+            *(COMMAND, *arguments),
+            env=environment,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
         )
         out, _ = await process.communicate()
         assert process.returncode == 0, arguments
@@ -127,12 +141,17 @@ def run(environment: dict[str, str], tmp_path: Path) -> Run:
 
 @pytest.fixture
 async def start(
-    noting: Noting, stand_in_worker: StandInWorker, environment: dict[str, str], tmp_path: Path
+    noting: Noting,
+    stand_in_worker: StandInWorker,
+    environment: dict[str, str],
+    tmp_path: Path,
 ) -> AsyncIterator[Start]:
     """Starts a worker that pushes, with a stand-in engine or, named "demo", with the real one."""
     processes = []
 
-    async def start_worker(name: str, price: str, *more: str) -> asyncio.subprocess.Process:
+    async def start_worker(
+        name: str, price: str, *more: str
+    ) -> asyncio.subprocess.Process:
         flags = ["--push-url", noting.url, "--lease-seconds", "2", "--slots", "4"]
         flags += ["--device", "cpu", "--name", name, "--price-per-hour", price, *more]
         loading = BREAKS.format(marker=tmp_path / "broken")
@@ -141,7 +160,9 @@ async def start(
             command[2] = f"{OFTEN}; from fleet import main; main.main()"
         variables = {**environment, "IMAGEFLEET_LOG_FORMAT": "json"}
         with (tmp_path / f"{name}.log").open("wb") as log:
-            process = await asyncio.create_subprocess_exec(*command, env=variables, stderr=log)
+            process = await asyncio.create_subprocess_exec(
+                *command, env=variables, stderr=log
+            )
         processes.append(process)
         return process
 
@@ -155,7 +176,11 @@ async def start(
 def process_of(log: Path, gpu: str) -> int:
     """The first worker of a GPU, by its parent's log."""
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    started = [each for each in lines if each["action"] == "worker_started" and each["gpu"] == gpu]
+    started = [
+        each
+        for each in lines
+        if each["action"] == "worker_started" and each["gpu"] == gpu
+    ]
     return int(started[0]["process_id"])
 
 
@@ -163,7 +188,9 @@ async def counted(storage: Storage, **wanted: int) -> None:
     """Waits until the campaign `spring` has these numbers."""
     await polling.until(
         lambda: reader.counts(storage, "spring"),
-        lambda found: all(getattr(found, name) == value for name, value in wanted.items()),
+        lambda found: all(
+            getattr(found, name) == value for name, value in wanted.items()
+        ),
     )
 
 
@@ -178,7 +205,10 @@ async def redone(
         nonlocal sent
         sent += count if campaign == "spring" else 0
         job = {"campaign": campaign, "prompt": prompt, "steps": 4}
-        lines = (json.dumps({**job, "id": f"{name}{number}"}) + "\n" for number in range(count))
+        lines = (
+            json.dumps({**job, "id": f"{name}{number}"}) + "\n"
+            for number in range(count)
+        )
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
         await run("load", f"{name}.jsonl")
 
@@ -222,7 +252,9 @@ async def test_what_a_fleet_paid_is_what_its_processes_counted_row_by_row(
 ) -> None:
     await victoria_metrics.arrived()
 
-    report = await run("report", "spring", "--json", "--prometheus", victoria_metrics.url)
+    report = await run(
+        "report", "spring", "--json", "--prometheus", victoria_metrics.url
+    )
     status = await run("status", "--json", "--prometheus", victoria_metrics.url)
     panels = json.loads(PAGE.read_text())["panels"]
     title = "Images per dollar in the time range, all in"
@@ -253,7 +285,9 @@ async def test_what_a_fleet_paid_is_what_its_processes_counted_row_by_row(
     assert split["start_up"] == nearly(wasted("start_up"))
     idle = sum(value for row, value in split.items() if row.startswith("idle"))
     assert idle == nearly(wasted("idle"))
-    assert min(split["failed_jobs"], split["images_replaced"], idle, split["start_up"]) > 0
+    assert (
+        min(split["failed_jobs"], split["images_replaced"], idle, split["start_up"]) > 0
+    )
 
     assert (report["images"], report["failed"]) == (redone["sent"], 0)
     assert report["images_replaced"] == redone["replaced"]

@@ -31,7 +31,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def workload(tmp_path: Path) -> jobs.Workload:
-    return jobs.Workload("a house", "ugly", ((64, 64),), tmp_path, (("one",), ("two",), ("three",)))
+    return jobs.Workload(
+        "a house", "ugly", ((64, 64),), tmp_path, (("one",), ("two",), ("three",))
+    )
 
 
 @pytest.fixture
@@ -47,27 +49,47 @@ def _little_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_engine_is_measured_against_the_limit_and_against_diffusers(
     in_process: Any, model: Path, tmp_path: Path
 ) -> None:
-    arguments = ("--model", str(model), "--seconds", "0.3", "--slots", "2", "--baseline")
+    arguments = (
+        "--model",
+        str(model),
+        "--seconds",
+        "0.3",
+        "--slots",
+        "2",
+        "--baseline",
+    )
     arguments += ("--steps", "4")
-    priced = ("--price-per-hour", "0.36", "--json-file", str(tmp_path / "new" / "report.json"))
+    priced = (
+        "--price-per-hour",
+        "0.36",
+        "--json-file",
+        str(tmp_path / "new" / "report.json"),
+    )
     ended = in_process("bench", "engine", *arguments, *priced)
     assert ended.returncode == 0, ended.stderr
     report = json.loads((tmp_path / "new" / "report.json").read_text())
     assert (report["width"], report["height"], report["slots"]) == (64, 64, 2)
     assert report["family"] == "sd1"
-    assert all(report[name] > 0 for name in report if name.endswith("images_per_second"))
+    assert all(
+        report[name] > 0 for name in report if name.endswith("images_per_second")
+    )
     assert report["over_diffusers_peft"] == pytest.approx(
-        report["mixed_lora_images_per_second"] / report["diffusers_peft_images_per_second"]
+        report["mixed_lora_images_per_second"]
+        / report["diffusers_peft_images_per_second"]
     )
     assert report["matrix_limit_fraction"] < 1
-    assert report["images_per_dollar"] == pytest.approx(10_000 * report["worker_images_per_second"])
+    assert report["images_per_dollar"] == pytest.approx(
+        10_000 * report["worker_images_per_second"]
+    )
     assert report["unguided_images_per_dollar"] == pytest.approx(
         10_000 * report["unguided_images_per_second"]
     )
     assert report["steps"] == 4
     # 1 where so few images are all drawn before the first is stored.
     assert 0 <= report["idle_fraction"] <= 1
-    of_images = report["unguided_images_per_second"] / report["no_lora_images_per_second"]
+    of_images = (
+        report["unguided_images_per_second"] / report["no_lora_images_per_second"]
+    )
     assert report["unguided_over_no_lora"] == pytest.approx(of_images)
     assert report["recompiles_after_warmup"] == 0
     assert "images per dollar" in ended.stdout
@@ -82,7 +104,9 @@ def test_the_engine_is_measured_against_the_limit_and_against_diffusers(
         (("--priority", "urgent"), "--priority"),
     ],
 )
-def test_errors_are_one_line(in_process: Any, arguments: tuple[str, ...], complaint: str) -> None:
+def test_errors_are_one_line(
+    in_process: Any, arguments: tuple[str, ...], complaint: str
+) -> None:
     ended = in_process("bench", "engine", *arguments)
     assert ended.returncode == 2
     assert complaint in ended.stderr
@@ -108,7 +132,10 @@ def test_the_price_is_looked_up_by_the_gpus_name_and_memory(
 
 def test_requests_and_messages_are_the_same_jobs(workload: jobs.Workload) -> None:
     for number in range(5):
-        request, job = workload.request(number), read_job(workload.message(number), "id")
+        request, job = (
+            workload.request(number),
+            read_job(workload.message(number), "id"),
+        )
         (lora,) = request.loras
         assert f"<lora:{lora.name}:{lora.unet_weight}>" in job.prompt
         assert job.prompt.startswith(request.prompt)
@@ -116,7 +143,9 @@ def test_requests_and_messages_are_the_same_jobs(workload: jobs.Workload) -> Non
         assert (job.width, job.height) == (request.width, request.height)
 
 
-def test_jobs_of_a_round_have_different_loras_prompts_and_seeds(workload: jobs.Workload) -> None:
+def test_jobs_of_a_round_have_different_loras_prompts_and_seeds(
+    workload: jobs.Workload,
+) -> None:
     requests = [workload.request(number) for number in range(3)]
     assert len({request.loras[0].name for request in requests}) == 3
     assert len({request.prompt for request in requests}) == 3
@@ -148,13 +177,20 @@ def test_prompts_may_have_several_lengths_in_turn(tmp_path: Path) -> None:
 def test_mixed_steps_are_equally_frequent(tmp_path: Path) -> None:
     steps = tuple(jobs.MIXED_STEPS)
     mixed = jobs.Workload("a", "b", ((16, 16),), tmp_path, steps=steps)
-    assert sorted(mixed.request(number).steps for number in range(len(steps))) == list(steps)
+    assert sorted(mixed.request(number).steps for number in range(len(steps))) == list(
+        steps
+    )
 
 
 def test_a_rate_counts_whole_rounds_after_the_first() -> None:
     finished_at = [1.0, 1.0, 3.0, 3.0, 5.0, 5.0, 5.5]
     rate = work.rate_of(finished_at, 2, [10, 10, 20, 20, 30, 30, 99], [5] * 7)
-    assert (rate.images, rate.unet_calls, rate.amount_per_second, rate.seconds) == (4, 100, 5, 4.0)
+    assert (rate.images, rate.unet_calls, rate.amount_per_second, rate.seconds) == (
+        4,
+        100,
+        5,
+        4.0,
+    )
     with pytest.raises(errors.SetupError, match="too few"):
         work.rate_of(finished_at[:3], 2)
 
@@ -163,7 +199,11 @@ def test_a_rate_counts_whole_rounds_after_the_first() -> None:
 def test_a_rate_of_several_sizes_does_not_depend_on_which_of_them_ends_last(
     phases: tuple[int, ...],
 ) -> None:
-    lanes = ((16, 100), (11, 150), (11, 150))  # images and their pixels; 15 ticks by turns
+    lanes = (
+        (16, 100),
+        (11, 150),
+        (11, 150),
+    )  # images and their pixels; 15 ticks by turns
     finished_at, pixels = [], []
     for tick in range(300):
         images, size = lanes[tick % 3]
@@ -175,7 +215,9 @@ def test_a_rate_of_several_sizes_does_not_depend_on_which_of_them_ends_last(
     assert rate.amount_per_second == pytest.approx(expected, rel=0.02)
 
 
-def test_drive_keeps_the_engine_full_and_leaves_it_empty(workload: jobs.Workload) -> None:
+def test_drive_keeps_the_engine_full_and_leaves_it_empty(
+    workload: jobs.Workload,
+) -> None:
     engine = StandInEngine(capacity=4, tick_seconds=0.02)
     rate = work.drive(engine, workload.requests(), 0.2)
     assert not engine.busy

@@ -22,8 +22,12 @@ def tiny_sdxl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_families.build(tmp_path_factory.mktemp("model") / "tiny", "sdxl")
 
 
-def test_the_operations_of_an_sdxl_image_include_its_added_inputs(tiny_sdxl: Path) -> None:
-    one, two, three = (machine.count_image_flops(tiny_sdxl, 64, 64, calls) for calls in (1, 2, 3))
+def test_the_operations_of_an_sdxl_image_include_its_added_inputs(
+    tiny_sdxl: Path,
+) -> None:
+    one, two, three = (
+        machine.count_image_flops(tiny_sdxl, 64, 64, calls) for calls in (1, 2, 3)
+    )
     assert three - two == two - one > 0
     assert one > two - one, "text encoders and VAE"
 
@@ -65,7 +69,9 @@ def test_the_plan_counts_the_operations_that_the_x4_upscaler_has(side: int) -> N
 
 
 def test_an_unknown_family_and_a_cpu_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(errors.SetupError, match="--family 'sd3' is unknown; known are sd1, sd2"):
+    with pytest.raises(
+        errors.SetupError, match="--family 'sd3' is unknown; known are sd1, sd2"
+    ):
         engine.prepare(None, tmp_path, "cpu", family="sd3")
     with pytest.raises(errors.SetupError, match="--family sdxl is for GPUs"):
         engine.prepare(None, tmp_path, "cpu", family="sdxl")
@@ -86,7 +92,16 @@ def test_the_latency_of_sdxl_is_measured(
     monkeypatch.setattr(latency, "AT_ONCE", (1, 2))
     file = tmp_path / "latency.json"
     ended = in_process(
-        *("bench", "latency", "--model", str(tiny_sdxl), "--steps", "2", "--device", "cpu"),
+        *(
+            "bench",
+            "latency",
+            "--model",
+            str(tiny_sdxl),
+            "--steps",
+            "2",
+            "--device",
+            "cpu",
+        ),
         *("--json-file", str(file)),
     )
     assert ended.returncode == 0, ended.stderr

@@ -80,9 +80,14 @@ def test_each_number_of_workers_is_measured_and_compared_with_one(
     report = json.loads(ended.stdout)
     one, two = report["rows"]
     assert (one["workers"], two["workers"]) == (1, 2)
-    assert one["images_per_second"] == pytest.approx(100, rel=0.1), "without the warm-up"
+    assert one["images_per_second"] == pytest.approx(100, rel=0.1), (
+        "without the warm-up"
+    )
     assert two["images_per_second"] == pytest.approx(160, rel=0.1)
-    assert (one["linear_fraction"], one["perfect_linear"]) == (1, one["images_per_second"])
+    assert (one["linear_fraction"], one["perfect_linear"]) == (
+        1,
+        one["images_per_second"],
+    )
     assert two["perfect_linear"] == 2 * one["images_per_second"]
     assert two["linear_fraction"] == pytest.approx(0.8, rel=0.12)
     assert two["by_worker"] == pytest.approx([80, 80], rel=0.1)
@@ -92,7 +97,9 @@ def test_each_number_of_workers_is_measured_and_compared_with_one(
 
     started = [json.loads(line) for line in seen.read_text().splitlines()]
     assert [flags["--gpus"] for flags, _ in started] == ["0", "0,1"]
-    assert len({flags["--storage"] for flags, _ in started}) == 1, "one campaign for all"
+    assert len({flags["--storage"] for flags, _ in started}) == 1, (
+        "one campaign for all"
+    )
     for flags, environment in started:
         assert flags["--device"] == "cpu"
         assert environment["OMP_NUM_THREADS"] == "3"
@@ -108,7 +115,9 @@ def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     scaling.show(rows, {**about, "sampler": "PLMS", "steps": 50})
     shown = capsys.readouterr().out
 
-    assert re.search(r"^ *2 +28\.98 +29\.20 +99\.2 % +14\.44 +14\.54", shown, re.MULTILINE)
+    assert re.search(
+        r"^ *2 +28\.98 +29\.20 +99\.2 % +14\.44 +14\.54", shown, re.MULTILINE
+    )
     assert "H200; m, PLMS, 50 steps; 60 s measured of each run" in shown
 
 
@@ -122,13 +131,17 @@ def test_a_worker_that_ends_ends_the_measurement_with_its_reason(
     assert "the worker ended with exit code 3: no memory left" in ended.stderr
 
 
-async def test_the_queue_never_runs_dry_and_its_jobs_are_of_one_campaign(tmp_path: Path) -> None:
+async def test_the_queue_never_runs_dry_and_its_jobs_are_of_one_campaign(
+    tmp_path: Path,
+) -> None:
     work = runs.Work(
         tmp_path, {"sampler_name": "PLMS", "steps": 50}, 1, 1, (), {}, "a house", "ugly"
     )
     async with open_storage(StorageSettings(storage=f"local:{tmp_path}")) as storage:
         await storage.create()
-        filling = asyncio.create_task(runs._keep_filled(storage, work, iter(range(9999)), 2))
+        filling = asyncio.create_task(
+            runs._keep_filled(storage, work, iter(range(9999)), 2)
+        )
         drawn = []
         # More than were sent at first: some were added meanwhile.
         while len(drawn) < 4 * runs.JOBS_PER_WORKER + 100:
@@ -137,8 +150,12 @@ async def test_the_queue_never_runs_dry_and_its_jobs_are_of_one_campaign(tmp_pat
                 await storage.queue.delete(message)
         filling.cancel()
 
-    assert {(job.campaign, job.sampler, job.steps) for job in drawn} == {("scaling", "plms", 50)}
-    assert len({job.id for job in drawn}) == len({job.seed for job in drawn}) == len(drawn)
+    assert {(job.campaign, job.sampler, job.steps) for job in drawn} == {
+        ("scaling", "plms", 50)
+    }
+    assert (
+        len({job.id for job in drawn}) == len({job.seed for job in drawn}) == len(drawn)
+    )
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,14 @@ COUNT = 37  # two batches and a part
 class Corners:
     """Features that are some of the image's pixels; those of a text are its length's."""
 
-    facts = ExtractorFacts("corners", "pixels", "0" * 64, 6, Preparation(8, (0,) * 3, (1,) * 3))
+    facts = ExtractorFacts(
+        "corners", "pixels", "0" * 64, 6, Preparation(8, (0,) * 3, (1,) * 3)
+    )
 
     def features(self, images: Sequence[Image.Image]) -> Features:
-        return np.stack([np.asarray(each, np.float32)[0, :2].ravel() for each in images])
+        return np.stack(
+            [np.asarray(each, np.float32)[0, :2].ravel() for each in images]
+        )
 
     def text_features(self, texts: Sequence[str]) -> Features:
         return np.stack([np.arange(6, dtype=np.float32) + len(each) for each in texts])
@@ -37,14 +41,22 @@ def write(folder: Path, count: int, noise: int, seed: int = 1) -> FolderImages:
     folder.mkdir()
     for number in range(count):
         pixels = np.random.default_rng(number).integers(60, 190, (8, 8, 3))
-        added = np.random.default_rng((seed, number)).integers(-noise, noise + 1, pixels.shape)
-        Image.fromarray((pixels + added).astype(np.uint8)).save(folder / f"{number:03}.png")
+        added = np.random.default_rng((seed, number)).integers(
+            -noise, noise + 1, pixels.shape
+        )
+        Image.fromarray((pixels + added).astype(np.uint8)).save(
+            folder / f"{number:03}.png"
+        )
     return FolderImages(folder)
 
 
-async def compared(a: FolderImages, b: FolderImages, measures: Measures) -> compare.Comparison:
+async def compared(
+    a: FolderImages, b: FolderImages, measures: Measures
+) -> compare.Comparison:
     names = {name.removesuffix(".png"): name for name in await a.names()}
-    return await compare.compare((a, b), sorted(names), (names, names), measures, lambda _: None)
+    return await compare.compare(
+        (a, b), sorted(names), (names, names), measures, lambda _: None
+    )
 
 
 async def rows(folder: FolderImages) -> Features:
@@ -61,15 +73,23 @@ async def test_features_and_fid_are_those_of_all_images_at_once(tmp_path: Path) 
     all_a, all_b = await rows(a), await rows(b)
     one, other = unit(all_a), unit(all_b)
     within = np.mean([1 - one[i] @ one[j] for i, j in combinations(range(COUNT), 2)])
-    assert judged.feature_distance == pytest.approx(np.mean(1 - (one * other).sum(1)) / within)
+    assert judged.feature_distance == pytest.approx(
+        np.mean(1 - (one * other).sum(1)) / within
+    )
     statistics = Statistics.of
     assert judged.fid_between == pytest.approx(
         frechet_distance(statistics(all_b), statistics(all_a))
     )
-    halves = [statistics(each) for each in (all_a[::2], all_a[1::2], all_b[::2], all_b[1::2])]
+    halves = [
+        statistics(each) for each in (all_a[::2], all_a[1::2], all_b[::2], all_b[1::2])
+    ]
     assert judged.fid_a == pytest.approx(frechet_distance(halves[0], halves[1]))
     assert judged.fid_b == pytest.approx(
-        (frechet_distance(halves[2], halves[1]) + frechet_distance(halves[3], halves[0])) / 2
+        (
+            frechet_distance(halves[2], halves[1])
+            + frechet_distance(halves[3], halves[0])
+        )
+        / 2
     )
     [check] = [each for each in judged.checks if each.name == "fid"]
     assert check.figure == pytest.approx(
@@ -86,15 +106,21 @@ async def test_a_folder_is_a_reference_for_fid(tmp_path: Path) -> None:
     judged = verdict.judge(await compared(a, b, measures), measures, verdict.Bounds())
 
     exact = Statistics.of(await rows(other))
-    assert judged.fid_a == pytest.approx(frechet_distance(Statistics.of(await rows(a)), exact))
-    assert judged.fid_b == pytest.approx(frechet_distance(Statistics.of(await rows(b)), exact))
+    assert judged.fid_a == pytest.approx(
+        frechet_distance(Statistics.of(await rows(a)), exact)
+    )
+    assert judged.fid_b == pytest.approx(
+        frechet_distance(Statistics.of(await rows(b)), exact)
+    )
 
 
 async def test_the_pixels_of_all_pairs_make_the_psnr(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", COUNT, 0), write(tmp_path / "b", COUNT, 9)
     measures = Measures(None, None, None)
 
-    judged = verdict.judge(await compared(a, b, measures), measures, verdict.Bounds(), worst=3)
+    judged = verdict.judge(
+        await compared(a, b, measures), measures, verdict.Bounds(), worst=3
+    )
 
     squares = [
         np.mean(np.square(np.asarray(Image.open(tmp_path / "a" / name), int) - other))
@@ -112,7 +138,9 @@ async def test_an_extractor_that_gives_no_numbers_is_named(tmp_path: Path) -> No
             return np.full((len(images), 6), np.nan, np.float32)
 
     a, b = write(tmp_path / "a", 4, 0), write(tmp_path / "b", 4, 9)
-    with pytest.raises(errors.SetupError, match="corners gives features that are not finite"):
+    with pytest.raises(
+        errors.SetupError, match="corners gives features that are not finite"
+    ):
         await compared(a, b, Measures(Broken(), None, None))
 
 
@@ -125,20 +153,28 @@ def test_the_clip_score_is_that_of_captions_without_loras(tmp_path: Path) -> Non
     with_job, without = Drawing(pixels, job, 1), Drawing(pixels // 2, None, None)
     found = compare.Comparison()
 
-    compare._add_clip_scores(found, [(with_job, with_job), (without, without)], Corners())
+    compare._add_clip_scores(
+        found, [(with_job, with_job), (without, without)], Corners()
+    )
 
     texts = Corners().text_features(["a red cat"])
     expected = clip_score(Corners().features([Image.fromarray(pixels)]), texts).tolist()
-    assert found.clip_scores == (expected, expected), "a pair without a caption is left out"
+    assert found.clip_scores == (expected, expected), (
+        "a pair without a caption is left out"
+    )
 
 
 def test_what_all_pictures_have_in_common_is_measured() -> None:
     pixels = np.random.default_rng(1).integers(40, 200, (32, 32, 3)).astype(np.uint8)
-    smooth = np.asarray(Image.fromarray(pixels).resize((96, 96), Image.Resampling.BICUBIC))
+    smooth = np.asarray(
+        Image.fromarray(pixels).resize((96, 96), Image.Resampling.BICUBIC)
+    )
 
     brighter = Shift.of(smooth, smooth + np.array([0, 5, 0], np.uint8))
     moved = Shift.of(smooth, np.roll(smooth, 1, axis=0))
-    stretched = Shift.of(smooth, (120 + (smooth - 120.0) * 1.1).clip(0, 255).astype(np.uint8))
+    stretched = Shift.of(
+        smooth, (120 + (smooth - 120.0) * 1.1).clip(0, 255).astype(np.uint8)
+    )
     blurred = Shift.of(
         smooth, np.asarray(Image.fromarray(smooth).filter(ImageFilter.GaussianBlur(1)))
     )
@@ -153,7 +189,9 @@ def test_what_all_pictures_have_in_common_is_measured() -> None:
 
 @pytest.mark.parametrize("side", [1, 8, 64, 300, 700])
 def test_pictures_of_any_size_have_a_similarity(side: int) -> None:
-    drawn = np.random.default_rng(1).integers(0, 256, (side, side + 3, 3)).astype(np.uint8)
+    drawn = (
+        np.random.default_rng(1).integers(0, 256, (side, side + 3, 3)).astype(np.uint8)
+    )
 
     assert pair.similarity(drawn, drawn) == pytest.approx((1, 1))
     assert Shift.of(drawn, drawn).displacement_pixels == pytest.approx(0)
@@ -165,7 +203,11 @@ async def test_with_three_pairs_it_is_said_that_fid_is_left_out(tmp_path: Path) 
     found = await compared(a, b, measures)
 
     result = Result(
-        ("a", "b"), measures, found, verdict.judge(found, measures, verdict.Bounds()), ()
+        ("a", "b"),
+        measures,
+        found,
+        verdict.judge(found, measures, verdict.Bounds()),
+        (),
     )
 
     assert "FID (fewer than four pairs)" in result.left_out

@@ -23,7 +23,14 @@ Folders = tuple[Path, Path]
 
 BY_PIXELS = ("--extractor", "none")
 
-WITHOUT_NETWORKS = ["psnr", "alike", "brightness", "contrast", "sharpness", "displacement"]
+WITHOUT_NETWORKS = [
+    "psnr",
+    "alike",
+    "brightness",
+    "contrast",
+    "sharpness",
+    "displacement",
+]
 
 
 def noisy(path: Path, amplitude: int) -> None:
@@ -40,7 +47,9 @@ def noisy(path: Path, amplitude: int) -> None:
     drawn.save(path, pnginfo=info)
 
 
-def test_the_same_images_pass_as_identical(in_process: Imagefleet, folders: Folders) -> None:
+def test_the_same_images_pass_as_identical(
+    in_process: Imagefleet, folders: Folders
+) -> None:
     ended = in_process("gate", "./a", "./b", *BY_PIXELS, "--json")
 
     assert ended.returncode == console.EXIT_DONE, ended.stderr
@@ -56,13 +65,21 @@ def test_one_spoilt_image_of_four_fails_and_is_shown_first(
 ) -> None:
     noisy(folders[1] / "house.png", 60)
 
-    ended = in_process("gate", "./a", "./b", *BY_PIXELS, "--output", "gate.html", "--json")
+    ended = in_process(
+        "gate", "./a", "./b", *BY_PIXELS, "--output", "gate.html", "--json"
+    )
 
     assert ended.returncode == console.EXIT_IMAGES_WRONG
     found = json.loads(ended.stdout)
     assert not found["passed"]
-    assert {check["name"]: check["passed"] for check in found["checks"]}["alike"] is False
-    assert (found["alike"], found["identical"], found["worst"][0]["key"]) == (3, 3, "house")
+    assert {check["name"]: check["passed"] for check in found["checks"]}[
+        "alike"
+    ] is False
+    assert (found["alike"], found["identical"], found["worst"][0]["key"]) == (
+        3,
+        3,
+        "house",
+    )
     expected = 10 * np.log10(255**2 / found["worst"][0]["squares"])
     assert found["psnr_lowest"] == pytest.approx(expected)
     page = (tmp_path / "gate.html").read_text()
@@ -81,12 +98,23 @@ def test_the_bounds_decide(in_process: Imagefleet, folders: Folders) -> None:
         return int(in_process("gate", "./a", "./b", *BY_PIXELS, *bounds).returncode)
 
     noise = ("--set", "sharpness=300", "--set", "brightness=3")
-    assert code(*noise, "--set", "alike=0", "--set", "psnr=26") == console.EXIT_DONE  # 26.7 dB
-    assert code(*noise, "--set", "alike=0", "--set", "psnr=27") == console.EXIT_IMAGES_WRONG
+    assert (
+        code(*noise, "--set", "alike=0", "--set", "psnr=26") == console.EXIT_DONE
+    )  # 26.7 dB
+    assert (
+        code(*noise, "--set", "alike=0", "--set", "psnr=27")
+        == console.EXIT_IMAGES_WRONG
+    )
     alike = (*noise, "--set", "alike=1", "--set", "psnr=26")
     assert code(*alike, "--set", "detail=300", "--set", "ssim=0.1") == console.EXIT_DONE
-    assert code(*alike, "--set", "detail=300", "--set", "ssim=1") == console.EXIT_IMAGES_WRONG
-    assert code(*alike, "--set", "detail=1", "--set", "ssim=0.1") == console.EXIT_IMAGES_WRONG
+    assert (
+        code(*alike, "--set", "detail=300", "--set", "ssim=1")
+        == console.EXIT_IMAGES_WRONG
+    )
+    assert (
+        code(*alike, "--set", "detail=1", "--set", "ssim=0.1")
+        == console.EXIT_IMAGES_WRONG
+    )
     for wrong in ("alike=101", "psnr=-1", "psnr=x", "pnsr=1"):
         assert code("--set", wrong) == console.EXIT_OPERATOR_MUST_ACT
 
@@ -150,7 +178,9 @@ def test_missing_images_are_named_unless_only_the_first_are_compared(
     ended = in_process("gate", "./a", "./b", *BY_PIXELS)
 
     assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert re.search(rf"{letter} \(folder \S+\) lacks 1 image of the other.*umbrella", ended.stderr)
+    assert re.search(
+        rf"{letter} \(folder \S+\) lacks 1 image of the other.*umbrella", ended.stderr
+    )
     assert in_process("gate", "./a", "./b", *BY_PIXELS, "--count", "3").returncode == 0
 
 
@@ -195,12 +225,21 @@ def test_images_of_other_programs_are_compared_by_name_in_any_format(
         (("./a", "./a"), "A and B are the same: folder a"),
         (("./a", "./b", "--jobs", "x.txt"), "--jobs is for two settings"),
         (("./a", "./b", "--model", "x"), "--model is for settings that are drawn here"),
-        (("./a", "./b", "--reference", "x.npz", *BY_PIXELS), "--reference needs an --extractor"),
-        (("./a", "float16,floaty"), "'floaty' is no setting of the engine; did you mean 'float"),
+        (
+            ("./a", "./b", "--reference", "x.npz", *BY_PIXELS),
+            "--reference needs an --extractor",
+        ),
+        (
+            ("./a", "float16,floaty"),
+            "'floaty' is no setting of the engine; did you mean 'float",
+        ),
         (("./a", "float16,float32"), "float32 sets what another word has set"),
         (("./a", "slots=0"), "slots=0: give a number from 1 to 64"),
         (("./a", "spring"), "there is no folder imagefleet-data/images"),
-        (("float32", "float16", "--model", "no.safetensors"), "'no.safetensors' does not exist"),
+        (
+            ("float32", "float16", "--model", "no.safetensors"),
+            "'no.safetensors' does not exist",
+        ),
         (("./a", "./empty", *BY_PIXELS), "folder empty has no images"),
     ],
 )
@@ -236,12 +275,21 @@ async def test_campaigns_are_compared_across_storages(
         await second.create()
         for each in (storage, second):
             for key in ("cat", "house"):
-                await each.blobs.create(f"float32/{key}.png", encoded(key), "image/png", {})
+                await each.blobs.create(
+                    f"float32/{key}.png", encoded(key), "image/png", {}
+                )
     names = storage_settings.model_dump(exclude={"sas", "sas_file", "broker_url"})
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in names.items()]
-    arguments = ("campaign:float32", "campaign:float32", "--other-storage", other.storage)
+    arguments = (
+        "campaign:float32",
+        "campaign:float32",
+        "--other-storage",
+        other.storage,
+    )
 
-    ended = await asyncio.to_thread(in_process, "gate", *arguments, *flags, *BY_PIXELS, "--json")
+    ended = await asyncio.to_thread(
+        in_process, "gate", *arguments, *flags, *BY_PIXELS, "--json"
+    )
 
     assert ended.returncode == console.EXIT_DONE, ended.stderr
     found = json.loads(ended.stdout)
@@ -250,7 +298,9 @@ async def test_campaigns_are_compared_across_storages(
     assert found["b"] == f"campaign float32 in {other.storage}"
 
     (tmp_path / "spring").mkdir()
-    ended = await asyncio.to_thread(in_process, "gate", "./a", "spring", *flags, *BY_PIXELS)
+    ended = await asyncio.to_thread(
+        in_process, "gate", "./a", "spring", *flags, *BY_PIXELS
+    )
     assert "has no images; for the folder, write ./spring" in ended.stderr
 
 
@@ -282,7 +332,9 @@ async def test_images_of_one_job_have_its_seeds_in_turn_and_are_drawn_together(
             path.write_bytes(encoded("cat", batch_size=2))
     noisy(tmp_path / "b" / "cat~1.png", 9)
 
-    ended = await asyncio.to_thread(in_process, "gate", "./a", "./b", *BY_PIXELS, "--json")
+    ended = await asyncio.to_thread(
+        in_process, "gate", "./a", "./b", *BY_PIXELS, "--json"
+    )
 
     worst = json.loads(ended.stdout)["worst"]
     assert [(pair["key"], pair["seed"]) for pair in worst] == [("cat~1", 4), ("cat", 3)]

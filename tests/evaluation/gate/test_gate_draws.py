@@ -47,7 +47,14 @@ def float16(in_process: Imagefleet, drawn: Path) -> tuple[int, dict[str, Any]]:
         (drawn / "captions.jsonl").write_text(CAPTIONS)
         ended: subprocess.CompletedProcess[str] = in_process(
             *("gate", "float32", "float16", "--jobs", str(drawn / "captions.jsonl")),
-            *("--steps", STEPS, "--keep", str(drawn / "kept"), "--json-file", str(result)),
+            *(
+                "--steps",
+                STEPS,
+                "--keep",
+                str(drawn / "kept"),
+                "--json-file",
+                str(result),
+            ),
         )
         assert result.exists(), ended.stderr
         (drawn / "code").write_text(str(ended.returncode))
@@ -83,7 +90,8 @@ def test_a_lora_at_half_its_strength_fails(
 ) -> None:
     def halved(engine: SlotEngine, request: contract.ImageRequest) -> Any:
         loras = (
-            dataclasses.replace(each, unet_weight=each.unet_weight / 2) for each in request.loras
+            dataclasses.replace(each, unet_weight=each.unet_weight / 2)
+            for each in request.loras
         )
         return prepare(engine, dataclasses.replace(request, loras=tuple(loras)))
 
@@ -133,7 +141,10 @@ def test_a_job_that_cannot_be_drawn_is_named(
     ("fields", "reason"),
     [
         ({"then": [{"steps": 2}]}, "job fox has 2 stages"),
-        ({"upscaler_1": "Lanczos", "init_images": ["a.png"]}, "job fox only enlarges an image"),
+        (
+            {"upscaler_1": "Lanczos", "init_images": ["a.png"]},
+            "job fox only enlarges an image",
+        ),
         ({"init_images": ["a.png"]}, "job fox needs a file of a storage, a.png"),
         (
             {"enable_hr": True, "hr_upscaler": "4x", "width": 64, "height": 64},
@@ -151,7 +162,9 @@ def test_a_job_that_takes_more_than_an_engine_is_refused(
     assert f"error: {reason}" in ended.stderr
 
 
-def test_a_setting_that_changes_nothing_here_passes_nothing(in_process: Imagefleet) -> None:
+def test_a_setting_that_changes_nothing_here_passes_nothing(
+    in_process: Imagefleet,
+) -> None:
     ended = in_process("gate", "float32", "fp16-accumulate", "--device", "cpu")
 
     assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT

@@ -12,14 +12,19 @@ PROGRAM = Path(__file__).resolve().parents[3] / "benchmarks/scoring/gate.py"
 pytestmark = pytest.mark.slow
 
 
-def test_one_broken_picture_and_a_shift_of_all_fail_and_untouched_redraws_pass() -> None:
+def test_one_broken_picture_and_a_shift_of_all_fail_and_untouched_redraws_pass() -> (
+    None
+):
     ended = subprocess.run(
         [sys.executable, str(PROGRAM), "--json", "--count", "100"],
         check=False, capture_output=True, text=True,
     )  # fmt: skip
 
     assert ended.returncode == 0, ended.stderr
-    seen = {(row["damage"], row["pictures"]): row["seen"] for row in json.loads(ended.stdout)}
+    seen = {
+        (row["damage"], row["pictures"]): row["seen"]
+        for row in json.loads(ended.stdout)
+    }
     assert seen["nothing", 0] == 0
     for single in ("wholly grey", "another job's picture", "noise in 1/16 of it"):
         assert seen[single, 1] == 20

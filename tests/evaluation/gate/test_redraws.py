@@ -31,7 +31,9 @@ def test_twenty_of_twenty_redraws_in_another_order_and_other_company_pass(
     file = tmp_path / "jobs.jsonl"
     file.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
     asked = jobs.of_file(file, len(lines), 4)
-    setup = draw.Setup(demo.find_checkpoint(), "cpu", demo.find_checkpoint() / "loras", None)
+    setup = draw.Setup(
+        demo.find_checkpoint(), "cpu", demo.find_checkpoint() / "loras", None
+    )
     for folder, slots in (("a", "slots=4"), ("b", "slots=3")):
         engine = sides.read(slots)
         assert isinstance(engine, sides.Engine)
@@ -46,6 +48,8 @@ def test_twenty_of_twenty_redraws_in_another_order_and_other_company_pass(
                 path.rename(tmp_path / f"{side}-{number}" / path.name)
         ended = in_process("gate", f"./a-{number}", f"./b-{number}", "--json")
         found = json.loads(ended.stdout)
-        assert (ended.returncode, found["pairs"]) == (console.EXIT_DONE, PICTURES), found
+        assert (ended.returncode, found["pairs"]) == (console.EXIT_DONE, PICTURES), (
+            found
+        )
         identical += found["identical"]
     assert identical < SETS * PICTURES, "nothing was drawn otherwise"

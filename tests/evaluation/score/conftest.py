@@ -44,7 +44,10 @@ class Drawn:
 @pytest.fixture(scope="session")
 def drawn() -> Drawn:
     rng = random.Random(3)
-    scenes = [world.sample_scene(rng, world.SceneOptions(emphasis_share=0)) for _ in range(IMAGES)]
+    scenes = [
+        world.sample_scene(rng, world.SceneOptions(emphasis_share=0))
+        for _ in range(IMAGES)
+    ]
     return Drawn(
         [world.draw_scene(scene) for scene in scenes],
         [captions.plain_caption(scene, rng) for scene in scenes],
@@ -59,7 +62,9 @@ def png(picture: Image.Image, guidance: float, number: int) -> bytes:
     return stored.getvalue()
 
 
-async def fill(settings: StorageSettings, drawn: Drawn, campaign: str, *, swept: bool) -> None:
+async def fill(
+    settings: StorageSettings, drawn: Drawn, campaign: str, *, swept: bool
+) -> None:
     """Stores *drawn* as a campaign's images, with their records."""
     groups = [
         sweep.Group(name=f"cfg-{each}", guidance=each, sampler="plms", steps=50)
@@ -69,14 +74,18 @@ async def fill(settings: StorageSettings, drawn: Drawn, campaign: str, *, swept:
     async with open_storage(settings) as storage:
         await storage.create()
         if swept:
-            manifest = sweep.Sweep(campaign=campaign, captions=texts, groups=tuple(groups))
+            manifest = sweep.Sweep(
+                campaign=campaign, captions=texts, groups=tuple(groups)
+            )
             await sweep.write(storage, manifest)
         records = []
         for group in groups if swept else groups[:1]:
             for number, picture in enumerate(drawn.pictures):
                 name = sweep.job_id(group.name, number)
                 data = png(picture, group.guidance, number)
-                await storage.blobs.create(f"{campaign}/{name}.png", data, "image/png", {})
+                await storage.blobs.create(
+                    f"{campaign}/{name}.png", data, "image/png", {}
+                )
                 records.append(
                     Record(
                         outcome="completed",
@@ -106,7 +115,9 @@ def stored(drawn: Drawn, tmp_path_factory: pytest.TempPathFactory) -> StorageSet
 @pytest.fixture
 def means_onnx(tmp_path: Path) -> Path:
     """A network in an ONNX file: the mean of each colour of 20 x 20 pixels."""
-    node = helper.make_node("ReduceMean", ["images"], ["features"], axes=[2, 3], keepdims=0)
+    node = helper.make_node(
+        "ReduceMean", ["images"], ["features"], axes=[2, 3], keepdims=0
+    )
     graph = helper.make_graph(
         [node],
         "means",
@@ -128,7 +139,12 @@ def small_reference(drawn: Drawn, tmp_path_factory: pytest.TempPathFactory) -> s
     clip = load.load_text_extractor("demo")
     features = extractor.features(drawn.pictures)
     found = reference.Reference(
-        "small", IMAGES, "0" * 64, Statistics.of(features), features, clip.features(drawn.pictures)
+        "small",
+        IMAGES,
+        "0" * 64,
+        Statistics.of(features),
+        features,
+        clip.features(drawn.pictures),
     )
     path = tmp_path_factory.mktemp("reference") / "small.npz"
     reference.write(found, path, extractor.facts, clip.facts)

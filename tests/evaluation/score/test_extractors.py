@@ -64,11 +64,17 @@ def test_the_resize_antialiases_as_clean_fid_does() -> None:
 
 def test_a_torchscript_file_is_named_by_its_hash_and_its_input(tmp_path: Path) -> None:
     path = save_script(Means(), tmp_path / "means.pt")
-    (tmp_path / "means.pt.json").write_text('{"size": 16, "mean": [0, 0, 0], "std": [255, 255, 1]}')
+    (tmp_path / "means.pt.json").write_text(
+        '{"size": 16, "mean": [0, 0, 0], "std": [255, 255, 1]}'
+    )
     found = load.load_extractor(path)
     facts = found.facts.as_json()
     assert facts["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert (facts["name"], facts["kind"], facts["dimensions"]) == ("means.pt", "TorchScript", 3)
+    assert (facts["name"], facts["kind"], facts["dimensions"]) == (
+        "means.pt",
+        "TorchScript",
+        3,
+    )
     assert (facts["size"], facts["std"]) == (16, (255, 255, 1))
     assert "antialiasing" in facts["resize"]
     image = picture()
@@ -80,14 +86,18 @@ def test_inception_is_taken_without_its_own_resize(tmp_path: Path) -> None:
     found = load.load_extractor(save_script(Inception(), tmp_path / "inception.pt"))
     image = picture()
     expected = (extractors.clean_fid(image, 299).mean((0, 1)) - 128) / 128
-    np.testing.assert_allclose(found.features([image])[0], expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        found.features([image])[0], expected, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_an_onnx_file_gives_the_features_of_its_network(means_onnx: Path) -> None:
     found = load.load_extractor(means_onnx)
     image = picture()
     np.testing.assert_allclose(
-        found.features([image])[0], extractors.clean_fid(image, 20).mean((0, 1)), rtol=1e-5
+        found.features([image])[0],
+        extractors.clean_fid(image, 20).mean((0, 1)),
+        rtol=1e-5,
     )
     assert found.facts.kind == "ONNX"
 
@@ -100,7 +110,8 @@ def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small |= {"num_attention_heads": 2}
     torch.manual_seed(0)
     configuration = CLIPConfig(
-        text_config=small | {"eos_token_id": 49407, "bos_token_id": 49406, "pad_token_id": 49407},
+        text_config=small
+        | {"eos_token_id": 49407, "bos_token_id": 49406, "pad_token_id": 49407},
         vision_config=small | {"image_size": 28, "patch_size": 14},
         projection_dim=12,
     )
@@ -126,7 +137,10 @@ def test_clip_has_the_features_of_transformers(clip_folder: Path) -> None:
             **tokenizer(texts, padding=True, return_tensors="pt"),
             pixel_values=processor(images, return_tensors="pt")["pixel_values"],
         )
-    ours = metrics.unit(found.features(images)), metrics.unit(found.text_features(texts))
+    ours = (
+        metrics.unit(found.features(images)),
+        metrics.unit(found.text_features(texts)),
+    )
     np.testing.assert_allclose(ours[0], theirs.image_embeds, atol=2e-3)
     np.testing.assert_allclose(ours[1], theirs.text_embeds, atol=1e-5)
     score = metrics.clip_score(found.features(images), found.text_features(texts))
@@ -153,7 +167,10 @@ def test_the_judge_prefers_what_the_caption_names() -> None:
     ("content", "reason"),
     [
         (None, "does not exist"),
-        (("folder", None), "has neither model.safetensors nor open_clip_model.safetensors"),
+        (
+            ("folder", None),
+            "has neither model.safetensors nor open_clip_model.safetensors",
+        ),
         (("network.pt", b"no archive"), "is no TorchScript file"),
         (("network.onnx", b"no graph"), "cannot be used as an ONNX extractor"),
         (("network.h5", b""), "should be a TorchScript file"),
@@ -173,7 +190,9 @@ def test_what_is_no_extractor_is_refused_with_its_name(
 
 
 def test_an_input_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    path = save_script(torch.nn.Sequential(torch.nn.Conv2d(4, 2, 1)), tmp_path / "four.pt")
+    path = save_script(
+        torch.nn.Sequential(torch.nn.Conv2d(4, 2, 1)), tmp_path / "four.pt"
+    )
     with pytest.raises(errors.SetupError, match="fails on one image of 299 pixels"):
         load.load_extractor(path)
     (tmp_path / "four.pt.json").write_text(json.dumps({"size": 16, "std": [0, 1, 1]}))

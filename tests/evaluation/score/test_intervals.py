@@ -36,7 +36,9 @@ def figures(reference: Features) -> dict[str, Figure]:
     root = metrics.square_root(statistics)
     return {
         "fid": lambda rows: metrics.fid(rows, statistics, root),
-        "kid": lambda rows: metrics.kid(rows, reference, subsets=4, subset_size=100).estimate,
+        "kid": lambda rows: (
+            metrics.kid(rows, reference, subsets=4, subset_size=100).estimate
+        ),
         "cmmd": lambda rows: metrics.cmmd(rows, reference),
         "clip": lambda rows: metrics.mean(rows[:, 0].astype(np.float64)),
     }
@@ -59,13 +61,17 @@ def test_an_interval_has_the_figure_of_other_images_in_95_of_100(
 
 def test_the_interval_of_a_mean_is_that_of_scipys_bootstrap() -> None:
     scores = np.random.default_rng(3).gamma(2.0, 10.0, 500)
-    theirs = stats.bootstrap((scores,), np.mean, rng=np.random.default_rng(4)).confidence_interval
+    theirs = stats.bootstrap(
+        (scores,), np.mean, rng=np.random.default_rng(4)
+    ).confidence_interval
     ours = metrics.mean(scores)
     assert ours.value == pytest.approx(scores.mean())
     assert ours.interval == pytest.approx(tuple(theirs), rel=0.01)
 
 
-def test_fid_and_its_interval_are_there_for_fewer_images_than_features(reference: Features) -> None:
+def test_fid_and_its_interval_are_there_for_fewer_images_than_features(
+    reference: Features,
+) -> None:
     rows = images(np.random.default_rng(5), 6, 0)
     statistics = Statistics.of(reference)
     found = metrics.fid(rows, statistics, metrics.square_root(statistics))
@@ -74,7 +80,9 @@ def test_fid_and_its_interval_are_there_for_fewer_images_than_features(reference
     assert found.interval[0] < found.value < found.interval[1]
 
 
-def test_subsets_that_are_the_whole_sets_have_no_standard_deviation(reference: Features) -> None:
+def test_subsets_that_are_the_whole_sets_have_no_standard_deviation(
+    reference: Features,
+) -> None:
     rows = images(np.random.default_rng(6), 400, 0)
     whole = metrics.kid(rows, reference)
     assert (whole.std, whole.subset_size) == (None, 400)

@@ -29,7 +29,9 @@ PREPARATION = Preparation(32, (128.0,) * 3, (128.0,) * 3)
 @pytest.fixture(scope="module")
 def torch_fidelity() -> types.SimpleNamespace:
     """The real FID and KID of torch-fidelity, which use nothing of torchvision."""
-    assert importlib.util.find_spec("torch_fidelity"), "`make test` installs torch-fidelity"
+    assert importlib.util.find_spec("torch_fidelity"), (
+        "`make test` installs torch-fidelity"
+    )
     with pytest.MonkeyPatch.context() as patch:
         for name in ("", ".datasets", ".transforms", ".transforms.functional"):
             module: Any = types.ModuleType(f"torchvision{name}")
@@ -46,7 +48,9 @@ def network() -> torch.nn.Module:
     """The same random convolutions each time."""
     generator = torch.Generator().manual_seed(1)
     layers = torch.nn.Sequential(
-        torch.nn.Conv2d(3, 16, 5, 2), torch.nn.ReLU(), torch.nn.Conv2d(16, DIMENSIONS, 3, 2)
+        torch.nn.Conv2d(3, 16, 5, 2),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(16, DIMENSIONS, 3, 2),
     )
     for each in layers.parameters():
         each.data = torch.randn(each.shape, generator=generator) / 10
@@ -56,7 +60,10 @@ def network() -> torch.nn.Module:
 def pictures(count: int, seed: int) -> list[Image.Image]:
     random = np.random.default_rng(seed)
     colours = random.integers(40 + 30 * seed, 256, (count, 4, 4, 3)).astype(np.uint8)
-    return [Image.fromarray(each).resize((40, 40), Image.Resampling.BICUBIC) for each in colours]
+    return [
+        Image.fromarray(each).resize((40, 40), Image.Resampling.BICUBIC)
+        for each in colours
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +72,9 @@ def features() -> tuple[np.ndarray, np.ndarray]:
     extract = network()
     with torch.inference_mode():
         first, second = (
-            extract(torch.from_numpy(PREPARATION.array(pictures(count, seed)))).mean((2, 3)).numpy()
+            extract(torch.from_numpy(PREPARATION.array(pictures(count, seed))))
+            .mean((2, 3))
+            .numpy()
             for count, seed in ((700, 1), (500, 2))
         )
     return first, second
@@ -96,7 +105,10 @@ def test_seven_shards_merged_in_any_order_give_the_same_fid(features: Any) -> No
         merged = Statistics.merged(order, DIMENSIONS)
         assert merged.count == 700
         np.testing.assert_allclose(
-            merged.covariance, Statistics.of(features[0]).covariance, rtol=1e-10, atol=1e-14
+            merged.covariance,
+            Statistics.of(features[0]).covariance,
+            rtol=1e-10,
+            atol=1e-14,
         )
         assert metrics.frechet_distance(merged, other) == pytest.approx(whole, rel=1e-9)
 
@@ -120,24 +132,36 @@ def test_kid_is_that_of_torch_fidelity(
     )
     ours = metrics.kid(*features, subsets=5, subset_size=subset_size)
     assert theirs["kernel_inception_distance_mean"] > 0.0001
-    assert ours.estimate.value == pytest.approx(theirs["kernel_inception_distance_mean"], rel=1e-4)
-    assert ours.std == pytest.approx(theirs["kernel_inception_distance_std"], rel=1e-3, abs=1e-8)
+    assert ours.estimate.value == pytest.approx(
+        theirs["kernel_inception_distance_mean"], rel=1e-4
+    )
+    assert ours.std == pytest.approx(
+        theirs["kernel_inception_distance_std"], rel=1e-3, abs=1e-8
+    )
 
 
 def test_seven_stored_shards_in_any_order_give_the_figures_of_torch_fidelity(
     torch_fidelity: Any, features: Any, tmp_path: Path
 ) -> None:
     parts = shards(features[0], 7)
-    stored = [Chunk(tmp_path / f"{number}.jsonl", tmp_path / f"{number}") for number in range(7)]
+    stored = [
+        Chunk(tmp_path / f"{number}.jsonl", tmp_path / f"{number}")
+        for number in range(7)
+    ]
     for number in (6, 2, 0, 5, 1, 4, 3):
         note = chunks.Note(digest="", images=len(parts[number]))
         chunks.write(stored[number], note, {"features": parts[number]})
     rows = chunks.StoredRows(stored, "features", DIMENSIONS)
     theirs = torch_fidelity.kid.kid_features_to_metric(
-        *map(torch.from_numpy, features), kid_subsets=2, kid_subset_size=200, verbose=False
+        *map(torch.from_numpy, features),
+        kid_subsets=2,
+        kid_subset_size=200,
+        verbose=False,
     )
     kid = metrics.kid(rows, features[1], subsets=2, subset_size=200)
-    assert kid.estimate.value == pytest.approx(theirs["kernel_inception_distance_mean"], rel=1e-4)
+    assert kid.estimate.value == pytest.approx(
+        theirs["kernel_inception_distance_mean"], rel=1e-4
+    )
     assert metrics.cmmd(rows, features[1]) == metrics.cmmd(*features)
     fid = metrics.frechet_distance(*map(Statistics.of, (rows, features[1])))
     assert fid == metrics.frechet_distance(*map(Statistics.of, features))
@@ -157,7 +181,9 @@ def test_cmmd_is_that_of_its_paper(features: Any) -> None:
     gamma = 1 / (2 * 10**2)
 
     def mean_of(a: np.ndarray, b: np.ndarray, aa: np.ndarray, bb: np.ndarray) -> float:
-        return float(np.mean(np.exp(-gamma * (-2 * a @ b.T + aa[:, None] + bb[None, :]))))
+        return float(
+            np.mean(np.exp(-gamma * (-2 * a @ b.T + aa[:, None] + bb[None, :])))
+        )
 
     theirs = 1000 * (
         mean_of(x, x, x_squared, x_squared)
@@ -168,7 +194,9 @@ def test_cmmd_is_that_of_its_paper(features: Any) -> None:
     assert metrics.cmmd(*features).value == pytest.approx(theirs, rel=1e-4)
 
 
-def test_blocks_do_not_change_cmmd(features: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_do_not_change_cmmd(
+    features: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = metrics.cmmd(*features).value
     monkeypatch.setattr(metrics, "blocks", lambda rows: np.array_split(rows, 7))
     assert metrics.cmmd(*features).value == pytest.approx(whole, rel=1e-9)
@@ -182,4 +210,6 @@ def test_the_clip_score_is_100_cosines_and_never_below_zero() -> None:
 
 def test_features_of_another_extractor_are_refused(features: Any) -> None:
     with pytest.raises(errors.SetupError, match="same extractor"):
-        metrics.frechet_distance(Statistics.of(features[0]), Statistics.of(features[1][:, :5]))
+        metrics.frechet_distance(
+            Statistics.of(features[0]), Statistics.of(features[1][:, :5])
+        )

@@ -48,7 +48,11 @@ def layers(prefix: str, width: int) -> dict[str, tuple[int, ...]]:
         "mlp.c_fc.bias": (4 * width,),
         "mlp.c_proj.weight": (width, 4 * width),
         "mlp.c_proj.bias": (width,),
-        **{f"ln_{each}.{kind}": (width,) for each in (1, 2) for kind in ("weight", "bias")},
+        **{
+            f"ln_{each}.{kind}": (width,)
+            for each in (1, 2)
+            for kind in ("weight", "bias")
+        },
     }
     return {
         f"{prefix}transformer.resblocks.{layer}.{name}": shape
@@ -67,7 +71,11 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "visual.conv1.weight": (16, 3, 14, 14),
     "visual.positional_embedding": (5, 16),
     "visual.proj": (16, 12),
-    **{f"visual.ln_{at}.{kind}": (16,) for at in ("pre", "post") for kind in ("weight", "bias")},
+    **{
+        f"visual.ln_{at}.{kind}": (16,)
+        for at in ("pre", "post")
+        for kind in ("weight", "bias")
+    },
     **layers("", 24),
     **layers("visual.", 16),
 }

@@ -20,20 +20,43 @@ from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 Figures = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture
-def figures(in_process: Imagefleet, stored: StorageSettings, means_onnx: Path) -> Figures:
+def figures(
+    in_process: Imagefleet, stored: StorageSettings, means_onnx: Path
+) -> Figures:
     """The groups of `imagefleet score plain --reference FOLDER`, in one state folder or another."""
 
     def score(
-        reference: Path, *arguments: str, state: str = "state", storage: str = stored.storage
+        reference: Path,
+        *arguments: str,
+        state: str = "state",
+        storage: str = stored.storage,
     ) -> Any:
         ended = in_process(
-            *("score", "plain", "--extractor", str(means_onnx), "--reference", str(reference)),
-            *("--storage", storage, "--state", state, "--processes", "1", "--json", *arguments),
+            *(
+                "score",
+                "plain",
+                "--extractor",
+                str(means_onnx),
+                "--reference",
+                str(reference),
+            ),
+            *(
+                "--storage",
+                storage,
+                "--state",
+                state,
+                "--processes",
+                "1",
+                "--json",
+                *arguments,
+            ),
         )
         assert ended.returncode == 0, ended.stderr
         return json.loads(ended.stdout)["groups"]
@@ -94,7 +117,14 @@ def test_a_picture_that_changes_after_it_was_hashed_is_left_out(
 
     monkeypatch.setattr(run, "extract", change)
     ended = in_process(
-        *("score", "plain", "--extractor", str(means_onnx), "--reference", str(pictures)),
+        *(
+            "score",
+            "plain",
+            "--extractor",
+            str(means_onnx),
+            "--reference",
+            str(pictures),
+        ),
         *("--storage", stored.storage, "--processes", "1", "--json"),
     )
     assert json.loads(ended.stdout)["reference_images"] == 23
@@ -153,8 +183,12 @@ def test_an_image_whose_record_has_no_hash_is_never_taken_for_what_it_was(
                 await storage.blobs.delete(name)
                 await storage.blobs.create(name, data, "image/png", {})
                 now = datetime.now(UTC)
-                record = Record(outcome="completed", id=f"{number}", at=now, campaign="plain")
-                records.append(record.model_copy(update={"blob": name, "size_bytes": size}))
+                record = Record(
+                    outcome="completed", id=f"{number}", at=now, campaign="plain"
+                )
+                records.append(
+                    record.model_copy(update={"blob": name, "size_bytes": size})
+                )
             if not known:
                 await RecordLog(storage.blobs, "w1").add(records)
 
@@ -177,6 +211,8 @@ def test_the_content_of_a_folder_has_one_name_whatever_its_files_are_called(
         names = plan.pictures(folder)
         chunks = plan.of_folder(folder, names, tmp_path / folder.name, lambda _: None)
         found.append(
-            reference.hash_of_all(str(row.sha256) for each in chunks for row in each.rows())
+            reference.hash_of_all(
+                str(row.sha256) for each in chunks for row in each.rows()
+            )
         )
     assert found[0] == found[1]

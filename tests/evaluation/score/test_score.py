@@ -25,7 +25,9 @@ from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import StorageSettings
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 Score = Callable[..., dict[str, Any]]
 
 ROOT = Path(__file__).parents[3]
@@ -40,7 +42,9 @@ def test_an_id_says_its_group() -> None:
     assert sweep.job_id("cfg-3.0", 17) == "cfg-3.0_000017"
 
 
-@pytest.mark.parametrize("job_id", ["0001", "cfg-3.0", "cfg-3.0_17", "_000017", "a_b_000017", ""])
+@pytest.mark.parametrize(
+    "job_id", ["0001", "cfg-3.0", "cfg-3.0_17", "_000017", "a_b_000017", ""]
+)
 def test_the_id_of_a_job_of_no_sweep_says_no_group(job_id: str) -> None:
     assert plan.group_of(job_id) is None
 
@@ -49,7 +53,9 @@ def test_the_id_of_a_job_of_no_sweep_says_no_group(job_id: str) -> None:
 def score(in_process: Imagefleet, stored: StorageSettings) -> Score:
     """The JSON of `imagefleet score ARGUMENTS`, in one process."""
 
-    def run(*arguments: str, storage: str = stored.storage, exit_code: int = 0) -> dict[str, Any]:
+    def run(
+        *arguments: str, storage: str = stored.storage, exit_code: int = 0
+    ) -> dict[str, Any]:
         ended = in_process(
             *("score", *arguments, "--storage", storage, "--processes", "1", "--json")
         )
@@ -69,7 +75,9 @@ def figures(found: dict[str, Any]) -> Any:
 
 
 def test_a_sweep_has_its_figures_by_group(score: Score, tmp_path: Path) -> None:
-    found = score("curve", "--extractor", "demo", "--output", "curve.svg", "--json-file", "a.json")
+    found = score(
+        "curve", "--extractor", "demo", "--output", "curve.svg", "--json-file", "a.json"
+    )
 
     clean, noisy = found["groups"]
     assert (clean["group"], clean["cfg_scale"], clean["images"]) == ("cfg-1.5", 1.5, 24)
@@ -111,7 +119,9 @@ def test_people_get_a_table_and_what_the_figures_depend_on(
     assert "fewer than 1,000 in cfg-1.5, cfg-7.0" in ended.stdout
 
 
-def test_a_campaign_that_is_no_sweep_is_one_group(score: Score, asked: tuple[str, ...]) -> None:
+def test_a_campaign_that_is_no_sweep_is_one_group(
+    score: Score, asked: tuple[str, ...]
+) -> None:
     (group,) = figures(score("plain", *asked[1:]))
     swept = figures(score(*asked))[0]
 
@@ -199,14 +209,20 @@ def test_parts_of_several_machines_give_the_same_figures(
         with pytest.raises(json.JSONDecodeError):  # a part has no figures
             score(*asked, "--part", f"{number}/3", "--state", f"part-{number}")
     for number in (3, 1, 2):
-        shutil.copytree(tmp_path / f"part-{number}", tmp_path / "merged", dirs_exist_ok=True)
+        shutil.copytree(
+            tmp_path / f"part-{number}", tmp_path / "merged", dirs_exist_ok=True
+        )
     merged = score(*asked, "--state", "merged")
     assert "scored:" not in merged["stderr"]  # nothing was left to do
     assert figures(merged) == figures(whole)
 
 
 def test_two_processes_give_the_figures_of_one(
-    in_process: Imagefleet, score: Score, stored: StorageSettings, pictures: Path, means_onnx: Path
+    in_process: Imagefleet,
+    score: Score,
+    stored: StorageSettings,
+    pictures: Path,
+    means_onnx: Path,
 ) -> None:
     asked = ("curve", "--extractor", str(means_onnx), "--reference", str(pictures))
     ended = in_process(
@@ -224,7 +240,11 @@ def test_missing_and_damaged_images_are_left_out_and_named(
     copy = tmp_path / "copy"
     shutil.copytree(stored.storage.removeprefix("local:"), copy)
     missing, damaged = (
-        next(each for each in copy.rglob(f"cfg-1.5_00000{number}.png") if "curve" in each.parts)
+        next(
+            each
+            for each in copy.rglob(f"cfg-1.5_00000{number}.png")
+            if "curve" in each.parts
+        )
         for number in (3, 4)
     )
     kept = {path: path.read_bytes() for path in (missing, damaged)}
@@ -233,8 +253,14 @@ def test_missing_and_damaged_images_are_left_out_and_named(
 
     found = score(*asked, storage=f"local:{copy}", exit_code=console.EXIT_IMAGES_WRONG)
 
-    assert sorted(found["left_out"]) == ["curve/cfg-1.5_000003.png", "curve/cfg-1.5_000004.png"]
-    assert [(each["images"], each["left_out"]) for each in figures(found)] == [(22, 2), (24, 0)]
+    assert sorted(found["left_out"]) == [
+        "curve/cfg-1.5_000003.png",
+        "curve/cfg-1.5_000004.png",
+    ]
+    assert [(each["images"], each["left_out"]) for each in figures(found)] == [
+        (22, 2),
+        (24, 0),
+    ]
     assert "2 images missing, not as recorded or no images" in found["stderr"]
 
     for path, data in kept.items():
@@ -244,10 +270,16 @@ def test_missing_and_damaged_images_are_left_out_and_named(
 
 
 def test_a_folder_and_its_statistics_are_the_same_reference(
-    score: Score, in_process: Imagefleet, stored: StorageSettings, pictures: Path, tmp_path: Path
+    score: Score,
+    in_process: Imagefleet,
+    stored: StorageSettings,
+    pictures: Path,
+    tmp_path: Path,
 ) -> None:
     asked = ("curve", "--extractor", "demo")
-    by_folder = score(*asked, "--reference", str(pictures), "--write-reference", "seen.npz")
+    by_folder = score(
+        *asked, "--reference", str(pictures), "--write-reference", "seen.npz"
+    )
     by_file = score(*asked, "--reference", "seen.npz")
 
     assert (by_folder["reference_images"], by_file["reference_images"]) == (24, 24)
@@ -260,7 +292,9 @@ def test_a_folder_and_its_statistics_are_the_same_reference(
         np.savez(tmp_path / "pytorch-fid.npz", mu=written["mu"], sigma=written["sigma"])
         features = written["features"]
         np.savez(tmp_path / "others.npz", **{**written, "extractor": "0" * 64})
-    refused = in_process("score", *asked, "--reference", "others.npz", "--storage", stored.storage)
+    refused = in_process(
+        "score", *asked, "--reference", "others.npz", "--storage", stored.storage
+    )
     assert "was made with another extractor than demo" in refused.stderr
     alone = figures(score(*asked, "--reference", "pytorch-fid.npz"))[0]
     assert alone["fid"] == pytest.approx(figures(by_folder)[0]["fid"], rel=1e-6)
@@ -275,16 +309,31 @@ def test_a_folder_and_its_statistics_are_the_same_reference(
     [
         (("curve",), "give --extractor for FID and KID, --clip"),
         (("curve", "--extractor", "inception.pt"), "folder with --reference"),
-        (("curve", "--extractor", "inception.pt", "--reference", "demo"), "does not exist"),
-        (("curve", "--extractor", "demo", "--reference", "no.npz"), "'no.npz' does not exist"),
+        (
+            ("curve", "--extractor", "inception.pt", "--reference", "demo"),
+            "does not exist",
+        ),
+        (
+            ("curve", "--extractor", "demo", "--reference", "no.npz"),
+            "'no.npz' does not exist",
+        ),
         (("curve", "--extractor", "demo", "--reference", "empty"), "has no pictures"),
-        (("curve", "--extractor", "demo", "--reference", "text.npz"), "has no statistics"),
-        (("curve", "--extractor", "demo", "--reference", "small.npz"), "of another extractor"),
+        (
+            ("curve", "--extractor", "demo", "--reference", "text.npz"),
+            "has no statistics",
+        ),
+        (
+            ("curve", "--extractor", "demo", "--reference", "small.npz"),
+            "of another extractor",
+        ),
         (("curve", "--extractor", "demo", "--part", "4/3"), "should be K/N"),
         (("curvs", "--extractor", "demo"), "did you mean 'curve'"),
         (("../x", "--extractor", "demo"), "CAMPAIGN"),
         (("curve", "--clip", "demo", "--output", "a.svg"), "--output needs FID"),
-        (("curve", "--clip", "demo", "--write-reference", "a.npz"), "needs --reference"),
+        (
+            ("curve", "--clip", "demo", "--write-reference", "a.npz"),
+            "needs --reference",
+        ),
     ],
 )
 def test_what_cannot_be_scored_is_refused_in_one_line(
@@ -297,7 +346,9 @@ def test_what_cannot_be_scored_is_refused_in_one_line(
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.npz").write_text("no statistics")
     np.savez(tmp_path / "small.npz", mu=np.zeros(3), sigma=np.eye(3))
-    ended = in_process("score", *arguments, "--storage", stored.storage, "--processes", "1")
+    ended = in_process(
+        "score", *arguments, "--storage", stored.storage, "--processes", "1"
+    )
 
     assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
     (line,) = [each for each in ended.stderr.splitlines() if each.startswith("error: ")]
@@ -305,7 +356,10 @@ def test_what_cannot_be_scored_is_refused_in_one_line(
 
 
 def test_the_end_of_a_campaign_is_waited_for(
-    score: Score, stored: StorageSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    score: Score,
+    stored: StorageSettings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     copy = StorageSettings(storage=f"local:{tmp_path / 'copy'}")
     shutil.copytree(stored.storage.removeprefix("local:"), tmp_path / "copy")
@@ -315,7 +369,9 @@ def test_the_end_of_a_campaign_is_waited_for(
         async with open_storage(copy) as storage:
             await sent_jobs.note(storage, "plain", len(ids), ids=ids)
 
-    asyncio.run(note("late", *(sweep.job_id("cfg-1.5", number) for number in range(24))))
+    asyncio.run(
+        note("late", *(sweep.job_id("cfg-1.5", number) for number in range(24)))
+    )
     assert (
         "1 job of plain still to do"
         in score("plain", "--clip", "demo", storage=copy.storage)["stderr"]
@@ -336,16 +392,27 @@ def test_the_end_of_a_campaign_is_waited_for(
 
 
 async def end_job(blobs: BlobStore) -> None:
-    ended = Record(outcome="failed", id="late", campaign="plain", at=datetime.now(UTC), error="E")
+    ended = Record(
+        outcome="failed", id="late", campaign="plain", at=datetime.now(UTC), error="E"
+    )
     await RecordLog(blobs, "w2").add([ended])
 
 
 def test_features_that_are_not_finite_are_refused(
     in_process: Imagefleet, stored: StorageSettings, pictures: Path, means_onnx: Path
 ) -> None:
-    means_onnx.with_name("means.onnx.json").write_text('{"size": 20, "std": [1e-36, 1, 1]}')
+    means_onnx.with_name("means.onnx.json").write_text(
+        '{"size": 20, "std": [1e-36, 1, 1]}'
+    )
     ended = in_process(
-        *("score", "curve", "--extractor", str(means_onnx), "--reference", str(pictures)),
+        *(
+            "score",
+            "curve",
+            "--extractor",
+            str(means_onnx),
+            "--reference",
+            str(pictures),
+        ),
         *("--storage", stored.storage, "--processes", "1"),
     )
     assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
@@ -362,14 +429,23 @@ def test_a_reference_of_damaged_pictures_is_refused(
         *("--storage", stored.storage, "--processes", "1"),
     )
     assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "1 picture of damaged cannot be read, or changed meanwhile: one.png" in ended.stderr
+    assert (
+        "1 picture of damaged cannot be read, or changed meanwhile: one.png"
+        in ended.stderr
+    )
     assert "has fewer than 2 pictures" in ended.stderr
 
 
-async def test_a_chains_image_is_that_of_its_last_stage(storage: Storage, tmp_path: Path) -> None:
+async def test_a_chains_image_is_that_of_its_last_stage(
+    storage: Storage, tmp_path: Path
+) -> None:
     def record(name: str, stage: int, **changes: Any) -> Record:
         suffix = f"~s{stage}" if stage > 1 else ""
-        known = {"campaign": "chained", "blob": f"chained/{name}{suffix}.png", "prompt": "a house"}
+        known = {
+            "campaign": "chained",
+            "blob": f"chained/{name}{suffix}.png",
+            "prompt": "a house",
+        }
         return Record(
             outcome="completed",
             at=datetime.now(UTC),

@@ -18,7 +18,9 @@ from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from worker.engine import contract
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 RunWorker = Callable[..., Awaitable[None]]  # the fixture of conftest.py
 
 local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
@@ -50,7 +52,9 @@ def flags(settings: StorageSettings) -> list[str]:
 
 
 @pytest.fixture
-def run(storage_settings: StorageSettings, imagefleet: Imagefleet) -> Callable[..., Any]:
+def run(
+    storage_settings: StorageSettings, imagefleet: Imagefleet
+) -> Callable[..., Any]:
     """Runs a command on another thread, which has no event loop; returns its JSON."""
 
     async def call(*arguments: str) -> Any:
@@ -79,20 +83,31 @@ async def test_a_job_of_stages_is_loaded_shown_failed_and_completed_as_one_job(
     assert (shown["state"], shown["stage"]) == ("failed", 2)
     assert shown["reason"] == "stage 2 of 3: a bad file"
     (listed,) = (await run("failed"))[0]["jobs"]
-    assert (listed["id"], listed["stage"], listed["completed_since"]) == ("0001", 2, False)
+    assert (listed["id"], listed["stage"], listed["completed_since"]) == (
+        "0001",
+        2,
+        False,
+    )
     counts = await reader.counts(storage, "spring")
     assert (counts.sent, counts.failed, counts.pending, counts.images) == (1, 1, 0, 1)
 
     await run("replay", "--all", "--yes")
     await run_worker("w2")
     counts = await reader.counts(storage, "spring")
-    assert (counts.completed, counts.failed, counts.pending, counts.images) == (1, 0, 0, 3)
+    assert (counts.completed, counts.failed, counts.pending, counts.images) == (
+        1,
+        0,
+        0,
+        3,
+    )
     (shown,) = await run("job", "spring/0001")
     assert (shown["state"], shown["stage"]) == ("completed", 3)
     names = ["spring/0001.png", "spring/0001~s2.png", "spring/0001~s3.png"]
     assert [each["blob"] for each in shown["images"]] == names
     rows = await run("results", "spring")
-    assert sorted((each["stage"], each["blob"]) for each in rows) == [*enumerate(names, 1)]
+    assert sorted((each["stage"], each["blob"]) for each in rows) == [
+        *enumerate(names, 1)
+    ]
 
 
 @local_only
@@ -119,12 +134,22 @@ async def test_downloads_and_exports_have_the_images_of_all_stages(
 
 @local_only
 async def test_a_check_and_a_plan_are_of_all_stages(
-    storage_settings: StorageSettings, imagefleet: Imagefleet, storage: Storage, tmp_path: Path
+    storage_settings: StorageSettings,
+    imagefleet: Imagefleet,
+    storage: Storage,
+    tmp_path: Path,
 ) -> None:
-    await storage.files.create("models/first.safetensors", b"", "application/octet-stream", {})
+    await storage.files.create(
+        "models/first.safetensors", b"", "application/octet-stream", {}
+    )
     then = [{"model": "second", "prompt": "<lora:fox:1> a fox"}, {}]
-    jobs = [CHAIN | {"id": f"{number}", "model": "first", "then": then} for number in range(4)]
-    (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in jobs))
+    jobs = [
+        CHAIN | {"id": f"{number}", "model": "first", "then": then}
+        for number in range(4)
+    ]
+    (tmp_path / "jobs.jsonl").write_text(
+        "".join(json.dumps(each) + "\n" for each in jobs)
+    )
     command = ["load", "jobs.jsonl", "--check", "--json", *flags(storage_settings)]
     checked = await asyncio.to_thread(imagefleet, *command)
     assert checked.returncode != 0
@@ -133,15 +158,22 @@ async def test_a_check_and_a_plan_are_of_all_stages(
         ("model", "second", 4),
         ("LoRA", "fox", 4),
     }
-    sent = await asyncio.to_thread(imagefleet, "load", "jobs.jsonl", *flags(storage_settings))
+    sent = await asyncio.to_thread(
+        imagefleet, "load", "jobs.jsonl", *flags(storage_settings)
+    )
     assert sent.returncode != 0
     assert "no worker can have the model 'second'" in sent.stderr
 
     command = ["plan", "jobs.jsonl", "--model", "first=sd1", "--model", "second=sdxl"]
-    planned = await asyncio.to_thread(imagefleet, *command, "--gpu", "RTX 4090", "--json")
+    planned = await asyncio.to_thread(
+        imagefleet, *command, "--gpu", "RTX 4090", "--json"
+    )
     assert planned.returncode == 0, planned.stderr
     models = json.loads(planned.stdout)["models"]
-    assert {each["model"]: each["images"] for each in models} == {"first": 4, "second": 8}
+    assert {each["model"]: each["images"] for each in models} == {
+        "first": 4,
+        "second": 8,
+    }
 
 
 @local_only

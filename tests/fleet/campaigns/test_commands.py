@@ -17,13 +17,17 @@ from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 Result = TypeVar("Result")
 
 NOW = datetime.now(UTC)
 
 
-def on(settings: StorageSettings, work: Callable[[Storage], Awaitable[Result]]) -> Result:
+def on(
+    settings: StorageSettings, work: Callable[[Storage], Awaitable[Result]]
+) -> Result:
     """Does *work* with the storage."""
 
     async def opened() -> Result:
@@ -50,11 +54,19 @@ def job(id: str, campaign: str = "spring") -> str:  # noqa: A002 - a job's field
 async def store(storage: Storage, campaign: str, id: str, **facts: Any) -> None:  # noqa: A002
     """An image and its record, as a worker stores them."""
     name = f"{campaign}/{id}.png"
-    metadata = {"job": id, "campaign": campaign, "worker": "w1", "attempt": "2", "seconds": "1"}
+    metadata = {
+        "job": id,
+        "campaign": campaign,
+        "worker": "w1",
+        "attempt": "2",
+        "seconds": "1",
+    }
     metadata["digest"] = "0" * 64  # as `sent_jobs` notes it
     await storage.blobs.create(name, b"pixels", "image/png", {**metadata, **facts})
     log = RecordLog(storage.blobs, "w1")
-    await log.add([Record(outcome="completed", id=id, campaign=campaign, at=NOW, blob=name)])
+    await log.add(
+        [Record(outcome="completed", id=id, campaign=campaign, at=NOW, blob=name)]
+    )
 
 
 async def fill(storage: Storage) -> None:
@@ -65,8 +77,16 @@ async def fill(storage: Storage) -> None:
     ended: dict[str, Any] = {"campaign": "spring", "at": NOW, "worker": "w2"}
     await log.add(
         [
-            Record(outcome="failed", id="bad", error="JobError", reason="no \x1b[31mred", **ended),
-            Record(outcome="failed", id="again", error="JobError", source="m1", **ended),
+            Record(
+                outcome="failed",
+                id="bad",
+                error="JobError",
+                reason="no \x1b[31mred",
+                **ended,
+            ),
+            Record(
+                outcome="failed", id="again", error="JobError", source="m1", **ended
+            ),
             Record(outcome="cancelled", id="late", **ended),
         ]
     )
@@ -107,21 +127,31 @@ def test_records_that_do_not_fit_are_told_since_the_figures_lack_them(
     async def damage(storage: Storage) -> None:
         await fill(storage)
         for name in "xy":
-            await storage.blobs.append(f"-records/spring/{name}.jobs.jsonl.gz", b"no gzip", 0)
+            await storage.blobs.append(
+                f"-records/spring/{name}.jobs.jsonl.gz", b"no gzip", 0
+            )
 
     on(local_settings, damage)
     assert (
-        json.loads(in_process("status", "--json", *flags(local_settings)).stdout)["unfit_records"]
+        json.loads(in_process("status", "--json", *flags(local_settings)).stdout)[
+            "unfit_records"
+        ]
         == 2
     )
-    assert "2 records not in these figures" in in_process("status", *flags(local_settings)).stdout
+    assert (
+        "2 records not in these figures"
+        in in_process("status", *flags(local_settings)).stdout
+    )
 
 
 def test_a_job_is_where_it_is(filled: StorageSettings, in_process: Imagefleet) -> None:
     is_azure = filled.storage.startswith("Default")
     expected: dict[str, tuple[str, dict[str, Any]]] = {
         "done": ("completed", {"attempts": 2, "worker": "w1"}),
-        "bad": ("failed", {"error": "JobError", "reason": "no \x1b[31mred", "worker": "w2"}),
+        "bad": (
+            "failed",
+            {"error": "JobError", "reason": "no \x1b[31mred", "worker": "w2"},
+        ),
         "late": ("cancelled", {"worker": "w2"}),
         "again": ("queued", {"attempts": 0, "reason": None}),
     }
@@ -130,7 +160,9 @@ def test_a_job_is_where_it_is(filled: StorageSettings, in_process: Imagefleet) -
     else:
         assert in_process("job", "spring/nobody", *flags(filled)).returncode == 2
     for name, (state, facts) in expected.items():
-        found = json.loads(in_process("job", f"spring/{name}", "--json", *flags(filled)).stdout)
+        found = json.loads(
+            in_process("job", f"spring/{name}", "--json", *flags(filled)).stdout
+        )
         assert found | facts == found
         assert found["state"] == state
         if found["since"]:
@@ -153,8 +185,14 @@ def test_a_job_in_flight_and_one_of_several_images(
         await store(storage, "spring", "flying", job="flying", images="2")
 
     on(local_settings, lease)
-    found = json.loads(in_process("job", "spring/flying", "--json", *flags(local_settings)).stdout)
-    assert (found["state"], found["attempts"], len(found["images"])) == ("in flight", 1, 1)
+    found = json.loads(
+        in_process("job", "spring/flying", "--json", *flags(local_settings)).stdout
+    )
+    assert (found["state"], found["attempts"], len(found["images"])) == (
+        "in flight",
+        1,
+        1,
+    )
     other = json.loads(
         in_process("job", "spring/flying-1", "--json", *flags(local_settings)).stdout
     )
@@ -172,7 +210,9 @@ def test_an_image_of_another_digest_than_the_job_that_was_sent_is_not_its_own(
 
     on(local_settings, squat)
     for name, state, images in (("taken", "queued", 0), ("done", "completed", 1)):
-        found = in_process("job", f"spring/{name}", "--json", *flags(local_settings)).stdout
+        found = in_process(
+            "job", f"spring/{name}", "--json", *flags(local_settings)
+        ).stdout
         told = json.loads(found)
         assert (told["state"], len(told["images"])) == (state, images)
 
@@ -184,8 +224,14 @@ def test_what_an_image_does_not_tell_of_its_job_is_not_made_up(
         await storage.blobs.create("spring/mine.png", b"pixels", "image/png", {})
 
     on(local_settings, put)
-    found = json.loads(in_process("job", "spring/mine", "--json", *flags(local_settings)).stdout)
-    assert (found["state"], found["attempts"], found["worker"]) == ("completed", None, None)
+    found = json.loads(
+        in_process("job", "spring/mine", "--json", *flags(local_settings)).stdout
+    )
+    assert (found["state"], found["attempts"], found["worker"]) == (
+        "completed",
+        None,
+        None,
+    )
 
 
 def test_cancel_shows_what_it_would_do_asks_and_writes_the_list(
@@ -206,7 +252,9 @@ def test_cancel_shows_what_it_would_do_asks_and_writes_the_list(
     assert on(filled, times) == {}
     found = json.loads(in_process(*call, "--yes", "--json").stdout)
     assert (found["pending"], found["messages"]) == (2, 3)
-    assert on(filled, times) == {"spring": datetime.fromisoformat(found["cancelled_until"])}
+    assert on(filled, times) == {
+        "spring": datetime.fromisoformat(found["cancelled_until"])
+    }
 
 
 def test_cancel_of_an_unknown_campaign_names_the_one_that_was_meant(
@@ -230,16 +278,22 @@ def test_purge_asks_with_the_count_and_keeps_failed_jobs(
         await storage.poison.send(["{}"])
 
     on(filled, fail_one)
-    assert "3 messages" in in_process("cancel", "--all", "--dry-run", *flags(filled)).stdout
+    assert (
+        "3 messages"
+        in in_process("cancel", "--all", "--dry-run", *flags(filled)).stdout
+    )
     assert "Delete 3 messages" in in_process("cancel", "--all", *flags(filled)).stderr
     assert on(filled, depths) == (3, 1)
-    found = json.loads(in_process("cancel", "--all", "--yes", "--json", *flags(filled)).stdout)
+    found = json.loads(
+        in_process("cancel", "--all", "--yes", "--json", *flags(filled)).stdout
+    )
     assert (found["messages"], found["deleted"]) == (3, True)
     assert on(filled, depths) == (0, 1)
     noted = in_process("status", *flags(filled))
     said = " ".join(noted.stdout.split())
     assert (
-        "of 2 pending jobs 0 at most in this queue or in flight, 2 not: they were deleted" in said
+        "of 2 pending jobs 0 at most in this queue or in flight, 2 not: they were deleted"
+        in said
     )
 
 
@@ -254,6 +308,9 @@ def test_jobs_in_another_queue_of_the_container_are_said_to_wait_there(
     noted = in_process("status", *flags(filled))
 
     said = " ".join(noted.stdout.split())
-    assert "of 9 pending jobs 3 at most in this queue or in flight, 6 wait in the queue" in said
+    assert (
+        "of 9 pending jobs 3 at most in this queue or in flight, 6 wait in the queue"
+        in said
+    )
     assert f"{other.queue}" in said
     assert "deleted" not in said

@@ -26,14 +26,29 @@ ONE, OTHER = "1" * 64, "2" * 64
 
 
 def image(number: int, **fields: Any) -> Record:
-    known = {"outcome": "completed", "id": f"job-{number}", "campaign": "spring", "at": NOON}
+    known = {
+        "outcome": "completed",
+        "id": f"job-{number}",
+        "campaign": "spring",
+        "at": NOON,
+    }
     known |= {"blob": f"spring/job-{number}.png", "digest": ONE}
     return Record.model_validate(known | fields)
 
 
 def ended(number: int, outcome: str = "failed", **fields: Any) -> Record:
-    known = {"outcome": outcome, "id": f"job-{number}", "campaign": "spring", "at": NOON}
-    known |= {"source": f"message-{number}", "digest": ONE, "error": "JobError", "reason": "no"}
+    known = {
+        "outcome": outcome,
+        "id": f"job-{number}",
+        "campaign": "spring",
+        "at": NOON,
+    }
+    known |= {
+        "source": f"message-{number}",
+        "digest": ONE,
+        "error": "JobError",
+        "reason": "no",
+    }
     return Record.model_validate(known | fields)
 
 
@@ -44,7 +59,9 @@ async def storage(storage: Storage) -> Storage:
 
 
 @pytest.fixture
-async def worker(storage: Storage, storage_settings: StorageSettings) -> AsyncIterator[RecordLog]:
+async def worker(
+    storage: Storage, storage_settings: StorageSettings
+) -> AsyncIterator[RecordLog]:
     """The records as a worker may write them."""
     if storage_settings.storage.startswith("local:"):
         yield RecordLog(storage.blobs, "worker")
@@ -56,7 +73,10 @@ async def worker(storage: Storage, storage_settings: StorageSettings) -> AsyncIt
 
 
 async def images(storage: Storage, damaged: Damaged | None = None) -> list[str | None]:
-    return [each.sha256 or each.id async for each in reader.images(storage, "spring", damaged)]
+    return [
+        each.sha256 or each.id
+        async for each in reader.images(storage, "spring", damaged)
+    ]
 
 
 async def failures(storage: Storage) -> list[str]:
@@ -72,7 +92,9 @@ async def test_what_only_the_operator_says_is_not_believed_of_a_worker(
     storage: Storage, worker: RecordLog
 ) -> None:
     await worker.add([image(1), ended(2), ended(3)])
-    await storage.blobs.create("spring/job-1.png", b"pixels", "image/png", {"digest": ONE})
+    await storage.blobs.create(
+        "spring/job-1.png", b"pixels", "image/png", {"digest": ONE}
+    )
     await append(worker, "settled", ended(2, "discarded"), ended(3, "replayed"))
     await append(worker, "jobs", ended(2, "discarded"), ended(3, "replayed"))
     replaced = {"blob": "spring/job-1.png", "source": "redo/1.json"}
@@ -84,7 +106,9 @@ async def test_what_only_the_operator_says_is_not_believed_of_a_worker(
     assert await failures(storage) == ["job-2", "job-3"]
     counted = await reader.counts(storage, "spring")
     assert (counted.images, counted.failed, counted.discarded) == (1, 2, 0)
-    listed = [each.id async for each in dead_letter_queue.recorded(storage, Selection())]
+    listed = [
+        each.id async for each in dead_letter_queue.recorded(storage, Selection())
+    ]
     assert listed == ["job-2", "job-3"]
     assert {each.outcome for each in await reader.Follower(storage).poll()} == {
         "completed",
@@ -137,7 +161,9 @@ async def test_sizes_and_numbers_that_no_image_has_do_not_fit(
     assert "size_bytes" in str(damaged)
 
 
-async def test_no_more_jobs_have_ended_than_were_sent(storage: Storage, worker: RecordLog) -> None:
+async def test_no_more_jobs_have_ended_than_were_sent(
+    storage: Storage, worker: RecordLog
+) -> None:
     await send(storage, 3)
     await worker.add([image(1), ended(2)])
     await worker.add(image(number) for number in range(10, 20))
@@ -146,7 +172,12 @@ async def test_no_more_jobs_have_ended_than_were_sent(storage: Storage, worker: 
     damaged = Damaged()
     counted = await reader.counts(storage, "spring", damaged)
 
-    assert (counted.sent, counted.completed, counted.failed, counted.pending) == (3, 1, 1, 1)
+    assert (counted.sent, counted.completed, counted.failed, counted.pending) == (
+        3,
+        1,
+        1,
+        1,
+    )
     assert (counted.images, damaged.count) == (1, 20)
 
 
@@ -155,7 +186,9 @@ async def test_of_two_records_of_an_image_the_one_of_the_stored_image_counts(
 ) -> None:
     metadata = {"digest": ONE, "sha256": ONE}
     for number in (1, 2):
-        await storage.blobs.create(f"spring/job-{number}.png", b"pixels", "image/png", metadata)
+        await storage.blobs.create(
+            f"spring/job-{number}.png", b"pixels", "image/png", metadata
+        )
     await worker.add([image(1, sha256=OTHER), image(2, sha256=ONE), image(3)])
     await worker.add([image(1, sha256=ONE), image(2, sha256=OTHER), image(3)])
     damaged = Damaged()
@@ -165,7 +198,9 @@ async def test_of_two_records_of_an_image_the_one_of_the_stored_image_counts(
     assert damaged.count == 2
     reads = storage.operations.blob_reads - before
     others = 2
-    assert reads == 1 + 3 + others, "one shard, the metadata where two compete, other formats"
+    assert reads == 1 + 3 + others, (
+        "one shard, the metadata where two compete, other formats"
+    )
 
 
 async def test_no_job_has_images_or_stages_that_were_never_drawn(
@@ -179,7 +214,9 @@ async def test_no_job_has_images_or_stages_that_were_never_drawn(
         image(2, index=1, completes=True, blob="spring/job-2~1.png", **several),
     ]
     for each in honest:
-        await storage.blobs.create(str(each.blob), b"pixels", "image/png", {"digest": ONE})
+        await storage.blobs.create(
+            str(each.blob), b"pixels", "image/png", {"digest": ONE}
+        )
     forged = [
         image(1, images=64, index=5, blob="spring/job-1~5.png"),
         image(1, stage=2, stages=2, blob="spring/job-1~s2.png"),
@@ -204,7 +241,9 @@ async def test_of_a_failed_job_only_the_images_that_are_stored_are_counted(
     await send(storage, 2)
     told = {"digest": OTHER, "stages": "2", "job": "job-2"}
     await storage.blobs.create("spring/job-2.png", b"pixels", "image/png", told)
-    await worker.add([ended(1), ended(2), image(1, stages=2), image(2, digest=OTHER, stages=2)])
+    await worker.add(
+        [ended(1), ended(2), image(1, stages=2), image(2, digest=OTHER, stages=2)]
+    )
     counted = await reader.counts(storage, "spring")
     assert (counted.images, counted.completed, counted.failed) == (1, 0, 2)
 
@@ -216,7 +255,11 @@ async def test_a_job_whose_name_another_job_took_has_failed_and_is_no_duplicate(
         name = f"spring/job-{number}.png"
         await storage.blobs.create(name, b"pixels", "image/png", {"digest": ONE})
     await worker.add([image(1)])
-    again = [image(1), image(1, digest=OTHER, source="m1"), image(1, digest=OTHER, source="m1")]
+    again = [
+        image(1),
+        image(1, digest=OTHER, source="m1"),
+        image(1, digest=OTHER, source="m1"),
+    ]
     # A worker stored the second one, and died before it wrote its record.
     again += [image(2, digest=OTHER, source="m2"), image(2, source="m3")]
     await worker.add(again, again=True)
@@ -265,12 +308,21 @@ async def test_a_job_that_was_sent_again_after_its_failure_has_one_outcome(
     await send(storage, 1)
     await worker.add([ended(1)])
     await worker.add([image(1)])
-    assert (await reader.counts(storage, "spring")).failed == 1, "its image is not stored"
-    await storage.blobs.create("spring/job-1.png", b"pixels", "image/png", {"digest": ONE})
+    assert (await reader.counts(storage, "spring")).failed == 1, (
+        "its image is not stored"
+    )
+    await storage.blobs.create(
+        "spring/job-1.png", b"pixels", "image/png", {"digest": ONE}
+    )
 
     counted = await reader.counts(storage, "spring")
 
-    assert (counted.completed, counted.failed, counted.pending, counted.unknown) == (1, 0, 0, 0)
+    assert (counted.completed, counted.failed, counted.pending, counted.unknown) == (
+        1,
+        0,
+        0,
+        0,
+    )
     assert await failures(storage) == []
 
 
@@ -280,7 +332,8 @@ async def test_campaigns_that_nobody_has_sent_do_not_push_the_others_off_the_scr
     await send(storage, 1)
     await worker.add([image(1)])
     await worker.add(
-        image(1, campaign=f"made-up-{n}", blob=f"made-up-{n}/job-1.png") for n in range(9)
+        image(1, campaign=f"made-up-{n}", blob=f"made-up-{n}/job-1.png")
+        for n in range(9)
     )
     campaigns = Campaigns(storage)
 
@@ -298,7 +351,9 @@ async def test_what_is_said_of_a_job_that_waits_is_believed_until_its_image_is_s
     counted = await reader.counts(storage, "spring")
     assert (counted.completed, counted.failed, counted.pending) == (1, 1, 0)
 
-    await storage.blobs.create("spring/job-1.png", b"pixels", "image/png", {"digest": ONE})
+    await storage.blobs.create(
+        "spring/job-1.png", b"pixels", "image/png", {"digest": ONE}
+    )
     await worker.add([image(1)])
 
     counted = await reader.counts(storage, "spring")
@@ -311,13 +366,17 @@ async def test_of_a_large_campaign_the_ends_of_shards_are_believed_up_to_what_wa
     await send(storage, 5)
     await worker.add([image(1)])
     line = image(1).line()
-    assert await worker._blobs.append(SHARD.format("images"), shard_part([line], Totals(3, 3)), 0)
+    assert await worker._blobs.append(
+        SHARD.format("images"), shard_part([line], Totals(3, 3)), 0
+    )
     assert (await reader.counts(storage, "spring")).completed == 1, "all of it was read"
     monkeypatch.setattr(stored, "PART_BYTES", 10)
 
     assert (await reader.counts(storage, "spring")).completed == 4
     await worker.add([image(2), image(3)])
-    assert (await reader.counts(storage, "spring")).completed == 3, "more than was sent: recounted"
+    assert (await reader.counts(storage, "spring")).completed == 3, (
+        "more than was sent: recounted"
+    )
 
 
 async def test_jobs_of_a_producer_that_notes_none_are_named_beside_those_that_were_sent(

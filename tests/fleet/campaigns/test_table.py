@@ -16,7 +16,8 @@ BEGAN = datetime(2026, 11, 1, 12, tzinfo=UTC)
 
 
 @pytest.mark.parametrize(
-    ("sent", "completed", "expected"), [(300, 185, 2700.0), (300, 285, None), (300, 0, None)]
+    ("sent", "completed", "expected"),
+    [(300, 185, 2700.0), (300, 285, None), (300, 0, None)],
 )
 async def test_a_campaigns_columns_add_up_and_it_has_the_time_left_at_its_speed_so_far(
     local_settings: StorageSettings, sent: int, completed: int, expected: float | None
@@ -51,7 +52,9 @@ async def test_what_is_left_of_many_campaigns_is_that_of_the_latest_and_one_sum(
 ) -> None:
     def counts(sent: int, hours: int) -> Counts:
         times = BEGAN, BEGAN + timedelta(hours=hours)
-        return Counts(sent, 10, 10, failed=0, cancelled=0, first_at=times[0], last_at=times[1])
+        return Counts(
+            sent, 10, 10, failed=0, cancelled=0, first_at=times[0], last_at=times[1]
+        )
 
     async with open_storage(local_settings) as storage:
         campaigns = Campaigns(storage)

@@ -13,7 +13,9 @@ from imagefleet import errors
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 #: Every command that acts on a campaign that must exist, with what else it needs.
 COMMANDS = (
@@ -44,7 +46,9 @@ def test_an_unknown_campaign_is_not_acted_on(
     assert "cancelled" not in ended.stdout
 
 
-@pytest.mark.parametrize("text", ["", "/", "spring/", "/a", "a/b/c", "../a", "-checks/a"])
+@pytest.mark.parametrize(
+    "text", ["", "/", "spring/", "/a", "a/b/c", "../a", "-checks/a"]
+)
 def test_what_is_no_name_is_refused(text: str) -> None:
     with pytest.raises(errors.SetupError, match="use 1 to 128 letters"):
         target.read(text)
@@ -83,10 +87,14 @@ def test_an_unknown_job_is_an_error(
     async def fill() -> None:
         async with open_storage(local_settings) as storage:
             await storage.create()
-            await storage.blobs.create("spring/forest-7.png", b"pixels", "image/png", {})
+            await storage.blobs.create(
+                "spring/forest-7.png", b"pixels", "image/png", {}
+            )
 
     asyncio.run(fill())
     for arguments in (("job",), ("redo", "--yes")):
-        ended = in_process(*arguments, "spring/forst-7", "--storage", local_settings.storage)
+        ended = in_process(
+            *arguments, "spring/forst-7", "--storage", local_settings.storage
+        )
         assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
         assert "has no image, record or message" in ended.stderr

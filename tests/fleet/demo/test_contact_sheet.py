@@ -22,7 +22,9 @@ def opened(data: bytes) -> Image.Image:
 
 
 def test_the_sheets_size_follows_from_its_rows_and_columns() -> None:
-    sheet = opened(contact_sheet.draw_contact_sheet([(picture(64, 64), "a house")] * 13))
+    sheet = opened(
+        contact_sheet.draw_contact_sheet([(picture(64, 64), "a house")] * 13)
+    )
 
     cell = contact_sheet.TILE_PIXELS + contact_sheet.MARGIN_PIXELS
     caption = contact_sheet.CAPTION_LINES * contact_sheet.LINE_PIXELS
@@ -57,7 +59,9 @@ def test_a_caption_names_the_loras_after_the_prompts_words() -> None:
 
 
 def test_a_long_caption_is_shortened_to_the_images_width() -> None:
-    lines = contact_sheet.caption("a very long prompt about a house in a forest " * 5, FONT)
+    lines = contact_sheet.caption(
+        "a very long prompt about a house in a forest " * 5, FONT
+    )
 
     assert len(lines) == contact_sheet.CAPTION_LINES
     assert lines[-1].endswith("…")

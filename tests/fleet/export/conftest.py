@@ -10,7 +10,9 @@ import pytest
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 Add = Callable[..., Awaitable[Any]]
 Run = Callable[..., Awaitable["subprocess.CompletedProcess[str]"]]
 
@@ -37,4 +39,6 @@ def export(in_process: Imagefleet, local_settings: StorageSettings) -> Run:
 async def stored(local_settings: StorageSettings, store_images: Add) -> list[Any]:
     """Five images, in an order that is not that of their names."""
     async with open_storage(local_settings) as storage:
-        return list(await store_images(storage, "3", "1", "5", "2", "4", metadata={"order": 7}))
+        return list(
+            await store_images(storage, "3", "1", "5", "2", "4", metadata={"order": 7})
+        )

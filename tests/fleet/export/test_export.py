@@ -30,7 +30,9 @@ from imagefleet.records.stored import image_name
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 Add = Callable[..., Awaitable[Any]]
 Run = Callable[..., Awaitable["subprocess.CompletedProcess[str]"]]
 
@@ -53,7 +55,11 @@ async def test_a_webdataset_is_as_img2dataset_writes_it(
 
     out = tmp_path / "out"
     assert sorted(content(out)) == sorted(
-        [f"0000{n}{end}" for n in range(3) for end in (".tar", ".parquet", "_stats.json")]
+        [
+            f"0000{n}{end}"
+            for n in range(3)
+            for end in (".tar", ".parquet", "_stats.json")
+        ]
         + ["manifest.json"]
     )
     with tarfile.open(out / "00001.tar") as tar:
@@ -61,9 +67,13 @@ async def test_a_webdataset_is_as_img2dataset_writes_it(
         meta = json.load(tar.extractfile("000010000.json"))  # type: ignore[arg-type]
         text = tar.extractfile("000010000.txt").read()  # type: ignore[union-attr]
     assert names == [
-        f"0000{key}.{end}" for key in ("10000", "10001") for end in ("png", "txt", "json")
+        f"0000{key}.{end}"
+        for key in ("10000", "10001")
+        for end in ("png", "txt", "json")
     ]
-    assert (text, meta["caption"]) == (b"a house 3", "a house 3"), "without the LoRA's tag"
+    assert (text, meta["caption"]) == (b"a house 3", "a house 3"), (
+        "without the LoRA's tag"
+    )
     assert (meta["id"], meta["key"], meta["status"]) == ("3", "000010000", "success")
     assert meta["prompt"] == "a house 3, <lora:outline-style:0.8>"
     assert meta["metadata"] == {"order": 7}
@@ -71,7 +81,11 @@ async def test_a_webdataset_is_as_img2dataset_writes_it(
     assert table["key"].to_pylist() == ["000010000", "000010001"]
     assert table["sha256"][0].as_py() == meta["sha256"]
     stats = json.loads((out / "00002_stats.json").read_text())
-    assert (stats["count"], stats["successes"], stats["failed_to_download"]) == (1, 1, 0)
+    assert (stats["count"], stats["successes"], stats["failed_to_download"]) == (
+        1,
+        1,
+        0,
+    )
     assert stats["status_dict"] == {"success": 1}
     assert "5 images" in result.stdout
     assert "in 3 shards: out" in result.stdout
@@ -85,10 +99,18 @@ async def test_the_manifest_has_the_hashes_of_all_files_and_the_counts(
 
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     found = content(tmp_path / "out")
-    listed = {name: file for shard in manifest["shards"] for name, file in shard["files"].items()}
+    listed = {
+        name: file
+        for shard in manifest["shards"]
+        for name, file in shard["files"].items()
+    }
     assert all(found[name] == file["sha256"] for name, file in listed.items())
     assert [shard["images"] for shard in manifest["shards"]] == [2, 2, 1]
-    assert (manifest["campaign"], manifest["format"], manifest["images"]) == ("spring", form, 5)
+    assert (manifest["campaign"], manifest["format"], manifest["images"]) == (
+        "spring",
+        form,
+        5,
+    )
     assert manifest["bytes"] == sum(record.size_bytes for record in stored)
     assert json.loads(result.stdout)["images"] == 5
     assert not (tmp_path / "out" / plan.WORK).exists()
@@ -114,7 +136,9 @@ def moments(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             calls = iter(range(1, 1_000))
             real = getattr(owner, attribute)
 
-            def kill(*arguments: Any, real: Any = real, at: int = call, calls: Any = calls) -> Any:
+            def kill(
+                *arguments: Any, real: Any = real, at: int = call, calls: Any = calls
+            ) -> Any:
                 if next(calls) == at:
                     raise Killed
                 return real(*arguments)
@@ -166,7 +190,13 @@ async def test_a_process_that_is_killed_resumes(
         await store_images(storage, *(f"{number:04}" for number in range(16)))
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "fleet.entry", "export", "spring"),
-        *("--storage", local_settings.storage, "--shard-size", "2", str(tmp_path / "killed")),
+        *(
+            "--storage",
+            local_settings.storage,
+            "--shard-size",
+            "2",
+            str(tmp_path / "killed"),
+        ),
         stdout=asyncio.subprocess.DEVNULL,
     )
     await polling.until(
@@ -226,7 +256,9 @@ async def test_an_image_drawn_again_is_exported_with_its_latest_record(
 ) -> None:
     async with open_storage(local_settings) as storage:
         await storage.blobs.delete("spring/3.png")
-        await store_images(storage, "3", prompt="a later house", at="2026-11-02T12:00:00Z")
+        await store_images(
+            storage, "3", prompt="a later house", at="2026-11-02T12:00:00Z"
+        )
 
     await export(size=10)
 
@@ -239,13 +271,19 @@ async def test_one_forged_record_neither_refuses_a_campaign_nor_takes_an_honest_
     stored: list[Any], export: Run, local_settings: StorageSettings, tmp_path: Path
 ) -> None:
     honest = stored[0]
-    forged = {"sha256": "0" * 64, "prompt": "forged", "at": honest.at + timedelta(days=1)}
+    forged = {
+        "sha256": "0" * 64,
+        "prompt": "forged",
+        "at": honest.at + timedelta(days=1),
+    }
     line = honest.model_copy(update=forged).line()
     size = f'"size_bytes":{honest.size_bytes}'.encode()
     huge = line.replace(size, b'"size_bytes":9007199254740991')
     async with open_storage(local_settings) as storage:
         name = "-records/spring/20261101T120000Z-thief-00000000.images.jsonl.gz"
-        await storage.blobs.append(name, shard_part([line] * 20 + [huge], Totals(21, 21)), 0)
+        await storage.blobs.append(
+            name, shard_part([line] * 20 + [huge], Totals(21, 21)), 0
+        )
 
     result = await export("out", "--format", "imagefolder", size=10)
 
@@ -266,8 +304,12 @@ async def test_a_squatted_name_exports_the_drawing_that_was_kept_aside(
         drawing = await storage.blobs.read("spring/1.png") or b""
         for name in ("1", "2"):
             await storage.blobs.delete(f"spring/{name}.png")
-            await storage.blobs.create(f"spring/{name}.png", b"garbage", "image/png", {})
-        await storage.blobs.create(duplicate_name("spring/1.png", "w1"), drawing, "image/png", {})
+            await storage.blobs.create(
+                f"spring/{name}.png", b"garbage", "image/png", {}
+            )
+        await storage.blobs.create(
+            duplicate_name("spring/1.png", "w1"), drawing, "image/png", {}
+        )
 
     result = await export("out", "--format", "imagefolder", code=4, size=10)
 
@@ -292,7 +334,9 @@ def test_no_two_images_have_one_name_in_the_storage_a_download_or_an_export(
     for number, (campaign, (job_id, (index, stage), form)) in enumerate(places):
         blob = f"{image_stem(job_key(campaign, job_id), index, stage)}.{SUFFIXES[form]}"
         assert image_name(blob, campaign) is not None
-        record = Record(outcome="completed", id=job_id, blob=blob, at="2026-11-01T12:00:00Z")
+        record = Record(
+            outcome="completed", id=job_id, blob=blob, at="2026-11-01T12:00:00Z"
+        )
         sample = formats.Sample(f"00000{number:04}", record, b"", None, 0)
         blobs.add(blob)
         keys.add(f"{sample.key}.{form}".partition(".")[0])
@@ -311,7 +355,9 @@ async def test_a_disk_that_changes_what_it_stores_is_noticed(
 
     result = await export(code=1)
 
-    assert "shard 00000 was read back from out other than it was written" in result.stderr
+    assert (
+        "shard 00000 was read back from out other than it was written" in result.stderr
+    )
     assert not list((tmp_path / "out").glob("0*"))
 
 
@@ -331,7 +377,9 @@ async def test_a_dry_run_writes_nothing_and_tells_the_size(
 async def test_an_export_takes_no_more_than_the_disk_has(
     stored: list[Any], export: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1_000))  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1_000)
+    )  # type: ignore[attr-defined]
 
     result = await export(code=2)
 
@@ -384,7 +432,9 @@ async def test_a_folder_of_something_else_is_refused(
     other = await export("out", "--format", "parquet", code=2)
     assert "out has an export with the format webdataset, not parquet" in other.stderr
     (tmp_path / "out" / "00001.tar").unlink()
-    assert "00001.tar is not as manifest.json says" in (await export("out", code=2)).stderr
+    assert (
+        "00001.tar is not as manifest.json says" in (await export("out", code=2)).stderr
+    )
 
 
 async def test_the_plan_is_sorted(store_images: Add, storage: Storage) -> None:
@@ -401,7 +451,9 @@ async def test_the_plan_is_sorted(store_images: Add, storage: Storage) -> None:
     with contextlib.closing(plan.Work("")) as work:
         blobs = storage.blobs.records("spring/")
         made = await work.make(records(), blobs, wanted, Damaged(), lambda _: None)
-        planned = [record.id for number in range(3) for (record,) in work.records(number, 40)]
+        planned = [
+            record.id for number in range(3) for (record,) in work.records(number, 40)
+        ]
 
     assert (made.images, made.shard_count) == (100, 3)
     assert planned == sorted(names)
@@ -424,7 +476,12 @@ async def test_what_workers_have_stored_is_listed_and_exported(
     )
     await run_worker("w1")
     common = ("spring", "--storage", storage_settings.storage)
-    common += ("--queue", storage_settings.queue, "--container", storage_settings.container)
+    common += (
+        "--queue",
+        storage_settings.queue,
+        "--container",
+        storage_settings.container,
+    )
     common += ("--files-container", storage_settings.files_container)
 
     listed = await asyncio.to_thread(in_process, "results", *common, "--json")

@@ -43,14 +43,18 @@ async def exported(
     return lambda form: asyncio.run(run(form))
 
 
-async def read(exported: Callable[[str], Path], form: str, load: Callable[[Path], Any]) -> Any:
+async def read(
+    exported: Callable[[str], Path], form: str, load: Callable[[Path], Any]
+) -> Any:
     return await asyncio.to_thread(lambda: load(exported(form)))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_webdataset_reads_the_shards(exported: Callable[[str], Path]) -> None:
     def load(folder: Path) -> list[Any]:
-        shards = webdataset.WebDataset(f"{folder}/{{00000..00002}}.tar", shardshuffle=False)
+        shards = webdataset.WebDataset(
+            f"{folder}/{{00000..00002}}.tar", shardshuffle=False
+        )
         samples = list(shards.decode("pil").to_tuple("__key__", "png", "txt", "json"))
         gc.collect()  # it leaves its files open
         return samples
@@ -61,7 +65,12 @@ async def test_webdataset_reads_the_shards(exported: Callable[[str], Path]) -> N
         f"0000{n}" for n in ("00000", "00001", "10000", "10001", "20000")
     ]
     _, image, text, meta = samples[0]
-    assert (image.size, text, meta["id"], meta["seed"]) == ((32, 32), "a house 1", "1", 0)
+    assert (image.size, text, meta["id"], meta["seed"]) == (
+        (32, 32),
+        "a house 1",
+        "1",
+        0,
+    )
     assert meta["loras"] == [{"name": "outline-style", "weight": 0.8}]
 
 
@@ -70,7 +79,9 @@ async def test_datasets_reads_images_with_their_parameters(
     exported: Callable[[str], Path], tmp_path: Path, form: str
 ) -> None:
     def load(folder: Path) -> Any:
-        return datasets.load_dataset(str(folder), cache_dir=str(tmp_path / "cache"), split="train")
+        return datasets.load_dataset(
+            str(folder), cache_dir=str(tmp_path / "cache"), split="train"
+        )
 
     found = await read(exported, form, load)
 
@@ -78,7 +89,11 @@ async def test_datasets_reads_images_with_their_parameters(
     rows = sorted(found, key=lambda row: str(row["id"]))
     assert [row["id"] for row in rows] == ["1", "2", "3", "4", "5"]
     assert [row["image"].size for row in rows] == [(32, 32)] * 5
-    assert (rows[0]["caption"], rows[0]["seed"], rows[0]["steps"]) == ("a house 1", 0, 20)
+    assert (rows[0]["caption"], rows[0]["seed"], rows[0]["steps"]) == (
+        "a house 1",
+        0,
+        20,
+    )
     assert rows[0]["cfg_scale"] == 7.5
     loras: Any = [{"name": "outline-style", "weight": 0.8}]
     assert rows[0]["loras"] == (loras if form == "parquet" else "outline-style:0.8")

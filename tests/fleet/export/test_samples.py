@@ -28,8 +28,15 @@ async def test_one_changed_byte_is_noticed_and_so_is_what_is_stored_as_recorded_
         await storage.blobs.create("spring/2.png", bytes(data), "image/png", told)
         half = bytes(data[: len(data) // 2])
         digest = hashlib.sha256(half).hexdigest()
-        await storage.blobs.create("spring/6.png", half, "image/png", {"sha256": digest})
-        sixth = {"id": "6", "blob": "spring/6.png", "size_bytes": len(half), "sha256": digest}
+        await storage.blobs.create(
+            "spring/6.png", half, "image/png", {"sha256": digest}
+        )
+        sixth = {
+            "id": "6",
+            "blob": "spring/6.png",
+            "size_bytes": len(half),
+            "sha256": digest,
+        }
         await RecordLog(storage.blobs, "w1").add([stored[0].model_copy(update=sixth)])
 
     result = await export(code=4)
@@ -44,11 +51,19 @@ async def test_captions_are_as_they_were_drawn_without_escapes_or_lower_case_ope
     export: Run, local_settings: StorageSettings, tmp_path: Path, store_images: Add
 ) -> None:
     async with open_storage(local_settings) as storage:
-        swept = {"prompt": "a boat break and sea", "metadata": {"caption": "a boat BREAK AND sea"}}
+        swept = {
+            "prompt": "a boat break and sea",
+            "metadata": {"caption": "a boat BREAK AND sea"},
+        }
         await store_images(storage, "1", **swept)
-        await store_images(storage, "2", prompt=r"a \(very\) red boat, <lora:outline-style:0.8>")
+        await store_images(
+            storage, "2", prompt=r"a \(very\) red boat, <lora:outline-style:0.8>"
+        )
 
     await export()
 
     rows = pq.read_table(tmp_path / "out" / "00000.parquet").to_pylist()
-    assert [row["caption"] for row in rows] == ["a boat BREAK AND sea", "a (very) red boat"]
+    assert [row["caption"] for row in rows] == [
+        "a boat BREAK AND sea",
+        "a (very) red boat",
+    ]

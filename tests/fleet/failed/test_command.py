@@ -95,7 +95,9 @@ def test_the_list_counts_errors_and_then_lists_jobs(
 
 
 def test_errors_that_are_all_different_are_counted_without_a_line_for_each(
-    in_process: Imagefleet, failed_jobs: StorageSettings, monkeypatch: pytest.MonkeyPatch
+    in_process: Imagefleet,
+    failed_jobs: StorageSettings,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("fleet.failed.jobs.MOST_KINDS", 1)
 
@@ -104,18 +106,24 @@ def test_errors_that_are_all_different_are_counted_without_a_line_for_each(
     assert len(by_error) == 2
     assert listing["count"] == sum(by_error.values()) == 3
     shown = in_process("failed").stdout
-    assert re.search(rf"{by_error['(others)']} +\(others\) +--error narrows the list", shown)
+    assert re.search(
+        rf"{by_error['(others)']} +\(others\) +--error narrows the list", shown
+    )
     assert "3 failed jobs" in shown
 
 
-def test_filters_narrow_the_list(in_process: Imagefleet, failed_jobs: StorageSettings) -> None:
+def test_filters_narrow_the_list(
+    in_process: Imagefleet, failed_jobs: StorageSettings
+) -> None:
     arguments = ["failed", "--json", "--error", "FOREST", "spring"]
 
     assert [job["id"] for job in read(in_process(*arguments))["jobs"]] == ["cat"]
     assert "no failed jobs" in in_process("failed", "spring", "--error", "none").stdout
 
 
-def test_show_prints_the_job_itself(in_process: Imagefleet, failed_jobs: StorageSettings) -> None:
+def test_show_prints_the_job_itself(
+    in_process: Imagefleet, failed_jobs: StorageSettings
+) -> None:
     [shown] = read(in_process("failed", "spring/cat", "--json"))["jobs"]
 
     assert shown["job"]["prompt"] == "a cat"
@@ -177,7 +185,10 @@ def test_a_replay_of_several_jobs_shows_them_and_asks(
         assert "2 failed jobs would be replayed" in printed
         assert re.search(r"1 +spring +MissingFileError", printed)
         assert "a \ufffd[31mdog [red]" in printed, "no control sequence"
-        assert "stays: its job is not valid for this version: the message is not JSON" in printed
+        assert (
+            "stays: its job is not valid for this version: the message is not JSON"
+            in printed
+        )
     assert depths(failed_jobs) == (0, 4)
 
 
@@ -195,7 +206,10 @@ def test_replaying_all_leaves_what_is_no_job_and_says_why(
 @pytest.mark.parametrize("command", ["replay", "discard"])
 @pytest.mark.parametrize("filters", [[], ["--all", "--error", "x"]])
 def test_an_unclear_selection_changes_nothing(
-    in_process: Imagefleet, failed_jobs: StorageSettings, command: str, filters: list[str]
+    in_process: Imagefleet,
+    failed_jobs: StorageSettings,
+    command: str,
+    filters: list[str],
 ) -> None:
     result = in_process(command, *filters)
 
@@ -226,7 +240,9 @@ THIEFS = "a thief's house"
 
 
 @pytest.fixture
-def signed_jobs(failed_jobs: StorageSettings, tmp_path: Path) -> tuple[StorageSettings, SigningKey]:
+def signed_jobs(
+    failed_jobs: StorageSettings, tmp_path: Path
+) -> tuple[StorageSettings, SigningKey]:
     """As `failed_jobs`, with two signed jobs and what a thief of a worker's token adds."""
     key = SigningKey.create(tmp_path / "key.pem")
 
@@ -240,7 +256,8 @@ def signed_jobs(failed_jobs: StorageSettings, tmp_path: Path) -> tuple[StorageSe
             [real] = [
                 record.model_dump(mode="json", exclude_none=True)
                 async for each in storage.poison.browse()
-                if (record := dead_letter.FailedJob.parse(each.body)) and record.id == "fox"
+                if (record := dead_letter.FailedJob.parse(each.body))
+                and record.id == "fox"
             ]
             signed = json.loads(real["body"])
             data = Job(prompt=THIEFS, id="blob").to_message().encode()
@@ -267,7 +284,10 @@ def prompts(settings: StorageSettings) -> list[str]:
     async def read_all() -> list[str]:
         async with open_storage(settings) as storage:
             return sorted(
-                [json.loads(each.body)["prompt"] async for each in storage.queue.browse()]
+                [
+                    json.loads(each.body)["prompt"]
+                    async for each in storage.queue.browse()
+                ]
             )
 
     return asyncio.run(read_all())
@@ -292,14 +312,17 @@ def test_what_a_thief_put_there_does_not_come_back_as_jobs(
     result = in_process("replay", "--all", "--yes")
     assert "2 failed jobs replayed" in result.stdout
     assert (
-        "8 records are not signed with your key: `imagefleet discard --unsigned`" in result.stdout
+        "8 records are not signed with your key: `imagefleet discard --unsigned`"
+        in result.stdout
     )
     assert "is not the message of job fox" in result.stdout
     assert prompts(settings) == ["a fox", "a owl"]
     assert depths(settings) == (2, 11)
 
     assert "--yes" in in_process("discard", "--unsigned").stderr
-    assert read(in_process("discard", "--unsigned", "--dry-run", "--json"))["count"] == 11
+    assert (
+        read(in_process("discard", "--unsigned", "--dry-run", "--json"))["count"] == 11
+    )
     assert read(in_process("discard", "--unsigned", "--yes", "--json")) == {
         "discarded": 11,
         "refused": [],
@@ -348,14 +371,21 @@ def test_a_replay_chooses_the_priority_and_is_normal_without(
 ) -> None:
     async def waiting() -> dict[str, int]:
         async with open_storage(failed_jobs) as storage:
-            return {name: (await each.depth()).messages for name, each in storage.queues.items()}
+            return {
+                name: (await each.depth()).messages
+                for name, each in storage.queues.items()
+            }
 
     before = asyncio.run(waiting())
     refused = in_process("replay", "spring/cat", "--priority", "urgent")
     assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "--priority: 'urgent' is not one of 'high', 'normal', 'low'" in refused.stderr
+    assert (
+        "--priority: 'urgent' is not one of 'high', 'normal', 'low'" in refused.stderr
+    )
     for arguments in (("spring/cat", "--priority", "low"), ("default/dog",)):
-        assert read(in_process("replay", *arguments, "--yes", "--json"))["replayed"] == 1
+        assert (
+            read(in_process("replay", *arguments, "--yes", "--json"))["replayed"] == 1
+        )
     after = asyncio.run(waiting())
     sent = {name: after[name] - before[name] for name in PRIORITIES}
     assert sent == {"high": 0, "normal": 1, "low": 1}

@@ -28,7 +28,8 @@ Result = TypeVar("Result")
 Within = Callable[[Callable[[Storage], Coroutine[Any, Any, Result]]], Result]
 
 TOO_MANY_STEPS = (
-    '{"prompt":"a cat","id":"cat","campaign":"spring","steps":500,"sampler_index":"DDIM"}'
+    '{"prompt":"a cat","id":"cat","campaign":"spring",'
+    '"steps":500,"sampler_index":"DDIM"}'
 )
 
 
@@ -95,7 +96,9 @@ def test_exported_jobs_are_loaded_again_under_their_ids(
     assert {job.id for job in jobs} == {"cat", dog["id"]}
     assert {job.steps for job in jobs} == {20}
 
-    discarded = in_process("discard", "--error", "InvalidMessageError", "--yes", "--json")
+    discarded = in_process(
+        "discard", "--error", "InvalidMessageError", "--yes", "--json"
+    )
     assert json.loads(discarded.stdout)["discarded"] >= 2
     assert within(queued) == jobs, "the mended jobs stay in the queue"
 
@@ -111,16 +114,25 @@ def test_a_mended_job_leaves_the_list_once_it_is_completed(
     with file.open("a") as more:
         more.write('{"prompt": "a fox"}\n')
     loaded = in_process("load", "fix.jsonl")
-    assert "2 of them had failed and stay on the list of failed jobs until" in loaded.stderr
+    assert (
+        "2 of them had failed and stay on the list of failed jobs until"
+        in loaded.stderr
+    )
     again = in_process("load", "fix.jsonl", "--restart", "--json")
     assert json.loads(again.stdout)["mended"] == 2
     discard = ("discard", "--completed")
-    assert "0 failed jobs would be discarded" in in_process(*discard, "--dry-run").stdout
+    assert (
+        "0 failed jobs would be discarded" in in_process(*discard, "--dry-run").stdout
+    )
 
     facts = {"job": "cat"}
-    within(lambda storage: storage.blobs.create("spring/cat.png", b"", "image/png", facts))
+    within(
+        lambda storage: storage.blobs.create("spring/cat.png", b"", "image/png", facts)
+    )
     listing = json.loads(in_process("failed", "--json").stdout)
-    assert {each["id"]: each["completed_since"] for each in listing["jobs"]} == {"dog": False}
+    assert {each["id"]: each["completed_since"] for each in listing["jobs"]} == {
+        "dog": False
+    }
     assert listing["unrecorded"] == 1, "its message is still in the poison queue"
     assert "1 failed job would be discarded" in in_process(*discard, "--dry-run").stdout
     assert json.loads(in_process(*discard, "--yes", "--json").stdout)["discarded"] == 1
@@ -129,7 +141,9 @@ def test_a_mended_job_leaves_the_list_once_it_is_completed(
     assert listing["unrecorded"] == 0
 
 
-def test_a_loaded_and_discarded_job_is_not_pending_for_ever(within: Within[Any]) -> None:
+def test_a_loaded_and_discarded_job_is_not_pending_for_ever(
+    within: Within[Any],
+) -> None:
     async def counts(storage: Storage) -> reader.Counts:
         await fail(storage, TOO_MANY_STEPS)
         (failed,) = [each async for each in reader.ended(storage)]
@@ -166,10 +180,15 @@ async def test_the_columns_of_a_campaign_add_up_at_each_step_of_its_mending(
         assert row["images"] == row["completed"]
         return found
 
-    jobs = [{"id": f"j{number}", "campaign": "spring", "prompt": "a cat"} for number in range(12)]
+    jobs = [
+        {"id": f"j{number}", "campaign": "spring", "prompt": "a cat"}
+        for number in range(12)
+    ]
     for each in jobs[8:]:
         each["prompt"] = "a cat <lora:nowhere:1>"
-    (tmp_path / "jobs.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in jobs))
+    (tmp_path / "jobs.jsonl").write_text(
+        "".join(f"{json.dumps(each)}\n" for each in jobs)
+    )
     await call("load", "jobs.jsonl")
     assert await columns() == [0, 0, 0, 0, 12]
     await run_worker("w1")
@@ -191,7 +210,10 @@ def signed(storage: Storage, job: Job, key: SigningKey) -> str:
 
 
 def test_only_signed_jobs_are_exported_to_be_signed_again(
-    in_process: Imagefleet, within: Within[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    in_process: Imagefleet,
+    within: Within[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else whoever stores records could have anything signed."""
     key = SigningKey.create(tmp_path / "key.pem")
@@ -206,8 +228,12 @@ def test_only_signed_jobs_are_exported_to_be_signed_again(
     assert "1 are left out" in ended.stderr
 
 
-def test_a_replay_sets_fields_by_their_types(in_process: Imagefleet, within: Within[Any]) -> None:
-    other = Job(prompt="a dog", id="dog", campaign="spring", steps=40, sampler_name="DPM++ 2M")
+def test_a_replay_sets_fields_by_their_types(
+    in_process: Imagefleet, within: Within[Any]
+) -> None:
+    other = Job(
+        prompt="a dog", id="dog", campaign="spring", steps=40, sampler_name="DPM++ 2M"
+    )
     within(lambda storage: fail(storage, TOO_MANY_STEPS, other.to_message()))
     changes = (
         "steps=20",
@@ -216,7 +242,9 @@ def test_a_replay_sets_fields_by_their_types(in_process: Imagefleet, within: Wit
         'output={"format":"webp"}',
     )
     options = [word for each in changes for word in ("--set", each)]
-    shown = json.loads(in_process("replay", "--all", *options, "--dry-run", "--json").stdout)
+    shown = json.loads(
+        in_process("replay", "--all", *options, "--dry-run", "--json").stdout
+    )
     assert {"field": "steps", "from": 500, "to": 20, "count": 1} in shown["changes"]
     assert shown["count"] == 2
     text = in_process("replay", "--all", *options, "--dry-run").stdout
@@ -226,7 +254,11 @@ def test_a_replay_sets_fields_by_their_types(in_process: Imagefleet, within: Wit
     known = within(lambda storage: sent.Ledger(storage, "spring").read())
     for job in within(queued):
         assert known.entry(sent.id_hash(job.id)) == sent.entry_of(job.id, job.digest)
-        assert (job.steps, job.prompt, job.sampler_name) == (20, "a <red> house=1", "Euler")
+        assert (job.steps, job.prompt, job.sampler_name) == (
+            20,
+            "a <red> house=1",
+            "Euler",
+        )
         assert (job.output.format, job.campaign) == ("webp", "spring")
     listing = json.loads(in_process("failed", "--json").stdout)
     assert (listing["count"], listing["unrecorded"]) == (0, 0)
@@ -283,7 +315,9 @@ def test_fields_that_only_some_jobs_have_are_set_in_these(
     if is_stage:
         job = {"prompt": "a cat", "id": "cat", "then": [failed], "stage": {"number": 2}}
     within(lambda storage: fail(storage, json.dumps(job)))
-    words = [word for each in changes.items() for word in ("--set", "=".join(map(str, each)))]
+    words = [
+        word for each in changes.items() for word in ("--set", "=".join(map(str, each)))
+    ]
     ended = in_process("replay", "--all", "--yes", *words)
     assert ended.returncode == 0, ended.stderr
     (queued_job,) = within(queued)
@@ -291,7 +325,10 @@ def test_fields_that_only_some_jobs_have_are_set_in_these(
 
 
 def test_a_changed_job_is_signed_again_or_stays(
-    in_process: Imagefleet, within: Within[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    in_process: Imagefleet,
+    within: Within[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     key = SigningKey.create(tmp_path / "key.pem")
     job = Job(prompt="a cat", id="cat")
@@ -335,11 +372,15 @@ def test_a_job_whose_signature_has_ended_is_yours_and_is_signed_again_with_the_k
     monkeypatch.setenv("IMAGEFLEET_TRUSTED_KEY", key.public)
     (listed,) = json.loads(in_process("failed", "--json").stdout)["jobs"]
     assert listed["signed"] is True
-    assert "0 failed jobs discarded" in in_process("discard", "--unsigned", "--yes").stdout
+    assert (
+        "0 failed jobs discarded" in in_process("discard", "--unsigned", "--yes").stdout
+    )
     assert "cat stays" in in_process("replay", "--all", "--yes", *words).stdout
     assert within(queued) == []
     monkeypatch.setenv("IMAGEFLEET_SIGNING_KEY", str(tmp_path / "key.pem"))
-    assert "1 failed job replayed" in in_process("replay", "--all", "--yes", *words).stdout
+    assert (
+        "1 failed job replayed" in in_process("replay", "--all", "--yes", *words).stdout
+    )
     assert within(reads_again).prompt == "a cat"
 
 

@@ -41,7 +41,9 @@ def settings(tmp_path: Path) -> StorageSettings:
                 (message,) = await storage.queue.receive(1, 60)
                 try:
                     job = read_job(message.body, message.id)
-                    error: errors.FleetError = errors.MissingFileError("a damaged checkpoint")
+                    error: errors.FleetError = errors.MissingFileError(
+                        "a damaged checkpoint"
+                    )
                 except errors.JobError as invalid:
                     job, error = None, invalid
                 failed = await dead_letter.add(storage, message, job, error, "worker-1")
@@ -75,7 +77,9 @@ def test_a_models_failed_jobs_are_replayed_into_its_queue(
             depth = await storage.queue.depth()
             poison = await storage.poison.depth()
             return {
-                each.model: each.messages for each in depth.by_queue.values() if each.messages
+                each.model: each.messages
+                for each in depth.by_queue.values()
+                if each.messages
             }, poison.messages
 
     assert asyncio.run(left()) == ({"pony": 2}, 4), result.stderr

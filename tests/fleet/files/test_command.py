@@ -15,7 +15,9 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.files import manifest
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 
 @pytest.fixture
@@ -47,12 +49,17 @@ def stored(settings: StorageSettings) -> dict[str, bytes]:
 
 
 def test_a_removed_file_is_neither_stored_nor_listed(
-    in_process: Imagefleet, loras: list[str], flags: list[str], storage_settings: StorageSettings
+    in_process: Imagefleet,
+    loras: list[str],
+    flags: list[str],
+    storage_settings: StorageSettings,
 ) -> None:
     before = stored(storage_settings)
     command = ("files", "remove", "lora", "night")
     dry = in_process(*command, "--dry-run", "--json", *flags)
-    assert [row["name"] for row in json.loads(dry.stdout)["files"]] == ["night.safetensors"]
+    assert [row["name"] for row in json.loads(dry.stdout)["files"]] == [
+        "night.safetensors"
+    ]
     assert stored(storage_settings) == before
 
     asked = in_process(*command, *flags)
@@ -118,23 +125,41 @@ def test_a_models_reference_images_go_with_it(
     in_process("files", "remove", "model", "a", "--yes", storage)
     assert set(stored(local_settings)) == {"models/b.tar", "models/b.safetensors"}
     several = in_process("files", "remove", "model", "b", "--yes", storage)
-    assert "'b' is the name of b.safetensors and b.tar: give it with its suffix" in several.stderr
+    assert (
+        "'b' is the name of b.safetensors and b.tar: give it with its suffix"
+        in several.stderr
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         ("add loras x.safetensors", "unknown kind 'loras'; did you mean 'lora'?"),
-        ("list pictures", "unknown kind 'pictures': give one of model, lora, embedding,"),
-        ("make lora --model m", "unknown kind 'lora': give one of kernels, text, canary"),
+        (
+            "list pictures",
+            "unknown kind 'pictures': give one of model, lora, embedding,",
+        ),
+        (
+            "make lora --model m",
+            "unknown kind 'lora': give one of kernels, text, canary",
+        ),
         ("add lora x.safetensors --no-test", "--test is for model, not for lora"),
-        ("add model x.safetensors --replace", "--replace is for kernels, not for model"),
+        (
+            "add model x.safetensors --replace",
+            "--replace is for kernels, not for model",
+        ),
         ("add kernels x.tar.xz --name x", "--name is for model, lora, embedding,"),
-        ("add lora a.safetensors b.safetensors --name x", "--name and --sha256 are for one file"),
+        (
+            "add lora a.safetensors b.safetensors --name x",
+            "--name and --sha256 are for one file",
+        ),
         ("add text jobs.jsonl", "'jobs.jsonl' does not exist"),
         ("make canary --model m --slots 4", "--slots is for kernels, not for canary"),
         ("make canary jobs.jsonl --model m", "JOBS is for text, not for canary"),
-        ("make text jobs.jsonl --model m --output x", "--output is for kernels, not for text"),
+        (
+            "make text jobs.jsonl --model m --output x",
+            "--output is for kernels, not for text",
+        ),
         ("make kernels --model m --count 3", "--count is for text, not for kernels"),
         ("make text --model m", "JOBS is missing"),
     ],

@@ -17,17 +17,24 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.files.library import EmbeddingLibrary, Source
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 
 @pytest.fixture
 def flags(storage_settings: StorageSettings) -> list[str]:
     """The storage as flags: a folder, then Azurite."""
     names = ("storage", "queue", "container", "files_container")
-    return [f"--{name.replace('_', '-')}={getattr(storage_settings, name)}" for name in names]
+    return [
+        f"--{name.replace('_', '-')}={getattr(storage_settings, name)}"
+        for name in names
+    ]
 
 
-def used(settings: StorageSettings, cache: Path, trusted: str | None = None) -> dict[str, str]:
+def used(
+    settings: StorageSettings, cache: Path, trusted: str | None = None
+) -> dict[str, str]:
     """The embeddings that a worker finds, and their hashes."""
 
     async def read() -> dict[str, str]:
@@ -41,7 +48,10 @@ def used(settings: StorageSettings, cache: Path, trusted: str | None = None) -> 
 
 
 def test_workers_use_what_was_added(
-    in_process: Imagefleet, flags: list[str], storage_settings: StorageSettings, tmp_path: Path
+    in_process: Imagefleet,
+    flags: list[str],
+    storage_settings: StorageSettings,
+    tmp_path: Path,
 ) -> None:
     files = {
         "EasyNegative": shaped(emb_params=[8, 768]),
@@ -54,7 +64,9 @@ def test_workers_use_what_was_added(
     assert result.returncode == console.EXIT_DONE, result.stderr
     assert result.stdout == "EasyNegative\n"
     assert "SD 1.x embedding, 8 vectors" in result.stderr
-    sdxl = in_process("files", "add", "embedding", "bad-hands-5.safetensors", "--json", *flags)
+    sdxl = in_process(
+        "files", "add", "embedding", "bad-hands-5.safetensors", "--json", *flags
+    )
     (row,) = json.loads(sdxl.stdout)["files"]
     assert (row["name"], row["content"]) == ("bad-hands-5", "SDXL embedding, 3 vectors")
     in_process("files", "add", "embedding", "mist.safetensors", "--name", "fog", *flags)
@@ -62,7 +74,9 @@ def test_workers_use_what_was_added(
     hashes = [hashlib.sha256(data).hexdigest() for data in files.values()]
     expected = dict(zip(("EasyNegative", "bad-hands-5", "fog"), hashes, strict=True))
     assert used(storage_settings, tmp_path / "cache") == expected
-    listed = json.loads(in_process("files", "list", "embedding", "--json", *flags).stdout)["files"]
+    listed = json.loads(
+        in_process("files", "list", "embedding", "--json", *flags).stdout
+    )["files"]
     assert [(each["name"], each["content"]) for each in listed] == [
         ("EasyNegative.safetensors", "SD 1.x embedding, 8 vectors"),
         ("bad-hands-5.safetensors", "SDXL embedding, 3 vectors"),
@@ -71,7 +85,10 @@ def test_workers_use_what_was_added(
 
 
 def test_with_a_signing_key_the_list_is_signed(
-    in_process: Imagefleet, flags: list[str], storage_settings: StorageSettings, tmp_path: Path
+    in_process: Imagefleet,
+    flags: list[str],
+    storage_settings: StorageSettings,
+    tmp_path: Path,
 ) -> None:
     key = SigningKey.create(tmp_path / "key.pem")
     (tmp_path / "mist.safetensors").write_bytes(shaped(v=[1, 768]))
@@ -81,20 +98,37 @@ def test_with_a_signing_key_the_list_is_signed(
     refused = in_process("files", "add", "embedding", "fog.safetensors", *signed)
     assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "is not signed, and lists 1 file" in refused.stderr
-    added = in_process("files", "add", "embedding", "fog.safetensors", "--manifest", *signed)
+    added = in_process(
+        "files", "add", "embedding", "fog.safetensors", "--manifest", *signed
+    )
     assert "listed and signed in embeddings/manifest.json" in added.stderr
-    assert set(used(storage_settings, tmp_path / "cache", key.public)) == {"mist", "fog"}
+    assert set(used(storage_settings, tmp_path / "cache", key.public)) == {
+        "mist",
+        "fog",
+    }
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "a LoRA": (file_of(*LORA), "is a LoRA for Stable Diffusion 1.x; `imagefleet files add lora`"),
+    "a LoRA": (
+        file_of(*LORA),
+        "is a LoRA for Stable Diffusion 1.x; `imagefleet files add lora`",
+    ),
     "a page": (b"<html></html>", "is a web page"),
     "cut off": (shaped(emb_params=[2, 768])[:-1], "is cut off"),
-    "too many vectors": (shaped(emb_params=[76, 768]), "has 76 vectors; a prompt's chunk"),
+    "too many vectors": (
+        shaped(emb_params=[76, 768]),
+        "has 76 vectors; a prompt's chunk",
+    ),
     "no vector": (shaped(emb_params=[0, 768]), "has 0 vectors"),
-    "another width": (shaped(emb_params=[2, 4096]), "vectors of 4,096 numbers: those of SD 1.x"),
+    "another width": (
+        shaped(emb_params=[2, 4096]),
+        "vectors of 4,096 numbers: those of SD 1.x",
+    ),
     "half of SDXL's": (shaped(clip_g=[2, 1280]), "SDXL's embeddings have two"),
-    "unequal halves": (shaped(clip_g=[2, 1280], clip_l=[3, 768]), "different numbers of vectors"),
+    "unequal halves": (
+        shaped(clip_g=[2, 1280], clip_l=[3, 768]),
+        "different numbers of vectors",
+    ),
     "three dimensions": (shaped(emb_params=[1, 2, 768]), "of the shape [1, 2, 768]"),
 }
 
@@ -111,14 +145,18 @@ def test_what_is_no_usable_embedding_never_reaches_the_storage(
     assert not (tmp_path / "imagefleet-data").exists()
 
 
-def test_a_pickle_and_an_unsafe_name_are_refused(in_process: Imagefleet, tmp_path: Path) -> None:
+def test_a_pickle_and_an_unsafe_name_are_refused(
+    in_process: Imagefleet, tmp_path: Path
+) -> None:
     (tmp_path / "mist.pt").write_bytes(b"PK\x03\x04")
     pickle = in_process("files", "add", "embedding", "mist.pt")
     assert pickle.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "a pickle, which may run any program" in pickle.stderr
     assert "string_to_param" in pickle.stderr, "how to convert it"
     (tmp_path / "mist.safetensors").write_bytes(shaped(v=[768]))
-    named = in_process("files", "add", "embedding", "mist.safetensors", "--name", "../mist")
+    named = in_process(
+        "files", "add", "embedding", "mist.safetensors", "--name", "../mist"
+    )
     assert "the name '../mist' is refused" in named.stderr
     gone = in_process("files", "add", "embedding", "gone.safetensors")
     assert "'gone.safetensors' does not exist" in gone.stderr

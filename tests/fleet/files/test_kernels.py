@@ -23,7 +23,9 @@ from worker.files.kernels import archive, cache
 from worker.files.kernels.cache import KernelCache
 from worker.files.kernels.shared import SharedKernels
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 NAME = f"{KEY.name}.tar.xz"
 DEMO = Path(__file__).parents[3] / "demo_model"
@@ -33,7 +35,10 @@ DEMO = Path(__file__).parents[3] / "demo_model"
 def flags(storage_settings: StorageSettings) -> list[str]:
     """The storage as flags: a folder, then Azurite."""
     names = ("storage", "queue", "container", "files_container")
-    return [f"--{name.replace('_', '-')}={getattr(storage_settings, name)}" for name in names]
+    return [
+        f"--{name.replace('_', '-')}={getattr(storage_settings, name)}"
+        for name in names
+    ]
 
 
 @pytest.fixture
@@ -68,10 +73,17 @@ def test_what_was_added_is_listed_and_fetched_by_a_worker_with_that_gpu(
     assert origin_of(storage_settings, tmp_path / "before") is None
 
     added = in_process("files", "add", "kernels", "kernels", *flags)
-    assert (added.stdout, f"kernels/{NAME}: stored" in added.stderr) == (f"{NAME}\n", True)
+    assert (added.stdout, f"kernels/{NAME}: stored" in added.stderr) == (
+        f"{NAME}\n",
+        True,
+    )
     again = in_process("files", "add", "kernels", f"kernels/{NAME}", "--json", *flags)
-    assert [each["change"] for each in json.loads(again.stdout)["files"]] == ["was there"]
-    listed = json.loads(in_process("files", "list", "kernels", "--json", *flags).stdout)["files"]
+    assert [each["change"] for each in json.loads(again.stdout)["files"]] == [
+        "was there"
+    ]
+    listed = json.loads(
+        in_process("files", "list", "kernels", "--json", *flags).stdout
+    )["files"]
     assert [(each["name"], each["content"], each["bytes"]) for each in listed] == [
         (NAME, "NVIDIA H200, torch 2.11.0", packed.stat().st_size)
     ]
@@ -108,7 +120,9 @@ def test_with_a_signing_key_the_list_is_signed_for_workers_that_trust_it(
     tmp_path: Path,
 ) -> None:
     key = SigningKey.create(tmp_path / "key.pem")
-    added = in_process("files", "add", "kernels", "kernels", "--signing-key", "key.pem", *flags)
+    added = in_process(
+        "files", "add", "kernels", "kernels", "--signing-key", "key.pem", *flags
+    )
     assert added.returncode == console.EXIT_DONE, added.stderr
     trusted = TrustedKeys.read(key.public)
     assert origin_of(storage_settings, tmp_path / "worker", trusted) == "store"
@@ -147,19 +161,26 @@ def test_what_workers_share_is_listed_and_removed_as_what_was_added(
         async with open_storage(storage_settings) as storage:
             await storage.create()
             policy = concurrency.RetryPolicy(tries=1)
-            await SharedKernels(storage.files, tmp_path / "w", KEY, None, policy).share(None)
+            await SharedKernels(storage.files, tmp_path / "w", KEY, None, policy).share(
+                None
+            )
 
     compile_into(tmp_path / "w")
     asyncio.run(share())
-    (row,) = json.loads(in_process("files", "list", "kernels", "--json", *flags).stdout)["files"]
+    (row,) = json.loads(
+        in_process("files", "list", "kernels", "--json", *flags).stdout
+    )["files"]
     shared = f"{KEY.name}/1.tar.xz"
-    assert (row["name"], row["content"]) == (shared, "NVIDIA H200, torch 2.11.0, by a worker")
+    assert (row["name"], row["content"]) == (
+        shared,
+        "NVIDIA H200, torch 2.11.0, by a worker",
+    )
     assert len(row["sha256"]) == 64
     removed = in_process("files", "remove", "kernels", shared, "--yes", *flags)
     assert removed.stdout == f"kernels/{shared}: removed\n", removed.stderr
-    assert json.loads(in_process("files", "list", "kernels", "--json", *flags).stdout) == {
-        "files": []
-    }
+    assert json.loads(
+        in_process("files", "list", "kernels", "--json", *flags).stdout
+    ) == {"files": []}
 
 
 # Building: what only a GPU can do is replaced, the rest is real.
@@ -186,7 +207,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_a_build_packs_what_a_worker_with_these_settings_compiles(
     in_process: Imagefleet, gpu: dict[str, Any], tmp_path: Path
 ) -> None:
-    build = ("files", "make", "kernels", "--model", str(DEMO), "--cache", "cache", "--slots", "6")
+    build = (
+        "files",
+        "make",
+        "kernels",
+        "--model",
+        str(DEMO),
+        "--cache",
+        "cache",
+        "--slots",
+        "6",
+    )
     build += ("--accelerator", "sdxl_lightning_4step", "--taesd", "taesd")
     dry = in_process(*build, "--dry-run")
     assert dry.stdout == f"kernels/{NAME}\n", dry.stderr
@@ -196,7 +227,11 @@ def test_a_build_packs_what_a_worker_with_these_settings_compiles(
     assert built.returncode == console.EXIT_DONE, built.stderr
     path = tmp_path / "out" / NAME
     size = path.stat().st_size
-    assert json.loads(built.stdout) == {"path": f"out/{NAME}", "key": asdict(KEY), "bytes": size}
+    assert json.loads(built.stdout) == {
+        "path": f"out/{NAME}",
+        "key": asdict(KEY),
+        "bytes": size,
+    }
     assert (gpu["slots"], gpu["compile"]) == (6, "auto")
     assert (gpu["is_unguided"], gpu["taesd"]) == (True, Path("taesd"))
     assert archive.check(path)[0] == KEY
@@ -206,8 +241,12 @@ def test_a_build_packs_what_a_worker_with_these_settings_compiles(
 def test_a_build_that_compiled_nothing_says_so(
     in_process: Imagefleet, gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load, "load_engine", lambda *_, **__: SimpleNamespace(close=lambda: None))
-    result = in_process("files", "make", "kernels", "--model", str(DEMO), "--cache", "cache")
+    monkeypatch.setattr(
+        load, "load_engine", lambda *_, **__: SimpleNamespace(close=lambda: None)
+    )
+    result = in_process(
+        "files", "make", "kernels", "--model", str(DEMO), "--cache", "cache"
+    )
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert re.search(r"torch kept no kernels in /\S+/cache/kernels/", result.stderr)
 
@@ -224,6 +263,13 @@ def test_a_build_for_another_gpu_is_stored_beside_the_first(
     in_process: Imagefleet, packed: Path, tmp_path: Path
 ) -> None:
     for key in (OTHER, replace(KEY, gpu="NVIDIA GeForce RTX 4090", capability="8.9")):
-        archive.pack(tmp_path / "compiled", key, tmp_path / "kernels" / f"{key.name}.tar.xz")
-    assert in_process("files", "add", "kernels", "kernels").stderr.count(": stored: ") == 3
-    assert "NVIDIA GeForce RTX 4090, torch 2.11.0" in in_process("files", "list", "kernels").stdout
+        archive.pack(
+            tmp_path / "compiled", key, tmp_path / "kernels" / f"{key.name}.tar.xz"
+        )
+    assert (
+        in_process("files", "add", "kernels", "kernels").stderr.count(": stored: ") == 3
+    )
+    assert (
+        "NVIDIA GeForce RTX 4090, torch 2.11.0"
+        in in_process("files", "list", "kernels").stdout
+    )

@@ -19,7 +19,9 @@ from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import StorageSettings
 from worker.files import manifest
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 LORAS = "loras/manifest.json"
 
@@ -76,10 +78,14 @@ async def test_with_a_key_every_file_is_listed_and_the_list_signed(
     assert not found.is_signed_by(keys.trusted, "models")
 
 
-async def test_a_plain_list_is_signed_only_when_told_to(storage: Storage, key: SigningKey) -> None:
+async def test_a_plain_list_is_signed_only_when_told_to(
+    storage: Storage, key: SigningKey
+) -> None:
     await Listing(storage, "loras", NO_KEYS, create=True).change({"planted": "1"})
     keys = keys_of(key)
-    with pytest.raises(errors.SetupError, match=r"not signed, and lists 1 file: look through it"):
+    with pytest.raises(
+        errors.SetupError, match=r"not signed, and lists 1 file: look through it"
+    ):
         await Listing(storage, "loras", keys).check()
     assert await Listing(storage, "loras", keys, create=True).change({"planted": "1"})
     assert (await contents(storage)).is_signed_by(keys.trusted, "loras")
@@ -124,12 +130,17 @@ def test_add_lists_loras_and_models_and_signs_the_lists(
 
     added = in_process("files", "add", "lora", "rocket.safetensors")
     assert "listed and signed in loras/manifest.json" in added.stderr
-    added = in_process("files", "add", "model", "dreams.safetensors", "--no-test", "--json")
+    added = in_process(
+        "files", "add", "model", "dreams.safetensors", "--no-test", "--json"
+    )
     assert json.loads(added.stdout)["files"][0]["in_manifest"] is True
 
     async def read() -> list[manifest.Contents]:
         async with open_storage(local_settings) as storage:
-            return [await contents(storage, name) for name in (LORAS, "models/manifest.json")]
+            return [
+                await contents(storage, name)
+                for name in (LORAS, "models/manifest.json")
+            ]
 
     loras, models = asyncio.run(read())
     assert loras.files == {"rocket": hashlib.sha256(lora_of()).hexdigest()}

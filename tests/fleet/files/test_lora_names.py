@@ -19,7 +19,9 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.files.library import EmbeddingLibrary, FileLibrary, Source
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 NAMES = (
     "Smith, John's style",
@@ -30,20 +32,37 @@ NAMES = (
     "e\u0301te\u0301",
     "-dash",
 )
-UNSAFE = ("../x", "a/b", r"a\b", ".x", "..", "", "a\0b", "a\nb", "a|b", "x" * 201, "水" * 70)
+UNSAFE = (
+    "../x",
+    "a/b",
+    r"a\b",
+    ".x",
+    "..",
+    "",
+    "a\0b",
+    "a\nb",
+    "a|b",
+    "x" * 201,
+    "水" * 70,
+)
 
 
 @pytest.fixture
 def flags(storage_settings: StorageSettings) -> list[str]:
     names = ("storage", "queue", "container", "files_container")
-    return [f"--{name.replace('_', '-')}={getattr(storage_settings, name)}" for name in names]
+    return [
+        f"--{name.replace('_', '-')}={getattr(storage_settings, name)}"
+        for name in names
+    ]
 
 
 def with_alias(alias: str, *others: str) -> bytes:
     """A LoRA whose trainer called it so; *others* make it another file."""
     data = lora_of(*others)
     size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size]) | {"__metadata__": {"ss_output_name": alias}}
+    header = json.loads(data[8 : 8 + size]) | {
+        "__metadata__": {"ss_output_name": alias}
+    }
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data[8 + size :]
 
@@ -60,7 +79,9 @@ def found(
     async def read() -> list[bytes | str]:
         results: list[bytes | str] = []
         async with open_storage(settings) as storage:
-            library = FileLibrary(Source(storage.files, cache, 2**20, trusted), LORA, directory)
+            library = FileLibrary(
+                Source(storage.files, cache, 2**20, trusted), LORA, directory
+            )
             for name in names:
                 (tag,) = read_prompt(f"a <lora:{name}:0.5>").loras
                 try:
@@ -73,7 +94,10 @@ def found(
 
 
 def test_what_is_stored_under_any_name_is_found_by_it(
-    in_process: Imagefleet, flags: list[str], storage_settings: StorageSettings, tmp_path: Path
+    in_process: Imagefleet,
+    flags: list[str],
+    storage_settings: StorageSettings,
+    tmp_path: Path,
 ) -> None:
     expected = []
     for number, name in enumerate(NAMES):
@@ -86,10 +110,14 @@ def test_what_is_stored_under_any_name_is_found_by_it(
         assert f"<lora:{unicodedata.normalize('NFC', name)}:1>" in added.stdout
     assert found(storage_settings, tmp_path / "cache", *NAMES) == expected
     prompts = [{"prompt": f"a <lora:{name}:1>"} for name in NAMES]
-    (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in prompts))
+    (tmp_path / "jobs.jsonl").write_text(
+        "".join(json.dumps(each) + "\n" for each in prompts)
+    )
     checked = in_process("load", "jobs.jsonl", "--check", *flags)
     assert checked.returncode == console.EXIT_DONE, checked.stderr
-    own = found(storage_settings, tmp_path / "other", *NAMES, directory=tmp_path / "loras")
+    own = found(
+        storage_settings, tmp_path / "other", *NAMES, directory=tmp_path / "loras"
+    )
     assert own == expected
 
 
@@ -101,7 +129,10 @@ def test_no_name_leads_out_of_its_folder_or_is_too_long_for_a_file(name: str) ->
 
 
 def test_an_alias_finds_its_file_and_a_files_name_goes_before_it(
-    in_process: Imagefleet, flags: list[str], storage_settings: StorageSettings, tmp_path: Path
+    in_process: Imagefleet,
+    flags: list[str],
+    storage_settings: StorageSettings,
+    tmp_path: Path,
 ) -> None:
     files = {
         "forest-000010": with_alias("Magic, forest"),
@@ -115,12 +146,16 @@ def test_an_alias_finds_its_file_and_a_files_name_goes_before_it(
         added = in_process("files", "add", "lora", f"{name}.safetensors", *flags)
         assert added.returncode == console.EXIT_DONE, added.stderr
     cache = tmp_path / "cache"
-    results = found(storage_settings, cache, "Magic, forest", "rocket", "one", "none", "shared")
+    results = found(
+        storage_settings, cache, "Magic, forest", "rocket", "one", "none", "shared"
+    )
     assert results[:3] == [files[name] for name in ("forest-000010", "rocket", "one")]
     assert "no LoRA none.safetensors" in str(results[3])
     assert "no LoRA shared.safetensors" in str(results[4])
     jobs = "".join(json.dumps({"prompt": f"<lora:{name}:1>"}) + "\n" for name in files)
-    (tmp_path / "jobs.jsonl").write_text(jobs + '{"prompt": "<lora:Magic, forest:1>"}\n')
+    (tmp_path / "jobs.jsonl").write_text(
+        jobs + '{"prompt": "<lora:Magic, forest:1>"}\n'
+    )
     checked = in_process("load", "jobs.jsonl", "--check", *flags)
     assert checked.returncode == console.EXIT_DONE, checked.stderr
     in_process("files", "remove", "lora", "forest-000010", "--yes", *flags)
@@ -152,7 +187,9 @@ def test_an_alias_is_signed_with_its_file(
     assert added.returncode == console.EXIT_DONE, added.stderr
     trusted = TrustedKeys.read(key.public)
     names = "the other name", "a", "neither"
-    one, other, neither = found(storage_settings, tmp_path / "cache", *names, trusted=trusted)
+    one, other, neither = found(
+        storage_settings, tmp_path / "cache", *names, trusted=trusted
+    )
     assert (one, other) == (data, data)
     assert "does not list 'neither'" in str(neither)
 
@@ -168,7 +205,9 @@ def test_in_a_folder_of_the_workers_own_aliases_are_read_of_the_files(
     (loras / "c.safetensors").write_bytes(with_alias("twice", "x"))
     (loras / "damaged.safetensors").write_bytes(b"x")
     asyncio.run(_create(local_settings))
-    results = found(local_settings, tmp_path / "cache", "The alias", "twice", directory=loras)
+    results = found(
+        local_settings, tmp_path / "cache", "The alias", "twice", directory=loras
+    )
     assert results[0] == data
     assert "'twice' is an alias of several: name 'b', 'c'" in str(results[1])
 
@@ -179,7 +218,10 @@ async def _create(settings: StorageSettings) -> None:
 
 
 def test_embeddings_have_any_name_as_well(
-    in_process: Imagefleet, flags: list[str], storage_settings: StorageSettings, tmp_path: Path
+    in_process: Imagefleet,
+    flags: list[str],
+    storage_settings: StorageSettings,
+    tmp_path: Path,
 ) -> None:
     for name in ("bad, hands!", "負の手"):
         (tmp_path / f"{name}.safetensors").write_bytes(shaped(v=[1, 768]))
@@ -188,6 +230,8 @@ def test_embeddings_have_any_name_as_well(
 
     async def names() -> tuple[str, ...]:
         async with open_storage(storage_settings) as storage:
-            return await EmbeddingLibrary(Source(storage.files, tmp_path / "c", 2**20)).names()
+            return await EmbeddingLibrary(
+                Source(storage.files, tmp_path / "c", 2**20)
+            ).names()
 
     assert asyncio.run(names()) == ("bad, hands!", "負の手")

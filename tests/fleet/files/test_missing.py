@@ -18,13 +18,18 @@ from imagefleet.signing import SigningKey
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 JOBS = [
     {"prompt": "a <lora:known:0.5>, <lora:known:0.2>", "model": "sd-1.5"},
     {"prompt": "b <lora:Known:1>", "model": "packed"},
     {"prompt": "c <lora:lost:1> <lora:known:1>", "model": "gone"},
-    {"prompt": "d <lora:lost:0.1>", "negative_prompt": "(embedding:bad-hands:1.2), embedding:soft"},
+    {
+        "prompt": "d <lora:lost:0.1>",
+        "negative_prompt": "(embedding:bad-hands:1.2), embedding:soft",
+    },
     *({"prompt": "e <lora:lost:1>"} for _ in range(3)),
     {"prompt": "f <lora:nested:1>"},
 ]
@@ -46,7 +51,9 @@ def in_storage(settings: StorageSettings, *names: str) -> None:
             for name in names:
                 data = {"loras": lora_of(), "embeddings": shaped(v=[1, 768])}
                 content = data.get(name.partition("/")[0], b"x")
-                await storage.files.create(name, content, "application/octet-stream", {})
+                await storage.files.create(
+                    name, content, "application/octet-stream", {}
+                )
 
     asyncio.run(fill())
 
@@ -72,7 +79,9 @@ def test_what_is_missing_is_told_with_its_jobs_and_nothing_is_sent(
     in_process: Imagefleet, jobs: Path, storage_settings: StorageSettings
 ) -> None:
     in_storage(storage_settings, *STORED)
-    result = in_process("load", "jobs.jsonl", "--check", "--json", *flags(storage_settings))
+    result = in_process(
+        "load", "jobs.jsonl", "--check", "--json", *flags(storage_settings)
+    )
 
     found = missing(result)
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
@@ -80,7 +89,10 @@ def test_what_is_missing_is_told_with_its_jobs_and_nothing_is_sent(
     unlisted = set()
     if not storage_settings.storage.startswith("local:"):
         unlisted = {("embedding", "soft")}
-        assert "not listed in embeddings/manifest.json: " in found["embedding", "soft"]["reason"]
+        assert (
+            "not listed in embeddings/manifest.json: "
+            in found["embedding", "soft"]["reason"]
+        )
     assert set(found) == unlisted | {
         ("LoRA", "Known"),
         ("LoRA", "lost"),
@@ -105,7 +117,9 @@ def test_what_is_missing_is_told_with_its_jobs_and_nothing_is_sent(
         },
     )
     assert next(iter(found)) == ("LoRA", "lost"), "what most jobs name comes first"
-    assert [each.name for each in jobs.parent.iterdir() if "checkpoint" in each.name] == []
+    assert [
+        each.name for each in jobs.parent.iterdir() if "checkpoint" in each.name
+    ] == []
 
     async def queued() -> int:
         async with open_storage(storage_settings) as storage:
@@ -124,8 +138,14 @@ def test_a_person_reads_a_table_and_programs_the_exit_code(
     assert row.split()[:3] == ["LoRA", "lost", "5"]
     assert "line 3; line 4; line 5" in row
     assert "not in loras/" in row
-    assert "8 jobs with 4 LoRAs, 3 models, 2 embeddings: 5 of them missing" in result.stderr
-    assert "draw the word 'embedding' as well, as AUTOMATIC1111 does: write NAME" in result.stderr
+    assert (
+        "8 jobs with 4 LoRAs, 3 models, 2 embeddings: 5 of them missing"
+        in result.stderr
+    )
+    assert (
+        "draw the word 'embedding' as well, as AUTOMATIC1111 does: write NAME"
+        in result.stderr
+    )
 
     jobs.write_text(json.dumps(JOBS[0]))
     complete = in_process("load", "jobs.jsonl", "--check", *flags(local_settings))
@@ -150,7 +170,9 @@ def test_each_folder_is_listed_once_and_only_if_it_is_named(
         return opened[-1]
 
     monkeypatch.setattr("fleet.files.missing.open_storage", open_once)
-    result = in_process("load", "jobs.jsonl", "--check", "--json", *flags(local_settings))
+    result = in_process(
+        "load", "jobs.jsonl", "--check", "--json", *flags(local_settings)
+    )
 
     assert len(missing(result)) == 500
     (storage,) = opened
@@ -171,7 +193,10 @@ def test_a_folder_of_loras_and_models_from_elsewhere_count(
     (tmp_path / "jobs.csv").write_text("prompt,model\na,elsewhere\nb,local-model\n")
     check = ("--check", *flags(local_settings))
 
-    assert in_process("load", "jobs.txt", *check).returncode == console.EXIT_OPERATOR_MUST_ACT
+    assert (
+        in_process("load", "jobs.txt", *check).returncode
+        == console.EXIT_OPERATOR_MUST_ACT
+    )
     found = in_process("load", "jobs.txt", *check, "--lora-directory", "mine")
     assert found.returncode == console.EXIT_DONE
     gone = in_process("load", "jobs.txt", *check, "--lora-directory", "none")
@@ -180,8 +205,13 @@ def test_a_folder_of_loras_and_models_from_elsewhere_count(
     assert in_process("load", "jobs.txt", *check).returncode == console.EXIT_DONE
 
     models = ("--model", "elsewhere", "--model", "./models/local-model.safetensors")
-    assert in_process("load", "jobs.csv", *check).returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert in_process("load", "jobs.csv", *check, *models).returncode == console.EXIT_DONE
+    assert (
+        in_process("load", "jobs.csv", *check).returncode
+        == console.EXIT_OPERATOR_MUST_ACT
+    )
+    assert (
+        in_process("load", "jobs.csv", *check, *models).returncode == console.EXIT_DONE
+    )
 
 
 def test_all_jobs_of_a_template_are_looked_through(
@@ -213,14 +243,21 @@ def test_with_a_signing_key_a_file_must_be_in_the_signed_list(
     assert set(missing(in_process(*signed))) == {("LoRA", "listed"), ("LoRA", "stored")}
 
     async def list_one() -> None:
-        settings = SignerSettings(**local_settings.model_dump(), signing_key=tmp_path / "key.pem")
+        settings = SignerSettings(
+            **local_settings.model_dump(), signing_key=tmp_path / "key.pem"
+        )
         async with open_storage(settings) as storage:
-            await Listing(storage, "loras", settings.keys()).change({"listed": "0" * 64})
+            await Listing(storage, "loras", settings.keys()).change(
+                {"listed": "0" * 64}
+            )
 
     asyncio.run(list_one())
     found = missing(in_process(*signed))
     assert set(found) == {("LoRA", "stored")}
-    assert "not listed in loras/manifest.json, which is signed" in found["LoRA", "stored"]["reason"]
+    assert (
+        "not listed in loras/manifest.json, which is signed"
+        in found["LoRA", "stored"]["reason"]
+    )
 
 
 def test_invalid_jobs_are_refused_or_counted(
@@ -270,7 +307,9 @@ def test_images_and_files_of_their_passes_are_looked_for_as_well(
         {"prompt": "i", "hr_checkpoint_name": "late [0123456789]", "enable_hr": True},
     ]
     jobs.write_text("".join(json.dumps(job) + "\n" for job in given))
-    result = in_process("load", "jobs.jsonl", "--check", "--json", *flags(storage_settings))
+    result = in_process(
+        "load", "jobs.jsonl", "--check", "--json", *flags(storage_settings)
+    )
 
     assert {key: each["reason"] for key, each in missing(result).items()} == {
         ("image", "masks/1.webp"): "not in inputs/",
@@ -287,16 +326,27 @@ def test_words_that_seem_to_be_names_of_embeddings_are_told_and_are_no_failure(
     in_process: Imagefleet, tmp_path: Path, storage_settings: StorageSettings
 ) -> None:
     in_storage(
-        storage_settings, "embeddings/Bad-Hands-5.safetensors", "embeddings/forest.safetensors"
+        storage_settings,
+        "embeddings/Bad-Hands-5.safetensors",
+        "embeddings/forest.safetensors",
     )
     prompts = [
-        {"prompt": "forests, blue-eyed, 8k", "negative_prompt": "bad-hands-5, EasyNegative"},
+        {
+            "prompt": "forests, blue-eyed, 8k",
+            "negative_prompt": "bad-hands-5, EasyNegative",
+        },
         {"prompt": "a", "negative_prompt": "(badhandv4:1.2), bad_hands_5", "id": "b"},
         {"prompt": "<lora:easynegative_x:1>", "negative_prompt": "easynegative."},
     ]
-    (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in prompts))
-    result = in_process("load", "jobs.jsonl", "--check", "--json", *flags(storage_settings))
-    found = {each["name"]: each["reason"] for each in json.loads(result.stdout)["words"]}
+    (tmp_path / "jobs.jsonl").write_text(
+        "".join(json.dumps(each) + "\n" for each in prompts)
+    )
+    result = in_process(
+        "load", "jobs.jsonl", "--check", "--json", *flags(storage_settings)
+    )
+    found = {
+        each["name"]: each["reason"] for each in json.loads(result.stdout)["words"]
+    }
     assert found.keys() == {"EasyNegative", "easynegative", "badhandv4", "bad_hands_5"}
     assert found["bad_hands_5"] == "a word, much like the embedding 'bad-hands-5'"
     assert found["badhandv4"] == "a word: no embedding of this name is in embeddings/"
@@ -318,15 +368,24 @@ def test_a_file_that_every_worker_would_refuse_is_told_with_its_sentence(
 
     async def spoil() -> None:
         async with open_storage(storage_settings) as storage:
-            for name, data in (("half", lora_of("lora_unet_x.alpha")), ("text", b"no file" * 9)):
+            for name, data in (
+                ("half", lora_of("lora_unet_x.alpha")),
+                ("text", b"no file" * 9),
+            ):
                 blob = f"loras/{name}.safetensors"
                 await storage.files.create(blob, data, "application/octet-stream", {})
 
     asyncio.run(spoil())
     jobs = [{"prompt": f"<lora:{name}:1>"} for name in ("good", "half", "text")]
-    (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in jobs))
-    result = in_process("load", "jobs.jsonl", "--check", "--json", *flags(storage_settings))
+    (tmp_path / "jobs.jsonl").write_text(
+        "".join(json.dumps(each) + "\n" for each in jobs)
+    )
+    result = in_process(
+        "load", "jobs.jsonl", "--check", "--json", *flags(storage_settings)
+    )
     reasons = {name: use["reason"] for (_, name), use in missing(result).items()}
-    assert reasons["half"].startswith("the LoRA 'half' is damaged or of an unknown kind: for 'lora")
+    assert reasons["half"].startswith(
+        "the LoRA 'half' is damaged or of an unknown kind: for 'lora"
+    )
     assert reasons["text"] == "loras/text.safetensors is not a safetensors file"
     assert reasons.keys() == {"half", "text"}

@@ -25,7 +25,9 @@ from imagefleet.storage.settings import StorageSettings
 from worker.files import check
 from worker.node import reference
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 
 def sha256(data: bytes) -> str:
@@ -50,7 +52,10 @@ def lora(tmp_path: Path) -> Path:
 def flags(storage_settings: StorageSettings) -> list[str]:
     """The storage as flags: a folder, then Azurite."""
     names = ("storage", "queue", "container", "files_container")
-    return [f"--{name.replace('_', '-')}={getattr(storage_settings, name)}" for name in names]
+    return [
+        f"--{name.replace('_', '-')}={getattr(storage_settings, name)}"
+        for name in names
+    ]
 
 
 def blobs_in(settings: StorageSettings, *names: str) -> list[bytes | None]:
@@ -74,16 +79,25 @@ def test_a_checkpoint_is_stored_under_its_name_with_the_workers_flags(
 
     assert result.returncode == console.EXIT_DONE, result.stderr
     content = checkpoint.read_bytes()
-    assert result.stdout == (f"--model store:dreams.safetensors --model-sha256 {sha256(content)}\n")
+    assert result.stdout == (
+        f"--model store:dreams.safetensors --model-sha256 {sha256(content)}\n"
+    )
     assert blobs_in(storage_settings, "models/dreams.safetensors") == [content]
 
-    again = in_process("files", "add", "model", checkpoint.name, "--no-test", "--json", *flags)
+    again = in_process(
+        "files", "add", "model", checkpoint.name, "--no-test", "--json", *flags
+    )
     assert json.loads(again.stdout)["files"][0]["change"] == "was there"
-    listed = json.loads(in_process("files", "list", "model", "--json", *flags).stdout)["files"]
+    listed = json.loads(in_process("files", "list", "model", "--json", *flags).stdout)[
+        "files"
+    ]
     assert [(each["name"], each["content"], each["sha256"]) for each in listed] == [
         ("dreams.safetensors", "SD 1.x", sha256(content))
     ]
-    assert "dreams.safetensors  SD 1.x" in in_process("files", "list", "model", *flags).stdout
+    assert (
+        "dreams.safetensors  SD 1.x"
+        in in_process("files", "list", "model", *flags).stdout
+    )
 
     checkpoint.write_bytes(file_of(*SD1, "another"))
     refused = in_process("files", "add", "model", checkpoint.name, "--no-test", *flags)
@@ -93,7 +107,10 @@ def test_a_checkpoint_is_stored_under_its_name_with_the_workers_flags(
 
 
 def test_sdxls_refiner_is_stored_untried_with_the_field_that_names_it(
-    in_process: Imagefleet, flags: list[str], storage_settings: StorageSettings, tmp_path: Path
+    in_process: Imagefleet,
+    flags: list[str],
+    storage_settings: StorageSettings,
+    tmp_path: Path,
 ) -> None:
     path = tmp_path / "xl-refiner.safetensors"
     path.write_bytes(file_of(*REFINER))
@@ -109,7 +126,10 @@ def test_sdxls_refiner_is_stored_untried_with_the_field_that_names_it(
     ("arguments", "reason"),
     [
         (["gone.safetensors"], "does not exist"),
-        (["rocket.safetensors"], "is a LoRA for Stable Diffusion 1.x; `imagefleet files add lora`"),
+        (
+            ["rocket.safetensors"],
+            "is a LoRA for Stable Diffusion 1.x; `imagefleet files add lora`",
+        ),
         (["old.ckpt"], "is a pickle"),
         (["dreams.safetensors", "--name", "../x"], "the name '../x' is refused"),
         (["dreams.safetensors", "--sha256", "0" * 64], "another SHA-256"),
@@ -168,7 +188,9 @@ def test_a_folder_is_packed_drawn_and_loads_where_it_is_unpacked(
         tar.extractall(tmp_path / "unpacked", filter="data")
     assert "model_index.json" in names
     assert not any("safety" in name for name in names)
-    assert making.test_image(tmp_path / "unpacked", tmp_path / "again.png")["width"] == 64
+    assert (
+        making.test_image(tmp_path / "unpacked", tmp_path / "again.png")["width"] == 64
+    )
     assert list((tmp_path / "cache" / "added").iterdir()) == []
 
     # Its reference images, which a node that has the file from the storage finds by its name.
@@ -197,9 +219,13 @@ def test_a_folder_of_sdxl_is_stored_with_both_text_encoders(
     in_process: Imagefleet, tmp_path: Path
 ) -> None:
     tiny_families.build(tmp_path / "xl", "sdxl")
-    result = in_process("files", "add", "model", "xl", "--no-test", "--json", "--cache", "cache")
+    result = in_process(
+        "files", "add", "model", "xl", "--no-test", "--json", "--cache", "cache"
+    )
     assert result.returncode == console.EXIT_DONE, result.stderr
-    with tarfile.open(tmp_path / "imagefleet-data" / "files" / "models" / "xl.tar") as tar:
+    with tarfile.open(
+        tmp_path / "imagefleet-data" / "files" / "models" / "xl.tar"
+    ) as tar:
         tar.extractall(tmp_path / "unpacked", filter="data")
     check.check_path(tmp_path / "unpacked")
     assert check.family(tmp_path / "unpacked") == "SDXL"
@@ -268,7 +294,9 @@ async def test_a_download_has_the_servers_name_and_is_removed_once_it_is_stored(
     assert not path.exists()
 
 
-async def test_a_download_of_another_kind_is_refused(address: str, tmp_path: Path) -> None:
+async def test_a_download_of_another_kind_is_refused(
+    address: str, tmp_path: Path
+) -> None:
     expected = sha256(file_of())
     with pytest.raises(errors.SetupError, match="is a Stable Diffusion"):
         async with stored.local_file(address, expected, kinds.LORA, tmp_path):
@@ -279,25 +307,40 @@ async def test_a_download_of_another_kind_is_refused(address: str, tmp_path: Pat
 
 
 def test_a_lora_is_stored_with_its_hash_in_the_manifest_if_there_is_one(
-    in_process: Imagefleet, lora: Path, flags: list[str], storage_settings: StorageSettings
+    in_process: Imagefleet,
+    lora: Path,
+    flags: list[str],
+    storage_settings: StorageSettings,
 ) -> None:
     result = in_process("files", "add", "lora", lora.name, *flags)
     assert result.returncode == console.EXIT_DONE, result.stderr
     assert result.stdout == "<lora:rocket:1>\n"
     first = sha256(lora.read_bytes())
-    stored, manifest = blobs_in(storage_settings, "loras/rocket.safetensors", "loras/manifest.json")
+    stored, manifest = blobs_in(
+        storage_settings, "loras/rocket.safetensors", "loras/manifest.json"
+    )
     assert (stored, manifest) == (lora.read_bytes(), None)
 
-    listed = in_process("files", "add", "lora", lora.name, "--manifest", "--json", *flags)
+    listed = in_process(
+        "files", "add", "lora", lora.name, "--manifest", "--json", *flags
+    )
     assert json.loads(listed.stdout)["files"][0]["in_manifest"] is True
     lora.write_bytes(lora_of("x"))
     in_process("files", "add", "lora", lora.name, "--name", "night (v2)", *flags)
 
     (manifest,) = blobs_in(storage_settings, "loras/manifest.json")
     assert manifest is not None
-    assert json.loads(manifest) == {"rocket": first, "night (v2)": sha256(lora.read_bytes())}
-    rows = json.loads(in_process("files", "list", "lora", "--json", *flags).stdout)["files"]
-    assert [row["name"] for row in rows] == ["night (v2).safetensors", "rocket.safetensors"]
+    assert json.loads(manifest) == {
+        "rocket": first,
+        "night (v2)": sha256(lora.read_bytes()),
+    }
+    rows = json.loads(in_process("files", "list", "lora", "--json", *flags).stdout)[
+        "files"
+    ]
+    assert [row["name"] for row in rows] == [
+        "night (v2).safetensors",
+        "rocket.safetensors",
+    ]
 
 
 def test_a_lora_for_sdxl_is_listed_as_one(
@@ -306,7 +349,10 @@ def test_a_lora_for_sdxl_is_listed_as_one(
     lora.write_bytes(lora_of("lora_te2_text_model_encoder_layers_0_mlp_fc1"))
     result = in_process("files", "add", "lora", lora.name, *flags)
     assert result.returncode == console.EXIT_DONE, result.stderr
-    assert "rocket.safetensors  SDXL LoRA" in in_process("files", "list", "lora", *flags).stdout
+    assert (
+        "rocket.safetensors  SDXL LoRA"
+        in in_process("files", "list", "lora", *flags).stdout
+    )
 
 
 @pytest.mark.parametrize(
@@ -316,7 +362,10 @@ def test_a_lora_for_sdxl_is_listed_as_one(
             ["dreams.safetensors"],
             "is a Stable Diffusion 1.x checkpoint; `imagefleet files add model`",
         ),
-        (["flux.safetensors"], "is a LoRA for another architecture (Flux, SD3 or similar); imagef"),
+        (
+            ["flux.safetensors"],
+            "is a LoRA for another architecture (Flux, SD3 or similar); imagef",
+        ),
         (["rocket.safetensors", "--name", "a:b"], "the name 'a:b' is refused"),
         (["gone.safetensors"], "does not exist"),
         (["old.pt"], "is a pickle"),
@@ -331,7 +380,9 @@ def test_what_is_no_lora_for_sd1_never_reaches_the_storage(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "old.pt").touch()
-    (tmp_path / "flux.safetensors").write_bytes(file_of("lora_unet_double_blocks_0.alpha"))
+    (tmp_path / "flux.safetensors").write_bytes(
+        file_of("lora_unet_double_blocks_0.alpha")
+    )
     result = in_process("files", "add", "lora", *arguments)
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert reason in result.stderr

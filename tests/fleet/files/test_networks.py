@@ -15,7 +15,9 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.files.library import FileLibrary, Source
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 TENSORS = {
     "controlnet": ("control_model.input_hint_block.0.weight", [16, 3, 3, 3]),
@@ -30,7 +32,9 @@ def network(path: Path, kind: str) -> Path:
     size = 2
     for side in shape:
         size *= side
-    header = json.dumps({name: {"dtype": "F16", "shape": shape, "data_offsets": [0, size]}})
+    header = json.dumps(
+        {name: {"dtype": "F16", "shape": shape, "data_offsets": [0, size]}}
+    )
     path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(size))
     return path
 
@@ -51,7 +55,9 @@ def test_a_file_is_stored_signed_listed_and_found_by_workers(
     key = SigningKey.create(tmp_path / "key.pem")
     monkeypatch.setenv("IMAGEFLEET_SIGNING_KEY", str(tmp_path / "key.pem"))
     path = network(tmp_path / "4x (a).safetensors", kind)
-    added = in_process("files", "add", kind, str(path), "--manifest", *flags(local_settings))
+    added = in_process(
+        "files", "add", kind, str(path), "--manifest", *flags(local_settings)
+    )
     assert added.returncode == console.EXIT_DONE, added.stderr
     assert added.stdout == "4x (a)\n"
     listed = in_process("files", "list", kind, "--json", *flags(local_settings))
@@ -72,7 +78,11 @@ def test_a_file_is_stored_signed_listed_and_found_by_workers(
     ("command", "kind"), [("controlnet", "lora"), ("upscaler", "lora"), ("vae", "lora")]
 )
 def test_a_file_of_another_kind_is_refused(
-    in_process: Imagefleet, tmp_path: Path, local_settings: StorageSettings, command: str, kind: str
+    in_process: Imagefleet,
+    tmp_path: Path,
+    local_settings: StorageSettings,
+    command: str,
+    kind: str,
 ) -> None:
     path = network(tmp_path / "x.safetensors", kind)
     result = in_process("files", "add", command, str(path), *flags(local_settings))

@@ -21,12 +21,17 @@ from worker.engine.pixel import text_stage, text_states
 from worker.files import manifest
 from worker.files.library import FileLibrary, Source
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 JOBS = [
     {"prompt": "A Red House", "negative_prompt": "blurry"},
     {"prompt": "a red house <lora:none:1>", "negative_prompt": "Blurry "},
-    {"prompt": "two dogs", "then": [{"prompt": "two dogs, sharp", "denoising_strength": 0.25}]},
+    {
+        "prompt": "two dogs",
+        "then": [{"prompt": "two dogs, sharp", "denoising_strength": 0.25}],
+    },
 ]
 
 #: Of all stages, as the encoder is given them; without a negative prompt it is the empty one.
@@ -69,7 +74,10 @@ def stored(settings: StorageSettings) -> set[str]:
 
 
 def found_by_workers(
-    settings: StorageSettings, prompts: Sequence[str], cache: Path, trusted: str | None = None
+    settings: StorageSettings,
+    prompts: Sequence[str],
+    cache: Path,
+    trusted: str | None = None,
 ) -> list[torch.Tensor]:
     async def resolve() -> list[Path]:
         async with open_storage(settings) as storage:
@@ -88,7 +96,10 @@ def found_by_workers(
 
 
 def names_of(prompts: Sequence[str]) -> set[str]:
-    return {f"{text_states.stem(each, tiny_cascade.ENCODER)}.safetensors" for each in prompts}
+    return {
+        f"{text_states.stem(each, tiny_cascade.ENCODER)}.safetensors"
+        for each in prompts
+    }
 
 
 def test_workers_find_the_states_of_all_prompts_of_all_stages(
@@ -158,14 +169,25 @@ def test_an_interrupted_command_goes_on_where_it_was(
         return encode(self, prompts)
 
     monkeypatch.setattr(text_stage.TextStage, "encode", fail_at_the_third)
-    command = ["files", "make", "text", str(jobs), "--model", str(model), *flags(storage_settings)]
+    command = [
+        "files",
+        "make",
+        "text",
+        str(jobs),
+        "--model",
+        str(model),
+        *flags(storage_settings),
+    ]
     assert in_process(*command).returncode != console.EXIT_DONE
     there = stored(storage_settings)
     assert len(there) == 2
     dry = in_process(*command, "--dry-run")
     assert dry.returncode == console.EXIT_DONE
     assert stored(storage_settings) == there, "a dry run changes nothing"
-    assert f"{len(PROMPTS) - len(there)} of 5 prompts by tiny-t5 have no text states" in dry.stderr
+    assert (
+        f"{len(PROMPTS) - len(there)} of 5 prompts by tiny-t5 have no text states"
+        in dry.stderr
+    )
     assert names_of(dry.stdout.splitlines()) == names_of(PROMPTS) - there
     made.clear()
     monkeypatch.setattr(text_stage.TextStage, "encode", encode)
@@ -179,7 +201,16 @@ def test_a_dry_run_needs_no_storage(
     in_process: Imagefleet, jobs: Path, model: Path, local_settings: StorageSettings
 ) -> None:
     dry = in_process(
-        *("files", "make", "text", str(jobs), "--model", str(model), "--dry-run", "--json"),
+        *(
+            "files",
+            "make",
+            "text",
+            str(jobs),
+            "--model",
+            str(model),
+            "--dry-run",
+            "--json",
+        ),
         *flags(local_settings),
     )
     assert dry.returncode == console.EXIT_DONE, dry.stderr
@@ -198,7 +229,9 @@ def test_with_a_signing_key_all_are_listed_and_what_others_stored_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(texts, "CHUNK", 2)
-    foreign = text_states.content("two dogs", tiny_cascade.ENCODER, torch.ones(77, WIDTH))
+    foreign = text_states.content(
+        "two dogs", tiny_cascade.ENCODER, torch.ones(77, WIDTH)
+    )
     blob = f"{TEXT.folder}/{text_states.stem('two dogs', tiny_cascade.ENCODER)}.safetensors"
 
     async def put() -> None:
@@ -221,8 +254,12 @@ def test_with_a_signing_key_all_are_listed_and_what_others_stored_is_replaced(
     assert added.returncode == console.EXIT_DONE, added.stderr
     found = json.loads(added.stdout)
     assert (found["stored"], found["in_manifest"]) == (len(PROMPTS), True)
-    states = found_by_workers(storage_settings, PROMPTS, tmp_path / "cache", signing_key.public)
-    assert not torch.equal(states[2], torch.ones(77, WIDTH).half()), "what a stranger stored"
+    states = found_by_workers(
+        storage_settings, PROMPTS, tmp_path / "cache", signing_key.public
+    )
+    assert not torch.equal(states[2], torch.ones(77, WIDTH).half()), (
+        "what a stranger stored"
+    )
     assert json.loads(in_process(*command).stdout)["stored"] == 0
 
 
@@ -236,7 +273,13 @@ def test_a_list_that_would_become_too_large_is_refused_before_the_work(
 ) -> None:
     monkeypatch.setattr(manifest, "MAX_FILES", len(PROMPTS) - 1)
     result = in_process(
-        "files", "make", "text", str(jobs), "--model", str(model), *flags(local_settings)
+        "files",
+        "make",
+        "text",
+        str(jobs),
+        "--model",
+        str(model),
+        *flags(local_settings),
     )
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "text-states/manifest.json is too large" in result.stderr
@@ -253,14 +296,19 @@ def test_states_made_on_another_machine_are_stored_as_they_are(
     elsewhere = tmp_path / "elsewhere"
     made = elsewhere / "files" / TEXT.folder
     command = ["files", "make", "text", str(jobs), "--model", str(model)]
-    assert in_process(*command, f"--storage=local:{elsewhere}").returncode == console.EXIT_DONE
+    assert (
+        in_process(*command, f"--storage=local:{elsewhere}").returncode
+        == console.EXIT_DONE
+    )
     added = in_process("files", "add", "text", str(made), *flags(storage_settings))
     assert added.returncode == console.EXIT_DONE, added.stderr
     assert added.stderr.count(": stored: tiny-t5, ") == len(PROMPTS)
     states = found_by_workers(storage_settings, PROMPTS, tmp_path / "cache")
     assert [each.shape for each in states] == [(77, WIDTH)] * len(PROMPTS)
     other = made / f"{text_states.stem('blurry', tiny_cascade.ENCODER)}.safetensors"
-    rounded = text_states.content("blurry", tiny_cascade.ENCODER, torch.zeros(77, WIDTH))
+    rounded = text_states.content(
+        "blurry", tiny_cascade.ENCODER, torch.zeros(77, WIDTH)
+    )
     other.write_bytes(rounded)
     again = in_process("files", "add", "text", str(made), *flags(storage_settings))
     assert again.stderr.count(": was there: tiny-t5, ") == len(PROMPTS)
@@ -298,7 +346,9 @@ def test_a_folder_of_something_else_is_refused(
 
 @pytest.fixture
 def lora_content() -> bytes:
-    header = json.dumps({"x": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    header = json.dumps(
+        {"x": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}
+    ).encode()
     return len(header).to_bytes(8, "little") + header + b"x"
 
 
@@ -321,7 +371,9 @@ def test_without_a_text_encoder_nothing_is_read(
     clip.mkdir(parents=True)
     (clip / "config.json").write_text('{"model_type": "clip_text_model"}')
     (clip / "model.safetensors").touch()
-    result = in_process("files", "make", "text", str(jobs), *arguments, *flags(local_settings))
+    result = in_process(
+        "files", "make", "text", str(jobs), *arguments, *flags(local_settings)
+    )
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert said in result.stderr
     assert not Path(local_settings.storage.removeprefix("local:")).exists()

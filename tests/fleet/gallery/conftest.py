@@ -63,7 +63,10 @@ def serve() -> Serve:
         async with (
             console.connected(given) as fleet,
             probes.listening(
-                server.Gallery(fleet, host, campaign).application(), host, 0, "the gallery"
+                server.Gallery(fleet, host, campaign).application(),
+                host,
+                0,
+                "the gallery",
             ) as port,
         ):
             url = f"http://127.0.0.1:{port}"

@@ -22,10 +22,16 @@ COUNT = 600
 
 
 def image(number: int) -> Record:
-    fields = {"id": f"{number:04}", "campaign": "spring", "blob": f"spring/{number:04}.png"}
+    fields = {
+        "id": f"{number:04}",
+        "campaign": "spring",
+        "blob": f"spring/{number:04}.png",
+    }
     at = NOON + timedelta(seconds=number)
     prompt = str(pow(7, 200 + number))  # it cannot be compressed to nothing
-    return Record.model_validate(fields | {"outcome": "completed", "at": at, "prompt": prompt})
+    return Record.model_validate(
+        fields | {"outcome": "completed", "at": at, "prompt": prompt}
+    )
 
 
 @pytest.fixture
@@ -38,7 +44,9 @@ async def storage(
     monkeypatch.setattr(campaigns, "_READ_SECONDS", 0.0)
     async with open_storage(local_settings) as opened:
         await opened.create()
-        logs = itertools.cycle([ImageLog(opened.blobs, f"worker-{each}") for each in range(3)])
+        logs = itertools.cycle(
+            [ImageLog(opened.blobs, f"worker-{each}") for each in range(3)]
+        )
         for first in range(0, COUNT, 10):
             await next(logs).add([image(number) for number in range(first, first + 10)])
         yield opened
@@ -54,7 +62,9 @@ async def jobs(campaign: Campaign) -> list[int]:
     return [int(records[0].id) for records in found.values()]
 
 
-async def test_some_are_there_at_once_and_the_others_come_in_order(storage: Storage) -> None:
+async def test_some_are_there_at_once_and_the_others_come_in_order(
+    storage: Storage,
+) -> None:
     campaign = opened(storage)
     await campaign.refresh()
     assert 50 <= len(await jobs(campaign)) < COUNT
@@ -86,7 +96,9 @@ async def test_rows_are_those_that_the_page_knows_until_it_asks_what_is_new(
     await campaign.close()
 
 
-async def test_a_long_campaign_is_listed_without_a_look_at_each_image(storage: Storage) -> None:
+async def test_a_long_campaign_is_listed_without_a_look_at_each_image(
+    storage: Storage,
+) -> None:
     waits, made_up, made_up_later, waits_later = range(COUNT, COUNT + 4)
     sent = [f"{number:04}" for number in [*range(COUNT), waits, waits_later]]
     await sent_jobs.note(storage, "spring", len(sent), ids=sent)

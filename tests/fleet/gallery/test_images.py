@@ -17,7 +17,9 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
 
-def file_of(kind: str = "PNG", size: tuple[int, int] = (640, 320), mode: str = "RGB") -> bytes:
+def file_of(
+    kind: str = "PNG", size: tuple[int, int] = (640, 320), mode: str = "RGB"
+) -> bytes:
     stored = io.BytesIO()
     Image.new(mode, size, 1).save(stored, kind)
     return stored.getvalue()
@@ -28,7 +30,10 @@ def bomb(side: int) -> bytes:
     header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     parts = [(b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
     chunks = (
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        struct.pack(">I", len(data))
+        + kind
+        + data
+        + struct.pack(">I", zlib.crc32(kind + data))
         for kind, data in parts
     )
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
@@ -66,8 +71,12 @@ def test_what_no_worker_can_have_stored_is_refused(data: bytes, reason: str) -> 
 async def test_the_least_recently_used_thumbnails_go_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gallery_images, "_KEPT_BYTES", 3 * len(gallery_images.shrink(file_of())))
-    async with open_storage(StorageSettings(storage=f"local:{tmp_path / 'data'}")) as storage:
+    monkeypatch.setattr(
+        gallery_images, "_KEPT_BYTES", 3 * len(gallery_images.shrink(file_of()))
+    )
+    async with open_storage(
+        StorageSettings(storage=f"local:{tmp_path / 'data'}")
+    ) as storage:
         await storage.create()
         images = Images(storage.blobs)
 
@@ -77,7 +86,9 @@ async def test_the_least_recently_used_thumbnails_go_first(
             return storage.operations.blob_reads - before
 
         for number in range(4):
-            await storage.blobs.create(f"spring/{number}.png", file_of(), "image/png", {})
+            await storage.blobs.create(
+                f"spring/{number}.png", file_of(), "image/png", {}
+            )
         assert [await reads_of(number) for number in (0, 1, 2, 0, 3)] == [1, 1, 1, 0, 1]
         assert [await reads_of(number) for number in (0, 2, 3, 1)] == [0, 0, 0, 1]
 

@@ -14,12 +14,22 @@ NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
 
 
 def image(number: int, **fields: Any) -> Record:
-    known = {"outcome": "completed", "id": f"job-{number}", "campaign": "spring", "at": NOON}
+    known = {
+        "outcome": "completed",
+        "id": f"job-{number}",
+        "campaign": "spring",
+        "at": NOON,
+    }
     return Record.model_validate(known | {"blob": f"spring/job-{number}.png"} | fields)
 
 
 def ended(number: int, outcome: str = "failed", **fields: Any) -> Record:
-    known = {"outcome": outcome, "id": f"job-{number}", "campaign": "spring", "at": NOON}
+    known = {
+        "outcome": outcome,
+        "id": f"job-{number}",
+        "campaign": "spring",
+        "at": NOON,
+    }
     return Record.model_validate(known | {"source": f"message-{number}"} | fields)
 
 
@@ -55,9 +65,13 @@ def test_a_filter_of_words_takes_them_as_they_are(index: Index) -> None:
     assert jobs(index, text="zebra") == []
 
 
-def test_loras_and_workers_are_chosen_by_their_whole_names_and_counted(index: Index) -> None:
+def test_loras_and_workers_are_chosen_by_their_whole_names_and_counted(
+    index: Index,
+) -> None:
     two = (Lora("ink", 1), Lora("inkwell", 0.5), Lora("ink", 0.2))
-    index.add([image(1, loras=two, worker="w-1"), image(2, loras=two[1:2], worker="w-10")])
+    index.add(
+        [image(1, loras=two, worker="w-1"), image(2, loras=two[1:2], worker="w-10")]
+    )
     index.add([ended(3, worker="w-1")])
 
     assert jobs(index, lora="ink") == ["job-1"]
@@ -118,7 +132,9 @@ def test_rows_are_in_the_order_of_time(index: Index) -> None:
 
 def test_a_row_that_comes_late_moves_no_other(index: Index) -> None:
     index.add([image(n, at=NOON + timedelta(minutes=n)) for n in range(2)])
-    index.add([image(7, at=NOON - timedelta(minutes=1)), image(8, at=NOON)], at_end=True)
+    index.add(
+        [image(7, at=NOON - timedelta(minutes=1)), image(8, at=NOON)], at_end=True
+    )
 
     assert jobs(index) == ["job-0", "job-1", "job-7", "job-8"]
 
@@ -136,7 +152,9 @@ def test_records_of_which_one_cannot_be_added_are_not_counted(
 
 
 def test_a_record_is_kept_whole(index: Index) -> None:
-    record = image(1, prompt="a cat, <lora:ink:1>", metadata={"a": [1, None]}, seed=2**32 - 1)
+    record = image(
+        1, prompt="a cat, <lora:ink:1>", metadata={"a": [1, None]}, seed=2**32 - 1
+    )
     failed = ended(2, error="MissingFileError", reason="x" * 3000)
     index.add([record, failed])
 

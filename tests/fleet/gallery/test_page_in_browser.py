@@ -29,7 +29,9 @@ from in_browser.browser import Browser, Page
 IMAGES = 3_000
 FAILED = 7
 
-HOSTILE = "<img src=x onerror=alert(1)>{{7*7}}\u202e\"'</script><script>alert(2)</script>"
+HOSTILE = (
+    "<img src=x onerror=alert(1)>{{7*7}}\u202e\"'</script><script>alert(2)</script>"
+)
 
 Open = Callable[..., AbstractAsyncContextManager[Page]]
 
@@ -79,7 +81,9 @@ def open_page(serve: Callable[..., Any], chromium: Browser) -> Open:
         ):
             await page.open(f"{served.url}/{fragment}")
             await page.until("document.querySelector('.tile[aria-label]')")
-            await page.until(f"!{STATUS}.includes('reading')", 20)  # or the list goes on to grow
+            await page.until(
+                f"!{STATUS}.includes('reading')", 20
+            )  # or the list goes on to grow
             yield page
             assert page.complaints == []
 
@@ -101,7 +105,12 @@ async def test_a_person_walks_through_it_by_keyboard(
             "new Set([...document.querySelectorAll('.tile')]"
             ".map(each => each.getBoundingClientRect().x)).size"
         )
-        expected = {"ArrowRight": 1, "ArrowDown": 1 + columns, "ArrowLeft": columns, "End": IMAGES}
+        expected = {
+            "ArrowRight": 1,
+            "ArrowDown": 1 + columns,
+            "ArrowLeft": columns,
+            "End": IMAGES,
+        }
         await page.press("ArrowRight")
         assert await active(page) == 1
         for key, place in expected.items():
@@ -149,7 +158,13 @@ async def test_the_parameters_are_there_and_the_job_can_be_copied(
         assert int(name) == IMAGES - 2
         for value in (record.prompt, record.negative_prompt, record.worker, record.gpu):
             assert value in facts
-        for value in (record.seed, record.steps, record.sampler, record.model, record.width):
+        for value in (
+            record.seed,
+            record.steps,
+            record.sampler,
+            record.model,
+            record.width,
+        ):
             assert str(value) in facts
         await page.press("c")
         copied = json.loads(await page.until("window.copied"))
@@ -157,7 +172,9 @@ async def test_the_parameters_are_there_and_the_job_can_be_copied(
         assert (copied["campaign"], "id" in copied) == ("spring", False)
         await page.click(".chip")
         await page.until(f"{CLOSED} && document.querySelector('#lora').value")
-        await page.until(f"document.querySelector('.tile')?.ariaSetSize == {IMAGES // 4}")
+        await page.until(
+            f"document.querySelector('.tile')?.ariaSetSize == {IMAGES // 4}"
+        )
 
 
 async def test_what_is_copied_is_never_the_image_before(
@@ -175,7 +192,9 @@ async def test_what_is_copied_is_never_the_image_before(
         await page.press("ArrowRight")
         await page.until(f"({OPENED}) === '{IMAGES - 3:07d}'")
         await page.press("c")
-        await page.until("document.querySelector('#toast').textContent.includes('being read')")
+        await page.until(
+            "document.querySelector('#toast').textContent.includes('being read')"
+        )
         assert await page.evaluate("window.copied ?? null") is None
         links = "document.querySelector('#save').href, document.querySelector('#picture').src"
         await page.until(f"((saved, shown) => saved === shown)({links})")
@@ -191,12 +210,17 @@ async def test_filters_narrow_the_list_and_outlive_a_reload(
             "blue fish" in str(each.prompt) and "snowy" in str(each.prompt)
             for each in drawn_campaign.records(IMAGES, "spring")
         )
-        size = "Number(document.querySelector('.tile')?.getAttribute('aria-setsize') ?? 0)"
+        size = (
+            "Number(document.querySelector('.tile')?.getAttribute('aria-setsize') ?? 0)"
+        )
         await page.until(f"{size} === {count}")
         assert "text=blue+fish+snowy" in await page.evaluate("location.hash")
         await page.call("Page.reload")
         await page.until(f"{size} === {count}")
-        assert await page.evaluate("document.querySelector('#text').value") == "blue fish snowy"
+        assert (
+            await page.evaluate("document.querySelector('#text').value")
+            == "blue fish snowy"
+        )
         await page.press("/")
         await page.write(" zebra")
         await page.until("!document.querySelector('#empty').hidden")
@@ -234,7 +258,11 @@ async def test_new_images_come_at_the_top_and_move_nothing_under_a_readers_eyes(
 
         async def arrive(number: int) -> None:
             await storage.blobs.create(f"spring/new{number}.png", b"x", "image/png", {})
-            record = {"outcome": "completed", "id": f"new{number}", "campaign": "spring"}
+            record = {
+                "outcome": "completed",
+                "id": f"new{number}",
+                "campaign": "spring",
+            }
             record |= {"blob": f"spring/new{number}.png", "at": drawn_campaign.BEGAN_AT}
             record["sha256"] = hashlib.sha256(b"x").hexdigest()
             await log.add([Record.model_validate(record)])
@@ -245,10 +273,15 @@ async def test_new_images_come_at_the_top_and_move_nothing_under_a_readers_eyes(
         await page.until(f"{first} === 'new1'")
         await page.evaluate("document.querySelector('#grid').scrollTop = 500")
         await page.until(gallery.FIRST_SCREEN)
-        before = await page.evaluate("document.elementFromPoint(300, 400).closest('.tile').id")
+        before = await page.evaluate(
+            "document.elementFromPoint(300, 400).closest('.tile').id"
+        )
         await arrive(2)
         await page.until("!document.querySelector('#newer').hidden")
-        assert await page.evaluate("document.querySelector('#newer').textContent") == "1 newer"
+        assert (
+            await page.evaluate("document.querySelector('#newer').textContent")
+            == "1 newer"
+        )
         where = "document.elementFromPoint(300, 400).closest('.tile').id"
         assert await page.evaluate(where) == before
         await page.click("#newer")
@@ -257,7 +290,9 @@ async def test_new_images_come_at_the_top_and_move_nothing_under_a_readers_eyes(
         await page.press("ArrowRight")
         await page.press("Home")
         await page.press("Enter")
-        await page.until("document.querySelector('#reason').innerText.includes('not a PNG')")
+        await page.until(
+            "document.querySelector('#reason').innerText.includes('not a PNG')"
+        )
         page.complaints.clear()  # of these two
 
 
@@ -271,7 +306,9 @@ async def test_nothing_is_cut_off_or_tiny_in_any_view(
         for scheme in ("light", "dark"):
             await page.use_colors(scheme)
             with Image.open(io.BytesIO(await page.screenshot())) as shown:
-                header = ImageStat.Stat(shown.convert("L").crop((0, 0, width, 8))).mean[0]
+                header = ImageStat.Stat(shown.convert("L").crop((0, 0, width, 8))).mean[
+                    0
+                ]
             assert (header < 60) == (scheme == "dark"), header
         await page.press("ArrowRight")
         await page.press("Enter")
@@ -320,7 +357,9 @@ async def test_a_failed_job_is_sent_again_only_after_a_question(
         await page.until("document.querySelector('#confirm').open")
         await page.press("Enter")
         await page.until("document.querySelector('#toast').matches('.on')")
-        assert replayed == [await page.evaluate("document.querySelector('#title').textContent")]
+        assert replayed == [
+            await page.evaluate("document.querySelector('#title').textContent")
+        ]
 
 
 async def test_in_a_gallery_for_the_network_the_button_is_grey_and_says_why(
@@ -342,11 +381,22 @@ async def test_hostile_texts_are_texts(open_page: Open, tmp_path: Path) -> None:
     async with open_storage(settings) as storage:
         await storage.create()
         names = dict.fromkeys(("worker", "gpu", "model", "sampler", "error"), HOSTILE)
-        texts = dict.fromkeys(("prompt", "negative_prompt", "reason", "source"), HOSTILE)
-        known: dict[str, Any] = {"id": "1", "campaign": "spring", "at": drawn_campaign.BEGAN_AT}
+        texts = dict.fromkeys(
+            ("prompt", "negative_prompt", "reason", "source"), HOSTILE
+        )
+        known: dict[str, Any] = {
+            "id": "1",
+            "campaign": "spring",
+            "at": drawn_campaign.BEGAN_AT,
+        }
         known["sha256"] = hashlib.sha256(drawn := drawn_campaign.picture(1)).hexdigest()
         await storage.blobs.create("spring/1.png", drawn, "image/png", {})
-        known |= {"loras": [(HOSTILE, 1)], "metadata": {HOSTILE: HOSTILE}, **names, **texts}
+        known |= {
+            "loras": [(HOSTILE, 1)],
+            "metadata": {HOSTILE: HOSTILE},
+            **names,
+            **texts,
+        }
         image = {"outcome": "completed", "blob": "spring/1.png"}
         await RecordLog(storage.blobs, "w").add(
             [
@@ -369,7 +419,10 @@ async def test_hostile_texts_are_texts(open_page: Open, tmp_path: Path) -> None:
             await page.until(CLOSED)
         assert await page.evaluate("window.owned ?? null") is None
         assert (
-            await page.evaluate("document.querySelectorAll('img[src=x], main script').length") == 0
+            await page.evaluate(
+                "document.querySelectorAll('img[src=x], main script').length"
+            )
+            == 0
         )
 
 

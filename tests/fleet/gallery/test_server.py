@@ -42,7 +42,12 @@ async def store(storage: Storage, log: RecordLog, number: int, **fields: Any) ->
     """Stores an image with its record."""
     blob = f"spring/{number}.png"
     await storage.blobs.create(blob, picture(), "image/png", {})
-    known = {"outcome": "completed", "id": str(number), "campaign": "spring", "blob": blob}
+    known = {
+        "outcome": "completed",
+        "id": str(number),
+        "campaign": "spring",
+        "blob": blob,
+    }
     known["sha256"] = hashlib.sha256(picture()).hexdigest()
     at = datetime(2026, 11, 22, 12, number % 60, tzinfo=UTC)
     await log.add([Record.model_validate(known | {"at": at} | fields)])
@@ -54,9 +59,16 @@ async def fail(storage: Storage, log: RecordLog, number: int, **fields: Any) -> 
     await storage.queue.send([json.dumps(body)])
     [message] = await storage.queue.receive(1, 60)
     job = read_job(message.body, message.id)
-    await dead_letter.add(storage, message, job, errors.MissingFileError("no LoRA"), "w1")
+    await dead_letter.add(
+        storage, message, job, errors.MissingFileError("no LoRA"), "w1"
+    )
     await storage.queue.delete(message)
-    known = {"outcome": "failed", "id": f"f{number}", "campaign": "spring", "source": message.id}
+    known = {
+        "outcome": "failed",
+        "id": f"f{number}",
+        "campaign": "spring",
+        "source": message.id,
+    }
     known |= {"at": datetime.now(UTC), "error": "MissingFileError", "reason": "no LoRA"}
     record = Record.model_validate(known | {"prompt": "a cat"} | fields)
     await log.add([record])
@@ -76,7 +88,9 @@ async def test_images_appear_as_they_are_stored(
 ) -> None:
     async with serve(storage_settings) as served:
         assert (await served.get("/api/campaigns", first=1))["newest"] is None
-        await store(storage, log, 1, prompt="a red house", loras=(Lora("ink", 1),), worker="w1")
+        await store(
+            storage, log, 1, prompt="a red house", loras=(Lora("ink", 1),), worker="w1"
+        )
         found = await polling.until(
             lambda: served.get("/api/campaigns", first=1), lambda found: found["newest"]
         )
@@ -84,7 +98,9 @@ async def test_images_appear_as_they_are_stored(
         await served.state_when(lambda state: state["total"] == 1, campaign="spring")
         await store(storage, log, 2, prompt="a blue fish", worker="w2")
         await sent_jobs.note(storage, "spring", 5, ids=("1", "2"))
-        state = await served.state_when(lambda state: state["total"] == 2, campaign="spring")
+        state = await served.state_when(
+            lambda state: state["total"] == 2, campaign="spring"
+        )
         assert state["counts"] == {"images": 2, "failed": 0, "cancelled": 0}
         assert (state["jobs"], state["problem"]) == (2, "")
         names = await served.get("/api/names", campaign="spring")
@@ -95,17 +111,29 @@ async def test_images_appear_as_they_are_stored(
         [[seq, job, prompt, reason]] = found["rows"]
         assert (job, prompt, reason) == ("1", "a red house", None)
         for path in ("thumbnail", "picture"):
-            async with served.client.get(f"/{path}?campaign=spring&seq={seq}") as answer:
+            async with served.client.get(
+                f"/{path}?campaign=spring&seq={seq}"
+            ) as answer:
                 with Image.open(io.BytesIO(await answer.read())) as shown:
                     assert (answer.status, shown.size) == (200, (64, 64))
-                    assert answer.content_type == f"image/{(shown.format or '').lower()}"
+                    assert (
+                        answer.content_type == f"image/{(shown.format or '').lower()}"
+                    )
 
 
 async def test_a_copied_job_draws_the_same_image_again(
     storage: Storage, storage_settings: StorageSettings, log: RecordLog, serve: Serve
 ) -> None:
-    sent = read_job('{"prompt": "a <lora:ink:0.5> cat", "steps": 7, "campaign": "spring"}', "x")
-    fields = {"seed": 12, "sampler": sent.sampler, "steps": 7, "cfg_scale": 7.0, "clip_skip": 1}
+    sent = read_job(
+        '{"prompt": "a <lora:ink:0.5> cat", "steps": 7, "campaign": "spring"}', "x"
+    )
+    fields = {
+        "seed": 12,
+        "sampler": sent.sampler,
+        "steps": 7,
+        "cfg_scale": 7.0,
+        "clip_skip": 1,
+    }
     fields |= {"prompt": sent.prompt, "negative_prompt": "", "width": 64, "height": 128}
     await store(storage, log, 1, **fields, metadata={"order": 7})
     async with serve(storage_settings) as served:
@@ -113,7 +141,14 @@ async def test_a_copied_job_draws_the_same_image_again(
         record = await served.get("/api/record", campaign="spring", seq=1)
     job = read_job(record["text"], "new")
     assert (job.id, job.campaign, job.metadata) == ("new", "spring", {"order": 7})
-    for name in ("prompt", "steps", "cfg_scale", "sampler", "clip_skip", "negative_prompt"):
+    for name in (
+        "prompt",
+        "steps",
+        "cfg_scale",
+        "sampler",
+        "clip_skip",
+        "negative_prompt",
+    ):
         assert getattr(job, name) == getattr(sent, name)
     assert (job.seed, job.width, job.height) == (12, 64, 128)
 
@@ -146,7 +181,9 @@ async def test_a_failed_job_is_sent_again_and_leaves_the_list(
 
 async def token(client: aiohttp.ClientSession) -> str:
     async with client.get("/") as answer:
-        found = re.search(r'name="gallery-token" content="([\w-]{40,})"', await answer.text())
+        found = re.search(
+            r'name="gallery-token" content="([\w-]{40,})"', await answer.text()
+        )
     assert found
     return found[1]
 
@@ -159,7 +196,9 @@ async def test_the_monitors_token_shows_all_and_sends_nothing(
         log = RecordLog(storage.blobs, "worker-1")
         await store(storage, log, 1)
         await fail(storage, log, 1)
-        minted = mint.Minter(azurite_settings).mint(ROLES["monitor"], timedelta(hours=1))
+        minted = mint.Minter(azurite_settings).mint(
+            ROLES["monitor"], timedelta(hours=1)
+        )
         update = {"storage": minted.storage, "sas": minted.sas}
         reading = StorageSettings(**(azurite_settings.model_dump() | update))
         async with serve(reading) as served:
@@ -168,15 +207,23 @@ async def test_the_monitors_token_shows_all_and_sends_nothing(
             )
             [[seq, *_]] = (
                 await served.get(
-                    "/api/rows", campaign="spring", tab="failed", **{"from": 0, "count": 1}
+                    "/api/rows",
+                    campaign="spring",
+                    tab="failed",
+                    **{"from": 0, "count": 1},
                 )
             )["rows"]
-            headers = {"Origin": served.url, guard.TOKEN_HEADER: await token(served.client)}
+            headers = {
+                "Origin": served.url,
+                guard.TOKEN_HEADER: await token(served.client),
+            }
             again = f"/api/replay?campaign=spring&seq={seq}"
             async with served.client.post(again, headers=headers) as answer:
                 assert answer.status == 503
                 assert "imagefleet keys mint operator" in (await answer.json())["error"]
-            rows = await served.get("/api/rows", campaign="spring", **{"from": 0, "count": 1})
+            rows = await served.get(
+                "/api/rows", campaign="spring", **{"from": 0, "count": 1}
+            )
             image = f"/thumbnail?campaign=spring&seq={rows['rows'][0][0]}"
             async with served.client.get(image) as answer:
                 assert answer.status == 200
@@ -189,7 +236,9 @@ async def local(local_settings: StorageSettings) -> StorageSettings:
     async with open_storage(local_settings) as storage:
         await storage.create()
         log = RecordLog(storage.blobs, "worker-1")
-        await store(storage, log, 1, prompt=HOSTILE, worker=HOSTILE, loras=(Lora(HOSTILE, 1),))
+        await store(
+            storage, log, 1, prompt=HOSTILE, worker=HOSTILE, loras=(Lora(HOSTILE, 1),)
+        )
         await fail(storage, log, 1, reason=HOSTILE, error=HOSTILE)
     return local_settings
 
@@ -227,7 +276,11 @@ async def test_another_sites_page_can_neither_send_nor_embed_nor_frame(
 ) -> None:
     async with serve(local) as served:
         given = await token(served.client)
-        ours = {"Origin": served.url, guard.TOKEN_HEADER: given, "Sec-Fetch-Site": "same-origin"}
+        ours = {
+            "Origin": served.url,
+            guard.TOKEN_HEADER: given,
+            "Sec-Fetch-Site": "same-origin",
+        }
         wrong: list[dict[str, str]] = [
             {},
             {guard.TOKEN_HEADER: given},
@@ -249,7 +302,9 @@ async def test_another_sites_page_can_neither_send_nor_embed_nor_frame(
         for path in ("/picture?campaign=spring&seq=1", "/api/rows", "/page/gallery.js"):
             async with served.client.get(path, headers=embedded) as answer:
                 assert answer.status == 403, path
-        async with served.client.get("/", headers=embedded) as answer:  # a link is followed
+        async with served.client.get(
+            "/", headers=embedded
+        ) as answer:  # a link is followed
             assert answer.status == 200
 
 
@@ -275,7 +330,9 @@ ANSWERS = {
 }
 
 
-async def test_every_answer_is_locked_down(local: StorageSettings, serve: Serve) -> None:
+async def test_every_answer_is_locked_down(
+    local: StorageSettings, serve: Serve
+) -> None:
     async with serve(local) as served, aiohttp.ClientSession() as client:
         for path, status in ANSWERS.items():
             async with client.get(URL(served.url + path, encoded=True)) as answer:
@@ -293,7 +350,9 @@ async def test_a_gallery_for_the_network_sends_no_job_again(
     local: StorageSettings, serve: Serve
 ) -> None:
     async with serve(local, host="0.0.0.0") as served:
-        await served.state_when(lambda state: state["total"] == 1, campaign="spring", tab="failed")
+        await served.state_when(
+            lambda state: state["total"] == 1, campaign="spring", tab="failed"
+        )
         for seq in (1, 2):
             shown = await served.get("/api/record", campaign="spring", seq=seq)
             if shown["outcome"] == "failed":
@@ -330,11 +389,19 @@ async def test_what_is_no_image_says_so_and_is_never_given_as_something_else(
         for seq in range(1, 5):
             shown = await served.get("/api/record", campaign="spring", seq=seq)
             for path in ("thumbnail", "picture"):
-                async with served.client.get(f"/{path}?campaign=spring&seq={seq}") as answer:
+                async with served.client.get(
+                    f"/{path}?campaign=spring&seq={seq}"
+                ) as answer:
                     if shown["id"] in {"2", "3"}:
-                        assert (answer.status, answer.content_type) == (415, "application/json")
+                        assert (answer.status, answer.content_type) == (
+                            415,
+                            "application/json",
+                        )
                         reasons[shown["id"]] = (await answer.json())["error"]
-    assert reasons == {"2": "is not a PNG, JPEG or WebP image", "3": "the image has been deleted"}
+    assert reasons == {
+        "2": "is not a PNG, JPEG or WebP image",
+        "3": "the image has been deleted",
+    }
 
 
 async def test_a_forged_prompt_is_not_shown_beside_another_picture(
@@ -353,13 +420,20 @@ async def test_a_forged_prompt_is_not_shown_beside_another_picture(
         await served.state_when(lambda state: state["total"] == 2, campaign="spring")
         query = {"campaign": "spring", "from": 0, "count": 9}
         rows = (await served.get("/api/rows", **query))["rows"]
-        shown = [await served.get("/api/record", campaign="spring", seq=seq) for seq, *_ in rows]
+        shown = [
+            await served.get("/api/record", campaign="spring", seq=seq)
+            for seq, *_ in rows
+        ]
         statuses = []
         for seq, *_ in rows:
-            async with served.client.get(f"/thumbnail?campaign=spring&seq={seq}") as answer:
+            async with served.client.get(
+                f"/thumbnail?campaign=spring&seq={seq}"
+            ) as answer:
                 statuses.append(answer.status)
         state = await served.get("/api/state", campaign="spring")
-    assert [row[2] for row in rows if row[1] == "2"] == [""], "until a picture was looked at"
+    assert [row[2] for row in rows if row[1] == "2"] == [""], (
+        "until a picture was looked at"
+    )
     assert {each["id"]: each.get("prompt") for each in shown} == {
         "1": None,
         "2": "honest",
@@ -377,22 +451,34 @@ def strings(value: Any) -> Iterator[str]:
             yield from strings(list(each) if isinstance(each, tuple) else each)
 
 
-async def test_texts_of_jobs_control_nothing(local: StorageSettings, serve: Serve) -> None:
+async def test_texts_of_jobs_control_nothing(
+    local: StorageSettings, serve: Serve
+) -> None:
     async with serve(local) as served:
         await served.state_when(lambda state: state["jobs"] == 2, campaign="spring")
-        answers = [await served.get("/api/record", campaign="spring", seq=seq) for seq in (1, 2)]
+        answers = [
+            await served.get("/api/record", campaign="spring", seq=seq)
+            for seq in (1, 2)
+        ]
         query = {"campaign": "spring", "from": 0, "count": 9}
-        answers += [await served.get("/api/rows", **query, tab=tab) for tab in ("images", "failed")]
+        answers += [
+            await served.get("/api/rows", **query, tab=tab)
+            for tab in ("images", "failed")
+        ]
         for each in answers:
             texts = [*strings(each)]
             assert any("<img src=x" in text for text in texts)
             assert not any(map(redaction.CONTROLS.search, texts))
 
 
-async def test_nothing_is_read_while_nobody_looks(local: StorageSettings, serve: Serve) -> None:
+async def test_nothing_is_read_while_nobody_looks(
+    local: StorageSettings, serve: Serve
+) -> None:
     async with serve(local) as served:
         await served.state_when(lambda state: state["total"] == 1, campaign="spring")
-        assert [task.get_name() for task in asyncio.all_tasks() if "_poll" in repr(task)] == []
+        assert [
+            task.get_name() for task in asyncio.all_tasks() if "_poll" in repr(task)
+        ] == []
 
 
 async def test_the_first_answer_has_the_images_of_an_empty_cache(
@@ -400,7 +486,11 @@ async def test_the_first_answer_has_the_images_of_an_empty_cache(
 ) -> None:
     async with serve(local) as served:
         state = await served.get("/api/state", campaign="spring")
-    assert (state["total"], state["counts"]["failed"], state["reading"]) == (1, 1, False)
+    assert (state["total"], state["counts"]["failed"], state["reading"]) == (
+        1,
+        1,
+        False,
+    )
 
 
 async def test_a_storage_that_fails_is_told_and_comes_back(
@@ -410,7 +500,9 @@ async def test_a_storage_that_fails_is_told_and_comes_back(
     async with serve(local) as served:
         await served.state_when(lambda state: state["total"] == 1, campaign="spring")
         records.rename(tmp_path / "away")
-        state = await served.state_when(lambda state: state["problem"], campaign="spring")
+        state = await served.state_when(
+            lambda state: state["problem"], campaign="spring"
+        )
         assert state["total"] == 1
         (tmp_path / "away").rename(records)
         await served.state_when(lambda state: not state["problem"], campaign="spring")

@@ -65,7 +65,9 @@ class Salad:
         return jwt.encode(claims, private, algorithm="ES256", headers={"kid": key})
 
     def _public(self, name: str) -> dict[str, Any]:
-        public = jwt.algorithms.ECAlgorithm.to_jwk(self.keys[name].public_key(), as_dict=True)
+        public = jwt.algorithms.ECAlgorithm.to_jwk(
+            self.keys[name].public_key(), as_dict=True
+        )
         return {**public, "kid": name, "use": "sig", "alg": "ES256"}
 
 
@@ -81,7 +83,10 @@ async def start(
     """Starts a broker with settings of the storage and of one's own."""
     published = web.Application()
     published.router.add_get("/jwks.json", salad.publish)
-    async with TestServer(published) as server, open_storage(azurite_settings) as storage:
+    async with (
+        TestServer(published) as server,
+        open_storage(azurite_settings) as storage,
+    ):
         await storage.create()
 
         @contextlib.asynccontextmanager
@@ -105,7 +110,9 @@ async def client(
 
 
 async def ask(client: Client, identity_token: str | None) -> tuple[int, dict[str, Any]]:
-    headers = {} if identity_token is None else {"Authorization": f"Bearer {identity_token}"}
+    headers = (
+        {} if identity_token is None else {"Authorization": f"Bearer {identity_token}"}
+    )
     async with client.post("/tokens", headers=headers) as response:
         return response.status, await response.json()
 
@@ -130,12 +137,20 @@ MACHINE = "0d8f5c1e-77a2-4c1b-9a3e-5b2f0e7d9c11"
 
 
 async def test_each_machine_gets_a_key_of_its_own_that_no_restart_changes(
-    start: Any, salad: Salad, azurite_settings: StorageSettings, caplog: pytest.LogCaptureFixture
+    start: Any,
+    salad: Salad,
+    azurite_settings: StorageSettings,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     keys: dict[str, set[str]] = {}
     for _ in range(2):
         async with start() as client:
-            for machine in (MACHINE, MACHINE.replace("0d", "1d"), "a-machine", MACHINE.upper()):
+            for machine in (
+                MACHINE,
+                MACHINE.replace("0d", "1d"),
+                "a-machine",
+                MACHINE.upper(),
+            ):
                 _, body = await ask(client, salad.sign(salad_machine_id=machine))
                 keys.setdefault(machine, set()).add(body.get("machine_key", ""))
                 assert body.get("machine", machine) == machine.lower()
@@ -235,7 +250,9 @@ async def test_the_organization_is_known_by_its_name_or_its_id(
 ) -> None:
     async with start(organization=organization) as client:
         assert (await ask(client, salad.sign()))[0] == 200
-        other = salad.sign(aud="ee8d2f0c-88de-4067-821f-1af088bd9c6a", salad_organization_name="ea")
+        other = salad.sign(
+            aud="ee8d2f0c-88de-4067-821f-1af088bd9c6a", salad_organization_name="ea"
+        )
         assert (await ask(client, other))[0] == 403
         nameless = salad.sign(aud=[ORGANIZATION], salad_organization_name=None)
         assert (await ask(client, nameless))[0] == 403
@@ -298,7 +315,9 @@ async def test_a_thiefs_tokens_end_with_the_policy_and_the_fleets_go_on(
         _, stolen = await ask(client, salad.sign())
         assert await works(stolen)
         assert "se=" in stolen["queue"]
-        assert "sp=" not in stolen["queue"], "permissions of its own would outlive the policy"
+        assert "sp=" not in stolen["queue"], (
+            "permissions of its own would outlive the policy"
+        )
         assert await mint.remove_policy(azurite_settings, "broker")
         assert not await works(stolen)
         monkeypatch.setattr(broker, "CHECK_SECONDS", 0)
@@ -307,12 +326,17 @@ async def test_a_thiefs_tokens_end_with_the_policy_and_the_fleets_go_on(
     async with start() as restarted:
         _, after = await ask(restarted, salad.sign())
         assert await works(after)
-    assert not await works(stolen), "a policy of the same name would have brought it back"
+    assert not await works(stolen), (
+        "a policy of the same name would have brought it back"
+    )
     assert len(await mint.policies(azurite_settings, ROLES["worker"])) == 1
 
 
 async def test_many_nodes_that_ask_at_once_share_one_policy(
-    start: Any, salad: Salad, azurite_settings: StorageSettings, monkeypatch: pytest.MonkeyPatch
+    start: Any,
+    salad: Salad,
+    azurite_settings: StorageSettings,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(broker, "CHECK_SECONDS", 0)
     async with start() as client:
@@ -361,13 +385,20 @@ async def test_a_fifth_policy_of_others_is_a_temporary_error_with_a_line_in_the_
 
 
 @pytest.mark.parametrize("identity_token", [None, "", "abc", "a.b.c"])
-async def test_an_invalid_token_is_refused(client: Client, identity_token: str | None) -> None:
+async def test_an_invalid_token_is_refused(
+    client: Client, identity_token: str | None
+) -> None:
     assert (await ask(client, identity_token))[0] == 401
 
 
-async def test_the_token_does_not_choose_its_algorithm(client: Client, salad: Salad) -> None:
+async def test_the_token_does_not_choose_its_algorithm(
+    client: Client, salad: Salad
+) -> None:
     claims = jwt.decode(salad.sign(), options={"verify_signature": False})
-    for algorithm, key in (("HS256", "a secret of the attacker, long enough"), ("none", None)):
+    for algorithm, key in (
+        ("HS256", "a secret of the attacker, long enough"),
+        ("none", None),
+    ):
         forged = jwt.encode(claims, key, algorithm=algorithm, headers={"kid": "old"})
         assert (await ask(client, forged))[0] == 401
 
@@ -379,7 +410,9 @@ async def test_the_keys_are_fetched_once_and_not_for_every_unknown_key_id(
         assert (await ask(client, salad.sign()))[0] == 200
     stranger = ec.generate_private_key(ec.SECP256R1())
     for _ in range(5):
-        assert (await ask(client, salad.sign(key="unknown", signed_with=stranger)))[0] == 401
+        assert (await ask(client, salad.sign(key="unknown", signed_with=stranger)))[
+            0
+        ] == 401
     assert salad.requests <= 2
 
 
@@ -389,12 +422,16 @@ async def test_a_forged_key_id_cannot_add_lines_to_the_log(
     stranger = ec.generate_private_key(ec.SECP256R1())
     forged = "x\n2026-01-01 INFO issued tokens to machine y\x1b[2J" + "z" * 2_000
     assert (await ask(client, salad.sign(key=forged, signed_with=stranger)))[0] == 401
-    (line,) = [each.getMessage() for each in caplog.records if "refused" in each.getMessage()]
+    (line,) = [
+        each.getMessage() for each in caplog.records if "refused" in each.getMessage()
+    ]
     assert line.isprintable()
     assert len(line) < 400
 
 
-async def test_unavailable_keys_are_a_temporary_error(client: Client, salad: Salad) -> None:
+async def test_unavailable_keys_are_a_temporary_error(
+    client: Client, salad: Salad
+) -> None:
     salad.is_down = True
     assert (await ask(client, salad.sign()))[0] == 503
 

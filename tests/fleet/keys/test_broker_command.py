@@ -30,9 +30,23 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "reason"),
     [
         (("--storage", KEY), "--organization is required"),
-        (("--storage", KEY, "--organization", "acme", "--salad-fleets", "a,"), "names of fleets"),
-        (("--storage", KEY, "--organization", "acme", "--policy", "A policy"), "--policy"),
-        (("--organization", "acme", "--storage", "https://acme.blob.core.windows.net"), "key"),
+        (
+            ("--storage", KEY, "--organization", "acme", "--salad-fleets", "a,"),
+            "names of fleets",
+        ),
+        (
+            ("--storage", KEY, "--organization", "acme", "--policy", "A policy"),
+            "--policy",
+        ),
+        (
+            (
+                "--organization",
+                "acme",
+                "--storage",
+                "https://acme.blob.core.windows.net",
+            ),
+            "key",
+        ),
         (("--organization", "acme"), "connection string"),
     ],
 )
@@ -66,7 +80,9 @@ def start(settings: StorageSettings, port: int) -> subprocess.Popen[str]:
         "IMAGEFLEET_PORT": str(port),
     }
     command = [sys.executable, "-m", "fleet.entry", "broker"]
-    return subprocess.Popen(command, env={**os.environ, **given}, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env={**os.environ, **given}, stderr=subprocess.PIPE, text=True
+    )
 
 
 def test_it_serves_until_it_is_told_to_stop(
@@ -78,7 +94,9 @@ def test_it_serves_until_it_is_told_to_stop(
             assert broker.poll() is None, broker.communicate()[1]
             with (
                 contextlib.suppress(OSError),
-                urllib.request.urlopen(f"http://127.0.0.1:{unused_port}/live") as answer,
+                urllib.request.urlopen(
+                    f"http://127.0.0.1:{unused_port}/live"
+                ) as answer,
             ):
                 return bool(answer.status == 200)
             return False
@@ -101,7 +119,9 @@ def test_a_missing_queue_ends_the_start_with_what_to_do(
     assert "Traceback" not in log
 
 
-def test_a_port_in_use_is_one_line(azurite_settings: StorageSettings, created: None) -> None:
+def test_a_port_in_use_is_one_line(
+    azurite_settings: StorageSettings, created: None
+) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

@@ -42,7 +42,9 @@ REAL_ACCOUNT = (
     "EndpointSuffix=core.windows.net"
 )
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 
 @pytest.fixture
@@ -56,7 +58,9 @@ async def owner(azurite_settings: StorageSettings) -> AsyncIterator[Storage]:
 def with_role(settings: StorageSettings, role: Role) -> StorageSettings:
     """Settings with the tokens of a role and no key."""
     minted = mint.Minter(settings).mint(role, ONE_HOUR)
-    return settings.model_copy(update={"storage": minted.storage, "sas": SecretStr(minted.sas)})
+    return settings.model_copy(
+        update={"storage": minted.storage, "sas": SecretStr(minted.sas)}
+    )
 
 
 async def refused(request: Any) -> None:
@@ -71,7 +75,9 @@ async def test_a_workers_tokens_allow_its_work_and_no_more(
     azurite_settings: StorageSettings, owner: Storage
 ) -> None:
     await owner.queue.send(["a job", "another", "a bad one"])
-    await owner.files.create("loras/fox.safetensors", b"weights", "application/octet-stream", {})
+    await owner.files.create(
+        "loras/fox.safetensors", b"weights", "application/octet-stream", {}
+    )
     async with AzureStorage(
         with_role(azurite_settings, ROLES["worker"]), concurrency.NEVER
     ) as worker:
@@ -82,8 +88,12 @@ async def test_a_workers_tokens_allow_its_work_and_no_more(
         done = await worker.queue.renew(done, LEASE_SECONDS)
         assert await worker.files.read("loras/fox.safetensors") == b"weights"
         assert await worker.files.read("loras/none.safetensors") is None
-        assert await worker.blobs.create("fox.png", b"pixels", "image/png", {"seed": "1"})
-        assert not await worker.blobs.create("fox.png", b"others", "image/png", {"seed": "1"})
+        assert await worker.blobs.create(
+            "fox.png", b"pixels", "image/png", {"seed": "1"}
+        )
+        assert not await worker.blobs.create(
+            "fox.png", b"others", "image/png", {"seed": "1"}
+        )
         await worker.queue.delete(done)
         await worker.queue.release(back)
         await worker.poison.send([bad.body])
@@ -111,7 +121,9 @@ async def test_a_workers_tokens_neither_overwrite_nor_delete_nor_clear(
     mismatch = pytest.raises(HttpResponseError, match="PermissionMismatch")
     async with (
         address.queue_client(settings.queue, for_queue.credential, **options) as queue,
-        address.container_client(settings.container, for_blobs.credential, **options) as blobs,
+        address.container_client(
+            settings.container, for_blobs.credential, **options
+        ) as blobs,
     ):
         with mismatch:
             await blobs.upload_blob("fox.png", b"others", overwrite=True)
@@ -128,7 +140,8 @@ async def test_a_workers_tokens_neither_overwrite_nor_delete_nor_clear(
 
 
 @pytest.mark.parametrize(
-    ("role", "notices"), [(ROLES["load"], 0), (Role("load", "of before 0.4", queue="a"), 2)]
+    ("role", "notices"),
+    [(ROLES["load"], 0), (Role("load", "of before 0.4", queue="a"), 2)],
 )
 async def test_load_adds_messages_counts_them_and_reads_what_is_cancelled(
     azurite_settings: StorageSettings,
@@ -149,7 +162,12 @@ async def test_load_adds_messages_counts_them_and_reads_what_is_cancelled(
         source = sources.open_source(str(jobs), count=None, seed=None)
         checkpoint = tmp_path / "checkpoint.json"
         load = Load(
-            storage, source, LoadSettings(), checkpoint, restart=False, on_notice=noticed.append
+            storage,
+            source,
+            LoadSettings(),
+            checkpoint,
+            restart=False,
+            on_notice=noticed.append,
         )
         summary = await load.run(lambda _confirmed: None)
         assert summary.sent == 2
@@ -174,9 +192,13 @@ async def test_a_monitor_reads_everything_and_changes_nothing(
     ) as storage:
         await storage.check()
         assert (await monitor.read_status(aio.Fleet(storage)))["queue"]["messages"] == 1
-        assert [each.name async for each in storage.blobs.records("spring/")] == ["spring/fox.png"]
+        assert [each.name async for each in storage.blobs.records("spring/")] == [
+            "spring/fox.png"
+        ]
         assert await storage.blobs.read("spring/fox.png") == b"pixels"
-        assert (await job.look_up(storage, "spring", "nobody"))["state"] == "queued or in flight"
+        assert (await job.look_up(storage, "spring", "nobody"))[
+            "state"
+        ] == "queued or in flight"
         assert [name async for name in reader.campaigns(storage)] == []
         assert (await reader.counts(storage, "spring")).images == 0
         await refused(cancelled.cancel(storage, "spring"))
@@ -205,7 +227,9 @@ async def test_an_operator_lists_replays_and_discards_failed_jobs(
     ) as storage:
         await storage.check()
         everything = Selection()
-        listed = [entry async for entry in dead_letter_queue.browse(storage, everything)]
+        listed = [
+            entry async for entry in dead_letter_queue.browse(storage, everything)
+        ]
         assert len(listed) == 40
         assert (await dead_letter_queue.replay(storage, everything)).done == 40
         assert (await owner.queue.depth()).messages == 40
@@ -244,7 +268,9 @@ async def test_a_worker_needs_each_permission_on_its_queue(
     await owner.queue.send(["a job"])
     (leased,) = await owner.queue.receive(1, LEASE_SECONDS)
     less = dataclasses.replace(ROLES["worker"], queue="rup".replace(letter, ""))
-    async with AzureStorage(with_role(azurite_settings, less), concurrency.NEVER) as storage:
+    async with AzureStorage(
+        with_role(azurite_settings, less), concurrency.NEVER
+    ) as storage:
         await storage.check()
         for each, request in needed.items():
             if each == letter:
@@ -260,7 +286,10 @@ async def test_a_worker_needs_each_permission_on_its_queue(
 
 def test_azure_tokens_require_https_and_fit_into_saladclouds_variables() -> None:
     settings = StorageSettings(
-        storage=REAL_ACCOUNT, queue="q" * 56, container="c" * 56, files_container="f" * 56
+        storage=REAL_ACCOUNT,
+        queue="q" * 56,
+        container="c" * 56,
+        files_container="f" * 56,
     )
     for role, policy in itertools.product(ROLES.values(), (None, "p" * 32)):
         minted = mint.Minter(settings).mint(role, ONE_HOUR, policy)
@@ -286,7 +315,10 @@ def test_tokens_that_do_not_fit_into_a_variable_of_saladcloud_are_an_error_befor
     policy = ("keys", "mint", "worker", "--storage", REAL_ACCOUNT, "--policy", "p" * 64)
     result = in_process(*policy)
     assert result.returncode == 2
-    assert "SaladCloud allows 1,000: use a shorter name of --policy, or --file" in result.stderr
+    assert (
+        "SaladCloud allows 1,000: use a shorter name of --policy, or --file"
+        in result.stderr
+    )
     assert in_process(*policy, "--file", str(tmp_path / "tokens.json")).returncode == 0
 
 
@@ -301,7 +333,9 @@ def test_an_account_with_custom_domains_keeps_them() -> None:
     )
 
 
-def test_the_output_is_shell_commands_without_the_account_key(imagefleet: Imagefleet) -> None:
+def test_the_output_is_shell_commands_without_the_account_key(
+    imagefleet: Imagefleet,
+) -> None:
     result = imagefleet(
         "keys", "mint", "worker", "--queue", "spring", IMAGEFLEET_STORAGE=REAL_ACCOUNT
     )
@@ -312,7 +346,9 @@ def test_the_output_is_shell_commands_without_the_account_key(imagefleet: Imagef
         assert export == "export"
         name, _, value = assignment.partition("=")
         variables[name] = value
-    assert variables.pop("IMAGEFLEET_STORAGE") == "https://pictures.blob.core.windows.net"
+    assert (
+        variables.pop("IMAGEFLEET_STORAGE") == "https://pictures.blob.core.windows.net"
+    )
     assert variables.pop("IMAGEFLEET_QUEUE") == "spring"
     assert variables.pop("IMAGEFLEET_CONTAINER") == "images"
     assert variables.pop("IMAGEFLEET_FILES_CONTAINER") == "files"
@@ -352,7 +388,10 @@ def test_the_token_file_is_private_and_replaced_atomically(
 def test_long_lived_tokens_come_with_a_warning(in_process: Imagefleet) -> None:
     arguments = ["keys", "mint", "worker", "--storage", REAL_ACCOUNT]
     assert "warning" not in in_process(*arguments).stderr
-    assert "warning: tokens for 30 days" in in_process(*arguments, "--token-hours", "720").stderr
+    assert (
+        "warning: tokens for 30 days"
+        in in_process(*arguments, "--token-hours", "720").stderr
+    )
     assert in_process(*arguments, "--token-hours", "9000").returncode == 2
 
 
@@ -367,7 +406,9 @@ def test_long_lived_tokens_come_with_a_warning(in_process: Imagefleet) -> None:
         ),
     ],
 )
-def test_tokens_need_an_account_key(in_process: Imagefleet, address: str, complaint: str) -> None:
+def test_tokens_need_an_account_key(
+    in_process: Imagefleet, address: str, complaint: str
+) -> None:
     result = in_process("keys", "mint", "worker", "--storage", address)
     assert result.returncode == 2
     assert complaint in result.stderr
@@ -393,4 +434,8 @@ def flags_of(settings: StorageSettings) -> list[str]:
     flags = ["--storage", settings.storage]
     for name in ("queue", "container", "files_container"):
         flags += [options.flag(name), getattr(settings, name)]
-    return flags if settings.sas is None else [*flags, "--sas", settings.sas.get_secret_value()]
+    return (
+        flags
+        if settings.sas is None
+        else [*flags, "--sas", settings.sas.get_secret_value()]
+    )

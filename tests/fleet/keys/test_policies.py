@@ -23,7 +23,9 @@ from imagefleet.storage.settings import StorageSettings
 
 ONE_HOUR = timedelta(hours=1)
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 
 @pytest.fixture
@@ -33,17 +35,26 @@ def account(azurite_settings: StorageSettings, created: None) -> list[str]:
 
 
 def names_of(settings: StorageSettings) -> list[str]:
-    containers = ["--container", settings.container, "--files-container", settings.files_container]
+    containers = [
+        "--container",
+        settings.container,
+        "--files-container",
+        settings.files_container,
+    ]
     return ["--queue", settings.queue, *containers]
 
 
 async def work(settings: StorageSettings, record: dict[str, str]) -> None:
     """Does with a record's tokens what workers do; raises SetupError where they do not allow it."""
     tokens = {"storage": record["storage"], "sas": SecretStr(json.dumps(record))}
-    async with open_storage(settings.model_copy(update=tokens), concurrency.NEVER) as storage:
+    async with open_storage(
+        settings.model_copy(update=tokens), concurrency.NEVER
+    ) as storage:
         await storage.queue.depth()
         assert await storage.queue.receive(1, 30) == []
-        assert await storage.blobs.create(f"spring/{uuid.uuid4()}.png", b"", "image/png", {})
+        assert await storage.blobs.create(
+            f"spring/{uuid.uuid4()}.png", b"", "image/png", {}
+        )
         assert await storage.files.read("loras/none.safetensors") is None
 
 
@@ -71,7 +82,9 @@ def test_a_policys_tokens_expire_by_themselves_and_are_revoked_at_once(
             ends = datetime.fromisoformat(fields["se"][0]) - datetime.now(UTC)
             assert timedelta(minutes=119) < ends <= timedelta(hours=2)
     policies = asyncio.run(_policies(azurite_settings))
-    assert sorted(each.permission for each in policies) == sorted([*3 * ["rup"], "a", "ac", "r"])
+    assert sorted(each.permission for each in policies) == sorted(
+        [*3 * ["rup"], "a", "ac", "r"]
+    )
     assert not any(each.expiry for each in policies)
     for record in records:
         asyncio.run(work(azurite_settings, record))
@@ -89,7 +102,10 @@ def test_a_policys_tokens_expire_by_themselves_and_are_revoked_at_once(
 
 
 def test_a_policy_ends_the_tokens_of_a_models_queues_too(
-    azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet, tmp_path: Path
+    azurite_settings: StorageSettings,
+    account: list[str],
+    in_process: Imagefleet,
+    tmp_path: Path,
 ) -> None:
     file = tmp_path / "tokens.json"
     made = in_process(
@@ -116,7 +132,10 @@ def test_a_policy_ends_the_tokens_of_a_models_queues_too(
 
 
 def test_a_policy_ends_the_tokens_of_shards_too(
-    azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet, tmp_path: Path
+    azurite_settings: StorageSettings,
+    account: list[str],
+    in_process: Imagefleet,
+    tmp_path: Path,
 ) -> None:
     async def shard() -> None:
         async with open_storage(azurite_settings) as storage:
@@ -125,7 +144,17 @@ def test_a_policy_ends_the_tokens_of_shards_too(
     asyncio.run(shard())
     file = tmp_path / "tokens.json"
     made = in_process(
-        *("keys", "mint", "worker", "--policy", "spring", "--shards", "3", "--file", str(file)),
+        *(
+            "keys",
+            "mint",
+            "worker",
+            "--policy",
+            "spring",
+            "--shards",
+            "3",
+            "--file",
+            str(file),
+        ),
         *account,
     )
     assert made.returncode == 0, made.stderr
@@ -144,7 +173,10 @@ def test_a_policy_is_revoked_even_where_a_container_is_gone(
 ) -> None:
     gone = ["--container", "no-such-images"]
     assert (
-        in_process("keys", "mint", "files", "--policy", "spring", *account, *gone).returncode == 0
+        in_process(
+            "keys", "mint", "files", "--policy", "spring", *account, *gone
+        ).returncode
+        == 0
     )
     revoked = in_process("keys", "revoke", "spring", *account, *gone)
     assert revoked.stdout == f"revoked spring on {azurite_settings.files_container}\n"
@@ -164,7 +196,10 @@ def test_a_token_of_a_policy_is_refused_after_its_own_expiry(
 def test_a_policy_is_for_one_role(
     azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet
 ) -> None:
-    assert in_process("keys", "mint", "worker", "--policy", "spring", *account).returncode == 0
+    assert (
+        in_process("keys", "mint", "worker", "--policy", "spring", *account).returncode
+        == 0
+    )
     result = in_process("keys", "mint", "load", "--policy", "spring", *account)
     assert result.returncode == 2
     assert "use one name per role" in result.stderr
@@ -175,7 +210,10 @@ def test_a_sixth_policy_is_refused_with_the_names_of_the_five(
 ) -> None:
     for number in range(5):
         policy = f"p{number}"
-        assert in_process("keys", "mint", "load", "--policy", policy, *account).returncode == 0
+        assert (
+            in_process("keys", "mint", "load", "--policy", policy, *account).returncode
+            == 0
+        )
     result = in_process("keys", "mint", "load", "--policy", "p5", *account)
     assert result.returncode == 2
     assert "p0, p1, p2, p3, p4" in result.stderr
@@ -201,14 +239,19 @@ def test_a_policy_makes_the_queues_of_other_priorities(
         ) as queue:
             queue.delete_queue()
     assert asyncio.run(mint.policies(azurite_settings, ROLES["worker"])) == set()
-    assert in_process("keys", "mint", "worker", "--policy", "spring", *account).returncode == 0
+    assert (
+        in_process("keys", "mint", "worker", "--policy", "spring", *account).returncode
+        == 0
+    )
     assert asyncio.run(mint.policies(azurite_settings, ROLES["worker"])) == {"spring"}
 
 
 def test_a_misspelt_queue_is_an_error_and_makes_no_other(
     azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet
 ) -> None:
-    result = in_process("keys", "mint", "load", "--policy", "spring", *account, "--queue", "jbos")
+    result = in_process(
+        "keys", "mint", "load", "--policy", "spring", *account, "--queue", "jbos"
+    )
     assert result.returncode == 2
     with QueueServiceClient.from_connection_string(
         azurite_settings.storage, api_version=API_VERSION

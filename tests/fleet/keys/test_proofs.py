@@ -34,7 +34,12 @@ from worker.settings import WorkerSettings
 M1, M2, STOLEN = (f"0d8f5c1e-77a2-4c1b-9a3e-5b2f0e7d9c1{last}" for last in "123")
 BODIES = {
     f"j{number}": json.dumps(
-        {"id": f"j{number}", "prompt": "a cat", "campaign": "spring", "seed": 100 * number}
+        {
+            "id": f"j{number}",
+            "prompt": "a cat",
+            "campaign": "spring",
+            "seed": 100 * number,
+        }
     )
     for number in range(6)
 }
@@ -83,7 +88,9 @@ def machine(settings_of: Callable[[str], StorageSettings]) -> Machine:
 async def honest(storage: Storage, machine: Machine, run_worker: Any) -> thief.Loot:
     """Images by one machine, and second drawings by another."""
     for name, of in ((f"{M1}-17", {}), (f"{M2}-17", {"verify": True})):
-        await storage.queue.send([json.dumps(json.loads(each) | of) for each in DRAWN.values()])
+        await storage.queue.send(
+            [json.dumps(json.loads(each) | of) for each in DRAWN.values()]
+        )
         async with machine(name[:36]) as opened:
             await run_worker(name, opened=opened)
     waiting = {"j5": BODIES["j5"]}
@@ -91,10 +98,14 @@ async def honest(storage: Storage, machine: Machine, run_worker: Any) -> thief.L
 
 
 @pytest.fixture
-def ask(in_process: Any, storage_settings: StorageSettings, monkeypatch: pytest.MonkeyPatch) -> Ask:
+def ask(
+    in_process: Any, storage_settings: StorageSettings, monkeypatch: pytest.MonkeyPatch
+) -> Ask:
     """The JSON that a command prints."""
     for name in ("storage", "queue", "container", "files_container"):
-        monkeypatch.setenv(f"IMAGEFLEET_{name.upper()}", str(getattr(storage_settings, name)))
+        monkeypatch.setenv(
+            f"IMAGEFLEET_{name.upper()}", str(getattr(storage_settings, name))
+        )
 
     def run(*arguments: str) -> dict[str, Any]:
         ended = in_process(*arguments, "--json")
@@ -107,14 +118,20 @@ def ask(in_process: Any, storage_settings: StorageSettings, monkeypatch: pytest.
 
 
 async def test_an_honest_fleet_proves_all_that_it_stores(
-    honest: thief.Loot, ask: Ask, storage: Storage, machine: Machine, storage_settings: Any
+    honest: thief.Loot,
+    ask: Ask,
+    storage: Storage,
+    machine: Machine,
+    storage_settings: Any,
 ) -> None:
     verified = await asyncio.to_thread(ask, "verify", "spring")
     report = await asyncio.to_thread(ask, "report", "spring")
     assert (verified["pairs"], verified["alike"], verified["unproven"]) == (5, 5, 0)
     assert {each["worker"] for each in verified["workers"]} == {*honest.workers}
     assert (report["images"], report["damaged"]) == (5, 0)
-    assert [(each["name"], each["images"]) for each in report["workers"]] == [(f"{M1}-17", 5)]
+    assert [(each["name"], each["images"]) for each in report["workers"]] == [
+        (f"{M1}-17", 5)
+    ]
     monitor = mint.Minter(storage_settings).mint(ROLES["monitor"], timedelta(hours=1))
     update = {"storage": monitor.storage, "sas": SecretStr(monitor.sas)}
     async with open_storage(storage_settings.model_copy(update=update)) as looks_on:
@@ -126,7 +143,10 @@ async def test_no_worker_token_reads_the_secret(
 ) -> None:
     for role in (ROLES["worker"], ROLES["worker"].for_chains()):
         async with thief.stealing(storage_settings, role) as stolen:
-            for attempt in (stolen.poison.get_queue_properties, stolen.poison.peek_messages):
+            for attempt in (
+                stolen.poison.get_queue_properties,
+                stolen.poison.peek_messages,
+            ):
                 with pytest.raises(HttpResponseError):
                     await attempt()
             with pytest.raises(HttpResponseError):
@@ -137,7 +157,13 @@ async def test_a_thief_with_a_machines_key_has_no_other_machine_named_or_quarant
     honest: thief.Loot, ask: Ask, machine: Machine
 ) -> None:
     before = await asyncio.to_thread(ask, "verify", "spring")
-    names = [*honest.workers, f"{M1}-9", "a", "b", *(f"{STOLEN}-{pid}" for pid in range(4))]
+    names = [
+        *honest.workers,
+        f"{M1}-9",
+        "a",
+        "b",
+        *(f"{STOLEN}-{pid}" for pid in range(4)),
+    ]
     async with machine(STOLEN) as stolen:
         for body in DRAWN.values():
             job = read_job(body, "none")
@@ -183,7 +209,12 @@ async def test_a_thief_adds_no_hours_or_costs_to_another_worker(
         for days in (-3, 3):
             at = datetime.now(UTC) + timedelta(days=days)
             jobs = [*honest.drawn.items(), *honest.waiting.items()]
-            for told in ({}, {"proof": "A" * 22}, {"worker": f"{M1}-99"}, {"worker": "?"}):
+            for told in (
+                {},
+                {"proof": "A" * 22},
+                {"worker": f"{M1}-99"},
+                {"worker": "?"},
+            ):
                 forged = [honest.record(*job, at=at, **price, **told) for job in jobs]
                 await log.add(forged)
                 await log.add(forged, again=True)
@@ -191,7 +222,9 @@ async def test_a_thief_adds_no_hours_or_costs_to_another_worker(
                 proven(honest.record(*job, at=at, worker=f"{STOLEN}-1"), stolen.prover)
                 for job in jobs
             ]
-            as_another = [each.model_copy(update={"worker": f"{M1}-17"}) for each in own]
+            as_another = [
+                each.model_copy(update={"worker": f"{M1}-17"}) for each in own
+            ]
             await log.add(as_another)
             await log.add([*own, *as_another], again=True)
 
@@ -211,16 +244,26 @@ async def test_a_record_in_the_place_of_an_honest_one_takes_no_hours_from_its_wo
     lines = []
     async with machine(STOLEN) as stolen:
         for job_id, body in honest.drawn.items():
-            metadata = await storage.blobs.metadata(read_job(body, "none").blob_name(0)) or {}
+            metadata = (
+                await storage.blobs.metadata(read_job(body, "none").blob_name(0)) or {}
+            )
             told = {"sha256": metadata["sha256"], "worker": f"{STOLEN}-1"}
-            lines.append(proven(honest.record(job_id, body, **told), stolen.prover).line())
+            lines.append(
+                proven(honest.record(job_id, body, **told), stolen.prover).line()
+            )
         first = "-records/spring/20200101T000000Z-first.images.jsonl.gz"
         await stolen.blobs.append(first, shard_part(lines, Totals(5, 5)), 0)
     after = await asyncio.to_thread(ask, "report", "spring")
     [known] = before["workers"]
     [found, others] = sorted(after["workers"], key=lambda each: str(each["name"]))
     assert (found["name"], others["name"]) == (f"{M1}-17", f"{STOLEN}-1")
-    for name in ("first_pull_at", "last_image_at", "start_up_seconds", "seconds", "gpu_dollars"):
+    for name in (
+        "first_pull_at",
+        "last_image_at",
+        "start_up_seconds",
+        "seconds",
+        "gpu_dollars",
+    ):
         assert found[name] == known[name], name
     assert found["images"] + found["replaced"] == known["images"] == 5
 
@@ -229,7 +272,11 @@ async def test_a_thief_with_a_machines_key_writes_any_figures_of_that_machine(
     honest: thief.Loot, ask: Ask, machine: Machine
 ) -> None:
     """Nothing prevents it."""
-    told = {"worker": f"{STOLEN}-1", "price_per_hour": 900.0, "start_up_seconds": 36_000.0}
+    told = {
+        "worker": f"{STOLEN}-1",
+        "price_per_hour": 900.0,
+        "start_up_seconds": 36_000.0,
+    }
     async with machine(STOLEN) as stolen:
         forged = [honest.record(*job, **told) for job in honest.drawn.items()]
         log = RecordLog(stolen.blobs, "thief", concurrency.NEVER)
@@ -257,7 +304,9 @@ async def test_a_thief_marks_no_images_of_another_worker_as_suspect(
     data = json.dumps({"worker": f"{M1}-17", "images": images}).encode()
     told = {"worker": f"{M1}-17", "sha256": hashlib.sha256(data).hexdigest()}
     async with machine(STOLEN) as stolen:
-        own = stolen.prover.proven("-suspect/w/2.json", told | {"worker": f"{STOLEN}-1"})
+        own = stolen.prover.proven(
+            "-suspect/w/2.json", told | {"worker": f"{STOLEN}-1"}
+        )
         for number, metadata in enumerate(({}, told, own)):
             blob = f"-suspect/w/{number}.json"
             assert await stolen.blobs.create(blob, data, "application/json", metadata)

@@ -15,7 +15,9 @@ from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 FAILED_JOB = FailedJob(
     outcome="failed",
@@ -46,7 +48,9 @@ COMMANDS: dict[tuple[str, ...], set[str]] = {
 
 
 @pytest.fixture
-def with_a_failed_job(azurite_settings: StorageSettings, tmp_path: Path) -> StorageSettings:
+def with_a_failed_job(
+    azurite_settings: StorageSettings, tmp_path: Path
+) -> StorageSettings:
     async def fill() -> None:
         async with open_storage(azurite_settings) as storage:
             await storage.create()
@@ -61,7 +65,12 @@ def with_a_failed_job(azurite_settings: StorageSettings, tmp_path: Path) -> Stor
 def flags(settings: StorageSettings, role: str, life: timedelta) -> list[str]:
     minted = mint.Minter(settings).mint(ROLES[role], life)
     found = ["--storage", minted.storage, "--queue", settings.queue]
-    found += ["--container", settings.container, "--files-container", settings.files_container]
+    found += [
+        "--container",
+        settings.container,
+        "--files-container",
+        settings.files_container,
+    ]
     return [*found, "--sas", minted.sas]
 
 
@@ -93,5 +102,9 @@ def test_every_command_with_expired_tokens_says_when_they_expired(
             continue  # there is no token that could have expired
         result = in_process(*command, *tokens)
         assert result.returncode == 2
-        assert re.search(rf"expired on {ended:%Y-%m-%d} \d\d:\d\d UTC, 2 days ago", result.stderr)
-        assert re.search(rf"mint new ones with .*`imagefleet keys mint {role}`", result.stderr)
+        assert re.search(
+            rf"expired on {ended:%Y-%m-%d} \d\d:\d\d UTC, 2 days ago", result.stderr
+        )
+        assert re.search(
+            rf"mint new ones with .*`imagefleet keys mint {role}`", result.stderr
+        )

@@ -10,7 +10,9 @@ import pytest
 from fleet import console
 from imagefleet.signing import SigningKey
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 
 def secret_of(path: Path) -> str:
@@ -37,7 +39,9 @@ def test_a_key_pair_is_a_private_file_and_lines_to_export(
     }
 
 
-def test_an_existing_file_is_not_overwritten(in_process: Imagefleet, tmp_path: Path) -> None:
+def test_an_existing_file_is_not_overwritten(
+    in_process: Imagefleet, tmp_path: Path
+) -> None:
     in_process("keys", "mint", "signing")
     path = tmp_path / "signing-key.pem"
     before = path.read_bytes()
@@ -49,7 +53,10 @@ def test_an_existing_file_is_not_overwritten(in_process: Imagefleet, tmp_path: P
 
     (tmp_path / "notes.txt").write_text("hello")
     result = in_process("keys", "mint", "signing", "--file", "notes.txt")
-    assert "notes.txt exists and is not overwritten; it is not a signing key" in result.stderr
+    assert (
+        "notes.txt exists and is not overwritten; it is not a signing key"
+        in result.stderr
+    )
     result = in_process("keys", "mint", "signing", "--file", "no/such/folder.pem")
     assert "cannot write no/such/folder.pem: No such file" in result.stderr
 

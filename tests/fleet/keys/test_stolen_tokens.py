@@ -59,11 +59,15 @@ def _queue_deeds(of: Callable[[Thief], QueueClient]) -> dict[str, Deed]:
         "count": lambda thief: of(thief).get_queue_properties(),
         "receive": lambda thief: of(thief).receive_message(),
         "delete message": lambda thief: of(thief).delete_message("x", "x"),
-        "rewrite message": lambda thief: of(thief).update_message("x", "x", content="x"),
+        "rewrite message": lambda thief: of(thief).update_message(
+            "x", "x", content="x"
+        ),
     }
 
 
-def _container_deeds(of: Callable[[Thief], ContainerClient], name: str) -> dict[str, Deed]:
+def _container_deeds(
+    of: Callable[[Thief], ContainerClient], name: str
+) -> dict[str, Deed]:
     def blob(thief: Thief) -> Any:
         return of(thief).get_blob_client(name)
 
@@ -77,7 +81,9 @@ def _container_deeds(of: Callable[[Thief], ContainerClient], name: str) -> dict[
         "change tier": lambda thief: blob(thief).set_standard_blob_tier("Archive"),
         "lease": lambda thief: blob(thief).acquire_lease(),
         "stage block": lambda thief: blob(thief).stage_block("MDAwMA==", b"x"),
-        "commit blocks": lambda thief: blob(thief).commit_block_list([BlobBlock("MDAwMA==")]),
+        "commit blocks": lambda thief: blob(thief).commit_block_list(
+            [BlobBlock("MDAwMA==")]
+        ),
         "snapshot": lambda thief: blob(thief).create_snapshot(),
         "append": lambda thief: blob(thief).append_block(b"x"),
         "replace with another kind": lambda thief: blob(thief).create_append_blob(),
@@ -118,9 +124,15 @@ DEEDS: dict[tuple[str, str], Deed] = {
         "images": _container_deeds(lambda thief: thief.images, "autumn/owl.png"),
         "files": {
             **_container_deeds(lambda thief: thief.files, "loras/fox.safetensors"),
-            "create a LoRA": lambda thief: thief.files.upload_blob("loras/owl.safetensors", b"x"),
-            "create a model": lambda thief: thief.files.upload_blob("models/x.safetensors", b"x"),
-            "create a manifest": lambda thief: thief.files.upload_blob("loras/manifest.json", b"x"),
+            "create a LoRA": lambda thief: thief.files.upload_blob(
+                "loras/owl.safetensors", b"x"
+            ),
+            "create a model": lambda thief: thief.files.upload_blob(
+                "models/x.safetensors", b"x"
+            ),
+            "create a manifest": lambda thief: thief.files.upload_blob(
+                "loras/manifest.json", b"x"
+            ),
             "copy": lambda thief: thief.files.get_blob_client(
                 "loras/manifest.json"
             ).start_copy_from_url(thief.images.get_blob_client("spring/fox.png").url),
@@ -138,7 +150,9 @@ NEVER = {
 }
 
 
-async def refused(thief: Thief, deeds: Mapping[tuple[str, str], Deed]) -> set[tuple[str, str]]:
+async def refused(
+    thief: Thief, deeds: Mapping[tuple[str, str], Deed]
+) -> set[tuple[str, str]]:
     """The deeds that the permissions of the tokens do not allow."""
     found = set()
     for deed, attempt in deeds.items():
@@ -159,7 +173,9 @@ async def state(owner: Storage) -> dict[str, Any]:
             each.name: (await owner.blobs.read(each.name), dict(each.metadata))
             async for each in owner.blobs.records()
         },
-        "files": {each: await owner.files.read(each) async for each in owner.files.names()},
+        "files": {
+            each: await owner.files.read(each) async for each in owner.files.names()
+        },
     }
 
 
@@ -179,7 +195,9 @@ async def test_it_is_for_their_letters_that_the_tokens_are_refused(
     azurite_settings: StorageSettings, owner: Storage
 ) -> None:
     """Azurite judges tokens as Azure does: with every letter the same deeds are allowed."""
-    everything = Role("all", "x", queue="raup", poison="raup", blob="racwdl", files="racwdl")
+    everything = Role(
+        "all", "x", queue="raup", poison="raup", blob="racwdl", files="racwdl"
+    )
     async with stealing(azurite_settings, everything) as thief:
         never = {deed for deed in DEEDS if deed[1] in NEVER}
         assert await refused(thief, DEEDS) == never
@@ -207,7 +225,9 @@ async def test_a_token_is_good_for_nothing_but_its_own_resource(
                     await attempt(deed)
         containers = {settings.container, settings.files_container, "another"}
         for name in containers - {name_of(settings, resource)}:
-            async with address.container_client(name, credential, **OPTIONS) as container:
+            async with address.container_client(
+                name, credential, **OPTIONS
+            ) as container:
                 await attempt(container.upload_blob("loras/manifest.json", b"x"))
                 for known in (*IMAGES, *FILES):
                     await attempt(container.download_blob(known))
@@ -229,7 +249,9 @@ async def test_what_a_thief_can_still_do_is_what_the_document_lists(
     async with stealing(azurite_settings, ROLES["worker"]) as thief:
         job = await thief.jobs.receive_message()
         assert job is not None
-        await thief.jobs.update_message(job, visibility_timeout=0, content="another job")
+        await thief.jobs.update_message(
+            job, visibility_timeout=0, content="another job"
+        )
         assert (await state(owner))["jobs"] == ["another job"]
         again = await thief.jobs.receive_message()
         assert again is not None
@@ -251,7 +273,9 @@ async def test_what_a_thief_can_still_do_is_what_the_document_lists(
         "-checks/default/a.png",
     }
     assert after["images"][RECORDS] == (b"whole;forged", {})
-    _, _, table = DOCUMENT.read_text().partition("### What a stolen worker token can still do\n")
+    _, _, table = DOCUMENT.read_text().partition(
+        "### What a stolen worker token can still do\n"
+    )
     rows = re.findall(r"^\| ([a-z].*?) \| ", table.partition("\n## ")[0], re.MULTILINE)
     assert rows[1:] == [  # without the heading
         "lease jobs, and never do them",

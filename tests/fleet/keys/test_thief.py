@@ -42,10 +42,14 @@ def storage_settings(azurite_settings: StorageSettings) -> StorageSettings:
 
 @pytest.fixture
 def ask(
-    in_process: Imagefleet, storage_settings: StorageSettings, monkeypatch: pytest.MonkeyPatch
+    in_process: Imagefleet,
+    storage_settings: StorageSettings,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Imagefleet:
     for name in ("storage", "queue", "container", "files_container"):
-        monkeypatch.setenv(f"IMAGEFLEET_{name.upper()}", str(getattr(storage_settings, name)))
+        monkeypatch.setenv(
+            f"IMAGEFLEET_{name.upper()}", str(getattr(storage_settings, name))
+        )
 
     async def until_quiet(
         _: Storage, follower: reader.Follower, __: str, outcomes: set[str], ___: object
@@ -64,7 +68,10 @@ def ask(
 def bodies(*ids: str, **fields: object) -> dict[str, str]:
     """Jobs of the campaign `spring`."""
     known = {"campaign": "spring", "steps": 20, **fields}
-    return {each: json.dumps({"id": each, "prompt": f"a house {each}", **known}) for each in ids}
+    return {
+        each: json.dumps({"id": each, "prompt": f"a house {each}", **known})
+        for each in ids
+    }
 
 
 @pytest.fixture
@@ -83,35 +90,56 @@ async def role(
         for kind in ("loras", "embeddings"):
             name, listed = f"{kind}/manifest.json", manifest.encode(kind, {}, key)
             await storage.files.create(name, listed, "application/json", {})
-    return ROLES["worker"].for_chains() if request.param == "chains" else ROLES["worker"]
+    return (
+        ROLES["worker"].for_chains() if request.param == "chains" else ROLES["worker"]
+    )
 
 
 @pytest.fixture
 async def loot(
-    role: Role, storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker
+    role: Role,
+    storage: Storage,
+    storage_settings: StorageSettings,
+    run_worker: RunWorker,
 ) -> thief.Loot:
     """An honest campaign: some jobs drawn, all of them twice, one failed, and some that wait."""
     drawn = bodies("a", "b", "c", "d")
     failed = bodies("bad", prompt="a house <lora:none:1>")
     waiting, prey = bodies("late", "later"), bodies("prey-1", "prey-2", "prey-3")
-    async with aio.connect(**storage_settings.model_dump(exclude_defaults=True)) as fleet:
-        await fleet.submit([read_job(body, "none") for body in {**drawn, **failed}.values()])
+    async with aio.connect(
+        **storage_settings.model_dump(exclude_defaults=True)
+    ) as fleet:
+        await fleet.submit(
+            [read_job(body, "none") for body in {**drawn, **failed}.values()]
+        )
         await run_worker("w1")
-        second = [read_job(body, "none") for body in bodies(*drawn, verify=True).values()]
+        second = [
+            read_job(body, "none") for body in bodies(*drawn, verify=True).values()
+        ]
         await storage.queue.send([job.to_message(fleet.signer) for job in second])
         await run_worker("w2")
         await fleet.submit([read_job(body, "none") for body in prey.values()])
         await fleet.submit([read_job(body, "none") for body in waiting.values()])
         # As a worker that leased them has read them.
         drawn = {
-            name: read_job(body, "none").to_message(fleet.signer) for name, body in drawn.items()
+            name: read_job(body, "none").to_message(fleet.signer)
+            for name, body in drawn.items()
         }
     return thief.Loot("spring", drawn, failed, waiting, prey, ("w1", "w2"))
 
 
 #: What changes by itself, or is what a thief may change: the number of what does not fit.
 VOLATILE = {
-    *("misfits", "unfit", "unknown", "damaged", "folder", "at", "oldest_age_seconds", "damage"),
+    *(
+        "misfits",
+        "unfit",
+        "unknown",
+        "damaged",
+        "folder",
+        "at",
+        "oldest_age_seconds",
+        "damage",
+    ),
     *("unfit_records", "unrecorded", "messages"),
     *("images_per_second", "seconds", "made_at", "last_at", "first_at", "seconds_left"),
 }
@@ -133,7 +161,9 @@ COUNTED = ("jobs", "images", "images_redelivered", "failed")
 
 def stable(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: stable(each) for name, each in value.items() if name not in VOLATILE}
+        return {
+            name: stable(each) for name, each in value.items() if name not in VOLATILE
+        }
     return [stable(each) for each in value] if isinstance(value, list) else value
 
 
@@ -161,11 +191,17 @@ def pictures(folder: Path, loot: thief.Loot) -> dict[str, str]:
 
 def of_honest(lines: Iterable[dict[str, Any]], loot: thief.Loot) -> list[Any]:
     """Each line about an honest job once, in order."""
-    told = {json.dumps(stable(each), sort_keys=True) for each in lines if each["id"] in loot.honest}
+    told = {
+        json.dumps(stable(each), sort_keys=True)
+        for each in lines
+        if each["id"] in loot.honest
+    }
     return sorted(told)
 
 
-def commands(ask: Imagefleet, loot: thief.Loot, tmp_path: Path, run: str) -> dict[str, Any]:
+def commands(
+    ask: Imagefleet, loot: thief.Loot, tmp_path: Path, run: str
+) -> dict[str, Any]:
     """What each command says about the honest campaign and its jobs."""
     found: dict[str, Any] = {}
 
@@ -184,7 +220,9 @@ def commands(ask: Imagefleet, loot: thief.Loot, tmp_path: Path, run: str) -> dic
     status = told("status", "spring")
     found["status spring"] = {name: status[name] for name in status if name != "queues"}
     found["campaigns"] = [
-        each for each in told("status")["campaigns"] if each.get("campaign", "spring") == "spring"
+        each
+        for each in told("status")["campaigns"]
+        if each.get("campaign", "spring") == "spring"
     ]
     found["results"] = of_honest(lines("results", "spring", "--json"), loot)
     failed = ("results", "spring", "--outcome", "failed", "--json")
@@ -192,7 +230,9 @@ def commands(ask: Imagefleet, loot: thief.Loot, tmp_path: Path, run: str) -> dic
     table = ask("results", "spring", "--format", "csv").stdout
     found["results csv"] = of_honest(csv.DictReader(io.StringIO(table)), loot)
     followed = lines("results", "spring", "--follow", "--json")
-    found["followed"] = of_honest(({name: each[name] for name in KNOWN} for each in followed), loot)
+    found["followed"] = of_honest(
+        ({name: each[name] for name in KNOWN} for each in followed), loot
+    )
     ask("results", "spring", "--download", f"images-{run}")
     found["download"] = pictures(tmp_path / f"images-{run}", loot)
     ask("results", "spring", "--download", f"followed-{run}", "--follow")
@@ -212,7 +252,9 @@ def commands(ask: Imagefleet, loot: thief.Loot, tmp_path: Path, run: str) -> dic
     for verb in ("replay", "discard"):
         found[f"{verb} dry run"] = told(verb, "spring", "--dry-run")
     for worker in loot.workers:
-        found[f"redo {worker} dry run"] = told("redo", "spring", "--worker", worker, "--dry-run")
+        found[f"redo {worker} dry run"] = told(
+            "redo", "spring", "--worker", worker, "--dry-run"
+        )
     verify = told("verify", "spring")
     found["accused"] = [
         each["worker"]
@@ -242,11 +284,17 @@ async def events_of(storage: Storage, *, each_job: bool) -> list[Event]:
     return list(state.waiting.values())
 
 
-async def programs(loot: thief.Loot, storage: Storage, settings: StorageSettings) -> dict[str, Any]:
+async def programs(
+    loot: thief.Loot, storage: Storage, settings: StorageSettings
+) -> dict[str, Any]:
     """What the gallery, the exporter, webhooks and the client say."""
     found: dict[str, Any] = {}
-    sent = [each for each in await events_of(storage, each_job=True) if "id" in each.data]
-    found["webhooks of jobs"] = of_honest(({**each.data, "event": each.id} for each in sent), loot)
+    sent = [
+        each for each in await events_of(storage, each_job=True) if "id" in each.data
+    ]
+    found["webhooks of jobs"] = of_honest(
+        ({**each.data, "event": each.id} for each in sent), loot
+    )
     found["webhooks"] = [each.type for each in await events_of(storage, each_job=False)]
     campaign = Campaign(storage, "spring", 0.0)
     while not campaign.is_complete:
@@ -263,7 +311,9 @@ async def programs(loot: thief.Loot, storage: Storage, settings: StorageSettings
         "queue": storage.queue.name,
         "fleet": ExporterSettings(**settings.model_dump()).fleet_name,
     }
-    found["exporter"] = exporter.registry.get_sample_value("imagefleet_queue_messages", queue)
+    found["exporter"] = exporter.registry.get_sample_value(
+        "imagefleet_queue_messages", queue
+    )
     async with aio.connect(**settings.model_dump(exclude_defaults=True)) as fleet:
         submission = Submission(storage, Ledgers(storage))
         wanted = [read_job(loot.honest[name], "none") for name in sorted(loot.honest)]
@@ -276,7 +326,12 @@ async def programs(loot: thief.Loot, storage: Storage, settings: StorageSettings
         for name, some in (("waited for", results), ("client", listed)):
             found[name] = sorted(
                 [
-                    (each.id, each.status, each.blobs, each.blobs and await picture_of(each))
+                    (
+                        each.id,
+                        each.status,
+                        each.blobs,
+                        each.blobs and await picture_of(each),
+                    )
                     for each in some
                     if each.id in loot.honest
                 ]
@@ -287,7 +342,9 @@ async def programs(loot: thief.Loot, storage: Storage, settings: StorageSettings
 #: One after the other in one storage.
 TOGETHER = (
     pytest.param([*thief.ATTACKS], "worker", id="all of them"),
-    pytest.param([*thief.ATTACKS], "signed", id="all of them, signed", marks=pytest.mark.slow),
+    pytest.param(
+        [*thief.ATTACKS], "signed", id="all of them, signed", marks=pytest.mark.slow
+    ),
 )
 
 
@@ -331,7 +388,9 @@ async def test_no_answer_about_honest_jobs_changes(
 async def test_the_second_job_of_a_name_fails_and_the_first_keeps_its_picture(
     storage: Storage, run_worker: RunWorker
 ) -> None:
-    first, second = (json.dumps({"id": "a", "prompt": text}) for text in ("a fox", "an owl"))
+    first, second = (
+        json.dumps({"id": "a", "prompt": text}) for text in ("a fox", "an owl")
+    )
     await storage.create()
     for body in (first, second):
         await storage.queue.send([body])

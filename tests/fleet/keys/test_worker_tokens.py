@@ -93,11 +93,17 @@ async def owner(azurite_settings: StorageSettings) -> AsyncIterator[Storage]:
         lora = len(LORA).to_bytes(8, "little") + LORA + b"x"
         await storage.files.create("loras/fox.safetensors", lora, "text/plain", {})
         for image in ("taken", "drawn"):
-            await storage.blobs.create(f"default/{image}.png", b"another's", "image/png", {})
+            await storage.blobs.create(
+                f"default/{image}.png", b"another's", "image/png", {}
+            )
         for job in JOBS:
-            await storage.queues[PRIORITY_OF.get(job["id"], "normal")].send([json.dumps(job)])
+            await storage.queues[PRIORITY_OF.get(job["id"], "normal")].send(
+                [json.dumps(job)]
+            )
         for message in await storage.queues["low"].receive(1, 60):
-            await storage.queues["low"].release(message)  # as a worker that stored no record
+            await storage.queues["low"].release(
+                message
+            )  # as a worker that stored no record
         yield storage
 
 
@@ -111,7 +117,10 @@ def _hasty_worker_that_checks_its_upload(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def work(
-    settings: StorageSettings, role: Role, cache: Path, load: type[StandInEngine] = Engine
+    settings: StorageSettings,
+    role: Role,
+    cache: Path,
+    load: type[StandInEngine] = Engine,
 ) -> Counter[Outcome]:
     """What becomes of the jobs of a whole worker with the tokens of *role*."""
     minted = mint.Minter(settings).mint(role, timedelta(hours=1))
@@ -141,7 +150,9 @@ async def test_a_workers_tokens_suffice_for_all_that_it_does(
     assert folders == {"default": 6, "failed": 1, "-node-checks": 4}
     assert await owner.blobs.read("default/taken.png") == b"another's"
     assert (await owner.poison.depth()).messages == 3
-    images = {name for name in names if name.startswith("default/")} - {"default/taken.png"}
+    images = {name for name in names if name.startswith("default/")} - {
+        "default/taken.png"
+    }
     assert {record.blob async for record in reader.images(owner, "default")} == images
 
 
@@ -161,7 +172,9 @@ async def test_a_workers_tokens_suffice_to_read_text_states(
             name = f"{TEXT.folder}/{text_states.stem(prompt, 't5')}.safetensors"
             await storage.files.create(name, data, "text/plain", {})
         for prompt in ("a house", "another"):
-            await storage.queue.send([json.dumps({"id": prompt.split()[-1], "prompt": prompt})])
+            await storage.queue.send(
+                [json.dumps({"id": prompt.split()[-1], "prompt": prompt})]
+            )
     outcomes = await work(azurite_settings, WORKER, tmp_path, WithoutEncoder)
     assert outcomes == {"completed": 1, "failed": 1}
 
@@ -192,6 +205,8 @@ async def test_without_any_one_permission_a_worker_cannot_do_its_work(
     if resource == "queue":
         names = list(azurite_settings.queues_of(None).values())
     assert any(repr(name) in complaint for name in names)
-    what = f"may not {NEEDED[resource, letter]}" if rest else "there is no SAS token for"
+    what = (
+        f"may not {NEEDED[resource, letter]}" if rest else "there is no SAS token for"
+    )
     assert what in complaint
     assert "`imagefleet keys mint worker`" in complaint

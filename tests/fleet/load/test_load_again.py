@@ -31,14 +31,19 @@ def load(
     def load(name: str, text: str, *options: str) -> subprocess.CompletedProcess[str]:
         (tmp_path / name).write_text(text)
         names = ("storage", "queue", "container", "files_container")
-        flags = [f"--{each.replace('_', '-')}={getattr(storage_settings, each)}" for each in names]
+        flags = [
+            f"--{each.replace('_', '-')}={getattr(storage_settings, each)}"
+            for each in names
+        ]
         flags += ["--verify-share=0", "--campaign=spring"]
         return in_process("load", name, *options, *flags)
 
     return load
 
 
-def within(settings: StorageSettings, work: Callable[[Storage], Coroutine[Any, Any, Any]]) -> Any:
+def within(
+    settings: StorageSettings, work: Callable[[Storage], Coroutine[Any, Any, Any]]
+) -> Any:
     async def run() -> Any:
         async with open_storage(settings) as storage:
             return await work(storage)
@@ -48,13 +53,17 @@ def within(settings: StorageSettings, work: Callable[[Storage], Coroutine[Any, A
 
 def prompts_in(settings: StorageSettings) -> list[str]:
     async def browse(storage: Storage) -> list[str]:
-        return [fields_if_any(each.body)["prompt"] async for each in storage.queue.browse()]
+        return [
+            fields_if_any(each.body)["prompt"] async for each in storage.queue.browse()
+        ]
 
     return sorted(within(settings, browse))
 
 
 def sent_of(settings: StorageSettings) -> int:
-    found: int = within(settings, lambda storage: sent.Ledger(storage, "spring").count())
+    found: int = within(
+        settings, lambda storage: sent.Ledger(storage, "spring").count()
+    )
     return found
 
 
@@ -77,7 +86,9 @@ def test_one_changed_three_new_and_the_others_as_before(
     rows = [f"{number},prompt {number}" for number in range(197)]
     load("jobs.csv", "\n".join(["id,prompt", *rows]))
     rows[5] = "5,another prompt"
-    edited = "\n".join(["id,prompt", *rows, *(f"new-{number},a" for number in range(3))])
+    edited = "\n".join(
+        ["id,prompt", *rows, *(f"new-{number},a" for number in range(3))]
+    )
     dry = load("jobs.csv", edited, "--dry-run")
     done = load("jobs.csv", edited, "--new-only", "--json")
 
@@ -95,18 +106,27 @@ def test_a_row_that_is_added_to_a_loaded_file_is_one_new_job_with_or_without_ids
     load("prompts.txt", "a house\na fish\n")
     more = load("prompts.txt", "a house\na fish\na boat\n", "--json")
 
-    assert [json.loads(more.stdout)[name] for name in ("sent", "new", "as_before")] == [1, 1, 2]
+    assert [json.loads(more.stdout)[name] for name in ("sent", "new", "as_before")] == [
+        1,
+        1,
+        2,
+    ]
     assert prompts_in(storage_settings) == ["a boat", "a fish", "a house"]
     again = load("prompts.txt", "a house\na fish\na boat\n", "--restart", "--json")
     assert json.loads(again.stdout)["sent"] == 3
     assert sent_of(storage_settings) == 3, "jobs, not messages"
 
 
-def test_a_file_of_changed_jobs_that_are_left_out_is_not_called_empty(load: Load) -> None:
+def test_a_file_of_changed_jobs_that_are_left_out_is_not_called_empty(
+    load: Load,
+) -> None:
     load("monday.csv", MONDAY)
     left_out = load("tuesday.csv", TUESDAY, "--new-only")
     assert left_out.returncode == console.EXIT_DONE
-    assert left_out.stderr.split("\n")[:2] == ["2 changed, 0 new, 0 as before", "nothing was sent"]
+    assert left_out.stderr.split("\n")[:2] == [
+        "2 changed, 0 new, 0 as before",
+        "nothing was sent",
+    ]
 
 
 def test_two_rows_of_one_id_are_refused_with_both_rows_named(
@@ -114,7 +134,10 @@ def test_two_rows_of_one_id_are_refused_with_both_rows_named(
 ) -> None:
     refused = load("jobs.csv", "id,prompt\n1,a cat\n2,a fish\n1,a dog\n")
     assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "row 2 and row 4 are two jobs with one id, spring/1; nothing was sent" in refused.stderr
+    assert (
+        "row 2 and row 4 are two jobs with one id, spring/1; nothing was sent"
+        in refused.stderr
+    )
     twice = load("jobs.csv", "id,prompt\n1,a cat\n1,a cat\n", "--json")
     assert json.loads(twice.stdout)["sent"] == 1, "the same job twice is one"
     assert prompts_in(storage_settings) == ["a cat"]
@@ -132,18 +155,26 @@ def test_changed_jobs_are_replaced_once_the_old_ones_have_ended(
         await storage.queue.clear()
         for name in ("1", "2"):
             metadata = {"job": name, "digest": "0" * 64, "worker": "w1"}
-            await storage.blobs.create(f"spring/{name}.png", b"old", "image/png", metadata)
+            await storage.blobs.create(
+                f"spring/{name}.png", b"old", "image/png", metadata
+            )
 
     within(storage_settings, draw)
     done = load("tuesday.csv", TUESDAY, "--replace", "--json")
 
     assert done.returncode == console.EXIT_DONE, done.stderr
-    assert [json.loads(done.stdout)[name] for name in ("sent", "changed", "new")] == [2, 2, 0]
+    assert [json.loads(done.stdout)[name] for name in ("sent", "changed", "new")] == [
+        2,
+        2,
+        0,
+    ]
     assert prompts_in(storage_settings) == ["a cat", "a dog"]
 
     async def names(storage: Storage) -> list[str]:
         found = [name async for name in storage.blobs.names()]
-        return sorted(name for name in found if name.startswith(("spring/", "-replaced/")))
+        return sorted(
+            name for name in found if name.startswith(("spring/", "-replaced/"))
+        )
 
     left = within(storage_settings, names)
     assert [name.split("/")[:3] for name in left] == [

@@ -50,7 +50,11 @@ def test_for_programs_progress_is_a_json_object_a_line(
         show(1_000)
     _, line = capsys.readouterr().err.splitlines()
     found = json.loads(line)
-    assert (found["confirmed"], found["total"], found["seconds_left"]) == (1_000, None, None)
+    assert (found["confirmed"], found["total"], found["seconds_left"]) == (
+        1_000,
+        None,
+        None,
+    )
     assert found["jobs_per_second"] > 0
     assert found["refusals"] == 0
 
@@ -72,9 +76,13 @@ def on_a_terminal(
     if pid == 0:
         os.chdir(folder)
         os.environ.update(PYTHONPATH=str(ROOT), TERM="xterm", COLUMNS="80")
-        os.execv(sys.executable, [sys.executable, "-m", "fleet.main", "load", *arguments])
+        os.execv(
+            sys.executable, [sys.executable, "-m", "fleet.main", "load", *arguments]
+        )
     output = ""
-    decoder = codecs.getincrementaldecoder("utf-8")()  # a read may end within a character
+    decoder = codecs.getincrementaldecoder(
+        "utf-8"
+    )()  # a read may end within a character
     while True:
         try:
             output += decoder.decode(os.read(terminal, 65_536))
@@ -112,7 +120,9 @@ def test_for_programs_a_long_check_shows_nothing(tmp_path: Path) -> None:
         assert "line 10: the message is not JSON" in output
 
 
-def test_a_long_check_shows_nothing_in_a_pipe(in_process: Imagefleet, tmp_path: Path) -> None:
+def test_a_long_check_shows_nothing_in_a_pipe(
+    in_process: Imagefleet, tmp_path: Path
+) -> None:
     result = in_process("load", long_file(tmp_path, beginning="no job\n" * 10))
 
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
@@ -120,9 +130,13 @@ def test_a_long_check_shows_nothing_in_a_pipe(in_process: Imagefleet, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["long.jsonl", "long.jsonl.gz"])
-def test_a_terminal_shows_the_bytes_of_the_file_that_are_read(tmp_path: Path, name: str) -> None:
+def test_a_terminal_shows_the_bytes_of_the_file_that_are_read(
+    tmp_path: Path, name: str
+) -> None:
     """Those of the file as it lies there: a compressed one's are known, its lines' are not."""
-    lines = "".join(LINE.replace("a red", f"{number:x} red") for number in range(10_000)).encode()
+    lines = "".join(
+        LINE.replace("a red", f"{number:x} red") for number in range(10_000)
+    ).encode()
     lines += b"no job\n" * 10  # so that nothing is sent or printed
     data = gzip.compress(lines, 1) if name.endswith(".gz") else lines
     (tmp_path / name).write_bytes(data)

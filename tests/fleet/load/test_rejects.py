@@ -32,7 +32,9 @@ def write(folder: Path, rows: list[str] = ROWS) -> None:
 
 
 def rejects(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "rejects.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "rejects.jsonl").read_text().splitlines()
+    ]
 
 
 def test_every_refused_row_is_kept_with_what_is_wrong_and_counts_add_up(
@@ -45,7 +47,12 @@ def test_every_refused_row_is_kept_with_what_is_wrong_and_counts_add_up(
 
     assert result.returncode == console.EXIT_DONE, result.stderr
     told = json.loads(result.stdout)
-    assert (told["total"], told["sent"], told["invalid"], told["empty"]) == (10, 3, 6, 1)
+    assert (told["total"], told["sent"], told["invalid"], told["empty"]) == (
+        10,
+        3,
+        6,
+        1,
+    )
     found = [job["failure"] for job in rejects(tmp_path)]
     assert [(each["line"], each.get("field")) for each in found] == [
         *((3, "steps"), (4, "steps"), (5, "sampler_name"), (6, None)),
@@ -81,7 +88,10 @@ def test_refused_rows_that_are_mended_are_loaded_as_jobs_that_never_failed(
 def test_a_refused_file_keeps_its_rows_and_shows_ten_of_them(
     in_process: Imagefleet, tmp_path: Path
 ) -> None:
-    write(tmp_path, ["id,prompt,steps", *(f"i{number},a,x{number}" for number in range(16))])
+    write(
+        tmp_path,
+        ["id,prompt,steps", *(f"i{number},a,x{number}" for number in range(16))],
+    )
     result = in_process("load", "jobs.csv", "--rejects", "rejects.jsonl", "--json")
 
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
@@ -91,10 +101,14 @@ def test_a_refused_file_keeps_its_rows_and_shows_ten_of_them(
     assert "error: row 11: steps: should be a valid integer" in result.stderr
     assert "(id i9, value x9)" in result.stderr
     assert "(id i10, " not in result.stderr
-    assert [job["id"] for job in rejects(tmp_path)] == [f"i{number}" for number in range(16)]
+    assert [job["id"] for job in rejects(tmp_path)] == [
+        f"i{number}" for number in range(16)
+    ]
 
 
-@pytest.mark.parametrize("arguments", [["--check"], ["--dry-run"], ["--dry-run", "--skip-invalid"]])
+@pytest.mark.parametrize(
+    "arguments", [["--check"], ["--dry-run"], ["--dry-run", "--skip-invalid"]]
+)
 def test_a_load_that_is_only_tried_keeps_all_refused_rows_too(
     in_process: Imagefleet, tmp_path: Path, arguments: list[str]
 ) -> None:
@@ -109,7 +123,14 @@ def test_a_load_that_resumes_keeps_what_was_refused_before(
     in_process: Imagefleet, tmp_path: Path
 ) -> None:
     write(tmp_path, ["prompt,steps", "a,x", "a,5", "a,y", "a,5"])
-    load = ("load", "jobs.csv", "--skip-invalid", "--rejects", "rejects.jsonl", "--json")
+    load = (
+        "load",
+        "jobs.csv",
+        "--skip-invalid",
+        "--rejects",
+        "rejects.jsonl",
+        "--json",
+    )
     in_process(*load, "--count", "2")
     told = json.loads(in_process(*load).stdout)
 
@@ -117,7 +138,9 @@ def test_a_load_that_resumes_keeps_what_was_refused_before(
     assert [job["failure"]["line"] for job in rejects(tmp_path)] == [2, 4]
 
 
-def test_a_secret_in_a_refused_value_is_not_shown(in_process: Imagefleet, tmp_path: Path) -> None:
+def test_a_secret_in_a_refused_value_is_not_shown(
+    in_process: Imagefleet, tmp_path: Path
+) -> None:
     write(tmp_path, ["prompt,steps", "a,https://h/x?sig=0123456789"])
     result = in_process("load", "jobs.csv", "--rejects", "rejects.jsonl")
 
@@ -145,17 +168,29 @@ def test_a_file_of_refused_rows_that_cannot_be_is_one_sentence(
     assert (tmp_path / "jobs.csv").stat().st_size > 0
 
 
-def test_a_quote_that_opens_in_a_row_costs_that_row(in_process: Imagefleet, tmp_path: Path) -> None:
-    rows = [f"{n},{chr(34) if n == 12 else ''}a fish number {n}" for n in range(1, 2_001)]
+def test_a_quote_that_opens_in_a_row_costs_that_row(
+    in_process: Imagefleet, tmp_path: Path
+) -> None:
+    rows = [
+        f"{n},{chr(34) if n == 12 else ''}a fish number {n}" for n in range(1, 2_001)
+    ]
     write(tmp_path, ["id,prompt", *rows])
     told = json.loads(in_process("load", "jobs.csv", "--skip-invalid", "--json").stdout)
 
     assert (told["total"], told["sent"], told["invalid"]) == (2_000, 1_999, 1)
 
 
-def test_rows_in_a_quoted_cell_are_warned_of_once(in_process: Imagefleet, tmp_path: Path) -> None:
-    write(tmp_path, ["id,prompt", '1,"a', *(f"{n},a fish" for n in range(2, 9)), '9,b"', "10,c"])
+def test_rows_in_a_quoted_cell_are_warned_of_once(
+    in_process: Imagefleet, tmp_path: Path
+) -> None:
+    write(
+        tmp_path,
+        ["id,prompt", '1,"a', *(f"{n},a fish" for n in range(2, 9)), '9,b"', "10,c"],
+    )
     result = in_process("load", "jobs.csv")
 
-    assert result.stderr.count("row 2: a quoted cell holds 7 lines that look like rows") == 1
+    assert (
+        result.stderr.count("row 2: a quoted cell holds 7 lines that look like rows")
+        == 1
+    )
     assert "2 jobs sent" in result.stderr

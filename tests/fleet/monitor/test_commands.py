@@ -28,7 +28,9 @@ from imagefleet.storage.settings import StorageSettings
 
 COMMAND = Path(sys.executable).with_name("imagefleet")
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 
 def history(
@@ -53,17 +55,25 @@ def history(
         values = {
             f'imagefleet_worker_info{{{labels},worker="{worker}",gpu="{gpu}",group="g"}}': 1,
             f"imagefleet_images_total{{{labels}}}": images_per_second * seconds,
-            f'imagefleet_cost_dollars_total{{{labels},kind="gpu"}}': price * seconds / 3600,
-            f'imagefleet_cost_dollars_total{{{labels},kind="storage"}}': price * seconds / 14_400,
+            f'imagefleet_cost_dollars_total{{{labels},kind="gpu"}}': price
+            * seconds
+            / 3600,
+            f'imagefleet_cost_dollars_total{{{labels},kind="storage"}}': price
+            * seconds
+            / 14_400,
             f"imagefleet_price_dollars_per_hour{{{labels}}}": price,
             f"imagefleet_gpu_busy_seconds_total{{{labels}}}": 0.75 * seconds,
-            f'imagefleet_gpu_idle_seconds_total{{{labels},reason="starved"}}': 0.25 * seconds,
-            f'imagefleet_jobs_total{{{labels},outcome="completed"}}': images_per_second * seconds,
+            f'imagefleet_gpu_idle_seconds_total{{{labels},reason="starved"}}': 0.25
+            * seconds,
+            f'imagefleet_jobs_total{{{labels},outcome="completed"}}': images_per_second
+            * seconds,
             f'imagefleet_failed_jobs_total{{{labels},error="JobError"}}': 0,
             f"imagefleet_clock_offset_seconds{{{labels}}}": ahead,
         }
         for campaign, speed in (campaigns or {}).items():
-            series = f'imagefleet_campaign_images_total{{{labels},campaign="{campaign}"}}'
+            series = (
+                f'imagefleet_campaign_images_total{{{labels},campaign="{campaign}"}}'
+            )
             values[series] = speed * seconds
         lines += [f"{name} {value} {at}" for name, value in values.items()]
     return "\n".join(lines) + "\n"
@@ -90,7 +100,9 @@ async def two_fleets(victoria_metrics: Any) -> TwoFleets:
     fleets = TwoFleets(victoria_metrics.url, f"a-{name}", f"b-{name}/jobs")
     text = history("fast", "RTX 4090 24GB", 4.0, 0.16, fleets.fleet)
     text += history("slow", "RTX 3060 8GB", 0.5, 0.04, fleets.fleet)
-    await pushed(victoria_metrics, text + history("other", "RTX 4090 24GB", 9, 0.2, fleets.other))
+    await pushed(
+        victoria_metrics, text + history("other", "RTX 4090 24GB", 9, 0.2, fleets.other)
+    )
     return fleets
 
 
@@ -115,7 +127,9 @@ async def test_status_shows_images_per_second_and_per_dollar(
 
     assert fleet["workers"] == 2
     assert fleet["images_per_second"] == pytest.approx(4.5, rel=0.01)
-    assert fleet["images_per_dollar_gpu_only"] == pytest.approx(4.5 * 3600 / 0.2, rel=0.01)
+    assert fleet["images_per_dollar_gpu_only"] == pytest.approx(
+        4.5 * 3600 / 0.2, rel=0.01
+    )
     assert fleet["images_per_dollar"] == pytest.approx(4.5 * 3600 / 0.25, rel=0.01)
     assert fleet["dollars_per_hour"] == pytest.approx(0.25, rel=0.01)
     assert fleet["gpu_idle_fraction"] == pytest.approx(0.25, rel=0.01)
@@ -130,9 +144,13 @@ async def test_status_shows_what_the_workers_cost_that_drew_each_campaign(
 ) -> None:
     name = uuid.uuid4().hex[:12]
     fleet, address = f"{name}/jobs", f"local:{tmp_path}/{name}"
-    dear = history("dear", "H200", 4.0, 3.0, fleet, "a", campaigns={"spring": 3.0, "autumn": 1.0})
+    dear = history(
+        "dear", "H200", 4.0, 3.0, fleet, "a", campaigns={"spring": 3.0, "autumn": 1.0}
+    )
     cheap = history("cheap", "H200", 1.0, 0.6, fleet, "b", campaigns={"spring": 1.0})
-    await pushed(victoria_metrics, dear + cheap + history("idle", "H200", 0, 1, fleet, "c"))
+    await pushed(
+        victoria_metrics, dear + cheap + history("idle", "H200", 0, 1, fleet, "c")
+    )
     async with open_storage(StorageSettings(storage=address)) as storage:
         await storage.create()
         await sent_jobs.note(storage, "spring", 10)
@@ -143,7 +161,9 @@ async def test_status_shows_what_the_workers_cost_that_drew_each_campaign(
         await log.add([Record(campaign=each, **failed) for each in names])
     arguments = ("status", "--storage", address, "--prometheus", victoria_metrics.url)
 
-    found = json.loads((await asyncio.to_thread(imagefleet, *arguments, "--json")).stdout)
+    found = json.loads(
+        (await asyncio.to_thread(imagefleet, *arguments, "--json")).stdout
+    )
     shown = (await asyncio.to_thread(imagefleet, *arguments, COLUMNS="160")).stdout
 
     # Storage operations are a quarter of the replicas' price, and 150 s are a 24th of an hour.
@@ -153,7 +173,9 @@ async def test_status_shows_what_the_workers_cost_that_drew_each_campaign(
         "autumn": pytest.approx(1.25 * (3.0 / 4) / 24),
         "none": None,
     }
-    assert " 0.15 " in next(line for line in shown.splitlines() if line.startswith("spring"))
+    assert " 0.15 " in next(
+        line for line in shown.splitlines() if line.startswith("spring")
+    )
 
 
 async def test_workers_whose_clock_is_off_are_named(
@@ -164,15 +186,24 @@ async def test_workers_whose_clock_is_off_are_named(
     clocks = enumerate((-3600, 0.4, 61))
     await pushed(
         victoria_metrics,
-        "".join(history(f"worker-{n}", "H200", 1, 1, fleet, ahead=ahead) for n, ahead in clocks),
+        "".join(
+            history(f"worker-{n}", "H200", 1, 1, fleet, ahead=ahead)
+            for n, ahead in clocks
+        ),
     )
     async with open_storage(StorageSettings(storage=address)) as storage:
         await storage.create()
     arguments = ("status", "--storage", address, "--prometheus", victoria_metrics.url)
     shown = await asyncio.to_thread(imagefleet, *arguments, COLUMNS="160")
 
-    assert "the clock of worker-0 is 3,600 seconds behind the storage's: set it" in shown.stdout
-    assert "the clock of worker-2 is 61 seconds ahead of the storage's: set it" in shown.stdout
+    assert (
+        "the clock of worker-0 is 3,600 seconds behind the storage's: set it"
+        in shown.stdout
+    )
+    assert (
+        "the clock of worker-2 is 61 seconds ahead of the storage's: set it"
+        in shown.stdout
+    )
     assert "worker-1" not in shown.stdout
 
 
@@ -181,7 +212,9 @@ async def test_two_gpus_of_a_machine_are_two_workers_and_one_replica(
 ) -> None:
     fleet, machine = uuid.uuid4().hex[:12], uuid.uuid4().hex[:12]
     text = history("0", "H200", 4.0, 2.0, fleet, machine)
-    await pushed(victoria_metrics, text + history("1", "H200", 1.0, 2.0, fleet, machine))
+    await pushed(
+        victoria_metrics, text + history("1", "H200", 1.0, 2.0, fleet, machine)
+    )
 
     arguments = ("--fleet", fleet, "--prometheus", victoria_metrics.url, "--json")
     result = await asyncio.to_thread(imagefleet, "status", "--workers", *arguments)
@@ -195,8 +228,17 @@ async def test_two_gpus_of_a_machine_are_two_workers_and_one_replica(
     assert (rates_now.workers, rates_now.replicas) == (2, 1)
 
 
-async def test_top_shows_the_slowest_first(two_fleets: TwoFleets, imagefleet: Imagefleet) -> None:
-    arguments = ("status", "--workers", "--fleet", two_fleets.fleet, "--prometheus", two_fleets.url)
+async def test_top_shows_the_slowest_first(
+    two_fleets: TwoFleets, imagefleet: Imagefleet
+) -> None:
+    arguments = (
+        "status",
+        "--workers",
+        "--fleet",
+        two_fleets.fleet,
+        "--prometheus",
+        two_fleets.url,
+    )
     result = await asyncio.to_thread(imagefleet, *arguments, "--json")
     workers = json.loads(result.stdout)["workers"]
 
@@ -205,7 +247,9 @@ async def test_top_shows_the_slowest_first(two_fleets: TwoFleets, imagefleet: Im
     assert workers[1]["images_per_second"] == pytest.approx(4, rel=0.01)
     assert workers[1]["images_per_dollar"] == pytest.approx(4 * 3600 / 0.2, rel=0.01)
 
-    shown = await asyncio.to_thread(imagefleet, *arguments, "--count", "1", COLUMNS="120")
+    shown = await asyncio.to_thread(
+        imagefleet, *arguments, "--count", "1", COLUMNS="120"
+    )
     assert "slow" in shown.stdout
     assert "fast" not in shown.stdout
     assert "1 of 2 workers" in shown.stdout
@@ -214,8 +258,18 @@ async def test_top_shows_the_slowest_first(two_fleets: TwoFleets, imagefleet: Im
 async def test_all_fleets_are_added_up_only_where_that_is_asked_for(
     two_fleets: TwoFleets, imagefleet: Imagefleet
 ) -> None:
-    everything = ("status", "--workers", "--prometheus", two_fleets.url, "--fleet", "all", "--json")
-    workers = json.loads((await asyncio.to_thread(imagefleet, *everything)).stdout)["workers"]
+    everything = (
+        "status",
+        "--workers",
+        "--prometheus",
+        two_fleets.url,
+        "--fleet",
+        "all",
+        "--json",
+    )
+    workers = json.loads((await asyncio.to_thread(imagefleet, *everything)).stdout)[
+        "workers"
+    ]
 
     assert {each["worker"] for each in workers} >= {"fast", "slow", "other"}
 
@@ -234,12 +288,20 @@ def test_unknown_figures_are_dashes() -> None:
     console = Console(width=80, record=True)
     console.print(command.workers_screen([worker], 1))
 
-    assert console.export_text().splitlines()[2].split() == [*("name", "none", "g"), "1.00", *"--0"]
+    assert console.export_text().splitlines()[2].split() == [
+        *("name", "none", "g"),
+        "1.00",
+        *"--0",
+    ]
 
 
 def test_a_workers_labels_control_neither_the_terminal_nor_its_markup() -> None:
     worker = rates.WorkerRates(
-        instance="i", worker="w\x1b[2J[/red]", gpu="g[bold]", group="", images_per_second=1.0
+        instance="i",
+        worker="w\x1b[2J[/red]",
+        gpu="g[bold]",
+        group="",
+        images_per_second=1.0,
     )
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
 
@@ -258,9 +320,21 @@ async def test_the_exporter_serves_and_pushes_until_sigterm(
     async with open_storage(StorageSettings(storage=address)) as storage:
         await storage.create()
         await storage.queue.send(["a", "b"])
-    command = [COMMAND, "exporter", "--storage", address, "--port", "0", "--sample-seconds", "0.2"]
+    command = [
+        COMMAND,
+        "exporter",
+        "--storage",
+        address,
+        "--port",
+        "0",
+        "--sample-seconds",
+        "0.2",
+    ]
     exporter = await asyncio.create_subprocess_exec(
-        *command, "--push-url", victoria_metrics.push_url, stderr=asyncio.subprocess.PIPE
+        *command,
+        "--push-url",
+        victoria_metrics.push_url,
+        stderr=asyncio.subprocess.PIPE,
     )
     try:
         assert exporter.stderr is not None
@@ -274,7 +348,9 @@ async def test_the_exporter_serves_and_pushes_until_sigterm(
                 async with client.get("/metrics") as response:
                     return await response.text()
 
-            seen = await polling.until(page, lambda page: "queue_seconds_to_empty" in page)
+            seen = await polling.until(
+                page, lambda page: "queue_seconds_to_empty" in page
+            )
         assert (
             'imagefleet_queue_messages{fleet="storage/jobs",queue="jobs",state="visible"} 2.0'
             in seen

@@ -26,10 +26,14 @@ def flow_of(*samples: tuple[float, int]) -> QueueFlow:
 
 
 def fleet_rates(jobs_per_second: float, dollars_per_hour: float) -> FleetRates:
-    return FleetRates(jobs_per_second=jobs_per_second, dollars_per_hour=dollars_per_hour)
+    return FleetRates(
+        jobs_per_second=jobs_per_second, dollars_per_hour=dollars_per_hour
+    )
 
 
-def figures(flow: QueueFlow, fleet: FleetRates | None, price: float | None) -> dict[str, float]:
+def figures(
+    flow: QueueFlow, fleet: FleetRates | None, price: float | None
+) -> dict[str, float]:
     names = {
         "imagefleet_exporter_arrivals_per_second": "arrivals",
         "imagefleet_exporter_completions_per_second": "completions",
@@ -100,7 +104,9 @@ async def test_depths_and_ages_of_all_queues_are_exported(storage: Storage) -> N
     depth = await storage.queue.depth()
 
     def value(name: str, labels: Mapping[str, str] | None = None) -> float | None:
-        return exporter.registry.get_sample_value(name, {**(labels or {}), "fleet": "mine"})
+        return exporter.registry.get_sample_value(
+            name, {**(labels or {}), "fleet": "mine"}
+        )
 
     def messages(queue: str, state: str) -> float | None:
         return value("imagefleet_queue_messages", {"queue": queue, "state": state})
@@ -109,11 +115,17 @@ async def test_depths_and_ages_of_all_queues_are_exported(storage: Storage) -> N
     if depth.leased is None:
         assert messages(name, "any") == 3
         assert messages(storage.poison.name, "any") == 1
-        assert (messages(f"{name}-high", "any"), messages(f"{name}-low", "any")) == (0, 2)
+        assert (messages(f"{name}-high", "any"), messages(f"{name}-low", "any")) == (
+            0,
+            2,
+        )
     else:
         assert (messages(name, "visible"), messages(name, "leased")) == (2, 1)
         assert messages(storage.poison.name, "visible") == 1
-        assert (messages(f"{name}-high", "visible"), messages(f"{name}-low", "visible")) == (0, 2)
+        assert (
+            messages(f"{name}-high", "visible"),
+            messages(f"{name}-low", "visible"),
+        ) == (0, 2)
     assert value("imagefleet_queue_oldest_age_seconds", {"queue": name}) is not None
     assert value("imagefleet_exporter_last_look_timestamp_seconds") is not None
 
@@ -124,18 +136,30 @@ async def test_campaigns_have_what_is_left_and_those_that_stand_are_not_read_aga
     monkeypatch.setattr(table, "_FRESH_SECONDS", 0)
     await sent_jobs.begin(storage, "spring", 4)
     await sent_jobs.begin(storage, "autumn", 1)
-    exporter, read = Exporter(storage, ExporterSettings(fleet="mine"), None), list[str]()
+    exporter, read = (
+        Exporter(storage, ExporterSettings(fleet="mine"), None),
+        list[str](),
+    )
 
     async def pending(campaign: str) -> float | None:
         await exporter.count_campaigns()
         labels = {"campaign": campaign, "fleet": "mine"}
-        assert exporter.registry.get_sample_value("imagefleet_campaign_seconds_left", labels) != 0
-        return exporter.registry.get_sample_value("imagefleet_campaign_pending_jobs", labels)
+        assert (
+            exporter.registry.get_sample_value(
+                "imagefleet_campaign_seconds_left", labels
+            )
+            != 0
+        )
+        return exporter.registry.get_sample_value(
+            "imagefleet_campaign_pending_jobs", labels
+        )
 
     assert await pending("spring") == 3
     shards = drawn.Ends.read
 
-    async def noting(ends: drawn.Ends, found: Sequence[stored.StoredShard]) -> drawn.Ends:
+    async def noting(
+        ends: drawn.Ends, found: Sequence[stored.StoredShard]
+    ) -> drawn.Ends:
         read.extend(shard.campaign for shard in found)
         return await shards(ends, found)
 
@@ -149,14 +173,19 @@ async def test_an_outage_is_counted_and_the_last_values_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = ExporterSettings(
-        storage=f"local:{tmp_path}", sample_seconds=0.1, fleet="mine", dollars_per_hour=7.5
+        storage=f"local:{tmp_path}",
+        sample_seconds=0.1,
+        fleet="mine",
+        dollars_per_hour=7.5,
     )
     async with open_storage(settings) as storage:
         await storage.create()
         exporter = Exporter(storage, settings, None)
         await exporter.sample()
 
-        failures = iter([errors.TransientError, errors.SetupError])  # the second ends the exporter
+        failures = iter(
+            [errors.TransientError, errors.SetupError]
+        )  # the second ends the exporter
 
         async def no_answer() -> QueueDepth:
             raise next(failures)
@@ -165,10 +194,17 @@ async def test_an_outage_is_counted_and_the_last_values_stay(
         with pytest.raises(errors.SetupError):
             await exporter.run()
     value, mine = exporter.registry.get_sample_value, {"fleet": "mine"}
-    (failed,) = (each for each in exporter.registry.collect() if "failed_looks" in each.name)
+    (failed,) = (
+        each for each in exporter.registry.collect() if "failed_looks" in each.name
+    )
     assert failed.samples[0].value == 1
     assert value("imagefleet_confirmed_dollars_per_hour", mine) == 7.5
-    assert value("imagefleet_queue_messages", {"queue": "jobs", "state": "visible", **mine}) == 0
+    assert (
+        value(
+            "imagefleet_queue_messages", {"queue": "jobs", "state": "visible", **mine}
+        )
+        == 0
+    )
 
 
 async def test_an_error_of_one_queue_cancels_the_request_to_the_other(

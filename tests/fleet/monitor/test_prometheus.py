@@ -49,7 +49,9 @@ async def serve(asked: list[str]) -> AsyncIterator[Serve]:
 
 
 def response_of(kind: str, result: object) -> web.Response:
-    return web.json_response({"status": "success", "data": {"resultType": kind, "result": result}})
+    return web.json_response(
+        {"status": "success", "data": {"resultType": kind, "result": result}}
+    )
 
 
 async def test_a_vector_is_read_without_nan_and_infinity(serve: Serve) -> None:
@@ -70,7 +72,9 @@ async def test_a_vector_is_read_without_nan_and_infinity(serve: Serve) -> None:
 
 async def test_a_range_is_read(serve: Serve) -> None:
     matrix = await serve(
-        response_of("matrix", [{"metric": {}, "values": [[1, "1"], [2, "NaN"], [3, "3"]]}])
+        response_of(
+            "matrix", [{"metric": {}, "values": [[1, "1"], [2, "NaN"], [3, "3"]]}]
+        )
     )
     async with prometheus.connected(matrix) as server:
         (series,) = await server.over("up", NOON, NOON + timedelta(seconds=2), 1)
@@ -80,14 +84,25 @@ async def test_a_range_is_read(serve: Serve) -> None:
 @pytest.mark.parametrize(
     ("response", "kind", "sentence"),
     [
-        ((400, '{"status": "error", "error": "parse error"}'), errors.SetupError, "parse error"),
-        ((404, "<html>no such page"), errors.SetupError, "HTTP 404: <html>no such page"),
+        (
+            (400, '{"status": "error", "error": "parse error"}'),
+            errors.SetupError,
+            "parse error",
+        ),
+        (
+            (404, "<html>no such page"),
+            errors.SetupError,
+            "HTTP 404: <html>no such page",
+        ),
         ((200, "[]"), errors.SetupError, "HTTP 200"),
         ((503, "starting"), errors.TransientError, "HTTP 503: starting"),
     ],
 )
 async def test_an_error_response_is_one_sentence(
-    serve: Serve, response: tuple[int, str], kind: type[errors.FleetError], sentence: str
+    serve: Serve,
+    response: tuple[int, str],
+    kind: type[errors.FleetError],
+    sentence: str,
 ) -> None:
     status, text = response
     url = await serve(web.Response(status=status, text=text))
@@ -115,7 +130,10 @@ async def test_a_missing_server_is_one_sentence(
     ("fleet", "warning"),
     [
         ("acne/jobs", "no worker of the fleet acne/jobs; did you mean 'acme/jobs'?"),
-        ("zzz", "no worker of the fleet zzz; --fleet chooses another, such as acme/jobs, other"),
+        (
+            "zzz",
+            "no worker of the fleet zzz; --fleet chooses another, such as acme/jobs, other",
+        ),
         ("acme/jobs", ""),
         (None, ""),
     ],
@@ -123,8 +141,13 @@ async def test_a_missing_server_is_one_sentence(
 async def test_a_mistyped_fleet_is_not_one_that_stands_still(
     serve: Serve, capsys: pytest.CaptureFixture[str], fleet: str | None, warning: str
 ) -> None:
-    known = [{"metric": {"fleet": each}, "value": [1, "1"]} for each in ("other", "acme/jobs")]
-    async with prometheus.connected(await serve(response_of("vector", known)), fleet) as server:
+    known = [
+        {"metric": {"fleet": each}, "value": [1, "1"]}
+        for each in ("other", "acme/jobs")
+    ]
+    async with prometheus.connected(
+        await serve(response_of("vector", known)), fleet
+    ) as server:
         await rates.warn_of_unknown_fleet(server)
     said = capsys.readouterr().err
     assert warning in said
@@ -135,7 +158,9 @@ async def test_a_mistyped_fleet_is_not_one_that_stands_still(
 async def test_every_query_asks_for_the_fleet_alone(
     serve: Serve, asked: list[str], fleet: str | None
 ) -> None:
-    async with prometheus.connected(await serve(response_of("vector", [])), fleet) as server:
+    async with prometheus.connected(
+        await serve(response_of("vector", [])), fleet
+    ) as server:
         await rates.fleet_rates(server)
         await rates.worker_rates(server)
         period = {"began_at": NOON, "ended_at": NOON + timedelta(hours=1)}

@@ -21,10 +21,14 @@ from imagefleet.telemetry import metrics
 
 COMMAND = Path(sys.executable).with_name("imagefleet")
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 
-async def test_depths_are_reported_as_far_as_the_storage_knows_them(storage: Storage) -> None:
+async def test_depths_are_reported_as_far_as_the_storage_knows_them(
+    storage: Storage,
+) -> None:
     await storage.queue.send(["one", "two", "three"])
     await storage.poison.send(["bad"])
     await storage.queue.receive(1, lease_seconds=60)
@@ -48,7 +52,9 @@ async def test_depths_are_reported_as_far_as_the_storage_knows_them(storage: Sto
 @pytest.fixture
 async def filled(tmp_path: Path) -> str:
     """The storage address, relative to the test's folder, of a queue with two jobs."""
-    async with open_storage(StorageSettings(storage=f"local:{tmp_path}/storage")) as storage:
+    async with open_storage(
+        StorageSettings(storage=f"local:{tmp_path}/storage")
+    ) as storage:
         await storage.create()
         await storage.queue.send(["one", "two"])
     return "local:storage"
@@ -99,7 +105,10 @@ def test_ctrl_c_is_the_clean_end_of_a_watch(filled: str, tmp_path: Path) -> None
 
 
 async def test_a_watch_outlives_an_outage(
-    filled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    filled: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     reads = 0
     third = asyncio.Event()
@@ -128,8 +137,12 @@ async def test_a_watch_outlives_an_outage(
     assert "trying again: the storage does not answer" in capsys.readouterr().out
 
 
-async def test_models_whose_jobs_wait_without_a_worker_are_named(storage: Storage) -> None:
-    jobs = [f'{{"prompt": "a", "id": "{n}", "model": "{m}"}}' for n, m in enumerate("aabc")]
+async def test_models_whose_jobs_wait_without_a_worker_are_named(
+    storage: Storage,
+) -> None:
+    jobs = [
+        f'{{"prompt": "a", "id": "{n}", "model": "{m}"}}' for n, m in enumerate("aabc")
+    ]
     await storage.models.send(jobs)
     await storage.models.note_served("b")
     for message in await storage.models.of("c")["normal"].receive(1, 60):
@@ -159,8 +172,12 @@ async def test_shards_are_one_row_and_one_series(storage: Storage) -> None:
     assert f"{storage.queue.name} (3 shards)" in console.export_text()
 
     registry = CollectorRegistry()
-    metrics.QueueGauges(registry).update(storage.queue.name, await storage.queue.depth())
-    (messages,) = (each for each in registry.collect() if each.name == "imagefleet_queue_messages")
+    metrics.QueueGauges(registry).update(
+        storage.queue.name, await storage.queue.depth()
+    )
+    (messages,) = (
+        each for each in registry.collect() if each.name == "imagefleet_queue_messages"
+    )
     names = {each.labels["queue"]: 0.0 for each in messages.samples}
     for each in messages.samples:
         names[each.labels["queue"]] += each.value
@@ -170,7 +187,9 @@ async def test_shards_are_one_row_and_one_series(storage: Storage) -> None:
     assert read("imagefleet_queue_shards", {"queue": name}) == 3
     assert read("imagefleet_queue_fullest_shard_messages", {"queue": name}) == 3
     (of_models,) = (
-        each for each in registry.collect() if each.name == "imagefleet_model_queue_messages"
+        each
+        for each in registry.collect()
+        if each.name == "imagefleet_model_queue_messages"
     )
     assert [each.value for each in of_models.samples] == [7]
 
@@ -179,14 +198,17 @@ def test_gauges_of_models_are_bounded() -> None:
     registry = CollectorRegistry()
     gauges = metrics.QueueGauges(registry)
     depths = {
-        f"jobs-{number}": QueueDepth(2, None, 5.0, model=f"m{number:03}") for number in range(80)
+        f"jobs-{number}": QueueDepth(2, None, 5.0, model=f"m{number:03}")
+        for number in range(80)
     }
     depths["jobs"] = QueueDepth(7, None, 9.0)
     gauges.update("jobs", QueueDepth(167, None, 9.0, depths))
     gauges.update("jobs", QueueDepth(167, None, 9.0, depths))
 
     def read(model: str) -> float | None:
-        return registry.get_sample_value("imagefleet_model_queue_messages", {"model": model})
+        return registry.get_sample_value(
+            "imagefleet_model_queue_messages", {"model": model}
+        )
 
     assert (read(""), read("m000"), read("m060")) == (7, 2, None)
     assert read(metrics.OTHER_MODELS) == 30 * 2

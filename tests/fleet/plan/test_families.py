@@ -15,7 +15,9 @@ from imagefleet.files import contents
 from imagefleet.pricing import families, prices
 from loadgen.sources import open_source
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 Write = Callable[..., str]
 
 SDXL = families.FAMILIES["sdxl"]
@@ -28,7 +30,9 @@ def jobs(tmp_path: Path) -> Write:
 
     def write(*fields: dict[str, Any]) -> str:
         path = tmp_path / "jobs.jsonl"
-        path.write_text("".join(json.dumps({"prompt": "a", **each}) + "\n" for each in fields))
+        path.write_text(
+            "".join(json.dumps({"prompt": "a", **each}) + "\n" for each in fields)
+        )
         return str(path)
 
     return write
@@ -62,25 +66,37 @@ def test_every_family_that_the_worker_loads_has_its_operations() -> None:
     loaded = {kind.family for kind in (contents.SD1, contents.SD2, contents.SDXL)}
     loaded |= {"DeepFloyd IF", "DeepFloyd IF super-resolution", "SD x4 upscaler"}
     assert {each.title for each in families.FAMILIES.values()} == loaded
-    assert families.SD1.image_tflop() == pytest.approx(26.64, rel=1e-3), "as benchmarks/results"
+    assert families.SD1.image_tflop() == pytest.approx(26.64, rel=1e-3), (
+        "as benchmarks/results"
+    )
     assert SDXL.image_tflop() == pytest.approx(281, rel=1e-2)
 
 
-def test_sdxl_is_planned_by_its_own_speed_and_called_an_estimate(in_process: Imagefleet) -> None:
-    sd1, sdxl = (plan(in_process, "--jobs", "1000", *more) for more in ((), ("--family", "sdxl")))
+def test_sdxl_is_planned_by_its_own_speed_and_called_an_estimate(
+    in_process: Imagefleet,
+) -> None:
+    sd1, sdxl = (
+        plan(in_process, "--jobs", "1000", *more) for more in ((), ("--family", "sdxl"))
+    )
 
     assert sdxl["hours"] == pytest.approx(sd1["hours"] * 10.55 / SDXL.rate, rel=1e-2)
     speed = sdxl["mix"][0]["images_per_second"]
     assert speed["kind"] == "estimated"
     assert "assumed to take as long as SD1.5's" in speed["source"]
-    shown = in_process("plan", "--jobs", "1000", "--family", "sdxl", "--gpu", "4090").stdout
+    shown = in_process(
+        "plan", "--jobs", "1000", "--family", "sdxl", "--gpu", "4090"
+    ).stdout
     assert "SDXL images/s: estimated: 281.1 TFLOP" in " ".join(shown.split())
 
 
-def test_jobs_of_several_models_are_priced_by_family(in_process: Imagefleet, jobs: Write) -> None:
+def test_jobs_of_several_models_are_priced_by_family(
+    in_process: Imagefleet, jobs: Write
+) -> None:
     drawn = {"steps": 15, "width": 512, "height": 512}
     path = jobs(
-        {"model": "pony", "steps": 20}, {"model": "dream", **drawn, "batch_size": 3}, dict(drawn)
+        {"model": "pony", "steps": 20},
+        {"model": "dream", **drawn, "batch_size": 3},
+        dict(drawn),
     )
     found = plan(in_process, path, "--model", "pony=sdxl", "--model", "dream=sd1")
 
@@ -113,7 +129,9 @@ def test_steps_and_size_of_the_jobs_count(in_process: Imagefleet, jobs: Write) -
     assert plan(in_process, jobs(small | {"width": 1024}))["hours"] > 2 * one
 
 
-@pytest.mark.parametrize(("family", "side", "times"), [("sd1", 512, 6.04), ("sdxl", 1024, 7.47)])
+@pytest.mark.parametrize(
+    ("family", "side", "times"), [("sd1", 512, 6.04), ("sdxl", 1024, 7.47)]
+)
 def test_an_accelerators_steps_of_one_row_are_planned_as_if_the_job_named_them(
     family: str, side: int, times: float, in_process: Imagefleet, jobs: Write
 ) -> None:
@@ -138,15 +156,25 @@ def test_a_job_that_an_accelerator_refuses_is_not_planned_with_it(
     assert "line 1: steps is 30" in result.stderr
 
 
-@pytest.mark.parametrize(("before", "side"), [({"width": 256, "height": 384}, 1024), ({}, 2048)])
+@pytest.mark.parametrize(
+    ("before", "side"), [({"width": 256, "height": 384}, 1024), ({}, 2048)]
+)
 def test_a_stage_that_enlarges_counts_all_its_steps_and_four_times_the_size_before(
     before: dict[str, int], side: int, tmp_path: Path
 ) -> None:
     """Whatever its denoising_strength, which is the noise on the image."""
     # A size that is given holds for all stages, so the last one has none again.
-    stage = {"model": "x4", "steps": 40, "denoising_strength": 0.1, "width": None, "height": None}
+    stage = {
+        "model": "x4",
+        "steps": 40,
+        "denoising_strength": 0.1,
+        "width": None,
+        "height": None,
+    }
     path = tmp_path / "jobs.jsonl"
-    path.write_text(json.dumps({"prompt": "a", "model": "dream", **before, "then": [stage]}))
+    path.write_text(
+        json.dumps({"prompt": "a", "model": "dream", **before, "then": [stage]})
+    )
     models = work.read_models(["dream=sd1", "x4=x4_upscaler"], None)
     found = {each.model: each for each in work.of_source(open_source(path), models)}
     height = 4 * before.get("height", 512)
@@ -161,12 +189,18 @@ def test_a_model_of_unknown_family_is_refused_by_name(
     path = jobs({"model": "pony"}, {"model": "pony"}, {"model": "dream"})
     refused = in_process("plan", path, "--model", "dream=sd1")
     assert refused.returncode == 2
-    assert "the family of the model pony is not known: give --model pony=sd1|sd2|sdxl" in (
-        refused.stderr
+    assert (
+        "the family of the model pony is not known: give --model pony=sd1|sd2|sdxl"
+        in (refused.stderr)
     )
-    assert "did you mean 'sdxl'?" in in_process("plan", path, "--model", "pony=sdx").stderr
+    assert (
+        "did you mean 'sdxl'?" in in_process("plan", path, "--model", "pony=sdx").stderr
+    )
     nothing = tmp_path / "nothing.safetensors"
-    assert "or the path of a checkpoint" in in_process("plan", path, "--model", str(nothing)).stderr
+    assert (
+        "or the path of a checkpoint"
+        in in_process("plan", path, "--model", str(nothing)).stderr
+    )
     assert plan(in_process, path, "--family", "sdxl")["models"][0]["family"] == "sdxl"
 
 
@@ -175,7 +209,9 @@ def test_a_checkpoint_tells_its_family(tmp_path: Path) -> None:
     for part in ("unet", "vae", "text_encoder", "text_encoder_2"):
         (tmp_path / "pony" / part).mkdir(parents=True)
         (tmp_path / "pony" / part / "config.json").write_text("{}")
-        (tmp_path / "pony" / part / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
+        (tmp_path / "pony" / part / "model.safetensors").write_bytes(
+            b"\2" + bytes(7) + b"{}"
+        )
     (unet / "config.json").write_text('{"addition_embed_type": "text_time"}')
 
     (tmp_path / "pony" / "model_index.json").write_text("{}")
@@ -201,7 +237,9 @@ def test_each_family_takes_its_own_report(
     }
     assert part["images_per_second"]["kind"] == "measured"
     assert part["start_up_seconds"]["value"] == 60
-    by_model = {each["model"]: each["images_per_second"] for each in one["mix"][0]["models"]}
+    by_model = {
+        each["model"]: each["images_per_second"] for each in one["mix"][0]["models"]
+    }
     assert by_model["pony"]["kind"] == "estimated", "scaled from SD1.5's report"
     assert by_model["pony"]["value"] == pytest.approx(
         4 * SDXL.rate * families.SD1.image_tflop() / SDXL.image_tflop()
@@ -216,34 +254,51 @@ def test_a_report_of_other_steps_counts_by_its_operations(
 
     speed = found["mix"][0]["images_per_second"]
     assert speed["kind"] == "measured"
-    assert speed["value"] == pytest.approx(0.5 * SDXL.image_tflop(steps=15) / SDXL.image_tflop())
+    assert speed["value"] == pytest.approx(
+        0.5 * SDXL.image_tflop(steps=15) / SDXL.image_tflop()
+    )
 
 
 def test_a_measured_rate_of_a_family_is_used_and_named() -> None:
-    measured = replace(SDXL, rate=1.2, is_measured=True, rate_source="families-h200.json")
+    measured = replace(
+        SDXL, rate=1.2, is_measured=True, rate_source="families-h200.json"
+    )
     (job,) = work.of_count(1, 1, work.Models({}, measured))
     record = prices.ASSUMED_IMAGES_PER_SECOND[GPU]
 
     speed = estimate.find_speed(GPU, None, estimate.bench_of(GPU, [], SDXL), job)
 
-    assert speed.value == pytest.approx(1.2 * record * 26.64 / measured.image_tflop(), rel=1e-3)
-    assert "SDXL gets 1.20 of SD1.5's operations/s, as measured: families-h200.json" in speed.source
+    assert speed.value == pytest.approx(
+        1.2 * record * 26.64 / measured.image_tflop(), rel=1e-3
+    )
+    assert (
+        "SDXL gets 1.20 of SD1.5's operations/s, as measured: families-h200.json"
+        in speed.source
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--jobs", "1", "--family", "sdxl", "--gpu", "2060"), "takes a GPU of 8 GB at least"),
+        (
+            ("--jobs", "1", "--family", "sdxl", "--gpu", "2060"),
+            "takes a GPU of 8 GB at least",
+        ),
         ((), "--jobs COUNT, or a FILE of jobs"),
         (("FILE", "--images-per-job", "2"), "the jobs of FILE say it"),
-        (("FILE", "--model", "a=sdxl", "--images-per-second", "1"), "for several use --bench"),
+        (
+            ("FILE", "--model", "a=sdxl", "--images-per-second", "1"),
+            "for several use --bench",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_a_one_line_error(
     arguments: tuple[str, ...], message: str, in_process: Imagefleet, jobs: Write
 ) -> None:
     path = jobs({"model": "a"}, {})
-    result = in_process("plan", *(path if each == "FILE" else each for each in arguments))
+    result = in_process(
+        "plan", *(path if each == "FILE" else each for each in arguments)
+    )
 
     assert result.returncode == 2
     assert message in result.stderr
@@ -253,7 +308,9 @@ def test_what_cannot_be_planned_is_a_one_line_error(
 def test_a_second_pass_and_an_image_to_begin_with_are_counted(tmp_path: Path) -> None:
     def tflop(**fields: Any) -> float:
         path = tmp_path / "jobs.jsonl"
-        path.write_text(json.dumps({"prompt": "a", "width": 512, "height": 512, **fields}) + "\n")
+        path.write_text(
+            json.dumps({"prompt": "a", "width": 512, "height": 512, **fields}) + "\n"
+        )
         (found,) = work.of_source(open_source(path), models)
         return found.tflop
 
@@ -263,15 +320,23 @@ def test_a_second_pass_and_an_image_to_begin_with_are_counted(tmp_path: Path) ->
     assert plain == pytest.approx(sd1.image_tflop(512, 512, 20))
     half = tflop(steps=20, init_images=["a.png"], denoising_strength=0.5)
     assert sd1.image_tflop(512, 512, 11) < half < sd1.image_tflop(512, 512, 12)
-    hires = tflop(steps=20, enable_hr=True, hr_second_pass_steps=10, hr_upscaler="Lanczos")
+    hires = tflop(
+        steps=20, enable_hr=True, hr_second_pass_steps=10, hr_upscaler="Lanczos"
+    )
     both = plain + sd1.image_tflop(1024, 1024, 10)
     assert both < hires < 1.1 * both
     network = {"upscaler_1": "4x_Sharp", "upscaling_resize": 4}
     chain = tflop(steps=20, then=[network])
-    assert chain == pytest.approx(plain + 9.4, rel=0.01), "of ESRGAN, by torch's counter"
+    assert chain == pytest.approx(plain + 9.4, rel=0.01), (
+        "of ESRGAN, by torch's counter"
+    )
     alone = tflop(init_images=["a.png"], width=None, height=None, **network)
     assert alone == pytest.approx(chain - plain)
-    with pytest.raises(errors.SetupError, match="only resize images, which takes no GPU"):
+    with pytest.raises(
+        errors.SetupError, match="only resize images, which takes no GPU"
+    ):
         tflop(init_images=["a.png"], upscaler_1="Lanczos")
-    with pytest.raises(errors.SetupError, match="hr_scale: the image would have 4096x4096"):
+    with pytest.raises(
+        errors.SetupError, match="hr_scale: the image would have 4096x4096"
+    ):
         tflop(enable_hr=True, hr_scale=8, width=None, height=None)

@@ -11,7 +11,9 @@ from fleet.plan.estimate import Input
 from imagefleet import errors
 from imagefleet.pricing import prices
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 
 def part(
@@ -38,7 +40,10 @@ def bench_report(tmp_path: Path) -> Callable[..., Path]:
             "steps": 15,
             "ready_seconds": 90.0,
             "worker_images_per_second": 3.0,
-            "hardware": {"device": "NVIDIA GeForce RTX 4090", "memory_bytes": 25_757_220_864},
+            "hardware": {
+                "device": "NVIDIA GeForce RTX 4090",
+                "memory_bytes": 25_757_220_864,
+            },
             **changes,
         }
         path = tmp_path / name
@@ -106,7 +111,8 @@ def test_the_reference_run_is_reproduced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("images", "hours", "replicas"), [(7200, 1, 1), (7201, 1, 2), (7200, 0.5, 2), (1, 24, 1)]
+    ("images", "hours", "replicas"),
+    [(7200, 1, 1), (7201, 1, 2), (7200, 0.5, 2), (1, 24, 1)],
 )
 def test_a_deadline_needs_the_fewest_replicas_that_meet_it(
     images: int, hours: float, replicas: int
@@ -117,7 +123,9 @@ def test_a_deadline_needs_the_fewest_replicas_that_meet_it(
 
 
 def test_a_deadline_keeps_the_proportions_of_the_mix() -> None:
-    mix = estimate.mix_for(1_000_000, [part(4, 0.2), part(1, 0.05, replicas=3)], deadline_hours=1)
+    mix = estimate.mix_for(
+        1_000_000, [part(4, 0.2), part(1, 0.05, replicas=3)], deadline_hours=1
+    )
 
     assert [each.replicas for each in mix] == [40, 120]
     assert estimate.make_plan(1, 1_000_000, mix).hours <= 1
@@ -154,10 +162,14 @@ def test_every_input_has_its_source(in_process: Imagefleet) -> None:
     text = " ".join(in_process("plan", "--jobs", "1000").stdout.split())
     assert "RTX 3060 Ti 8GB: 0.83 images/s: assumed:" in text
     assert "paid before first image / full speed, fetched kernels" in text
-    assert "Paid before first image / full speed: assumed: the first image after" in text
+    assert (
+        "Paid before first image / full speed: assumed: the first image after" in text
+    )
 
 
-def test_with_a_price_and_a_speed_the_gpu_need_not_be_known(in_process: Imagefleet) -> None:
+def test_with_a_price_and_a_speed_the_gpu_need_not_be_known(
+    in_process: Imagefleet,
+) -> None:
     result = in_process(
         *("plan", "--jobs", "7200", "--gpu", "mine", "--json"),
         *("--images-per-second", "1", "--price-per-hour", "1"),
@@ -169,7 +181,9 @@ def test_with_a_price_and_a_speed_the_gpu_need_not_be_known(in_process: Imagefle
 def test_a_bench_report_gives_speed_start_up_and_gpu(
     bench_report: Callable[..., Path], in_process: Imagefleet
 ) -> None:
-    result = in_process("plan", "--jobs", "1000", "--bench", str(bench_report()), "--json")
+    result = in_process(
+        "plan", "--jobs", "1000", "--bench", str(bench_report()), "--json"
+    )
 
     (mine,) = json.loads(result.stdout)["mix"]
     assert mine["gpu"] == "RTX 4090 24GB"
@@ -199,7 +213,13 @@ def test_an_unlisted_gpu_needs_a_report_and_a_price(
     bench_report: Callable[..., Path], in_process: Imagefleet
 ) -> None:
     hardware = {"device": "NVIDIA H200", "memory_bytes": 150_000_000_000}
-    arguments = ("plan", "--jobs", "10800", "--bench", str(bench_report(hardware=hardware)))
+    arguments = (
+        "plan",
+        "--jobs",
+        "10800",
+        "--bench",
+        str(bench_report(hardware=hardware)),
+    )
     refused = in_process(*arguments)
     result = in_process(*arguments, "--price-per-hour", "4", "--gpu", "H200", "--json")
 
@@ -209,7 +229,8 @@ def test_an_unlisted_gpu_needs_a_report_and_a_price(
 
 
 @pytest.mark.parametrize(
-    "changes", [{"worker_images_per_second": "fast"}, {"hardware": None}, {"steps": None}]
+    "changes",
+    [{"worker_images_per_second": "fast"}, {"hardware": None}, {"steps": None}],
 )
 def test_a_file_that_is_not_a_report_is_refused_by_name(
     changes: dict[str, Any], bench_report: Callable[..., Path]
@@ -231,7 +252,9 @@ def test_a_measured_gpu_without_a_listed_price_needs_one(
     assert in_process(*arguments, "--price-per-hour", "0.05").returncode == 0
 
 
-def test_a_report_may_be_the_last_line_of_a_log(bench_report: Callable[..., Path]) -> None:
+def test_a_report_may_be_the_last_line_of_a_log(
+    bench_report: Callable[..., Path],
+) -> None:
     path = bench_report()
     path.write_text("warming up ...\n" + path.read_text() + "\n")
 
@@ -239,7 +262,9 @@ def test_a_report_may_be_the_last_line_of_a_log(bench_report: Callable[..., Path
 
 
 def test_a_deadline_gives_the_replicas(in_process: Imagefleet) -> None:
-    result = in_process("plan", "--jobs", "1000000", "--gpu", "4090", "--deadline", "24")
+    result = in_process(
+        "plan", "--jobs", "1000000", "--gpu", "4090", "--deadline", "24"
+    )
 
     assert result.returncode == 0, result.stderr
     # 3.75 images/s are 324,000 images/day: four GPUs.
@@ -272,7 +297,10 @@ def test_prices_can_come_from_a_file(tmp_path: Path, in_process: Imagefleet) -> 
         ),
         (("--gpu", "4090=none"), "should be NAME or NAME=COUNT"),
         (("--gpu", "4090=0"), "should be NAME or NAME=COUNT"),
-        (("--gpu", "4090", "--gpu", "3080 Ti", "--price-per-hour", "1"), "apply to one GPU class"),
+        (
+            ("--gpu", "4090", "--gpu", "3080 Ti", "--price-per-hour", "1"),
+            "apply to one GPU class",
+        ),
         (("--priority", "cheap"), "--priority: 'cheap' is not one of 'high'"),
     ],
 )

@@ -66,7 +66,9 @@ class Dying:
 
 def messages(count: int, **fields: object) -> list[str]:
     return [
-        json.dumps({"prompt": "a cat", "id": f"j{number}", "seed": 100 * number, **fields})
+        json.dumps(
+            {"prompt": "a cat", "id": f"j{number}", "seed": 100 * number, **fields}
+        )
         for number in range(count)
     ]
 
@@ -82,7 +84,9 @@ async def workers(storage: Storage) -> dict[str, str]:
 
 async def recorded(storage: Storage, campaign: str = "default") -> dict[str, str]:
     """The worker of each image, by its records."""
-    found = [(str(each.blob), each.worker) async for each in reader.images(storage, campaign)]
+    found = [
+        (str(each.blob), each.worker) async for each in reader.images(storage, campaign)
+    ]
     counts = await reader.counts(storage, campaign)
     assert len(found) == len(dict(found)) == counts.images, "each image has one record"
     return dict(found)
@@ -98,17 +102,23 @@ async def redo(
     settings: StorageSettings, *, given: dict[str, str] | None = None, **wanted: Any
 ) -> dict[str, Any]:
     which = command.Which(**wanted)
-    return await command._run(settings, which, given or {}, dry_run=False, yes=True, quiet=True)
+    return await command._run(
+        settings, which, given or {}, dry_run=False, yes=True, quiet=True
+    )
 
 
 async def test_a_bad_workers_images_since_a_moment_are_replaced_and_no_others(
-    storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker, bad_picture: Draw
+    storage: Storage,
+    storage_settings: StorageSettings,
+    run_worker: RunWorker,
+    bad_picture: Draw,
 ) -> None:
     await storage.queue.send(messages(1, campaign="before"))
     await run_worker("bad")
     ended_at = datetime.now(UTC)
     since = await polling.until(  # Azure knows the seconds
-        lambda: datetime.now(UTC).replace(microsecond=0), lambda second: second > ended_at
+        lambda: datetime.now(UTC).replace(microsecond=0),
+        lambda second: second > ended_at,
     )
     await storage.queue.send(messages(3, output={"format": "webp"}))
     await run_worker("bad", bad_picture)
@@ -168,7 +178,10 @@ async def test_an_image_whose_name_is_no_jobs_id_counts_once_when_it_is_replaced
 
 
 async def test_a_third_drawing_decides_a_pair_that_two_workers_leave_undecided(
-    storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker, bad_picture: Draw
+    storage: Storage,
+    storage_settings: StorageSettings,
+    run_worker: RunWorker,
+    bad_picture: Draw,
 ) -> None:
     await storage.queue.send(messages(1))
     await run_worker("a", bad_picture)
@@ -233,7 +246,10 @@ async def test_a_killed_redo_loses_nothing_at_any_step_and_the_next_one_finishes
         finally:
             monkeypatch.undo()
             monkeypatch.setattr(replace, "BATCH", 2)
-        copies = {each.split("/", 1)[1].rpartition("/")[0] for each in await below(storage, "-rep")}
+        copies = {
+            each.split("/", 1)[1].rpartition("/")[0]
+            for each in await below(storage, "-rep")
+        }
         assert names - set(await workers(storage)) <= copies
 
         await redo(storage_settings, worker="bad")
@@ -263,7 +279,10 @@ async def test_images_without_their_job_stay_unless_it_is_given(
     result = await redo(storage_settings, worker="bad", given=given)
 
     assert result["not_redone"] == [
-        {"image": "default/j2.png", "reason": "it has no job in it: give its job with --jobs"}
+        {
+            "image": "default/j2.png",
+            "reason": "it has no job in it: give its job with --jobs",
+        }
     ]
     assert (result["replaced"], result["jobs"]) == (2, 2)
     assert set(await workers(storage)) == {"default/j2.png"}
@@ -276,7 +295,9 @@ async def test_an_image_that_names_another_image_as_its_jobs_is_not_believed(
     await run_worker("good")
     data = await storage.blobs.read("default/j0.png")
     assert data is not None
-    await storage.blobs.create("default/victim.png", data, "image/png", {"worker": "bad"})
+    await storage.blobs.create(
+        "default/victim.png", data, "image/png", {"worker": "bad"}
+    )
 
     result = await redo(storage_settings, worker="bad")
 
@@ -301,41 +322,63 @@ async def test_a_given_job_takes_the_place_of_another_one_of_its_name(
 
 
 async def test_a_forged_job_is_not_drawn_where_jobs_are_signed(
-    storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker, tmp_path: Path
+    storage: Storage,
+    storage_settings: StorageSettings,
+    run_worker: RunWorker,
+    tmp_path: Path,
 ) -> None:
     key = SigningKey.create(tmp_path / "key.pem")
     signed = read_job(messages(1)[0], "").to_message(JobSigner(key, storage.scope))
-    for name, body in (("thief", '{"prompt": "another", "id": "j0"}'), ("good", signed)):
+    for name, body in (
+        ("thief", '{"prompt": "another", "id": "j0"}'),
+        ("good", signed),
+    ):
         await storage.queue.send([body])
         await run_worker(name)
 
     settings = SignerSettings(**dict(storage_settings), trusted_key=key.public)
     (refused,) = (await redo(settings, worker="thief"))["not_redone"]
-    assert "no job in it whose signature with a trusted key still holds" in refused["reason"]
+    assert (
+        "no job in it whose signature with a trusted key still holds"
+        in refused["reason"]
+    )
 
     result = await redo(settings, worker="thief", given={"default/j0": signed})
 
     assert (result["not_redone"], result["images"], result["jobs"]) == ([], 1, 1)
     (message,) = await storage.queue.receive(1, 30)
-    assert read_job(message.body, "", signers.trusted(key, storage.scope)).prompt == "a cat"
+    assert (
+        read_job(message.body, "", signers.trusted(key, storage.scope)).prompt
+        == "a cat"
+    )
 
 
 async def test_an_image_of_long_ago_is_drawn_again_with_a_new_signature(
-    storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker, tmp_path: Path
+    storage: Storage,
+    storage_settings: StorageSettings,
+    run_worker: RunWorker,
+    tmp_path: Path,
 ) -> None:
     key = SigningKey.create(tmp_path / "key.pem")
     then = dataclasses.replace(storage.scope, now=signers.ahead(-31))
-    await storage.queue.send([read_job(messages(1)[0], "").to_message(JobSigner(key, then))])
+    await storage.queue.send(
+        [read_job(messages(1)[0], "").to_message(JobSigner(key, then))]
+    )
     await run_worker("bad")
     settings = SignerSettings(**dict(storage_settings), trusted_key=key.public)
     (refused,) = (await redo(settings, worker="bad"))["not_redone"]
     assert "whose signature with a trusted key still holds" in refused["reason"]
 
-    settings = SignerSettings(**dict(storage_settings), signing_key=tmp_path / "key.pem")
+    settings = SignerSettings(
+        **dict(storage_settings), signing_key=tmp_path / "key.pem"
+    )
     assert (await redo(settings, worker="bad"))["jobs"] == 1
 
     (message,) = await storage.queue.receive(1, 30)
-    assert read_job(message.body, "", signers.trusted(key, storage.scope)).prompt == "a cat"
+    assert (
+        read_job(message.body, "", signers.trusted(key, storage.scope)).prompt
+        == "a cat"
+    )
 
 
 async def test_suspect_images_are_those_of_their_records_that_are_still_the_workers(
@@ -348,7 +391,13 @@ async def test_suspect_images_are_those_of_their_records_that_are_still_the_work
     record = {
         "worker": "bad",
         "machine": "m",
-        "images": ["default/j0.png", "default/j1.png", "good/j0.png", "default/none.png", "../x"],
+        "images": [
+            "default/j0.png",
+            "default/j1.png",
+            "good/j0.png",
+            "default/none.png",
+            "../x",
+        ],
     }
     for name, content in (("1", json.dumps(record)), ("2", "{}"), ("3", "[" * 10_000)):
         blob = f"-suspect/bad/20261201T00000{name}Z.json"
@@ -357,7 +406,11 @@ async def test_suspect_images_are_those_of_their_records_that_are_still_the_work
     result = await redo(storage_settings, suspect=True)
     await run_worker("third")
 
-    assert (result["images"], result["replaced"], result["damaged_records"]) == (2, 2, 2)
+    assert (result["images"], result["replaced"], result["damaged_records"]) == (
+        2,
+        2,
+        2,
+    )
     assert await workers(storage) == {
         "default/j0.png": "third",
         "default/j1.png": "third",
@@ -373,7 +426,9 @@ async def test_a_worker_forges_no_journal_since_it_stores_no_files(
     await storage.queue.send(messages(1))
     await run_worker("good")
     (record,) = [each async for each in storage.blobs.records("default/")]
-    entry = replace.Entry(name=record.name, metadata=dict(record.metadata), message=None)
+    entry = replace.Entry(
+        name=record.name, metadata=dict(record.metadata), message=None
+    )
     journal = replace.JOURNAL.dump_json([entry])
     await storage.blobs.create("redo/forged.json", journal, "application/json", {})
 
@@ -400,13 +455,18 @@ async def test_a_dry_run_counts_and_changes_nothing_and_without_yes_nothing_is_d
     drawn: StorageSettings, in_process: Imagefleet
 ) -> None:
     ended = await asyncio.to_thread(in_process, "redo", "--worker", "bad", "--dry-run")
-    assert (ended.returncode, "2 images would be drawn again" in ended.stdout) == (0, True)
+    assert (ended.returncode, "2 images would be drawn again" in ended.stdout) == (
+        0,
+        True,
+    )
     asked = await asyncio.to_thread(in_process, "redo", "--worker", "bad")
     assert asked.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "add --yes" in asked.stderr
     async with open_storage(drawn) as storage:
         assert len(await workers(storage)) == 2
-    done = await asyncio.to_thread(in_process, "redo", "--worker", "bad", "--yes", "--json")
+    done = await asyncio.to_thread(
+        in_process, "redo", "--worker", "bad", "--yes", "--json"
+    )
     assert done.returncode == console.EXIT_IMAGES_WRONG
     assert len(json.loads(done.stdout)["not_redone"]) == 2
     assert "bad is not in the quarantine" in done.stderr

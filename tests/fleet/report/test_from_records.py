@@ -16,7 +16,9 @@ from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import BlobRecord
 from imagefleet.storage.settings import StorageSettings
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 Add = Callable[..., Awaitable[Any]]
 
 NOON = datetime(2026, 11, 1, 12, tzinfo=UTC)
@@ -90,11 +92,15 @@ async def test_a_workers_cost_is_split_between_its_models(
     """By its time: SDXL's images take longer, and a change of models is the next one's cost."""
     known = LINE | {"seconds": 4.0, "price_per_hour": 3.6, "start_up_seconds": 30.0}
     stored = [("red", "00:00"), ("red", "00:02"), ("blue", "01:00"), ("blue", "01:20")]
-    lines = [{**known, "model": model, "at": f"2026-11-01T12:{at}Z"} for model, at in stored]
+    lines = [
+        {**known, "model": model, "at": f"2026-11-01T12:{at}Z"} for model, at in stored
+    ]
     lines += [{**known, "model": "red", "at": "2026-11-01T12:01:21Z"}]
     lines += [{**LINE, "model": "grey", "worker": "w1", "seconds": 4.0}]
     records = [
-        Record.model_validate({**line, "id": str(number), "blob": f"spring/{number}.png"})
+        Record.model_validate(
+            {**line, "id": str(number), "blob": f"spring/{number}.png"}
+        )
         for number, line in enumerate(lines)
     ]
     await storage.create()
@@ -107,13 +113,20 @@ async def test_a_workers_cost_is_split_between_its_models(
     assert (red["name"], red["gpu_seconds"]) == ("red", 30 + 4 + 2 + 1)
     assert (blue["name"], blue["gpu_seconds"]) == ("blue", 78)
     worker = next(each for each in figures["workers"] if each["name"] == "w9")
-    assert red["gpu_dollars"] + blue["gpu_dollars"] == pytest.approx(worker["gpu_dollars"])
+    assert red["gpu_dollars"] + blue["gpu_dollars"] == pytest.approx(
+        worker["gpu_dollars"]
+    )
     assert blue["images_per_dollar_gpu_only"] == pytest.approx(2 / 0.078)
-    assert (grey["gpu_seconds"], grey["gpu_dollars"]) == (4, None), "its price is not known"
+    assert (grey["gpu_seconds"], grey["gpu_dollars"]) == (4, None), (
+        "its price is not known"
+    )
 
 
 async def test_what_redo_has_replaced_and_what_was_drawn_twice_was_paid_and_has_rows_of_its_own(
-    storage: Storage, storage_settings: StorageSettings, in_process: Imagefleet, store_images: Add
+    storage: Storage,
+    storage_settings: StorageSettings,
+    in_process: Imagefleet,
+    store_images: Add,
 ) -> None:
     bad = {"worker": "bad", "price_per_hour": 3.6, "start_up_seconds": 10}
     good = {**bad, "worker": "good", "price_per_hour": 1.8, "started_at": NOON}
@@ -124,7 +137,8 @@ async def test_what_redo_has_replaced_and_what_was_drawn_twice_was_paid_and_has_
     ]
     # Stored by workers that were killed before they had written it down; of one there is nothing.
     lost = [
-        {"id": "lost", "worker": each, "blob": f"spring/{each}.png"} for each in ("bad", "gone")
+        {"id": "lost", "worker": each, "blob": f"spring/{each}.png"}
+        for each in ("bad", "gone")
     ]
     notes += [notes[0].model_copy(update=each) for each in lost]
     await RecordLog(storage.files, "redo").add(notes)
@@ -146,8 +160,12 @@ async def test_what_redo_has_replaced_and_what_was_drawn_twice_was_paid_and_has_
     assert kept == {"bad": (3, 7, 0), "good": (6, 0, 0), "late": (0, 0, 1)}
     assert figures["images_replaced"] == 7 + 1
     money = figures["money"]
-    assert money["gpu_dollars"] == pytest.approx((19.5 * 3.6 + 16.5 * 1.8 + 11.5 * 3.6) / 3600)
-    assert money["images_per_dollar_gpu_only"] == pytest.approx(9 / money["gpu_dollars"])
+    assert money["gpu_dollars"] == pytest.approx(
+        (19.5 * 3.6 + 16.5 * 1.8 + 11.5 * 3.6) / 3600
+    )
+    assert money["images_per_dollar_gpu_only"] == pytest.approx(
+        9 / money["gpu_dollars"]
+    )
     split = money["split"]
     assert sum(split.values()) == pytest.approx(money["dollars"], rel=1e-9)
     assert split["images_replaced"] == pytest.approx(7 / 10 * 9.5 * 3.6 / 3600)
@@ -182,7 +200,12 @@ async def test_figures_come_from_records_without_listing_an_image(
 
     figures, page, warnings = await report(in_process, storage_settings)
 
-    assert (figures["images"], figures["jobs"], figures["failed"], figures["cancelled"]) == (
+    assert (
+        figures["images"],
+        figures["jobs"],
+        figures["failed"],
+        figures["cancelled"],
+    ) == (
         *(3, 3, 1),
         1,
     )
@@ -203,7 +226,9 @@ async def test_hostile_records_are_left_out_with_their_number_and_reasons(
 ) -> None:
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001", price_per_hour=1.0)
-        lines = [json.dumps(LINE | {name: bad}).encode() for name, bad in HOSTILE.items()]
+        lines = [
+            json.dumps(LINE | {name: bad}).encode() for name, bad in HOSTILE.items()
+        ]
         lines += [b"[" * 100_000, b"\xff", b"null", b"{" * 10]
         data = shard_part([line + b"\n" for line in lines], Totals(len(lines), 0))
         name = "-records/spring/20261101T120000Z-w9-00000000.images.jsonl.gz"
@@ -222,7 +247,10 @@ async def test_hostile_records_are_left_out_with_their_number_and_reasons(
 
 
 async def test_hostile_texts_control_neither_page_nor_terminal(
-    local_settings: StorageSettings, in_process: Imagefleet, store_images: Add, add_job: Add
+    local_settings: StorageSettings,
+    in_process: Imagefleet,
+    store_images: Add,
+    add_job: Add,
 ) -> None:
     hostile = "<script>alert(1)</script>\x1b[2J\x9b"
     async with open_storage(local_settings) as storage:
@@ -249,6 +277,10 @@ async def test_forged_records_do_not_fill_the_memory(
 
         records = await report_records.read_records(storage, "spring", samples=2)
 
-    assert (len(records.workers), len(records.stored_in_second), records.images) == (3, 5, 10)
+    assert (len(records.workers), len(records.stored_in_second), records.images) == (
+        3,
+        5,
+        10,
+    )
     assert len(records.models) == 4
     assert records.damaged.count == 7

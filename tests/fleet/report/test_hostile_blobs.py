@@ -23,11 +23,19 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.stages import encode
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 NOON = datetime(2026, 11, 1, 12, tzinfo=UTC)
 PIXELS = np.arange(32 * 32 * 3, dtype=np.uint8).reshape(32, 32, 3)
-GOOD = {"worker": "w1", "seconds": "2.0", "attempt": "1", "job": "good", "price_per_hour": "0.1"}
+GOOD = {
+    "worker": "w1",
+    "seconds": "2.0",
+    "attempt": "1",
+    "job": "good",
+    "price_per_hour": "0.1",
+}
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -61,9 +69,13 @@ PICTURES: dict[str, bytes] = {
     "wide": png(width=2**31 - 1, height=1, rows=zlib.compress(bytes(1_000))),
     "pixels": png(width=6_000, height=6_000, rows=black_rows(6_000, 600)),
     "zTXt": png((b"zTXt", b"parameters\0\0" + TEXT_BOMB), rows=black_rows(32, 32)),
-    "iTXt": png((b"iTXt", b"parameters\0\1\0\0\0" + TEXT_BOMB), rows=black_rows(32, 32)),
+    "iTXt": png(
+        (b"iTXt", b"parameters\0\1\0\0\0" + TEXT_BOMB), rows=black_rows(32, 32)
+    ),
     "iCCP": png((b"iCCP", b"icc\0\0" + TEXT_BOMB), rows=black_rows(32, 32)),
-    "escapes": png((b"tEXt", b"parameters\0\x1b[2J\x9bred <b>"), rows=black_rows(32, 32)),
+    "escapes": png(
+        (b"tEXt", b"parameters\0\x1b[2J\x9bred <b>"), rows=black_rows(32, 32)
+    ),
 }
 
 KNOWN = {"outcome": "completed", "id": "good", "at": NOON}
@@ -91,7 +103,11 @@ def report(
     """The command's outcome, its JSON and its page."""
     result = in_process("report", *arguments, "--json-file", "figures.json")
     assert result.returncode == 0, result.stderr
-    return result, Path("figures.json").read_text(), Path("spring-report.html").read_text()
+    return (
+        result,
+        Path("figures.json").read_text(),
+        Path("spring-report.html").read_text(),
+    )
 
 
 async def fill(settings: StorageSettings) -> None:
@@ -102,8 +118,15 @@ async def fill(settings: StorageSettings) -> None:
             data = encode.encode(PIXELS, Output(), "a house\nSteps: 1").data
             await create(f"spring/good-{number}.png", data, "image/png", GOOD)
         for name, data in PICTURES.items():
-            await create(f"spring/p-{name}.png", data, "image/png", {**GOOD, "job": f"p-{name}"})
-        known = {"outcome": "completed", "campaign": "spring", "at": NOON, "worker": "w1"}
+            await create(
+                f"spring/p-{name}.png", data, "image/png", {**GOOD, "job": f"p-{name}"}
+            )
+        known = {
+            "outcome": "completed",
+            "campaign": "spring",
+            "at": NOON,
+            "worker": "w1",
+        }
         known["prompt"] = "a cat <hypernet:x:1> (a dog:1e999 <b>\x1b[2J\x9b"
         names = ["good-0", "good-1", *(f"p-{name}" for name in PICTURES)]
         records = [
@@ -166,12 +189,18 @@ def test_the_metadata_of_an_image_is_read_whole() -> None:
     record = Record.of_blob(KNOWN, facts)
 
     assert (record.seconds, record.attempts, record.price_per_hour) == (2.0, 1, 0.1)
-    assert (record.images, record.seed, record.metadata) == (2, 2**32 - 1, {"a": [1, None]})
+    assert (record.images, record.seed, record.metadata) == (
+        2,
+        2**32 - 1,
+        {"a": [1, None]},
+    )
 
 
 @pytest.mark.parametrize("name", METADATA)
 def test_of_damaged_metadata_nothing_is_taken(name: str) -> None:
-    assert Record.of_blob(KNOWN, {**GOOD, **METADATA[name]}) == Record.model_validate(KNOWN)
+    assert Record.of_blob(KNOWN, {**GOOD, **METADATA[name]}) == Record.model_validate(
+        KNOWN
+    )
 
 
 def test_a_file_of_gigabytes_is_not_read() -> None:

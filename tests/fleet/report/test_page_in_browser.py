@@ -23,7 +23,13 @@ from imagefleet.records.record import Record
 
 NOON = datetime(2026, 11, 1, 12, 0, tzinfo=UTC)
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+BROWSERS = (
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
+    "chrome",
+)
 
 WIDTHS = (320, 400, 768, 1280)
 
@@ -60,7 +66,11 @@ def campaign(workers: int, failures: int) -> figures.Figures:
     found = records.Records("spring-catalogue-2026-" + "long" * 10)
     for number in range(workers):
         last = NOON + timedelta(hours=8 - number / 100)
-        gpu = ("NVIDIA GeForce RTX 3060 Ti", "NVIDIA GeForce RTX 5090 Laptop GPU", None)[number % 3]
+        gpu = (
+            "NVIDIA GeForce RTX 3060 Ti",
+            "NVIDIA GeForce RTX 5090 Laptop GPU",
+            None,
+        )[number % 3]
         name = f"3f2b9c{number:02d}-77aa-4e0f-9a51-c0ffee{number:06d}"
         found.workers[name, "1"] = records.Worker(
             name, gpu, 0.1, 30, NOON, NOON, last, 40_000, seconds=8 * 3600
@@ -71,7 +81,9 @@ def campaign(workers: int, failures: int) -> figures.Figures:
     found.jobs = found.images
     found.image_bytes = 390_000 * found.images
     for number in range(failures):
-        found.failed_by_error["InvalidMessageError", f"{number} {LONG_WORD}"] = 10**number
+        found.failed_by_error["InvalidMessageError", f"{number} {LONG_WORD}"] = (
+            10**number
+        )
     return figures.compute(found, f"https://{LONG_WORD}", prices.BUILT_IN)
 
 
@@ -101,7 +113,9 @@ def picture(number: int) -> Mapping[str, Any]:
     name = f"{number:04d}-{LONG_WORD}"
     drawn = Record(outcome="completed", id=name, at=NOON, prompt=prompts[number % 3])
     stored = io.BytesIO()
-    Image.new("RGB", ((64, 64), (64, 96), (96, 64))[number % 3], "teal").save(stored, "JPEG")
+    Image.new("RGB", ((64, 64), (64, 96), (96, 64))[number % 3], "teal").save(
+        stored, "JPEG"
+    )
     address = f"https://a.blob.core.windows.net/images/{number}.png"
     return page.sample(drawn, address, base64.b64encode(stored.getvalue()).decode())
 
@@ -114,7 +128,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         pytest.skip(f"no browser: one of {', '.join(BROWSERS)} is needed")
     folder = tmp_path_factory.mktemp("pages")
     pages = {
-        "full": page.render(campaign(40, 4), everything(), [picture(n) for n in range(6)], NOON),
+        "full": page.render(
+            campaign(40, 4), everything(), [picture(n) for n in range(6)], NOON
+        ),
         "failures": page.render(campaign(0, 2), None, [], NOON),
         "one worker": page.render(campaign(1, 0), None, [picture(0)], NOON),
     }
@@ -128,7 +144,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     file.write_text(f"<!doctype html><meta charset=utf-8><body>{frames}{MEASURE}")
     command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     command += [f"--user-data-dir={folder / 'profile'}", file.as_uri()]
-    dumped = subprocess.run(command, capture_output=True, text=True, timeout=1100, check=True)
+    dumped = subprocess.run(
+        command, capture_output=True, text=True, timeout=1100, check=True
+    )
     found = re.search(r"\[\{.*\}\]", html.unescape(dumped.stdout), re.DOTALL)
     assert found, dumped.stdout[-2000:]
     return list(json.loads(found[0]))

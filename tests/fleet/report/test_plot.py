@@ -17,12 +17,21 @@ def drawing(html: str) -> ET.Element:
 
 def texts(markup: ET.Element, part: str) -> list[str]:
     """The labels in the element of this class."""
-    return [each.text or "" for each in markup.iterfind(f".//div[@class='{part}']/span")]
+    return [
+        each.text or "" for each in markup.iterfind(f".//div[@class='{part}']/span")
+    ]
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (0.03124, "0.0312"), (4.954, "4.95"), (4954.4, "4,954"), (30, "30"), (0.5, "0.5")],
+    [
+        (0, "0"),
+        (0.03124, "0.0312"),
+        (4.954, "4.95"),
+        (4954.4, "4,954"),
+        (30, "30"),
+        (0.5, "0.5"),
+    ],
 )
 def test_a_number_has_three_significant_digits(value: float, text: str) -> None:
     assert curve.number_text(value) == text
@@ -77,19 +86,33 @@ def test_no_text_shrinks_with_the_drawing() -> None:
 def test_labels_at_the_edges_do_not_leave_the_page() -> None:
     markup = drawing(plot.time_plot({"a": [(0, 1.0), (3600, 7.5)]}, "x"))
 
-    sides = [each.get("class") for each in markup.iterfind(".//div[@class='ticks']/span")]
+    sides = [
+        each.get("class") for each in markup.iterfind(".//div[@class='ticks']/span")
+    ]
     assert sides[0] == "first"
     assert sides[-1] == "last"
 
 
 def test_the_length_of_a_bar_is_proportional_to_its_value() -> None:
-    markup = drawing(plot.bars([Bar("a", 2, "two"), Bar("b", 1, "one"), Bar("c", 0, "0")], "x"))
+    markup = drawing(
+        plot.bars([Bar("a", 2, "two"), Bar("b", 1, "one"), Bar("c", 0, "0")], "x")
+    )
 
     widths = [
-        each.get("style") for each in markup.iter("span") if "bar" in each.get("class", "").split()
+        each.get("style")
+        for each in markup.iter("span")
+        if "bar" in each.get("class", "").split()
     ]
-    assert widths == ["width:max(1px, 100.0%)", "width:max(1px, 50.0%)", "width:max(0px, 0.0%)"]
-    words = [each.text for each in markup.iter("span") if each.get("class") in {"name", "label"}]
+    assert widths == [
+        "width:max(1px, 100.0%)",
+        "width:max(1px, 50.0%)",
+        "width:max(0px, 0.0%)",
+    ]
+    words = [
+        each.text
+        for each in markup.iter("span")
+        if each.get("class") in {"name", "label"}
+    ]
     assert words == ["a", "two", "b", "one", "c", "0"]
 
 

@@ -28,7 +28,9 @@ from imagefleet.storage.open import LocalStorage, Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.stages import encode
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 NOON = datetime(2026, 11, 1, 12, 0, tzinfo=UTC)
 PIXELS = np.arange(32 * 32 * 3, dtype=np.uint8).reshape(32, 32, 3)
@@ -48,7 +50,9 @@ async def local_storage(tmp_path: Path) -> AsyncIterator[LocalStorage]:
         yield opened
 
 
-async def keep(storage: Storage, name: str, data: bytes, at: datetime = NOON, **facts: str) -> None:
+async def keep(
+    storage: Storage, name: str, data: bytes, at: datetime = NOON, **facts: str
+) -> None:
     """Stores an image and its record, as a worker does."""
     await storage.blobs.create(name, data, "image/png", facts)
     campaign, _, file = name.partition("/")
@@ -89,8 +93,15 @@ def figures_of(records: report_records.Records) -> report_figures.Figures:
     return report_figures.compute(records, "local:x", prices.BUILT_IN)
 
 
-async def test_a_campaign_is_separated_from_others_on_every_storage(storage: Storage) -> None:
-    for name in ("spring/j1.png", "spring/j2.png", "spring/j2~1.png", "springtime/j3.png"):
+async def test_a_campaign_is_separated_from_others_on_every_storage(
+    storage: Storage,
+) -> None:
+    for name in (
+        "spring/j1.png",
+        "spring/j2.png",
+        "spring/j2~1.png",
+        "springtime/j3.png",
+    ):
         job = re.sub(r"(~\d)?\.png$", "", name.rpartition("/")[2])
         facts = record(job=job, attempt="2")
         if job == "j2":
@@ -110,7 +121,9 @@ async def test_a_campaign_is_separated_from_others_on_every_storage(storage: Sto
     assert len({sample.blob for sample in records.samples}) == 2
     # An invalid message names no campaign: it counts as failed with the jobs that name none.
     without = await report_records.read_records(storage, "default", samples=2)
-    assert without.failed_by_error == {("InvalidMessageError", "the message is not JSON"): 1}
+    assert without.failed_by_error == {
+        ("InvalidMessageError", "the message is not JSON"): 1
+    }
 
 
 async def test_a_workers_time_is_its_start_up_plus_first_pull_to_last_image(
@@ -120,29 +133,45 @@ async def test_a_workers_time_is_its_start_up_plus_first_pull_to_last_image(
     await stored("a.png", 10, **record(seconds=4, job="a", **facts))
     await stored("b.png", 106, **record(seconds=2, job="b", **facts))
 
-    figures = figures_of(await report_records.read_records(local_storage, "spring", samples=0))
+    figures = figures_of(
+        await report_records.read_records(local_storage, "spring", samples=0)
+    )
 
     (worker,) = figures["workers"]
-    assert worker["seconds"] == pytest.approx(130)  # 30 to start, from 12:00:06 to 12:01:46
+    assert worker["seconds"] == pytest.approx(
+        130
+    )  # 30 to start, from 12:00:06 to 12:01:46
     assert worker["images_per_second"] == pytest.approx(2 / 100)
     assert figures["share_before_first_image"] == pytest.approx(34 / 130)
     assert figures["began_at"] == NOON - timedelta(seconds=24)
     assert figures["money"]["gpu_dollars"] == pytest.approx(0.013)
     storage_dollars = prices.storage_dollars(2, 2)
     assert figures["money"]["dollars"] == pytest.approx(0.013 + storage_dollars)
-    assert figures["money"]["images_per_dollar"] == pytest.approx(2 / (0.013 + storage_dollars))
+    assert figures["money"]["images_per_dollar"] == pytest.approx(
+        2 / (0.013 + storage_dollars)
+    )
     assert figures["money"]["images_per_dollar_gpu_only"] == pytest.approx(2 / 0.013)
 
 
 async def test_the_time_between_two_runs_of_a_machine_is_not_billed(
     local_storage: LocalStorage, stored: Callable[..., AsyncIterator[None]]
 ) -> None:
-    for name, at, started in (("a.png", 10, "1"), ("b.png", 7210, "2"), ("c.png", 7215, "2")):
-        await stored(name, at, **record(seconds=5, started_at=started, price_per_hour="1"))
+    for name, at, started in (
+        ("a.png", 10, "1"),
+        ("b.png", 7210, "2"),
+        ("c.png", 7215, "2"),
+    ):
+        await stored(
+            name, at, **record(seconds=5, started_at=started, price_per_hour="1")
+        )
 
-    figures = figures_of(await report_records.read_records(local_storage, "spring", samples=0))
+    figures = figures_of(
+        await report_records.read_records(local_storage, "spring", samples=0)
+    )
 
-    assert sorted(worker["seconds"] for worker in figures["workers"]) == pytest.approx([5, 10])
+    assert sorted(worker["seconds"] for worker in figures["workers"]) == pytest.approx(
+        [5, 10]
+    )
 
 
 async def test_a_given_price_overrides_the_recorded_one(
@@ -161,9 +190,13 @@ async def test_an_unknown_price_gives_no_cost_and_a_note(
     await stored("a.png", 1, **record("w1", price_per_hour="0.5"))
     await stored("b.png", 1, **record("w2"))
 
-    figures = figures_of(await report_records.read_records(local_storage, "spring", samples=0))
+    figures = figures_of(
+        await report_records.read_records(local_storage, "spring", samples=0)
+    )
 
-    assert figures["money"]["gpu_dollars"] is figures["money"]["images_per_dollar"] is None
+    assert (
+        figures["money"]["gpu_dollars"] is figures["money"]["images_per_dollar"] is None
+    )
     assert any("--price-per-hour" in note for note in figures["notes"])
 
 
@@ -173,10 +206,18 @@ async def test_a_pause_shows_in_the_throughput(
     for number, at in enumerate([0, 0.5, 4]):
         await stored(f"{number}.png", at, **record())
 
-    figures = figures_of(await report_records.read_records(local_storage, "spring", samples=0))
+    figures = figures_of(
+        await report_records.read_records(local_storage, "spring", samples=0)
+    )
 
     assert figures["bin_seconds"] == 1
-    assert [rate["images_per_second"] for rate in figures["throughput"]] == [2, 0, 0, 0, 1]
+    assert [rate["images_per_second"] for rate in figures["throughput"]] == [
+        2,
+        0,
+        0,
+        0,
+        1,
+    ]
 
 
 async def test_a_worker_is_slow_compared_with_its_own_gpu_class(
@@ -188,9 +229,13 @@ async def test_a_worker_is_slow_compared_with_its_own_gpu_class(
             facts = record(worker, seconds, gpu=gpu)
             await stored(f"{worker}-{number}.png", number * seconds, **facts)
 
-    figures = figures_of(await report_records.read_records(local_storage, "spring", samples=0))
+    figures = figures_of(
+        await report_records.read_records(local_storage, "spring", samples=0)
+    )
 
-    assert [worker["name"] for worker in figures["workers"] if worker["is_slow"]] == ["slow"]
+    assert [worker["name"] for worker in figures["workers"] if worker["is_slow"]] == [
+        "slow"
+    ]
 
 
 HOSTILE = "<script>alert(1)</script>"
@@ -222,7 +267,9 @@ def test_the_page_is_self_contained_and_escapes_every_text(
     assert "<script" not in text
     assert "<b>" not in text
     assert text.count(html.escape(HOSTILE)) >= 2
-    assert not re.search(r"src=.(?!data:)|url\(|@import|<link", text), "something is loaded"
+    assert not re.search(r"src=.(?!data:)|url\(|@import|<link", text), (
+        "something is loaded"
+    )
     for address in re.findall(r'href="([^"]*)"', text):
         assert Path(url2pathname(urlsplit(address).path)).is_file(), address
     assert text.count('src="data:image/jpeg;base64,') == 2
@@ -239,7 +286,9 @@ async def test_the_page_shows_the_metrics_and_many_workers(
         for number in range(2):
             facts = record(f"w{worker}", 1 + worker / 10, price_per_hour="0.1")
             await stored(f"{worker}-{number}.png", 10 + worker * number, **facts)
-    figures = figures_of(await report_records.read_records(local_storage, "spring", samples=0))
+    figures = figures_of(
+        await report_records.read_records(local_storage, "spring", samples=0)
+    )
     curve = [(0.0, 1.0), (60.0, 2.0)]
     found = {
         "began_at": NOON,
@@ -261,16 +310,27 @@ async def test_the_page_shows_the_metrics_and_many_workers(
 
     html_page = page.render(figures, found, [], NOON)
 
-    titles = ("Dollars", "GPU time", "Mean time by stage", "Images per dollar", "Workers")
+    titles = (
+        "Dollars",
+        "GPU time",
+        "Mean time by stage",
+        "Images per dollar",
+        "Workers",
+    )
     assert all(f"<h3>{title}</h3>" in html_page for title in titles)
     assert html_page.count("<svg") == 3
     assert html_page.count('<ul class="bars"') == 5
     assert "60 completed." in html_page
-    assert "4.00% of the workers' time had passed by their\nfirst images, 20.00% by" in html_page
+    assert (
+        "4.00% of the workers' time had passed by their\nfirst images, 20.00% by"
+        in html_page
+    )
     assert "The slowest 15 of 30." in html_page
     slow = sum(worker["is_slow"] for worker in figures["workers"])
     assert f"of their GPU class: {slow} workers." in html_page
-    assert re.search(r"<td[^>]*><span>w\d+ <span class=.slow.>slow</span></span></td>", html_page)
+    assert re.search(
+        r"<td[^>]*><span>w\d+ <span class=.slow.>slow</span></span></td>", html_page
+    )
     assert "<script" not in html_page
 
 
@@ -288,7 +348,9 @@ async def test_a_sample_shows_its_id_its_prompt_and_its_loras(
     words = "a " + "very " * 60 + "red house"
     parameters = f"{words} <lora:outline-style:0.8>\nNegative prompt: blurry\nSteps: 15"
     image = encode.encode(PIXELS, Output(format=kind), parameters)
-    facts = record(job="0001", prompt=parameters.partition("\n")[0], index="3", images="4")
+    facts = record(
+        job="0001", prompt=parameters.partition("\n")[0], index="3", images="4"
+    )
     await keep(local_storage, "spring/0001~3.x", image.data, **facts)
 
     text = html.unescape(await page_of(local_storage))
@@ -300,7 +362,9 @@ async def test_a_sample_shows_its_id_its_prompt_and_its_loras(
     assert "blurry" not in text
 
 
-async def test_a_link_to_an_image_on_azure_has_no_token(azurite_settings: StorageSettings) -> None:
+async def test_a_link_to_an_image_on_azure_has_no_token(
+    azurite_settings: StorageSettings,
+) -> None:
     async with open_storage(azurite_settings) as owner:
         await owner.create()
         await keep(owner, "spring/a.png", b"x")
@@ -318,7 +382,9 @@ async def test_what_is_no_image_or_of_another_program_is_listed_as_well(
     local_storage: LocalStorage,
 ) -> None:
     foreign = encode.encode(PIXELS, Output(), "").data
-    await keep(local_storage, "spring/foreign.png", foreign, prompt="a cat <hypernet:x:1>")
+    await keep(
+        local_storage, "spring/foreign.png", foreign, prompt="a cat <hypernet:x:1>"
+    )
     await keep(local_storage, "spring/broken.png", b"pixels")
 
     text = await page_of(local_storage)
@@ -328,7 +394,9 @@ async def test_what_is_no_image_or_of_another_program_is_listed_as_well(
     assert text.count("<figure>") == 2
 
 
-async def test_a_campaign_of_failures_alone_says_so(local_storage: LocalStorage) -> None:
+async def test_a_campaign_of_failures_alone_says_so(
+    local_storage: LocalStorage,
+) -> None:
     error = errors.MissingFileError("there is no LoRA x")
     await add(local_storage, Job(prompt="x", id="a", campaign="spring"), error)
 
@@ -351,7 +419,9 @@ async def test_a_campaign_of_one_image_has_no_plot_over_time(
     assert "1 job, " in text
 
 
-def test_json_is_printed_without_a_page(hostile_storage: str, in_process: Imagefleet) -> None:
+def test_json_is_printed_without_a_page(
+    hostile_storage: str, in_process: Imagefleet
+) -> None:
     result = in_process("report", "spring", "--storage", hostile_storage, "--json")
 
     assert json.loads(result.stdout)["campaign"] == "spring"

@@ -16,11 +16,17 @@ from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 
 def scores(campaign: str) -> Scores:
-    extractor: dict[str, Any] = {"name": "<b>inception.pt", "kind": "TorchScript", "size": 299}
+    extractor: dict[str, Any] = {
+        "name": "<b>inception.pt",
+        "kind": "TorchScript",
+        "size": 299,
+    }
     extractor |= {"dimensions": 2048, "resize": "PIL bicubic", "sha256": "ab" * 32}
     return Scores(
         campaign=campaign,
@@ -75,11 +81,15 @@ def test_the_page_has_the_curve_and_the_figures(
     ended = in_process(*arguments)
     assert ended.returncode == console.EXIT_DONE, ended.stderr
     page = (tmp_path / "curve-report.html").read_text()
-    drawing = page[page.index('<div class="curve">') : page.index("Each point is named")]
+    drawing = page[
+        page.index('<div class="curve">') : page.index("Each point is named")
+    ]
     assert drawing.count("<circle") == 3
     assert "cfg-3.0: FID 12.500 ±0.500, CLIP 33.000" in drawing
     assert "21.250 ±0.500" in page
-    assert page.count("fewer than 1,000 in cfg-9.0, the reference") == 2, "curve and facts"
+    assert page.count("fewer than 1,000 in cfg-9.0, the reference") == 2, (
+        "curve and facts"
+    )
     assert "val2014, 30,000 images" in page
     assert "&lt;b&gt;inception.pt" in page
     assert "<b>inception" not in page
@@ -106,10 +116,16 @@ def test_a_report_without_scores_has_none(
     ],
 )
 def test_other_files_are_refused(
-    in_process: Imagefleet, storage: str, tmp_path: Path, content: str | None, reason: str
+    in_process: Imagefleet,
+    storage: str,
+    tmp_path: Path,
+    content: str | None,
+    reason: str,
 ) -> None:
     if content is not None:
         (tmp_path / "scores.json").write_text(content)
-    ended = in_process(*("report", "curve", "--storage", storage, "--scores", "scores.json"))
+    ended = in_process(
+        *("report", "curve", "--storage", storage, "--scores", "scores.json")
+    )
     assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert reason in ended.stderr

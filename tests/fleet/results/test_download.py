@@ -23,7 +23,9 @@ from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 Add = Callable[..., Awaitable[Any]]
 
 
@@ -45,7 +47,12 @@ async def fetch(
         in_process,
         *("results", "spring", "--download", "images", "--json"),
         *("--storage", settings.storage, "--queue", settings.queue),
-        *("--container", settings.container, "--files-container", settings.files_container),
+        *(
+            "--container",
+            settings.container,
+            "--files-container",
+            settings.files_container,
+        ),
         *arguments,
     )
     assert result.returncode == code, result.stderr
@@ -74,7 +81,10 @@ async def test_all_images_are_there_and_the_second_time_none_is_read(
 
 
 async def test_what_a_kill_left_is_downloaded_again(
-    local_settings: StorageSettings, in_process: Imagefleet, store_images: Add, tmp_path: Path
+    local_settings: StorageSettings,
+    in_process: Imagefleet,
+    store_images: Add,
+    tmp_path: Path,
 ) -> None:
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001", "0002")
@@ -97,7 +107,11 @@ async def test_a_missing_image_is_named_and_the_exit_code_says_so(
 
     done = await fetch(in_process, local_settings, code=4)
 
-    assert (done["images"], done["missing"], done["first_missing"]) == (1, 1, ["spring/0002.png"])
+    assert (done["images"], done["missing"], done["first_missing"]) == (
+        1,
+        1,
+        ["spring/0002.png"],
+    )
     assert "error: 1 image missing: spring/0002.png" in done["stderr"]
 
 
@@ -113,7 +127,9 @@ async def test_what_took_an_images_name_is_not_delivered_as_its_picture(
     for name in ("0001", "0002"):
         await storage.blobs.delete(f"spring/{name}.png")
         await storage.blobs.create(f"spring/{name}.png", b"garbage", "image/png", {})
-    await storage.blobs.create(duplicate_name(first.blob, "w1"), drawing, "image/png", {})
+    await storage.blobs.create(
+        duplicate_name(first.blob, "w1"), drawing, "image/png", {}
+    )
 
     done = await fetch(in_process, storage_settings, code=4)
 
@@ -121,11 +137,16 @@ async def test_what_took_an_images_name_is_not_delivered_as_its_picture(
     assert done["first_changed"] == ["spring/0002.png"]
     assert "1 record does not fit" in done["stderr"]
     assert names_in(tmp_path / "images") == ["0001.png"]
-    assert (tmp_path / "images" / "0001.png").read_bytes() == drawing, "as it was kept aside"
+    assert (tmp_path / "images" / "0001.png").read_bytes() == drawing, (
+        "as it was kept aside"
+    )
 
 
 async def test_a_second_record_of_an_image_loses_to_the_one_that_fits(
-    storage: Storage, storage_settings: StorageSettings, in_process: Imagefleet, store_images: Add
+    storage: Storage,
+    storage_settings: StorageSettings,
+    in_process: Imagefleet,
+    store_images: Add,
 ) -> None:
     (record,) = await store_images(storage, "0001")
     forged = {"sha256": "0" * 64, "prompt": "forged", "at": NOON - timedelta(days=1)}
@@ -139,7 +160,10 @@ async def test_a_second_record_of_an_image_loses_to_the_one_that_fits(
 
 
 async def test_no_record_writes_outside_of_the_folder(
-    local_settings: StorageSettings, in_process: Imagefleet, store_images: Add, tmp_path: Path
+    local_settings: StorageSettings,
+    in_process: Imagefleet,
+    store_images: Add,
+    tmp_path: Path,
 ) -> None:
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001")
@@ -155,7 +179,9 @@ async def test_no_record_writes_outside_of_the_folder(
     assert names_in(tmp_path / "images") == ["0001.png"]
 
 
-@pytest.mark.parametrize("blob", ["spring/../x.png", "spring/.x", "spring//x", "../x", "x", ""])
+@pytest.mark.parametrize(
+    "blob", ["spring/../x.png", "spring/.x", "spring//x", "../x", "x", ""]
+)
 def test_no_name_leads_out_of_a_folder(blob: str) -> None:
     assert stored.image_name(blob, "spring") is None
 
@@ -182,7 +208,10 @@ def test_the_disk_of_the_tests_tells_capitals_apart(tmp_path: Path) -> None:
 
 
 async def test_only_one_process_downloads_to_a_folder(
-    local_settings: StorageSettings, in_process: Imagefleet, store_images: Add, tmp_path: Path
+    local_settings: StorageSettings,
+    in_process: Imagefleet,
+    store_images: Add,
+    tmp_path: Path,
 ) -> None:
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001")
@@ -198,19 +227,27 @@ async def test_only_one_process_downloads_to_a_folder(
 
 
 async def test_a_download_that_is_interrupted_leaves_whole_files(
-    local_settings: StorageSettings, store_images: Add, in_process: Imagefleet, tmp_path: Path
+    local_settings: StorageSettings,
+    store_images: Add,
+    in_process: Imagefleet,
+    tmp_path: Path,
 ) -> None:
     async with open_storage(local_settings) as storage:
-        records = await store_images(storage, *(f"{number:04}" for number in range(100)))
+        records = await store_images(
+            storage, *(f"{number:04}" for number in range(100))
+        )
     command = [
         *("results", "spring", "--storage", local_settings.storage),
         *("--download", str(tmp_path / "images")),
     ]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "fleet.entry", *command), stdout=asyncio.subprocess.DEVNULL
+        *(sys.executable, "-m", "fleet.entry", *command),
+        stdout=asyncio.subprocess.DEVNULL,
     )
     await polling.until(
-        lambda: process.returncode is not None or matching(tmp_path / "images", "0*.png")
+        lambda: (
+            process.returncode is not None or matching(tmp_path / "images", "0*.png")
+        )
     )
     process.kill()
     assert await process.wait() == -signal.SIGKILL

@@ -18,7 +18,9 @@ from imagefleet.records import reader
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 Add = Callable[..., Awaitable[Any]]
 Start = Callable[..., Awaitable["asyncio.Task[subprocess.CompletedProcess[str]]"]]
 
@@ -33,7 +35,9 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def start(
-    in_process: Imagefleet, local_settings: StorageSettings, monkeypatch: pytest.MonkeyPatch
+    in_process: Imagefleet,
+    local_settings: StorageSettings,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Start:
     """Starts the command, and returns once it follows."""
     follows = threading.Event()
@@ -46,7 +50,9 @@ def start(
     async def run(*arguments: str) -> asyncio.Task[subprocess.CompletedProcess[str]]:
         monkeypatch.setattr(reader.Follower, "poll", poll)
         storage = ("spring", "--storage", local_settings.storage)
-        command = asyncio.to_thread(in_process, "results", *storage, "--follow", *arguments)
+        command = asyncio.to_thread(
+            in_process, "results", *storage, "--follow", *arguments
+        )
         running = asyncio.create_task(command)
         assert await asyncio.to_thread(follows.wait)
         return running
@@ -72,7 +78,8 @@ async def test_it_ends_with_the_campaign_and_misses_nothing(
 
     assert result.returncode == 0
     outcomes = [
-        (each["id"], each["outcome"]) for each in map(json.loads, result.stdout.splitlines())
+        (each["id"], each["outcome"])
+        for each in map(json.loads, result.stdout.splitlines())
     ]
     assert sorted(outcomes) == [
         *((f"000{number}", "completed") for number in (1, 2, 3)),
@@ -106,7 +113,9 @@ async def test_people_see_no_more_than_the_limit(
         await store_images(storage, "0002", "0003", "0004")
         result = await running
 
-    shown = [number for number in range(1, 5) if f"a house 000{number}" in result.stdout]
+    shown = [
+        number for number in range(1, 5) if f"a house 000{number}" in result.stdout
+    ]
     assert shown == ([1, 2] if already_there else [2, 3])
     assert result.returncode == 0
 
@@ -126,7 +135,9 @@ async def test_images_are_downloaded_as_they_arrive(
     assert "2 images downloaded to images" in result.stdout
 
 
-async def test_ctrl_c_is_a_usual_end(local_settings: StorageSettings, store_images: Add) -> None:
+async def test_ctrl_c_is_a_usual_end(
+    local_settings: StorageSettings, store_images: Add
+) -> None:
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001")
     command = [

@@ -18,7 +18,9 @@ from imagefleet.records.record import Record, RecordLog, Totals, shard_part
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 Add = Callable[..., Awaitable[Any]]
 
 #: Sets the title, clears the screen, and is a formula to a spreadsheet.
@@ -41,7 +43,9 @@ async def stored(
 
 
 @pytest.fixture
-def results(in_process: Imagefleet, local_settings: StorageSettings) -> Callable[..., Any]:
+def results(
+    in_process: Imagefleet, local_settings: StorageSettings
+) -> Callable[..., Any]:
     """Runs the command for the campaign `spring`, in a thread."""
 
     async def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -107,9 +111,13 @@ async def test_json_has_every_result_with_all_that_is_known(
     )
 
 
-async def test_a_filter_and_a_limit(stored: Storage, results: Callable[..., Any]) -> None:
+async def test_a_filter_and_a_limit(
+    stored: Storage, results: Callable[..., Any]
+) -> None:
     failed = lines_of(await results("--json", "--outcome", "failed"))
-    both = lines_of(await results("--json", "--outcome", "failed", "--outcome", "cancelled"))
+    both = lines_of(
+        await results("--json", "--outcome", "failed", "--outcome", "cancelled")
+    )
     two = lines_of(await results("--json", "--limit", "2"))
 
     assert [each["id"] for each in failed] == ["0004"]
@@ -120,7 +128,9 @@ async def test_a_filter_and_a_limit(stored: Storage, results: Callable[..., Any]
 async def test_csv_is_for_spreadsheets(
     stored: Storage, results: Callable[..., Any], store_images: Add
 ) -> None:
-    await store_images(stored, "0009", prompt=HOSTILE, negative_prompt='two\nlines, and a "')
+    await store_images(
+        stored, "0009", prompt=HOSTILE, negative_prompt='two\nlines, and a "'
+    )
 
     rows = list(csv.DictReader(io.StringIO((await results("--format", "csv")).stdout)))
 
@@ -152,7 +162,12 @@ async def test_people_see_counts_and_some_results(
     result = await results("--limit", "2")
 
     shown = " ".join(result.stdout.split())
-    for fact in ("jobs sent 7", "jobs queued or running 2", "images 3", "jobs failed 1"):
+    for fact in (
+        "jobs sent 7",
+        "jobs queued or running 2",
+        "images 3",
+        "jobs failed 1",
+    ):
         assert fact in shown
     assert "0002 1 32x32 20 1.5 w1 a house 0002" in shown
     assert "0003" not in shown
@@ -178,7 +193,8 @@ async def test_numbers_that_no_column_holds_are_a_damaged_record(
         for name in (b"size_bytes", b"steps", b"width", b"height", b"clip_skip")
     ]
     lines.append(
-        line.replace(b"2026", b"0001").replace(b"Z", b"+14:00") + b'"blob":"spring/x.png"}\n'
+        line.replace(b"2026", b"0001").replace(b"Z", b"+14:00")
+        + b'"blob":"spring/x.png"}\n'
     )
     name = "-records/spring/20261101T120000Z-w9-00000000.images.jsonl.gz"
     await stored.blobs.append(name, shard_part(lines, Totals(6, 6)), 0)
@@ -209,7 +225,10 @@ async def test_a_campaign_with_a_typing_error_is_named(
             ("--json", "--format", "csv"),
             "--json and --format csv are different results: choose one",
         ),
-        (("--format", "csv", "--output", "a", "--follow"), "--output writes a file at its end"),
+        (
+            ("--format", "csv", "--output", "a", "--follow"),
+            "--output writes a file at its end",
+        ),
         (("--output", "a"), "--output is for --json or --format"),
         (("--download", "a", "--outcome", "failed"), "--download is for images"),
         (("--format", "csv", "--output", "no/such/../../../.."), "cannot write"),
@@ -224,7 +243,9 @@ async def test_options_that_do_not_go_together_are_one_line(
     assert len(result.stderr.splitlines()) == 1
 
 
-async def test_operations_do_not_grow_with_the_images(storage: Storage, store_images: Add) -> None:
+async def test_operations_do_not_grow_with_the_images(
+    storage: Storage, store_images: Add
+) -> None:
     (record,) = await store_images(storage, "0001")
     more = [
         record.model_copy(update={"id": f"{number}", "blob": f"spring/{number}.png"})
@@ -240,12 +261,17 @@ async def test_operations_do_not_grow_with_the_images(storage: Storage, store_im
     assert (len(found), counts.images, counts.failed) == (1_001, 1_001, 1)
     reads = storage.operations.blob_reads - before.blob_reads
     looked_up, of_ends = 3, 1  # the failed job's image in each format; its shard
-    assert reads == 2 + looked_up + of_ends + 3 + 1, "all three shards to count, and the ledger"
+    assert reads == 2 + looked_up + of_ends + 3 + 1, (
+        "all three shards to count, and the ledger"
+    )
     assert storage.operations.blob_writes - before.blob_writes == 4, "listings"
 
 
 async def test_a_draft_does_not_stay_where_the_disk_is_full(
-    stored: Storage, results: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stored: Storage,
+    results: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device", "spring.csv")

@@ -16,7 +16,9 @@ from fleet.salad import file as salad_file
 from fleet.salad import gpus, groups
 from salad_fake import Fault, Group, SaladFake, fleet_file
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 PRICES = {
     "RTX 3060 Ti (8 GB)": {"batch": "0.03", "high": "0.08"},
@@ -41,7 +43,10 @@ class Revision:
 
     def text(self, url: str, replicas: int) -> str:
         text = fleet_file(
-            url, "IMAGEFLEET_SAS: {env: SAS}", f"IMAGEFLEET_SLOTS: {self.slots}", replicas=replicas
+            url,
+            "IMAGEFLEET_SAS: {env: SAS}",
+            f"IMAGEFLEET_SLOTS: {self.slots}",
+            replicas=replicas,
         )
         return text.replace("[RTX 3060 Ti]", f"{self.gpu}\npriority: {self.priority}")
 
@@ -77,7 +82,10 @@ class Case:
 
 
 REVISIONS = st.builds(
-    Revision, st.sampled_from(list(GPUS)), st.sampled_from(["batch", "high"]), st.integers(1, 2)
+    Revision,
+    st.sampled_from(list(GPUS)),
+    st.sampled_from(["batch", "high"]),
+    st.integers(1, 2),
 )
 
 
@@ -100,7 +108,11 @@ def cases(draw: st.DrawFn) -> Case:
     replicas, others = draw(st.integers(1, 1600)), draw(st.integers(0, 300))
     requested = sum(each.replicas for each in before)
     needed = others + replicas
-    quota = draw(st.sampled_from([needed - 1, needed, needed + requested // 2, needed + requested]))
+    quota = draw(
+        st.sampled_from(
+            [needed - 1, needed, needed + requested // 2, needed + requested]
+        )
+    )
     return Case(
         before,
         draw(st.sampled_from(revisions)),
@@ -147,7 +159,9 @@ def set_up(salad: SaladFake, case: Case, path: Path) -> None:
 
 
 def ours(salad: SaladFake) -> dict[str, Group]:
-    return {name: each for name, each in salad.groups.items() if name.startswith("sd15")}
+    return {
+        name: each for name, each in salad.groups.items() if name.startswith("sd15")
+    }
 
 
 @pytest.mark.slow
@@ -166,7 +180,9 @@ def test_no_apply_runs_more_than_before_or_as_confirmed(
         most_dollars = max(before, case.replicas * case.after.dollars)
         arguments = ["deploy", "apply", "--yes", "--enough", str(case.enough)]
         alike = [each for each in case.before if each.revision == case.after]
-        starts = case.replicas > sum(each.replicas for each in alike if not each.is_stopped)
+        starts = case.replicas > sum(
+            each.replicas for each in alike if not each.is_stopped
+        )
 
         for skips, lands in case.ends:
             salad.faults = [Fault(403, skips=skips, lands=lands)]
@@ -175,7 +191,9 @@ def test_no_apply_runs_more_than_before_or_as_confirmed(
         ended = in_process(*arguments)
 
         assert all(replicas <= most for replicas, _ in salad.billed), salad.billed
-        assert all(dollars <= most_dollars + 1e-6 for _, dollars in salad.billed), salad.billed
+        assert all(dollars <= most_dollars + 1e-6 for _, dollars in salad.billed), (
+            salad.billed
+        )
         if starts and case.others + case.replicas > case.quota:
             assert ended.returncode == 2
             assert "do not fit" in ended.stderr
@@ -184,7 +202,9 @@ def test_no_apply_runs_more_than_before_or_as_confirmed(
         assert ended.returncode == 0, ended.stderr
         assert sum(each.replicas for each in ours(salad).values()) == case.replicas
         assert len({name.rpartition("-")[0] for name in ours(salad)}) == 1
-        assert not any(each.is_stopped and each.replicas for each in ours(salad).values())
+        assert not any(
+            each.is_stopped and each.replicas for each in ours(salad).values()
+        )
         asked = len(salad.requests)
         assert "is up to date" in in_process("deploy", "apply").stderr
         assert {method for method, _ in salad.requests[asked:]} == {"GET"}
@@ -202,7 +222,12 @@ def test_an_apply_that_is_killed_half_way_is_finished_by_the_next(
     before = [Before(alike, 400, 400, 0, is_stopped=False) for _ in range(2)]
     case = Case(before, Revision("[RTX 3070]", "high", 1), 600, 0, 800, 0.8, 10_000, [])
     set_up(salad, case, path)
-    command = [str(Path(sys.executable).with_name("imagefleet")), "deploy", "apply", "--yes"]
+    command = [
+        str(Path(sys.executable).with_name("imagefleet")),
+        "deploy",
+        "apply",
+        "--yes",
+    ]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
         polling.until_in_thread(lambda: salad.count(method))
         process.kill()

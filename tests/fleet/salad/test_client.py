@@ -42,7 +42,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def _run_once(self) -> None:
-        self._now += 1e-6  # or a timer that is due within the float's precision never is
+        self._now += (
+            1e-6  # or a timer that is due within the float's precision never is
+        )
         if self._scheduled and not self._ready:
             self._now = max(self._now, self._scheduled[0].when())
         super()._run_once()
@@ -114,8 +116,12 @@ async def test_an_outage_ends_the_call_after_so_many_tries(
     assert len(waits) == client.RETRIES.tries - 1
 
 
-async def test_a_refused_call_is_not_retried(salad: Any, salad_module: Any, api: Any) -> None:
-    salad.faults = [salad_module.Fault(400, '{"title": "Bad", "errors": {"cpu": ["too many"]}}')]
+async def test_a_refused_call_is_not_retried(
+    salad: Any, salad_module: Any, api: Any
+) -> None:
+    salad.faults = [
+        salad_module.Fault(400, '{"title": "Bad", "errors": {"cpu": ["too many"]}}')
+    ]
 
     with pytest.raises(errors.SetupError, match="too many"):
         await api.call("GET", "/organizations/acme/quotas")
@@ -123,9 +129,13 @@ async def test_a_refused_call_is_not_retried(salad: Any, salad_module: Any, api:
     assert len(salad.requests) == 1
 
 
-async def test_a_page_of_html_is_not_an_answer(salad: Any, salad_module: Any, api: Any) -> None:
+async def test_a_page_of_html_is_not_an_answer(
+    salad: Any, salad_module: Any, api: Any
+) -> None:
     page = "<html><title>Sign in to the hotel's network</title></html>"
-    salad.faults = [salad_module.Fault(200, page, "text/html") for _ in range(client.RETRIES.tries)]
+    salad.faults = [
+        salad_module.Fault(200, page, "text/html") for _ in range(client.RETRIES.tries)
+    ]
 
     with pytest.raises(errors.TransientError, match="Sign in to the hotel's network"):
         await api.call("GET", "/organizations/acme/quotas")
@@ -135,7 +145,9 @@ async def test_a_redirect_is_not_followed_with_the_key(
     salad: Any, salad_module: Any, api: Any
 ) -> None:
     to = {"Location": f"{salad.url}/elsewhere"}
-    salad.faults = [salad_module.Fault(302, headers=to) for _ in range(client.RETRIES.tries)]
+    salad.faults = [
+        salad_module.Fault(302, headers=to) for _ in range(client.RETRIES.tries)
+    ]
 
     with pytest.raises(errors.TransientError, match="HTTP 302"):
         await api.call("GET", "/organizations/acme/quotas")
@@ -159,7 +171,9 @@ async def test_an_answer_in_which_a_secret_stands_by_chance_is_read_as_it_is(
 ) -> None:
     salad.faults = [salad_module.Fault(200, '{"replicas": 10}')]
 
-    assert await api.call("POST", "/x", {"variable": SecretStr("1")}) == {"replicas": 10}
+    assert await api.call("POST", "/x", {"variable": SecretStr("1")}) == {
+        "replicas": 10
+    }
 
 
 async def test_an_address_without_a_server_is_reported(waits: list[float]) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 
 def edit(folder: Path, old: str, new: str) -> None:
@@ -43,7 +45,9 @@ def test_applying_twice_changes_nothing(salad: Any, in_process: Imagefleet) -> N
     assert {method for method, _ in salad.requests[asked:]} == {"GET"}
 
 
-def test_nothing_is_created_without_confirmation(salad: Any, in_process: Imagefleet) -> None:
+def test_nothing_is_created_without_confirmation(
+    salad: Any, in_process: Imagefleet
+) -> None:
     ended = in_process("deploy", "apply")
 
     assert ended.returncode == 2
@@ -62,7 +66,9 @@ def test_a_dry_run_of_apply_changes_nothing(salad: Any, in_process: Imagefleet) 
 def test_a_half_created_deployment_is_resumed(
     salad: Any, salad_module: Any, in_process: Imagefleet
 ) -> None:
-    salad.faults = [salad_module.Fault(403, '{"title": "Forbidden"}', method="POST", skips=1)]
+    salad.faults = [
+        salad_module.Fault(403, '{"title": "Forbidden"}', method="POST", skips=1)
+    ]
     first = in_process("deploy", "apply", "--yes")
     assert first.returncode == 2
     assert "Forbidden" in first.stderr
@@ -89,7 +95,10 @@ def test_the_price_to_confirm_is_the_whole_fleets_before_and_after_an_interrupti
 
     for _ in range(2):
         status = in_process("deploy", "status", "--json")
-    paid = [json.loads(ended.stdout)["dollars_per_hour"] for ended in (planned, resumed, status)]
+    paid = [
+        json.loads(ended.stdout)["dollars_per_hour"]
+        for ended in (planned, resumed, status)
+    ]
     assert [each["most"] for each in paid] == pytest.approx([750 * 0.08] * 3)
 
 
@@ -125,7 +134,9 @@ def test_a_creation_whose_answer_is_lost_happens_once(
 def test_an_html_error_page_becomes_a_sentence(
     salad: Any, salad_module: Any, in_process: Imagefleet
 ) -> None:
-    page = "<html><head><title>403 Blocked</title></head><body><h1>No!</h1></body></html>"
+    page = (
+        "<html><head><title>403 Blocked</title></head><body><h1>No!</h1></body></html>"
+    )
     salad.faults = [salad_module.Fault(403, page, "text/html", method="POST")]
 
     ended = in_process("deploy", "apply", "--yes")
@@ -189,7 +200,9 @@ def test_a_gpu_class_that_is_not_in_our_table_comes_from_the_api(
     ]
 
 
-def test_more_replicas_restart_nothing(salad: Any, in_process: Imagefleet, tmp_path: Path) -> None:
+def test_more_replicas_restart_nothing(
+    salad: Any, in_process: Imagefleet, tmp_path: Path
+) -> None:
     in_process("deploy", "apply", "--yes")
     names = set(salad.groups)
     edit(tmp_path, "replicas: 750", "replicas: 900")
@@ -302,7 +315,9 @@ def test_the_plan_is_in_the_order_of_the_groups(
 
     for _ in range(3):
         ended = in_process("deploy", "apply", "--dry-run", "--replicas", "5000")
-        lines = [line for line in ended.stderr.splitlines() if line.startswith("to change")]
+        lines = [
+            line for line in ended.stderr.splitlines() if line.startswith("to change")
+        ]
         assert lines == [f"to change: {name}, to 500 replicas" for name in names]
 
     edit(tmp_path, "environment:", "environment:\n  IMAGEFLEET_SLOTS: 4")
@@ -315,7 +330,9 @@ def test_a_group_that_was_changed_in_the_portal_is_reported(
     salad: Any, in_process: Imagefleet
 ) -> None:
     in_process("deploy", "apply", "--yes")
-    next(iter(salad.groups.values())).body["container"]["image"] = "somebody/elses:latest"
+    next(iter(salad.groups.values())).body["container"]["image"] = (
+        "somebody/elses:latest"
+    )
 
     ended = in_process("deploy", "apply", "--yes")
 
@@ -349,7 +366,9 @@ def test_one_refused_call_of_several_is_the_only_line(
 ) -> None:
     in_process("deploy", "apply", "--yes")
     salad.slow_seconds = 0.05  # the others are under way when one is refused
-    salad.faults = [salad_module.Fault(403, '{"title": "Forbidden"}', method="GET", skips=skips)]
+    salad.faults = [
+        salad_module.Fault(403, '{"title": "Forbidden"}', method="GET", skips=skips)
+    ]
 
     ended = in_process("deploy", *arguments)
 
@@ -395,7 +414,9 @@ def test_draining_waits_for_the_instances_and_stops_the_groups(
 
     assert ended.returncode == 0, ended.stderr
     assert replicas(salad) == [0, 0]
-    assert all(group.is_stopped and not group.running for group in salad.groups.values())
+    assert all(
+        group.is_stopped and not group.running for group in salad.groups.values()
+    )
 
     again = in_process("deploy", "apply", "--yes")
     assert again.returncode == 0, again.stderr
@@ -406,7 +427,9 @@ def test_draining_waits_for_the_instances_and_stops_the_groups(
 def test_deleting_leaves_other_fleets_alone(salad: Any, in_process: Imagefleet) -> None:
     in_process("deploy", "apply", "--yes")
     other = next(iter(salad.groups.values()))
-    salad.groups["sd15-batch-two-1"] = type(other)({**other.body, "name": "sd15-batch-two-1"})
+    salad.groups["sd15-batch-two-1"] = type(other)(
+        {**other.body, "name": "sd15-batch-two-1"}
+    )
 
     assert in_process("deploy", "drain", "--delete").returncode == 2
     ended = in_process("deploy", "drain", "--delete", "--yes")
@@ -415,7 +438,9 @@ def test_deleting_leaves_other_fleets_alone(salad: Any, in_process: Imagefleet) 
     assert set(salad.groups) == {"sd15-batch-two-1"}
 
 
-def test_status_shows_what_runs_and_what_it_costs(salad: Any, in_process: Imagefleet) -> None:
+def test_status_shows_what_runs_and_what_it_costs(
+    salad: Any, in_process: Imagefleet
+) -> None:
     in_process("deploy", "apply", "--yes")
     in_process("deploy", "status")
 
@@ -434,7 +459,11 @@ def test_status_shows_what_runs_and_what_it_costs(salad: Any, in_process: Imagef
     ("key", "said", "secret"),
     [
         ("wrong-key", "does not know the API key", "wrong-key"),
-        ("half-a-key\nanother-half", "the variable SALAD_API_KEY, has a line break", "half"),
+        (
+            "half-a-key\nanother-half",
+            "the variable SALAD_API_KEY, has a line break",
+            "half",
+        ),
     ],
 )
 def test_an_api_key_of_no_use_is_reported_without_it(
@@ -469,7 +498,9 @@ def test_no_output_shows_a_secret(
     salad: Any, salad_module: Any, in_process: Imagefleet, tmp_path: Path
 ) -> None:
     secret = os.environ["SAS"]
-    echo = json.dumps({"title": "Bad", "detail": f"'{secret}' or {salad_module.KEY} is refused"})
+    echo = json.dumps(
+        {"title": "Bad", "detail": f"'{secret}' or {salad_module.KEY} is refused"}
+    )
     salad.faults = [salad_module.Fault(400, echo, method="POST")]
     outputs = [
         in_process("deploy", *arguments)

@@ -24,7 +24,9 @@ from imagefleet import errors
 from imagefleet.pricing import prices
 from imagefleet.signing import SigningKey
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "salad" / "fleet.yaml"
 
@@ -46,7 +48,9 @@ def read(folder: Path, text: str) -> salad_file.FleetFile:
 
 def rendered(file: salad_file.FleetFile, secret: str = "secret", **more: Any) -> Any:
     classes = gpus.find(file.gpus, gpus.built_in())
-    return salad_groups.render(file, classes, read_secret=lambda _: SecretStr(secret), **more)
+    return salad_groups.render(
+        file, classes, read_secret=lambda _: SecretStr(secret), **more
+    )
 
 
 @pytest.mark.parametrize("more", ["", FULL])
@@ -59,14 +63,19 @@ def test_the_sdks_models_accept_the_groups(more: str, tmp_path: Path) -> None:
         assert model._map() == body
 
 
-def test_the_fake_answers_as_the_sdk_expects(salad: Any, in_process: Imagefleet) -> None:
+def test_the_fake_answers_as_the_sdk_expects(
+    salad: Any, in_process: Imagefleet
+) -> None:
     """The fake of the other tests follows the published specification."""
     in_process("deploy", "apply", "--yes")
 
     for group in salad.groups.values():
         record = group.record()
         assert models.ContainerGroup._unmap(record)._map() == record
-    for path, model in (("quotas", models.Quotas), ("gpu-classes", models.GpuClassesList)):
+    for path, model in (
+        ("quotas", models.Quotas),
+        ("gpu-classes", models.GpuClassesList),
+    ):
         request = urllib.request.Request(
             f"{salad.url}/organizations/acme/{path}",
             headers={"Salad-Api-Key": os.environ["SALAD_API_KEY"]},
@@ -85,7 +94,9 @@ def test_the_sdk_refuses_an_invalid_group() -> None:
 
 
 @given(st.integers(0, 6_000), st.integers(1, 20))
-def test_replicas_are_spread_evenly_within_the_limit(replicas: int, groups: int) -> None:
+def test_replicas_are_spread_evenly_within_the_limit(
+    replicas: int, groups: int
+) -> None:
     shares = salad_groups.split(replicas, [0] * groups)
 
     assert sum(shares) == replicas
@@ -113,7 +124,9 @@ def test_the_name_of_a_group_identifies_its_fleet() -> None:
 
 def test_the_revision_changes_with_what_restarts_workers(tmp_path: Path) -> None:
     file = read(tmp_path, EXAMPLE.read_text())
-    other_model = read(tmp_path, EXAMPLE.read_text().replace("/models/checkpoint", "/models/b"))
+    other_model = read(
+        tmp_path, EXAMPLE.read_text().replace("/models/checkpoint", "/models/b")
+    )
 
     def revision(bodies: Any) -> str:
         return str(bodies[0]["name"]).split("-")[-2]
@@ -139,19 +152,45 @@ def test_every_class_with_a_price_has_its_uuid() -> None:
         ("cpu: 4", "cpu: 32", "cpu"),
         ("name: sd15-batch", "name: SD15", "name"),
         ("IMAGEFLEET_QUEUE:", "IMAGEFLEET_QEUE:", "did you mean 'IMAGEFLEET_QUEUE'"),
-        ("IMAGEFLEET_QUEUE:", "IMAGEFLEET_SIGNING_KEY:", "do not write secrets into this file"),
-        ("IMAGEFLEET_QUEUE: jobs", "IMAGEFLEET_SIGNING_KEY: {env: X}", "not for machines of stra"),
-        ("{env: IMAGEFLEET_TRUSTED_KEY}", "jobs", "IMAGEFLEET_TRUSTED_KEY: should be a pub"),
+        (
+            "IMAGEFLEET_QUEUE:",
+            "IMAGEFLEET_SIGNING_KEY:",
+            "do not write secrets into this file",
+        ),
+        (
+            "IMAGEFLEET_QUEUE: jobs",
+            "IMAGEFLEET_SIGNING_KEY: {env: X}",
+            "not for machines of stra",
+        ),
+        (
+            "{env: IMAGEFLEET_TRUSTED_KEY}",
+            "jobs",
+            "IMAGEFLEET_TRUSTED_KEY: should be a pub",
+        ),
         ("IMAGEFLEET_QUEUE: jobs", "IMAGEFLEET_QUEUE: No Queue", "IMAGEFLEET_QUEUE"),
-        ("IMAGEFLEET_MODEL: /models/checkpoint", "IMAGEFLEET_COMPILE: off", "in quotes"),
-        ("{env: BROKER_URL}", "https://x.example.com?sig=x", "do not write secrets into this file"),
+        (
+            "IMAGEFLEET_MODEL: /models/checkpoint",
+            "IMAGEFLEET_COMPILE: off",
+            "in quotes",
+        ),
+        (
+            "{env: BROKER_URL}",
+            "https://x.example.com?sig=x",
+            "do not write secrets into this file",
+        ),
         ("{env: BROKER_URL}", "{env: A, file: b}", "a secret is {env: VARIABLE}"),
-        ("https://acmeimages.blob", "https://key@acmeimages.blob", "do not write secrets"),
+        (
+            "https://acmeimages.blob",
+            "https://key@acmeimages.blob",
+            "do not write secrets",
+        ),
         ("IMAGEFLEET_STORAGE:", "OTHER:", "IMAGEFLEET_STORAGE should be"),
         ("imagefleet@sha256:", "imagefleet:1.0#", "should end in @sha256:DIGEST"),
     ],
 )
-def test_a_mistake_in_the_file_is_named(old: str, new: str, message: str, tmp_path: Path) -> None:
+def test_a_mistake_in_the_file_is_named(
+    old: str, new: str, message: str, tmp_path: Path
+) -> None:
     text = EXAMPLE.read_text()
     assert old in text
 
@@ -231,7 +270,9 @@ def test_rendering_shows_the_price(in_process: Imagefleet, tmp_path: Path) -> No
 def test_secrets_are_masked(
     in_process: Imagefleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("IMAGEFLEET_TRUSTED_KEY", SigningKey.create(tmp_path / "key.pem").public)
+    monkeypatch.setenv(
+        "IMAGEFLEET_TRUSTED_KEY", SigningKey.create(tmp_path / "key.pem").public
+    )
     monkeypatch.setenv("IMAGEFLEET_SAS", '{"queue":"sv=1&sig=shown"}')
     text = EXAMPLE.read_text().replace(
         "BROKER_URL: {env: BROKER_URL}", "SAS: {env: IMAGEFLEET_SAS}"
@@ -248,7 +289,9 @@ def test_the_operator_is_asked(answer: bool, monkeypatch: pytest.MonkeyPatch) ->
     asked: list[str] = []
     monkeypatch.setattr("sys.stdin", io.StringIO())
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    monkeypatch.setattr(typer, "confirm", lambda question, err: asked.append(question) or answer)
+    monkeypatch.setattr(
+        typer, "confirm", lambda question, err: asked.append(question) or answer
+    )
 
     if answer:
         console.confirm("Apply?", yes=False)

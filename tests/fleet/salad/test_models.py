@@ -15,7 +15,9 @@ from imagefleet import errors
 from imagefleet.pricing import families
 from imagefleet.storage.settings import job_queue
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "salad" / "sdxl.yaml"
 NAMES = ["illustrious-xl", "pony-v6"]
@@ -30,7 +32,9 @@ def read(folder: Path, old: str = "", new: str = "") -> salad_file.FleetFile:
     return salad_file.read_file(path)
 
 
-def test_workers_get_the_models_and_the_operator_sees_their_queues(in_process: Imagefleet) -> None:
+def test_workers_get_the_models_and_the_operator_sees_their_queues(
+    in_process: Imagefleet,
+) -> None:
     ended = in_process("deploy", "apply", "--render", "--file", str(EXAMPLE), "--json")
 
     assert ended.returncode == 0, ended.stderr
@@ -63,7 +67,9 @@ def test_a_model_has_the_name_that_jobs_give_it(text: str, name: str) -> None:
 def test_a_gpu_class_with_too_little_memory_is_refused(tmp_path: Path) -> None:
     file = read(tmp_path, "  - RTX 3090\n", "  - RTX 2060\n")
 
-    with pytest.raises(errors.SetupError, match=r"RTX 2060 6GB has too little memory for SDXL"):
+    with pytest.raises(
+        errors.SetupError, match=r"RTX 2060 6GB has too little memory for SDXL"
+    ):
         file.gpu_classes(gpus.built_in())
     sd1 = read(tmp_path, TWO, "  /models/dreamshaper-8: sd1\n")
     assert len(sd1.gpu_classes(gpus.built_in())) == 2
@@ -72,9 +78,21 @@ def test_a_gpu_class_with_too_little_memory_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("environment:\n", "environment:\n  IMAGEFLEET_MODEL: /m\n", "is what `models` says"),
-        ("environment:\n", f"environment:\n  IMAGEFLEET_MODEL_SHA256: {'a' * 64}\n", "one model"),
-        (TWO, "  /a/x.safetensors: sdxl\n  store:x.safetensors: sd1\n", "have one name"),
+        (
+            "environment:\n",
+            "environment:\n  IMAGEFLEET_MODEL: /m\n",
+            "is what `models` says",
+        ),
+        (
+            "environment:\n",
+            f"environment:\n  IMAGEFLEET_MODEL_SHA256: {'a' * 64}\n",
+            "one model",
+        ),
+        (
+            TWO,
+            "  /a/x.safetensors: sdxl\n  store:x.safetensors: sd1\n",
+            "have one name",
+        ),
         (TWO, "  store:*: sdxl\n", "name each model by itself"),
         (TWO, "  https://host/x.safetensors?token=abc: sdxl\n", "without a token"),
         (TWO, "  https://host/x.safetensors?token=abc: 5\n", "without a token"),
@@ -95,7 +113,9 @@ def test_the_scaler_assumes_the_slowest_class_on_the_first_model(
     tmp_path: Path,
 ) -> None:
     sdxl = scale._assumed_speed(read(tmp_path), 1)
-    both = scale._assumed_speed(read(tmp_path, "pony-v6.safetensors: sdxl", "a.tar: sd1"), 1)
+    both = scale._assumed_speed(
+        read(tmp_path, "pony-v6.safetensors: sdxl", "a.tar: sd1"), 1
+    )
     sd1 = scale._assumed_speed(read(tmp_path, TWO, "  /models/a: sd1\n"), 2)
 
     assert sdxl is not None
@@ -129,9 +149,12 @@ def test_the_scaler_counts_the_queues_of_its_file(
     assert in_process("deploy", "apply", "--yes").returncode == 0
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text(
-        '{"prompt": "a", "model": "pony"}\n' * 5 + '{"prompt": "a", "model": "dream"}\n' * 4
+        '{"prompt": "a", "model": "pony"}\n' * 5
+        + '{"prompt": "a", "model": "dream"}\n' * 4
     )
-    sent = in_process("load", str(jobs), "--model", "pony", "--model", "dream", "--shards", "3")
+    sent = in_process(
+        "load", str(jobs), "--model", "pony", "--model", "dream", "--shards", "3"
+    )
     assert sent.returncode == 0, sent.stderr
 
     ended = in_process(

@@ -40,7 +40,9 @@ def test_a_deadline_gets_the_replicas_it_needs_and_a_few_to_spare() -> None:
     goal = replace(GOAL, deadline=10_000.0, dollars_per_hour=None)
 
     assert decide(goal, replace(KNOWN, replicas=50), is_due=True).replicas == 110
-    assert decide(goal, replace(KNOWN, jobs_per_second=0.5), is_due=True).replicas == 220
+    assert (
+        decide(goal, replace(KNOWN, jobs_per_second=0.5), is_due=True).replicas == 220
+    )
 
 
 def test_a_deadline_that_cannot_be_met_is_reported() -> None:
@@ -121,7 +123,9 @@ def test_the_quota_is_a_limit() -> None:
     samples=st.lists(
         st.tuples(
             st.sampled_from([60, 60, 90, OUTAGE]),  # seconds until the next sample
-            st.sampled_from([0, 0.5, 1]),  # the share of the missing replicas that starts
+            st.sampled_from(
+                [0, 0.5, 1]
+            ),  # the share of the missing replicas that starts
             st.booleans(),  # surplus replicas stop at once, or as late as possible
             st.sampled_from([1000, 1000, 50, 0, None]),  # the free quota
         ),
@@ -185,7 +189,9 @@ def test_the_budget_is_never_exceeded(
             later = running + round((replicas - running) * come)
         elif now + seconds < gone_by and not is_quick:
             later = running
-        ending_seconds = max(0, running - replicas) * min(seconds, max(0.0, gone_by - now))
+        ending_seconds = max(0, running - replicas) * min(
+            seconds, max(0.0, gone_by - now)
+        )
         worked_seconds = min(replicas, max(running, later)) * seconds
         billed += (worked_seconds + ending_seconds) * price / 3600
         messages = max(0.0, messages - worked_seconds * speed)
@@ -214,7 +220,9 @@ def test_between_two_scalers_the_machines_uptime_counts_not_its_clock(
     path = tmp_path / "ledger.json"
     monkeypatch.setattr(host, "boot_id", lambda: "a boot")
     monkeypatch.setattr(host, "uptime", lambda: 500.0)
-    scale_ledger.write(path, scale_ledger.Ledger("fleet", 0, 100_000.0, 100, price=0.03), 100_000.0)
+    scale_ledger.write(
+        path, scale_ledger.Ledger("fleet", 0, 100_000.0, 100, price=0.03), 100_000.0
+    )
     monkeypatch.setattr(host, "uptime", lambda: 500.0 + 3600.0)
 
     for now in (1_000.0, 900_000.0):
@@ -241,10 +249,14 @@ def test_a_ledger_of_the_future_is_an_error_for_its_cost_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "ledger.json"
-    scale_ledger.write(path, scale_ledger.Ledger("fleet", 0, 100_000.0, 100, price=0.03), 100_000.0)
+    scale_ledger.write(
+        path, scale_ledger.Ledger("fleet", 0, 100_000.0, 100, price=0.03), 100_000.0
+    )
     monkeypatch.setattr(host, "boot_id", lambda: "the next boot")
     assert scale_ledger.read(path, "fleet", 99_990.0).running == 100
-    with pytest.raises(errors.SetupError, match=r"10\.0 hours in the future.*set this machine"):
+    with pytest.raises(
+        errors.SetupError, match=r"10\.0 hours in the future.*set this machine"
+    ):
         scale_ledger.read(path, "fleet", 64_000.0)
 
 
@@ -269,7 +281,9 @@ def test_time_without_a_price_is_counted_once_there_is_one() -> None:
     ledger = scale_ledger.Ledger("fleet", began=0, at=0, running=10)
 
     assert ledger.counted(3600.0, 0, None).dollars == 0
-    assert ledger.counted(3600.0, 0, None).counted(3600.0, 0, 0.03).dollars == pytest.approx(0.3)
+    assert ledger.counted(3600.0, 0, None).counted(
+        3600.0, 0, 0.03
+    ).dollars == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"fleet": "another"}', "no json"])

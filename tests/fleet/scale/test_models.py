@@ -26,7 +26,9 @@ GOAL = Goal(
 
 
 @pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
-@pytest.mark.parametrize(("models", "counted"), [(None, 9), (["ours"], 5), (["none"], 2)])
+@pytest.mark.parametrize(
+    ("models", "counted"), [(None, 9), (["ours"], 5), (["none"], 2)]
+)
 async def test_jobs_of_models_that_the_fleet_does_not_serve_start_no_replicas(
     storage: Storage, tmp_path: Path, models: list[str] | None, counted: int
 ) -> None:
@@ -35,13 +37,16 @@ async def test_jobs_of_models_that_the_fleet_does_not_serve_start_no_replicas(
     await storage.models.send(['{"prompt": "a"}'] * 2)
     fleet: Any = SimpleNamespace(fleet="f")
     speeds = scaler.Speeds(given=scaler.Speed(1.0, "given"))
-    found = scaler.Scaler(replace(GOAL, models=models), fleet, storage, tmp_path / "ledger", speeds)
+    found = scaler.Scaler(
+        replace(GOAL, models=models), fleet, storage, tmp_path / "ledger", speeds
+    )
     assert await found._read_queue(0.0)
     assert found._messages == counted
 
 
 SD1_AND_SDXL = [
-    Model(name, families.find(slug), name) for name, slug in (("small", "sd1"), ("large", "sdxl"))
+    Model(name, families.find(slug), name)
+    for name, slug in (("small", "sd1"), ("large", "sdxl"))
 ]
 
 
@@ -55,7 +60,9 @@ class Deployment:
 
     async def existing_groups(self) -> list[Any]:
         group = SimpleNamespace(replicas=0, running=0, is_stopped=False)
-        return [SimpleNamespace(**vars(group), price=lambda _: SimpleNamespace(most=0.01))] * 4
+        return [
+            SimpleNamespace(**vars(group), price=lambda _: SimpleNamespace(most=0.01))
+        ] * 4
 
     async def gpu_classes(self) -> list[Any]:
         return []
@@ -94,7 +101,10 @@ async def test_speeds_that_workers_report_count_their_models() -> None:
         async def at(self, query: str, _: datetime) -> list[prometheus.Series]:
             if "model_jobs" in query:
                 rates = {"small": 1.0, "large": 0.5}
-                return [prometheus.Series(metric={"model": m}, value=(0, rates[m])) for m in rates]
+                return [
+                    prometheus.Series(metric={"model": m}, value=(0, rates[m]))
+                    for m in rates
+                ]
             return [prometheus.Series(metric={}, value=(0, 2))]
 
     server: Any = Metrics()

@@ -11,7 +11,9 @@ from fleet import console
 from fleet.salad import client
 from imagefleet.telemetry import logs
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 
 def test_one_decision_without_a_network_is_one_sentence_after_a_few_tries(
@@ -21,13 +23,23 @@ def test_one_decision_without_a_network_is_one_sentence_after_a_few_tries(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(logs, "configure", lambda _: None)  # it would affect later tests
+    monkeypatch.setattr(
+        logs, "configure", lambda _: None
+    )  # it would affect later tests
     (tmp_path / "jobs.jsonl").write_text('{"prompt": "a cat"}\n')
     in_process("load", "jobs.jsonl")
     salad.faults = [salad_module.Fault(503, "") for _ in range(50)]
 
     ended = in_process(
-        *("scale", "--dollars-per-hour", "0.3", "--max-dollars", "5", "--once", "--dry-run")
+        *(
+            "scale",
+            "--dollars-per-hour",
+            "0.3",
+            "--max-dollars",
+            "5",
+            "--once",
+            "--dry-run",
+        )
     )
 
     assert ended.returncode == console.EXIT_UNEXPECTED

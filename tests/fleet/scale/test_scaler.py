@@ -25,7 +25,9 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import logs
 
-Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]  # the fixture of conftest.py
+Imagefleet = Callable[
+    ..., "subprocess.CompletedProcess[str]"
+]  # the fixture of conftest.py
 
 GOAL = Goal(max_dollars=1000, max_replicas=750, dollars_per_hour=1000)
 
@@ -82,7 +84,9 @@ async def scaling(
         await storage.queues["low"].send([str(number) for number in range(100)])
         # Hours of samples take seconds here; the rate limit has its own test.
         monkeypatch.setattr(client, "CALL_BURST", 100_000)
-        api = client.SaladClient(session, salad.url, salad_module.KEY, "acme", "default")
+        api = client.SaladClient(
+            session, salad.url, salad_module.KEY, "acme", "default"
+        )
         fleet = deployment.Deployment(api, "sd15-batch")
         for number in (1, 2):
             salad.groups[f"sd15-batch-0123abcd-{number}"] = salad_module.Group(
@@ -115,7 +119,9 @@ async def scaling(
         yield make, clock, storage
 
 
-async def test_the_fleet_works_off_the_queue_and_scales_to_zero(salad: Any, scaling: Any) -> None:
+async def test_the_fleet_works_off_the_queue_and_scales_to_zero(
+    salad: Any, scaling: Any
+) -> None:
     make, clock, storage = scaling
     scaler_ = make(GOAL)
 
@@ -146,7 +152,9 @@ async def test_after_the_deadline_nothing_is_added_and_the_log_says_so(
     goal = replace(GOAL, dollars_per_hour=None, deadline=clock.now + 1000)
     scaler_ = make(goal)
     first = await scaler_.step()
-    assert first["wanted"] == 12  # 100 jobs at 0.01 jobs/s in 1,000 s, and a tenth to spare
+    assert (
+        first["wanted"] == 12
+    )  # 100 jobs at 0.01 jobs/s in 1,000 s, and a tenth to spare
     await storage.queue.send([str(number) for number in range(5_000)])
 
     replicas = []
@@ -168,7 +176,9 @@ async def test_a_leased_job_keeps_its_worker(salad: Any, scaling: Any) -> None:
     scaler_ = make(GOAL)
     await scaler_.step()
     leased = [
-        each for _ in range(4) for each in await storage.queue.receive(32, lease_seconds=3600)
+        each
+        for _ in range(4)
+        for each in await storage.queue.receive(32, lease_seconds=3600)
     ]
     for message in leased[:-1]:
         await storage.queue.delete(message)
@@ -291,7 +301,9 @@ async def test_the_budget_is_watched_while_the_ledger_cannot_be_written(
     assert records[-1]["wanted"] < records[0]["wanted"]
 
 
-async def test_a_dry_run_changes_nothing(salad: Any, scaling: Any, tmp_path: Path) -> None:
+async def test_a_dry_run_changes_nothing(
+    salad: Any, scaling: Any, tmp_path: Path
+) -> None:
     make, _, _ = scaling
 
     record = await make(GOAL, is_dry_run=True).step()
@@ -311,7 +323,9 @@ async def test_without_a_price_nothing_is_started(salad: Any, scaling: Any) -> N
     assert "the price is unknown" in record["reason"]
 
 
-async def test_a_rolling_change_is_left_alone(salad: Any, salad_module: Any, scaling: Any) -> None:
+async def test_a_rolling_change_is_left_alone(
+    salad: Any, salad_module: Any, scaling: Any
+) -> None:
     make, _, _ = scaling
     first = next(iter(salad.groups.values()))
     name = "sd15-batch-ffffffff-1"
@@ -329,7 +343,9 @@ async def test_the_budget_holds_during_a_rolling_change(
     make, clock, _ = scaling
     first = next(iter(salad.groups.values()))
     name = "sd15-batch-ffffffff-1"
-    salad.groups[name] = salad_module.Group({**first.body, "name": name, "replicas": 400})
+    salad.groups[name] = salad_module.Group(
+        {**first.body, "name": name, "replicas": 400}
+    )
     scaler_ = make(replace(GOAL, max_dollars=10))
 
     for _ in range(120):
@@ -342,7 +358,9 @@ async def test_the_budget_holds_during_a_rolling_change(
 def test_a_dry_run_prints_the_decision(
     salad: Any, in_process: Imagefleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logs, "configure", lambda _: None)  # it would affect later tests
+    monkeypatch.setattr(
+        logs, "configure", lambda _: None
+    )  # it would affect later tests
     in_process("deploy", "apply", "--yes", "--replicas", "20")
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text('{"prompt": "a cat"}\n' * 1000)
@@ -361,14 +379,27 @@ def test_a_dry_run_prints_the_decision(
 def test_two_scalers_with_one_ledger_are_refused(
     salad: Any, in_process: Imagefleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logs, "configure", lambda _: None)  # it would affect later tests
+    monkeypatch.setattr(
+        logs, "configure", lambda _: None
+    )  # it would affect later tests
     with console.only_one(tmp_path / "sd15-batch-scale.json", "the first"):
         ended = in_process(
-            *("scale", "--dollars-per-hour", "1", "--max-dollars", "5", "--once", "--yes")
+            *(
+                "scale",
+                "--dollars-per-hour",
+                "1",
+                "--max-dollars",
+                "5",
+                "--once",
+                "--yes",
+            )
         )
 
     assert ended.returncode == 2
-    assert "another `imagefleet scale` keeps the state sd15-batch-scale.json" in ended.stderr
+    assert (
+        "another `imagefleet scale` keeps the state sd15-batch-scale.json"
+        in ended.stderr
+    )
     assert not salad.requests
 
 
@@ -392,11 +423,15 @@ def test_a_goal_is_required(salad: Any, in_process: Imagefleet) -> None:
     assert "--deadline, --dollars-per-hour or both" in ended.stderr
 
 
-@pytest.mark.parametrize("also", [(), ("--dollars-per-hour", "3"), ("--dry-run",), ("--yes",)])
+@pytest.mark.parametrize(
+    "also", [(), ("--dollars-per-hour", "3"), ("--dry-run",), ("--yes",)]
+)
 def test_a_deadline_in_the_past_is_refused(
     salad: Any, in_process: Imagefleet, also: tuple[str, ...]
 ) -> None:
-    ended = in_process("scale", "--deadline", "2020-01-31T08:00", "--max-dollars", "5", *also)
+    ended = in_process(
+        "scale", "--deadline", "2020-01-31T08:00", "--max-dollars", "5", *also
+    )
 
     assert ended.returncode == 2
     assert "--deadline 2020-01-31 08:00" in ended.stderr
@@ -404,11 +439,15 @@ def test_a_deadline_in_the_past_is_refused(
     assert not salad.requests
 
 
-@pytest.mark.parametrize("goal", [("--deadline", "2999-01-01T08:00"), ("--dollars-per-hour", "3")])
+@pytest.mark.parametrize(
+    "goal", [("--deadline", "2999-01-01T08:00"), ("--dollars-per-hour", "3")]
+)
 def test_without_a_terminal_scaling_needs_yes(
     salad: Any, in_process: Imagefleet, goal: tuple[str, str]
 ) -> None:
-    ended = in_process("scale", *goal, "--max-dollars", "5", "--replicas", "7", "--once")
+    ended = in_process(
+        "scale", *goal, "--max-dollars", "5", "--replicas", "7", "--once"
+    )
 
     assert ended.returncode == 2
     assert "Spend up to $5.00 on sd15-batch, at most 7 replicas?" in ended.stderr
@@ -424,20 +463,28 @@ def test_on_a_terminal_scaling_asks_once(
     monkeypatch: pytest.MonkeyPatch,
     answer: bool,
 ) -> None:
-    monkeypatch.setattr(logs, "configure", lambda _: None)  # it would affect later tests
+    monkeypatch.setattr(
+        logs, "configure", lambda _: None
+    )  # it would affect later tests
     in_process("deploy", "apply", "--yes", "--replicas", "20")
     (tmp_path / "jobs.jsonl").write_text('{"prompt": "a cat"}\n' * 1000)
     in_process("load", "jobs.jsonl")
     asked: list[str] = []
     monkeypatch.setattr(sys, "stdin", mock.Mock(isatty=lambda: True))
-    monkeypatch.setattr(typer, "confirm", lambda text, **_: asked.append(text) or answer)
+    monkeypatch.setattr(
+        typer, "confirm", lambda text, **_: asked.append(text) or answer
+    )
     before = len(salad.requests)
 
-    ended = in_process("scale", "--dollars-per-hour", "0.3", "--max-dollars", "5", "--once")
+    ended = in_process(
+        "scale", "--dollars-per-hour", "0.3", "--max-dollars", "5", "--once"
+    )
 
     assert len(asked) == 1
     assert ended.returncode == (0 if answer else 2), ended.stderr
-    assert sum(group.replicas for group in salad.groups.values()) == (2 if answer else 20)
+    assert sum(group.replicas for group in salad.groups.values()) == (
+        2 if answer else 20
+    )
     assert (len(salad.requests) > before) is answer
 
 
@@ -452,7 +499,15 @@ def test_a_stopped_scaler_reports_the_workers_that_keep_running(
     command = Path(sys.executable).with_name("imagefleet")
     with subprocess.Popen(
         [
-            *(command, "scale", "--dollars-per-hour", "1", "--max-dollars", "5", "--json"),
+            *(
+                command,
+                "scale",
+                "--dollars-per-hour",
+                "1",
+                "--max-dollars",
+                "5",
+                "--json",
+            ),
             *("--images-per-second", "0.01", "--sample-seconds", "1", "--yes"),
         ],
         cwd=tmp_path,

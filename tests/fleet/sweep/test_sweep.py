@@ -27,7 +27,14 @@ ROOT = Path(__file__).parents[3]
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 
-SETTINGS = ("--set", "cfg_scale=1.5,7", "--set", "sampler_name=PLMS", "--set", "steps=50")
+SETTINGS = (
+    "--set",
+    "cfg_scale=1.5,7",
+    "--set",
+    "sampler_name=PLMS",
+    "--set",
+    "steps=50",
+)
 SWEEP = ("--campaign", "curve", *SETTINGS)
 
 
@@ -53,9 +60,18 @@ def local(folder: Path) -> StorageSettings:
 def test_a_dry_run_says_groups_hours_and_price_and_touches_nothing(
     in_process: Imagefleet, captions: Path, tmp_path: Path
 ) -> None:
-    known = ("--images-per-second", "4.6", "--price-per-hour", "0.16", "--gpu", "my own")
+    known = (
+        "--images-per-second",
+        "4.6",
+        "--price-per-hour",
+        "0.16",
+        "--gpu",
+        "my own",
+    )
     shown = in_process("sweep", "c.txt", *SWEEP, *known, "--dry-run")
-    found = json.loads(in_process("sweep", "c.txt", *SWEEP, *known, "--dry-run", "--json").stdout)
+    found = json.loads(
+        in_process("sweep", "c.txt", *SWEEP, *known, "--dry-run", "--json").stdout
+    )
 
     assert shown.returncode == console.EXIT_DONE, shown.stderr
     assert "3 captions x 2 groups: 6 jobs" in shown.stdout
@@ -72,7 +88,15 @@ def test_more_steps_take_longer_by_the_speed_that_is_known(
     in_process: Imagefleet, captions: Path
 ) -> None:
     def hours(steps: str, *more: str) -> float:
-        arguments = ("sweep", "c.txt", "--campaign", "x", "--set", f"steps={steps}", *more)
+        arguments = (
+            "sweep",
+            "c.txt",
+            "--campaign",
+            "x",
+            "--set",
+            f"steps={steps}",
+            *more,
+        )
         result = in_process(*arguments, "--dry-run", "--json")
         return float(json.loads(result.stdout)["plan"]["hours"])
 
@@ -101,17 +125,28 @@ def test_more_steps_take_longer_by_the_speed_that_is_known(
 def test_the_stages_of_a_chain_are_in_each_job_and_in_hours_and_price(
     in_process: Imagefleet, captions: Path, tmp_path: Path
 ) -> None:
-    stages = [{"model": "upscaler", "cfg_scale": 1.5, "steps": 20, "denoising_strength": 0.5}]
+    stages = [
+        {"model": "upscaler", "cfg_scale": 1.5, "steps": 20, "denoising_strength": 0.5}
+    ]
     chained = ("--models", "base", "--set", f"then={json.dumps(stages)}")
     elsewhere = ("--model", "base", "--model", "upscaler")
-    known = ("--images-per-second", "2", "--price-per-hour", "0.16", "--dry-run", "--json")
+    known = (
+        "--images-per-second",
+        "2",
+        "--price-per-hour",
+        "0.16",
+        "--dry-run",
+        "--json",
+    )
 
     models = tmp_path / "imagefleet-data" / "files" / "models"
     models.mkdir(parents=True)
     (models / "sdxl.safetensors").touch()
 
     plain = json.loads(in_process("sweep", "c.txt", *SWEEP, *known).stdout)["plan"]
-    priced = json.loads(in_process("sweep", "c.txt", *SWEEP, *chained, *known).stdout)["plan"]
+    priced = json.loads(in_process("sweep", "c.txt", *SWEEP, *chained, *known).stdout)[
+        "plan"
+    ]
     unknown = in_process("sweep", "c.txt", *SWEEP, *chained, "--model", "base")
     result = in_process("sweep", "c.txt", *SWEEP, *chained, *elsewhere, "--json")
 
@@ -144,7 +179,9 @@ def test_a_sweep_fills_the_queue_and_leaves_its_manifest(
     assert "6 jobs sent" in result.stderr
     assert "hours on 1 x RTX 3060 Ti 8GB, $" in result.stderr
     assert {job["id"] for job in jobs} == {
-        sweep.job_id(group, number) for group in ("cfg-1.5", "cfg-7.0") for number in range(3)
+        sweep.job_id(group, number)
+        for group in ("cfg-1.5", "cfg-7.0")
+        for number in range(3)
     }
     assert {(job["width"], job["height"], job["negative_prompt"]) for job in jobs} == {
         (64, 72, "bad, worse")
@@ -152,15 +189,21 @@ def test_a_sweep_fills_the_queue_and_leaves_its_manifest(
 
     async def read() -> tuple[sweep.Sweep | None, int | None]:
         async with open_storage(local(tmp_path)) as storage:
-            return await sweep.read(storage, "curve"), await sent.Ledger(storage, "curve").count()
+            return await sweep.read(storage, "curve"), await sent.Ledger(
+                storage, "curve"
+            ).count()
 
     found, jobs_sent = asyncio.run(read())
     assert found is not None
-    assert [(each.name, each.guidance, each.sampler, each.steps) for each in found.groups] == [
+    assert [
+        (each.name, each.guidance, each.sampler, each.steps) for each in found.groups
+    ] == [
         ("cfg-1.5", 1.5, "plms", 50),
         ("cfg-7.0", 7.0, "plms", 50),
     ]
-    assert found.captions == sweep.digest(["a red house", "a (blue) boat", "a green hill"])
+    assert found.captions == sweep.digest(
+        ["a red house", "a (blue) boat", "a green hill"]
+    )
     assert jobs_sent == 6
 
 
@@ -187,8 +230,17 @@ def test_the_same_sweep_again_adds_nothing(
 def test_a_killed_sweep_goes_on_where_its_ledger_ends(
     in_process: Imagefleet, tmp_path: Path
 ) -> None:
-    (tmp_path / "c.txt").write_text("".join(f"caption {number}\n" for number in range(400)))
-    arguments = ("sweep", "c.txt", "--campaign", "curve", "--set", "cfg_scale=1,2,3,4,5")
+    (tmp_path / "c.txt").write_text(
+        "".join(f"caption {number}\n" for number in range(400))
+    )
+    arguments = (
+        "sweep",
+        "c.txt",
+        "--campaign",
+        "curve",
+        "--set",
+        "cfg_scale=1,2,3,4,5",
+    )
     process = subprocess.Popen(
         [sys.executable, "-m", "fleet.main", *arguments, "--quiet", "--rate", "2000"],
         cwd=tmp_path,
@@ -202,7 +254,9 @@ def test_a_killed_sweep_goes_on_where_its_ledger_ends(
     def known() -> int:
         return asyncio.run(noted())
 
-    polling.until_in_thread(known, lambda jobs: process.poll() is not None or jobs >= 100)
+    polling.until_in_thread(
+        known, lambda jobs: process.poll() is not None or jobs >= 100
+    )
     process.kill()
     process.wait()
     queued = len(bodies_in(local(tmp_path)))
@@ -220,7 +274,10 @@ def test_a_killed_sweep_goes_on_where_its_ledger_ends(
 
 
 def test_the_tokens_of_an_operator_suffice(
-    in_process: Imagefleet, azurite_settings: StorageSettings, captions: Path, tmp_path: Path
+    in_process: Imagefleet,
+    azurite_settings: StorageSettings,
+    captions: Path,
+    tmp_path: Path,
 ) -> None:
     async def messages() -> int:
         async with open_storage(azurite_settings) as owner:
@@ -230,7 +287,9 @@ def test_the_tokens_of_an_operator_suffice(
     assert asyncio.run(messages()) == 0
     minted = mint.Minter(azurite_settings).mint(ROLES["operator"], timedelta(hours=1))
     names = ("queue", "container", "files_container")
-    flags = [f"{options.flag(name)}={getattr(azurite_settings, name)}" for name in names]
+    flags = [
+        f"{options.flag(name)}={getattr(azurite_settings, name)}" for name in names
+    ]
     flags += [f"--storage={minted.storage}", f"--sas={minted.sas}", "--verify-share=0"]
 
     for _ in range(2):
@@ -242,14 +301,21 @@ def test_the_tokens_of_an_operator_suffice(
 async def test_the_images_of_a_sweep_say_their_group_in_their_records(
     storage: Storage, captions: Path, run_worker: Any
 ) -> None:
-    source = SweepSource(CaptionFile(captions), groups([1.5, 7], ["PLMS"], [50]), "curve")
+    source = SweepSource(
+        CaptionFile(captions), groups([1.5, 7], ["PLMS"], [50]), "curve"
+    )
     await storage.queue.send(str(body) for body in source.bodies(0))
     await run_worker("w1")
 
     found = [record async for record in reader.images(storage, "curve")]
 
-    assert Counter(record.id.rpartition("_")[0] for record in found) == {"cfg-1.5": 3, "cfg-7.0": 3}
-    assert {sweep.caption_of(record) for record in found} == set(CaptionFile(captions).read())
+    assert Counter(record.id.rpartition("_")[0] for record in found) == {
+        "cfg-1.5": 3,
+        "cfg-7.0": 3,
+    }
+    assert {sweep.caption_of(record) for record in found} == set(
+        CaptionFile(captions).read()
+    )
     by_caption = {(record.id.rpartition("_")[2], record.seed) for record in found}
     assert len(by_caption) == 3, "one seed in both groups"
 
@@ -290,4 +356,6 @@ def test_a_mistake_is_named_and_nothing_is_sent(
     assert result.returncode != console.EXIT_DONE
     assert sentence in result.stderr
     corrected = in_process("sweep", "c.txt", "--campaign", "curve", "--json")
-    assert json.loads(corrected.stdout)["sent"] == 3, "the mistake left no manifest behind"
+    assert json.loads(corrected.stdout)["sent"] == 3, (
+        "the mistake left no manifest behind"
+    )

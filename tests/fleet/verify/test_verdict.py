@@ -28,7 +28,9 @@ def test_a_good_worker_that_meets_several_bad_ones_is_not_named() -> None:
     pairs = [pair("good", f"other-{number}") for number in range(20)]
     pairs += [pair("good", f"bad-{number}", differ=True) for number in range(5)]
     assert wrong(pairs) == []
-    pairs += [pair(f"bad-{number}", f"other-{number}", differ=True) for number in range(5)]
+    pairs += [
+        pair(f"bad-{number}", f"other-{number}", differ=True) for number in range(5)
+    ]
     assert sorted(wrong(pairs)) == [f"bad-{number}" for number in range(5)]
 
 

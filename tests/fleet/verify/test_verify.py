@@ -30,7 +30,9 @@ DIGEST = "d" * 64
 
 def jobs(numbers: range, **fields: object) -> list[str]:
     return [
-        json.dumps({"prompt": "a cat", "id": f"j{number}", "seed": 100 * number, **fields})
+        json.dumps(
+            {"prompt": "a cat", "id": f"j{number}", "seed": 100 * number, **fields}
+        )
         for number in numbers
     ]
 
@@ -78,7 +80,9 @@ async def test_a_worker_that_draws_wrong_is_named_and_no_good_one(
 
     assert code == console.EXIT_IMAGES_WRONG
     assert (found["pairs"], found["alike"], found["different"]) == (12, 8, 4)
-    assert [each["worker"] for each in found["workers"] if each["draws_wrong"]] == ["bad"]
+    assert [each["worker"] for each in found["workers"] if each["draws_wrong"]] == [
+        "bad"
+    ]
     assert found["workers"][0] == {
         "worker": "bad",
         "compared": 4,
@@ -104,7 +108,9 @@ async def test_garbage_under_a_jobs_name_is_found_by_the_duplicate_kept_aside(
 ) -> None:
     sent = jobs(range(2))
     digest = read_job(sent[0], "none").stage_digest
-    await storage.blobs.create("default/j0.png", b"garbage", "image/png", {"digest": digest})
+    await storage.blobs.create(
+        "default/j0.png", b"garbage", "image/png", {"digest": digest}
+    )
     await storage.queue.send(sent)
     await run_worker("good")
 
@@ -126,7 +132,10 @@ async def test_images_of_many_good_workers_give_no_false_alarm(
                 Image.fromarray(draw_good(number)).save(file, "WEBP", quality=90)
                 worker = {"worker": f"w{(number + place) % workers}", "digest": DIGEST}
                 await storage.blobs.create(
-                    f"{prefix}default/j{number}.webp", file.getvalue(), "image/webp", worker
+                    f"{prefix}default/j{number}.webp",
+                    file.getvalue(),
+                    "image/webp",
+                    worker,
                 )
         assert {pair.result for pair in await compared(storage)} == {"alike"}
 
@@ -162,7 +171,9 @@ async def test_drawings_of_unlike_jobs_that_share_an_id_are_not_held_against_a_w
         await honest.blobs.delete(check)
     await run_worker("tuesday", _other)
 
-    code, found = await asyncio.to_thread(verify, in_process, storage_settings, "--quarantine")
+    code, found = await asyncio.to_thread(
+        verify, in_process, storage_settings, "--quarantine"
+    )
 
     assert (code, found["other_job"], found["different"]) == (0, 8, 0)
     assert found["quarantined"] == []
@@ -190,17 +201,27 @@ async def test_false_drawings_bring_no_worker_whose_drawings_are_alike_into_quar
 
 async def test_a_campaigns_pairs_since_a_moment(storage: Storage) -> None:
     for name in ("a/x.png", "ab/x.png"):
-        await storage.blobs.create(f"-checks/{name}", b"x", "image/png", {"worker": "a"})
+        await storage.blobs.create(
+            f"-checks/{name}", b"x", "image/png", {"worker": "a"}
+        )
     listed = [each async for each in pairs.listed(storage, target.read("a"), None)]
     assert [each.image for each in listed] == ["a/x.png"]
     newest = listed[0].drawn_at
-    assert len([each async for each in pairs.listed(storage, target.Target(), newest)]) == 2
+    assert (
+        len([each async for each in pairs.listed(storage, target.Target(), newest)])
+        == 2
+    )
     assert [
-        each async for each in pairs.listed(storage, target.Target(), newest.replace(year=2999))
+        each
+        async for each in pairs.listed(
+            storage, target.Target(), newest.replace(year=2999)
+        )
     ] == []
 
 
-async def test_jobs_of_few_steps_differ_rightly(storage: Storage, run_worker: RunWorker) -> None:
+async def test_jobs_of_few_steps_differ_rightly(
+    storage: Storage, run_worker: RunWorker
+) -> None:
     await storage.queue.send(jobs(range(2), steps=4))
     await run_worker("a")
     await storage.queue.send(jobs(range(1, 2), steps=4, verify=True))
@@ -212,11 +233,15 @@ async def test_jobs_of_few_steps_differ_rightly(storage: Storage, run_worker: Ru
 def _other(request: contract.ImageRequest) -> contract.Pixels:
     import numpy as np
 
-    return np.random.default_rng(9).integers(0, 256, (request.height, request.width, 3), np.uint8)
+    return np.random.default_rng(9).integers(
+        0, 256, (request.height, request.width, 3), np.uint8
+    )
 
 
 @pytest.mark.parametrize("size", [(2048, 2056), (60_000, 60_000)])
-def test_a_file_of_more_pixels_than_any_job_is_not_decoded(size: tuple[int, int]) -> None:
+def test_a_file_of_more_pixels_than_any_job_is_not_decoded(
+    size: tuple[int, int],
+) -> None:
     file = io.BytesIO()
     Image.new("1", (8, 8)).save(file, "PNG")
     width, height = (side.to_bytes(4) for side in size)
@@ -230,9 +255,9 @@ async def test_the_quarantine_keeps_what_others_wrote_and_has_each_node_once(
 ) -> None:
     machine = "0d8f5c1e-77a2-4c1b-9a3e-5b2f0e7d9c11"
     assert await quarantine.add(storage.files, ["a"], "why") == ["a"]
-    assert await quarantine.add(storage.files, ["a", f"{machine}-17", f"{machine}-18"], "") == [
-        machine
-    ]
+    assert await quarantine.add(
+        storage.files, ["a", f"{machine}-17", f"{machine}-18"], ""
+    ) == [machine]
     written = json.loads(await storage.files.read("quarantine.json") or b"")
     assert [(node["name"], node["reason"]) for node in written["nodes"]] == [
         ("a", "why"),
@@ -241,13 +266,17 @@ async def test_the_quarantine_keeps_what_others_wrote_and_has_each_node_once(
     assert all(node["at"].endswith("Z") for node in written["nodes"])
 
 
-async def test_a_quarantine_list_that_is_none_is_never_overwritten(storage: Storage) -> None:
+async def test_a_quarantine_list_that_is_none_is_never_overwritten(
+    storage: Storage,
+) -> None:
     await storage.files.create("quarantine.json", b"[]", "application/json", {})
     with pytest.raises(errors.SetupError, match="not a list of nodes"):
         await quarantine.add(storage.files, ["a"], "")
 
 
-def test_nothing_to_compare_is_said_and_is_no_error(in_process: Imagefleet, tmp_path: Path) -> None:
+def test_nothing_to_compare_is_said_and_is_no_error(
+    in_process: Imagefleet, tmp_path: Path
+) -> None:
     (tmp_path / "j.jsonl").write_text('{"prompt": "a"}\n')
     in_process("load", "j.jsonl")
     ended = in_process("verify")

@@ -29,7 +29,13 @@ Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 
 SECRETS = [f"whsec_{base64.b64encode(bytes([n]) * 24).decode()}" for n in range(2)]
 
-URL = ("webhooks", "--url", "https://example.com/hook?token=T0ken", "--secret-file", "secret")
+URL = (
+    "webhooks",
+    "--url",
+    "https://example.com/hook?token=T0ken",
+    "--secret-file",
+    "secret",
+)
 
 
 @pytest.fixture
@@ -42,7 +48,9 @@ def jobs(tmp_path: Path) -> Path:
         async with open_storage(StorageSettings(storage=address)) as storage:
             await storage.create()
             log = ImageLog(storage.blobs, "w1")
-            await sent_jobs.note(storage, "spring", 4, ids=(f"job-{n}" for n in range(3)))
+            await sent_jobs.note(
+                storage, "spring", 4, ids=(f"job-{n}" for n in range(3))
+            )
             await log.add(
                 Record(
                     outcome="completed",
@@ -87,7 +95,13 @@ def test_a_secret_that_is_none_is_not_quoted(
 
 
 @pytest.mark.parametrize(
-    "url", ["http://example.com/hook", "http://127.0.0.1.example.com", "ftp://example.com", "x"]
+    "url",
+    [
+        "http://example.com/hook",
+        "http://127.0.0.1.example.com",
+        "ftp://example.com",
+        "x",
+    ],
 )
 def test_only_this_machine_gets_webhooks_without_tls(
     in_process: Imagefleet, tmp_path: Path, url: str
@@ -111,18 +125,31 @@ async def test_the_service_sends_until_it_is_stopped(
     receiver.secret = SECRETS[0]
     command = ["--url", receiver.url, "--secret-file", "secret", "--each-job"]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "fleet.entry", "webhooks", *command, "--port", str(unused_port)),
+        *(
+            sys.executable,
+            "-m",
+            "fleet.entry",
+            "webhooks",
+            *command,
+            "--port",
+            str(unused_port),
+        ),
         cwd=jobs,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
         stderr=subprocess.PIPE,
     )
     await polling.until(lambda: len(receiver.events) >= 3)
     async with aiohttp.ClientSession() as client:
-        page = await (await client.get(f"http://127.0.0.1:{unused_port}/metrics")).text()
+        page = await (
+            await client.get(f"http://127.0.0.1:{unused_port}/metrics")
+        ).text()
     process.send_signal(signal.SIGTERM)
     _, logged = await process.communicate()
     assert process.returncode == console.EXIT_DONE, logged
-    assert 'imagefleet_webhook_attempts_total{fleet="imagefleet-data/jobs",outcome=' in page
+    assert (
+        'imagefleet_webhook_attempts_total{fleet="imagefleet-data/jobs",outcome='
+        in page
+    )
     lines = [json.loads(line) for line in logged.splitlines()]
     assert "webhook_delivered" in {each["action"] for each in lines}
     assert b"token=x" not in logged
@@ -135,7 +162,15 @@ def test_a_receiver_that_is_gone_stays_so_until_told_otherwise(
     jobs: Path, receiver: Any, in_process: Imagefleet
 ) -> None:
     receiver.secret = SECRETS[0]
-    command = ("webhooks", "--url", receiver.url, "--secret-file", "secret", "--each-job", "--once")
+    command = (
+        "webhooks",
+        "--url",
+        receiver.url,
+        "--secret-file",
+        "secret",
+        "--each-job",
+        "--once",
+    )
     receiver.always = 410
     for _ in range(2):
         ended = in_process(*command)
@@ -146,7 +181,14 @@ def test_a_receiver_that_is_gone_stays_so_until_told_otherwise(
     ended = in_process(*command, "--resume")
     assert ended.returncode == console.EXIT_DONE, ended.stderr
     assert len(receiver.events) == 3
-    moved = ("webhooks", "--url", "https://example.com", "--secret-file", "secret", "--once")
+    moved = (
+        "webhooks",
+        "--url",
+        "https://example.com",
+        "--secret-file",
+        "secret",
+        "--once",
+    )
     ended = in_process(*moved)
     assert "is the state for http://127.0.0.1" in ended.stderr
 

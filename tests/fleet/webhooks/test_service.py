@@ -56,13 +56,18 @@ Run = Callable[..., Any]
 
 
 @pytest.fixture
-def run(storage: Storage, receiver: Any, tmp_path: Path, times: pytest.MonkeyPatch) -> Run:
+def run(
+    storage: Storage, receiver: Any, tmp_path: Path, times: pytest.MonkeyPatch
+) -> Run:
     """Runs the service: until a condition holds, or once; a killed one saves nothing at its end."""
     key = tmp_path / "secret"
     key.write_text(f"{receiver.secret}\n")
 
     async def run(
-        until: Callable[[], bool] | None = None, *, is_killed: bool = False, **wanted: Any
+        until: Callable[[], bool] | None = None,
+        *,
+        is_killed: bool = False,
+        **wanted: Any,
     ) -> State:
         file = tmp_path / "webhooks.json"
         campaign = wanted.pop("campaign", None)
@@ -70,7 +75,10 @@ def run(storage: Storage, receiver: Any, tmp_path: Path, times: pytest.MonkeyPat
         async with aiohttp.ClientSession() as session:
             to = Endpoint(session, receiver.url, read_secrets(key), storage.blobs.clock)
             running = service.Service(
-                Source(storage, state, "acme/jobs", **wanted), to, CollectorRegistry(), file
+                Source(storage, state, "acme/jobs", **wanted),
+                to,
+                CollectorRegistry(),
+                file,
             )
             if until is None:
                 await running.run(once=True)
@@ -118,7 +126,15 @@ async def test_a_campaign_that_has_an_end_of_every_job_is_reported_once(
     await run()
     (event,) = receiver.events
     assert event["type"] == "campaign.completed"
-    figures = ("campaign", "sent", "images", "completed", "failed", "cancelled", "pending")
+    figures = (
+        "campaign",
+        "sent",
+        "images",
+        "completed",
+        "failed",
+        "cancelled",
+        "pending",
+    )
     assert [event["data"][name] for name in figures] == ["spring", 3, 1, 1, 1, 1, 0]
     assert event["timestamp"].endswith("Z")
 
@@ -139,7 +155,9 @@ async def test_what_a_worker_has_done_is_reported(
     assert (failed["id"], failed["campaign"]) == ("bad", "spring")
     assert failed["error"] == "InvalidMessageError"
     (ended,) = receiver.told("campaign.completed")
-    figures = [ended[name] for name in ("sent", "images", "completed", "failed", "pending")]
+    figures = [
+        ended[name] for name in ("sent", "images", "completed", "failed", "pending")
+    ]
     assert figures == [3, 4, 2, 1, 0]
 
 
@@ -175,12 +193,17 @@ async def test_each_job_is_reported_if_asked(
     log: RecordLog, operator: RecordLog, receiver: Any, run: Run
 ) -> None:
     await log.add([record(1, metadata={"order": 7})])
-    await log.add([record(2, "failed", error="MissingFileError", reason="r" * 900, attempts=5)])
+    await log.add(
+        [record(2, "failed", error="MissingFileError", reason="r" * 900, attempts=5)]
+    )
     await operator.open("spring", "cancelled")
     await operator.add([record(4, "discarded")])
     await log.add([record(3, "cancelled")])
     await run(each_job=True)
-    (completed,), (failed,) = receiver.told("job.completed"), receiver.told("job.failed")
+    (completed,), (failed,) = (
+        receiver.told("job.completed"),
+        receiver.told("job.failed"),
+    )
     assert completed["metadata"] == {"order": 7}
     assert completed["images"] == ["spring/job-1.png"]
     assert (failed["error"], failed["attempts"], len(failed["reason"])) == (
@@ -201,7 +224,9 @@ async def test_a_job_of_several_images_is_complete_with_the_last_of_them(
         await log.add([record(1, **image, **early, blob=name("set", index))])
     await run(each_job=True)
     assert receiver.events == []
-    await log.add([record(1, **image, index=1, seed=8, blob=name("set", 1), completes=True)])
+    await log.add(
+        [record(1, **image, index=1, seed=8, blob=name("set", 1), completes=True)]
+    )
     await run(each_job=True)
     (event,) = receiver.told("job.completed")
     assert event["images"] == [name("set", index) for index in range(3)]
@@ -231,7 +256,9 @@ async def test_events_that_fail_are_tried_again_and_do_not_hold_up_others(
     log: RecordLog, receiver: Any, run: Run
 ) -> None:
     await log.add([record(number) for number in range(20)])
-    receiver.answers.extend([500, 404, 302, web.Response(status=503, headers={"Retry-After": "0"})])
+    receiver.answers.extend(
+        [500, 404, 302, web.Response(status=503, headers={"Retry-After": "0"})]
+    )
     state = await run(lambda: len(receiver.events) == 20, each_job=True)
     assert len(receiver.told("job.completed")) == 20
     assert receiver.requests.total() == 24
@@ -281,7 +308,11 @@ async def test_a_receiver_that_is_down_gets_everything_after_a_restart(
     assert 10 <= len(waiting.waiting) < 40
     receiver.always = 204
     await run(lambda: len(receiver.events) >= 40, each_job=True)
-    assert len({each["webhook-id"] for each in receiver.events}) == len(receiver.events) == 40
+    assert (
+        len({each["webhook-id"] for each in receiver.events})
+        == len(receiver.events)
+        == 40
+    )
 
 
 @pytest.mark.parametrize("each_save", [True, False])
@@ -293,7 +324,9 @@ async def test_a_killed_service_loses_no_event(
     for sent in (12, 24, 36, 48):
         receiver.answers.extend([500, 204] * 3)
         await run(
-            lambda sent=sent: receiver.requests.total() >= sent, each_job=True, is_killed=True
+            lambda sent=sent: receiver.requests.total() >= sent,
+            each_job=True,
+            is_killed=True,
         )
     receiver.answers.clear()
     await run(each_job=True)
@@ -348,12 +381,21 @@ async def test_each_attempt_has_the_time_of_its_own(
 
 
 def test_no_event_is_larger_than_receivers_take() -> None:
-    image = {"images": 64, "id": "i" * 128, "campaign": "c" * 128, "metadata": {"x": "y" * 4000}}
+    image = {
+        "images": 64,
+        "id": "i" * 128,
+        "campaign": "c" * 128,
+        "metadata": {"x": "y" * 4000},
+    }
     blob = f"{'c' * 128}/{'i' * 128}-63.png"
-    found = events.job_ended("acme/jobs", record(1, **image, completes=True, index=63, blob=blob))
+    found = events.job_ended(
+        "acme/jobs", record(1, **image, completes=True, index=63, blob=blob)
+    )
     assert found is not None
     assert len(found.body()) < 30_000
-    forged = events.job_ended("acme/jobs", record(1, "cancelled", metadata={"x": "y" * 1_000_000}))
+    forged = events.job_ended(
+        "acme/jobs", record(1, "cancelled", metadata={"x": "y" * 1_000_000})
+    )
     assert forged is not None
     assert len(forged.body()) < 1_000
     assert "." not in found.id
@@ -365,11 +407,20 @@ def test_a_job_whose_images_are_recorded_one_by_one_is_complete_once() -> None:
     for index in range(199):
         image = record(1, **images, index=index, blob=name("job-1", index))
         assert events.job_ended("acme/jobs", image) is None
-    last = images | {"completes": True, "index": 199, "blob": name("job-1", 199), "seed": 200}
+    last = images | {
+        "completes": True,
+        "index": 199,
+        "blob": name("job-1", 199),
+        "seed": 200,
+    }
     found, again = (events.job_ended("acme/jobs", record(1, **last)) for _ in range(2))
     assert found is not None
     assert again is not None
-    assert found.id == again.id, "a second worker that finds it complete sends the same event"
+    assert found.id == again.id, (
+        "a second worker that finds it complete sends the same event"
+    )
     data = found.data
-    assert data["images"] == [name("job-1", index) for index in range(events.MAX_IMAGES)]
+    assert data["images"] == [
+        name("job-1", index) for index in range(events.MAX_IMAGES)
+    ]
     assert (data["image_count"], data["seed"]) == (200, 1)

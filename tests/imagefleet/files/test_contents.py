@@ -34,9 +34,13 @@ def header(shapes: Mapping[str, list[int]], **metadata: str) -> safetensors.Head
         name: {"dtype": "F16", "shape": shape, "data_offsets": [0, 0]}
         for name, shape in shapes.items()
     }
-    entries["__metadata__"] = {key.replace("__", "."): value for key, value in metadata.items()}
+    entries["__metadata__"] = {
+        key.replace("__", "."): value for key, value in metadata.items()
+    }
     content = json.dumps(entries).encode()
-    return safetensors.read_header(io.BytesIO(len(content).to_bytes(8, "little") + content))
+    return safetensors.read_header(
+        io.BytesIO(len(content).to_bytes(8, "little") + content)
+    )
 
 
 def without(*names: str) -> Shapes:
@@ -48,12 +52,25 @@ def without(*names: str) -> Shapes:
     [
         SD1,
         without(TEXT) | {TEXT.replace("text_model.", ""): [3072, 768]},
-        SD1 | {"cond_stage_model.transformer.text_model.embeddings.position_ids": [1, 77]},
-        SD1 | {f"model_ema.diffusion_modelinput_blocks{at}00weight": [320] for at in range(9)},
-        SD1 | {"model_ema.decay": [], "betas": [1000], "cond_stage_model.logit_scale": []},
+        SD1
+        | {"cond_stage_model.transformer.text_model.embeddings.position_ids": [1, 77]},
+        SD1
+        | {
+            f"model_ema.diffusion_modelinput_blocks{at}00weight": [320]
+            for at in range(9)
+        },
+        SD1
+        | {"model_ema.decay": [], "betas": [1000], "cond_stage_model.logit_scale": []},
         SD1 | {CROSS: [32, 32]},  # another size of the same architecture
     ],
-    ids=["plain", "no text_model", "position ids", "EMA beside", "training state", "tiny"],
+    ids=[
+        "plain",
+        "no text_model",
+        "position ids",
+        "EMA beside",
+        "training state",
+        "tiny",
+    ],
 )
 def test_checkpoints_of_stable_diffusion_1_are_accepted(shapes: Shapes) -> None:
     assert contents.identify(header(shapes)) is contents.SD1
@@ -97,7 +114,9 @@ REFINER: Shapes = {
         (REFINER | {CROSS.replace("1.1", "4.1"): [32, 32]}, contents.REFINER),
     ],
 )
-def test_checkpoints_of_other_families_are_accepted(shapes: Shapes, kind: contents.Content) -> None:
+def test_checkpoints_of_other_families_are_accepted(
+    shapes: Shapes, kind: contents.Content
+) -> None:
     assert contents.identify(header(shapes)) is kind
 
 
@@ -111,7 +130,10 @@ def test_checkpoints_of_other_families_are_accepted(shapes: Shapes, kind: conten
         (SDXL | {CROSS: [320, 768], TEXT: [3072, 768]}, "mixed"),
         (SD1 | {CONV_IN: [320, 8, 3, 3]}, "edits pictures"),
         (SD2 | {f"{UNET}label_emb.0.0.weight": [1280, 2048]}, "unCLIP"),
-        (SDXL | {"edm_mean": [1, 4, 1, 1], "edm_std": [1, 4, 1, 1]}, "of another noise"),
+        (
+            SDXL | {"edm_mean": [1, 4, 1, 1], "edm_std": [1, 4, 1, 1]},
+            "of another noise",
+        ),
         (SDXL | {"edm_vpred.sigma_max": [], "v_pred": []}, "of another noise"),
         (SDXL | {"scaled_fp8": [2]}, "quantised"),
         (SD1 | {CROSS.replace("weight", "scale_weight"): [1]}, "quantised"),
@@ -120,13 +142,22 @@ def test_checkpoints_of_other_families_are_accepted(shapes: Shapes, kind: conten
         ({CONV_IN: [320, 4, 3, 3], CROSS: [320, 768]}, "without its text encoder"),
         ({"model_ema.diffusion_modelout2weight": [4], VAE: [1], TEXT: [1]}, r"\(EMA\)"),
         (
-            {CROSS: [320, 1024], "cond_stage_model.model.positional_embedding": [77, 1024]},
+            {
+                CROSS: [320, 1024],
+                "cond_stage_model.model.positional_embedding": [77, 1024],
+            },
             "Stable Diffusion 2.x checkpoint",
         ),
         (
             {
-                f"{UNET}input_blocks.4.1.transformer_blocks.0.attn2.to_k.weight": [640, 2048],
-                "conditioner.embedders.0.transformer.text_model.embeddings.x": [77, 768],
+                f"{UNET}input_blocks.4.1.transformer_blocks.0.attn2.to_k.weight": [
+                    640,
+                    2048,
+                ],
+                "conditioner.embedders.0.transformer.text_model.embeddings.x": [
+                    77,
+                    768,
+                ],
                 "conditioner.embedders.1.model.positional_embedding": [77, 1280],
             },
             "an SDXL checkpoint",
@@ -143,17 +174,40 @@ def test_checkpoints_of_other_families_are_accepted(shapes: Shapes, kind: conten
             },
             "SDXL refiner",
         ),
-        ({f"{UNET}input_blocks.4.1.transformer_blocks.0.attn2.to_k.weight": [640, 2048]}, "SDXL"),
-        ({f"{UNET}joint_blocks.0.x_block.attn.qkv.weight": [4608, 1536]}, "Stable Diffusion 3"),
-        ({f"{UNET}double_blocks.0.img_attn.qkv.weight": [9216, 3072]}, "a Flux checkpoint"),
+        (
+            {
+                f"{UNET}input_blocks.4.1.transformer_blocks.0.attn2.to_k.weight": [
+                    640,
+                    2048,
+                ]
+            },
+            "SDXL",
+        ),
+        (
+            {f"{UNET}joint_blocks.0.x_block.attn.qkv.weight": [4608, 1536]},
+            "Stable Diffusion 3",
+        ),
+        (
+            {f"{UNET}double_blocks.0.img_attn.qkv.weight": [9216, 3072]},
+            "a Flux checkpoint",
+        ),
         ({"double_blocks.0.img_attn.norm.key_norm.scale": [128]}, "a Flux checkpoint"),
-        ({"single_transformer_blocks.0.norm.linear.weight": [1, 1]}, "a Flux checkpoint"),
+        (
+            {"single_transformer_blocks.0.norm.linear.weight": [1, 1]},
+            "a Flux checkpoint",
+        ),
         ({f"{UNET}txt_in.individual_token_refiner.blocks.0.x": [1]}, "HunyuanVideo"),
         ({f"{UNET}clip_txt_mapper.weight": [2048, 1280]}, "Stable Cascade"),
         ({f"{UNET}cap_embedder.0.weight": [2560]}, "diffusion transformer"),
-        ({"blocks.0.self_attn.q.weight": [1536, 1536], "head.modulation": [1]}, "transformer"),
+        (
+            {"blocks.0.self_attn.q.weight": [1536, 1536], "head.modulation": [1]},
+            "transformer",
+        ),
         ({"input_blocks.0.0.weight": [320, 4, 3, 3]}, "UNet of a checkpoint alone"),
-        ({"time_embedding.linear_1.weight": [1280, 320], "conv_in.weight": [320]}, "UNet"),
+        (
+            {"time_embedding.linear_1.weight": [1280, 320], "conv_in.weight": [320]},
+            "UNet",
+        ),
         ({VAE: [512, 4, 3, 3]}, "a VAE"),
         ({VAE: [512, 16, 3, 3]}, "a VAE of another model"),
         ({"taesd_decoder.1.weight": [64, 4, 3, 3]}, "a tiny VAE"),
@@ -161,31 +215,54 @@ def test_checkpoints_of_other_families_are_accepted(shapes: Shapes, kind: conten
             {"encoder.conv_in.weight": [128, 3, 3, 3], "post_quant_conv.bias": [4]},
             "a part of a VAE",
         ),
-        ({"text_model.embeddings.position_embedding.weight": [77, 768]}, "a text encoder"),
+        (
+            {"text_model.embeddings.position_embedding.weight": [77, 768]},
+            "a text encoder",
+        ),
         ({TEXT: [3072, 768]}, "a text encoder"),
-        ({"encoder.block.0.layer.0.SelfAttention.k.weight": [4096, 4096]}, "a text encoder"),
+        (
+            {"encoder.block.0.layer.0.SelfAttention.k.weight": [4096, 4096]},
+            "a text encoder",
+        ),
         ({"emb_params": [8, 768]}, "textual inversion"),
         ({"<my-style>": [2, 768]}, "textual inversion"),
         ({"clip_g": [8, 1280], "clip_l": [8, 768]}, "textual inversion"),
-        ({"text_encoders_0": [8, 768], "text_encoders_1": [8, 1280]}, "textual inversion"),
+        (
+            {"text_encoders_0": [8, 768], "text_encoders_1": [8, 1280]},
+            "textual inversion",
+        ),
         ({"<one-vector>": [1024]}, "textual inversion"),
         ({"control_model.input_hint_block.0.weight": [16, 3, 3, 3]}, "a ControlNet"),
         (
-            {"controlnet_cond_embedding.conv_in.weight": [16], "time_embedding.linear_1.bias": [9]},
+            {
+                "controlnet_cond_embedding.conv_in.weight": [16],
+                "time_embedding.linear_1.bias": [9],
+            },
             "a ControlNet",
         ),
-        ({"lora_controlnet": [], "input_blocks.1.0.emb_layers.1.up": [1]}, "a ControlNet"),
+        (
+            {"lora_controlnet": [], "input_blocks.1.0.emb_layers.1.up": [1]},
+            "a ControlNet",
+        ),
         ({"image_proj.proj.weight": [3072, 1024]}, "an IP-Adapter"),
         ({"adapter.body.0.resnets.0.block1.weight": [1]}, "a T2I-Adapter"),
-        ({"down_blocks.0.motion_modules.0.temporal_transformer.norm.bias": [1]}, "motion module"),
+        (
+            {"down_blocks.0.motion_modules.0.temporal_transformer.norm.bias": [1]},
+            "motion module",
+        ),
         ({"vision_model.embeddings.class_embedding": [1024]}, "an image encoder"),
-        ({"body.0.rdb1.conv1.weight": [32, 64, 3, 3], "conv_first.weight": [64]}, "an upscaler"),
+        (
+            {"body.0.rdb1.conv1.weight": [32, 64, 3, 3], "conv_first.weight": [64]},
+            "an upscaler",
+        ),
         ({"unet.conv_in.weight": [320, 4, 3, 3]}, "whole pipeline"),
         ({}, "an empty safetensors file"),
         ({"x": [3]}, "its first tensor is 'x'"),
     ],
 )
-def test_what_is_no_such_checkpoint_is_called_by_its_name(shapes: Shapes, name: str) -> None:
+def test_what_is_no_such_checkpoint_is_called_by_its_name(
+    shapes: Shapes, name: str
+) -> None:
     kind = contents.identify(header(shapes))
     assert kind.use in {None, "embedding", "controlnet", "upscaler", "vae"}
     assert re.search(name, kind.name)
@@ -199,7 +276,11 @@ def test_what_is_no_such_checkpoint_is_called_by_its_name(shapes: Shapes, name: 
         ({f"{KOHYA}.lora_down.weight": [32, 32]}, {}, "for Stable Diffusion 1.x"),
         ({f"{KOHYA}.lora_down.weight": [32, 1024]}, {}, "for Stable Diffusion 2.x"),
         ({f"{KOHYA}.lora_down.weight": [32, 2048]}, {}, "for SDXL"),
-        ({f"{KOHYA}.hada_w1_a": [320, 8], f"{KOHYA}.hada_w1_b": [8, 2048]}, {}, "for SDXL"),
+        (
+            {f"{KOHYA}.hada_w1_a": [320, 8], f"{KOHYA}.hada_w1_b": [8, 2048]},
+            {},
+            "for SDXL",
+        ),
         ({"lora_te2_text_model_encoder_layers_0_mlp_fc1.alpha": []}, {}, "for SDXL"),
         (
             {
@@ -212,7 +293,11 @@ def test_what_is_no_such_checkpoint_is_called_by_its_name(shapes: Shapes, name: 
             "for Stable Diffusion 1.x",
         ),
         ({f"unet.{ATTENTION}.lora.down.weight": [4, 2048]}, {}, "for SDXL"),
-        ({"lora_te_text_model_encoder_layers_0_mlp_fc1.lokr_w1": [4, 4]}, {}, "Diffusion 1.x"),
+        (
+            {"lora_te_text_model_encoder_layers_0_mlp_fc1.lokr_w1": [4, 4]},
+            {},
+            "Diffusion 1.x",
+        ),
         (
             {"lora_unet_mid_block_attentions_0_proj_in.lora_up.weight": [4, 4]},
             {"ss_base_model_version": "sdxl_base_v1-0"},
@@ -228,8 +313,16 @@ def test_what_is_no_such_checkpoint_is_called_by_its_name(shapes: Shapes, name: 
             {"modelspec__architecture": "stable-diffusion-v1/lora"},
             "for Stable Diffusion 1.x",
         ),
-        ({"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": [4, 4]}, {}, "Flux"),
-        ({"transformer.single_transformer_blocks.0.attn.to_k.lora_A.weight": [4, 4]}, {}, "Flux"),
+        (
+            {"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": [4, 4]},
+            {},
+            "Flux",
+        ),
+        (
+            {"transformer.single_transformer_blocks.0.attn.to_k.lora_A.weight": [4, 4]},
+            {},
+            "Flux",
+        ),
     ],
 )
 def test_loras_are_told_apart_by_their_architecture(
@@ -245,7 +338,10 @@ def test_loras_are_told_apart_by_their_architecture(
 def test_what_the_author_says_counts_where_the_names_tell_nothing() -> None:
     kind = contents.identify(header({"x": [1]}, modelspec__architecture="pixart-sigma"))
     assert "'pixart-sigma'" in kind.name
-    assert contents.identify(header(SD1, modelspec__architecture="flux-1-dev")) is contents.SD1
+    assert (
+        contents.identify(header(SD1, modelspec__architecture="flux-1-dev"))
+        is contents.SD1
+    )
 
 
 @pytest.mark.parametrize(
@@ -279,7 +375,10 @@ def test_no_header_raises(shapes: Shapes, metadata: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     "entries",
     [
-        {f"{number}": {"shape": [], "data_offsets": [0, 0]} for number in range(50_001)},
+        {
+            f"{number}": {"shape": [], "data_offsets": [0, 0]}
+            for number in range(50_001)
+        },
         {"a": {"shape": [1] * 9, "data_offsets": [0, 0]}},
         {"a": {"shape": [-1], "data_offsets": [0, 0]}},
         {"a": {"shape": [2**63], "data_offsets": [0, 0]}},
@@ -288,12 +387,23 @@ def test_no_header_raises(shapes: Shapes, metadata: dict[str, str]) -> None:
         {"a": {"shape": [1], "data_offsets": [4, 0]}},
         {"__metadata__": ["a list"]},
     ],
-    ids=["tensors", "dimensions", "negative", "huge", "boolean", "fraction", "backwards", "list"],
+    ids=[
+        "tensors",
+        "dimensions",
+        "negative",
+        "huge",
+        "boolean",
+        "fraction",
+        "backwards",
+        "list",
+    ],
 )
 def test_a_header_beyond_the_bounds_is_refused(entries: dict[str, object]) -> None:
     content = json.dumps(entries).encode()
     with pytest.raises(safetensors.MalformedError):
-        safetensors.read_header(io.BytesIO(len(content).to_bytes(8, "little") + content))
+        safetensors.read_header(
+            io.BytesIO(len(content).to_bytes(8, "little") + content)
+        )
 
 
 def test_a_header_that_claims_gigabytes_is_not_read() -> None:

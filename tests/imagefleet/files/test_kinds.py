@@ -20,7 +20,10 @@ FILES = {
     ),
     "upscaler": (shaped(**{"model.0.weight": [64, 3, 3, 3]}), "an upscaler"),
     "vae": (shaped(**{"decoder.conv_in.weight": [512, 4, 3, 3]}), "a VAE"),
-    "text": (file_of("states", format=TEXT_STATES_FORMAT, encoder="t5-v1_1-xxl"), "t5-v1_1-xxl"),
+    "text": (
+        file_of("states", format=TEXT_STATES_FORMAT, encoder="t5-v1_1-xxl"),
+        "t5-v1_1-xxl",
+    ),
 }
 
 
@@ -28,18 +31,26 @@ def header(data: bytes) -> safetensors.Header:
     return safetensors.read_header(io.BytesIO(data))
 
 
-def test_no_two_kinds_share_a_folder_and_every_kind_with_a_header_is_tried_here() -> None:
+def test_no_two_kinds_share_a_folder_and_every_kind_with_a_header_is_tried_here() -> (
+    None
+):
     assert len({kind.folder for kind in KINDS.values()}) == len(KINDS)
-    assert FILES.keys() == {name for name, kind in KINDS.items() if ".safetensors" in kind.suffixes}
+    assert FILES.keys() == {
+        name for name, kind in KINDS.items() if ".safetensors" in kind.suffixes
+    }
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_is_described_as_its_own_kind_and_refused_as_any_other(name: str) -> None:
+def test_a_file_is_described_as_its_own_kind_and_refused_as_any_other(
+    name: str,
+) -> None:
     data, description = FILES[name]
     found = header(data)
     assert kinds.check(KINDS[name], "a.safetensors", found) == description
     for other in KINDS.keys() - {name}:
-        with pytest.raises(errors.SetupError, match=rf"`imagefleet files add {name}` stores it"):
+        with pytest.raises(
+            errors.SetupError, match=rf"`imagefleet files add {name}` stores it"
+        ):
             kinds.check(KINDS[other], "a.safetensors", found)
 
 
@@ -52,7 +63,9 @@ def test_a_network_of_no_known_architecture_may_be_an_upscaler_alone() -> None:
 
 
 def test_names_are_listed_without_their_suffix_but_of_models_and_kernels() -> None:
-    names = {name: kind.listed_name(f"a.b{kind.suffixes[0]}") for name, kind in KINDS.items()}
+    names = {
+        name: kind.listed_name(f"a.b{kind.suffixes[0]}") for name, kind in KINDS.items()
+    }
     assert names.pop("model") == "a.b.safetensors"
     assert names.pop("kernels") == "a.b.tar.xz"
     assert set(names.values()) == {"a.b"}

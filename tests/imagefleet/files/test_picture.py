@@ -27,13 +27,19 @@ def file_of(body: str, form: str = "png", parameters: str = "a cat") -> bytes:
 def test_a_job_is_found_in_its_image_as_it_was_sent(form: str) -> None:
     signed = {"prompt": "ein Hündchen 🐶", "id": "a", "metadata": {"by": "me"}}
 
-    found = picture.message_in(file_of(json.dumps({**signed, "deliveries": {"known": 3}}), form))
+    found = picture.message_in(
+        file_of(json.dumps({**signed, "deliveries": {"known": 3}}), form)
+    )
 
     assert found is not None
-    assert json.loads(found) == signed | {"digest": read_job(json.dumps(signed), "m").digest}
+    assert json.loads(found) == signed | {
+        "digest": read_job(json.dumps(signed), "m").digest
+    }
 
 
-def test_a_job_without_an_id_has_that_of_its_message_so_that_it_keeps_its_name_and_seed() -> None:
+def test_a_job_without_an_id_has_that_of_its_message_so_that_it_keeps_its_name_and_seed() -> (
+    None
+):
     body = base64.b64encode(b'{"prompt": "a cat"}').decode()
     found = picture.message_in(file_of(body))
 

@@ -20,7 +20,9 @@ def text(*stages: dict[str, Any], **fields: Any) -> str:
 
 
 def at(body: str, number: int, **place: Any) -> Job:
-    return read_job(json.dumps(json.loads(body) | {"stage": {"number": number, **place}}), "m")
+    return read_job(
+        json.dumps(json.loads(body) | {"stage": {"number": number, **place}}), "m"
+    )
 
 
 def refused(body: str) -> str:
@@ -45,8 +47,18 @@ def test_a_stage_takes_over_what_it_does_not_give() -> None:
     )
     first, second, third = read_job(body, "m"), at(body, 2), at(body, 3)
     assert (first.model, first.steps, first.stage, first.stages) == ("first", 12, 1, 3)
-    assert (second.model, second.steps, second.stage, second.stages) == ("second", 30, 2, 3)
-    assert (third.model, third.steps, third.prompt, third.seed) == ("second", 30, "a palace", 7)
+    assert (second.model, second.steps, second.stage, second.stages) == (
+        "second",
+        30,
+        2,
+        3,
+    )
+    assert (third.model, third.steps, third.prompt, third.seed) == (
+        "second",
+        30,
+        "a palace",
+        7,
+    )
     assert first.seed == second.seed
     for each in (second, third):
         assert (each.id, each.campaign) == ("0001", "spring")
@@ -61,21 +73,35 @@ def test_fields_of_one_image_are_a_stages_own() -> None:
     second_pass = {"enable_hr": True, "hr_scale": 2, "width": 512, "height": 512}
     body = text({"denoising_strength": 0.3}, {}, denoising_strength=0.6, **second_pass)
     first, second, third = read_job(body, "m"), at(body, 2), at(body, 3)
-    assert [each.denoising_strength for each in (first, second, third)] == [0.6, 0.3, 0.75]
+    assert [each.denoising_strength for each in (first, second, third)] == [
+        0.6,
+        0.3,
+        0.75,
+    ]
     assert [each.enable_hr for each in (first, second, third)] == [True, False, False]
     assert first.init_images == ()
     assert second.init_images == ("images/default/0001.png",)
     assert third.init_images == ("images/default/0001~s2.png",)
 
 
-def test_a_stage_with_another_sampler_does_not_take_over_the_options_of_the_first() -> None:
-    body = text({"sampler_name": "DDIM"}, {}, sampler_name="Euler", scheduler="Karras", s_churn=3)
+def test_a_stage_with_another_sampler_does_not_take_over_the_options_of_the_first() -> (
+    None
+):
+    body = text(
+        {"sampler_name": "DDIM"},
+        {},
+        sampler_name="Euler",
+        scheduler="Karras",
+        s_churn=3,
+    )
     assert at(body, 2).sampler == "ddim"
     assert (at(body, 2).scheduler, at(body, 2).s_churn) == (None, 0)
     assert at(body, 3).sampler == "ddim"
 
 
-def test_a_stage_that_asks_for_a_random_seed_gets_one_of_its_own_the_same_each_time() -> None:
+def test_a_stage_that_asks_for_a_random_seed_gets_one_of_its_own_the_same_each_time() -> (
+    None
+):
     body = text({"seed": -1}, {"seed": -1})
     seeds = [read_job(body, "m").seed, at(body, 2).seed, at(body, 3).seed]
     assert len(set(seeds)) == 3
@@ -99,7 +125,10 @@ def test_the_images_of_all_stages_have_names_that_no_other_job_can_have() -> Non
         ({"campaign": "b"}, "stage 2: campaign is the job's"),
         ({"then": [{}]}, "stage 2: then is the job's"),
         ({"verify": True}, "stage 2: verify is the job's"),
-        ({"init_images": ["x.png"]}, "stage 2: init_images is the image of the stage before"),
+        (
+            {"init_images": ["x.png"]},
+            "stage 2: init_images is the image of the stage before",
+        ),
         ({"n_iter": 2}, "stage 2: n_iter should be 1"),
         ({"stepz": 3}, "stage 2: stepz: unknown key"),
         ({"steps": 3000}, "stage 2: steps"),
@@ -107,7 +136,9 @@ def test_the_images_of_all_stages_have_names_that_no_other_job_can_have() -> Non
         ({"prompt": "a <x:y>"}, "stage 2: prompt"),
     ],
 )
-def test_a_wrong_stage_is_refused_by_its_number(stage: dict[str, Any], reason: str) -> None:
+def test_a_wrong_stage_is_refused_by_its_number(
+    stage: dict[str, Any], reason: str
+) -> None:
     assert reason in refused(text(stage))
 
 
@@ -124,7 +155,9 @@ def test_a_chain_has_at_most_nine_stages() -> None:
     assert "then" in refused(text(*[{}] * 9))
 
 
-@pytest.mark.parametrize("place", [1, {"number": 1}, {"number": 4}, {"number": "x"}, {}, None])
+@pytest.mark.parametrize(
+    "place", [1, {"number": 1}, {"number": 4}, {"number": "x"}, {}, None]
+)
 def test_a_message_for_a_stage_that_the_job_lacks_is_refused(place: object) -> None:
     body = json.loads(text({}, {}))
     if place is None:
@@ -145,10 +178,14 @@ def test_a_stage_written_again_is_the_same_stage_of_the_same_job() -> None:
         assert again.source("another") == "another"
 
 
-def test_a_worker_sends_the_next_stage_of_a_signed_job_without_the_key(tmp_path: Path) -> None:
+def test_a_worker_sends_the_next_stage_of_a_signed_job_without_the_key(
+    tmp_path: Path,
+) -> None:
     key = SigningKey.create(tmp_path / "key.pem")
     trusted, signer = signers.trusted(key), signers.signer(key)
-    body = Job(prompt="a house", id="a", then=({"steps": 5}, {"steps": 6})).to_message(signer)
+    body = Job(prompt="a house", id="a", then=({"steps": 5}, {"steps": 6})).to_message(
+        signer
+    )
     for number in (2, 3):
         fields = json.loads(body) | {"stage": {"number": number, "message": "m"}}
         assert read_job(json.dumps(fields), "m", trusted).steps == 3 + number
@@ -157,7 +194,10 @@ def test_a_worker_sends_the_next_stage_of_a_signed_job_without_the_key(tmp_path:
             read_job(json.dumps(fields), "m", trusted)
     stage = at(body, 2)
     assert is_signed(stage.to_message(signer))
-    assert read_job(stage.to_message(signer), "m", trusted).model_dump() == stage.model_dump()
+    assert (
+        read_job(stage.to_message(signer), "m", trusted).model_dump()
+        == stage.model_dump()
+    )
 
 
 def test_the_first_message_leaves_room_for_those_of_later_stages() -> None:
@@ -174,11 +214,15 @@ def test_the_first_message_leaves_room_for_those_of_later_stages() -> None:
     sizes.checked_messages([fits])
     assert sizes.message_bytes(fits) > sizes.MAX_MESSAGE_BYTES - 1200
     job = read_job(fits, "m" * 36)
-    fields = json.loads(job.to_message()) | {chain.STAGE_FIELD: job.next_stage_field("m" * 36)}
+    fields = json.loads(job.to_message()) | {
+        chain.STAGE_FIELD: job.next_stage_field("m" * 36)
+    }
     assert sizes.fits(json.dumps(fields, ensure_ascii=False, separators=(",", ":")))
 
 
-def test_a_message_that_grows_when_it_is_sent_on_is_refused_before_anything_is_drawn() -> None:
+def test_a_message_that_grows_when_it_is_sent_on_is_refused_before_anything_is_drawn() -> (
+    None
+):
     large = text({}, prompt="<" * 20_000)
     encoded = base64.b64encode(large.encode()).decode()
     assert sizes.checked_messages([encoded]) == [encoded]
@@ -191,10 +235,18 @@ def test_a_message_that_grows_when_it_is_sent_on_is_refused_before_anything_is_d
 def test_a_message_goes_to_the_queue_of_its_stages_model() -> None:
     body = text({"model": "b"}, {}, {"model": None}, model="a")
     fields = json.loads(body)
-    found = [model_of(json.dumps(fields | {"stage": {"number": each}})) for each in range(1, 5)]
+    found = [
+        model_of(json.dumps(fields | {"stage": {"number": each}}))
+        for each in range(1, 5)
+    ]
     assert found == ["a", "b", "b", None]
     assert model_of(body) == "a"
     assert models_of(body) == {"a", "b"}
-    for damaged in ({"stage": 3}, {"stage": {"number": "x"}}, {"then": 3}, {"then": [3]}):
+    for damaged in (
+        {"stage": 3},
+        {"stage": {"number": "x"}},
+        {"then": 3},
+        {"then": [3]},
+    ):
         model_of(json.dumps({**fields, **damaged}))
         models_of(json.dumps({**fields, **damaged}))

@@ -14,9 +14,20 @@ _THERE = ftfy.TextFixerConfig(fix_encoding=False, fix_c1_controls=False, explain
 _SIGNS = [
     *"abcz 019,.:()<&;#\n\t'\"é\u0301東ア",
     *map(chr, (*range(0x2018, 0x2020), 0x2BC, 0x3000, *range(0xFF01, 0xFFF0))),
-    *map(chr, (*range(0x132, 0x134), 0x149, *range(0x1C4, 0x1CD), *range(0x1F1, 0x1F4))),
+    *map(
+        chr, (*range(0x132, 0x134), 0x149, *range(0x1C4, 0x1CD), *range(0x1F1, 0x1F4))
+    ),
     *map(chr, (*range(0xFB00, 0xFB07), 0xFEFF, 0x206A, 0xFFFC, 0x7F, 1, 8, 0x0B, 0x1F)),
-    *("&amp;", "&lt;", "&quot;", "&#39;", "&#x2019;", "&eacute;", "&notin;", "&nothing;"),
+    *(
+        "&amp;",
+        "&lt;",
+        "&quot;",
+        "&#39;",
+        "&#x2019;",
+        "&eacute;",
+        "&notin;",
+        "&nothing;",
+    ),
 ]
 
 
@@ -52,7 +63,9 @@ def test_signs_that_only_look_different_are_the_same_words_as_in_automatic1111(
 @example(["&amp;", "\n", "<", "&amp;"])
 @example(["\uff06", "a", "m", "p", "\uff1b"])
 @given(st.lists(st.sampled_from(_SIGNS), max_size=12))
-def test_prompts_are_cleaned_as_automatic1111s_tokenizers_clean_them(signs: list[str]) -> None:
+def test_prompts_are_cleaned_as_automatic1111s_tokenizers_clean_them(
+    signs: list[str],
+) -> None:
     prompt = "".join(signs)
     assert words(clip.cleaned(prompt)) == words(ftfy.fix_text(prompt, _THERE))
 

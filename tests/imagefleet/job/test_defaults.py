@@ -18,7 +18,12 @@ def read(**fields: Any) -> Job:
 
 def test_what_is_left_out_is_as_the_api_has_it_and_so_is_the_digest() -> None:
     # StableDiffusionTxt2ImgProcessingAPI of 1.10 and `randn_source` as installed.
-    there = {"sampler_name": "Euler", "scheduler": "Automatic", "steps": 50, "width": 512}
+    there = {
+        "sampler_name": "Euler",
+        "scheduler": "Automatic",
+        "steps": 50,
+        "width": 512,
+    }
     there |= {"height": 512, "randn_source": "GPU", "sd_vae_decode_method": "Full"}
     job = read(defaults=A1111)
     assert job.digest == read(**there).digest != read().digest
@@ -48,7 +53,9 @@ def test_what_a_payload_gives_in_any_of_its_ways_stays() -> None:
         ("DDIM", "ddim"),
     ],
 )
-def test_a_samplers_name_alone_has_the_schedule_of_1_10(name: str, sampler: str) -> None:
+def test_a_samplers_name_alone_has_the_schedule_of_1_10(
+    name: str, sampler: str
+) -> None:
     assert read(defaults=A1111, sampler_name=name).sampler == sampler
 
 
@@ -68,5 +75,7 @@ def test_a_job_that_only_enlarges_has_none_of_a_drawing() -> None:
 
 def test_unknown_ones_are_refused() -> None:
     for defaults in ("a1111-1.9", [], 1):
-        with pytest.raises(errors.InvalidMessageError, match=r"defaults: should be 'a1111-1\.10'"):
+        with pytest.raises(
+            errors.InvalidMessageError, match=r"defaults: should be 'a1111-1\.10'"
+        ):
             read(defaults=defaults)

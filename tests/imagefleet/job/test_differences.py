@@ -25,18 +25,26 @@ def test_the_code_warns_of_each_and_the_page_lists_it() -> None:
     warned = {
         name
         for source in sources
-        for name in re.findall(r'differences\.warn\("(\w+)"\)', source.read_text(encoding="utf-8"))
+        for name in re.findall(
+            r'differences\.warn\("(\w+)"\)', source.read_text(encoding="utf-8")
+        )
     }
     assert warned == differences.KNOWN.keys()
     page = (ROOT / "docs" / "a1111.md").read_text(encoding="utf-8")
-    assert all(f"- {text[0].upper()}{text[1:]}.\n" in page for text in differences.KNOWN.values())
+    assert all(
+        f"- {text[0].upper()}{text[1:]}.\n" in page
+        for text in differences.KNOWN.values()
+    )
 
 
 def test_a_worker_says_once_what_may_differ(caplog: pytest.LogCaptureFixture) -> None:
     differences.warn("control_size")
     differences.warn("control_size")
     (record,) = caplog.records
-    assert "an image may differ from AUTOMATIC1111's: a ControlNet's image" in record.getMessage()
+    assert (
+        "an image may differ from AUTOMATIC1111's: a ControlNet's image"
+        in record.getMessage()
+    )
 
 
 def test_a_controlnets_map_of_another_size(caplog: pytest.LogCaptureFixture) -> None:
@@ -59,7 +67,9 @@ def test_the_noise_of_large_pictures_on_small_gpus(
     fields: dict[str, object], told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = read_job(json.dumps({"prompt": "a", **fields}), "one")
-    requests_of(job, (512 if job.width is None else job.width, job.height or 512), (), ())
+    requests_of(
+        job, (512 if job.width is None else job.width, job.height or 512), (), ()
+    )
     assert len(caplog.records) == told
 
 

@@ -40,12 +40,15 @@ def test_no_guidance_has_one_digest_however_it_is_spelled() -> None:
         assert read(cfg_scale=scale).digest == read(cfg_scale=1).digest
     assert read(cfg_scale=0).cfg_scale == 1
     assert read(cfg_scale=1.5).digest != read(cfg_scale=1).digest
-    with pytest.raises(errors.InvalidMessageError, match=r"cfg_scale: .*greater than or equal"):
+    with pytest.raises(
+        errors.InvalidMessageError, match=r"cfg_scale: .*greater than or equal"
+    ):
         read(cfg_scale=0.5)
 
 
 @pytest.mark.parametrize(
-    "change", [{"prompt": "a cat"}, {"steps": 13}, {"seed": 5}, {"id": "b"}, {"then": []}]
+    "change",
+    [{"prompt": "a cat"}, {"steps": 13}, {"seed": 5}, {"id": "b"}, {"then": []}],
 )
 def test_what_changes_the_pictures_changes_the_digest(change: dict[str, Any]) -> None:
     assert read(**change).digest != read().digest
@@ -66,4 +69,6 @@ def test_a_copy_has_a_digest_and_fields_of_its_own() -> None:
 def test_every_field_that_differs_from_its_default_is_in_the_digest(stage: int) -> None:
     for job in (Job(**FIELDS), Job(**FIELDS).identified("b", "spring"), read()):
         drawn = job.at_stage(stage)
-        assert drawn.given_fields == drawn.model_dump(mode="json", exclude_defaults=True)
+        assert drawn.given_fields == drawn.model_dump(
+            mode="json", exclude_defaults=True
+        )

@@ -14,7 +14,22 @@ from imagefleet import errors
 from imagefleet.job import editing
 
 NUMBER = re.compile(r"\s*([-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?)\s*(?=])", re.ASCII)
-NUMBERS = ["0.5", "5", ".25", "1.5", "3", "0", "-1", "+2", "12", "1.", "1.75", "1e1", "0.0", "99"]
+NUMBERS = [
+    "0.5",
+    "5",
+    ".25",
+    "1.5",
+    "3",
+    "0",
+    "-1",
+    "+2",
+    "12",
+    "1.",
+    "1.75",
+    "1e1",
+    "0.0",
+    "99",
+]
 WORDS = re.compile(r"(?:[^\\()\[\]:|]|\\.)+")
 
 
@@ -29,7 +44,9 @@ class Reading:
         while at < len(text):
             item, at = self.item(at) or (text[at], at + 1)
             self.tree.append(item)
-        if not {"|", "\\"}.isdisjoint(item for item in self.tree if isinstance(item, str)):
+        if not {"|", "\\"}.isdisjoint(
+            item for item in self.tree if isinstance(item, str)
+        ):
             self.tree = [text]
 
     def item(self, at: int) -> tuple[object, int] | None:
@@ -68,11 +85,19 @@ class Reading:
 
     def edit(self, first: list[object], end: int) -> tuple[object, int] | None:
         options = [[], first]
-        number = NUMBER.match(self.text, end + 1) if self.text[end : end + 1] == ":" else None
+        number = (
+            NUMBER.match(self.text, end + 1)
+            if self.text[end : end + 1] == ":"
+            else None
+        )
         if not number and self.text[end : end + 1] == ":":
             second, end = self.prompt(end + 1)
             options = [first, second]
-            number = NUMBER.match(self.text, end + 1) if self.text[end : end + 1] == ":" else None
+            number = (
+                NUMBER.match(self.text, end + 1)
+                if self.text[end : end + 1] == ":"
+                else None
+            )
         return ((number[1], options), number.end() + 1) if number else None
 
     def schedule(self, base: int, hires: int | None) -> list[tuple[int, str]]:
@@ -80,7 +105,9 @@ class Reading:
         changes = {steps}
 
         def switch(number: str) -> int:
-            of_pass = float(number) - (0 if hires is None else (1 if "." in number else base))
+            of_pass = float(number) - (
+                0 if hires is None else (1 if "." in number else base)
+            )
             return min(steps, int(of_pass * steps if "." in number else of_pass))
 
         def visit(node: object) -> None:
@@ -97,7 +124,11 @@ class Reading:
                 return node
             if isinstance(node, tuple):
                 kind, options = node
-                at = (step - 1) % len(options) if kind == "|" else int(step > switch(kind))
+                at = (
+                    (step - 1) % len(options)
+                    if kind == "|"
+                    else int(step > switch(kind))
+                )
                 return write(options[at], step)
             assert isinstance(node, list)
             return "".join(write(child, step) for child in node)
@@ -132,14 +163,32 @@ class Author:
         if kind == 7:
             return chosen.choice(["({})", "[{}]"]).format(self.prompt(inside))
         return chosen.choice(
-            ["a", "red fox", " ", "x, y", r"\[", r"\(", r"\:", r"\|", " c", "5", ".5", "é", "BREAK"]
+            [
+                "a",
+                "red fox",
+                " ",
+                "x, y",
+                r"\[",
+                r"\(",
+                r"\:",
+                r"\|",
+                " c",
+                "5",
+                ".5",
+                "é",
+                "BREAK",
+            ]
         )
 
     def damaged(self, text: str) -> str:
         for _ in range(self.random.choice([0, 0, 0, 1, 2])):
             at = self.random.randint(0, len(text))
             taken = self.random.randint(0, 1)
-            text = text[:at] + self.random.choice(["", *"[]():|\\ 5."]) + text[at + taken :]
+            text = (
+                text[:at]
+                + self.random.choice(["", *"[]():|\\ 5."])
+                + text[at + taken :]
+            )
         return text
 
 
@@ -148,7 +197,10 @@ def test_no_prompt_is_read_otherwise_than_by_the_grammar(seed: int) -> None:
     author, edited = Author(seed), 0
     for _ in range(5_000):
         text = author.damaged(author.prompt(author.random.randint(1, 3)))
-        base, hires = author.random.choice([1, 5, 12]), author.random.choice([None, None, 1, 4, 10])
+        base, hires = (
+            author.random.choice([1, 5, 12]),
+            author.random.choice([None, None, 1, 4, 10]),
+        )
         expected = Reading(text).schedule(base, hires)
         steps, first_steps = (base, 0) if hires is None else (hires, base)
         assert editing.schedule(text, steps, first_steps) == expected, text
@@ -196,7 +248,8 @@ def test_alternation_has_an_entry_for_each_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("when", "last"), [("0.5", 0), ("5", 0), ("1.5", 3), ("22", 2), ("1.0", 0), ("3.0", 6)]
+    ("when", "last"),
+    [("0.5", 0), ("5", 0), ("1.5", 3), ("22", 2), ("1.0", 0), ("3.0", 6)],
 )
 def test_a_second_pass_has_shares_from_1_and_steps_after_those_of_the_first(
     when: str, last: int
@@ -214,7 +267,9 @@ def test_too_many_texts_are_refused_and_not_written_down_first() -> None:
     with pytest.raises(errors.JobError, match="more than 64 different texts"):
         editing.schedule(primes, 70, 0)
     with pytest.raises(errors.JobError, match="more than 64 different texts"):
-        editing.schedule(primes + "[a|b]" * 10_000, 150, 0)  # of minutes, if all were written
+        editing.schedule(
+            primes + "[a|b]" * 10_000, 150, 0
+        )  # of minutes, if all were written
 
 
 def test_editing_in_itself_has_a_limit() -> None:

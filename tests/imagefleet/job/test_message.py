@@ -15,14 +15,17 @@ from imagefleet.job.samplers import MAX_IMAGES_PER_JOB, Noise
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4)
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=12), inner, max_size=4)
     ),
     max_leaves=12,
 )
 
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", fullmatch=True)
 
-words = st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="\0<>"))
+words = st.text(
+    alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="\0<>")
+)
 
 jobs = st.builds(
     Job,
@@ -50,7 +53,10 @@ jobs = st.builds(
     id=names,
     campaign=st.none() | names,
     output=st.fixed_dictionaries(
-        {"format": st.sampled_from(["png", "jpeg", "webp"]), "quality": st.integers(1, 100)}
+        {
+            "format": st.sampled_from(["png", "jpeg", "webp"]),
+            "quality": st.integers(1, 100),
+        }
     ),
     metadata=st.dictionaries(words, st.integers() | words | st.booleans(), max_size=3),
 )
@@ -86,7 +92,11 @@ def test_any_values_of_known_fields_raise_only_invalid_message(
     assert refusal(json.dumps({"prompt": "", **fields})) != ""
 
 
-@given(st.dictionaries(st.sampled_from(sorted(settings_table.FIELDS)), json_values, min_size=1))
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted(settings_table.FIELDS)), json_values, min_size=1
+    )
+)
 def test_any_values_of_foreign_fields_raise_only_invalid_message(
     fields: dict[str, object],
 ) -> None:
@@ -143,7 +153,9 @@ def test_a_job_keeps_its_parsed_prompts() -> None:
     job = read(prompt="a (red:1.2) cat <lora:x:0.5>", negative_prompt="(blurry)")
 
     assert job.parsed_prompt == prompt.read_prompt(job.prompt)
-    assert job.parsed_negative_prompt == prompt.read_negative_prompt(job.negative_prompt)
+    assert job.parsed_negative_prompt == prompt.read_negative_prompt(
+        job.negative_prompt
+    )
 
 
 def test_the_reference_message_is_a_job() -> None:
@@ -155,7 +167,12 @@ def test_the_reference_message_is_a_job() -> None:
         cfg_scale=7,
     )
 
-    assert (job.sampler, job.steps, job.cfg_scale, job.images) == ("euler_ancestral", 15, 7, 1)
+    assert (job.sampler, job.steps, job.cfg_scale, job.images) == (
+        "euler_ancestral",
+        15,
+        7,
+        1,
+    )
 
 
 def test_a_job_without_an_id_takes_its_messages_and_always_the_same_seed() -> None:
@@ -235,9 +252,12 @@ def test_a_misspelt_field_is_refused_with_a_suggestion() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("firstphase_width", 64), ("script_name", "x/y/z"), ("styles", ["x"])]
+    ("field", "value"),
+    [("firstphase_width", 64), ("script_name", "x/y/z"), ("styles", ["x"])],
 )
-def test_a_field_that_would_change_the_image_is_refused_by_name(field: str, value: object) -> None:
+def test_a_field_that_would_change_the_image_is_refused_by_name(
+    field: str, value: object
+) -> None:
     with pytest.raises(errors.InvalidMessageError, match=field):
         read(**{field: value})
 
@@ -246,7 +266,9 @@ def test_fields_that_do_not_change_the_image_are_accepted() -> None:
     rows = settings_table.FIELDS.items()
     neutral = {name: row.neutral[-1] for name, row in rows if row.neutral}
 
-    assert read(**neutral, save_images=True, hr_scale=2, denoising_strength=0.3) == read()
+    assert (
+        read(**neutral, save_images=True, hr_scale=2, denoising_strength=0.3) == read()
+    )
     nothing = dict.fromkeys([*neutral, "eta", "s_churn", "s_tmax", "subseed"])
     assert read(**nothing) == read()
 
@@ -280,7 +302,10 @@ def test_override_settings_that_agree_with_the_fields_are_accepted() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value", "setting"),
-    [("model", "b", "sd_model_checkpoint"), ("clip_skip", 1, "CLIP_stop_at_last_layers")],
+    [
+        ("model", "b", "sd_model_checkpoint"),
+        ("clip_skip", 1, "CLIP_stop_at_last_layers"),
+    ],
 )
 def test_an_override_that_contradicts_a_field_is_refused_naming_both(
     field: str, value: object, setting: str
@@ -296,7 +321,12 @@ def test_an_override_that_contradicts_a_field_is_refused_naming_both(
 def test_override_settings_that_do_not_change_the_image_are_accepted() -> None:
     rows = settings_table.SETTINGS.items()
     neutral = {name: row.neutral[-1] for name, row in rows if row.neutral}
-    saving = {"samples_save": True, "save_txt": True, "return_grid": False, "outdir_grids": "x"}
+    saving = {
+        "samples_save": True,
+        "save_txt": True,
+        "return_grid": False,
+        "outdir_grids": "x",
+    }
 
     assert read(override_settings=neutral | saving) == read()
     assert read(override_settings={"sd_model_checkpoint": None}) == read()
@@ -358,24 +388,32 @@ def test_a_seed_is_resized_only_from_a_whole_size() -> None:
 
 @pytest.mark.parametrize("source", ["GPU", "NV"])
 def test_seeds_that_would_wrap_are_refused_where_they_differ(source: str) -> None:
-    with pytest.raises(errors.InvalidMessageError, match="seed: the seeds of 2 images from 42949"):
+    with pytest.raises(
+        errors.InvalidMessageError, match="seed: the seeds of 2 images from 42949"
+    ):
         read(seed=2**32 - 1, batch_size=2, randn_source=source)
     assert read(seed=2**32 - 1, randn_source=source).image_seed(0) == 2**32 - 1
 
 
 @pytest.mark.parametrize("name", ["DDIM", "PLMS"])
 def test_one_step_that_draws_only_noise_is_refused(name: str) -> None:
-    with pytest.raises(errors.InvalidMessageError, match=rf"steps is 1: {name} takes 2 at least"):
+    with pytest.raises(
+        errors.InvalidMessageError, match=rf"steps is 1: {name} takes 2 at least"
+    ):
         read(sampler_name=name, steps=1)
 
 
 def test_the_prompts_own_weight_multiplies_the_guidance() -> None:
-    assert read(prompt="a cat:3", cfg_scale=8, negative_prompt="a dog:5").parsed_prompt.weights == (
-        3,
-    )
-    with pytest.raises(errors.InvalidMessageError, match=r"cfg_scale: 8 times .* is 4, is more"):
+    assert read(
+        prompt="a cat:3", cfg_scale=8, negative_prompt="a dog:5"
+    ).parsed_prompt.weights == (3,)
+    with pytest.raises(
+        errors.InvalidMessageError, match=r"cfg_scale: 8 times .* is 4, is more"
+    ):
         read(prompt="a cat:4", cfg_scale=8)
-    with pytest.raises(errors.InvalidMessageError, match=r"cfg_scale: 8 times .* is -4, is more"):
+    with pytest.raises(
+        errors.InvalidMessageError, match=r"cfg_scale: 8 times .* is -4, is more"
+    ):
         read(prompt="a cat AND a dog:-4", cfg_scale=8)
 
 
@@ -386,7 +424,10 @@ def test_prompts_are_edited_by_the_steps_of_the_job() -> None:
         job = read(**words, sampler_name=sampler)
         prompts = job.parsed_prompt, job.parsed_negative_prompt
         assert [one.subprompts[0].states[0].until for one in prompts] == [last, 5]
-        assert job.model_copy(update={"steps": 4}).parsed_prompt.states[0].until == last // 2
+        assert (
+            job.model_copy(update={"steps": 4}).parsed_prompt.states[0].until
+            == last // 2
+        )
 
 
 def test_comments_are_not_part_of_the_prompts() -> None:
@@ -403,23 +444,37 @@ def test_comments_are_not_part_of_the_prompts() -> None:
 
 @pytest.mark.parametrize("usual", ["Automatic", "None", "", None])
 def test_a_vae_is_named_by_its_file_as_the_setting_is(usual: object) -> None:
-    for title in ("sharp", "sharp.safetensors", "folder/sharp.safetensors [0123456789]"):
+    for title in (
+        "sharp",
+        "sharp.safetensors",
+        "folder/sharp.safetensors [0123456789]",
+    ):
         assert read(sd_vae=title) == read(override_settings={"sd_vae": title})
         assert read(sd_vae=title).sd_vae == "sharp"
-    assert read(sd_vae=usual).sd_vae is read(override_settings={"sd_vae": usual}).sd_vae is None
+    assert (
+        read(sd_vae=usual).sd_vae
+        is read(override_settings={"sd_vae": usual}).sd_vae
+        is None
+    )
     assert read(sd_vae=usual).digest == read().digest
-    with pytest.raises(errors.InvalidMessageError, match="sd_vae: should be the name of a file"):
+    with pytest.raises(
+        errors.InvalidMessageError, match="sd_vae: should be the name of a file"
+    ):
         read(sd_vae="a/..")
 
 
 @pytest.mark.parametrize("setting", ["sd_unet", "sd_lora", "clip_skip_everything"])
 def test_an_override_that_changes_the_image_is_refused_by_name(setting: str) -> None:
-    with pytest.raises(errors.InvalidMessageError, match=rf"override_settings\.{setting} is not"):
+    with pytest.raises(
+        errors.InvalidMessageError, match=rf"override_settings\.{setting} is not"
+    ):
         read(override_settings={setting: 31337})
 
 
 def test_a_misspelt_override_is_refused_with_a_suggestion() -> None:
-    with pytest.raises(errors.InvalidMessageError, match="did you mean 'sd_model_checkpoint'"):
+    with pytest.raises(
+        errors.InvalidMessageError, match="did you mean 'sd_model_checkpoint'"
+    ):
         read(override_settings={"sd_model_chekpoint": "a"})
 
 
@@ -441,7 +496,10 @@ def test_any_override_settings_raise_only_invalid_message(settings: object) -> N
         ("null", "the message is JSON, but no object"),
         ("[1]", "the message is JSON, but no object"),
         ("7", "the message is JSON, but no object"),
-        ('{"prompt": "a", "output": "png"}', "output: should be an object of names and values"),
+        (
+            '{"prompt": "a", "output": "png"}',
+            "output: should be an object of names and values",
+        ),
         ('{"prompt": "a", "then": {"steps": 2}}', "then: should be a list"),
     ],
 )
@@ -451,11 +509,15 @@ def test_a_refusal_uses_the_words_of_json(body: str, expected: str) -> None:
 
 @pytest.mark.parametrize("field", ["id", "campaign", "model"])
 def test_an_unsafe_name_is_refused_with_what_is_allowed(field: str) -> None:
-    with pytest.raises(errors.InvalidMessageError, match=rf"{field}: use 1 to 128 letters, digits"):
+    with pytest.raises(
+        errors.InvalidMessageError, match=rf"{field}: use 1 to 128 letters, digits"
+    ):
         read(**{field: "../etc"})
 
 
-@pytest.mark.parametrize("body", ["", "   ", "null", "[1]", '"text"', "7", "bm90IGpzb24="])
+@pytest.mark.parametrize(
+    "body", ["", "   ", "null", "[1]", '"text"', "7", "bm90IGpzb24="]
+)
 def test_anything_but_a_json_object_is_refused(body: str) -> None:
     with pytest.raises(errors.InvalidMessageError, match="the message is"):
         read_job(body, "message-1")

@@ -30,7 +30,11 @@ class Image(NamedTuple):
 
 
 def jobs_of(image: Image) -> Job:
-    known: dict[str, Any] = {"prompt": "a house", "id": image.id, "campaign": image.campaign}
+    known: dict[str, Any] = {
+        "prompt": "a house",
+        "id": image.id,
+        "campaign": image.campaign,
+    }
     known["output"] = {"format": image.format}
     if image.stage > 1:
         return Job(**known, then=[{"steps": 5}] * 8).at_stage(image.stage)
@@ -40,7 +44,9 @@ def jobs_of(image: Image) -> Job:
 #: Few letters, lest two names never come close, and what names are made of beside ids.
 _LETTERS = st.text(st.sampled_from("aA01~s-._png"), max_size=6)
 ids = st.builds(
-    lambda first, rest: first + rest.replace("~", "-"), st.sampled_from("aA01s"), _LETTERS
+    lambda first, rest: first + rest.replace("~", "-"),
+    st.sampled_from("aA01s"),
+    _LETTERS,
 )
 formats = st.sampled_from(["png", "jpeg", "webp"])
 images = st.one_of(
@@ -67,7 +73,9 @@ def test_images_of_other_jobs_indices_stages_and_formats_have_other_names(
 
 
 @given(st.lists(images, min_size=2, max_size=6, unique=True))
-def test_files_of_images_have_other_names_where_capitals_do_not_count(some: list[Image]) -> None:
+def test_files_of_images_have_other_names_where_capitals_do_not_count(
+    some: list[Image],
+) -> None:
     names = [files.without_case(name_of(image)).lower() for image in some]
     assert len(set(names)) == len(names), names
 
@@ -75,13 +83,21 @@ def test_files_of_images_have_other_names_where_capitals_do_not_count(some: list
 def record_of(job: Job, index: int, **changes: Any) -> Record:
     known: Mapping[str, Any] = {"outcome": "completed", "at": NOON, "index": index}
     return Record.model_validate(
-        {**of_job(job), **known, "blob": job.blob_name(index), "completes": True, **changes}
+        {
+            **of_job(job),
+            **known,
+            "blob": job.blob_name(index),
+            "completes": True,
+            **changes,
+        }
     )
 
 
 @settings(deadline=None)
 @given(images, images)
-def test_the_console_takes_a_record_for_its_own_jobs_image_alone(one: Image, other: Image) -> None:
+def test_the_console_takes_a_record_for_its_own_jobs_image_alone(
+    one: Image, other: Image
+) -> None:
     job = jobs_of(one)
     if job.verify:
         return

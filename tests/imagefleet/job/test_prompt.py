@@ -10,7 +10,9 @@ from imagefleet.job import prompt
 
 
 def test_the_reference_prompt_is_split_into_words_and_its_lora() -> None:
-    read = prompt.read_prompt("a jump rope, <lora:magic-fantasy-forest-v2:0.35>, ((no humans))")
+    read = prompt.read_prompt(
+        "a jump rope, <lora:magic-fantasy-forest-v2:0.35>, ((no humans))"
+    )
 
     assert read.text == "a jump rope, , ((no humans))"
     assert read.loras == (prompt.LoraTag("magic-fantasy-forest-v2", 0.35, 0.35),)
@@ -31,7 +33,9 @@ def test_the_reference_prompt_is_split_into_words_and_its_lora() -> None:
 def test_weights_are_read_as_automatic1111_reads_them(
     tag: str, text_encoder_weight: float, unet_weight: float
 ) -> None:
-    assert prompt.read_prompt(tag).loras == (prompt.LoraTag("x", text_encoder_weight, unet_weight),)
+    assert prompt.read_prompt(tag).loras == (
+        prompt.LoraTag("x", text_encoder_weight, unet_weight),
+    )
 
 
 def test_loras_keep_their_order() -> None:
@@ -56,13 +60,17 @@ def test_a_name_that_is_not_a_plain_file_name_is_refused(name: str) -> None:
         prompt.read_prompt(f"<lora:{name}:1>")
 
 
-@pytest.mark.parametrize("weight", ["35", "-10.1", "nan", "inf", "-inf", "", "high", "1e9"])
+@pytest.mark.parametrize(
+    "weight", ["35", "-10.1", "nan", "inf", "-inf", "", "high", "1e9"]
+)
 def test_a_lora_weight_out_of_range_is_refused(weight: str) -> None:
     with pytest.raises(errors.JobError, match="between"):
         prompt.read_prompt(f"<lora:x:{weight}>")
 
 
-@pytest.mark.parametrize("tag", ["<lora:x:1:1:1>", "<lora:x:dyn=1>", "<lora:x:te=1:foo=2>"])
+@pytest.mark.parametrize(
+    "tag", ["<lora:x:1:1:1>", "<lora:x:dyn=1>", "<lora:x:te=1:foo=2>"]
+)
 def test_a_malformed_tag_is_refused_with_the_valid_forms(tag: str) -> None:
     with pytest.raises(errors.JobError, match="<lora:name:weight>"):
         prompt.read_prompt(tag)
@@ -141,7 +149,10 @@ def parts(text: str) -> list[list[tuple[str, float]]]:
         (r"a\b", [("ab", 1.0)]),
         ("a\\", [("a", 1.0)]),
         # a colon that is no weight is a letter
-        ("a: b (c:d) (e::1.5)", [("a: b ", 1.0), ("c:d", 1.1), (" ", 1.0), ("e:", 1.5)]),
+        (
+            "a: b (c:d) (e::1.5)",
+            [("a: b ", 1.0), ("c:d", 1.1), (" ", 1.0), ("e:", 1.5)],
+        ),
         ("(a:1.3 b)", [("a:1.3 b", 1.1)]),
         ("(a:1e5)", [("a:1e5", 1.1)]),
         ("(:1.3)", []),
@@ -180,7 +191,10 @@ def test_break_ends_a_section_and_swallows_white_space(
     [
         ("(a:1.2.3)", "'1.2.3' in the prompt is not a number"),
         ("(a:.)", "'.' in the prompt is not a number"),
-        ("a (cat:101)", "gives 'cat' the weight 101; a weight is a number between -100 and 100"),
+        (
+            "a (cat:101)",
+            "gives 'cat' the weight 101; a weight is a number between -100 and 100",
+        ),
         ("((a:50):50)", "gives 'a' the weight 2.5e"),
         ("(a:" + "9" * 400 + ")", "gives 'a' the weight inf"),
     ],
@@ -196,7 +210,9 @@ def test_the_text_around_a_tag_is_kept() -> None:
     assert prompt.read_prompt("a, <lora:x:1>, (b <lora:y:1>)").text == "a, , (b )"
 
 
-def test_the_same_lora_twice_applies_twice_with_its_last_weight_as_in_automatic1111() -> None:
+def test_the_same_lora_twice_applies_twice_with_its_last_weight_as_in_automatic1111() -> (
+    None
+):
     loras = prompt.read_prompt("<lora:x:0.5> <lora:x:0.25>").loras
     assert [lora.unet_weight for lora in loras] == [0.25, 0.25]
 
@@ -282,7 +298,9 @@ def test_no_words_are_lost_or_added(text: str) -> None:
         return
     found = iter("".join(part.text for section in sections for part in section))
     rest = iter(text)
-    assert all(letter in rest for letter in found), "what is read is the text, less its signs"
+    assert all(letter in rest for letter in found), (
+        "what is read is the text, less its signs"
+    )
     for section in sections:
         weights = [part.weight for part in section]
         assert all(abs(weight) <= prompt.EMPHASIS_LIMIT for weight in weights)
@@ -308,10 +326,14 @@ def states(read: prompt.Prompt) -> list[list[tuple[int, str]]]:
 
 def test_words_change_in_both_prompts() -> None:
     for read in (prompt.read_prompt, prompt.read_negative_prompt):
-        assert states(read("a [b:(c:1.3):0.5]", steps=4)) == [[(2, "a b"), (4, "a (c:1.3)")]]
+        assert states(read("a [b:(c:1.3):0.5]", steps=4)) == [
+            [(2, "a b"), (4, "a (c:1.3)")]
+        ]
         last = read("a [b:(c:1.3):0.5]", steps=4).subprompts[0].states[-1]
         assert last.sections == prompt.weighted_parts("a (c:1.3)")
-        assert states(read("[a:b:21]", steps=4, first_steps=20)) == [[(1, "a"), (4, "b")]]
+        assert states(read("[a:b:21]", steps=4, first_steps=20)) == [
+            [(1, "a"), (4, "b")]
+        ]
 
 
 def test_each_call_has_the_words_of_the_first_state_that_lasts_until_it() -> None:
@@ -378,7 +400,10 @@ def test_too_many_prompts_or_texts_are_refused() -> None:
     assert len(prompt.read_prompt(" AND ".join("abcdefgh")).subprompts) == 8
     with pytest.raises(errors.JobError, match="AND joins 9 prompts; at most 8 work"):
         prompt.read_prompt(" AND ".join("abcdefghi"))
-    of_20 = [f"{letter}[1|2|3|4|5|6|7|8|9|10|11|12|13|14|15|16|17|18|19|20]" for letter in "abcd"]
+    of_20 = [
+        f"{letter}[1|2|3|4|5|6|7|8|9|10|11|12|13|14|15|16|17|18|19|20]"
+        for letter in "abcd"
+    ]
     assert len(prompt.read_prompt(" AND ".join(of_20[:3])).states) == 60
     with pytest.raises(errors.JobError, match="more than 64 different texts"):
         prompt.read_prompt(" AND ".join(of_20))
@@ -442,7 +467,9 @@ def test_deeply_nested_brackets_are_read_in_seconds_not_in_hours(pair: str) -> N
     ],
 )
 @pytest.mark.parametrize("end", ["", ":|a]", ">", ")"])
-def test_the_longest_prompt_is_read_at_once_whatever_its_text(unit: str, end: str) -> None:
+def test_the_longest_prompt_is_read_at_once_whatever_its_text(
+    unit: str, end: str
+) -> None:
     """Quadratic time would be minutes."""
     assert seconds_to_read(unit * (2**16 // len(unit)) + end) < 2
 
@@ -458,5 +485,7 @@ def test_the_longest_prompt_is_read_at_once_whatever_its_text(unit: str, end: st
         ("a boat <lora:/:1>", "a boat <lora:/:1>"),  # refused, so not drawn
     ],
 )
-def test_the_words_of_a_prompt_have_neither_weights_nor_escapes(text: str, words: str) -> None:
+def test_the_words_of_a_prompt_have_neither_weights_nor_escapes(
+    text: str, words: str
+) -> None:
     assert prompt.read_words(text)[0] == words

@@ -22,11 +22,31 @@ def test_the_older_sampler_field_is_read() -> None:
 @pytest.mark.parametrize(
     ("field", "name", "said"),
     [
-        ("sampler_name", "Eular a", "did you mean 'Euler a'? (of models of latents: Euler a, "),
-        ("sampler_name", "DPM++ 2M Karas", "did you mean 'DPM++ 2M Karras'? (of models of lat"),
-        ("sampler_name", "smart5", "did you mean 'smart50'? (of models of pixels: Euler a, "),
-        ("sampler_name", "qqqq", "unknown sampler 'qqqq' (of models of latents: Euler a, "),
-        ("scheduler", "Karas", "did you mean 'Karras'?; known: Automatic, Uniform, Karras, "),
+        (
+            "sampler_name",
+            "Eular a",
+            "did you mean 'Euler a'? (of models of latents: Euler a, ",
+        ),
+        (
+            "sampler_name",
+            "DPM++ 2M Karas",
+            "did you mean 'DPM++ 2M Karras'? (of models of lat",
+        ),
+        (
+            "sampler_name",
+            "smart5",
+            "did you mean 'smart50'? (of models of pixels: Euler a, ",
+        ),
+        (
+            "sampler_name",
+            "qqqq",
+            "unknown sampler 'qqqq' (of models of latents: Euler a, ",
+        ),
+        (
+            "scheduler",
+            "Karas",
+            "did you mean 'Karras'?; known: Automatic, Uniform, Karras, ",
+        ),
     ],
 )
 def test_an_unknown_sampler_or_scheduler_gets_a_look_alike_and_the_names_of_its_kind(
@@ -59,7 +79,9 @@ def test_an_unknown_sampler_or_scheduler_gets_a_look_alike_and_the_names_of_its_
         ("Restart", "restart"),
     ],
 )
-def test_samplers_have_the_names_of_a1111_and_k_diffusion(name: str, sampler: str) -> None:
+def test_samplers_have_the_names_of_a1111_and_k_diffusion(
+    name: str, sampler: str
+) -> None:
     assert read(sampler_name=name).sampler == sampler
 
 
@@ -92,7 +114,10 @@ def test_the_scheduler_field_means_what_it_does_in_a1111_1_9(
 @pytest.mark.parametrize(
     "fields",
     [
-        *({"sampler_name": name} for name in ("DDIM", "PLMS", "UniPC", "TCD", "LCM", "DDIM CFG++")),
+        *(
+            {"sampler_name": name}
+            for name in ("DDIM", "PLMS", "UniPC", "TCD", "LCM", "DDIM CFG++")
+        ),
         {"enable_hr": True, "hr_sampler_name": "DDIM"},
     ],
 )
@@ -100,6 +125,8 @@ def test_a_downcast_schedule_is_refused_for_samplers_that_round_elsewhere(
     fields: dict[str, Any],
 ) -> None:
     settings = {"override_settings": {"use_downcasted_alpha_bar": True}}
-    with pytest.raises(errors.JobError, match="use_downcasted_alpha_bar: is not for DDIM"):
+    with pytest.raises(
+        errors.JobError, match="use_downcasted_alpha_bar: is not for DDIM"
+    ):
         read(**fields, **settings)
     assert read(sampler_name="DPM++ 2M Karras", **settings).sampler_options.is_downcast

@@ -47,7 +47,9 @@ def changed(body: str, **fields: Any) -> str:
 def test_a_signed_job_is_the_same_job(signer: JobSigner, trusted: TrustedJobs) -> None:
     body = JOB.to_message(signer)
     assert read_job(body, "m", trusted) == read_job(JOB.to_message(), "m")
-    assert read_job(body, "m") == read_job(JOB.to_message(), "m"), "without a trusted key"
+    assert read_job(body, "m") == read_job(JOB.to_message(), "m"), (
+        "without a trusted key"
+    )
     assert is_signed(body)
     assert not is_signed(JOB.to_message())
 
@@ -100,11 +102,15 @@ def test_a_signature_outlasts_deliveries_base64_and_another_order_of_the_fields(
 def test_what_was_changed_after_it_was_signed_is_refused(
     signer: JobSigner, trusted: TrustedJobs, fields: dict[str, Any]
 ) -> None:
-    with pytest.raises(errors.UntrustedJobError, match="it was changed after it was signed"):
+    with pytest.raises(
+        errors.UntrustedJobError, match="it was changed after it was signed"
+    ):
         read_job(changed(JOB.to_message(signer), **fields), "m", trusted)
 
 
-def test_a_field_taken_away_is_a_change(signer: JobSigner, trusted: TrustedJobs) -> None:
+def test_a_field_taken_away_is_a_change(
+    signer: JobSigner, trusted: TrustedJobs
+) -> None:
     fields = json.loads(JOB.to_message(signer))
     for name in fields.keys() - {"signature"}:
         rest = {other: value for other, value in fields.items() if other != name}
@@ -137,7 +143,9 @@ def test_another_keys_signature_and_one_for_something_else_are_refused(
     with pytest.raises(errors.UntrustedJobError, match="another key signed it"):
         read_job(JOB.to_message(signers.signer(other)), "m", trusted)
     fields = json.loads(JOB.to_message())
-    terms = {name: text for name, text in signer.sign(fields).items() if name != "ed25519"}
+    terms = {
+        name: text for name, text in signer.sign(fields).items() if name != "ed25519"
+    }
     signature = signer.key.sign("manifest of loras", {**fields, "signature": terms})
     fields["signature"] = {**terms, "ed25519": signature}
     with pytest.raises(errors.UntrustedJobError):
@@ -161,33 +169,50 @@ def test_a_field_written_twice_means_the_one_that_is_checked(
     body = JOB.to_message(signer)
     with pytest.raises(errors.UntrustedJobError):
         read_job(body[:-1] + ',"prompt":"another"}', "m", trusted)
-    assert read_job('{"prompt":"another",' + body[1:], "m", trusted).prompt == JOB.prompt
+    assert (
+        read_job('{"prompt":"another",' + body[1:], "m", trusted).prompt == JOB.prompt
+    )
 
 
 @pytest.mark.parametrize(
     "until",
-    ["", "soon", "2026-12-31", "2026-12-31T00:00:00", "0001-01-01T00:00:00+14:00", "9" * 60],
+    [
+        "",
+        "soon",
+        "2026-12-31",
+        "2026-12-31T00:00:00",
+        "0001-01-01T00:00:00+14:00",
+        "9" * 60,
+    ],
 )
 def test_a_signature_until_no_date_is_refused(
     signer: JobSigner, trusted: TrustedJobs, until: str
 ) -> None:
     terms = {"fleet": "acme/images", "queue": "jobs", "until": until}
     signature = signer.key.sign("job", {"id": "a", "prompt": "", "signature": terms})
-    body = json.dumps({"id": "a", "prompt": "", "signature": {**terms, "ed25519": signature}})
+    body = json.dumps(
+        {"id": "a", "prompt": "", "signature": {**terms, "ed25519": signature}}
+    )
     with pytest.raises(errors.UntrustedJobError, match="is signed until no date"):
         read_job(body, "m", trusted)
 
 
 def test_another_program_signs_as_the_documentation_says(tmp_path: Path) -> None:
     SigningKey.create(tmp_path / "key.pem")
-    private = serialization.load_pem_private_key((tmp_path / "key.pem").read_bytes(), None)
+    private = serialization.load_pem_private_key(
+        (tmp_path / "key.pem").read_bytes(), None
+    )
     assert isinstance(private, ed25519.Ed25519PrivateKey)
     fields = {"prompt": "a hut, é", "id": "hut", "steps": 15, "cfg_scale": 7.5}
     until = f"{datetime.now(UTC) + timedelta(days=90):%Y-%m-%dT%H:%M:%S+00:00}"
     terms = {"fleet": "acme/images", "queue": "jobs", "until": until}
     signed = {**fields, "signature": terms}
-    text = "imagefleet job 1\n" + json.dumps(signed, sort_keys=True, separators=(",", ":"))
+    text = "imagefleet job 1\n" + json.dumps(
+        signed, sort_keys=True, separators=(",", ":")
+    )
     signature = base64.b64encode(private.sign(text.encode("ascii"))).decode()
     public = base64.b64encode(private.public_key().public_bytes_raw()).decode()
-    body = json.dumps({**fields, "signature": {**terms, "ed25519": signature}}, ensure_ascii=False)
+    body = json.dumps(
+        {**fields, "signature": {**terms, "ed25519": signature}}, ensure_ascii=False
+    )
     assert read_job(body, "m", signers.trusted(public)).id == "hut"

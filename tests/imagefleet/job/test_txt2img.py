@@ -19,15 +19,55 @@ PAGE = Path(__file__).parents[3] / "docs" / "a1111.md"
 A1111_FIELDS = frozenset(
     {
         *("prompt", "negative_prompt", "styles", "seed", "subseed", "subseed_strength"),
-        *("seed_resize_from_h", "seed_resize_from_w", "sampler_name", "scheduler", "batch_size"),
+        *(
+            "seed_resize_from_h",
+            "seed_resize_from_w",
+            "sampler_name",
+            "scheduler",
+            "batch_size",
+        ),
         *("n_iter", "steps", "cfg_scale", "width", "height", "restore_faces", "tiling"),
-        *("do_not_save_samples", "do_not_save_grid", "eta", "denoising_strength", "s_min_uncond"),
+        *(
+            "do_not_save_samples",
+            "do_not_save_grid",
+            "eta",
+            "denoising_strength",
+            "s_min_uncond",
+        ),
         *("s_churn", "s_tmax", "s_tmin", "s_noise", "override_settings"),
-        *("override_settings_restore_afterwards", "refiner_checkpoint", "refiner_switch_at"),
-        *("disable_extra_networks", "firstpass_image", "comments", "enable_hr", "firstphase_width"),
-        *("firstphase_height", "hr_scale", "hr_upscaler", "hr_second_pass_steps", "hr_resize_x"),
-        *("hr_resize_y", "hr_checkpoint_name", "hr_sampler_name", "hr_scheduler", "hr_prompt"),
-        *("hr_negative_prompt", "force_task_id", "sampler_index", "script_name", "script_args"),
+        *(
+            "override_settings_restore_afterwards",
+            "refiner_checkpoint",
+            "refiner_switch_at",
+        ),
+        *(
+            "disable_extra_networks",
+            "firstpass_image",
+            "comments",
+            "enable_hr",
+            "firstphase_width",
+        ),
+        *(
+            "firstphase_height",
+            "hr_scale",
+            "hr_upscaler",
+            "hr_second_pass_steps",
+            "hr_resize_x",
+        ),
+        *(
+            "hr_resize_y",
+            "hr_checkpoint_name",
+            "hr_sampler_name",
+            "hr_scheduler",
+            "hr_prompt",
+        ),
+        *(
+            "hr_negative_prompt",
+            "force_task_id",
+            "sampler_index",
+            "script_name",
+            "script_args",
+        ),
         *("send_images", "save_images", "alwayson_scripts", "infotext"),
     }
 )
@@ -35,7 +75,13 @@ A1111_FIELDS = frozenset(
 #: The fields of StableDiffusionImg2ImgProcessingAPI that the one above lacks, or means otherwise.
 A1111_IMG2IMG_FIELDS = frozenset(
     {
-        *("init_images", "denoising_strength", "resize_mode", "image_cfg_scale", "mask"),
+        *(
+            "init_images",
+            "denoising_strength",
+            "resize_mode",
+            "image_cfg_scale",
+            "mask",
+        ),
         *("mask_blur", "mask_blur_x", "mask_blur_y", "mask_round", "inpainting_fill"),
         *("inpaint_full_res", "inpaint_full_res_padding", "inpainting_mask_invert"),
         *("initial_noise_multiplier", "latent_mask", "include_init_images"),
@@ -45,8 +91,18 @@ A1111_IMG2IMG_FIELDS = frozenset(
 #: The fields of ExtrasSingleImageRequest.
 A1111_EXTRAS_FIELDS = frozenset(
     {
-        *("resize_mode", "show_extras_results", "gfpgan_visibility", "codeformer_visibility"),
-        *("codeformer_weight", "upscaling_resize", "upscaling_resize_w", "upscaling_resize_h"),
+        *(
+            "resize_mode",
+            "show_extras_results",
+            "gfpgan_visibility",
+            "codeformer_visibility",
+        ),
+        *(
+            "codeformer_weight",
+            "upscaling_resize",
+            "upscaling_resize_w",
+            "upscaling_resize_h",
+        ),
         *("upscaling_crop", "upscaler_1", "upscaler_2", "extras_upscaler_2_visibility"),
         *("upscale_first", "image"),
     }
@@ -92,7 +148,11 @@ def test_the_tables_of_the_page_are_current() -> None:
 
 
 def test_the_page_tells_what_the_code_does_with_each_field_of_a_controlnet() -> None:
-    text = PAGE.read_text(encoding="utf-8").partition("\n## ControlNet\n")[2].partition("\n## ")[0]
+    text = (
+        PAGE.read_text(encoding="utf-8")
+        .partition("\n## ControlNet\n")[2]
+        .partition("\n## ")[0]
+    )
     verdicts: dict[str, set[str]] = {}
     for names, verdict in re.findall(r"^\| (`.+?) \| (.+?) \|", text, re.MULTILINE):
         verdicts.setdefault(verdict, set()).update(re.findall(r"`([^`]+)`", names))
@@ -118,14 +178,18 @@ def test_a_field_does_in_each_pass_what_its_row_says(name: str, job: str) -> Non
     if passes_of(job) <= row.refused:
         with pytest.raises(errors.InvalidMessageError, match=name):
             read(**base, **{name: VALUES.get(name, 1)})
-    elif row.passes.isdisjoint(passes_of(job)) and row.refused.isdisjoint(passes_of(job)):
+    elif row.passes.isdisjoint(passes_of(job)) and row.refused.isdisjoint(
+        passes_of(job)
+    ):
         for value in ODD_VALUES:
             assert read(**base, **{name: value}) == read(**base)
     elif not row.field:
         for value in row.neutral:
             assert read(**base, **{name: value}) == read(**base)
         for value in ODD_VALUES:
-            with pytest.raises(errors.InvalidMessageError, match=rf"{name} is not supported"):
+            with pytest.raises(
+                errors.InvalidMessageError, match=rf"{name} is not supported"
+            ):
                 read(**base, **{name: value})
 
 
@@ -142,23 +206,36 @@ def test_a_setting_does_in_each_pass_what_its_row_says(name: str, job: str) -> N
         for value in row.neutral:
             assert read(**base, override_settings={name: value}) == plain
         for value in ODD_VALUES:
-            with pytest.raises(errors.InvalidMessageError, match=rf"settings\.{name} is not"):
+            with pytest.raises(
+                errors.InvalidMessageError, match=rf"settings\.{name} is not"
+            ):
                 read(**base, override_settings={name: value})
 
 
 @by_pass
 def test_settings_of_saving_and_of_the_page_have_no_effect(job: str) -> None:
     for beginning in settings_table.FAMILIES:
-        assert read(**JOBS[job], override_settings={f"{beginning}x": 1}) == read(**JOBS[job])
+        assert read(**JOBS[job], override_settings={f"{beginning}x": 1}) == read(
+            **JOBS[job]
+        )
     assert not {
-        name for name in settings_table.SETTINGS if name.startswith(settings_table.FAMILIES)
+        name
+        for name in settings_table.SETTINGS
+        if name.startswith(settings_table.FAMILIES)
     }
 
 
 @by_pass
 def test_a_setting_that_no_row_names_is_refused_in_every_pass(job: str) -> None:
-    for name in ("samples_fromat", "img2img_strength", "uni_pc_thresholding", "hires_fix_cfg"):
-        with pytest.raises(errors.InvalidMessageError, match=rf"settings\.{name} is not"):
+    for name in (
+        "samples_fromat",
+        "img2img_strength",
+        "uni_pc_thresholding",
+        "hires_fix_cfg",
+    ):
+        with pytest.raises(
+            errors.InvalidMessageError, match=rf"settings\.{name} is not"
+        ):
             read(**JOBS[job], override_settings={name: None})
 
 
@@ -215,8 +292,12 @@ def test_every_drawn_field_reaches_the_job() -> None:
     drawn = {name for name in A1111_FIELDS if name not in rows or rows[name].field}
     assert VALUES.keys() | HIRES_VALUES.keys() == drawn
     refiner = {"refiner_switch_at": {"refiner_checkpoint": "other"}}
-    jobs = [read(**{name: value}, **refiner.get(name, {})) for name, value in VALUES.items()]
-    jobs += [read(**{"enable_hr": True, name: value}) for name, value in HIRES_VALUES.items()]
+    jobs = [
+        read(**{name: value}, **refiner.get(name, {})) for name, value in VALUES.items()
+    ]
+    jobs += [
+        read(**{"enable_hr": True, name: value}) for name, value in HIRES_VALUES.items()
+    ]
     different = {job.to_message() for job in [read(), *jobs]}
     assert len(different) == len(VALUES) + len(HIRES_VALUES) + 1
 
@@ -224,7 +305,11 @@ def test_every_drawn_field_reaches_the_job() -> None:
 def test_the_fields_of_the_second_pass_have_no_effect_without_it() -> None:
     for name in {*HIRES_VALUES, "hr_cfg", "hr_additional_modules"} - {"enable_hr"}:
         for value in (None, True, -5, 0.3, "x", [1], {"a": 1}):
-            assert read(**{name: value}) == read(enable_hr=False, **{name: value}) == read()
+            assert (
+                read(**{name: value})
+                == read(enable_hr=False, **{name: value})
+                == read()
+            )
 
 
 def test_the_share_of_a_refiner_that_is_none_has_no_effect() -> None:
@@ -233,8 +318,12 @@ def test_the_share_of_a_refiner_that_is_none_has_no_effect() -> None:
         by_steps = {"refiner_switch_by_sample_steps": True}
         assert read(**share, override_settings=by_steps).digest == read().digest
     assert read(refiner_checkpoint="a.ckpt [0123456789]").refiner_checkpoint == "a"
-    with pytest.raises(errors.InvalidMessageError, match=r"refiner_checkpoint: .* DPM adaptive"):
+    with pytest.raises(
+        errors.InvalidMessageError, match=r"refiner_checkpoint: .* DPM adaptive"
+    ):
         read(refiner_checkpoint="a", sampler_name="DPM adaptive")
     adaptive = {"hr_sampler_name": "DPM adaptive", "enable_hr": True}
-    with pytest.raises(errors.InvalidMessageError, match=r"refiner_checkpoint: .* DPM adaptive"):
+    with pytest.raises(
+        errors.InvalidMessageError, match=r"refiner_checkpoint: .* DPM adaptive"
+    ):
         read(refiner_checkpoint="a", **adaptive)

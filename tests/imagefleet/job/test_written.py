@@ -39,7 +39,9 @@ def refusal(body: str) -> str:
         lambda text: "\ufeff" + base64.b64encode(text.encode()).decode(),
     ],
 )
-@pytest.mark.parametrize("prompt", ["a fox " * 20, "a fox?", "a fox??", "?>?>", "\u00ff\U0001f98a"])
+@pytest.mark.parametrize(
+    "prompt", ["a fox " * 20, "a fox?", "a fox??", "?>?>", "\u00ff\U0001f98a"]
+)
 def test_a_message_is_read_however_its_sender_writes_base64_and_a_byte_order_mark(
     written: Callable[[str], str], prompt: str
 ) -> None:
@@ -50,20 +52,35 @@ def test_a_message_is_read_however_its_sender_writes_base64_and_a_byte_order_mar
 
 
 @pytest.mark.parametrize(
-    "body", ["a fox", "e30", "bm90IEpTT04=", "YSBmb3g", "\ufeff", "{'prompt': 'a'}", "eyJwcm9t"]
+    "body",
+    [
+        "a fox",
+        "e30",
+        "bm90IEpTT04=",
+        "YSBmb3g",
+        "\ufeff",
+        "{'prompt': 'a'}",
+        "eyJwcm9t",
+    ],
 )
 def test_what_is_neither_json_nor_its_base64_is_no_job_and_says_why(body: str) -> None:
-    assert re.match("the message is not JSON: .|prompt: is required", refusal(body) or "")
+    assert re.match(
+        "the message is not JSON: .|prompt: is required", refusal(body) or ""
+    )
 
 
 @pytest.mark.parametrize("field", ["prompt", "negative_prompt"])
 def test_a_nul_which_no_images_text_can_hold_is_refused(field: str) -> None:
-    with pytest.raises(errors.InvalidMessageError, match=rf"{field}: .*U\+0000.*: remove it"):
+    with pytest.raises(
+        errors.InvalidMessageError, match=rf"{field}: .*U\+0000.*: remove it"
+    ):
         read(**{field: "a\0b"})
 
 
 @pytest.mark.parametrize("letter", ["a", "\u0436", "\u4e00", "\U0001f98a", "\x7f"])
-def test_metadata_of_any_script_has_its_bytes_in_utf_8_and_a_header_that_fits(letter: str) -> None:
+def test_metadata_of_any_script_has_its_bytes_in_utf_8_and_a_header_that_fits(
+    letter: str,
+) -> None:
     most = (sizes.MAX_METADATA_BYTES - len('{"a": ""}')) // len(letter.encode())
     metadata = read(metadata={"a": letter * most}).metadata
     header = sizes.metadata_header(metadata)
@@ -81,10 +98,16 @@ COMMA = "a red house, "
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"prompt": COMMA * 700}, "prompt: the prompt has at least 38 chunks of 75 tokens; 32"),
+        (
+            {"prompt": COMMA * 700},
+            "prompt: the prompt has at least 38 chunks of 75 tokens; 32",
+        ),
         ({"negative_prompt": "word " * 2401}, "negative_prompt: .* at least 33 chunks"),
         ({"prompt": "a BREAK " * 33 + "b"}, "at least 34 chunks"),
-        ({"enable_hr": True, "hr_prompt": "word " * 2401}, "hr_prompt.*at least 33 chunks"),
+        (
+            {"enable_hr": True, "hr_prompt": "word " * 2401},
+            "hr_prompt.*at least 33 chunks",
+        ),
         ({"prompt": "<lora:a:1>" * 17}, "prompt: the prompt has 17 LoRAs; at most 16"),
         ({"prompt": "a" * 33_000, "output": {"format": "jpeg"}}, "too long for a JPEG"),
         (
@@ -92,7 +115,11 @@ COMMA = "a red house, "
             "denoising_strength 0.01 is too small for a second pass of 50 steps",
         ),
         (
-            {"alwayson_scripts": {"controlnet": {"args": [{"image": "a.png", "model": "m"}] * 4}}},
+            {
+                "alwayson_scripts": {
+                    "controlnet": {"args": [{"image": "a.png", "model": "m"}] * 4}
+                }
+            },
             "alwayson_scripts: 4 ControlNets; 3 at most",
         ),
     ],

@@ -4,7 +4,9 @@ from imagefleet import errors
 from imagefleet.pricing import prices
 
 
-@pytest.mark.parametrize("name", ["RTX 3060 Ti 8GB", "RTX 3060 Ti", "rtx3060ti", "3060 ti"])
+@pytest.mark.parametrize(
+    "name", ["RTX 3060 Ti 8GB", "RTX 3060 Ti", "rtx3060ti", "3060 ti"]
+)
 def test_a_card_is_found_by_the_names_people_write(name: str) -> None:
     assert prices.find_gpu(name) == "RTX 3060 Ti 8GB"
 
@@ -21,7 +23,9 @@ def test_a_typo_gets_a_suggestion() -> None:
 
 
 def test_each_priority_has_its_price() -> None:
-    hourly = [prices.gpu_dollars_per_hour("RTX 4090", each) for each in prices.PRIORITIES]
+    hourly = [
+        prices.gpu_dollars_per_hour("RTX 4090", each) for each in prices.PRIORITIES
+    ]
 
     assert hourly == [0.30, 0.253, 0.207, 0.16]
 

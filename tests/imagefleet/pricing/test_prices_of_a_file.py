@@ -38,7 +38,9 @@ def test_a_file_overrides_only_its_own_entries(tmp_path: Path) -> None:
 
 
 def test_a_class_in_the_file_keeps_no_built_in_price(tmp_path: Path) -> None:
-    table = prices.read_table(write(tmp_path, "source: x\ngpus: {RTX 4090: {batch: 0.2}}\n"))
+    table = prices.read_table(
+        write(tmp_path, "source: x\ngpus: {RTX 4090: {batch: 0.2}}\n")
+    )
 
     with pytest.raises(errors.SetupError, match="RTX 4090 24GB at high priority"):
         prices.gpu_dollars_per_hour("4090", "high", table)

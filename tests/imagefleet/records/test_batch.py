@@ -43,7 +43,9 @@ def end(job_id: str, outcome: str, message: str = "m", **fields: Any) -> Record:
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aio, "FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(aio, "RETRIES", concurrency.RetryPolicy(tries=3, first_wait_seconds=0.001))
+    monkeypatch.setattr(
+        aio, "RETRIES", concurrency.RetryPolicy(tries=3, first_wait_seconds=0.001)
+    )
 
 
 @pytest.fixture
@@ -93,11 +95,15 @@ async def test_a_failure_that_was_replayed_is_not_one_whatever_order_the_shards_
     batch = await submit(fleet, "a", "b", "c")
     operator = RecordLog(fleet.storage.files, "operator")
     await log.add([end("a", "failed"), end("b", "failed"), end("c", "failed")])
-    await operator.add([end("a", "replayed"), end("b", "replayed"), end("c", "discarded")])
+    await operator.add(
+        [end("a", "replayed"), end("b", "replayed"), end("c", "discarded")]
+    )
     await log.add([end("b", "failed", "again")])
     results = batch.results(0)
 
-    assert {(await anext(results)).id for _ in range(2)} == {"b", "c"}, "a discarded job ends, too"
+    assert {(await anext(results)).id for _ in range(2)} == {"b", "c"}, (
+        "a discarded job ends, too"
+    )
     with pytest.raises(TimeoutError, match="1 of 3 jobs"):
         await anext(results)
 
@@ -118,7 +124,9 @@ async def test_old_failures_do_not_count_and_old_images_do(
 async def test_what_was_there_before_ids_of_its_own_is_not_read(
     fleet: aio.Fleet, log: RecordLog
 ) -> None:
-    await log.add(image(f"old-{number}", prompt="a house " * 20) for number in range(1000))
+    await log.add(
+        image(f"old-{number}", prompt="a house " * 20) for number in range(1000)
+    )
     batch = await submit(fleet, None, None)
     await log.add([image(job_id) for job_id in batch.ids])
     parsed: list[bytes] = []
@@ -129,10 +137,14 @@ async def test_what_was_there_before_ids_of_its_own_is_not_read(
     assert len(parsed) == 2
 
 
-async def test_a_batch_may_be_of_several_campaigns(fleet: aio.Fleet, log: RecordLog) -> None:
+async def test_a_batch_may_be_of_several_campaigns(
+    fleet: aio.Fleet, log: RecordLog
+) -> None:
     names = ("autumn", "spring", "winter")
     await log.add([end("a", "failed", campaign=name) for name in names])
-    batch = await fleet.submit(Job(prompt="a house", id="a", campaign=name) for name in names)
+    batch = await fleet.submit(
+        Job(prompt="a house", id="a", campaign=name) for name in names
+    )
     await log.add([end("a", "failed", "now", campaign=name) for name in names[:2]])
     results = batch.results(0)
     assert {(await anext(results)).campaign for _ in range(2)} == {"autumn", "spring"}
@@ -166,7 +178,9 @@ async def test_a_record_of_another_jobs_image_is_no_result(
     fleet: aio.Fleet, log: RecordLog
 ) -> None:
     batch = await submit(fleet, "a")
-    await log.add([image("a", blob="autumn/secret.png"), image("a", blob="spring/b.png")])
+    await log.add(
+        [image("a", blob="autumn/secret.png"), image("a", blob="spring/b.png")]
+    )
     with pytest.raises(TimeoutError):
         await statuses(batch.results(0))
     assert await statuses(fleet.results("spring")) == {}
@@ -179,7 +193,9 @@ async def test_a_campaigns_results_have_each_job_once_as_it_is_now(
     operator = RecordLog(fleet.storage.files, "operator")
     await operator.open("spring", "cancelled")
     await log.add([image("a", seed=5, metadata={"order": 7}), end("c", "cancelled")])
-    await fleet.storage.blobs.create("spring/a.png", b"pixels", "image/png", {"job": "a"})
+    await fleet.storage.blobs.create(
+        "spring/a.png", b"pixels", "image/png", {"job": "a"}
+    )
     await log.add([image("a")], again=True)
     await operator.add([end("d", "replayed")])
     await log.add([end("d", "failed"), image("e", campaign="autumn")])
@@ -212,7 +228,9 @@ async def test_a_fault_between_two_shards_loses_no_result(
     assert set(await statuses(batch.results(5))) == {"a", "b", "c"}
 
 
-async def test_jobs_that_are_sent_during_an_append_get_their_results(fleet: aio.Fleet) -> None:
+async def test_jobs_that_are_sent_during_an_append_get_their_results(
+    fleet: aio.Fleet,
+) -> None:
     name = "-records/spring/20261122T120000Z-w-1.images.jsonl.gz"
     whole = shard_part([image("old").line()], Totals(1, 1))
     await submit(fleet, "old")
@@ -245,7 +263,9 @@ async def test_many_results_cost_a_read_for_each_shard_and_few_listings(
     assert operations.blob_reads - reads == shards + 500, "a look at each image"
 
 
-async def test_an_idle_poll_is_a_listing_of_each_store(fleet: aio.Fleet, log: RecordLog) -> None:
+async def test_an_idle_poll_is_a_listing_of_each_store(
+    fleet: aio.Fleet, log: RecordLog
+) -> None:
     batch = await submit(fleet, "a", "b")
     await log.add([image("a")])
     results = batch.results(0)
@@ -261,7 +281,9 @@ async def test_one_job_is_looked_up_without_its_neighbours(
 ) -> None:
     await submit(fleet, "a")
     for number in range(50):
-        await fleet.storage.blobs.create(f"spring/a~{number + 1}.png", b"x", "image/png", {})
+        await fleet.storage.blobs.create(
+            f"spring/a~{number + 1}.png", b"x", "image/png", {}
+        )
     await log.add([end("a", "failed"), image("b")])
     listed: list[str] = []
     records = fleet.storage.blobs.records
@@ -286,7 +308,9 @@ async def test_a_failed_job_that_is_looked_up_keeps_the_images_that_it_has(
     assert (found.status, found.blobs) == ("failed", ("spring/a.png", "spring/a~2.png"))
 
 
-async def test_nothing_of_a_batch_is_sent_before_all_of_it_is_checked(fleet: aio.Fleet) -> None:
+async def test_nothing_of_a_batch_is_sent_before_all_of_it_is_checked(
+    fleet: aio.Fleet,
+) -> None:
     good = [Job(prompt="a house", id=f"{number}") for number in range(40)]
 
     def broken() -> Iterator[Job]:
@@ -309,7 +333,9 @@ async def test_a_second_job_of_an_id_is_refused_however_long_the_first_is_done(
     await submit(fleet, "a")  # the same job
     async with aio.connect(fleet.storage.url) as other:
         for each in (fleet, other):
-            with pytest.raises(errors.NameTakenError, match="job spring/a is not the one"):
+            with pytest.raises(
+                errors.NameTakenError, match="job spring/a is not the one"
+            ):
                 await each.submit([Job(prompt="a cat", id="a")], campaign="spring")
     assert (await fleet.depth()).queue.messages == 2
     assert (await fleet.campaigns())["spring"].sent == 1

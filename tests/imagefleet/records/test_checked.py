@@ -19,7 +19,13 @@ ONE, OTHER = "1" * 64, "2" * 64
 
 
 def record(job_id: str, outcome: str = "completed", **fields: Any) -> Record:
-    known = {"outcome": outcome, "id": job_id, "campaign": "spring", "at": NOON, "digest": ONE}
+    known = {
+        "outcome": outcome,
+        "id": job_id,
+        "campaign": "spring",
+        "at": NOON,
+        "digest": ONE,
+    }
     known["source"] = f"message-{job_id}"
     if outcome == "completed":
         known |= {"blob": f"spring/{job_id}.png", "sha256": ONE}
@@ -64,7 +70,11 @@ async def test_only_what_fits_is_handed_on(
         record("d", "failed", digest=OTHER),
     ]
     await thief.add(forged)
-    others = [record("a", digest=OTHER), record("c", sha256=None), record("a", sha256=OTHER)]
+    others = [
+        record("a", digest=OTHER),
+        record("c", sha256=None),
+        record("a", sha256=OTHER),
+    ]
     await thief.add(others, again=True)
     damaged = Damaged()
 
@@ -115,10 +125,14 @@ async def test_the_record_of_a_job_that_a_load_has_not_noted_yet_waits(
     assert [each.id for each in await follower.poll()] == ["e"]
     assert await follower.poll() == []
     later = reader.Follower(storage, position=start)
-    assert {each.id for each in await later.poll()} == {"a", "e"}, "it was killed meanwhile"
+    assert {each.id for each in await later.poll()} == {"a", "e"}, (
+        "it was killed meanwhile"
+    )
 
 
-async def test_a_replaced_drawing_is_no_misfit(storage: Storage, worker: ImageLog) -> None:
+async def test_a_replaced_drawing_is_no_misfit(
+    storage: Storage, worker: ImageLog
+) -> None:
     told = {"worker": "w1", "started_at": "2026-11-22T12:00:00.123+00:00"}
     await worker.add([record("a", **told)])
     await storage.blobs.delete("spring/a.png")
@@ -136,17 +150,26 @@ async def test_the_client_has_the_picture_of_a_job_that_somebody_says_has_failed
     local_settings: StorageSettings,
 ) -> None:
     async with aio.connect(local_settings.storage) as fleet:
-        batch = await fleet.submit([Job(prompt="a fox", id=name) for name in ("a", "b")])
+        batch = await fleet.submit(
+            [Job(prompt="a fox", id=name) for name in ("a", "b")]
+        )
         [digest, _] = [job.digest for job in batch._jobs.values()]
         known = {"campaign": "default", "digest": digest}
         told = {"job": "a", "digest": str(digest), "sha256": ONE, "images": "1"}
         await fleet.storage.blobs.create("default/a.png", b"pixels", "image/png", told)
         forged = record("a", blob="default/a.png", **known)
-        lies = [record("a", "failed", **known), forged.model_copy(update={"sha256": OTHER})]
+        lies = [
+            record("a", "failed", **known),
+            forged.model_copy(update={"sha256": OTHER}),
+        ]
         await RecordLog(fleet.storage.blobs, "thief").add(lies)
         results = batch.results(0)
         found = await anext(results)
-        assert (found.id, found.status, found.records[0].sha256) == ("a", "completed", ONE)
+        assert (found.id, found.status, found.records[0].sha256) == (
+            "a",
+            "completed",
+            ONE,
+        )
         with pytest.raises(TimeoutError):
             await anext(results)
         with pytest.raises(errors.MisfitError):

@@ -27,7 +27,12 @@ RECORDS = [
         metadata={"order": 7},
     ),
     Record(
-        outcome="failed", id="b", campaign="spring", at=NOON, error="JobError", reason="too large"
+        outcome="failed",
+        id="b",
+        campaign="spring",
+        at=NOON,
+        error="JobError",
+        reason="too large",
     ),
 ]
 
@@ -53,7 +58,9 @@ async def test_a_campaign_is_a_data_frame(local_settings: StorageSettings) -> No
     assert image.address.endswith("/images/spring/a.png")
     assert failed.reason == "too large"
     assert table.isna().loc[1, ["seed", "seconds", "blob", "address", "prompt"]].all()
-    assert {name: str(table.dtypes[name]) for name in ("id", "seed", "seconds", "at")} == {
+    assert {
+        name: str(table.dtypes[name]) for name in ("id", "seed", "seconds", "at")
+    } == {
         "id": "string",
         "seed": "Int64",
         "seconds": "float64",

@@ -26,7 +26,9 @@ async def noted(storage: Storage, *entries: bytes) -> Ledger:
 async def test_many_writers_at_the_same_time_lose_no_job_and_count_none_twice(
     storage: Storage,
 ) -> None:
-    await asyncio.gather(*(sent_jobs.note(storage, "spring", 50, 25 * turn) for turn in range(8)))
+    await asyncio.gather(
+        *(sent_jobs.note(storage, "spring", 50, 25 * turn) for turn in range(8))
+    )
     await sent_jobs.note(storage, "autumn", 3)
     assert len(await sent.Ledger(storage, "spring").read()) == 225
     assert set(await sent.listed(storage)) == {"spring", "autumn"}
@@ -75,14 +77,18 @@ async def test_an_append_whose_reply_is_lost_is_not_made_twice(
 
     monkeypatch.setattr(storage.files, "append", loses_one)
     await noted(storage, entry_of("a", "0" * 64))
-    part = await storage.files.read_part(f"{sent.folder_of(storage)}spring/0000", 0, 1_000)
+    part = await storage.files.read_part(
+        f"{sent.folder_of(storage)}spring/0000", 0, 1_000
+    )
     assert part is not None
     assert part.total_bytes == 28 + 16
 
 
 async def test_a_damaged_part_is_said_and_hides_nothing_else(storage: Storage) -> None:
     await noted(storage, entry_of("a", "0" * 64))
-    await storage.files.append(f"{sent.folder_of(storage)}spring/0000", b"IF-SENT1 broken off", 44)
+    await storage.files.append(
+        f"{sent.folder_of(storage)}spring/0000", b"IF-SENT1 broken off", 44
+    )
     await noted(storage, entry_of("b", "1" * 64))
     damaged = Damaged()
     found = await sent.Ledger(storage, "spring").read(damaged)
@@ -110,7 +116,10 @@ def test_a_message_tells_its_job_whatever_it_holds_besides() -> None:
         assert found.entry == entry_of(str(job.id), job.digest)
         assert (found.campaign, found.id) == (job.campaign or "default", job.id)
     assert job_of(Job(prompt="a", id="a", verify=True).to_message()).entry == b""
-    assert job_of('{"prompt": "a", "id": "a"}').entry == job_of('{"id":"a","prompt":"a"}').entry
+    assert (
+        job_of('{"prompt": "a", "id": "a"}').entry
+        == job_of('{"id":"a","prompt":"a"}').entry
+    )
 
 
 def test_digests_are_found_and_replaced_among_many() -> None:
@@ -128,7 +137,9 @@ def test_digests_are_found_and_replaced_among_many() -> None:
     assert digests.get(b"none" * 2) is None
 
 
-async def test_a_storage_without_files_has_no_counts(azurite_settings: StorageSettings) -> None:
+async def test_a_storage_without_files_has_no_counts(
+    azurite_settings: StorageSettings,
+) -> None:
     names = azurite_settings.model_copy(update={"files_container": "no-such-files"})
     async with open_storage(names) as storage:
         assert await sent.Ledger(storage, "spring").count() is None

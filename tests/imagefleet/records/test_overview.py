@@ -56,11 +56,15 @@ async def count(storage: Storage) -> tuple[dict[str, Counts], Cost]:
     return found, Cost(after[0] - before[0], after[1] - before[1])
 
 
-async def test_campaigns_take_three_reads_each_once_and_then_none(storage: Storage) -> None:
+async def test_campaigns_take_three_reads_each_once_and_then_none(
+    storage: Storage,
+) -> None:
     log = await fill(storage)
 
     first, cost = await count(storage)
-    assert {(each.sent, each.completed, each.failed) for each in first.values()} == {(3, 1, 1)}
+    assert {(each.sent, each.completed, each.failed) for each in first.values()} == {
+        (3, 1, 1)
+    }
     assert cost.reads <= 3 * MANY + 2  # and of the overview
     assert cost.writes_and_listings <= 3 + 1
 
@@ -164,4 +168,6 @@ async def test_a_worker_can_neither_write_nor_make_the_overview(
     given = {"storage": minted.storage, "sas": SecretStr(minted.sas)}
     async with open_storage(azurite_settings.model_copy(update=given)) as worker:
         with pytest.raises(errors.SetupError, match="may not"):
-            await worker.files.replace("-counts/images.json", b"{}", "application/json", None)
+            await worker.files.replace(
+                "-counts/images.json", b"{}", "application/json", None
+            )

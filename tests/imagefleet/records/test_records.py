@@ -37,13 +37,23 @@ NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
 
 
 def image(number: int, campaign: str = "spring", **fields: Any) -> Record:
-    known = {"outcome": "completed", "id": f"job-{number}", "campaign": campaign, "at": NOON}
+    known = {
+        "outcome": "completed",
+        "id": f"job-{number}",
+        "campaign": campaign,
+        "at": NOON,
+    }
     known["blob"] = f"{campaign}/job-{number}.png"
     return Record.model_validate(known | fields)
 
 
 def job(number: int, outcome: str, campaign: str = "spring", **fields: Any) -> Record:
-    known = {"outcome": outcome, "id": f"job-{number}", "campaign": campaign, "at": NOON}
+    known = {
+        "outcome": outcome,
+        "id": f"job-{number}",
+        "campaign": campaign,
+        "at": NOON,
+    }
     return Record.model_validate(known | {"source": f"message-{number}"} | fields)
 
 
@@ -84,10 +94,19 @@ async def test_a_job_of_several_images_is_counted_once_all_are_stored(
     assert (await reader.counts(storage, "spring")).images == 3
 
 
-async def test_records_are_read_as_they_were_written(storage: Storage, log: RecordLog) -> None:
+async def test_records_are_read_as_they_were_written(
+    storage: Storage, log: RecordLog
+) -> None:
     written = [
-        image(1, prompt='a "red" house\n\\', loras=(Lora("magic", 0.35),), metadata={"a": [1]}),
-        image(2, seed=2**32 - 1, width=512, price_per_hour=0.08, size_bytes=1, seconds=1.5),
+        image(
+            1,
+            prompt='a "red" house\n\\',
+            loras=(Lora("magic", 0.35),),
+            metadata={"a": [1]},
+        ),
+        image(
+            2, seed=2**32 - 1, width=512, price_per_hour=0.08, size_bytes=1, seconds=1.5
+        ),
     ]
     await log.add(written[:1])
     await log.add(written[1:])
@@ -126,7 +145,9 @@ async def test_names_that_were_taken_do_not_make_a_count_read_every_record(
     other = ImageLog(storage.blobs, "other")
     await other.add([image(7), image(900), image(900)], again=True)
     found = len(await everything(reader.images(storage, "spring")))
-    monkeypatch.setattr(stored, "PART_BYTES", 1_000)  # a campaign of more is a large one
+    monkeypatch.setattr(
+        stored, "PART_BYTES", 1_000
+    )  # a campaign of more is a large one
     reads = 0
     read = Record.read
 
@@ -163,7 +184,10 @@ async def test_a_replaced_drawing_is_left_out_and_the_next_one_of_its_worker_is_
     await operator.add([note.model_copy(update={"source": "redo/2.json"})])
     await log.add([image(1, worker="other")], again=True)
     assert await listed() == [("job-1", "other"), ("job-2", "wörker")]
-    assert once.note("-checks/spring/job-1.png", facts, "redo/1.json", datetime.now(UTC)) is None
+    assert (
+        once.note("-checks/spring/job-1.png", facts, "redo/1.json", datetime.now(UTC))
+        is None
+    )
     followed = await reader.Follower(storage, "spring").poll()
     assert {each.outcome for each in followed} == {"completed"}
 
@@ -172,7 +196,9 @@ async def test_counts_are_those_of_the_records(
     storage: Storage, log: RecordLog, operator: RecordLog
 ) -> None:
     await operator.open("spring", "cancelled")
-    await sent_jobs.note(storage, "spring", 70, ids=(f"job-{number}" for number in range(1, 6)))
+    await sent_jobs.note(
+        storage, "spring", 70, ids=(f"job-{number}" for number in range(1, 6))
+    )
     await log.add(
         [
             image(1, images=2, completes=False),
@@ -199,7 +225,9 @@ async def test_a_campaign_without_records_has_zeros(storage: Storage) -> None:
 async def test_a_job_that_failed_is_listed_until_it_is_replayed_and_again_if_it_fails_again(
     storage: Storage, log: RecordLog, operator: RecordLog
 ) -> None:
-    await log.add([job(1, "failed"), job(2, "failed"), job(2, "failed"), job(3, "failed")])
+    await log.add(
+        [job(1, "failed"), job(2, "failed"), job(2, "failed"), job(3, "failed")]
+    )
     await operator.add([job(1, "replayed"), job(3, "discarded")])
     await log.add([job(1, "failed", source="message-of-the-replay")])
     found = await everything(reader.ended(storage, "spring"))
@@ -227,15 +255,22 @@ async def test_shards_of_a_short_campaign_are_read_once_for_its_images(
     assert sorted(map(str, kinds)) == ["images", "jobs"]
 
     kinds.clear()
-    statuses = Counter([each.status async for each in outcomes.of_campaign(storage, "spring")])
+    statuses = Counter(
+        [each.status async for each in outcomes.of_campaign(storage, "spring")]
+    )
     assert statuses == {"completed": 2, "failed": 2}
-    assert Counter(kinds) == {"images": 1, "jobs": 2}  # the second time for what they say
+    assert Counter(kinds) == {
+        "images": 1,
+        "jobs": 2,
+    }  # the second time for what they say
 
 
 async def test_campaigns_are_told_apart(storage: Storage, log: RecordLog) -> None:
     await log.add([image(1), image(1, "autumn"), job(2, "failed", "winter")])
     assert await everything(reader.campaigns(storage)) == ["autumn", "spring", "winter"]
-    assert [record.campaign for record in await everything(reader.ended(storage))] == ["winter"]
+    assert [record.campaign for record in await everything(reader.ended(storage))] == [
+        "winter"
+    ]
     assert len(await everything(reader.images(storage, "autumn"))) == 1
 
 
@@ -254,12 +289,16 @@ async def test_a_follower_gets_each_record_once_and_goes_on_from_its_position(
     assert {record.id for record in await follower.poll()} == {"job-2", "job-3"}
 
 
-async def test_the_end_of_a_shard_that_is_still_written_is_read_later(storage: Storage) -> None:
+async def test_the_end_of_a_shard_that_is_still_written_is_read_later(
+    storage: Storage,
+) -> None:
     whole = shard_part([image(1).line()], Totals(1, 1))
     more = shard_part([image(2).line()], Totals(2, 2))
     name = "-records/spring/20261122T120000Z-w-1.images.jsonl.gz"
     for number in (1, 2):
-        await storage.blobs.create(f"spring/job-{number}.png", b"x", "image/png", {"job": "x"})
+        await storage.blobs.create(
+            f"spring/job-{number}.png", b"x", "image/png", {"job": "x"}
+        )
     await storage.blobs.append(name, whole + more[:20], 0)
     damaged = Damaged()
     follower = reader.Follower(storage, damaged=damaged)
@@ -280,7 +319,14 @@ async def test_the_end_of_a_shard_that_is_still_written_is_read_later(storage: S
         gzip.compress(job(1, "failed").line()),
         gzip.compress(b" " * (2 * MAX_MEMBER_BYTES)),
     ],
-    ids=["no gzip", "no json", "no record", "another campaign's", "another kind's", "a bomb"],
+    ids=[
+        "no gzip",
+        "no json",
+        "no record",
+        "another campaign's",
+        "another kind's",
+        "a bomb",
+    ],
 )
 async def test_a_forged_shard_is_left_out_with_a_reason(
     storage: Storage, log: RecordLog, content: bytes
@@ -307,15 +353,21 @@ async def test_another_writer_of_the_same_shard_costs_a_new_shard_and_no_record(
     assert {record.id for record in found} == {"job-1", "job-2"}
 
 
-async def test_many_long_records_are_appended_in_parts(storage: Storage, log: RecordLog) -> None:
-    await log.add([image(number, prompt=f"{number} " + "x" * 60_000) for number in range(120)])
+async def test_many_long_records_are_appended_in_parts(
+    storage: Storage, log: RecordLog
+) -> None:
+    await log.add(
+        [image(number, prompt=f"{number} " + "x" * 60_000) for number in range(120)]
+    )
     assert len(await everything(reader.images(storage, "spring"))) == 120
     assert (await reader.counts(storage, "spring")).images == 120
 
 
 def test_a_record_that_cannot_be_is_refused_in_one_sentence() -> None:
     with pytest.raises(errors.JobError, match="campaign"):
-        Record.read(b'{"outcome":"failed","id":"a","campaign":"../x","at":"2026-11-22T12:00:00Z"}')
+        Record.read(
+            b'{"outcome":"failed","id":"a","campaign":"../x","at":"2026-11-22T12:00:00Z"}'
+        )
 
 
 async def test_many_small_shards_are_not_read_one_after_the_other(

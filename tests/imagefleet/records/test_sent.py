@@ -29,14 +29,18 @@ async def submit(fleet: aio.Fleet, campaign: str = "spring", jobs: int = 1) -> N
 async def blobs(fleet: aio.Fleet, campaign: str = "spring") -> list[str]:
     """The ledger's blobs."""
     folder = f"{sent.folder_of(fleet.storage)}{campaign}/"
-    return [name.removeprefix(folder) async for name in fleet.storage.files.names(folder)]
+    return [
+        name.removeprefix(folder) async for name in fleet.storage.files.names(folder)
+    ]
 
 
 async def counted(fleet: aio.Fleet) -> dict[str, int | None]:
     return {name: counts.sent for name, counts in (await fleet.campaigns()).items()}
 
 
-async def test_a_program_that_submits_jobs_one_by_one_leaves_one_blob(fleet: aio.Fleet) -> None:
+async def test_a_program_that_submits_jobs_one_by_one_leaves_one_blob(
+    fleet: aio.Fleet,
+) -> None:
     for _ in range(12):
         await submit(fleet)
     assert await counted(fleet) == {"spring": 12}

@@ -51,7 +51,9 @@ async def test_the_same_sweep_again_changes_nothing_and_another_is_refused(
         ({"seed": 2}, "other seed"),
     ]
     for change, sentence in changes:
-        with pytest.raises(errors.SetupError, match=f"{sentence}.*choose another --campaign"):
+        with pytest.raises(
+            errors.SetupError, match=f"{sentence}.*choose another --campaign"
+        ):
             await sweep.write(storage, SWEEP.model_copy(update=change))
     assert await sweep.read(storage, "quality") == SWEEP
 
@@ -68,13 +70,18 @@ async def test_the_manifest_is_taken_for_no_record(storage: Storage) -> None:
     [
         (b"{", "not a sweep's manifest"),
         (b'{"version": 2, "campaign": "quality"}', "not a sweep's manifest: version"),
-        (SWEEP.model_copy(update={"campaign": "x"}).model_dump_json().encode(), "another campaign"),
+        (
+            SWEEP.model_copy(update={"campaign": "x"}).model_dump_json().encode(),
+            "another campaign",
+        ),
     ],
 )
 async def test_a_damaged_manifest_is_never_trusted(
     storage: Storage, data: bytes, sentence: str
 ) -> None:
-    await storage.blobs.create("-records/quality/sweep.json", data, "application/json", {})
+    await storage.blobs.create(
+        "-records/quality/sweep.json", data, "application/json", {}
+    )
 
     with pytest.raises(errors.SetupError, match=sentence):
         await sweep.read(storage, "quality")
@@ -88,17 +95,23 @@ def test_the_captions_are_those_of_a_text_file_by_their_hash() -> None:
     assert sweep.digest(iter(CAPTIONS)) == sweep.Captions(count=3, sha256=expected)
 
 
-def test_a_caption_has_one_seed_in_all_groups_and_another_where_it_comes_again() -> None:
+def test_a_caption_has_one_seed_in_all_groups_and_another_where_it_comes_again() -> (
+    None
+):
     seeds = [sweep.seed_of(number, caption) for number, caption in enumerate(CAPTIONS)]
 
     assert len(set(seeds)) == 3
     assert all(0 <= seed < 2**32 for seed in seeds)
-    assert seeds[0] == 3_320_119_099, "of an earlier version: images of then and now are compared"
+    assert seeds[0] == 3_320_119_099, (
+        "of an earlier version: images of then and now are compared"
+    )
     assert sweep.seed_of(0, CAPTIONS[0], seed=1) != seeds[0]
 
 
 def test_the_caption_of_an_image_is_that_of_the_sweep_not_its_escaped_prompt() -> None:
-    record = Record(outcome="completed", id="x", at=datetime.now(UTC), prompt=r"a \(red\) house")
+    record = Record(
+        outcome="completed", id="x", at=datetime.now(UTC), prompt=r"a \(red\) house"
+    )
 
     assert sweep.caption_of(record) == "a (red) house"
     noted = record.model_copy(update={"metadata": {sweep.CAPTION: "a (red) house"}})

@@ -48,7 +48,12 @@ async def test_what_exists_is_told_and_not_changed(storage: Storage) -> None:
     await storage.blobs.create("spring/a.png", b"image", "image/png", {})
     await storage.blobs.append(NAME, b"one", 0)
     names = ("spring/a.png", NAME, "spring/b.png", "spring")
-    assert [await storage.blobs.exists(name) for name in names] == [True, True, False, False]
+    assert [await storage.blobs.exists(name) for name in names] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert await storage.blobs.read("spring/a.png") == b"image"
     assert await storage.blobs.read(NAME) == b"one"
     assert not [name async for name in storage.blobs.names("spring/b")]
@@ -64,7 +69,13 @@ async def test_appending_to_a_container_that_does_not_exist_says_so(
 
 
 async def test_folders_are_those_right_below(storage: Storage) -> None:
-    for name in ("-records/b/1", "-records/a/1", "-records/a/c/2", "-records/file", "a/1.png"):
+    for name in (
+        "-records/b/1",
+        "-records/a/1",
+        "-records/a/c/2",
+        "-records/file",
+        "a/1.png",
+    ):
         await storage.blobs.create(name, b"", "text/plain", {})
     assert [each async for each in storage.blobs.folders("-records/")] == ["a", "b"]
     assert [each async for each in storage.blobs.folders("nothing/")] == []

@@ -35,7 +35,9 @@ async def until_expired(storage: Storage) -> None:
     await polling.until_leases_end(storage.poison, SHORTEST_LEASE_SECONDS)
 
 
-async def receive_one(storage: Storage, lease_seconds: float = LEASE_SECONDS) -> LeasedMessage:
+async def receive_one(
+    storage: Storage, lease_seconds: float = LEASE_SECONDS
+) -> LeasedMessage:
     (message,) = await storage.queue.receive(1, lease_seconds)
     return message
 
@@ -43,7 +45,9 @@ async def receive_one(storage: Storage, lease_seconds: float = LEASE_SECONDS) ->
 # Sending and receiving
 
 
-async def test_a_message_has_a_body_an_id_a_delivery_count_and_a_time(storage: Storage) -> None:
+async def test_a_message_has_a_body_an_id_a_delivery_count_and_a_time(
+    storage: Storage,
+) -> None:
     await storage.queue.send(["a job"])
     message = await receive_one(storage)
     assert message.body == "a job"
@@ -116,7 +120,9 @@ async def test_the_poison_queue_is_separate(storage: Storage) -> None:
 # Leases and receipts
 
 
-async def test_a_leased_message_is_hidden_until_its_lease_expires(storage: Storage) -> None:
+async def test_a_leased_message_is_hidden_until_its_lease_expires(
+    storage: Storage,
+) -> None:
     await storage.queue.send(["a job"])
     first = await receive_one(storage)
     await until_expired(storage)
@@ -132,7 +138,11 @@ async def test_a_renewal_extends_the_lease_and_keeps_the_body(storage: Storage) 
     await storage.queue.send([BODIES[3]])
     message = await receive_one(storage, SHORTEST_LEASE_SECONDS)
     renewed = await storage.queue.renew(message, LEASE_SECONDS)
-    assert (renewed.id, renewed.body, renewed.delivery_count) == (message.id, message.body, 1)
+    assert (renewed.id, renewed.body, renewed.delivery_count) == (
+        message.id,
+        message.body,
+        1,
+    )
     await until_expired(storage)
     assert await storage.queue.receive(1, LEASE_SECONDS) == []
     await storage.queue.release(renewed)
@@ -190,14 +200,18 @@ async def test_a_released_message_is_visible_at_once_and_its_receipt_stale(
     assert (await receive_one(storage)).delivery_count == 2
 
 
-async def test_a_message_released_with_a_delay_is_visible_after_it(storage: Storage) -> None:
+async def test_a_message_released_with_a_delay_is_visible_after_it(
+    storage: Storage,
+) -> None:
     await storage.queue.send(["a job"])
     await storage.queue.release(await receive_one(storage), delay_seconds=1)
     (message,) = await polling.until(lambda: storage.queue.receive(1, LEASE_SECONDS))
     assert message.body == "a job"
 
 
-async def test_a_message_released_with_a_delay_is_hidden_during_it(storage: Storage) -> None:
+async def test_a_message_released_with_a_delay_is_hidden_during_it(
+    storage: Storage,
+) -> None:
     await storage.queue.send(["a job"])
     await storage.queue.release(await receive_one(storage), delay_seconds=LEASE_SECONDS)
     assert await storage.queue.receive(1, LEASE_SECONDS) == []
@@ -205,7 +219,9 @@ async def test_a_message_released_with_a_delay_is_hidden_during_it(storage: Stor
 
 async def test_a_renewal_and_a_release_can_replace_the_text(storage: Storage) -> None:
     await storage.queue.send(["a job"])
-    renewed = await storage.queue.renew(await receive_one(storage), LEASE_SECONDS, '{"a": "<ä>"}')
+    renewed = await storage.queue.renew(
+        await receive_one(storage), LEASE_SECONDS, '{"a": "<ä>"}'
+    )
     assert renewed.body == '{"a": "<ä>"}'
     await storage.queue.release(renewed)
     again = await receive_one(storage)
@@ -214,7 +230,9 @@ async def test_a_renewal_and_a_release_can_replace_the_text(storage: Storage) ->
     assert (await receive_one(storage)).body == "a third text"
 
 
-async def test_a_deleted_message_can_neither_be_deleted_nor_renewed(storage: Storage) -> None:
+async def test_a_deleted_message_can_neither_be_deleted_nor_renewed(
+    storage: Storage,
+) -> None:
     await storage.queue.send(["a job"])
     message = await receive_one(storage)
     await storage.queue.delete(message)
@@ -248,7 +266,9 @@ async def test_concurrent_receivers_never_get_the_same_message(
 # Browsing and depth
 
 
-async def test_browse_returns_all_messages_and_leaves_them_visible(storage: Storage) -> None:
+async def test_browse_returns_all_messages_and_leaves_them_visible(
+    storage: Storage,
+) -> None:
     bodies = {f"job {number}" for number in range(70)}
     await storage.queue.send(bodies)
     browsed = [message.body async for message in storage.queue.browse()]
@@ -331,14 +351,20 @@ async def test_images_and_files_are_apart(storage: Storage) -> None:
     assert storage.blobs.name != storage.files.name
     for number, blobs in enumerate((storage.blobs, storage.files)):
         await blobs.check()
-        assert await blobs.create("loras/fox.safetensors", str(number).encode(), "text/plain", {})
+        assert await blobs.create(
+            "loras/fox.safetensors", str(number).encode(), "text/plain", {}
+        )
     assert await storage.files.read("loras/fox.safetensors") == b"1"
-    assert [name async for name in storage.blobs.names("loras/")] == ["loras/fox.safetensors"]
+    assert [name async for name in storage.blobs.names("loras/")] == [
+        "loras/fox.safetensors"
+    ]
     assert await storage.blobs.delete("loras/fox.safetensors")
     assert [name async for name in storage.files.names()] == ["loras/fox.safetensors"]
 
 
-async def test_create_keeps_the_contents_of_an_existing_storage(storage: Storage) -> None:
+async def test_create_keeps_the_contents_of_an_existing_storage(
+    storage: Storage,
+) -> None:
     await storage.queue.send(["a job"])
     await storage.create()
     await storage.check()

@@ -16,11 +16,15 @@ from imagefleet.storage.open import Storage
 
 async def test_a_blob_is_written_once(storage: Storage) -> None:
     assert await storage.blobs.create("a/fox.png", b"first", "image/png", {"seed": "1"})
-    assert not await storage.blobs.create("a/fox.png", b"second", "image/png", {"seed": "2"})
+    assert not await storage.blobs.create(
+        "a/fox.png", b"second", "image/png", {"seed": "2"}
+    )
     assert await storage.blobs.read("a/fox.png") == b"first"
 
 
-async def test_one_of_many_concurrent_writers_of_a_name_succeeds(storage: Storage) -> None:
+async def test_one_of_many_concurrent_writers_of_a_name_succeeds(
+    storage: Storage,
+) -> None:
     data = [bytes([number]) * 1000 for number in range(8)]
     outcomes = await asyncio.gather(
         *(storage.blobs.create("fox.png", each, "image/png", {}) for each in data)
@@ -29,8 +33,12 @@ async def test_one_of_many_concurrent_writers_of_a_name_succeeds(storage: Storag
     assert await storage.blobs.read("fox.png") == data[outcomes.index(True)]
 
 
-async def test_each_part_of_a_blob_has_the_total_size_and_the_version(storage: Storage) -> None:
-    await storage.blobs.create("models/a.bin", b"0123456789", "application/octet-stream", {})
+async def test_each_part_of_a_blob_has_the_total_size_and_the_version(
+    storage: Storage,
+) -> None:
+    await storage.blobs.create(
+        "models/a.bin", b"0123456789", "application/octet-stream", {}
+    )
     first = await storage.blobs.read_part("models/a.bin", 0, 6)
     rest = await storage.blobs.read_part("models/a.bin", 6, 6)
     past = await storage.blobs.read_part("models/a.bin", 12, 6)
@@ -55,7 +63,9 @@ async def test_a_file_is_uploaded_whole_once_and_with_its_progress(
     stored: list[int] = []
     what = {"sha256": "1f"}
 
-    assert await storage.blobs.upload("models/a.tar", file, "text/plain", what, stored.append)
+    assert await storage.blobs.upload(
+        "models/a.tar", file, "text/plain", what, stored.append
+    )
 
     assert await storage.blobs.read("models/a.tar") == content
     assert stored == sorted(stored)
@@ -69,11 +79,15 @@ async def test_a_file_is_uploaded_whole_once_and_with_its_progress(
 
 async def test_an_empty_file_is_uploaded_too(storage: Storage, tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
-    assert await storage.blobs.upload("models/empty", tmp_path / "empty", "text/plain", {})
+    assert await storage.blobs.upload(
+        "models/empty", tmp_path / "empty", "text/plain", {}
+    )
     assert await storage.blobs.read("models/empty") == b""
 
 
-async def test_a_blob_is_replaced_only_in_the_version_that_was_read(storage: Storage) -> None:
+async def test_a_blob_is_replaced_only_in_the_version_that_was_read(
+    storage: Storage,
+) -> None:
     blobs, name = storage.blobs, "loras/manifest.json"
     assert await blobs.replace(name, b"1", "application/json", None)
     assert not await blobs.replace(name, b"2", "application/json", None)
@@ -82,7 +96,9 @@ async def test_a_blob_is_replaced_only_in_the_version_that_was_read(storage: Sto
     assert await blobs.replace(name, b"2", "application/json", first.version)
     assert not await blobs.replace(name, b"3", "application/json", first.version)
     assert await blobs.read(name) == b"2"
-    assert not await blobs.replace("loras/none.json", b"3", "application/json", first.version)
+    assert not await blobs.replace(
+        "loras/none.json", b"3", "application/json", first.version
+    )
     assert await blobs.read("loras/none.json") is None
 
 
@@ -95,7 +111,9 @@ async def test_a_missing_blob_reads_as_none(storage: Storage) -> None:
 
 async def test_the_metadata_of_one_blob(storage: Storage) -> None:
     assert await storage.blobs.metadata("a/fox.png") is None
-    await storage.blobs.create("a/fox.png", b"pixels", "image/png", {"seed": "7", "job": "fox"})
+    await storage.blobs.create(
+        "a/fox.png", b"pixels", "image/png", {"seed": "7", "job": "fox"}
+    )
     await storage.blobs.create("a/owl.png", b"pixels", "image/png", {})
     assert await storage.blobs.metadata("a/fox.png") == {"seed": "7", "job": "fox"}
     assert await storage.blobs.metadata("a/owl.png") == {}
@@ -104,7 +122,9 @@ async def test_the_metadata_of_one_blob(storage: Storage) -> None:
 async def test_one_blob_is_looked_up_as_a_listing_has_it(storage: Storage) -> None:
     assert await storage.blobs.record("a/fox.png") is None
     assert await storage.blobs.record("a") is None
-    await storage.blobs.create("a/fox.png", b"pixels", "image/png", {"seed": "7", "job": "fox"})
+    await storage.blobs.create(
+        "a/fox.png", b"pixels", "image/png", {"seed": "7", "job": "fox"}
+    )
     await storage.blobs.create("a/fox.png.jpg", b"others", "image/jpeg", {})
     listed = {each.name: each async for each in storage.blobs.records("a/")}
     assert await storage.blobs.record("a/fox.png") == listed["a/fox.png"]
@@ -145,8 +165,12 @@ async def test_a_jobs_metadata_of_any_script_come_back_from_a_blob(
     assert await storage.blobs.metadata("s/1.png") == facts
 
 
-async def test_records_have_size_metadata_and_time_of_each_blob(storage: Storage) -> None:
-    await storage.blobs.create("a/1.png", b"fox", "image/png", {"job": "1", "seconds": "0.5"})
+async def test_records_have_size_metadata_and_time_of_each_blob(
+    storage: Storage,
+) -> None:
+    await storage.blobs.create(
+        "a/1.png", b"fox", "image/png", {"job": "1", "seconds": "0.5"}
+    )
     await storage.blobs.create("a/2.png", b"", "image/png", {})
     await storage.blobs.create("b/3.png", b"x", "image/png", {"job": "3"})
     records = {record.name: record async for record in storage.blobs.records("a/")}
@@ -154,21 +178,41 @@ async def test_records_have_size_metadata_and_time_of_each_blob(storage: Storage
     assert records["a/1.png"].size_bytes == 3
     assert records["a/1.png"].metadata == {"job": "1", "seconds": "0.5"}
     assert records["a/2.png"].metadata == {}
-    assert abs(records["a/1.png"].created_at - datetime.now(UTC)) < timedelta(seconds=10)
+    assert abs(records["a/1.png"].created_at - datetime.now(UTC)) < timedelta(
+        seconds=10
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["", "/etc/x", "../x", "a/../../x", "a//b", "a/", ".metadata/x", "a\\b", "C:x", "a\0b"]
+    "name",
+    [
+        "",
+        "/etc/x",
+        "../x",
+        "a/../../x",
+        "a//b",
+        "a/",
+        ".metadata/x",
+        "a\\b",
+        "C:x",
+        "a\0b",
+    ],
 )
-async def test_a_name_must_be_a_plain_relative_path(storage: Storage, name: str) -> None:
+async def test_a_name_must_be_a_plain_relative_path(
+    storage: Storage, name: str
+) -> None:
     with pytest.raises(errors.JobError):
         await storage.blobs.create(name, b"x", "image/png", {})
     with pytest.raises(errors.JobError):
         await storage.blobs.read(name)
 
 
-@pytest.mark.parametrize("metadata", [{"a-b": "x"}, {"a": "ä"}, {"a": "x\r\nX-Other: y"}])
-async def test_metadata_must_fit_http_headers(storage: Storage, metadata: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "metadata", [{"a-b": "x"}, {"a": "ä"}, {"a": "x\r\nX-Other: y"}]
+)
+async def test_metadata_must_fit_http_headers(
+    storage: Storage, metadata: dict[str, str]
+) -> None:
     with pytest.raises(errors.JobError, match="metadata"):
         await storage.blobs.create("a.png", b"x", "image/png", metadata)
 

@@ -48,7 +48,9 @@ async def test_a_record_holds_the_job_its_error_the_attempts_and_the_worker(
     message = await lease(storage, '{"prompt":"a cat","campaign":"spring"}')
     job = read_job(message.body, message.id)
 
-    await dead_letter.add(storage, message, job, errors.MissingFileError("no LoRA 'x'"), "worker-1")
+    await dead_letter.add(
+        storage, message, job, errors.MissingFileError("no LoRA 'x'"), "worker-1"
+    )
 
     [poisoned] = [each async for each in storage.poison.browse()]
     record = FailedJob.parse(poisoned.body)
@@ -60,15 +62,21 @@ async def test_a_record_holds_the_job_its_error_the_attempts_and_the_worker(
     assert (await storage.queue.depth()).messages == 1, "the caller deletes the message"
 
 
-@pytest.mark.parametrize("body", ["no job", '{"prompt":5}', "ü & <b> \u2028 \U0001f408"])
-async def test_an_invalid_message_is_kept_unchanged(storage: Storage, body: str) -> None:
+@pytest.mark.parametrize(
+    "body", ["no job", '{"prompt":5}', "ü & <b> \u2028 \U0001f408"]
+)
+async def test_an_invalid_message_is_kept_unchanged(
+    storage: Storage, body: str
+) -> None:
     record = await add(storage, body)
 
     assert await record.message(storage.blobs) == body
     assert record.campaign == "default"
 
 
-async def test_a_message_too_large_for_a_record_is_kept_in_a_blob(storage: Storage) -> None:
+async def test_a_message_too_large_for_a_record_is_kept_in_a_blob(
+    storage: Storage,
+) -> None:
     job = Job(prompt="é" * 30_000, id="a", seed=5)
 
     record = await add(storage, job.to_message(), job)
@@ -130,14 +138,17 @@ async def test_a_failed_send_to_the_poison_queue_leaves_the_job_in_its_queue(
 
 
 @pytest.mark.parametrize(
-    "reason", ["x" * 100_000, "\U0001f408" * 50_000, "<&>" * 10_000, "\ud800", "\0\x1b[31m"]
+    "reason",
+    ["x" * 100_000, "\U0001f408" * 50_000, "<&>" * 10_000, "\ud800", "\0\x1b[31m"],
 )
 async def test_any_error_text_fits_into_a_record(tmp_path: Path, reason: str) -> None:
     async with open_storage(StorageSettings(storage=f"local:{tmp_path}")) as storage:
         await storage.create()
         message = await lease(storage, noise(49_140))
 
-        await dead_letter.add(storage, message, None, errors.JobError(reason), "w" * 10_000)
+        await dead_letter.add(
+            storage, message, None, errors.JobError(reason), "w" * 10_000
+        )
 
         [poisoned] = [each async for each in storage.poison.browse()]
         assert FailedJob.parse(poisoned.body) is not None
@@ -148,9 +159,16 @@ def test_reading_an_arbitrary_message_does_not_raise(text: str) -> None:
     assert FailedJob.parse(text) is None
 
 
-@pytest.mark.parametrize("blob", ["../jobs.sqlite", "failed/../x.txt", "images/a.png", ""])
+@pytest.mark.parametrize(
+    "blob", ["../jobs.sqlite", "failed/../x.txt", "images/a.png", ""]
+)
 def test_a_record_with_a_foreign_blob_name_is_not_accepted(blob: str) -> None:
-    fields = {"outcome": "failed", "id": "a", "at": "2026-01-01T00:00:00Z", "error": "E"}
+    fields = {
+        "outcome": "failed",
+        "id": "a",
+        "at": "2026-01-01T00:00:00Z",
+        "error": "E",
+    }
     assert FailedJob.parse(json.dumps(fields)) is not None
     text = json.dumps({**fields, "body_blob": blob})
 

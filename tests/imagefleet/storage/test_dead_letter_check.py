@@ -53,14 +53,21 @@ async def test_a_record_that_imitates_another_ones_source_does_not_get_that_one_
     assert await waiting(storage) == ["real"]
 
 
-async def test_a_stored_message_must_be_the_one_that_its_name_says(storage: Storage) -> None:
+async def test_a_stored_message_must_be_the_one_that_its_name_says(
+    storage: Storage,
+) -> None:
     body = Job(prompt="a cat", id="a").to_message()
-    await storage.blobs.create(f"failed/{'0' * 32}.txt", body.encode(), "text/plain", {})
+    await storage.blobs.create(
+        f"failed/{'0' * 32}.txt", body.encode(), "text/plain", {}
+    )
     await fail(storage, body)
     [entry] = await entries(storage)
     assert entry.record is not None
     record = FailedJob.model_validate(
-        {**entry.record.model_dump(exclude={"body"}), "body_blob": f"failed/{'0' * 32}.txt"}
+        {
+            **entry.record.model_dump(exclude={"body"}),
+            "body_blob": f"failed/{'0' * 32}.txt",
+        }
     )
     with pytest.raises(errors.JobError, match=r"0\.txt is not the message of job a"):
         await record.message(storage.blobs)
@@ -77,18 +84,24 @@ async def test_with_a_key_even_an_invalid_job_must_be_signed(
     check = Check(signers.trusted(key, storage.scope))
     preview = await dead_letter_queue.preview(storage, Selection(), check)
     assert (preview.count, preview.unsigned, preview.refused) == (0, 3, 1)
-    assert [await check.is_signed(each, storage.blobs) for each in await entries(storage)] == [
+    assert [
+        await check.is_signed(each, storage.blobs) for each in await entries(storage)
+    ] == [
         True,
         *[False] * 3,
     ]
-    refused = (await dead_letter_queue.replay(storage, Selection(), check=check)).refused
+    refused = (
+        await dead_letter_queue.replay(storage, Selection(), check=check)
+    ).refused
     assert [each.is_unsigned for each in refused] == [False, True, True, True]
     assert "no_such_field: unknown key" in refused[0].reason
 
 
 async def test_a_preview_counts_all_and_quotes_a_few(storage: Storage) -> None:
     for number in range(8):
-        body = Job(prompt=f"p{number}", id=f"j{number}", campaign=f"c{number % 2}").to_message()
+        body = Job(
+            prompt=f"p{number}", id=f"j{number}", campaign=f"c{number % 2}"
+        ).to_message()
         await fail(storage, body)
         await fail(storage, "no job")
     preview = await dead_letter_queue.preview(storage, Selection(), Check())

@@ -24,9 +24,15 @@ UNUSABLE = errors.UnusableFileError("the LoRA 'oil' does not fit")
 
 
 async def add(
-    storage: Storage, *job_ids: str, error: errors.FleetError = MISSING, campaign: str = "spring"
+    storage: Storage,
+    *job_ids: str,
+    error: errors.FleetError = MISSING,
+    campaign: str = "spring",
 ) -> None:
-    jobs = {each: Job(prompt="a cat", id=each, seed=1, campaign=campaign) for each in job_ids}
+    jobs = {
+        each: Job(prompt="a cat", id=each, seed=1, campaign=campaign)
+        for each in job_ids
+    }
     await storage.queue.send([job.to_message() for job in jobs.values()])
     records = []
     for _ in job_ids:
@@ -47,7 +53,9 @@ async def ids(queue: JobQueue) -> Counter[str]:
     return found
 
 
-async def test_a_replayed_job_is_unchanged_but_for_its_delivery_count(storage: Storage) -> None:
+async def test_a_replayed_job_is_unchanged_but_for_its_delivery_count(
+    storage: Storage,
+) -> None:
     await add(storage, "a")
 
     swept = await dead_letter_queue.replay(storage, Selection())
@@ -100,12 +108,16 @@ async def test_discarded_jobs_are_in_neither_queue(storage: Storage) -> None:
     assert (await storage.queue.depth()).messages == 0
 
 
-async def test_a_record_sent_again_after_a_lost_reply_is_one_failed_job(storage: Storage) -> None:
+async def test_a_record_sent_again_after_a_lost_reply_is_one_failed_job(
+    storage: Storage,
+) -> None:
     await add(storage, "a", "b")
     [first, second] = [message async for message in storage.poison.browse()]
     await storage.poison.send([first.body, second.body, first.body])
 
-    listed = [entry.id async for entry in dead_letter_queue.browse(storage, Selection())]
+    listed = [
+        entry.id async for entry in dead_letter_queue.browse(storage, Selection())
+    ]
     assert sorted(listed) == ["a", "b"]
 
     swept = await dead_letter_queue.replay(storage, Selection(id="a"))
@@ -124,9 +136,14 @@ async def test_a_job_that_fails_again_after_its_replay_is_another_failure(
     await add(storage, "a")
     await dead_letter_queue.replay(storage, Selection())
     [message] = await storage.queue.receive(1, 60)
-    await dead_letter.add(storage, message, read_job(message.body, message.id), MISSING, "w")
+    await dead_letter.add(
+        storage, message, read_job(message.body, message.id), MISSING, "w"
+    )
     await add(storage, "a")
-    assert len([each async for each in dead_letter_queue.browse(storage, Selection())]) == 2
+    assert (
+        len([each async for each in dead_letter_queue.browse(storage, Selection())])
+        == 2
+    )
 
 
 async def test_a_foreign_message_is_shown_and_kept(storage: Storage) -> None:
@@ -161,7 +178,9 @@ async def test_a_sweep_handles_more_than_one_page(
     await add(storage, *(f"b{number}" for number in range(40)), campaign="summer")
 
     seen: list[int] = []
-    swept = await dead_letter_queue.replay(storage, Selection(campaign="summer"), seen.append)
+    swept = await dead_letter_queue.replay(
+        storage, Selection(campaign="summer"), seen.append
+    )
 
     assert swept.done == seen[-1] == 40
     assert (await storage.queue.depth()).messages == 40
@@ -192,7 +211,9 @@ class Crashed(BaseException):
     """Simulates a crash: no code may catch it."""
 
 
-async def test_a_crash_between_the_two_queues_repeats_jobs_and_loses_none(storage: Storage) -> None:
+async def test_a_crash_between_the_two_queues_repeats_jobs_and_loses_none(
+    storage: Storage,
+) -> None:
     await add(storage, "a", "b", "c")
     delete = storage.poison.delete
 
@@ -225,7 +246,9 @@ async def test_a_failed_send_to_the_job_queue_leaves_the_failed_jobs_visible(
     assert set(await ids(storage.poison)) == {"a", "b"}
 
 
-async def test_a_lease_that_expires_during_the_sweep_is_not_an_error(storage: Storage) -> None:
+async def test_a_lease_that_expires_during_the_sweep_is_not_an_error(
+    storage: Storage,
+) -> None:
     await add(storage, "a")
     receive = storage.poison.receive
 
@@ -242,12 +265,16 @@ async def test_a_lease_that_expires_during_the_sweep_is_not_an_error(storage: St
     assert set(await ids(storage.queue)) == {"a"}
 
 
-async def test_a_damaged_record_stays_and_the_others_are_replayed(storage: Storage) -> None:
+async def test_a_damaged_record_stays_and_the_others_are_replayed(
+    storage: Storage,
+) -> None:
     await add(storage, "a", "b")
     [first, *_] = await storage.poison.receive(1, 60)
     record = dead_letter.FailedJob.parse(first.body)
     assert record is not None
-    damaged = record.model_copy(update={"body": None, "body_blob": f"failed/{'0' * 32}.txt"})
+    damaged = record.model_copy(
+        update={"body": None, "body_blob": f"failed/{'0' * 32}.txt"}
+    )
     await storage.poison.send([damaged.encode()])
     await storage.poison.delete(first)
 

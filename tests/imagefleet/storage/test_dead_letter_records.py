@@ -43,7 +43,9 @@ async def listed(storage: Storage) -> Counter[str]:
 
 
 async def queued(queue: JobQueue) -> Counter[str]:
-    return Counter([str(read_job(each.body, each.id).id) async for each in queue.browse()])
+    return Counter(
+        [str(read_job(each.body, each.id).id) async for each in queue.browse()]
+    )
 
 
 async def test_lists_at_the_same_time_count_every_failed_job(
@@ -93,14 +95,19 @@ async def test_an_invalid_job_fails_under_the_id_and_campaign_that_it_gives(
 ) -> None:
     """So that it is the same job once it is mended."""
     bodies = {
-        '{"prompt":"a cat","id":"cat","campaign":"spring","steps":500}': ("cat", "spring"),
+        '{"prompt":"a cat","id":"cat","campaign":"spring","steps":500}': (
+            "cat",
+            "spring",
+        ),
         '{"prompt":5,"id":"../x","campaign":"a b"}': (None, "default"),
         '["id"]': (None, "default"),
     }
     for body, (job_id, campaign) in bodies.items():
         await storage.queue.send([body])
         (message,) = await storage.queue.receive(1, 60)
-        failed = await dead_letter.add(storage, message, None, errors.JobError("no"), "w")
+        failed = await dead_letter.add(
+            storage, message, None, errors.JobError("no"), "w"
+        )
         assert (failed.id, failed.campaign) == (job_id or message.id, campaign)
         await storage.queue.delete(message)
 
@@ -118,7 +125,9 @@ class Step(NamedTuple):
 
 
 @contextlib.contextmanager
-def killed_at(monkeypatch: pytest.MonkeyPatch, storage: Storage, step: Step) -> Iterator[None]:
+def killed_at(
+    monkeypatch: pytest.MonkeyPatch, storage: Storage, step: Step
+) -> Iterator[None]:
     """The block ends at *step*, as if its process were killed."""
     parts = {"notes": RecordLog, "poison": storage.poison}
     target = parts.get(step.part, storage.queues["normal"])
@@ -153,7 +162,11 @@ async def test_a_replay_killed_at_any_moment_sends_again_and_loses_none(
         await fail(storage, "a", "b", "c")
         with killed_at(monkeypatch, storage, step):
             await dead_letter_queue.replay(storage, Selection())
-        assert set(await queued(storage.queue)) | set(await listed(storage)) == {"a", "b", "c"}
+        assert set(await queued(storage.queue)) | set(await listed(storage)) == {
+            "a",
+            "b",
+            "c",
+        }
         await dead_letter_queue.replay(storage, Selection())
         sent = await queued(storage.queue)
         assert set(sent) == {"a", "b", "c"}
@@ -172,7 +185,9 @@ async def test_a_discard_killed_at_any_moment_is_finished_by_the_next(
         await fail(storage, "kept", campaign="summer")
         with killed_at(monkeypatch, storage, step):
             await dead_letter_queue.discard(storage, Selection(campaign="spring"))
-        left = (await listed(storage)).total() + await dead_letter_queue.unrecorded(storage)
+        left = (await listed(storage)).total() + await dead_letter_queue.unrecorded(
+            storage
+        )
         assert left == (await storage.poison.depth()).messages, "none is hidden"
         await dead_letter_queue.discard(storage, Selection(campaign="spring"))
         assert await listed(storage) == {"kept": 1}
@@ -227,8 +242,13 @@ async def test_messages_of_workers_without_records_are_counted_previewed_and_rep
         body=Job(prompt="a cat", id="old").to_message(),
     )
     await storage.poison.send([old.encode()])
-    assert (await listed(storage), await dead_letter_queue.unrecorded(storage)) == ({"new": 1}, 1)
-    preview = await dead_letter_queue.preview(storage, Selection(), dead_letter_queue.NO_CHECK)
+    assert (await listed(storage), await dead_letter_queue.unrecorded(storage)) == (
+        {"new": 1},
+        1,
+    )
+    preview = await dead_letter_queue.preview(
+        storage, Selection(), dead_letter_queue.NO_CHECK
+    )
     assert preview.count == 2
     assert (await dead_letter_queue.replay(storage, Selection())).done == 2
     assert set(await queued(storage.queue)) == {"old", "new"}
@@ -259,16 +279,22 @@ async def test_failed_jobs_whose_images_are_all_stored_since_are_discarded_and_n
     }.items():
         await storage.blobs.create(name, b"image", "image/png", facts)
     await storage.poison.send(["not a record"])
-    swept = await dead_letter_queue.discard(storage, Selection(), choice=Discard(completed=True))
+    swept = await dead_letter_queue.discard(
+        storage, Selection(), choice=Discard(completed=True)
+    )
     assert (swept.done, swept.refused) == (2, [])
     assert await listed(storage) == {"half": 1, "failed": 1}
     assert (await storage.poison.depth()).messages == 3
     assert (
-        await dead_letter_queue.discard(storage, Selection(), choice=Discard(completed=True))
+        await dead_letter_queue.discard(
+            storage, Selection(), choice=Discard(completed=True)
+        )
     ).done == 0
 
 
-async def test_messages_that_another_reader_holds_stay_on_the_list(storage: Storage) -> None:
+async def test_messages_that_another_reader_holds_stay_on_the_list(
+    storage: Storage,
+) -> None:
     await fail(storage, "a", "b")
     (held,) = await storage.poison.receive(1, 60)
     assert (await dead_letter_queue.discard(storage, Selection())).done == 1

@@ -19,7 +19,9 @@ def delivered(body: str | None, count: int) -> Deliveries:
 
 
 def test_a_first_delivery_has_no_past_whatever_its_message_claims() -> None:
-    assert delivered('{"prompt": "x", "deliveries": {"lost_alone": 9}}', 1) == Deliveries()
+    assert (
+        delivered('{"prompt": "x", "deliveries": {"lost_alone": 9}}', 1) == Deliveries()
+    )
 
 
 def test_deliveries_without_an_end_are_lost() -> None:
@@ -54,25 +56,43 @@ def test_the_record_does_not_change_the_job() -> None:
 
 
 def test_what_is_stored_of_a_job_travels_with_its_message() -> None:
-    first = delivered(JOB, 1).with_images([9, 0, 1, 2, 6], is_unsure=False).ended(failed=False)
+    first = (
+        delivered(JOB, 1)
+        .with_images([9, 0, 1, 2, 6], is_unsure=False)
+        .ended(failed=False)
+    )
     assert first.images == (0, 1, 2, 6, 9)
     handed_back = delivered(first.write_to(JOB), 2)
     assert handed_back.images == first.images
     assert not handed_back.is_unsure
     assert delivered(first.write_to(JOB), 3).is_unsure, "the worker between was lost"
     again = delivered(Deliveries(failed=4, images=(1,)).write_to(JOB), 1)
-    assert again == Deliveries(images=(1,)), "of a job that is sent again nothing else counts"
+    assert again == Deliveries(images=(1,)), (
+        "of a job that is sent again nothing else counts"
+    )
 
 
 @pytest.mark.parametrize(
-    "record", [[], "x", {"lost": -1}, {"lost": "many"}, {"known": 10**9}, {"images": [-1]}, None, 7]
+    "record",
+    [
+        [],
+        "x",
+        {"lost": -1},
+        {"lost": "many"},
+        {"known": 10**9},
+        {"images": [-1]},
+        None,
+        7,
+    ],
 )
 def test_a_damaged_record_counts_as_none(record: object) -> None:
     body = json.dumps({"prompt": "x", "deliveries": record})
     assert delivered(body, 2) == Deliveries(known=1, lost=1, is_unsure=True)
 
 
-@pytest.mark.parametrize("body", ["not JSON", "[1, 2]", "[" * 60_000, json.dumps("x" * 65_000)])
+@pytest.mark.parametrize(
+    "body", ["not JSON", "[1, 2]", "[" * 60_000, json.dumps("x" * 65_000)]
+)
 def test_a_message_that_cannot_hold_a_record_stays_as_it_is(body: str) -> None:
     assert delivered(body, 9).write_to(body) is None
 

@@ -75,7 +75,8 @@ def test_a_connection_string_names_the_account() -> None:
 
 def test_azurites_short_connection_string_is_accepted() -> None:
     assert (
-        settings_for("UseDevelopmentStorage=true").url == "http://127.0.0.1:10000/devstoreaccount1"
+        settings_for("UseDevelopmentStorage=true").url
+        == "http://127.0.0.1:10000/devstoreaccount1"
     )
 
 
@@ -108,7 +109,9 @@ def test_an_invalid_address_is_one_line_without_secrets(address: str) -> None:
 
 
 @pytest.mark.parametrize("variable", ["HTTPS_PROXY", "https_proxy", "HTTP_PROXY"])
-def test_a_proxy_in_the_environment_is_used(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+def test_a_proxy_in_the_environment_is_used(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
     for name in (
         "HTTPS_PROXY",
         "https_proxy",
@@ -133,8 +136,14 @@ def test_a_proxy_in_the_environment_is_used(monkeypatch: pytest.MonkeyPatch, var
     ],
 )
 def test_a_fleet_has_one_name_whatever_address_it_is_reached_by(address: str) -> None:
-    opened = settings_for(f"{address};QueueEndpoint=https://fleet.queue.core.windows.net")
-    assert opened.scope.fleet() == settings_for(ACCOUNT, sas=SAS).scope.fleet() == "fleet/images"
+    opened = settings_for(
+        f"{address};QueueEndpoint=https://fleet.queue.core.windows.net"
+    )
+    assert (
+        opened.scope.fleet()
+        == settings_for(ACCOUNT, sas=SAS).scope.fleet()
+        == "fleet/images"
+    )
 
 
 def test_a_local_fleet_keeps_its_name_where_its_folder_is_moved(

@@ -42,7 +42,9 @@ def test_a_machine_proves_all_names_that_begin_with_its_id(name: str) -> None:
 
 
 def test_an_id_is_one_in_capitals_as_well() -> None:
-    assert accepted(proven(IMAGE.model_copy(update={"worker": f"{MACHINE.upper()}-17"}), PROVER))
+    assert accepted(
+        proven(IMAGE.model_copy(update={"worker": f"{MACHINE.upper()}-17"}), PROVER)
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,9 @@ def test_a_proof_is_of_one_record_and_one_blob_alone() -> None:
         assert not accepted(record.model_copy(update={name: value})), name
     metadata = PROVER.proven("a.png", {"worker": IMAGE.worker, "sha256": "9f86d0"})
     assert PROOFS.author("a.png", metadata, b"test") is None, "another file"
-    metadata["sha256"] = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
+    metadata["sha256"] = (
+        "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
+    )
     assert PROOFS.author("a.png", metadata, b"test") is None, "metadata were changed"
     metadata = PROVER.proven("a.png", metadata)
     assert PROOFS.author("a.png", metadata, b"test") == IMAGE.worker
@@ -104,6 +108,12 @@ def test_the_key_is_in_no_representation() -> None:
 def test_a_record_that_was_written_and_read_keeps_its_proof(
     seconds: float, price: float | None, gpu: str, at: datetime
 ) -> None:
-    told = {"seconds": seconds, "price_per_hour": price, "gpu": gpu, "at": at, "started_at": at}
+    told = {
+        "seconds": seconds,
+        "price_per_hour": price,
+        "gpu": gpu,
+        "at": at,
+        "started_at": at,
+    }
     record = proven(Record.model_validate(IMAGE.model_dump() | told), PROVER)
     assert accepted(Record.read(record.line()))

@@ -8,7 +8,9 @@ def test_the_poison_queue_is_named_after_the_job_queue() -> None:
     assert StorageSettings(queue="posters").poison_queue == "posters-poison"
 
 
-@pytest.mark.parametrize("name", ["ab", "Jobs", "jobs_1", "-jobs", "jobs-", "jo--bs", "j" * 57])
+@pytest.mark.parametrize(
+    "name", ["ab", "Jobs", "jobs_1", "-jobs", "jobs-", "jo--bs", "j" * 57]
+)
 def test_a_name_must_follow_azures_rules(name: str) -> None:
     with pytest.raises(ValidationError):
         StorageSettings(queue=name)

@@ -65,7 +65,9 @@ def test_a_local_storage_is_its_folder_however_it_is_written(
         KEY,
     ],
 )
-def test_an_address_that_cannot_be_opened_gives_a_name_without_its_secret(storage: str) -> None:
+def test_an_address_that_cannot_be_opened_gives_a_name_without_its_secret(
+    storage: str,
+) -> None:
     name = settings.fleet_name(storage, "jobs")
 
     assert name.endswith("/jobs")
@@ -80,10 +82,17 @@ def test_worker_exporter_and_commands_agree() -> None:
     worker = WorkerSettings(model="m", **names)
     exporter = ExporterSettings(**names, sas=f"?{SIGNATURE}")
     console = MonitorSettings(
-        storage=f"AccountName=acme;AccountKey={KEY}", queue="spring", prometheus="http://x"
+        storage=f"AccountName=acme;AccountKey={KEY}",
+        queue="spring",
+        prometheus="http://x",
     )
 
-    assert worker.fleet_name == exporter.fleet_name == console.queried_fleet == "acme/spring"
+    assert (
+        worker.fleet_name
+        == exporter.fleet_name
+        == console.queried_fleet
+        == "acme/spring"
+    )
     assert WorkerSettings(model="m", **names, fleet="mine").fleet_name == "mine"
 
 
@@ -109,18 +118,25 @@ def test_every_line_of_the_text_has_the_label() -> None:
     for _ in range(2):  # nothing piles up from one scrape to the next
         lines = metrics.render(registry).decode().splitlines()
         done, left = (line for line in lines if not line.startswith("#"))
-        assert re.fullmatch(r'done_total{fleet="acme/jobs",kind="a",process="\w{12}"} 1\.0', done)
+        assert re.fullmatch(
+            r'done_total{fleet="acme/jobs",kind="a",process="\w{12}"} 1\.0', done
+        )
         assert left == 'left{fleet="acme/jobs"} 0.0'
 
 
 def test_a_counter_that_begins_anew_at_its_address_is_a_series_of_its_own() -> None:
-    registries = [metrics.LabelledRegistry({"fleet": "acme/jobs", "device": "0"}) for _ in range(2)]
+    registries = [
+        metrics.LabelledRegistry({"fleet": "acme/jobs", "device": "0"})
+        for _ in range(2)
+    ]
     for registry in registries:
         Counter("done", "Done.", registry=registry)
         Histogram("seconds", "Seconds.", registry=registry)
         Gauge("left", "Left.", registry=registry)
 
-    first, second = (set(metrics.render(each).decode().splitlines()) for each in registries)
+    first, second = (
+        set(metrics.render(each).decode().splitlines()) for each in registries
+    )
 
     assert [line for line in first & second if line[0] != "#"] == [
         'left{device="0",fleet="acme/jobs"} 0.0'

@@ -16,7 +16,11 @@ def line_of(**record: object) -> dict[str, object]:
 
 def test_a_line_has_severity_action_message_and_job() -> None:
     line = line_of(
-        levelname="WARNING", msg="job %s failed", args=("j7",), action="job_failed", job_id="j7"
+        levelname="WARNING",
+        msg="job %s failed",
+        args=("j7",),
+        action="job_failed",
+        job_id="j7",
     )
 
     assert line.pop("time")
@@ -70,7 +74,11 @@ def test_json_is_logged_without_a_terminal_unless_text_is_set(
         "logging.getLogger('worker').info('hello', extra={'action': 'start'})"
     )
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=1100
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=1100,
     )
 
     (line,) = result.stderr.splitlines()
@@ -78,7 +86,9 @@ def test_json_is_logged_without_a_terminal_unless_text_is_set(
     assert line.endswith("INFO hello") is not is_json
 
 
-def test_a_warning_of_an_outage_is_due_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_of_an_outage_is_due_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 5.0
     monkeypatch.setattr(logs.time, "monotonic", lambda: now)
     occasion = logs.Occasion()

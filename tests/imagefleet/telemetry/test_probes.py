@@ -8,7 +8,9 @@ from imagefleet import errors
 from imagefleet.telemetry import probes
 
 
-@pytest.mark.parametrize(("host", "shown"), [("::1", "[::1]:80"), ("127.0.0.1", "127.0.0.1:80")])
+@pytest.mark.parametrize(
+    ("host", "shown"), [("::1", "[::1]:80"), ("127.0.0.1", "127.0.0.1:80")]
+)
 def test_an_ipv6_address_stands_in_brackets(host: str, shown: str) -> None:
     assert probes.authority(host, 80) == shown
 

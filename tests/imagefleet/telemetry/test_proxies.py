@@ -74,7 +74,9 @@ def test_a_socks_proxy_is_refused_without_its_password(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv(name, "socks5h://me:secret@proxy:1080")
-    with pytest.raises(errors.SetupError, match=r"a SOCKS proxy for https?://") as caught:
+    with pytest.raises(
+        errors.SetupError, match=r"a SOCKS proxy for https?://"
+    ) as caught:
         proxies.through_proxy()
     assert "secret" not in caught.value.message
 
@@ -97,9 +99,7 @@ async def untrusted() -> AsyncIterator[str]:
 
 
 async def of_azure(host: str) -> None:
-    address = (
-        f"AccountName=a;AccountKey=YQ==;BlobEndpoint=https://{host};QueueEndpoint=https://{host}"
-    )
+    address = f"AccountName=a;AccountKey=YQ==;BlobEndpoint=https://{host};QueueEndpoint=https://{host}"
     async with open_storage(StorageSettings(storage=address)) as storage:
         await storage.check()
 

@@ -17,7 +17,9 @@ from imagefleet.telemetry import metrics, push
 from imagefleet.telemetry.settings import TelemetrySettings
 from polling import turn, until
 
-FAST = concurrency.RetryPolicy(tries=3, first_wait_seconds=0.001, on_retry=lambda _: None)
+FAST = concurrency.RetryPolicy(
+    tries=3, first_wait_seconds=0.001, on_retry=lambda _: None
+)
 
 PATH = "/api/v1/import/prometheus"
 
@@ -90,9 +92,9 @@ async def test_counters_are_pushed_at_zero_at_each_interval_and_at_the_end(
         counter.inc(4)
 
     values = [f"imagefleet_images_total {each}" for each in ("0.0", "3.0", "7.0")]
-    assert [value in each.text for value, each in zip(values, recorder.pushes, strict=True)] == [
-        True
-    ] * 3
+    assert [
+        value in each.text for value, each in zip(values, recorder.pushes, strict=True)
+    ] == [True] * 3
     first, *others = recorder.pushes
     assert first.headers["Content-Encoding"] == "gzip"
     assert first.headers["Authorization"] == "Bearer s3cret"
@@ -109,7 +111,9 @@ async def test_without_a_push_url_nothing_is_pushed(
     images: tuple[CollectorRegistry, Counter],
 ) -> None:
     async with push.pushing(images[0], TelemetrySettings(), job="j"):
-        assert not [task for task in asyncio.all_tasks() if task.get_name() == "push metrics"]
+        assert not [
+            task for task in asyncio.all_tasks() if task.get_name() == "push metrics"
+        ]
 
 
 @pytest.mark.parametrize("status", [500, 503, 429, 408])
@@ -140,7 +144,9 @@ async def test_a_refusal_is_logged_once_with_what_to_do_and_without_the_password
         assert not await pusher.push_for(10)
         assert await pusher.push_for(10)
 
-    assert len(recorder.pushes) == 3, "a refusal is not retried before the next push is due"
+    assert len(recorder.pushes) == 3, (
+        "a refusal is not retried before the next push is due"
+    )
     refused, recovered = caplog.records
     assert "401" in refused.getMessage()
     assert "--push-token" in refused.getMessage()
@@ -149,7 +155,9 @@ async def test_a_refusal_is_logged_once_with_what_to_do_and_without_the_password
 
 
 async def test_an_unreachable_server_does_not_end_the_worker(
-    images: tuple[CollectorRegistry, Counter], unused_port: int, caplog: pytest.LogCaptureFixture
+    images: tuple[CollectorRegistry, Counter],
+    unused_port: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with a_pusher(f"http://127.0.0.1:{unused_port}{PATH}", images[0]) as pusher:
         assert not await pusher.push_for(10)
@@ -165,7 +173,9 @@ async def test_a_server_that_hangs_does_not_delay_the_exit(
 ) -> None:
     monkeypatch.setattr(push, "LAST_PUSH_SECONDS", 0.1)
     recorder.hangs = True
-    async with push.pushing(images[0], TelemetrySettings(push_url=recorder.url), job="j"):
+    async with push.pushing(
+        images[0], TelemetrySettings(push_url=recorder.url), job="j"
+    ):
         await turn()
 
     assert "no answer within 0.1 s" in caplog.text
@@ -195,7 +205,9 @@ async def test_a_bug_in_a_collector_is_logged_and_does_not_end_the_worker(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     registry, counter = images
-    async with push.pushing(registry, TelemetrySettings(push_url=recorder.url), job="j"):
+    async with push.pushing(
+        registry, TelemetrySettings(push_url=recorder.url), job="j"
+    ):
         await until(lambda: len(recorder.pushes) == 1)
         monkeypatch.setattr(counter, "collect", lambda: 1 / 0)
 

@@ -23,8 +23,17 @@ from loadgen.formats import json_array
 from loadgen.rejects import Report
 
 JOBS: list[dict[str, Any]] = [
-    {"prompt": 'a "red" house, with a\nline break', "steps": 12, "id": "one", "cfg_scale": 7.5},
-    {"prompt": "ein grünes Haus", "campaign": "spring", "metadata": {"sku": "001", "n": [1]}},
+    {
+        "prompt": 'a "red" house, with a\nline break',
+        "steps": 12,
+        "id": "one",
+        "cfg_scale": 7.5,
+    },
+    {
+        "prompt": "ein grünes Haus",
+        "campaign": "spring",
+        "metadata": {"sku": "001", "n": [1]},
+    },
     {"prompt": " white space ", "negative_prompt": "blurry", "model": "m1", "seed": 7},
     {"prompt": "a", "verify": True, "output": {"format": "webp"}, "save_images": False},
 ]
@@ -76,7 +85,9 @@ def opened(path: Path, **options: Any) -> FileSource:
     return source
 
 
-def source_of(folder: Path, name: str, content: str | bytes, **options: Any) -> FileSource:
+def source_of(
+    folder: Path, name: str, content: str | bytes, **options: Any
+) -> FileSource:
     path = folder / name
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     return opened(path, **options)
@@ -103,18 +114,26 @@ def test_every_format_gives_the_same_jobs(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_load_resumes_in_the_middle_of_every_format(tmp_path: Path, name: str) -> None:
-    source = opened(write(tmp_path, name, [{"prompt": f"{number}"} for number in range(9)]))
+def test_a_load_resumes_in_the_middle_of_every_format(
+    tmp_path: Path, name: str
+) -> None:
+    source = opened(
+        write(tmp_path, name, [{"prompt": f"{number}"} for number in range(9)])
+    )
 
     whole = list(source.bodies(0))
-    assert [json.loads(body or "")["prompt"] for body in whole] == [f"{n}" for n in range(9)]
+    assert [json.loads(body or "")["prompt"] for body in whole] == [
+        f"{n}" for n in range(9)
+    ]
     for start in range(10):
         assert list(source.bodies(start)) == whole[start:], start
     assert len(list(opened(tmp_path / name, count=4).bodies(1))) == 3
 
 
 @pytest.mark.parametrize("name", ["jobs.jsonl", "jobs.json", "jobs.csv"])
-def test_a_compressed_file_gives_the_jobs_of_the_plain_one(tmp_path: Path, name: str) -> None:
+def test_a_compressed_file_gives_the_jobs_of_the_plain_one(
+    tmp_path: Path, name: str
+) -> None:
     plain = opened(write(tmp_path, name, JOBS))
     compressed = opened(write(tmp_path, f"{name}.gz", JOBS))
     # As a browser saves it.
@@ -122,7 +141,9 @@ def test_a_compressed_file_gives_the_jobs_of_the_plain_one(tmp_path: Path, name:
 
     assert compressed.identity == plain.identity
     assert list(compressed.bodies(0)) == list(plain.bodies(0))
-    assert list(opened(tmp_path / f"again.{name}.gz").bodies(0)) == list(plain.bodies(0))
+    assert list(opened(tmp_path / f"again.{name}.gz").bodies(0)) == list(
+        plain.bodies(0)
+    )
 
 
 def test_the_same_bytes_in_another_format_are_other_jobs(tmp_path: Path) -> None:
@@ -132,15 +153,22 @@ def test_the_same_bytes_in_another_format_are_other_jobs(tmp_path: Path) -> None
 
     assert [job.prompt for job in jobs_of(table)] == ["a", "b"]
     assert [job.prompt for job in jobs_of(prompts)] == ["prompt", "a", "b"]
-    assert {job.id for job in jobs_of(table)}.isdisjoint(job.id for job in jobs_of(prompts))
+    assert {job.id for job in jobs_of(table)}.isdisjoint(
+        job.id for job in jobs_of(prompts)
+    )
 
 
 def test_text_is_a_prompt_per_line_without_comments(tmp_path: Path) -> None:
-    text = "\ufeff# my prompts\na red house, (sunset:1.2)\r\n\n  # more\n  a blue one  \n"
+    text = (
+        "\ufeff# my prompts\na red house, (sunset:1.2)\r\n\n  # more\n  a blue one  \n"
+    )
     source = source_of(tmp_path, "prompts.txt", text)
     source.check(0)
 
-    assert [job.prompt for job in jobs_of(source)] == ["a red house, (sunset:1.2)", "a blue one"]
+    assert [job.prompt for job in jobs_of(source)] == [
+        "a red house, (sunset:1.2)",
+        "a blue one",
+    ]
     assert source.count == 5
 
 
@@ -169,7 +197,9 @@ def test_a_campaign_is_given_to_jobs_without_one(tmp_path: Path) -> None:
     jobs = jobs_of(named)
 
     assert [job.campaign for job in jobs] == ["autumn", "spring"]
-    assert named.identity != plain.identity, "another load, with a checkpoint of its own"
+    assert named.identity != plain.identity, (
+        "another load, with a checkpoint of its own"
+    )
     assert [job.id for job in jobs] == [
         job.id for job in jobs_of(opened(tmp_path / "a.csv", campaign="autumn"))
     ]
@@ -178,23 +208,33 @@ def test_a_campaign_is_given_to_jobs_without_one(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("prompt: a\ncount: 1\njob: {campaign: spring}")
     for name, campaign in (("t.yaml", "autumn"), ("own.yaml", "spring")):
         source = sources.open_source(str(tmp_path / name), campaign="autumn")
-        assert [json.loads(body or "")["campaign"] for body in source.bodies(0)] == [campaign]
+        assert [json.loads(body or "")["campaign"] for body in source.bodies(0)] == [
+            campaign
+        ]
 
 
 def test_a_format_may_be_named(tmp_path: Path) -> None:
     source = source_of(tmp_path, "prompts.list", "a\nb\n", form="txt")
 
     assert [job.prompt for job in jobs_of(source)] == ["a", "b"]
-    with pytest.raises(errors.SetupError, match=r"must end in .*--format jsonl\|json\|csv"):
+    with pytest.raises(
+        errors.SetupError, match=r"must end in .*--format jsonl\|json\|csv"
+    ):
         sources.open_source(str(tmp_path / "prompts.list"))
-    with pytest.raises(errors.SetupError, match=r"should be jsonl\|json\|csv\|txt\|parquet"):
+    with pytest.raises(
+        errors.SetupError, match=r"should be jsonl\|json\|csv\|txt\|parquet"
+    ):
         sources.open_source(str(tmp_path / "prompts.list"), form="xls")
 
 
-@pytest.mark.parametrize("name", ["jobs.jsonl", "jobs.json", "jobs.csv", "jobs.parquet"])
+@pytest.mark.parametrize(
+    "name", ["jobs.jsonl", "jobs.json", "jobs.csv", "jobs.parquet"]
+)
 def test_what_failed_export_noted_is_dropped(tmp_path: Path, name: str) -> None:
     job = {"prompt": "a", "steps": 12, "id": "one"}
-    noted = opened(write(tmp_path, name, [job | {"failure": {"error": "X", "reason": "y"}}]))
+    noted = opened(
+        write(tmp_path, name, [job | {"failure": {"error": "X", "reason": "y"}}])
+    )
 
     noted.check(0)
     assert [job.id for job in jobs_of(noted)] == ["one"]
@@ -214,19 +254,39 @@ def test_a_signed_job_is_valid_without_what_failed_export_noted(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "content", "sentences"),
     [
-        ("a.csv", "prompt,steps\na,5\nb,many\n", ["row 3: steps: should be a valid integer"]),
+        (
+            "a.csv",
+            "prompt,steps\na,5\nb,many\n",
+            ["row 3: steps: should be a valid integer"],
+        ),
         ("a.csv", 'prompt,steps\n"a\nb",5\nc,0\n', ["row 3, line 4: steps:"]),
         ("a.csv", "prompt\na, b\nc\n", ["row 2: cell 2 has no column"]),
-        ("a.csv", 'prompt\n"a" b\nc\n', ["row 2: ',' expected after '\"'; is a quote missing"]),
-        ("a.csv", 'prompt\n"a\n', ["row 2: unexpected end of data; is a quote missing"]),
+        (
+            "a.csv",
+            'prompt\n"a" b\nc\n',
+            ["row 2: ',' expected after '\"'; is a quote missing"],
+        ),
+        (
+            "a.csv",
+            'prompt\n"a\n',
+            ["row 2: unexpected end of data; is a quote missing"],
+        ),
         ("a.csv", "prompt,metadata\na,{x}\n", ["row 2: metadata: is not JSON"]),
         ("a.csv", "prompt,then\na,[x\n", ["row 2: then: is not JSON"]),
         ("a.csv", b"prompt\na\n\xe9\nb\n", ["row 3: not UTF-8"]),
         ("a.csv", "prompt,steps\n,5\n", ["row 2: prompt: is required"]),
-        ("a.csv", "prompt,restore_faces\na,FALSE\nb,TRUE\n", ["row 3: restore_faces is not"]),
+        (
+            "a.csv",
+            "prompt,restore_faces\na,FALSE\nb,TRUE\n",
+            ["row 3: restore_faces is not"],
+        ),
         ("a.txt", "a\n<hypernet:x:1>\n", ["line 2: prompt: "]),
         ("a.txt", b"a\n\xff\n", ["line 2: not UTF-8"]),
-        ("a.json", '[{"prompt":"a"},\n 7,\n{"prmpt":"b"}]', ["job 2, line 2: ", "job 3, line 3: "]),
+        (
+            "a.json",
+            '[{"prompt":"a"},\n 7,\n{"prmpt":"b"}]',
+            ["job 2, line 2: ", "job 3, line 3: "],
+        ),
     ],
 )
 def test_an_invalid_job_is_reported_by_its_place_or_skipped(
@@ -250,10 +310,18 @@ def test_an_invalid_job_is_reported_by_its_place_or_skipped(
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("a.csv", "prompt,stesp\na,5\n", "'stesp' is no field of a job; did you mean 'steps'?"),
+        (
+            "a.csv",
+            "prompt,stesp\na,5\n",
+            "'stesp' is no field of a job; did you mean 'steps'?",
+        ),
         ("a.csv", "prompt,sku\na,5\n", "name it 'metadata.sku'"),
         ("a.csv", "prompt,steps,Steps\na,5,5\n", "the column 'steps' is there twice"),
-        ("a.csv", "a red house\na blue one\n", "no column 'prompt' among 'a red house'"),
+        (
+            "a.csv",
+            "a red house\na blue one\n",
+            "no column 'prompt' among 'a red house'",
+        ),
         ("a.csv", "id,steps\na,5\n", "no column 'prompt'"),
         ("a.csv", "prompt\na\n".encode("utf-16"), "the first row is not UTF-8"),
         ("a.json", '[{"prompt":"a"},]', "not valid JSON: Expecting value in line 1"),
@@ -271,7 +339,11 @@ def test_an_invalid_job_is_reported_by_its_place_or_skipped(
             gzip.compress(b'{"prompt":"a"}\n' * 99, mtime=0)[:-12],
             "damaged or incomplete",
         ),
-        ("a.csv.gz", gzip.compress(b"prompt\n" * 9, mtime=0)[:10] + b"\xff" * 20, "cannot be read"),
+        (
+            "a.csv.gz",
+            gzip.compress(b"prompt\n" * 9, mtime=0)[:10] + b"\xff" * 20,
+            "cannot be read",
+        ),
     ],
 )
 def test_a_file_that_is_not_of_its_format_is_one_sentence(
@@ -285,14 +357,18 @@ def test_a_file_that_is_not_of_its_format_is_one_sentence(
     assert "\n" not in caught.value.message
 
 
-def test_a_table_may_have_empty_rows_short_rows_and_columns_without_a_name(tmp_path: Path) -> None:
+def test_a_table_may_have_empty_rows_short_rows_and_columns_without_a_name(
+    tmp_path: Path,
+) -> None:
     source = source_of(tmp_path, "a.csv", "Prompt , steps,,\na,5,,\n\n,,,\nb\n")
 
     assert [(job.prompt, job.steps) for job in jobs_of(source)] == [("a", 5), ("b", 20)]
     assert [body is None for body in source.bodies(0)] == [False, True, True, False]
 
 
-def test_the_delimiter_is_the_one_that_gives_the_first_row_field_names(tmp_path: Path) -> None:
+def test_the_delimiter_is_the_one_that_gives_the_first_row_field_names(
+    tmp_path: Path,
+) -> None:
     german = "prompt;cfg_scale;metadata.sku\na, b;7,5;001\n"
     (job,) = jobs_of(source_of(tmp_path, "a.csv", german))
 
@@ -307,7 +383,12 @@ def test_a_cell_may_hold_the_further_stages_of_a_job(tmp_path: Path) -> None:
 
 
 def test_a_file_with_a_header_alone_or_nothing_has_no_jobs(tmp_path: Path) -> None:
-    for name, content in (("a.csv", "prompt\n"), ("a.csv", ""), ("a.json", "[ ]"), ("a.json", "")):
+    for name, content in (
+        ("a.csv", "prompt\n"),
+        ("a.csv", ""),
+        ("a.json", "[ ]"),
+        ("a.json", ""),
+    ):
         source = source_of(tmp_path, name, content)
         assert (source.count, list(source.bodies(0))) == (0, [])
 
@@ -376,8 +457,12 @@ def test_a_job_beyond_any_size_ends_an_array_before_it_fills_the_memory(
     monkeypatch.setattr(json_array, "MAX_JOB_LENGTH", 1_000)
     monkeypatch.setattr(json_array, "_CHUNK_BYTES", 100)
 
-    with pytest.raises(errors.SetupError, match="line 2 begins a job of more than 1,000"):
-        source_of(tmp_path, "a.json", '[{"prompt":"a"},\n{"prompt":"' + "x" * 5_000 + '"}]')
+    with pytest.raises(
+        errors.SetupError, match="line 2 begins a job of more than 1,000"
+    ):
+        source_of(
+            tmp_path, "a.json", '[{"prompt":"a"},\n{"prompt":"' + "x" * 5_000 + '"}]'
+        )
 
 
 @pytest.mark.parametrize("name", ["jobs.jsonl", "jobs.csv", "jobs.txt"])
@@ -388,7 +473,9 @@ def test_a_line_beyond_any_size_is_refused_before_it_fills_the_memory(
     (tmp_path / name).write_bytes(array)
     tracemalloc.start()
     try:
-        with pytest.raises(errors.SetupError, match="line 1 has more than 1,048,576 bytes"):
+        with pytest.raises(
+            errors.SetupError, match="line 1 has more than 1,048,576 bytes"
+        ):
             opened(tmp_path / name)
         assert tracemalloc.get_traced_memory()[1] < len(array)
     finally:
@@ -418,12 +505,17 @@ def test_a_table_that_changes_while_it_is_loaded_is_an_error(tmp_path: Path) -> 
 
 
 def test_the_table_of_the_documentation_is_valid(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "loading.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "loading.md").read_text(
+        encoding="utf-8"
+    )
     (table,) = re.findall(r"^```csv\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     first, second = jobs_of(source_of(tmp_path, "a.csv", table))
 
     assert (first.steps, first.cfg_scale, first.metadata) == (20, 7.5, {"sku": "00017"})
-    assert (second.prompt, second.steps) == ('a "big" fish, <lora:outline-style:0.8>', 20)
+    assert (second.prompt, second.steps) == (
+        'a "big" fish, <lora:outline-style:0.8>',
+        20,
+    )
 
 
 def test_a_table_has_columns_for_images_and_the_second_pass(tmp_path: Path) -> None:
@@ -434,16 +526,26 @@ def test_a_table_has_columns_for_images_and_the_second_pass(tmp_path: Path) -> N
         "b,,,0.6,TRUE,1.5,a dog\n"
         "c,,,,FALSE,3,x\n"
     )
-    jobs = [read_job(body or "", "m") for body in sources.open_source(str(path)).bodies(0)]
+    jobs = [
+        read_job(body or "", "m") for body in sources.open_source(str(path)).bodies(0)
+    ]
     assert (jobs[0].init_images, jobs[0].mask) == (("cats/a.png",), "cats/m.png")
     assert [job.denoising_strength for job in jobs] == [0.5, 0.6, 0.75]
     assert [job.enable_hr for job in jobs] == [False, True, False]
-    assert (jobs[1].hr_scale, jobs[1].hr_prompt, jobs[2].hr_prompt) == (1.5, "a dog", "")
+    assert (jobs[1].hr_scale, jobs[1].hr_prompt, jobs[2].hr_prompt) == (
+        1.5,
+        "a dog",
+        "",
+    )
 
 
-def test_a_table_of_images_that_are_only_enlarged_needs_no_prompts(tmp_path: Path) -> None:
+def test_a_table_of_images_that_are_only_enlarged_needs_no_prompts(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "jobs.csv"
-    path.write_text('image,upscaler_1,upscaling_resize,upscaling_crop\ncats/1.png,4x,"2,5",TRUE\n')
+    path.write_text(
+        'image,upscaler_1,upscaling_resize,upscaling_crop\ncats/1.png,4x,"2,5",TRUE\n'
+    )
     (body,) = sources.open_source(str(path)).bodies(0)
     job = read_job(body or "", "m")
     assert (job.init_images, job.upscaler_1) == (("cats/1.png",), "4x")

@@ -26,7 +26,8 @@ def prompts(text: str) -> list[str]:
 @pytest.mark.parametrize("rows", [50, 20_000])
 def test_a_quote_that_never_closes_costs_its_own_line_alone(rows: int) -> None:
     text = "id,prompt\n" + "".join(
-        (OPEN if number == 12 else ROW).format(number=number) for number in range(1, rows + 1)
+        (OPEN if number == 12 else ROW).format(number=number)
+        for number in range(1, rows + 1)
     )
 
     found = entries(text)
@@ -35,7 +36,9 @@ def test_a_quote_that_never_closes_costs_its_own_line_alone(rows: int) -> None:
     assert len(found) == rows == CsvRows().count(io.BytesIO(text.encode()))
     assert (bad.place, bad.line, bad.source) == ("row 13", 13, '12,"a fish number 12\n')
     assert "is a quote missing" in bad.problem
-    assert [entry.place for entry in entries(text, 12)] == [entry.place for entry in found[12:]]
+    assert [entry.place for entry in entries(text, 12)] == [
+        entry.place for entry in found[12:]
+    ]
 
 
 def test_after_a_row_with_a_stray_quote_the_next_line_is_the_next_row() -> None:
@@ -80,7 +83,9 @@ def test_a_quote_that_closes_many_rows_later_is_named() -> None:
     st.lists(st.text(st.sampled_from('a" ,;\t\n'), min_size=1, max_size=9), min_size=1),
     st.sampled_from(["excel", "excel-tab"]),
 )
-def test_what_a_program_has_quoted_is_read_as_it_was(cells: list[str], dialect: str) -> None:
+def test_what_a_program_has_quoted_is_read_as_it_was(
+    cells: list[str], dialect: str
+) -> None:
     if dialect == "excel-tab":  # a tab ends a cell, in quotes, too
         cells = [cell.replace("\t", " ") for cell in cells]
     written = io.StringIO()

@@ -18,7 +18,11 @@ LINES = (CASES / "expected.jsonl").read_text(encoding="utf-8").splitlines()
 EXPECTED = {row["file"]: row for row in map(json.loads, LINES)}
 
 #: A1111's defaults of what the cases leave out or state.
-DEFAULTS = {"negative_prompt": "", "scheduler": "Automatic", "hr_scheduler": "Automatic"}
+DEFAULTS = {
+    "negative_prompt": "",
+    "scheduler": "Automatic",
+    "hr_scheduler": "Automatic",
+}
 SETTINGS = {"randn_source": "GPU"}
 
 KARRAS = ("DPM++ 2M", "DPM++ SDE", "DPM++ 2S a", "DPM2", "DPM2 a", "Restart")
@@ -30,11 +34,19 @@ _TITLE = re.compile(r"(?P<name>.*?)(?: \[(?P<digits>[0-9a-f]+)\])?")
 
 def loras(prompt: str) -> list[tuple[str, float, float]]:
     found = (each.split(":") for each in _LORA.findall(prompt))
-    return sorted((name, float(te), float((unet or [te])[0])) for name, te, *unet in found)
+    return sorted(
+        (name, float(te), float((unet or [te])[0])) for name, te, *unet in found
+    )
 
 
 def own_schedule(sampler: str) -> str:
-    return "Karras" if sampler in KARRAS else "Exponential" if sampler in EXPONENTIAL else "Uniform"
+    return (
+        "Karras"
+        if sampler in KARRAS
+        else "Exponential"
+        if sampler in EXPONENTIAL
+        else "Uniform"
+    )
 
 
 def same_title(found: Any, expected: Any) -> bool:
@@ -46,14 +58,26 @@ def same_title(found: Any, expected: Any) -> bool:
 
 def same(name: str, found: Any, expected: Any, job: Mapping[str, Any]) -> bool:
     if name in {"prompt", "hr_prompt"}:
-        words = [" ".join(_LORA.sub(" ", each or "").split()) for each in (found, expected)]
-        exact = words[0] == words[1] and (found or "").count("\n") == (expected or "").count("\n")
+        words = [
+            " ".join(_LORA.sub(" ", each or "").split()) for each in (found, expected)
+        ]
+        exact = words[0] == words[1] and (found or "").count("\n") == (
+            expected or ""
+        ).count("\n")
         return exact and loras(found or "") == loras(expected or "")
     if name.endswith("scheduler"):
         sampler = job["hr_sampler_name" if name.startswith("hr_") else "sampler_name"]
-        both = [own_schedule(sampler) if it == "Automatic" else it for it in (found, expected)]
+        both = [
+            own_schedule(sampler) if it == "Automatic" else it
+            for it in (found, expected)
+        ]
         return both[0] == both[1]
-    if name in {"sd_model_checkpoint", "sd_vae", "hr_checkpoint_name", "refiner_checkpoint"}:
+    if name in {
+        "sd_model_checkpoint",
+        "sd_vae",
+        "hr_checkpoint_name",
+        "refiner_checkpoint",
+    }:
         return same_title(found, expected)
     if isinstance(expected, bool):
         return found is expected
@@ -102,9 +126,18 @@ def named(reading: Reading) -> set[tuple[str, str | None, str | None]]:
 
 
 def wanted(models: Mapping[str, Any]) -> set[tuple[str, str | None, str | None]]:
-    kinds = {"checkpoint": "model", "hires_checkpoint": "model", "refiner": "model", "vae": "vae"}
+    kinds = {
+        "checkpoint": "model",
+        "hires_checkpoint": "model",
+        "refiner": "model",
+        "vae": "vae",
+    }
     lists = {"loras": "lora", "embeddings": "embedding", "controlnets": "controlnet"}
-    found = {(kinds[key], one["name"], one["hash"]) for key, one in models.items() if key in kinds}
+    found = {
+        (kinds[key], one["name"], one["hash"])
+        for key, one in models.items()
+        if key in kinds
+    }
     for key, kind in lists.items():
         found |= {(kind, one["name"], one["hash"]) for one in models.get(key, [])}
     return found

@@ -21,11 +21,23 @@ READERS = {
 TURNS = 8_000
 
 #: What stands where something else is expected.
-SIGNS = (*'"{}[]:,\\\n x0', "null", "-1", "1e999", "[]", "{}", '"a"', "true", "Version: v1.5.0, ")
+SIGNS = (
+    *'"{}[]:,\\\n x0',
+    "null",
+    "-1",
+    "1e999",
+    "[]",
+    "{}",
+    '"a"',
+    "true",
+    "Version: v1.5.0, ",
+)
 
 
 def texts() -> list[tuple[str, str]]:
-    found = [("parameters", each.read_text(encoding="utf-8")) for each in CASES.glob("*.txt")]
+    found = [
+        ("parameters", each.read_text(encoding="utf-8")) for each in CASES.glob("*.txt")
+    ]
     for path in CASES.glob("*.png"):
         with Image.open(path) as image:
             found += [(key, image.info[key]) for key in READERS if key in image.info]
@@ -47,7 +59,9 @@ def of_another_type(chance: random.Random, text: str) -> str:
     while isinstance(place[key], dict | list) and place[key] and chance.random() < 0.8:
         place = place[key]
         key = chance.choice([*place] if isinstance(place, dict) else range(len(place)))
-    place[key] = chance.choice([None, -1, 10**400, 0.5, "a", [], ["6", 0], {}, {"a": 1}, True])
+    place[key] = chance.choice(
+        [None, -1, 10**400, 0.5, "a", [], ["6", 0], {}, {"a": 1}, True]
+    )
     return json.dumps(found)
 
 
@@ -57,7 +71,11 @@ def test_a_damaged_text_is_a_job_or_refused_with_a_sentence() -> None:
     jobs = refused = 0
     for _ in range(TURNS):
         key, text = chance.choice(known)
-        is_whole = key != "parameters" and text.endswith("}") and not text.endswith('"KSampler"}')
+        is_whole = (
+            key != "parameters"
+            and text.endswith("}")
+            and not text.endswith('"KSampler"}')
+        )
         change = of_another_type if is_whole and chance.random() < 0.6 else damaged
         changed = change(chance, text)
         try:

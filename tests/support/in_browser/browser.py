@@ -17,7 +17,13 @@ from typing import Any
 
 import aiohttp
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+BROWSERS = (
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
+    "chrome",
+)
 
 START_SECONDS = 40
 
@@ -78,7 +84,9 @@ class Page:
         """Calls a method of the protocol."""
         number = next(self._numbers)
         self._waiting[number] = asyncio.get_running_loop().create_future()
-        await self._socket.send_json({"id": number, "method": method, "params": parameters})
+        await self._socket.send_json(
+            {"id": number, "method": method, "params": parameters}
+        )
         async with asyncio.timeout(TIMEOUT_SECONDS):
             answer = await self._waiting[number]
         if "error" in answer:
@@ -96,7 +104,10 @@ class Page:
     async def evaluate(self, expression: str) -> Any:
         """The value of an expression in the page, a promise's too."""
         found = await self.call(
-            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+            "Runtime.evaluate",
+            expression=expression,
+            returnByValue=True,
+            awaitPromise=True,
         )
         if "exceptionDetails" in found:
             raise RuntimeError(found["exceptionDetails"]["exception"]["description"])
@@ -134,7 +145,12 @@ class Page:
         )
         for kind in ("mousePressed", "mouseReleased"):
             await self.call(
-                "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1
+                "Input.dispatchMouseEvent",
+                type=kind,
+                x=x,
+                y=y,
+                button="left",
+                clickCount=1,
             )
 
     async def resize(self, width: int, height: int, *, scale: float = 1) -> None:
@@ -167,8 +183,18 @@ class Page:
 def running(program: str) -> Iterator[Browser]:
     """A headless browser with a profile of its own, which is deleted in the end."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        command = [program, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-        command += ["--remote-debugging-port=0", f"--user-data-dir={profile}", "about:blank"]
+        command = [
+            program,
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+        ]
+        command += [
+            "--remote-debugging-port=0",
+            f"--user-data-dir={profile}",
+            "about:blank",
+        ]
         with subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         ) as process:
@@ -194,12 +220,16 @@ class Browser:
         self._url = f"http://127.0.0.1:{port}"
 
     @contextlib.asynccontextmanager
-    async def page(self, *, width: int = 1280, height: int = 800) -> AsyncIterator[Page]:
+    async def page(
+        self, *, width: int = 1280, height: int = 800
+    ) -> AsyncIterator[Page]:
         """A new tab."""
         async with aiohttp.ClientSession(self._url) as client:
             async with client.put("/json/new?about:blank") as answer:
                 tab = await answer.json()
-            async with client.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=2**27) as socket:
+            async with client.ws_connect(
+                tab["webSocketDebuggerUrl"], max_msg_size=2**27
+            ) as socket:
                 page = Page(socket)
                 await page.start()
                 await page.resize(width, height)

@@ -25,8 +25,17 @@ SUBJECTS = (
     "a paper boat",
     "an owl",
 )
-PLACES = ("in a magic forest", "by the sea at dawn", "under the northern lights", "on a snowy hill")
-STYLES = ("digital art, volumetric light", "watercolour, soft edges", "oil painting, detailed")
+PLACES = (
+    "in a magic forest",
+    "by the sea at dawn",
+    "under the northern lights",
+    "on a snowy hill",
+)
+STYLES = (
+    "digital art, volumetric light",
+    "watercolour, soft edges",
+    "oil painting, detailed",
+)
 LORAS = ("outline-style", "magic-fantasy-forest-v2", "soft-light", "paper-cut")
 GPUS = ("NVIDIA GeForce RTX 3060 Ti", "NVIDIA GeForce RTX 4090")
 
@@ -67,7 +76,8 @@ def picture(seed: int, pixels: int = 512) -> bytes:
             height += chance.uniform(-1, 1) * pixels / 28
             ridge.append((number * step, height))
         draw.polygon(
-            [*ridge, (pixels, pixels), (0, pixels)], colour(-6 * layer, 140, 170 - 38 * layer)
+            [*ridge, (pixels, pixels), (0, pixels)],
+            colour(-6 * layer, 140, 170 - 38 * layer),
         )
     grain = Image.effect_noise(image.size, 24).convert("RGB")
     image = Image.blend(image, grain, 0.12)
@@ -120,13 +130,20 @@ def records(count: int, campaign: str, *, failed: int = 0) -> Iterator[Record]:
 
 
 async def fill(
-    folder: Path, count: int, campaign: str = "spring", *, failed: int = 0, pictures: int = 48
+    folder: Path,
+    count: int,
+    campaign: str = "spring",
+    *,
+    failed: int = 0,
+    pictures: int = 48,
 ) -> None:
     """Stores *count* images, of which *pictures* differ, with their records."""
     settings = StorageSettings(storage=f"local:{folder}")
     async with open_storage(settings) as storage:
         await storage.create()
-        logs = cycle([RecordLog(storage.blobs, f"benchmark-{each}") for each in range(_WORKERS)])
+        logs = cycle(
+            [RecordLog(storage.blobs, f"benchmark-{each}") for each in range(_WORKERS)]
+        )
         drawn = [picture(seed) for seed in range(min(pictures, count))]
         images = folder / settings.container / campaign
         images.mkdir(parents=True, exist_ok=True)

@@ -55,10 +55,19 @@ SCROLL = """(async (step, frames) => {
 @contextlib.contextmanager
 def serving(storage: Path) -> Iterator[str]:
     """`imagefleet gallery`; gives its address."""
-    command = [sys.executable, "-m", "fleet.entry", "gallery", "--storage", f"local:{storage}"]
+    command = [
+        sys.executable,
+        "-m",
+        "fleet.entry",
+        "gallery",
+        "--storage",
+        f"local:{storage}",
+    ]
     command += ["--port", "0", "--no-browser"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
         assert process.stdout is not None
         try:
             found = re.search(r"http://\S+/", process.stdout.readline())

@@ -88,10 +88,14 @@ def small_model(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture(scope="session")
-def lora_paths(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> list[Path]:
+def lora_paths(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path
+) -> list[Path]:
     folder = tmp_path_factory.mktemp("loras")
     return [
-        tiny_model.build_tiny_lora(folder / f"style-{seed}.safetensors", checkpoint, seed=seed)
+        tiny_model.build_tiny_lora(
+            folder / f"style-{seed}.safetensors", checkpoint, seed=seed
+        )
         for seed in range(3)
     ]
 
@@ -107,7 +111,10 @@ def make_control(
         seed: int = 0, folder: Path = checkpoint, *, image: int = 0, **changes: Any
     ) -> contract.Control:
         if (path := files.get((folder, seed))) is None:
-            path = tmp_path_factory.mktemp("controlnets") / f"{folder.name}-{seed}.safetensors"
+            path = (
+                tmp_path_factory.mktemp("controlnets")
+                / f"{folder.name}-{seed}.safetensors"
+            )
             files[folder, seed] = tiny_controlnets.build(path, folder, seed)
         control = contract.Control(path.stem, path, _lines(image, 64, 64))
         return dataclasses.replace(control, **changes)
@@ -151,7 +158,9 @@ def tokenizer(clip: checkpoints.Checkpoint) -> text.Tokenizer:
 @pytest.fixture
 def encoder(clip: checkpoints.Checkpoint) -> text.Encoder:
     tokens = clip.tokenizer
-    return text.Encoder([text.Reader(clip.text_encoder)], tokens.bos_token_id, tokens.eos_token_id)
+    return text.Encoder(
+        [text.Reader(clip.text_encoder)], tokens.bos_token_id, tokens.eos_token_id
+    )
 
 
 @pytest.fixture(scope="session")
@@ -178,7 +187,9 @@ def copy_checkpoint(checkpoint: Path) -> Callable[..., checkpoints.Checkpoint]:
 
     @cache
     def read(precision: device.Precision, model: Path) -> checkpoints.Checkpoint:
-        return checkpoints.load_checkpoint(model, cpu, device.find_dtype(precision, cpu))
+        return checkpoints.load_checkpoint(
+            model, cpu, device.find_dtype(precision, cpu)
+        )
 
     return lambda precision, model=checkpoint: copy.deepcopy(read(precision, model))
 
@@ -207,7 +218,9 @@ def make_slot_engine(
 def make_engine(copy_checkpoint: Any) -> Iterator[MakeEngine]:
     made = []
 
-    def make(max_batch: int = 4, precision: device.Precision = "auto") -> batch_engine.BatchEngine:
+    def make(
+        max_batch: int = 4, precision: device.Precision = "auto"
+    ) -> batch_engine.BatchEngine:
         made.append(batch_engine.BatchEngine(copy_checkpoint(precision), max_batch))
         return made[-1]
 
@@ -228,7 +241,9 @@ def make_request() -> MakeRequest:
 def draw() -> Draw:
     """Draws requests as the pipeline does; returns the outcomes in their order."""
 
-    def run(engine: contract.Engine, *requests: contract.ImageRequest) -> list[contract.Outcome]:
+    def run(
+        engine: contract.Engine, *requests: contract.ImageRequest
+    ) -> list[contract.Outcome]:
         waiting = list(enumerate(requests))
         outcomes: dict[int, contract.Outcome] = {}
         while waiting or engine.busy:
@@ -265,7 +280,9 @@ def difference() -> Callable[[object, object], int]:
 
 
 @pytest.fixture(scope="session")
-def respell() -> Callable[[Path, Path, str], tuple[dict[str, torch.Tensor], dict[str, str]]]:
+def respell() -> Callable[
+    [Path, Path, str], tuple[dict[str, torch.Tensor], dict[str, str]]
+]:
     """See `key_names.respell`."""
     return key_names.respell
 
@@ -274,7 +291,9 @@ def respell() -> Callable[[Path, Path, str], tuple[dict[str, torch.Tensor], dict
 def k_diffusion() -> types.SimpleNamespace:
     """The real `k_diffusion.sampling` and `.external`, without its training dependencies."""
     found = importlib.util.find_spec("k_diffusion")
-    assert found, "k-diffusion is missing: `make test` installs it, without its dependencies"
+    assert found, (
+        "k-diffusion is missing: `make test` installs it, without its dependencies"
+    )
     package = types.ModuleType("k_diffusion")
     package.__path__ = list(found.submodule_search_locations or ())
     unused = ["torchdiffeq", "torchvision", "torchvision.transforms"]

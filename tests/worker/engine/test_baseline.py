@@ -27,10 +27,14 @@ def plain(checkpoint: Path) -> baseline.PlainDiffusers:
 
 
 @pytest.fixture(scope="module")
-def loras(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> list[contract.Lora]:
+def loras(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path
+) -> list[contract.Lora]:
     folder = tmp_path_factory.mktemp("random")
     names = lora_kinds.build(folder, checkpoint, 2, CPU, rank=4)
-    return [contract.Lora(name, folder / f"{name}.safetensors", 0.7, 0.7) for name in names]
+    return [
+        contract.Lora(name, folder / f"{name}.safetensors", 0.7, 0.7) for name in names
+    ]
 
 
 def test_plain_diffusers_matches_the_engine(
@@ -52,7 +56,9 @@ def test_plain_diffusers_matches_the_engine(
     assert difference(plain.draw(requests[:1])[0], both[0]) <= 1
 
 
-def test_a_sampler_without_a_scheduler_is_refused(plain: Any, make_request: Any) -> None:
+def test_a_sampler_without_a_scheduler_is_refused(
+    plain: Any, make_request: Any
+) -> None:
     with pytest.raises(errors.SetupError, match="'ddim'"):
         plain.draw([make_request(sampler="ddim")])
 
@@ -79,7 +85,9 @@ def test_a_random_lora_of_each_kind_fits_and_changes_the_image(
     (name,) = lora_kinds.build(tmp_path, checkpoint, 1, CPU, rank=3, kind=kind)
     lora = contract.Lora(name, tmp_path / f"{name}.safetensors", 0.0, 0.3)
     changed = engine.prepare(make_request(loras=(lora,))).loras["unet"][0].deltas
-    has_convolutions = any(path.endswith(("conv1", "samplers.0.conv")) for path in changed)
+    has_convolutions = any(
+        path.endswith(("conv1", "samplers.0.conv")) for path in changed
+    )
     assert has_convolutions == (kind == "locon")
     without, image = draw(engine, make_request(), make_request(loras=(lora,)))
     assert difference(image, without) > 10
@@ -97,6 +105,9 @@ def test_the_matrix_rate_is_plausible() -> None:
 
 def test_the_machine_is_described() -> None:
     # The wheel may have the local version (+cu130) in its name or not.
-    assert machine.versions()["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+    assert (
+        machine.versions()["torch"].partition("+")[0]
+        == torch.__version__.partition("+")[0]
+    )
     assert machine.hardware(CPU)["device"]
     assert machine.peak_memory_bytes(CPU) > 2**20

@@ -22,7 +22,9 @@ LONG = "a red house in a meadow, (under a blue sky:1.2), " * 5
 FOREST, NIGHT, OUTLINE = "magic-fantasy-forest-v2", "night-palette", "outline-style"
 
 
-def patch_noise(monkeypatch: pytest.MonkeyPatch, act: Callable[[torch.Tensor, int], None]) -> None:
+def patch_noise(
+    monkeypatch: pytest.MonkeyPatch, act: Callable[[torch.Tensor, int], None]
+) -> None:
     """Calls *act* with the first latents of each image and its seed."""
     original = PreparedRequest.first_latents
 
@@ -79,7 +81,9 @@ def test_only_requests_that_can_share_a_call_do_and_the_oldest_goes_first(
     assert ticks == [[0, 2, 4], [1], [3]]
 
 
-def test_free_counts_down_from_capacity_and_comes_back(engine: Any, make_request: Any) -> None:
+def test_free_counts_down_from_capacity_and_comes_back(
+    engine: Any, make_request: Any
+) -> None:
     assert engine.free == engine.capacity == 8
     prepared = engine.prepare(make_request(steps=1))
     for ticket in range(engine.capacity):
@@ -129,7 +133,9 @@ def test_the_third_chunk_of_a_long_prompt_counts(
     long = "a castle on a hill, " * 11
     prepared = engine.prepare(make_request(prompt=long + "red"))
     assert prepared.text_rows[0].length == 3
-    red, blue = draw(engine, make_request(prompt=long + "red"), make_request(prompt=long + "blue"))
+    red, blue = draw(
+        engine, make_request(prompt=long + "red"), make_request(prompt=long + "blue")
+    )
     assert difference(red, blue) > ROUNDING
 
 
@@ -161,7 +167,9 @@ def test_prepare_is_thread_safe(engine: Any, make_request: Any) -> None:
         for text in share:
             got[text] = engine.prepare(make_request(prompt=text)).texts
 
-    threads = [threading.Thread(target=prepare, args=(texts[at::4],)) for at in range(4)]
+    threads = [
+        threading.Thread(target=prepare, args=(texts[at::4],)) for at in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -185,7 +193,10 @@ def test_images_match_diffusers_own_pipeline(
         checkpoint, scheduler=scheduler, local_files_only=True
     )
     pipeline.set_progress_bar_config(disable=True)
-    requests = [make_request(seed=3, steps=15), make_request(seed=4, steps=15, cfg_scale=3.0)]
+    requests = [
+        make_request(seed=3, steps=15),
+        make_request(seed=4, steps=15, cfg_scale=3.0),
+    ]
     for request, image in zip(requests, draw(engine, *requests), strict=True):
         reference = pipeline(
             request.prompt,
@@ -218,7 +229,13 @@ def ask(make_request: Any) -> Callable[..., contract.ImageRequest]:
     """At the model's native size, in a few steps."""
 
     def make(**changes: Any) -> contract.ImageRequest:
-        fields = {"steps": 6, "width": 128, "height": 128, "negative_prompt": "blurry", **changes}
+        fields = {
+            "steps": 6,
+            "width": 128,
+            "height": 128,
+            "negative_prompt": "blurry",
+            **changes,
+        }
         return make_request(**fields)  # type: ignore[no-any-return]
 
     return make
@@ -232,7 +249,11 @@ def others(ask: Any, demo_lora: Any) -> list[contract.ImageRequest]:
         ask(seed=11, prompt="", negative_prompt=""),
         ask(seed=12, prompt="a star", negative_prompt=LONG, cfg_scale=3.0),
         ask(seed=13, loras=(demo_lora(OUTLINE, 0.8, 0.8),)),
-        ask(seed=14, loras=(demo_lora(FOREST, 1.0, 0.2), demo_lora(NIGHT, 0.5, 0.5)), steps=3),
+        ask(
+            seed=14,
+            loras=(demo_lora(FOREST, 1.0, 0.2), demo_lora(NIGHT, 0.5, 0.5)),
+            steps=3,
+        ),
         ask(seed=15, prompt="a cat", steps=4, sampler="dpmpp_2m_karras", clip_skip=2),
         ask(seed=16, prompt="a boat BREAK at sea", steps=2, width=88),
     ]
@@ -240,7 +261,12 @@ def others(ask: Any, demo_lora: Any) -> list[contract.ImageRequest]:
 
 @pytest.mark.parametrize(
     ("words", "strength", "at"),
-    [("an orange cat", 0.0, 0), ("an orange cat", 0.35, 7), (LONG, 0.8, 3), (LONG, 0.0, 3)],
+    [
+        ("an orange cat", 0.0, 0),
+        ("an orange cat", 0.35, 7),
+        (LONG, 0.8, 3),
+        (LONG, 0.0, 3),
+    ],
 )
 def test_an_image_is_the_same_with_seven_different_ones(
     demo_engine: Any,
@@ -267,7 +293,16 @@ def test_an_image_is_the_same_in_one_call_with_seven_of_other_lengths(
     demo_engine: Any, ask: Any, demo_lora: Any, draw: Any, difference: Any
 ) -> None:
     """With the same LoRA, so that they share each UNet call."""
-    words = ["a cat", LONG, "", LONG * 3, "a (red:1.3) star", "cat " * 76, "a BREAK b", "x"]
+    words = [
+        "a cat",
+        LONG,
+        "",
+        LONG * 3,
+        "a (red:1.3) star",
+        "cat " * 76,
+        "a BREAK b",
+        "x",
+    ]
     requests = [
         ask(
             prompt=text,

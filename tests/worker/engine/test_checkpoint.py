@@ -29,7 +29,9 @@ def load_checkpoint(
     model: Path, config: Path | None = None, prediction_type: str | None = None
 ) -> checkpoints.Checkpoint:
     cpu = torch.device("cpu")
-    return checkpoints.load_checkpoint(model, cpu, torch.float32, config, prediction_type)
+    return checkpoints.load_checkpoint(
+        model, cpu, torch.float32, config, prediction_type
+    )
 
 
 @pytest.fixture
@@ -51,7 +53,12 @@ def test_loading_touches_no_network(
 
 
 def test_a_single_file_draws_the_same_as_the_folder(
-    engine: Any, checkpoint: Path, single_file: Path, make_request: Any, draw: Any, difference: Any
+    engine: Any,
+    checkpoint: Path,
+    single_file: Path,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
 ) -> None:
     single = batch_engine.load_batch_engine(single_file, config=checkpoint)
     assert single.model_name == "tiny"
@@ -59,7 +66,9 @@ def test_a_single_file_draws_the_same_as_the_folder(
     assert difference(image, draw(engine, make_request())[0]) == 0
 
 
-def test_a_single_file_finds_the_folder_of_its_own_name(copy: Path, single_file: Path) -> None:
+def test_a_single_file_finds_the_folder_of_its_own_name(
+    copy: Path, single_file: Path
+) -> None:
     beside = copy.with_suffix(".safetensors")
     shutil.copy(single_file, beside)
     assert load_checkpoint(beside).name == "copy"
@@ -96,7 +105,9 @@ def test_a_single_file_alone_is_enough(
     assert loaded.prediction_type == "epsilon"
 
 
-@pytest.mark.parametrize("name", ["v1.5.safetensors", "dream.v2", "dream", "Dream.SafeTensors"])
+@pytest.mark.parametrize(
+    "name", ["v1.5.safetensors", "dream.v2", "dream", "Dream.SafeTensors"]
+)
 def test_a_file_of_any_suffix_has_the_name_by_which_jobs_ask_its_worker_for_it(
     name: str, single_file: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -127,7 +138,10 @@ Weights = dict[str, torch.Tensor]
 
 
 def without_text_model(weights: Weights) -> Weights:
-    return {key.replace("transformer.text_model.", "transformer."): weights[key] for key in weights}
+    return {
+        key.replace("transformer.text_model.", "transformer."): weights[key]
+        for key in weights
+    }
 
 
 def with_positions(weights: Weights, kind: torch.dtype) -> Weights:
@@ -136,10 +150,17 @@ def with_positions(weights: Weights, kind: torch.dtype) -> Weights:
 
 
 def with_averages(weights: Weights) -> Weights:
-    unet = {key: key.split(".", 1)[1] for key in weights if key.startswith("model.diffusion_model")}
+    unet = {
+        key: key.split(".", 1)[1]
+        for key in weights
+        if key.startswith("model.diffusion_model")
+    }
     flat = {key: f"model_ema.{name.replace('.', '')}" for key, name in unet.items()}
     averages = {name: weights[key] * 2 for key, name in flat.items()}
-    others = {"model_ema.decay": torch.tensor(0.9999), "model_ema.num_updates": torch.tensor(7)}
+    others = {
+        "model_ema.decay": torch.tensor(0.9999),
+        "model_ema.num_updates": torch.tensor(7),
+    }
     return weights | averages | others | {"betas": torch.zeros(1000)}
 
 
@@ -157,7 +178,13 @@ def in_mixed_precision(weights: Weights) -> Weights:
         (with_averages, True),
         (in_mixed_precision, False),
     ],
-    ids=["no text_model", "integer positions", "float positions", "EMA beside", "mixed precision"],
+    ids=[
+        "no text_model",
+        "integer positions",
+        "float positions",
+        "EMA beside",
+        "mixed precision",
+    ],
 )
 def test_variants_of_single_files_draw_the_same(
     change: Callable[[Weights], Weights],
@@ -186,9 +213,15 @@ def test_v_prediction_holds_where_no_scheduler_says_otherwise(
     config = Path(shutil.copytree(checkpoint, tmp_path / "config"))
     scheduler = config / "scheduler" / "scheduler_config.json"
     assert load_checkpoint(single_file, config).prediction_type == "epsilon"
-    assert load_checkpoint(single_file, config, "v_prediction").prediction_type == "v_prediction"
+    assert (
+        load_checkpoint(single_file, config, "v_prediction").prediction_type
+        == "v_prediction"
+    )
     scheduler.write_text('{"prediction_type": "epsilon"}')
-    assert load_checkpoint(single_file, config, "v_prediction").prediction_type == "epsilon"
+    assert (
+        load_checkpoint(single_file, config, "v_prediction").prediction_type
+        == "epsilon"
+    )
     scheduler.write_text('{"prediction_type": "sample"}')
     with pytest.raises(errors.SetupError, match="predicts 'sample'"):
         load_checkpoint(single_file, config)
@@ -221,7 +254,11 @@ def test_a_folder_of_half_precision_takes_no_more_memory_and_is_the_same_checkpo
     def placements(*arguments: Any) -> Any:
         networks = arguments[1]
         read_dtypes.append(
-            {each.dtype for network in networks.values() for each in network.parameters()}
+            {
+                each.dtype
+                for network in networks.values()
+                for each in network.parameters()
+            }
         )
         return original(*arguments)
 
@@ -258,10 +295,13 @@ def test_weights_in_several_files_are_read_and_no_other_files(
     whole.unlink()
     places = {}
     for number, key in enumerate(weights):
-        places[key] = f"diffusion_pytorch_model-{number % 2 + 1:05}-of-00002.safetensors"
+        places[key] = (
+            f"diffusion_pytorch_model-{number % 2 + 1:05}-of-00002.safetensors"
+        )
     for name in set(places.values()):
         save_file(
-            {key: weights[key] for key in weights if places[key] == name}, copy / "unet" / name
+            {key: weights[key] for key in weights if places[key] == name},
+            copy / "unet" / name,
         )
     index = whole.with_name(f"{whole.name}.index.json")
     index.write_text(json.dumps({"weight_map": places}))
@@ -281,7 +321,9 @@ def test_a_folder_of_mixed_precision_is_of_one_on_its_device(copy: Path) -> None
     first = next(iter(weights))
     weights[first] = weights[first].half()
     save_file(weights, path, {"format": "pt"})
-    assert {each.dtype for each in load_checkpoint(copy).unet.parameters()} == {torch.float32}
+    assert {each.dtype for each in load_checkpoint(copy).unet.parameters()} == {
+        torch.float32
+    }
 
 
 def test_key_names_of_older_folders_are_read(
@@ -300,7 +342,9 @@ def test_key_names_of_older_folders_are_read(
     for name, pairs in renamed.items():
         weights = load_file(copy / name)
         for new, old in pairs:
-            weights = {key.replace(new, old, 1): weight for key, weight in weights.items()}
+            weights = {
+                key.replace(new, old, 1): weight for key, weight in weights.items()
+            }
         save_file(weights, copy / name, {"format": "pt"})
     older = batch_engine.load_batch_engine(copy)
     assert (draw(older, make_request())[0] == draw(engine, make_request())[0]).all()
@@ -364,7 +408,9 @@ def test_weights_that_are_no_numbers_are_the_files_fault_not_the_nodes(
         load_checkpoint(copy)
 
 
-def test_the_command_that_refuses_a_pickle_converts_it(single_file: Path, tmp_path: Path) -> None:
+def test_the_command_that_refuses_a_pickle_converts_it(
+    single_file: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "it's old.ckpt"
     torch.save(load_file(single_file), path)
     with pytest.raises(errors.SetupError) as refused:
@@ -375,7 +421,9 @@ def test_the_command_that_refuses_a_pickle_converts_it(single_file: Path, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["model.ckpt", "model.safetensors"])
-def test_a_pickled_checkpoint_is_never_loaded(tmp_path: Path, checkpoint: Path, name: str) -> None:
+def test_a_pickled_checkpoint_is_never_loaded(
+    tmp_path: Path, checkpoint: Path, name: str
+) -> None:
     torch.save({"state_dict": {}}, tmp_path / name)
     with pytest.raises(errors.SetupError, match=f"{name}' cannot be loaded"):
         load_checkpoint(tmp_path / name, checkpoint)
@@ -395,7 +443,10 @@ def test_a_single_file_of_another_architecture_is_refused(
 ) -> None:
     weights = load_file(single_file)
     other = tmp_path / "other.safetensors"
-    save_file({name: weight for name, weight in weights.items() if "cond_stage" not in name}, other)
+    save_file(
+        {name: weight for name, weight in weights.items() if "cond_stage" not in name},
+        other,
+    )
     with pytest.raises(errors.SetupError, match=r"other.safetensors' is no checkpoint"):
         load_checkpoint(other, checkpoint)
     (lone,) = [name for name in weights if name.endswith("time_embed.0.bias")]
@@ -437,7 +488,9 @@ def test_a_tokenizer_of_another_model_is_refused(copy: Path) -> None:
 @pytest.mark.parametrize(("text", "what"), [("{", "JSON"), ("[]", "a JSON object")])
 def test_a_damaged_configuration_is_named(copy: Path, text: str, what: str) -> None:
     (copy / "scheduler" / "scheduler_config.json").write_text(text)
-    with pytest.raises(errors.SetupError, match=f"scheduler_config.json' is not {what}"):
+    with pytest.raises(
+        errors.SetupError, match=f"scheduler_config.json' is not {what}"
+    ):
         load_checkpoint(copy)
 
 
@@ -449,7 +502,9 @@ def test_a_single_files_built_in_configuration_is_sd15s() -> None:
             AutoencoderKL.from_config(SD1.vae_config),
             CLIPTextModel(CLIPTextConfig(**SD1.text_encoders[0].config)),
         )
-    sizes = [sum(weight.numel() for weight in network.parameters()) for network in networks]
+    sizes = [
+        sum(weight.numel() for weight in network.parameters()) for network in networks
+    ]
     assert sizes == [859_520_964, 83_653_863, 123_060_480]
 
 
@@ -471,7 +526,11 @@ def test_damaged_positions_are_put_right_and_told_or_kept_as_they_are(
         found.append(numbers.flatten().tolist())
     assert found[0] == [*range(77)]
     assert found[1] == [*range(41), 40, *range(42, 77)]
-    warnings = [each.getMessage() for each in caplog.records if "position_ids" in each.getMessage()]
+    warnings = [
+        each.getMessage()
+        for each in caplog.records
+        if "position_ids" in each.getMessage()
+    ]
     assert [each.partition(", and ")[2] for each in warnings] == [
         "are put right (see --file-positions)",
         "are drawn with",

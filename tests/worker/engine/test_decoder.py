@@ -50,7 +50,9 @@ def test_a_full_slice_does_not_wait_for_one_of_another_size(slices: Any) -> None
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_a_part_of_a_slice_waits_longer_where_lanes_take_turns(slices: Any, lanes: int) -> None:
+def test_a_part_of_a_slice_waits_longer_where_lanes_take_turns(
+    slices: Any, lanes: int
+) -> None:
     waiting = make_decoder(SMALL)
     waiting.add(0, torch.zeros(SMALL))
     ticks = 0

@@ -33,15 +33,21 @@ def vectors(count: int, width: int, seed: int = 0) -> torch.Tensor:
 def write(tmp_path: Path) -> Write:
     """Writes a file; returns the embedding as a request has it."""
 
-    def to_file(name: str, content: bytes | dict[str, torch.Tensor]) -> contract.Embedding:
+    def to_file(
+        name: str, content: bytes | dict[str, torch.Tensor]
+    ) -> contract.Embedding:
         path = tmp_path / f"{name}.safetensors"
         path.write_bytes(content if isinstance(content, bytes) else save(content))
-        return contract.Embedding(name, path, hashlib.sha256(path.read_bytes()).hexdigest())
+        return contract.Embedding(
+            name, path, hashlib.sha256(path.read_bytes()).hexdigest()
+        )
 
     return to_file
 
 
-def embedding(name: str, count: int, width: int = 8, seed: int = 0) -> embeddings.Embedding:
+def embedding(
+    name: str, count: int, width: int = 8, seed: int = 0
+) -> embeddings.Embedding:
     found = vectors(count, width, seed)
     return embeddings.Embedding(name, f"{name} {seed}", {"clip_l": found})
 
@@ -69,7 +75,13 @@ def embedding(name: str, count: int, width: int = 8, seed: int = 0) -> embedding
 def test_names_are_found_by_their_tokens_the_longest_first(
     tokenizer: text.Tokenizer, words: str, found: list[str]
 ) -> None:
-    names = ("EasyNegative", "EasyNegativeV2", "bad prompt", "bad-hands-", "bad-hands-5")
+    names = (
+        "EasyNegative",
+        "EasyNegativeV2",
+        "bad prompt",
+        "bad-hands-",
+        "bad-hands-5",
+    )
     known = (*names, "cube (v1)")
     assert list(tokenizer.find_names([words], known)) == found
     (chunk,) = tokenizer.chunks(words, [embedding(name, 2) for name in found])
@@ -96,7 +108,10 @@ def test_vectors_take_the_weight_of_their_bracket(tokenizer: text.Tokenizer) -> 
     a, cat, comma, ugly = ids(tokenizer, "a cat, ugly")
     assert chunk.tokens == (a, cat, comma, ugly, 0, 0, 0, comma, 0, 0, 0)
     assert chunk.weights == (*[1.0] * 3, *[1.5] * 4, *[1.0] * 4)
-    assert [(each.at, each.embedding) for each in chunk.inserts] == [(4, mist), (8, mist)]
+    assert [(each.at, each.embedding) for each in chunk.inserts] == [
+        (4, mist),
+        (8, mist),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -108,18 +123,27 @@ def test_vectors_take_the_weight_of_their_bracket(tokenizer: text.Tokenizer) -> 
         ("cat " * 60 + ", " + "cat " * 12 + "mist dog", [73, 4], [(1, 0)]),
         # A full chunk's words behind its last comma move; an embedding's vectors stay behind.
         ("cat " * 60 + ", mist " + "cat " * 11 + "dog", [61, 15], [(0, 61)]),
-        ("cat " * 60 + ", dog mist " + "cat " * 10 + "mist", [61, 17], [(0, 62), (1, 14)]),
+        (
+            "cat " * 60 + ", dog mist " + "cat " * 10 + "mist",
+            [61, 17],
+            [(0, 62), (1, 14)],
+        ),
         ("mist " * 26, [75, 3], [*((0, at) for at in range(0, 75, 3)), (1, 0)]),
         ("cat BREAK mist", [1, 3], [(1, 0)]),
     ],
 )
 def test_an_embedding_is_never_cut_at_a_chunks_end(
-    tokenizer: text.Tokenizer, words: str, lengths: list[int], places: list[tuple[int, int]]
+    tokenizer: text.Tokenizer,
+    words: str,
+    lengths: list[int],
+    places: list[tuple[int, int]],
 ) -> None:
     chunks = tokenizer.chunks(words, [embedding("mist", 3)])
     assert [len(chunk.tokens) for chunk in chunks] == lengths
     assert [len(chunk.weights) for chunk in chunks] == lengths
-    found = [(number, one.at) for number, chunk in enumerate(chunks) for one in chunk.inserts]
+    found = [
+        (number, one.at) for number, chunk in enumerate(chunks) for one in chunk.inserts
+    ]
     assert found == places
 
 
@@ -163,7 +187,9 @@ def test_weights_multiply_the_vectors_states_and_the_mean_is_restored(
 ) -> None:
     width = clip.text_encoder.config.hidden_size
     mist = embedding("mist", 2, width)
-    vectors = encoder.encode([tokenizer.chunks("cat (mist:1.4), dog", [mist])], 1).vectors[0]
+    vectors = encoder.encode(
+        [tokenizer.chunks("cat (mist:1.4), dog", [mist])], 1
+    ).vectors[0]
     # The same with the vectors in the place of two words that are not in the prompt.
     network = copy.deepcopy(clip.text_encoder)
     network.get_input_embeddings().weight[[1000, 2000]] = mist.vectors["clip_l"]
@@ -189,7 +215,9 @@ def test_vectors_that_stay_behind_a_comma_are_in_place_of_the_padding(
     network.get_input_embeddings().weight[[1000, 2000]] = mist.vectors["clip_l"]
     cat, comma, dog = ids(tokenizer, "cat, dog")
     first = [START, *[cat] * 60, comma, 1000, 2000, *[END] * 13]
-    assert torch.allclose(found[:77], network(torch.tensor([first])).last_hidden_state[0], 1e-4)
+    assert torch.allclose(
+        found[:77], network(torch.tensor([first])).last_hidden_state[0], 1e-4
+    )
     second = text.Chunk((0, 0, *[cat] * 12, dog), (1.2, 1.2, *[1.0] * 13))
     assert torch.equal(found[77:], encoder.encode([[second]], 1).vectors[0])
 
@@ -211,9 +239,9 @@ def test_another_file_of_the_same_name_is_another_encoding(
     assert torch.equal(encode(one), first)
     assert torch.equal(encode(), plain), "the text encoder is as it was"
     kept = [key[0] for key in encoder._cache]  # type: ignore[index]
-    assert not [chunk for chunk in kept if isinstance(chunk, Chunk) and chunk.inserts], (
-        "the cache keeps no vectors alive that no job has"
-    )
+    assert not [
+        chunk for chunk in kept if isinstance(chunk, Chunk) and chunk.inserts
+    ], "the cache keeps no vectors alive that no job has"
 
 
 @torch.inference_mode()
@@ -226,7 +254,10 @@ def test_an_encoder_takes_its_own_vectors_of_an_embedding_for_two(
     for name, own in (("clip_l", for_l), ("clip_g", for_g)):
         encoder = text.Encoder([text.Reader(clip.text_encoder, name=name)], START, END)
         alone = embeddings.Embedding("mist", name, {name: own})
-        found = [encoder.encode([tokenizer.chunks("mist", [each])], 1) for each in (both, alone)]
+        found = [
+            encoder.encode([tokenizer.chunks("mist", [each])], 1)
+            for each in (both, alone)
+        ]
         assert torch.equal(found[0].vectors, found[1].vectors)
 
 
@@ -243,13 +274,19 @@ def test_jobs_with_embeddings_loras_and_without_are_drawn_together_as_alone(
     write: Write,
 ) -> None:
     width = slot_engine.checkpoint.text_encoder.config.hidden_size
-    one, other = (write(name, {"v": 3 * vectors(4, width, len(name))}) for name in ("mist", "ash"))
+    one, other = (
+        write(name, {"v": 3 * vectors(4, width, len(name))}) for name in ("mist", "ash")
+    )
     lora = contract.Lora("style", lora_paths[0], 1.0, 1.0)
     long = "a (mist:1.3), " * 12
     requests = [
         make_request(prompt="a mist", steps=2),
-        make_request(prompt="a mist", steps=2, embeddings=(one,), loras=(lora,), clip_skip=2),
-        make_request(prompt=long, negative_prompt="ash", steps=2, embeddings=(one, other)),
+        make_request(
+            prompt="a mist", steps=2, embeddings=(one,), loras=(lora,), clip_skip=2
+        ),
+        make_request(
+            prompt=long, negative_prompt="ash", steps=2, embeddings=(one, other)
+        ),
     ]
     together = draw(slot_engine, *requests)
     alone = [draw(make_engine(max_batch=1), each)[0] for each in requests]
@@ -260,7 +297,10 @@ def test_jobs_with_embeddings_loras_and_without_are_drawn_together_as_alone(
 
 
 def test_the_engine_finds_names_for_the_pipeline(slot_engine: Any) -> None:
-    assert slot_engine.find_embeddings(["a mist", "Ash"], ("ash", "mist", "fog")) == ("mist", "ash")
+    assert slot_engine.find_embeddings(["a mist", "Ash"], ("ash", "mist", "fog")) == (
+        "mist",
+        "ash",
+    )
 
 
 # Files.
@@ -270,23 +310,46 @@ BROKEN: dict[str, tuple[Any, str]] = {
         {"clip_l": torch.ones(2, 768), "clip_g": torch.ones(2, 1280)},
         "made for SDXL; this model takes vectors of 8 numbers",
     ),
-    "of SD2": ({"v": torch.ones(2, 1024)}, "made for SD 2.x; this model takes vectors of 8"),
-    "of SDXL's second": ({"clip_g": torch.ones(2, 1280)}, "1,280 numbers: .* SDXL's embeddings"),
-    "of any width": ({"v": torch.ones(9)}, "vectors of 9 numbers: those of SD 1.x have 768"),
-    "two tensors": ({"a": torch.ones(8), "b": torch.ones(8)}, r"holds 2 tensors \('a', 'b'\)"),
+    "of SD2": (
+        {"v": torch.ones(2, 1024)},
+        "made for SD 2.x; this model takes vectors of 8",
+    ),
+    "of SDXL's second": (
+        {"clip_g": torch.ones(2, 1280)},
+        "1,280 numbers: .* SDXL's embeddings",
+    ),
+    "of any width": (
+        {"v": torch.ones(9)},
+        "vectors of 9 numbers: those of SD 1.x have 768",
+    ),
+    "two tensors": (
+        {"a": torch.ones(8), "b": torch.ones(8)},
+        r"holds 2 tensors \('a', 'b'\)",
+    ),
     "no tensor": ({}, "holds 0 tensors"),
     "no number": ({"v": torch.tensor(1.0)}, "shape|vectors of 0 numbers"),
-    "three dimensions": ({"v": torch.ones(1, 2, 8)}, r"a tensor of the shape \[1, 2, 8\]"),
-    "whole numbers": ({"v": torch.ones(2, 8, dtype=torch.int64)}, "holds whole numbers"),
+    "three dimensions": (
+        {"v": torch.ones(1, 2, 8)},
+        r"a tensor of the shape \[1, 2, 8\]",
+    ),
+    "whole numbers": (
+        {"v": torch.ones(2, 8, dtype=torch.int64)},
+        "holds whole numbers",
+    ),
     "no vectors": ({"v": torch.ones(0, 8)}, "has 0 vectors"),
-    "76 vectors": ({"v": torch.ones(76, 8)}, "has 76 vectors; a prompt's chunk holds 75"),
+    "76 vectors": (
+        {"v": torch.ones(76, 8)},
+        "has 76 vectors; a prompt's chunk holds 75",
+    ),
     "NaN": ({"v": torch.tensor([[1.0] * 7 + [float("nan")]])}, "NaN, infinity"),
     "a pickle": (b"PK\x03\x04", "not a complete .safetensors file"),
     "a page": (b"<html>not found</html>", "not a complete .safetensors file"),
     "nothing": (b"", "not a complete .safetensors file"),
     "cut off": (save({"v": torch.ones(2, 8)})[:-1], "not a complete .safetensors file"),
     "numbers of 0.5 bytes": (
-        b'E\0\0\0\0\0\0\0{"v":{"dtype":"F4","shape":[2,8],"data_offsets":[0,8]}}'.ljust(85),
+        b'E\0\0\0\0\0\0\0{"v":{"dtype":"F4","shape":[2,8],"data_offsets":[0,8]}}'.ljust(
+            85
+        ),
         "holds numbers of the type 'F4', which is not supported",
     ),
 }
@@ -308,7 +371,9 @@ def test_no_bytes_raise_anything_but_a_refusal(write: Write) -> None:
         data = bytearray(whole)
         for _ in range(dice.choice([1, 1, 2, 8])):
             at = dice.randrange(len(data) - 64 if dice.random() < 0.8 else len(data))
-            data[at] = dice.choice([data[at] ^ 1 << dice.randrange(8), dice.randrange(256)])
+            data[at] = dice.choice(
+                [data[at] ^ 1 << dice.randrange(8), dice.randrange(256)]
+            )
         try:
             embeddings.read(write("mist", bytes(data)), WIDTHS, torch.float32)
         except errors.UnusableFileError as error:
@@ -326,15 +391,21 @@ def test_no_bytes_raise_anything_but_a_refusal(write: Write) -> None:
         {"v": torch.ones(75, 8, dtype=torch.float16)},
     ],
 )
-def test_files_of_all_known_forms_are_read(write: Write, tensors: dict[str, torch.Tensor]) -> None:
+def test_files_of_all_known_forms_are_read(
+    write: Write, tensors: dict[str, torch.Tensor]
+) -> None:
     found = embeddings.read(write("mist", tensors), WIDTHS, torch.float32)
     (tensor,) = tensors.values()
     assert found.length == tensor.numel() // 8
     assert torch.equal(found.vectors["clip_l"], torch.ones(found.length, 8))
 
 
-@pytest.mark.parametrize("names", [("clip_l", "clip_g"), ("text_encoders_0", "text_encoders_1")])
-def test_sdxls_have_vectors_for_both_text_encoders(write: Write, names: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    "names", [("clip_l", "clip_g"), ("text_encoders_0", "text_encoders_1")]
+)
+def test_sdxls_have_vectors_for_both_text_encoders(
+    write: Write, names: tuple[str, str]
+) -> None:
     both = dict(zip(names, (vectors(2, 8), vectors(2, 12)), strict=True))
     found = embeddings.read(write("mist", both), SDXL, torch.float32)
     assert [tuple(each.shape) for each in found.vectors.values()] == [(2, 8), (2, 12)]
@@ -342,18 +413,24 @@ def test_sdxls_have_vectors_for_both_text_encoders(write: Write, names: tuple[st
     with pytest.raises(errors.UnusableFileError, match="different numbers of vectors"):
         embeddings.read(write("mist", shorter), SDXL, torch.float32)
     for one in ({"v": vectors(2, 8)}, {"clip_g": vectors(2, 12)}):
-        with pytest.raises(errors.UnusableFileError, match=r"numbers: those of SD 1\.x have 768"):
+        with pytest.raises(
+            errors.UnusableFileError, match=r"numbers: those of SD 1\.x have 768"
+        ):
             embeddings.read(write("mist", one), SDXL, torch.float32)
 
 
-def test_numbers_that_overflow_in_the_models_precision_are_refused(write: Write) -> None:
+def test_numbers_that_overflow_in_the_models_precision_are_refused(
+    write: Write,
+) -> None:
     large = write("mist", {"v": torch.full((2, 8), 1e5)})
     embeddings.read(large, WIDTHS, torch.float32)
     with pytest.raises(errors.UnusableFileError, match="too large for float16"):
         embeddings.read(large, WIDTHS, torch.float16)
 
 
-def test_a_file_that_changes_or_goes_away_meanwhile_is_tried_again(write: Write) -> None:
+def test_a_file_that_changes_or_goes_away_meanwhile_is_tried_again(
+    write: Write,
+) -> None:
     found = write("mist", {"v": torch.ones(2, 8)})
     save_file({"v": torch.zeros(2, 8)}, found.path)
     with pytest.raises(errors.TransientError, match="has just changed"):

@@ -42,15 +42,25 @@ def test_without_torch_the_error_says_what_to_install(
     ("weights", "said"),
     [
         ("factors", "3 images at once; LoRAs are factors beside the shared weights"),
-        ("reloaded", "1 image at once; layers are copied from the host's memory for other LoRAs"),
+        (
+            "reloaded",
+            "1 image at once; layers are copied from the host's memory for other LoRAs",
+        ),
     ],
 )
 def test_a_loaded_engine_says_what_fits(
-    checkpoint: Path, caplog: pytest.LogCaptureFixture, weights: memory.SlotWeights, said: str
+    checkpoint: Path,
+    caplog: pytest.LogCaptureFixture,
+    weights: memory.SlotWeights,
+    said: str,
 ) -> None:
     caplog.set_level("INFO")
-    load.load_engine(load.EngineSettings(checkpoint, "cpu", slots=3, slot_weights=weights))
-    assert [each for each in caplog.messages if each.startswith("draws")] == [f"draws {said}"]
+    load.load_engine(
+        load.EngineSettings(checkpoint, "cpu", slots=3, slot_weights=weights)
+    )
+    assert [each for each in caplog.messages if each.startswith("draws")] == [
+        f"draws {said}"
+    ]
 
 
 @pytest.mark.parametrize("name", ["gpu", "meta", "cuda:99"])
@@ -89,7 +99,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.mark.parametrize(
     ("cuda", "driver", "needed"),
-    [("12.8", "570.124.06", 525), ("12.8", "525.60.13", 525), ("13.0", "580.95.05", 580)],
+    [
+        ("12.8", "570.124.06", 525),
+        ("12.8", "525.60.13", 525),
+        ("13.0", "580.95.05", 580),
+    ],
 )
 def test_one_line_says_which_driver_is_needed_and_which_was_found(
     cuda: str,
@@ -107,22 +121,29 @@ def test_one_line_says_which_driver_is_needed_and_which_was_found(
 
 
 @pytest.mark.parametrize(
-    ("cuda", "driver", "needed"), [("13.0", "570.124.06", 580), ("12.8", "470.82.01", 525)]
+    ("cuda", "driver", "needed"),
+    [("13.0", "570.124.06", 580), ("12.8", "470.82.01", 525)],
 )
 @pytest.mark.parametrize("name", ["auto", "cuda"])
 def test_a_driver_too_old_is_named_and_the_cpu_not_taken_for_the_gpu(
     cuda: str, driver: str, needed: int, name: str, gpu: Callable[..., None]
 ) -> None:
     gpu(cuda, driver, works=False)
-    too_old = f"NVIDIA driver {driver} is too old: .* for CUDA {cuda} needs {needed} or newer"
+    too_old = (
+        f"NVIDIA driver {driver} is too old: .* for CUDA {cuda} needs {needed} or newer"
+    )
     with pytest.raises(errors.SetupError, match=f"{too_old}. Update the driver"):
         device.find_device(name)
     assert device.find_device("cpu").type == "cpu"
 
 
-def test_on_a_rented_node_a_driver_too_old_is_the_nodes_fault(gpu: Callable[..., None]) -> None:
+def test_on_a_rented_node_a_driver_too_old_is_the_nodes_fault(
+    gpu: Callable[..., None],
+) -> None:
     gpu("13.0", "570.124.06", works=False)
-    with pytest.raises(errors.NodeError, match=r"driver 570.124.06 is too old: .* needs 580"):
+    with pytest.raises(
+        errors.NodeError, match=r"driver 570.124.06 is too old: .* needs 580"
+    ):
         device.free_gpu_bytes("auto")
 
 
@@ -142,12 +163,16 @@ def test_a_worker_takes_such_a_gpu_for_broken_if_its_parent_chose_it(
 ) -> None:
     gpu("13.0", "580.95.05", works=False)
     settings = WorkerSettings(model=str(checkpoint), device="cuda")
-    worker: Any = SimpleNamespace(_settings=settings, _member=member, _kernels=None, _own_files={})
+    worker: Any = SimpleNamespace(
+        _settings=settings, _member=member, _kernels=None, _own_files={}
+    )
     with pytest.raises(fault, match="CUDA GPU"):
         process._Worker._load_engine(worker, Checkpoint("tiny", settings))
 
 
-@pytest.mark.parametrize(("cuda", "driver"), [(None, "580.95.05"), ("13.0", "570.124.06")])
+@pytest.mark.parametrize(
+    ("cuda", "driver"), [(None, "580.95.05"), ("13.0", "570.124.06")]
+)
 def test_a_torch_or_driver_that_only_the_operator_can_change_is_not_the_gpus_fault(
     cuda: str | None, driver: str, gpu: Callable[..., None]
 ) -> None:
@@ -157,7 +182,9 @@ def test_a_torch_or_driver_that_only_the_operator_can_change_is_not_the_gpus_fau
         device.find_device("cuda")
 
 
-@pytest.mark.parametrize("set_by_user", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    "set_by_user", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"]
+)
 def test_the_users_settings_of_torchs_allocator_stay(
     gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch, set_by_user: str | None
 ) -> None:
@@ -170,14 +197,20 @@ def test_the_users_settings_of_torchs_allocator_stay(
     gpu("13.0", "580.95.05", works=True)
     device.find_device("cuda")
     found = [os.environ[name] for name in names if name in os.environ]
-    assert found == ["max_split_size_mb:128" if set_by_user else "expandable_segments:True"]
+    assert found == [
+        "max_split_size_mb:128" if set_by_user else "expandable_segments:True"
+    ]
 
 
 @pytest.mark.parametrize(
-    ("cuda", "driver"), [(None, None), (None, "470.82.01"), ("13.0", None), ("13.0", "580.95.05")]
+    ("cuda", "driver"),
+    [(None, None), (None, "470.82.01"), ("13.0", None), ("13.0", "580.95.05")],
 )
 def test_a_machine_without_a_gpu_hears_nothing_of_drivers(
-    cuda: str | None, driver: str | None, gpu: Callable[..., None], caplog: pytest.LogCaptureFixture
+    cuda: str | None,
+    driver: str | None,
+    gpu: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     gpu(cuda, driver, works=False)
     caplog.set_level("INFO")
@@ -214,16 +247,18 @@ def test_the_programs_in_the_documents_convert_and_complete_checkpoints(
     whole_path = Path("whole.safetensors")
     shutil.copy(single_file, "another.safetensors")
     weights = {
-        key: weight for key, weight in load_file(single_file).items() if "first_stage" not in key
+        key: weight
+        for key, weight in load_file(single_file).items()
+        if "first_stage" not in key
     }
     torch.save({"state_dict": weights, "epoch": 3}, "model.ckpt")
 
     for program in (convert, complete, state_v):
         exec(compile(program, "models.md", "exec"), {})
 
-    assert contents.identify(check.read_header(Path("model.safetensors"))).name.endswith(
-        "without its VAE"
-    )
+    assert contents.identify(
+        check.read_header(Path("model.safetensors"))
+    ).name.endswith("without its VAE")
     check.check_path(whole_path)
     load_checkpoint(whole_path, CPU, torch.float32, checkpoint)
     assert check.prediction_type(Path("model-v.safetensors")) == "v_prediction"
@@ -241,7 +276,9 @@ def test_the_programs_in_the_documents_convert_and_complete_checkpoints(
         check.check_path(Path("model.safetensors"))
     Path("vaes").mkdir()
     own = Path("model.vae.safetensors").rename("vaes/model.vae.safetensors")
-    settings = load.EngineSettings(whole_path, "cpu", config=checkpoint, slots=1, vae=own)
+    settings = load.EngineSettings(
+        whole_path, "cpu", config=checkpoint, slots=1, vae=own
+    )
     drawn_with = load.load_engine(settings).checkpoint.vae.decoder.conv_in.weight
     assert (drawn_with == vae["decoder.conv_in.weight"]).all()
 

@@ -88,7 +88,9 @@ def test_philox_is_computed_with_operations_that_are_exact_on_any_machine(
     uniform = (first.astype(np.float64) + 0.5) / 2**32
     angles = (second.astype(np.float64) + 0.5) * float(np.float32(2 * math.pi / 2**32))
     exact = torch.from_numpy(np.sqrt(-2 * np.log(uniform)) * np.sin(angles))
-    assert float((found - exact).abs().max()) < 3e-7  # half the distance of float32 numbers
+    assert (
+        float((found - exact).abs().max()) < 3e-7
+    )  # half the distance of float32 numbers
     assert float((found - exact).abs().mean()) < 3e-8
 
 
@@ -118,7 +120,10 @@ def test_each_draw_comes_from_new_counters_and_none_is_left_out() -> None:
 
 @pytest.mark.parametrize("source", ["CPU", "NV"])
 def test_the_seeds_delta_changes_all_noise_but_the_first(source: Any) -> None:
-    plain, moved = stream(10, Noise(source)), stream(10, Noise(source, seed_delta=31337))
+    plain, moved = (
+        stream(10, Noise(source)),
+        stream(10, Noise(source, seed_delta=31337)),
+    )
     assert torch.equal(plain.first(), moved.first())
     assert torch.equal(drawn(moved), stream(10 + 31337, Noise(source)).first())
     assert not torch.equal(drawn(plain), drawn(moved))
@@ -146,11 +151,15 @@ def slerp(strength: float, low: torch.Tensor, high: torch.Tensor) -> torch.Tenso
 
 @pytest.mark.parametrize("strength", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("source", ["CPU", "NV"])
-def test_a_variation_lies_between_both_seeds_noise(source: Any, strength: float) -> None:
+def test_a_variation_lies_between_both_seeds_noise(
+    source: Any, strength: float
+) -> None:
     low, high = (stream(seed, Noise(source)).first() for seed in (1, 2))
     settings = Noise(source, subseed=2, subseed_strength=strength)
     varied = stream(1, settings)
-    torch.testing.assert_close(varied.first(), slerp(strength, low, high), rtol=0, atol=2e-6)
+    torch.testing.assert_close(
+        varied.first(), slerp(strength, low, high), rtol=0, atol=2e-6
+    )
     plain = stream(1, Noise(source))
     plain.first()
     assert torch.equal(drawn(varied), drawn(plain))

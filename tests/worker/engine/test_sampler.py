@@ -18,14 +18,20 @@ LEADING = {**BETAS, "timestep_spacing": "leading", "steps_offset": 1}
 STEP_COUNTS = [1, 2, 3, 15, 20, 50]
 
 #: diffusers converts torch tensors to numpy in a way that numpy deprecates
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)
 
 
 @pytest.mark.parametrize("steps", STEP_COUNTS)
 @pytest.mark.parametrize("name", ["euler_ancestral", "euler", "dpmpp_2m"])
 @pytest.mark.parametrize("schedule_name", ["", "_karras"])
 def test_sigma_samplers_match_k_diffusion(
-    k_diffusion: Any, name: str, schedule_name: str, steps: int, monkeypatch: pytest.MonkeyPatch
+    k_diffusion: Any,
+    name: str,
+    schedule_name: str,
+    steps: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     noise = noises(steps + 1)
     model = k_diffusion.external.DiscreteEpsDDPMDenoiser(
@@ -42,7 +48,9 @@ def test_sigma_samplers_match_k_diffusion(
     draw = getattr(k_diffusion.sampling, f"sample_{name}")
     theirs = draw(model, noise[0] * sigmas[0], sigmas, disable=True)
 
-    schedule = schedules.make_schedule(name + schedule_name, steps, alphas_cumprod(), "epsilon")
+    schedule = schedules.make_schedule(
+        name + schedule_name, steps, alphas_cumprod(), "epsilon"
+    )
     assert relative_difference(sample(schedule, noise, stand_in), theirs) < 1e-5
 
 
@@ -89,25 +97,36 @@ def test_v_prediction_matches_k_diffusion(k_diffusion: Any) -> None:
 
     def denoise(latents: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
         skip, out, scale = (part.view(-1, 1, 1, 1) for part in scalings(sigma))
-        times = k_diffusion.external.DiscreteSchedule(sigmas, quantize=False).sigma_to_t(sigma)
+        times = k_diffusion.external.DiscreteSchedule(
+            sigmas, quantize=False
+        ).sigma_to_t(sigma)
         return stand_in(latents * scale, times) * out + latents * skip
 
-    levels = k_diffusion.external.DiscreteSchedule(sigmas, quantize=False).get_sigmas(15)
+    levels = k_diffusion.external.DiscreteSchedule(sigmas, quantize=False).get_sigmas(
+        15
+    )
     (noise,) = noises(1)
-    theirs = k_diffusion.sampling.sample_dpmpp_2m(denoise, noise * levels[0], levels, disable=True)
+    theirs = k_diffusion.sampling.sample_dpmpp_2m(
+        denoise, noise * levels[0], levels, disable=True
+    )
     schedule = schedules.make_schedule("dpmpp_2m", 15, alphas_cumprod(), "v_prediction")
     assert relative_difference(sample(schedule, [noise], stand_in), theirs) < 1e-5
 
 
 def diffusers_sample(
-    reference: Any, steps: int, noise: list[torch.Tensor], timesteps: list[int] | None = None
+    reference: Any,
+    steps: int,
+    noise: list[torch.Tensor],
+    timesteps: list[int] | None = None,
 ) -> torch.Tensor:
     reference.set_timesteps(steps)
     fresh = iter(noise)
     latents = next(fresh) * reference.init_noise_sigma
     for timestep in torch.tensor(timesteps) if timesteps else reference.timesteps:
         inputs = reference.scale_model_input(latents, timestep)
-        latents = reference.step(stand_in(inputs, timestep), timestep, latents).prev_sample
+        latents = reference.step(
+            stand_in(inputs, timestep), timestep, latents
+        ).prev_sample
     return latents
 
 
@@ -124,7 +143,9 @@ def test_v_prediction_from_pure_noise_matches_k_diffusion(
 
     def denoise(latents: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
         skip, out, scale = (part.view(-1, 1, 1, 1) for part in scalings(sigma))
-        return stand_in(latents * scale, levels.sigma_to_t(sigma)) * out + latents * skip
+        return (
+            stand_in(latents * scale, levels.sigma_to_t(sigma)) * out + latents * skip
+        )
 
     sigmas = levels.get_sigmas(15)
     if schedule_name:
@@ -144,7 +165,9 @@ def test_v_prediction_from_pure_noise_matches_k_diffusion(
 def test_zero_terminal_snr_is_diffusers_but_for_the_last_value() -> None:
     scheduler = DDIMScheduler(**BETAS, rescale_betas_zero_snr=True)
     ours = reading.rescale_to_zero_terminal_snr(alphas_cumprod()).float()
-    torch.testing.assert_close(ours[:-1], scheduler.alphas_cumprod[:-1], rtol=2e-4, atol=1e-7)
+    torch.testing.assert_close(
+        ours[:-1], scheduler.alphas_cumprod[:-1], rtol=2e-4, atol=1e-7
+    )
 
 
 def a1111_timesteps(steps: int) -> list[int]:
@@ -170,10 +193,15 @@ def test_plms_at_a1111s_timesteps_matches_diffusers(steps: int) -> None:
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
 @pytest.mark.parametrize("steps", TIMESTEP_COUNTS)
-def test_ddim_at_a1111s_timesteps_matches_diffusers(steps: int, prediction_type: str) -> None:
+def test_ddim_at_a1111s_timesteps_matches_diffusers(
+    steps: int, prediction_type: str
+) -> None:
     noise = noises(1)
     reference = DDIMScheduler(
-        **LEADING, prediction_type=prediction_type, set_alpha_to_one=False, clip_sample=False
+        **LEADING,
+        prediction_type=prediction_type,
+        set_alpha_to_one=False,
+        clip_sample=False,
     )
     timesteps = a1111_timesteps(steps)
     theirs = diffusers_sample(reference, steps, noise, timesteps)
@@ -196,7 +224,9 @@ def test_ddims_eta_matches_diffusers(steps: int, eta: float) -> None:
             output, timestep, latents, eta=eta, variance_noise=next(fresh)
         ).prev_sample
     given = samplers.Options(eta=eta)
-    schedule = schedules.make_schedule("ddim", steps, alphas_cumprod(), "epsilon", given)
+    schedule = schedules.make_schedule(
+        "ddim", steps, alphas_cumprod(), "epsilon", given
+    )
     assert all(schedule.noisy)
     assert relative_difference(sample(schedule, noise, stand_in), latents) < 1e-5
 
@@ -204,13 +234,19 @@ def test_ddims_eta_matches_diffusers(steps: int, eta: float) -> None:
 def test_every_other_call_below_s_min_uncond_is_unguided() -> None:
     given = samplers.Options(s_min_uncond=2.0)
     schedule = schedules.make_schedule("euler", 10, alphas_cumprod(), "epsilon", given)
-    sigmas = schedules.make_schedule("euler", 10, alphas_cumprod(), "epsilon").table[:, 3].neg()
+    sigmas = (
+        schedules.make_schedule("euler", 10, alphas_cumprod(), "epsilon")
+        .table[:, 3]
+        .neg()
+    )
     assert schedule.unguided == tuple(
         call % 2 == 1 and float(sigma) < 2.0 for call, sigma in enumerate(sigmas)
     )
     assert any(schedule.unguided)
     assert not all(schedule.unguided[1::2])
-    assert not any(schedules.make_schedule("euler", 10, alphas_cumprod(), "epsilon").unguided)
+    assert not any(
+        schedules.make_schedule("euler", 10, alphas_cumprod(), "epsilon").unguided
+    )
 
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
@@ -225,16 +261,22 @@ def test_euler_ancestral_matches_diffusers(
         **BETAS, prediction_type=prediction_type, timestep_spacing="linspace"
     )
     theirs = diffusers_sample(reference, 15, noise)
-    schedule = schedules.make_schedule("euler_ancestral", 15, alphas_cumprod(), prediction_type)
+    schedule = schedules.make_schedule(
+        "euler_ancestral", 15, alphas_cumprod(), prediction_type
+    )
     # diffusers interpolates the sigmas, k-diffusion and AUTOMATIC1111 their logarithms
     assert relative_difference(sample(schedule, noise, stand_in), theirs) < 5e-5
 
 
 def test_sd15_starts_at_its_largest_sigma_and_ends_at_timestep_0() -> None:
-    schedule = schedules.make_schedule("euler_ancestral", 15, alphas_cumprod(), "epsilon")
+    schedule = schedules.make_schedule(
+        "euler_ancestral", 15, alphas_cumprod(), "epsilon"
+    )
     assert schedule.initial_scale == pytest.approx(14.6146, abs=1e-4)
     timesteps = schedule.table[:, sampler.TIMESTEP].tolist()
-    assert timesteps == pytest.approx([999 * at / 14 for at in range(14, -1, -1)], abs=1e-4)
+    assert timesteps == pytest.approx(
+        [999 * at / 14 for at in range(14, -1, -1)], abs=1e-4
+    )
 
 
 WITH_NOISE = (
@@ -244,7 +286,9 @@ WITH_NOISE = (
 
 
 @pytest.mark.parametrize("name", samplers.SAMPLERS)
-def test_ancestral_and_sde_samplers_alone_use_noise_and_not_to_sigma_0(name: str) -> None:
+def test_ancestral_and_sde_samplers_alone_use_noise_and_not_to_sigma_0(
+    name: str,
+) -> None:
     made = schedules.make_schedule(name, 5, alphas_cumprod(), "epsilon")
     method, ends = samplers.SAMPLERS[name].method, "kl_optimal" not in name
     if method in ("dpm_fast", "dpm_adaptive", "tcd"):
@@ -256,7 +300,8 @@ def test_ancestral_and_sde_samplers_alone_use_noise_and_not_to_sigma_0(name: str
         low, high = made.brownian.span
         assert len(made.brownian.intervals) == sum(made.noisy)
         assert all(
-            low - 1e-5 <= end < begin <= high + 1e-5 for begin, end in made.brownian.intervals
+            low - 1e-5 <= end < begin <= high + 1e-5
+            for begin, end in made.brownian.intervals
         )
 
 
@@ -291,26 +336,48 @@ def test_every_sampler_has_finite_rows_for_any_number_of_steps(name: str) -> Non
 
 @pytest.mark.parametrize("name", ["heun_", "ddim_karras", "", "Euler a"])
 def test_an_unknown_sampler_is_refused_listing_the_known_ones(name: str) -> None:
-    with pytest.raises(errors.JobError, match="models of latents: Euler a, Euler, DPM\\+\\+ 2M, "):
+    with pytest.raises(
+        errors.JobError, match="models of latents: Euler a, Euler, DPM\\+\\+ 2M, "
+    ):
         schedules.make_schedule(name, 5, alphas_cumprod(), "epsilon")
 
 
 def test_rows_of_different_samplers_are_independent() -> None:
-    names = ["euler_ancestral", "ddim", "dpmpp_2m_karras", "euler", "lms", "dpmpp_3m_sde", "tcd"]
-    made = [schedules.make_schedule(name, 6, alphas_cumprod(), "epsilon") for name in names]
-    starts, *fresh = (torch.cat([noise, noise + 1, noise - 1, -noise])[:7] for noise in noises(7))
-    latents = starts * torch.tensor([each.initial_scale for each in made]).view(-1, 1, 1, 1)
+    names = [
+        "euler_ancestral",
+        "ddim",
+        "dpmpp_2m_karras",
+        "euler",
+        "lms",
+        "dpmpp_3m_sde",
+        "tcd",
+    ]
+    made = [
+        schedules.make_schedule(name, 6, alphas_cumprod(), "epsilon") for name in names
+    ]
+    starts, *fresh = (
+        torch.cat([noise, noise + 1, noise - 1, -noise])[:7] for noise in noises(7)
+    )
+    latents = starts * torch.tensor([each.initial_scale for each in made]).view(
+        -1, 1, 1, 1
+    )
     history = latents.new_zeros((sampler.HISTORY, *latents.shape))
     for call, rows in enumerate(torch.stack([each.table for each in made], dim=1)):
         output = stand_in(sampler.scale_input(rows, latents), rows[:, sampler.TIMESTEP])
         latents, history = sampler.step(rows, latents, output, history, fresh[call])
     for at, schedule in enumerate(made):
-        alone = sample(schedule, [noise[at : at + 1] for noise in (starts, *fresh)], stand_in)
+        alone = sample(
+            schedule, [noise[at : at + 1] for noise in (starts, *fresh)], stand_in
+        )
         torch.testing.assert_close(latents[at : at + 1], alone, rtol=1e-6, atol=1e-6)
 
 
 #: Restart is Heun's method below 20 steps, and DPM fast goes its own way whatever its schedule.
-SAME_AS_OTHERS = ("restart_sgm_uniform", "dpm_fast_sgm_uniform", "dpm_adaptive_sgm_uniform")
+SAME_AS_OTHERS = (
+    "restart_sgm_uniform",
+    "dpm_fast_sgm_uniform",
+    "dpm_adaptive_sgm_uniform",
+)
 
 
 def test_an_image_is_the_same_alone_and_with_other_samplers(
@@ -333,7 +400,9 @@ def test_an_image_is_the_same_alone_and_with_other_samplers(
         for at, name in enumerate(names)
     ]
     calls = [len(engine.prepare(request).schedule.table) for request in requests]
-    requests = [request for request, count in zip(requests, calls, strict=True) if count == 7]
+    requests = [
+        request for request, count in zip(requests, calls, strict=True) if count == 7
+    ]
     assert len(requests) > 30
     together = draw(engine, *requests)
     for request, beside in zip(requests[::3], together[::3], strict=True):

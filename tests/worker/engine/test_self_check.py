@@ -39,7 +39,10 @@ def test_one_flipped_bit_of_any_network_is_found_and_named(
     for bit in (0, 14):
         flip(parameter, bit)
         fault = engine.self_check.find_fault()
-        assert fault == f"the weights on the device are not the checkpoint's: {network}.{name}"
+        assert (
+            fault
+            == f"the weights on the device are not the checkpoint's: {network}.{name}"
+        )
         flip(parameter, bit)
         assert engine.self_check.find_fault() is None
 
@@ -49,7 +52,9 @@ def test_a_flipped_bit_is_found_in_what_is_made_of_the_weights(
 ) -> None:
     engine = make_slot_engine("float32", backend="eager")
     assert engine.self_check.find_fault() is None
-    folded = next(each for each in engine.checkpoint.vae.modules() if hasattr(each, "folded"))
+    folded = next(
+        each for each in engine.checkpoint.vae.modules() if hasattr(each, "folded")
+    )
     flip(folded.folded, 3)
     fault = str(engine.self_check.find_fault())
     assert fault.endswith("vae's own decoder.up_blocks.0.upsamplers.0.folded")
@@ -112,13 +117,21 @@ def test_its_lora_is_the_same_everywhere_and_changes_the_image(
     engine = make_slot_engine("float32")
     engine.self_check.write_lora(tmp_path / "one.safetensors")
     make_slot_engine("float32").self_check.write_lora(tmp_path / "two.safetensors")
-    one, two = ((tmp_path / name).read_bytes() for name in ("one.safetensors", "two.safetensors"))
+    one, two = (
+        (tmp_path / name).read_bytes()
+        for name in ("one.safetensors", "two.safetensors")
+    )
     assert one == two
     lora = contract.Lora("check", tmp_path / "one.safetensors", 1.0, 1.0)
     prepared = engine.prepare(make_request(loras=(lora,)))
     assert "unet" in prepared.packs  # the way of most jobs' LoRAs: a copy of each slot
     with_lora, without = draw(engine, make_request(loras=(lora,)), make_request())
-    assert likeness.distance(likeness.fingerprint(with_lora), likeness.fingerprint(without)) > 1
+    assert (
+        likeness.distance(
+            likeness.fingerprint(with_lora), likeness.fingerprint(without)
+        )
+        > 1
+    )
 
 
 # The demo model in the whole pipeline
@@ -129,7 +142,10 @@ def test_its_lora_is_the_same_everywhere_and_changes_the_image(
     ("damage", "found"),
     [
         ("the decoder at the start", "a canary .* is .* from its reference"),
-        ("one bit while it works", "the weights on the device are not the checkpoint's: vae"),
+        (
+            "one bit while it works",
+            "the weights on the device are not the checkpoint's: vae",
+        ),
     ],
 )
 async def test_a_damaged_demo_model_ends_the_worker(
@@ -165,7 +181,9 @@ async def test_a_damaged_demo_model_ends_the_worker(
         on_settled=settled,
         retry_policy=concurrency.NEVER,
     )
-    with pytest.raises(errors.NodeError, match=f"this node draws wrong images: {found}"):
+    with pytest.raises(
+        errors.NodeError, match=f"this node draws wrong images: {found}"
+    ):
         await pipeline.run(asyncio.Event(), asyncio.Event())
     suspects = [name async for name in storage.blobs.names("-suspect/")]
     assert len(suspects) == (damage == "one bit while it works")

@@ -19,14 +19,18 @@ def test_a_short_prompt_without_weights_is_clips_own_output(
 ) -> None:
     inputs = clip.tokenizer("A photo!", padding="max_length", return_tensors="pt")
     expected = clip.text_encoder(inputs.input_ids).last_hidden_state
-    torch.testing.assert_close(encoder.encode([tokenizer.chunks("A photo!")], 1).vectors, expected)
+    torch.testing.assert_close(
+        encoder.encode([tokenizer.chunks("A photo!")], 1).vectors, expected
+    )
 
 
 @torch.inference_mode()
 def test_prompts_of_equal_length_have_no_padding(
     tokenizer: text.Tokenizer, encoder: text.Encoder
 ) -> None:
-    context = encoder.encode([tokenizer.chunks("a BREAK b"), tokenizer.chunks("cat " * 76)], 1)
+    context = encoder.encode(
+        [tokenizer.chunks("a BREAK b"), tokenizer.chunks("cat " * 76)], 1
+    )
     assert context.vectors.shape == (2, 154, context.vectors.shape[2])
     assert context.mask.all()
 
@@ -35,7 +39,10 @@ def test_prompts_of_equal_length_have_no_padding(
 def test_prompts_of_different_lengths_in_one_call_match_separate_calls(
     clip: Any, tokenizer: text.Tokenizer, encoder: text.Encoder
 ) -> None:
-    prompts = [tokenizer.chunks("a red house, " * 20), tokenizer.chunks("blurry, (ugly:1.3)")]
+    prompts = [
+        tokenizer.chunks("a red house, " * 20),
+        tokenizer.chunks("blurry, (ugly:1.3)"),
+    ]
     context = encoder.encode(prompts, 1)
     assert context.vectors.shape[1] == 154
     latents = torch.randn((2, 4, 8, 8), generator=torch.Generator().manual_seed(0))
@@ -46,19 +53,25 @@ def test_prompts_of_different_lengths_in_one_call_match_separate_calls(
     for row, prompt in enumerate(prompts):
         alone = encoder.encode([prompt], 1)
         assert alone.mask.all()
-        apart = clip.unet(latents[row : row + 1], times[row : row + 1], alone.vectors).sample
+        apart = clip.unet(
+            latents[row : row + 1], times[row : row + 1], alone.vectors
+        ).sample
         torch.testing.assert_close(together[row : row + 1], apart, rtol=1e-5, atol=1e-5)
     # Masked vectors have no influence.
     noise = torch.randn_like(context.vectors) * 10
     vectors = torch.where(context.mask[:, :, None], context.vectors, noise)
-    other = clip.unet(latents, times, vectors, encoder_attention_mask=context.mask).sample
+    other = clip.unet(
+        latents, times, vectors, encoder_attention_mask=context.mask
+    ).sample
     assert torch.equal(other, together)
 
 
 def test_a_wide_comma_and_curly_quotes_are_the_tokens_that_automatic1111_reads(
     tokenizer: text.Tokenizer,
 ) -> None:
-    assert tokenizer.chunks("1girl\uff0cit\u2019s &amp;") == tokenizer.chunks("1girl,it's &")
+    assert tokenizer.chunks("1girl\uff0cit\u2019s &amp;") == tokenizer.chunks(
+        "1girl,it's &"
+    )
     (first, second) = tokenizer.chunks("cat " * 60 + "\uff0c" + "dog " * 20)
     assert (len(first.tokens), len(second.tokens)) == (61, 20), "cut after the comma"
     assert tokenizer.find_names(["a bad\u2019s"], ["bad's"]) == ("bad's",)
@@ -175,7 +188,9 @@ def test_many_chunks_go_through_the_text_encoder_in_several_calls(
 ) -> None:
     prompts = [tokenizer.chunks(f"{number}") for number in range(40)]
     for row, prompt in zip(encoder.encode(prompts, 1).vectors, prompts, strict=True):
-        alone = text.Encoder([text.Reader(clip.text_encoder)], START, END).encode([prompt], 1)
+        alone = text.Encoder([text.Reader(clip.text_encoder)], START, END).encode(
+            [prompt], 1
+        )
         torch.testing.assert_close(row, alone.vectors[0], rtol=1e-4, atol=1e-5)
 
 

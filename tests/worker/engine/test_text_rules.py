@@ -58,7 +58,10 @@ def signs(prompt: str) -> Iterator[tuple[str, str, str]]:
 
 def pieces(words: str) -> Words:
     first, *others = re.split(r"\s*\bBREAK\b\s*", words)
-    return [(first, 1.0), *(each for other in others for each in (("BREAK", -1.0), (other, 1.0)))]
+    return [
+        (first, 1.0),
+        *(each for other in others for each in (("BREAK", -1.0), (other, 1.0))),
+    ]
 
 
 def weighted_words(prompt: str) -> list[Words]:
@@ -106,7 +109,9 @@ def chunks_by_the_rules(clip: Any, prompt: str) -> Chunks:
         tokens: list[tuple[int, float]] = []
         for weight, same in itertools.groupby(section, key=lambda each: each[1]):
             words = "".join(piece for piece, _ in same)
-            ids = clip.tokenizer(words, add_special_tokens=False, verbose=False).input_ids
+            ids = clip.tokenizer(
+                words, add_special_tokens=False, verbose=False
+            ).input_ids
             tokens += [(id_, weight) for id_ in ids]
         while len(tokens) > 75:
             commas = [at for at in range(55, 75) if tokens[at][0] == COMMA]
@@ -127,16 +132,44 @@ def vectors_by_the_rules(clip: Any, prompt: str, clip_skip: int) -> Array:
         with torch.inference_mode():
             states = clip.text_encoder(ids, output_hidden_states=True).hidden_states
             vectors = layers.final_layer_norm(states[-clip_skip])[0].double().numpy()
-        weights = np.array([1.0, *(weight for _, weight in chunk), *[1.0] * len(filling)])
+        weights = np.array(
+            [1.0, *(weight for _, weight in chunk), *[1.0] * len(filling)]
+        )
         weighted = vectors * weights[:, None]
         encoded.append(weighted * (vectors.mean() / weighted.mean()))
     return np.concatenate(encoded)
 
 
 WORDS = (
-    *("castle", "forest", "(sunset)", "((storm))", "[fog]", "(red:1.3)", "(blue sky:0.7)", "8k"),
-    *("river", ":", "night,", "photo,", "digital art,", "(masterpiece)", "(best (quality)),"),
-    *("[[dark]]", "(oak:1.15)", "\\(artist\\)", "fishing-boat", "naïve", "東京", "it's", "a\n"),
+    *(
+        "castle",
+        "forest",
+        "(sunset)",
+        "((storm))",
+        "[fog]",
+        "(red:1.3)",
+        "(blue sky:0.7)",
+        "8k",
+    ),
+    *(
+        "river",
+        ":",
+        "night,",
+        "photo,",
+        "digital art,",
+        "(masterpiece)",
+        "(best (quality)),",
+    ),
+    *(
+        "[[dark]]",
+        "(oak:1.15)",
+        "\\(artist\\)",
+        "fishing-boat",
+        "naïve",
+        "東京",
+        "it's",
+        "a\n",
+    ),
     *("of the,", ",", ",", "(b) c) d", "e] f", "uhd :1.2)"),
 )
 
@@ -149,7 +182,9 @@ def a_prompt(number: int) -> str:
         words.insert(dice.randrange(len(words) + 1), "BREAK")
     for _ in range(len(words) // 8):
         start, end = sorted(dice.choices(range(len(words)), k=2))
-        opening, closing = dice.choice([("(", ")"), ("(", ":1.2)"), ("[", "]"), ("(", "")])
+        opening, closing = dice.choice(
+            [("(", ")"), ("(", ":1.2)"), ("[", "]"), ("(", "")]
+        )
         words[start], words[end] = opening + words[start], words[end] + closing
     return dice.choice([" ", " ", ", "]).join(words)
 
@@ -160,28 +195,43 @@ PROMPTS = [a_prompt(number) for number in range(200)]
 def test_the_prompts_cover_the_rules(clip: Any) -> None:
     found = [chunks_by_the_rules(clip, prompt) for prompt in PROMPTS]
     assert {1, 2, 3, 4} <= {len(chunks) for chunks in found}
-    weights = {round(weight, 3) for chunks in found for chunk in chunks for _, weight in chunk}
+    weights = {
+        round(weight, 3) for chunks in found for chunk in chunks for _, weight in chunk
+    }
     assert len(weights) > 20
-    shortened = [chunk for chunks in found for chunk in chunks[:-1] if 55 < len(chunk) < 75]
+    shortened = [
+        chunk for chunks in found for chunk in chunks[:-1] if 55 < len(chunk) < 75
+    ]
     assert len(shortened) > 20, "cut after a comma"
 
 
-def test_200_prompts_are_chunked_by_the_rules(clip: Any, tokenizer: text.Tokenizer) -> None:
+def test_200_prompts_are_chunked_by_the_rules(
+    clip: Any, tokenizer: text.Tokenizer
+) -> None:
     for prompt in PROMPTS:
         expected = chunks_by_the_rules(clip, prompt)
         found = [
-            list(zip(one.tokens, one.weights, strict=True)) for one in tokenizer.chunks(prompt)
+            list(zip(one.tokens, one.weights, strict=True))
+            for one in tokenizer.chunks(prompt)
         ]
         assert found == expected
 
 
 @torch.inference_mode()
-def test_200_prompts_are_encoded_by_the_rules(clip: Any, tokenizer: text.Tokenizer) -> None:
+def test_200_prompts_are_encoded_by_the_rules(
+    clip: Any, tokenizer: text.Tokenizer
+) -> None:
     encoder = text.Encoder([text.Reader(clip.text_encoder)], START, END)
-    for first, clip_skip in zip(range(0, 200, 20), itertools.cycle([1, 2]), strict=False):
+    for first, clip_skip in zip(
+        range(0, 200, 20), itertools.cycle([1, 2]), strict=False
+    ):
         prompts = PROMPTS[first : first + 20]
-        context = encoder.encode([tokenizer.chunks(prompt) for prompt in prompts], clip_skip)
-        for prompt, row, mask in zip(prompts, context.vectors, context.mask, strict=True):
+        context = encoder.encode(
+            [tokenizer.chunks(prompt) for prompt in prompts], clip_skip
+        )
+        for prompt, row, mask in zip(
+            prompts, context.vectors, context.mask, strict=True
+        ):
             expected = vectors_by_the_rules(clip, prompt, clip_skip)
             length = len(expected)
             assert mask.tolist() == [True] * length + [False] * (len(mask) - length)
@@ -191,7 +241,9 @@ def test_200_prompts_are_encoded_by_the_rules(clip: Any, tokenizer: text.Tokeniz
 
 def test_the_reference_message_has_77_and_70_tokens(tokenizer: text.Tokenizer) -> None:
     job = json.loads(
-        (ROOT / "imagefleet" / "files" / "reference-job.json").read_text(encoding="utf-8")
+        (ROOT / "imagefleet" / "files" / "reference-job.json").read_text(
+            encoding="utf-8"
+        )
     )
     tag = "<lora:magic-fantasy-forest-v2:0.35>"
     assert tag in job["prompt"]
@@ -222,7 +274,9 @@ def test_the_reference_message_has_77_and_70_tokens(tokenizer: text.Tokenizer) -
         ("cat " * 80 + "BREAK", [75, 5]),
     ],
 )
-def test_chunk_lengths(tokenizer: text.Tokenizer, prompt: str, lengths: list[int]) -> None:
+def test_chunk_lengths(
+    tokenizer: text.Tokenizer, prompt: str, lengths: list[int]
+) -> None:
     assert [len(chunk.tokens) for chunk in tokenizer.chunks(prompt)] == lengths
 
 
@@ -245,14 +299,21 @@ def test_a_prompt_that_is_refused_at_reading_has_too_many_chunks(
             clip.check_length(prompt)
         except errors.JobError:
             is_refused.append(True)
-            with pytest.raises(errors.JobError, match="chunks of 75 tokens; 32 at most"):
+            with pytest.raises(
+                errors.JobError, match="chunks of 75 tokens; 32 at most"
+            ):
                 tokenizer.chunks(prompt)
         else:
             is_refused.append(False)
     assert set(is_refused) == {False, True}
 
 
-def test_neighbours_of_equal_weight_are_tokenised_together(tokenizer: text.Tokenizer) -> None:
-    (apart,), (joined,) = tokenizer.chunks("light(house:1.2)"), tokenizer.chunks("light(house:1.0)")
+def test_neighbours_of_equal_weight_are_tokenised_together(
+    tokenizer: text.Tokenizer,
+) -> None:
+    (apart,), (joined,) = (
+        tokenizer.chunks("light(house:1.2)"),
+        tokenizer.chunks("light(house:1.0)"),
+    )
     assert len(apart.tokens) == 2
     assert joined == tokenizer.chunks("lighthouse")[0]

@@ -16,7 +16,9 @@ def test_the_same_seed_builds_the_same_files(checkpoint: Path, tmp_path: Path) -
         assert (other / inside).read_bytes() != file.read_bytes()
 
 
-def test_its_images_are_colourful_and_distinct(engine: Any, make_request: Any, draw: Any) -> None:
+def test_its_images_are_colourful_and_distinct(
+    engine: Any, make_request: Any, draw: Any
+) -> None:
     images = draw(engine, *(make_request(seed=seed, steps=15) for seed in range(4)))
     for image in images:
         assert image.std() > 30

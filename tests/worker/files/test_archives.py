@@ -39,7 +39,10 @@ def entry_of(name: str, kind: bytes, link: str = "") -> tarfile.TarInfo:
         (tar_of({"a": b"x", "a/b": b"y"}), "'a/b' is no name, or there twice"),
         (tar_of({"a": b"x", "./a": b"y"}), "'./a' is no name, or there twice"),
         (tar_of({f"{'n' * 300}/outside": b"x"}), "is too long"),
-        (tar_of({}, entry_of("pipe", tarfile.FIFOTYPE)), "is neither a file nor a folder"),
+        (
+            tar_of({}, entry_of("pipe", tarfile.FIFOTYPE)),
+            "is neither a file nor a folder",
+        ),
         (tar_of({}, entry_of("a", tarfile.SYMTYPE, "unet")), "tar --dereference"),
         (tar_of({"a": b"x"}, entry_of("b", tarfile.LNKTYPE, "a")), "is a link"),
     ],
@@ -53,7 +56,9 @@ def test_an_archive_that_cannot_be_a_model_is_the_archives_fault(
     archive.write_bytes(content)
     with pytest.raises(errors.SetupError, match=complaint):
         model._unpack(archive, cache.folder / "sd15", cache)
-    assert "outside" not in {name for _, _, names in os.walk(tmp_path) for name in names}
+    assert "outside" not in {
+        name for _, _, names in os.walk(tmp_path) for name in names
+    }
     assert not (cache.folder / "sd15").exists()
 
 

@@ -16,7 +16,10 @@ from imagefleet.files import kinds
 from worker.files import addresses, check
 from worker.settings import WorkerSettings
 
-NO_VAE = ("model.diffusion_model.input_blocks.0.0.weight", "cond_stage_model.transformer.x")
+NO_VAE = (
+    "model.diffusion_model.input_blocks.0.0.weight",
+    "cond_stage_model.transformer.x",
+)
 
 MakeSettings = Callable[..., WorkerSettings]
 
@@ -55,17 +58,23 @@ def refusal(path: Path) -> str:
 def test_a_single_file_of_sd1_passes(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(file_of())
-    (tmp_path / "another.vae.safetensors").write_bytes(file_of("decoder.conv_in.weight"))
+    (tmp_path / "another.vae.safetensors").write_bytes(
+        file_of("decoder.conv_in.weight")
+    )
     check.check_path(path)
 
 
 @pytest.mark.parametrize("suffix", [".vae.pt", ".vae.ckpt", ".vae.safetensors"])
-def test_a_vae_beside_the_file_is_not_left_out_without_a_word(suffix: str, tmp_path: Path) -> None:
+def test_a_vae_beside_the_file_is_not_left_out_without_a_word(
+    suffix: str, tmp_path: Path
+) -> None:
     path = tmp_path / "dream.v8.safetensors"
     path.write_bytes(file_of())
     beside = tmp_path / f"dream.v8{suffix}"
     beside.write_bytes(b"")
-    with pytest.raises(errors.SetupError, match="Move it away; --vae gives it") as refused:
+    with pytest.raises(
+        errors.SetupError, match="Move it away; --vae gives it"
+    ) as refused:
         check.check_path(path)
     assert str(beside) in refused.value.message
 
@@ -73,7 +82,10 @@ def test_a_vae_beside_the_file_is_not_left_out_without_a_word(suffix: str, tmp_p
 @pytest.mark.parametrize(
     ("names", "reason"),
     [
-        (REFINER, "is an SDXL refiner checkpoint; imagefleet generates with checkpoints of"),
+        (
+            REFINER,
+            "is an SDXL refiner checkpoint; imagefleet generates with checkpoints of",
+        ),
         (LORA, "is a LoRA for Stable Diffusion 1.x; `imagefleet files add lora`"),
         (NO_VAE, "without its VAE; use the version"),
     ],
@@ -87,7 +99,9 @@ def test_another_kind_is_named_with_what_to_do(
 
 
 @pytest.mark.parametrize("name", ["model.ckpt", "model.pt", "model.BIN"])
-def test_a_pickle_comes_with_the_command_that_converts_it(name: str, tmp_path: Path) -> None:
+def test_a_pickle_comes_with_the_command_that_converts_it(
+    name: str, tmp_path: Path
+) -> None:
     (tmp_path / name).write_bytes(b"\x80\x02")
     assert "python -c 'import torch" in refusal(tmp_path / name)
 
@@ -128,25 +142,36 @@ def test_a_cut_off_file_is_told_by_its_size(tmp_path: Path) -> None:
 # Paths that do not exist, and hub ids
 
 
-def test_a_missing_path_is_named_and_a_hub_id_comes_with_the_download(tmp_path: Path) -> None:
+def test_a_missing_path_is_named_and_a_hub_id_comes_with_the_download(
+    tmp_path: Path,
+) -> None:
     assert refusal(tmp_path / "gone.safetensors").endswith("does not exist")
-    assert "`hf download prompthero/openjourney --local-dir ./model`, and then" in refusal(
-        Path("prompthero/openjourney")
+    assert (
+        "`hf download prompthero/openjourney --local-dir ./model`, and then"
+        in refusal(Path("prompthero/openjourney"))
     )
     moved = refusal(Path("runwayml/stable-diffusion-v1-5"))
-    assert "hf download stable-diffusion-v1-5/stable-diffusion-v1-5 --local-dir" in moved
+    assert (
+        "hf download stable-diffusion-v1-5/stable-diffusion-v1-5 --local-dir" in moved
+    )
 
 
 @pytest.mark.parametrize(
     ("address", "reason"),
     [
-        ("https://huggingface.co/Lykon/dreamshaper-8", "hf download Lykon/dreamshaper-8"),
+        (
+            "https://huggingface.co/Lykon/dreamshaper-8",
+            "hf download Lykon/dreamshaper-8",
+        ),
         (
             "https://huggingface.co/o/n/blob/main/a.safetensors",
             "https://huggingface.co/o/n/resolve/main/a.safetensors",
         ),
         ("https://huggingface.co/models", "the address of a file has /resolve/ in it"),
-        ("https://civitai.com/models/4384/dreamshaper", "/api/download/models/NUMBER downloads"),
+        (
+            "https://civitai.com/models/4384/dreamshaper",
+            "/api/download/models/NUMBER downloads",
+        ),
         (
             "https://www.civitai.com/models/4384?modelVersionId=128713",
             "--model https://civitai.com/api/download/models/128713 downloads",
@@ -193,8 +218,12 @@ def test_a_renewed_signature_is_the_same_model_and_another_parameter_is_not() ->
     assert folder(signed.format("a")) == folder(signed.format("b"))
 
 
-def test_a_config_folder_that_is_none_is_named(make_settings: MakeSettings, tmp_path: Path) -> None:
-    with pytest.raises(errors.SetupError, match=r"--config '.*nowhere' is not a folder"):
+def test_a_config_folder_that_is_none_is_named(
+    make_settings: MakeSettings, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        errors.SetupError, match=r"--config '.*nowhere' is not a folder"
+    ):
         check.check(make_settings("model.safetensors", config=tmp_path / "nowhere"))
 
 
@@ -213,12 +242,27 @@ def test_a_folder_in_diffusers_format_passes(folder: Path) -> None:
             {"_class_name": "StableDiffusionXLInstructPix2PixPipeline"},
             "a checkpoint that edits pictures",
         ),
-        ("model_index.json", {"_class_name": "FluxPipeline"}, "a checkpoint of FluxPipeline"),
-        ("unet/config.json", {"cross_attention_dim": 1280}, "an SDXL refiner checkpoint"),
-        ("unet/config.json", {"addition_embed_type": "text_time"}, "text_encoder_2/config.json"),
+        (
+            "model_index.json",
+            {"_class_name": "FluxPipeline"},
+            "a checkpoint of FluxPipeline",
+        ),
+        (
+            "unet/config.json",
+            {"cross_attention_dim": 1280},
+            "an SDXL refiner checkpoint",
+        ),
+        (
+            "unet/config.json",
+            {"addition_embed_type": "text_time"},
+            "text_encoder_2/config.json",
+        ),
         (
             "scheduler/scheduler_config.json",
-            {"_class_name": "EDMDPMSolverMultistepScheduler", "prediction_type": "epsilon"},
+            {
+                "_class_name": "EDMDPMSolverMultistepScheduler",
+                "prediction_type": "epsilon",
+            },
             "of other noise (EDMDPMSolverMultistepScheduler)",
         ),
     ],
@@ -249,19 +293,26 @@ def test_sdxls_refiner_is_a_model_that_jobs_name_beside_their_own(
 
 
 def test_an_inpainting_checkpoint_is_one_of_its_family(folder: Path) -> None:
-    (folder / "model_index.json").write_text('{"_class_name": "StableDiffusionInpaintPipeline"}')
-    (folder / "unet" / "config.json").write_text('{"in_channels": 9, "cross_attention_dim": 768}')
+    (folder / "model_index.json").write_text(
+        '{"_class_name": "StableDiffusionInpaintPipeline"}'
+    )
+    (folder / "unet" / "config.json").write_text(
+        '{"in_channels": 9, "cross_attention_dim": 768}'
+    )
     check.check_path(folder)
     assert check.family(folder) == "SD 1.x"
 
 
 @pytest.mark.parametrize(
-    ("width", "family"), [(768, "SD 1.x"), (1024, "SD 2.x"), (2048, "SDXL"), ([2048], "SD 1.x")]
+    ("width", "family"),
+    [(768, "SD 1.x"), (1024, "SD 2.x"), (2048, "SDXL"), ([2048], "SD 1.x")],
 )
 def test_the_family_of_a_folder_is_told_by_its_unet(
     folder: Path, width: object, family: str
 ) -> None:
-    (folder / "unet" / "config.json").write_text(json.dumps({"cross_attention_dim": width}))
+    (folder / "unet" / "config.json").write_text(
+        json.dumps({"cross_attention_dim": width})
+    )
     assert check.family(folder) == family
     (folder / "unet" / "config.json").write_text('{"addition_embed_type": "text_time"}')
     assert check.family(folder) == "SDXL"
@@ -311,7 +362,12 @@ def test_a_yaml_beside_the_file_tells_v_prediction(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("scaling", "expected"),
-    [("VScaling", "v_prediction"), ("EpsScaling", "epsilon"), ("EDMScaling", None), ("", None)],
+    [
+        ("VScaling", "v_prediction"),
+        ("EpsScaling", "epsilon"),
+        ("EDMScaling", None),
+        ("", None),
+    ],
 )
 def test_a_yaml_of_sdxl_tells_it_by_its_scaling(
     scaling: str, expected: str | None, tmp_path: Path
@@ -329,7 +385,9 @@ def test_a_yaml_of_sdxl_tells_it_by_its_scaling(
     assert check.prediction_type(path) is None
 
 
-@pytest.mark.parametrize("content", ["model: [", "a: b\n" * 50_000, "!!python/object:os.system {}"])
+@pytest.mark.parametrize(
+    "content", ["model: [", "a: b\n" * 50_000, "!!python/object:os.system {}"]
+)
 def test_a_yaml_that_cannot_be_read_is_named(content: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(file_of())
@@ -347,7 +405,13 @@ def test_the_command_refuses_a_wrong_model_before_it_imports_anything_heavy(
     (tmp_path / "sdxl.safetensors").write_bytes(file_of(*REFINER))
     (tmp_path / "a.ckpt").touch()
     (tmp_path / "folder").mkdir()
-    models = ("gone", "runwayml/stable-diffusion-v1-5", "sdxl.safetensors", "a.ckpt", "folder")
+    models = (
+        "gone",
+        "runwayml/stable-diffusion-v1-5",
+        "sdxl.safetensors",
+        "a.ckpt",
+        "folder",
+    )
     program = """
 import sys
 from fleet import main

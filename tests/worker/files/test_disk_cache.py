@@ -138,9 +138,13 @@ def test_what_is_in_the_way_of_the_cache_is_for_the_operator(tmp_path: Path) -> 
             loras.store("a", b"bytes")
     (tmp_path / "a.safetensors").mkdir()
     loras = disk_cache.DiskCache(tmp_path, 1000)
-    with pytest.raises(errors.SetupError, match=r"a\.safetensors is a file in the place"):
+    with pytest.raises(
+        errors.SetupError, match=r"a\.safetensors is a file in the place"
+    ):
         loras.store("a", b"bytes")
-    with pytest.raises(errors.SetupError, match=r"a\.safetensors is a file in the place"):
+    with pytest.raises(
+        errors.SetupError, match=r"a\.safetensors is a file in the place"
+    ):
         loras.drop(tmp_path / "a.safetensors")
 
 
@@ -180,7 +184,8 @@ def test_workers_that_share_a_folder_see_only_complete_files(folder: Path) -> No
             seen.add(path.read_bytes())
 
     threads = [
-        threading.Thread(target=work, args=pair) for pair in zip(workers, contents, strict=True)
+        threading.Thread(target=work, args=pair)
+        for pair in zip(workers, contents, strict=True)
     ]
     for thread in threads:
         thread.start()

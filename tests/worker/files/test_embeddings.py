@@ -25,14 +25,18 @@ from worker.files import addresses, manifest
 from worker.files.library import EmbeddingLibrary, Source
 
 Library = Callable[..., EmbeddingLibrary]
-FileBytes = Callable[[str], bytes]  # the fixture lora_bytes of conftest.py: any safetensors file
+FileBytes = Callable[
+    [str], bytes
+]  # the fixture lora_bytes of conftest.py: any safetensors file
 RunPipeline = Callable[..., Any]
 MakeMessage = Callable[..., str]
 
 
 @pytest.fixture
 def library(storage: Storage, tmp_path: Path) -> Library:
-    def make(directory: Path | None = None, trusted: TrustedKeys | None = None) -> EmbeddingLibrary:
+    def make(
+        directory: Path | None = None, trusted: TrustedKeys | None = None
+    ) -> EmbeddingLibrary:
         source = Source(storage.files, tmp_path / "cache", 2**20, trusted)
         return EmbeddingLibrary(source, directory)
 
@@ -48,7 +52,9 @@ async def put(storage: Storage, **files: bytes) -> None:
     for name, data in files.items():
         await replace(storage, f"embeddings/{name}.safetensors", data)
     known = await storage.files.read("embeddings/manifest.json")
-    listed = json.loads(known or b"{}") | {name: sha256(data) for name, data in files.items()}
+    listed = json.loads(known or b"{}") | {
+        name: sha256(data) for name, data in files.items()
+    }
     await replace(storage, "embeddings/manifest.json", json.dumps(listed).encode())
 
 
@@ -82,7 +88,9 @@ async def test_a_folders_files_need_no_manifest_and_come_first(
     assert await found.names() == ("ash", "mist")
     path, _ = await found.resolve_hashed("mist")
     assert path == mine / "mist.safetensors"
-    with pytest.raises(errors.SetupError, match=r"--embedding-directory .* it does not exist"):
+    with pytest.raises(
+        errors.SetupError, match=r"--embedding-directory .* it does not exist"
+    ):
         await library(directory=tmp_path / "none").names()
 
 
@@ -101,7 +109,10 @@ async def test_a_file_put_into_a_local_storage_by_hand_is_used_and_its_replaceme
 
 
 async def test_the_list_is_read_once_in_a_while_and_a_new_or_replaced_file_is_then_used(
-    storage: Storage, library: Library, lora_bytes: FileBytes, monkeypatch: pytest.MonkeyPatch
+    storage: Storage,
+    library: Library,
+    lora_bytes: FileBytes,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     await put(storage, mist=lora_bytes("old"))
     found = library()
@@ -119,7 +130,10 @@ async def test_the_list_is_read_once_in_a_while_and_a_new_or_replaced_file_is_th
 
 
 async def test_a_list_that_cannot_be_read_leaves_the_last_one_in_force(
-    storage: Storage, library: Library, lora_bytes: FileBytes, monkeypatch: pytest.MonkeyPatch
+    storage: Storage,
+    library: Library,
+    lora_bytes: FileBytes,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     await put(storage, mist=lora_bytes("a"))
     monkeypatch.setattr("worker.files.library.LIST_SECONDS", -1.0)
@@ -128,12 +142,17 @@ async def test_a_list_that_cannot_be_read_leaves_the_last_one_in_force(
     await replace(storage, "embeddings/manifest.json", b"{")
     assert await found.names() is names
     # A worker that starts then would draw names as words, or fail every job.
-    with pytest.raises(errors.SetupError, match=r"embeddings/manifest\.json .* is not a JSON"):
+    with pytest.raises(
+        errors.SetupError, match=r"embeddings/manifest\.json .* is not a JSON"
+    ):
         await library().names()
 
 
 async def test_a_storage_that_hangs_holds_up_no_job(
-    storage: Storage, library: Library, lora_bytes: FileBytes, monkeypatch: pytest.MonkeyPatch
+    storage: Storage,
+    library: Library,
+    lora_bytes: FileBytes,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     await put(storage, mist=lora_bytes("a"))
     found = library()
@@ -148,12 +167,17 @@ async def test_a_storage_that_hangs_holds_up_no_job(
     assert await found.names() is names
 
 
-async def test_without_any_embedding_there_are_no_names(storage: Storage, library: Library) -> None:
+async def test_without_any_embedding_there_are_no_names(
+    storage: Storage, library: Library
+) -> None:
     assert await library().names() == ()
 
 
 async def test_names_that_lead_out_of_the_folder_are_left_out(
-    storage: Storage, library: Library, lora_bytes: FileBytes, caplog: pytest.LogCaptureFixture
+    storage: Storage,
+    library: Library,
+    lora_bytes: FileBytes,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     bad = ["../../etc/x", "a/b", "..", ".hidden", "", "a\\b", "x" * 201, "a\0b"]
     listed = dict.fromkeys([*bad, "mist"], sha256(b""))
@@ -163,7 +187,10 @@ async def test_names_that_lead_out_of_the_folder_are_left_out(
 
 
 async def test_a_listed_file_that_is_missing_too_large_or_another_is_not_used(
-    storage: Storage, library: Library, lora_bytes: FileBytes, monkeypatch: pytest.MonkeyPatch
+    storage: Storage,
+    library: Library,
+    lora_bytes: FileBytes,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     listed = {"gone": sha256(b""), "other": sha256(b""), "large": sha256(b"")}
     await replace(storage, "embeddings/manifest.json", json.dumps(listed).encode())
@@ -173,23 +200,37 @@ async def test_a_listed_file_that_is_missing_too_large_or_another_is_not_used(
         "worker.files.library.EMBEDDING", dataclasses.replace(EMBEDDING, max_bytes=1000)
     )
     found = library()
-    with pytest.raises(errors.MissingFileError, match=r"no embedding gone\.safetensors in .*embed"):
+    with pytest.raises(
+        errors.MissingFileError, match=r"no embedding gone\.safetensors in .*embed"
+    ):
         await found.resolve_hashed("gone")
-    with pytest.raises(errors.TransientError, match=r"SHA-256 of the embedding other\.safetensors"):
+    with pytest.raises(
+        errors.TransientError, match=r"SHA-256 of the embedding other\.safetensors"
+    ):
         await found.resolve_hashed("other")
-    with pytest.raises(errors.UnusableFileError, match=r"large\.safetensors has .* at most 1,000"):
+    with pytest.raises(
+        errors.UnusableFileError, match=r"large\.safetensors has .* at most 1,000"
+    ):
         await found.resolve_hashed("large")
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        {"string_to_token": {"*": 265}, "string_to_param": {"*": torch.ones(2, 768)}, "step": 1},
+        {
+            "string_to_token": {"*": 265},
+            "string_to_param": {"*": torch.ones(2, 768)},
+            "step": 1,
+        },
         {"<mist>": torch.ones(768)},
     ],
 )
 async def test_a_pickle_is_refused_by_name_and_the_advice_converts_it(
-    storage: Storage, library: Library, lora_bytes: FileBytes, tmp_path: Path, content: Any
+    storage: Storage,
+    library: Library,
+    lora_bytes: FileBytes,
+    tmp_path: Path,
+    content: Any,
 ) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()
@@ -199,7 +240,9 @@ async def test_a_pickle_is_refused_by_name_and_the_advice_converts_it(
     found = library(directory=mine)
     assert await found.names() == ("ash", "mist")
     assert (await found.resolve_hashed("ash"))[0].suffix == ".safetensors"
-    with pytest.raises(errors.UnusableFileError, match=r"'mist'.* is mist\.pt, a pickle") as raised:
+    with pytest.raises(
+        errors.UnusableFileError, match=r"'mist'.* is mist\.pt, a pickle"
+    ) as raised:
         await found.resolve_hashed("mist")
     program = shlex.split(raised.value.message.partition("python ")[2])[-1]
     exec(program, {})
@@ -223,7 +266,9 @@ async def test_with_a_trusted_key_the_signed_list_alone_counts(
 ) -> None:
     key = SigningKey.create(tmp_path / "key.pem")
     trusted = TrustedKeys.read(key.public)
-    assert await library(trusted=trusted).names() == (), "a fleet need not have embeddings"
+    assert await library(trusted=trusted).names() == (), (
+        "a fleet need not have embeddings"
+    )
     await replace(storage, "embeddings/mist.safetensors", lora_bytes("a"))
     await replace(storage, "embeddings/thiefs.safetensors", lora_bytes("b"))
     files = {"mist": sha256(lora_bytes("a"))}
@@ -232,9 +277,14 @@ async def test_with_a_trusted_key_the_signed_list_alone_counts(
     found = library(trusted=trusted)
     assert await found.names() == ("mist",)
     assert (await found.resolve_hashed("mist"))[1] == files["mist"]
-    for content in (manifest.encode("embeddings", files, None), signed.replace(b"mist", b"fist")):
+    for content in (
+        manifest.encode("embeddings", files, None),
+        signed.replace(b"mist", b"fist"),
+    ):
         await replace(storage, "embeddings/manifest.json", content)
-        with pytest.raises(errors.SetupError, match="must be signed with the trusted key"):
+        with pytest.raises(
+            errors.SetupError, match="must be signed with the trusted key"
+        ):
             await library(trusted=trusted).names()
 
 
@@ -263,7 +313,9 @@ async def test_an_image_and_its_record_tell_the_embeddings_of_their_prompts(
     mist, ash = sha256(lora_bytes("a")), sha256(lora_bytes("b"))
     assert f'TI hashes: "mist: {mist[:12]}, ash: {ash[:12]}", Version: ' in texts["two"]
     assert "TI hashes" not in texts["none"]
-    recorded = {each.id: each.embeddings async for each in reader.images(storage, "default")}
+    recorded = {
+        each.id: each.embeddings async for each in reader.images(storage, "default")
+    }
     assert recorded == {
         "two": (("mist", mist), ("ash", ash)),
         "none": (),
@@ -274,10 +326,16 @@ async def test_a_job_that_names_an_unusable_embedding_goes_to_the_poison_queue(
     storage: Storage, run_pipeline: RunPipeline, message: MakeMessage
 ) -> None:
     await put(storage, mist=b"<html>not found</html>")
-    await storage.queue.send([message(id="a", prompt="mist"), message(id="b", prompt="a tree")])
+    await storage.queue.send(
+        [message(id="a", prompt="mist"), message(id="b", prompt="a tree")]
+    )
     pipeline = await run_pipeline()
     assert dict(pipeline.metrics.outcomes) == {"failed": 1, "completed": 1}
-    (record,) = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
+    (record,) = [
+        dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()
+    ]
     assert record is not None
     assert record.attempts == 1
-    assert "the embedding mist.safetensors is not a safetensors file" in str(record.reason)
+    assert "the embedding mist.safetensors is not a safetensors file" in str(
+        record.reason
+    )

@@ -16,7 +16,11 @@ def safetensors_file(path: Path, **metadata: str) -> Path:
     header = json.dumps(
         {
             "__metadata__": metadata,
-            "a": {"dtype": "U8", "shape": [len(WEIGHTS)], "data_offsets": [0, len(WEIGHTS)]},
+            "a": {
+                "dtype": "U8",
+                "shape": [len(WEIGHTS)],
+                "data_offsets": [0, len(WEIGHTS)],
+            },
         }
     ).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header + WEIGHTS)
@@ -36,13 +40,17 @@ def test_a_loras_hash_is_that_of_its_weights_whatever_its_header(
     expected = hashlib.sha256(WEIGHTS).hexdigest()[:12]
     plain = safetensors_file(tmp_path / "a.safetensors")
     described = safetensors_file(tmp_path / "b.safetensors", ss_output_name="night")
-    assert files.of_lora(plain).result() == files.of_lora(described).result() == expected
+    assert (
+        files.of_lora(plain).result() == files.of_lora(described).result() == expected
+    )
 
 
 def test_a_lora_that_names_its_hash_is_not_read(
     files: FileHashes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = safetensors_file(tmp_path / "a.safetensors", sshs_model_hash="ab" * 32, other="x")
+    path = safetensors_file(
+        tmp_path / "a.safetensors", sshs_model_hash="ab" * 32, other="x"
+    )
     monkeypatch.setattr(hashlib, "file_digest", None)
     assert files.of_lora(path).result() == "ab" * 6
 
@@ -67,7 +75,9 @@ def test_a_file_is_hashed_once_until_it_changes(
 ) -> None:
     read = []
     original = manifest.hash_lora
-    monkeypatch.setattr(manifest, "hash_lora", lambda path: read.append(path) or original(path))
+    monkeypatch.setattr(
+        manifest, "hash_lora", lambda path: read.append(path) or original(path)
+    )
     path = safetensors_file(tmp_path / "a.safetensors")
     first = files.of_lora(path).result()
     assert files.of_lora(path).result() == first
@@ -76,7 +86,9 @@ def test_a_file_is_hashed_once_until_it_changes(
     assert files.of_lora(path).result() != first
 
 
-def test_a_checkpoints_hash_is_that_of_its_whole_file(files: FileHashes, tmp_path: Path) -> None:
+def test_a_checkpoints_hash_is_that_of_its_whole_file(
+    files: FileHashes, tmp_path: Path
+) -> None:
     path = safetensors_file(tmp_path / "m.safetensors")
     expected = hashlib.sha256(path.read_bytes()).hexdigest()[:10]
     assert files.of_model(path).result() == expected

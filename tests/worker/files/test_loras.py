@@ -41,7 +41,9 @@ class WatchedBlobs:
             await self.answer.wait()
         return self.replaced.get(name) or await self._blobs.read(name, max_bytes)
 
-    async def read_part(self, name: str, offset: int, max_bytes: int) -> BlobPart | None:
+    async def read_part(
+        self, name: str, offset: int, max_bytes: int
+    ) -> BlobPart | None:
         return await self._blobs.read_part(name, offset, max_bytes)
 
     async def check(self) -> None:
@@ -66,7 +68,9 @@ def library(tmp_path: Path) -> Library:
 
     def make(blobs: Any, directory: Path | None = None, **changes: Any) -> FileLibrary:
         settings = {"cache_bytes": 10_000, **changes}
-        return FileLibrary(Source(blobs, tmp_path / "cache", **settings), kind, directory)
+        return FileLibrary(
+            Source(blobs, tmp_path / "cache", **settings), kind, directory
+        )
 
     return make
 
@@ -78,7 +82,11 @@ async def put(storage: Storage, name: str, data: bytes) -> None:
 
 def kept(folder: Path) -> set[str]:
     """The LoRAs in the cache, with partial files; beside them are the locks alone."""
-    return {path.stem for path in (folder / "cache" / "loras").iterdir() if path.suffix != ".lock"}
+    return {
+        path.stem
+        for path in (folder / "cache" / "loras").iterdir()
+        if path.suffix != ".lock"
+    }
 
 
 def sha256(data: bytes) -> str:
@@ -138,7 +146,9 @@ async def test_a_failed_fetch_is_not_remembered(
     assert (await loras.resolve("style")).read_bytes() == lora_bytes("style")
 
 
-@pytest.mark.parametrize("name", ["a b", "a+b", "a(b)", "_a", "a.b", "A-1.", "a..b", "x" * 128])
+@pytest.mark.parametrize(
+    "name", ["a b", "a+b", "a(b)", "_a", "a.b", "A-1.", "a..b", "x" * 128]
+)
 async def test_every_name_allowed_in_a_prompt_works_in_both_storages_and_on_the_disk(
     storage: Storage, library: Library, lora_bytes: LoraBytes, name: str, tmp_path: Path
 ) -> None:
@@ -161,7 +171,8 @@ async def test_the_folder_comes_before_the_storage(
     assert await loras.resolve("style") == mine
     assert (await loras.resolve("other")).read_bytes() == lora_bytes("other")
     with pytest.raises(
-        errors.MissingFileError, match=r"nowhere\.safetensors in .*mine or loras/ of the container"
+        errors.MissingFileError,
+        match=r"nowhere\.safetensors in .*mine or loras/ of the container",
     ):
         await loras.resolve("nowhere")
 
@@ -176,7 +187,9 @@ async def test_a_file_above_the_limit_is_refused_unread_wherever_it_is(
         file.truncate(10**12)
     loras = library(storage.files, directory=mine.parent)
     for name in ("large", "huge"):
-        with pytest.raises(errors.UnusableFileError, match=rf"{name}\.safetensors has .* at most"):
+        with pytest.raises(
+            errors.UnusableFileError, match=rf"{name}\.safetensors has .* at most"
+        ):
             await loras.resolve(name)
     assert not kept(tmp_path)
 
@@ -187,7 +200,9 @@ async def test_what_is_not_a_lora_is_refused_and_a_truncated_one_is_retried(
     await put(storage, "page", b"<html>not found</html>")
     blobs = WatchedBlobs(storage)
     loras = library(blobs)
-    with pytest.raises(errors.UnusableFileError, match=r"page\.safetensors is not a safetensors"):
+    with pytest.raises(
+        errors.UnusableFileError, match=r"page\.safetensors is not a safetensors"
+    ):
         await loras.resolve("page")
     blobs.replace("style", lora_bytes("style")[:-1])
     with pytest.raises(errors.TransientError, match=r"style\.safetensors is truncated"):
@@ -244,7 +259,9 @@ async def test_a_job_is_retried_between_the_replacements_of_a_lora_and_its_manif
     with pytest.raises(errors.TransientError, match=r"SHA-256 .* is not the one"):
         await loras.resolve("style")
     blobs.state(style=sha256(lora_bytes("new")))
-    assert (await loras.resolve("style")).read_bytes() == lora_bytes("new"), "read again at once"
+    assert (await loras.resolve("style")).read_bytes() == lora_bytes("new"), (
+        "read again at once"
+    )
 
 
 async def test_with_a_broken_manifest_no_file_is_trusted(
@@ -255,7 +272,9 @@ async def test_with_a_broken_manifest_no_file_is_trusted(
     loras = library(blobs)
     await loras.resolve("style")
     blobs.replaced["loras/manifest.json"] = b"{"
-    with pytest.raises(errors.TransientError, match=r"manifest\.json in the container .* is not"):
+    with pytest.raises(
+        errors.TransientError, match=r"manifest\.json in the container .* is not"
+    ):
         await library(blobs).resolve("style")
 
 
@@ -265,7 +284,9 @@ async def test_a_folder_may_have_a_manifest_too(
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "style.safetensors").write_bytes(lora_bytes("a"))
-    (folder / "manifest.json").write_text(json.dumps({"style": sha256(lora_bytes("b"))}))
+    (folder / "manifest.json").write_text(
+        json.dumps({"style": sha256(lora_bytes("b"))})
+    )
     loras = library(storage.files, directory=folder)
     with pytest.raises(errors.TransientError, match=r"SHA-256 .* is not the one"):
         await loras.resolve("style")
@@ -296,7 +317,9 @@ class ReadingEngine(StandInEngine):
         self.events: list[str] = []
 
     def prepare(self, request: contract.ImageRequest) -> StandInPrepared:
-        self.events += [f"read {lora.path.read_bytes()[-5:].decode()}" for lora in request.loras]
+        self.events += [
+            f"read {lora.path.read_bytes()[-5:].decode()}" for lora in request.loras
+        ]
         return super().prepare(request)
 
     def tick(self) -> list[contract.Finished]:
@@ -305,7 +328,10 @@ class ReadingEngine(StandInEngine):
 
 
 async def test_a_lora_is_fetched_and_read_while_the_gpu_draws_other_jobs(
-    storage: Storage, run_pipeline: Any, message: Callable[..., str], lora_bytes: LoraBytes
+    storage: Storage,
+    run_pipeline: Any,
+    message: Callable[..., str],
+    lora_bytes: LoraBytes,
 ) -> None:
     blobs = WatchedBlobs(storage)
     blobs.replace("style", lora_bytes("style"))
@@ -319,13 +345,21 @@ async def test_a_lora_is_fetched_and_read_while_the_gpu_draws_other_jobs(
         blobs.answer.set()
 
     opened = WithBlobs(storage, blobs)
-    pipeline, _ = await asyncio.gather(run_pipeline(engine, opened=opened), answer_late())
+    pipeline, _ = await asyncio.gather(
+        run_pipeline(engine, opened=opened), answer_late()
+    )
     assert engine.events[:6] == ["drawn plain"] * 6
     assert sorted(engine.events[6:]) == ["drawn styled"] * 2 + ["read style"] * 2
     assert blobs.reads == ["loras/style.safetensors"]
-    for cache, result, count in (("disk", "miss", 2), ("memory", "hit", 1), ("memory", "miss", 3)):
+    for cache, result, count in (
+        ("disk", "miss", 2),
+        ("memory", "hit", 1),
+        ("memory", "miss", 3),
+    ):
         labels = {"cache": cache, "result": result}
-        counted = pipeline.metrics.registry.get_sample_value("imagefleet_lora_cache_total", labels)
+        counted = pipeline.metrics.registry.get_sample_value(
+            "imagefleet_lora_cache_total", labels
+        )
         assert counted == count
 
 

@@ -34,7 +34,11 @@ def plain(source: Source) -> Manifest:
 async def test_a_manifest_gives_hashes_by_name_in_any_case() -> None:
     source = Source(json.dumps({"a": "ABC", "b": "def"}).encode())
     hashes = plain(source)
-    assert [await hashes.sha256(name) for name in ("a", "b", "c")] == ["abc", "def", None]
+    assert [await hashes.sha256(name) for name in ("a", "b", "c")] == [
+        "abc",
+        "def",
+        None,
+    ]
     assert source.reads == 1
 
 
@@ -61,7 +65,9 @@ async def test_a_manifest_is_read_again_after_a_while_and_when_told_to_forget_it
     assert await hashes.sha256("a") is None
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b'{"a": 1}', b'"a"', b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize(
+    "content", [b"{", b"[]", b'{"a": 1}', b'"a"', b"\xff", b"[" * 100_000]
+)
 async def test_an_invalid_manifest_stops_the_lookup_instead_of_trusting_any_file(
     content: bytes,
 ) -> None:
@@ -69,7 +75,8 @@ async def test_an_invalid_manifest_stops_the_lookup_instead_of_trusting_any_file
     hashes = plain(source)
     for _ in range(2):
         with pytest.raises(
-            errors.TransientError, match=r"manifest\.json in the container 'files' is not"
+            errors.TransientError,
+            match=r"manifest\.json in the container 'files' is not",
         ):
             await hashes.sha256("a")
     source.content = b'{"a": "1"}'
@@ -101,7 +108,9 @@ async def test_a_signed_manifest_lists_all_that_is_taken(key: SigningKey) -> Non
         await hashes.sha256("b")
 
 
-async def test_a_file_listed_a_moment_ago_is_not_refused_for_an_old_copy(key: SigningKey) -> None:
+async def test_a_file_listed_a_moment_ago_is_not_refused_for_an_old_copy(
+    key: SigningKey,
+) -> None:
     source = Source(manifest.encode("loras", {"a": "1"}, key))
     hashes = strict(source, key)
     assert await hashes.sha256("a") == "1"
@@ -155,7 +164,9 @@ async def test_a_manifest_of_models_is_none_of_loras(key: SigningKey) -> None:
 
 async def test_a_jobs_signature_is_none_for_a_manifest(key: SigningKey) -> None:
     fields = {"folder": "loras", "files": {"a": "1"}}
-    source = Source(json.dumps({**fields, "signature": key.sign("job", fields)}).encode())
+    source = Source(
+        json.dumps({**fields, "signature": key.sign("job", fields)}).encode()
+    )
     with pytest.raises(errors.SetupError, match="another key signed it"):
         await strict(source, key).sha256("a")
 
@@ -184,7 +195,9 @@ async def test_a_manifest_is_bounded_in_bytes_and_files(
     hashes = strict(source, key) if is_strict else plain(source)
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "MAX_FILES", 1)
-        with pytest.raises(errors.SetupError, match="too large: 16 MiB and 1 files are allowed"):
+        with pytest.raises(
+            errors.SetupError, match="too large: 16 MiB and 1 files are allowed"
+        ):
             await hashes.sha256("a")
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "MAX_BYTES", 100)

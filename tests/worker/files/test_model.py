@@ -28,7 +28,9 @@ from worker.settings import WorkerSettings
 
 CONTENT = file_of(data=os.urandom(3_000_000))
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
-IMPATIENT = concurrency.RetryPolicy(tries=4, first_wait_seconds=0.001, longest_wait_seconds=0.001)
+IMPATIENT = concurrency.RetryPolicy(
+    tries=4, first_wait_seconds=0.001, longest_wait_seconds=0.001
+)
 
 
 @dataclass(slots=True)
@@ -66,7 +68,9 @@ class ModelServer:
         response = web.StreamResponse(status=206 if begin else 200)
         if begin:
             last = len(self.content) - 1
-            response.headers["Content-Range"] = f"bytes {begin}-{last}/{len(self.content)}"
+            response.headers["Content-Range"] = (
+                f"bytes {begin}-{last}/{len(self.content)}"
+            )
         if self.etag:
             response.headers["ETag"] = self.etag
         if self.disposition:
@@ -83,7 +87,9 @@ class ModelServer:
             transport = request.transport
             assert transport is not None
             # An error drops what the client has not taken yet.
-            await polling.until(lambda: transport.is_closing() or self.has_stored(begin, part))
+            await polling.until(
+                lambda: transport.is_closing() or self.has_stored(begin, part)
+            )
             transport.abort()
         return response
 
@@ -124,7 +130,9 @@ def blobs(local_settings: StorageSettings) -> BlobStore:
 
 
 async def fetch(
-    settings: WorkerSettings, blobs: BlobStore, retry_policy: concurrency.RetryPolicy = IMPATIENT
+    settings: WorkerSettings,
+    blobs: BlobStore,
+    retry_policy: concurrency.RetryPolicy = IMPATIENT,
 ) -> Path:
     await model.fetch(settings, blobs, retry_policy)
     return model.local_path(settings)
@@ -261,7 +269,9 @@ async def test_an_address_that_cannot_be_right_is_refused_before_anything_is_sen
     assert server.ranges == []
 
 
-async def test_without_a_hash_https_must_not_lead_to_plain_http(server: ModelServer) -> None:
+async def test_without_a_hash_https_must_not_lead_to_plain_http(
+    server: ModelServer,
+) -> None:
     source = download.HttpSource(server.url, requires_https=True)
     with pytest.raises(errors.SetupError, match="--model-sha256"):
         async with source.opened(0, None):
@@ -269,7 +279,9 @@ async def test_without_a_hash_https_must_not_lead_to_plain_http(server: ModelSer
 
 
 def test_without_a_hash_not_even_one_hop_may_be_plain_http() -> None:
-    source = download.HttpSource("https://a.example/sd15.safetensors", requires_https=True)
+    source = download.HttpSource(
+        "https://a.example/sd15.safetensors", requires_https=True
+    )
     hop = SimpleNamespace(url=URL("http://b.example/sd15"))
     response: Any = SimpleNamespace(url=URL("https://c.example/sd15"), history=(hop,))
     with pytest.raises(errors.SetupError, match="plain http"):
@@ -334,7 +346,9 @@ async def test_an_address_without_a_suffix_is_taken_by_its_content_and_the_serve
     tmp_path: Path,
 ) -> None:
     server.disposition = disposition
-    address = server.url.replace("models/sd15.safetensors", "api/download/models/128713?type=Model")
+    address = server.url.replace(
+        "models/sd15.safetensors", "api/download/models/128713?type=Model"
+    )
     settings = make_settings(model=f"{address}&token=one")
 
     place = await fetch(settings, blobs)
@@ -400,7 +414,9 @@ async def test_two_workers_share_one_download_and_one_says_that_it_fetched(
     make_settings: MakeSettings, blobs: BlobStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    first, second = await asyncio.gather(*(fetch(make_settings(), blobs) for _ in range(2)))
+    first, second = await asyncio.gather(
+        *(fetch(make_settings(), blobs) for _ in range(2))
+    )
     assert first == second
     assert sum(message.endswith("is fetched") for message in caplog.messages) == 1
 
@@ -440,13 +456,19 @@ async def test_a_cache_that_cannot_be_written_is_for_the_operator(
 @pytest.mark.parametrize("suffix", [".tar", ""])
 @pytest.mark.parametrize("top", ["", "sd15/"])
 async def test_a_tar_becomes_the_folder_in_it(
-    suffix: str, top: str, make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
+    suffix: str,
+    top: str,
+    make_settings: MakeSettings,
+    server: ModelServer,
+    blobs: BlobStore,
 ) -> None:
     names = {f"{top}model_index.json": b"{}", f"{top}unet/config.json": b'{"a": 1}'}
     server.content = tar_of(names)
     server.url = server.url.replace(".safetensors", suffix)
     sha256 = hashlib.sha256(server.content).hexdigest()
-    place = await fetch(make_settings(model=server.url, model_sha256=sha256.upper()), blobs)
+    place = await fetch(
+        make_settings(model=server.url, model_sha256=sha256.upper()), blobs
+    )
     assert place.name == "sd15"
     assert (place / "unet" / "config.json").read_bytes() == b'{"a": 1}'
     assert kept_in(place.parent) == {"sd15"}

@@ -31,18 +31,31 @@ async def test_a_worker_without_a_container_of_files_draws_what_needs_none(
     async with open_storage(storage_settings) as storage:
         await storage.create()
     async with open_storage(settings) as storage:
-        await storage.queue.send(json.dumps({"id": id_} | job) for id_, job in JOBS.items())
+        await storage.queue.send(
+            json.dumps({"id": id_} | job) for id_, job in JOBS.items()
+        )
         outcomes: Counter[str] = Counter()
-        own = worker_settings(**settings.model_dump(), cache=tmp_path / "cache", until_empty=True)
+        own = worker_settings(
+            **settings.model_dump(), cache=tmp_path / "cache", until_empty=True
+        )
         await process.run_worker(
             own,
             load=lambda: StandInEngine(size=(64, 64)),
             on_settled=lambda outcome: outcomes.update([outcome]),
         )
-        poison = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
+        poison = [
+            dead_letter.FailedJob.parse(each.body)
+            async for each in storage.poison.browse()
+        ]
     assert outcomes == {"completed": 1, "failed": 2}
     reasons = {failed.id: failed.reason for failed in poison if failed}
-    assert "no LoRA style.safetensors in loras/ of the container 'no-such-files'" in reasons["lora"]
-    assert "there is no 'inputs/a.png' in the container 'no-such-files'" in reasons["image"]
+    assert (
+        "no LoRA style.safetensors in loras/ of the container 'no-such-files'"
+        in reasons["lora"]
+    )
+    assert (
+        "there is no 'inputs/a.png' in the container 'no-such-files'"
+        in reasons["image"]
+    )
     assert caplog.text.count("no files, and no list of what is cancelled: ") == 1
     assert "cannot be read" not in caplog.text

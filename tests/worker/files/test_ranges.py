@@ -21,7 +21,9 @@ SIZE = len(CONTENT)
 BROKEN = 500_000
 
 TRIES = 6
-POLICY = concurrency.RetryPolicy(tries=TRIES, first_wait_seconds=0.001, longest_wait_seconds=0.001)
+POLICY = concurrency.RetryPolicy(
+    tries=TRIES, first_wait_seconds=0.001, longest_wait_seconds=0.001
+)
 
 #: Requests that suffice for any answer, with a file of three times what counts as progress.
 MOST_REQUESTS = 4 * TRIES
@@ -49,7 +51,9 @@ def part(begin: int, end: int = SIZE - 1, *, status: int = 206) -> Answer:
     return stating(begin, f"bytes {begin}-{end}/{SIZE}", end, status)
 
 
-def stating(begin: int, content_range: str, end: int = SIZE - 1, status: int = 206) -> Answer:
+def stating(
+    begin: int, content_range: str, end: int = SIZE - 1, status: int = 206
+) -> Answer:
     """A part of the file that the answer says is another, perhaps."""
     headers = STRONG | {"Content-Range": content_range}
     return Answer(status, headers, CONTENT[begin : end + 1])
@@ -93,7 +97,9 @@ ENDS_WHOLE: Mapping[str, Respond] = {
     "206-of-another-range": ranged(lambda at: part(at + 1000)),
     "206-without-its-range": ranged(lambda at: Answer(206, STRONG, CONTENT[at:])),
     "206-of-unknown-size": ranged(lambda at: stating(at, f"bytes {at}-9999999/*")),
-    "206-of-another-size": ranged(lambda at: stating(at, f"bytes {at}-{SIZE - 1}/9999999")),
+    "206-of-another-size": ranged(
+        lambda at: stating(at, f"bytes {at}-{SIZE - 1}/9999999")
+    ),
     "206-of-another-version": ranged(
         lambda at: Answer(206, {**part(at).headers, "ETag": '"v2"'}, OTHER[at:])
     ),
@@ -103,15 +109,21 @@ ENDS_WHOLE: Mapping[str, Respond] = {
         )
     ),
     "206-longer-than-the-file": ranged(
-        lambda at: Answer(206, part(at).headers, CONTENT[at:] + b"more", has_length=False)
+        lambda at: Answer(
+            206, part(at).headers, CONTENT[at:] + b"more", has_length=False
+        )
     ),
     "416": ranged(lambda _: Answer(416)),
-    "416-with-the-size": ranged(lambda _: Answer(416, {"Content-Range": f"bytes */{SIZE}"})),
+    "416-with-the-size": ranged(
+        lambda _: Answer(416, {"Content-Range": f"bytes */{SIZE}"})
+    ),
     "412": ranged(lambda _: Answer(412)),
     "redirect": redirected,
     "429-and-500": ranged(lambda _: Answer(429), every=False),
     "unknown-length": always(UNKNOWN_LENGTH),
-    "weak-etag": ranged(lambda _: Answer(200, WEAK, CONTENT), whole=Answer(200, WEAK, CONTENT)),
+    "weak-etag": ranged(
+        lambda _: Answer(200, WEAK, CONTENT), whole=Answer(200, WEAK, CONTENT)
+    ),
     "compressed": always(Answer(200, STRONG | GZIP, gzip.compress(CONTENT, 1))),
     "206-to-a-request-for-all": lambda at, _: part(at or 0),
 }
@@ -119,14 +131,28 @@ ENDS_WHOLE: Mapping[str, Respond] = {
 ENDS_IN_AN_ERROR: Mapping[str, tuple[Respond, str]] = {
     "always-cut": (always(Answer(200, STRONG, CONTENT, cut=1_500_000)), "broke off"),
     "always-cut-of-changing-versions": (
-        lambda _offset, number: Answer(200, {"ETag": f'"v{number}"'}, CONTENT, cut=1_500_000),
+        lambda _offset, number: Answer(
+            200, {"ETag": f'"v{number}"'}, CONTENT, cut=1_500_000
+        ),
         "broke off",
     ),
-    "nothing-but-another-range": (always(part(7)), "another part of the file than was asked for"),
-    "always-206-without-a-range": (always(Answer(206, STRONG, CONTENT)), "another part"),
-    "tiny-ranges": (lambda at, _: part(at or 0, (at or 0) + 9), "sent 10 bytes and no more"),
+    "nothing-but-another-range": (
+        always(part(7)),
+        "another part of the file than was asked for",
+    ),
+    "always-206-without-a-range": (
+        always(Answer(206, STRONG, CONTENT)),
+        "another part",
+    ),
+    "tiny-ranges": (
+        lambda at, _: part(at or 0, (at or 0) + 9),
+        "sent 10 bytes and no more",
+    ),
     "always-416": (always(Answer(416)), "HTTP 416"),
-    "redirects-in-a-circle": (always(Answer(302, {"Location": "/other"})), "TooManyRedirects"),
+    "redirects-in-a-circle": (
+        always(Answer(302, {"Location": "/other"})),
+        "TooManyRedirects",
+    ),
     "304": (always(Answer(304)), "HTTP 304"),
 }
 
@@ -145,7 +171,9 @@ class Server:
         asked = request.headers.get("Range")
         offset = int(asked.removeprefix("bytes=").removesuffix("-")) if asked else None
         self.for_a_range += offset is not None
-        found = self.respond(offset, self.requests if offset is None else self.for_a_range)
+        found = self.respond(
+            offset, self.requests if offset is None else self.for_a_range
+        )
         is_first = self.requests == 1 and found.status == 200
         response = web.StreamResponse(status=found.status, headers=found.headers)
         if found.has_length:
@@ -205,7 +233,9 @@ async def test_any_answer_to_a_request_for_the_rest_ends_in_the_whole_file(
     assert server.requests <= MOST_REQUESTS
 
 
-@pytest.mark.parametrize(("respond", "why"), ENDS_IN_AN_ERROR.values(), ids=ENDS_IN_AN_ERROR)
+@pytest.mark.parametrize(
+    ("respond", "why"), ENDS_IN_AN_ERROR.values(), ids=ENDS_IN_AN_ERROR
+)
 async def test_a_server_that_never_sends_the_file_is_given_up_with_a_reason(
     serve: Serve, tmp_path: Path, respond: Respond, why: str
 ) -> None:

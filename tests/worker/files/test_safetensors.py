@@ -14,7 +14,9 @@ LoraBytes = Any  # the fixture of conftest.py
 
 
 def check(data: bytes, sha256: str | None = None) -> None:
-    library.check_content("the LoRA style.safetensors", io.BytesIO(data), len(data), sha256)
+    library.check_content(
+        "the LoRA style.safetensors", io.BytesIO(data), len(data), sha256
+    )
 
 
 def with_header(header: bytes, data: bytes = b"") -> bytes:
@@ -39,7 +41,9 @@ def test_a_file_with_another_hash_is_retried(lora_bytes: LoraBytes) -> None:
 def test_a_file_truncated_anywhere_is_retried(lora_bytes: LoraBytes) -> None:
     data = lora_bytes("a")
     for size in range(len(data)):
-        with pytest.raises(errors.TransientError, match=r"style\.safetensors is truncated"):
+        with pytest.raises(
+            errors.TransientError, match=r"style\.safetensors is truncated"
+        ):
             check(data[:size])
 
 
@@ -67,7 +71,9 @@ def test_a_file_truncated_anywhere_is_retried(lora_bytes: LoraBytes) -> None:
     ],
 )
 def test_what_is_not_a_safetensors_file_is_refused_by_name(data: bytes) -> None:
-    with pytest.raises(errors.UnusableFileError, match=r"style\.safetensors is not a safetensors"):
+    with pytest.raises(
+        errors.UnusableFileError, match=r"style\.safetensors is not a safetensors"
+    ):
         check(data)
 
 

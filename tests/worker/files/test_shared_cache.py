@@ -42,7 +42,9 @@ Worker = subprocess.Popen[str]
 
 
 @pytest.fixture
-def start(tmp_path: Path, lora_bytes: LoraBytes) -> Iterator[Callable[..., list[Worker]]]:
+def start(
+    tmp_path: Path, lora_bytes: LoraBytes
+) -> Iterator[Callable[..., list[Worker]]]:
     """Starts workers that fetch a LoRA, each with a download of so many seconds."""
     (tmp_path / "lora").write_bytes(lora_bytes("style"))
     started: list[Worker] = []

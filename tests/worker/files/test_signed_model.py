@@ -16,7 +16,9 @@ from worker.settings import WorkerSettings
 
 CONTENT = file_of()
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
-IMPATIENT = concurrency.RetryPolicy(tries=2, first_wait_seconds=0.001, longest_wait_seconds=0.001)
+IMPATIENT = concurrency.RetryPolicy(
+    tries=2, first_wait_seconds=0.001, longest_wait_seconds=0.001
+)
 
 
 @pytest.fixture
@@ -25,14 +27,18 @@ def key(tmp_path: Path) -> SigningKey:
 
 
 @pytest.fixture
-def settings(worker_settings: Callable[..., WorkerSettings], key: SigningKey) -> WorkerSettings:
+def settings(
+    worker_settings: Callable[..., WorkerSettings], key: SigningKey
+) -> WorkerSettings:
     return worker_settings(model="store:dreams.safetensors", trusted_key=key.public)
 
 
 async def put(storage: Storage, content: bytes | None, data: bytes = CONTENT) -> None:
     await storage.files.create("models/dreams.safetensors", data, "application/x", {})
     if content is not None:
-        await storage.files.create("models/manifest.json", content, "application/json", {})
+        await storage.files.create(
+            "models/manifest.json", content, "application/json", {}
+        )
 
 
 async def fetch(settings: WorkerSettings, storage: Storage) -> Path:

@@ -44,10 +44,14 @@ def rests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("rests")
-def test_a_file_that_was_just_written_is_waited_for_and_one_at_rest_is_not(tmp_path: Path) -> None:
+def test_a_file_that_was_just_written_is_waited_for_and_one_at_rest_is_not(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"1")
-    with pytest.raises(errors.UnsettledFileError, match=r"x was written within the last 3 seconds"):
+    with pytest.raises(
+        errors.UnsettledFileError, match=r"x was written within the last 3 seconds"
+    ):
         safetensors.rested(path)
 
     age(path, 4)
@@ -105,12 +109,16 @@ def test_what_was_read_of_a_file_that_changes_meanwhile_does_not_count(
             if error is not None:
                 raise error
 
-    with pytest.raises(errors.UnsettledFileError, match="x was written or removed while it was"):
+    with pytest.raises(
+        errors.UnsettledFileError, match="x was written or removed while it was"
+    ):
         read()
 
 
 @pytest.mark.usefixtures("rests")
-@pytest.mark.parametrize("kind", [kinds.LORA, kinds.CONTROLNET, kinds.UPSCALER, kinds.TEXT])
+@pytest.mark.parametrize(
+    "kind", [kinds.LORA, kinds.CONTROLNET, kinds.UPSCALER, kinds.TEXT]
+)
 async def test_a_file_that_somebody_copies_into_the_local_storage_is_waited_for(
     local_settings: StorageSettings, tmp_path: Path, kind: kinds.FileKind
 ) -> None:
@@ -120,7 +128,9 @@ async def test_a_file_that_somebody_copies_into_the_local_storage_is_waited_for(
         assert path is not None
         path.parent.mkdir()
         path.write_bytes(b"half")
-        own = library.FileLibrary(library.Source(storage.files, tmp_path / "cache", 10**9), kind)
+        own = library.FileLibrary(
+            library.Source(storage.files, tmp_path / "cache", 10**9), kind
+        )
         with pytest.raises(errors.UnsettledFileError):
             await own.resolve("x")
         path.write_bytes(EMPTY)
@@ -161,8 +171,16 @@ for content in itertools.islice(itertools.cycle(contents), 1, None):
 
 async def jobs_are_sent(storage: Storage, jobs: int) -> None:
     await storage.create()
-    message = {"prompt": "a house <lora:style:1>", "steps": 2, "width": 64, "height": 64, "seed": 7}
-    await storage.queue.send([json.dumps(message | {"id": f"{at:03}"}) for at in range(jobs)])
+    message = {
+        "prompt": "a house <lora:style:1>",
+        "steps": 2,
+        "width": 64,
+        "height": 64,
+        "seed": 7,
+    }
+    await storage.queue.send(
+        [json.dumps(message | {"id": f"{at:03}"}) for at in range(jobs)]
+    )
 
 
 def drawn(folder: Path) -> Iterator[tuple[str, Pixels]]:
@@ -179,7 +197,9 @@ def distance(one: Pixels, two: Pixels) -> float:
 
 
 @pytest.mark.parametrize(
-    "rank", [pytest.param(4, marks=pytest.mark.slow), 6], ids=["same-size", "other-size"]
+    "rank",
+    [pytest.param(4, marks=pytest.mark.slow), 6],
+    ids=["same-size", "other-size"],
 )
 async def test_a_lora_that_is_overwritten_in_place_is_drawn_whole_with_its_own_hash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
@@ -200,7 +220,14 @@ async def test_a_lora_that_is_overwritten_in_place_is_drawn_whole_with_its_own_h
     shared = tmp_path / "shared"
     shared.mkdir()
     shutil.copyfile(files[0], shared / "style.safetensors")
-    command = [sys.executable, "-c", REWRITE, shared / "style.safetensors", "2.5", *files]
+    command = [
+        sys.executable,
+        "-c",
+        REWRITE,
+        shared / "style.safetensors",
+        "2.5",
+        *files,
+    ]
 
     with subprocess.Popen(command) as rewriting:  # noqa: ASYNC220 - it begins at once
         try:
@@ -213,9 +240,9 @@ async def test_a_lora_that_is_overwritten_in_place_is_drawn_whole_with_its_own_h
     found = list(drawn(shared / "storage"))
     assert len(found) == JOBS
     # Images beside others differ in rounding; half of either LoRA makes another image.
-    assert max(distance(wanted[stated], pixels) for stated, pixels in found) < 0.1 * distance(
-        one, two
-    )
+    assert max(
+        distance(wanted[stated], pixels) for stated, pixels in found
+    ) < 0.1 * distance(one, two)
 
 
 async def worker_draws(folder: Path, model: Path, jobs: int) -> progress.WorkerReport:

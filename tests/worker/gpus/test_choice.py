@@ -76,7 +76,12 @@ def test_numbers_are_those_of_the_visible_gpus(
     [
         ("3", {}, None, "there is no GPU 3; there are 0, 1, 2"),
         ("0,5,7", {}, None, "there is no GPU 5, 7; there are 0, 1, 2"),
-        ("2", {}, "1,2", "there is no GPU 2 among CUDA_VISIBLE_DEVICES=1,2; there are 0, 1"),
+        (
+            "2",
+            {},
+            "1,2",
+            "there is no GPU 2 among CUDA_VISIBLE_DEVICES=1,2; there are 0, 1",
+        ),
         ("all", {}, "", "CUDA_VISIBLE_DEVICES= leaves no GPU"),
         ("0,0", {}, None, "named twice"),
         ("all", {}, "1,1", "CUDA_VISIBLE_DEVICES=1,1 names a GPU twice"),
@@ -106,7 +111,11 @@ def test_a_wrong_choice_is_one_sentence(
         (0, None, "no NVIDIA GPU"),
         (1, pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND), "no NVIDIA GPU"),
         (1, pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED), "no NVIDIA GPU"),
-        (1, pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH), "cannot be listed"),
+        (
+            1,
+            pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH),
+            "cannot be listed",
+        ),
     ],
 )
 def test_a_machine_without_gpus_is_one_sentence(
@@ -156,5 +165,7 @@ def test_the_parent_needs_neither_torch_nor_numpy() -> None:
         "import sys; from worker.gpus import choice, parent\n"
         "sys.exit(' '.join({'torch', 'numpy'} & sys.modules.keys()))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, check=False
+    )
     assert (done.returncode, done.stderr) == (1, b"\n")

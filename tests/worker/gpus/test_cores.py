@@ -39,7 +39,9 @@ def test_the_workers_of_a_machine_share_the_cores_that_its_container_may_use(
     assert choice.threads(processes) == expected
 
 
-def test_where_affinity_is_unknown_all_cores_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_affinity_is_unknown_all_cores_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delattr(os, "sched_getaffinity")
     assert choice.threads(2) == "8"
 

@@ -20,7 +20,11 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Member, socket.socke
     """A worker's view of its parent, and the parent's end."""
     ours, theirs = socket.socketpair()
     assignment = Assignment(
-        control=theirs.detach(), gpu="1", name="m-gpu1", instance="i", price_per_hour=0.25
+        control=theirs.detach(),
+        gpu="1",
+        name="m-gpu1",
+        instance="i",
+        price_per_hour=0.25,
     )
     monkeypatch.setattr(os, "_exit", lambda code: None)
     monkeypatch.setattr("worker.gpus.child.LAST_SECONDS", 0)
@@ -43,7 +47,9 @@ def test_a_worker_learns_its_part_once_and_its_own_processes_do_not(
     own = member.settings(settings)
     assert (own.name, own.device, own.price_per_hour) == ("m-gpu1", "cuda", 0.25)
     assert (own.host, own.port) == ("127.0.0.1", 0)
-    assert member.settings(settings.model_copy(update={"device": "cpu"})).device == "cpu"
+    assert (
+        member.settings(settings.model_copy(update={"device": "cpu"})).device == "cpu"
+    )
     assert VARIABLE not in os.environ
     member.serves(1234)
     assert ours.recv(100) == b"1234\n"

@@ -50,7 +50,8 @@ def test_two_workers_and_their_parent_make_one_text_with_each_family_once() -> N
     assert len(kinds) == len(set(kinds)) > 10
     families = {each.name: each for each in text_string_to_metric_families(text)}
     assert {
-        each.labels["device"]: each.value for each in families["imagefleet_images"].samples
+        each.labels["device"]: each.value
+        for each in families["imagefleet_images"].samples
     } == {"0": 3, "1": 4}
     assert families["imagefleet_images"].type == "counter"
     assert families["imagefleet_stage_seconds"].type == "histogram"
@@ -77,8 +78,12 @@ def test_a_gpu_without_a_worker_costs_its_share_of_the_machine(clock: Clock) -> 
     metrics.is_down("1")
     clock.now += 1800
     down = values(metrics)
-    assert down['imagefleet_cost_dollars_total{fleet="f",kind="gpu"}'] == pytest.approx(1.0)
-    assert down['imagefleet_wasted_dollars_total{fleet="f",reason="down"}'] == pytest.approx(1.0)
+    assert down['imagefleet_cost_dollars_total{fleet="f",kind="gpu"}'] == pytest.approx(
+        1.0
+    )
+    assert down[
+        'imagefleet_wasted_dollars_total{fleet="f",reason="down"}'
+    ] == pytest.approx(1.0)
     assert down['imagefleet_price_dollars_per_hour{fleet="f"}'] == 2.0
     assert down['imagefleet_gpu_up{device="0",fleet="f"}'] == 1
     assert down['imagefleet_gpu_up{device="1",fleet="f"}'] == 0
@@ -88,7 +93,9 @@ def test_a_gpu_without_a_worker_costs_its_share_of_the_machine(clock: Clock) -> 
     metrics.is_down("1")
     clock.now += 1800
     again = values(metrics)
-    assert again['imagefleet_cost_dollars_total{fleet="f",kind="gpu"}'] == pytest.approx(2.0)
+    assert again[
+        'imagefleet_cost_dollars_total{fleet="f",kind="gpu"}'
+    ] == pytest.approx(2.0)
     assert again['imagefleet_gpu_restarts_total{device="1",fleet="f"}'] == 1
 
 

@@ -93,7 +93,11 @@ def runs(folder: Path) -> tuple[int, ...]:
     ],
 )
 async def test_what_ends_the_workers_decides_who_starts_again_and_the_exit_code(
-    run: Callable[..., Any], tmp_path: Path, worker: str, code: int, times: tuple[int, int]
+    run: Callable[..., Any],
+    tmp_path: Path,
+    worker: str,
+    code: int,
+    times: tuple[int, int],
 ) -> None:
     assert await run(worker) == code
     assert runs(tmp_path) == times
@@ -187,14 +191,19 @@ def _ten_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker hangs if it has not answered to ten probes: a clock of its own."""
     looks = itertools.count()
     monkeypatch.setattr(child, "time", SimpleNamespace(monotonic=lambda: next(looks)))
-    monkeypatch.setattr(child, "HUNG_SECONDS", 10 * 2 - 1)  # each looks at it, for both GPUs
+    monkeypatch.setattr(
+        child, "HUNG_SECONDS", 10 * 2 - 1
+    )  # each looks at it, for both GPUs
     monkeypatch.setattr(child, "FIRST_ANSWER_SECONDS", 100_000)
 
 
 @pytest.mark.usefixtures("_ten_looks")
 @pytest.mark.parametrize(
     ("answer", "work", "code", "times"),
-    [("pass", "until(lambda: len(answers) > 40)", 0, (1, 1)), ("hang()", "hang()", 1, (3, 3))],
+    [
+        ("pass", "until(lambda: len(answers) > 40)", 0, (1, 1)),
+        ("hang()", "hang()", 1, (3, 3)),
+    ],
 )
 async def test_a_worker_that_does_not_answer_is_started_again(
     run: Callable[..., Any],
@@ -252,7 +261,9 @@ async def test_a_worker_that_cannot_be_killed_counts_as_down_and_does_not_keep_t
 
     monkeypatch.setattr(child.Child, "kill", kill_at_the_end)
     down: list[str] = []
-    monkeypatch.setattr(parent.MachineMetrics, "is_down", lambda self, gpu: down.append(gpu))
+    monkeypatch.setattr(
+        parent.MachineMetrics, "is_down", lambda self, gpu: down.append(gpu)
+    )
     worker = SERVES.format(answer='gpu == "1" and hang()') + (
         'pathlib.Path("ready-" + gpu).touch()\ngpu == "1" and hang()\nwords.readline()'
     )

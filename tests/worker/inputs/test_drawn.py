@@ -30,7 +30,9 @@ def png(pixels: np.ndarray[Any, Any]) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "storage_settings", ["local", pytest.param("azurite", marks=pytest.mark.slow)], indirect=True
+    "storage_settings",
+    ["local", pytest.param("azurite", marks=pytest.mark.slow)],
+    indirect=True,
 )
 async def test_jobs_of_all_passes_are_drawn_beside_each_other(
     storage: Storage, run_pipeline: RunPipeline, model: Path
@@ -48,12 +50,26 @@ async def test_jobs_of_all_passes_are_drawn_beside_each_other(
         "again": given,
         "little": {**given, "denoising_strength": 0.1},
         "cut": {**given, "mask": "m.png", "inpaint_full_res_padding": 4},
-        "whole": {**given, "mask": "m.png", "inpaint_full_res": False, "inpainting_fill": 2},
+        "whole": {
+            **given,
+            "mask": "m.png",
+            "inpaint_full_res": False,
+            "inpainting_fill": 2,
+        },
         "latent": hires,
-        "lanczos": {**hires, "hr_upscaler": "Lanczos", "hr_resize_x": 128, "hr_resize_y": 64},
+        "lanczos": {
+            **hires,
+            "hr_upscaler": "Lanczos",
+            "hr_resize_x": 128,
+            "hr_resize_y": 64,
+        },
     }
-    await storage.queue.send(json.dumps({**fields, "id": name}) for name, fields in jobs.items())
-    pipeline = await run_pipeline(load=lambda: load_engine(EngineSettings(model, "cpu", slots=4)))
+    await storage.queue.send(
+        json.dumps({**fields, "id": name}) for name, fields in jobs.items()
+    )
+    pipeline = await run_pipeline(
+        load=lambda: load_engine(EngineSettings(model, "cpu", slots=4))
+    )
     assert dict(pipeline.metrics.outcomes) == {"completed": len(jobs)}
     found = {}
     for name in jobs:
@@ -66,12 +82,16 @@ async def test_jobs_of_all_passes_are_drawn_beside_each_other(
         "latent": (96, 96),
         "lanczos": (128, 64),
     }
-    resized = np.asarray(Image.fromarray(image).resize((64, 64), Image.Resampling.LANCZOS))
+    resized = np.asarray(
+        Image.fromarray(image).resize((64, 64), Image.Resampling.LANCZOS)
+    )
     kept = img2img.blur_mask(mask, 4, 4) == 0
     assert np.array_equal(found["cut"][kept], image[kept])
     assert not np.array_equal(found["cut"][~kept], image[~kept])
     small = np.asarray(
-        Image.fromarray(img2img.blur_mask(mask, 4, 4)).resize((64, 64), Image.Resampling.LANCZOS)
+        Image.fromarray(img2img.blur_mask(mask, 4, 4)).resize(
+            (64, 64), Image.Resampling.LANCZOS
+        )
     )
     assert np.array_equal(found["whole"][small == 0], resized[small == 0])
     assert len({pixels.tobytes() for pixels in found.values()}) == len(jobs)

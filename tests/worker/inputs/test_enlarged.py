@@ -28,7 +28,9 @@ Message = Callable[..., str]
 
 #: The networks are the same on both storages, whose contract has its own tests.
 pytestmark = pytest.mark.parametrize(
-    "storage_settings", ["local", pytest.param("azurite", marks=pytest.mark.slow)], indirect=True
+    "storage_settings",
+    ["local", pytest.param("azurite", marks=pytest.mark.slow)],
+    indirect=True,
 )
 
 
@@ -53,7 +55,9 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 async def upscaler(storage: Storage, network: tuple[Path, Any]) -> None:
     data = network[0].read_bytes()
-    await storage.files.create("upscalers/4x_Tiny.safetensors", data, "application/x", {})
+    await storage.files.create(
+        "upscalers/4x_Tiny.safetensors", data, "application/x", {}
+    )
 
 
 def picture(width: int = 64, height: int = 48) -> contract.Pixels:
@@ -82,24 +86,40 @@ async def records(storage: Storage) -> list[Record]:
 
 
 async def failures(storage: Storage) -> dict[str, dead_letter.FailedJob]:
-    found = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
+    found = [
+        dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()
+    ]
     return {record.id: record for record in found if record is not None}
 
 
 def upscaled(**fields: Any) -> str:
-    given = {"init_images": ["a.png"], "upscaler_1": "4x_Tiny", "upscaling_resize": 4, **fields}
+    given = {
+        "init_images": ["a.png"],
+        "upscaler_1": "4x_Tiny",
+        "upscaling_resize": 4,
+        **fields,
+    }
     return json.dumps(given)
 
 
 async def test_a_chain_ends_with_what_the_network_makes_of_its_image(
     storage: Storage, run_pipeline: RunPipeline, model: Path, network: tuple[Path, Any]
 ) -> None:
-    first = {"id": "a", "prompt": "a house", "steps": 4, "width": 64, "height": 64, "seed": 5}
+    first = {
+        "id": "a",
+        "prompt": "a house",
+        "steps": 4,
+        "width": 64,
+        "height": 64,
+        "seed": 5,
+    }
     enlarge = {"upscaler_1": "4x_Tiny", "upscaling_resize": 4}
     resize = {"upscaler_1": "Lanczos", "resize_mode": 1, "upscaling_resize_w": 128}
     then = [enlarge, {**resize, "upscaling_resize_h": 64}]
     await storage.queue.send([json.dumps({**first, "then": then})])
-    pipeline = await run_pipeline(load=lambda: load_engine(EngineSettings(model, "cpu", slots=2)))
+    pipeline = await run_pipeline(
+        load=lambda: load_engine(EngineSettings(model, "cpu", slots=2))
+    )
     assert dict(pipeline.metrics.outcomes) == {"completed": 3}
     drawn, enlarged, cut = [
         await stored(storage, f"default/{name}.png") for name in ("a", "a~s2", "a~s3")
@@ -110,16 +130,23 @@ async def test_a_chain_ends_with_what_the_network_makes_of_its_image(
     smaller = Image.fromarray(expected).resize((128, 128), Image.Resampling.LANCZOS)
     assert np.array_equal(np.asarray(cut), np.asarray(smaller)[32:96])
     assert enlarged.info["parameters"] == (
-        drawn.info["parameters"] + ", Postprocess upscale by: 4, Postprocess upscaler: 4x_Tiny"
+        drawn.info["parameters"]
+        + ", Postprocess upscale by: 4, Postprocess upscaler: 4x_Tiny"
     )
     assert cut.info["parameters"].endswith(
         ", Postprocess upscaler: 4x_Tiny, Postprocess upscale to: 128x64, Postprocess crop to:"
         " 128x64, Postprocess upscaler: Lanczos"
     )
     found = await records(storage)
-    assert [(each.width, each.height) for each in found] == [(64, 64), (256, 256), (128, 64)]
+    assert [(each.width, each.height) for each in found] == [
+        (64, 64),
+        (256, 256),
+        (128, 64),
+    ]
     assert [each.completes_job for each in found] == [False, False, True]
-    assert {(each.steps, each.seed, each.prompt) for each in found} == {(4, 5, "a house")}
+    assert {(each.steps, each.seed, each.prompt) for each in found} == {
+        (4, 5, "a house")
+    }
 
 
 async def test_a_first_job_enlarges_a_file_of_the_storage_and_keeps_its_text(
@@ -135,7 +162,10 @@ async def test_a_first_job_enlarges_a_file_of_the_storage_and_keeps_its_text(
     engine = StandInEngine(size=(64, 64))
     pipeline = await run_pipeline(engine)
     assert dict(pipeline.metrics.outcomes) == {"completed": 2}
-    plain, kept = await stored(storage, "default/a.png"), await stored(storage, "default/b.jpg")
+    plain, kept = (
+        await stored(storage, "default/a.png"),
+        await stored(storage, "default/b.jpg"),
+    )
     assert plain.size == kept.size == (256, 192)
     facts = "Postprocess upscale by: 4, Postprocess upscaler: 4x_Tiny"
     assert plain.info["parameters"] == facts
@@ -146,7 +176,12 @@ async def test_a_first_job_enlarges_a_file_of_the_storage_and_keeps_its_text(
     assert again is not None
     assert json.loads(again)["upscaler_1"] == "4x_Tiny"
     for record in await records(storage):
-        assert (record.width, record.height, record.steps, record.sampler) == (256, 192, None, None)
+        assert (record.width, record.height, record.steps, record.sampler) == (
+            256,
+            192,
+            None,
+            None,
+        )
 
 
 async def test_a_prompt_of_a_stage_that_enlarges_needs_none_of_its_files(
@@ -184,15 +219,23 @@ async def test_what_cannot_be_enlarged_is_the_jobs_fault_and_says_why(
             {"init_images": ["large.png"]},
             "upscaling_resize: the image would have 4800x4800 pixels; at least 64 a side and 4,194",
         ),
-        "grey": ({"init_images": ["grey.png"]}, "init_images: the image is all one colour"),
+        "grey": (
+            {"init_images": ["grey.png"]},
+            "init_images: the image is all one colour",
+        ),
         "nameless": ({"upscaler_1": "8x"}, "no upscaler 8x.safetensors in upscalers/"),
         "second": (
             {"upscaler_2": "8x", "extras_upscaler_2_visibility": 0.1},
             "no upscaler 8x.safetensors in upscalers/",
         ),
-        "drawn": ({"denoising_strength": 0.3}, "denoising_strength: a job with upscaler_1 only"),
+        "drawn": (
+            {"denoising_strength": 0.3},
+            "denoising_strength: a job with upscaler_1 only",
+        ),
     }
-    await storage.queue.send(upscaled(id=name, **fields) for name, (fields, _) in jobs.items())
+    await storage.queue.send(
+        upscaled(id=name, **fields) for name, (fields, _) in jobs.items()
+    )
     pipeline = await run_pipeline(StandInEngine(size=(64, 64)))
     assert dict(pipeline.metrics.outcomes) == {"failed": len(jobs)}
     found = await failures(storage)
@@ -209,13 +252,20 @@ async def test_one_colour_after_a_cut_is_the_jobs_fault_and_not_the_nodes(
     await put(storage, "a.png", file_of(pixels))
     cut = {"resize_mode": 1, "upscaling_resize_w": 64, "upscaling_resize_h": 64}
     await storage.queue.send([upscaled(id="a", upscaler_1="Lanczos", **cut)])
-    pipeline = await run_pipeline(load=lambda: load_engine(EngineSettings(model, "cpu", slots=2)))
+    pipeline = await run_pipeline(
+        load=lambda: load_engine(EngineSettings(model, "cpu", slots=2))
+    )
     assert dict(pipeline.metrics.outcomes) == {"failed": 1}
-    assert (await failures(storage))["a"].reason == "what is left of the image is all one colour"
+    assert (await failures(storage))[
+        "a"
+    ].reason == "what is left of the image is all one colour"
 
 
 async def test_a_stage_that_failed_enlarges_once_it_is_replayed(
-    storage: Storage, run_pipeline: RunPipeline, message: Message, network: tuple[Path, Any]
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Message,
+    network: tuple[Path, Any],
 ) -> None:
     faults: list[errors.FleetError] = [errors.TransientError("a bad moment")] * 2
 
@@ -233,7 +283,9 @@ async def test_a_stage_that_failed_enlarges_once_it_is_replayed(
     (failed,) = (await failures(storage)).values()
     assert failed.reason.startswith("stage 2 of 2: no upscaler 4x_Later.safetensors")
     data = network[0].read_bytes()
-    await storage.files.create("upscalers/4x_Later.safetensors", data, "application/x", {})
+    await storage.files.create(
+        "upscalers/4x_Later.safetensors", data, "application/x", {}
+    )
     assert (await dead_letter_queue.replay(storage, Selection())).done == 1
     await run_pipeline(StandInEngine(size=(64, 64), draw=draw))
     names = sorted([name async for name in storage.blobs.names("default/")])
@@ -245,7 +297,10 @@ async def test_another_worker_confirms_an_enlarged_image(
     storage: Storage, run_pipeline: RunPipeline, model: Path
 ) -> None:
     await put(storage, "a.png", file_of(picture()))
-    for name, job in {"one": upscaled(id="a"), "two": upscaled(id="a", verify=True)}.items():
+    for name, job in {
+        "one": upscaled(id="a"),
+        "two": upscaled(id="a", verify=True),
+    }.items():
         await storage.queue.send([job])
         await run_pipeline(
             load=lambda: load_engine(EngineSettings(model, "cpu", slots=2)), name=name

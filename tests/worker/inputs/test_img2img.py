@@ -47,18 +47,48 @@ CASES = [
     Case(image=(30, 30), size=(30, 30), image_mode="RGBA", mode=0),
     Case(image=(48, 40), size=(48, 40), mask="disc", full_res=False, fill=1),
     Case(image=(48, 40), size=(32, 32), mask="disc", mode=1, full_res=False, fill=0),
-    Case(image=(48, 40), size=(32, 32), mask="disc", mode=2, blur=(2, 6), full_res=False, fill=2),
+    Case(
+        image=(48, 40),
+        size=(32, 32),
+        mask="disc",
+        mode=2,
+        blur=(2, 6),
+        full_res=False,
+        fill=2,
+    ),
     Case(image=(64, 48), size=(32, 40), mask="disc", full_res=True, padding=3, fill=1),
     Case(
-        image=(64, 48), size=(40, 32), mask="corner", blur=(0, 0), full_res=True, padding=0, fill=0
+        image=(64, 48),
+        size=(40, 32),
+        mask="corner",
+        blur=(0, 0),
+        full_res=True,
+        padding=0,
+        fill=0,
     ),
     Case(
-        image=(64, 48), size=(32, 64), mask="corner", blur=(1, 1), full_res=True, padding=8, fill=3
+        image=(64, 48),
+        size=(32, 64),
+        mask="corner",
+        blur=(1, 1),
+        full_res=True,
+        padding=8,
+        fill=3,
     ),
-    Case(image=(64, 48), size=(32, 32), mask="disc", invert=1, blur=(5, 0), full_res=True, fill=0),
+    Case(
+        image=(64, 48),
+        size=(32, 32),
+        mask="disc",
+        invert=1,
+        blur=(5, 0),
+        full_res=True,
+        fill=0,
+    ),
     Case(image=(64, 48), size=(32, 32), mask="none", full_res=True, fill=0),
     Case(image=(64, 48), size=(32, 32), mask="none", full_res=False, fill=0),
-    Case(image=(50, 40), size=(40, 40), mask="alpha", blur=(0, 3), full_res=False, fill=1),
+    Case(
+        image=(50, 40), size=(40, 40), mask="alpha", blur=(0, 3), full_res=False, fill=1
+    ),
     Case(
         image=(64, 48),
         size=(32, 32),
@@ -91,9 +121,12 @@ def picture(width: int, height: int, mode: str = "RGB") -> Image.Image:
 def mask_of(width: int, height: int, kind: str) -> Image.Image:
     y, x = np.mgrid[0:height, 0:width]
     if kind == "alpha":
-        return Image.fromarray(np.stack([x % 256, y % 256, x % 256, x * 9 % 256], 2).astype("u1"))
+        return Image.fromarray(
+            np.stack([x % 256, y % 256, x % 256, x * 9 % 256], 2).astype("u1")
+        )
     shapes = {
-        "disc": (x - width * 0.4) ** 2 + (y - height * 0.5) ** 2 < (min(width, height) * 0.25) ** 2,
+        "disc": (x - width * 0.4) ** 2 + (y - height * 0.5) ** 2
+        < (min(width, height) * 0.25) ** 2,
         "corner": (x < width // 3) & (y < height // 4),
         "none": x < 0,
     }
@@ -121,8 +154,14 @@ def job_of(case: Case, **fields: object) -> Job:
 
 
 def begin(case: Case) -> tuple[InitImage, img2img.Overlay | None]:
-    mask = None if case.mask is None else mask_of(*(case.mask_size or case.image), case.mask)
-    return img2img.begin(job_of(case), picture(*case.image, case.image_mode), mask, case.size)
+    mask = (
+        None
+        if case.mask is None
+        else mask_of(*(case.mask_size or case.image), case.mask)
+    )
+    return img2img.begin(
+        job_of(case), picture(*case.image, case.image_mode), mask, case.size
+    )
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
@@ -155,14 +194,20 @@ def test_what_is_not_masked_is_the_original_to_the_bit() -> None:
 
 def test_the_result_of_a_masked_part_is_as_large_as_the_image_and_so_limited() -> None:
     case = Case(image=(2560, 2048), size=(64, 64), mask="disc")
-    with pytest.raises(errors.JobError, match=r"inpaint_full_res: .* 2,560 x 2,048 pixels"):
+    with pytest.raises(
+        errors.JobError, match=r"inpaint_full_res: .* 2,560 x 2,048 pixels"
+    ):
         begin(case)
 
 
 def test_a_drawing_is_not_enlarged_without_end_to_cover_a_long_thin_part() -> None:
-    job = read_job(json.dumps({"prompt": "a", "init_images": ["a.png"], "mask": "b.png"}), "m")
+    job = read_job(
+        json.dumps({"prompt": "a", "init_images": ["a.png"], "mask": "b.png"}), "m"
+    )
     thin = Image.new("RGB", (1, 200_000))
-    with pytest.raises(errors.JobError, match="of 512 x 512 pixels is too long to be cut to 1 x 2"):
+    with pytest.raises(
+        errors.JobError, match="of 512 x 512 pixels is too long to be cut to 1 x 2"
+    ):
         img2img.begin(job, thin, Image.new("L", thin.size, 255), (512, 512))
 
 
@@ -170,7 +215,9 @@ def test_a_drawing_is_not_enlarged_without_end_to_cover_a_long_thin_part() -> No
     ("fill", "content"),
     [(0, "fill"), (1, "original"), (2, "latent noise"), (3, "latent nothing")],
 )
-def test_the_engine_is_told_what_is_below_the_mask_at_first(fill: int, content: str) -> None:
+def test_the_engine_is_told_what_is_below_the_mask_at_first(
+    fill: int, content: str
+) -> None:
     case = Case(image=(64, 64), size=(64, 64), mask="disc", full_res=False, fill=fill)
     init, _ = begin(case)
     assert (init.masked_content, init.denoising_strength) == (content, 0.75)
@@ -180,10 +227,13 @@ def test_the_engine_is_told_what_is_below_the_mask_at_first(fill: int, content: 
     ("size", "sigma"),
     [((64, 64), (4, 4)), ((5, 300), (64, 20)), ((1, 50), (3, 3)), ((9, 2), (7, 0))],
 )
-def test_a_blur_keeps_what_is_even_and_is_symmetric(size: Size, sigma: tuple[int, int]) -> None:
+def test_a_blur_keeps_what_is_even_and_is_symmetric(
+    size: Size, sigma: tuple[int, int]
+) -> None:
     even = np.full(size, 200, np.uint8)
     assert np.array_equal(img2img.blur_mask(even, *sigma), even)
     rough = np.random.default_rng(1).integers(0, 256, size, np.uint8)
     assert np.array_equal(
-        img2img.blur_mask(rough[::-1, ::-1], *sigma), img2img.blur_mask(rough, *sigma)[::-1, ::-1]
+        img2img.blur_mask(rough[::-1, ::-1], *sigma),
+        img2img.blur_mask(rough, *sigma)[::-1, ::-1],
     )

@@ -41,7 +41,9 @@ def in_base64(image: Image.Image) -> str:
 
 def disc(width: int, height: int) -> Image.Image:
     y, x = np.mgrid[0:height, 0:width]
-    return Image.fromarray(np.where((x - 40) ** 2 + (y - 40) ** 2 < 300, 255, 0).astype(np.uint8))
+    return Image.fromarray(
+        np.where((x - 40) ** 2 + (y - 40) ** 2 < 300, 255, 0).astype(np.uint8)
+    )
 
 
 class Recorder:
@@ -56,7 +58,9 @@ class Recorder:
         return draw_noise(request)
 
 
-async def put(storage: Storage, name: str, data: bytes, container: str = "files") -> None:
+async def put(
+    storage: Storage, name: str, data: bytes, container: str = "files"
+) -> None:
     blobs = storage.files if container == "files" else storage.blobs
     assert await blobs.create(name, data, "application/octet-stream", {})
 
@@ -68,14 +72,20 @@ async def stored(storage: Storage, name: str) -> Image.Image:
 
 
 async def failures(storage: Storage) -> dict[str, dead_letter.FailedJob]:
-    records = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
+    records = [
+        dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()
+    ]
     return {record.id: record for record in records if record is not None}
 
 
 async def test_an_image_may_be_a_file_a_result_or_in_the_message(
     storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
 ) -> None:
-    images = {"file": picture(64, 64, 1), "result": picture(64, 64, 2), "own": picture(64, 64, 3)}
+    images = {
+        "file": picture(64, 64, 1),
+        "result": picture(64, 64, 2),
+        "own": picture(64, 64, 3),
+    }
     await put(storage, "inputs/cats/a.png", png(images["file"]))
     await put(storage, "default/0001.png", png(images["result"]), "images")
     sources = {
@@ -84,7 +94,13 @@ async def test_an_image_may_be_a_file_a_result_or_in_the_message(
         "own": "data:image/png;base64," + in_base64(images["own"]),
     }
     await storage.queue.send(
-        message(id=name, prompt=name, init_images=[source], batch_size=2, denoising_strength=0.4)
+        message(
+            id=name,
+            prompt=name,
+            init_images=[source],
+            batch_size=2,
+            denoising_strength=0.4,
+        )
         for name, source in sources.items()
     )
     recorder = Recorder()
@@ -102,7 +118,10 @@ async def test_an_image_may_be_a_file_a_result_or_in_the_message(
 
 @pytest.mark.parametrize("opened", ["own", "*", "winter, secret"])
 async def test_an_image_of_another_campaign_is_read_only_where_a_setting_opens_it(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str], opened: str
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    opened: str,
 ) -> None:
     await put(storage, "secret/s.png", png(picture(64, 64)), "images")
     await put(storage, "spring/a.png", png(picture(64, 64)), "images")
@@ -111,7 +130,11 @@ async def test_an_image_of_another_campaign_is_read_only_where_a_setting_opens_i
     jobs = {
         "picture": {"init_images": [named], "denoising_strength": 0.05},
         "mask": own | {"mask": named},
-        "enlarged": {"upscaler_1": "Lanczos", "upscaling_resize": 2, "init_images": [named]},
+        "enlarged": {
+            "upscaler_1": "Lanczos",
+            "upscaling_resize": 2,
+            "init_images": [named],
+        },
     }
     await storage.queue.send(
         message(id=name, campaign="spring", **fields) for name, fields in jobs.items()
@@ -123,7 +146,10 @@ async def test_an_image_of_another_campaign_is_read_only_where_a_setting_opens_i
     assert len(recorder.requests) == (1 if opened == "own" else 4)
     assert found.keys() == (jobs.keys() if opened == "own" else set())
     for failed in found.values():
-        assert "is an image of the campaign 'secret', and the job is of 'spring'" in failed.reason
+        assert (
+            "is an image of the campaign 'secret', and the job is of 'spring'"
+            in failed.reason
+        )
         assert "--input-campaigns secret" in failed.reason
 
 
@@ -133,7 +159,11 @@ async def test_a_masked_part_is_put_back_into_its_image_of_another_size(
     image, mask = picture(200, 120), disc(200, 120)
     await put(storage, "inputs/a.png", png(image))
     await put(storage, "inputs/mask.png", png(mask))
-    fields = {"init_images": ["a.png"], "mask": "mask.png", "inpaint_full_res_padding": 8}
+    fields = {
+        "init_images": ["a.png"],
+        "mask": "mask.png",
+        "inpaint_full_res_padding": 8,
+    }
     await storage.queue.send([message(id="j", seed=3, inpainting_fill=1, **fields)])
     recorder = Recorder()
     await run_pipeline(recorder.engine)
@@ -162,7 +192,9 @@ async def test_an_image_has_whole_cells_of_the_size_that_is_asked_for(
     await put(storage, "inputs/mask.png", png(mask))
     masked = {"init_images": ["a.png"], "mask": "mask.png", "inpaint_full_res": False}
     size = {"width": 79, "height": 69}
-    await storage.queue.send([message(id="j", **size), message(id="k", **size, **masked)])
+    await storage.queue.send(
+        [message(id="j", **size), message(id="k", **size, **masked)]
+    )
     recorder = Recorder()
     await run_pipeline(recorder.engine)
     assert {(each.width, each.height) for each in recorder.requests} == {(79, 69)}
@@ -191,7 +223,9 @@ async def test_a_second_pass_gets_its_size_and_its_upscaler(
         "hr_prompt": "a larger house:1.5",
         "denoising_strength": 0.6,
     }
-    await storage.queue.send([message(id="j", **hires), message(id="k", enable_hr=True)])
+    await storage.queue.send(
+        [message(id="j", **hires), message(id="k", enable_hr=True)]
+    )
     recorder = Recorder()
     await run_pipeline(recorder.engine)
     passes = {request.hires for request in recorder.requests}
@@ -202,7 +236,12 @@ async def test_a_second_pass_gets_its_size_and_its_upscaler(
     assert (found.width, found.height, found.steps) == (128, 128, 9)
     assert (found.sampler, found.prompt.weights) == ("dpmpp_2m_karras", (1.5,))
     assert str(found.prompt) == "a larger house"
-    assert (plain.upscaler, plain.steps, plain.prompt, plain.sampler) == ("Latent", 20, None, None)
+    assert (plain.upscaler, plain.steps, plain.prompt, plain.sampler) == (
+        "Latent",
+        20,
+        None,
+        None,
+    )
     image = await stored(storage, "default/j.png")
     assert image.size == (128, 128)
     assert (
@@ -226,10 +265,15 @@ async def test_a_vae_is_found_by_its_name_and_written_into_the_image(
         {"sd_vae": "Automatic", "tiling": None},
         {"sd_vae": "sharpe"},
     ]
-    await storage.queue.send(message(id=f"j{at}", **each) for at, each in enumerate(jobs))
+    await storage.queue.send(
+        message(id=f"j{at}", **each) for at, each in enumerate(jobs)
+    )
     recorder = Recorder()
     await run_pipeline(recorder.engine)
-    named = {request.vae and (request.vae.name, request.vae.path) for request in recorder.requests}
+    named = {
+        request.vae and (request.vae.name, request.vae.path)
+        for request in recorder.requests
+    }
     (found,) = (each for each in named if each)
     assert named == {found, None}
     assert found[0] == "sharp"
@@ -242,26 +286,41 @@ async def test_a_vae_is_found_by_its_name_and_written_into_the_image(
     plain = (await stored(storage, "default/j1.png")).info["parameters"]
     assert "VAE" not in plain
     assert "Tiling" not in plain
-    assert "no VAE sharpe.safetensors in vaes/" in (await failures(storage))["j2"].reason
+    assert (
+        "no VAE sharpe.safetensors in vaes/" in (await failures(storage))["j2"].reason
+    )
 
 
 async def test_other_checkpoints_are_fetched_by_name_once_and_the_engines_own_is_its_own(
     storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
 ) -> None:
-    files = {"late": file_of(data=b"late"), "xl": file_of(*REFINER), "lora": file_of(*LORA)}
+    files = {
+        "late": file_of(data=b"late"),
+        "xl": file_of(*REFINER),
+        "lora": file_of(*LORA),
+    }
     for name, data in files.items():
         await put(storage, f"models/{name}.safetensors", data)
     second = {"enable_hr": True, "width": 64, "height": 64}
     jobs: list[dict[str, object]] = [
-        {"refiner_checkpoint": "late.safetensors [0123456789]", "refiner_switch_at": 0.7},
+        {
+            "refiner_checkpoint": "late.safetensors [0123456789]",
+            "refiner_switch_at": 0.7,
+        },
         {"hr_checkpoint_name": "late", **second},
         {"hr_checkpoint_name": "late", "refiner_checkpoint": "stand-in", **second},
-        {"refiner_checkpoint": "None", "hr_checkpoint_name": "Use same checkpoint", **second},
+        {
+            "refiner_checkpoint": "None",
+            "hr_checkpoint_name": "Use same checkpoint",
+            **second,
+        },
         {"refiner_checkpoint": "later"},
         {"refiner_checkpoint": "lora"},
         {"refiner_checkpoint": "xl"},
     ]
-    await storage.queue.send(message(id=f"j{at}", **each) for at, each in enumerate(jobs))
+    await storage.queue.send(
+        message(id=f"j{at}", **each) for at, each in enumerate(jobs)
+    )
     recorder = Recorder()
     await run_pipeline(recorder.engine)
     found = [
@@ -274,7 +333,9 @@ async def test_other_checkpoints_are_fetched_by_name_once_and_the_engines_own_is
         *((None, contract.Refiner(path, 0.7)), (path, None)),
         *((path, contract.Refiner(None)), (None, None)),
     ]
-    (refiner,) = (each for _, each in found if each and each.path and each.path.stem == "xl")
+    (refiner,) = (
+        each for _, each in found if each and each.path and each.path.stem == "xl"
+    )
     assert refiner.path.read_bytes() == files["xl"]
     expected.append((None, refiner))
     assert sorted(map(repr, found)) == sorted(map(repr, expected))
@@ -295,13 +356,23 @@ async def test_a_controlnet_gets_its_map_in_the_jobs_size(
 ) -> None:
     await put(storage, "controlnets/canny.safetensors", lora_bytes("weights"))
     await put(storage, "inputs/map.png", png(picture(64, 64, 7)))
-    unit = {"image": "map.png", "model": "canny [0123abcd]", "weight": 0.5, "guidance_end": 0.8}
+    unit = {
+        "image": "map.png",
+        "model": "canny [0123abcd]",
+        "weight": 0.5,
+        "guidance_end": 0.8,
+    }
     scripts = {"ControlNet": {"args": [unit, {"enabled": False}]}}
     await storage.queue.send([message(id="j", alwayson_scripts=scripts)])
     recorder = Recorder()
     await run_pipeline(recorder.engine)
     ((control,),) = (request.controls for request in recorder.requests)
-    assert (control.name, control.weight, control.start, control.end) == ("canny", 0.5, 0.0, 0.8)
+    assert (control.name, control.weight, control.start, control.end) == (
+        "canny",
+        0.5,
+        0.0,
+        0.8,
+    )
     assert control.path.read_bytes() == lora_bytes("weights")
     assert np.array_equal(control.pixels, np.asarray(picture(64, 64, 7)))
     text = (await stored(storage, "default/j.png")).info["parameters"]
@@ -337,8 +408,14 @@ async def test_what_is_wrong_with_an_input_is_the_jobs_fault_and_says_which(
             {"init_images": [in_base64(picture(64, 64))], "mask": "m.png"},
             "mask: there is no 'inputs/m.png'",
         ),
-        "truncated": ({"init_images": ["truncated.png"]}, "init_images: the image is a damaged"),
-        "text": ({"init_images": ["text.png"]}, "init_images: the image is not a PNG, JPEG or"),
+        "truncated": (
+            {"init_images": ["truncated.png"]},
+            "init_images: the image is a damaged",
+        ),
+        "text": (
+            {"init_images": ["text.png"]},
+            "init_images: the image is not a PNG, JPEG or",
+        ),
         "huge": ({"init_images": ["huge.png"]}, "init_images: inputs/huge.png has "),
         "no-upscaler": (
             {"enable_hr": True, "hr_upscaler": "4x"},
@@ -349,7 +426,9 @@ async def test_what_is_wrong_with_an_input_is_the_jobs_fault_and_says_which(
             "no ControlNet nowhere.safetensors in controlnets/ of the container",
         ),
     }
-    await storage.queue.send(message(id=name, **fields) for name, (fields, _) in jobs.items())
+    await storage.queue.send(
+        message(id=name, **fields) for name, (fields, _) in jobs.items()
+    )
     recorder = Recorder()
     await run_pipeline(recorder.engine)
     found = await failures(storage)
@@ -366,7 +445,9 @@ async def test_a_size_that_only_the_checkpoint_tells_is_checked_by_the_worker(
     await storage.queue.send([message(id="j", enable_hr=True, hr_scale=8)])
     await run_pipeline(StandInEngine(size=(512, 512)))
     reason = (await failures(storage))["j"].reason
-    assert reason.startswith("hr_scale: the image would have 4096x4096 pixels; 64 to 2048")
+    assert reason.startswith(
+        "hr_scale: the image would have 4096x4096 pixels; 64 to 2048"
+    )
 
 
 async def test_a_storage_that_does_not_answer_is_no_fault_of_the_job(
@@ -380,7 +461,9 @@ async def test_a_storage_that_does_not_answer_is_no_fault_of_the_job(
     read = type(storage.files).read
     faults = [errors.TransientError("the storage does not answer")]
 
-    async def faulty(self: Any, name: str, max_bytes: int | None = None) -> bytes | None:
+    async def faulty(
+        self: Any, name: str, max_bytes: int | None = None
+    ) -> bytes | None:
         if name.startswith("inputs/") and faults:
             raise faults.pop()
         return await read(self, name, max_bytes)
@@ -399,7 +482,9 @@ async def test_a_worker_that_may_not_read_images_fails_the_job_and_goes_on(
 ) -> None:
     read = type(storage.blobs).read
 
-    async def refused(self: Any, name: str, max_bytes: int | None = None) -> bytes | None:
+    async def refused(
+        self: Any, name: str, max_bytes: int | None = None
+    ) -> bytes | None:
         if name == "default/a.png":
             raise errors.SetupError("the token does not allow to read blobs")
         return await read(self, name, max_bytes)
@@ -409,7 +494,10 @@ async def test_a_worker_that_may_not_read_images_fails_the_job_and_goes_on(
     await storage.queue.send(jobs)
     pipeline = await run_pipeline(StandInEngine(size=(64, 64)))
     assert pipeline.metrics.outcomes == {"failed": 1, "completed": 1}
-    assert "cannot be read with this worker's credentials" in (await failures(storage))["j"].reason
+    assert (
+        "cannot be read with this worker's credentials"
+        in (await failures(storage))["j"].reason
+    )
 
 
 async def test_images_that_begin_with_the_same_one_do_not_make_a_node_suspect(
@@ -418,7 +506,9 @@ async def test_images_that_begin_with_the_same_one_do_not_make_a_node_suspect(
     same = np.asarray(picture(64, 64))
     engine = StandInEngine(size=(64, 64), draw=lambda _: same)
     source = in_base64(picture(64, 64))
-    jobs = [message(id=f"j{seed}", seed=seed, init_images=[source]) for seed in range(8)]
+    jobs = [
+        message(id=f"j{seed}", seed=seed, init_images=[source]) for seed in range(8)
+    ]
     await storage.queue.send(jobs)
     pipeline = await run_pipeline(engine)
     assert pipeline.metrics.outcomes == {"completed": 8}

@@ -23,7 +23,9 @@ async def test_images_name_it_unless_their_job_names_another(
 ) -> None:
     hashes = {}
     for name in ("sharp", "soft"):
-        await storage.files.create(f"vaes/{name}.safetensors", lora_bytes(name), "text/plain", {})
+        await storage.files.create(
+            f"vaes/{name}.safetensors", lora_bytes(name), "text/plain", {}
+        )
     sent = {"sharp": message(id="j"), "soft": message(id="k", sd_vae="soft")}
     await storage.queue.send([*sent.values()])
     await run_pipeline(vae="sharp")
@@ -50,7 +52,9 @@ async def test_the_engine_gets_the_files_of_the_settings(
     worker_settings: Callable[..., Any],
     lora_bytes: Callable[[str], bytes],
 ) -> None:
-    await storage.files.create("vaes/sharp.safetensors", lora_bytes("x"), "text/plain", {})
+    await storage.files.create(
+        "vaes/sharp.safetensors", lora_bytes("x"), "text/plain", {}
+    )
     for given in ("sharp", "/none/sharp.safetensors"):
         settings = worker_settings(vae=given, model=demo.TRAINED)
         paths = await JobFiles(storage, settings).own_paths()

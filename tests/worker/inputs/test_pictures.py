@@ -30,7 +30,10 @@ def claims(width: int, height: int) -> bytes:
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+            struct.pack(">I", len(data))
+            + kind
+            + data
+            + struct.pack(">I", zlib.crc32(kind + data))
         )
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
@@ -50,7 +53,10 @@ def claims(width: int, height: int) -> bytes:
         (claims(40, 24), "is a damaged image"),
         (claims(4097, 4096), "has 4,097 x 4,096 pixels; 16,777,216 at most are read"),
         (claims(20_000, 20_000), "has more than 16,777,216 pixels"),
-        (claims(10_000, 10_000), "has more than 16,777,216 pixels|10,000 x 10,000 pixels"),
+        (
+            claims(10_000, 10_000),
+            "has more than 16,777,216 pixels|10,000 x 10,000 pixels",
+        ),
     ],
 )
 def test_a_wrong_file_says_what_it_is(data: bytes, reason: str) -> None:
@@ -74,7 +80,11 @@ def test_no_damage_raises_anything_but_a_job_error(noise: bytes, at: int) -> Non
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "1"])
 def test_every_mode_becomes_rgb(mode: str) -> None:
     kind = "JPEG" if mode == "CMYK" else "PNG"
-    source = Image.new("I;16", (8, 8), 300) if mode == "I;16" else picture(8, 8).convert(mode)
+    source = (
+        Image.new("I;16", (8, 8), 300)
+        if mode == "I;16"
+        else picture(8, 8).convert(mode)
+    )
     read = pictures.flatten(pictures.read("it", encoded(source, kind)))
     assert (read.mode, read.size) == ("RGB", (8, 8))
 
@@ -87,7 +97,10 @@ def test_what_is_transparent_becomes_white() -> None:
 def test_a_photograph_is_turned_as_its_camera_was() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    assert pictures.read("it", encoded(picture(40, 24), "JPEG", exif=exif)).size == (24, 40)
+    assert pictures.read("it", encoded(picture(40, 24), "JPEG", exif=exif)).size == (
+        24,
+        40,
+    )
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP"])
@@ -105,14 +118,20 @@ def test_damaged_exif_data_leave_a_picture_as_it_is(kind: str, exif: bytes) -> N
 
 
 @pytest.mark.parametrize("mode", [0, 1, 2])
-@pytest.mark.parametrize("image_size", [(40, 24), (1, 300), (300, 1), (24, 40), (64, 64)])
-def test_every_size_becomes_the_asked_one(mode: int, image_size: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "image_size", [(40, 24), (1, 300), (300, 1), (24, 40), (64, 64)]
+)
+def test_every_size_becomes_the_asked_one(
+    mode: int, image_size: tuple[int, int]
+) -> None:
     assert pictures.resize(mode, picture(*image_size), (64, 32)).size == (64, 32)
     assert pictures.control(picture(*image_size), mode, (64, 32)).shape == (32, 64, 3)
 
 
 @pytest.mark.parametrize("image_size", [(1, 200_000), (200_000, 1)])
-def test_cutting_a_long_thin_image_takes_no_gigabytes(image_size: tuple[int, int]) -> None:
+def test_cutting_a_long_thin_image_takes_no_gigabytes(
+    image_size: tuple[int, int],
+) -> None:
     image = Image.new("RGB", image_size)
     reason = r"^an image of [\d,]+ x [\d,]+ pixels is too long to be cut to 512 x 512: it would"
     with pytest.raises(errors.JobError, match=reason):
@@ -133,7 +152,9 @@ def test_a_map_of_classes_keeps_its_colours() -> None:
     colours = np.array([[0, 0, 0], [250, 10, 3], [7, 200, 99]], np.uint8)
     classes = colours[np.random.default_rng(2).integers(0, 3, (16, 16))]
     found = pictures.control(Image.fromarray(classes), 0, (40, 24)).reshape(-1, 3)
-    assert {tuple(each) for each in found.tolist()} == {tuple(each) for each in colours.tolist()}
+    assert {tuple(each) for each in found.tolist()} == {
+        tuple(each) for each in colours.tolist()
+    }
 
 
 def test_a_map_is_cut_or_filled_with_the_colour_of_its_border() -> None:

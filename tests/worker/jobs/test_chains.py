@@ -90,7 +90,9 @@ async def recorded(storage: Storage) -> list[Record]:
 
 
 async def failed(storage: Storage) -> list[dead_letter.FailedJob]:
-    found = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
+    found = [
+        dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()
+    ]
     return [each for each in found if each is not None]
 
 
@@ -128,7 +130,11 @@ async def test_each_stage_is_drawn_once_and_the_job_completes_with_the_last(
     counts = await reader.counts(storage, "default")
     assert (counts.images, counts.completed, counts.failed) == (3, 1, 0)
     (job,) = [each async for each in outcomes.of_campaign(storage, "default")]
-    assert (job.status, job.blobs, job.metadata) == ("completed", (IMAGES[2],), {"order": 7})
+    assert (job.status, job.blobs, job.metadata) == (
+        "completed",
+        (IMAGES[2],),
+        {"order": 7},
+    )
     found = await outcomes.look_up(storage, outcomes.JobFacts("a", "default"))
     assert (found.status, found.blobs) == ("completed", (IMAGES[2],))
     assert (await storage.queue.depth()).messages == 0
@@ -139,7 +145,9 @@ async def test_half_a_surrogate_pair_in_a_field_without_effect_stops_no_chain(
     storage: Storage, run_pipeline: RunPipeline, message: Message
 ) -> None:
     then = [{"steps": 12, "hr_prompt": "\ud800"}]
-    text = json.dumps({**json.loads(message(id="a", steps=11)), "comments": "\udfff", "then": then})
+    text = json.dumps(
+        {**json.loads(message(id="a", steps=11)), "comments": "\udfff", "then": then}
+    )
     assert text.isascii()  # as a sender's JSON has it; it is valid
     await storage.queue.send([text])
     engine = Drawing()
@@ -214,7 +222,10 @@ async def test_a_stage_waits_in_the_queue_of_its_model_with_the_priority_of_the_
 
 
 async def test_a_worker_that_was_lost_before_it_sent_the_next_stage_loses_none(
-    storage: Storage, run_pipeline: RunPipeline, chained: Message, store_images: Callable[..., Any]
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    chained: Message,
+    store_images: Callable[..., Any],
 ) -> None:
     await lose(storage, chained())
     await store_images(chained(), data=picture_file())
@@ -230,7 +241,8 @@ async def test_stages_that_were_sent_twice_are_drawn_and_counted_once(
 ) -> None:
     fields = json.loads(chained())
     again = [
-        json.dumps({**fields, "stage": {"number": number, "message": "m"}}) for number in (2, 3)
+        json.dumps({**fields, "stage": {"number": number, "message": "m"}})
+        for number in (2, 3)
     ]
     engine = Drawing()
     await storage.queue.send([chained()])
@@ -253,7 +265,11 @@ async def test_a_failed_stage_is_one_failed_job_and_a_replay_goes_on_from_there(
     await storage.queue.send([chained()])
     await run_pipeline(Drawing(fails=fails))
     (record,) = await failed(storage)
-    assert (record.id, record.stage, record.reason) == ("a", 2, "stage 2 of 3: a bad file")
+    assert (record.id, record.stage, record.reason) == (
+        "a",
+        2,
+        "stage 2 of 3: a bad file",
+    )
     assert await stored(storage) == IMAGES[:1]
     counts = await reader.counts(storage, "default")
     assert (counts.completed, counts.failed) == (0, 1)
@@ -270,7 +286,10 @@ async def test_a_failed_stage_is_one_failed_job_and_a_replay_goes_on_from_there(
 
 @local_only
 async def test_a_stage_that_fails_in_two_messages_is_one_failed_job(
-    storage: Storage, run_pipeline: RunPipeline, chained: Message, store_images: Callable[..., Any]
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    chained: Message,
+    store_images: Callable[..., Any],
 ) -> None:
     body = json.loads(chained()) | {"stage": {"number": 2, "message": "m"}}
     await store_images(chained(), data=picture_file())
@@ -289,7 +308,9 @@ async def test_a_replay_can_change_the_stage_that_failed(
     await storage.queue.send([chained()])
     await run_pipeline(Drawing(fails=fails))
     change = Change({"steps": 20})
-    preview = await dead_letter_queue.preview(storage, Selection(), Check(change=change))
+    preview = await dead_letter_queue.preview(
+        storage, Selection(), Check(change=change)
+    )
     assert preview.changes == {("steps", "12", "20"): 1}
     await dead_letter_queue.replay(storage, Selection(), check=Check(change=change))
     engine = Drawing()
@@ -302,7 +323,9 @@ async def test_a_replay_can_change_the_stage_that_failed(
 async def test_what_is_the_whole_jobs_cannot_be_changed_in_a_later_stage(
     storage: Storage, run_pipeline: RunPipeline, chained: Message
 ) -> None:
-    await storage.queue.send([json.dumps(json.loads(chained()) | {"stage": {"number": 2}})])
+    await storage.queue.send(
+        [json.dumps(json.loads(chained()) | {"stage": {"number": 2}})]
+    )
     await run_pipeline(Drawing(fails=lambda _: errors.UnusableFileError("a bad file")))
     check = Check(change=Change({"campaign": "autumn"}))
     swept = await dead_letter_queue.replay(storage, Selection(), check=check)
@@ -321,7 +344,9 @@ async def test_a_cancelled_campaign_stops_its_chains(
     loop = asyncio.get_running_loop()
 
     def cancels(_steps: int) -> None:  # on the engine's thread
-        asyncio.run_coroutine_threadsafe(cancelled.cancel(storage, "spring"), loop).result(10)
+        asyncio.run_coroutine_threadsafe(
+            cancelled.cancel(storage, "spring"), loop
+        ).result(10)
 
     engine = Drawing(fails=cancels)
     monkeypatch.setattr("imagefleet.cancelled.PERIOD_SECONDS", 0.0)
@@ -392,7 +417,9 @@ async def test_a_signed_chain_goes_on_at_workers_without_the_signing_key(
     then = ({"steps": 12}, {"steps": 13})
     job = Job(prompt="a house", id="a", steps=11, then=then)
     await storage.queue.send([job.to_message(JobSigner(key, storage.scope))])
-    engine = Drawing(fails=lambda steps: errors.UnusableFileError("x") if steps == 13 else None)
+    engine = Drawing(
+        fails=lambda steps: errors.UnusableFileError("x") if steps == 13 else None
+    )
     await run_pipeline(engine, trusted_key=key.public)
     assert engine.drawn == [11, 12, 13]
     (record,) = await failed(storage)
@@ -410,7 +437,9 @@ async def test_a_stage_that_is_drawn_anew_leaves_the_later_ones_as_they_are(
 ) -> None:
     await storage.queue.send([chained()])
     await run_pipeline(Drawing())
-    assert await storage.blobs.delete(IMAGES[1])  # as `imagefleet redo` does, and sends its job
+    assert await storage.blobs.delete(
+        IMAGES[1]
+    )  # as `imagefleet redo` does, and sends its job
     found = picture.message_in(await storage.blobs.read(IMAGES[0]) or b"")
     fields = json.loads(found or "") | {"stage": {"number": 2}}
     await storage.queue.send([json.dumps(fields)])
@@ -428,7 +457,9 @@ async def test_an_image_of_a_stage_carries_the_message_that_draws_it_again(
     await storage.queue.send([chained()])
     await run_pipeline(Drawing())
     for number, name in enumerate(IMAGES, 1):
-        job = read_job(picture.message_in(await storage.blobs.read(name) or b"") or "", "another")
+        job = read_job(
+            picture.message_in(await storage.blobs.read(name) or b"") or "", "another"
+        )
         assert (job.stage, job.blob_name(0)) == (number, name)
         assert job.place is None or job.place.message is None
 
@@ -444,7 +475,9 @@ async def test_tokens_for_chains_suffice_and_those_for_workers_do_not(
     models = ["stand-in", "second"]
     body = chained({"model": "second", "steps": 12}, {"steps": 13}, model="stand-in")
     for role, images in ((worker.for_chains(), IMAGES), (worker, ["default/b.png"])):
-        minted = mint.Minter(storage_settings).mint(role, timedelta(hours=1), None, models)
+        minted = mint.Minter(storage_settings).mint(
+            role, timedelta(hours=1), None, models
+        )
         tokens = {"storage": minted.storage, "sas": SecretStr(minted.sas)}
         async with AzureStorage(
             storage_settings.model_copy(update=tokens), concurrency.NEVER
@@ -456,4 +489,7 @@ async def test_tokens_for_chains_suffice_and_those_for_workers_do_not(
         body = json.dumps(json.loads(body) | {"id": "b"})
     (record,) = await failed(storage)
     assert (record.id, record.stage) == ("b", 2)
-    assert "cannot be read with this worker's credentials: give it tokens of `ima" in record.reason
+    assert (
+        "cannot be read with this worker's credentials: give it tokens of `ima"
+        in record.reason
+    )

@@ -27,7 +27,9 @@ def store(entry: InFlightJob, *images: int) -> None:
     entry.records += [stored_record(entry.job, "m", each, NOW) for each in images]
 
 
-def test_images_without_records_leave_the_next_worker_in_doubt(entry: InFlightJob) -> None:
+def test_images_without_records_leave_the_next_worker_in_doubt(
+    entry: InFlightJob,
+) -> None:
     store(entry, 0, 1, 2)
     entry.recorded = {0, 1}
     left = entry.ended(failed=False)
@@ -42,7 +44,9 @@ def test_images_without_records_leave_the_next_worker_in_doubt(entry: InFlightJo
     assert entry.ended(failed=True).is_unsure
 
 
-def test_the_record_that_completes_a_job_is_the_last_to_be_written(entry: InFlightJob) -> None:
+def test_the_record_that_completes_a_job_is_the_last_to_be_written(
+    entry: InFlightJob,
+) -> None:
     store(entry, 9, 0, 1)
     taken, _ = entry.take_records()
     assert [each.index for each in taken] == [0, 1]
@@ -59,7 +63,9 @@ def test_a_job_whose_last_image_was_recorded_earlier_is_completed_all_the_same(
     assert [(each.index, each.completes) for each in entry.again] == [(9, True)]
 
 
-def test_a_job_goes_on_after_a_few_failures_and_not_after_many(entry: InFlightJob) -> None:
+def test_a_job_goes_on_after_a_few_failures_and_not_after_many(
+    entry: InFlightJob,
+) -> None:
     for index in range(2):
         entry.image_failed(index, errors.TransientError())
         assert not entry.is_stopping
@@ -70,8 +76,13 @@ def test_a_job_goes_on_after_a_few_failures_and_not_after_many(entry: InFlightJo
 def test_what_cannot_succeed_stops_a_job_at_once(entry: InFlightJob) -> None:
     entry.image_failed(4, error := errors.JobError("it does not fit"))
     assert entry.is_stopping
-    assert entry.reason(error) == "image 4: it does not fit; of its 10 images are stored: none"
-    assert entry.reason(errors.JobError("no such LoRA")).startswith("no such LoRA; of its 10")
+    assert (
+        entry.reason(error)
+        == "image 4: it does not fit; of its 10 images are stored: none"
+    )
+    assert entry.reason(errors.JobError("no such LoRA")).startswith(
+        "no such LoRA; of its 10"
+    )
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,21 @@ CASES: dict[str, list[StormJob]] = {
 #: Calls of one worker until all is done: more are not counted.
 MOST_CALLS = 200
 
-_CALLS = {"receive", "renew", "release", "delete", "send", "create", "append", "record", "exists"}
+_CALLS = {
+    "receive",
+    "renew",
+    "release",
+    "delete",
+    "send",
+    "create",
+    "append",
+    "record",
+    "exists",
+}
 
-AT_ONCE = concurrency.RetryPolicy(tries=3, first_wait_seconds=0.001, longest_wait_seconds=0.001)
+AT_ONCE = concurrency.RetryPolicy(
+    tries=3, first_wait_seconds=0.001, longest_wait_seconds=0.001
+)
 
 
 class Life:
@@ -57,7 +69,9 @@ class Life:
     With *chance*, others come in between each of them.
     """
 
-    def __init__(self, dies_at: float, *, after: bool, chance: random.Random | None = None) -> None:
+    def __init__(
+        self, dies_at: float, *, after: bool, chance: random.Random | None = None
+    ) -> None:
         self.calls = 0
         self.is_over = asyncio.Event()
         self._dies_at = dies_at
@@ -74,7 +88,9 @@ class Life:
         if self._chance:
             await asyncio.sleep(self._chance.uniform(0, 0.004))
         self.calls += 1
-        if self.calls > self._dies_at or (self.calls == self._dies_at and not self._after):
+        if self.calls > self._dies_at or (
+            self.calls == self._dies_at and not self._after
+        ):
             await self._die()
         result = await call(*arguments, **named)
         if self.calls == self._dies_at:
@@ -102,7 +118,9 @@ class Mortal:
 
 def draw(request: contract.ImageRequest) -> Any:
     noise = storm_worker.noise_of(str(request.prompt), request.steps, request.seed)
-    return storm_worker.image_of([noise, *([request.init.pixels] if request.init else [])])
+    return storm_worker.image_of(
+        [noise, *([request.init.pixels] if request.init else [])]
+    )
 
 
 async def live(settings: WorkerSettings, life: Life) -> None:
@@ -110,7 +128,9 @@ async def live(settings: WorkerSettings, life: Life) -> None:
     side = storm_worker.SIDE
     engine = StandInEngine(size=(side, side), draw=draw)
     async with open_storage(settings) as storage:
-        pipeline = Pipeline(life.wrap(storage), lambda: engine, settings, retry_policy=AT_ONCE)
+        pipeline = Pipeline(
+            life.wrap(storage), lambda: engine, settings, retry_policy=AT_ONCE
+        )
         running = asyncio.create_task(pipeline.run(asyncio.Event(), asyncio.Event()))
         over = asyncio.create_task(life.is_over.wait())
         await asyncio.wait([running, over], return_when=asyncio.FIRST_COMPLETED)
@@ -123,7 +143,10 @@ async def live(settings: WorkerSettings, life: Life) -> None:
 
 def deliver_again(folder: Path) -> None:
     """Ends all leases, as time does."""
-    with contextlib.closing(sqlite3.connect(folder / QUEUE_FILE)) as connection, connection:
+    with (
+        contextlib.closing(sqlite3.connect(folder / QUEUE_FILE)) as connection,
+        connection,
+    ):
         connection.execute("UPDATE messages SET visible_at = 0")
 
 
@@ -136,7 +159,10 @@ class Model:
 
     def settings(self, name: str) -> WorkerSettings:
         return WorkerSettings(
-            storage=f"local:{self.folder}", model=Path("stand-in"), until_empty=True, name=name
+            storage=f"local:{self.folder}",
+            model=Path("stand-in"),
+            until_empty=True,
+            name=name,
         )
 
     async def __aenter__(self) -> Self:
@@ -154,7 +180,10 @@ class Model:
             truth = await storm_clashes.outcomes_of(storage, sent, "default")
             counts = await reader.counts(storage, "default")
         assert truth.errors == []
-        assert (counts.completed, counts.failed) == (len(truth.completed), len(truth.failed))
+        assert (counts.completed, counts.failed) == (
+            len(truth.completed),
+            len(truth.failed),
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -191,7 +220,11 @@ async def test_workers_side_by_side_of_which_one_dies_leave_each_job_one_outcome
 
     async def live_and_leave(model: Model, number: int) -> None:
         await live(model.settings(f"w{number}"), lives[number])
-        deliver_again(model.folder)  # else the other waits for minutes until the leases end
+        deliver_again(
+            model.folder
+        )  # else the other waits for minutes until the leases end
 
     async with Model(tmp_path / "storage", CASES[case]) as model:
-        await asyncio.gather(*(live_and_leave(model, number) for number in range(len(lives))))
+        await asyncio.gather(
+            *(live_and_leave(model, number) for number in range(len(lives)))
+        )

@@ -28,7 +28,9 @@ RunPipeline = Callable[..., Any]  # the fixture of conftest.py
 
 
 async def stored_images(storage: Storage) -> list[str]:
-    return sorted([name async for name in storage.blobs.names() if not name.startswith("-")])
+    return sorted(
+        [name async for name in storage.blobs.names() if not name.startswith("-")]
+    )
 
 
 async def recorded(storage: Storage, campaign: str = "default") -> list[Record]:
@@ -71,7 +73,10 @@ class WithBlobs:
 
 
 async def test_each_image_has_a_record_and_each_record_an_image(
-    storage: Storage, run_pipeline: RunPipeline, message: Message, store_images: Callable[..., Any]
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Message,
+    store_images: Callable[..., Any],
 ) -> None:
     await store_images(message(id="taken"), data=b"another's")
     await storage.queue.send(
@@ -119,7 +124,10 @@ async def test_an_image_whose_worker_died_before_its_record_gets_one(
 
 
 async def test_an_image_that_is_being_stored_while_another_of_its_job_fails_has_a_record(
-    storage: Storage, run_pipeline: RunPipeline, message: Message, monkeypatch: pytest.MonkeyPatch
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Message,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     is_storing, has_failed = threading.Event(), asyncio.Event()
     create, add = storage.blobs.create, dead_letter.add
@@ -147,7 +155,9 @@ async def test_an_image_that_is_being_stored_while_another_of_its_job_fails_has_
     await storage.queue.send([message(id="j", seed=7, batch_size=2)])
     pipeline = await run_pipeline(StandInEngine(capacity=1, draw=draw))
     assert pipeline.metrics.outcomes == {"failed": 1}
-    assert [record.blob for record in await recorded(storage)] == await stored_images(storage)
+    assert [record.blob for record in await recorded(storage)] == await stored_images(
+        storage
+    )
     assert await stored_images(storage) == ["default/j.png"]
 
 
@@ -167,7 +177,8 @@ async def test_records_are_written_in_batches_while_more_images_are_in_the_makin
     await storage.queue.send(message(id=f"j{number}") for number in range(60))
     counted = Appending(storage.blobs, errors.TransientError(), faults=0)
     await run_pipeline(
-        StandInEngine(capacity=4, tick_seconds=0.005), opened=WithBlobs(storage, counted)
+        StandInEngine(capacity=4, tick_seconds=0.005),
+        opened=WithBlobs(storage, counted),
     )
     assert len(await recorded(storage)) == 60
     assert counted.appends < 30
@@ -198,7 +209,9 @@ async def test_a_record_waits_for_others_only_while_there_can_be_others() -> Non
         ended["finished"] += 1
 
     tasks = [asyncio.create_task(each()) for each in (pending.run, pending.finish)]
-    record = Record.model_validate({"outcome": "failed", "id": "a", "at": "2026-11-22T12:00:00Z"})
+    record = Record.model_validate(
+        {"outcome": "failed", "id": "a", "at": "2026-11-22T12:00:00Z"}
+    )
     await pending.put(ended_job(record), finish)
     await polling.turn(20)
     assert not ended["finished"], "the other job may end soon"
@@ -210,7 +223,9 @@ async def test_a_record_waits_for_others_only_while_there_can_be_others() -> Non
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_jobs_that_wait_to_be_acknowledged_are_told_from_jobs_that_wait_for_records() -> None:
+async def test_jobs_that_wait_to_be_acknowledged_are_told_from_jobs_that_wait_for_records() -> (
+    None
+):
     class Log:
         async def add(self, _records: object, *, again: bool = False) -> None:
             pass
@@ -227,7 +242,9 @@ async def test_jobs_that_wait_to_be_acknowledged_are_told_from_jobs_that_wait_fo
         await answers.wait()
 
     tasks = [asyncio.create_task(each()) for each in (pending.run, pending.finish)]
-    record = Record.model_validate({"outcome": "failed", "id": "a", "at": "2026-11-22T12:00:00Z"})
+    record = Record.model_validate(
+        {"outcome": "failed", "id": "a", "at": "2026-11-22T12:00:00Z"}
+    )
     await pending.put(ended_job(record), finish)
     await pending.put(ended_job(record), finish)
     assert pending.behind_seconds == 0
@@ -240,7 +257,9 @@ async def test_jobs_that_wait_to_be_acknowledged_are_told_from_jobs_that_wait_fo
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_an_awaited_jobs_record_is_written_soon_and_takes_no_others_along() -> None:
+async def test_an_awaited_jobs_record_is_written_soon_and_takes_no_others_along() -> (
+    None
+):
     written: list[list[str]] = []
 
     class Log:

@@ -32,7 +32,9 @@ class Drawing(StandInEngine):
     """Counts the seeds that it draws, which begin at 0; *fails* raises for some of them."""
 
     def __init__(
-        self, fails: Callable[[int], errors.FleetError | None] = lambda _: None, **options: Any
+        self,
+        fails: Callable[[int], errors.FleetError | None] = lambda _: None,
+        **options: Any,
     ) -> None:
         super().__init__(draw=self._drawn, **options)
         self.drawn: list[int] = []
@@ -110,7 +112,8 @@ async def test_images_and_their_records_are_there_while_the_job_goes_on(
 
     async def recorded(images: int) -> reader.Counts:
         return await until(
-            lambda: reader.counts(storage, "default"), lambda counts: counts.images == images
+            lambda: reader.counts(storage, "default"),
+            lambda counts: counts.images == images,
         )
 
     engine = Drawing(wait, capacity=1)
@@ -140,7 +143,9 @@ async def test_a_worker_that_was_killed_leaves_only_what_is_missing(
 ) -> None:
     bodies = [message(id="j", seed=0, n_iter=8), message(id="k", seed=100)]
     await storage.queue.send(bodies)
-    for leased in await storage.queue.receive(2, 60):  # it dies after it has stored these
+    for leased in await storage.queue.receive(
+        2, 60
+    ):  # it dies after it has stored these
         await storage.queue.release(leased)
     await store_images(bodies[0], 1, 4)
     await store_images(bodies[1])
@@ -158,7 +163,10 @@ async def test_a_worker_that_was_killed_leaves_only_what_is_missing(
 
 @local_only
 async def test_a_job_whose_images_were_all_stored_is_counted_once_and_not_drawn(
-    storage: Storage, run_pipeline: RunPipeline, message: Message, store_images: Callable[..., Any]
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Message,
+    store_images: Callable[..., Any],
 ) -> None:
     await storage.queue.send([body := message(id="j", seed=0, n_iter=3)])
     (leased,) = await storage.queue.receive(1, 60)
@@ -229,7 +237,10 @@ async def test_a_failed_image_fails_its_job_once_and_says_what_is_stored(
     assert failed is not None
     # On a busy machine those after it may not have been begun.
     later = {5: "", 7: ", 7"}.get(done[-1], f", 7-{done[-1]}")
-    assert failed.reason == f"image 6: it does not fit; of its 40 images are stored: 0-5{later}"
+    assert (
+        failed.reason
+        == f"image 6: it does not fit; of its 40 images are stored: 0-5{later}"
+    )
     counts = await reader.counts(storage, "default")
     assert (counts.images, counts.completed, counts.failed) == (len(done), 0, 1)
 
@@ -259,7 +270,10 @@ class Held:
 
 
 async def test_the_engine_draws_on_while_the_first_image_is_stored_and_the_others_wait_for_it(
-    storage: Storage, run_pipeline: RunPipeline, message: Message, monkeypatch: pytest.MonkeyPatch
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Message,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = Drawing(capacity=4)
     held = Held(storage, monkeypatch)
@@ -281,11 +295,17 @@ async def test_of_two_batches_of_one_id_at_the_same_moment_one_is_completed(
 ) -> None:
     held = Held(storage, monkeypatch)
     held.is_held = lambda metadata: metadata["seed"] == str(later) and not held.created
-    await storage.queue.send([message(id="j", seed=seed, n_iter=3) for seed in (0, 100)])
+    await storage.queue.send(
+        [message(id="j", seed=seed, n_iter=3) for seed in (0, 100)]
+    )
     await run_pipeline(Drawing(capacity=6))
     metadata = [each.metadata async for each in storage.blobs.records("default/")]
     first = 100 - later
-    assert sorted(int(each["seed"]) for each in metadata) == [first, first + 1, first + 2]
+    assert sorted(int(each["seed"]) for each in metadata) == [
+        first,
+        first + 1,
+        first + 2,
+    ]
     counts = await reader.counts(storage, "default")
     assert (counts.images, counts.completed, counts.failed) == (3, 1, 1)
 
@@ -327,7 +347,9 @@ async def test_a_job_that_fails_with_every_image_is_given_up_after_a_few(
 ) -> None:
     engine = Drawing(lambda _: errors.TransientError("out of memory"), capacity=4)
     await storage.queue.send([message(id="j", seed=0, n_iter=500)])
-    pipeline = await run_pipeline(engine, max_attempts=4)  # without being taken for a broken node
+    pipeline = await run_pipeline(
+        engine, max_attempts=4
+    )  # without being taken for a broken node
     assert pipeline.metrics.outcomes == {"retried": 3, "failed": 1}
     assert len(engine.drawn) < 100
     (failed,) = [each async for each in reader.ended(storage, "default")]
@@ -367,14 +389,18 @@ async def test_a_long_job_and_others_take_turns_and_no_slot_is_empty(
     storage: Storage, run_pipeline: RunPipeline, message: Message
 ) -> None:
     others = [message(id=f"s{seed}", seed=seed) for seed in range(1000, 1010)]
-    await storage.queue.send([*others[:5], message(id="j", seed=0, n_iter=60), *others[5:]])
+    await storage.queue.send(
+        [*others[:5], message(id="j", seed=0, n_iter=60), *others[5:]]
+    )
     engine = Drawing(capacity=4, tick_seconds=0.02)
     await run_pipeline(engine)
     places = [place for place, seed in enumerate(engine.drawn) if seed >= 1000]
     assert len(places) == 10
     assert places[-1] < 40, "the last of the other jobs waited for all of the long one"
     assert engine.drawn[:20].count(0) == 1, "the long job waited for all others"
-    assert sum(engine.batches[1:-1]) >= 0.8 * 4 * len(engine.batches[1:-1]), engine.batches
+    assert sum(engine.batches[1:-1]) >= 0.8 * 4 * len(engine.batches[1:-1]), (
+        engine.batches
+    )
 
 
 @local_only
@@ -385,7 +411,9 @@ async def test_a_worker_takes_images_for_seconds_not_messages(
     engine = Drawing(capacity=2, tick_seconds=0.1)
     stop = asyncio.Event()
     running = asyncio.create_task(
-        run_pipeline(engine, stop=stop, until_empty=False, lease_seconds=300, prefetch_seconds=1)
+        run_pipeline(
+            engine, stop=stop, until_empty=False, lease_seconds=300, prefetch_seconds=1
+        )
     )
     await until(lambda: len(engine.drawn) >= 6)
     others = await storage.queue.receive(32, 60)

@@ -41,7 +41,9 @@ async def prompts(storage: Storage) -> dict[str, str]:
 
 
 async def failed(storage: Storage) -> list[dead_letter.FailedJob]:
-    found = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
+    found = [
+        dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()
+    ]
     return [each for each in found if each is not None]
 
 
@@ -57,19 +59,27 @@ async def kept_aside(storage: Storage) -> list[str]:
 
 
 @asynccontextmanager
-async def with_worker_tokens(settings: StorageSettings, role: str = "worker") -> AsyncIterator[Any]:
+async def with_worker_tokens(
+    settings: StorageSettings, role: str = "worker"
+) -> AsyncIterator[Any]:
     """The storage as a worker's tokens open it."""
     worker = ROLES["worker"].for_chains() if role == "chains" else ROLES["worker"]
     minted = mint.Minter(settings).mint(worker, timedelta(hours=1), None, ["stand-in"])
     tokens = {"storage": minted.storage, "sas": SecretStr(minted.sas)}
-    async with AzureStorage(settings.model_copy(update=tokens), concurrency.NEVER) as opened:
+    async with AzureStorage(
+        settings.model_copy(update=tokens), concurrency.NEVER
+    ) as opened:
         yield opened
 
 
 @pytest.mark.parametrize("first", ["a house", "a cat"])
 @pytest.mark.parametrize("is_lost", [False, True])
 async def test_a_job_with_the_id_of_another_fails_and_both_are_named(
-    storage: Storage, run_pipeline: RunPipeline, message: Message, first: str, is_lost: bool
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Message,
+    first: str,
+    is_lost: bool,
 ) -> None:
     bodies = {prompt: message(id="1", prompt=prompt) for prompt in ("a house", "a cat")}
     second = next(prompt for prompt in bodies if prompt != first)
@@ -87,8 +97,13 @@ async def test_a_job_with_the_id_of_another_fails_and_both_are_named(
     (record,) = await failed(storage)
     jobs = {prompt: read_job(body, "m") for prompt, body in bodies.items()}
     assert (record.error, record.digest) == ("NameTakenError", jobs[second].digest)
-    assert f"another job, of digest {jobs[first].digest[:12]}, that the first" in record.reason
-    assert f"this job is {second!r}, of digest {jobs[second].digest[:12]}" in record.reason
+    assert (
+        f"another job, of digest {jobs[first].digest[:12]}, that the first"
+        in record.reason
+    )
+    assert (
+        f"this job is {second!r}, of digest {jobs[second].digest[:12]}" in record.reason
+    )
     counts = await reader.counts(storage, "default")
     assert (counts.completed, counts.failed, counts.images) == (1, 1, 1)
     blob = await storage.blobs.metadata("default/1.png")
@@ -101,7 +116,10 @@ async def test_a_job_with_the_id_of_another_fails_and_both_are_named(
 async def test_a_message_that_was_sent_twice_is_no_other_job(
     storage: Storage, run_pipeline: RunPipeline, message: Message
 ) -> None:
-    once, again = message(id="1", metadata={"row": 1}), message(id="1", metadata={"row": 2})
+    once, again = (
+        message(id="1", metadata={"row": 1}),
+        message(id="1", metadata={"row": 2}),
+    )
     await storage.queue.send([once])
     await run_pipeline()
     await storage.queue.send([again])
@@ -114,7 +132,10 @@ async def test_a_message_that_was_sent_twice_is_no_other_job(
 async def test_a_job_of_several_images_and_one_of_a_single_one_meet(
     storage: Storage, run_pipeline: RunPipeline, message: Message, single_first: bool
 ) -> None:
-    bodies = [message(id="1", prompt="one"), message(id="1", prompt="two", batch_size=2)]
+    bodies = [
+        message(id="1", prompt="one"),
+        message(id="1", prompt="two", batch_size=2),
+    ]
     for body in bodies if single_first else reversed(bodies):
         await storage.queue.send([body])
         await run_pipeline()
@@ -130,7 +151,9 @@ async def test_images_of_a_job_and_ids_that_end_in_numbers_are_apart(
     storage: Storage, run_pipeline: RunPipeline, message: Message
 ) -> None:
     await storage.queue.send([message(id="dup", batch_size=2, prompt="two")])
-    await storage.queue.send(message(id=f"dup-{each}", prompt=f"{each}") for each in range(2))
+    await storage.queue.send(
+        message(id=f"dup-{each}", prompt=f"{each}") for each in range(2)
+    )
     pipeline = await run_pipeline()
     assert pipeline.metrics.outcomes == {"completed": 3}
     assert await prompts(storage) == {
@@ -167,7 +190,10 @@ async def test_a_name_that_somebody_has_squatted_is_no_picture_of_its_job(
 
 
 async def test_images_found_before_a_taken_name_have_records(
-    storage: Storage, run_pipeline: RunPipeline, message: Message, store_images: StoreImages
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Message,
+    store_images: StoreImages,
 ) -> None:
     body = message(id="1", batch_size=3)
     await store_images(body, 1, 2)
@@ -188,14 +214,18 @@ async def test_a_token_that_cannot_read_takes_a_new_jobs_taken_name_for_anothers
     run_pipeline: RunPipeline,
     message: Message,
 ) -> None:
-    bodies = [message(id="1", prompt=prompt) for prompt in ("a house", "a house", "a cat")]
+    bodies = [
+        message(id="1", prompt=prompt) for prompt in ("a house", "a house", "a cat")
+    ]
     async with with_worker_tokens(storage_settings) as opened:
         for body in bodies:
             await storage.queue.send([body])
             await run_pipeline(opened=opened)
     found = await failed(storage)
     assert [each.error for each in found] == ["NameTakenError"] * 2
-    assert all("this worker's token cannot read by which job" in each.reason for each in found)
+    assert all(
+        "this worker's token cannot read by which job" in each.reason for each in found
+    )
     assert await prompts(storage) == {"default/1.png": "a house"}
 
     swept = await dead_letter_queue.replay(storage, Selection(error="NameTakenError"))
@@ -269,7 +299,10 @@ async def test_an_image_whose_reply_was_lost_is_told_from_another_jobs(
 
 
 async def test_a_second_drawing_of_another_job_is_none(
-    storage: Storage, run_pipeline: RunPipeline, message: Message, store_images: StoreImages
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Message,
+    store_images: StoreImages,
 ) -> None:
     await store_images(message(id="1", prompt="a cat", verify=True))
     await storage.queue.send([message(id="1", prompt="a dog", verify=True)])
@@ -285,6 +318,8 @@ async def test_a_failed_job_is_not_completed_by_another_of_its_id(
         await storage.queue.send([message(id="1", prompt=prompt)])
         await run_pipeline()
     choice = dead_letter_queue.Discard(completed=True)
-    assert (await dead_letter_queue.discard(storage, Selection(), choice=choice)).done == 0
+    assert (
+        await dead_letter_queue.discard(storage, Selection(), choice=choice)
+    ).done == 0
     assert len(await failed(storage)) == 1
     assert json.loads((await failed(storage))[0].body or "")["prompt"] == "a cat"

@@ -42,7 +42,9 @@ def chained(message: Message) -> Message:
     """The message of a job of three stages of 11, 12 and 13 steps."""
 
     def make(**fields: Any) -> str:
-        return message(**{"id": "a", "steps": 11, "then": [{"steps": 12}, {"steps": 13}], **fields})
+        return message(
+            **{"id": "a", "steps": 11, "then": [{"steps": 12}, {"steps": 13}], **fields}
+        )
 
     return make
 
@@ -52,14 +54,18 @@ async def stored(storage: Storage) -> list[str]:
 
 
 async def failed(storage: Storage) -> list[dead_letter.FailedJob]:
-    found = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
+    found = [
+        dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()
+    ]
     return [each for each in found if each is not None]
 
 
 async def test_a_stage_that_nobody_may_draw_yet_fails_no_job_but_itself(
     storage: Storage, run_pipeline: RunPipeline, chained: Message
 ) -> None:
-    forged = json.dumps(json.loads(chained()) | {"stage": {"number": 3, "message": "m"}})
+    forged = json.dumps(
+        json.loads(chained()) | {"stage": {"number": 3, "message": "m"}}
+    )
     await storage.queue.send([forged])
     pipeline = await run_pipeline(Drawing())
     assert pipeline.metrics.outcomes == {"handed_back": 1, "failed": 1}
@@ -67,11 +73,18 @@ async def test_a_stage_that_nobody_may_draw_yet_fails_no_job_but_itself(
     assert (record.error, record.attempts) == ("UnknownStageError", 1)
     assert (record.campaign, record.digest, record.stages) == ("default", None, 1)
     assert record.id == record.source not in {"a", "m"}
-    assert "stage 3 of job default/a begins with the image 'default/a~s2.png'" in record.reason
+    assert (
+        "stage 3 of job default/a begins with the image 'default/a~s2.png'"
+        in record.reason
+    )
     await storage.queue.send([chained()])
     await run_pipeline(Drawing())
     assert await stored(storage) == IMAGES
-    (job,) = [each async for each in outcomes.of_campaign(storage, "default") if each.id == "a"]
+    (job,) = [
+        each
+        async for each in outcomes.of_campaign(storage, "default")
+        if each.id == "a"
+    ]
     assert job.status == "completed"
 
 
@@ -97,4 +110,7 @@ async def test_a_stage_is_not_drawn_from_another_jobs_image(
     await storage.queue.send([json.dumps(forged)])
     await run_pipeline(Drawing())
     assert await stored(storage) == IMAGES[:1]
-    assert {each.error for each in await failed(storage)} == {"JobError", "UnknownStageError"}
+    assert {each.error for each in await failed(storage)} == {
+        "JobError",
+        "UnknownStageError",
+    }

@@ -172,7 +172,9 @@ async def test_a_job_in_the_wrong_queue_is_moved_to_its_models_and_keeps_id_and_
     pipeline = await work(storage, worker_settings(), engines.models())
     assert pipeline.metrics.outcomes == {"moved": 2, "completed": 1}
     assert (await storage.poison.depth()).messages == 0
-    (moved,) = [each.body async for each in storage.models.of("second")["high"].browse()]
+    (moved,) = [
+        each.body async for each in storage.models.of("second")["high"].browse()
+    ]
     assert json.loads(moved)["id"] == first_id
     await storage.models.send([job(3, "second")])
     engines = Engines(worker_settings, "first", "second")
@@ -209,7 +211,9 @@ async def test_a_job_that_cannot_be_moved_is_handed_back_and_never_poison(
     pipeline = await running
     assert pipeline.metrics.outcomes == {"handed_back": 1}
     depth = await storage.queues["normal"].depth()
-    assert (depth.messages, depth.oldest_age_seconds) == (1, None), "later, not at once again"
+    assert (depth.messages, depth.oldest_age_seconds) == (1, None), (
+        "later, not at once again"
+    )
     assert (await storage.poison.depth()).messages == 0
 
 
@@ -221,7 +225,9 @@ async def test_a_model_that_cannot_be_loaded_leaves_its_jobs_to_others(
     engines.broken = {"second"}
     await storage.models.send([job(1, "second"), job(2, "first")])
     models = engines.models()
-    await work(storage, worker_settings(), models)  # which ends: what is left is not its own
+    await work(
+        storage, worker_settings(), models
+    )  # which ends: what is left is not its own
     assert models.names == ["first"]
     assert await greys(storage) == {"first": 0}
     assert (await storage.models.of("second")["normal"].depth()).messages == 1
@@ -339,7 +345,9 @@ async def test_a_stop_during_a_change_loses_nothing(
 
     engines.load = slow  # type: ignore[method-assign]
     await storage.models.send([job(1, "second")])
-    running = asyncio.create_task(work(storage, worker_settings(), engines.models(), stop))
+    running = asyncio.create_task(
+        work(storage, worker_settings(), engines.models(), stop)
+    )
     await asyncio.to_thread(loading.wait)
     stop.set()
     await polling.turn(50)
@@ -361,7 +369,9 @@ async def test_all_models_of_the_storage_are_found_by_a_star(
         found = await checkpoints.find(worker_settings(model=text), storage.files)
         assert [each.name for each in found] == ["a", "b"]
         assert found[0].settings.model == "store:a.tar"
-    found = await checkpoints.find(worker_settings(model="first,store:*"), storage.files)
+    found = await checkpoints.find(
+        worker_settings(model="first,store:*"), storage.files
+    )
     assert [each.name for each in found] == ["first", "a", "b"]
 
 
@@ -371,8 +381,14 @@ async def test_all_models_of_the_storage_are_found_by_a_star(
     [
         ({"model": "store:*"}, "there is no model in models/"),
         ({"model": "x/first,y/first"}, "two models have the name 'first'"),
-        ({"model": "first,m\u00f6del"}, "no job can name the model 'm\u00f6del': rename it"),
-        ({"model": "first,second", "model_sha256": "0" * 64}, "--model-sha256 is for one model"),
+        (
+            {"model": "first,m\u00f6del"},
+            "no job can name the model 'm\u00f6del': rename it",
+        ),
+        (
+            {"model": "first,second", "model_sha256": "0" * 64},
+            "--model-sha256 is for one model",
+        ),
         ({"model": ",".join(map(str, range(51)))}, "a worker serves 50 at most"),
     ],
 )
@@ -391,11 +407,15 @@ async def test_one_path_with_a_comma_is_one_model(
     worker_settings: Callable[..., WorkerSettings], tmp_path: Path
 ) -> None:
     (tmp_path / "a,b").mkdir()
-    assert checkpoints.given(worker_settings(model=tmp_path / "a,b")) == [str(tmp_path / "a,b")]
+    assert checkpoints.given(worker_settings(model=tmp_path / "a,b")) == [
+        str(tmp_path / "a,b")
+    ]
     assert checkpoints.given(worker_settings(model="c,d")) == ["c", "d"]
 
 
-async def test_an_engine_that_is_replaced_delivers_nothing_to_the_next_ones_jobs() -> None:
+async def test_an_engine_that_is_replaced_delivers_nothing_to_the_next_ones_jobs() -> (
+    None
+):
     """Tickets begin anew: an image of before would pass for another job's."""
     thread = EngineThread(lambda: StandInEngine(capacity=2), why_idle=str, backlog=1)
     engine = await thread.start()
@@ -420,7 +440,9 @@ def _fail() -> contract.Engine:
     raise errors.SetupError("it is broken")
 
 
-async def test_an_engine_that_takes_the_next_model_stays_and_one_that_cannot_is_closed() -> None:
+async def test_an_engine_that_takes_the_next_model_stays_and_one_that_cannot_is_closed() -> (
+    None
+):
     closed: list[int] = []
 
     class Engine(StandInEngine):

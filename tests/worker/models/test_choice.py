@@ -85,7 +85,9 @@ def bound(worker: Worker) -> float:
     return len(worker.rates) * one
 
 
-def test_two_models_whose_queues_are_never_empty_share_the_time_equally_and_lose_little() -> None:
+def test_two_models_whose_queues_are_never_empty_share_the_time_equally_and_lose_little() -> (
+    None
+):
     worker = Worker({"a": 10.0, "b": 10.0}, change_seconds=20)
     worker.run(20_000)
     assert worker.drawn["a"] == pytest.approx(worker.drawn["b"], rel=0.1)
@@ -104,7 +106,9 @@ def test_beside_a_queue_that_is_never_empty_no_job_of_another_waits_longer_than_
     few = {f"b{number}": rate for number, rate in enumerate(rates)}
     worker = Worker({"a": 10.0, **few}, change_seconds)
     worker.run(12_000, look_seconds=LOOK_SECONDS)
-    left = {model: worker.now - queue[0] for model, queue in worker.queues.items() if queue}
+    left = {
+        model: worker.now - queue[0] for model, queue in worker.queues.items() if queue
+    }
     for model, rate in few.items():
         # Its own earlier jobs are drawn first: those of one round of the others.
         ahead = bound(worker) * rate * SECONDS_PER_JOB + SECONDS_PER_JOB
@@ -127,7 +131,9 @@ def test_an_idle_worker_changes_at_once() -> None:
     assert worker.drawn["b"] > 10
 
 
-def test_a_worker_stays_with_its_jobs_for_a_while_and_not_for_one_job_of_another() -> None:
+def test_a_worker_stays_with_its_jobs_for_a_while_and_not_for_one_job_of_another() -> (
+    None
+):
     now = 0.0
     choice = ModelChoice("a", lambda: now)
     choice.longest_change_seconds = 10.0
@@ -140,7 +146,9 @@ def test_a_worker_stays_with_its_jobs_for_a_while_and_not_for_one_job_of_another
     assert choice.following({"b": many}, is_idle=False, seconds_per_job=1) == "b"
     old = Waiting(1, choice.stay_seconds)
     assert choice.following({"b": old}, is_idle=False, seconds_per_job=1) == "b"
-    assert choice.following({"b": Waiting(0, 0)}, is_idle=True, seconds_per_job=1) is None
+    assert (
+        choice.following({"b": Waiting(0, 0)}, is_idle=True, seconds_per_job=1) is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,7 +165,9 @@ def test_workers_that_start_together_spread_over_the_models_by_their_jobs() -> N
     waiting = {"a": Waiting(100, 5.0), "b": Waiting(300, 1.0), "c": Waiting(0, 0.0)}
 
     gpus = [first_to_serve(waiting, share_of("machine", gpu, 8)) for gpu in range(8)]
-    replicas = [first_to_serve(waiting, share_of(f"node-{node}")) for node in range(400)]
+    replicas = [
+        first_to_serve(waiting, share_of(f"node-{node}")) for node in range(400)
+    ]
 
     assert gpus == ["a"] * 2 + ["b"] * 6
     assert replicas.count("a") == pytest.approx(100, abs=30)

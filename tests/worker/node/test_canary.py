@@ -54,7 +54,8 @@ def fails_jobs(by: Draw, canaries: list[contract.ImageRequest]) -> Draw:
 
 async def send(storage: Storage, prompt: str, count: int) -> None:
     await storage.queue.send(
-        json.dumps({"prompt": prompt, "id": f"{prompt}{number}"}) for number in range(count)
+        json.dumps({"prompt": prompt, "id": f"{prompt}{number}"})
+        for number in range(count)
     )
 
 
@@ -72,7 +73,9 @@ async def test_a_campaign_whose_images_all_fail_goes_to_the_poison_queue_and_cos
     canaries: list[contract.ImageRequest] = []
     await send(storage, "bad", 16)
     await send(storage, "good", 6)
-    pipeline = await run_pipeline(StandInEngine(draw=fails_jobs(failing, canaries)), max_attempts=2)
+    pipeline = await run_pipeline(
+        StandInEngine(draw=fails_jobs(failing, canaries)), max_attempts=2
+    )
     assert pipeline.metrics.outcomes == {"completed": 6, "retried": 16, "failed": 16}
     assert (await storage.poison.depth()).messages == 16
     assert canaries
@@ -80,11 +83,15 @@ async def test_a_campaign_whose_images_all_fail_goes_to_the_poison_queue_and_cos
         (16, 16, ())
     }
     log = [
-        record.getMessage() for record in caplog.records if record.name == "worker.node.self_check"
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "worker.node.self_check"
     ]
     assert log
     for line in log:
-        assert line.startswith("the engine failed 4 images in a row, the last with: the image came")
+        assert line.startswith(
+            "the engine failed 4 images in a row, the last with: the image came"
+        )
         assert line.endswith("the jobs are at fault, not this node")
 
     # A canary's image is not a job's.
@@ -116,7 +123,8 @@ async def test_a_gpu_that_fails_every_image_is_a_broken_node_named_with_the_coun
 
     await send(storage, "bad", 30)
     with pytest.raises(
-        errors.NodeError, match=f"5 images in a row.*a plain image failed as well: .*{how}"
+        errors.NodeError,
+        match=f"5 images in a row.*a plain image failed as well: .*{how}",
     ):
         await run_pipeline(StandInEngine(draw=draw))
     assert canaries == 1
@@ -131,7 +139,11 @@ class LosesCanaries(StandInEngine):
         self.has_canary = threading.Event()
 
     def tick(self) -> list[contract.Finished]:
-        lost = [(ticket, request) for ticket, request in self._admitted if is_canary(request)]
+        lost = [
+            (ticket, request)
+            for ticket, request in self._admitted
+            if is_canary(request)
+        ]
         finished = super().tick()
         if lost:
             self.has_canary.set()
@@ -156,10 +168,14 @@ async def test_a_drain_does_not_wait_for_a_canary(
 
 
 @asynccontextmanager
-async def canary_at(engine: StandInEngine) -> AsyncIterator[tuple[NodeSelfCheck, EngineThread]]:
+async def canary_at(
+    engine: StandInEngine,
+) -> AsyncIterator[tuple[NodeSelfCheck, EngineThread]]:
     engine_thread = EngineThread(lambda: engine, why_idle=lambda: "starved", backlog=64)
     suspects: Any = None  # of engines that check nothing
-    canary = NodeSelfCheck(await engine_thread.start(), engine_thread, itertools.count(), suspects)
+    canary = NodeSelfCheck(
+        await engine_thread.start(), engine_thread, itertools.count(), suspects
+    )
 
     try:
         yield canary, engine_thread
@@ -176,7 +192,10 @@ async def test_two_alarms_at_a_time_are_never_two_canaries_in_flight() -> None:
 
     engine = StandInEngine(draw=draw, tick_seconds=0.05)
     async with canary_at(engine) as (canary, engine_thread):
-        assert await asyncio.gather(canary.diagnose("one"), canary.diagnose("two")) == [None, None]
+        assert await asyncio.gather(canary.diagnose("one"), canary.diagnose("two")) == [
+            None,
+            None,
+        ]
     assert at_once == [1, 1]
 
 
@@ -191,7 +210,10 @@ async def test_a_canary_that_the_drain_cancels_proves_nothing(
         may_end.wait()
         return draw_noise(request)
 
-    async with canary_at(StandInEngine(capacity=1, draw=draw)) as (canary, engine_thread):
+    async with canary_at(StandInEngine(capacity=1, draw=draw)) as (
+        canary,
+        engine_thread,
+    ):
         before = asyncio.create_task(canary.diagnose("before"))
         await asyncio.to_thread(drawing.wait)
         other = NodeSelfCheck(
@@ -202,6 +224,10 @@ async def test_a_canary_that_the_drain_cancels_proves_nothing(
         assert engine_thread.stop_accepting() == []  # no jobs
         assert await waiting is None
         assert await other.diagnose("after") is None
-        assert not [record for record in caplog.records if record.name == "worker.node.self_check"]
+        assert not [
+            record
+            for record in caplog.records
+            if record.name == "worker.node.self_check"
+        ]
         may_end.set()
         assert await before is None

@@ -30,7 +30,9 @@ CLOCK = SimpleNamespace(now=0.0)
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what draws and sends takes time, however busy the machine."""
-    monkeypatch.setattr(node_check, "time", SimpleNamespace(monotonic=lambda: CLOCK.now))
+    monkeypatch.setattr(
+        node_check, "time", SimpleNamespace(monotonic=lambda: CLOCK.now)
+    )
 
 
 class Batches:
@@ -69,7 +71,9 @@ def check(storage: Storage, worker_settings: MakeSettings) -> Callable[..., Node
 
 @local_only
 @pytest.mark.usefixtures("clock")
-def test_a_fast_node_generates_once_and_starts_to_work(check: Callable[..., NodeCheck]) -> None:
+def test_a_fast_node_generates_once_and_starts_to_work(
+    check: Callable[..., NodeCheck],
+) -> None:
     batches = Batches(0.0)
     found = check(images_per_second=5)
     found.load(batches.load)
@@ -80,7 +84,9 @@ def test_a_fast_node_generates_once_and_starts_to_work(check: Callable[..., Node
 
 @local_only
 @pytest.mark.usefixtures("clock")
-def test_a_slow_first_batch_does_not_count_against_a_node(check: Callable[..., NodeCheck]) -> None:
+def test_a_slow_first_batch_does_not_count_against_a_node(
+    check: Callable[..., NodeCheck],
+) -> None:
     batches = Batches(0.3, 0.3, 0.3, 0.0)
     check(images_per_second=10).load(batches.load)
 
@@ -116,7 +122,9 @@ def test_a_node_that_is_slow_three_times_after_its_first_batch_is_broken(
 
 @local_only
 @pytest.mark.usefixtures("clock")
-def test_without_a_limit_nothing_is_generated_or_sent(check: Callable[..., NodeCheck]) -> None:
+def test_without_a_limit_nothing_is_generated_or_sent(
+    check: Callable[..., NodeCheck],
+) -> None:
     batches = Batches(0.0)
     found = check()
     found.load(batches.load)
@@ -238,7 +246,11 @@ async def test_the_findings_are_one_log_line_and_the_metrics(
     async with found.start_up():
         found.load(Batches(0.0).load)
 
-    (line,) = [record for record in caplog.records if vars(record).get("action") == "node_check"]
+    (line,) = [
+        record
+        for record in caplog.records
+        if vars(record).get("action") == "node_check"
+    ]
     facts = vars(line)
     assert facts["passed"] is True
     assert facts["images_per_second"] > 1
@@ -246,7 +258,9 @@ async def test_the_findings_are_one_log_line_and_the_metrics(
     assert facts["limits"]["images_per_second"] == 1
     samples = {family.name: family.samples[0].value for family in found.collect()}
     assert samples["imagefleet_node_check_passed"] == 1
-    assert samples["imagefleet_node_check_images_per_second"] == facts["images_per_second"]
+    assert (
+        samples["imagefleet_node_check_images_per_second"] == facts["images_per_second"]
+    )
     assert "imagefleet_node_check_free_gpu_bytes" not in samples
 
 
@@ -260,7 +274,9 @@ def test_a_full_disk_is_a_broken_node(check: Callable[..., NodeCheck]) -> None:
 def faults(metrics: WorkerMetrics) -> dict[str, float]:
     """The node's faults that were counted."""
     counted = {
-        each: metrics.registry.get_sample_value("imagefleet_node_faults_total", {"fault": each})
+        each: metrics.registry.get_sample_value(
+            "imagefleet_node_faults_total", {"fault": each}
+        )
         for each in get_args(NodeFault)
     }
     return {fault: count for fault, count in counted.items() if count}

@@ -10,7 +10,9 @@ from worker.node import salad
 from worker.node.salad import SaladMetadata
 
 
-async def test_each_call_is_one_that_the_service_accepts(salad_metadata_service: Any) -> None:
+async def test_each_call_is_one_that_the_service_accepts(
+    salad_metadata_service: Any,
+) -> None:
     metadata = SaladMetadata(salad_metadata_service.url + "/")
     assert await metadata.token() == "header.claims.signature"
     await metadata.reallocate("too slow")
@@ -19,7 +21,9 @@ async def test_each_call_is_one_that_the_service_accepts(salad_metadata_service:
     assert salad_metadata_service.deletion_costs == [7]
 
 
-async def test_the_fake_refuses_what_the_service_refuses(salad_metadata_service: Any) -> None:
+async def test_the_fake_refuses_what_the_service_refuses(
+    salad_metadata_service: Any,
+) -> None:
     async with aiohttp.ClientSession(salad_metadata_service.url) as client:
         for headers in ({}, {"Metadata": "true", "X-Forwarded-For": "1.2.3.4"}):
             async with client.get("/v1/token", headers=headers) as answer:
@@ -36,7 +40,10 @@ async def test_no_proxy_comes_between(
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
 
-    assert await SaladMetadata(salad_metadata_service.url).token() == "header.claims.signature"
+    assert (
+        await SaladMetadata(salad_metadata_service.url).token()
+        == "header.claims.signature"
+    )
 
 
 async def test_long_reasons_and_high_costs_are_cut(

@@ -67,7 +67,9 @@ class Engine(StandInEngine):
 
 def right(request: contract.ImageRequest) -> contract.Pixels:
     random = np.random.default_rng([request.seed, len(request.loras)])
-    ramp = np.linspace(0, 100, request.width)[None, :, None] + random.uniform(0, 150, (4, 1, 3))
+    ramp = np.linspace(0, 100, request.width)[None, :, None] + random.uniform(
+        0, 150, (4, 1, 3)
+    )
     return np.repeat(ramp, request.height // 4, 0).astype(np.uint8)
 
 
@@ -193,10 +195,15 @@ def reference_for(engine: Engine, **changes: object) -> Reference:
     ],
 )
 async def test_a_reference_of_another_model_or_version_is_ignored_with_a_warning(
-    storage: Storage, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], why: str
+    storage: Storage,
+    caplog: pytest.LogCaptureFixture,
+    changes: dict[str, Any],
+    why: str,
 ) -> None:
     engine = Engine()
-    images = dict.fromkeys(reference.CANARY_IMAGES, likeness.to_text(likeness.fingerprint(BAD)))
+    images = dict.fromkeys(
+        reference.CANARY_IMAGES, likeness.to_text(likeness.fingerprint(BAD))
+    )
     async with checks_of(engine, storage) as checks:
         await checks.start_up(reference_for(engine, images=images, **changes))
     (warning,) = caplog.records
@@ -217,7 +224,9 @@ async def test_a_reference_finds_a_node_that_is_wrong_from_the_start(
             await checks.start_up(reference_for(engine))
 
 
-@pytest.mark.parametrize("damage", [b"", b"[]", b'{"version": 1}', b"\xff", b"{" * 70_000])
+@pytest.mark.parametrize(
+    "damage", [b"", b"[]", b'{"version": 1}', b"\xff", b"{" * 70_000]
+)
 async def test_a_damaged_reference_is_a_warning(
     storage: Storage,
     worker_settings: Callable[..., WorkerSettings],
@@ -244,7 +253,9 @@ async def test_a_reference_is_found_in_the_storage_in_the_folder_and_beside_the_
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "canary.json").write_bytes(data)
     (tmp_path / "one.canary.json").write_bytes(data)
-    await storage.files.replace("models/two.canary.json", data, "application/json", None)
+    await storage.files.replace(
+        "models/two.canary.json", data, "application/json", None
+    )
     for model in (tmp_path / "folder", tmp_path / "one.safetensors"):
         assert await found(model) == reference_for(engine)
     assert await found("store:two.tar") == reference_for(engine)
@@ -304,18 +315,25 @@ async def put_list(storage: Storage, content: bytes) -> None:
 
 
 def listing(*names: str) -> bytes:
-    nodes = [{"name": name, "reason": "wrong images", "at": "2026-01-01"} for name in names]
+    nodes = [
+        {"name": name, "reason": "wrong images", "at": "2026-01-01"} for name in names
+    ]
     return json.dumps({"nodes": nodes}).encode()
 
 
 @pytest.mark.parametrize("name", ["test-worker", "machine-7"])
 async def test_a_quarantined_node_leases_nothing(
-    storage: Storage, run_pipeline: RunPipeline, monkeypatch: pytest.MonkeyPatch, name: str
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ) -> None:
     monkeypatch.setenv("SALAD_MACHINE_ID", "machine-7")
     await put_list(storage, listing("somebody else", name))
     await storage.queue.send(['{"prompt": "a cat"}'])
-    with pytest.raises(errors.NodeError, match=rf"quarantined: {name} is in .*wrong images"):
+    with pytest.raises(
+        errors.NodeError, match=rf"quarantined: {name} is in .*wrong images"
+    ):
         await run_pipeline(load=lambda: pytest.fail("the model was loaded"))
     assert (await storage.queue.depth()).leased == 0
 
@@ -339,7 +357,9 @@ async def test_a_node_that_is_quarantined_while_it_works_hands_its_jobs_back(
         return draw_noise(request)
 
     monkeypatch.setattr(quarantine.Quarantine, "reason", noting)
-    await storage.queue.send(json.dumps({"prompt": "a cat", "id": str(n)}) for n in range(50))
+    await storage.queue.send(
+        json.dumps({"prompt": "a cat", "id": str(n)}) for n in range(50)
+    )
     running = asyncio.create_task(
         run_pipeline(StandInEngine(capacity=1, tick_seconds=0.01, draw=draw))
     )
@@ -357,7 +377,9 @@ async def test_a_node_that_is_quarantined_while_it_works_hands_its_jobs_back(
     assert depth.leased == 0
 
 
-@pytest.mark.parametrize("content", [b"no JSON", b"{}", b'{"nodes": [7]}', b" " * 5_000_000])
+@pytest.mark.parametrize(
+    "content", [b"no JSON", b"{}", b'{"nodes": [7]}', b" " * 5_000_000]
+)
 async def test_a_list_that_cannot_be_read_stops_no_node_and_is_logged_once_a_minute(
     storage: Storage, caplog: pytest.LogCaptureFixture, content: bytes
 ) -> None:
@@ -366,6 +388,8 @@ async def test_a_list_that_cannot_be_read_stops_no_node_and_is_logged_once_a_min
     assert await looked.reason() is None
     assert await looked.reason() is None
     (line,) = caplog.records
-    assert "quarantine.json in the container 'files' cannot be read" in line.getMessage()
+    assert (
+        "quarantine.json in the container 'files' cannot be read" in line.getMessage()
+    )
     await put_list(storage, listing("test-worker"))
     assert await looked.reason() is not None

@@ -44,7 +44,9 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 async def test_a_worker_waits_for_what_the_operator_fixes(pauses: list[float]) -> None:
-    attempts = Attempts(errors.SetupError("no queue"), errors.TransientError("503"), "done")
+    attempts = Attempts(
+        errors.SetupError("no queue"), errors.TransientError("503"), "done"
+    )
 
     assert await attempts.run() == "done"
     assert pauses == [5, 10]
@@ -58,14 +60,18 @@ async def test_pauses_grow_to_five_minutes(pauses: list[float]) -> None:
     assert pauses == [5, 10, 20, 40, 80, 160, 300, 300]
 
 
-async def test_a_worker_that_has_worked_starts_to_wait_anew(pauses: list[float]) -> None:
+async def test_a_worker_that_has_worked_starts_to_wait_anew(
+    pauses: list[float],
+) -> None:
     attempts = Attempts(*[errors.SetupError()] * 4, "done")
     await attempts.run(has_worked=lambda: True)
 
     assert pauses == [5, 5, 5, 5]
 
 
-async def test_the_waiting_ends(pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_waiting_ends(
+    pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(salad, "GIVE_UP_SECONDS", 30)
     attempts = Attempts(*[errors.SetupError()] * 9)
 

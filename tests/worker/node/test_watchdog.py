@@ -90,19 +90,28 @@ def test_one_slow_image_is_not(node: Node) -> None:
     assert node.watch.failed_in_a_row == 0
 
 
-def test_a_window_in_which_images_were_only_enlarged_says_nothing_of_the_speed(node: Node) -> None:
+def test_a_window_in_which_images_were_only_enlarged_says_nothing_of_the_speed(
+    node: Node,
+) -> None:
     assert node.window(images=100, busy_seconds=290) is not None
-    node.watch.image_generated("sd1", [Pass(2048, 2048, 0, decodes=False, enlarged=512 * 512)])
+    node.watch.image_generated(
+        "sd1", [Pass(2048, 2048, 0, decodes=False, enlarged=512 * 512)]
+    )
     assert node.window(images=100, busy_seconds=290) is None
     assert node.watch.failed_in_a_row == 1
-    enlarged_between = [Pass(512, 512, 15), Pass(1024, 1024, 15, encodes=True, enlarged=512 * 512)]
+    enlarged_between = [
+        Pass(512, 512, 15),
+        Pass(1024, 1024, 15, encodes=True, enlarged=512 * 512),
+    ]
     node.watch.image_generated("sd1", enlarged_between)
     assert node.window(busy_seconds=290) is not None
 
 
 def test_idle_time_counts_neither_against_a_node_nor_for_it(node: Node) -> None:
     node.window(images=100, busy_seconds=290)
-    assert node.window(images=80, busy_seconds=70) is None  # the queue was empty for long
+    assert (
+        node.window(images=80, busy_seconds=70) is None
+    )  # the queue was empty for long
     assert node.watch.failed_in_a_row == 0
     node.window(images=100, busy_seconds=290)
     assert node.window() is None
@@ -179,7 +188,9 @@ def run_watched(
 
 
 async def fill(storage: Storage, count: int = 200) -> None:
-    await storage.queue.send(json.dumps({"prompt": "x", "id": f"j{n}"}) for n in range(count))
+    await storage.queue.send(
+        json.dumps({"prompt": "x", "id": f"j{n}"}) for n in range(count)
+    )
 
 
 def slow_engine() -> StandInEngine:
@@ -193,7 +204,9 @@ async def test_a_node_that_fails_three_times_is_reallocated_once_and_pulls_no_mo
     await fill(storage)
     pipeline, running = run_watched(slow_engine(), asyncio.Event())
     await until(lambda: bool(salad_metadata_service.reasons))
-    assert not pipeline.settler.in_flight, "requested before the jobs in flight were finished"
+    assert not pipeline.settler.in_flight, (
+        "requested before the jobs in flight were finished"
+    )
     settled = pipeline.metrics.outcomes.total()
     with pytest.raises(errors.NodeError, match="images/s"):
         await running
@@ -249,7 +262,10 @@ async def test_a_campaign_whose_images_fail_for_several_windows_costs_no_node(
     )
     windows = pipeline.metrics.registry.get_sample_value
     await until(
-        lambda: (windows("imagefleet_node_watch_windows_total", {"result": "passed"}) or 0) >= 4
+        lambda: (
+            (windows("imagefleet_node_watch_windows_total", {"result": "passed"}) or 0)
+            >= 4
+        )
     )
     stop.set()
     await running

@@ -48,7 +48,9 @@ def picture(request: contract.ImageRequest) -> contract.Pixels:
     cells = random.uniform(30, 220, (4, 4, 3))
     pixels = np.kron(cells, np.ones((request.height // 4, request.width // 4, 1)))
     top, left = random.integers(0, request.height // 2, 2)
-    pixels[top : top + request.height // 3, left : left + request.width // 3] = cells[0, 0] / 2
+    pixels[top : top + request.height // 3, left : left + request.width // 3] = (
+        cells[0, 0] / 2
+    )
     rounding = ROUNDING.integers(-9, 10, pixels.shape) // 9  # -1, 0 or 1
     return (pixels + rounding).clip(0, 255).astype(np.uint8)
 
@@ -84,7 +86,13 @@ def half_precision_noise() -> Draw:
     return draw
 
 
-WAYS = [broken_decoder, swapped_channels, cached_image, ignored_lora, half_precision_noise]
+WAYS = [
+    broken_decoder,
+    swapped_channels,
+    cached_image,
+    ignored_lora,
+    half_precision_noise,
+]
 
 
 class Checked:
@@ -109,7 +117,9 @@ class BreakingEngine(StandInEngine):
     """
 
     def __init__(self, way: Draw | None, good: int, tick_seconds: float = 0.02) -> None:
-        super().__init__(capacity=32, size=SIZE, draw=self.draw_next, tick_seconds=tick_seconds)
+        super().__init__(
+            capacity=32, size=SIZE, draw=self.draw_next, tick_seconds=tick_seconds
+        )
         self.self_check = Checked()
         self.way, self.good = way, good
         self.drawn: list[int | str] = []
@@ -126,7 +136,9 @@ class BreakingEngine(StandInEngine):
         if is_job:
             self.wrong.add(blob(request.seed))
         if self.way is None:
-            self.self_check.fault = "the weights on the device are not the checkpoint's: unet"
+            self.self_check.fault = (
+                "the weights on the device are not the checkpoint's: unet"
+            )
             return picture(request)
         return self.way(request)
 
@@ -173,7 +185,9 @@ def make_reference(folder: Path) -> Path:
     return model
 
 
-@pytest.mark.parametrize("way", [*WAYS, None], ids=lambda way: getattr(way, "__name__", "weights"))
+@pytest.mark.parametrize(
+    "way", [*WAYS, None], ids=lambda way: getattr(way, "__name__", "weights")
+)
 async def test_a_node_that_goes_wrong_is_found_within_200_jobs_and_its_images_are_recorded(
     storage: Storage,
     run_pipeline: RunPipeline,
@@ -193,13 +207,21 @@ async def test_a_node_that_goes_wrong_is_found_within_200_jobs_and_its_images_ar
         assert len(engine.wrong & all_stored) <= 200
     # Every wrong image that is stored is on record, and no other since the last good check.
     assert engine.wrong & all_stored <= suspects
-    assert len(suspects - all_stored) <= UPLOADS  # of those that were on their way at the end
-    first_wrong = next(at for at, each in enumerate(engine.drawn) if blob(each) in engine.wrong)
-    last_good = max(at for at, each in enumerate(engine.drawn[:first_wrong]) if each == "canary")
+    assert (
+        len(suspects - all_stored) <= UPLOADS
+    )  # of those that were on their way at the end
+    first_wrong = next(
+        at for at, each in enumerate(engine.drawn) if blob(each) in engine.wrong
+    )
+    last_good = max(
+        at for at, each in enumerate(engine.drawn[:first_wrong]) if each == "canary"
+    )
     if way is not None:
         assert last_good > 80  # drawn among the jobs
         # But for those that were in the engine, and between it and the upload, at the time.
-        assert not suspects & {blob(each) for each in engine.drawn[: max(0, last_good - 96)]}
+        assert not suspects & {
+            blob(each) for each in engine.drawn[: max(0, last_good - 96)]
+        }
     # What was in flight is back in the queue, and nothing else has left it unseen.
     depth = await storage.queue.depth()
     assert depth.messages >= JOBS - len(all_stored)
@@ -236,16 +258,23 @@ async def test_a_cached_image_and_an_ignored_lora_are_found_at_the_start_without
 
 
 async def test_a_campaign_of_good_images_is_drawn_without_an_alarm(
-    storage: Storage, run_pipeline: RunPipeline, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     await send(storage, 300)
-    pipeline = await run_pipeline(BreakingEngine(None, good=1000), model=make_reference(tmp_path))
+    pipeline = await run_pipeline(
+        BreakingEngine(None, good=1000), model=make_reference(tmp_path)
+    )
     assert pipeline.metrics.images_stored == 300
     sample = pipeline.metrics.registry.get_sample_value
     assert sample("imagefleet_node_canaries_total", {"result": "failed"}) == 0
     assert sample("imagefleet_node_canaries_total", {"result": "passed"}) >= 3
     assert sample("imagefleet_suspect_images_total") == 0
-    assert not [record for record in caplog.records if record.levelname in {"WARNING", "ERROR"}]
+    assert not [
+        record for record in caplog.records if record.levelname in {"WARNING", "ERROR"}
+    ]
     assert not await records(storage)
 
 
@@ -269,7 +298,9 @@ async def test_5000_good_images_raise_no_alarm(
     sample = metrics.registry.get_sample_value
     assert sample("imagefleet_node_canaries_total", {"result": "failed"}) == 0
     assert 45 <= sample("imagefleet_node_canaries_total", {"result": "passed"}) <= 65
-    assert not [record for record in caplog.records if record.levelname in {"WARNING", "ERROR"}]
+    assert not [
+        record for record in caplog.records if record.levelname in {"WARNING", "ERROR"}
+    ]
     watching.cancel()
     await engine_thread.stop()
     checks.close()

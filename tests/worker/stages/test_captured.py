@@ -28,7 +28,9 @@ def key(tmp_path: Path) -> SigningKey:
 
 
 @pytest.fixture
-async def elsewhere(storage_settings: StorageSettings, tmp_path: Path) -> AsyncIterator[Storage]:
+async def elsewhere(
+    storage_settings: StorageSettings, tmp_path: Path
+) -> AsyncIterator[Storage]:
     """Another fleet's storage: another folder, or another container of the same account."""
     other = {"container": f"{storage_settings.container}-2"}
     if storage_settings.storage.startswith("local:"):
@@ -73,13 +75,18 @@ async def test_a_captured_message_of_another_fleet_of_the_same_key_is_not_drawn(
     pipeline = await run_pipeline(trusted_key=key.public)
 
     assert pipeline.engine_thread.clock.images == 0
-    assert "is signed for the fleet " + elsewhere.scope.fleet() in (await failed(storage)).reason
+    assert (
+        "is signed for the fleet " + elsewhere.scope.fleet()
+        in (await failed(storage)).reason
+    )
 
 
 async def test_a_captured_message_of_another_queue_of_the_fleet_is_not_drawn(
     storage: Storage, run_pipeline: RunPipeline, key: SigningKey
 ) -> None:
-    await storage.queue.send([JOB.to_message(scoped(key, storage.scope, queue="tests"))])
+    await storage.queue.send(
+        [JOB.to_message(scoped(key, storage.scope, queue="tests"))]
+    )
 
     pipeline = await run_pipeline(trusted_key=key.public)
 
@@ -90,7 +97,9 @@ async def test_a_captured_message_of_another_queue_of_the_fleet_is_not_drawn(
 async def test_a_message_is_not_drawn_after_its_date_until_a_replay_signs_it_again(
     storage: Storage, run_pipeline: RunPipeline, key: SigningKey
 ) -> None:
-    await storage.queue.send([JOB.to_message(scoped(key, storage.scope, now=signers.ahead(-31)))])
+    await storage.queue.send(
+        [JOB.to_message(scoped(key, storage.scope, now=signers.ahead(-31)))]
+    )
     pipeline = await run_pipeline(trusted_key=key.public)
     assert pipeline.engine_thread.clock.images == 0
     record = await failed(storage)
@@ -133,7 +142,9 @@ async def test_a_replay_signs_nothing_that_was_captured_elsewhere(
 async def test_a_signature_of_another_program_does_not_hold_for_ever(
     storage: Storage, run_pipeline: RunPipeline, key: SigningKey, days: float
 ) -> None:
-    await storage.queue.send([JOB.to_message(scoped(key, storage.scope, now=signers.ahead(days)))])
+    await storage.queue.send(
+        [JOB.to_message(scoped(key, storage.scope, now=signers.ahead(days)))]
+    )
     await run_pipeline(trusted_key=key.public)
     assert "366 days are the most" in (await failed(storage)).reason
 

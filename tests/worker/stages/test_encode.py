@@ -61,14 +61,18 @@ def test_lossy_formats_carry_the_parameters_as_exif_and_look_alike(name: str) ->
     assert np.abs(difference).mean() < 4
 
 
-def test_prompts_too_long_for_a_jpegs_exif_are_the_jobs_fault_and_fit_other_formats() -> None:
+def test_prompts_too_long_for_a_jpegs_exif_are_the_jobs_fault_and_fit_other_formats() -> (
+    None
+):
     long = "a" * 40_000
     with pytest.raises(errors.JobError, match="choose png or webp"):
         encode.encode(NOISE, Output(format="jpeg"), long)
     encode.encode(NOISE, Output(format="jpeg"), long[:32_000])
     assert opened(encode.encode(NOISE, Output(), long)).info["parameters"] == long
     file = encode.encode(NOISE, Output(format="webp"), long)
-    comment = opened(file).getexif().get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment]
+    comment = (
+        opened(file).getexif().get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment]
+    )
     assert comment[8:].decode("utf-16-be") == long
 
 
@@ -97,4 +101,6 @@ def test_an_image_of_one_colour_is_never_encoded(colour: tuple[int, int, int]) -
 def test_one_pixel_of_another_colour_is_enough() -> None:
     pixels = np.zeros((8, 8, 3), np.uint8)
     pixels[7, 7] = 1
-    assert np.array_equal(np.asarray(opened(encode.encode(pixels, Output(), ""))), pixels)
+    assert np.array_equal(
+        np.asarray(opened(encode.encode(pixels, Output(), ""))), pixels
+    )

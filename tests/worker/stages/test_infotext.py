@@ -60,10 +60,18 @@ def test_the_text_has_the_three_parts_that_viewers_expect() -> None:
 def test_the_text_of_an_enlarged_image_begins_with_that_of_the_image(
     source: str, before: str
 ) -> None:
-    given = {"init_images": ["a.png"], "upscaler_1": "4x_Sharp", "upscaling_resize": 1.5}
+    given = {
+        "init_images": ["a.png"],
+        "upscaler_1": "4x_Sharp",
+        "upscaling_resize": 1.5,
+    }
     facts = "Postprocess upscale by: 1.5, Postprocess upscaler: 4x_Sharp"
     assert encode.of_enlarged(job_of(**given), source) == before + facts
-    both = {"upscaler_2": "Lanczos", "extras_upscaler_2_visibility": 0.5, "resize_mode": 1}
+    both = {
+        "upscaler_2": "Lanczos",
+        "extras_upscaler_2_visibility": 0.5,
+        "resize_mode": 1,
+    }
     assert encode.of_enlarged(job_of(**given, **both), source) == (
         f"{before}Postprocess upscale to: 512x512, Postprocess crop to: 512x512, Postprocess"
         " upscaler: 4x_Sharp, Postprocess upscaler 2: Lanczos"
@@ -71,20 +79,27 @@ def test_the_text_of_an_enlarged_image_begins_with_that_of_the_image(
 
 
 def test_unset_fields_are_not_written() -> None:
-    assert encode.parameters(job_of(sampler_name="DDIM"), 0, (64, 64), "m").split("\n") == [
+    assert encode.parameters(job_of(sampler_name="DDIM"), 0, (64, 64), "m").split(
+        "\n"
+    ) == [
         "a house",
         (
             "Steps: 20, Sampler: DDIM, CFG scale: 7, Seed: 1, Size: 64x64, Model: m, RNG: CPU,"
             f" {VERSION}"
         ),
     ]
-    assert encode.parameters(job_of(prompt=""), 0, (64, 64), "m").startswith("Steps: 20")
+    assert encode.parameters(job_of(prompt=""), 0, (64, 64), "m").startswith(
+        "Steps: 20"
+    )
 
 
 @pytest.mark.parametrize(
     ("fields", "written"),
     [
-        ({"sampler_name": "DPM++ 2M Karras"}, "Sampler: DPM++ 2M, Schedule type: Karras,"),
+        (
+            {"sampler_name": "DPM++ 2M Karras"},
+            "Sampler: DPM++ 2M, Schedule type: Karras,",
+        ),
         (
             {"sampler_name": "DPM++ 2M", "scheduler": "Automatic"},
             "Sampler: DPM++ 2M, Schedule type: Karras,",
@@ -96,7 +111,9 @@ def test_unset_fields_are_not_written() -> None:
         ({"cfg_scale": 7.123456789}, "CFG scale: 7.123456789,"),
     ],
 )
-def test_settings_are_spelt_as_a1111_spells_them(fields: dict[str, Any], written: str) -> None:
+def test_settings_are_spelt_as_a1111_spells_them(
+    fields: dict[str, Any], written: str
+) -> None:
     assert written in facts_of(**fields)
 
 
@@ -141,19 +158,34 @@ def test_each_option_is_stated_in_a1111s_words_and_place() -> None:
 @pytest.mark.parametrize(
     ("fields", "written"),
     [
-        ({"randn_source": "GPU"}, "Model: m, Version"),  # A1111's default, which it leaves out
+        (
+            {"randn_source": "GPU"},
+            "Model: m, Version",
+        ),  # A1111's default, which it leaves out
         ({"sampler_name": "DDIM", "eta": 1}, "RNG: CPU, Eta DDIM: 1, Version"),
         ({"sampler_name": "DDIM", "eta": 0}, "RNG: CPU, Version"),
         ({"eta": 1}, "RNG: CPU, Version"),
         ({"sampler_name": "DPM++ 2M", "eta": 0.5}, "RNG: CPU, Version"),  # it has none
         (
-            {"sampler_name": "Euler", "s_churn": 2, "s_tmin": 0.1, "s_tmax": 5, "s_noise": 1.1},
+            {
+                "sampler_name": "Euler",
+                "s_churn": 2,
+                "s_tmin": 0.1,
+                "s_tmax": 5,
+                "s_noise": 1.1,
+            },
             "Sigma churn: 2, Sigma tmin: 0.1, Sigma tmax: 5, Sigma noise: 1.1, Version",
         ),
         ({"sampler_name": "Euler", "s_noise": 1.1}, "RNG: CPU, Version"),
-        ({"sampler_name": "DPM++ SDE", "s_noise": 1.1}, "RNG: CPU, Sigma noise: 1.1, Version"),
+        (
+            {"sampler_name": "DPM++ SDE", "s_noise": 1.1},
+            "RNG: CPU, Sigma noise: 1.1, Version",
+        ),
         ({"sampler_name": "TCD", "eta": 0}, "RNG: CPU, Eta: 0, Version"),
-        ({"sampler_name": "DPM++ 2M SDE"}, "Sampler: DPM++ 2M SDE, Schedule type: Uniform, "),
+        (
+            {"sampler_name": "DPM++ 2M SDE"},
+            "Sampler: DPM++ 2M SDE, Schedule type: Uniform, ",
+        ),
         (
             {"sampler_name": "DPM++ 2M SDE", "scheduler": "Automatic"},
             "Sampler: DPM++ 2M SDE, Schedule type: Exponential, ",
@@ -165,7 +197,9 @@ def test_each_option_is_stated_in_a1111s_words_and_place() -> None:
         ({"sampler_name": "DDIM CFG++"}, "Sampler: DDIM CFG++, CFG scale"),
     ],
 )
-def test_only_options_that_the_sampler_has_are_stated(fields: dict[str, Any], written: str) -> None:
+def test_only_options_that_the_sampler_has_are_stated(
+    fields: dict[str, Any], written: str
+) -> None:
     assert written in facts_of(**fields)
 
 
@@ -199,7 +233,9 @@ def opened(data: bytes) -> Image.Image:
     return _kept[-1]
 
 
-words = st.text(st.characters(exclude_characters="\0\r", exclude_categories=["Cs"]), max_size=60)
+words = st.text(
+    st.characters(exclude_characters="\0\r", exclude_categories=["Cs"]), max_size=60
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -207,10 +243,16 @@ words = st.text(st.characters(exclude_characters="\0\r", exclude_categories=["Cs
 @example("a cat, (red:1.3)\nBREAK Steps: 5, a: b", "ugly,\nSize: 1x1", "png")
 @example("猫 🎨", "ä", "jpeg")
 @example("", "", "webp")
-def test_sd_parsers_reads_the_jobs_values_back(prompt: str, negative: str, name: str) -> None:
+def test_sd_parsers_reads_the_jobs_values_back(
+    prompt: str, negative: str, name: str
+) -> None:
     job = job_of(sampler_name="k_dpmpp_2m_ka", steps=15, cfg_scale=6.5, seed=2**32 - 1)
     # Not read from a message: what the words mean, and whether they are allowed, is not asked here.
-    words = {"prompt": prompt, "negative_prompt": negative, "enable_prompt_comments": False}
+    words = {
+        "prompt": prompt,
+        "negative_prompt": negative,
+        "enable_prompt_comments": False,
+    }
     job = job.model_copy(update=words)
     text = encode.parameters(job, 0, (512, 768), "dreamy")
     file = encode.encode(NOISE, job.output.model_copy(update={"format": name}), text)
@@ -221,7 +263,10 @@ def test_sd_parsers_reads_the_jobs_values_back(prompt: str, negative: str, name:
     assert read.full_prompt == prompt.strip()
     assert read.full_negative_prompt == negative.strip()
     assert (sampler.name, sampler.parameters["scheduler"]) == ("DPM++ 2M", "Karras")
-    assert (sampler.parameters["steps"], sampler.parameters["cfg_scale"]) == ("15", "6.5")
+    assert (sampler.parameters["steps"], sampler.parameters["cfg_scale"]) == (
+        "15",
+        "6.5",
+    )
     assert sampler.parameters["seed"] == "4294967295"
     assert sampler.model is not None
     assert sampler.model.name == "dreamy"
@@ -232,7 +277,9 @@ def test_what_decoded_in_place_of_the_vae_is_told_as_a1111_tells_it() -> None:
     told = encode.parameters(job_of(), 0, (512, 512), "m", decoder="TAESD")
     assert ", VAE Decoder: TAESD, " in told
     assert "VAE Decoder" not in facts_of()
-    assert "VAE Decoder" not in encode.parameters(job_of(), 0, (512, 512), "m", decoder="Full")
+    assert "VAE Decoder" not in encode.parameters(
+        job_of(), 0, (512, 512), "m", decoder="Full"
+    )
 
 
 def test_other_checkpoints_are_stated_as_a1111_does() -> None:

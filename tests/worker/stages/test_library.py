@@ -31,7 +31,9 @@ def draw(request: contract.ImageRequest) -> contract.Pixels:
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+def make(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Callable[..., Engine]]:
     """Makes an engine that draws noise."""
     made: list[Engine] = []
     monkeypatch.setattr(library.load, "load_engine", lambda _: StandInEngine(draw=draw))
@@ -51,7 +53,9 @@ def test_a_list_of_prompts_is_drawn_each_once(make: Callable[..., Engine]) -> No
 
     found = list(make().draw(jobs))
 
-    assert sorted(result.job.prompt for result in found) == sorted(job.prompt for job in jobs)
+    assert sorted(result.job.prompt for result in found) == sorted(
+        job.prompt for job in jobs
+    )
     assert all(len(result.images) == 2 and result.error is None for result in found)
     assert len({result.job.id for result in found}) == 20
 
@@ -61,14 +65,20 @@ def test_a_job_that_fails_is_a_result_and_stops_no_other(
 ) -> None:
     prompts = ["a", "broken", "b, <lora:nowhere:1>", "c"]
 
-    found = list(make(loras=tmp_path).draw(imagefleet.Job(prompt=text) for text in prompts))
+    found = list(
+        make(loras=tmp_path).draw(imagefleet.Job(prompt=text) for text in prompts)
+    )
 
-    failed = {result.job.prompt: str(result.error) for result in found if not result.images}
+    failed = {
+        result.job.prompt: str(result.error) for result in found if not result.images
+    }
     assert failed.keys() == {"broken", "b, <lora:nowhere:1>"}
     assert failed["broken"] == "the prompt is broken"
 
 
-def test_a_source_that_never_ends_is_read_as_there_is_room(make: Callable[..., Engine]) -> None:
+def test_a_source_that_never_ends_is_read_as_there_is_room(
+    make: Callable[..., Engine],
+) -> None:
     read = itertools.count()
     engine = make()
 
@@ -78,7 +88,9 @@ def test_a_source_that_never_ends_is_read_as_there_is_room(make: Callable[..., E
 
     assert len(found) == 30
     assert next(read) < 30 + 4 * 4
-    assert [len(result.images) for result in engine.draw([imagefleet.Job(prompt="a")])] == [1]
+    assert [
+        len(result.images) for result in engine.draw([imagefleet.Job(prompt="a")])
+    ] == [1]
 
 
 def test_the_same_seed_draws_the_same_picture(make: Callable[..., Engine]) -> None:
@@ -122,10 +134,14 @@ def test_what_is_no_checkpoint_or_setting_is_refused_at_once(tmp_path: Path) -> 
 
 
 def test_the_class_is_found_by_its_entry_point() -> None:
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]
 
     for name, value in declared["entry-points"]["imagefleet"].items():
-        assert metadata.EntryPoint(name, value, "imagefleet").load() is getattr(library, name)
+        assert metadata.EntryPoint(name, value, "imagefleet").load() is getattr(
+            library, name
+        )
         assert name in dir(imagefleet)
 
 

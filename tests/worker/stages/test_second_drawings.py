@@ -40,7 +40,9 @@ async def test_the_second_drawing_is_another_workers_and_no_image_of_the_jobs(
     message: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("worker.stages.prepare.HAND_BACKS", 100)  # one of two takes it each time
+    monkeypatch.setattr(
+        "worker.stages.prepare.HAND_BACKS", 100
+    )  # one of two takes it each time
     monkeypatch.setattr("worker.stages.prepare.HAND_BACK_SECONDS_UNTIL_EMPTY", 0.1)
     job = {"id": "j", "seed": 7, "campaign": "c", "batch_size": 2}
     await storage.queue.send([message(**job), message(**job, verify=True)])
@@ -65,13 +67,21 @@ async def test_a_lone_worker_draws_nothing_twice_and_still_ends(
     storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
 ) -> None:
     jobs = [message(id=f"j{number}", seed=number) for number in range(20)]
-    checks = [message(id=f"j{number}", seed=number, verify=True) for number in range(20)]
+    checks = [
+        message(id=f"j{number}", seed=number, verify=True) for number in range(20)
+    ]
     await storage.queue.send(jobs)
     await storage.queue.send(checks)  # of one call, some may come before their jobs
     pipeline = await run_pipeline()
 
-    assert set(await workers_of(storage)) == {f"default/j{number}.png" for number in range(20)}
-    assert pipeline.metrics.outcomes["completed"] == pipeline.metrics.outcomes["unverified"] == 20
+    assert set(await workers_of(storage)) == {
+        f"default/j{number}.png" for number in range(20)
+    }
+    assert (
+        pipeline.metrics.outcomes["completed"]
+        == pipeline.metrics.outcomes["unverified"]
+        == 20
+    )
     assert pipeline.engine_thread.clock.images == 20
     assert (await storage.queue.depth()).messages == 0
 
@@ -83,13 +93,17 @@ async def test_a_message_too_large_for_a_count_is_not_handed_back_for_ever(
     fields = {"prompt": "a" * 6000, "negative_prompt": ""}
     size = len(message(**fields, id="j", verify=True))
     fields["negative_prompt"] = "b" * (MAX_MESSAGE_BYTES - size)
-    await storage.queue.send([message(**fields, id="k"), message(**fields, id="k", verify=True)])
+    await storage.queue.send(
+        [message(**fields, id="k"), message(**fields, id="k", verify=True)]
+    )
     pipeline = await run_pipeline()
     assert pipeline.metrics.outcomes["unverified"] == 1
     assert (await storage.queue.depth()).messages == 0
 
 
-@pytest.mark.parametrize("error", [errors.JobError("no"), errors.TransientError("never")])
+@pytest.mark.parametrize(
+    "error", [errors.JobError("no"), errors.TransientError("never")]
+)
 async def test_a_second_drawing_that_fails_is_no_failed_job(
     storage: Storage,
     run_pipeline: RunPipeline,
@@ -104,7 +118,11 @@ async def test_a_second_drawing_that_fails_is_no_failed_job(
 
     await storage.queue.send([message(id="j", verify=True)])
     pipeline = await run_pipeline(StandInEngine(draw=draw), max_attempts=2)
-    assert (await storage.poison.depth()).messages == (await storage.queue.depth()).messages == 0
+    assert (
+        (await storage.poison.depth()).messages
+        == (await storage.queue.depth()).messages
+        == 0
+    )
     assert pipeline.metrics.outcomes["unverified"] == 1
     assert pipeline.metrics.outcomes["failed"] == 0
 
@@ -136,7 +154,9 @@ async def test_what_took_an_images_name_has_the_workers_drawing_kept_beside_it(
     assert set(await workers_of_any(storage)) == {"default/victim.png", kept}
     data = await storage.blobs.read(kept)
     assert data is not None
-    request = contract.ImageRequest("a house", "", (), "euler_ancestral", 20, 7.0, 3, 16, 16)
+    request = contract.ImageRequest(
+        "a house", "", (), "euler_ancestral", 20, 7.0, 3, 16, 16
+    )
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(data))), draw_noise(request))
     assert dict(pipeline.metrics.outcomes) == {"duplicate": 1}
 
@@ -170,7 +190,9 @@ async def test_every_image_of_a_job_has_the_job_with_it(
     body = message(id="j", batch_size=2, output={"format": "webp"}, metadata={"a": "ü"})
     await storage.queue.send([body])
     (leased,) = await storage.queue.receive(1, 30)
-    await storage.queue.release(leased, body=json.dumps({**json.loads(body), "deliveries": {}}))
+    await storage.queue.release(
+        leased, body=json.dumps({**json.loads(body), "deliveries": {}})
+    )
     await run_pipeline()
     for name in ("j", "j~1"):
         data = await storage.blobs.read(f"default/{name}.webp")

@@ -34,7 +34,9 @@ async def test_an_image_states_what_its_job_asked_for_and_the_hashes_of_its_file
 
     settings = {"randn_source": "NV", "eta_ancestral": 0.5}
     prompt = "a <lora:fox:0.5> # not drawn\n:1.5"
-    await storage.queue.send([message(id="j", prompt=prompt, override_settings=settings)])
+    await storage.queue.send(
+        [message(id="j", prompt=prompt, override_settings=settings)]
+    )
     await run_pipeline(StandInEngine(draw=draw), model=str(model))
     (request,) = asked
     assert (request.cfg_scale, request.prompt.weights) == (7, (1.5,))
@@ -50,7 +52,10 @@ async def test_an_image_states_what_its_job_asked_for_and_the_hashes_of_its_file
 
 
 async def test_a_job_goes_before_the_worker_in_what_decodes_its_image(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str], tmp_path: Path
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    message: Callable[..., str],
+    tmp_path: Path,
 ) -> None:
     asked: dict[str, str | None] = {}
 
@@ -60,7 +65,9 @@ async def test_a_job_goes_before_the_worker_in_what_decodes_its_image(
 
     for by in ("Full", "TAESD", None):
         settings = {"sd_vae_decode_method": by}
-        await storage.queue.send([message(id=f"{by}", prompt=f"{by}", override_settings=settings)])
+        await storage.queue.send(
+            [message(id=f"{by}", prompt=f"{by}", override_settings=settings)]
+        )
     await run_pipeline(StandInEngine(draw=draw), taesd=tmp_path)
     assert asked == {"Full": "Full", "TAESD": "TAESD", "None": None}
     for by in asked:

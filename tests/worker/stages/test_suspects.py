@@ -22,7 +22,11 @@ async def vanish(storage: Storage, times: int, *, alone: bool = False) -> None:
     """Takes the next message as workers do that die with it, *alone* while nothing else runs."""
     for _ in range(times):
         (leased,) = await storage.queue.receive(1, 30)
-        body = Deliveries.of(leased).marked_alone().write_to(leased.body) if alone else None
+        body = (
+            Deliveries.of(leased).marked_alone().write_to(leased.body)
+            if alone
+            else None
+        )
         await storage.queue.release(leased, body=body)
 
 
@@ -36,7 +40,10 @@ async def test_a_job_that_killed_the_workers_that_had_it_alone_goes_to_the_poiso
     (poisoned,) = [each async for each in storage.poison.browse()]
     record = dead_letter.FailedJob.parse(poisoned.body)
     assert record is not None
-    assert "lost their leases 7 times, 5 of them while they generated nothing else" in record.reason
+    assert (
+        "lost their leases 7 times, 5 of them while they generated nothing else"
+        in record.reason
+    )
     assert (record.id, record.campaign) == ("killer", "c")
     assert pipeline.engine_thread.clock.images == 0
 
@@ -87,7 +94,9 @@ async def test_a_suspect_that_fails_leaves_the_way_free_for_the_others(
             raise errors.JobError("too large")
         return draw_noise(request)
 
-    await storage.queue.send(message(id=f"bad{number}", seed=100) for number in range(3))
+    await storage.queue.send(
+        message(id=f"bad{number}", seed=100) for number in range(3)
+    )
     for _ in range(3):
         for leased in await storage.queue.receive(3, 30):
             await storage.queue.release(leased)
@@ -102,7 +111,9 @@ async def test_nothing_shares_the_time_of_a_suspect() -> None:
     together: set[tuple[str, ...]] = set()
 
     async def work(name: str) -> None:
-        async with isolation.alone() if name.startswith("suspect") else isolation.shared:
+        async with (
+            isolation.alone() if name.startswith("suspect") else isolation.shared
+        ):
             running.append(name)
             for _ in range(3):
                 together.add(tuple(sorted(running)))

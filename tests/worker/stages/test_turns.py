@@ -8,7 +8,11 @@ from worker.stages.prepare import Turns
 
 
 async def test_every_other_turn_is_of_a_job_that_is_not_begun() -> None:
-    turns, entries, begun = Turns(10), [object() for _ in range(3)], [object() for _ in range(2)]
+    turns, entries, begun = (
+        Turns(10),
+        [object() for _ in range(3)],
+        [object() for _ in range(2)],
+    )
     for job in begun:
         turns.go_on(job)  # type: ignore[arg-type]
     for entry in entries:
@@ -18,7 +22,15 @@ async def test_every_other_turn_is_of_a_job_that_is_not_begun() -> None:
         found.append(await turns.next())
         if found[-1] in begun:
             turns.go_on(found[-1])
-    assert found == [entries[0], begun[0], entries[1], begun[1], entries[2], begun[0], begun[1]]
+    assert found == [
+        entries[0],
+        begun[0],
+        entries[1],
+        begun[1],
+        entries[2],
+        begun[0],
+        begun[1],
+    ]
 
 
 async def test_whoever_waits_for_a_turn_gets_the_next_job_of_either_kind() -> None:

@@ -32,18 +32,32 @@ from worker.engine.passes.begin import PreparedControl
 _PREFIX = "control_model."
 
 #: A tensor that every ControlNet has, in diffusers' names and the original ones.
-_HINT, _ORIGINAL_HINT = "controlnet_cond_embedding.conv_in.weight", "input_hint_block.0.weight"
+_HINT, _ORIGINAL_HINT = (
+    "controlnet_cond_embedding.conv_in.weight",
+    "input_hint_block.0.weight",
+)
 
 #: SDXL's tensors with their original names, which diffusers' conversion leaves out.
-_ADDED: Mapping[str, str] = DIFFUSERS_TO_LDM_MAPPING["controlnet"]["addition_embed_type"]
+_ADDED: Mapping[str, str] = DIFFUSERS_TO_LDM_MAPPING["controlnet"][
+    "addition_embed_type"
+]
 
 #: Numbers of a prompt's vectors, by the family that a UNet is of.
 _MADE_FOR = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 2048: "SDXL"}
 
-_ATTENTION = re.compile(r"down_blocks\.(\d+)\.attentions\.0\.(?:transformer_blocks\.(\d+)\.)?")
+_ATTENTION = re.compile(
+    r"down_blocks\.(\d+)\.attentions\.0\.(?:transformer_blocks\.(\d+)\.)?"
+)
 
 #: What the conversion raises for names that are no ControlNet's.
-_CONVERSION_ERRORS = (KeyError, ValueError, IndexError, TypeError, AttributeError, RuntimeError)
+_CONVERSION_ERRORS = (
+    KeyError,
+    ValueError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+)
 
 
 class ControlNets(HeldNetworks[SlotControlNet]):
@@ -104,14 +118,20 @@ def _in_diffusers_names(
     try:
         converted = convert_controlnet_checkpoint(own, unet_config)
     except _CONVERSION_ERRORS as error:
-        raise UnusableError(f"is damaged: its tensors cannot be named ({error!r})") from error
+        raise UnusableError(
+            f"is damaged: its tensors cannot be named ({error!r})"
+        ) from error
     converted |= {name: own.get(original) for name, original in _ADDED.items()}
     return {each: tensor for each, tensor in converted.items() if tensor is not None}
 
 
 def _check_family(tensors: Weights, unet_config: Mapping[str, Any]) -> None:
     own = unet_config["cross_attention_dim"]
-    widths = {each.shape[-1] for key, each in tensors.items() if key.endswith("attn2.to_k.weight")}
+    widths = {
+        each.shape[-1]
+        for key, each in tensors.items()
+        if key.endswith("attn2.to_k.weight")
+    }
     has_added = "add_embedding.linear_1.weight" in tensors
     takes_added = unet_config.get("addition_embed_type") is not None
     if has_added == takes_added and widths <= {own}:
@@ -131,8 +151,13 @@ def _config(tensors: Weights, unet_config: Mapping[str, Any]) -> dict[str, Any]:
     config["in_channels"] = unet_config["out_channels"]
     hint = tensors[_HINT]
     # Every second layer halves the image and has more channels.
-    names = (f"controlnet_cond_embedding.blocks.{at}.weight" for at in itertools.count(1, 2))
-    wider = [tensors[name].shape[0] for name in itertools.takewhile(tensors.__contains__, names)]
+    names = (
+        f"controlnet_cond_embedding.blocks.{at}.weight" for at in itertools.count(1, 2)
+    )
+    wider = [
+        tensors[name].shape[0]
+        for name in itertools.takewhile(tensors.__contains__, names)
+    ]
     config["conditioning_channels"] = hint.shape[1] if hint.dim() > 1 else 0
     config["conditioning_embedding_out_channels"] = (hint.shape[0], *wider)
     if unet_config.get("addition_embed_type") is not None:
@@ -147,14 +172,20 @@ def _sizes(names: Collection[str], unet_config: Mapping[str, Any]) -> dict[str, 
         if match := _ATTENTION.match(name):
             block, depth = int(match[1]), int(match[2] or -1) + 1
             depths[block] = max(depths.get(block, 0), depth)
-    types, layers = unet_config["down_block_types"], unet_config["transformer_layers_per_block"]
+    types, layers = (
+        unet_config["down_block_types"],
+        unet_config["transformer_layers_per_block"],
+    )
     layers = [layers] * len(types) if isinstance(layers, int) else layers
     attends = any(each.startswith("mid_block.attentions.") for each in names)
     return {
         "down_block_types": [
-            own_type if block in depths else "DownBlock2D" for block, own_type in enumerate(types)
+            own_type if block in depths else "DownBlock2D"
+            for block, own_type in enumerate(types)
         ],
-        "mid_block_type": unet_config["mid_block_type"] if attends else "UNetMidBlock2D",
+        "mid_block_type": unet_config["mid_block_type"]
+        if attends
+        else "UNetMidBlock2D",
         "transformer_layers_per_block": [
             depths.get(block, layer) for block, layer in enumerate(layers)
         ],

@@ -32,7 +32,9 @@ class SlotControlNet(SlotEncoder):
         self._join(paths)
         self.pools = pools
         self.hint = original.controlnet_cond_embedding
-        self.outs = nn.ModuleList([*original.controlnet_down_blocks, original.controlnet_mid_block])
+        self.outs = nn.ModuleList(
+            [*original.controlnet_down_blocks, original.controlnet_mid_block]
+        )
         self.size_bytes = sum(each.nbytes for each in self.tensors())
 
     def forward(
@@ -71,12 +73,16 @@ class SlotControlNet(SlotEncoder):
         stacks = (stack.shared for stack in self.keys_values.stacks.values())
         return itertools.chain(self.parameters(), self.buffers(), stacks)
 
-    def _weigh(self, output: torch.Tensor, weights: torch.Tensor, slot_rows: int) -> torch.Tensor:
+    def _weigh(
+        self, output: torch.Tensor, weights: torch.Tensor, slot_rows: int
+    ) -> torch.Tensor:
         if not self.pools:
             return output * repeat_rows(weights[:, None], len(output))[..., None, None]
         rows = repeat_rows(output.mean((2, 3), keepdim=True), slot_rows * len(weights))
         guided = slot_rows - 1 or 1
-        by_row = torch.stack([*[weights] * guided, torch.zeros_like(weights)][:slot_rows], dim=1)
+        by_row = torch.stack(
+            [*[weights] * guided, torch.zeros_like(weights)][:slot_rows], dim=1
+        )
         by_row = by_row.flatten()
         return rows * by_row[:, None, None, None]
 
@@ -94,7 +100,11 @@ class ControlState(NamedTuple):
 
     @classmethod
     def zeros(
-        cls, network: SlotControlNet, slots: int, sides: Sequence[int], context: torch.Size
+        cls,
+        network: SlotControlNet,
+        slots: int,
+        sides: Sequence[int],
+        context: torch.Size,
     ) -> ControlState:
         """Empty, for latents of these *sides* (height, width); *context*: the UNet's own shape."""
         like, (rows, tokens, _) = next(network.conv_in.parameters()), context
@@ -105,13 +115,17 @@ class ControlState(NamedTuple):
             network,
             hints,
             like.new_zeros((rows, tokens, network.context_width)),
-            like.new_zeros((rows, network.added_width)) if network.added_width else None,
+            like.new_zeros((rows, network.added_width))
+            if network.added_width
+            else None,
         )
 
     def first(self, slots: int) -> ControlState:
         rows = slots * self.slot_rows
         added = None if self.added is None else self.added[:rows]
-        return ControlState(self.network, self.hints[:slots], self.context[:rows], added)
+        return ControlState(
+            self.network, self.hints[:slots], self.context[:rows], added
+        )
 
     @property
     def slot_rows(self) -> int:
@@ -128,7 +142,9 @@ class ControlState(NamedTuple):
         rows = slice(slot * self.slot_rows, (slot + 1) * self.slot_rows)
         self.hints[slot].copy_(hint)
         added_rows = None if self.added is None else self.added[rows]
-        self.network.compute_prompt(SlotPrompts(vectors, added, {}, self.context[rows], added_rows))
+        self.network.compute_prompt(
+            SlotPrompts(vectors, added, {}, self.context[rows], added_rows)
+        )
 
 
 def residuals(
@@ -144,7 +160,9 @@ def residuals(
         weight = weights[:, at].to(x.dtype)
         call = Call(control.context, mask, slot_rows=control.slot_rows)
         found = control.network(x, times, call, control.added, control.hints, weight)
-        total = [_sum(*pair) for pair in zip(total, found, strict=True)] if total else found
+        total = (
+            [_sum(*pair) for pair in zip(total, found, strict=True)] if total else found
+        )
     return total
 
 

@@ -32,14 +32,21 @@ def _read_tiny(folder: Path, checkpoint: Checkpoint) -> AutoencoderTiny:
     """The TAESD of a folder, beside the checkpoint's VAE; raises SetupError if it is none."""
     tiny: AutoencoderTiny = reading.read_network(AutoencoderTiny, folder)
     factor = 2 ** (len(tiny.config.decoder_block_out_channels) - 1)
-    if (factor, tiny.config.latent_channels) != (checkpoint.factor, checkpoint.channels):
-        raise errors.SetupError(f"--taesd {str(folder)!r} does not fit the model's latents")
+    if (factor, tiny.config.latent_channels) != (
+        checkpoint.factor,
+        checkpoint.channels,
+    ):
+        raise errors.SetupError(
+            f"--taesd {str(folder)!r} does not fit the model's latents"
+        )
     nn.Module.to(tiny, device=checkpoint.vae.device, dtype=checkpoint.vae.dtype)
     tiny.to(memory_format=torch.channels_last)
     return tiny
 
 
-def of_latents(checkpoint: Checkpoint, settings: Settings, read: Read | None = None) -> Parts:
+def of_latents(
+    checkpoint: Checkpoint, settings: Settings, read: Read | None = None
+) -> Parts:
     """*read*: another checkpoint of its kind; None: it draws with this alone."""
     device = checkpoint.unet.device
     is_large = checkpoint.family.has_large_layers
@@ -52,7 +59,9 @@ def of_latents(checkpoint: Checkpoint, settings: Settings, read: Read | None = N
     tiny = None if settings.taesd is None else _read_tiny(settings.taesd, checkpoint)
     overflows = checkpoint.family.overflows_in_float16
     vaes = Vaes(checkpoint.vae, overflows=overflows, has_own_layers=has_own_layers)
-    checkpoints = read and HeldCheckpoints(checkpoint, read, has_own_layers=has_own_layers)
+    checkpoints = read and HeldCheckpoints(
+        checkpoint, read, has_own_layers=has_own_layers
+    )
     stager = LatentStager(checkpoint, control_nets, tiny, vaes, checkpoints)
     layer_bytes = linear.transformer_bytes(checkpoint.unet)
     weights = settings.slot_weights or memory.choose_weights(
@@ -63,7 +72,9 @@ def of_latents(checkpoint: Checkpoint, settings: Settings, read: Read | None = N
     keeps_on_cpu = is_large and memory.has_no_room_for_originals(device, layer_bytes)
     merger = Merger(checkpoint.unet, keeps_on_cpu=keeps_on_cpu)
     unet = SlotUnet(checkpoint.unet, weights)
-    unet.changes.grow([(each, USUAL_RANK) for each in unet.changes.groups if each.of_transformers])
+    unet.changes.grow(
+        [(each, USUAL_RANK) for each in unet.changes.groups if each.of_transformers]
+    )
     if has_own_layers:
         unet.fold()
     preparer = RequestPreparer(
@@ -81,7 +92,9 @@ def of_latents(checkpoint: Checkpoint, settings: Settings, read: Read | None = N
     )
     costs = Costs(merge_seconds=1.0) if keeps_on_cpu else Costs()
     if weights == "factors":
-        costs = replace(costs, per_slot_seconds=0.118, per_slot_convolutions_seconds=0.122)
+        costs = replace(
+            costs, per_slot_seconds=0.118, per_slot_convolutions_seconds=0.122
+        )
     pool = GraphPool(device) if device.type == "cuda" else None
     return Parts(
         model=checkpoint,
@@ -94,7 +107,9 @@ def of_latents(checkpoint: Checkpoint, settings: Settings, read: Read | None = N
         checkpoints=checkpoints,
         stager=stager,
         merger=merger,
-        decoder=Decoder(checkpoint.vae, checkpoint.factor, tiny, settings.backend, pool),
+        decoder=Decoder(
+            checkpoint.vae, checkpoint.factor, tiny, settings.backend, pool
+        ),
         pool=pool,
         costs=costs,
     )

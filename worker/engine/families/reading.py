@@ -21,7 +21,14 @@ from transformers import PreTrainedModel
 from imagefleet import errors
 
 #: What the libraries raise for missing, truncated or mismatched files.
-LOADING_ERRORS = (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError)
+LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    RuntimeError,
+    SafetensorError,
+)
 
 #: Names of an attention's layers in the VAEs of older folders, and today's.
 _OLDER = re.compile(r"(\.attentions\.\d+\.)(query|key|value|proj_attn)(\.\w+)$")
@@ -43,7 +50,9 @@ def read_network(network: type[Any], folder: Path) -> Any:
         made = build(network, read_json(folder / "config.json"))
         assign(made, weights)
     except LOADING_ERRORS as error:
-        raise errors.SetupError(f"{str(folder)!r} cannot be loaded: {brief(error)}") from error
+        raise errors.SetupError(
+            f"{str(folder)!r} cannot be loaded: {brief(error)}"
+        ) from error
     return made
 
 
@@ -74,7 +83,9 @@ def assign(network: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
         network.tie_weights()
     missing = sorted(name for name, each in network.named_parameters() if each.is_meta)
     if missing:
-        raise ValueError(f"it lacks {len(missing)} of its weights, for example {missing[0]}")
+        raise ValueError(
+            f"it lacks {len(missing)} of its weights, for example {missing[0]}"
+        )
     network.requires_grad_(requires_grad=False).eval()
 
 
@@ -99,7 +110,9 @@ def brief(error: Exception) -> str:
     """The first line that says something: libraries append pages of weight names and links."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # torch's first line is only a heading: "Error(s) in loading state_dict for ...:".
-    said = next((line for line in lines if not line.endswith(":")), type(error).__name__)
+    said = next(
+        (line for line in lines if not line.endswith(":")), type(error).__name__
+    )
     return said[:200]
 
 
@@ -110,9 +123,13 @@ def _files(folder: Path, stem: str) -> list[Path]:
     whole = f"{stem}{variant}.safetensors"
     if whole in names:
         return [folder / whole]
-    parts = read_json(folder / f"{stem}.safetensors.index{variant}.json").get("weight_map")
+    parts = read_json(folder / f"{stem}.safetensors.index{variant}.json").get(
+        "weight_map"
+    )
     if not isinstance(parts, dict):
-        raise errors.SetupError(f"{str(folder)!r} has neither {whole} nor an index of its parts")
+        raise errors.SetupError(
+            f"{str(folder)!r} has neither {whole} nor an index of its parts"
+        )
     return [folder / Path(name).name for name in sorted(set(map(str, parts.values())))]
 
 
@@ -150,7 +167,9 @@ class ImageNoise:
         return int(self.scheduler.config.num_train_timesteps)
 
 
-def image_noise(index: Mapping[str, Any], scheduler: Mapping[str, Any], levels: int) -> ImageNoise:
+def image_noise(
+    index: Mapping[str, Any], scheduler: Mapping[str, Any], levels: int
+) -> ImageNoise:
     """Reads it from a folder's configurations; *levels*: how many the UNet knows."""
     made = DDPMScheduler.from_config(dict(scheduler))
     level = int(index.get("max_noise_level", _MAX_LEVEL))
@@ -186,7 +205,9 @@ def alphas_cumprod(
     Raises SetupError if the checkpoint has another one.
     """
     if scheduler.get("beta_schedule", "scaled_linear") != "scaled_linear":
-        raise errors.SetupError(f"{str(model)!r} does not have Stable Diffusion's noise schedule")
+        raise errors.SetupError(
+            f"{str(model)!r} does not have Stable Diffusion's noise schedule"
+        )
     start, end = scheduler.get("beta_start", 0.00085), scheduler.get("beta_end", 0.012)
     count = scheduler.get("num_train_timesteps", 1000)
     betas = torch.linspace(start**0.5, end**0.5, count, dtype=torch.float64) ** 2

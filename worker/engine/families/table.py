@@ -69,7 +69,9 @@ class Family:
         """The names of its text encoders."""
         return tuple(encoder.network for encoder in self.text_encoders)
 
-    def size_ids(self, width: int, height: int, *, is_negative: bool = False) -> torch.Tensor:
+    def size_ids(
+        self, width: int, height: int, *, is_negative: bool = False
+    ) -> torch.Tensor:
         """Original size, crop's corner, and target size or score, as AUTOMATIC1111 sends them."""
         told = [height, width] if self.scores is None else [self.scores[is_negative]]
         return torch.tensor([height, width, 0, 0, *told], dtype=torch.float32)
@@ -123,7 +125,11 @@ _CLIP = TextEncoder(
 SD1 = Family(
     name="Stable Diffusion 1.x",
     slug="sd1",
-    unet_config={"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8},
+    unet_config={
+        "sample_size": 64,
+        "cross_attention_dim": 768,
+        "attention_head_dim": 8,
+    },
     vae_config={
         "down_block_types": ["DownEncoderBlock2D"] * 4,
         "up_block_types": ["UpDecoderBlock2D"] * 4,
@@ -197,7 +203,11 @@ SDXL = Family(
         "cross_attention_dim": 2048,
         "attention_head_dim": [5, 10, 20],
         "block_out_channels": [320, 640, 1280],
-        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+        "down_block_types": [
+            "DownBlock2D",
+            "CrossAttnDownBlock2D",
+            "CrossAttnDownBlock2D",
+        ],
         "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
         "transformer_layers_per_block": [1, 2, 10],
         "use_linear_projection": True,
@@ -240,12 +250,18 @@ REFINER = replace(
         "cross_attention_dim": 1280,
         "attention_head_dim": [6, 12, 24, 24],
         "block_out_channels": [384, 768, 1536, 1536],
-        "down_block_types": ["DownBlock2D", *["CrossAttnDownBlock2D"] * 2, "DownBlock2D"],
+        "down_block_types": [
+            "DownBlock2D",
+            *["CrossAttnDownBlock2D"] * 2,
+            "DownBlock2D",
+        ],
         "up_block_types": ["UpBlock2D", *["CrossAttnUpBlock2D"] * 2, "UpBlock2D"],
         "transformer_layers_per_block": 4,
         "projection_class_embeddings_input_dim": 2560,
     },
-    text_encoders=(replace(SDXL.text_encoders[1], open_clip="conditioner.embedders.0.model."),),
+    text_encoders=(
+        replace(SDXL.text_encoders[1], open_clip="conditioner.embedders.0.model."),
+    ),
     scores=(6.0, 2.5),
 )
 
@@ -280,7 +296,11 @@ X4_UPSCALER = replace(
         "scaling_factor": 0.08333,
     },
     # Of the latents, and of the image.
-    scheduler_config={"beta_start": 0.0001, "beta_end": 0.02, "beta_schedule": "scaled_linear"},
+    scheduler_config={
+        "beta_start": 0.0001,
+        "beta_end": 0.02,
+        "beta_schedule": "scaled_linear",
+    },
     # "The decoder seems to break in half precision", says its own configuration (x4-upscaling.yaml
     # in Stability-AI/stablediffusion); diffusers' pipeline decodes in float32.
     overflows_in_float16=True,

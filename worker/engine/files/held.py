@@ -60,7 +60,9 @@ class HeldNetworks(Generic[Network]):
         # One at a time: each takes gigabytes meanwhile.
         self._reading = threading.Lock()
         self._kept: OrderedDict[Identity, Network] = OrderedDict()
-        self._alive: weakref.WeakValueDictionary[Identity, Network] = weakref.WeakValueDictionary()
+        self._alive: weakref.WeakValueDictionary[Identity, Network] = (
+            weakref.WeakValueDictionary()
+        )
         self._lock = threading.Lock()
 
     def load(self, identity: Identity) -> Any:
@@ -75,7 +77,9 @@ class HeldNetworks(Generic[Network]):
         """The identity of a usable file; from several threads. Raises as `safetensors.named`."""
         with safetensors.named(f"the {self._noun} {name!r}"):
             identity = identify(path)
-            if problem := self._problems.get(identity, lambda: self._find_problem(identity)):
+            if problem := self._problems.get(
+                identity, lambda: self._find_problem(identity)
+            ):
                 raise UnusableError(problem)
             return identity
 
@@ -167,6 +171,8 @@ def assign(network: nn.Module, tensors: Weights, dtype: torch.dtype) -> None:
     try:
         network.load_state_dict(found, assign=True)
     except RuntimeError as error:
-        raise UnusableError(f"does not fit this model: {reading.brief(error)}") from error
+        raise UnusableError(
+            f"does not fit this model: {reading.brief(error)}"
+        ) from error
     safetensors.refuse_damaged(found)
     network.requires_grad_(requires_grad=False).eval()

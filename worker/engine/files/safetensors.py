@@ -119,7 +119,10 @@ class Buffers:
                 self._locked_bytes -= size
             self.locks_pages = False
             most = f"this system locks {self._locked_bytes // 10**6} MB (CUDA error {error})"
-            log.info(f"GPU copies are from pageable memory: {most}", action="pages_not_locked")
+            log.info(
+                f"GPU copies are from pageable memory: {most}",
+                action="pages_not_locked",
+            )
 
     def _unlock_pages(self, memory: _Memory) -> None:
         if memory.is_locked:
@@ -178,7 +181,9 @@ def named(file: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise errors.TransientError(f"{file} cannot be read: {error.strerror or error}") from error
+        raise errors.TransientError(
+            f"{file} cannot be read: {error.strerror or error}"
+        ) from error
     except UnusableError as error:
         raise errors.UnusableFileError(f"{file} {error}") from error
 
@@ -234,12 +239,16 @@ def places(header: str, data_bytes: int) -> dict[str, Place]:
     found = {}
     for name, (kind, begin, end) in sorted(read.places.items()):
         if (dtype := _TYPES.get(kind)) is None:
-            raise UnusableError(f"holds numbers of the type {kind!r}, which is not supported")
+            raise UnusableError(
+                f"holds numbers of the type {kind!r}, which is not supported"
+            )
         found[name] = Place(dtype, read.shapes[name], begin, end)
         if end - begin != math.prod(read.shapes[name]) * dtype.itemsize:
             raise _incomplete("a tensor's shape does not fit its place")
     if (end := read.file_bytes) > data_bytes:
-        raise _incomplete(f"it ends {end - data_bytes} bytes before its last tensor does")
+        raise _incomplete(
+            f"it ends {end - data_bytes} bytes before its last tensor does"
+        )
     if end < data_bytes:
         raise _incomplete(f"{data_bytes - end} bytes follow its last tensor")
     return found

@@ -172,14 +172,24 @@ class Compiled:
         if self._backend is None:
             return
         self.trace()
-        values = [each if isinstance(each, tuple) else (each,) for each in self._arguments]
-        tensors = [each for some in values for each in some if isinstance(each, torch.Tensor)]
+        values = [
+            each if isinstance(each, tuple) else (each,) for each in self._arguments
+        ]
+        tensors = [
+            each for some in values for each in some if isinstance(each, torch.Tensor)
+        ]
         kept = [(tensor, tensor.clone()) for tensor in tensors]
         if self._backend is not None:
-            with phases.timed("autotune"), self._optional("uncompiled", "compile_failed"):
+            with (
+                phases.timed("autotune"),
+                self._optional("uncompiled", "compile_failed"),
+            ):
                 self._run_often()  # which selects kernels
         if self._pool is not None:
-            with phases.timed("capture"), self._optional("without a CUDA graph", "capture_failed"):
+            with (
+                phases.timed("capture"),
+                self._optional("without a CUDA graph", "capture_failed"),
+            ):
                 self._record(self._pool)
         for argument, copy in kept:
             argument.copy_(copy)
@@ -211,7 +221,9 @@ class Compiled:
                 # permitted.
                 torch.cuda.synchronize()
             brief = f"{type(error).__name__}: {str(error).strip()[:300]}"
-            log.warning(f"{self.name} runs {without}: {brief}", exc_info=error, action=action)
+            log.warning(
+                f"{self.name} runs {without}: {brief}", exc_info=error, action=action
+            )
             if action == "compile_failed":
                 self._function, self._backend = self._plain, None
 
@@ -245,7 +257,10 @@ class Compiled:
         graph = torch.cuda.CUDAGraph()
         # Other threads may allocate page-locked memory meanwhile, outside the graph.
         with torch.cuda.graph(
-            graph, pool=pool.handle, stream=pool.stream, capture_error_mode="thread_local"
+            graph,
+            pool=pool.handle,
+            stream=pool.stream,
+            capture_error_mode="thread_local",
         ):
             output = self._function(*self._arguments)
         torch.cuda.synchronize()

@@ -55,7 +55,9 @@ _PIXELS = 256
 _SUMMED_PIXELS, _SUMMED_CHANNELS, _WRITTEN = 128, 128, 4096
 
 
-def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, multiple: int = 1) -> torch.Tensor:
+def _cudnn(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, multiple: int = 1
+) -> torch.Tensor:
     """cuDNN's, with heads padded to a *multiple* of a width."""
     width = q.shape[-1]
     if padding := -width % multiple:
@@ -89,11 +91,19 @@ class KernelSelector:
         return self._fastest[shape]
 
     def _find(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Attend:
-        for tensor in (q, k, v):  # empty slots are all zero, which would hide a broken kernel
+        for tensor in (
+            q,
+            k,
+            v,
+        ):  # empty slots are all zero, which would hide a broken kernel
             tensor.normal_()
-        milliseconds = {name: _time(kernel, q, k, v) for name, kernel in KERNELS.items()}
+        milliseconds = {
+            name: _time(kernel, q, k, v) for name, kernel in KERNELS.items()
+        }
         name = min(milliseconds, key=milliseconds.__getitem__)
-        times = ", ".join(f"{each} {taken:.3f} ms" for each, taken in milliseconds.items())
+        times = ", ".join(
+            f"{each} {taken:.3f} ms" for each, taken in milliseconds.items()
+        )
         text = f"self-attention of {'x'.join(map(str, q.shape))} by {name} ({times})"
         log.info(text, action="attention_chosen")
         return KERNELS[name]
@@ -161,7 +171,9 @@ def normalise(x: torch.Tensor, norm: nn.GroupNorm) -> torch.Tensor:
     thirty times its standard deviation.
     """
     (rows, channels, height, width), groups = x.shape, norm.num_groups
-    pixels = math.gcd(height * width, _PIXELS)  # of enough parts to keep a GPU busy with their sums
+    pixels = math.gcd(
+        height * width, _PIXELS
+    )  # of enough parts to keep a GPU busy with their sums
     values = x.permute(0, 2, 3, 1).reshape(rows, -1, pixels, channels).float()
 
     def mean_of_groups(sums: torch.Tensor) -> torch.Tensor:
@@ -171,7 +183,9 @@ def normalise(x: torch.Tensor, norm: nn.GroupNorm) -> torch.Tensor:
     sums, squares = values.sum(2), (values * values).sum(2)
     mean = mean_of_groups(sums)
     variance = (mean_of_groups(squares) - mean * mean).clamp(min=0)
-    scale = (variance + norm.eps).rsqrt()[:, :, None] * norm.weight.float().view(groups, -1)
+    scale = (variance + norm.eps).rsqrt()[:, :, None] * norm.weight.float().view(
+        groups, -1
+    )
     shift = norm.bias.float().view(groups, -1) - mean[:, :, None] * scale
     shape = (rows, channels, 1, 1)
     return (x.float() * scale.reshape(shape) + shift.reshape(shape)).to(x.dtype)
@@ -203,7 +217,9 @@ def normalise_and_activate(
         x, shifts, sums, pixels, channels, sums[0].numel(), has_added,
         _SUMMED_PIXELS, _SUMMED_CHANNELS,
     )  # fmt: skip
-    by_group = sums.view(2, rows, parts, groups, -1).sum((2, 4)) * (groups / (pixels * channels))
+    by_group = sums.view(2, rows, parts, groups, -1).sum((2, 4)) * (
+        groups / (pixels * channels)
+    )
     mean, square = by_group.unbind()
     scale = (square - mean * mean).clamp(min=0).add_(norm.eps).rsqrt_()
     out = torch.empty_like(x)
@@ -229,7 +245,11 @@ def gate(x: torch.Tensor) -> torch.Tensor:
 
 def runs_programs(x: torch.Tensor) -> bool:
     """Whether Triton's programs run for *x*, and not torch's kernels."""
-    return x.device.type == "cuda" and not torch.compiler.is_compiling() and _works(x.device)
+    return (
+        x.device.type == "cuda"
+        and not torch.compiler.is_compiling()
+        and _works(x.device)
+    )
 
 
 @functools.cache
@@ -241,7 +261,9 @@ def _works(device: torch.device) -> bool:
         gated = torch.zeros(2, device=device)
         programs.gate[(1,)](gated, gated, 1, 1, _WRITTEN)
     except Exception as error:  # a compiler may raise anything
-        log.warning(f"no fused kernels: {error}", exc_info=error, action="compile_failed")
+        log.warning(
+            f"no fused kernels: {error}", exc_info=error, action="compile_failed"
+        )
         return False
     return True
 
@@ -299,7 +321,11 @@ def tiling(network: AnyNetwork) -> AnyNetwork:
 
 
 def upsample(
-    x: torch.Tensor, folded: torch.Tensor, bias: torch.Tensor | None, *, tiles: bool = False
+    x: torch.Tensor,
+    folded: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    tiles: bool = False,
 ) -> torch.Tensor:
     """The convolution of x [rows, in, height, width] upsampled by two: [rows, out, 2h, 2w]."""
     # [rows, height + 1, width + 1, 2, 2, out]: the output pixels (a, b) are shifted by a and b.
@@ -336,7 +362,11 @@ class Upsampler(nn.Module):
             self.folded.copy_(folded)
 
     def forward(
-        self, x: torch.Tensor, output_size: torch.Size | None = None, *, tiles: bool = False
+        self,
+        x: torch.Tensor,
+        output_size: torch.Size | None = None,
+        *,
+        tiles: bool = False,
     ) -> torch.Tensor:
         """Upsamples x [rows, channels, height, width] by two, and cuts it to *output_size*.
 
@@ -348,7 +378,9 @@ class Upsampler(nn.Module):
             doubled = upsample(x, self.folded, self.conv.bias, tiles=tiles)
         else:
             # diffusers' own forward copies to another memory format from 64 rows on.
-            doubled = convolve(self.conv, F.interpolate(x, scale_factor=2.0), tiles=tiles)
+            doubled = convolve(
+                self.conv, F.interpolate(x, scale_factor=2.0), tiles=tiles
+            )
         if output_size is None:
             return doubled
         height, width = output_size
@@ -357,14 +389,20 @@ class Upsampler(nn.Module):
 
 def upsampler(original: nn.Module) -> Upsampler | None:
     """For `replace_modules`, what replaces diffusers' with a convolution, weights folded."""
-    if not isinstance(original, Upsample2D) or not original.use_conv or original.norm is not None:
+    if (
+        not isinstance(original, Upsample2D)
+        or not original.use_conv
+        or original.norm is not None
+    ):
         return None
     ours = Upsampler(original)
     ours.fold()
     return ours
 
 
-def replace_modules(network: nn.Module, *finds: Callable[[nn.Module], nn.Module | None]) -> None:
+def replace_modules(
+    network: nn.Module, *finds: Callable[[nn.Module], nn.Module | None]
+) -> None:
     """Replaces each submodule by what one of *finds* returns for it; None keeps the module."""
     for parent, find in itertools.product(list(network.modules()), finds):
         for name, child in list(parent.named_children()):

@@ -20,7 +20,9 @@ def add_up(x, added, sums, pixels, channels, total, has_added: tl.constexpr, siz
     inside = at < channels
     shift = tl.zeros([width], tl.float32)
     if has_added:
-        shift = tl.load(added + row * channels + at, mask=inside, other=0).to(tl.float32)
+        shift = tl.load(added + row * channels + at, mask=inside, other=0).to(
+            tl.float32
+        )
     values = tl.zeros([width], tl.float32)
     squares = tl.zeros([width], tl.float32)
     for first in range(0, size, 16):
@@ -48,7 +50,9 @@ def normalise(x, added, normed, mean, scale, weight, bias, numbers, channels, gr
     read = tl.load(x + row * numbers + at, mask=inside).to(tl.float32)
     if has_added:
         read += tl.load(added + row * channels + channel, mask=inside).to(tl.float32)
-    read = (read - tl.load(mean + place, mask=inside)) * tl.load(scale + place, mask=inside)
+    read = (read - tl.load(mean + place, mask=inside)) * tl.load(
+        scale + place, mask=inside
+    )
     read = read * tl.load(weight + channel, mask=inside).to(tl.float32)
     read += tl.load(bias + channel, mask=inside).to(tl.float32)
     if activates:

@@ -51,7 +51,8 @@ class Layers:
         self._layouts = functools.lru_cache(_MAX_LAYOUTS)(self._make)
         self.text_encoders = tuple(text_encoders)
         self.embedding_widths = sorted(
-            each.get_input_embeddings().weight.shape[1] for each in text_encoders.values()
+            each.get_input_embeddings().weight.shape[1]
+            for each in text_encoders.values()
         )
         layers = self._weights("unet", unet)
         originals = original_names(layers)
@@ -67,9 +68,13 @@ class Layers:
                 # transformers 5.6 dropped the level; files may have it.
                 short = path.removeprefix("text_model.")
                 old = re.sub(r"\b(?:([qkv])_proj|(out)_proj)$", r"to_\1\2", short)
-                both = f"{short}.{old.rpartition('.')[2]}"  # of some versions of diffusers
+                both = (
+                    f"{short}.{old.rpartition('.')[2]}"  # of some versions of diffusers
+                )
                 names = {
-                    level + name for level in ("", "text_model.") for name in (short, old, both)
+                    level + name
+                    for level in ("", "text_model.")
+                    for name in (short, old, both)
                 }
                 self._name(network, path, dots, names)
                 self._name(network, path, flats, names)
@@ -91,13 +96,17 @@ class Layers:
 
     def layout_of(self, content: safetensors.Content) -> Layout:
         """The layout of a file, which those of one program share; for `safetensors.named`."""
-        find = self._layouts if len(content.header) <= _MAX_KEPT_CHARACTERS else self._make
+        find = (
+            self._layouts if len(content.header) <= _MAX_KEPT_CHARACTERS else self._make
+        )
         try:
             return find(content.header, len(content.data))
         except _UnfitError as error:
             header = replace(parse(content.header), metadata=content.metadata)
             what = contents.identify(header).name
-            raise UnusableError(f"does not fit this model (it is {what}): {error}") from error
+            raise UnusableError(
+                f"does not fit this model (it is {what}): {error}"
+            ) from error
 
     def _make(self, header: str, data_bytes: int) -> Layout:
         return Layout(safetensors.places(header, data_bytes), self)
@@ -123,7 +132,9 @@ _TEXT_PREFIXES: Mapping[Network, tuple[Sequence[str], Sequence[str]]] = {
 
 def adaptable_layers(network: nn.Module) -> dict[str, Layer]:
     """The linear layers and convolutions, by path."""
-    return {path: each for path, each in network.named_modules() if isinstance(each, Layer)}
+    return {
+        path: each for path, each in network.named_modules() if isinstance(each, Layer)
+    }
 
 
 def adaptable(network: nn.Module) -> dict[str, nn.Parameter]:
@@ -158,7 +169,9 @@ class Layout:
         self.places = places
         self._runs = list(_runs(places))
         shapes = {key: place.shape for key, place in places.items()}
-        integers = [key for key, place in places.items() if not place.dtype.is_floating_point]
+        integers = [
+            key for key, place in places.items() if not place.dtype.is_floating_point
+        ]
         found = lora.read(shapes, integers)
         self.is_dotted = any("." in name for name in found.layers)
         """Whether layers have their modules' names, as in diffusers and peft."""
@@ -166,7 +179,10 @@ class Layout:
         self.skipped = found.skipped
         """The keys of what changes nothing."""
         for name, parts in found.embeddings.items():
-            if sorted(shapes[key][-1] for key in parts.values()) == layers.embedding_widths:
+            if (
+                sorted(shapes[key][-1] for key in parts.values())
+                == layers.embedding_widths
+            ):
                 self.embeddings[name] = parts
             else:
                 self.skipped += parts.values()
@@ -176,7 +192,9 @@ class Layout:
             self._place(name, parts, found.sizes[name], layers)
         if not (self._layers or self.embeddings):
             shown = next(iter(places))[: lora.SHOWN]
-            raise _UnfitError(f"it changes no layer of the model's: unknown key {shown!r}")
+            raise _UnfitError(
+                f"it changes no layer of the model's: unknown key {shown!r}"
+            )
 
     def _place(
         self, name: str, parts: Mapping[str, str], size: tuple[int, int], layers: Layers
@@ -186,7 +204,9 @@ class Layout:
         if (layer := layers.find(name)) is None:
             # As AUTOMATIC1111 does, but never all that a LoRA changes of a network.
             if _IS_SECOND.match(name) and "text_encoder_2" not in layers.text_encoders:
-                raise _UnfitError(f"unknown key {next(iter(parts.values()))[: lora.SHOWN]!r}")
+                raise _UnfitError(
+                    f"unknown key {next(iter(parts.values()))[: lora.SHOWN]!r}"
+                )
             self.skipped += parts.values()
             return
         weight: Sequence[int] = layers.shapes[layer]
@@ -205,15 +225,21 @@ class Layout:
         elif counts == _INPAINTING[::-1]:
             self.skipped += parts.values()
         else:
-            shown = ", ".join(f"{part} {list(each.shape)}" for part, each in tensors.items())
-            raise _UnfitError(f"for {' '.join(layer)}, of shape {list(weight)}, it has {shown}")
+            shown = ", ".join(
+                f"{part} {list(each.shape)}" for part, each in tensors.items()
+            )
+            raise _UnfitError(
+                f"for {' '.join(layer)}, of shape {list(weight)}, it has {shown}"
+            )
 
     def _add(self, layer: LayerId, found: Mapping[str, Place]) -> None:
         if layer in self._layers:
             raise _UnfitError(f"it changes {' '.join(layer)} twice, under two names")
         self._layers[layer] = list(map(_view, found.items()))
 
-    def tensors(self, data: torch.Tensor) -> Iterator[tuple[LayerId, dict[str, torch.Tensor]]]:
+    def tensors(
+        self, data: torch.Tensor
+    ) -> Iterator[tuple[LayerId, dict[str, torch.Tensor]]]:
         """Each layer's tensors as views of a file's *data*."""
         if not all(safetensors.is_finite(run.of(data)) for run in self._runs):
             views_of = ((name, place.of(data)) for name, place in self.places.items())
@@ -232,7 +258,9 @@ class Layout:
                 for name, place, where in found
             }
             for part in _PADDED & views.keys() if layer in self._padded else ():
-                views[part] = F.pad(views[part], (0, 0, 0, 0, 0, _INPAINTING[0] - _INPAINTING[1]))
+                views[part] = F.pad(
+                    views[part], (0, 0, 0, 0, 0, _INPAINTING[0] - _INPAINTING[1])
+                )
             yield layer, views
 
 
@@ -247,7 +275,9 @@ _PADDED = frozenset({"down", "diff"})
 _IS_SECOND = re.compile(r"lora_te2_|text_encoder_2\.|text_encoders\.clip_g\.")
 
 
-def _fits(size: tuple[int, int], parts: Mapping[str, Place], weight: Sequence[int]) -> bool:
+def _fits(
+    size: tuple[int, int], parts: Mapping[str, Place], weight: Sequence[int]
+) -> bool:
     """Whether a change of *size* (see `lora.Contents.sizes`) is one of a weight of this shape."""
     outputs, inputs = weight[0], math.prod(weight[1:])
     if "weight" in parts:
@@ -272,9 +302,14 @@ def _runs(places: Mapping[str, Place]) -> Iterator[Place]:
     run: list[Place] = []
     for place, following in itertools.zip_longest(in_order, in_order[1:]):
         run.append(place)
-        if following is None or (following.dtype, following.begin) != (place.dtype, place.end):
+        if following is None or (following.dtype, following.begin) != (
+            place.dtype,
+            place.end,
+        ):
             begin, end = run[0].begin, place.end
-            yield Place(place.dtype, ((end - begin) // place.dtype.itemsize,), begin, end)
+            yield Place(
+                place.dtype, ((end - begin) // place.dtype.itemsize,), begin, end
+            )
             run.clear()
 
 
@@ -294,7 +329,9 @@ class WeightDelta:
 
     def compute(self, weight: torch.Tensor) -> torch.Tensor:
         """The change at strength 1 in float32, of the shape and device of the checkpoint's own."""
-        stacked = {name: each.to(weight.device)[None] for name, each in self.tensors.items()}
+        stacked = {
+            name: each.to(weight.device)[None] for name, each in self.tensors.items()
+        }
         return kinds.compute(stacked, self.scale, weight[None])[0]
 
     @property
@@ -302,7 +339,9 @@ class WeightDelta:
         """Whether it changes nothing, at any strength."""
         if self.tensors.keys() & kinds.NEVER_ZERO:
             return False
-        return self.scale == 0 or any(not tensor.any() for tensor in self.tensors.values())
+        return self.scale == 0 or any(
+            not tensor.any() for tensor in self.tensors.values()
+        )
 
 
 def make_delta(
@@ -357,25 +396,35 @@ class LoraFile:
 
     @property
     def _all(self) -> Iterator[WeightDelta]:
-        return itertools.chain.from_iterable(each.values() for each in self.deltas.values())
+        return itertools.chain.from_iterable(
+            each.values() for each in self.deltas.values()
+        )
 
 
 def read_lora(path: Path, identity: Identity, layers: Layers) -> LoraFile:
     """Reads and checks one file; for `safetensors.named`."""
-    deltas: dict[Network, dict[str, WeightDelta]] = {network: {} for network in get_args(Network)}
+    deltas: dict[Network, dict[str, WeightDelta]] = {
+        network: {} for network in get_args(Network)
+    }
     content = safetensors.read(path, identity)
     configs = lora.peft_configs(content.metadata)
     layout = layers.layout_of(content)
     for (network, layer), tensors in layout.tensors(content.data):
-        if (on_input := tensors.get("on_input")) is not None:  # which shapes do not tell
+        if (
+            on_input := tensors.get("on_input")
+        ) is not None:  # which shapes do not tell
             weight = layers.shapes[network, layer]
             if tensors["weight"].numel() != math.prod(
                 weight[1:] if on_input.item() else weight[:1]
             ):
-                raise UnusableError(f"does not fit this model: it scales {network} {layer}")
+                raise UnusableError(
+                    f"does not fit this model: it scales {network} {layer}"
+                )
         config, alpha = configs[network], tensors.pop("alpha", None)
         strength = config.alpha_of(layer) if alpha is None else float(alpha)
-        deltas[network][layer] = make_delta(tensors, strength, by_root=config.use_rslora)
+        deltas[network][layer] = make_delta(
+            tensors, strength, by_root=config.use_rslora
+        )
     embeddings = {
         name: {part: layout.places[key].of(content.data) for part, key in parts.items()}
         for name, parts in layout.embeddings.items()
@@ -388,7 +437,9 @@ def read_lora(path: Path, identity: Identity, layers: Layers) -> LoraFile:
         layout.skipped,
         layout.is_dotted,
         any(
-            each.tensors.keys() & kinds.OF_WEIGHTS for of in deltas.values() for each in of.values()
+            each.tensors.keys() & kinds.OF_WEIGHTS
+            for of in deltas.values()
+            for each in of.values()
         ),
     )
 

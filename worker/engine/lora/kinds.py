@@ -45,7 +45,10 @@ def compute(tensors: Tensors, scale: float, weights: torch.Tensor) -> torch.Tens
 
 def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """The products of two stacks of matrices in float32."""
-    is_half = left.dtype == right.dtype and left.dtype in {torch.float16, torch.bfloat16}
+    is_half = left.dtype == right.dtype and left.dtype in {
+        torch.float16,
+        torch.bfloat16,
+    }
     # torch refuses it where matrix products are summed in float16.
     in_float16 = getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False)
     if left.is_cuda and is_half and _HAS_OUT_DTYPE and not in_float16:
@@ -73,7 +76,8 @@ def factorise(change: Tensors, most: int) -> Factors | None:
         parts = [_lora_factors(tensors)]
     else:
         parts = [
-            _half_factors(tensors, "hada" if kind == "loha" else "lokr", half) for half in "12"
+            _half_factors(tensors, "hada" if kind == "loha" else "lokr", half)
+            for half in "12"
         ]
     if math.prod(down.shape[1] for _, down in parts) > most:
         return None
@@ -81,7 +85,8 @@ def factorise(change: Tensors, most: int) -> Factors | None:
         ((up, down),) = parts
         return up[0], down[0]
     ups, downs = (
-        [each[0].float().contiguous() for each in side] for side in zip(*parts, strict=True)
+        [each[0].float().contiguous() for each in side]
+        for side in zip(*parts, strict=True)
     )
     if kind == "loha":
         return _balanced(
@@ -89,13 +94,18 @@ def factorise(change: Tensors, most: int) -> Factors | None:
             (downs[0][:, None] * downs[1][None]).flatten(0, 1),
         )
     # Kronecker's; the second half's columns end with the kernel, as a weight's do.
-    return _balanced(functools.reduce(torch.kron, ups), functools.reduce(torch.kron, downs))
+    return _balanced(
+        functools.reduce(torch.kron, ups), functools.reduce(torch.kron, downs)
+    )
 
 
 def _balanced(up: torch.Tensor, down: torch.Tensor) -> Factors:
     """The same product by factors of one size: neither underflows in float16."""
     smallest = torch.finfo(torch.float32).tiny
-    sizes = [each.clamp_min(smallest).sqrt() for each in (up.abs().amax(0), down.abs().amax(1))]
+    sizes = [
+        each.clamp_min(smallest).sqrt()
+        for each in (up.abs().amax(0), down.abs().amax(1))
+    ]
     ratio = sizes[1] / sizes[0]
     return up * ratio, down / ratio[:, None]
 
@@ -138,7 +148,11 @@ def _with_core(core: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
 
 
 def _decompose(
-    weights: torch.Tensor, changes: torch.Tensor, norms: torch.Tensor, *, of_outputs: bool
+    weights: torch.Tensor,
+    changes: torch.Tensor,
+    norms: torch.Tensor,
+    *,
+    of_outputs: bool,
 ) -> torch.Tensor:
     """DoRA: the changed weights rescaled to *norms*, minus the original ones; in *changes*.
 
@@ -171,9 +185,13 @@ def _oft(tensors: Tensors, weights: torch.Tensor) -> torch.Tensor:
         skew = skew - skew.mT
         if (limit := tensors.get("limit")) is not None:
             norm = torch.linalg.vector_norm(skew, dim=(1, 2, 3), keepdim=True)
-            skew = skew * ((norm.minimum(limit.view(-1, 1, 1, 1)) + 1e-8) / (norm + 1e-8))
+            skew = skew * (
+                (norm.minimum(limit.view(-1, 1, 1, 1)) + 1e-8) / (norm + 1e-8)
+            )
         eye = torch.eye(skew.shape[-1], device=skew.device)
-        inverse, _ = torch.linalg.inv_ex(eye - skew)  # a skew matrix has no real eigenvalue but 0
+        inverse, _ = torch.linalg.inv_ex(
+            eye - skew
+        )  # a skew matrix has no real eigenvalue but 0
         turns = (eye + skew) @ inverse
     own = weights.float().flatten(2)
     blocks = own.view(*turns.shape[:3], -1)
@@ -190,10 +208,14 @@ def _kind(tensors: Tensors) -> str:
 #: What computes a change of each kind, of the tensors and the weights.
 _PRODUCTS: Mapping[str, Callable[[Tensors, torch.Tensor], torch.Tensor]] = {
     "lora": lambda tensors, _: multiply(*_lora_factors(tensors)),
-    "loha": lambda tensors, _: _half(tensors, "hada", "1").mul_(_half(tensors, "hada", "2")),
+    "loha": lambda tensors, _: _half(tensors, "hada", "1").mul_(
+        _half(tensors, "hada", "2")
+    ),
     "lokr": _lokr,
     "full": lambda tensors, _: tensors["diff"].to(torch.float32, copy=True),
-    "ia3": lambda tensors, weights: weights.flatten(2).float() * tensors["weight"].float(),
+    "ia3": lambda tensors, weights: (
+        weights.flatten(2).float() * tensors["weight"].float()
+    ),
     "glora": _glora,
     "oft": _oft,
 }

@@ -112,7 +112,9 @@ class Stack:
             return kinds.compute(tensors, self.scale, original)
         index = self.index[part] - at
         changes = kinds.compute(tensors, self.scale, original.index_select(0, index))
-        return torch.zeros_like(original, dtype=torch.float32).index_copy_(0, index, changes)
+        return torch.zeros_like(original, dtype=torch.float32).index_copy_(
+            0, index, changes
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,9 @@ class StackedChange:
         by_layer = outputs.view(len(x), len(up), -1).transpose(0, 1)
         by_layer.baddbmm_(torch.matmul(x, down.mT), up.mT, alpha=self.strength)
 
-    def _merge_part(self, original: torch.Tensor, merged: torch.Tensor, first: int) -> None:
+    def _merge_part(
+        self, original: torch.Tensor, merged: torch.Tensor, first: int
+    ) -> None:
         total, strength = None, 1.0
         if self.low_rank is not None:
             up, down = (each[first : first + len(original)] for each in self.low_rank)
@@ -183,7 +187,10 @@ class Room:
         self.size_bytes = 0
 
     def place(self, dtype: torch.dtype, *shape: int) -> Place:
-        begin, end = self.size_bytes, self.size_bytes + math.prod(shape) * dtype.itemsize
+        begin, end = (
+            self.size_bytes,
+            self.size_bytes + math.prod(shape) * dtype.itemsize,
+        )
         self.size_bytes = end + -end % _ALIGNMENT_BYTES
         return Place(dtype, shape, begin, end)
 
@@ -199,7 +206,9 @@ class Room:
         rank = max(map(_rank, by_layer.values()))
         rank += -rank % _RANK_ALIGNMENT
         ups = self.place(dtype, layers, len(up), rank)
-        return LowRank(ups, self.place(dtype, layers, rank, len(down[0])), strength, by_layer)
+        return LowRank(
+            ups, self.place(dtype, layers, rank, len(down[0])), strength, by_layer
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +232,9 @@ class LowRank:
         ):
             up.zero_()
             down.zero_()
-        parts: dict[tuple[int, int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
+        parts: dict[
+            tuple[int, int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+        ] = {}
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for layer, changes in self.by_layer.items():
@@ -231,7 +242,10 @@ class LowRank:
             for strength, (outer, inner) in changes:
                 end = begin + len(inner)
                 if (begin, end) not in parts:
-                    parts[begin, end] = (up[:, :, begin:end].unbind(), down[:, begin:end].unbind())
+                    parts[begin, end] = (
+                        up[:, :, begin:end].unbind(),
+                        down[:, begin:end].unbind(),
+                    )
                 ups, downs = parts[begin, end]
                 # A small strength would take float16 to its smallest numbers: half of it goes to
                 # each factor, to one of them as a power of two, which is exact.
@@ -246,7 +260,9 @@ class LowRank:
                         sources.append(source)
                     else:
                         # Rounded once.
-                        exact = source if source.dtype == target.dtype else source.float()
+                        exact = (
+                            source if source.dtype == target.dtype else source.float()
+                        )
                         torch.mul(exact, factor, out=target)
                 begin = end
         if targets:  # one call for each would take longer than most copies
@@ -264,7 +280,9 @@ class _StackPlaces:
     def of(self, flat: torch.Tensor) -> Stack:
         tensors = {name: place.of(flat) for name, place in self.tensors.items()}
         strength, delta = next(iter(self.by_layer.values()))
-        return Stack(list(self.by_layer), self.index.of(flat), tensors, delta.scale, strength)
+        return Stack(
+            list(self.by_layer), self.index.of(flat), tensors, delta.scale, strength
+        )
 
 
 class LoraChanges(NamedTuple):
@@ -297,7 +315,9 @@ class PackedLoras:
 
     @property
     def _beside(self) -> dict[Shape, LowRank]:
-        return {key: each for key, each in self._low_rank.items() if isinstance(key, Shape)}
+        return {
+            key: each for key, each in self._low_rank.items() if isinstance(key, Shape)
+        }
 
     def assemble(self) -> torch.Tensor:
         """The tensor [size_bytes] in host memory."""
@@ -309,7 +329,10 @@ class PackedLoras:
             stack.index.copy_(torch.tensor(stack.positions))
             for name, tensor in stack.tensors.items():
                 shape = tensor.shape[1:]
-                sources = [each.tensors[name].view(shape) for _, each in places.by_layer.values()]
+                sources = [
+                    each.tensors[name].view(shape)
+                    for _, each in places.by_layer.values()
+                ]
                 torch._foreach_copy_(tensor.unbind(), sources)
         return flat
 
@@ -325,16 +348,24 @@ class PackedLoras:
                 plain.strength if plain else 1.0,
                 [each.of(flat) for each in self._stacks.get(group, ())],
             )
-        return LoraChanges(stacked, {shape: each.of(flat) for shape, each in self._beside.items()})
+        return LoraChanges(
+            stacked, {shape: each.of(flat) for shape, each in self._beside.items()}
+        )
 
 
-def pack(loras: Sequence[AppliedLora], groups: Groups, *, dtype: torch.dtype) -> PackedLoras | None:
+def pack(
+    loras: Sequence[AppliedLora], groups: Groups, *, dtype: torch.dtype
+) -> PackedLoras | None:
     """The changes of *loras* at their strengths; None if no slot can hold one of them.
 
     Plain LoRAs are packed as *dtype*, and so is all that is of low rank beside a `Shape`'s weights;
     other kinds of a `Group`'s as they are in the file.
     """
-    known = {path: (group, at) for group, paths in groups.items() for at, path in enumerate(paths)}
+    known = {
+        path: (group, at)
+        for group, paths in groups.items()
+        for at, path in enumerate(paths)
+    }
     of_low_rank: dict[Group | Shape, dict[int, list[WeightedFactors]]] = {}
     others: dict[Group, dict[int, list[Weighted]]] = {}
     for lora in loras:
@@ -349,22 +380,30 @@ def pack(loras: Sequence[AppliedLora], groups: Groups, *, dtype: torch.dtype) ->
             elif tensors.keys() == {"down", "up"}:
                 factors = _flat(tensors["up"]), _flat(tensors["down"])
             else:
-                others.setdefault(group, {}).setdefault(at, []).append((lora.weight, delta))
+                others.setdefault(group, {}).setdefault(at, []).append(
+                    (lora.weight, delta)
+                )
                 continue
-            of_low_rank.setdefault(group, {}).setdefault(at, []).append((strength, factors))
+            of_low_rank.setdefault(group, {}).setdefault(at, []).append(
+                (strength, factors)
+            )
     room, low_rank = Room(), {}
     for group, changes in of_low_rank.items():
         # The device multiplies by the largest, so that most jobs' factors are copied as they are.
         strengths = [strength for each in changes.values() for strength, _ in each]
         largest = 1.0 if isinstance(group, Shape) else max(strengths, key=abs) or 1.0
-        low_rank[group] = room.place_low_rank(dtype, len(groups[group]), changes, largest)
+        low_rank[group] = room.place_low_rank(
+            dtype, len(groups[group]), changes, largest
+        )
     stacks = {
         group: [
             _StackPlaces(
                 stacked,
                 room.place(torch.int64, len(stacked)),
                 {
-                    name: room.place(tensor.dtype, len(stacked), *_as_linear(tensor.shape))
+                    name: room.place(
+                        tensor.dtype, len(stacked), *_as_linear(tensor.shape)
+                    )
                     for name, tensor in next(iter(stacked.values()))[1].tensors.items()
                 },
             )
@@ -373,10 +412,16 @@ def pack(loras: Sequence[AppliedLora], groups: Groups, *, dtype: torch.dtype) ->
         for group, by_layer in others.items()
     }
     packed = PackedLoras(room.size_bytes, low_rank, stacks)
-    return packed if all(rank <= shape.max_rank for shape, rank in packed.ranks.items()) else None
+    return (
+        packed
+        if all(rank <= shape.max_rank for shape, rank in packed.ranks.items())
+        else None
+    )
 
 
-def _alike(by_layer: Mapping[int, Sequence[Weighted]]) -> Collection[Mapping[int, Weighted]]:
+def _alike(
+    by_layer: Mapping[int, Sequence[Weighted]],
+) -> Collection[Mapping[int, Weighted]]:
     """What has equal names, shapes, scales and strengths, once for each layer, in their order."""
     alike: dict[object, dict[int, Weighted]] = {}
     for at, changes in sorted(by_layer.items()):

@@ -28,13 +28,20 @@ def original_names(paths: Collection[str]) -> dict[str, str]:
     names = {path: _OUTER[path] for path in paths if path in _OUTER}
     found = {path: match.groups() for path in paths if (match := _PART.fullmatch(path))}
     # On the way up, each block has one resnet more.
-    layers = max((int(at) for _, _, part, at, _ in found.values() if part == "resnets"), default=0)
+    layers = max(
+        (int(at) for _, _, part, at, _ in found.values() if part == "resnets"),
+        default=0,
+    )
     attending = {
-        (side, block) for side, block, part, _, _ in found.values() if part == "attentions"
+        (side, block)
+        for side, block, part, _, _ in found.values()
+        if part == "attentions"
     }
     for path, (side, block, part, at, inner) in found.items():
         # Samplers are numbered after a block's last resnet, or with it.
-        number = int(block or 0) * (layers + 1) + (layers if "samplers" in part else int(at))
+        number = int(block or 0) * (layers + 1) + (
+            layers if "samplers" in part else int(at)
+        )
         after = "2" if (side, block) in attending else "1"
         within = {"attentions": "1", "upsamplers": after}.get(part, "0")
         outer = {
@@ -42,6 +49,8 @@ def original_names(paths: Collection[str]) -> dict[str, str]:
             "up": f"output_blocks.{number}.{within}",
             None: f"middle_block.{2 * int(at) + (part == 'attentions')}",
         }
-        own = {"resnets": _RESNET.get(inner, inner), "downsamplers": "op"}.get(part, inner)
+        own = {"resnets": _RESNET.get(inner, inner), "downsamplers": "op"}.get(
+            part, inner
+        )
         names[path] = f"{outer[side]}.{own}"
     return names

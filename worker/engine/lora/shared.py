@@ -77,12 +77,16 @@ class Merger:
 @torch.no_grad()
 def merge_for_good(path: Path, networks: Mapping[str, Any]) -> None:
     """Merges a LoRA into a checkpoint just read, not summed yet; raises as `safetensors.named`."""
-    encoders = {name: each for name, each in networks.items() if name not in {"unet", "vae"}}
+    encoders = {
+        name: each for name, each in networks.items() if name not in {"unet", "vae"}
+    }
     layers = Layers(networks["unet"], cast("Mapping[Network, Any]", encoders))
     with safetensors.named(f"the accelerator {path.name!r}"):
         found = read_lora(path, identify(path), layers)
     if not found.deltas.get("unet"):
-        raise errors.SetupError(f"the accelerator {path.name!r} changes nothing of the UNet")
+        raise errors.SetupError(
+            f"the accelerator {path.name!r} changes nothing of the UNet"
+        )
     for network, deltas in found.deltas.items():
         changed = adaptable(networks[network]) if deltas else {}
         for name, delta in deltas.items():

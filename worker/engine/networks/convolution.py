@@ -37,7 +37,9 @@ class LowRankChange(nn.Module):
     up: torch.Tensor | None
     """[slots, layers, rank, out]"""
 
-    def __init__(self, layers: Mapping[str, nn.Module], *, of_transformers: bool = False) -> None:
+    def __init__(
+        self, layers: Mapping[str, nn.Module], *, of_transformers: bool = False
+    ) -> None:
         """*layers* by path."""
         super().__init__()
         self.paths = list(layers)
@@ -74,7 +76,9 @@ class LowRankChange(nn.Module):
         rank = products.shape[2] // len(self.paths)
         for layer in range(len(self.paths)):
             part = output[..., layer * outputs : (layer + 1) * outputs]
-            part.baddbmm_(products[..., layer * rank : (layer + 1) * rank], up[:slots, layer])
+            part.baddbmm_(
+                products[..., layer * rank : (layer + 1) * rank], up[:slots, layer]
+            )
         return output
 
     def _factors(self) -> Factors:
@@ -91,13 +95,20 @@ class SlotConv(nn.Module):
         super().__init__()
         conv = layer.conv if isinstance(layer, Upsampler) else layer
         if not isinstance(conv, nn.Conv2d) or not _is_usual(conv):
-            raise errors.SetupError(f"{path} is not one of Stable Diffusion's convolutions")
+            raise errors.SetupError(
+                f"{path} is not one of Stable Diffusion's convolutions"
+            )
         self.layer: Any = layer
         self.change = LowRankChange({path: conv})
         self._stride: int = conv.stride[0]
 
     def forward(
-        self, x: torch.Tensor, slots: int, size: torch.Size | None = None, *, tiles: bool = False
+        self,
+        x: torch.Tensor,
+        slots: int,
+        size: torch.Size | None = None,
+        *,
+        tiles: bool = False,
     ) -> torch.Tensor:
         """*slots* adds each slot's own change, 0 none; *size* is for upsampling.
 
@@ -139,7 +150,9 @@ def _add_taps(
     total = padded[:, :rows:stride, :columns:stride, 0]
     for tap in range(1, _KERNEL**2):
         below, right = divmod(tap, _KERNEL)
-        shifted = padded[:, below : below + rows : stride, right : right + columns : stride, tap]
+        shifted = padded[
+            :, below : below + rows : stride, right : right + columns : stride, tap
+        ]
         total = total + shifted
     return total
 
@@ -187,7 +200,9 @@ class SlotChanges:
 
     def _bytes_of(self, capacities: Mapping[Shape, int]) -> int:
         return self._like.element_size() * sum(
-            len(self.groups[shape]) * (shape.outputs + shape.inputs * shape.taps) * capacity
+            len(self.groups[shape])
+            * (shape.outputs + shape.inputs * shape.taps)
+            * capacity
             for shape, capacity in capacities.items()
         )
 

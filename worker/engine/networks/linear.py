@@ -64,7 +64,9 @@ class SlotLinear(nn.Module):
     def keep_apart(self) -> None:
         """Gives each slot low-rank changes beside the shared weights, not weights of its own."""
         self.change = LowRankChange(self.layers, of_transformers=True)
-        self.weight = _stack_weights(each.weight for each in self.layers.values()).flatten(0, 1)
+        self.weight = _stack_weights(
+            each.weight for each in self.layers.values()
+        ).flatten(0, 1)
 
 
 _Part = list[tuple[SlotLinear, slice]]
@@ -94,21 +96,29 @@ class WeightStack:
         if block not in self._blocks:
             slots = self._slots[min(block, len(self._slots) - 1)]
             shapes = [self.shared[_whole(part)].shape for part in self._parts]
-            self._blocks[block] = [self.shared.new_zeros((slots, *each)) for each in shapes]
+            self._blocks[block] = [
+                self.shared.new_zeros((slots, *each)) for each in shapes
+            ]
         self._own = self._blocks[block]
         for part, own in zip(self._parts, self._own, strict=True):
             first = _whole(part).start
             for linear, places in part:
-                linear.slots = own[:, places.start - first : places.stop - first].flatten(1, 2)
+                linear.slots = own[
+                    :, places.start - first : places.stop - first
+                ].flatten(1, 2)
 
-    def load(self, slot: int, change: StackedChange | None, temporary_bytes: int) -> None:
+    def load(
+        self, slot: int, change: StackedChange | None, temporary_bytes: int
+    ) -> None:
         """Sets a slot to the shared weights, plus a job's change."""
         for part, own in zip(self._parts, self._own, strict=True):
             layers = _whole(part)
             if change is None:
                 own[slot].copy_(self.shared[layers])
             else:
-                change.merge(self.shared[layers], own[slot], temporary_bytes, first=layers.start)
+                change.merge(
+                    self.shared[layers], own[slot], temporary_bytes, first=layers.start
+                )
 
     def _divide(self) -> list[_Part]:
         """The parts, none larger than need be for one of the linears."""
@@ -132,7 +142,9 @@ class ReloadedStack:
         self.paths = [path for linear in linears for path in linear.layers]
         layers = _layers_of(linears)
         device = layers[0].weight.device
-        self.shared = _stack_weights((each.weight for each in layers), in_host_memory=True)
+        self.shared = _stack_weights(
+            (each.weight for each in layers), in_host_memory=True
+        )
         self._own = self.shared.to(device, copy=True)
         for linear, places in _places(linears):
             linear.weight = self._own[places].flatten(0, 1)
@@ -151,7 +163,9 @@ class ReloadedStack:
     def use_block(self, block: int) -> None:
         """Does nothing: all lanes use the same weights."""
 
-    def load(self, _slot: int, change: StackedChange | None, temporary_bytes: int) -> None:
+    def load(
+        self, _slot: int, change: StackedChange | None, temporary_bytes: int
+    ) -> None:
         """Sets the slot to the checkpoint's weights, plus a job's change."""
         self._own.copy_(self.shared, non_blocking=True)
         if change is not None:
@@ -166,7 +180,9 @@ def stack_by_shape(
 ) -> dict[Group, Stack]:
     by_shape: dict[Group, list[SlotLinear]] = {}
     for linear in linears:
-        ((outer, inner),) = {layer.weight.flatten(1).shape for layer in linear.layers.values()}
+        ((outer, inner),) = {
+            layer.weight.flatten(1).shape for layer in linear.layers.values()
+        }
         by_shape.setdefault((use, outer, inner), []).append(linear)
     return {group: kind(members) for group, members in by_shape.items()}
 
@@ -195,7 +211,11 @@ def _stack_weights(
     flat = [each.detach().view(len(each), -1) for each in alike]
     if in_host_memory:
         size = sum(weight.nbytes for weight in flat)
-        stacked = safetensors.layers.take(size).view(flat[0].dtype).view(len(flat), *flat[0].shape)
+        stacked = (
+            safetensors.layers.take(size)
+            .view(flat[0].dtype)
+            .view(len(flat), *flat[0].shape)
+        )
         for place, weight in zip(stacked, flat, strict=True):
             place.copy_(weight)
     else:
@@ -212,9 +232,13 @@ def join_biases(layers: Iterable[Layer]) -> torch.Tensor | None:
     if not biases:
         return None
     if len(biases) < len(alike):
-        raise errors.SetupError("of layers with the same input some have a bias and some have not")
+        raise errors.SetupError(
+            "of layers with the same input some have a bias and some have not"
+        )
     joined = torch.cat(biases).detach()
-    for bias, part in zip(biases, torch.split(joined, [*map(len, biases)]), strict=True):
+    for bias, part in zip(
+        biases, torch.split(joined, [*map(len, biases)]), strict=True
+    ):
         bias.data = part
     return joined
 

@@ -22,10 +22,17 @@ from worker.engine.kernels.layers import (
 from worker.engine.lora.file import Layer
 from worker.engine.lora.merge import TEMPORARY_BYTES, Group, LoraChanges, StackedChange
 from worker.engine.networks.convolution import SlotChanges
-from worker.engine.networks.linear import ReloadedStack, SlotLinear, WeightStack, stack_by_shape
+from worker.engine.networks.linear import (
+    ReloadedStack,
+    SlotLinear,
+    WeightStack,
+    stack_by_shape,
+)
 from worker.engine.slots.memory import SlotWeights
 
-UNKNOWN_UNET = "this UNet is not of Stable Diffusion's architecture, the only one supported"
+UNKNOWN_UNET = (
+    "this UNet is not of Stable Diffusion's architecture, the only one supported"
+)
 
 
 class Call(NamedTuple):
@@ -69,7 +76,9 @@ class KeysValues:
                 slices[path] = slice(self.width, self.width + width)
                 self.width += width
         for cross in crosses:
-            cross.keys, cross.values = (slices[paths[each]] for each in (cross.to_k, cross.to_v))
+            cross.keys, cross.values = (
+                slices[paths[each]] for each in (cross.to_k, cross.to_v)
+            )
 
     @torch.no_grad()
     def compute(
@@ -87,7 +96,9 @@ class KeysValues:
         rows, outputs, at = vectors.flatten(0, 1), out.flatten(0, 1), 0
         for group, stack in self.stacks.items():
             weights, change = stack.shared, changes.get(group)
-            stays_apart = change is not None and self._saves_memory and not change.stacks
+            stays_apart = (
+                change is not None and self._saves_memory and not change.stacks
+            )
             if change is not None and not stays_apart:
                 weights = torch.empty_like(stack.shared)
                 change.merge(stack.shared, weights)
@@ -105,20 +116,28 @@ class Transformer(nn.Module):
         super().__init__()
         self.norm = original.norm
         self.proj_in = _linear(paths, original.proj_in)
-        self.blocks = nn.ModuleList(_Block(block, paths) for block in original.transformer_blocks)
+        self.blocks = nn.ModuleList(
+            _Block(block, paths) for block in original.transformer_blocks
+        )
         self.proj_out = _linear(paths, original.proj_out)
 
     def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         rows, (_, channels, height, width) = len(call.context), x.shape
         # All rows of a slot as one from here on: Inductor copies inputs of products that it finds
         # in another shape.
-        tokens = self.norm(x).permute(0, 2, 3, 1).reshape(rows // call.slot_rows, -1, channels)
+        tokens = (
+            self.norm(x)
+            .permute(0, 2, 3, 1)
+            .reshape(rows // call.slot_rows, -1, channels)
+        )
         tokens = self.proj_in(tokens, call.per_slot)
         for block in self.blocks:
             tokens = block(tokens, len(x), call)
             x = repeat_rows(x, rows)
         tokens = self.proj_out(tokens, call.per_slot)
-        changed: torch.Tensor = tokens.view(rows, height, width, channels).permute(0, 3, 1, 2) + x
+        changed: torch.Tensor = (
+            tokens.view(rows, height, width, channels).permute(0, 3, 1, 2) + x
+        )
         return changed
 
 
@@ -126,9 +145,17 @@ class _Block(nn.Module):
     def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
         super().__init__()
         gate = original.ff.net[0]
-        if original.norm_type != "layer_norm" or original.attn2 is None or original.pos_embed:
+        if (
+            original.norm_type != "layer_norm"
+            or original.attn2 is None
+            or original.pos_embed
+        ):
             raise errors.SetupError(UNKNOWN_UNET)
-        self.norm1, self.norm2, self.norm3 = original.norm1, original.norm2, original.norm3
+        self.norm1, self.norm2, self.norm3 = (
+            original.norm1,
+            original.norm2,
+            original.norm3,
+        )
         kind = CrossAttention if original.only_cross_attention else SelfAttention
         self.attend_first = kind(original.attn1, paths)
         self.attend_prompt = CrossAttention(original.attn2, paths)
@@ -145,7 +172,9 @@ class _Block(nn.Module):
         if isinstance(first, CrossAttention):
             x = x + first(self.norm1(x), call)
         x = x + self.attend_prompt(self.norm2(x), call)
-        gated: torch.Tensor = x + self.out(gate(self.gate(self.norm3(x), per_slot)), per_slot)
+        gated: torch.Tensor = x + self.out(
+            gate(self.gate(self.norm3(x), per_slot)), per_slot
+        )
         return gated
 
 
@@ -159,13 +188,20 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, rows: int, per_slot: bool) -> torch.Tensor:
         q, k, v = (
-            _split_heads(each, rows, self.heads) for each in self.qkv(x, per_slot).chunk(3, dim=-1)
+            _split_heads(each, rows, self.heads)
+            for each in self.qkv(x, per_slot).chunk(3, dim=-1)
         )
-        output: torch.Tensor = self.out(_merge_heads(self.kernel(q, k, v), len(x)), per_slot)
+        output: torch.Tensor = self.out(
+            _merge_heads(self.kernel(q, k, v), len(x)), per_slot
+        )
         return output
 
     def select_and_attend(
-        self, selector: KernelSelector, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        selector: KernelSelector,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
     ) -> torch.Tensor:
         """A kernel that selects the fastest one for its inputs, used from then on."""
         self.kernel = selector.select(q, k, v)
@@ -263,7 +299,9 @@ class SlotState(NamedTuple):
         if slots == held:
             return self
         views: list[Any] = [
-            each[: slots * len(each) // held] if isinstance(each, torch.Tensor) else each
+            each[: slots * len(each) // held]
+            if isinstance(each, torch.Tensor)
+            else each
             for each in self
         ]
         return SlotState(*views)._replace(history=self.history[:, :slots])
@@ -323,8 +361,12 @@ class SlotNetwork(nn.Module):
     @property
     def reloaded(self) -> dict[str, torch.Tensor]:
         """What the only slot computes with in place of parameters, by their names, if any."""
-        stacks = (each for each in self._stacks.values() if isinstance(each, ReloadedStack))
-        return {f"{path}.weight": own for stack in stacks for path, own in stack.own.items()}
+        stacks = (
+            each for each in self._stacks.values() if isinstance(each, ReloadedStack)
+        )
+        return {
+            f"{path}.weight": own for stack in stacks for path, own in stack.own.items()
+        }
 
     def select_kernels(self, selector: KernelSelector) -> None:
         """Has the next call of each self-attention select its fastest kernel."""

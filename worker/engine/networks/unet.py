@@ -48,7 +48,10 @@ class SlotEncoder(SlotNetwork):
     """The first half of a UNet, down to its middle, which ControlNets have as well."""
 
     def __init__(
-        self, original: Any, paths: Mapping[nn.Module, str], weights: SlotWeights = "merged"
+        self,
+        original: Any,
+        paths: Mapping[nn.Module, str],
+        weights: SlotWeights = "merged",
     ) -> None:
         """*original* is diffusers' UNet or ControlNet; *paths* are those of its modules."""
         super().__init__(original.conv_in.weight, weights)
@@ -56,7 +59,9 @@ class SlotEncoder(SlotNetwork):
         self.time_embedding = _TimeEmbedding(original.time_embedding, paths)
         takes_sizes = original.config.addition_embed_type is not None
         # The second part of the timestep's embedding: SDXL's, or that of the noise on an image.
-        self.added = _AddedEmbedding(original) if takes_sizes else original.class_embedding
+        self.added = (
+            _AddedEmbedding(original) if takes_sizes else original.class_embedding
+        )
         width = original.time_embedding.linear_2.out_features
         self.added_width = 0 if self.added is None else width
         if not takes_sizes:
@@ -66,9 +71,13 @@ class SlotEncoder(SlotNetwork):
         self.mid = _Layers(original.mid_block, original.mid_block.resnets[1:], paths)
         self.mid_first = _Resnet(original.mid_block.resnets[0], paths)
 
-    def _join(self, paths: Mapping[nn.Module, str], *, saves_memory: bool = False) -> None:
+    def _join(
+        self, paths: Mapping[nn.Module, str], *, saves_memory: bool = False
+    ) -> None:
         """Makes one product each of what all layers compute of the time and of the prompt."""
-        crosses = [module for module in self.modules() if isinstance(module, CrossAttention)]
+        crosses = [
+            module for module in self.modules() if isinstance(module, CrossAttention)
+        ]
         self.time_projections = _TimeProjections(
             [module for module in self.modules() if isinstance(module, _Resnet)], paths
         )
@@ -81,7 +90,11 @@ class SlotEncoder(SlotNetwork):
     @torch.no_grad()
     def compute_prompt(self, prompts: SlotPrompts) -> None:
         self.keys_values.compute(prompts.vectors, prompts.changes, prompts.context)
-        if self.added is not None and prompts.added is not None and prompts.added_rows is not None:
+        if (
+            self.added is not None
+            and prompts.added is not None
+            and prompts.added_rows is not None
+        ):
             prompts.added_rows.copy_(self.added(*prompts.added))
 
     def encode(
@@ -97,7 +110,9 @@ class SlotEncoder(SlotNetwork):
         As `SlotUnet.forward`; *hint* [slots, channels, height, width] is added to the first one.
         """
         slots = call.slots
-        time = self.time_embedding(self.time_proj(times).to(x.dtype), slots, call.guidance)
+        time = self.time_embedding(
+            self.time_proj(times).to(x.dtype), slots, call.guidance
+        )
         if added is not None:
             time = repeat_rows(time, len(added)) + added
         time = self.time_projections(time, slots)
@@ -125,7 +140,9 @@ class SlotUnet(SlotEncoder):
         self.up = nn.ModuleList(_Up(block, paths) for block in unet.up_blocks)
         self.norm_out = unet.conv_norm_out
         self.conv_out = _conv(paths, unet.conv_out)
-        linears = [module for module in self.modules() if isinstance(module, SlotLinear)]
+        linears = [
+            module for module in self.modules() if isinstance(module, SlotLinear)
+        ]
         if weights == "factors":
             for linear in linears:
                 linear.keep_apart()
@@ -134,7 +151,9 @@ class SlotUnet(SlotEncoder):
         else:
             self._stacks = stack_by_shape(WeightStack, "slots", linears)
         self._join(paths, saves_memory=weights != "merged")
-        self._upsamplers = [module for module in self.modules() if isinstance(module, Upsampler)]
+        self._upsamplers = [
+            module for module in self.modules() if isinstance(module, Upsampler)
+        ]
         self.changes = SlotChanges(
             (module for module in self.modules() if isinstance(module, LowRankChange)),
             unet.conv_out.weight.detach(),
@@ -188,7 +207,11 @@ class _TimeEmbedding(nn.Module):
         if original.post_act is not None:
             raise errors.SetupError(UNKNOWN_UNET)
         self.embed_guidance = original.cond_proj
-        self.first, self.act, self.second = original.linear_1, original.act, original.linear_2
+        self.first, self.act, self.second = (
+            original.linear_1,
+            original.act,
+            original.linear_2,
+        )
         self.first_change, self.second_change = (
             LowRankChange({paths[layer]: layer}) for layer in (self.first, self.second)
         )
@@ -223,7 +246,9 @@ class _AddedEmbedding(nn.Module):
 
     def forward(self, pooled: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         numbers = self.embed_numbers(sizes.flatten()).reshape(len(sizes), -1)
-        embedded: torch.Tensor = self.embed(torch.cat([pooled, numbers.to(pooled.dtype)], dim=-1))
+        embedded: torch.Tensor = self.embed(
+            torch.cat([pooled, numbers.to(pooled.dtype)], dim=-1)
+        )
         return embedded
 
 
@@ -240,9 +265,12 @@ class _TimeProjections(nn.Module):
         layers = [resnet.time_emb_proj for resnet in resnets]
         by_outputs = itertools.groupby(layers, key=lambda layer: len(layer.weight))
         self.changes = nn.ModuleList(
-            LowRankChange({paths[layer]: layer for layer in alike}) for _, alike in by_outputs
+            LowRankChange({paths[layer]: layer for layer in alike})
+            for _, alike in by_outputs
         )
-        self.register_buffer("weight", torch.cat([each.weight for each in layers]).detach(), False)
+        self.register_buffer(
+            "weight", torch.cat([each.weight for each in layers]).detach(), False
+        )
         self.register_buffer("bias", join_biases(layers), False)
         at = 0
         for resnet, layer in zip(resnets, layers, strict=True):
@@ -266,7 +294,10 @@ class _Resnet(nn.Module):
 
     def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
         super().__init__()
-        if original.time_embedding_norm != "default" or original.output_scale_factor != 1:
+        if (
+            original.time_embedding_norm != "default"
+            or original.output_scale_factor != 1
+        ):
             raise errors.SetupError(UNKNOWN_UNET)
         self.norm1, self.conv1 = original.norm1, _conv(paths, original.conv1)
         self.norm2, self.conv2 = original.norm2, _conv(paths, original.conv2)
@@ -275,10 +306,16 @@ class _Resnet(nn.Module):
         self.time_emb_proj = original.time_emb_proj
 
     def forward(self, x: torch.Tensor, times: torch.Tensor, call: Call) -> torch.Tensor:
-        time, slots, tiles = repeat_rows(times[:, self.time], len(x)), call.slots, call.tiles
+        time, slots, tiles = (
+            repeat_rows(times[:, self.time], len(x)),
+            call.slots,
+            call.tiles,
+        )
         changed = normalise_and_activate(x, self.norm1, activates=True)
         changed = self.conv1(changed, slots, tiles=tiles)
-        changed = normalise_and_activate(changed, self.norm2, added=time, activates=True)
+        changed = normalise_and_activate(
+            changed, self.norm2, added=time, activates=True
+        )
         changed = self.conv2(changed, slots, tiles=tiles)
         kept = x if self.conv_shortcut is None else self.conv_shortcut(x, slots)
         summed: torch.Tensor = kept + changed
@@ -286,7 +323,9 @@ class _Resnet(nn.Module):
 
 
 class _Layers(nn.Module):
-    def __init__(self, block: Any, resnets: Any, paths: Mapping[nn.Module, str]) -> None:
+    def __init__(
+        self, block: Any, resnets: Any, paths: Mapping[nn.Module, str]
+    ) -> None:
         super().__init__()
         attentions = getattr(block, "attentions", None) or ()
         self.resnets = nn.ModuleList(_Resnet(resnet, paths) for resnet in resnets)
@@ -299,7 +338,9 @@ class _Layers(nn.Module):
 class _Down(_Layers):
     def __init__(self, block: Any, paths: Mapping[nn.Module, str]) -> None:
         super().__init__(block, block.resnets, paths)
-        self.samplers = nn.ModuleList(_conv(paths, each.conv) for each in block.downsamplers or ())
+        self.samplers = nn.ModuleList(
+            _conv(paths, each.conv) for each in block.downsamplers or ()
+        )
 
     def forward(
         self, x: torch.Tensor, time: torch.Tensor, skips: list[torch.Tensor], call: Call
@@ -319,7 +360,8 @@ class _Up(_Layers):
     def __init__(self, block: Any, paths: Mapping[nn.Module, str]) -> None:
         super().__init__(block, block.resnets, paths)
         self.samplers = nn.ModuleList(
-            SlotConv(Upsampler(sampler), paths[sampler.conv]) for sampler in block.upsamplers or ()
+            SlotConv(Upsampler(sampler), paths[sampler.conv])
+            for sampler in block.upsamplers or ()
         )
 
     def forward(

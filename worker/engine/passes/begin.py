@@ -65,7 +65,9 @@ class PreparedImage:
     """[1, height, width] of the pixels: 1 where inpainting checkpoints' UNets do not see the image,
     else 0; None without a mask, when they see nothing of it."""
 
-    def with_content(self, latents: torch.Tensor, request: contract.ImageRequest) -> torch.Tensor:
+    def with_content(
+        self, latents: torch.Tensor, request: contract.ImageRequest
+    ) -> torch.Tensor:
         """The image's latents [4, height, width] with noise or nothing below the mask, if so asked.
 
         The noise is the first of a seed, whatever its subseed.
@@ -78,7 +80,9 @@ class PreparedImage:
         settings = Noise(source=request.noise.source)
         channels, height, width = latents.shape
         seed = request.seed if request.fill_seed is None else request.fill_seed
-        stream = NoiseStream(seed, (channels, height, width), settings, factor=1, draws=0)
+        stream = NoiseStream(
+            seed, (channels, height, width), settings, factor=1, draws=0
+        )
         return latents * kept + stream.first().to(latents.device) * (1 - kept)
 
 
@@ -87,7 +91,9 @@ def prepare_image(init: contract.InitImage, factor: int) -> PreparedImage:
     if init.mask is None:
         return PreparedImage(init.pixels, None, init.masked_content)
     mask = Image.fromarray(init.mask)
-    pixels = init.pixels if init.masked_content == "original" else _fill(init.pixels, mask)
+    pixels = (
+        init.pixels if init.masked_content == "original" else _fill(init.pixels, mask)
+    )
     sides = mask.width // factor, mask.height // factor
     small = np.asarray(mask.resize(sides, Image.Resampling.BICUBIC))
     kept = torch.from_numpy(1 - np.around(small.astype(np.float32) / 255))
@@ -125,15 +131,21 @@ class LowResolution:
     def with_noise(self, drawn: torch.Tensor) -> torch.Tensor:
         """The image with noise of variance 1 that was *drawn*."""
         levels = torch.tensor([self.level])
-        noisy: torch.Tensor = self.noise.scheduler.add_noise(self.image[None], drawn[None], levels)
+        noisy: torch.Tensor = self.noise.scheduler.add_noise(
+            self.image[None], drawn[None], levels
+        )
         return noisy[0]
 
 
 def refuse_unsupported(request: contract.ImageRequest, what: str) -> None:
     """Raises JobError for what no model supports that is *what*, such as "enlarges an image"."""
-    prompts = [p for p in (request.prompt, request.negative_prompt) if isinstance(p, Prompt)]
+    prompts = [
+        p for p in (request.prompt, request.negative_prompt) if isinstance(p, Prompt)
+    ]
     unsupported = {
-        "AND or prompt editing": any(len(p.subprompts) * len(p.states) > 1 for p in prompts),
+        "AND or prompt editing": any(
+            len(p.subprompts) * len(p.states) > 1 for p in prompts
+        ),
         "a second pass (hires fix)": request.hires,
         "ControlNets": request.controls,
         "a VAE by name (sd_vae)": request.vae,
@@ -160,8 +172,13 @@ def prepare_enlarged(
     refuse_unsupported(request, "enlarges an image")
     height, width, _ = init.pixels.shape
     least, most = MIN_SIDE // factor, MAX_SIDE // factor
-    can_be_taken = all(least <= side <= most and side % factor == 0 for side in (width, height))
-    if not can_be_taken or (request.width, request.height) != (factor * width, factor * height):
+    can_be_taken = all(
+        least <= side <= most and side % factor == 0 for side in (width, height)
+    )
+    if not can_be_taken or (request.width, request.height) != (
+        factor * width,
+        factor * height,
+    ):
         raise errors.JobError(
             f"this model makes {factor} times the sides of an image, which are multiples of"
             f" {factor} from {least} to {most}; it has {width}x{height} pixels, the job asks for"
@@ -201,7 +218,9 @@ def prepare_controls(
     many.
     """
     prepared = [
-        PreparedControl(identity, control.pixels, control_weights(control, finished, steps))
+        PreparedControl(
+            identity, control.pixels, control_weights(control, finished, steps)
+        )
         for identity, control in controls
     ]
     prepared = [each for each in prepared if any(each.weights)]
@@ -224,5 +243,6 @@ def control_weights(
     """
     shares = [done / max(1, steps) for done in finished]
     return tuple(
-        control.weight if control.start <= share <= control.end else 0.0 for share in shares
+        control.weight if control.start <= share <= control.end else 0.0
+        for share in shares
     )

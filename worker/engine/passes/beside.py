@@ -53,14 +53,18 @@ class BesideTicks:
         if upscale is None or init is None:
             raise RuntimeError("only requests with an image to enlarge")
         found = tuple(
-            self._upscalers.get(path).enlarge if path else upscaling.IMAGE_UPSCALERS[name]
+            self._upscalers.get(path).enlarge
+            if path
+            else upscaling.IMAGE_UPSCALERS[name]
             for name, path in upscale.upscalers
         )
         enlarge = functools.partial(upscaling.enlarge, init.pixels, upscale, found)
         if any(path is not None for _, path in upscale.upscalers):
             return PreparedUpscale(request, enlarge)
         finished = enlarge()
-        if (finished == finished[0, 0]).all():  # as it always will be: the engine is not at fault
+        if (
+            finished == finished[0, 0]
+        ).all():  # as it always will be: the engine is not at fault
             raise errors.JobError("what is left of the image is all one colour")
         return PreparedUpscale(request, lambda: finished)
 
@@ -76,7 +80,9 @@ class BesideTicks:
         while self.begun and self.begun[0][1].done():
             ticket, future = self.begun.popleft()
             outcome: contract.Outcome
-            if isinstance(failure := future.exception(), Exception):  # any is the image's outcome
+            if isinstance(
+                failure := future.exception(), Exception
+            ):  # any is the image's outcome
                 outcome = engine_errors.classify(failure)
             else:
                 outcome = future.result()

@@ -43,12 +43,18 @@ class Coders:
         networks, tokenizer = checkpoint.text_encoders, checkpoint.tokenizer
         self.family = checkpoint.family
         readers = [
-            text.Reader(networks[each.network], each.rules, embeddings.NAMES[each.network])
+            text.Reader(
+                networks[each.network], each.rules, embeddings.NAMES[each.network]
+            )
             for each in checkpoint.family.text_encoders
         ]
-        self.texts = text.Encoder(readers, tokenizer.bos_token_id, tokenizer.eos_token_id)
+        self.texts = text.Encoder(
+            readers, tokenizer.bos_token_id, tokenizer.eos_token_id
+        )
         self.images = ImageCoder(checkpoint.vae)
-        self.loras = {name: TextEncoderLoras(network) for name, network in networks.items()}
+        self.loras = {
+            name: TextEncoderLoras(network) for name, network in networks.items()
+        }
 
     def forget(self) -> None:
         """Forgets what replaced weights have computed."""
@@ -73,7 +79,9 @@ class HeldCheckpoint:
         networks = [checkpoint.vae, *checkpoint.text_encoders.values()]
         networks += [checkpoint.unet] if unet is not None else []
         placed = itertools.chain.from_iterable(each.parameters() for each in networks)
-        self.size_bytes = sum(each.nbytes for each in (*self._weights.values(), *placed))
+        self.size_bytes = sum(
+            each.nbytes for each in (*self._weights.values(), *placed)
+        )
 
     @torch.no_grad()
     def exchange(self, unet: nn.Module) -> None:
@@ -119,10 +127,14 @@ class HeldCheckpoints(HeldNetworks[HeldCheckpoint]):
         try:
             found, own = self._read_file(path, self._own), self._own
         except errors.SetupError as error:
-            raise UnusableError(f"cannot draw with this worker's model: {error.message}") from error
+            raise UnusableError(
+                f"cannot draw with this worker's model: {error.message}"
+            ) from error
         is_same = found.prediction_type == own.prediction_type
         if not (is_same and found.alphas_cumprod.equal(own.alphas_cumprod)):
-            raise UnusableError("predicts otherwise than this worker's model, or of other noise")
+            raise UnusableError(
+                "predicts otherwise than this worker's model, or of other noise"
+            )
         texts = () if own.has_text_on_cpu else found.text_encoders.values()
         on_device: Any = nn.ModuleList([found.vae, *texts])
         if found.family is table.REFINER:
@@ -136,8 +148,12 @@ class HeldCheckpoints(HeldNetworks[HeldCheckpoint]):
         """Raises TransientError if a GPU has no room for such a network beside the engine's own."""
         if self._device.type != "cuda":
             return
-        own = (each for each in self._own.networks.values() if each.device == self._device)
-        weights = itertools.chain(network.parameters(), *(each.parameters() for each in own))
+        own = (
+            each for each in self._own.networks.values() if each.device == self._device
+        )
+        weights = itertools.chain(
+            network.parameters(), *(each.parameters() for each in own)
+        )
         taken = sum(each.nbytes for each in weights)
         if taken > _WEIGHTS_SHARE * memory.limit_bytes(self._device):
             raise errors.TransientError(

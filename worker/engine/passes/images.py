@@ -59,7 +59,9 @@ class ImageCoder:
         """Latents [4, height, width] in float32 on the device; raises TransientError for NaN."""
         return self._to_latents(self._images_of(pixels))
 
-    def condition(self, image: PreparedImage | None, width: int, height: int) -> torch.Tensor:
+    def condition(
+        self, image: PreparedImage | None, width: int, height: int
+    ) -> torch.Tensor:
         """What an inpainting checkpoint's UNet takes beside latents [5, height, width]; remembered.
 
         As AUTOMATIC1111 (`inpainting_image_conditioning` with `inpainting_mask_weight` 1): the
@@ -84,13 +86,19 @@ class ImageCoder:
 
     def _images_of(self, pixels: contract.Pixels) -> torch.Tensor:
         """[1, 3, height, width] on the device, from -1 to 1."""
-        levels = torch.from_numpy(pixels.copy()).to(self._vae.device).permute(2, 0, 1)[None]
+        levels = (
+            torch.from_numpy(pixels.copy()).to(self._vae.device).permute(2, 0, 1)[None]
+        )
         return levels.float() / 255 * 2 - 1
 
     def _to_latents(self, images: torch.Tensor) -> torch.Tensor:
-        return self._finite(lambda vae: _encode(vae, images), "the latents of an image are")
+        return self._finite(
+            lambda vae: _encode(vae, images), "the latents of an image are"
+        )
 
-    def decode(self, latents: torch.Tensor, tiny: AutoencoderTiny | None = None) -> contract.Pixels:
+    def decode(
+        self, latents: torch.Tensor, tiny: AutoencoderTiny | None = None
+    ) -> contract.Pixels:
         """The pixels of latents [4, height, width], rounded down as AUTOMATIC1111 does here.
 
         By the VAE, or by *tiny*. Raises TransientError if they are NaN.
@@ -105,10 +113,16 @@ class ImageCoder:
         self._wide = None
         self.__dict__.pop("tiling", None)
 
-    def _finite(self, compute: Callable[[AutoencoderKL], torch.Tensor], what: str) -> torch.Tensor:
+    def _finite(
+        self, compute: Callable[[AutoencoderKL], torch.Tensor], what: str
+    ) -> torch.Tensor:
         """What the VAE computes, in float32 from the first time on that it is not finite."""
         found = compute(self._wide or self._vae)
-        if not found.isfinite().all() and self._wide is None and self._vae.dtype != torch.float32:
+        if (
+            not found.isfinite().all()
+            and self._wide is None
+            and self._vae.dtype != torch.float32
+        ):
             text = f"the VAE overflows in {self._vae.dtype}: between passes it computes in float32"
             log.warning(f"{text} from now on", action="vae_widened")
             self._wide = copy.deepcopy(self._vae).float()
@@ -125,7 +139,9 @@ _OF_TRAINING = ("loss.", "model_ema.")
 class Vaes(HeldNetworks[ImageCoder]):
     """VAEs of files, in diffusers' names or in those of the original release."""
 
-    def __init__(self, vae: AutoencoderKL, *, overflows: bool, has_own_layers: bool) -> None:
+    def __init__(
+        self, vae: AutoencoderKL, *, overflows: bool, has_own_layers: bool
+    ) -> None:
         """*vae* is the checkpoint's, whose architecture they have to have.
 
         *overflows*: its activations exceed float16 (`checkpoint.scale_down`).
@@ -138,7 +154,9 @@ class Vaes(HeldNetworks[ImageCoder]):
     def load(self, identity: Identity) -> AutoencoderKL:
         found = {  # in whole checkpoints, with a prefix
             name.removeprefix("first_stage_model.").removeprefix("vae."): tensor
-            for name, tensor in safetensors.tensors_of(Path(identity[0]), identity).items()
+            for name, tensor in safetensors.tensors_of(
+                Path(identity[0]), identity
+            ).items()
             if not name.startswith(_OF_TRAINING)
         }
         network = reading.build(AutoencoderKL, self._config)
@@ -146,7 +164,9 @@ class Vaes(HeldNetworks[ImageCoder]):
             try:
                 found = convert_ldm_vae_checkpoint(found, self._config)
             except reading.LOADING_ERRORS as error:
-                raise UnusableError(f"is no VAE of this model: {reading.brief(error)}") from error
+                raise UnusableError(
+                    f"is no VAE of this model: {reading.brief(error)}"
+                ) from error
         dtype = torch.float32 if self._overflows else self._dtype
         assign(network, found, dtype)
         if self._overflows:

@@ -56,7 +56,9 @@ _MOST_TIMES = 3
 _ALIGNMENT = 8
 
 
-def _resample(how: Image.Resampling, pixels: contract.Pixels, scale: float) -> contract.Pixels:
+def _resample(
+    how: Image.Resampling, pixels: contract.Pixels, scale: float
+) -> contract.Pixels:
     height, width = pixels.shape[:2]
     return _resize(pixels, int(width * scale), int(height * scale), how)
 
@@ -87,13 +89,18 @@ class Upscaling:
         mode, antialias = self.latent_mode
         width, height = self.size
         sides = height // factor, width // factor
-        return F.interpolate(latents[None], size=sides, mode=mode, antialias=antialias)[0]
+        return F.interpolate(latents[None], size=sides, mode=mode, antialias=antialias)[
+            0
+        ]
 
     def enlarge_pixels(self, pixels: contract.Pixels) -> contract.Pixels:
         width, height = self.size
         scale = max(width / pixels.shape[1], height / pixels.shape[0])
         if self.enlarge is not None and scale > 1:
-            aligned = (int(side * scale // _ALIGNMENT * _ALIGNMENT) for side in pixels.shape[1::-1])
+            aligned = (
+                int(side * scale // _ALIGNMENT * _ALIGNMENT)
+                for side in pixels.shape[1::-1]
+            )
             pixels = _apply(self.enlarge, pixels, scale, *aligned)
         return _resize(pixels, width, height, Image.Resampling.LANCZOS)
 
@@ -126,9 +133,13 @@ def enlarge(
         image = Image.blend(image, Image.fromarray(other), upscale.blend)
     left, upper = (
         whole // 2 - kept // 2
-        for whole, kept in zip(upscale.whole, (upscale.width, upscale.height), strict=True)
+        for whole, kept in zip(
+            upscale.whole, (upscale.width, upscale.height), strict=True
+        )
     )
-    return np.asarray(image.crop((left, upper, left + upscale.width, upper + upscale.height)))
+    return np.asarray(
+        image.crop((left, upper, left + upscale.width, upper + upscale.height))
+    )
 
 
 def find(hires: contract.HiresPass, load: Callable[[Path], Enlarge]) -> Upscaling:
@@ -138,7 +149,9 @@ def find(hires: contract.HiresPass, load: Callable[[Path], Enlarge]) -> Upscalin
     if hires.upscaler_path is not None:
         return Upscaling(target, size, None, load(hires.upscaler_path))
     name = hires.upscaler
-    return Upscaling(target, size, LATENT_UPSCALERS.get(name), IMAGE_UPSCALERS.get(name))
+    return Upscaling(
+        target, size, LATENT_UPSCALERS.get(name), IMAGE_UPSCALERS.get(name)
+    )
 
 
 def _kept(excess: int, length: int) -> slice:
@@ -153,7 +166,9 @@ def _apply(
     for _ in range(_MOST_TIMES):
         before = pixels.shape
         pixels = enlarge(pixels, scale)
-        if pixels.shape == before or (pixels.shape[0] >= height and pixels.shape[1] >= width):
+        if pixels.shape == before or (
+            pixels.shape[0] >= height and pixels.shape[1] >= width
+        ):
             break
     return _resize(pixels, width, height, Image.Resampling.LANCZOS)
 
@@ -178,7 +193,12 @@ AVERAGED: Mapping[str, int] = {"SwinIR": TILE, "SCUNet": 256}
 
 
 def in_tiles(
-    network: Network, pixels: contract.Pixels, scale: int, tile: int, *, averaged: bool = False
+    network: Network,
+    pixels: contract.Pixels,
+    scale: int,
+    tile: int,
+    *,
+    averaged: bool = False,
 ) -> contract.Pixels:
     """An image [height, width, 3] through a network that enlarges tiles *scale* times.
 
@@ -192,14 +212,19 @@ def in_tiles(
     tops, lefts = _starts(height, tile, averaged), _starts(width, tile, averaged)
     levels = (lambda part: part) if averaged else _pixels
     rows = [
-        [levels(network(np.asarray(image.crop((x, y, x + tile, y + tile))))) for x in lefts]
+        [
+            levels(network(np.asarray(image.crop((x, y, x + tile, y + tile)))))
+            for x in lefts
+        ]
         for y in tops
     ]
     if averaged:
         total = np.zeros((height * scale, width * scale, 4), np.float32)
         for y, row in zip(tops, rows, strict=True):
             for x, part in zip(lefts, row, strict=True):
-                place = total[y * scale : (y + tile) * scale, x * scale : (x + tile) * scale]
+                place = total[
+                    y * scale : (y + tile) * scale, x * scale : (x + tile) * scale
+                ]
                 place += np.dstack([part, np.ones(part.shape[:2])])
         return _pixels(total[..., :3] / total[..., 3:])
     joined = [_joined(row, lefts, width, scale).transpose(1, 0, 2) for row in rows]
@@ -232,7 +257,9 @@ def _joined(
             whole.paste(part)
             continue
         whole.paste(part.crop((0, 0, shared, height)), (start * scale, 0), mask)
-        whole.paste(part.crop((shared, 0, part.width, height)), (start * scale + shared, 0))
+        whole.paste(
+            part.crop((shared, 0, part.width, height)), (start * scale + shared, 0)
+        )
     return np.asarray(whole)
 
 
@@ -248,7 +275,11 @@ _RGB = 3
 #: spandrel asks for torchvision, which has to be built for the very torch that is installed. Only
 #: two of its architectures use it, and neither enlarges images: modules that it imports, and what
 #: those two import from the last one.
-_MODULES = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
+_MODULES = (
+    "torchvision",
+    "torchvision.transforms",
+    "torchvision.transforms.functional",
+)
 _FUNCTIONS = ("InterpolationMode", "normalize", "rotate")
 
 _importing = threading.Lock()
@@ -284,11 +315,15 @@ class Upscaler:
         while enlarged is None:
             try:
                 enlarged = in_tiles(
-                    *(self._run, pixels, self.scale, self._tile), averaged=self._is_averaged
+                    *(self._run, pixels, self.scale, self._tile),
+                    averaged=self._is_averaged,
                 )
                 continue
             except Exception as error:
-                if not engine_errors.is_out_of_memory(error) or self._tile <= LEAST_TILE:
+                if (
+                    not engine_errors.is_out_of_memory(error)
+                    or self._tile <= LEAST_TILE
+                ):
                     raise engine_errors.classify(error) from error
             # Outside the handler, where the error's traceback no longer holds any tensors.
             self._tile //= 2
@@ -298,14 +333,20 @@ class Upscaler:
                 what = f"the upscaler {self.name} ran out of memory"
                 text = f"{what}: it goes on in tiles of {self._tile} pixels"
                 log.warning(text, action="upscaler_tiles")
-        self._tile = min(2 * self._tile, self._usual_tile)  # others' need of memory comes and goes
+        self._tile = min(
+            2 * self._tile, self._usual_tile
+        )  # others' need of memory comes and goes
         return enlarged
 
     @torch.inference_mode()
     def _run(self, tile: contract.Pixels) -> npt.NDArray[np.float32]:
-        image = torch.from_numpy(tile[..., ::-1].copy()).to(self._device).permute(2, 0, 1)
+        image = (
+            torch.from_numpy(tile[..., ::-1].copy()).to(self._device).permute(2, 0, 1)
+        )
         levels = self._network(image[None].to(self._dtype) / 255)[0].float()
-        found: npt.NDArray[np.float32] = levels.permute(1, 2, 0).cpu().numpy()[..., ::-1]
+        found: npt.NDArray[np.float32] = (
+            levels.permute(1, 2, 0).cpu().numpy()[..., ::-1]
+        )
         return found
 
 
@@ -320,7 +361,9 @@ class UpscalerCache:
         """Reads a file, unless it is kept; raises as `read_upscaler`."""
         with safetensors.named(f"the upscaler {path.stem!r}"):
             identity = identify(path)
-            return self._kept.get(identity, lambda: read_upscaler(identity, self._device))
+            return self._kept.get(
+                identity, lambda: read_upscaler(identity, self._device)
+            )
 
 
 def read_upscaler(identity: Identity, device: torch.device) -> Upscaler:
@@ -332,22 +375,36 @@ def read_upscaler(identity: Identity, device: torch.device) -> Upscaler:
         raise errors.JobError(
             f"the upscaler {path.stem!r} needs what `pip install '.[upscalers]'` installs ({error})"
         ) from error
-    tensors = {key: each.float() for key, each in safetensors.tensors_of(path, identity).items()}
+    tensors = {
+        key: each.float()
+        for key, each in safetensors.tensors_of(path, identity).items()
+    }
     safetensors.refuse_damaged(tensors)
     tensors = spandrel.canonicalize_state_dict(tensors)
     try:
         network = spandrel.MAIN_REGISTRY.load(tensors)
     except spandrel.UnsupportedModelError as error:
-        raise UnusableError("has an architecture that spandrel does not know") from error
-    except Exception as error:  # spandrel's architectures raise what they like for such a file
-        raise UnusableError(f"has tensors that do not fit its architecture ({error})"[:300]) from (
-            error
-        )
+        raise UnusableError(
+            "has an architecture that spandrel does not know"
+        ) from error
+    except (
+        Exception
+    ) as error:  # spandrel's architectures raise what they like for such a file
+        raise UnusableError(
+            f"has tensors that do not fit its architecture ({error})"[:300]
+        ) from (error)
     channels = (network.input_channels, network.output_channels)
-    if not isinstance(network, spandrel.ImageModelDescriptor) or channels != (_RGB, _RGB):
-        raise UnusableError(f"is {network.architecture.name}, which does not enlarge RGB images")
+    if not isinstance(network, spandrel.ImageModelDescriptor) or channels != (
+        _RGB,
+        _RGB,
+    ):
+        raise UnusableError(
+            f"is {network.architecture.name}, which does not enlarge RGB images"
+        )
     if network.tiling is spandrel.ModelTiling.INTERNAL:
-        raise UnusableError(f"is {network.architecture.name}, which works on whole images only")
+        raise UnusableError(
+            f"is {network.architecture.name}, which works on whole images only"
+        )
     return Upscaler(path.stem, network, device)
 
 

@@ -26,7 +26,10 @@ CHANNELS = 3
 FAMILIES = {
     "IFPipeline": Family("DeepFloyd IF", "if", plain_tokens=text_states.TOKENS),
     "IFSuperResolutionPipeline": Family(
-        "DeepFloyd IF's upscaler", "if_sr", plain_tokens=text_states.TOKENS, enlarges_image=True
+        "DeepFloyd IF's upscaler",
+        "if_sr",
+        plain_tokens=text_states.TOKENS,
+        enlarges_image=True,
     ),
 }
 
@@ -46,7 +49,9 @@ class PixelCheckpoint(Model):
         return CHANNELS
 
 
-def load_checkpoint(folder: Path, device: torch.device, dtype: torch.dtype) -> PixelCheckpoint:
+def load_checkpoint(
+    folder: Path, device: torch.device, dtype: torch.dtype
+) -> PixelCheckpoint:
     """Loads a stage; raises SetupError if it lacks something, is damaged or built otherwise."""
     has_encoder = text_stage.has_encoder(folder)
     if has_encoder:
@@ -57,7 +62,9 @@ def load_checkpoint(folder: Path, device: torch.device, dtype: torch.dtype) -> P
     noise, image_noise = _read_scheduler(folder, "scheduler"), None
     if family.enlarges_image:
         scheduler = _read_scheduler(folder, "image_noising_scheduler")
-        image_noise = ImageNoise(scheduler, int(scheduler.config.num_train_timesteps) - 1)
+        image_noise = ImageNoise(
+            scheduler, int(scheduler.config.num_train_timesteps) - 1
+        )
     checkpoint.place({"unet": unet}, {"unet": (device, dtype)})
     side = unet.config.sample_size
     encoder = text_stage.encoder_name(folder)
@@ -95,8 +102,13 @@ def _check_architecture(folder: Path, unet: Any, *, upscales: bool) -> None:
         "mid_block_type": "UNetMidBlock2DSimpleCrossAttn",
         "encoder_hid_dim_type": "text_proj" if own.encoder_hid_dim else None,
     }
-    others = [f"{key} is {own[key]!r}" for key, value in expected.items() if own[key] != value]
-    blocks, known = (*own.down_block_types, *own.up_block_types), ("Resnet", "SimpleCrossAttn")
+    others = [
+        f"{key} is {own[key]!r}" for key, value in expected.items() if own[key] != value
+    ]
+    blocks, known = (
+        (*own.down_block_types, *own.up_block_types),
+        ("Resnet", "SimpleCrossAttn"),
+    )
     others += [f"it has a {each}" for each in blocks if not each.startswith(known)]
     if not isinstance(own.sample_size, int):
         others.append("sample_size is no number")

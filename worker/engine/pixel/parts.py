@@ -48,14 +48,19 @@ class StagePreparer(Preparer):
         schedule = schedules.make_schedule(
             request.sampler, request.steps, noise, request.sampler_options
         )
-        weight = request.prompt.weights[0] if isinstance(request.prompt, Prompt) else 1.0
+        weight = (
+            request.prompt.weights[0] if isinstance(request.prompt, Prompt) else 1.0
+        )
         if request.cfg_scale * weight < 1:  # as in diffusers: the prompt's output alone
             schedule = replace(schedule, unguided=(True,) * len(schedule.table))
         given = request.text_states or (None, None)
         prompts = str(request.prompt), str(request.negative_prompt)
         states = [self._find_states(*each) for each in zip(prompts, given, strict=True)]
         return PreparedRequest(
-            request, schedule, states=torch.stack(states), enlarged=self._read_image(request.init)
+            request,
+            schedule,
+            states=torch.stack(states),
+            enlarged=self._read_image(request.init),
         )
 
     def _refuse_unsupported(self, request: contract.ImageRequest) -> None:
@@ -66,7 +71,9 @@ class StagePreparer(Preparer):
                 f" {size[0]}x{size[1]} alone"
             )
         if request.loras:
-            raise errors.JobError("this model is a stage of IF: it does not support LoRAs")
+            raise errors.JobError(
+                "this model is a stage of IF: it does not support LoRAs"
+            )
         begin.refuse_unsupported(request, "is a stage of IF")
         upscales = self._checkpoint.image_noise is not None
         if upscales and request.init is None:
@@ -74,7 +81,9 @@ class StagePreparer(Preparer):
                 "this model upscales the image of another stage: the job needs init_images"
             )
         if request.init is not None and not upscales:
-            raise errors.JobError("this model does not support init_images: it is IF's first stage")
+            raise errors.JobError(
+                "this model does not support init_images: it is IF's first stage"
+            )
 
     def _find_states(self, prompt: str, path: Path | None) -> torch.Tensor:
         def read() -> torch.Tensor:
@@ -82,7 +91,9 @@ class StagePreparer(Preparer):
             if path is not None:
                 states = text_states.read(path, prompt, own.encoder, own.text_width)
             else:
-                states = self._stage.get(own.folder, self._load_text_stage).encode([prompt])[0]
+                states = self._stage.get(own.folder, self._load_text_stage).encode(
+                    [prompt]
+                )[0]
             return states.to(own.unet.dtype)
 
         return self._states.get(text_states.clean(prompt), read)
@@ -108,13 +119,18 @@ class StagePreparer(Preparer):
         pixels = torch.from_numpy(init.pixels.copy()).permute(2, 0, 1)[None].float()
         pixels.div_(127.5).sub_(1)  # in place: the largest image takes 200 MB
         width, height = self._checkpoint.default_size
-        upscaled = F.interpolate(pixels, (height, width), mode="bilinear", align_corners=True)
+        upscaled = F.interpolate(
+            pixels, (height, width), mode="bilinear", align_corners=True
+        )
         level = round(init.denoising_strength * noise.timesteps)
         return LowResolution(upscaled[0], noise, max(0, min(noise.max_level, level)))
 
 
 def tick(
-    unet: PixelUnet, _weight_mode: WeightMode, state: SlotState, _controls: Sequence[object]
+    unet: PixelUnet,
+    _weight_mode: WeightMode,
+    state: SlotState,
+    _controls: Sequence[object],
 ) -> None:
     """One UNet call and one sampler step of all slots, in place.
 
@@ -131,7 +147,9 @@ def tick(
     guided, variance = cond.split(CHANNELS, dim=1)
     if uncond:
         unguided = uncond[0][:, :CHANNELS]
-        guided = unguided + rows[:, sampler.COLUMNS] * (guided - unguided)  # by its scale
+        guided = unguided + rows[:, sampler.COLUMNS] * (
+            guided - unguided
+        )  # by its scale
     share = (variance + 1) / 2
     small, large = rows[:, sampler.SMALL_LOG], rows[:, sampler.LARGE_LOG]
     deviation = torch.exp(0.5 * (share * large + (1 - share) * small))
@@ -180,7 +198,9 @@ def of_pixels(checkpoint: PixelCheckpoint, settings: Settings) -> Parts:
     return Parts(
         model=checkpoint,
         settings=replace(settings, blocks=1, compiled_modes=("shared",)),
-        unet=PixelUnet(checkpoint.unet, limit, is_compiled=settings.backend is not None),
+        unet=PixelUnet(
+            checkpoint.unet, limit, is_compiled=settings.backend is not None
+        ),
         tick=tick,
         preparer=StagePreparer(checkpoint),
         vaes=None,

@@ -68,7 +68,9 @@ def limit_of(
     """What limits an estimate of so many *values*; None for no limit."""
     own = scheduler.config
     if own.thresholding:
-        share = torch.tensor(own.dynamic_thresholding_ratio)  # in float32, as by `torch.quantile`
+        share = torch.tensor(
+            own.dynamic_thresholding_ratio
+        )  # in float32, as by `torch.quantile`
         rank = float(share * (values - 1))
         return functools.partial(threshold, limit=own.sample_max_value, rank=rank)
     if own.clip_sample:
@@ -77,7 +79,9 @@ def limit_of(
     return None
 
 
-def make_schedule(name: str, steps: int, noise: DDPMScheduler, options: Options) -> Schedule:
+def make_schedule(
+    name: str, steps: int, noise: DDPMScheduler, options: Options
+) -> Schedule:
     """The schedule of a sampler by name.
 
     A list of timesteps has as many steps as it has. Raises JobError if there is no such sampler.
@@ -90,13 +94,19 @@ def make_schedule(name: str, steps: int, noise: DDPMScheduler, options: Options)
         return _ddpm(own.timesteps.tolist(), noise)
     if name == EDM:
         return _edm(steps, noise)
-    if name in samplers.SAMPLERS and samplers.SAMPLERS[name].title not in samplers.titles(True):
+    if name in samplers.SAMPLERS and samplers.SAMPLERS[
+        name
+    ].title not in samplers.titles(True):
         raise errors.JobError(
             f"{samplers.SAMPLERS[name].title} does not work on pixels; use"
             f" {', '.join(samplers.titles(True))}"
         )
     return schedule.make_schedule(
-        name, steps, noise.alphas_cumprod.double(), noise.config.prediction_type, options
+        name,
+        steps,
+        noise.alphas_cumprod.double(),
+        noise.config.prediction_type,
+        options,
     )
 
 

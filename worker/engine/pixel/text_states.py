@@ -47,7 +47,9 @@ def content(prompt: str, encoder: str, states: torch.Tensor) -> bytes:
         "encoder": encoder,
         "prompt_sha256": _sha256(clean(prompt)),
     }
-    data: bytes = save({_TENSOR: states.to("cpu", torch.float16).contiguous()}, metadata)
+    data: bytes = save(
+        {_TENSOR: states.to("cpu", torch.float16).contiguous()}, metadata
+    )
     return data
 
 
@@ -64,10 +66,14 @@ def read(path: Path, prompt: str, encoder: str, width: int) -> torch.Tensor:
             metadata = file.metadata() or {}
             states: torch.Tensor = file.get_tensor(_TENSOR).clone()
     except (OSError, SafetensorError) as error:
-        raise errors.TransientError(f"the text states {path.name!r} cannot be read: {error}") from (
-            error
-        )
-    found = metadata.get("format"), metadata.get("encoder"), metadata.get("prompt_sha256")
+        raise errors.TransientError(
+            f"the text states {path.name!r} cannot be read: {error}"
+        ) from (error)
+    found = (
+        metadata.get("format"),
+        metadata.get("encoder"),
+        metadata.get("prompt_sha256"),
+    )
     if found != (TEXT_STATES_FORMAT, encoder, _sha256(clean(prompt))):
         raise errors.JobError(
             f"{path.name!r} does not have the text states of this prompt by {encoder!r}"

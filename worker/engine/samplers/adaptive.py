@@ -81,8 +81,12 @@ class Try:
         low = straight + 1.5 * (down - self.sigma) * change
         high = straight - 1.5 * down * bend(length) * last_change
         before = begun if self.before is None else self.before
-        allowed = (_RELATIVE * torch.maximum(low.abs(), before.abs())).clamp(min=_ABSOLUTE)
-        error = float(torch.linalg.norm((low - high) / allowed)) / math.sqrt(low.numel())
+        allowed = (_RELATIVE * torch.maximum(low.abs(), before.abs())).clamp(
+            min=_ABSOLUTE
+        )
+        error = float(torch.linalg.norm((low - high) / allowed)) / math.sqrt(
+            low.numel()
+        )
         order = 3 if self.options.eta == 0 else 1.5
         factor = 1 + math.atan((1 / (error + 1e-8)) ** (1 / order) - 1)
         following = replace(self, length=self.length * factor, number=self.number + 1)

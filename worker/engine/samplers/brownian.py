@@ -59,8 +59,13 @@ class BrownianTree:
         Intervals that are asked for together share what is drawn on the way to their ends.
         """
         totals: list[_Numbers | None] = [None] * len(intervals)
-        ends = [(self._clamped(following), self._clamped(sigma)) for sigma, following in intervals]
-        wanted = [(at, start, end) for at, (start, end) in enumerate(ends) if start < end]
+        ends = [
+            (self._clamped(following), self._clamped(sigma))
+            for sigma, following in intervals
+        ]
+        wanted = [
+            (at, start, end) for at, (start, end) in enumerate(ends) if start < end
+        ]
         waiting = [_Node(self._start, self._end, 0, 0, self._whole.copy(), wanted)]
         while waiting:  # from the left, in whose order torchsde adds the nodes up
             node, inside = waiting.pop(), []
@@ -81,7 +86,9 @@ class BrownianTree:
             noise.append(torch.from_numpy(increment))
         return noise
 
-    def _split(self, node: _Node, inside: Sequence[tuple[int, float, float]]) -> list[_Node]:
+    def _split(
+        self, node: _Node, inside: Sequence[tuple[int, float, float]]
+    ) -> list[_Node]:
         """The right and the left half, if anything is wanted of it; the node's array is used up."""
         start, end, place, depth, increment, _ = node
         middle = round(0.5 * (end + start), _DIGITS)
@@ -92,8 +99,12 @@ class BrownianTree:
         mean *= scale
         half += mean
         increment -= half
-        right = [(at, max(low, middle), high) for at, low, high in inside if high > middle]
-        left = [(at, low, min(high, middle)) for at, low, high in inside if low < middle]
+        right = [
+            (at, max(low, middle), high) for at, low, high in inside if high > middle
+        ]
+        left = [
+            (at, low, min(high, middle)) for at, low, high in inside if low < middle
+        ]
         halves = (
             _Node(middle, end, 2 * place + 1, depth + 1, increment, right),
             _Node(start, middle, 2 * place, depth + 1, half, left),

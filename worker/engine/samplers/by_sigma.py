@@ -80,12 +80,16 @@ def _heun_step(at: int, sigma: float, following: float, noise: float | None) -> 
     yield Move(following, BEFORE + (following - sigma) / 2 * slopes, noise, finished=at)
 
 
-def _of_two_calls(sigmas: Sigmas, options: Options, *, step: Callable[..., _Moves]) -> _Moves:
+def _of_two_calls(
+    sigmas: Sigmas, options: Options, *, step: Callable[..., _Moves]
+) -> _Moves:
     for each in _with_churn(sigmas, options):
         yield from step(*each)
 
 
-def _midpoint_step(at: int, sigma: float, following: float, noise: float | None) -> _Moves:
+def _midpoint_step(
+    at: int, sigma: float, following: float, noise: float | None
+) -> _Moves:
     if following == 0:
         yield Move(sigma, towards(0.0), noise, finished=at - 1)
         return
@@ -143,7 +147,9 @@ def _dpmpp_sde(sigmas: Sigmas, options: Options) -> _Moves:
         down, up = _ancestral(sigma, following, options)
         noise, interval = options.s_noise * up or None, (start_sigma, end_sigma)
         ratio = down / sigma
-        yield Move(middle, ratio * BEFORE + (1 - ratio) * NEW, noise, interval, finished=at)
+        yield Move(
+            middle, ratio * BEFORE + (1 - ratio) * NEW, noise, interval, finished=at
+        )
 
 
 def _dpmpp_2m(sigmas: Sigmas, _: Options) -> _Moves:
@@ -178,14 +184,20 @@ def _dpmpp_multistep_sde(sigmas: Sigmas, options: Options, *, bend: _Bend) -> _M
 
 
 def _second_order(
-    latents: Combination, long: float, lengths: Sequence[float], *, is_heun: bool = False
+    latents: Combination,
+    long: float,
+    lengths: Sequence[float],
+    *,
+    is_heun: bool = False,
 ) -> Combination:
     ratio = lengths[-2] / lengths[-1]
     weight = 1 + math.expm1(-long) / long if is_heun else -math.expm1(-long) / 2
     return latents + weight / ratio * (NEW - LAST)
 
 
-def _third_order(latents: Combination, long: float, lengths: Sequence[float]) -> Combination:
+def _third_order(
+    latents: Combination, long: float, lengths: Sequence[float]
+) -> Combination:
     newest, before, *older = reversed(lengths)
     phi_2 = math.expm1(-long) / long + 1
     first = before / newest
@@ -206,24 +218,37 @@ def _lms(sigmas: Sigmas, _: Options) -> _Moves:
         half = (following - sigma) / 2
         places, latents = sigma + half * (points + 1), LATENTS
         for this, estimate in zip(known, ESTIMATES, strict=False):
-            factors = [(places - other) / (this - other) for other in known if other != this]
-            latents = latents + half * (weights @ np.prod([points**0, *factors], axis=0)) * estimate
+            factors = [
+                (places - other) / (this - other) for other in known if other != this
+            ]
+            latents = (
+                latents
+                + half * (weights @ np.prod([points**0, *factors], axis=0)) * estimate
+            )
         yield Move(sigma, latents, finished=at - 1)
 
 
 def dpm_fast(largest: float, smallest: float, calls: int, options: Options) -> _Moves:
     """DPM-Solver-Fast (Lu et al. 2022): steps of three calls, of equal lengths in log sigma."""
     count = calls // 3 + 1
-    orders = [3] * (count - 1) + [calls % 3] if calls % 3 else [3] * (count - 2) + [2, 1]
+    orders = (
+        [3] * (count - 1) + [calls % 3] if calls % 3 else [3] * (count - 2) + [2, 1]
+    )
     places = np.linspace(math.log(largest), math.log(smallest), count + 1)
-    for at, (order, start, end) in enumerate(zip(orders, places, places[1:], strict=False)):
+    for at, (order, start, end) in enumerate(
+        zip(orders, places, places[1:], strict=False)
+    ):
         sigma, following = math.exp(start), math.exp(end)
         down = max(smallest, _ancestral(sigma, following, options)[0])
         has_noise = options.eta is None or options.eta > 0
         noise = options.s_noise * math.sqrt(max(0.0, following**2 - down**2))
         *first, last = solver_step(order, sigma, down if has_noise else following)
-        yield from (move._replace(finished=at - (call == 0)) for call, move in enumerate(first))
-        yield last._replace(noise=noise if has_noise else None, finished=at - (order == 1))
+        yield from (
+            move._replace(finished=at - (call == 0)) for call, move in enumerate(first)
+        )
+        yield last._replace(
+            noise=noise if has_noise else None, finished=at - (order == 1)
+        )
 
 
 def solver_step(order: int, sigma: float, end: float) -> _Moves:
@@ -241,12 +266,15 @@ def solver_step(order: int, sigma: float, end: float) -> _Moves:
     slope = (BEFORE - LAST) / sigma
     change = (LATENTS - NEW) / first - slope
     yield Move(
-        first, BEFORE + (second - sigma) * slope - second * 2 * bend(2 * length / 3) * change
+        first,
+        BEFORE + (second - sigma) * slope - second * 2 * bend(2 * length / 3) * change,
     )
     slope = (BEFORE - ESTIMATES[2]) / first  # the same: its call's step went along it
     change = (LATENTS - NEW) / second - slope
     begun = BEFORE + (sigma - first) * slope
-    yield Move(second, begun + (end - sigma) * slope - end * 1.5 * bend(length) * change)
+    yield Move(
+        second, begun + (end - sigma) * slope - end * 1.5 * bend(length) * change
+    )
 
 
 def bend(length: float) -> float:
@@ -278,7 +306,9 @@ def _restart_steps(sigmas: list[float]) -> list[tuple[float, float]]:
     repeated, times = (count // 4, 2) if count >= _MANY_RESTART_STEPS else (9, 1)
     kept = karras(sigmas[0], sigmas[-2], count - repeated * times)
     known = torch.cat([kept, torch.zeros(1)])
-    low, high = (int((known - end).abs().argmin()) for end in (_RESTART_FROM, _RESTART_TO))
+    low, high = (
+        int((known - end).abs().argmin()) for end in (_RESTART_FROM, _RESTART_TO)
+    )
     whole = list(pairwise(known.tolist()))
     if high >= low or low == 0:
         return whole
@@ -299,7 +329,9 @@ SAMPLERS: Mapping[str, Callable[[Sigmas, Options], _Moves]] = {
     "dpmpp_2m": _dpmpp_2m,
     "dpmpp_sde": _dpmpp_sde,
     "dpmpp_2m_sde": partial(_dpmpp_multistep_sde, bend=_second_order),
-    "dpmpp_2m_sde_heun": partial(_dpmpp_multistep_sde, bend=partial(_second_order, is_heun=True)),
+    "dpmpp_2m_sde_heun": partial(
+        _dpmpp_multistep_sde, bend=partial(_second_order, is_heun=True)
+    ),
     "dpmpp_2s_ancestral": _dpmpp_2s_ancestral,
     "dpmpp_3m_sde": partial(_dpmpp_multistep_sde, bend=_third_order),
     "lms": _lms,

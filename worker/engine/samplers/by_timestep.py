@@ -83,7 +83,9 @@ def _ddim(
         )
 
 
-def _plms(path: Sequence[int], alphas: Alphas, prediction: str, _: Options) -> Iterator[Move]:
+def _plms(
+    path: Sequence[int], alphas: Alphas, prediction: str, _: Options
+) -> Iterator[Move]:
     """The first step is repeated with the mean of the estimates at both of its ends."""
     for at, (timestep, following) in enumerate(pairwise(path)):
         alpha = alphas[timestep]
@@ -102,7 +104,10 @@ def _plms(path: Sequence[int], alphas: Alphas, prediction: str, _: Options) -> I
 
 
 def _transfer(
-    alpha: float, following: float, noise: float = 0.0, slope: Combination = ESTIMATES[0]
+    alpha: float,
+    following: float,
+    noise: float = 0.0,
+    slope: Combination = ESTIMATES[0],
 ) -> Combination:
     """The next latents by an estimate of the noise (Song et al. 2021, equation 12).
 
@@ -116,17 +121,24 @@ def _transfer(
 def ddim_timesteps(steps: int, alphas: Alphas) -> list[int]:
     """The timestep of each step, and of the last one's result."""
     last = len(alphas) - 1
-    return [min(1 + at, last) for at in reversed(range(0, len(alphas), len(alphas) // steps))]
+    return [
+        min(1 + at, last)
+        for at in reversed(range(0, len(alphas), len(alphas) // steps))
+    ]
 
 
-_DDIM_LIKE: Mapping[str, Callable[[Sequence[int], Alphas, str, Options], Iterator[Move]]] = {
+_DDIM_LIKE: Mapping[
+    str, Callable[[Sequence[int], Alphas, str, Options], Iterator[Move]]
+] = {
     "ddim": _ddim,
     "ddim_cfgpp": partial(_ddim, is_cfgpp=True),
     "plms": _plms,
 }
 
 
-def _tcd(steps: int, t_enc: int | None, alphas: Alphas, prediction: str, options: Options) -> Path:
+def _tcd(
+    steps: int, t_enc: int | None, alphas: Alphas, prediction: str, options: Options
+) -> Path:
     grid = max(_TCD_TIMESTEPS, steps)
     known = (np.arange(grid, 0, -1) * (len(alphas) // grid) - 1).tolist()
     path = [known[int(at * grid / steps)] for at in range(steps)]
@@ -156,7 +168,9 @@ class _Times(NamedTuple):
     sigma: Alphas
     level: Alphas
 
-    def weights(self, at: int, order: int, *, is_corrector: bool) -> tuple[float, Alphas]:
+    def weights(
+        self, at: int, order: int, *, is_corrector: bool
+    ) -> tuple[float, Alphas]:
         """How the latents at a point follow from those before it, and from estimates of the image.
 
         The weights [order + 1] are of the estimate at the point itself, which only the corrector
@@ -171,7 +185,9 @@ class _Times(NamedTuple):
             targets.append(phi * factorial / kept)
             factorial *= power + 1
             phi = phi / kept - 1 / factorial
-        matrix = np.array([[place**power for place in places] for power in range(order)])
+        matrix = np.array(
+            [[place**power for place in places] for power in range(order)]
+        )
         found, size = np.zeros(order), order if is_corrector else order - 1
         solved = np.linalg.solve(matrix[:size, :size], targets[:size])
         found[:size] = 0.5 if size == 1 else solved
@@ -183,7 +199,9 @@ class _Times(NamedTuple):
         return self.sigma[at] / self.sigma[at - 1], weights
 
 
-def _unipc(steps: int, t_enc: int | None, alphas: Alphas, prediction: str, _: Options) -> Path:
+def _unipc(
+    steps: int, t_enc: int | None, alphas: Alphas, prediction: str, _: Options
+) -> Path:
     """As many calls as steps: the last point is arrived at without one."""
     known = ddim_timesteps(steps, alphas)
     start, first, count = Start(0.0, 1.0), 1.0, len(known)
@@ -193,7 +211,9 @@ def _unipc(steps: int, t_enc: int | None, alphas: Alphas, prediction: str, _: Op
     return start, _unipc_moves(first, count, alphas, prediction) if count else iter(())
 
 
-def _unipc_moves(first: float, count: int, alphas: Alphas, prediction: str) -> Iterator[Move]:
+def _unipc_moves(
+    first: float, count: int, alphas: Alphas, prediction: str
+) -> Iterator[Move]:
     train = len(alphas)
     times = np.linspace(first, 1 / train, count + 1)
     logs = np.interp(times, np.arange(1, train + 1) / train, 0.5 * np.log(alphas))
@@ -221,14 +241,22 @@ def _unipc_moves(first: float, count: int, alphas: Alphas, prediction: str) -> I
         )
 
 
-def _weighed(weights: Sequence[float] | Alphas, vectors: Sequence[Combination]) -> Combination:
+def _weighed(
+    weights: Sequence[float] | Alphas, vectors: Sequence[Combination]
+) -> Combination:
     return sum(
-        (weight * vector for weight, vector in zip(weights, vectors, strict=False)), 0 * LATENTS
+        (weight * vector for weight, vector in zip(weights, vectors, strict=False)),
+        0 * LATENTS,
     )
 
 
 def make_path(
-    name: str, steps: int, t_enc: int | None, alphas: Alphas, prediction: str, options: Options
+    name: str,
+    steps: int,
+    t_enc: int | None,
+    alphas: Alphas,
+    prediction: str,
+    options: Options,
 ) -> Path:
     """The path of a sampler by its key; see `schedule.make_schedule`."""
     if name == "tcd":

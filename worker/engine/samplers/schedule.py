@@ -99,9 +99,13 @@ def _of_sigmas(
     t_enc: int | None,
 ) -> Schedule:
     method, schedule = sampler.method, sampler.schedule or "uniform"
-    if method == "lcm" and schedule != "turbo":  # whose timesteps are those of DMD2, not LCM's
+    if (
+        method == "lcm" and schedule != "turbo"
+    ):  # whose timesteps are those of DMD2, not LCM's
         part = slice(_LCM_STRIDE - 1, None, _LCM_STRIDE)
-        known = Levels(known.sigmas[part], known.timesteps[part], known.is_xl, is_quantized=True)
+        known = Levels(
+            known.sigmas[part], known.timesteps[part], known.is_xl, is_quantized=True
+        )
     leaves_out = steps > 0 and method in by_sigma.WITHOUT_NEXT_TO_LAST
     whole = make_sigmas(schedule, known, steps + leaves_out)
     if leaves_out:
@@ -120,8 +124,12 @@ def _of_sigmas(
         made = _of_tries(Try(*ends, options), (), known, prediction_type)
     churn = None
     if method in by_sigma.WITH_CHURN and options.s_churn > 0:
-        churn = by_sigma.churn_noise(sigmas[0], by_sigma.churned(sigmas, options)[0], options)
-    intervals = tuple(move.interval for move in moves if move.noise is not None and move.interval)
+        churn = by_sigma.churn_noise(
+            sigmas[0], by_sigma.churned(sigmas, options)[0], options
+        )
+    intervals = tuple(
+        move.interval for move in moves if move.noise is not None and move.interval
+    )
     brownian = None
     if intervals:
         brownian = BrownianNoise((min(filter(None, whole)), max(whole)), intervals)
@@ -138,15 +146,24 @@ def _of_tries(
     attempt: Try, before: Sequence[_Call], known: Levels, prediction_type: str
 ) -> Schedule:
     """The calls before a try and its own; the schedule is extended by the next one."""
-    own = [_call_of("dpm_adaptive", move, known, prediction_type) for move in attempt.moves()]
+    own = [
+        _call_of("dpm_adaptive", move, known, prediction_type)
+        for move in attempt.moves()
+    ]
     calls = [*before, *own]
     made = _tabulate(calls, attempt.options)
 
     def extend(
-        latents: torch.Tensor, history: torch.Tensor, draw: Callable[[torch.Tensor], None]
+        latents: torch.Tensor,
+        history: torch.Tensor,
+        draw: Callable[[torch.Tensor], None],
     ) -> Schedule:
         following = attempt.finish(latents, history, draw)
-        return made if following.is_done else _of_tries(following, calls, known, prediction_type)
+        return (
+            made
+            if following.is_done
+            else _of_tries(following, calls, known, prediction_type)
+        )
 
     return replace(made, extend=extend)
 
@@ -161,7 +178,10 @@ def of_moves(
     """The table of a sampler's moves between sigmas; the first latents are left to the caller."""
     calls = [_call_of(method, move, known, prediction_type) for move in moves]
     # In AUTOMATIC1111, LCM's are places among its fifty sigmas as well.
-    nearest = [int((known.sigmas - move.level).abs().argmin()) for move in moves or [_NO_STEP.move]]
+    nearest = [
+        int((known.sigmas - move.level).abs().argmin())
+        for move in moves or [_NO_STEP.move]
+    ]
     return replace(_tabulate(calls, options), timesteps=tuple(nearest))
 
 
@@ -172,7 +192,10 @@ def _call_of(method: str, move: Move, known: Levels, prediction_type: str) -> _C
     if prediction_type == "v_prediction":
         from_latents, from_output = 1 / (sigma**2 + 1), -sigma / math.sqrt(sigma**2 + 1)
     if method == "lms":
-        estimate, kept = ((1 - from_latents) / sigma, -from_output / sigma), (-1 / sigma, 1 / sigma)
+        estimate, kept = (
+            ((1 - from_latents) / sigma, -from_output / sigma),
+            (-1 / sigma, 1 / sigma),
+        )
         return _Call(timestep, input_scale, estimate, move, kept)
     if method == "lcm":
         size = math.hypot(_LCM_SCALE * timestep, _LCM_DATA)
@@ -181,7 +204,9 @@ def _call_of(method: str, move: Move, known: Levels, prediction_type: str) -> _C
     return _Call(timestep, input_scale, (from_latents, from_output), move)
 
 
-def _tabulate(calls: Sequence[_Call], options: Options, *, masks_input: bool = False) -> Schedule:
+def _tabulate(
+    calls: Sequence[_Call], options: Options, *, masks_input: bool = False
+) -> Schedule:
     """The table of calls; the first latents are left to others."""
     rows = []
     for timestep, input_scale, estimate, move, kept in calls or [_NO_STEP]:
@@ -196,7 +221,8 @@ def _tabulate(calls: Sequence[_Call], options: Options, *, masks_input: bool = F
         # AUTOMATIC1111's "negative guidance minimum sigma": every other call below it. Its timestep
         # samplers compare their timesteps with it.
         unguided=tuple(
-            at % 2 == 1 and call.move.level < options.s_min_uncond for at, call in enumerate(calls)
+            at % 2 == 1 and call.move.level < options.s_min_uncond
+            for at, call in enumerate(calls)
         ),
         finished=tuple(max(0, move.finished) for move in moves),
     )
@@ -207,8 +233,32 @@ _LCM_STRIDE = 20
 
 #: Sabour et al. (2024), "Align Your Steps": ten steps for SD1.5 and for SDXL.
 _ALIGN_YOUR_STEPS = {
-    "SD1.5": (14.615, 6.475, 3.861, 2.697, 1.886, 1.396, 0.963, 0.652, 0.399, 0.152, 0.029),
-    "SDXL": (14.615, 6.315, 3.771, 2.181, 1.342, 0.862, 0.555, 0.380, 0.234, 0.113, 0.029),
+    "SD1.5": (
+        14.615,
+        6.475,
+        3.861,
+        2.697,
+        1.886,
+        1.396,
+        0.963,
+        0.652,
+        0.399,
+        0.152,
+        0.029,
+    ),
+    "SDXL": (
+        14.615,
+        6.315,
+        3.771,
+        2.181,
+        1.342,
+        0.862,
+        0.555,
+        0.380,
+        0.234,
+        0.113,
+        0.029,
+    ),
 }
 
 #: AUTOMATIC1111's `beta_dist_alpha` and `beta_dist_beta`, which here are one.
@@ -243,14 +293,18 @@ class Levels:
     def at(self, timesteps: torch.Tensor) -> torch.Tensor:
         """The sigmas of timesteps, or of points between them, by k-diffusion's interpolation."""
         stride = self.timesteps[1] - self.timesteps[0]
-        place = ((timesteps - self.timesteps[0]) / stride).clamp(0, len(self.sigmas) - 1)
+        place = ((timesteps - self.timesteps[0]) / stride).clamp(
+            0, len(self.sigmas) - 1
+        )
         low, share, logs = place.floor().long(), place.frac(), self.sigmas.log()
         return ((1 - share) * logs[low] + share * logs[place.ceil().long()]).exp()
 
     def spaced(self, count: int, *, by_sigma: bool = False) -> torch.Tensor:
         """So many timesteps, evenly from the last to the first, or of those that the ends have."""
         last, first = float(self.timesteps[-1]), float(self.timesteps[0])
-        if by_sigma and self.sigmas.dtype == torch.float16:  # whose rounded logarithms lie beside
+        if (
+            by_sigma and self.sigmas.dtype == torch.float16
+        ):  # whose rounded logarithms lie beside
             last, first = map(self.timestep, self.ends)
         return torch.linspace(last, first, count)
 
@@ -300,7 +354,9 @@ def _align_your_steps(known: Levels, steps: int) -> torch.Tensor:
     table = _ALIGN_YOUR_STEPS["SDXL" if known.is_xl else "SD1.5"]
     if steps == len(table):
         return torch.tensor(table)
-    at = np.interp(np.linspace(0, 1, steps), np.linspace(0, 1, len(table)), np.log(table))
+    at = np.interp(
+        np.linspace(0, 1, steps), np.linspace(0, 1, len(table)), np.log(table)
+    )
     return torch.from_numpy(np.exp(at)).float()
 
 
@@ -328,7 +384,10 @@ def _beta_quantiles(shares: _Numbers) -> _Numbers:
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         found = scale * middle**_BETA_SHAPE * (middle[:, None] ** terms @ weights)
-        low, high = np.where(found < lower, middle, low), np.where(found < lower, high, middle)
+        low, high = (
+            np.where(found < lower, middle, low),
+            np.where(found < lower, high, middle),
+        )
     high[lower == 0] = 0
     return np.where(shares < 0.5, high, 1 - high)  # noqa: PLR2004 - the median
 
@@ -339,12 +398,16 @@ SCHEDULES: Mapping[str, Callable[[Levels, int], torch.Tensor]] = {
     "karras": lambda known, steps: by_sigma.karras(*known.ends, steps),
     "exponential": _exponential,
     "polyexponential": _polyexponential,
-    "sgm_uniform": lambda known, steps: known.at(known.spaced(steps + 1, by_sigma=True)[:-1]),
+    "sgm_uniform": lambda known, steps: known.at(
+        known.spaced(steps + 1, by_sigma=True)[:-1]
+    ),
     "kl_optimal": _kl_optimal,
     "align_your_steps": _align_your_steps,
     "simple": _simple,
     "normal": lambda known, steps: known.at(known.spaced(steps, by_sigma=True)),
-    "ddim": lambda known, steps: known.sigmas[1 :: max(1, len(known.sigmas) // steps)].flip(0),
+    "ddim": lambda known, steps: known.sigmas[
+        1 :: max(1, len(known.sigmas) // steps)
+    ].flip(0),
     "beta": _beta,
     "turbo": _turbo,
 }

@@ -144,12 +144,18 @@ class Compilation:
     @property
     def _is_current(self) -> bool:
         """False if the lane was closed, or nothing is to be compiled any more."""
-        return self._lane is not None and self._lane.step is self._step and self._runner.may_compile
+        return (
+            self._lane is not None
+            and self._lane.step is self._step
+            and self._runner.may_compile
+        )
 
     def _next(self) -> BatchKey | None:
         """What is compiled next, once the compiler is free."""
         asked = [self._asked] if self._asked else []
-        held = [lane.batch_key._replace(is_apart=False) for lane in self._lanes if lane.held]
+        held = [
+            lane.batch_key._replace(is_apart=False) for lane in self._lanes if lane.held
+        ]
         held.sort(key=lambda key: self._runner.outlook.share(Kind(key)), reverse=True)
         keys = [*asked, self._runner.native, *held]
         return next((each for each in keys if self._runner.should_compile(each)), None)
@@ -202,7 +208,9 @@ class Compilation:
         for mode in self._runner.missing_modes(step):
             tick = self._compile_tick(lane, step, mode)
             # The VAE before other modes: all images go through it.
-            for each in itertools.chain(tick, self._decoder.compile(step.state.latents.shape[1:])):
+            for each in itertools.chain(
+                tick, self._decoder.compile(step.state.latents.shape[1:])
+            ):
                 graphs += 1
                 yield each
         # What compiling has taken tells what more of it will.
@@ -219,11 +227,19 @@ class Compilation:
         text = f"{size} ready after {time.monotonic() - began_at:.0f} s; a step takes {times}"
         log.info(text, action="warm")
 
-    def _compile_tick(self, lane: Lane, step: Step, mode: WeightMode) -> Iterator[Compiled]:
+    def _compile_tick(
+        self, lane: Lane, step: Step, mode: WeightMode
+    ) -> Iterator[Compiled]:
         for _ in range(2):
-            compiled, version = self._runner.make_compiled(step, mode), self._unet.changes.version
+            compiled, version = (
+                self._runner.make_compiled(step, mode),
+                self._unet.changes.version,
+            )
             yield compiled
-            if mode == "per_slot_convolutions" and version != self._unet.changes.version:
+            if (
+                mode == "per_slot_convolutions"
+                and version != self._unet.changes.version
+            ):
                 return  # its tensors were replaced
             self._unet.use_block(lane.block)
             self._runner.take_up(step, mode, compiled)

@@ -68,7 +68,9 @@ class SlotEngine:
         self._stager = parts.stager
         self._control_nets = parts.control_nets
         held = parts.control_nets, parts.vaes, parts.checkpoints
-        self._held: Sequence[HeldNetworks[Any]] = [each for each in held if each is not None]
+        self._held: Sequence[HeldNetworks[Any]] = [
+            each for each in held if each is not None
+        ]
         self._merger = parts.merger
         self._decoder = parts.decoder
         self._device = parts.unet.device
@@ -106,7 +108,9 @@ class SlotEngine:
 
     @property
     def savings(self) -> memory.Savings:
-        on_cpu = isinstance(self.checkpoint, Checkpoint) and self.checkpoint.has_text_on_cpu
+        on_cpu = (
+            isinstance(self.checkpoint, Checkpoint) and self.checkpoint.has_text_on_cpu
+        )
         return memory.Savings(self._unet.weights, self._decoder.is_striped, on_cpu)
 
     @property
@@ -131,7 +135,9 @@ class SlotEngine:
         draws = self._lanes.jobs or self._decoder.busy
         return bool(draws or self._upscales.begun or self._compilation.is_due)
 
-    def prepare(self, request: contract.ImageRequest) -> PreparedRequest | PreparedUpscale:
+    def prepare(
+        self, request: contract.ImageRequest
+    ) -> PreparedRequest | PreparedUpscale:
         """See `Preparer.prepare` and `BesideTicks.prepare`."""
         if request.decoder == "TAESD" and not self._decoder.has_tiny:
             raise errors.JobError(
@@ -168,14 +174,18 @@ class SlotEngine:
                 if self._weights.loads_while_decoding:
                     self._refill(lane, finished, waits=False)
                 self._stage_ahead()
-        except Exception as error:  # any failure is handled below; NodeError is raised here
+        except (
+            Exception
+        ) as error:  # any failure is handled below; NodeError is raised here
             failure = engine_errors.classify(error)
             out_of_memory = engine_errors.is_out_of_memory(error)
             text = f"a tick of {len(lane.active) if lane else 0} images failed: {failure.message}"
             log.warning(text, exc_info=True, action="tick_failed")
         if failure is not None and lane is not None:
             # Outside the handler, where the error's traceback no longer holds any tensors.
-            finished += self._recovery.recover(lane, failure, out_of_memory=out_of_memory)
+            finished += self._recovery.recover(
+                lane, failure, out_of_memory=out_of_memory
+            )
         drawing = sum(1 for each in self._lanes if each.active)
         self._decoder.run(flush=not drawing, lanes=drawing)
         self.recompiles = self._runner.recompiles + self._decoder.recompiles
@@ -195,7 +205,9 @@ class SlotEngine:
         """
         native, prepare = self._runner.native, self._preparer.prepare
         keys = (native, native._replace(is_plain=False))
-        for each in dict.fromkeys(keys) if request is None else [BatchKey.of(prepare(request))]:
+        for each in (
+            dict.fromkeys(keys) if request is None else [BatchKey.of(prepare(request))]
+        ):
             self._compilation.run(each)
 
     def compile_in_background(self, around: Around | None = None) -> None:
@@ -248,7 +260,9 @@ class SlotEngine:
             return None
         computing = {"unet": self._unet, "vae": model.vae}
         lock = self._stager.text_encoder_lock
-        return SelfCheck(model, self._merger, computing, lock, self._weights.without_own)
+        return SelfCheck(
+            model, self._merger, computing, lock, self._weights.without_own
+        )
 
     def _add(self, job: SlotJob) -> None:
         job.batch_key = self._runner.place(job, is_first=not self._lanes.jobs)
@@ -264,11 +278,17 @@ class SlotEngine:
             if unet is self._unet:
                 lane.block = self._lanes.choose_block(lane)
                 unet.use_block(lane.block)
-            networks = [self._control_nets.get(each) for each in lane.batch_key.controls]
-            lane.step = self._runner.make_step(lane.batch_key, lane.slots, unet, networks)
+            networks = [
+                self._control_nets.get(each) for each in lane.batch_key.controls
+            ]
+            lane.step = self._runner.make_step(
+                lane.batch_key, lane.slots, unet, networks
+            )
         return lane.step
 
-    def _refill(self, lane: Lane, finished: list[contract.Finished], *, waits: bool = True) -> None:
+    def _refill(
+        self, lane: Lane, finished: list[contract.Finished], *, waits: bool = True
+    ) -> None:
         """Moves the next jobs into a lane's free slots; those that cannot start are finished.
 
         *waits* for the first that is still being staged, if no slot draws.
@@ -299,7 +319,9 @@ class SlotEngine:
             if job is None:
                 break
             has_room = len(self._stager.first_with_room([*started, job])) > len(started)
-            may_wait = not waits or (self._draws_while_staging and 2 * ready >= lane.slots)
+            may_wait = not waits or (
+                self._draws_while_staging and 2 * ready >= lane.slots
+            )
             if not has_room or (may_wait and job.is_being_staged):
                 lane.waiting.insert(0, job)
                 break
@@ -309,7 +331,11 @@ class SlotEngine:
         return free[: len(started)]
 
     def _start_together(
-        self, lane: Lane, step: Step, slots: Sequence[int], finished: list[contract.Finished]
+        self,
+        lane: Lane,
+        step: Step,
+        slots: Sequence[int],
+        finished: list[contract.Finished],
     ) -> None:
         """Starts the jobs of some slots, and loads the weights that the lane's slots lack.
 
@@ -352,7 +378,10 @@ class SlotEngine:
         """Sets what the slot's next call takes of its job's texts."""
         state, job = step.state, lane.active[slot]
         count = state.slot_rows
-        rows, at = slice(count * slot, count * (slot + 1)), job.prepared.texts_at(job.call)[:count]
+        rows, at = (
+            slice(count * slot, count * (slot + 1)),
+            job.prepared.texts_at(job.call)[:count],
+        )
 
         def of_rows(each: torch.Tensor) -> torch.Tensor:
             # An index would be a tensor, whose copy to the device the host waits for.
@@ -365,7 +394,9 @@ class SlotEngine:
         if added is not None and len(added[0]) > 1:  # not the level of an image's noise
             added = tuple(map(of_rows, added))
         if state.added is not None:
-            embedded = state.added[state.added_rows * slot : state.added_rows * (slot + 1)]
+            embedded = state.added[
+                state.added_rows * slot : state.added_rows * (slot + 1)
+            ]
         is_shared = lane.weight_mode == "shared"
         changes = {} if is_shared else self._stager.changes_of(job).stacked
         prompts = SlotPrompts(vectors, added, changes, state.context[rows], embedded)
@@ -406,7 +437,10 @@ class SlotEngine:
                 job.extend(step.state.latents[slot], step.state.history[:, slot])
             if job.call == job.calls:
                 del lane.active[slot]
-                latents, history = step.state.latents[slot].clone(), step.state.history[:, slot]
+                latents, history = (
+                    step.state.latents[slot].clone(),
+                    step.state.history[:, slot],
+                )
                 self._end_pass(job, latents, history)
             elif self._weights.may_move(lane, job):
                 del lane.active[slot]
@@ -414,14 +448,19 @@ class SlotEngine:
 
     def _change_lane(self, job: SlotJob, step: Step, slot: int) -> None:
         """Passes an image on to the lane whose slots have the rows of its next call."""
-        latents, history = step.state.latents[slot].clone(), step.state.history[:, slot].clone()
+        latents, history = (
+            step.state.latents[slot].clone(),
+            step.state.history[:, slot].clone(),
+        )
         if job.staged is not None:
             job.staged = replace(job.staged, latents=latents, history=history)
         job.has_weights = False
         job.batch_key = job.batch_key.at(job.prepared, job.call)
         self._lanes.add(job.batch_key, [job], first=True)
 
-    def _end_pass(self, job: SlotJob, latents: torch.Tensor, history: torch.Tensor) -> None:
+    def _end_pass(
+        self, job: SlotJob, latents: torch.Tensor, history: torch.Tensor
+    ) -> None:
         """Passes latents on: to the decoder, or to the lane of the job's next pass."""
         if (staged := job.staged) is None:
             raise RuntimeError("a pass ends only once it is staged")
@@ -434,12 +473,16 @@ class SlotEngine:
                 self._has_drawn_job = True
                 self._runner.native = self._runner.native.at(job.prepared, 0)
             return
-        staged = replace(staged, history=history.clone(), loras=None, changes=NO_CHANGES)
+        staged = replace(
+            staged, history=history.clone(), loras=None, changes=NO_CHANGES
+        )
         drawn = torch.cuda.current_stream().record_event() if self._on_gpu else None
         # Still alone if the first pass was.
         batch_key = BatchKey.of(following)._replace(isolated=job.batch_key.isolated)
         first_pass = FirstPass(latents, drawn, staged)
-        going_on = SlotJob(job.ticket, following, batch_key, job.urgent, first_pass=first_pass)
+        going_on = SlotJob(
+            job.ticket, following, batch_key, job.urgent, first_pass=first_pass
+        )
         going_on.call = following.begins
         self._add(going_on)
 
@@ -451,7 +494,9 @@ class SlotEngine:
         lanes = [lane for lane in self._lanes if lane.waiting]
         lanes.sort(key=self._lanes.urgency, reverse=True)
         nexts = itertools.zip_longest(*(lane.waiting[: lane.slots] for lane in lanes))
-        self._stager.begin_within([job for each in nexts for job in each if job is not None])
+        self._stager.begin_within(
+            [job for each in nexts for job in each if job is not None]
+        )
 
     @torch.no_grad()
     def _fit_memory(self, parts: Parts) -> int:
@@ -459,11 +504,15 @@ class SlotEngine:
         width, height = self.default_size
         guided = self._runner.native._replace(slot_rows=2, is_plain=False)
         state = self._runner.make_slot_state(guided, 1, self._unet)
-        state_bytes = sum(each.nbytes for each in state if isinstance(each, torch.Tensor))
+        state_bytes = sum(
+            each.nbytes for each in state if isinstance(each, torch.Tensor)
+        )
         is_large = self.checkpoint.family.has_large_layers
         decode = functools.partial(self._decoder.decode, state.latents)
         if is_large:
-            self._decoder.is_striped = memory.is_too_large(self._device, decode, self._unet.weights)
+            self._decoder.is_striped = memory.is_too_large(
+                self._device, decode, self._unet.weights
+            )
         fit = memory.fit(
             self._device,
             self._unet.slot_bytes + state_bytes,
@@ -481,5 +530,7 @@ class SlotEngine:
         self._stager.room_bytes = fit.staged_bytes
         for networks in self._held:
             networks.kept_bytes = min(KEPT_BYTES, fit.staged_bytes / 4)
-        self._unet.temporary_bytes = max(fit.temporary_bytes, self._unet.temporary_bytes)
+        self._unet.temporary_bytes = max(
+            fit.temporary_bytes, self._unet.temporary_bytes
+        )
         return fit.blocks

@@ -182,10 +182,14 @@ class Lanes:
         """The lane of a batch key; a new one has the slots of `slots_of`."""
         if batch_key not in self._lanes:
             slots = self.slots_of(batch_key)
-            self._lanes[batch_key] = Lane(batch_key, slots, self._max_overtakes, self._tick)
+            self._lanes[batch_key] = Lane(
+                batch_key, slots, self._max_overtakes, self._tick
+            )
         return self._lanes[batch_key]
 
-    def add(self, batch_key: BatchKey, jobs: Iterable[SlotJob], *, first: bool = False) -> None:
+    def add(
+        self, batch_key: BatchKey, jobs: Iterable[SlotJob], *, first: bool = False
+    ) -> None:
         """Adds waiting jobs of a key, *first* before those that wait already."""
         lane = self.lane_of(batch_key)
         if not lane.held:
@@ -209,7 +213,9 @@ class Lanes:
         if chosen is None or not self._goes_on(chosen):
             chosen = max(busy, key=self.urgency)
             if chosen.step is None and not self._make_room():
-                closable = [lane for lane in busy if lane.step and not lane.step.is_kept]
+                closable = [
+                    lane for lane in busy if lane.step and not lane.step.is_kept
+                ]
                 if closable:
                     chosen = min(closable, key=lambda lane: len(lane.active))
                     chosen.is_closing = True
@@ -232,14 +238,18 @@ class Lanes:
 
     def takes_jobs(self, lane: Lane) -> bool:
         """False for a lane that has to end for the others' sake."""
-        is_long = lane.is_exclusive and self._tick - self._turn_began_at > PATIENCE_TICKS
+        is_long = (
+            lane.is_exclusive and self._tick - self._turn_began_at > PATIENCE_TICKS
+        )
         return not (lane.is_closing or is_long)
 
     def choose_block(self, lane: Lane) -> int:
         """The weights for a lane that opens: unused ones, or those that fewest lanes share."""
         if lane.batch_key.is_plain:
             return 0  # it uses none
-        users = [each.block for each in self if each.step and not each.batch_key.is_plain]
+        users = [
+            each.block for each in self if each.step and not each.batch_key.is_plain
+        ]
         slots = self.block_slots
         fitting = [block for block in range(len(slots)) if slots[block] >= lane.slots]
         return min(fitting, key=lambda block: (users.count(block), block))

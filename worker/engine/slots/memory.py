@@ -159,7 +159,9 @@ def fit(
         return free * (1 - _MARGIN) - slots * slot_bytes - reserved_by(slots) - taken
 
     numbers = range(MAX_SLOTS, 1, -1)
-    slots = slots or next((each for each in numbers if left_by(each) >= sizes_to_come(each)), 1)
+    slots = slots or next(
+        (each for each in numbers if left_by(each) >= sizes_to_come(each)), 1
+    )
     left = left_by(slots)
     # LoRAs that change less than all weights of a slot take less than these.
     reserved = reserved_by(slots)
@@ -170,7 +172,9 @@ def fit(
     left -= staged_bytes - reserved
     blocks = 1
     if weights != "reloaded":
-        blocks += max(0, int(left // (slots * (_LANE_SHARE * slot_bytes + change_bytes))))
+        blocks += max(
+            0, int(left // (slots * (_LANE_SHARE * slot_bytes + change_bytes)))
+        )
     gib = 2**30
     log.info(
         f"{slots} slots, {decoded} images per VAE call, weights for {blocks} sizes:"
@@ -179,7 +183,9 @@ def fit(
         action="slots_chosen",
         slots=slots,
     )
-    return Fit(slots, decoded, blocks, staged_bytes, int(_TEMPORARY_SHARE * _MARGIN * free))
+    return Fit(
+        slots, decoded, blocks, staged_bytes, int(_TEMPORARY_SHARE * _MARGIN * free)
+    )
 
 
 def fewer(slots: int) -> int:
@@ -199,7 +205,10 @@ def describe(slots: int, savings: Savings) -> str:
     """What a GPU holds of a model, in words."""
     saved = [
         (savings.weights == "factors", "LoRAs are factors beside the shared weights"),
-        (savings.weights == "reloaded", "layers are copied from the host's memory for other LoRAs"),
+        (
+            savings.weights == "reloaded",
+            "layers are copied from the host's memory for other LoRAs",
+        ),
         (savings.is_striped, "the VAE decodes in stripes"),
         (savings.has_text_on_cpu, "prompts are encoded on the CPU"),
     ]
@@ -246,7 +255,9 @@ def has_no_room_for_originals(device: torch.device, layer_bytes: int) -> bool:
     return device.type == "cuda" and layer_bytes > _MARGIN * free_bytes(device)
 
 
-def has_no_room_for_text(device: torch.device, text_bytes: int, others_bytes: int) -> bool:
+def has_no_room_for_text(
+    device: torch.device, text_bytes: int, others_bytes: int
+) -> bool:
     """Whether text encoders would take too much beside the other networks.
 
     On the CPU a prompt takes a second or so, while a small GPU takes several for its image.

@@ -72,7 +72,9 @@ class Outlook:
         self._images = Counter[Kind]()
         self._work: dict[Kind, float] = {}
         self._began_at = self._clock()
-        self._lost: dict[Kind | None, tuple[float, float]] = {None: (self._began_at, math.inf)}
+        self._lost: dict[Kind | None, tuple[float, float]] = {
+            None: (self._began_at, math.inf)
+        }
         """When, and how long it had lasted."""
 
     def begin(self) -> None:
@@ -106,7 +108,9 @@ class Outlook:
 
     def often_changes_convolutions(self, batch_key: BatchKey, slots: int) -> bool:
         """Whether _OFTEN is the share of calls with an image that changes them, or less."""
-        without, changed = (self._images[Kind(batch_key, each)] for each in (False, True))
+        without, changed = (
+            self._images[Kind(batch_key, each)] for each in (False, True)
+        )
         return changed > 0 and 1 - (without / (without + changed)) ** slots >= _OFTEN
 
     def seconds(self, kind: Kind) -> float:
@@ -117,7 +121,9 @@ class Outlook:
         lasts = (max(now - at, lasted) for at, lasted in lost)
         return min(known, _MOST_SECONDS, *lasts)
 
-    def pays(self, kind: Kind, graphs: int, costs: Costs, saved_share: float | None = None) -> bool:
+    def pays(
+        self, kind: Kind, graphs: int, costs: Costs, saved_share: float | None = None
+    ) -> bool:
         """Whether so many graphs for a kind save more than they cost.
 
         *saved_share* of its seconds; None: what compiling saves where nothing is compiled.

@@ -61,7 +61,9 @@ class PreparedRequest:
     """What AND joins, from the last on, and the negative prompt."""
     states: torch.Tensor | None = None
     """Text states of both prompts [2, tokens, width], in place of their rows."""
-    loras: Mapping[lora_file.Network, Sequence[merge.AppliedLora]] = field(default_factory=dict)
+    loras: Mapping[lora_file.Network, Sequence[merge.AppliedLora]] = field(
+        default_factory=dict
+    )
     packs: Mapping[lora_file.Network, merge.PackedLoras] = field(default_factory=dict)
     """The LoRAs for a slot; without the UNet's, they must be merged into the shared weights."""
     image: begin.PreparedImage | None = None
@@ -92,7 +94,9 @@ class PreparedRequest:
         if self.second is None:
             return None
         seed, noise = self.request.seed, self.request.noise
-        return replace(self.second, request=replace(self.second.request, seed=seed, noise=noise))
+        return replace(
+            self.second, request=replace(self.second.request, seed=seed, noise=noise)
+        )
 
     @property
     def lora_key(self) -> merge.LoraKey:
@@ -149,8 +153,13 @@ class PreparedRequest:
         """The numbers of each row's text in a call, of `texts` or of the states."""
         if self.states is not None:
             return list(range(len(self.states)))
-        before = itertools.accumulate((len(row.texts) for row in self.text_rows), initial=0)
-        return [start + row.at(call) for start, row in zip(before, self.text_rows, strict=False)]
+        before = itertools.accumulate(
+            (len(row.texts) for row in self.text_rows), initial=0
+        )
+        return [
+            start + row.at(call)
+            for start, row in zip(before, self.text_rows, strict=False)
+        ]
 
     @property
     def is_edited(self) -> bool:
@@ -158,7 +167,11 @@ class PreparedRequest:
 
     def changes_texts(self, call: int) -> bool:
         """Whether a call has other texts than the one before."""
-        return self.is_edited and call > 0 and self.texts_at(call) != self.texts_at(call - 1)
+        return (
+            self.is_edited
+            and call > 0
+            and self.texts_at(call) != self.texts_at(call - 1)
+        )
 
     def noise(self, channels: int, factor: int) -> NoiseStream:
         """The image's noise from its beginning, for latents of so many *channels*."""
@@ -191,7 +204,9 @@ class PreparedRequest:
         longest = max(length for _, length in self.texts)
         if longest <= text.PLAIN_CHUNKS:
             return text.PLAIN_TOKENS
-        tokens = min(each for each in LONG_CHUNKS if each >= longest) * text.CONTEXT_TOKENS
+        tokens = (
+            min(each for each in LONG_CHUNKS if each >= longest) * text.CONTEXT_TOKENS
+        )
         return tokens + -tokens % _TOKENS_ALIGNMENT
 
 
@@ -250,7 +265,9 @@ class RequestPreparer(Preparer):
         self._dtypes = {name: each.dtype for name, each in checkpoint.networks.items()}
         self.tokenizer = text.Tokenizer(checkpoint.tokenizer)
         self._widths = {
-            embeddings.NAMES[network]: text_encoder.get_input_embeddings().weight.shape[1]
+            embeddings.NAMES[network]: text_encoder.get_input_embeddings().weight.shape[
+                1
+            ]
             for network, text_encoder in checkpoint.text_encoders.items()
         }
         self._embeddings = ReadOnce[embeddings.Embedding](
@@ -278,7 +295,9 @@ class RequestPreparer(Preparer):
         init, image, steps = request.init, None, request.steps
         enlarged = None
         if (image_noise := self._checkpoint.image_noise) is not None:
-            enlarged = begin.prepare_enlarged(request, image_noise, self._checkpoint.factor)
+            enlarged = begin.prepare_enlarged(
+                request, image_noise, self._checkpoint.factor
+            )
         if init is None or enlarged is not None:
             schedule = self._schedule(request, request.steps)
         else:
@@ -289,7 +308,8 @@ class RequestPreparer(Preparer):
         dtype = self._dtypes["text_encoder"]
         named = [
             self._embeddings.get(
-                each.sha256, functools.partial(embeddings.read, each, self._widths, dtype)
+                each.sha256,
+                functools.partial(embeddings.read, each, self._widths, dtype),
             )
             for each in request.embeddings
         ]
@@ -310,7 +330,9 @@ class RequestPreparer(Preparer):
         )
         if request.hires is None:
             return self._refined(prepared, steps)
-        return replace(prepared, second=self._second_pass(prepared, request.hires, named))
+        return replace(
+            prepared, second=self._second_pass(prepared, request.hires, named)
+        )
 
     def _second_pass(
         self,
@@ -333,7 +355,9 @@ class RequestPreparer(Preparer):
         taken = begin.second_pass(request.steps, hires.denoising_strength)
         checkpoint = self._check_checkpoint(hires.checkpoint)
         if self._is_sdxls_refiner(checkpoint):
-            raise errors.JobError("hr_checkpoint_name: SDXL's refiner only goes on with images")
+            raise errors.JobError(
+                "hr_checkpoint_name: SDXL's refiner only goes on with images"
+            )
         schedule = self._schedule(request, *taken)
         loras = first.loras if hires.loras is None else self._read_loras(hires.loras)
         second = replace(
@@ -345,7 +369,9 @@ class RequestPreparer(Preparer):
             packs=first.packs if hires.loras is None else self._pack(loras),
             text_rows=self._text_rows(request, named),
             schedule=schedule,
-            upscaling=upscaling.find(hires, lambda path: self.upscalers.get(path).enlarge),
+            upscaling=upscaling.find(
+                hires, lambda path: self.upscalers.get(path).enlarge
+            ),
         )
         return self._refined(second, taken.t_enc + 1)
 
@@ -359,7 +385,11 @@ class RequestPreparer(Preparer):
         if refiner is None:
             return drawn
         checkpoint = self._check_checkpoint(refiner.path)
-        total = samplers.editing_steps(drawn.request.sampler, steps) if refiner.by_steps else None
+        total = (
+            samplers.editing_steps(drawn.request.sampler, steps)
+            if refiner.by_steps
+            else None
+        )
         at = drawn.schedule.switch_call(refiner.switch_at, total)
         if checkpoint == drawn.checkpoint or at == len(drawn.schedule.table):
             return drawn
@@ -382,19 +412,31 @@ class RequestPreparer(Preparer):
         return self._checkpoints.check_file(path.stem, path)
 
     def _is_sdxls_refiner(self, checkpoint: Identity | None) -> bool:
-        return self._checkpoints is not None and self._checkpoints.is_refiner(checkpoint)
+        return self._checkpoints is not None and self._checkpoints.is_refiner(
+            checkpoint
+        )
 
     def _text_rows(
         self, request: contract.ImageRequest, named: Sequence[embeddings.Embedding]
     ) -> tuple[text.Row, ...]:
         """The rows of a pass, whose words are also those that its own LoRAs bundle."""
         dtype = self._dtypes["text_encoder"]
-        named = [*named, *self._bundled(request.loras, {each.name for each in named}, dtype)]
+        named = [
+            *named,
+            *self._bundled(request.loras, {each.name for each in named}, dtype),
+        ]
         rows = self.tokenizer.rows(request.prompt, named)
-        if len(rows) > 1 and self._checkpoint.unet.config.time_cond_proj_dim is not None:
-            raise errors.JobError("this model takes its guidance as an input: it does not draw AND")
+        if (
+            len(rows) > 1
+            and self._checkpoint.unet.config.time_cond_proj_dim is not None
+        ):
+            raise errors.JobError(
+                "this model takes its guidance as an input: it does not draw AND"
+            )
         if len(rows) > 1 and request.controls and request.sampler_options.s_min_uncond:
-            raise errors.JobError("AND with s_min_uncond and ControlNets is not supported")
+            raise errors.JobError(
+                "AND with s_min_uncond and ControlNets is not supported"
+            )
         return (*rows, *self.tokenizer.rows(request.negative_prompt, named))
 
     def _controls(
@@ -404,7 +446,9 @@ class RequestPreparer(Preparer):
         if not request.controls:
             return ()
         if schedule.extend is not None:
-            raise errors.JobError("DPM adaptive cannot be controlled: it has no number of steps")
+            raise errors.JobError(
+                "DPM adaptive cannot be controlled: it has no number of steps"
+            )
         self._may_go_on.wait()
         check = self._control_nets.check_file
         checked = [(check(each.name, each.path), each) for each in request.controls]
@@ -432,7 +476,10 @@ class RequestPreparer(Preparer):
     def _check_clip_skip(self, clip_skip: int) -> None:
         layers = self._checkpoint.text_encoder.config.num_hidden_layers
         encoders = self._checkpoint.family.text_encoders
-        if any(each.rules.layer is None for each in encoders) and not 1 <= clip_skip <= layers:
+        if (
+            any(each.rules.layer is None for each in encoders)
+            and not 1 <= clip_skip <= layers
+        ):
             raise errors.JobError(
                 f"clip_skip is {clip_skip}; this model's text encoder has {layers} layers"
             )
@@ -458,7 +505,8 @@ class RequestPreparer(Preparer):
             network: [
                 merge.AppliedLora(identity, files[identity].deltas[network], weight)
                 for identity in sorted(files)
-                if (weight := weights[network, identity]) and files[identity].deltas[network]
+                if (weight := weights[network, identity])
+                and files[identity].deltas[network]
             ]
             for network in networks
         }
@@ -470,8 +518,12 @@ class RequestPreparer(Preparer):
         files = map(self._lora_cache.get, dict.fromkeys(loras))
         for file in files:
             for name in file.embeddings.keys() - known:
-                with safetensors.named(f"the LoRA {file.identity[0]!r}, for the word {name!r},"):
-                    vectors = embeddings.vectors_of(file.embeddings[name], self._widths, dtype)
+                with safetensors.named(
+                    f"the LoRA {file.identity[0]!r}, for the word {name!r},"
+                ):
+                    vectors = embeddings.vectors_of(
+                        file.embeddings[name], self._widths, dtype
+                    )
                 yield embeddings.Embedding(name, f"{file.identity} {name}", vectors)
 
     def _pack(
@@ -480,7 +532,9 @@ class RequestPreparer(Preparer):
         """Each network's LoRAs for the device, where slots can hold them all."""
         packs = {}
         for network, found in loras.items():
-            packed = merge.pack(found, self.groups[network], dtype=self._dtypes[network])
+            packed = merge.pack(
+                found, self.groups[network], dtype=self._dtypes[network]
+            )
             if packed is not None:
                 packs[network] = packed
         return packs

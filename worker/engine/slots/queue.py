@@ -53,12 +53,16 @@ class BatchKey(NamedTuple):
         controls = tuple(each.identity for each in prepared.controls)
         size = samplers.whole_cells(request.width, request.height)
         key = cls(*size, prepared.tokens, merged, None, controls, tiles=request.tiling)
-        return key._replace(checkpoint=prepared.checkpoint).at(prepared, prepared.begins)
+        return key._replace(checkpoint=prepared.checkpoint).at(
+            prepared, prepared.begins
+        )
 
     def at(self, prepared: PreparedRequest, call: int) -> BatchKey:
         """The key of a later call, which may take another number of rows."""
         rows = prepared.rows(call)
-        return self._replace(slot_rows=rows, is_plain=rows == 1 and not prepared.lora_key)
+        return self._replace(
+            slot_rows=rows, is_plain=rows == 1 and not prepared.lora_key
+        )
 
     @property
     def is_masked(self) -> bool:
@@ -120,7 +124,14 @@ class Staged:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        found = [self.latents, self.history, self.vectors, self.mask, self.conditioning, self.loras]
+        found = [
+            self.latents,
+            self.history,
+            self.vectors,
+            self.mask,
+            self.conditioning,
+            self.loras,
+        ]
         found += [*(self.added or ()), *(self.inpainting or ()), *self.hints]
         return [tensor for tensor in found if tensor is not None]
 
@@ -251,6 +262,8 @@ def choose_mode(
     return ("shared", key) if saved_seconds > costs.merge_seconds else (own, ())
 
 
-def ticks_until_change(remaining: Sequence[int], waiting: Sequence[int], slots: int) -> int:
+def ticks_until_change(
+    remaining: Sequence[int], waiting: Sequence[int], slots: int
+) -> int:
     """Ticks until the LoRAs change: UNet calls *remaining* in the slots, and of jobs *waiting*."""
     return max(remaining, default=0) + math.ceil(sum(waiting) / slots)

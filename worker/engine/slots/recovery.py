@@ -21,7 +21,9 @@ log = logs.EventLog(__name__)
 class Recovery:
     """Restarts images from their seeds, and takes less memory; for the engine's thread."""
 
-    def __init__(self, parts: Parts, lanes: Lanes, runner: StepRunner, weights: Weights) -> None:
+    def __init__(
+        self, parts: Parts, lanes: Lanes, runner: StepRunner, weights: Weights
+    ) -> None:
         self._unet = parts.unet
         self._lanes = lanes
         self._runner = runner
@@ -103,7 +105,11 @@ class Recovery:
     ) -> list[SlotJob]:
         """Frees memory after a call of *in_call* images had too little; what may run again."""
         needed = self._needed(failed)
-        if any(networks.keep_only(needed) for networks in self._held if networks is not None):
+        if any(
+            networks.keep_only(needed)
+            for networks in self._held
+            if networks is not None
+        ):
             return jobs
         if self._lanes.blocks > 1:
             self._share_block()
@@ -112,7 +118,9 @@ class Recovery:
             self._shrink(min(slots, self._lanes.slots - 1))
         elif has_others and failed.batch_key.isolated is None:
             return [self._isolate(job) for job in jobs]
-        elif (failed.batch_key.controls or failed.batch_key.checkpoint) and self._lanes.slots > 1:
+        elif (
+            failed.batch_key.controls or failed.batch_key.checkpoint
+        ) and self._lanes.slots > 1:
             # A ControlNet or another checkpoint takes memory beside the slots' weights.
             self._shrink(memory.fewer(self._lanes.slots))
         elif not self._stop_compiling(failed.batch_key):
@@ -126,13 +134,17 @@ class Recovery:
         """
         if not self._runner.may_compile:
             return False
-        if failed is not None and failed.width * failed.height > math.prod(self._native):
+        if failed is not None and failed.width * failed.height > math.prod(
+            self._native
+        ):
             self._runner.paused_for = failed
             until = f"until the image of {failed.width}x{failed.height} is done"
         else:
             self._runner.give_up()
             until = "from now on"
-        log.warning(f"out of memory: compilation is off {until}", action="compile_dropped")
+        log.warning(
+            f"out of memory: compilation is off {until}", action="compile_dropped"
+        )
         self.restart_all()
         self._decoder.forget_compiled()
         torch.cuda.empty_cache()
@@ -140,7 +152,10 @@ class Recovery:
 
     def _needed(self, failed: Lane) -> set[Identity]:
         """The ControlNets and other checkpoints of all jobs that are here."""
-        keys = [failed.batch_key, *(lane.batch_key for lane in self._lanes if lane.held)]
+        keys = [
+            failed.batch_key,
+            *(lane.batch_key for lane in self._lanes if lane.held),
+        ]
         needed = {identity for key in keys for identity in key.controls}
         return needed | {key.checkpoint for key in keys if key.checkpoint is not None}
 

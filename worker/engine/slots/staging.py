@@ -32,7 +32,13 @@ from worker.engine.passes.images import ImageCoder, Vaes
 from worker.engine.passes.upscaling import Upscaling
 from worker.engine.sampler import Inpainting, NoiseStream
 from worker.engine.slots.prepare import PreparedRequest
-from worker.engine.slots.queue import AddedInputs, AssembledLoras, FirstPass, SlotJob, Staged
+from worker.engine.slots.queue import (
+    AddedInputs,
+    AssembledLoras,
+    FirstPass,
+    SlotJob,
+    Staged,
+)
 
 #: Threads that assemble LoRAs; with a large one for each job, one is not enough.
 _ASSEMBLERS = 3
@@ -51,7 +57,9 @@ class Stager:
     `begin_within` and `try_to_stage` are for the engine's thread.
     """
 
-    def __init__(self, model: Model, control_nets: ControlNets, vaes: Vaes | None = None) -> None:
+    def __init__(
+        self, model: Model, control_nets: ControlNets, vaes: Vaes | None = None
+    ) -> None:
         self._control_nets = control_nets
         self._vaes = vaes
         self._device: torch.device = model.unet.device
@@ -71,7 +79,9 @@ class Stager:
 
     def first_with_room(self, jobs: Iterable[SlotJob]) -> list[SlotJob]:
         """The first of *jobs* whose LoRAs have room on the device together; at least one."""
-        held_bytes = self._control_nets.held_bytes + (self._vaes.held_bytes if self._vaes else 0)
+        held_bytes = self._control_nets.held_bytes + (
+            self._vaes.held_bytes if self._vaes else 0
+        )
         room_bytes = max(0.0, self.room_bytes - held_bytes)
         taken, first = 0, list[SlotJob]()
         for job in jobs:
@@ -137,7 +147,11 @@ class Stager:
         self.forget()
 
     def _stage_all(self, begun: Sequence[_Begun]) -> None:
-        on_device = torch.cuda.device(self._device) if self._stream else contextlib.nullcontext()
+        on_device = (
+            torch.cuda.device(self._device)
+            if self._stream
+            else contextlib.nullcontext()
+        )
         with on_device, torch.cuda.stream(self._stream):
             # What fails here fails again below, with the job whose fault it is.
             with contextlib.suppress(Exception):
@@ -208,7 +222,8 @@ class LatentStager(Stager):
         self._checkpoints = checkpoints
         self._dtype = checkpoint.unet.dtype
         self._is_inpainting = (
-            checkpoint.conditioning_channels > 0 and not checkpoint.family.enlarges_image
+            checkpoint.conditioning_channels > 0
+            and not checkpoint.family.enlarges_image
         )
         self._own = Coders(checkpoint)
         self._images = self._own.images
@@ -229,23 +244,33 @@ class LatentStager(Stager):
             prepared = job.prepared
             if not (prepared.text_key or prepared.checkpoint):
                 by_clip_skip = chunks.setdefault(prepared.request.clip_skip, [])
-                by_clip_skip += (chunk for chunks, _ in prepared.texts for chunk in chunks)
+                by_clip_skip += (
+                    chunk for chunks, _ in prepared.texts for chunk in chunks
+                )
         for clip_skip, each in chunks.items():
             self._own.texts.encode_ahead(each, clip_skip)
 
     @torch.no_grad()
     def _load(self, job: SlotJob, loras: AssembledLoras) -> Staged:
         copied = self._copy(loras["unet"]) if "unet" in loras else None
-        changes = NO_CHANGES if copied is None else job.prepared.packs["unet"].of(copied)
+        changes = (
+            NO_CHANGES if copied is None else job.prepared.packs["unet"].of(copied)
+        )
         other = None
         if job.prepared.checkpoint is not None and self._checkpoints is not None:
             other = self._checkpoints.get(job.prepared.checkpoint)
-        vectors, mask, added = self._encode(job, loras, other.coders if other else self._own)
+        vectors, mask, added = self._encode(
+            job, loras, other.coders if other else self._own
+        )
         noise = job.prepared.noise(self._channels, self._factor)
         coder = self._coder_of(job.prepared, job.prepared.checkpoint)
         if job.first_pass is not None and job.prepared.begins:
-            before = replace(job.first_pass.staged, loras=copied, changes=changes, coder=coder)
-            before = replace(before, vectors=vectors, mask=mask, added=added, checkpoint=other)
+            before = replace(
+                job.first_pass.staged, loras=copied, changes=changes, coder=coder
+            )
+            before = replace(
+                before, vectors=vectors, mask=mask, added=added, checkpoint=other
+            )
             before = replace(before, hints=before.hints[: len(job.prepared.controls)])
             self._spend(noise, job.prepared)
             return replace(before, latents=job.first_pass.latents, noise=noise)
@@ -265,7 +290,9 @@ class LatentStager(Stager):
         if self._is_inpainting:
             request = job.prepared.request
             # A second pass has no mask: as in AUTOMATIC1111, it sees nothing of the first image.
-            conditioning = images.condition(job.prepared.image, request.width, request.height)
+            conditioning = images.condition(
+                job.prepared.image, request.width, request.height
+            )
         return Staged(
             latents,
             vectors,
@@ -355,7 +382,9 @@ class LatentStager(Stager):
         pooled = context.pooled
         prompts = sum(len(row.texts) for row in prepared.text_rows[:-1])
         if family.zeroes_empty_negative and not any(prepared.text_rows[-1].texts):
-            kept = (torch.arange(len(vectors), device=vectors.device) < prompts).to(vectors.dtype)
+            kept = (torch.arange(len(vectors), device=vectors.device) < prompts).to(
+                vectors.dtype
+            )
             vectors = vectors * kept[:, None, None]
             pooled = None if pooled is None else pooled * kept.to(pooled)[:, None]
         if pooled is None:
@@ -365,7 +394,9 @@ class LatentStager(Stager):
         if prepared.upscaling is not None:
             size = prepared.upscaling.size
         numbers = range(len(vectors))
-        sizes = torch.stack([family.size_ids(*size, is_negative=at >= prompts) for at in numbers])
+        sizes = torch.stack(
+            [family.size_ids(*size, is_negative=at >= prompts) for at in numbers]
+        )
         return vectors, (pooled.to(self._device, self._dtype), self._copy(sizes))
 
     @contextlib.contextmanager
@@ -376,5 +407,7 @@ class LatentStager(Stager):
         with contextlib.ExitStack() as merged:
             for network, own in coders.loras.items():
                 flat = loras[network].to(own.device, non_blocking=True)
-                merged.enter_context(own.merged(prepared.packs[network].of(flat).stacked))
+                merged.enter_context(
+                    own.merged(prepared.packs[network].of(flat).stacked)
+                )
             yield

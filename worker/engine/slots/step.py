@@ -15,7 +15,11 @@ import torch
 from worker.engine import sampler
 from worker.engine.control.network import ControlState, SlotControlNet, residuals
 from worker.engine.kernels.compile import Compiled
-from worker.engine.kernels.layers import KernelSelector, fastest_seconds, time_convolutions
+from worker.engine.kernels.layers import (
+    KernelSelector,
+    fastest_seconds,
+    time_convolutions,
+)
 from worker.engine.networks.transformer import Call, SlotNetwork, SlotState
 from worker.engine.networks.unet import SlotUnet
 from worker.engine.slots.memory import WEIGHT_MODES, WeightMode
@@ -60,7 +64,9 @@ def tick(
     controlled = _GUIDANCE + state.slot_rows
     scales, is_per_slot = state.rows[:, _GUIDANCE:controlled], weight_mode != "shared"
     rows, guidance = state.slot_rows, scales[:, 0]
-    call = Call(state.context, state.mask, is_per_slot, slots, rows, guidance, state.tiles)
+    call = Call(
+        state.context, state.mask, is_per_slot, slots, rows, guidance, state.tiles
+    )
     steering: Sequence[torch.Tensor] = ()
     if controls:
         steering = residuals(controls, x, times, state.mask, state.rows[:, controlled:])
@@ -196,17 +202,25 @@ class StepRunner:
     @property
     def recompiles(self) -> int:
         """Graphs compiled beyond one per batch key and weight mode."""
-        compiled = (each for step in self._compiled.values() for each in step.compiled.values())
+        compiled = (
+            each for step in self._compiled.values() for each in step.compiled.values()
+        )
         return self._dropped_recompiles + sum(each.recompiles for each in compiled)
 
     def make_step(
-        self, batch_key: BatchKey, slots: int, unet: SlotNetwork, networks: Sequence[SlotControlNet]
+        self,
+        batch_key: BatchKey,
+        slots: int,
+        unet: SlotNetwork,
+        networks: Sequence[SlotControlNet],
     ) -> Step:
         state = self.make_slot_state(batch_key, slots, unet)
         sides, context = state.latents.shape[2:], state.context.shape
         for network in networks:
             network.record_stream()
-        controls = tuple(ControlState.zeros(each, slots, sides, context) for each in networks)
+        controls = tuple(
+            ControlState.zeros(each, slots, sides, context) for each in networks
+        )
         feeder = InputFeeder(state, self._copied)
         return Step(batch_key, state, feeder, controls, [unet, *networks])
 
@@ -215,11 +229,16 @@ class StepRunner:
 
         Apart, if it would have the compiled images of its lane run uncompiled.
         """
-        plain, changes = job.batch_key._replace(is_apart=False), job.changes_convolutions
+        plain, changes = (
+            job.batch_key._replace(is_apart=False),
+            job.changes_convolutions,
+        )
         if self.may_compile and not job.urgent:
             if is_first:
                 self.outlook.begin()
-            calls = Counter(plain.at(job.prepared, call) for call in range(job.call, job.calls))
+            calls = Counter(
+                plain.at(job.prepared, call) for call in range(job.call, job.calls)
+            )
             for key, count in calls.items():
                 work = count * key.slot_rows * key.width * key.height
                 self.outlook.add(Kind(key, changes), work)
@@ -244,7 +263,9 @@ class StepRunner:
         if step := self._compiled.get(batch_key):
             return bool(self.missing_modes(step))
         has_room = len(self._compiled) < min(self.max_compiled, _MAX_COMPILED_KEYS)
-        return (batch_key, None) in self._to_compile or (has_room and self._pays(batch_key))
+        return (batch_key, None) in self._to_compile or (
+            has_room and self._pays(batch_key)
+        )
 
     def missing_modes(self, step: Step) -> list[WeightMode]:
         """The modes to compile: first one that any job can run in, then what pays beside it."""
@@ -267,7 +288,10 @@ class StepRunner:
 
     def _pays_beside(self, step: Step, mode: WeightMode) -> bool:
         """Whether a mode saves more than it costs, where another serves its ticks or none does."""
-        kind, instead = Kind(step.batch_key, mode == WEIGHT_MODES[-1]), step.mode_for(mode)
+        kind, instead = (
+            Kind(step.batch_key, mode == WEIGHT_MODES[-1]),
+            step.mode_for(mode),
+        )
         if instead not in step.compiled:
             return kind.convolutions and self.outlook.pays(kind, 1, self.costs)
         saved = 1 - self.costs.seconds(mode) / self.costs.seconds(instead)
@@ -358,7 +382,9 @@ class StepRunner:
 
     def drop(self, step: Step) -> None:
         """Compiles nothing any more, since a compiled tick failed; other steps stay."""
-        self._dropped_recompiles += sum(each.recompiles for each in step.compiled.values())
+        self._dropped_recompiles += sum(
+            each.recompiles for each in step.compiled.values()
+        )
         self._compiled.pop(step.batch_key, None)
         step.forget_compiled()
         self.give_up()
@@ -377,7 +403,9 @@ class StepRunner:
                 self._dropped_recompiles += compiled.recompiles
                 compiled.release()
                 self.outlook.start_over(Kind(step.batch_key, convolutions=True))
-        self._compiled = {key: step for key, step in self._compiled.items() if step.compiled}
+        self._compiled = {
+            key: step for key, step in self._compiled.items() if step.compiled
+        }
         self._to_compile = {each for each in self._to_compile if each[1] != modes[0]}
 
     def reset(self) -> None:
@@ -387,7 +415,9 @@ class StepRunner:
             step.forget_compiled()
         self._compiled.clear()
 
-    def make_slot_state(self, batch_key: BatchKey, slots: int, unet: SlotNetwork) -> SlotState:
+    def make_slot_state(
+        self, batch_key: BatchKey, slots: int, unet: SlotNetwork
+    ) -> SlotState:
         """Zeros for *slots* slots."""
         model, tokens = self._model, batch_key.tokens
         rows = slots * batch_key.slot_rows
@@ -400,18 +430,26 @@ class StepRunner:
 
         conditioning = None
         if model.conditioning_channels:
-            conditioning = zeros(slots, model.conditioning_channels, *sides, dtype=unet.dtype)
+            conditioning = zeros(
+                slots, model.conditioning_channels, *sides, dtype=unet.dtype
+            )
             if self._device.type == "cuda":
-                conditioning = conditioning.contiguous(memory_format=torch.channels_last)
+                conditioning = conditioning.contiguous(
+                    memory_format=torch.channels_last
+                )
         return SlotState(
             latents=zeros(*shape),
             history=zeros(sampler.HISTORY, *shape),
-            rows=zeros(slots, sampler.COLUMNS + batch_key.slot_rows + len(batch_key.controls)),
+            rows=zeros(
+                slots, sampler.COLUMNS + batch_key.slot_rows + len(batch_key.controls)
+            ),
             noise=zeros(*shape),
             kept=zeros(slots, 1, *sides),
             original=zeros(*shape),
             context=zeros(rows, tokens, unet.context_width, dtype=unet.dtype),
-            mask=zeros(rows, 1, 1, tokens, dtype=unet.dtype) if batch_key.is_masked else None,
+            mask=zeros(rows, 1, 1, tokens, dtype=unet.dtype)
+            if batch_key.is_masked
+            else None,
             added=zeros(added_rows, unet.added_width, dtype=unet.dtype)
             if unet.added_width
             else None,
@@ -422,7 +460,10 @@ class StepRunner:
     def _time(self, compiled: Mapping[WeightMode, Compiled]) -> None:
         """Times modes, all at the same heat; others are taken to differ as they did before."""
         if self._device.type == "cuda":
-            timed = {mode: fastest_seconds(each, _TIMED_TICKS) for mode, each in compiled.items()}
+            timed = {
+                mode: fastest_seconds(each, _TIMED_TICKS)
+                for mode, each in compiled.items()
+            }
             mode, seconds = next(iter(timed.items()))
             factor = seconds / self.costs.seconds(mode)
             for each in WEIGHT_MODES:

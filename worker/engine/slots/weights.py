@@ -30,7 +30,9 @@ from worker.engine.slots.queue import SlotJob
 from worker.engine.slots.step import Step, StepRunner
 
 #: Keys of a configuration that say nothing of what a network computes.
-_UNIMPORTANT = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})
+_UNIMPORTANT = frozenset(
+    {"architectures", "dtype", "torch_dtype", "transformers_version"}
+)
 
 
 class _Held(NamedTuple):
@@ -95,7 +97,9 @@ class Weights:
         One with a UNet of its own needs none of them.
         """
         following = self._find(checkpoint)
-        if following is self._other or (following is not None and following.unet is not None):
+        if following is self._other or (
+            following is not None and following.unet is not None
+        ):
             return
         self.merged = None  # unknown until it is done: it may fail halfway
         self._merge_and_time(())
@@ -119,7 +123,9 @@ class Weights:
             if keys != {()}:
                 # Merging for one lane alone would mean merging at each turn.
                 keys |= {job.prepared.lora_key for job in active}
-            waiting = [job.calls for job in lane.waiting if job.prepared.lora_key in keys]
+            waiting = [
+                job.calls for job in lane.waiting if job.prepared.lora_key in keys
+            ]
             remaining = [job.calls - job.call for job in jobs]
             ticks = queue.ticks_until_change(remaining, waiting, lane.slots)
             costs = self._runner.costs
@@ -188,7 +194,9 @@ class Weights:
         """
         rows, held = job.prepared.rows(job.call), lane.batch_key.slot_rows
         is_merged = self._unet.weights == "merged" and lane.weight_mode != "shared"
-        return rows > held or (rows < held and not (is_merged and job.prepared.lora_key))
+        return rows > held or (
+            rows < held and not (is_merged and job.prepared.lora_key)
+        )
 
     @property
     def loads_while_decoding(self) -> bool:
@@ -204,7 +212,9 @@ class Weights:
     def note_step(self) -> None:
         """Notes the end of a step: the slot's weights may be reloaded from here on."""
         if self._stream is not None:
-            self._last_step = torch.cuda.current_stream(self._unet.device).record_event()
+            self._last_step = torch.cuda.current_stream(
+                self._unet.device
+            ).record_event()
 
     def _reload(self, lane: Lane) -> None:
         for job in lane.active.values():  # one at most
@@ -222,7 +232,9 @@ class Weights:
             return
         self._held = None  # unknown until it is done: it may fail halfway
         with self._beside_decoding():
-            self._unet.load_slot(0, self._stager.changes_of(job) if job else merge.NO_CHANGES)
+            self._unet.load_slot(
+                0, self._stager.changes_of(job) if job else merge.NO_CHANGES
+            )
         self._held = needed
 
     @contextlib.contextmanager
@@ -277,7 +289,9 @@ def is_alike(one: Checkpoint, other: Checkpoint) -> bool:
         tokenizer = checkpoint.tokenizer
         shapes = {
             name: (parameter.shape, parameter.dtype)
-            for name, parameter in checksums.named_parameters(checkpoint.networks).items()
+            for name, parameter in checksums.named_parameters(
+                checkpoint.networks
+            ).items()
         }
         return (
             checkpoint.family.slug,
@@ -296,8 +310,17 @@ def may_refine(refiner: Checkpoint, own: Checkpoint) -> bool:
     def traits(checkpoint: Checkpoint) -> tuple[object, ...]:
         encoder = [*checkpoint.text_encoders.values()][-1]
         tokenizer = checkpoint.tokenizer
-        tokens = tokenizer.bos_token_id, tokenizer.eos_token_id, encoder.config.vocab_size
-        return (*tokens, checkpoint.factor, checkpoint.channels, checkpoint.conditioning_channels)
+        tokens = (
+            tokenizer.bos_token_id,
+            tokenizer.eos_token_id,
+            encoder.config.vocab_size,
+        )
+        return (
+            *tokens,
+            checkpoint.factor,
+            checkpoint.channels,
+            checkpoint.conditioning_channels,
+        )
 
     families = own.family, refiner.family
     return families == (table.SDXL, table.REFINER) and traits(refiner) == traits(own)
@@ -316,7 +339,9 @@ def _configuration(network: Any) -> dict[str, Any]:
 @torch.no_grad()
 def exchange(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
     """Copies the weights of *other* into *checkpoint*'s networks; returns *other* with these."""
-    own, new = (checksums.named_parameters(each.networks) for each in (checkpoint, other))
+    own, new = (
+        checksums.named_parameters(each.networks) for each in (checkpoint, other)
+    )
     for name, tensor in own.items():
         tensor.copy_(new[name])
     for name, network in checkpoint.text_encoders.items():

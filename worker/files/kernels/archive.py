@@ -39,7 +39,9 @@ DONE_SUFFIX = ".compiled"
 NOTE_SUFFIX = ".names"
 
 #: What torch and the workers keep beside the kernels.
-_LEFT_OUT = frozenset({"locks", "lock", ".lock", ".part", ".ready", ".pyc", NOTE_SUFFIX})
+_LEFT_OUT = frozenset(
+    {"locks", "lock", ".lock", ".part", ".ready", ".pyc", NOTE_SUFFIX}
+)
 
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9.]+")
 
@@ -72,7 +74,9 @@ class Key:
     @property
     def name(self) -> str:
         """The key as a file name without its suffix."""
-        gpu = _NOT_IN_NAMES.sub("-", self.gpu.removeprefix("NVIDIA ").lower()).strip("-")
+        gpu = _NOT_IN_NAMES.sub("-", self.gpu.removeprefix("NVIDIA ").lower()).strip(
+            "-"
+        )
         names = {"capability": "sm", "python": "py"}
         values = {**asdict(self), "capability": self.capability.replace(".", "")}
         rest = [f"{names.get(name, name)}{value}" for name, value in values.items()]
@@ -107,7 +111,9 @@ def pack(
     with appearing(target) as part:
         # Without times and owners, which would make each archive another.
         with tarfile.open(part, "w:xz", format=tarfile.GNU_FORMAT) as tar:
-            _add(tar, HEADER, json.dumps(asdict(key), indent=2, sort_keys=True).encode())
+            _add(
+                tar, HEADER, json.dumps(asdict(key), indent=2, sort_keys=True).encode()
+            )
             for path in files:
                 content = _read(path, folder)
                 _add(tar, path.relative_to(folder).as_posix(), content)
@@ -129,7 +135,9 @@ def check(path: Path) -> tuple[Key, int]:
     except (ValueError, TypeError, RecursionError):
         key = None
     if key is None:
-        raise UnusableArchiveError(f"{path} has no key of kernels that this version reads")
+        raise UnusableArchiveError(
+            f"{path} has no key of kernels that this version reads"
+        )
     return key, sum(len(content) for _, content in entries)
 
 
@@ -172,16 +180,22 @@ def _entries(path: Path) -> Iterator[tuple[str, bytes]]:
                     )
                 size += entry.size
                 if size > MAX_BYTES:
-                    raise UnusableArchiveError(f"{path} is too large: over {MAX_BYTES:,} bytes")
+                    raise UnusableArchiveError(
+                        f"{path} is too large: over {MAX_BYTES:,} bytes"
+                    )
                 yield entry.name, file.read()
             while data.read(io.DEFAULT_BUFFER_SIZE):  # to the checksum
                 pass
     except (tarfile.TarError, lzma.LZMAError, EOFError, OSError) as error:
-        raise UnusableArchiveError(f"{path} is damaged, or no archive: {error}") from None
+        raise UnusableArchiveError(
+            f"{path} is damaged, or no archive: {error}"
+        ) from None
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.rglob("*"), key=lambda each: (each.suffix == DONE_SUFFIX, each)):
+    for path in sorted(
+        folder.rglob("*"), key=lambda each: (each.suffix == DONE_SUFFIX, each)
+    ):
         parts = {*path.suffixes, *path.relative_to(folder).parts}
         if parts.isdisjoint(_LEFT_OUT) and path.is_file() and not path.is_symlink():
             yield path
@@ -189,14 +203,20 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _read(path: Path, folder: Path) -> bytes:
     content = path.read_bytes()
-    return content.replace(os.fsencode(folder), _FOLDER) if _has_paths(path) else content
+    return (
+        content.replace(os.fsencode(folder), _FOLDER) if _has_paths(path) else content
+    )
 
 
 def _write(path: Path, content: bytes, folder: Path) -> None:
     if path.exists():
         return
     with appearing(path) as part:
-        own = content.replace(_FOLDER, os.fsencode(folder)) if _has_paths(path) else content
+        own = (
+            content.replace(_FOLDER, os.fsencode(folder))
+            if _has_paths(path)
+            else content
+        )
         part.write_bytes(own)
 
 

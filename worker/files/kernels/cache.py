@@ -116,7 +116,9 @@ class KernelCache:
         With *trusted* keys, one of them must have signed the storage's list of kernels, and what
         other workers share, which is returned.
         """
-        others = self._others = SharedKernels(blobs, self.folder, self.key, trusted, retry_policy)
+        others = self._others = SharedKernels(
+            blobs, self.folder, self.key, trusted, retry_policy
+        )
         with self._fetching():
             # Another worker may be fetching them.
             async with DiskCache(self.folder).fetching("kernels", seconds=-1):
@@ -125,7 +127,9 @@ class KernelCache:
                 self._settle(origin)
             await self._fetch_shared(others)
             if self.origin is None:
-                log.info(f"no kernels are stored for {self.key.name}", action="no_kernels")
+                log.info(
+                    f"no kernels are stored for {self.key.name}", action="no_kernels"
+                )
         self._is_settled.set()
         return others
 
@@ -158,7 +162,9 @@ class KernelCache:
     def _named(self, what: str) -> str:
         return repr((self.key.name, self._variant, what))
 
-    def _tell(self, event: asyncio.Event, first: Callable[[], None] = lambda: None) -> None:
+    def _tell(
+        self, event: asyncio.Event, first: Callable[[], None] = lambda: None
+    ) -> None:
         """Sets an event of the loop's, from any thread; nothing once that is given up."""
         with self._lock:
             if self._loop is not None:
@@ -168,13 +174,16 @@ class KernelCache:
     def _await_stored(self, what: str) -> None:
         """Waits for the kernels of *what*, as long as they may be on their way."""
         if not self.is_compiled(what) and not self._asked.is_set():
-            self._tell(self._asked, self._is_settled.clear)  # another may have compiled it since
+            self._tell(
+                self._asked, self._is_settled.clear
+            )  # another may have compiled it since
         ends_at = time.monotonic() + LONGEST_WAIT_SECONDS
         while not self.is_compiled(what) and not self._is_settled.wait(_LOOK_SECONDS):
             if time.monotonic() > ends_at:
                 self._is_settled.set()  # once is enough for what hangs
                 log.info(
-                    f"compiling {what}: stored kernels have not arrived", action="kernels_late"
+                    f"compiling {what}: stored kernels have not arrived",
+                    action="kernels_late",
                 )
 
     async def _keep_up(self, others: SharedKernels) -> NoReturn:
@@ -201,7 +210,9 @@ class KernelCache:
             try:
                 await others.share(signing)
             except errors.FleetError as error:
-                log.info(f"kernels are not shared: {error}", action="kernels_not_shared")
+                log.info(
+                    f"kernels are not shared: {error}", action="kernels_not_shared"
+                )
                 if isinstance(error, errors.SetupError):
                     return
             except Exception:
@@ -214,7 +225,9 @@ class KernelCache:
         try:
             yield
         except errors.FleetError as error:
-            log.warning(f"stored kernels cannot be used: {error}", action="kernels_failed")
+            log.warning(
+                f"stored kernels cannot be used: {error}", action="kernels_failed"
+            )
         except Exception:
             log.exception("the stored kernels cannot be used", action="kernels_failed")
             raise
@@ -230,7 +243,8 @@ class KernelCache:
                 await asyncio.to_thread(stored.unpack, image / name, "image")
             except archive.UnusableArchiveError as error:
                 log.warning(
-                    f"the image's kernels are left out: {error.message}", action="kernels_damaged"
+                    f"the image's kernels are left out: {error.message}",
+                    action="kernels_damaged",
                 )
             else:
                 self._mark()
@@ -305,10 +319,15 @@ def open_cache(
             return None
         variant = settings.precision, settings.fp16_accumulate
         return KernelCache(use_folder(settings.cache, key), key, on_origin, variant)
-    except (OSError, safetensors.MalformedError):  # the engine says what is wrong with the model
+    except (
+        OSError,
+        safetensors.MalformedError,
+    ):  # the engine says what is wrong with the model
         return None
     except errors.FleetError as error:
-        log.warning(f"kernels are not kept in --cache: {error}", action="kernels_failed")
+        log.warning(
+            f"kernels are not kept in --cache: {error}", action="kernels_failed"
+        )
         return None
 
 
@@ -344,10 +363,14 @@ def by_one_first(folder: Path, what: str) -> Iterator[None]:
             try:
                 lock.acquire(blocking=False)
             except Timeout:
-                log.info("waiting for another worker's kernels", action="compile_awaited")
+                log.info(
+                    "waiting for another worker's kernels", action="compile_awaited"
+                )
                 lock.acquire()
     except OSError as error:
-        log.warning(f"compiling without waiting for other workers: {error}", action="no_lock")
+        log.warning(
+            f"compiling without waiting for other workers: {error}", action="no_lock"
+        )
     try:
         if done.exists():
             lock.release()  # all others go on at once
@@ -398,7 +421,9 @@ def hash_sources(folder: Path) -> str:
     """A hash of all Python files below *folder*: any of them may change what is compiled."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
-        digest.update(f"{path.relative_to(folder).as_posix()}\n".encode() + path.read_bytes())
+        digest.update(
+            f"{path.relative_to(folder).as_posix()}\n".encode() + path.read_bytes()
+        )
     return digest.hexdigest()[:_HASH_CHARACTERS]
 
 
@@ -426,7 +451,9 @@ def _torch_versions() -> tuple[str, str | None] | None:
     if found is None or found.origin is None:
         return None
     text = (Path(found.origin).parent / "version.py").read_text(encoding="utf-8")
-    values = dict(re.findall(r"^(__version__|cuda)\b[^=\n]*= '([^'\n]+)'", text, re.MULTILINE))
+    values = dict(
+        re.findall(r"^(__version__|cuda)\b[^=\n]*= '([^'\n]+)'", text, re.MULTILINE)
+    )
     return values["__version__"].partition("+")[0], values.get("cuda")
 
 

@@ -64,15 +64,22 @@ class SharedKernels:
                     try:
                         has_new |= await self._take(number, record)
                     except errors.SetupError as error:
-                        text = f"kernels of another worker are left out: {error.message}"
+                        text = (
+                            f"kernels of another worker are left out: {error.message}"
+                        )
                         log.warning(text, action="kernels_refused")
                     self._settled.add(number)
         return has_new
 
     async def get(self, name: str, sha256: str, stated_in: str) -> None:
         """Fetches and unpacks an archive; raises as `Download.run` and `archive.unpack`."""
-        cache, source = DiskCache(self._folder), BlobSource(self.blobs, name, KERNELS.folder)
-        found = Download(cache, sha256, source, sha256, 1, lambda *_: None, stated_in=stated_in)
+        cache, source = (
+            DiskCache(self._folder),
+            BlobSource(self.blobs, name, KERNELS.folder),
+        )
+        found = Download(
+            cache, sha256, source, sha256, 1, lambda *_: None, stated_in=stated_in
+        )
         await found.run(self.retry_policy)
         try:
             await asyncio.to_thread(self.unpack, found.part, sha256)
@@ -93,7 +100,9 @@ class SharedKernels:
         while names := await asyncio.to_thread(self._new):
             number = next(self._numbers(), None)
             if number is None:
-                raise errors.SetupError(f"there are {MOST} archives of this key already")
+                raise errors.SetupError(
+                    f"there are {MOST} archives of this key already"
+                )
             with (
                 DiskCache(self._folder).errors(),
                 tempfile.NamedTemporaryFile(dir=self._folder, suffix=".part") as part,
@@ -114,7 +123,11 @@ class SharedKernels:
 
         numbers = list(itertools.islice(self._numbers(), _AHEAD))
         records = await concurrency.gather(*map(record, numbers))
-        return [(number, found) for number, found in zip(numbers, records, strict=True) if found]
+        return [
+            (number, found)
+            for number, found in zip(numbers, records, strict=True)
+            if found
+        ]
 
     async def _take(self, number: int, record: protocol.BlobRecord) -> bool:
         """Fetches and unpacks an archive, if it is not here already; SetupError: it is refused."""

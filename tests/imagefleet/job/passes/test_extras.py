@@ -13,7 +13,9 @@ from imagefleet.job.passes.fields import Pass
 
 def read(**fields: Any) -> Job:
     given = {"init_images": ["a.png"], "upscaler_1": "4x_Sharp", **fields}
-    return read_job(json.dumps({name: each for name, each in given.items() if each != "-"}), "m")
+    return read_job(
+        json.dumps({name: each for name, each in given.items() if each != "-"}), "m"
+    )
 
 
 def refusal(**fields: Any) -> str:
@@ -48,9 +50,13 @@ def test_the_payload_of_a1111s_extras_is_taken_as_it_is() -> None:
         "image": "cats/a.png",
     }
     job = read_job(json.dumps(payload), "m")
-    assert job == read(upscaler_1="R-ESRGAN 4x+", upscaling_resize=4, init_images=["cats/a.png"])
+    assert job == read(
+        upscaler_1="R-ESRGAN 4x+", upscaling_resize=4, init_images=["cats/a.png"]
+    )
     nothing = {"upscaler_1": "None", "upscaling_resize": 4}
-    with pytest.raises(errors.InvalidMessageError, match=r"^upscaling_resize: is for enlarging"):
+    with pytest.raises(
+        errors.InvalidMessageError, match=r"^upscaling_resize: is for enlarging"
+    ):
         read_job(json.dumps({"prompt": "a", **nothing}), "m")
 
 
@@ -65,12 +71,21 @@ def test_the_second_upscaler_counts_only_where_it_shows() -> None:
     ("fields", "reason"),
     [
         ({"init_images": "-"}, "upscaler_1: enlarges an image; init_images is missing"),
-        ({"upscaler_1": "-", "prompt": "a", "upscaling_resize": 3}, "upscaler_1 is missing"),
-        ({"upscaler_1": "-", "prompt": "a", "upscaler_2": "b"}, "upscaler_1 is missing"),
+        (
+            {"upscaler_1": "-", "prompt": "a", "upscaling_resize": 3},
+            "upscaler_1 is missing",
+        ),
+        (
+            {"upscaler_1": "-", "prompt": "a", "upscaler_2": "b"},
+            "upscaler_1 is missing",
+        ),
         ({"upscaler_1": "Latent"}, "upscaler_1: enlarges latents"),
         ({"upscaler_1": "../x"}, "upscaler_1: should be letters"),
         ({"upscaler_2": "Latent (sharp)"}, "upscaler_2: unknown"),
-        ({"resize_mode": 2}, "resize_mode: with upscaler_1 it should be 0 (by upscaling_resize)"),
+        (
+            {"resize_mode": 2},
+            "resize_mode: with upscaler_1 it should be 0 (by upscaling_resize)",
+        ),
         ({"upscaling_resize": 0}, "upscaling_resize"),
         ({"upscaling_resize": 9}, "upscaling_resize"),
         ({"upscaling_resize_w": 32}, "upscaling_resize_w"),
@@ -78,20 +93,27 @@ def test_the_second_upscaler_counts_only_where_it_shows() -> None:
         ({"gfpgan_visibility": 0.5}, "gfpgan_visibility is not supported"),
         ({"codeformer_visibility": 1}, "codeformer_visibility is not supported"),
         ({"image": "b.png"}, "image and init_images are the same field"),
-        ({"denoising_strength": 0.4}, "denoising_strength: a job with upscaler_1 only enlarges"),
+        (
+            {"denoising_strength": 0.4},
+            "denoising_strength: a job with upscaler_1 only enlarges",
+        ),
         ({"mask": "b.png"}, "mask: a job with upscaler_1 only enlarges"),
         ({"enable_hr": True}, "enable_hr: is for txt2img"),
         ({"batch_size": 2}, "upscaler_1: batch_size x n_iter is 2; a job enlarges one"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(fields: dict[str, Any], reason: str) -> None:
+def test_what_does_not_fit_is_refused_by_name(
+    fields: dict[str, Any], reason: str
+) -> None:
     assert reason in refusal(**fields)
 
 
 def test_controlnets_have_nothing_to_control() -> None:
     unit = {"image": "b.png", "model": "canny"}
     scripts = {"controlnet": {"args": [unit]}}
-    assert refusal(alwayson_scripts=scripts).startswith("alwayson_scripts: a job with upscaler_1")
+    assert refusal(alwayson_scripts=scripts).startswith(
+        "alwayson_scripts: a job with upscaler_1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,11 +123,27 @@ def test_controlnets_have_nothing_to_control() -> None:
         ({"upscaling_resize": 1.5}, (101, 67), ((144, 96), (144, 96))),
         ({"upscaling_resize": 0.5}, (512, 256), ((256, 128), (256, 128))),
         ({"resize_mode": 1}, (100, 60), ((848, 512), (512, 512))),
-        ({"resize_mode": 1, "upscaling_resize_w": 500}, (100, 60), ((848, 512), (500, 512))),
+        (
+            {"resize_mode": 1, "upscaling_resize_w": 500},
+            (100, 60),
+            ((848, 512), (500, 512)),
+        ),
         # A float a little below 180: its server draws 4 black lines at either side.
-        ({"resize_mode": 1, "upscaling_resize_w": 180}, (110, 500), ((176, 816), (180, 512))),
-        ({"resize_mode": 1, "upscaling_crop": False}, (100, 60), ((848, 512), (848, 512))),
-        ({"resize_mode": 1, "upscaling_resize_w": 256}, (100, 200), ((256, 512), (256, 512))),
+        (
+            {"resize_mode": 1, "upscaling_resize_w": 180},
+            (110, 500),
+            ((176, 816), (180, 512)),
+        ),
+        (
+            {"resize_mode": 1, "upscaling_crop": False},
+            (100, 60),
+            ((848, 512), (848, 512)),
+        ),
+        (
+            {"resize_mode": 1, "upscaling_resize_w": 256},
+            (100, 200),
+            ((256, 512), (256, 512)),
+        ),
     ],
 )
 def test_sizes_are_those_of_a1111_with_its_black_borders(
@@ -117,7 +155,11 @@ def test_sizes_are_those_of_a1111_with_its_black_borders(
 @pytest.mark.parametrize(
     ("fields", "size", "reason"),
     [
-        ({"upscaling_resize": 4}, (1024, 1024), r"upscaling_resize: .* 4096x4096 pixels; at least"),
+        (
+            {"upscaling_resize": 4},
+            (1024, 1024),
+            r"upscaling_resize: .* 4096x4096 pixels; at least",
+        ),
         ({"upscaling_resize": 0.1}, (512, 512), "48x48 pixels; at least 64 a side"),
         (
             {"resize_mode": 1, "upscaling_resize_h": 2048},
@@ -134,22 +176,41 @@ def test_images_beyond_the_limits_are_refused(
 
 
 def test_a_chain_tells_the_size_of_its_last_stage_before_it_is_drawn() -> None:
-    hires = {"prompt": "a", "width": 512, "height": 768, "enable_hr": True, "hr_scale": 1.5}
-    body = {**hires, "then": [{"upscaler_1": "4x_Sharp", "upscaling_resize": 1.5}, {"steps": 9}]}
+    hires = {
+        "prompt": "a",
+        "width": 512,
+        "height": 768,
+        "enable_hr": True,
+        "hr_scale": 1.5,
+    }
+    body = {
+        **hires,
+        "then": [{"upscaler_1": "4x_Sharp", "upscaling_resize": 1.5}, {"steps": 9}],
+    }
     first, second, third = read_job(json.dumps(body), "m").stages_left()
-    assert [each.only_upscales for each in (first, second, third)] == [False, True, False]
+    assert [each.only_upscales for each in (first, second, third)] == [
+        False,
+        True,
+        False,
+    ]
     assert (second.prompt, third.prompt, third.steps) == ("a", "a", 9)
     assert second.size_to_begin_with == first.final_size == (768, 1152)
     assert second.final_size == (1152, 1728)
-    assert second.passes(768, 1152) == [Pass(1152, 1728, 0, decodes=False, enlarged=768 * 1152)]
+    assert second.passes(768, 1152) == [
+        Pass(1152, 1728, 0, decodes=False, enlarged=768 * 1152)
+    ]
     body["then"] = [{"upscaler_1": "4x_Sharp", "upscaling_resize": 4}]
-    with pytest.raises(errors.InvalidMessageError, match=r"stage 2: upscaling_resize: .*3072x4608"):
+    with pytest.raises(
+        errors.InvalidMessageError, match=r"stage 2: upscaling_resize: .*3072x4608"
+    ):
         read_job(json.dumps(body), "m")
 
 
 def test_the_image_of_a_stage_cannot_be_given() -> None:
     body = {"prompt": "a", "then": [{"upscaler_1": "Lanczos", "image": "b.png"}]}
-    with pytest.raises(errors.InvalidMessageError, match="stage 2: image is the image of"):
+    with pytest.raises(
+        errors.InvalidMessageError, match="stage 2: image is the image of"
+    ):
         read_job(json.dumps(body), "m")
 
 

@@ -65,9 +65,13 @@ def test_there_is_one_image() -> None:
 
 
 @pytest.mark.parametrize("field", sorted(img2img.OWN_FIELDS))
-def test_a_field_of_img2img_without_its_image_is_refused_unless_it_is_null(field: str) -> None:
+def test_a_field_of_img2img_without_its_image_is_refused_unless_it_is_null(
+    field: str,
+) -> None:
     value = "a.png" if field == "mask" else 1
-    assert refusal(**{field: value}) == f"{field}: is for img2img; init_images is missing"
+    assert (
+        refusal(**{field: value}) == f"{field}: is for img2img; init_images is missing"
+    )
     assert read(**{field: None}) == read()
 
 
@@ -93,7 +97,11 @@ def test_mask_blur_is_both_of_its_parts() -> None:
         ("hr_negative_prompt", "[" * 33 + "a" + ":5]" * 33, "32 deep"),
         ("hr_checkpoint_name", "a/x:y", "without a path"),
         ("refiner_checkpoint", "a/..", "without a path"),
-        ("override_settings", {"hires_fix_refiner_pass": "first pass"}, "not supported"),
+        (
+            "override_settings",
+            {"hires_fix_refiner_pass": "first pass"},
+            "not supported",
+        ),
         ("firstpass_image", "x", "not supported"),
         ("hr_cfg", 5, "not supported"),
     ],
@@ -149,9 +157,19 @@ def test_sizes_between_whole_cells_are_rounded_down_in_the_latent_alone(
     found, final = hires.sizes_after(job, size)
     assert found == whole
     # `truncate_x` and `truncate_y`, of which more than half a cell may be left
-    excess = [whole[at] - job.hr_resize_y * at - job.hr_resize_x * (1 - at) for at in (0, 1)]
-    cut = [each // 8 for each in excess] if job.hr_resize_x and job.hr_resize_y else [0, 0]
-    assert final == job.final_size == tuple(8 * (whole[at] // 8 - cut[at]) for at in (0, 1))
+    excess = [
+        whole[at] - job.hr_resize_y * at - job.hr_resize_x * (1 - at) for at in (0, 1)
+    ]
+    cut = (
+        [each // 8 for each in excess]
+        if job.hr_resize_x and job.hr_resize_y
+        else [0, 0]
+    )
+    assert (
+        final
+        == job.final_size
+        == tuple(8 * (whole[at] // 8 - cut[at]) for at in (0, 1))
+    )
 
 
 def test_an_image_has_whole_cells_of_the_size_that_is_asked_for() -> None:
@@ -185,12 +203,19 @@ def test_a_pass_without_guidance_takes_one_row_a_call() -> None:
 
 
 def test_a_second_pass_counts_its_steps_from_those_of_the_first() -> None:
-    words = {"prompt": "[a:b:0.5] [c:d:12] [e:f:1.5]", "negative_prompt": "[g:h:1.5]", "steps": 10}
+    words = {
+        "prompt": "[a:b:0.5] [c:d:12] [e:f:1.5]",
+        "negative_prompt": "[g:h:1.5]",
+        "steps": 10,
+    }
     job = read(**words, enable_hr=True, hr_second_pass_steps=4, hr_sampler_name="Heun")
     first, second = job.parsed_prompt, job.hires_prompts[0]
     assert second is not None
     assert job.hires_prompts[1] is not None
-    assert [(each.until, each.text) for each in first.states] == [(5, "a c e"), (10, "b c e")]
+    assert [(each.until, each.text) for each in first.states] == [
+        (5, "a c e"),
+        (10, "b c e"),
+    ]
     assert [(each.until, each.text) for each in second.states] == [
         (2, "b c e"),
         (4, "b d e"),
@@ -209,7 +234,9 @@ def test_the_calls_of_img2img_are_those_of_the_end_of_the_schedule() -> None:
     for strength, calls in ((0, 1), (0.5, 11), (0.75, 16), (1, 20)):
         job = read(init_images=["a.png"], denoising_strength=strength)
         assert job.passes(64, 64) == [Pass(64, 64, calls, encodes=True)]
-        assert job.passes(64, 64, enlarges=True) == [Pass(64, 64, 20)], "the noise on the image"
+        assert job.passes(64, 64, enlarges=True) == [Pass(64, 64, 20)], (
+            "the noise on the image"
+        )
 
 
 def test_the_files_and_prompts_of_the_second_pass() -> None:
@@ -239,7 +266,10 @@ def test_the_files_and_prompts_of_the_second_pass() -> None:
         ({**UNIT, "model": ".."}, "model: should be the name of a file"),
         ({**UNIT, "weight": 3}, "weight: should be less than"),
         ({**UNIT, "guidance_start": 2}, "guidance_start: should be less than"),
-        ({**UNIT, "guidance_start": 0.6, "guidance_end": 0.5}, "is greater than guidance_end"),
+        (
+            {**UNIT, "guidance_start": 0.6, "guidance_end": 0.5},
+            "is greater than guidance_end",
+        ),
         ({**UNIT, "resize_mode": "Stretch"}, "resize_mode: should be 'Just Resize'"),
         ({**UNIT, "resize_mode": [1]}, "resize_mode: should be 'Just Resize'"),
         ({**UNIT, "module": "canny"}, "module is not supported, but for 'none'"),
@@ -252,7 +282,9 @@ def test_the_files_and_prompts_of_the_second_pass() -> None:
         ("canny", "should be an object"),
     ],
 )
-def test_a_wrong_unit_of_a_controlnet_is_refused_by_name(unit: object, reason: str) -> None:
+def test_a_wrong_unit_of_a_controlnet_is_refused_by_name(
+    unit: object, reason: str
+) -> None:
     message = refusal(alwayson_scripts={"controlnet": {"args": [unit]}})
     assert message.startswith("alwayson_scripts.controlnet.args[0]")
     assert reason in message
@@ -304,7 +336,10 @@ def test_no_unit_that_is_enabled_is_none() -> None:
     ("fields", "reason"),
     [
         ({"enable_hr": True}, "with enable_hr are not supported"),
-        ({"init_images": ["a.png"], "mask": "b.png"}, "need inpaint_full_res to be false"),
+        (
+            {"init_images": ["a.png"], "mask": "b.png"},
+            "need inpaint_full_res to be false",
+        ),
     ],
 )
 def test_controlnets_are_refused_where_their_map_would_need_another_size(
@@ -321,16 +356,29 @@ def test_extra_noise_is_of_img2img_and_of_the_second_pass() -> None:
         assert job == read(**fields, img2img_extra_noise=0.1)
         assert job.sampler_options.extra_noise == 0.1
     settings = {"img2img_extra_noise": 2}
-    assert "less than or equal to 1" in refusal(enable_hr=True, override_settings=settings)
+    assert "less than or equal to 1" in refusal(
+        enable_hr=True, override_settings=settings
+    )
     assert read(override_settings=settings) == read()
 
 
 def test_the_format_of_the_server_is_that_of_the_output() -> None:
-    for name, kind in {"jpg": "jpeg", "JPEG": "jpeg", "png": "png", "webp": "webp"}.items():
+    for name, kind in {
+        "jpg": "jpeg",
+        "JPEG": "jpeg",
+        "png": "png",
+        "webp": "webp",
+    }.items():
         job = read(override_settings={"samples_format": name})
-        assert (job.output.format, job.output.quality) == (kind, 90 if kind == "png" else 80)
+        assert (job.output.format, job.output.quality) == (
+            kind,
+            90 if kind == "png" else 80,
+        )
     assert (
-        read(override_settings={"samples_format": "jpg", "jpeg_quality": 95}).output.quality == 95
+        read(
+            override_settings={"samples_format": "jpg", "jpeg_quality": 95}
+        ).output.quality
+        == 95
     )
     assert "output" in refusal(override_settings={"samples_format": "gif"})
 
@@ -346,12 +394,18 @@ def test_a_subseed_counts_only_with_the_extras_of_seeds() -> None:
     assert read(**variation, seed_enable_extras=False) == read(seed=1)
 
 
-def test_scripts_that_the_page_always_records_are_taken_while_they_change_nothing() -> None:
+def test_scripts_that_the_page_always_records_are_taken_while_they_change_nothing() -> (
+    None
+):
     off = {
         "API payload": {"args": []},
         "Refiner": {"args": [False, "", 0.8]},
         "Seed": {"args": [7, False, -1, 0, 0, 0]},
     }
     assert read(seed=7, alwayson_scripts=off) == read(seed=7)
-    for name, args in {"Refiner": [True, "x", 0.8], "Seed": [8, False], "Dynamic": []}.items():
+    for name, args in {
+        "Refiner": [True, "x", 0.8],
+        "Seed": [8, False],
+        "Dynamic": [],
+    }.items():
         assert repr(name) in refusal(seed=7, alwayson_scripts={name: {"args": args}})

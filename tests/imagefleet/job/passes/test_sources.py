@@ -28,13 +28,17 @@ def read(source: object) -> Job:
         ("images/spring/0001-3.webp", "images", "spring/0001-3.webp"),
     ],
 )
-def test_a_name_is_a_blob_of_its_container(source: str, container: str, blob: str) -> None:
+def test_a_name_is_a_blob_of_its_container(
+    source: str, container: str, blob: str
+) -> None:
     (given,) = read(source).init_images
     assert img2img.place(given) == img2img.Named(container, blob)  # type: ignore[arg-type]
     protocol.check_blob_name(blob)
 
 
-@pytest.mark.parametrize("prefix", ["", "data:image/png;base64,", "data:image/jpeg;base64,"])
+@pytest.mark.parametrize(
+    "prefix", ["", "data:image/png;base64,", "data:image/jpeg;base64,"]
+)
 def test_base64_is_an_image_within_the_message(prefix: str) -> None:
     (given,) = read(prefix + base64.b64encode(PNG).decode()).init_images
     assert img2img.place(given) is None
@@ -66,7 +70,9 @@ def test_base64_is_an_image_within_the_message(prefix: str) -> None:
     ],
 )
 def test_anything_else_is_refused_by_name(source: object, reason: str) -> None:
-    with pytest.raises(errors.InvalidMessageError, match=rf"^init_images\[0\]: .*{reason}"):
+    with pytest.raises(
+        errors.InvalidMessageError, match=rf"^init_images\[0\]: .*{reason}"
+    ):
         read(source)
 
 
@@ -87,7 +93,9 @@ def test_base64_beyond_a_message_says_what_to_do() -> None:
         read(data)
 
 
-def test_base64_that_fits_alone_but_not_with_the_rest_is_refused_when_it_is_sent() -> None:
+def test_base64_that_fits_alone_but_not_with_the_rest_is_refused_when_it_is_sent() -> (
+    None
+):
     data = base64.b64encode(PNG + bytes(49_080)).decode()
     body = read(data).to_message()
     with pytest.raises(errors.JobError, match="a queue message holds 65,536"):

@@ -41,7 +41,9 @@ async def test_an_upload_that_broke_off_sends_only_what_is_missing(
 
         # Another file under the same name has other blocks.
         file.write_bytes(content[:2000] + b"!" + content[2001:])
-        assert await storage.blobs.upload("models/a", file, "text/plain", {}, progress.append)
+        assert await storage.blobs.upload(
+            "models/a", file, "text/plain", {}, progress.append
+        )
 
         assert await storage.blobs.read("models/a") == file.read_bytes()
     assert [len(data) for data in sent] == [1000] * 3 + [1000] * 4 + [500]

@@ -38,7 +38,11 @@ def account_of(settings: StorageSettings) -> dict[str, str]:
 
 
 def queue_sas(
-    settings: StorageSettings, queue: str, permissions: str, *, expires_in: timedelta = ONE_HOUR
+    settings: StorageSettings,
+    queue: str,
+    permissions: str,
+    *,
+    expires_in: timedelta = ONE_HOUR,
 ) -> str:
     return generate_queue_sas(
         **account_of(settings),
@@ -48,7 +52,9 @@ def queue_sas(
     )
 
 
-def container_sas(settings: StorageSettings, permissions: str, container: str | None = None) -> str:
+def container_sas(
+    settings: StorageSettings, permissions: str, container: str | None = None
+) -> str:
     return generate_container_sas(
         **account_of(settings),
         container_name=container or settings.container,
@@ -81,7 +87,9 @@ async def test_a_missing_container_is_detected_with_a_sas_token(
         blob=container_sas(azurite_settings, "c", "no-such-container"),
     )
     async with AzureStorage(settings, NEVER) as storage:
-        with pytest.raises(errors.SetupError, match="'no-such-container' does not exist"):
+        with pytest.raises(
+            errors.SetupError, match="'no-such-container' does not exist"
+        ):
             await storage.check()
 
 
@@ -91,7 +99,9 @@ async def test_a_token_that_may_only_create_does_no_more(
     settings = with_tokens(azurite_settings, blob=container_sas(azurite_settings, "c"))
     async with AzureStorage(settings, NEVER) as storage:
         await storage.blobs.check()
-        assert [name async for name in owner.blobs.names()] == [], "the check creates nothing"
+        assert [name async for name in owner.blobs.names()] == [], (
+            "the check creates nothing"
+        )
         assert await storage.blobs.create("fox.png", b"pixels", "image/png", {})
         assert not await storage.blobs.create("fox.png", b"others", "image/png", {})
         assert await owner.blobs.read("fox.png") == b"pixels"
@@ -114,8 +124,12 @@ async def test_a_token_that_may_not_even_create_is_not_told_that_the_name_is_tak
 async def test_an_expired_token_is_refused_by_the_check(
     azurite_settings: StorageSettings, owner: Storage
 ) -> None:
-    expired = queue_sas(azurite_settings, azurite_settings.queue, "pu", expires_in=-ONE_HOUR)
-    async with AzureStorage(with_tokens(azurite_settings, queue=expired), NEVER) as storage:
+    expired = queue_sas(
+        azurite_settings, azurite_settings.queue, "pu", expires_in=-ONE_HOUR
+    )
+    async with AzureStorage(
+        with_tokens(azurite_settings, queue=expired), NEVER
+    ) as storage:
         with pytest.raises(errors.SetupError, match=r"expired on .* UTC, 1 hour ago"):
             await storage.check()
 
@@ -136,7 +150,9 @@ async def test_a_resource_without_a_token_is_not_asked(
     azurite_settings: StorageSettings, owner: Storage
 ) -> None:
     token = queue_sas(azurite_settings, azurite_settings.queue, "raup")
-    async with AzureStorage(with_tokens(azurite_settings, queue=token), NEVER) as storage:
+    async with AzureStorage(
+        with_tokens(azurite_settings, queue=token), NEVER
+    ) as storage:
         await storage.queue.check()
         before = storage.operations.queue
         with pytest.raises(errors.SetupError, match="there is no SAS token"):
@@ -169,7 +185,10 @@ async def test_the_token_of_an_account_is_for_all_resources(
     [
         ("sp=rup", "it is neither JSON nor a token"),
         ("{", "Invalid JSON"),
-        ("{}", "a token of queue, queue_high, queue_low, poison, blob, files is missing"),
+        (
+            "{}",
+            "a token of queue, queue_high, queue_low, poison, blob, files is missing",
+        ),
         ('{"blob": "sig"}', "blob: is not a SAS token"),
     ],
 )

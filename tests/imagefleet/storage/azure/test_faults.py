@@ -59,7 +59,10 @@ async def azure_storage(
 ) -> AsyncIterator[AzureStorage]:
     """Azure Storage behind the faulty proxy; makes three attempts."""
     policy = RetryPolicy(
-        tries=3, first_wait_seconds=0.001, longest_wait_seconds=0.002, on_retry=retried.append
+        tries=3,
+        first_wait_seconds=0.001,
+        longest_wait_seconds=0.002,
+        on_retry=retried.append,
     )
     settings = azurite_settings.model_copy(update={"storage": faulty_azurite.address})
     async with AzureStorage(
@@ -88,7 +91,9 @@ async def test_a_transient_fault_is_retried_and_reported(
 
 
 @pytest.mark.parametrize("read_timeout_seconds", [20.0])
-async def test_each_retry_is_an_operation(azure_storage: AzureStorage, faulty_azurite: Any) -> None:
+async def test_each_retry_is_an_operation(
+    azure_storage: AzureStorage, faulty_azurite: Any
+) -> None:
     operations = azure_storage.operations
     before = dataclasses.replace(operations)
     for call in (CALLS["send"], CALLS["create blob"], CALLS["read blob"]):
@@ -140,7 +145,8 @@ async def test_a_misspelt_account_is_named() -> None:
     storage = "AccountName=picturs;AccountKey=a2V5;EndpointSuffix=core.windows.invalid"
     async with AzureStorage(StorageSettings(storage=storage), NEVER) as azure_storage:
         with pytest.raises(
-            errors.TransientError, match=r"no host 'picturs\.queue\..*check the account's name"
+            errors.TransientError,
+            match=r"no host 'picturs\.queue\..*check the account's name",
         ):
             await azure_storage.check()
 
@@ -168,7 +174,9 @@ async def test_a_renewal_that_did_not_arrive_is_retried(
     await azure_storage.queue.send(["a job"])
     (message,) = await azure_storage.queue.receive(1, LEASE_SECONDS)
     faulty_azurite.faults.append(fault)
-    await azure_storage.queue.delete(await azure_storage.queue.renew(message, LEASE_SECONDS))
+    await azure_storage.queue.delete(
+        await azure_storage.queue.renew(message, LEASE_SECONDS)
+    )
 
 
 async def test_a_delete_whose_reply_was_lost_succeeds(
@@ -200,7 +208,9 @@ async def test_a_message_whose_reply_was_lost_is_sent_at_least_once(
     assert {message.body for message in received} == {"a job"}
 
 
-@pytest.mark.parametrize("faults", [["lose reply"], ["lose reply", 503], [503, "lose reply"]])
+@pytest.mark.parametrize(
+    "faults", [["lose reply"], ["lose reply", 503], [503, "lose reply"]]
+)
 async def test_a_blob_whose_reply_was_lost_is_created_once_and_is_its_creators(
     azure_storage: AzureStorage, faulty_azurite: Any, faults: list[Any]
 ) -> None:
@@ -223,7 +233,10 @@ async def test_an_error_after_a_lost_reply_says_that_the_blob_may_have_been_crea
     azure_storage: AzureStorage, faulty_azurite: Any
 ) -> None:
     """The caller's own retry must know; the last error alone says that nothing was done."""
-    for faults, is_unknown in ((["lose reply", 503, 503], True), ([503, 503, 503], False)):
+    for faults, is_unknown in (
+        (["lose reply", 503, 503], True),
+        ([503, 503, 503], False),
+    ):
         faulty_azurite.faults.extend(faults)
         with pytest.raises(errors.TransientError) as caught:
             await azure_storage.blobs.create("fox.png", b"pixels", "image/png", {})
@@ -249,7 +262,9 @@ async def test_a_file_whose_commits_reply_was_lost_is_uploaded(
     (tmp_path / "model").write_bytes(b"weights")
     # It looks for the blob and for blocks, and sends one block.
     faulty_azurite.faults.extend(["pass", "pass", "pass", "lose reply"])
-    stored = await azure_storage.files.upload("models/a", tmp_path / "model", "text/plain", {})
+    stored = await azure_storage.files.upload(
+        "models/a", tmp_path / "model", "text/plain", {}
+    )
     assert stored
     assert await azure_storage.files.read("models/a") == b"weights"
 
@@ -268,7 +283,9 @@ async def test_messages_in_a_lost_reply_are_visible_again_later(
 # What is not retried
 
 
-@pytest.mark.parametrize("code", ["MemoryExtentStoreAtSizeLimit", "ContainerBeingDeleted"])
+@pytest.mark.parametrize(
+    "code", ["MemoryExtentStoreAtSizeLimit", "ContainerBeingDeleted"]
+)
 async def test_other_conflicts_do_not_count_as_an_existing_blob(
     azure_storage: AzureStorage, faulty_azurite: Any, code: str
 ) -> None:
@@ -278,7 +295,9 @@ async def test_other_conflicts_do_not_count_as_an_existing_blob(
     assert await azure_storage.blobs.read("fox.png") is None
 
 
-@pytest.mark.parametrize("answer", [(409, "BlobAlreadyExists"), (403, "UnauthorizedBlobOverwrite")])
+@pytest.mark.parametrize(
+    "answer", [(409, "BlobAlreadyExists"), (403, "UnauthorizedBlobOverwrite")]
+)
 async def test_an_existing_blob_is_recognized_whatever_the_token_permits(
     azure_storage: AzureStorage, faulty_azurite: Any, answer: tuple[int, str]
 ) -> None:
@@ -303,7 +322,8 @@ async def test_refused_credentials_are_a_setup_error(
 ) -> None:
     faulty_azurite.faults.append(status)
     with pytest.raises(
-        errors.SetupError, match=f"refuses access to the queue '{azure_storage.queue.name}'"
+        errors.SetupError,
+        match=f"refuses access to the queue '{azure_storage.queue.name}'",
     ):
         await azure_storage.queues["normal"].receive(1, LEASE_SECONDS)
     assert retried == []

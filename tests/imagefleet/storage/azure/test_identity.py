@@ -72,7 +72,10 @@ class FakeCloud:
                 "access_token": "pod",
             }
             if self.status != 200:
-                answer = {"error": "invalid_client", "error_description": "AADSTS700016: unknown"}
+                answer = {
+                    "error": "invalid_client",
+                    "error_description": "AADSTS700016: unknown",
+                }
             return web.json_response(answer, status=self.status)
         if request.headers.get("Authorization") != "Bearer pod":
             return web.Response(
@@ -80,10 +83,13 @@ class FakeCloud:
             )
         if self.denies:
             return web.Response(
-                status=403, headers={"x-ms-error-code": "AuthorizationPermissionMismatch"}
+                status=403,
+                headers={"x-ms-error-code": "AuthorizationPermissionMismatch"},
             )
         if request.path.endswith("/messages"):
-            return web.Response(text="<QueueMessagesList/>", content_type="application/xml")
+            return web.Response(
+                text="<QueueMessagesList/>", content_type="application/xml"
+            )
         if request.query.get("comp") == "list":
             return web.Response(
                 text="<EnumerationResults><Blobs/></EnumerationResults>",
@@ -150,7 +156,9 @@ async def test_a_refused_identity_is_a_setup_error(
 ) -> None:
     cloud.status = 401
     found = await run(**pod)
-    assert found["result"].startswith("SetupError: Microsoft Entra refuses the pod's identity")
+    assert found["result"].startswith(
+        "SetupError: Microsoft Entra refuses the pod's identity"
+    )
     assert "AADSTS700016" in found["result"]
     assert METADATA_ADDRESS not in found["addresses"]
 
@@ -194,7 +202,11 @@ async def test_without_credentials_no_address_is_contacted(run: Run) -> None:
 
 def test_no_code_uses_a_credential_that_tries_several_sources() -> None:
     """`DefaultAzureCredential` would contact another service on SaladCloud's nodes."""
-    searching = {"DefaultAzureCredential", "ManagedIdentityCredential", "ChainedTokenCredential"}
+    searching = {
+        "DefaultAzureCredential",
+        "ManagedIdentityCredential",
+        "ChainedTokenCredential",
+    }
     for package in ("evaluation", "fleet", "imagefleet", "loadgen", "worker", "deploy"):
         for path in (ROOT / package).rglob("*.py"):
             text = path.read_text(encoding="utf-8")
@@ -204,7 +216,9 @@ def test_no_code_uses_a_credential_that_tries_several_sources() -> None:
                 names = {getattr(node, "id", ""), getattr(node, "attr", "")}
                 if isinstance(node, ast.ImportFrom):
                     names = {alias.name for alias in node.names}
-                assert not names & searching, f"{path}, line {getattr(node, 'lineno', 0)}"
+                assert not names & searching, (
+                    f"{path}, line {getattr(node, 'lineno', 0)}"
+                )
 
 
 def test_a_missing_azure_identity_is_named(

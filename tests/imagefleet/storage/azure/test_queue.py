@@ -32,7 +32,10 @@ async def test_a_blob_carries_its_content_type_and_metadata(
             "a/fox.png", b"pixels", "image/png", {"seed": "7", "note": "<&>"}
         )
     async with BlobClient.from_connection_string(
-        azurite_settings.storage, azurite_settings.container, "a/fox.png", api_version=API_VERSION
+        azurite_settings.storage,
+        azurite_settings.container,
+        "a/fox.png",
+        api_version=API_VERSION,
     ) as others:
         properties = await others.get_blob_properties()
     assert properties.content_settings.content_type == "image/png"

@@ -17,12 +17,18 @@ async def test_a_blob_is_read_and_listed_by_its_name_whatever_is_in_it(
     name = f"{odd}/{odd}.png"
     async with AzureStorage(azurite_settings, concurrency.NEVER) as storage:
         await storage.create()
-        assert await storage.blobs.create(name, b"0123456789", "image/png", {"by": "me"})
+        assert await storage.blobs.create(
+            name, b"0123456789", "image/png", {"by": "me"}
+        )
         part = await storage.blobs.read_part(name, 3, 4)
         assert part is not None
         assert (part.data, part.total_bytes) == (b"3456", 10)
         (listed,) = [each async for each in storage.blobs.records(f"{odd}/")]
-        assert (listed.name, listed.size_bytes, listed.metadata) == (name, 10, {"by": "me"})
+        assert (listed.name, listed.size_bytes, listed.metadata) == (
+            name,
+            10,
+            {"by": "me"},
+        )
         assert listed == await storage.blobs.record(name)
         assert [each async for each in storage.blobs.folders("")] == [odd]
 
@@ -36,7 +42,13 @@ async def test_reads_and_pages_of_listings_are_counted_as_they_are_billed(
         for number in range(5):
             await storage.blobs.create(f"{number}", b"1", "image/png", {})
         before = storage.operations.blob_writes, storage.operations.blob_reads
-        assert [name async for name in storage.blobs.names()] == ["0", "1", "2", "3", "4"]
+        assert [name async for name in storage.blobs.names()] == [
+            "0",
+            "1",
+            "2",
+            "3",
+            "4",
+        ]
         await storage.blobs.read_part("0", 0, 1)
         after = storage.operations.blob_writes, storage.operations.blob_reads
     assert (after[0] - before[0], after[1] - before[1]) == (3, 1)
@@ -55,7 +67,9 @@ async def test_a_listing_that_a_proxy_made_up_is_not_an_empty_one(answer: str) -
     url = f"http://127.0.0.1:{runner.addresses[0][1]}/devstoreaccount1"
     address = f"AccountName=devstoreaccount1;AccountKey=a2V5;BlobEndpoint={url};QueueEndpoint={url}"
     try:
-        async with AzureStorage(StorageSettings(storage=address), concurrency.NEVER) as storage:
+        async with AzureStorage(
+            StorageSettings(storage=address), concurrency.NEVER
+        ) as storage:
             with pytest.raises(errors.TransientError, match="not one of Azure"):
                 _ = [name async for name in storage.blobs.names()]
     finally:

@@ -30,7 +30,9 @@ async def created(azurite_settings: StorageSettings) -> StorageSettings:
     return azurite_settings
 
 
-def with_tokens(settings: StorageSettings, begin: timedelta | None, end: timedelta) -> Any:
+def with_tokens(
+    settings: StorageSettings, begin: timedelta | None, end: timedelta
+) -> Any:
     """Tokens of the role `worker` that are valid between these times from now."""
     name, key = re.findall(r"Account(?:Name|Key)=([^;]+)", settings.storage)
     now = datetime.now(UTC)
@@ -42,7 +44,9 @@ def with_tokens(settings: StorageSettings, begin: timedelta | None, end: timedel
     }
     tokens = {
         queue: generate_queue_sas(
-            queue_name=queue_name, permission=QueueSasPermissions.from_string(letters), **terms
+            queue_name=queue_name,
+            permission=QueueSasPermissions.from_string(letters),
+            **terms,
         )
         for queue, queue_name, letters in (
             ("queue", settings.queue, "rup"),
@@ -94,9 +98,13 @@ async def test_an_expired_token_says_when_it_expired_and_how_to_get_a_new_one(
         f"the container '{created.container}'",
     )
     # Whose tokens of the same are the same.
-    trusted, load = (f" or `imagefleet keys mint {role}`" for role in ("trusted-worker", "load"))
+    trusted, load = (
+        f" or `imagefleet keys mint {role}`" for role in ("trusted-worker", "load")
+    )
     also = (trusted, trusted, trusted + load)
-    for name, role, complaint in zip(names, also, await complaints(settings), strict=True):
+    for name, role, complaint in zip(
+        names, also, await complaints(settings), strict=True
+    ):
         assert complaint == (
             f"the SAS token of {name} expired on {ended:%Y-%m-%d %H:%M} UTC, 2 days ago: mint new"
             f" ones with `imagefleet keys mint worker`{role}"
@@ -108,7 +116,9 @@ async def test_a_token_of_the_future_says_from_when_on_it_is_valid(
 ) -> None:
     settings = with_tokens(created, timedelta(hours=3, minutes=1), timedelta(hours=9))
     for complaint in await complaints(settings):
-        assert re.search(r"is not valid before 20\d\d-.* UTC, in 3 hours: wait", complaint)
+        assert re.search(
+            r"is not valid before 20\d\d-.* UTC, in 3 hours: wait", complaint
+        )
 
 
 async def test_a_damaged_token_is_not_called_expired(created: StorageSettings) -> None:
@@ -131,8 +141,13 @@ async def test_a_missing_token_is_named_and_the_role_that_has_one(
         with pytest.raises(errors.SetupError) as caught:
             await anext(storage.blobs.names())
     message = caught.value.message
-    assert message.startswith(f"there is no SAS token for the container '{created.container}'")
-    assert re.findall(r"`imagefleet keys mint (\w+)`", message) == ["monitor", "operator"]
+    assert message.startswith(
+        f"there is no SAS token for the container '{created.container}'"
+    )
+    assert re.findall(r"`imagefleet keys mint (\w+)`", message) == [
+        "monitor",
+        "operator",
+    ]
 
 
 async def test_the_check_names_every_role_with_a_token_for_what_has_none(
@@ -144,9 +159,13 @@ async def test_the_check_names_every_role_with_a_token_for_what_has_none(
     async with AzureStorage(settings, NEVER) as storage:
         await storage.queue.check()
         for resource, others in ((storage.poison, set()), (storage.blobs, {"load"})):
-            with pytest.raises(errors.SetupError, match="there is no SAS token") as caught:
+            with pytest.raises(
+                errors.SetupError, match="there is no SAS token"
+            ) as caught:
                 await resource.check()
-            named = set(re.findall(r"`imagefleet keys mint (\w+)`", caught.value.message))
+            named = set(
+                re.findall(r"`imagefleet keys mint (\w+)`", caught.value.message)
+            )
             assert named == {"worker", "monitor", "operator"} | others
 
 
@@ -168,7 +187,9 @@ def token(**fields: str) -> str:
     return "&".join(f"{name}={quote(value)}" for name, value in known.items())
 
 
-def sentence(credential: Credential, permission: str, code: str, at: datetime = NOON) -> str:
+def sentence(
+    credential: Credential, permission: str, code: str, at: datetime = NOON
+) -> str:
     return Refusal("the queue 'jobs'", credential, permission, code, 403, at).sentence()
 
 
@@ -181,8 +202,12 @@ def test_azures_clock_decides_and_a_wrong_one_of_this_machine_is_named() -> None
         "AuthenticationFailed",
         behind,
     )
-    assert "UTC, 5 hours ago; this machine's clock is 3 days behind Azure's: mint" in text
-    key = sentence(Credential("queue"), "p", "AuthenticationFailed", behind - timedelta(days=4))
+    assert (
+        "UTC, 5 hours ago; this machine's clock is 3 days behind Azure's: mint" in text
+    )
+    key = sentence(
+        Credential("queue"), "p", "AuthenticationFailed", behind - timedelta(days=4)
+    )
     assert "this machine's clock is 23 hours ahead of Azure's" in key
 
 
@@ -193,9 +218,13 @@ def test_the_tokens_of_a_revoked_policy_need_another_name() -> None:
 
 
 def test_the_tokens_of_a_broker_are_not_minted_by_hand() -> None:
-    credential = Credential("queue", token(se="2026-11-20T08:00:00Z"), is_from_broker=True)
+    credential = Credential(
+        "queue", token(se="2026-11-20T08:00:00Z"), is_from_broker=True
+    )
     text = sentence(credential, "p", "AuthenticationFailed")
-    assert text.startswith("the SAS token of the queue 'jobs' expired on 2026-11-20 08:00 UTC")
+    assert text.startswith(
+        "the SAS token of the queue 'jobs' expired on 2026-11-20 08:00 UTC"
+    )
     assert "imagefleet keys" not in text
 
 

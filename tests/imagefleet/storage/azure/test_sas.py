@@ -124,7 +124,8 @@ async def test_a_request_with_expired_tokens_fails_until_there_are_new_ones(
         ]
         for request in requests:
             with pytest.raises(
-                errors.NoAccessError, match=r"expired on .*waiting for the file .*tokens\.json"
+                errors.NoAccessError,
+                match=r"expired on .*waiting for the file .*tokens\.json",
             ):
                 await request()
         replace(file, mint())
@@ -144,7 +145,9 @@ async def test_new_tokens_are_used_before_the_old_ones_expire(
         first = caplog.text.count("new SAS tokens from the file")
         replace(file, mint(2 * ONE_HOUR))
         await storage.queue.depth()
-        await polling.until(lambda: caplog.text.count("new SAS tokens from the file") == first + 1)
+        await polling.until(
+            lambda: caplog.text.count("new SAS tokens from the file") == first + 1
+        )
         for _ in range(3):
             await storage.queue.depth()
     assert caplog.text.count("new SAS tokens from the file") == first + 1
@@ -173,10 +176,23 @@ async def test_an_updated_kubernetes_secret_is_read(
 
 @pytest.mark.parametrize(
     "broken",
-    ['{"queue": "sv=1&si', "", "[]", '{"queue": "sv=1&se=2"}', '{"queue": "sig=a b"}', "{}", None],
+    [
+        '{"queue": "sv=1&si',
+        "",
+        "[]",
+        '{"queue": "sv=1&se=2"}',
+        '{"queue": "sig=a b"}',
+        "{}",
+        None,
+    ],
 )
 async def test_a_broken_file_leaves_the_last_good_tokens_and_is_logged_once(
-    owner: Storage, settings: StorageSettings, file: Path, mint: Mint, caplog: Any, broken: Any
+    owner: Storage,
+    settings: StorageSettings,
+    file: Path,
+    mint: Mint,
+    caplog: Any,
+    broken: Any,
 ) -> None:
     replace(file, mint())
     async with AzureStorage(settings, concurrency.NEVER) as storage:
@@ -196,7 +212,9 @@ async def test_a_broken_file_at_the_start_is_a_setup_error(
 ) -> None:
     replace(file, text)
     async with AzureStorage(settings, concurrency.NEVER) as storage:
-        with pytest.raises(errors.SetupError, match=r"tokens\.json holds no SAS tokens: \w"):
+        with pytest.raises(
+            errors.SetupError, match=r"tokens\.json holds no SAS tokens: \w"
+        ):
             await storage.check()
 
 
@@ -273,8 +291,12 @@ async def test_a_brokers_key_proves_what_its_machine_stores_and_is_not_shown(
         assert storage.prover is None, "before the first tokens"
         await storage.check()
         assert storage.prover == Prover(machine, key)
-        assert key not in repr((storage.prover, tokens_of(storage).tokens)) + caplog.text
-        broker.answer = lambda: answer(json.dumps(json.loads(mint()) | {"machine_key": [key]}))
+        assert (
+            key not in repr((storage.prover, tokens_of(storage).tokens)) + caplog.text
+        )
+        broker.answer = lambda: answer(
+            json.dumps(json.loads(mint()) | {"machine_key": [key]})
+        )
         tokens_of(storage).source.due_at = 0.0
         await storage.queue.depth()
         await polling.until(lambda: "invalid answer of the broker" in caplog.text)
@@ -284,7 +306,9 @@ async def test_a_brokers_key_proves_what_its_machine_stores_and_is_not_shown(
 async def test_a_wrong_clock_does_not_shorten_a_tokens_life(
     owner: Storage, broker_settings: StorageSettings, broker: Any, mint: Mint
 ) -> None:
-    tomorrow = datetime.now(UTC) + timedelta(days=1)  # this machine's clock is a day behind
+    tomorrow = datetime.now(UTC) + timedelta(
+        days=1
+    )  # this machine's clock is a day behind
     text = json.loads(mint()) | {"expires_at": (tomorrow + ONE_HOUR).isoformat()}
     broker.answer = lambda: answer(
         json.dumps(text), Date=tomorrow.strftime("%a, %d %b %Y %H:%M:%S GMT")
@@ -319,7 +343,9 @@ async def test_while_a_broker_is_down_the_old_tokens_are_used_until_they_expire(
         for _ in range(20):
             with pytest.raises(errors.NoAccessError, match="waiting for the broker"):
                 await storage.queue.depth()
-        assert len(broker.identity_tokens) == asked, "requests to a broker that is down back off"
+        assert len(broker.identity_tokens) == asked, (
+            "requests to a broker that is down back off"
+        )
         broker.answer = lambda: answer(mint(2 * ONE_HOUR))
         tokens_of(storage).source.retry_at = 0.0  # the pause is over
         await storage.queue.depth()
@@ -344,10 +370,18 @@ async def test_revoked_tokens_are_replaced_at_once(
 async def test_repeated_refusals_of_the_broker_are_a_setup_error(
     owner: Storage, broker_settings: StorageSettings, broker: Any, status: int
 ) -> None:
-    broker.answer = lambda: web.Response(status=status, headers={"Location": "/elsewhere"})
-    policy = concurrency.RetryPolicy(tries=6, first_wait_seconds=0.01, on_retry=lambda _: None)
-    async with AzureStorage(broker_settings, policy, identity_token=identity_token) as storage:
-        with pytest.raises(errors.SetupError, match=f"refuses this worker: HTTP {status}"):
+    broker.answer = lambda: web.Response(
+        status=status, headers={"Location": "/elsewhere"}
+    )
+    policy = concurrency.RetryPolicy(
+        tries=6, first_wait_seconds=0.01, on_retry=lambda _: None
+    )
+    async with AzureStorage(
+        broker_settings, policy, identity_token=identity_token
+    ) as storage:
+        with pytest.raises(
+            errors.SetupError, match=f"refuses this worker: HTTP {status}"
+        ):
             await storage.check()
     assert len(broker.identity_tokens) == 3
 
@@ -378,7 +412,9 @@ async def test_the_identity_token_is_not_sent_to_a_broker_with_an_untrusted_cert
     assert broker.identity_tokens == []
 
 
-@pytest.mark.parametrize("error", [errors.TransientError("no answer"), OSError("no route")])
+@pytest.mark.parametrize(
+    "error", [errors.TransientError("no answer"), OSError("no route")]
+)
 async def test_a_missing_identity_token_is_a_transient_error(
     broker_settings: StorageSettings, error: Exception
 ) -> None:
@@ -396,7 +432,12 @@ async def test_a_missing_identity_token_is_a_transient_error(
 
 
 @pytest.mark.parametrize(
-    "url", ["http://broker.example/tokens", "https://user:word@broker.example", "broker.example"]
+    "url",
+    [
+        "http://broker.example/tokens",
+        "https://user:word@broker.example",
+        "broker.example",
+    ],
 )
 def test_a_broker_url_must_be_https_without_a_password(url: str) -> None:
     with pytest.raises(ValidationError):
@@ -419,7 +460,8 @@ def test_two_sources_of_tokens_are_a_setup_error(two: dict[str, Any]) -> None:
 
 def test_a_broker_needs_an_identity_token() -> None:
     settings = StorageSettings(
-        storage="https://pictures.blob.core.windows.net", broker_url="https://broker.example"
+        storage="https://pictures.blob.core.windows.net",
+        broker_url="https://broker.example",
     )
     with pytest.raises(errors.SetupError, match="for workers on SaladCloud"):
         open_storage(settings)

@@ -27,13 +27,17 @@ async def storage(azurite_settings: StorageSettings) -> AsyncIterator[AzureStora
 
 
 @pytest.mark.parametrize("body", ["a job", ODD, "x" * 65_536, ODD * 500])
-async def test_a_message_arrives_as_it_was_sent(storage: AzureStorage, body: str) -> None:
+async def test_a_message_arrives_as_it_was_sent(
+    storage: AzureStorage, body: str
+) -> None:
     await storage.queue.send([body])
     (message,) = await storage.queue.receive(1, LEASE_SECONDS)
     assert message.body == body
 
 
-async def test_a_new_token_signs_the_next_message(azurite_settings: StorageSettings) -> None:
+async def test_a_new_token_signs_the_next_message(
+    azurite_settings: StorageSettings,
+) -> None:
     client = QueueClient(
         "https://pictures.queue.core.windows.net",
         "jobs",
@@ -50,7 +54,9 @@ async def test_a_new_token_signs_the_next_message(azurite_settings: StorageSetti
     assert (first.url, second.url) == (f"{url}&sig=old", f"{url}&sig=new")
 
 
-async def test_a_token_in_the_address_is_sent_along(azurite_settings: StorageSettings) -> None:
+async def test_a_token_in_the_address_is_sent_along(
+    azurite_settings: StorageSettings,
+) -> None:
     settings = azurite_settings.model_copy(
         update={
             "storage": "QueueEndpoint=https://pictures.queue.core.windows.net;"

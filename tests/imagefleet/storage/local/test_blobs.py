@@ -29,7 +29,9 @@ async def names(blobs: LocalBlobs) -> list[str]:
     return sorted([name async for name in blobs.names()])
 
 
-async def test_metadata_and_content_type_are_kept_in_a_sidecar_file(blobs: LocalBlobs) -> None:
+async def test_metadata_and_content_type_are_kept_in_a_sidecar_file(
+    blobs: LocalBlobs,
+) -> None:
     await blobs.create("night/fox.png", b"pixels", "image/png", {"seed": "7"})
     sidecar = blobs.folder / ".metadata" / "night" / "fox.png.json"
     assert json.loads(sidecar.read_text()) == {
@@ -62,8 +64,14 @@ async def test_leftovers_of_a_crash_are_ignored(blobs: LocalBlobs) -> None:
     assert await blobs.read("fox.png") == b"pixels"
 
 
-async def test_what_killed_workers_left_is_removed_a_day_later(blobs: LocalBlobs) -> None:
-    for name, age_seconds in (("new", 60), ("old", 100_000), ("of the future", -100_000)):
+async def test_what_killed_workers_left_is_removed_a_day_later(
+    blobs: LocalBlobs,
+) -> None:
+    for name, age_seconds in (
+        ("new", 60),
+        ("old", 100_000),
+        ("of the future", -100_000),
+    ):
         path = blobs.folder / ".temporary" / name
         path.write_bytes(b"pix")
         os.utime(path, (time.time() - age_seconds,) * 2)
@@ -210,7 +218,9 @@ async def test_names_are_listed_by_pages(
         break
 
 
-@pytest.mark.parametrize("path", [".metadata/night", "night", ".temporary", "night/fox.png/x"])
+@pytest.mark.parametrize(
+    "path", [".metadata/night", "night", ".temporary", "night/fox.png/x"]
+)
 async def test_what_is_in_the_way_of_an_image_does_not_count_as_the_image(
     blobs: LocalBlobs, path: str
 ) -> None:
@@ -223,7 +233,9 @@ async def test_what_is_in_the_way_of_an_image_does_not_count_as_the_image(
         await blobs.create("night/fox.png", b"pixels", "image/png", {})
 
 
-async def test_hidden_folders_that_were_deleted_are_made_again(blobs: LocalBlobs) -> None:
+async def test_hidden_folders_that_were_deleted_are_made_again(
+    blobs: LocalBlobs,
+) -> None:
     for name in (".metadata", ".temporary"):
         (blobs.folder / name).rmdir()
     assert await blobs.create("fox.png", b"pixels", "image/png", {})

@@ -44,7 +44,9 @@ async def opened(path: Path) -> AsyncIterator[Opened]:
 async def filled(path: Path, jobs: int) -> None:
     file = QueueFile(path)
     await file.create("jobs")
-    await LocalQueue(file, "jobs", Operations()).send(f"job {number}" for number in range(jobs))
+    await LocalQueue(file, "jobs", Operations()).send(
+        f"job {number}" for number in range(jobs)
+    )
     await file.close()
 
 
@@ -80,7 +82,9 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "cut off": lambda path: os.truncate(path, path.stat().st_size // 2),
     "no header": lambda path: overwrite(path, offset=0, size=64),
     "no database": lambda path: path.write_bytes(b"no database at all " * 100),
-    "damaged pages": lambda path: overwrite(path, offset=4096, size=path.stat().st_size - 4096),
+    "damaged pages": lambda path: overwrite(
+        path, offset=4096, size=path.stat().st_size - 4096
+    ),
 }
 
 
@@ -102,7 +106,10 @@ async def test_a_damaged_file_is_neither_used_nor_replaced_by_an_empty_queue(
 FOREIGN = {
     "another program": ["CREATE TABLE notes (text)"],
     "empty": ["PRAGMA user_version = 1"],
-    "another version": ["CREATE TABLE queues (name)", "CREATE TABLE messages (id, text)"],
+    "another version": [
+        "CREATE TABLE queues (name)",
+        "CREATE TABLE messages (id, text)",
+    ],
 }
 
 
@@ -152,7 +159,9 @@ async def test_the_log_of_a_lost_file_is_not_deleted_with_the_jobs_in_it(
     assert [message.body async for message in other.browse()] == ["a job"]
 
 
-async def test_a_new_file_appears_in_one_step_with_nothing_beside_it(path: Path) -> None:
+async def test_a_new_file_appears_in_one_step_with_nothing_beside_it(
+    path: Path,
+) -> None:
     files = [QueueFile(path) for _ in range(8)]
     await asyncio.gather(*(file.create("jobs") for file in files))
     await LocalQueue(files[0], "jobs", Operations()).send(["a job"])
@@ -177,7 +186,11 @@ async def test_a_file_deleted_in_use_is_missed_and_a_new_one_is_used(
     path: Path, opened: Opened
 ) -> None:
     queue, old = await deleted_in_use(path, opened)
-    for call in (queue.receive(1, LEASE_SECONDS), queue.send(["lost"]), queue.delete(old)):
+    for call in (
+        queue.receive(1, LEASE_SECONDS),
+        queue.send(["lost"]),
+        queue.delete(old),
+    ):
         with pytest.raises(errors.SetupError, match="there is no queue"):
             await call
     _, other = opened()
@@ -242,7 +255,9 @@ def wall(monkeypatch: pytest.MonkeyPatch) -> Wall:
 HOUR = 3600.0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no id of their start")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="other systems have no id of their start"
+)
 @pytest.mark.parametrize("jump", [24 * HOUR, -24 * HOUR])
 async def test_a_clock_that_is_set_neither_ends_a_lease_nor_prolongs_it(
     opened: Opened, wall: Wall, jump: float
@@ -271,7 +286,10 @@ async def test_after_a_restart_of_the_machine_the_leases_of_dead_workers_are_ove
     monkeypatch.setattr(host, "boot_id", lambda: "second")
     wall.now -= 24 * HOUR  # the clock's battery is empty
     _, after = opened()
-    assert [each.body for each in await after.receive(2, LEASE_SECONDS)] == ["held", "waiting"]
+    assert [each.body for each in await after.receive(2, LEASE_SECONDS)] == [
+        "held",
+        "waiting",
+    ]
     assert await opened()[1].receive(2, LEASE_SECONDS) == []
 
 
@@ -309,5 +327,7 @@ async def test_a_path_that_is_too_long_for_sqlite_is_not_called_missing(
         sqlite_file.connect(path).close()
         return
     for make in (sqlite_file.create, sqlite_file.connect):
-        with pytest.raises(errors.SetupError, match=f"too long for SQLite: {size:,} bytes"):
+        with pytest.raises(
+            errors.SetupError, match=f"too long for SQLite: {size:,} bytes"
+        ):
             make(path)

@@ -106,7 +106,9 @@ async def test_depth_reports_leased_messages_and_the_oldest_age(
     assert (depth.messages, depth.leased, depth.oldest_age_seconds) == (3, 0, 140)
 
 
-async def test_browse_reads_all_pages(queue: LocalQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_browse_reads_all_pages(
+    queue: LocalQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(local_queue, "_BROWSE_PAGE", 2)
     await queue.send("abcde")
     assert bodies([message async for message in queue.browse()]) == list("abcde")
@@ -128,7 +130,9 @@ FREQUENT_STATEMENTS = {
 
 
 @pytest.mark.parametrize("name", FREQUENT_STATEMENTS)
-async def test_no_frequent_statement_scans_or_sorts_the_queue(file: QueueFile, name: str) -> None:
+async def test_no_frequent_statement_scans_or_sorts_the_queue(
+    file: QueueFile, name: str
+) -> None:
     statement, parameters = FREQUENT_STATEMENTS[name]
 
     def plan(connection: sqlite3.Connection) -> list[str]:
@@ -138,7 +142,9 @@ async def test_no_frequent_statement_scans_or_sorts_the_queue(file: QueueFile, n
 
     steps = await file.run(plan)
     assert any("SEARCH messages" in step for step in steps)
-    assert not [step for step in steps if step.startswith("SCAN") or "TEMP B-TREE" in step]
+    assert not [
+        step for step in steps if step.startswith("SCAN") or "TEMP B-TREE" in step
+    ]
 
 
 async def test_a_deep_queue_is_as_fast_as_a_shallow_one(
@@ -160,7 +166,9 @@ async def test_a_deep_queue_is_as_fast_as_a_shallow_one(
         steps += 1
         return steps > 1_000  # 700 calls that each scan every row would take 100,000
 
-    await file.run(lambda connection: connection.set_progress_handler(stop_a_scan, 10_000))
+    await file.run(
+        lambda connection: connection.set_progress_handler(stop_a_scan, 10_000)
+    )
     for _ in range(20):
         page = await queue.receive(32, LEASE_SECONDS)
         assert len(page) == 32
@@ -270,7 +278,9 @@ async def test_a_locked_file_is_waited_for_and_does_not_block_the_event_loop(
     other.execute("BEGIN IMMEDIATE")
     sending = asyncio.create_task(queue.send(["a job"]))
     await polling.until(begins.is_set)
-    await polling.turn(100)  # the loop goes on meanwhile: else it fails as one that waited too long
+    await polling.turn(
+        100
+    )  # the loop goes on meanwhile: else it fails as one that waited too long
     assert not sending.done()
     other.execute("COMMIT")
     other.close()
@@ -323,18 +333,24 @@ async def test_what_many_tasks_end_at_once_takes_few_transactions(
     messages = await leased(queue, 128)
     statements: list[str] = []
     await file.run(lambda connection: connection.set_trace_callback(statements.append))
-    renewed = await asyncio.gather(*(queue.renew(each, LEASE_SECONDS) for each in messages))
+    renewed = await asyncio.gather(
+        *(queue.renew(each, LEASE_SECONDS) for each in messages)
+    )
     await asyncio.gather(*(queue.delete(each) for each in renewed))
     # Each alone would take 256; one may come before the others.
     assert sum(each.startswith("BEGIN") for each in statements) <= 6
     assert (await queue.depth()).messages == 0
 
 
-async def test_a_lost_lease_among_others_is_that_messages_alone(queue: LocalQueue) -> None:
+async def test_a_lost_lease_among_others_is_that_messages_alone(
+    queue: LocalQueue,
+) -> None:
     messages = await leased(queue, 8)
     await queue.renew(messages[3], LEASE_SECONDS)
     ended = await asyncio.gather(*map(queue.delete, messages), return_exceptions=True)
-    assert [isinstance(each, errors.LeaseLost) for each in ended] == [n == 3 for n in range(8)]
+    assert [isinstance(each, errors.LeaseLost) for each in ended] == [
+        n == 3 for n in range(8)
+    ]
     assert (await queue.depth()).messages == 1
 
 
@@ -342,7 +358,9 @@ async def test_changes_that_do_not_fit_on_the_disk_are_all_undone(
     file: QueueFile, queue: LocalQueue
 ) -> None:
     messages = await leased(queue, 8)
-    await file.run(lambda connection: connection.execute("PRAGMA max_page_count = 20").fetchall())
+    await file.run(
+        lambda connection: connection.execute("PRAGMA max_page_count = 20").fetchall()
+    )
     renewals = [queue.renew(each, LEASE_SECONDS, "x" * 60_000) for each in messages]
     renewed = await asyncio.gather(*renewals, return_exceptions=True)
     assert errors.StorageFullError in {type(each) for each in renewed}
@@ -361,16 +379,23 @@ async def test_the_file_does_not_grow_while_jobs_come_and_go(
     pages = []
     for _ in range(30):
         await asyncio.gather(*map(queue.delete, await leased(queue, 64)))
-        pages.append(await file.run(lambda each: each.execute("PRAGMA page_count").fetchone()[0]))
+        pages.append(
+            await file.run(lambda each: each.execute("PRAGMA page_count").fetchone()[0])
+        )
     assert pages[-1] <= pages[9]
-    assert sqlite_file.log_of(file.path).stat().st_size < 2 * 4096 * sqlite_file.CHECKPOINT_PAGES
+    assert (
+        sqlite_file.log_of(file.path).stat().st_size
+        < 2 * 4096 * sqlite_file.CHECKPOINT_PAGES
+    )
 
 
 async def test_a_full_disk_is_a_transient_error_and_sends_nothing_of_the_batch(
     file: QueueFile, queue: LocalQueue
 ) -> None:
     await queue.send(["a job"])
-    await file.run(lambda connection: connection.execute("PRAGMA max_page_count = 20").fetchall())
+    await file.run(
+        lambda connection: connection.execute("PRAGMA max_page_count = 20").fetchall()
+    )
     with pytest.raises(errors.TransientError, match="disk is full"):
         await queue.send(["x" * 10_000] * 20)
     assert (await queue.depth()).messages == 1

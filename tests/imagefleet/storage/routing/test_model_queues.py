@@ -40,7 +40,11 @@ async def ids(queue: JobQueue) -> list[str]:
 
 
 @settings(max_examples=40)
-@given(st.from_regex(SAFE_NAME, fullmatch=True), st.integers(3, 40), st.sampled_from(PRIORITIES))
+@given(
+    st.from_regex(SAFE_NAME, fullmatch=True),
+    st.integers(3, 40),
+    st.sampled_from(PRIORITIES),
+)
 def test_every_model_has_a_queue_name_that_azure_accepts(
     model: str, length: int, priority: str
 ) -> None:
@@ -49,7 +53,13 @@ def test_every_model_has_a_queue_name_that_azure_accepts(
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("Foo", "foo"), ("a_b", "a-b"), ("a" * 60 + "1", "a" * 60 + "2"), ("x.y", "x y"), ("_", "__")],
+    [
+        ("Foo", "foo"),
+        ("a_b", "a-b"),
+        ("a" * 60 + "1", "a" * 60 + "2"),
+        ("x.y", "x y"),
+        ("_", "__"),
+    ],
 )
 def test_models_whose_names_differ_share_no_queue(one: str, other: str) -> None:
     assert job_queue("jobs", one) != job_queue("jobs", other)
@@ -72,7 +82,9 @@ def test_a_queue_name_without_room_for_models_is_refused() -> None:
 
 
 @pytest.mark.parametrize("priority", PRIORITIES)
-async def test_each_job_gets_into_the_queue_of_its_model(storage: Storage, priority: str) -> None:
+async def test_each_job_gets_into_the_queue_of_its_model(
+    storage: Storage, priority: str
+) -> None:
     await storage.models.send(
         [job(A, id="a"), job(id="none"), job(B, id="b"), job(A, id="a2")], priority
     )
@@ -81,14 +93,23 @@ async def test_each_job_gets_into_the_queue_of_its_model(storage: Storage, prior
     assert await ids(storage.queues[priority]) == ["none"]
 
 
-async def test_what_is_no_valid_job_is_left_to_the_worker_to_refuse(storage: Storage) -> None:
-    bodies = ['no JSON, but "model"', job("../etc", id="x"), '{"model": 5}', '["model"]']
+async def test_what_is_no_valid_job_is_left_to_the_worker_to_refuse(
+    storage: Storage,
+) -> None:
+    bodies = [
+        'no JSON, but "model"',
+        job("../etc", id="x"),
+        '{"model": 5}',
+        '["model"]',
+    ]
     await storage.models.send(bodies)
     found = [each.body async for each in storage.queues["normal"].browse()]
     assert sorted(found) == sorted(bodies)
 
 
-async def test_a_job_in_base64_gets_into_the_queue_of_its_model(storage: Storage) -> None:
+async def test_a_job_in_base64_gets_into_the_queue_of_its_model(
+    storage: Storage,
+) -> None:
     import base64
 
     await storage.models.send([base64.b64encode(job(A, id="a").encode()).decode()])
@@ -120,11 +141,15 @@ async def test_depth_find_and_clear_know_the_queues_of_every_model(
 
 
 async def test_the_depth_says_nothing_of_queues_that_only_another_fleet_has(
-    storage: Storage, storage_settings: StorageSettings, caplog: pytest.LogCaptureFixture
+    storage: Storage,
+    storage_settings: StorageSettings,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Fleets that share a container of images see each other's models."""
     await storage.models.send([job(A, id="a")])
-    another = storage_settings.model_copy(update={"queue": f"{storage_settings.queue}-b"})
+    another = storage_settings.model_copy(
+        update={"queue": f"{storage_settings.queue}-b"}
+    )
     caplog.set_level(logging.INFO)
     async with open_storage(another) as other:
         await other.create()
@@ -171,7 +196,9 @@ async def test_a_job_whose_model_no_worker_can_have_is_refused_before_it_is_sent
 ) -> None:
     await storage.files.create("models/Dreamshaper 8.safetensors", b"", "x/y", {})
     await JobSender(storage).send([job(A)])
-    with pytest.raises(errors.JobError, match=r"no worker can have the model 'Dreamshaper 9'.*8"):
+    with pytest.raises(
+        errors.JobError, match=r"no worker can have the model 'Dreamshaper 9'.*8"
+    ):
         await JobSender(storage).send([job(A), job("Dreamshaper 9")])
     await JobSender(storage, elsewhere=["/models/Dreamshaper 9.safetensors"]).send(
         [job("Dreamshaper 9")]
@@ -187,7 +214,9 @@ async def test_a_model_that_a_worker_serves_from_elsewhere_is_no_reason_to_refus
     await JobSender(storage).send([job(A)])
 
 
-async def test_without_a_model_in_the_storage_no_job_is_refused(storage: Storage) -> None:
+async def test_without_a_model_in_the_storage_no_job_is_refused(
+    storage: Storage,
+) -> None:
     await JobSender(storage).send([job(A)])
     assert (await storage.models.of(A)["normal"].depth()).messages == 1
 
@@ -197,7 +226,9 @@ async def test_the_client_sends_each_job_to_its_model_and_refuses_unknown_ones(
 ) -> None:
     await storage.files.create("models/known.safetensors", b"", "x/y", {})
     fleet = aio.Fleet(storage)
-    await fleet.submit([Job(prompt="a", id="1", model="known"), Job(prompt="b", id="2")])
+    await fleet.submit(
+        [Job(prompt="a", id="1", model="known"), Job(prompt="b", id="2")]
+    )
     assert await ids(storage.models.of("known")["normal"]) == ["1"]
     with pytest.raises(errors.JobError, match="'unknown'"):
         await fleet.submit([Job(prompt="a", model="unknown")])
@@ -205,8 +236,12 @@ async def test_the_client_sends_each_job_to_its_model_and_refuses_unknown_ones(
     assert await ids(storage.models.of("unknown")["normal"]) == ["3"]
 
 
-@pytest.mark.parametrize("name", ["a\\b", "x" * 220, "v1: final", ".hidden", "m\u00f6del"])
-async def test_a_model_that_no_job_can_name_fails_no_worker(storage: Storage, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["a\\b", "x" * 220, "v1: final", ".hidden", "m\u00f6del"]
+)
+async def test_a_model_that_no_job_can_name_fails_no_worker(
+    storage: Storage, name: str
+) -> None:
     """Its folder's name may be no blob's; it draws jobs without a model."""
     await storage.models.make(name)
     await storage.models.note_served(name)
@@ -222,7 +257,9 @@ async def test_which_models_are_served_is_known_for_ten_to_twenty_minutes(
     now = datetime(2026, 11, 22, 14, 9, 59, tzinfo=UTC)
     await storage.models.note_served(A, now)
     for minutes, known in ((0, True), (10, True), (11, False), (60, False)):
-        assert await storage.models.is_served(A, now + timedelta(minutes=minutes)) == known
+        assert (
+            await storage.models.is_served(A, now + timedelta(minutes=minutes)) == known
+        )
     assert not await storage.models.is_served(B, now)
     await storage.models.note_served(A, now + timedelta(hours=1))
     notes = [name async for name in storage.blobs.names(SERVED_FOLDER)]
@@ -240,7 +277,9 @@ def test_a_job_that_moves_keeps_the_id_that_its_message_gave_it() -> None:
 async def test_tokens_of_a_model_serve_its_queues_and_no_other_models(
     azurite_settings: StorageSettings,
 ) -> None:
-    minted = mint.Minter(azurite_settings).mint(ROLES["worker"], timedelta(hours=1), models=[A])
+    minted = mint.Minter(azurite_settings).mint(
+        ROLES["worker"], timedelta(hours=1), models=[A]
+    )
     tokens = azurite_settings.model_copy(
         update={"storage": minted.storage, "sas": SecretStr(minted.sas)}
     )

@@ -48,7 +48,9 @@ class StandInQueue(UnusedQueue):
 
     async def check(self) -> None: ...
 
-    async def receive(self, max_messages: int, lease_seconds: float) -> list[LeasedMessage]:
+    async def receive(
+        self, max_messages: int, lease_seconds: float
+    ) -> list[LeasedMessage]:
         self.asked += 1
         if self.error is not None:
             raise self.error
@@ -56,7 +58,9 @@ class StandInQueue(UnusedQueue):
         if self.jobs is not None:
             self.jobs -= count
         at = datetime.now(UTC)
-        return [LeasedMessage("m", "{}", 1, at, "r", queue=self.name) for _ in range(count)]
+        return [
+            LeasedMessage("m", "{}", 1, at, "r", queue=self.name) for _ in range(count)
+        ]
 
     async def depth(self) -> QueueDepth:
         if self.error is not None:
@@ -71,12 +75,16 @@ class StandInQueue(UnusedQueue):
 class StandIns:
     """Three queues behind one, on a clock that stands still."""
 
-    def __init__(self, high: int | None = 0, normal: int | None = 0, low: int | None = 0) -> None:
+    def __init__(
+        self, high: int | None = 0, normal: int | None = 0, low: int | None = 0
+    ) -> None:
         self.clock = Clock()
         self.high = StandInQueue("jobs-high", high)
         self.normal = StandInQueue("jobs", normal)
         self.low = StandInQueue("jobs-low", low)
-        routes = [self._route(each) for each in enumerate((self.high, self.normal, self.low))]
+        routes = [
+            self._route(each) for each in enumerate((self.high, self.normal, self.low))
+        ]
         self.queue = RoutedQueue(routes, main=routes[1])
 
     def _route(self, queue: tuple[int, StandInQueue]) -> Route:
@@ -84,7 +92,9 @@ class StandIns:
 
     async def receive(self, max_messages: int = 32) -> list[str]:
         """The queues of the messages that are received."""
-        return [each.queue for each in await self.queue.receive(max_messages, LEASE_SECONDS)]
+        return [
+            each.queue for each in await self.queue.receive(max_messages, LEASE_SECONDS)
+        ]
 
 
 # On both storages
@@ -101,11 +111,16 @@ async def test_a_message_is_settled_in_the_queue_that_it_came_from(
 
     renewed = await storage.queue.renew(leased, LEASE_SECONDS, "rewritten")
     assert renewed.queue == name
-    for settle in (storage.queue.renew(leased, LEASE_SECONDS), storage.queue.delete(leased)):
+    for settle in (
+        storage.queue.renew(leased, LEASE_SECONDS),
+        storage.queue.delete(leased),
+    ):
         with pytest.raises(errors.LeaseLost):
             await settle
     await storage.queue.release(renewed)
-    assert (await storage.queues[priority].depth()).messages == 1, "it stays in its queue"
+    assert (await storage.queues[priority].depth()).messages == 1, (
+        "it stays in its queue"
+    )
 
     (again,) = await storage.queue.receive(2, LEASE_SECONDS)
     assert (again.body, again.delivery_count, again.queue) == ("rewritten", 2, name)
@@ -119,11 +134,21 @@ async def test_queues_are_drained_in_their_order_and_one_receive_takes_from_seve
     for priority in reversed(PRIORITIES):
         await storage.queues[priority].send([priority] * 2)
     received = await storage.queue.receive(5, LEASE_SECONDS)
-    assert [each.body for each in received] == ["high", "high", "normal", "normal", "low"]
-    assert [each.body for each in await storage.queue.receive(5, LEASE_SECONDS)] == ["low"]
+    assert [each.body for each in received] == [
+        "high",
+        "high",
+        "normal",
+        "normal",
+        "low",
+    ]
+    assert [each.body for each in await storage.queue.receive(5, LEASE_SECONDS)] == [
+        "low"
+    ]
 
 
-async def test_the_depth_is_the_sum_and_has_that_of_each_queue(storage: Storage) -> None:
+async def test_the_depth_is_the_sum_and_has_that_of_each_queue(
+    storage: Storage,
+) -> None:
     await storage.queues["high"].send(["a"])
     await storage.queues["low"].send(["b", "c"])
     depth = await storage.queue.depth()
@@ -133,7 +158,11 @@ async def test_the_depth_is_the_sum_and_has_that_of_each_queue(storage: Storage)
     own = {each: found.messages for each, found in depth.by_queue.items()}
     assert own == {f"{name}-high": 1, name: 0, f"{name}-low": 2}
     assert list(own) == [f"{name}-high", name, f"{name}-low"]
-    assert sorted([each.body async for each in storage.queue.browse()]) == ["a", "b", "c"]
+    assert sorted([each.body async for each in storage.queue.browse()]) == [
+        "a",
+        "b",
+        "c",
+    ]
 
 
 async def test_messages_without_a_priority_are_sent_to_the_queue_of_before(
@@ -172,7 +201,9 @@ async def test_a_worker_does_without_queues_that_are_not_there_and_finds_them_la
         async with open_storage(azurite_settings) as other:
             await other.create()
             await other.queues["high"].send(["urgent"])
-        assert await storage.queue.receive(32, LEASE_SECONDS) == [], "not asked again so soon"
+        assert await storage.queue.receive(32, LEASE_SECONDS) == [], (
+            "not asked again so soon"
+        )
         clock.now += route.MISSING_PAUSE_SECONDS
         found = await storage.queue.receive(32, LEASE_SECONDS)
         assert [each.body for each in found] == ["urgent"]
@@ -182,7 +213,9 @@ async def test_tokens_for_one_priority_serve_the_queue_that_they_are_for(
     azurite_settings: StorageSettings,
 ) -> None:
     minted = mint.Minter(azurite_settings).mint(ROLES["worker"], timedelta(hours=1))
-    old = {key: each for key, each in minted.by_place.items() if "_" not in key.resource}
+    old = {
+        key: each for key, each in minted.by_place.items() if "_" not in key.resource
+    }
     assert len(old) == 4
     sas = SecretStr(mint.Minted("", "", old, minted.expires_at).sas)
     tokens = azurite_settings.model_copy(update={"storage": minted.storage, "sas": sas})
@@ -268,7 +301,9 @@ async def test_an_idle_worker_asks_for_missing_queues_once_a_minute() -> None:
     assert asked["jobs-high"] + asked["jobs-low"] <= 2 * 24 * 60
 
 
-async def test_a_job_of_high_priority_is_found_within_two_seconds_while_others_are_done() -> None:
+async def test_a_job_of_high_priority_is_found_within_two_seconds_while_others_are_done() -> (
+    None
+):
     fleet = StandIns(normal=None)
     for _ in range(50):
         await fleet.receive()
@@ -358,7 +393,9 @@ async def test_a_refused_token_of_one_queue_is_a_warning_and_not_the_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     fleet = StandIns(normal=2)
-    fleet.high.error = errors.SetupError("the SAS token of the queue 'jobs-high' expired")
+    fleet.high.error = errors.SetupError(
+        "the SAS token of the queue 'jobs-high' expired"
+    )
     for _ in range(2):
         assert await fleet.receive(1) == ["jobs"]
         fleet.clock.now += route.MISSING_PAUSE_SECONDS
@@ -370,4 +407,6 @@ async def test_a_refused_token_of_one_queue_is_a_warning_and_not_the_end(
 def test_the_names_fit_into_azures_limit() -> None:
     settings = StorageSettings(queue="q" * 56)
     assert list(settings.queues_of(None)) == list(get_args(Priority))
-    assert max(map(len, (*settings.queues_of(None).values(), settings.poison_queue))) == 63
+    assert (
+        max(map(len, (*settings.queues_of(None).values(), settings.poison_queue))) == 63
+    )

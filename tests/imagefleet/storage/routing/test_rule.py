@@ -59,7 +59,9 @@ class StandInShard(UnusedQueue):
     async def read_shards(self) -> Shards:
         return self.shards
 
-    async def receive(self, max_messages: int, lease_seconds: float) -> list[LeasedMessage]:
+    async def receive(
+        self, max_messages: int, lease_seconds: float
+    ) -> list[LeasedMessage]:
         self.asked += 1
         if self.error is not None:
             raise self.error
@@ -67,7 +69,9 @@ class StandInShard(UnusedQueue):
         count = min(max_messages, self.jobs)
         self.jobs -= count
         at = datetime.now(UTC)
-        return [LeasedMessage("m", "{}", 1, at, "r", queue=self.name) for _ in range(count)]
+        return [
+            LeasedMessage("m", "{}", 1, at, "r", queue=self.name) for _ in range(count)
+        ]
 
     async def depth(self) -> QueueDepth:
         return QueueDepth(self.jobs, None, 1.0 if self.jobs else None)
@@ -87,7 +91,9 @@ class StandIns:
         name = job_queue("jobs", model, priority, number)
         return self.stored.setdefault(name, StandInShard(name, self.shards))
 
-    def route(self, share: float, priority: Priority = "normal", model: str | None = None) -> Route:
+    def route(
+        self, share: float, priority: Priority = "normal", model: str | None = None
+    ) -> Route:
         route = Route(
             lambda number: self.shard(number, priority, model),
             level=PRIORITIES.index(priority),
@@ -103,19 +109,24 @@ class StandIns:
     def worker(self, share: float) -> RoutedQueue:
         """As a worker of one model has them: jobs may name it, or none."""
         own, named = (
-            [self.route(share, each, model) for each in PRIORITIES] for model in (None, "a")
+            [self.route(share, each, model) for each in PRIORITIES]
+            for model in (None, "a")
         )
         queue = RoutedQueue(own, main=own[1])
         queue.add([RoutedQueue(named)])
         return queue
 
-    async def idle_receives(self, queue: RoutedQueue, seconds: float = PART_SECONDS) -> int:
+    async def idle_receives(
+        self, queue: RoutedQueue, seconds: float = PART_SECONDS
+    ) -> int:
         """The receives of an idle worker in that time, paused as the worker's puller does."""
         before = sum(each.asked for each in self.stored.values())
         ends_at = self.clock.now + seconds
         while self.clock.now < ends_at:
             assert await queue.receive(32, LEASE_SECONDS) == []
-            self.clock.now += 0.75 * pull.LONGEST_PAUSE_SECONDS  # by its jitter, on average
+            self.clock.now += (
+                0.75 * pull.LONGEST_PAUSE_SECONDS
+            )  # by its jitter, on average
         return sum(each.asked for each in self.stored.values()) - before
 
 
@@ -136,16 +147,22 @@ def test_a_worker_asks_every_shard_and_its_home_is_one_that_jobs_are_sent_to(
 
 
 def test_homes_and_helpers_are_spread() -> None:
-    orders = [route.in_order(share_of(f"worker-{n}"), Shards(8, 8)) for n in range(WORKERS)]
+    orders = [
+        route.in_order(share_of(f"worker-{n}"), Shards(8, 8)) for n in range(WORKERS)
+    ]
     for place in (0, 1):
         count = Counter(order[place] for order in orders)
         assert len(count) == 8
         assert max(count.values()) < 1.4 * WORKERS / 8
-    processes = [route.in_order(share_of("host", n, 8), Shards(8, 8))[0] for n in range(8)]
+    processes = [
+        route.in_order(share_of("host", n, 8), Shards(8, 8))[0] for n in range(8)
+    ]
     assert sorted(processes) == list(range(8)), "those of one machine have a home each"
 
 
-@given(st.lists(st.text(max_size=3), max_size=200), st.integers(1, 32), st.integers(0, 31))
+@given(
+    st.lists(st.text(max_size=3), max_size=200), st.integers(1, 32), st.integers(0, 31)
+)
 def test_messages_are_dealt_evenly_and_none_is_lost(
     bodies: list[str], shards: int, first: int
 ) -> None:
@@ -155,7 +172,9 @@ def test_messages_are_dealt_evenly_and_none_is_lost(
     assert max(sizes) - min(sizes) <= 1
 
 
-async def test_a_shard_that_is_nobodys_home_is_emptied_although_the_home_never_is() -> None:
+async def test_a_shard_that_is_nobodys_home_is_emptied_although_the_home_never_is() -> (
+    None
+):
     fleet = StandIns(2)
     queue = fleet.queue(0.0)
     fleet.shard(0).trickle = 32
@@ -178,7 +197,9 @@ async def test_a_shard_that_no_jobs_are_sent_to_any_more_is_emptied() -> None:
     assert fleet.shard(2).jobs == fleet.shard(3).jobs == 0
 
 
-async def test_a_full_home_costs_one_receive_a_page_and_a_look_elsewhere_now_and_then() -> None:
+async def test_a_full_home_costs_one_receive_a_page_and_a_look_elsewhere_now_and_then() -> (
+    None
+):
     fleet = StandIns(8)
     queue = fleet.queue(0.0)
     fleet.shard(0).trickle = 32
@@ -199,7 +220,9 @@ async def test_who_helps_finds_his_homes_new_jobs_within_two_seconds() -> None:
         fleet.clock.now += 0.1
     fleet.shard(0).jobs = 8
     fleet.clock.now += route.LONGEST_HOME_PAUSE_SECONDS
-    for _ in range(2):  # the second, where this receive was one that looks elsewhere first
+    for _ in range(
+        2
+    ):  # the second, where this receive was one that looks elsewhere first
         await queue.receive(8, LEASE_SECONDS)
     assert fleet.shard(0).jobs == 0
 
@@ -234,14 +257,20 @@ async def test_jobs_sent_to_idle_workers_are_looked_for_in_all_shards_at_once() 
 
 
 async def test_idle_workers_cost_what_the_page_says() -> None:
-    text = (Path(__file__).parents[4] / "docs" / "storage.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d+) \| ([\d,]+) \| (\d+) million \| ([\d.]+) \|$", text, re.MULTILINE)
+    text = (Path(__file__).parents[4] / "docs" / "storage.md").read_text(
+        encoding="utf-8"
+    )
+    rows = re.findall(
+        r"^\| (\d+) \| ([\d,]+) \| (\d+) million \| ([\d.]+) \|$", text, re.MULTILINE
+    )
     assert [int(row[0]) for row in rows] == [1, 2, 4, 8, 16]
     for shards, stated, millions, dollars in rows:
         fleet = StandIns(int(shards))
         worker = fleet.worker(0.3)
         asked = await fleet.idle_receives(worker) / PART
-        sizes = len(fleet.stored) + 1  # the poison queue's as well; an empty one is one request
+        sizes = (
+            len(fleet.stored) + 1
+        )  # the poison queue's as well; an empty one is one request
         looks = 24 * 3600 / worker.look_seconds(metrics.DEPTH_SECONDS)
         operations = asked + sizes * looks
         assert operations == pytest.approx(int(stated.replace(",", "")), rel=0.03)
@@ -251,7 +280,9 @@ async def test_idle_workers_cost_what_the_page_says() -> None:
         )
 
 
-async def test_a_shard_that_does_not_answer_holds_up_no_other_and_is_asked_later() -> None:
+async def test_a_shard_that_does_not_answer_holds_up_no_other_and_is_asked_later() -> (
+    None
+):
     fleet = StandIns(3)
     queue = fleet.queue(0.5)
     fleet.shard(1).error = errors.TransientError("down")
@@ -262,7 +293,9 @@ async def test_a_shard_that_does_not_answer_holds_up_no_other_and_is_asked_later
         await queue.receive(32, LEASE_SECONDS)
     fleet.shard(1).error = None
     fleet.shard(1).jobs = 1
-    assert len(await queue.receive(32, LEASE_SECONDS)) == 1, "the home is asked each time"
+    assert len(await queue.receive(32, LEASE_SECONDS)) == 1, (
+        "the home is asked each time"
+    )
 
 
 async def test_jobs_that_a_look_at_the_sizes_shows_are_received_at_once() -> None:

@@ -38,18 +38,25 @@ async def counts(queue: JobQueue) -> list[int]:
     return [each.messages for each in (await queue.depth()).by_queue.values()]
 
 
-async def test_jobs_are_spread_over_the_shards_and_settled_where_they_are(storage: Storage) -> None:
+async def test_jobs_are_spread_over_the_shards_and_settled_where_they_are(
+    storage: Storage,
+) -> None:
     await storage.models.set_shards(SHARDS)
     queue = storage.queues["normal"]
     jobs = [f"job {number}" for number in range(18)]
     await queue.send(jobs)
     depth = await queue.depth()
-    assert list(depth.by_queue) == [queue.name, *(f"{queue.name}-{n}" for n in (1, 2, 3))]
+    assert list(depth.by_queue) == [
+        queue.name,
+        *(f"{queue.name}-{n}" for n in (1, 2, 3)),
+    ]
     assert sorted(await counts(queue)) == [4, 4, 5, 5]
 
     taken = await take_all(storage.queue)
     assert sorted(each.body for each in taken) == sorted(jobs)
-    assert {each.queue for each in taken} == {queue.name}, "its shard is nobody else's business"
+    assert {each.queue for each in taken} == {queue.name}, (
+        "its shard is nobody else's business"
+    )
     assert {each.shard for each in taken} == {0, 1, 2, 3}
     for message in taken[:-1]:
         renewed = await storage.queue.renew(message, LEASE_SECONDS, "rewritten")
@@ -136,7 +143,9 @@ async def test_two_who_set_the_number_at_the_same_time_hide_no_shard_with_jobs(
 async def test_every_priority_and_model_has_shards(
     storage: Storage, storage_settings: StorageSettings
 ) -> None:
-    early, late = (json.dumps({"prompt": "a", "model": name}) for name in ("early", "late"))
+    early, late = (
+        json.dumps({"prompt": "a", "model": name}) for name in ("early", "late")
+    )
     await storage.models.send([early])
     await storage.models.set_shards(2)
     for priority in PRIORITIES:
@@ -153,7 +162,9 @@ async def test_every_priority_and_model_has_shards(
         taken = await take_all(worker.models.served(["early", "late"]))
         assert len(taken) == 1 + 3 * 6
         seen = Counter(priority_of(each.queue) for each in taken)
-        assert seen == {"high": 6, "normal": 7, "low": 6}, "a shard's name hides no priority"
+        assert seen == {"high": 6, "normal": 7, "low": 6}, (
+            "a shard's name hides no priority"
+        )
         for message in taken:
             await worker.models.served(["early", "late"]).delete(message)
     assert (await storage.queue.depth()).messages == 0
@@ -255,7 +266,9 @@ async def test_tokens_that_may_not_read_the_number_send_to_the_shards_they_have(
         for shards in (1, 2):
             minted = minter.mint(ROLES["load"], mint.timedelta(hours=1), shards=shards)
             given = {"storage": minted.storage, "sas": SecretStr(minted.sas)}
-            async with open_storage(azurite_settings.model_copy(update=given)) as sender:
+            async with open_storage(
+                azurite_settings.model_copy(update=given)
+            ) as sender:
                 await sender.queue.send(["a job"] * 4)
         assert await counts(owner.queues["normal"]) == [6, 2, 0, 0]
 
@@ -272,15 +285,21 @@ async def test_a_worker_takes_the_shards_that_it_has_tokens_for_and_says_what_it
         await owner.queue.send(["a job"] * 8)
         minter = mint.Minter(azurite_settings)
         for shards, left in ((3, 2), (SHARDS, 0)):
-            minted = minter.mint(ROLES["worker"], mint.timedelta(hours=1), shards=shards)
+            minted = minter.mint(
+                ROLES["worker"], mint.timedelta(hours=1), shards=shards
+            )
             given = {"storage": minted.storage, "sas": SecretStr(minted.sas)}
             caplog.clear()
             caplog.set_level(logging.INFO, logger="imagefleet.storage")
-            async with open_storage(azurite_settings.model_copy(update=given)) as worker:
+            async with open_storage(
+                azurite_settings.model_copy(update=given)
+            ) as worker:
                 await worker.check()
                 queue = worker.models.served([])
                 for message in await take_all(queue):
                     await queue.delete(message)
-            missing = [each for each in caplog.records if "no jobs are taken" in each.message]
+            missing = [
+                each for each in caplog.records if "no jobs are taken" in each.message
+            ]
             assert len(missing) == (3 if left else 0), "the last shard of each priority"
             assert (await owner.queue.depth()).messages == left

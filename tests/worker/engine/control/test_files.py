@@ -45,8 +45,13 @@ def original_layout(
         f"controlnet_cond_embedding.blocks.{at}.": f"input_hint_block.{2 * at + 2}."
         for at in range(6)
     }
-    names |= {f"controlnet_down_blocks.{at}.": f"zero_convs.{at}.0." for at in range(12)}
-    places = {"mid_block.resnets.0": "middle_block.0", "mid_block.resnets.1": "middle_block.2"}
+    names |= {
+        f"controlnet_down_blocks.{at}.": f"zero_convs.{at}.0." for at in range(12)
+    }
+    places = {
+        "mid_block.resnets.0": "middle_block.0",
+        "mid_block.resnets.1": "middle_block.2",
+    }
     for block in range(4):
         for layer in range(layers):
             at = 1 + (layers + 1) * block + layer
@@ -145,16 +150,25 @@ def test_sdxls_smaller_ones_leave_attentions_out(
     full = tiny_controlnets.make(sdxl)
     config = dict(full.config)
     if size == "small":
-        config |= {"down_block_types": ["DownBlock2D"] * 3, "mid_block_type": "UNetMidBlock2D"}
+        config |= {
+            "down_block_types": ["DownBlock2D"] * 3,
+            "mid_block_type": "UNetMidBlock2D",
+        }
     else:
         config["transformer_layers_per_block"] = [0, 0, 1]
     network = ControlNetModel.from_config(
         {key: value for key, value in config.items() if not key.startswith("_")}
     ).eval()
-    tensors = {key: torch.randn_like(each) / 9 for key, each in network.state_dict().items()}
+    tensors = {
+        key: torch.randn_like(each) / 9 for key, each in network.state_dict().items()
+    }
     network.load_state_dict(tensors)
     ours = sdxl_nets.get(checked(sdxl_nets, write(tensors)))
-    x, vectors, times = torch.randn(1, 4, 8, 8), torch.randn(2, 77, 80), torch.tensor([300.0])
+    x, vectors, times = (
+        torch.randn(1, 4, 8, 8),
+        torch.randn(2, 77, 80),
+        torch.tensor([300.0]),
+    )
     pooled, sizes = torch.randn(2, 48), torch.tensor([[64.0, 64, 0, 0, 64, 64]] * 2)
     pixels = torch.randint(0, 256, (64, 64, 3), dtype=torch.uint8)
     expected = network(
@@ -195,32 +209,52 @@ BIAS = "controlnet_mid_block.bias"
         (lambda each: {"body.0.weight": each[BIAS]}, "is not a ControlNet"),
         (lambda each: _without(each, BIAS), f'Missing key.*"{BIAS}"'),
         (lambda each: _changed(each, BIAS, each[BIAS] * torch.nan), "holds NaN"),
-        (lambda each: _changed(each, BIAS, torch.zeros(3)), f"model: size mismatch for {BIAS}"),
-        (lambda each: _changed(each, BIAS, torch.zeros(64).int()), "does not fit this model"),
+        (
+            lambda each: _changed(each, BIAS, torch.zeros(3)),
+            f"model: size mismatch for {BIAS}",
+        ),
+        (
+            lambda each: _changed(each, BIAS, torch.zeros(64).int()),
+            "does not fit this model",
+        ),
         (lambda each: _changed(each, "task", torch.ones(3)), 'Unexpected key.*"task"'),
         (
             lambda each: _without(
-                original_layout(each, "control_model."), "control_model.zero_convs.2.0.weight"
+                original_layout(each, "control_model."),
+                "control_model.zero_convs.2.0.weight",
             ),
             "Missing key",
         ),
     ],
 )
 def test_damaged_files_and_other_files_are_refused_by_name(
-    change: Any, reason: str, slot_engine: Any, tensors: Any, write: Any, make_request: Any
+    change: Any,
+    reason: str,
+    slot_engine: Any,
+    tensors: Any,
+    write: Any,
+    make_request: Any,
 ) -> None:
     control = write(change(tensors))
     for _ in range(2):
-        with pytest.raises(errors.UnusableFileError, match=f"the ControlNet 'edges' .*{reason}"):
+        with pytest.raises(
+            errors.UnusableFileError, match=f"the ControlNet 'edges' .*{reason}"
+        ):
             slot_engine.prepare(make_request(controls=(control,)))
 
 
 def test_another_familys_file_is_refused_with_the_families_names(
-    slot_engine: Any, sdxl: Path, sdxl_nets: Any, write: Any, make_control: Any, make_request: Any
+    slot_engine: Any,
+    sdxl: Path,
+    sdxl_nets: Any,
+    write: Any,
+    make_control: Any,
+    make_request: Any,
 ) -> None:
     control = write(tiny_controlnets.make(sdxl).state_dict(), "large")
     with pytest.raises(
-        errors.UnusableFileError, match=r"'large' was made for SDXL .* 80 numbers; this .* 32"
+        errors.UnusableFileError,
+        match=r"'large' was made for SDXL .* 80 numbers; this .* 32",
     ):
         slot_engine.prepare(make_request(controls=(control,)))
     reason = "was made for another model and prompts' vectors of 32 numbers; this model's have 80"
@@ -235,10 +269,14 @@ def test_a_truncated_file_is_refused_and_a_missing_one_tried_again(
     content = make_control().path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
     with pytest.raises(errors.UnusableFileError, match=r"'half' is not a complete"):
-        slot_engine.prepare(make_request(controls=(make_control(path=path, name="half"),)))
+        slot_engine.prepare(
+            make_request(controls=(make_control(path=path, name="half"),))
+        )
     path.unlink()
     with pytest.raises(errors.TransientError, match="'half' cannot be read"):
-        slot_engine.prepare(make_request(controls=(make_control(path=path, name="half"),)))
+        slot_engine.prepare(
+            make_request(controls=(make_control(path=path, name="half"),))
+        )
 
 
 def test_a_files_weights_are_read_once_and_again_only_if_they_are_needed(
@@ -253,13 +291,19 @@ def test_a_files_weights_are_read_once_and_again_only_if_they_are_needed(
     engine = make_slot_engine(slots=2)
     reads, load = [], held.ControlNets.load
     monkeypatch.setattr(
-        held.ControlNets, "load", lambda nets, file: reads.append(file[0]) or load(nets, file)
+        held.ControlNets,
+        "load",
+        lambda nets, file: reads.append(file[0]) or load(nets, file),
     )
     path = tmp_path / "edges.safetensors"
     shutil.copy(make_control(0).path, path)
     request = make_request(controls=(make_control(path=path),))
     (image,) = draw(engine, request)
-    draw(engine, request, make_request(seed=2, controls=(make_control(path=path, image=1),)))
+    draw(
+        engine,
+        request,
+        make_request(seed=2, controls=(make_control(path=path, image=1),)),
+    )
     assert reads == [str(path)]
     prepared = engine.prepare(request)
     engine._lanes.clear()

@@ -34,11 +34,15 @@ def mixed(make_request: Any, make_control: Any, lora_paths: list[Path]) -> list[
         make_request(seed=3, controls=(make_control(0, end=0.4),), loras=(styles[0],)),
         make_request(seed=4, controls=(make_control(1),), loras=(styles[1], styles[2])),
         make_request(seed=5, loras=(styles[1],)),
-        make_request(seed=6, controls=(make_control(0, start=0.5), make_control(1, image=3))),
+        make_request(
+            seed=6, controls=(make_control(0, start=0.5), make_control(1, image=3))
+        ),
         make_request(seed=7, controls=(make_control(1, image=2), make_control(0))),
         make_request(seed=8, controls=(make_control(0),), prompt=long),
         make_request(
-            seed=9, controls=(make_control(0),), init=contract.InitImage(pixels, 0.7, mask)
+            seed=9,
+            controls=(make_control(0),),
+            init=contract.InitImage(pixels, 0.7, mask),
         ),
         make_request(seed=10),
         make_request(seed=11, controls=(make_control(0),), sampler="plms", steps=5),
@@ -68,7 +72,9 @@ def test_the_next_images_of_a_job_use_its_embedded_control_image(
     monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=2)
-    requests = [make_request(seed=seed, controls=(make_control(),)) for seed in range(4)]
+    requests = [
+        make_request(seed=seed, controls=(make_control(),)) for seed in range(4)
+    ]
     apart = [draw(engine, request)[0] for request in requests]
     embedded, embed = [], network.SlotControlNet.embed
     monkeypatch.setattr(
@@ -106,14 +112,20 @@ def test_the_steps_are_those_of_sd_webui_controlnet(
 ) -> None:
     """Calls with `start <= state.sampling_step / steps <= end`, that being set after each step."""
     control = make_control(weight=0.5, start=start, end=end)
-    made = make_schedule(sampler, 9 if sampler == "plms" else 8, alphas_cumprod(), "epsilon")
+    made = make_schedule(
+        sampler, 9 if sampler == "plms" else 8, alphas_cumprod(), "epsilon"
+    )
     weights = begin.control_weights(control, made.finished, 8)
     assert [at for at, weight in enumerate(weights) if weight == 0.5] == steered
     assert {weights[at] for at in range(len(weights)) if at not in steered} <= {0.0}
 
 
 def test_controlnets_without_effect_take_no_lane_and_load_nothing_on_the_device(
-    make_slot_engine: Any, make_request: Any, make_control: Any, draw: Any, difference: Any
+    make_slot_engine: Any,
+    make_request: Any,
+    make_control: Any,
+    draw: Any,
+    difference: Any,
 ) -> None:
     engine = make_slot_engine(slots=2)
     idle = [make_control(seed, weight=0.0) for seed in range(4)]
@@ -135,10 +147,14 @@ def test_threads_that_prepare_the_same_file_read_it_once(
     engine = make_slot_engine(slots=2)
     reads, load = [], held.ControlNets.load
     monkeypatch.setattr(
-        held.ControlNets, "load", lambda nets, file: reads.append(file) or load(nets, file)
+        held.ControlNets,
+        "load",
+        lambda nets, file: reads.append(file) or load(nets, file),
     )
     request = make_request(controls=(make_control(),))
-    threads = [threading.Thread(target=engine.prepare, args=(request,)) for _ in range(4)]
+    threads = [
+        threading.Thread(target=engine.prepare, args=(request,)) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -209,7 +225,11 @@ def test_a_controlnet_that_has_no_room_beside_the_slots_gets_theirs(
 
 
 def test_a_controlnet_that_fits_no_gpu_fails_its_own_jobs_alone(
-    make_slot_engine: Any, make_request: Any, make_control: Any, draw: Any, monkeypatch: Any
+    make_slot_engine: Any,
+    make_request: Any,
+    make_control: Any,
+    draw: Any,
+    monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=2)
 
@@ -219,7 +239,10 @@ def test_a_controlnet_that_fits_no_gpu_fails_its_own_jobs_alone(
     monkeypatch.setattr(engine._control_nets, "_copy", fail)
     controls = (make_control(),)
     requests = [make_request(seed=seed) for seed in (1, 2)]
-    requests[1:1] = [make_request(controls=controls), make_request(controls=controls, seed=9)]
+    requests[1:1] = [
+        make_request(controls=controls),
+        make_request(controls=controls, seed=9),
+    ]
     first, failed, too, last = draw(engine, *requests)
     assert isinstance(failed, errors.TransientError)
     assert isinstance(too, errors.TransientError)

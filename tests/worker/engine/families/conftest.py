@@ -45,7 +45,9 @@ def family_checkpoint(family_folder: Any) -> Callable[..., checkpoints.Checkpoin
 
     def read(family: str, **settings: Any) -> checkpoints.Checkpoint:
         path = settings.pop("path", None) or family_folder(family)
-        return checkpoints.load_checkpoint(path, torch.device("cpu"), torch.float32, **settings)
+        return checkpoints.load_checkpoint(
+            path, torch.device("cpu"), torch.float32, **settings
+        )
 
     return read
 
@@ -54,7 +56,9 @@ def family_checkpoint(family_folder: Any) -> Callable[..., checkpoints.Checkpoin
 def family_engine(family_folder: Any) -> Callable[[str], Any]:
     """Shared by tests that leave it unchanged."""
     return cache(
-        lambda family: load.load_engine(load.EngineSettings(family_folder(family), "cpu", slots=3))
+        lambda family: load.load_engine(
+            load.EngineSettings(family_folder(family), "cpu", slots=3)
+        )
     )
 
 
@@ -117,7 +121,9 @@ def build_taesd(tmp_path: Path) -> Any:
 def pixels() -> contract.Pixels:
     """Large smooth shapes of several colours."""
     small = np.random.default_rng(3).integers(0, 256, (4, 4, 3), np.uint8)
-    return np.asarray(Image.fromarray(small).resize((SIDE, SIDE), Image.Resampling.BICUBIC))
+    return np.asarray(
+        Image.fromarray(small).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+    )
 
 
 @pytest.fixture(scope="session")
@@ -135,5 +141,7 @@ def latents(family_engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[torch.T
     """Those that decoders are given from now on."""
     kind = type(family_engine("sd1")._decoder)
     seen, add = [], kind.add
-    monkeypatch.setattr(kind, "add", lambda *given: seen.append(given[2]) or add(*given))
+    monkeypatch.setattr(
+        kind, "add", lambda *given: seen.append(given[2]) or add(*given)
+    )
     return seen

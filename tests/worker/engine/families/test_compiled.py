@@ -34,7 +34,9 @@ def small_model(family_folder: Any, tmp_path_factory: pytest.TempPathFactory) ->
     }
     unet = UNet2DConditionModel.from_config({**config, **blocks})
     unet.save_pretrained(folder / "unet")
-    vae = AutoencoderKL(block_out_channels=(16,), norm_num_groups=8, scaling_factor=0.13025)
+    vae = AutoencoderKL(
+        block_out_channels=(16,), norm_num_groups=8, scaling_factor=0.13025
+    )
     vae.save_pretrained(folder / "vae")
     return folder
 
@@ -43,10 +45,15 @@ def test_a_larger_rank_compiles_once_more(
     small_model: Path, make_request: Any, draw: Any, difference: Any, tmp_path: Path
 ) -> None:
     def load(**settings: Any) -> slot_engine.SlotEngine:
-        loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
+        loaded = checkpoints.load_checkpoint(
+            small_model, torch.device("cpu"), torch.float32
+        )
         return slot_engine.SlotEngine(of_latents(loaded, Settings(slots=2, **settings)))
 
-    engine, plain = load(backend="eager", slot_weights="factors"), load(slot_weights="merged")
+    engine, plain = (
+        load(backend="eager", slot_weights="factors"),
+        load(slot_weights="merged"),
+    )
     engine.warm_up()
     (step,) = engine._runner._compiled.values()
     first = step.compiled["per_slot"]
@@ -56,9 +63,13 @@ def test_a_larger_rank_compiles_once_more(
     }
     requests = []
     for rank in (4, 8, 40):
-        (name,) = lora_kinds.build(tmp_path, small_model, 1, torch.device("cpu"), rank=rank)
+        (name,) = lora_kinds.build(
+            tmp_path, small_model, 1, torch.device("cpu"), rank=rank
+        )
         lora = contract.Lora(name, tmp_path / f"{name}.safetensors", 0.2, 0.2)
-        requests.append(make_request(loras=(lora,), steps=2, seed=rank, width=8, height=8))
+        requests.append(
+            make_request(loras=(lora,), steps=2, seed=rank, width=8, height=8)
+        )
     small, large = requests[:2], [requests[2], make_request(steps=2, width=8, height=8)]
     for pair in (small, large, large):
         for request, image in zip(pair, draw(engine, *pair), strict=True):

@@ -37,7 +37,9 @@ KINDS: dict[str, Any] = {
     "euler": EulerDiscreteScheduler,
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)
 
 
 @pytest.fixture(scope="session")
@@ -91,13 +93,19 @@ def draw_in_diffusers(family_pipeline: Any) -> Any:
 
 @pytest.fixture
 def steered(make_control: Any, family_folder: Any) -> Any:
-    return lambda seed, family, **changes: make_control(seed, family_folder(family), **changes)
+    return lambda seed, family, **changes: make_control(
+        seed, family_folder(family), **changes
+    )
 
 
 @pytest.fixture
 def request_of(make_request: Any) -> Any:
     def make(*controls: contract.Control, **changes: Any) -> Any:
-        settings = {"prompt": "a red circle", "negative_prompt": "dull, grey", "seed": 5}
+        settings = {
+            "prompt": "a red circle",
+            "negative_prompt": "dull, grey",
+            "seed": 5,
+        }
         return make_request(**{**settings, "controls": controls, **changes})
 
     return make
@@ -205,13 +213,26 @@ class SteeredUnet:
     """diffusers' UNet and ControlNet; steered at the calls in which AUTOMATIC1111 would."""
 
     def __init__(
-        self, unet: Any, network: Any, request: contract.ImageRequest, taken: begin.Steps
+        self,
+        unet: Any,
+        network: Any,
+        request: contract.ImageRequest,
+        taken: begin.Steps,
     ) -> None:
-        self._unet, self._network, self._request, self._taken = unet, network, request, taken
+        self._unet, self._network, self._request, self._taken = (
+            unet,
+            network,
+            request,
+            taken,
+        )
         self.timesteps: list[float] = []
 
     def __call__(
-        self, x: torch.Tensor, timestep: torch.Tensor, vectors: torch.Tensor, **extra: Any
+        self,
+        x: torch.Tensor,
+        timestep: torch.Tensor,
+        vectors: torch.Tensor,
+        **extra: Any,
     ) -> Any:
         (control,) = self._request.controls
         self.timesteps.append(float(timestep[0]))
@@ -220,9 +241,17 @@ class SteeredUnet:
         step = calls - 1 - (self._request.sampler == "plms" and calls > 1)
         share = max(0, step - 1) / (self._taken.t_enc + 1)
         weight = control.weight if control.start <= share <= control.end else 0.0
-        hint = torch.from_numpy(control.pixels.copy()).permute(2, 0, 1)[None].float() / 255
+        hint = (
+            torch.from_numpy(control.pixels.copy()).permute(2, 0, 1)[None].float() / 255
+        )
         down, middle = self._network(
-            x, timestep, vectors, hint.expand(2, -1, -1, -1), weight, return_dict=False, **extra
+            x,
+            timestep,
+            vectors,
+            hint.expand(2, -1, -1, -1),
+            weight,
+            return_dict=False,
+            **extra,
         )
         return self._unet(
             x,
@@ -268,7 +297,9 @@ def test_img2img_is_steered_in_the_steps_that_automatic1111_counts(
     pipeline = family_pipeline(family)
     unet = SteeredUnet(pipeline.unet, network(family), request, taken)
     reference = a1111.Reference(SteeredPipeline(pipeline, unet), k_diffusion)
-    latents = reference.img2img(request, reference.encode(init.pixels), **taken._asdict())
+    latents = reference.img2img(
+        request, reference.encode(init.pixels), **taken._asdict()
+    )
     assert difference(image, reference.decode(latents)) <= ROUNDING
     for other in ({}, {"start": 0.2, "end": 0.3}, {"end": 0.6}):
         widened = request_of(

@@ -28,18 +28,24 @@ ROUNDING = 2
 
 WORDS, OTHERS = "a red circle above a blue square", "green, blurry"
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)
 
 
 @pytest.fixture
 def request_of(make_request: Any) -> Any:
     def make(**changes: Any) -> Any:
-        return make_request(**{"prompt": WORDS, "negative_prompt": OTHERS, "seed": 5, **changes})
+        return make_request(
+            **{"prompt": WORDS, "negative_prompt": OTHERS, "seed": 5, **changes}
+        )
 
     return make
 
 
-def draw_in_diffusers(pipeline: Any, request: Any, **changes: Any) -> np.ndarray[Any, Any]:
+def draw_in_diffusers(
+    pipeline: Any, request: Any, **changes: Any
+) -> np.ndarray[Any, Any]:
     settings = {
         "prompt": request.prompt,
         "negative_prompt": request.negative_prompt,
@@ -90,18 +96,24 @@ def test_an_lcm_models_image_depends_on_the_guidance_that_it_embeds(
     config = UNet2DConditionModel.load_config(folder / "unet")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        unet = UNet2DConditionModel.from_config({**config, "time_cond_proj_dim": 32}).eval()
+        unet = UNet2DConditionModel.from_config(
+            {**config, "time_cond_proj_dim": 32}
+        ).eval()
     unet.save_pretrained(folder / "unet")
     pipeline = family_pipeline(family)
     pipeline = type(pipeline)(**{**pipeline.components, "unet": unet})
     engine = load.load_engine(load.EngineSettings(folder, "cpu", slots=2))
     images = []
     for scale in (1.0, 3.0, 7.0):
-        request = request_of(cfg_scale=scale, sampler_options=Options(s_min_uncond=1000.0))
+        request = request_of(
+            cfg_scale=scale, sampler_options=Options(s_min_uncond=1000.0)
+        )
         images += draw(engine, request)
         assert difference(images[-1], draw_in_diffusers(pipeline, request)) <= ROUNDING
     assert engine.unet_rows == 3 * request.steps
-    assert difference(images[0], images[1]) > ROUNDING < difference(images[1], images[2])
+    assert (
+        difference(images[0], images[1]) > ROUNDING < difference(images[1], images[2])
+    )
     with pytest.raises(errors.JobError, match="does not draw AND"):
         engine.prepare(request_of(prompt=read_prompt("a cat AND a dog")))
 
@@ -124,7 +136,11 @@ def test_sdxls_image_depends_on_the_size_that_the_unet_is_told(
 
 
 def test_sdxls_empty_negative_prompt_is_zeros_as_in_automatic1111(
-    family_engine: Any, family_pipeline: Any, request_of: Any, draw: Any, difference: Any
+    family_engine: Any,
+    family_pipeline: Any,
+    request_of: Any,
+    draw: Any,
+    difference: Any,
 ) -> None:
     """In diffusers only a missing one is."""
     request = request_of(negative_prompt="")
@@ -138,10 +154,15 @@ def test_sdxls_empty_negative_prompt_is_zeros_as_in_automatic1111(
 
 
 @torch.no_grad()
-def test_text_states_are_diffusers(family_checkpoint: Any, family_pipeline: Any) -> None:
+def test_text_states_are_diffusers(
+    family_checkpoint: Any, family_pipeline: Any
+) -> None:
     for family in FAMILIES:
         checkpoint = family_checkpoint(family)
-        prompts = [text.Tokenizer(checkpoint.tokenizer).chunks(each) for each in (WORDS, OTHERS)]
+        prompts = [
+            text.Tokenizer(checkpoint.tokenizer).chunks(each)
+            for each in (WORDS, OTHERS)
+        ]
         nets = ControlNets(checkpoint.unet, has_own_layers=False)
         context = LatentStager(checkpoint, nets)._own.texts.encode(prompts, 1)
         encode = family_pipeline(family).encode_prompt
@@ -171,7 +192,9 @@ def test_unet_output_is_diffusers(
         added, extra = None, {}
         if family == "sdxl":
             pooled = torch.randn((6, 48), generator=generator)
-            sizes = torch.stack([SDXL.size_ids(64, 96)] * 2 + [SDXL.size_ids(80, 64)] * 4)
+            sizes = torch.stack(
+                [SDXL.size_ids(64, 96)] * 2 + [SDXL.size_ids(80, 64)] * 4
+            )
             extra["added_cond_kwargs"] = {"text_embeds": pooled, "time_ids": sizes}
         rows = x.repeat_interleave(2, dim=0)
         for module in original.modules():
@@ -187,9 +210,13 @@ def test_unet_output_is_diffusers(
         unet.resize(3)
         for slot in range(3):
             unet.load_slot(slot, NO_CHANGES)
-        context = torch.cat([unet.keys_values.compute(each, {}) for each in vectors.split(2)])
+        context = torch.cat(
+            [unet.keys_values.compute(each, {}) for each in vectors.split(2)]
+        )
         for per_slot in (False, True):
-            output = unet(x, times, Call(context, per_slot=per_slot, tiles=tiles), added)
+            output = unet(
+                x, times, Call(context, per_slot=per_slot, tiles=tiles), added
+            )
             torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -210,7 +237,9 @@ def test_an_image_in_company_is_the_image_alone(
     engine = family_engine(family)
     requests = [
         request_of(prompt="a (red:1.3) star", negative_prompt=""),
-        request_of(seed=6, prompt="a cat, " * 40, sampler="dpmpp_2m_karras", cfg_scale=3.0),
+        request_of(
+            seed=6, prompt="a cat, " * 40, sampler="dpmpp_2m_karras", cfg_scale=3.0
+        ),
         request_of(seed=7, steps=2, width=96),
         request_of(seed=8, negative_prompt="x " * 90),
     ]

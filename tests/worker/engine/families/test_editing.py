@@ -18,7 +18,9 @@ from imagefleet.job import samplers
 from imagefleet.job.samplers import Options
 from worker.engine import contract
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)
 
 Words = Sequence[tuple[str, float]]
 """Words and their weights."""
@@ -37,7 +39,12 @@ CASES: Mapping[str, tuple[str, str, str, dict[str, Any], Sequence[Joined], Joine
     "an edit after two steps": (
         "a [red:blue:2] house",
         "ugly",
-        *("euler", {}, [(1.0, [(2, [(RED, 1)]), (5, [(BLUE, 1)])])], (1.0, [(5, [("ugly", 1)])])),
+        *(
+            "euler",
+            {},
+            [(1.0, [(2, [(RED, 1)]), (5, [(BLUE, 1)])])],
+            (1.0, [(5, [("ugly", 1)])]),
+        ),
     ),
     "an edit by a share, with weights": (
         "[red (house:1.4)::0.5] cat",
@@ -79,7 +86,10 @@ CASES: Mapping[str, tuple[str, str, str, dict[str, Any], Sequence[Joined], Joine
         f"a cat AND [{LONG}:dog:3]",
         "",
         *("euler", {}),
-        [(1.0, [(5, [("a cat", 1)])]), (1.0, [(3, [(" " + LONG, 1)]), (5, [(" dog", 1)])])],
+        [
+            (1.0, [(5, [("a cat", 1)])]),
+            (1.0, [(3, [(" " + LONG, 1)]), (5, [(" dog", 1)])]),
+        ],
         (1.0, [(5, [("", 1)])]),
     ),
     "an edit of other lengths": (
@@ -118,7 +128,13 @@ CASES: Mapping[str, tuple[str, str, str, dict[str, Any], Sequence[Joined], Joine
         "ugly",
         *("euler", {"sampler_options": Options(s_min_uncond=1000.0)}),
         [
-            (0.7, [(at, [(f"a {('cat', 'hut')[(at - 1) % 2]}", 1)]) for at in range(1, 6)]),
+            (
+                0.7,
+                [
+                    (at, [(f"a {('cat', 'hut')[(at - 1) % 2]}", 1)])
+                    for at in range(1, 6)
+                ],
+            ),
             (0.5, [(5, [(" a dog", 1)])]),
         ],
         (1.0, [(5, [("ugly", 1)])]),
@@ -127,7 +143,10 @@ CASES: Mapping[str, tuple[str, str, str, dict[str, Any], Sequence[Joined], Joine
         "a cat AND a [dog:hut:2]:0.5",
         "ugly",
         *("ddim_cfgpp", {}),
-        [(1.0, [(5, [("a cat", 1)])]), (0.5, [(2, [(" a dog", 1)]), (5, [(" a hut", 1)])])],
+        [
+            (1.0, [(5, [("a cat", 1)])]),
+            (0.5, [(2, [(" a dog", 1)]), (5, [(" a hut", 1)])]),
+        ],
         (1.0, [(5, [("ugly", 1)])]),
     ),
 }
@@ -138,7 +157,9 @@ class Reference:
     pipeline: Any
     k_diffusion: Any
 
-    def encode(self, entries: Sequence[tuple[int, Words]]) -> list[dict[str, torch.Tensor]]:
+    def encode(
+        self, entries: Sequence[tuple[int, Words]]
+    ) -> list[dict[str, torch.Tensor]]:
         """What each entry gives the UNet, encoded as one batch."""
         pipeline = self.pipeline
         is_xl = hasattr(pipeline, "text_encoder_2")
@@ -163,8 +184,13 @@ class Reference:
             for encoder, padding in encoders:
                 chunks = [chunks[place] for chunks in cut]
                 begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-                ids = [[begin, *each, end, *[padding] * (75 - len(each))] for each, _ in chunks]
-                weights = [[1.0, *each, *[1.0] * (76 - len(each))] for _, each in chunks]
+                ids = [
+                    [begin, *each, end, *[padding] * (75 - len(each))]
+                    for each, _ in chunks
+                ]
+                weights = [
+                    [1.0, *each, *[1.0] * (76 - len(each))] for _, each in chunks
+                ]
                 output = encoder(torch.tensor(ids), output_hidden_states=True)
                 z = output.hidden_states[-2] if is_xl else output.last_hidden_state
                 weighted = z * torch.tensor(weights)[:, :, None]
@@ -175,13 +201,18 @@ class Reference:
         joined = torch.cat(vectors, dim=1)
         found = [{"vectors": each[None]} for each in joined]
         if pooled is not None:
-            found = [{**one, "pooled": each[None]} for one, each in zip(found, pooled, strict=True)]
+            found = [
+                {**one, "pooled": each[None]}
+                for one, each in zip(found, pooled, strict=True)
+            ]
         return found
 
     def conds(
         self, joined: Sequence[Joined], negative: Joined
     ) -> tuple[list[tuple[float, Joined, list[dict[str, torch.Tensor]]]], Any]:
-        encoded = [(weight, entries, self.encode(entries)) for weight, entries in joined]
+        encoded = [
+            (weight, entries, self.encode(entries)) for weight, entries in joined
+        ]
         longest = max(each[0]["vectors"].shape[1] for _, _, each in encoded)
         for _, _, texts in encoded:
             for one in texts:
@@ -205,7 +236,9 @@ class Reference:
         self.uncond = None
 
         def text_of(entries: Any, texts: Any) -> dict[str, torch.Tensor]:
-            found = next((at for at, each in enumerate(entries) if calls[0] <= each[0]), 0)
+            found = next(
+                (at for at, each in enumerate(entries) if calls[0] <= each[0]), 0
+            )
             return texts[found]  # type: ignore[no-any-return]
 
         def combine(predict: Any, scale: float) -> torch.Tensor:
@@ -224,10 +257,14 @@ class Reference:
         shape = (1, 4, request.height // 8, request.width // 8)
         noise = torch.randn(shape, generator=generator)
         if request.sampler == "ddim_cfgpp":
-            return self.cfgpp(request, noise, lambda predict: combine(predict, scale / 12.5))
+            return self.cfgpp(
+                request, noise, lambda predict: combine(predict, scale / 12.5)
+            )
         alphas = self.pipeline.scheduler.alphas_cumprod
         model = self.k_diffusion.external.DiscreteEpsDDPMDenoiser(
-            lambda x, times, text: self.unet(x, times, text, request), alphas, quantize=False
+            lambda x, times, text: self.unet(x, times, text, request),
+            alphas,
+            quantize=False,
         )
 
         def denoise(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
@@ -236,12 +273,16 @@ class Reference:
         sigmas = model.get_sigmas(request.steps)
         options: dict[str, Any] = {"disable": True}
         if request.sampler == "euler_ancestral":
-            options["noise_sampler"] = lambda *_: torch.randn(shape, generator=generator)
+            options["noise_sampler"] = lambda *_: torch.randn(
+                shape, generator=generator
+            )
         sample = getattr(self.k_diffusion.sampling, f"sample_{request.sampler}")
         latents: torch.Tensor = sample(denoise, noise * sigmas[0], sigmas, **options)
         return latents
 
-    def cfgpp(self, request: contract.ImageRequest, x: torch.Tensor, combine: Any) -> torch.Tensor:
+    def cfgpp(
+        self, request: contract.ImageRequest, x: torch.Tensor, combine: Any
+    ) -> torch.Tensor:
         """`sd_samplers_timesteps_impl.ddim_cfgpp` without eta."""
         alphas = self.pipeline.scheduler.alphas_cumprod.double()
         times = (torch.arange(0, 1000, 1000 // request.steps) + 1).clip(0, 999)
@@ -264,8 +305,12 @@ class Reference:
         if "pooled" in text:
             size = request.height, request.width
             ids = torch.tensor([[*size, 0, 0, *size]], dtype=torch.float32)
-            added = {"added_cond_kwargs": {"text_embeds": text["pooled"], "time_ids": ids}}
-        found: torch.Tensor = self.pipeline.unet(x, times, text["vectors"], **added).sample
+            added = {
+                "added_cond_kwargs": {"text_embeds": text["pooled"], "time_ids": ids}
+            }
+        found: torch.Tensor = self.pipeline.unet(
+            x, times, text["vectors"], **added
+        ).sample
         return found
 
 
@@ -287,7 +332,9 @@ def request_of(name: str, seed: int) -> contract.ImageRequest:
 
 
 def draw_latents(
-    engine: Any, monkeypatch: pytest.MonkeyPatch, requests: Sequence[contract.ImageRequest]
+    engine: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    requests: Sequence[contract.ImageRequest],
 ) -> list[torch.Tensor]:
     """The latents of all requests, drawn at once."""
     latents: dict[int, torch.Tensor] = {}
@@ -324,7 +371,9 @@ def test_all_are_drawn_beside_each_other_and_plain_jobs_as_alone(
     for seed, (name, case) in enumerate(CASES.items(), start=1):
         requests.append(request_of(name, seed))
         expected.append(reference.draw(requests[-1], *case[4:])[0])
-        plain = dataclasses.replace(requests[-1], prompt="a boat", negative_prompt="", seed=seed)
+        plain = dataclasses.replace(
+            requests[-1], prompt="a boat", negative_prompt="", seed=seed
+        )
         if seed % 3 == 0:
             requests.append(plain)
             ends = [(samplers.editing_steps(plain.sampler, STEPS), [("a boat", 1)])]

@@ -11,7 +11,9 @@ from safetensors.torch import save_file
 from imagefleet import errors
 from worker.engine import contract
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)
 
 #: Out of 255: another batch size and other products mean another order of float32 sums.
 ROUNDING = 2
@@ -21,7 +23,9 @@ NAMES = {"text_encoder": "clip_l", "text_encoder_2": "clip_g"}
 
 def written(path: Path, tensors: dict[str, torch.Tensor]) -> contract.Embedding:
     save_file(tensors, path)
-    return contract.Embedding("easynegative", path, hashlib.sha256(path.read_bytes()).hexdigest())
+    return contract.Embedding(
+        "easynegative", path, hashlib.sha256(path.read_bytes()).hexdigest()
+    )
 
 
 @pytest.mark.parametrize("family", ["sd1", "sd2", "sdxl"])
@@ -45,9 +49,15 @@ def test_images_with_an_embedding_are_those_of_diffusers(
         tensors[name] = torch.randn((3, width), generator=generator)
         tokenizer = getattr(pipeline, network.replace("text_encoder", "tokenizer"))
         token = {"easynegative": tensors[name]}
-        pipeline.load_textual_inversion(token, text_encoder=encoder, tokenizer=tokenizer)
+        pipeline.load_textual_inversion(
+            token, text_encoder=encoder, tokenizer=tokenizer
+        )
     embedding = written(tmp_path / "e.safetensors", tensors)
-    settings = {"prompt": "a red house", "negative_prompt": "easynegative, blurry", "steps": 2}
+    settings = {
+        "prompt": "a red house",
+        "negative_prompt": "easynegative, blurry",
+        "steps": 2,
+    }
     request = make_request(**settings, embeddings=(embedding,))
     (image,) = draw(family_engine(family), request)
     expected = pipeline(

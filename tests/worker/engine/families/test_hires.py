@@ -28,13 +28,19 @@ HIRES = contract.HiresPass(
     width=128, height=128, denoising_strength=0.7, steps=5, upscaler="Latent"
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)
 
 
 @pytest.fixture
 def request_of(make_request: Any) -> Any:
     def make(hires: dict[str, Any] | None = None, **changes: Any) -> Any:
-        settings = {"prompt": "a red circle", "negative_prompt": "green, blurry", "seed": 5}
+        settings = {
+            "prompt": "a red circle",
+            "negative_prompt": "green, blurry",
+            "seed": 5,
+        }
         second = dataclasses.replace(HIRES, **(hires or {}))
         return make_request(**{**settings, "hires": second, **changes})
 
@@ -83,7 +89,9 @@ def test_latent_upscalers_are_two_of_diffusers_pipelines(
     pipeline = family_pipeline(family)
     upscaled = a1111.interpolate(first_pass(pipeline, request), 96, 96, **how)
     if family == "sdxl":
-        second: Any = StableDiffusionXLImg2ImgPipeline(**pipeline.components, add_watermarker=False)
+        second: Any = StableDiffusionXLImg2ImgPipeline(
+            **pipeline.components, add_watermarker=False
+        )
     else:
         second = StableDiffusionImg2ImgPipeline(
             **pipeline.components, requires_safety_checker=False
@@ -116,7 +124,11 @@ def test_the_second_pass_may_have_another_sampler_prompt_and_guidance(
     draw: Any,
     difference: Any,
 ) -> None:
-    changed = {"sampler": sampler, "prompt": read_prompt("a blue cat:2"), "negative_prompt": ""}
+    changed = {
+        "sampler": sampler,
+        "prompt": read_prompt("a blue cat:2"),
+        "negative_prompt": "",
+    }
     request = request_of(changed)
     pipeline = family_pipeline("sd1")
     reference = a1111.Reference(pipeline, k_diffusion)
@@ -271,7 +283,9 @@ def test_at_strength_0_the_upscaled_latents_stay_as_they_are(
 ) -> None:
     request = request_of({"denoising_strength": 0.0})
     pipeline = family_pipeline("sd1")
-    upscaled = a1111.interpolate(first_pass(pipeline, request), 128, 128, mode="bilinear")
+    upscaled = a1111.interpolate(
+        first_pass(pipeline, request), 128, 128, mode="bilinear"
+    )
     (image,) = draw(family_engine("sd1"), request)
     theirs = a1111.Reference(pipeline, k_diffusion).decode(upscaled)
     assert difference(image, theirs) <= ROUNDING

@@ -31,13 +31,21 @@ SIZE = 64
 
 SAMPLERS = ["euler_ancestral", "euler", "dpmpp_2m", "dpmpp_2m_karras", "ddim", "plms"]
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)
 
 
 @pytest.fixture
 def request_of(make_request: Any, pixels: contract.Pixels) -> Any:
-    def make(strength: float = 0.6, init: dict[str, Any] | None = None, **changes: Any) -> Any:
-        settings = {"prompt": "a red circle", "negative_prompt": "green, blurry", "steps": 8}
+    def make(
+        strength: float = 0.6, init: dict[str, Any] | None = None, **changes: Any
+    ) -> Any:
+        settings = {
+            "prompt": "a red circle",
+            "negative_prompt": "green, blurry",
+            "steps": 8,
+        }
         given = {"pixels": pixels, **(init or {})}
         begins = contract.InitImage(denoising_strength=strength, **given)
         return make_request(**{**settings, "seed": 5, "init": begins, **changes})
@@ -82,7 +90,9 @@ def test_images_are_those_of_diffusers_pipeline(
     if family == "sdxl":
         pipeline: Any = StableDiffusionXLImg2ImgPipeline(**parts, add_watermarker=False)
     else:
-        pipeline = StableDiffusionImg2ImgPipeline(**parts, requires_safety_checker=False)
+        pipeline = StableDiffusionImg2ImgPipeline(
+            **parts, requires_safety_checker=False
+        )
     pipeline.set_progress_bar_config(disable=True)
     request = request_of(0.6, sampler=sampler)
     theirs = pipeline(
@@ -153,8 +163,12 @@ def test_the_least_and_the_most_strength_are_automatic1111s(
 
 
 @pytest.mark.parametrize("family", ["sd1", "sdxl"])
-@pytest.mark.parametrize("sampler", ["euler_ancestral", "dpmpp_2m_karras", "ddim", "plms"])
-@pytest.mark.parametrize("content", ["original", "latent noise", "latent nothing", "fill"])
+@pytest.mark.parametrize(
+    "sampler", ["euler_ancestral", "dpmpp_2m_karras", "ddim", "plms"]
+)
+@pytest.mark.parametrize(
+    "content", ["original", "latent noise", "latent nothing", "fill"]
+)
 def test_inpainting_is_automatic1111s(
     family: str,
     sampler: str,
@@ -169,7 +183,9 @@ def test_inpainting_is_automatic1111s(
     given = {"mask": mask, "masked_content": content}
     request = request_of(init=given, sampler=sampler, fill_seed=31)
     own = reference(family)
-    small = np.asarray(Image.fromarray(mask).convert("RGB").resize((8, 8)), np.float32)[..., 0]
+    small = np.asarray(Image.fromarray(mask).convert("RGB").resize((8, 8)), np.float32)[
+        ..., 0
+    ]
     drawn = torch.from_numpy(np.around(small / 255)).expand(1, 4, -1, -1)
     begins = begin.prepare_image(request.init, 8).pixels
     init = own.encode(begins)
@@ -185,7 +201,9 @@ def test_inpainting_is_automatic1111s(
     assert difference(image, unmasked) > 20, "or the test shows nothing"
 
 
-def test_what_is_below_the_mask_is_filled_from_around_it(pixels: Any, mask: Any) -> None:
+def test_what_is_below_the_mask_is_filled_from_around_it(
+    pixels: Any, mask: Any
+) -> None:
     pixels = pixels.copy()
     pixels[mask < 255] = pixels[mask < 255] // 4 + [180, 0, 0]
     pixels[mask == 255] = [0, 0, 255]
@@ -215,4 +233,6 @@ def test_img2img_draws_the_noise_that_the_request_asks_for(
     prepared = engine.prepare(requests[1])
     stream: NoiseStream = prepared.noise(4, 8)
     scale = prepared.schedule.initial_scale
-    torch.testing.assert_close(prepared.first_latents(prepared.noise(4, 8)), stream.first() * scale)
+    torch.testing.assert_close(
+        prepared.first_latents(prepared.noise(4, 8)), stream.first() * scale
+    )

@@ -54,7 +54,9 @@ KINDS: dict[str, Any] = {
     "euler": EulerDiscreteScheduler,
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +72,9 @@ def folder(family_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def engine(folder: Any) -> Any:
     """Shared by tests that leave it unchanged."""
     return cache(
-        lambda family: load.load_engine(load.EngineSettings(folder(family), "cpu", slots=3))
+        lambda family: load.load_engine(
+            load.EngineSettings(folder(family), "cpu", slots=3)
+        )
     )
 
 
@@ -88,7 +92,9 @@ def pipeline(folder: Any, family_pipeline: Any) -> Any:
         if family == "sdxl":
             made: Any = StableDiffusionXLInpaintPipeline(**parts, add_watermarker=False)
         else:
-            made = StableDiffusionInpaintPipeline(**parts, requires_safety_checker=False)
+            made = StableDiffusionInpaintPipeline(
+                **parts, requires_safety_checker=False
+            )
         made.set_progress_bar_config(disable=True)
         a1111.resize_last(made.unet)
         return made
@@ -133,7 +139,11 @@ def draw_in_diffusers(pipeline: Any, encodes_means: None) -> Any:
 @pytest.fixture
 def request_of(make_request: Any) -> Any:
     def make(**changes: Any) -> Any:
-        settings = {"prompt": "a red circle", "negative_prompt": "green, blurry", "steps": 8}
+        settings = {
+            "prompt": "a red circle",
+            "negative_prompt": "green, blurry",
+            "steps": 8,
+        }
         return make_request(**{**settings, "seed": 5, **changes})
 
     return make
@@ -153,7 +163,9 @@ def test_txt2img_is_diffusers_with_all_of_an_image_below_the_mask(
 ) -> None:
     request = request_of(sampler=sampler, width=72)
     wide = np.asarray(Image.fromarray(pixels).resize((72, SIZE)))
-    theirs = draw_in_diffusers(family, request, wide, np.full((SIZE, 72), 255, np.uint8), 1.0)
+    theirs = draw_in_diffusers(
+        family, request, wide, np.full((SIZE, 72), 255, np.uint8), 1.0
+    )
     (image,) = draw(engine(family), request)
     assert difference(image, theirs) <= ROUNDING
 
@@ -183,13 +195,16 @@ def test_what_the_unet_sees_of_an_image_is_what_diffusers_shows_it(
     (image,) = draw(engine(family), request)
     assert difference(image, theirs) <= ROUNDING
     (unseen,) = draw(
-        engine(family), request_of(init=contract.InitImage(pixels, 0.6), sampler=sampler)
+        engine(family),
+        request_of(init=contract.InitImage(pixels, 0.6), sampler=sampler),
     )
     assert difference(image, unseen) > VISIBLE
 
 
 @pytest.mark.parametrize("family", ["sd1", "sdxl"])
-@pytest.mark.parametrize("sampler", ["euler_ancestral", "dpmpp_2m_karras", "ddim", "plms"])
+@pytest.mark.parametrize(
+    "sampler", ["euler_ancestral", "dpmpp_2m_karras", "ddim", "plms"]
+)
 @pytest.mark.parametrize("content", ["original", "fill", "latent noise"])
 def test_inpainting_is_automatic1111s(
     family: str,
@@ -208,12 +223,18 @@ def test_inpainting_is_automatic1111s(
     request = request_of(init=init, sampler=sampler)
     begins = begin.prepare_image(init, 8).pixels
     own = a1111.Reference(pipeline(family), k_diffusion)
-    own = dataclasses.replace(own, conditioning=own.inpainting_image_conditioning(begins, mask))
-    small = np.asarray(Image.fromarray(mask).convert("RGB").resize((8, 8)), np.float32)[..., 0]
+    own = dataclasses.replace(
+        own, conditioning=own.inpainting_image_conditioning(begins, mask)
+    )
+    small = np.asarray(Image.fromarray(mask).convert("RGB").resize((8, 8)), np.float32)[
+        ..., 0
+    ]
     drawn = torch.from_numpy(np.around(small / 255)).expand(1, 4, -1, -1)
     latents = own.encode(begins)
     if content == "latent noise":
-        noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(request.seed))
+        noise = torch.randn(
+            latents.shape, generator=torch.Generator().manual_seed(request.seed)
+        )
         latents = latents * (1 - drawn) + noise * drawn
     taken = begin.img2img(request.steps, 0.6)
     kept = a1111.Mask(drawn, latents)
@@ -257,7 +278,9 @@ def test_a_second_pass_has_the_conditioning_of_its_own_size(
     difference: Any,
 ) -> None:
     """AUTOMATIC1111's has the first pass' after a latent upscaler, which its UNet cannot take."""
-    hires = contract.HiresPass(96, 96, denoising_strength=0.7, steps=5, upscaler="Latent")
+    hires = contract.HiresPass(
+        96, 96, denoising_strength=0.7, steps=5, upscaler="Latent"
+    )
     request = request_of(hires=hires)
     made = pipeline("sd1")
     all_drawn = Image.fromarray(np.full((SIZE, SIZE), 255, np.uint8))
@@ -290,9 +313,14 @@ def mixed(
     """With and without an image, a mask, LoRAs, and a second pass; one of another size."""
     style = contract.Lora("style", lora_paths[0], 1.0, 1.0)
     other = contract.Lora("other", lora_paths[1], 0.5, 1.5)
-    masked, whole = contract.InitImage(pixels, 0.7, mask), contract.InitImage(pixels, 0.6)
+    masked, whole = (
+        contract.InitImage(pixels, 0.7, mask),
+        contract.InitImage(pixels, 0.6),
+    )
     inverted = contract.InitImage(pixels[::-1].copy(), 0.9, 255 - mask, "fill")
-    hires = contract.HiresPass(96, 96, denoising_strength=0.7, steps=3, upscaler="Latent")
+    hires = contract.HiresPass(
+        96, 96, denoising_strength=0.7, steps=3, upscaler="Latent"
+    )
     return [
         make_request(),
         make_request(seed=2, init=whole),
@@ -310,8 +338,12 @@ def make_engine(folder: Any) -> Any:
     made = []
 
     def make(**settings: Any) -> slots.SlotEngine:
-        loaded = checkpoints.load_checkpoint(folder("sd1"), torch.device("cpu"), torch.float32)
-        made.append(slots.SlotEngine(of_latents(loaded, Settings(**{"slots": 3, **settings}))))
+        loaded = checkpoints.load_checkpoint(
+            folder("sd1"), torch.device("cpu"), torch.float32
+        )
+        made.append(
+            slots.SlotEngine(of_latents(loaded, Settings(**{"slots": 3, **settings})))
+        )
         return made[-1]
 
     yield make
@@ -338,7 +370,9 @@ def test_images_are_the_same_in_company_and_alone(
 def test_a_lora_changes_what_is_inpainted(
     engine: Any, mixed: list[contract.ImageRequest], draw: Any, difference: Any
 ) -> None:
-    with_lora, without = draw(engine("sd1"), mixed[2], dataclasses.replace(mixed[2], loras=()))
+    with_lora, without = draw(
+        engine("sd1"), mixed[2], dataclasses.replace(mixed[2], loras=())
+    )
     assert difference(with_lora, without) > VISIBLE
 
 
@@ -349,7 +383,9 @@ def test_compiled_ticks_read_what_is_written_into_the_slots_later(
     plain = make_engine(slots=2)
     compiled = make_engine(slots=2, backend="eager", compiled_modes=("shared",))
     compiled.warm_up(requests[0])
-    for expected, image in zip(draw(plain, *requests), draw(compiled, *requests), strict=True):
+    for expected, image in zip(
+        draw(plain, *requests), draw(compiled, *requests), strict=True
+    ):
         assert difference(image, expected) <= ROUNDING
     assert compiled.recompiles == 0
 
@@ -409,7 +445,12 @@ def test_controlnets_see_the_latents_alone(
 
 
 def test_a_single_file_is_told_by_its_first_layer(
-    folder: Any, engine: Any, tmp_path: Path, request_of: Any, draw: Any, monkeypatch: Any
+    folder: Any,
+    engine: Any,
+    tmp_path: Path,
+    request_of: Any,
+    draw: Any,
+    monkeypatch: Any,
 ) -> None:
     """Without a configuration of its UNet, which says so as well."""
     whole = folder("sd1")
@@ -437,7 +478,9 @@ def test_such_an_sd2_predicts_epsilon_where_nothing_states_it(folder: Any) -> No
     assert find_prediction(unet) == "epsilon"
 
 
-def test_a_unet_with_other_inputs_is_refused(family_folder: Any, tmp_path: Path) -> None:
+def test_a_unet_with_other_inputs_is_refused(
+    family_folder: Any, tmp_path: Path
+) -> None:
     shutil.copytree(family_folder("sd1"), tmp_path / "editing")
     part = tmp_path / "editing" / "unet"
     config = json.loads((part / "config.json").read_text())

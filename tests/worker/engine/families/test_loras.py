@@ -19,14 +19,25 @@ from worker.engine.lora.original_names import original_names
 ROUNDING = 2
 
 _ADAPTED = (
-    *("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out"),
+    *(
+        "to_q",
+        "to_k",
+        "to_v",
+        "to_out.0",
+        "ff.net.0.proj",
+        "ff.net.2",
+        "proj_in",
+        "proj_out",
+    ),
     *("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
 )
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Specifying.*kwargs is not supported:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:Specifying.*kwargs is not supported:UserWarning"
+    ),
 ]
 
 
@@ -86,9 +97,16 @@ def test_loras_draw_as_in_diffusers_with_peft(
     difference: Any,
     tmp_path: Path,
 ) -> None:
-    path = write_lora(tmp_path / "style.safetensors", family_checkpoint(family), spelling)
+    path = write_lora(
+        tmp_path / "style.safetensors", family_checkpoint(family), spelling
+    )
     engine, pipeline = family_engine(family), family_pipeline(family)
-    words = {"prompt": "a red circle", "negative_prompt": "green", "seed": 5, "steps": 3}
+    words = {
+        "prompt": "a red circle",
+        "negative_prompt": "green",
+        "seed": 5,
+        "steps": 3,
+    }
     lora = contract.Lora("style", path, 0.5, 0.3)
     request = make_request(**words, loras=(lora,))
     image = draw(engine, request)[0]
@@ -108,9 +126,14 @@ def test_loras_draw_as_in_diffusers_with_peft(
         ).images[0]
     finally:
         pipeline.unload_lora_weights()
-    assert difference(image, np.asarray((expected * 255).round().astype("uint8"))) <= ROUNDING
+    assert (
+        difference(image, np.asarray((expected * 255).round().astype("uint8")))
+        <= ROUNDING
+    )
     assert difference(image, draw(engine, make_request(**words))[0]) > 20
-    apart = [contract.Lora("style", path, *weights) for weights in ((0.5, 0.0), (0.0, 0.3))]
+    apart = [
+        contract.Lora("style", path, *weights) for weights in ((0.5, 0.0), (0.0, 0.3))
+    ]
     for each in draw(engine, *(make_request(**words, loras=(one,)) for one in apart)):
         assert difference(image, each) > ROUNDING, "both networks count"
 
@@ -127,7 +150,9 @@ def as_loha(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         down, up = tensor.flatten(1), tensors[f"{layer}.lora_up.weight"].flatten(1)
         ones = torch.zeros_like(up), torch.zeros_like(down)
         ones[0][:, 0] = ones[1][0] = 1
-        for name, each in zip(("w1_a", "w1_b", "w2_a", "w2_b"), (up, down, *ones), strict=True):
+        for name, each in zip(
+            ("w1_a", "w1_b", "w2_a", "w2_b"), (up, down, *ones), strict=True
+        ):
             found[f"{layer}.hada_{name}"] = each.contiguous()
     return found
 
@@ -140,7 +165,9 @@ def test_a_lycoris_file_for_sdxl_changes_the_unet_and_both_encoders(
     difference: Any,
     tmp_path: Path,
 ) -> None:
-    lora = write_lora(tmp_path / "lora.safetensors", family_checkpoint("sdxl"), "original")
+    lora = write_lora(
+        tmp_path / "lora.safetensors", family_checkpoint("sdxl"), "original"
+    )
     tensors = load_file(lora)
     loha = tmp_path / "loha.safetensors"
     engine = family_engine("sdxl")
@@ -150,7 +177,11 @@ def test_a_lycoris_file_for_sdxl_changes_the_unet_and_both_encoders(
     ]
     (expected,) = draw(engine, requests[0])
     for lost in ("", "lora_te1_", "lora_te2_"):
-        kept = {key: each for key, each in tensors.items() if not lost or not key.startswith(lost)}
+        kept = {
+            key: each
+            for key, each in tensors.items()
+            if not lost or not key.startswith(lost)
+        }
         save_file(as_loha(kept), loha)
         (image,) = draw(engine, requests[1])
         is_same = difference(image, expected) <= ROUNDING
@@ -161,9 +192,15 @@ def test_each_text_encoder_takes_its_own_part(family_checkpoint: Any) -> None:
     checkpoint = family_checkpoint("sdxl")
     layers = lora_file.Layers(checkpoint.unet, checkpoint.text_encoders)
     key = "text_model_encoder_layers_0_mlp_fc1"
-    assert layers.find(f"lora_te1_{key}") == ("text_encoder", "encoder.layers.0.mlp.fc1")
+    assert layers.find(f"lora_te1_{key}") == (
+        "text_encoder",
+        "encoder.layers.0.mlp.fc1",
+    )
     second = ("text_encoder_2", "text_model.encoder.layers.0.mlp.fc1")
-    for name in (f"lora_te2_{key}", "text_encoder_2.text_model.encoder.layers.0.mlp.fc1"):
+    for name in (
+        f"lora_te2_{key}",
+        "text_encoder_2.text_model.encoder.layers.0.mlp.fc1",
+    ):
         assert layers.find(name) == second
     assert layers.find("lora_te2_text_projection") is None, "as in AUTOMATIC1111"
     block = ("unet", "down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k")
@@ -187,8 +224,12 @@ def test_each_text_encoder_takes_its_own_part(family_checkpoint: Any) -> None:
 def test_a_lora_for_another_family_is_refused(
     made_for: str, family: str, family_checkpoint: Any, tmp_path: Path
 ) -> None:
-    path = write_lora(tmp_path / "other.safetensors", family_checkpoint(made_for), "kohya")
+    path = write_lora(
+        tmp_path / "other.safetensors", family_checkpoint(made_for), "kohya"
+    )
     checkpoint = family_checkpoint(family)
-    cache = lora_file.LoraCache(lora_file.Layers(checkpoint.unet, checkpoint.text_encoders), 2**20)
+    cache = lora_file.LoraCache(
+        lora_file.Layers(checkpoint.unet, checkpoint.text_encoders), 2**20
+    )
     with pytest.raises(errors.UnusableFileError, match="does not fit this model"):
         cache.get(contract.Lora("other", path, 1.0, 1.0))

@@ -36,7 +36,9 @@ _OPEN_CLIP = {
 def open_clip(folder: Path, prefix: str, *, layers: int) -> Weights:
     """A text encoder's weights as OpenCLIP has them, with *layers* more that are not read."""
     (file,) = folder.glob("*.safetensors")
-    weights = {key.removeprefix("text_model."): each for key, each in load_file(file).items()}
+    weights = {
+        key.removeprefix("text_model."): each for key, each in load_file(file).items()
+    }
     found: Weights = {}
     for key, weight in weights.items():
         if key == "text_projection.weight":
@@ -44,7 +46,9 @@ def open_clip(folder: Path, prefix: str, *, layers: int) -> Weights:
         elif "self_attn.q_proj" in key:
             parts = [weights[key.replace("q_proj", f"{part}_proj")] for part in "qkv"]
             name = key.replace("self_attn.q_proj.", "attn.in_proj_")
-            found[name.replace("encoder.layers", "transformer.resblocks")] = torch.cat(parts)
+            found[name.replace("encoder.layers", "transformer.resblocks")] = torch.cat(
+                parts
+            )
         elif not any(f"self_attn.{part}_proj" in key for part in "kv"):
             name = key
             for ours, theirs in _OPEN_CLIP.items():
@@ -66,9 +70,9 @@ def unet_of(folder: Path, unet: torch.nn.Module) -> Weights:
     weights: Weights = {}
     for key, weight in load_file(file).items():
         path, kind = key.rsplit(".", 1)
-        weights[f"model.diffusion_model.{names.get(path) or norm_name(path, names)}.{kind}"] = (
-            weight
-        )
+        weights[
+            f"model.diffusion_model.{names.get(path) or norm_name(path, names)}.{kind}"
+        ] = weight
     return weights
 
 
@@ -123,7 +127,9 @@ def files(
     }
     weights |= open_clip(second / "text_encoder", "cond_stage_model.model.", layers=1)
     save_file(weights, paths["sd2"])
-    save_file(sdxl_file(family_folder("sdxl"), family_checkpoint("sdxl").unet), paths["sdxl"])
+    save_file(
+        sdxl_file(family_folder("sdxl"), family_checkpoint("sdxl").unet), paths["sdxl"]
+    )
     return paths
 
 
@@ -159,7 +165,9 @@ def test_the_built_in_configurations_are_the_published_ones() -> None:
     assert [round(size / 1e6, 1) for size in sizes] == expected
 
 
-def test_an_x4_upscaler_in_one_file_is_the_folders(tmp_path: Path, family_checkpoint: Any) -> None:
+def test_an_x4_upscaler_in_one_file_is_the_folders(
+    tmp_path: Path, family_checkpoint: Any
+) -> None:
     """Without schedulers' configurations beside it, it has the published noise."""
     folder = tiny_families.build_upscaler(tmp_path / "folder")
     whole = family_checkpoint("x4", path=folder)
@@ -173,7 +181,9 @@ def test_an_x4_upscaler_in_one_file_is_the_folders(tmp_path: Path, family_checkp
     assert file.weights_id == whole.weights_id
     assert file.prediction_type == whole.prediction_type == "v_prediction"
     assert file.image_noise.max_level == whole.image_noise.max_level == 350
-    torch.testing.assert_close(file.alphas_cumprod, whole.alphas_cumprod, rtol=0, atol=0)
+    torch.testing.assert_close(
+        file.alphas_cumprod, whole.alphas_cumprod, rtol=0, atol=0
+    )
     noise_of = [each.image_noise.scheduler.alphas_cumprod for each in (file, whole)]
     torch.testing.assert_close(*noise_of, rtol=0, atol=0)
     assert check.family(path) == "SD x4 upscaler"
@@ -216,7 +226,10 @@ def test_a_file_says_that_it_predicts_v_and_ends_in_pure_noise(
 
 
 def test_a_files_own_mark_goes_before_the_scheduler_of_the_folder_around_it(
-    files: Mapping[str, Path], family_folder: Any, family_checkpoint: Any, tmp_path: Path
+    files: Mapping[str, Path],
+    family_folder: Any,
+    family_checkpoint: Any,
+    tmp_path: Path,
 ) -> None:
     """As that of the folder that it was converted to, which says epsilon unless told otherwise."""
     settings = {"config": family_folder("sdxl")}
@@ -226,7 +239,9 @@ def test_a_files_own_mark_goes_before_the_scheduler_of_the_folder_around_it(
     found = family_checkpoint("sdxl", path=marked, **settings)
     assert found.prediction_type == "v_prediction"
     # AUTOMATIC1111's .yaml, which is the user's own word, goes before the mark.
-    stated = family_checkpoint("sdxl", path=marked, prediction_type="epsilon", **settings)
+    stated = family_checkpoint(
+        "sdxl", path=marked, prediction_type="epsilon", **settings
+    )
     assert stated.prediction_type == "epsilon"
 
 
@@ -240,12 +255,18 @@ def test_what_an_unmarked_sd2_predicts_shows_in_its_answer(
     files: Mapping[str, Path], config: Any, family_checkpoint: Any, tmp_path: Path
 ) -> None:
     settings = {"config": config("sd2")}
-    assert family_checkpoint("sd2", path=files["sd2"], **settings).prediction_type == "epsilon"
+    assert (
+        family_checkpoint("sd2", path=files["sd2"], **settings).prediction_type
+        == "epsilon"
+    )
     weights = load_file(files["sd2"])
     weights["model.diffusion_model.out.2.bias"] -= 2
     path = tmp_path / "v.safetensors"
     save_file(weights, path)
-    assert family_checkpoint("sd2", path=path, **settings).prediction_type == "v_prediction"
+    assert (
+        family_checkpoint("sd2", path=path, **settings).prediction_type
+        == "v_prediction"
+    )
 
 
 def test_sd2s_native_size_follows_from_what_it_predicts() -> None:
@@ -270,13 +291,18 @@ def test_a_file_that_lacks_a_part_is_refused(
 ) -> None:
     path = tmp_path / "part.safetensors"
     weights = load_file(files["sdxl"])
-    save_file({key: each for key, each in weights.items() if not key.startswith(lost)}, path)
+    save_file(
+        {key: each for key, each in weights.items() if not key.startswith(lost)}, path
+    )
     with pytest.raises(errors.SetupError, match=reason):
         family_checkpoint("sdxl", path=path, config=family_folder("sdxl"))
 
 
 def test_a_unet_with_another_familys_text_encoders_is_refused(
-    family_folder: Any, family_checkpoint: Any, files: Mapping[str, Path], tmp_path: Path
+    family_folder: Any,
+    family_checkpoint: Any,
+    files: Mapping[str, Path],
+    tmp_path: Path,
 ) -> None:
     weights = {
         key.replace("conditioner.embedders.0.", "cond_stage_model."): each

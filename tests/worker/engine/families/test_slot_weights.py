@@ -26,14 +26,18 @@ def engines(family_folder: Any) -> Iterator[dict[str, SlotEngine]]:
     for weights in get_args(memory.SlotWeights):
         cpu = torch.device("cpu")
         loaded = checkpoints.load_checkpoint(family_folder("sdxl"), cpu, torch.float32)
-        made[weights] = SlotEngine(of_latents(loaded, Settings(slots=3, slot_weights=weights)))
+        made[weights] = SlotEngine(
+            of_latents(loaded, Settings(slots=3, slot_weights=weights))
+        )
     yield made
     for engine in made.values():
         engine.close()
 
 
 @pytest.fixture(scope="module")
-def loras(family_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, contract.Lora]:
+def loras(
+    family_folder: Any, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, contract.Lora]:
     folder = tmp_path_factory.mktemp("loras")
     found = {}
     kinds: list[tuple[str, lora_kinds.LoraFormat, int]] = [
@@ -45,14 +49,21 @@ def loras(family_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[
     ]
     for name, kind, rank in kinds:
         (file,) = lora_kinds.build(
-            folder / name, family_folder("sdxl"), 1, torch.device("cpu"), rank=rank, kind=kind
+            folder / name,
+            family_folder("sdxl"),
+            1,
+            torch.device("cpu"),
+            rank=rank,
+            kind=kind,
         )
         path: Path = folder / name / f"{file}.safetensors"
         found[name] = contract.Lora(name, path, 0.2, 0.2)
     return found
 
 
-def test_a_low_rank_slot_takes_a_fraction_of_the_memory(engines: dict[str, SlotEngine]) -> None:
+def test_a_low_rank_slot_takes_a_fraction_of_the_memory(
+    engines: dict[str, SlotEngine],
+) -> None:
     merged, low_rank = (engines[each]._unet for each in ("merged", "factors"))
     assert {name: engine.savings.weights for name, engine in engines.items()} == {
         name: name for name in engines
@@ -68,7 +79,9 @@ def test_a_low_rank_slot_takes_a_fraction_of_the_memory(engines: dict[str, SlotE
     assert low_rank.slot_bytes == expected, "rank 32, and no convolutions"
 
 
-@pytest.mark.parametrize("names", [["small"], ["large"], ["locon"], ["loha"], ["small", "large"]])
+@pytest.mark.parametrize(
+    "names", [["small"], ["large"], ["locon"], ["loha"], ["small", "large"]]
+)
 def test_each_kind_draws_as_with_merged_weights(
     names: list[str],
     engines: dict[str, SlotEngine],
@@ -98,9 +111,18 @@ def test_jobs_of_all_kinds_share_ticks_and_are_the_images_alone(
     difference: Any,
 ) -> None:
     engine = engines["factors"]
-    chosen: list[tuple[str, ...]] = [("small",), ("large",), (), ("locon",), ("dora",), ("loha",)]
+    chosen: list[tuple[str, ...]] = [
+        ("small",),
+        ("large",),
+        (),
+        ("locon",),
+        ("dora",),
+        ("loha",),
+    ]
     requests = [
-        make_request(seed=at, steps=2 + at % 3, loras=tuple(loras[each] for each in names))
+        make_request(
+            seed=at, steps=2 + at % 3, loras=tuple(loras[each] for each in names)
+        )
         for at, names in enumerate(chosen)
     ]
     together = draw(engine, *requests)
@@ -110,7 +132,10 @@ def test_jobs_of_all_kinds_share_ticks_and_are_the_images_alone(
 
 
 def test_a_kind_without_low_rank_is_merged_and_undone_from_the_cpus_copy(
-    engines: dict[str, SlotEngine], loras: dict[str, contract.Lora], make_request: Any, draw: Any
+    engines: dict[str, SlotEngine],
+    loras: dict[str, contract.Lora],
+    make_request: Any,
+    draw: Any,
 ) -> None:
     engine = engines["factors"]
     plain = make_request(steps=2)

@@ -14,7 +14,9 @@ from worker.engine.passes import begin
 #: Out of 255: another batch size and other products mean another order of float32 sums.
 ROUNDING = 2
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)
 
 
 @pytest.fixture
@@ -44,11 +46,16 @@ def test_images_with_an_image_to_begin_with_are_automatic1111s_in_any_company(
     init = contract.InitImage(pixels, 0.6)
     engine, (tiled, plain) = (
         family_engine(family),
-        (make_request(init=init, prompt="a star", steps=6, tiling=each) for each in (True, False)),
+        (
+            make_request(init=init, prompt="a star", steps=6, tiling=each)
+            for each in (True, False)
+        ),
     )
     drawn = draw(engine, tiled, plain, make_request(seed=9, tiling=True))
     theirs = reference(family)
-    latents = theirs.img2img(tiled, theirs.encode(pixels), **begin.img2img(6, 0.6)._asdict())
+    latents = theirs.img2img(
+        tiled, theirs.encode(pixels), **begin.img2img(6, 0.6)._asdict()
+    )
     assert difference(drawn[0], theirs.decode(latents)) <= ROUNDING
     assert difference(drawn[1], draw(engine, plain)[0]) <= ROUNDING
     assert difference(drawn[0], drawn[1]) > 20, "or the test shows nothing"
@@ -58,7 +65,9 @@ def test_both_passes_of_hires_fix_tile(
     family_engine: Any, reference: Any, make_request: Any, draw: Any, difference: Any
 ) -> None:
     hires = contract.HiresPass(96, 96, 0.7, 4, "Latent")
-    request = make_request(hires=hires, tiling=True, seed=5, prompt="a star", negative_prompt="x")
+    request = make_request(
+        hires=hires, tiling=True, seed=5, prompt="a star", negative_prompt="x"
+    )
     (image,) = draw(family_engine("sd1"), request)
     theirs = reference("sd1")
     with torch.no_grad():
@@ -77,10 +86,14 @@ def test_both_passes_of_hires_fix_tile(
     assert difference(image, theirs.decode(latents)) <= ROUNDING
 
 
-def test_a_picture_begins_where_it_ends(family_engine: Any, make_request: Any, draw: Any) -> None:
+def test_a_picture_begins_where_it_ends(
+    family_engine: Any, make_request: Any, draw: Any
+) -> None:
     """Its first and last rows and columns differ no more than those beside each other do."""
     drawn = {
-        tiling: draw(family_engine("sd1"), make_request(tiling=tiling, seed=2, steps=8))[0]
+        tiling: draw(
+            family_engine("sd1"), make_request(tiling=tiling, seed=2, steps=8)
+        )[0]
         for tiling in (True, False)
     }
     for axis in (0, 1):

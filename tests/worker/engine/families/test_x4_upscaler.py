@@ -52,7 +52,9 @@ EULERS: dict[str, Any] = {
     "euler": EulerDiscreteScheduler,
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)
 
 
 @pytest.fixture(scope="session")
@@ -73,7 +75,9 @@ def make_engine(folder: Path) -> Any:
 
     def make(path: Path = folder, **settings: Any) -> slots.SlotEngine:
         loaded = checkpoints.load_checkpoint(path, torch.device("cpu"), torch.float32)
-        made.append(slots.SlotEngine(of_latents(loaded, Settings(**{"slots": 3, **settings}))))
+        made.append(
+            slots.SlotEngine(of_latents(loaded, Settings(**{"slots": 3, **settings})))
+        )
         return made[-1]
 
     yield make
@@ -114,16 +118,25 @@ def eulers(folder: Path, pipeline: Any) -> Any:
 def image_of(width: int, height: int, seed: int = 3) -> contract.Pixels:
     """Large smooth shapes of several colours."""
     small = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), np.uint8)
-    return np.asarray(Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC))
+    return np.asarray(
+        Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+    )
 
 
 @pytest.fixture
 def request_of(make_request: Any) -> Any:
-    def make(width: int = 16, height: int = 16, **changes: Any) -> contract.ImageRequest:
-        settings: dict[str, Any] = {"prompt": "a red circle", "negative_prompt": "green, blurry"}
+    def make(
+        width: int = 16, height: int = 16, **changes: Any
+    ) -> contract.ImageRequest:
+        settings: dict[str, Any] = {
+            "prompt": "a red circle",
+            "negative_prompt": "green, blurry",
+        }
         settings |= {"steps": 6, "seed": 5, "width": 4 * width, "height": 4 * height}
         init = contract.InitImage(image_of(width, height), 0.1)
-        made: contract.ImageRequest = make_request(**{**settings, "init": init, **changes})
+        made: contract.ImageRequest = make_request(
+            **{**settings, "init": init, **changes}
+        )
         return made
 
     return make
@@ -170,12 +183,19 @@ def test_images_are_those_of_diffusers(
 
 
 def test_ddim_is_diffusers_up_to_the_timestep_that_automatic1111_leaves_out(
-    engine: Any, folder: Path, pipeline: Any, request_of: Any, draw: Any, difference: Any
+    engine: Any,
+    folder: Path,
+    pipeline: Any,
+    request_of: Any,
+    draw: Any,
+    difference: Any,
 ) -> None:
     request = request_of(sampler="ddim", steps=8)
     made = pipeline(DDIMScheduler.from_pretrained(folder / "scheduler"))
     seen = []
-    draw_in_diffusers(made, request, callback=lambda *given: seen.append(given[2].clone()))
+    draw_in_diffusers(
+        made, request, callback=lambda *given: seen.append(given[2].clone())
+    )
     with torch.no_grad():
         decoded = made.vae.decode(seen[-2] / made.vae.config.scaling_factor).sample
     theirs = levels(made.image_processor.postprocess(decoded, output_type="np")[0])
@@ -223,7 +243,9 @@ def test_a_lora_changes_the_image_as_in_diffusers(
     """Those of the layers that attend to the prompt in the place of the image as well."""
     request = request_of(loras=(lora,))
     spaced = {"timestep_spacing": "linspace"}
-    scheduler = EulerAncestralDiscreteScheduler.from_pretrained(folder / "scheduler", **spaced)
+    scheduler = EulerAncestralDiscreteScheduler.from_pretrained(
+        folder / "scheduler", **spaced
+    )
     made = pipeline(scheduler)
     made.load_lora_weights(lora.path.parent, weight_name=lora.path.name)
     theirs = draw_in_diffusers(made, request)
@@ -239,7 +261,9 @@ def test_unet_output_is_diffusers(folder: Path) -> None:
     original = loaded.unet
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((3, 7, 16, 16), generator=generator)
-    vectors = torch.randn((6, 154, original.config.cross_attention_dim), generator=generator)
+    vectors = torch.randn(
+        (6, 154, original.config.cross_attention_dim), generator=generator
+    )
     times, noise = torch.tensor([999.0, 401.5, 1.0]), torch.tensor([20, 100, 350])
     expected = original(
         x.repeat_interleave(2, dim=0),
@@ -251,7 +275,9 @@ def test_unet_output_is_diffusers(folder: Path) -> None:
     unet.resize(3)
     for slot in range(3):
         unet.load_slot(slot, NO_CHANGES)
-    context = torch.cat([unet.keys_values.compute(each, {}) for each in vectors.split(2)])
+    context = torch.cat(
+        [unet.keys_values.compute(each, {}) for each in vectors.split(2)]
+    )
     for per_slot in (False, True):
         output = unet(x, times, Call(context, per_slot=per_slot), unet.added(noise))
         torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
@@ -280,7 +306,9 @@ def test_images_are_the_same_in_company_and_alone(
     difference: Any,
 ) -> None:
     requests = [dataclasses.replace(request_of(), **each) for each in mixed]
-    alone = [draw(make_engine(slots=1, slot_weights=weights), each)[0] for each in requests]
+    alone = [
+        draw(make_engine(slots=1, slot_weights=weights), each)[0] for each in requests
+    ]
     together = draw(make_engine(slot_weights=weights), *requests, *reversed(requests))
     for image, expected in zip(together, [*alone, *reversed(alone)], strict=True):
         assert difference(image, expected) <= ROUNDING
@@ -294,7 +322,9 @@ def test_compiled_ticks_read_what_is_written_into_the_slots_later(
     plain = make_engine(slots=2)
     compiled = make_engine(slots=2, backend="eager", compiled_modes=("shared",))
     compiled.warm_up(requests[0])
-    for expected, image in zip(draw(plain, *requests), draw(compiled, *requests), strict=True):
+    for expected, image in zip(
+        draw(plain, *requests), draw(compiled, *requests), strict=True
+    ):
         assert difference(image, expected) <= ROUNDING
     assert compiled.recompiles == 0
 
@@ -318,7 +348,10 @@ MASK = np.zeros((16, 16), np.uint8)
     ("changes", "sentence"),
     [
         ({"init": None}, "enlarges an image: the job needs init_images"),
-        ({"init": contract.InitImage(image_of(16, 16), 0.1, MASK)}, "does not support a mask"),
+        (
+            {"init": contract.InitImage(image_of(16, 16), 0.1, MASK)},
+            "does not support a mask",
+        ),
         (
             {"hires": contract.HiresPass(128, 128, 0.5, 2, "Latent")},
             r"does not support a second pass \(hires fix\)",

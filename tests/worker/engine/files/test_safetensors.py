@@ -18,14 +18,18 @@ def write(path: Path, header: Any, data: bytes = bytes(8)) -> Path:
     return path
 
 
-def entry(begin: Any = 0, end: Any = 8, shape: Any = (4,), dtype: Any = "F16") -> dict[str, Any]:
+def entry(
+    begin: Any = 0, end: Any = 8, shape: Any = (4,), dtype: Any = "F16"
+) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
 def read(path: Path) -> tuple[dict[str, torch.Tensor], Mapping[str, str]]:
     content = safetensors.read(path)
     places = safetensors.places(content.header, len(content.data))
-    return {name: place.of(content.data) for name, place in places.items()}, content.metadata
+    return {
+        name: place.of(content.data) for name, place in places.items()
+    }, content.metadata
 
 
 def test_tensors_are_as_the_library_wrote_them(tmp_path: Path) -> None:

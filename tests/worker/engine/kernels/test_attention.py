@@ -16,7 +16,9 @@ def test_a_kernel_that_gives_nan_is_never_chosen() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str
+)
 def test_the_chosen_kernel_is_right_in_every_precision(dtype: torch.dtype) -> None:
     q, k, v = torch.randn(3, 2, 4, 256, 16, dtype=dtype, device="cuda")
 

@@ -25,7 +25,9 @@ def state() -> torch.Tensor:
     return torch.arange(12.0).reshape(3, 4) - 5
 
 
-def test_tracing_on_another_thread_leaves_the_tensors_alone(state: torch.Tensor) -> None:
+def test_tracing_on_another_thread_leaves_the_tensors_alone(
+    state: torch.Tensor,
+) -> None:
     weight = torch.eye(4) / 2
     before, expected = state.clone(), state.clone()
     step(expected, weight)
@@ -90,12 +92,16 @@ def torch_double(x: torch.Tensor) -> torch.Tensor:
     return x.mul_(2)
 
 
-def test_what_is_released_keeps_no_memory_even_where_the_collector_passes_over_it() -> None:
+def test_what_is_released_keeps_no_memory_even_where_the_collector_passes_over_it() -> (
+    None
+):
     class Outputs(list[torch.Tensor]):
         """Lists have no weak references of their own."""
 
     state = torch.zeros(2, 2)
-    compiled = Compiled("a step", step, (state, torch.eye(2)), backend="eager", pool=None)
+    compiled = Compiled(
+        "a step", step, (state, torch.eye(2)), backend="eager", pool=None
+    )
     compiled()
     outputs = Outputs([torch.zeros(8)])
     compiled._output = outputs

@@ -56,8 +56,12 @@ def test_more_programs_than_a_grids_second_side_takes_reach_the_last_pixel() -> 
         norm = nn.GroupNorm(32, 256).half().cuda()
         ours = layers.normalise_and_activate(x, norm)
         for part in (ours[:, :, :1], ours[:, :, -1:]):
-            rows_of = x[:, :, :1] if part.data_ptr() == ours.data_ptr() else x[:, :, -1:]
-            assert (part - rows_of).abs().max() < 0.1, "the mean is 0 and the deviation 1"
+            rows_of = (
+                x[:, :, :1] if part.data_ptr() == ours.data_ptr() else x[:, :, -1:]
+            )
+            assert (part - rows_of).abs().max() < 0.1, (
+                "the mean is 0 and the deviation 1"
+            )
 
 
 @needs_gpu
@@ -82,15 +86,23 @@ def test_what_is_added_and_activated_in_the_same_kernel_is_what_torch_computes(
     device: str, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
-    for rows, channels, height, width, groups in ((2, 64, 16, 16, 32), (3, 96, 9, 7, 4)):
+    for rows, channels, height, width, groups in (
+        (2, 64, 16, 16, 32),
+        (3, 96, 9, 7, 4),
+    ):
         norm = nn.GroupNorm(groups, channels, eps=1e-6)
         nn.init.normal_(norm.weight)
         nn.init.normal_(norm.bias)
-        x, added = 3 * torch.randn(rows, channels, height, width) + 1, torch.randn(rows, channels)
+        x, added = (
+            3 * torch.randn(rows, channels, height, width) + 1,
+            torch.randn(rows, channels),
+        )
         expected = F.silu(norm(x + added[:, :, None, None]))
         moved = (each.to(device, dtype) for each in (x, added))
         x, added = next(moved), next(moved)
-        ours = layers.normalise_and_activate(x, norm.to(device, dtype), added=added, activates=True)
+        ours = layers.normalise_and_activate(
+            x, norm.to(device, dtype), added=added, activates=True
+        )
         torch.testing.assert_close(ours.float().cpu(), expected, atol=1e-2, rtol=1e-2)
         if dtype is torch.float32:
             torch.testing.assert_close(ours.cpu(), expected, atol=1e-5, rtol=1e-5)
@@ -101,7 +113,9 @@ def test_what_is_added_and_activated_in_the_same_kernel_is_what_torch_computes(
 
 
 def test_a_network_keeps_its_parameters_and_their_names() -> None:
-    network = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Sequential(nn.GroupNorm(2, 8, eps=1e-6)))
+    network = nn.Sequential(
+        nn.Conv2d(4, 8, 1), nn.Sequential(nn.GroupNorm(2, 8, eps=1e-6))
+    )
     before = dict(network.named_parameters())
     layers.replace_modules(network, layers.group_norm)
     after = dict(network.named_parameters())

@@ -23,7 +23,9 @@ def test_stripes_have_no_seams(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(
         decoder.decode_in_stripes(vae.decoder, latents), whole, rtol=1e-4, atol=1e-5
     )
-    images = (decoder.to_images(vae, latents, in_stripes=each) for each in (False, True))
+    images = (
+        decoder.to_images(vae, latents, in_stripes=each) for each in (False, True)
+    )
     one, other = (decoder.to_pixels(each)[0] for each in images)
     assert np.abs(one.numpy().astype(int) - other.numpy().astype(int)).max() <= 1
     assert one.float().std() > 20, "not a uniform image"

@@ -22,15 +22,21 @@ def during(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], 
     """Traces on the thread, where a function runs instead of torch's compiler."""
 
     def run(look: Callable[[], object]) -> Any:
-        monkeypatch.setattr(compile.Compiled, "trace", lambda _compiled: seen.append(look()))
+        monkeypatch.setattr(
+            compile.Compiled, "trace", lambda _compiled: seen.append(look())
+        )
         seen: list[Any] = []
-        compile.trace_on_thread(make(torch.ones(2)), torch.device("cpu")).result(timeout=1100)
+        compile.trace_on_thread(make(torch.ones(2)), torch.device("cpu")).result(
+            timeout=1100
+        )
         return seen[0]
 
     return run
 
 
-def test_the_thread_ends_with_the_process_which_must_leave_around_it(during: Any) -> None:
+def test_the_thread_ends_with_the_process_which_must_leave_around_it(
+    during: Any,
+) -> None:
     thread = during(threading.current_thread)
     assert thread.daemon
     assert thread.name.startswith(THREAD_NAME)

@@ -14,7 +14,9 @@ from worker.engine.kernels import layers
 
 @pytest.mark.parametrize("size", [(8, 8), (5, 3), (1, 1)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_the_folded_convolution_matches_up_to_the_edges(size: tuple[int, int], bias: bool) -> None:
+def test_the_folded_convolution_matches_up_to_the_edges(
+    size: tuple[int, int], bias: bool
+) -> None:
     torch.manual_seed(0)
     conv = nn.Conv2d(6, 4, 3, padding=1, bias=bias)
     x = torch.randn(2, 6, *size)
@@ -25,7 +27,9 @@ def test_the_folded_convolution_matches_up_to_the_edges(size: tuple[int, int], b
 
 
 @pytest.mark.parametrize("folds", [True, False])
-def test_sides_that_do_not_halve_evenly_are_resized_after_the_convolution(folds: bool) -> None:
+def test_sides_that_do_not_halve_evenly_are_resized_after_the_convolution(
+    folds: bool,
+) -> None:
     torch.manual_seed(0)
     original = Upsample2D(8, use_conv=True)
     ours = layers.Upsampler(original)
@@ -73,7 +77,9 @@ def test_changed_weights_are_folded_into_the_same_memory() -> None:
     assert torch.allclose(recorded, 2 * before)
 
 
-def test_an_autoencoder_decodes_as_before_and_keeps_its_parameters(checkpoint: Path) -> None:
+def test_an_autoencoder_decodes_as_before_and_keeps_its_parameters(
+    checkpoint: Path,
+) -> None:
     vae = AutoencoderKL.from_pretrained(checkpoint / "vae").eval()
     ours = copy.deepcopy(vae)
     layers.replace_modules(ours, layers.upsampler)

@@ -46,7 +46,13 @@ def ia3_of_inputs(weight: Array) -> tuple[Tensors, Array]:
 def glora(weight: Array) -> tuple[Tensors, Array]:
     outer, inner = weight.shape
     a1, a2, b1, b2 = drawn(3, inner), drawn(inner, 3), drawn(3, inner), drawn(outer, 3)
-    parts = {"a1.weight": a1, "a2.weight": a2, "b1.weight": b1, "b2.weight": b2, "alpha": 2.0}
+    parts = {
+        "a1.weight": a1,
+        "a2.weight": a2,
+        "b1.weight": b1,
+        "b2.weight": b2,
+        "alpha": 2.0,
+    }
     return parts, b2 @ b1 + (weight @ a2) @ a1
 
 
@@ -96,7 +102,9 @@ def scaled(weight: Array) -> tuple[Tensors, Array]:
 
 def with_whole_alpha(weight: Array) -> tuple[Tensors, Array]:
     parts, change = scaled(weight)
-    return {name: parts[name] for name in parts if name != "scale"}, change / 0.25 * 2 / 3
+    return {
+        name: parts[name] for name in parts if name != "scale"
+    }, change / 0.25 * 2 / 3
 
 
 def vector(weight: Array) -> tuple[Tensors, Array]:
@@ -104,7 +112,10 @@ def vector(weight: Array) -> tuple[Tensors, Array]:
 
 
 KINDS = [
-    *((LINEAR, kind) for kind in (ia3_of_outputs, ia3_of_inputs, glora, scaled, with_whole_alpha)),
+    *(
+        (LINEAR, kind)
+        for kind in (ia3_of_outputs, ia3_of_inputs, glora, scaled, with_whole_alpha)
+    ),
     *((path, kind) for path in (LINEAR, CONV) for kind in (oft, oft_with_a_limit)),
     *((path, oft_diag_rescaled) for path in (LINEAR, CONV)),
     ("down_blocks.0.resnets.0.norm1", vector),
@@ -126,10 +137,14 @@ def write(path: Path, tensors: Mapping[str, Any]) -> contract.Lora:
 
 
 def prefixed(path: str, parts: Tensors, prefix: str = "lora_unet_") -> dict[str, Any]:
-    return {f"{prefix}{path.replace('.', '_')}.{name}": each for name, each in parts.items()}
+    return {
+        f"{prefix}{path.replace('.', '_')}.{name}": each for name, each in parts.items()
+    }
 
 
-def merged(engine: Any, make_request: Any, lora: contract.Lora, *paths: str) -> list[Array]:
+def merged(
+    engine: Any, make_request: Any, lora: contract.Lora, *paths: str
+) -> list[Array]:
     """What the UNet's parameters are with a LoRA; the base's are restored bit-exactly."""
     found = {path: adaptable(engine.checkpoint.unet)[path] for path in paths}
     before = {path: each.detach().clone() for path, each in found.items()}
@@ -141,7 +156,9 @@ def merged(engine: Any, make_request: Any, lora: contract.Lora, *paths: str) -> 
 
 
 def base(engine: Any, path: str) -> Array:
-    found: Array = adaptable(engine.checkpoint.unet)[path].detach().double().numpy().copy()
+    found: Array = (
+        adaptable(engine.checkpoint.unet)[path].detach().double().numpy().copy()
+    )
     return found
 
 
@@ -163,16 +180,24 @@ def test_each_kind_changes_the_weight_by_its_formula(
 
 @pytest.mark.parametrize(
     ("path", "names"),
-    [(CONV, ("diff", "diff_b")), ("down_blocks.0.resnets.0.norm2", ("w_norm", "b_norm"))],
+    [
+        (CONV, ("diff", "diff_b")),
+        ("down_blocks.0.resnets.0.norm2", ("w_norm", "b_norm")),
+    ],
 )
 def test_a_bias_changes_with_its_weight_and_without_its_scale(
     engine: Any, make_request: Any, tmp_path: Path, path: str, names: tuple[str, str]
 ) -> None:
     weight, bias = base(engine, path), base(engine, f"{path}.bias")
     parts = dict(zip(names, (drawn(*weight.shape), drawn(*bias.shape)), strict=True))
-    lora = write(tmp_path / "x.safetensors", prefixed(path, {**parts, "scale": np.array(0.5)}))
+    lora = write(
+        tmp_path / "x.safetensors", prefixed(path, {**parts, "scale": np.array(0.5)})
+    )
     found = merged(engine, make_request, lora, path, f"{path}.bias")
-    changed = weight + STRENGTH * 0.5 * parts[names[0]], bias + STRENGTH * parts[names[1]]
+    changed = (
+        weight + STRENGTH * 0.5 * parts[names[0]],
+        bias + STRENGTH * parts[names[1]],
+    )
     for one, other in zip(found, changed, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
@@ -185,11 +210,15 @@ def test_scales_of_the_other_side_of_a_layer_are_refused(
     for number, is_input in ((outer, True), (inner, False)):
         parts = {"weight": drawn(number), "on_input": np.array(is_input)}
         lora = write(tmp_path / f"{number}.safetensors", prefixed(path, parts))
-        with pytest.raises(errors.UnusableFileError, match="does not fit this model: it scales"):
+        with pytest.raises(
+            errors.UnusableFileError, match="does not fit this model: it scales"
+        ):
             engine.prepare(make_request(loras=(lora,)))
 
 
-def test_kohyas_oft_has_a_prefix_of_its_own(engine: Any, make_request: Any, tmp_path: Path) -> None:
+def test_kohyas_oft_has_a_prefix_of_its_own(
+    engine: Any, make_request: Any, tmp_path: Path
+) -> None:
     weight = base(engine, LINEAR)
     parts, change = oft(weight)
     lora = write(tmp_path / "x.safetensors", prefixed(LINEAR, parts, "oft_unet_"))
@@ -198,7 +227,12 @@ def test_kohyas_oft_has_a_prefix_of_its_own(engine: Any, make_request: Any, tmp_
 
 
 def test_jobs_with_every_kind_draw_in_slots_what_they_draw_alone(
-    engine: Any, slot_engine: Any, make_request: Any, draw: Any, difference: Any, tmp_path: Path
+    engine: Any,
+    slot_engine: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    tmp_path: Path,
 ) -> None:
     """Norms and biases, which slots cannot hold, are merged for their jobs alone."""
     loras = []
@@ -215,7 +249,9 @@ def test_jobs_with_every_kind_draw_in_slots_what_they_draw_alone(
     for request, image in zip(requests, together, strict=False):
         assert difference(image, draw(engine, request)[0]) <= 2, request.loras
     assert difference(together[-1], draw(engine, make_request(steps=2))[0]) <= 2
-    assert sum(difference(image, together[-1]) > 2 for image in together) > len(KINDS) // 2
+    assert (
+        sum(difference(image, together[-1]) > 2 for image in together) > len(KINDS) // 2
+    )
 
 
 def test_a_lora_of_a_plain_model_changes_the_same_inputs_of_one_for_inpainting(
@@ -225,7 +261,10 @@ def test_a_lora_of_a_plain_model_changes_the_same_inputs_of_one_for_inpainting(
     unet = torch.nn.Module()
     unet.conv_in = torch.nn.Conv2d(9, 32, 3)
     layers = lora_file.Layers(unet, {})
-    parts = {"lora_down.weight": drawn(2, 4, 3, 3), "lora_up.weight": drawn(32, 2, 1, 1)}
+    parts = {
+        "lora_down.weight": drawn(2, 4, 3, 3),
+        "lora_up.weight": drawn(32, 2, 1, 1),
+    }
     file = write(tmp_path / "x.safetensors", prefixed("conv_in", parts))
     delta = lora_file.LoraCache(layers, 10**9).get(file).deltas["unet"]["conv_in"]
     found = delta.compute(unet.conv_in.weight.detach())
@@ -247,11 +286,15 @@ def test_what_the_model_has_no_layer_for_is_skipped_and_counted(
         (found,) = merged(engine, make_request, lora, LINEAR)
         merged(engine, make_request, lora, LINEAR)
     np.testing.assert_allclose(found, weight + STRENGTH * change, rtol=1e-5, atol=1e-5)
-    (warning,) = [each for each in caplog.records if "drawn without" in each.getMessage()]
+    (warning,) = [
+        each for each in caplog.records if "drawn without" in each.getMessage()
+    ]
     assert "drawn without 7 of its tensors" in warning.getMessage()
 
 
-@pytest.mark.parametrize(("part", "shape"), [("dora_scale", (32, 1)), ("dora_scale", (1, 32))])
+@pytest.mark.parametrize(
+    ("part", "shape"), [("dora_scale", (32, 1)), ("dora_scale", (1, 32))]
+)
 def test_a_dora_that_automatic1111_draws_otherwise_is_told(
     engine: Any,
     make_request: Any,
@@ -261,9 +304,15 @@ def test_a_dora_that_automatic1111_draws_otherwise_is_told(
     shape: tuple[int, ...],
 ) -> None:
     parts, _ = scaled(base(engine, LINEAR))
-    lora = write(tmp_path / "x.safetensors", prefixed(LINEAR, {**parts, part: drawn(*shape)}))
+    lora = write(
+        tmp_path / "x.safetensors", prefixed(LINEAR, {**parts, part: drawn(*shape)})
+    )
     merged(engine, make_request, lora, LINEAR)
-    told = [each for each in caplog.records if "AUTOMATIC1111 draws otherwise" in each.getMessage()]
+    told = [
+        each
+        for each in caplog.records
+        if "AUTOMATIC1111 draws otherwise" in each.getMessage()
+    ]
     assert len(told) == (shape[0] > 1)
 
 
@@ -291,9 +340,13 @@ def test_loras_that_automatic1111_draws_otherwise_or_not_at_all_are_told(
     monkeypatch.setattr(differences, "warn", found.add)
     weight = base(engine, LINEAR)
     path = "to_k" if "." in prefix else LINEAR
-    loras = [write(tmp_path / "one.safetensors", prefixed(path, kind(weight)[0], prefix))]
+    loras = [
+        write(tmp_path / "one.safetensors", prefixed(path, kind(weight)[0], prefix))
+    ]
     if beside:
-        loras.append(write(tmp_path / "two.safetensors", prefixed(LINEAR, scaled(weight)[0])))
+        loras.append(
+            write(tmp_path / "two.safetensors", prefixed(LINEAR, scaled(weight)[0]))
+        )
     engine.prepare(make_request(loras=tuple(loras)))
     assert found == told
 
@@ -305,7 +358,9 @@ def test_sdxls_text_projection_is_no_layer_as_there(tmp_path: Path) -> None:
     text_encoder.get_input_embeddings = lambda: torch.nn.Embedding(4, 8)  # type: ignore[assignment]
     layers = lora_file.Layers(torch.nn.Module(), {"text_encoder_2": text_encoder})
     parts = {"lora_down.weight": drawn(2, 8), "lora_up.weight": drawn(8, 2)}
-    tensors = [prefixed(name, parts, "lora_te2_") for name in ("fc1", "text_projection")]
+    tensors = [
+        prefixed(name, parts, "lora_te2_") for name in ("fc1", "text_projection")
+    ]
     lora = write(tmp_path / "x.safetensors", tensors[0] | tensors[1])
     file = lora_file.LoraCache(layers, 10**9).get(lora)
     assert [*file.deltas["text_encoder_2"]] == ["fc1"]
@@ -320,11 +375,16 @@ def test_embeddings_in_a_loras_file_are_words_of_its_jobs(
 
     def embedding(path: Path, vectors: Array) -> contract.Embedding:
         save_file({"emb_params": torch.from_numpy(vectors).float()}, path)
-        return contract.Embedding(path.stem, path, hashlib.sha256(path.read_bytes()).hexdigest())
+        return contract.Embedding(
+            path.stem, path, hashlib.sha256(path.read_bytes()).hexdigest()
+        )
 
     vectors, others = drawn(2, 32), drawn(4, 32)
     alone = write(tmp_path / "alone.safetensors", prefixed(LINEAR, parts))
-    bundled = {"bundle_emb.mist.string_to_param.*": vectors, "bundle_emb.b.clip_g": drawn(2, 9)}
+    bundled = {
+        "bundle_emb.mist.string_to_param.*": vectors,
+        "bundle_emb.b.clip_g": drawn(2, 9),
+    }
     both = write(tmp_path / "both.safetensors", {**prefixed(LINEAR, parts), **bundled})
     own, other = (
         embedding(tmp_path / name / "mist.safetensors", each)
@@ -354,7 +414,8 @@ def test_embeddings_in_a_loras_file_are_words_of_its_jobs(
         {"hires": second_pass(loras=(alone,)), "loras": (alone,)},
     ]
     requests = [
-        make_request(prompt="a sea", steps=2, width=32, height=32, **each) for each in hires
+        make_request(prompt="a sea", steps=2, width=32, height=32, **each)
+        for each in hires
     ]
     images = draw(slot_engine, *requests)
     assert difference(images[0], images[1]) <= 1, "only the second pass names its file"

@@ -30,14 +30,19 @@ def test_an_accelerator_is_as_a_lora_of_every_job(
     draw: Any,
     difference: Any,
 ) -> None:
-    shared, style, other = (contract.Lora(path.stem, path, 1.0, 1.0) for path in lora_paths)
+    shared, style, other = (
+        contract.Lora(path.stem, path, 1.0, 1.0) for path in lora_paths
+    )
     own = [(), (style,), (other, style), (shared,)]
     engine = load.load_engine(accelerated)
     images = draw(engine, *(make_request(loras=loras) for loras in own))
     twice = contract.Lora(shared.name, shared.path, 2.0, 2.0)
     tagged = [(shared,), (shared, style), (shared, other, style), (twice,)]
     for image, loras in zip(images, tagged, strict=True):
-        assert difference(image, draw(slot_engine, make_request(loras=loras))[0]) <= ROUNDING
+        assert (
+            difference(image, draw(slot_engine, make_request(loras=loras))[0])
+            <= ROUNDING
+        )
     assert difference(images[0], draw(slot_engine, make_request())[0]) > 20
 
 
@@ -45,7 +50,9 @@ def test_the_sum_of_its_weights_is_of_what_it_draws_with(accelerated: Any) -> No
     """Else each check of the weights would find them damaged; and it is another model."""
     engine = load.load_engine(accelerated)
     assert engine.self_check.find_fault() is None
-    plain = checkpoints.load_checkpoint(accelerated.model, torch.device("cpu"), torch.float32)
+    plain = checkpoints.load_checkpoint(
+        accelerated.model, torch.device("cpu"), torch.float32
+    )
     assert engine.self_check.weights_id != plain.weights_id
 
 
@@ -78,10 +85,17 @@ def test_one_that_many_prompts_name_is_merged_once_unless_each_has_a_style_besid
 
     monkeypatch.setattr(step.StepRunner, "run", note)
     monkeypatch.setattr(
-        Merger, "activate", lambda *given: merged.append(len(given[1])) or activate(*given)
+        Merger,
+        "activate",
+        lambda *given: merged.append(len(given[1])) or activate(*given),
     )
-    shared, style = (contract.Lora(path.stem, path, 1.0, 1.0) for path in lora_paths[:2])
-    styles = [(replace(style, unet_weight=0.1 * at),) if has_style else () for at in range(1, 13)]
+    shared, style = (
+        contract.Lora(path.stem, path, 1.0, 1.0) for path in lora_paths[:2]
+    )
+    styles = [
+        (replace(style, unet_weight=0.1 * at),) if has_style else ()
+        for at in range(1, 13)
+    ]
     requests = [
         make_request(seed=seed, cfg_scale=1.0, steps=4, loras=(shared, *own))
         for seed, own in enumerate(styles)
@@ -92,7 +106,9 @@ def test_one_that_many_prompts_name_is_merged_once_unless_each_has_a_style_besid
     assert merged == merges
 
 
-def test_a_file_that_is_no_lora_of_the_model_is_refused(accelerated: Any, tmp_path: Path) -> None:
+def test_a_file_that_is_no_lora_of_the_model_is_refused(
+    accelerated: Any, tmp_path: Path
+) -> None:
     broken = tmp_path / "lcm.safetensors"
     broken.write_bytes(b"\0" * 100)
     for path in (broken, tmp_path / "missing-lcm.safetensors"):
@@ -104,7 +120,9 @@ def test_a_file_that_is_no_lora_of_the_model_is_refused(accelerated: Any, tmp_pa
 def test_a_lora_of_the_text_encoder_alone_is_refused(
     accelerated: Any, lora_paths: list[Path], tmp_path: Path
 ) -> None:
-    of_text = {key: each for key, each in load_file(lora_paths[0]).items() if "lora_te" in key}
+    of_text = {
+        key: each for key, each in load_file(lora_paths[0]).items() if "lora_te" in key
+    }
     save_file(of_text, tmp_path / "lcm.safetensors")
     settings = replace(accelerated, accelerator=tmp_path / "lcm.safetensors")
     with pytest.raises(errors.SetupError, match="changes nothing of the UNet"):

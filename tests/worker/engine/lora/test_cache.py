@@ -31,7 +31,9 @@ def slowed(calls: int, monkeypatch: pytest.MonkeyPatch) -> list[object]:
         polling.until_in_thread(lambda: len(called) >= calls)
         return read(*arguments)
 
-    monkeypatch.setattr(lora_file, "identify", lambda path: called.append(path) or identify(path))
+    monkeypatch.setattr(
+        lora_file, "identify", lambda path: called.append(path) or identify(path)
+    )
 
     monkeypatch.setattr(lora_file, "read_lora", slow_read)
     return reads
@@ -139,11 +141,20 @@ def test_a_lora_whose_deltas_are_all_zero_is_reported_once_and_used(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     tensors = load_file(lora_paths[0])
-    zero = {key: each * 0 if "lora_up" in key else each for key, each in tensors.items()}
+    zero = {
+        key: each * 0 if "lora_up" in key else each for key, each in tensors.items()
+    }
     save_file(zero, tmp_path / "zero.safetensors")
     cache = lora_file.LoraCache(layers, 1)  # keeps nothing
-    for path in (tmp_path / "zero.safetensors", lora_paths[0], tmp_path / "zero.safetensors"):
+    for path in (
+        tmp_path / "zero.safetensors",
+        lora_paths[0],
+        tmp_path / "zero.safetensors",
+    ):
         cache.get(named(path))
     assert cache.lookups == {"miss": 3, "no_effect": 1}
     (line,) = caplog.records
-    assert line.getMessage() == "the LoRA 'some-style' changes nothing: all its deltas are zero"
+    assert (
+        line.getMessage()
+        == "the LoRA 'some-style' changes nothing: all its deltas are zero"
+    )

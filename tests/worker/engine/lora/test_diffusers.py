@@ -43,7 +43,10 @@ def tokenizer() -> CLIPTokenizer:
 @pytest.fixture(scope="module")
 def request_of(make_request: Any) -> Callable[..., contract.ImageRequest]:
     def make(*loras: contract.Lora) -> contract.ImageRequest:
-        words = {"prompt": "a red circle above a blue square", "negative_prompt": "green"}
+        words = {
+            "prompt": "a red circle above a blue square",
+            "negative_prompt": "green",
+        }
         size = {"width": 128, "height": 128}
         return make_request(**words, **size, steps=4, seed=5, loras=loras)  # type: ignore[no-any-return]
 
@@ -133,7 +136,9 @@ def test_loras_in_three_key_formats_match_diffusers(
     assert (base == draw(demo_engine, request_of())[0]).all()
 
 
-@pytest.mark.parametrize("spell", [convert_state_dict_to_diffusers, dict], ids=["own", "peft"])
+@pytest.mark.parametrize(
+    "spell", [convert_state_dict_to_diffusers, dict], ids=["own", "peft"]
+)
 def test_a_file_saved_by_diffusers_is_read_with_alpha_from_its_header(
     demo_engine: contract.Engine,
     base: Any,
@@ -146,7 +151,9 @@ def test_a_file_saved_by_diffusers_is_read_with_alpha_from_its_header(
     uses: Uses = [("rocket", 1.0, 1.0)]  # its alpha is half of its rank
     pipeline = load_in_diffusers(uses)
     layers = {
-        network: get_peft_model_state_dict(getattr(pipeline, network), adapter_name="rocket")
+        network: get_peft_model_state_dict(
+            getattr(pipeline, network), adapter_name="rocket"
+        )
         for network in ("unet", "text_encoder")
     }
     StableDiffusionPipeline.save_lora_weights(
@@ -155,7 +162,9 @@ def test_a_file_saved_by_diffusers_is_read_with_alpha_from_its_header(
         text_encoder_lora_layers=spell(layers["text_encoder"]),
         weight_name="saved.safetensors",
         unet_lora_adapter_metadata=pipeline.unet.peft_config["rocket"].to_dict(),
-        text_encoder_lora_adapter_metadata=pipeline.text_encoder.peft_config["rocket"].to_dict(),
+        text_encoder_lora_adapter_metadata=pipeline.text_encoder.peft_config[
+            "rocket"
+        ].to_dict(),
     )
     lora = contract.Lora("saved", tmp_path / "saved.safetensors", 1.0, 1.0)
     image = draw(demo_engine, request_of(lora))[0]

@@ -15,7 +15,11 @@ LOW_RANK = {
     "LoCon": (3, {"down": noise(3, IN, 3, 3), "up": noise(OUT, 3, 1, 1)}),
     "Tucker": (
         4,
-        {"down": noise(2, IN, 1, 1), "mid": noise(4, 2, 3, 3), "up": noise(OUT, 4, 1, 1)},
+        {
+            "down": noise(2, IN, 1, 1),
+            "mid": noise(4, 2, 3, 3),
+            "up": noise(OUT, 4, 1, 1),
+        },
     ),
     "LoHa": (
         6,
@@ -39,7 +43,11 @@ LOW_RANK = {
     ),
     "LoKr": (
         8,
-        {"lokr_w1": noise(4, 4), "lokr_w2_a": noise(6, 2), "lokr_w2_b": noise(2, 4 * 9)},
+        {
+            "lokr_w1": noise(4, 4),
+            "lokr_w2_a": noise(6, 2),
+            "lokr_w2_b": noise(2, 4 * 9),
+        },
     ),
     "LoKr with a core": (
         6,
@@ -51,7 +59,10 @@ LOW_RANK = {
             "lokr_t2": noise(2, 2, 3, 3),
         },
     ),
-    "LoKr with whole halves": (12, {"lokr_w1": noise(4, 2), "lokr_w2": noise(6, 8, 3, 3)}),
+    "LoKr with whole halves": (
+        12,
+        {"lokr_w1": noise(4, 2), "lokr_w2": noise(6, 8, 3, 3)},
+    ),
 }
 
 

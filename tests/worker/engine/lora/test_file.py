@@ -22,7 +22,9 @@ def named(path: Path) -> contract.Lora:
 
 
 def without(part: str) -> Callable[[Weights], Weights]:
-    return lambda weights: {key: weight for key, weight in weights.items() if part not in key}
+    return lambda weights: {
+        key: weight for key, weight in weights.items() if part not in key
+    }
 
 
 def changed(
@@ -35,7 +37,9 @@ def changed(
     return change_one
 
 
-FOREIGN: dict[str, torch.Tensor] = {"transformer.blocks.0.lora_A.weight": torch.zeros(4, 4)}
+FOREIGN: dict[str, torch.Tensor] = {
+    "transformer.blocks.0.lora_A.weight": torch.zeros(4, 4)
+}
 
 
 def pair(layer: str, inner: int = 4) -> Weights:
@@ -46,30 +50,61 @@ def pair(layer: str, inner: int = 4) -> Weights:
 
 
 def under_another_name(weights: Weights) -> Weights:
-    flat, dotted = "lora_unet_mid_block_attentions_0_proj_in", "unet.mid_block.attentions.0.proj_in"
-    return {key.replace(flat, dotted): weights[key].clone() for key in weights if flat in key}
+    flat, dotted = (
+        "lora_unet_mid_block_attentions_0_proj_in",
+        "unet.mid_block.attentions.0.proj_in",
+    )
+    return {
+        key.replace(flat, dotted): weights[key].clone()
+        for key in weights
+        if flat in key
+    }
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (lambda _: FOREIGN, "Diffusion's: it has 'transformer.blocks.0.lora_A.weight'"),
-        (lambda weights: {**weights, **pair("lora_te2_x")}, "unknown key 'lora_te2_x.lora_down"),
+        (
+            lambda weights: {**weights, **pair("lora_te2_x")},
+            "unknown key 'lora_te2_x.lora_down",
+        ),
         (lambda weights: {"emb_params": torch.zeros(3)}, "emb_params"),
-        (lambda weights: {**weights, "unet.conv_in.alpha": torch.tensor(1.0)}, "unknown kind"),
+        (
+            lambda weights: {**weights, "unet.conv_in.alpha": torch.tensor(1.0)},
+            "unknown kind",
+        ),
         (
             lambda weights: {**weights, **under_another_name(weights)},
             "changes unet mid_block.attentions.0.proj_in twice, under two names",
         ),
-        (lambda _: {"lora_unet_conv_in.hada_w1_a": torch.zeros(4, 4)}, "it has hada_w1_a [4, 4]"),
-        (lambda _: {"lora_unet_conv_in.dora_scale": torch.ones(4)}, "it has dora_scale [4]"),
+        (
+            lambda _: {"lora_unet_conv_in.hada_w1_a": torch.zeros(4, 4)},
+            "it has hada_w1_a [4, 4]",
+        ),
+        (
+            lambda _: {"lora_unet_conv_in.dora_scale": torch.ones(4)},
+            "it has dora_scale [4]",
+        ),
         (lambda _: {}, "holds no weights"),
         (without("lora_up"), "unknown kind: for 'lora_te_"),
         (without("lora_down"), "unknown kind: for 'lora_te_"),
-        (changed("lora_down.weight", lambda tensor: tensor[:, :-1]), "does not fit this model"),
-        (changed("lora_up.weight", lambda tensor: tensor[:-1]), "does not fit this model"),
-        (changed("lora_up.weight", lambda tensor: tensor[:, :-1]), "is damaged or of an unknown"),
-        (changed("lora_up.weight", lambda tensor: tensor[:0]), "is damaged or of an unknown"),
+        (
+            changed("lora_down.weight", lambda tensor: tensor[:, :-1]),
+            "does not fit this model",
+        ),
+        (
+            changed("lora_up.weight", lambda tensor: tensor[:-1]),
+            "does not fit this model",
+        ),
+        (
+            changed("lora_up.weight", lambda tensor: tensor[:, :-1]),
+            "is damaged or of an unknown",
+        ),
+        (
+            changed("lora_up.weight", lambda tensor: tensor[:0]),
+            "is damaged or of an unknown",
+        ),
         (changed("alpha", lambda _: torch.ones(2)), "is damaged or of an unknown"),
         (changed("alpha", lambda alpha: alpha * torch.nan), "is damaged"),
         (changed("lora_up.weight", lambda tensor: tensor / 0), "is damaged"),
@@ -94,7 +129,9 @@ def test_a_lora_that_does_not_fit_is_refused_by_name(
     )
 
 
-def test_a_vanished_file_is_a_transient_error(cache: lora_file.LoraCache, tmp_path: Path) -> None:
+def test_a_vanished_file_is_a_transient_error(
+    cache: lora_file.LoraCache, tmp_path: Path
+) -> None:
     """Another worker may have evicted it from the disk since its name was looked up."""
     for path in (tmp_path / "gone.safetensors", tmp_path):
         with pytest.raises(errors.TransientError, match="'some-style' cannot be read"):
@@ -146,7 +183,9 @@ def test_a_lora_of_another_model_is_refused_naming_the_model(
         cache.get(named(path))
 
 
-def test_a_pickle_is_refused_without_loading_it(cache: lora_file.LoraCache, tmp_path: Path) -> None:
+def test_a_pickle_is_refused_without_loading_it(
+    cache: lora_file.LoraCache, tmp_path: Path
+) -> None:
     path = tmp_path / "evil.safetensors"
     torch.save({"lora_unet_conv_in.alpha": torch.tensor(1.0)}, path)
     with pytest.raises(
@@ -167,7 +206,9 @@ def test_a_truncated_file_is_refused(
         cache.get(named(path))
 
 
-@pytest.mark.parametrize("suffix", ["x", ".lora_mid.weight", ".diff_b", ".lora_down.weight"])
+@pytest.mark.parametrize(
+    "suffix", ["x", ".lora_mid.weight", ".diff_b", ".lora_down.weight"]
+)
 def test_a_tensors_name_of_megabytes_is_not_quoted_whole(
     cache: lora_file.LoraCache, tmp_path: Path, suffix: str
 ) -> None:
@@ -183,7 +224,14 @@ def test_a_tensor_of_an_absurd_shape_is_the_files_fault(
     cache: lora_file.LoraCache, tmp_path: Path, shape: tuple[int, ...]
 ) -> None:
     path = tmp_path / "x.safetensors"
-    for part in ("lora_down.weight", "alpha", "hada_w1_b", "lokr_w2", "diff", "dora_scale"):
+    for part in (
+        "lora_down.weight",
+        "alpha",
+        "hada_w1_b",
+        "lokr_w2",
+        "diff",
+        "dora_scale",
+    ):
         save_file({f"{UNET_KEY}.{part}": torch.zeros(shape)}, path)
         with pytest.raises(errors.UnusableFileError, match="some-style"):
             cache.get(named(path))
@@ -202,9 +250,13 @@ def test_a_number_type_unknown_to_torch_is_refused(
 ) -> None:
     path = tmp_path / "x.safetensors"
     key = "lora_unet_conv_in.lora_down.weight"
-    header = json.dumps({key: {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}).encode()
+    header = json.dumps(
+        {key: {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}
+    ).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"0")
-    with pytest.raises(errors.UnusableFileError, match=r"'some-style' holds numbers of .* 'F4'"):
+    with pytest.raises(
+        errors.UnusableFileError, match=r"'some-style' holds numbers of .* 'F4'"
+    ):
         cache.get(named(path))
 
 
@@ -224,7 +276,11 @@ def test_a_number_type_unknown_to_torch_is_refused(
     ],
 )
 def test_invalid_peft_metadata_is_refused(
-    cache: lora_file.LoraCache, lora_paths: list[Path], tmp_path: Path, config: str, reason: str
+    cache: lora_file.LoraCache,
+    lora_paths: list[Path],
+    tmp_path: Path,
+    config: str,
+    reason: str,
 ) -> None:
     path = tmp_path / "x.safetensors"
     save_file(load_file(lora_paths[0]), path, {"lora_adapter_metadata": config})
@@ -248,7 +304,9 @@ def test_the_scale_is_alpha_over_rank_wherever_alpha_is_stored(
     ):
         save_file(kept, path, {"lora_adapter_metadata": json.dumps(config)})
         os.utime(path, ns=(0, len(scales)))
-        (scale,) = {change.scale for change in cache.get(named(path)).deltas["unet"].values()}
+        (scale,) = {
+            change.scale for change in cache.get(named(path)).deltas["unet"].values()
+        }
         scales.append(scale)
     assert scales == [0.5, 2.0, 0.25, 4.0, 1.0]
 
@@ -270,7 +328,9 @@ def test_the_header_may_set_alpha_per_layer(
     config = {"lora_adapter_metadata": json.dumps(patterns)}
     save_file(without(".alpha")(load_file(lora_paths[0])), path, config)
     changes = cache.get(named(path)).deltas
-    odd = {name: each.scale for name, each in changes["unet"].items() if each.scale != 1.0}
+    odd = {
+        name: each.scale for name, each in changes["unet"].items() if each.scale != 1.0
+    }
     assert odd.pop("mid_block.attentions.0.proj_in") == 2.0
     assert set(odd.values()) == {0.5}
     assert {name.rsplit(".", 1)[1] for name in odd} == {"to_k"}

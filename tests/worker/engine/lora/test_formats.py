@@ -16,14 +16,20 @@ from worker.engine import contract
 Array = npt.NDArray[np.float64]
 Tensors = dict[str, Array]
 CONV = ("lora_unet_conv_in", (32, 4, 3, 3))
-LINEAR = ("lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_ff_net_2", (32, 128))
+LINEAR = (
+    "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_ff_net_2",
+    (32, 128),
+)
 RANK = 3
 STRENGTH = 0.7
 
 
 def numbers(*shapes: tuple[int, ...]) -> list[Array]:
     random = np.random.default_rng(sum(map(sum, shapes)))
-    return [random.standard_normal(shape).astype(np.float32).astype(float) for shape in shapes]
+    return [
+        random.standard_normal(shape).astype(np.float32).astype(float)
+        for shape in shapes
+    ]
 
 
 def tucker(core: Array, outer: Array, inner: Array) -> Array:
@@ -31,7 +37,11 @@ def tucker(core: Array, outer: Array, inner: Array) -> Array:
     result = np.zeros((outer.shape[1], inner.shape[1], *core.shape[2:]))
     for r in range(len(outer)):
         for s in range(len(inner)):
-            result += outer[r][:, None, None, None] * inner[s][None, :, None, None] * core[r, s]
+            result += (
+                outer[r][:, None, None, None]
+                * inner[s][None, :, None, None]
+                * core[r, s]
+            )
     return result
 
 
@@ -52,7 +62,9 @@ def locon(weight: Array) -> tuple[Tensors, Array]:
 
 def locon_in_tucker_form(weight: Array) -> tuple[Tensors, Array]:
     outer, inner, *kernel = weight.shape
-    down, mid, up = numbers((RANK, inner, 1, 1), (RANK, RANK, *kernel), (outer, RANK, 1, 1))
+    down, mid, up = numbers(
+        (RANK, inner, 1, 1), (RANK, RANK, *kernel), (outer, RANK, 1, 1)
+    )
     parts = {"lora_down.weight": down, "lora_mid.weight": mid, "lora_up.weight": up}
     return parts, tucker(mid, up[:, :, 0, 0].T, down[:, :, 0, 0])
 
@@ -79,7 +91,9 @@ def kronecker(first: Array, second: Array, weight: Array) -> Array:
     delta = np.zeros(weight.shape)
     high, wide = second.shape[:2]
     for i, j in np.ndindex(*first.shape):
-        delta[i * high : (i + 1) * high, j * wide : (j + 1) * wide] = first[i, j] * second
+        delta[i * high : (i + 1) * high, j * wide : (j + 1) * wide] = (
+            first[i, j] * second
+        )
     return delta
 
 
@@ -94,7 +108,9 @@ def lokr(weight: Array) -> tuple[Tensors, Array]:
     columns = inner // 2 * int(np.prod(kernel))
     w1, w2_a, w2_b = numbers((4, 2), (outer // 4, RANK), (RANK, columns))
     w2 = (w2_a @ w2_b).reshape(outer // 4, inner // 2, *kernel)
-    return {"lokr_w1": w1, "lokr_w2_a": w2_a, "lokr_w2_b": w2_b}, kronecker(w1, w2, weight)
+    return {"lokr_w1": w1, "lokr_w2_a": w2_a, "lokr_w2_b": w2_b}, kronecker(
+        w1, w2, weight
+    )
 
 
 def lokr_of_four(weight: Array) -> tuple[Tensors, Array]:
@@ -102,8 +118,12 @@ def lokr_of_four(weight: Array) -> tuple[Tensors, Array]:
     w1_a, w1_b = numbers((4, RANK), (RANK, 2))
     del parts["lokr_w1"]
     outer, inner, *kernel = weight.shape
-    w2 = (parts["lokr_w2_a"] @ parts["lokr_w2_b"]).reshape(outer // 4, inner // 2, *kernel)
-    return {**parts, "lokr_w1_a": w1_a, "lokr_w1_b": w1_b}, kronecker(w1_a @ w1_b, w2, weight)
+    w2 = (parts["lokr_w2_a"] @ parts["lokr_w2_b"]).reshape(
+        outer // 4, inner // 2, *kernel
+    )
+    return {**parts, "lokr_w1_a": w1_a, "lokr_w1_b": w1_b}, kronecker(
+        w1_a @ w1_b, w2, weight
+    )
 
 
 def lokr_in_tucker_form(weight: Array) -> tuple[Tensors, Array]:
@@ -140,7 +160,9 @@ KINDS = [
 UNRANKED = (lokr_of_wholes, difference_of_weights)
 
 
-def merged(engine: Any, make_request: Any, path: Path, layer: str, parts: Tensors) -> Array:
+def merged(
+    engine: Any, make_request: Any, path: Path, layer: str, parts: Tensors
+) -> Array:
     """The layer's weight with a LoRA of these tensors; the base's is restored bit-exactly."""
     tensors = {
         f"{layer}.{name}": torch.from_numpy(np.asarray(part, np.float32)).contiguous()
@@ -187,7 +209,9 @@ def test_each_kind_changes_the_weight_as_defined(
     np.testing.assert_allclose(found, base + STRENGTH * delta, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("layer", "kind"), [(LINEAR, lora), (CONV, locon), (LINEAR, lokr)])
+@pytest.mark.parametrize(
+    ("layer", "kind"), [(LINEAR, lora), (CONV, locon), (LINEAR, lokr)]
+)
 @pytest.mark.parametrize("norms_of", ["outputs", "inputs", "peft"])
 def test_dora_rescales_the_changed_weight_to_its_norms(
     engine: Any,
@@ -220,7 +244,9 @@ def test_dora_rescales_the_changed_weight_to_its_norms(
         },
     }[norms_of]
     found = merged(engine, make_request, tmp_path / "x.safetensors", name, parts)
-    np.testing.assert_allclose(found, base + STRENGTH * (expected - base), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        found, base + STRENGTH * (expected - base), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(("layer", "kind"), KINDS)

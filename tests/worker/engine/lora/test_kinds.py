@@ -21,7 +21,11 @@ LOHA: Shapes = {
     **{f"hada_w{half}_a": (OUT, RANK) for half in (1, 2)},
     **{f"hada_w{half}_b": (RANK, IN) for half in (1, 2)},
 }
-LOKR: Shapes = {"lokr_w1": (4, 2), "lokr_w2_a": (OUT // 4, RANK), "lokr_w2_b": (RANK, IN // 2)}
+LOKR: Shapes = {
+    "lokr_w1": (4, 2),
+    "lokr_w2_a": (OUT // 4, RANK),
+    "lokr_w2_b": (RANK, IN // 2),
+}
 
 #: The shapes of each kind's tensors; those with a kernel are of 1x1 convolutions.
 KINDS: Mapping[str, Shapes] = {
@@ -85,7 +89,9 @@ def make_lora(
     return merge.AppliedLora((str(id(deltas)), 0, 0), deltas, strength)
 
 
-def unpack(loras: Sequence[merge.AppliedLora], dtype: torch.dtype = torch.float32) -> StackedChange:
+def unpack(
+    loras: Sequence[merge.AppliedLora], dtype: torch.dtype = torch.float32
+) -> StackedChange:
     packed = merge.pack(loras, GROUPS, dtype=dtype)
     assert packed is not None
     # As a device would have them: no tensor of the file itself, and another copy of the bytes.
@@ -100,7 +106,9 @@ def merged(
     return found
 
 
-def expected(loras: Sequence[merge.AppliedLora], original: torch.Tensor) -> torch.Tensor:
+def expected(
+    loras: Sequence[merge.AppliedLora], original: torch.Tensor
+) -> torch.Tensor:
     """As `Merger` does it."""
     weights = original.float().clone()
     for at, path in enumerate(PATHS):
@@ -112,7 +120,9 @@ def expected(loras: Sequence[merge.AppliedLora], original: torch.Tensor) -> torc
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("paths", [PATHS, ["one", "four"]])
-def test_each_kind_is_merged_into_all_layers_at_once(kind: str, paths: list[str]) -> None:
+def test_each_kind_is_merged_into_all_layers_at_once(
+    kind: str, paths: list[str]
+) -> None:
     lora, original = make_lora(KINDS[kind], paths=paths), draw(5, OUT, IN)
     before = original.clone()
     found = merged(unpack([lora]), original)
@@ -154,7 +164,9 @@ def test_layers_of_one_file_may_differ_in_kind_rank_alpha_and_factors() -> None:
     found = merged(change, original)
     torch.testing.assert_close(found, expected(parts, original), rtol=1e-5, atol=1e-5)
     assert change.low_rank is not None
-    assert change.low_rank[0].shape == (5, OUT, 8), "matrix products need aligned operands"
+    assert change.low_rank[0].shape == (5, OUT, 8), (
+        "matrix products need aligned operands"
+    )
 
 
 def test_1x1_convolutions_are_merged_together_with_linear_layers() -> None:
@@ -173,7 +185,11 @@ def test_1x1_convolutions_are_merged_together_with_linear_layers() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_of_one_layer_give_the_same_bits_as_one_chunk(kind: str) -> None:
-    loras = [make_lora(KINDS[kind]), make_lora(LOHA, 0.2, ["one", "two"]), make_lora(LORA, 0.4)]
+    loras = [
+        make_lora(KINDS[kind]),
+        make_lora(LOHA, 0.2, ["one", "two"]),
+        make_lora(LORA, 0.4),
+    ]
     original, change = draw(5, OUT, IN).half(), unpack(loras, torch.float16)
     whole = merged(change, original)
     for temporary_bytes in (0, 2 * 3 * 4 * OUT * IN):
@@ -182,7 +198,10 @@ def test_chunks_of_one_layer_give_the_same_bits_as_one_chunk(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["lora", "loha", "lokr", "dora", "full difference"])
 def test_changes_are_summed_in_float32_and_rounded_once(kind: str) -> None:
-    loras = [make_lora(KINDS[kind], dtype=torch.float16), make_lora(LOHA, dtype=torch.bfloat16)]
+    loras = [
+        make_lora(KINDS[kind], dtype=torch.float16),
+        make_lora(LOHA, dtype=torch.bfloat16),
+    ]
     original = draw(5, OUT, IN).half()
     found = merged(unpack(loras, torch.float16), original)
     exact = expected(loras, original)
@@ -207,7 +226,9 @@ def test_a_small_alpha_loses_no_digits_in_float16(others: int) -> None:
     assert ((found - exact).norm() / exact.norm()).item() < 1e-3
 
 
-def test_a_layer_that_slots_cannot_hold_is_packed_only_where_something_else_holds_it() -> None:
+def test_a_layer_that_slots_cannot_hold_is_packed_only_where_something_else_holds_it() -> (
+    None
+):
     lora = make_lora(LORA, paths=["one", "a convolution"])
     assert merge.pack([lora], GROUPS, dtype=torch.float32) is None
     groups: merge.Groups = {**GROUPS, merge.Shape(OUT, IN, 1): ["a convolution"]}
@@ -223,10 +244,18 @@ def test_a_layer_that_slots_cannot_hold_is_packed_only_where_something_else_hold
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_gpu_merges_the_same(kind: str, dtype: torch.dtype) -> None:
-    loras = [make_lora(KINDS[kind], dtype=dtype), make_lora(LOHA, 0.2, ["one"], dtype=dtype)]
+    loras = [
+        make_lora(KINDS[kind], dtype=dtype),
+        make_lora(LOHA, 0.2, ["one"], dtype=dtype),
+    ]
     original = draw(5, OUT, IN).to(dtype)
     packed = merge.pack(loras, GROUPS, dtype=dtype)
     assert packed is not None
     change = packed.of(packed.assemble().cuda()).stacked[GROUP]
-    on_cpu, on_gpu = merged(unpack(loras, dtype), original), merged(change, original.cuda())
-    torch.testing.assert_close(on_gpu.cpu().float(), on_cpu.float(), rtol=2**-7, atol=2**-7)
+    on_cpu, on_gpu = (
+        merged(unpack(loras, dtype), original),
+        merged(change, original.cuda()),
+    )
+    torch.testing.assert_close(
+        on_gpu.cpu().float(), on_cpu.float(), rtol=2**-7, atol=2**-7
+    )

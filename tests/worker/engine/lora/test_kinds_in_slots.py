@@ -28,13 +28,21 @@ FILES = {
 
 
 @pytest.fixture(scope="module")
-def files(slot_engine: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def files(
+    slot_engine: Any, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """LoRAs of all linear and 1x1 layers that slots can hold, and of the text encoder."""
-    folder, generator = tmp_path_factory.mktemp("kinds"), torch.Generator().manual_seed(0)
+    folder, generator = (
+        tmp_path_factory.mktemp("kinds"),
+        torch.Generator().manual_seed(0),
+    )
     networks = slot_engine.checkpoint.networks
     layers = {
         f"{prefix}_{path.removeprefix('text_model.').replace('.', '_')}": layer.weight.shape
-        for network, prefix in {"unet": "lora_unet", "text_encoder": "lora_te_text_model"}.items()
+        for network, prefix in {
+            "unet": "lora_unet",
+            "text_encoder": "lora_te_text_model",
+        }.items()
         for group, paths in slot_engine._preparer.groups[network].items()
         if not isinstance(group, Shape)
         for path, layer in adaptable_layers(networks[network]).items()
@@ -49,7 +57,9 @@ def files(slot_engine: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[st
                 if kind == "full"
                 else lora_kinds.MAKERS[kind](tuple(shape), rank, generator)
             )
-            tensors |= {f"{key}.{part}": tensor.contiguous() for part, tensor in parts.items()}
+            tensors |= {
+                f"{key}.{part}": tensor.contiguous() for part, tensor in parts.items()
+            }
         paths[name] = folder / f"{name}.safetensors"
         save_file(tensors, paths[name])
     return paths
@@ -73,14 +83,20 @@ def test_jobs_with_every_kind_share_calls(
     sets += [
         (),
         (use(files["dora"], 0.5), use(files["loha"], -0.2), use(lora_paths[0], 0.4)),
-        (use(files["lora of rank 40"], 0.2), use(lora_paths[1]), use(lora_paths[2], -0.5)),
+        (
+            use(files["lora of rank 40"], 0.2),
+            use(lora_paths[1]),
+            use(lora_paths[2], -0.5),
+        ),
         (use(files["lokr"], 0.0, 0.5),),
     ]
     requests = [make_request(loras=loras, steps=2) for loras in sets]
     modes = []
     run = step.StepRunner.run
 
-    def record(self: Any, used: step.Step, weight_mode: queue.WeightMode, slots: int) -> None:
+    def record(
+        self: Any, used: step.Step, weight_mode: queue.WeightMode, slots: int
+    ) -> None:
         modes.append((weight_mode, slots))
         run(self, used, weight_mode, slots)
 
@@ -119,7 +135,11 @@ def test_no_kind_leaves_a_trace_in_its_slot_or_the_text_encoder(
 
 
 def test_a_loaded_slot_keeps_no_copy_of_its_loras_and_can_be_loaded_again(
-    slot_engine: Any, lora_paths: list[Path], make_request: Any, draw: Any, difference: Any
+    slot_engine: Any,
+    lora_paths: list[Path],
+    make_request: Any,
+    draw: Any,
+    difference: Any,
 ) -> None:
     requests = [make_request(loras=(use(path),), steps=3) for path in lora_paths[:2]]
     expected = draw(slot_engine, *requests)

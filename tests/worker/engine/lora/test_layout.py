@@ -40,7 +40,9 @@ def test_files_of_one_layout_keep_their_own_numbers_and_alphas(
 ) -> None:
     other = {key: tensor * 2 for key, tensor in weights.items()}
     save_file(weights, tmp_path / "a.safetensors", metadata={"ss_epoch": "1"})
-    save_file(other, tmp_path / "b.safetensors", metadata={"ss_epoch": "2", "more": "{}"})
+    save_file(
+        other, tmp_path / "b.safetensors", metadata={"ss_epoch": "2", "more": "{}"}
+    )
     one = cache.get(named(tmp_path / "a.safetensors"))
     hits = cache._layers._layouts.cache_info().hits
     two = cache.get(named(tmp_path / "b.safetensors"))
@@ -79,7 +81,9 @@ def test_the_largest_numbers_of_a_type_are_finite(
 ) -> None:
     for key, tensor in weights.items():
         if not key.endswith("alpha"):
-            weights[key] = torch.full_like(tensor.half(), torch.finfo(torch.float16).max)
+            weights[key] = torch.full_like(
+                tensor.half(), torch.finfo(torch.float16).max
+            )
     save_file(weights, tmp_path / "a.safetensors")
     cache.get(named(tmp_path / "a.safetensors"))
 
@@ -114,10 +118,13 @@ def test_tensors_that_are_not_aligned_are_read(
             "data_offsets": [begin, len(content)],
         }
     text = json.dumps(header).encode()
-    (tmp_path / "odd.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content)
+    (tmp_path / "odd.safetensors").write_bytes(
+        len(text).to_bytes(8, "little") + text + content
+    )
     save_file(halves, tmp_path / "even.safetensors")
     found, expected = (
-        tensors_of(cache.get(named(tmp_path / f"{name}.safetensors"))) for name in ("odd", "even")
+        tensors_of(cache.get(named(tmp_path / f"{name}.safetensors")))
+        for name in ("odd", "even")
     )
     assert found.keys() == expected.keys()
     for place, tensor in expected.items():

@@ -16,8 +16,12 @@ from worker.engine.lora import file as lora_file
 ROUNDING = 2
 
 
-def use(path: Path, text_encoder: float = 0.8, unet: float | None = None) -> contract.Lora:
-    return contract.Lora(path.stem, path, text_encoder, text_encoder if unet is None else unet)
+def use(
+    path: Path, text_encoder: float = 0.8, unet: float | None = None
+) -> contract.Lora:
+    return contract.Lora(
+        path.stem, path, text_encoder, text_encoder if unet is None else unet
+    )
 
 
 def test_a_lora_changes_its_image_and_not_the_next(
@@ -25,7 +29,9 @@ def test_a_lora_changes_its_image_and_not_the_next(
 ) -> None:
     before = draw(engine, make_request())[0]
     styled = draw(engine, make_request(loras=(use(lora_paths[0]),)))[0]
-    draw(engine, make_request(loras=(use(lora_paths[1], 1.0), use(lora_paths[2], -0.5))))
+    draw(
+        engine, make_request(loras=(use(lora_paths[1], 1.0), use(lora_paths[2], -0.5)))
+    )
     after = draw(engine, make_request())[0]
     assert difference(before, styled) > 20
     assert (before == after).all()
@@ -52,7 +58,9 @@ def test_different_loras_stay_with_their_own_tickets(
     distinct = [together[at] for at in (0, 1, 2, 4, 5)]
     for at, image in enumerate(distinct):
         assert all(difference(image, other) > 10 for other in distinct[:at])
-    assert (together[5] == together[6]).all(), "their order in the prompt does not matter"
+    assert (together[5] == together[6]).all(), (
+        "their order in the prompt does not matter"
+    )
 
 
 def test_only_requests_with_the_same_loras_and_weights_share_a_call(
@@ -128,7 +136,10 @@ def test_convolutions_and_different_ranks_are_merged_and_unmerged_bit_exactly(
     engine: Any, make_request: Any, tmp_path: Path
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    layers = {"conv_in": (4, 2, 32, (3, 3)), "mid_block_attentions_0_proj_in": (64, 3, 64, ())}
+    layers = {
+        "conv_in": (4, 2, 32, (3, 3)),
+        "mid_block_attentions_0_proj_in": (64, 3, 64, ()),
+    }
     weights = {}
     for name, (inner, rank, outer, kernel) in layers.items():
         down = torch.randn((rank, inner, *kernel), generator=generator)
@@ -140,7 +151,9 @@ def test_convolutions_and_different_ranks_are_merged_and_unmerged_bit_exactly(
     unet = engine.checkpoint.unet
     before = unet.conv_in.weight.clone()
     engine.activate(engine.prepare(make_request(loras=(use(path),))).loras)
-    down, up = (weights[f"lora_unet_conv_in.lora_{side}.weight"] for side in ("down", "up"))
+    down, up = (
+        weights[f"lora_unet_conv_in.lora_{side}.weight"] for side in ("down", "up")
+    )
     inputs = torch.randn((1, 4, 8, 8), generator=generator)
     conv = torch.nn.functional.conv2d
     with torch.inference_mode():
@@ -157,14 +170,18 @@ def test_a_hundred_merges_leave_the_checkpoints_weights_bit_exact(
     networks = (engine.checkpoint.unet, engine.checkpoint.text_encoder)
     engine.activate({})
     before = [network.state_dict(keep_vars=False) for network in networks]
-    before = [{name: tensor.clone() for name, tensor in state.items()} for state in before]
+    before = [
+        {name: tensor.clone() for name, tensor in state.items()} for state in before
+    ]
     for at in range(100):
         loras = (use(lora_paths[at % 3], 0.1 + at / 10), use(lora_paths[at % 2], -1.0))[
             : 1 + at % 2
         ]
         engine.activate(engine.prepare(make_request(loras=loras)).loras)
     changed = networks[0].state_dict()
-    assert not all(torch.equal(changed[name], tensor) for name, tensor in before[0].items())
+    assert not all(
+        torch.equal(changed[name], tensor) for name, tensor in before[0].items()
+    )
     engine.activate({})
     for network, state in zip(networks, before, strict=True):
         after = network.state_dict()
@@ -176,7 +193,9 @@ def test_an_image_is_the_same_alone_and_with_seven_others_with_other_loras(
 ) -> None:
     one = make_request(loras=(use(lora_paths[0], 0.35),), seed=77)
     others = [
-        make_request(loras=tuple(use(path, 0.2 * at) for path in lora_paths[: at % 4]), seed=at)
+        make_request(
+            loras=tuple(use(path, 0.2 * at) for path in lora_paths[: at % 4]), seed=at
+        )
         for at in range(7)
     ]
     base = draw(engine, make_request())[0]
@@ -187,7 +206,11 @@ def test_an_image_is_the_same_alone_and_with_seven_others_with_other_loras(
 
 
 def test_a_failed_merge_affects_no_other_image(
-    make_engine: Any, lora_paths: list[Path], make_request: Any, draw: Any, monkeypatch: Any
+    make_engine: Any,
+    lora_paths: list[Path],
+    make_request: Any,
+    draw: Any,
+    monkeypatch: Any,
 ) -> None:
     engine = make_engine()
     before = draw(engine, make_request())[0]

@@ -21,7 +21,9 @@ from worker.engine import contract, embeddings
 from worker.engine.families import reading, table
 from worker.engine.lora import file as lora_file
 
-LAYOUTS = json.loads(Path(__file__).with_name("layouts.json").read_text(encoding="utf-8"))
+LAYOUTS = json.loads(
+    Path(__file__).with_name("layouts.json").read_text(encoding="utf-8")
+)
 TYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -50,7 +52,9 @@ def models() -> dict[str, lora_file.Layers]:
             reading.build(UNet2DConditionModel, {**family.unet_config, **changes}),
             {
                 each.network: reading.build(
-                    CLIPTextModelWithProjection if each.rules.has_pooled else CLIPTextModel,
+                    CLIPTextModelWithProjection
+                    if each.rules.has_pooled
+                    else CLIPTextModel,
                     each.config,
                 )
                 for each in family.text_encoders
@@ -99,23 +103,31 @@ def test_each_layout_of_a_lora_is_stored_and_drawn_by_its_models(
 
 
 def pair(rank: int = 2, **more: torch.Tensor) -> Tensors:
-    factors = {"lora_down.weight": torch.ones(2, 320), "lora_up.weight": torch.ones(320, rank)}
+    factors = {
+        "lora_down.weight": torch.ones(2, 320),
+        "lora_up.weight": torch.ones(320, rank),
+    }
     return {f"{KEY}.{name}": each for name, each in {**factors, **more}.items()}
 
 
 BROKEN: dict[str, Tensors] = {
     "alone": {f"{KEY}.alpha": torch.ones(())},
     "ranks": pair(3),
-    "integers": pair(alpha=torch.ones(())) | {f"{KEY}.lora_up.weight": torch.ones(320, 2).int()},
+    "integers": pair(alpha=torch.ones(()))
+    | {f"{KEY}.lora_up.weight": torch.ones(320, 2).int()},
     "nan": {**pair(), f"{KEY}.alpha": torch.tensor(float("nan"))},
-    "infinity in bfloat16": {key: (each / 0).bfloat16() for key, each in pair().items()},
+    "infinity in bfloat16": {
+        key: (each / 0).bfloat16() for key, each in pair().items()
+    },
     "nan in float8": {
-        key: (each * float("nan")).to(torch.float8_e4m3fn) for key, each in pair().items()
+        key: (each * float("nan")).to(torch.float8_e4m3fn)
+        for key, each in pair().items()
     },
     "boft": {f"{KEY}.oft_blocks": torch.ones(3, 4, 80, 80)},
     "ia3 of neither": {f"{KEY}.weight": torch.ones(320)},
     "empty": pair(alpha=torch.ones(0)),
-    "two embeddings in one": pair() | {f"bundle_emb.a.{key}": torch.ones(1, 768) for key in "bc"},
+    "two embeddings in one": pair()
+    | {f"bundle_emb.a.{key}": torch.ones(1, 768) for key in "bc"},
 }
 
 
@@ -124,7 +136,9 @@ def test_what_every_worker_refuses_is_never_stored_and_for_the_same_reason(
     models: dict[str, lora_file.Layers], tmp_path: Path, name: str
 ) -> None:
     path = tmp_path / f"{name}.safetensors"
-    path.write_bytes(save({key: each.contiguous() for key, each in BROKEN[name].items()}))
+    path.write_bytes(
+        save({key: each.contiguous() for key, each in BROKEN[name].items()})
+    )
     reason = of_console(kinds.LORA, path)
     assert reason.startswith(f"the LoRA {name!r} ")
     assert {of_worker(models[name], path) for name in ("sd1", "sd2", "inp")} == {reason}

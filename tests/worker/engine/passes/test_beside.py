@@ -34,13 +34,22 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.fixture
-def enlarging(make_request: Callable[..., contract.ImageRequest], network: Any) -> Enlarging:
+def enlarging(
+    make_request: Callable[..., contract.ImageRequest], network: Any
+) -> Enlarging:
     """A request that enlarges the picture four times."""
 
-    def make(pixels: contract.Pixels | None = None, **changes: Any) -> contract.ImageRequest:
+    def make(
+        pixels: contract.Pixels | None = None, **changes: Any
+    ) -> contract.ImageRequest:
         pixels = picture() if pixels is None else pixels
         size = pixels.shape[1] * 4, pixels.shape[0] * 4
-        given = {"upscalers": (("4x_Tiny", network[0]),), "whole": size, "scale": 4.0, **changes}
+        given = {
+            "upscalers": (("4x_Tiny", network[0]),),
+            "whole": size,
+            "scale": 4.0,
+            **changes,
+        }
         fields = {"width": given["whole"][0], "height": given["whole"][1], **given}
         init = contract.InitImage(pixels, 0.0)
         height, width = pixels.shape[:2]
@@ -71,7 +80,9 @@ def test_a_network_of_restoration_runs_at_a_scale_of_one(
 ) -> None:
     (found,) = draw(slot_engine, enlarging(whole=(40, 24), scale=1.0))
     once = Image.fromarray(esrgan.enlarge(network[1], picture()))
-    assert np.array_equal(found, np.asarray(once.resize((40, 24), Image.Resampling.LANCZOS)))
+    assert np.array_equal(
+        found, np.asarray(once.resize((40, 24), Image.Resampling.LANCZOS))
+    )
     (smaller,) = draw(slot_engine, enlarging(whole=(32, 16), scale=0.8))
     expected = Image.fromarray(picture()).resize((32, 16), Image.Resampling.LANCZOS)
     assert np.array_equal(smaller, np.asarray(expected))
@@ -128,7 +139,10 @@ def test_the_engine_holds_no_more_than_it_has_room_for_and_waits_only_briefly(
 
 
 def test_what_fails_is_the_images_own_outcome(
-    slot_engine: SlotEngine, draw: Any, enlarging: Enlarging, monkeypatch: pytest.MonkeyPatch
+    slot_engine: SlotEngine,
+    draw: Any,
+    enlarging: Enlarging,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: Any) -> contract.Pixels:
         raise torch.cuda.OutOfMemoryError

@@ -26,7 +26,11 @@ def init() -> Any:
     """An `InitImage` of a width and height; *masked* has its right half drawn anew."""
 
     def make(
-        width: int = 64, height: int = 64, *, masked: bool = False, strength: float = 0.6
+        width: int = 64,
+        height: int = 64,
+        *,
+        masked: bool = False,
+        strength: float = 0.6,
     ) -> contract.InitImage:
         colours = np.random.default_rng(width).integers(0, 256, (4, 4, 3), np.uint8)
         pixels = np.asarray(Image.fromarray(colours).resize((width, height)))
@@ -45,13 +49,17 @@ def hires(width: int = 96, height: int = 96, **changes: Any) -> contract.HiresPa
 
 
 @pytest.fixture
-def mixed(make_request: Any, init: Any, lora_paths: list[Path]) -> list[contract.ImageRequest]:
+def mixed(
+    make_request: Any, init: Any, lora_paths: list[Path]
+) -> list[contract.ImageRequest]:
     style = contract.Lora("style", lora_paths[0], 1.0, 1.0)
     other = contract.Lora("other", lora_paths[1], 0.5, 1.5)
     return [
         make_request(),
         make_request(seed=2, init=init()),
-        make_request(seed=3, init=init(masked=True), sampler="ddim", steps=8, loras=(style,)),
+        make_request(
+            seed=3, init=init(masked=True), sampler="ddim", steps=8, loras=(style,)
+        ),
         make_request(seed=4, hires=hires(), loras=(other,)),
         make_request(seed=5, init=init(masked=True), sampler="dpmpp_2m_karras"),
         make_request(seed=6, width=96, height=96),
@@ -92,7 +100,9 @@ def test_both_passes_share_calls_with_other_jobs_of_their_size(
 
     def run(self: Any, used: step.Step, mode: queue.WeightMode, slots: int) -> None:
         lane = next(lane for lane in engine._lanes if lane.step is used)
-        calls.append([(job.ticket, lane.batch_key.width) for job in lane.active.values()])
+        calls.append(
+            [(job.ticket, lane.batch_key.width) for job in lane.active.values()]
+        )
         original(self, used, mode, slots)
 
     monkeypatch.setattr(step.StepRunner, "run", run)
@@ -127,13 +137,18 @@ def test_a_job_with_two_passes_is_one_ticket_until_its_end(
 
 
 def test_loras_change_both_passes(
-    make_slot_engine: Any, make_request: Any, lora_paths: list[Path], draw: Any, difference: Any
+    make_slot_engine: Any,
+    make_request: Any,
+    lora_paths: list[Path],
+    draw: Any,
+    difference: Any,
 ) -> None:
     """Merged for all when alone, in the slots' own weights in company."""
     engine = make_slot_engine(slots=2, blocks=2)
     styles = [contract.Lora(path.stem, path, 1.0, 1.5) for path in lora_paths[:2]]
     requests = [
-        make_request(seed=1, steps=6, loras=(styled,), hires=hires(steps=6)) for styled in styles
+        make_request(seed=1, steps=6, loras=(styled,), hires=hires(steps=6))
+        for styled in styles
     ]
     merged = [draw(engine, request)[0] for request in requests]
     for image, expected in zip(draw(engine, *requests), merged, strict=True):
@@ -148,11 +163,15 @@ def test_the_images_of_a_job_share_what_was_prepared_and_what_was_encoded(
 ) -> None:  # fmt: skip
     engine = make_slot_engine(slots=3)
     kinds = {"init": init()}, {"hires": hires()}
-    requests = [[make_request(seed=seed, **kind) for seed in (1, 2, 3)] for kind in kinds]
+    requests = [
+        [make_request(seed=seed, **kind) for seed in (1, 2, 3)] for kind in kinds
+    ]
     apart = [[draw(engine, request)[0] for request in each] for each in requests]
     encoded, encode = [], ImageCoder.encode
     monkeypatch.setattr(
-        ImageCoder, "encode", lambda self, pixels: encode(self, encoded.append(pixels) or pixels)
+        ImageCoder,
+        "encode",
+        lambda self, pixels: encode(self, encoded.append(pixels) or pixels),
     )
     for each, expected in zip(requests, apart, strict=True):
         first = engine.prepare(each[0])
@@ -166,7 +185,9 @@ def test_the_images_of_a_job_share_what_was_prepared_and_what_was_encoded(
     assert len(encoded) == 1
 
 
-def fail(monkeypatch: pytest.MonkeyPatch, engine: Any, error: Exception, when: Any) -> None:
+def fail(
+    monkeypatch: pytest.MonkeyPatch, engine: Any, error: Exception, when: Any
+) -> None:
     """Makes ticks fail, by the seeds and the width of their images."""
     original = step.StepRunner.run
 
@@ -192,12 +213,19 @@ def test_out_of_memory_in_either_pass_fails_no_image(
     monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=4, blocks=2)
-    requests = [make_request(seed=seed, hires=hires(upscaler=upscaler)) for seed in (1, 2, 3)]
+    requests = [
+        make_request(seed=seed, hires=hires(upscaler=upscaler)) for seed in (1, 2, 3)
+    ]
     requests.append(make_request(seed=4, init=init(masked=True)))
     sound = draw(engine, *requests)
     failures = iter(range(100))
     memory = torch.cuda.OutOfMemoryError("CUDA out of memory")
-    fail(monkeypatch, engine, memory, lambda _, lane: lane == width and next(failures) in (1, 3))
+    fail(
+        monkeypatch,
+        engine,
+        memory,
+        lambda _, lane: lane == width and next(failures) in (1, 3),
+    )
     for image, expected in zip(draw(engine, *requests), sound, strict=True):
         assert difference(image, expected) <= ROUNDING
     assert engine._lanes.blocks == 1
@@ -240,7 +268,9 @@ def test_only_the_job_with_a_first_pass_of_nan_fails(
     monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=3)
-    requests = [make_request(seed=seed, hires=hires(upscaler=upscaler)) for seed in (1, 666, 3)]
+    requests = [
+        make_request(seed=seed, hires=hires(upscaler=upscaler)) for seed in (1, 666, 3)
+    ]
     sound = draw(engine, *requests)
     end = engine._end_pass
 
@@ -261,7 +291,10 @@ def test_a_vae_that_overflows_in_float16_encodes_in_float32(
 ) -> None:
     """Its decoder may go on in float16."""
     engine = make_slot_engine("float16", slots=2)
-    requests = [make_request(init=init()), make_request(hires=hires(upscaler="Lanczos"))]
+    requests = [
+        make_request(init=init()),
+        make_request(hires=hires(upscaler="Lanczos")),
+    ]
     sound = draw(engine, *requests)
     from worker.engine.passes import images
 
@@ -282,14 +315,20 @@ def test_a_vae_that_overflows_in_float16_encodes_in_float32(
 
 
 def test_a_first_pass_without_memory_to_decode_it_whole_is_decoded_in_stripes(
-    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+    make_slot_engine: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=2)
     request = make_request(hires=hires(upscaler="Lanczos"))
     (sound,) = draw(engine, request)
     original, ways = decoder.to_images, []
 
-    def to_images(vae: Any, latents: torch.Tensor, *, in_stripes: bool = False) -> torch.Tensor:
+    def to_images(
+        vae: Any, latents: torch.Tensor, *, in_stripes: bool = False
+    ) -> torch.Tensor:
         ways.append(in_stripes)
         if not in_stripes and latents.shape[-1] == 8:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")

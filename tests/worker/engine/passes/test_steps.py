@@ -17,12 +17,21 @@ ALPHAS = torch.cumprod(1 - BETAS, dim=0)
 
 def schedule(name: str, taken: begin.Steps, **options: Any) -> sampler.Schedule:
     given = samplers.Options(**options)
-    return schedules.make_schedule(name, taken.steps, ALPHAS, "epsilon", given, t_enc=taken.t_enc)
+    return schedules.make_schedule(
+        name, taken.steps, ALPHAS, "epsilon", given, t_enc=taken.t_enc
+    )
 
 
 @pytest.mark.parametrize(
     ("count", "strength", "t_enc"),
-    [(20, 0.75, 15), (20, 0.0, 0), (20, 0.04, 0), (20, 1.0, 19), (1, 0.5, 0), (150, 1.0, 149)],
+    [
+        (20, 0.75, 15),
+        (20, 0.0, 0),
+        (20, 0.04, 0),
+        (20, 1.0, 19),
+        (1, 0.5, 0),
+        (150, 1.0, 149),
+    ],
 )
 def test_img2img_takes_fewer_steps_at_less_strength(
     count: int, strength: float, t_enc: int
@@ -32,7 +41,8 @@ def test_img2img_takes_fewer_steps_at_less_strength(
 
 
 @pytest.mark.parametrize(
-    ("count", "strength", "whole"), [(15, 0.7, 21), (20, 1.0, 20), (1, 0.3, 3), (5, 0.999, 5)]
+    ("count", "strength", "whole"),
+    [(15, 0.7, 21), (20, 1.0, 20), (1, 0.3, 3), (5, 0.999, 5)],
 )
 def test_a_second_pass_takes_its_steps_at_any_strength(
     count: int, strength: float, whole: int
@@ -48,7 +58,9 @@ CALLS: dict[str, Callable[[int], int]] = {
     "ddim_cfgpp": lambda t_enc: t_enc - 1,
     "plms": lambda t_enc: t_enc - (t_enc < 2),
     "unipc": lambda t_enc: t_enc,
-    **dict.fromkeys(("euler", "lms", "dpmpp_2m_sde", "lcm", "tcd"), lambda t_enc: t_enc + 1),
+    **dict.fromkeys(
+        ("euler", "lms", "dpmpp_2m_sde", "lcm", "tcd"), lambda t_enc: t_enc + 1
+    ),
     **dict.fromkeys(("heun", "dpm_2", "dpmpp_sde"), lambda t_enc: 2 * t_enc + 1),
 }
 
@@ -73,12 +85,18 @@ def test_every_sampler_has_a_finite_end_for_any_steps_and_strength(name: str) ->
 @pytest.mark.parametrize("name", samplers.SAMPLERS)
 def test_no_step_leaves_the_latents_as_they_are(name: str) -> None:
     made = schedule(name, begin.second_pass(20, 0.0), s_churn=10.0)
-    assert (made.image_scale, made.initial_scale, made.initial_churn or 0.0) == (1.0, 0.0, 0.0)
+    assert (made.image_scale, made.initial_scale, made.initial_churn or 0.0) == (
+        1.0,
+        0.0,
+        0.0,
+    )
     (row,) = made.table[:, None]
     latents = torch.randn((1, 4, 8, 8), generator=torch.Generator().manual_seed(1))
     history = latents.new_zeros((sampler.HISTORY, *latents.shape))
     image = sampler.Inpainting(torch.ones((1, 1, 8, 8)), torch.zeros_like(latents))
-    after, _ = sampler.step(row, latents, torch.ones_like(latents), history, latents, image)
+    after, _ = sampler.step(
+        row, latents, torch.ones_like(latents), history, latents, image
+    )
     assert torch.equal(after, latents)
 
 
@@ -95,7 +113,9 @@ def test_the_churn_of_the_end_of_a_schedule_is_k_diffusions(
         return (x + timestep.view(-1, 1, 1, 1) / 1000).tanh()
 
     taken = begin.img2img(20, 0.6)
-    model = k_diffusion.external.DiscreteEpsDDPMDenoiser(predict, ALPHAS.float(), quantize=False)
+    model = k_diffusion.external.DiscreteEpsDDPMDenoiser(
+        predict, ALPHAS.float(), quantize=False
+    )
     sigmas = model.get_sigmas(20)
     if name == "euler_karras":
         sigmas = k_diffusion.sampling.get_sigmas_karras(

@@ -68,7 +68,9 @@ def test_before_an_image_smaller_than_a_tile_it_is_black() -> None:
 
 
 @pytest.mark.parametrize("averaged", [False, True])
-def test_a_network_that_looks_at_each_pixel_alone_gives_the_same_in_tiles(averaged: bool) -> None:
+def test_a_network_that_looks_at_each_pixel_alone_gives_the_same_in_tiles(
+    averaged: bool,
+) -> None:
     image = picture(250, 430)
     found = in_tiles(double, image, 2, 192, averaged=averaged)
     assert np.array_equal(found, image.repeat(2, 0).repeat(2, 1))
@@ -119,6 +121,9 @@ def test_a_network_of_a_file_runs_in_these_tiles(tmp_path: Path) -> None:
     path, network = esrgan.build(tmp_path / "4x.safetensors")
     image = picture(24, 320)
     found = upscaling.UpscalerCache(torch.device("cpu")).get(path).enlarge(image)
-    ends = esrgan.enlarge(network, image[:, :192]), esrgan.enlarge(network, image[:, 128:])
+    ends = (
+        esrgan.enlarge(network, image[:, :192]),
+        esrgan.enlarge(network, image[:, 128:]),
+    )
     assert np.array_equal(found[:, : 4 * 128], ends[0][:, : 4 * 128])
     assert np.array_equal(found[:, 4 * (128 + OVERLAP) :], ends[1][:, 4 * OVERLAP :])

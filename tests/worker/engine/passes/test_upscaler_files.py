@@ -48,7 +48,9 @@ def test_tiles_become_smaller_while_the_memory_is_short(
     upscaler = model.UpscalerCache(CPU).get(path)
     run, sizes, longest = model.in_tiles, [], 96
 
-    def short(network: Any, pixels: contract.Pixels, scale: int, tile: int, **how: Any) -> Any:
+    def short(
+        network: Any, pixels: contract.Pixels, scale: int, tile: int, **how: Any
+    ) -> Any:
         sizes.append(tile)
         if tile > longest:
             raise torch.cuda.OutOfMemoryError
@@ -63,7 +65,9 @@ def test_tiles_become_smaller_while_the_memory_is_short(
     upscaler.enlarge(pixels)
     assert sizes == [192, 96, 192, 96, 48]
     for message, size in zip(caplog.messages, (96, 48), strict=True):
-        assert message.endswith(f"4x-tiny ran out of memory: it goes on in tiles of {size} pixels")
+        assert message.endswith(
+            f"4x-tiny ran out of memory: it goes on in tiles of {size} pixels"
+        )
     longest = 192
     for _ in range(3):
         upscaler.enlarge(pixels)
@@ -101,7 +105,9 @@ def test_a_file_that_has_gone_is_fetched_again(tmp_path: Path) -> None:
 def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "damaged.safetensors"
     path.write_bytes(content)
-    with pytest.raises(errors.UnusableFileError, match=r"not a complete \.safetensors file"):
+    with pytest.raises(
+        errors.UnusableFileError, match=r"not a complete \.safetensors file"
+    ):
         model.UpscalerCache(CPU).get(path)
 
 
@@ -112,7 +118,9 @@ def test_a_file_of_something_else_is_refused_by_name(tmp_path: Path) -> None:
         model.UpscalerCache(CPU).get(path)
 
 
-def test_a_network_with_a_layer_missing_is_refused(build: Build, tmp_path: Path) -> None:
+def test_a_network_with_a_layer_missing_is_refused(
+    build: Build, tmp_path: Path
+) -> None:
     path, network = build()
     tensors = network.state_dict()
     del tensors["model.1.sub.0.RDB2.conv3.0.weight"]

@@ -12,7 +12,9 @@ from worker.engine import contract
 from worker.engine.passes import upscaling
 
 
-def find(width: int, height: int, upscaler: str = "Latent", **changes: Any) -> upscaling.Upscaling:
+def find(
+    width: int, height: int, upscaler: str = "Latent", **changes: Any
+) -> upscaling.Upscaling:
     hires = contract.HiresPass(width, height, 0.5, 10, upscaler, **changes)
     return upscaling.find(hires, lambda _: double)
 
@@ -87,7 +89,9 @@ def test_the_steps_of_resizing_are_automatic1111s(
     found = find(width, height, upscaler)
     width, height = found.size
     scale = max(width / 512, height / 768)
-    theirs = Image.fromarray(pixels).resize((int(512 * scale), int(768 * scale)), resampling)
+    theirs = Image.fromarray(pixels).resize(
+        (int(512 * scale), int(768 * scale)), resampling
+    )
     aligned = int(512 * scale // 8 * 8), int(768 * scale // 8 * 8)
     for size in (aligned, (width, height)):
         if theirs.size != size:
@@ -96,4 +100,7 @@ def test_the_steps_of_resizing_are_automatic1111s(
 
 
 def test_a_file_goes_before_a_name() -> None:
-    assert find(1024, 1536, "Latent", upscaler_path=Path("4x.safetensors")).enlarge is double
+    assert (
+        find(1024, 1536, "Latent", upscaler_path=Path("4x.safetensors")).enlarge
+        is double
+    )

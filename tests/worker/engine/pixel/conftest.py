@@ -30,7 +30,9 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     @cache
     def build(name: tiny_cascade.StageName, **scheduler: Any) -> Path:
-        return tiny_cascade.build(tmp_path_factory.mktemp("cascade") / name, name, **scheduler)
+        return tiny_cascade.build(
+            tmp_path_factory.mktemp("cascade") / name, name, **scheduler
+        )
 
     return build
 
@@ -50,11 +52,17 @@ def make_engine(stage: Any) -> Iterator[Callable[..., SlotEngine]]:
     made = []
 
     def make(
-        name: str = "base", *, slots: int = 3, backend: str | None = None, **scheduler: Any
+        name: str = "base",
+        *,
+        slots: int = 3,
+        backend: str | None = None,
+        **scheduler: Any,
     ) -> SlotEngine:
         folder = scheduler.pop("folder", None) or stage(name, **scheduler)
         loaded = checkpoints.load_checkpoint(folder, torch.device("cpu"), torch.float32)
-        made.append(SlotEngine(of_pixels(loaded, Settings(slots=slots, backend=backend))))
+        made.append(
+            SlotEngine(of_pixels(loaded, Settings(slots=slots, backend=backend)))
+        )
         return made[-1]
 
     yield make
@@ -107,7 +115,9 @@ def request_of(low_image: contract.Pixels) -> Callable[..., contract.ImageReques
 
 
 @pytest.fixture
-def draw_floats(draw: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[torch.Tensor]]:
+def draw_floats(
+    draw: Any, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[torch.Tensor]]:
     """Draws requests; returns their images [3, height, width] before they are rounded."""
 
     def run(engine: SlotEngine, *requests: contract.ImageRequest) -> list[torch.Tensor]:

@@ -60,11 +60,15 @@ def test_the_strength_is_the_noise_on_the_image_that_is_upscaled(
 ) -> None:
     engine = make_engine("sr")
     for strength, level in ((0.0, 0), (0.25, 250), (1.0, 999)):
-        prepared = engine.prepare(request_of("sr", init=contract.InitImage(low_image, strength)))
+        prepared = engine.prepare(
+            request_of("sr", init=contract.InitImage(low_image, strength))
+        )
         assert prepared.enlarged.level == level
 
 
-def test_jobs_are_admitted_up_to_the_capacity(make_engine: Any, request_of: Any) -> None:
+def test_jobs_are_admitted_up_to_the_capacity(
+    make_engine: Any, request_of: Any
+) -> None:
     engine = make_engine(slots=2)
     assert (engine.capacity, engine.free, engine.busy) == (4, 4, False)
     for ticket in range(4):
@@ -98,16 +102,40 @@ def test_another_image_of_a_job_needs_no_other_preparation(
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("base", {"width": 32}, "32x16 pixels cannot be drawn: this stage draws 16x16 alone"),
-        ("base", {"loras": (contract.Lora("a", Path("a"), 1, 1),)}, "does not support LoRAs"),
         (
             "base",
-            {"controls": (contract.Control("a", Path("a"), np.zeros((1, 1, 3), np.uint8)),)},
+            {"width": 32},
+            "32x16 pixels cannot be drawn: this stage draws 16x16 alone",
+        ),
+        (
+            "base",
+            {"loras": (contract.Lora("a", Path("a"), 1, 1),)},
+            "does not support LoRAs",
+        ),
+        (
+            "base",
+            {
+                "controls": (
+                    contract.Control("a", Path("a"), np.zeros((1, 1, 3), np.uint8)),
+                )
+            },
             "does not support ControlNets",
         ),
-        ("base", {"hires": contract.HiresPass(32, 32, 0.5, 5, "Latent")}, "a second pass"),
-        ("base", {"prompt": read_prompt("a AND b")}, "does not support AND or prompt editing"),
-        ("sr", {"negative_prompt": read_negative_prompt("[a|b]")}, "AND or prompt editing"),
+        (
+            "base",
+            {"hires": contract.HiresPass(32, 32, 0.5, 5, "Latent")},
+            "a second pass",
+        ),
+        (
+            "base",
+            {"prompt": read_prompt("a AND b")},
+            "does not support AND or prompt editing",
+        ),
+        (
+            "sr",
+            {"negative_prompt": read_negative_prompt("[a|b]")},
+            "AND or prompt editing",
+        ),
         (
             "base",
             {"init": contract.InitImage(np.zeros((16, 16, 3), np.uint8), 0.5)},
@@ -145,7 +173,9 @@ def test_options_of_samplers_are_used(
 def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[int]]]:
     """Makes ticks fail; returns the seeds of each tick, failed ones included."""
 
-    def apply(engine: Any, error: Exception, when: Callable[[list[int]], bool]) -> list[list[int]]:
+    def apply(
+        engine: Any, error: Exception, when: Callable[[list[int]], bool]
+    ) -> list[list[int]]:
         ticks: list[list[int]] = []
         original = engine._runner.run
 
@@ -185,7 +215,9 @@ def test_an_image_that_breaks_calls_fails_alone(
     requests = [request_of(seed=seed, steps=3) for seed in range(4)]
     sound = draw(engine, *requests)
     fail(engine, RuntimeError("a bad kernel"), lambda seeds: 1 in seeds)
-    for seed, (image, expected) in enumerate(zip(draw(engine, *requests), sound, strict=True)):
+    for seed, (image, expected) in enumerate(
+        zip(draw(engine, *requests), sound, strict=True)
+    ):
         if seed == 1:
             assert isinstance(image, errors.TransientError)
             assert "a bad kernel" in image.message
@@ -193,7 +225,9 @@ def test_an_image_that_breaks_calls_fails_alone(
             assert difference(image, expected) <= ROUNDING
 
 
-def test_a_broken_gpu_ends_the_engine(make_engine: Any, request_of: Any, fail: Any) -> None:
+def test_a_broken_gpu_ends_the_engine(
+    make_engine: Any, request_of: Any, fail: Any
+) -> None:
     engine = make_engine()
     engine.admit(0, engine.prepare(request_of()))
     fail(engine, RuntimeError("CUDA error: an illegal memory access"), lambda _: True)
@@ -216,7 +250,9 @@ def test_an_image_that_is_nan_is_drawn_again_elsewhere_and_spoils_no_other(
         outcomes |= {each.ticket: each.outcome for each in engine.tick()}
     assert isinstance(outcomes[0], errors.TransientError)
     assert difference(outcomes[1], sound[0]) <= ROUNDING
-    assert difference(outcomes[2], sound[1]) <= ROUNDING, "in the slot of the broken one"
+    assert difference(outcomes[2], sound[1]) <= ROUNDING, (
+        "in the slot of the broken one"
+    )
 
 
 # Compiling.
@@ -290,18 +326,24 @@ def test_an_engine_is_found_by_what_the_model_is(
     assert (sr.family, sr.default_size) == ("if_sr", (32, 32))
     assert base.model_name == "base"
     assert (base.find_embeddings(["a"], ["a"]), base.self_check) == ((), None)
-    latent = load.load_engine(load.EngineSettings(checkpoint, "cpu", slots=1, compiled_modes=()))
+    latent = load.load_engine(
+        load.EngineSettings(checkpoint, "cpu", slots=1, compiled_modes=())
+    )
     assert isinstance(latent, SlotEngine)
     for engine in (base, sr, latent):
         engine.close()
 
 
-def test_requests_of_another_engine_are_refused(make_engine: Any, request_of: Any) -> None:
+def test_requests_of_another_engine_are_refused(
+    make_engine: Any, request_of: Any
+) -> None:
     with pytest.raises(TypeError, match="prepared by another engine"):
         make_engine().admit(0, object())
 
 
-def test_the_jobs_of_a_closed_engine_are_gone(make_engine: Any, request_of: Any) -> None:
+def test_the_jobs_of_a_closed_engine_are_gone(
+    make_engine: Any, request_of: Any
+) -> None:
     engine: SlotEngine = make_engine()
     engine.admit(0, engine.prepare(request_of()))
     engine.close()

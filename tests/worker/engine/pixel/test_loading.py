@@ -49,7 +49,9 @@ def test_the_check_before_torch_takes_a_stage_for_what_it_is(
 
 def test_a_stage_without_its_unet_or_scheduler_is_refused(copied: Path) -> None:
     (copied / "scheduler" / "scheduler_config.json").unlink()
-    with pytest.raises(errors.SetupError, match=r"has no scheduler/scheduler_config\.json"):
+    with pytest.raises(
+        errors.SetupError, match=r"has no scheduler/scheduler_config\.json"
+    ):
         read(copied)
     (copied / "unet" / "diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(errors.SetupError, match="has neither"):
@@ -63,17 +65,24 @@ def test_a_stage_without_its_unet_or_scheduler_is_refused(copied: Path) -> None:
     [
         ({"out_channels": 3}, r"cannot be loaded|out_channels"),
         ({"class_embed_type": "timestep"}, r"lacks|class_embed_type"),
-        ({"class_embeddings_concat": True}, r"cannot be loaded|class_embeddings_concat"),
+        (
+            {"class_embeddings_concat": True},
+            r"cannot be loaded|class_embeddings_concat",
+        ),
         ({"sample_size": [16, 32]}, "sample_size is no number"),
     ],
 )
-def test_another_architecture_is_refused(changes: Any, message: str, copied: Path) -> None:
+def test_another_architecture_is_refused(
+    changes: Any, message: str, copied: Path
+) -> None:
     change(copied / "unet" / "config.json", **changes)
     with pytest.raises(errors.SetupError, match=message):
         read(copied)
 
 
-def test_a_super_resolution_stage_needs_its_second_scheduler(stage: Any, tmp_path: Path) -> None:
+def test_a_super_resolution_stage_needs_its_second_scheduler(
+    stage: Any, tmp_path: Path
+) -> None:
     folder = tmp_path / "sr"
     shutil.copytree(stage("sr"), folder)
     shutil.rmtree(folder / "image_noising_scheduler")

@@ -18,7 +18,9 @@ PROMPT, NEGATIVE = "A red house", "blurry"
 ROUNDING = 2e-3
 
 
-def draw_base(pipeline: Any, seed: int = 1, guidance: float = 7.0, **steps: Any) -> torch.Tensor:
+def draw_base(
+    pipeline: Any, seed: int = 1, guidance: float = 7.0, **steps: Any
+) -> torch.Tensor:
     (image,) = pipeline(
         PROMPT,
         negative_prompt=NEGATIVE,
@@ -49,7 +51,9 @@ def test_a_base_image_is_that_of_diffusers(
 ) -> None:
     (image,) = draw_floats(make_engine(**scheduler), request_of())
     expected = draw_base(pipeline("base", **scheduler), num_inference_steps=8)
-    assert torch.allclose(image, expected, atol=ROUNDING), (image - expected).abs().max()
+    assert torch.allclose(image, expected, atol=ROUNDING), (
+        (image - expected).abs().max()
+    )
     assert image.std() > 0.1
 
 
@@ -75,7 +79,9 @@ def test_images_of_one_batch_are_those_that_diffusers_draws_one_by_one(
         assert torch.allclose(image, own, atol=ROUNDING), (image - own).abs().max()
 
 
-@pytest.mark.parametrize(("noise_level", "strength"), [(250, 0.25), (0, 0.0), (999, 1.0)])
+@pytest.mark.parametrize(
+    ("noise_level", "strength"), [(250, 0.25), (0, 0.0), (999, 1.0)]
+)
 def test_a_super_resolution_image_is_that_of_diffusers(
     noise_level: int,
     strength: float,
@@ -92,7 +98,9 @@ def test_a_super_resolution_image_is_that_of_diffusers(
         for seed, low in ((1, low_image), (2, flipped), (3, low_image))
     ]
     images = draw_floats(engine, *requests)
-    for seed, low, image in zip((1, 2, 3), (low_image, flipped, low_image), images, strict=True):
+    for seed, low, image in zip(
+        (1, 2, 3), (low_image, flipped, low_image), images, strict=True
+    ):
         (expected,) = owned(
             PROMPT,
             negative_prompt=NEGATIVE,
@@ -104,7 +112,9 @@ def test_a_super_resolution_image_is_that_of_diffusers(
             clean_caption=False,
         ).images
         assert expected.shape == (3, tiny_cascade.SR_SIDE, tiny_cascade.SR_SIDE)
-        assert torch.allclose(image, expected, atol=ROUNDING), (image - expected).abs().max()
+        assert torch.allclose(image, expected, atol=ROUNDING), (
+            (image - expected).abs().max()
+        )
 
 
 def test_a_cascade_of_both_stages_is_that_of_diffusers(
@@ -117,6 +127,8 @@ def test_a_cascade_of_both_stages_is_that_of_diffusers(
     asked: dict[str, Any] = {"negative_prompt": NEGATIVE, "num_inference_steps": 8}
     asked |= {"clean_caption": False}
     small = first(PROMPT, generator=torch.Generator().manual_seed(1), **asked).images[0]
-    large = second(PROMPT, image=small, generator=torch.Generator().manual_seed(1), **asked)
+    large = second(
+        PROMPT, image=small, generator=torch.Generator().manual_seed(1), **asked
+    )
     assert difference(low, np.asarray(small)) <= 1
     assert difference(image, np.asarray(large.images[0])) <= 2

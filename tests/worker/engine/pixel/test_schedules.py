@@ -30,7 +30,9 @@ def noise_schedule(**changes: Any) -> DDPMScheduler:
 
 
 def table(name: str, steps: int = 20, **changes: Any) -> torch.Tensor:
-    return schedules.make_schedule(name, steps, noise_schedule(**changes), Options()).table
+    return schedules.make_schedule(
+        name, steps, noise_schedule(**changes), Options()
+    ).table
 
 
 @pytest.mark.parametrize(
@@ -40,7 +42,9 @@ def table(name: str, steps: int = 20, **changes: Any) -> torch.Tensor:
         *(("smart185", 185), ("super27", 27), ("super40", 40), ("super100", 100)),
     ],
 )
-def test_the_named_lists_of_timesteps_are_those_of_diffusers(name: str, steps: int) -> None:
+def test_the_named_lists_of_timesteps_are_those_of_diffusers(
+    name: str, steps: int
+) -> None:
     assert list(schedules.LISTS[name]) == getattr(deepfloyd_if, f"{name}_timesteps")
     found = table(name)[:, sampler.TIMESTEP].tolist()
     assert found == getattr(deepfloyd_if, f"{name}_timesteps")
@@ -86,7 +90,9 @@ def test_a_step_is_that_of_diffusers_scheduler(name: str) -> None:
         assert torch.allclose(found, expected, rtol=1e-5, atol=2e-5), at
 
 
-def run_step(row: torch.Tensor, image: Any, output: Any, variance: Any, noise: Any) -> torch.Tensor:
+def run_step(
+    row: torch.Tensor, image: Any, output: Any, variance: Any, noise: Any
+) -> torch.Tensor:
     """One tick of one slot, with a UNet that gives this output for both prompts."""
 
     class Unet:
@@ -100,7 +106,9 @@ def run_step(row: torch.Tensor, image: Any, output: Any, variance: Any, noise: A
     rows = torch.cat([row, torch.tensor([7.0])])[None]
     stepped = image.clone()
     unused = torch.zeros(2, 1, 1)
-    state = SlotState(stepped, history, rows, noise, unused, unused, unused, None, unused, None)
+    state = SlotState(
+        stepped, history, rows, noise, unused, unused, unused, None, unused, None
+    )
     parts.tick(Unet(), "shared", state, ())  # type: ignore[arg-type]
     return stepped
 
@@ -118,7 +126,9 @@ def test_dynamic_thresholding_is_that_of_diffusers(scale: float) -> None:
 
 def test_the_rank_of_a_quantile_is_torchs_for_all_sizes() -> None:
     random = torch.Generator().manual_seed(0)
-    for quantile, count in itertools.product((0.5, 0.95, 0.995, 1.0), (3, 768, 12288, 196608)):
+    for quantile, count in itertools.product(
+        (0.5, 0.95, 0.995, 1.0), (3, 768, 12288, 196608)
+    ):
         values = torch.randn(count, generator=random).sort().values
         noise = noise_schedule(dynamic_thresholding_ratio=quantile)
         rank = schedules.limit_of(noise, count).keywords["rank"]
@@ -136,7 +146,9 @@ def edm_sigmas(noise: DDPMScheduler) -> list[float]:
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 def test_edm_is_algorithm_1_of_karras(prediction: str) -> None:
     """Heun's method as the paper has it, in float64, on a denoiser that is not linear."""
-    noise = noise_schedule(prediction_type=prediction, thresholding=False, clip_sample=False)
+    noise = noise_schedule(
+        prediction_type=prediction, thresholding=False, clip_sample=False
+    )
     made = schedules.make_schedule(schedules.EDM, 30, noise, Options())
     sigmas = edm_sigmas(noise)
     assert len(made.table) == 2 * 30 - 1, "two calls per step, one for the last"
@@ -146,7 +158,9 @@ def test_edm_is_algorithm_1_of_karras(prediction: str) -> None:
     def denoise(x: torch.Tensor, sigma: float) -> torch.Tensor:
         return torch.tanh(x / (1 + sigma**2)) + 0.1 * sigma
 
-    start = sigmas[0] * torch.randn(64, dtype=torch.float64, generator=torch.Generator())
+    start = sigmas[0] * torch.randn(
+        64, dtype=torch.float64, generator=torch.Generator()
+    )
     x = start.clone()
     for sigma, following in itertools.pairwise(sigmas):
         slope = (x - denoise(x, sigma)) / sigma
@@ -154,9 +168,17 @@ def test_edm_is_algorithm_1_of_karras(prediction: str) -> None:
         x = euler
         if following > 0:
             second = (euler - denoise(euler, following)) / following
-            x = euler - (following - sigma) * slope + (following - sigma) * (slope + second) / 2
+            x = (
+                euler
+                - (following - sigma) * slope
+                + (following - sigma) * (slope + second) / 2
+            )
     levels = [sigmas[0], *(each for each in sigmas[1:-1] for _ in range(2))]
-    image, before, earlier = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
+    image, before, earlier = (
+        start.clone(),
+        torch.zeros_like(start),
+        torch.zeros_like(start),
+    )
     for row, sigma in zip(made.table.double(), levels, strict=True):
         estimate = denoise(image, sigma)
         weights = row[sampler.FIRST_WEIGHT : sampler.COLUMNS]
@@ -170,7 +192,9 @@ def test_edm_is_algorithm_1_of_karras(prediction: str) -> None:
 def test_edm_goes_from_80_to_the_least_sigma_that_the_unet_knows() -> None:
     noise = noise_schedule()
     sigmas = edm_sigmas(noise)
-    least = math.sqrt((1 - noise.alphas_cumprod[0].item()) / noise.alphas_cumprod[0].item())
+    least = math.sqrt(
+        (1 - noise.alphas_cumprod[0].item()) / noise.alphas_cumprod[0].item()
+    )
     assert sigmas[0] == pytest.approx(80)
     assert sigmas[-2] == pytest.approx(max(0.002, least))
     assert sigmas[-1] == 0

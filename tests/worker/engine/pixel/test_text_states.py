@@ -40,7 +40,9 @@ PLAIN = ["", "A red house ", "a" * 200, "über"]
         "plan.pdf",
     ],
 )
-def test_states_are_those_of_diffusers_pipeline(prompt: str, text: Any, pipeline: Any) -> None:
+def test_states_are_those_of_diffusers_pipeline(
+    prompt: str, text: Any, pipeline: Any
+) -> None:
     expected, _ = pipeline("base").encode_prompt(prompt, clean_caption=True)
     assert torch.equal(text.encode([prompt]), expected)
 
@@ -63,7 +65,9 @@ def test_an_encoder_that_was_trained_with_plain_captions_reads_them_as_they_are(
     monkeypatch.setattr(text_stage, "_CLEANING", {"no_such_library": "none"})
     shutil.copytree(stage("base"), tmp_path, dirs_exist_ok=True)
     path = tmp_path / "text_encoder" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "clean_caption": False}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "clean_caption": False})
+    )
     text = text_stage.TextStage(tmp_path, torch.device("cpu"), torch.float32)
     prompt = "A (red) house.png"
     expected, _ = pipeline("base").encode_prompt(prompt, clean_caption=False)
@@ -101,9 +105,13 @@ def test_a_file_has_the_states_in_float16_under_the_name_of_prompt_and_encoder(
 ) -> None:
     (states,) = text.encode(["A red house"])
     path = write(tmp_path, "A red house", NAME, states)
-    assert path.stem == text_states.stem(" a red HOUSE", NAME), "as the encoder takes it"
+    assert path.stem == text_states.stem(" a red HOUSE", NAME), (
+        "as the encoder takes it"
+    )
     assert path.stem != text_states.stem("a red house", "another encoder")
-    assert torch.equal(text_states.read(path, "a red house", NAME, WIDTH), states.half())
+    assert torch.equal(
+        text_states.read(path, "a red house", NAME, WIDTH), states.half()
+    )
 
 
 def test_states_of_t5_xxl_take_631_kb(tmp_path: Path) -> None:
@@ -113,13 +121,19 @@ def test_states_of_t5_xxl_take_631_kb(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "encoder", "width"),
-    [("another", NAME, WIDTH), ("a red house", "another", WIDTH), ("a red house", NAME, 64)],
+    [
+        ("another", NAME, WIDTH),
+        ("a red house", "another", WIDTH),
+        ("a red house", NAME, 64),
+    ],
 )
 def test_states_of_another_prompt_encoder_or_width_are_refused(
     prompt: str, encoder: str, width: int, tmp_path: Path, text: Any
 ) -> None:
     path = write(tmp_path, "a red house", NAME, text.encode(["a red house"])[0])
-    with pytest.raises(errors.JobError, match=r"does not have the text states|are damaged"):
+    with pytest.raises(
+        errors.JobError, match=r"does not have the text states|are damaged"
+    ):
         text_states.read(path, prompt, encoder, width)
 
 
@@ -135,7 +149,9 @@ def test_damaged_states_are_refused(tmp_path: Path, text: Any) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\x10", b"PK\x03\x04 a pickle"])
-def test_a_file_that_cannot_be_read_is_read_again_later(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_read_again_later(
+    content: bytes, tmp_path: Path
+) -> None:
     path = tmp_path / "cut-off.safetensors"
     path.write_bytes(content)
     with pytest.raises(errors.TransientError, match="cannot be read"):
@@ -154,13 +170,17 @@ def test_a_stage_without_an_encoder_draws_from_files(
     difference: Any,
 ) -> None:
     prompts = "a red house", "blurry"
-    paths = tuple(write(tmp_path, each, NAME, text.encode([each])[0]) for each in prompts)
+    paths = tuple(
+        write(tmp_path, each, NAME, text.encode([each])[0]) for each in prompts
+    )
     engine = make_engine(folder=without_encoder)
     (image,) = draw(engine, request_of(text_states=paths))
     assert difference(image, draw(make_engine(), request_of())[0]) <= 4, "float16"
     with pytest.raises(errors.JobError, match="the prompt's text states are missing"):
         engine.prepare(request_of(prompt="another"))
-    with pytest.raises(errors.JobError, match="does not have the text states of this prompt"):
+    with pytest.raises(
+        errors.JobError, match="does not have the text states of this prompt"
+    ):
         engine.prepare(request_of(prompt="another", text_states=paths))
 
 
@@ -185,6 +205,8 @@ def test_a_tokenizer_that_another_library_has_to_convert_is_refused_by_name(
         lambda name: None if name == "sentencepiece" else found(name),
     )
     shutil.copytree(stage("base"), tmp_path, dirs_exist_ok=True)
-    (tmp_path / "tokenizer" / "tokenizer.json").rename(tmp_path / "tokenizer" / "spiece.model")
+    (tmp_path / "tokenizer" / "tokenizer.json").rename(
+        tmp_path / "tokenizer" / "spiece.model"
+    )
     with pytest.raises(errors.SetupError, match=r"has no tokenizer\.json.*pip install"):
         text_stage.TextStage(tmp_path, torch.device("cpu"), torch.float32)

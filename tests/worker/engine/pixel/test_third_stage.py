@@ -40,11 +40,20 @@ def upscaler(folder: Path) -> Iterator[slots.SlotEngine]:
 
 @pytest.fixture
 def request_of(make_request: Any) -> Any:
-    def make(pixels: contract.Pixels, strength: float, **changes: Any) -> contract.ImageRequest:
+    def make(
+        pixels: contract.Pixels, strength: float, **changes: Any
+    ) -> contract.ImageRequest:
         height, width, _ = pixels.shape
-        fields = {"prompt": "A red house", "steps": 4, "width": 4 * width, "height": 4 * height}
+        fields = {
+            "prompt": "A red house",
+            "steps": 4,
+            "width": 4 * width,
+            "height": 4 * height,
+        }
         init = contract.InitImage(pixels, strength)
-        made: contract.ImageRequest = make_request(**{**fields, "init": init, **changes})
+        made: contract.ImageRequest = make_request(
+            **{**fields, "init": init, **changes}
+        )
         return made
 
     return make
@@ -82,7 +91,12 @@ async def test_a_job_of_its_own_makes_four_times_its_image(
     difference: Any,
 ) -> None:
     """Of several images each has its own seed, and so its own noise on the image."""
-    fields = {"prompt": "A red house", "seed": 1, "steps": 4, "init_images": [encoded(pixels)]}
+    fields = {
+        "prompt": "A red house",
+        "seed": 1,
+        "steps": 4,
+        "init_images": [encoded(pixels)],
+    }
     fields |= {"denoising_strength": 0.1, "negative_prompt": "blurry", "cfg_scale": 7}
     await storage.queue.send([message(**fields, id="one", n_iter=2)])
     await storage.queue.send([message(**fields, id="sized", width=96, height=64)])
@@ -111,16 +125,28 @@ async def test_a_cascade_of_three_stages_ends_with_the_x4_upscaler(
     difference: Any,
 ) -> None:
     base, middle = make_engine(), make_engine("sr")
-    fields: dict[str, Any] = {"prompt": "A red house", "negative_prompt": "blurry", "seed": 1}
+    fields: dict[str, Any] = {
+        "prompt": "A red house",
+        "negative_prompt": "blurry",
+        "seed": 1,
+    }
     fields |= {"steps": 4, "cfg_scale": 7, "sampler_name": "DDPM"}
     then = [
         {"model": middle.model_name, "denoising_strength": 0.25},
-        {"model": upscaler.model_name, "denoising_strength": 0.1, "sampler_name": "Euler a"},
+        {
+            "model": upscaler.model_name,
+            "denoising_strength": 0.1,
+            "sampler_name": "Euler a",
+        },
     ]
-    await storage.models.send([message(**fields, id="one", model=base.model_name, then=then)])
+    await storage.models.send(
+        [message(**fields, id="one", model=base.model_name, then=then)]
+    )
     for engine in (base, middle, upscaler):
         await run_pipeline(engine)
-    (small, _), (large, _) = [await read(storage, f"default/one~s{at}.png") for at in (2, 3)]
+    (small, _), (large, _) = [
+        await read(storage, f"default/one~s{at}.png") for at in (2, 3)
+    ]
     assert small.shape[:2] == (tiny_cascade.SR_SIDE, tiny_cascade.SR_SIDE)
     assert large.shape[:2] == (4 * tiny_cascade.SR_SIDE, 4 * tiny_cascade.SR_SIDE)
     again = load.load_engine(load.EngineSettings(folder, "cpu", slots=3))
@@ -132,7 +158,12 @@ async def test_a_cascade_of_three_stages_ends_with_the_x4_upscaler(
 async def test_a_job_that_it_cannot_draw_fails_with_what_to_change(
     storage: Storage, run_pipeline: Any, message: Any, upscaler: Any, pixels: Any
 ) -> None:
-    fields = {"seed": 1, "steps": 2, "init_images": [encoded(pixels)], "denoising_strength": 0.1}
+    fields = {
+        "seed": 1,
+        "steps": 2,
+        "init_images": [encoded(pixels)],
+        "denoising_strength": 0.1,
+    }
     await storage.queue.send(
         [
             message(**{**fields, "init_images": []}, id="text"),
@@ -142,7 +173,9 @@ async def test_a_job_that_it_cannot_draw_fails_with_what_to_change(
         ]
     )
     await run_pipeline(upscaler)
-    failed = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
+    failed = [
+        dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()
+    ]
     reasons = {each.id: each.reason for each in failed if each is not None}
     assert "the job needs init_images" in reasons["text"]
     assert "it has 24x16 pixels, the job asks for 128x128" in reasons["small"]
@@ -168,5 +201,7 @@ def test_a_model_is_tried_with_an_image_and_has_no_reference_images(
     check.check_path(folder)
     drawn = making.test_image(folder, tmp_path / "x4.png")
     assert (drawn["width"], drawn["height"]) == (64, 64)
-    with pytest.raises(errors.SetupError, match="enlarges images: nodes do not compare"):
+    with pytest.raises(
+        errors.SetupError, match="enlarges images: nodes do not compare"
+    ):
         making.canary(folder)

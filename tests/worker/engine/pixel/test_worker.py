@@ -31,7 +31,11 @@ async def test_a_worker_draws_jobs_with_a_base_stage(
     draw: Any,
     difference: Any,
 ) -> None:
-    fields: dict[str, Any] = {"prompt": "A red house", "negative_prompt": "blurry", "seed": 1}
+    fields: dict[str, Any] = {
+        "prompt": "A red house",
+        "negative_prompt": "blurry",
+        "seed": 1,
+    }
     fields |= {"steps": 8, "cfg_scale": 7}
     for name, sampler in (("one", "DDPM"), ("two", "Fast27"), ("three", "k_euler_a")):
         await storage.queue.send([message(**fields, id=name, sampler_name=sampler)])
@@ -60,7 +64,11 @@ async def test_the_second_stage_enlarges_the_stored_image_of_the_first(
     difference: Any,
 ) -> None:
     base, upscaler = make_engine(), make_engine("sr")
-    fields: dict[str, Any] = {"prompt": "A red house", "negative_prompt": "blurry", "seed": 1}
+    fields: dict[str, Any] = {
+        "prompt": "A red house",
+        "negative_prompt": "blurry",
+        "seed": 1,
+    }
     fields |= {"steps": 6, "cfg_scale": 7, "sampler_name": "DDPM"}
     enlarge = {"model": upscaler.model_name, "denoising_strength": 0.25}
     job = message(**fields, id="one", model=base.model_name, then=[enlarge])
@@ -86,13 +94,17 @@ def cascade(stage: Any, tmp_path_factory: pytest.TempPathFactory) -> Folders:
     for name in ("base", "sr"):
         shutil.copytree(stage(name), folder / name)
         shutil.copytree(
-            stage("base") / "text_encoder", folder / name / "text_encoder", dirs_exist_ok=True
+            stage("base") / "text_encoder",
+            folder / name / "text_encoder",
+            dirs_exist_ok=True,
         )
     return {name: folder / name for name in ("base", "sr")}
 
 
 @pytest.fixture(scope="session")
-def small_cascade(cascade: Folders, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+def small_cascade(
+    cascade: Folders, tmp_path_factory: pytest.TempPathFactory
+) -> Folders:
     """The same as 8 GB cards have them: without a text encoder."""
     folder = tmp_path_factory.mktemp("small")
     for name, whole in cascade.items():
@@ -110,7 +122,9 @@ def made(tmp_path: Path) -> Path:
     return folder
 
 
-async def store_states(storage: Storage, folder: Path, made: Path, *prompts: str) -> list[str]:
+async def store_states(
+    storage: Storage, folder: Path, made: Path, *prompts: str
+) -> list[str]:
     """Stores what the encoder of a stage's *folder* says of prompts; returns the files' stems."""
     text = text_stage.TextStage(folder, torch.device("cpu"), torch.float32)
     encoder, stems = text_stage.encoder_name(folder), []
@@ -141,18 +155,28 @@ async def test_stages_without_a_text_encoder_draw_the_images_of_those_with_one(
     monkeypatch.setattr(
         text_stage.TextStage, "encode", lambda *given: encode(*given).half().float()
     )
-    fields: dict[str, Any] = {"prompt": "A red (house)", "negative_prompt": "blurry", "seed": 1}
+    fields: dict[str, Any] = {
+        "prompt": "A red (house)",
+        "negative_prompt": "blurry",
+        "seed": 1,
+    }
     fields |= {"steps": 6, "cfg_scale": 7, "sampler_name": "DDPM"}
-    stems = await store_states(storage, cascade["base"], made, "a red (house)", "blurry")
+    stems = await store_states(
+        storage, cascade["base"], made, "a red (house)", "blurry"
+    )
     drawn = {}
     for name, folders in (("whole", cascade), ("small", small_cascade)):
         engines = [make_engine(folder=folder) for folder in folders.values()]
         enlarge = {"model": engines[1].model_name, "denoising_strength": 0.25}
         model = engines[0].model_name
-        await storage.models.send([message(**fields, id=name, model=model, then=[enlarge])])
+        await storage.models.send(
+            [message(**fields, id=name, model=model, then=[enlarge])]
+        )
         for engine in engines:
             await run_pipeline(engine)
-        drawn[name] = [await read(storage, f"default/{name}{end}.png") for end in ("", "~s2")]
+        drawn[name] = [
+            await read(storage, f"default/{name}{end}.png") for end in ("", "~s2")
+        ]
     for small, whole in zip(drawn["small"], drawn["whole"], strict=True):
         assert difference(small, whole) == 0
     cache = tmp_path / "cache" / TEXT.folder
@@ -169,27 +193,42 @@ async def test_a_job_whose_text_states_are_missing_fails_with_the_command_that_m
     made: Path,
 ) -> None:
     await store_states(storage, cascade["base"], made, "a red house", "")
-    fields: dict[str, Any] = {"seed": 1, "steps": 2, "cfg_scale": 7, "sampler_name": "DDPM"}
+    fields: dict[str, Any] = {
+        "seed": 1,
+        "steps": 2,
+        "cfg_scale": 7,
+        "sampler_name": "DDPM",
+    }
     jobs = {
         "good": {"prompt": "a red house"},
         "lost": {"prompt": "a blue house"},
         "half": {"prompt": "a red house", "negative_prompt": "blurry"},
     }
-    await storage.queue.send([message(**fields, **jobs[name], id=name) for name in jobs])
+    await storage.queue.send(
+        [message(**fields, **jobs[name], id=name) for name in jobs]
+    )
     engine = make_engine("base", folder=small_cascade["base"])
     on_engine: list[Any] = []
     prepare = engine.prepare
     engine.prepare = lambda request: (on_engine.append(request), prepare(request))[1]
     await run_pipeline(engine)
-    failed = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
+    failed = [
+        dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()
+    ]
     reasons = {each.id: each.reason for each in failed if each is not None}
     assert reasons.keys() == {"lost", "half"}
-    assert "the text states of the prompt by 'tiny-t5' are not in the storage" in reasons["lost"]
+    assert (
+        "the text states of the prompt by 'tiny-t5' are not in the storage"
+        in reasons["lost"]
+    )
     assert "the text states of the negative prompt" in reasons["half"]
     assert all(
-        "`imagefleet files make text JOBS --model FOLDER`" in each for each in reasons.values()
+        "`imagefleet files make text JOBS --model FOLDER`" in each
+        for each in reasons.values()
     )
-    assert [str(each.prompt) for each in on_engine] == ["a red house"], "decided before the engine"
+    assert [str(each.prompt) for each in on_engine] == ["a red house"], (
+        "decided before the engine"
+    )
     assert await storage.blobs.read("default/good.png") is not None
 
 
@@ -204,21 +243,36 @@ async def test_with_a_trusted_key_only_listed_text_states_are_used(
     tmp_path: Path,
 ) -> None:
     key = SigningKey.create(tmp_path / "key.pem")
-    await store_states(storage, cascade["base"], made, "a red house", "a blue house", "")
+    await store_states(
+        storage, cascade["base"], made, "a red house", "a blue house", ""
+    )
     listed = {
         stem: hashlib.sha256((made / f"{stem}.safetensors").read_bytes()).hexdigest()
-        for stem in (text_states.stem(each, tiny_cascade.ENCODER) for each in ("a red house", ""))
+        for stem in (
+            text_states.stem(each, tiny_cascade.ENCODER) for each in ("a red house", "")
+        )
     }
     content = manifest.encode(TEXT.folder, listed, key)
     name = f"{TEXT.folder}/{manifest.NAME}"
     assert await storage.files.create(name, content, "application/json", {})
-    fields: dict[str, Any] = {"seed": 1, "steps": 2, "cfg_scale": 7, "sampler_name": "DDPM"}
+    fields: dict[str, Any] = {
+        "seed": 1,
+        "steps": 2,
+        "cfg_scale": 7,
+        "sampler_name": "DDPM",
+    }
     for job_id, prompt in (("good", "a red house"), ("unlisted", "a blue house")):
         job = read_job(message(**fields, prompt=prompt, id=job_id), job_id)
         await storage.queue.send([job.to_message(JobSigner(key, storage.scope))])
-    await run_pipeline(make_engine(folder=small_cascade["base"]), trusted_key=key.public)
-    failed = [dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()]
-    ((job_id, reason),) = ((each.id, each.reason) for each in failed if each is not None)
+    await run_pipeline(
+        make_engine(folder=small_cascade["base"]), trusted_key=key.public
+    )
+    failed = [
+        dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()
+    ]
+    ((job_id, reason),) = (
+        (each.id, each.reason) for each in failed if each is not None
+    )
     assert (job_id, "which is signed, does not list" in reason) == ("unlisted", True)
     assert await storage.blobs.read("default/good.png") is not None
 

@@ -15,7 +15,9 @@ def requests(make_request: Any) -> list[contract.ImageRequest]:
         make_request(seed=1, sampler="dpm_adaptive"),
         make_request(seed=2, sampler="dpm_adaptive", sampler_options=Options(eta=0.0)),
         make_request(seed=3, sampler="heun", steps=9),
-        make_request(seed=4, sampler="dpm_adaptive", sampler_options=Options(s_min_uncond=5.0)),
+        make_request(
+            seed=4, sampler="dpm_adaptive", sampler_options=Options(s_min_uncond=5.0)
+        ),
         make_request(seed=5, sampler="euler_ancestral", steps=12),
         make_request(seed=6, sampler="dpm_adaptive", cfg_scale=1.0),
     ]
@@ -30,13 +32,17 @@ def test_an_image_of_unknown_calls_is_what_it_is_alone(
     for request, image in zip(asked, together, strict=True):
         (alone,) = draw(slot_engine, request)
         # The lengths of its steps follow the rounding, which is another with each width of a batch.
-        assert difference(alone, image) <= (8 if request.sampler == "dpm_adaptive" else 2)
+        assert difference(alone, image) <= (
+            8 if request.sampler == "dpm_adaptive" else 2
+        )
 
 
 def test_its_second_pass_and_the_steps_that_are_given_change_what_they_change(
     slot_engine: Any, make_request: Any, draw: Any
 ) -> None:
-    hires = contract.HiresPass(96, 96, denoising_strength=0.6, steps=3, upscaler="Latent")
+    hires = contract.HiresPass(
+        96, 96, denoising_strength=0.6, steps=3, upscaler="Latent"
+    )
     plain, longer, enlarged = draw(
         slot_engine,
         make_request(sampler="dpm_adaptive", steps=4),
@@ -68,7 +74,9 @@ def test_a_failed_image_begins_again_with_its_first_row(
     assert difference(finished[0].outcome, whole) <= 2
 
 
-def test_it_cannot_be_controlled(slot_engine: Any, make_request: Any, make_control: Any) -> None:
+def test_it_cannot_be_controlled(
+    slot_engine: Any, make_request: Any, make_control: Any
+) -> None:
     request = make_request(sampler="dpm_adaptive", controls=(make_control(0),))
     with pytest.raises(errors.JobError, match="DPM adaptive cannot be controlled"):
         slot_engine.prepare(request)

@@ -37,7 +37,9 @@ def theirs(k_diffusion: Any) -> Callable[[float, float, int], Any]:
 
 @pytest.mark.parametrize("seed", [0, 2**32 - 1])
 @pytest.mark.parametrize("steps", [2, 15])
-@pytest.mark.parametrize("schedule", ["karras", "exponential", "uniform", "sgm_uniform"])
+@pytest.mark.parametrize(
+    "schedule", ["karras", "exponential", "uniform", "sgm_uniform"]
+)
 @pytest.mark.parametrize("method", SDE)
 def test_the_noise_of_an_image_is_k_diffusions_to_the_bit(
     k_diffusion: Any, theirs: Any, method: str, schedule: str, steps: int, seed: int
@@ -51,7 +53,9 @@ def test_the_noise_of_an_image_is_k_diffusions_to_the_bit(
 
     reference = references.Reference(k_diffusion, stand_in, alphas_cumprod())
     noise = [torch.zeros(1, *SHAPE)]
-    reference.draw_by(method, reference.model, schedule, steps, noise, noise_sampler=remember)
+    reference.draw_by(
+        method, reference.model, schedule, steps, noise, noise_sampler=remember
+    )
     name = method if schedule == "uniform" else f"{method}_{schedule}"
     made = make_schedule(name, steps, alphas_cumprod(), "epsilon")
     assert made.brownian is not None
@@ -71,7 +75,9 @@ def test_increments_of_parts_add_up_whatever_was_asked_before() -> None:
     tree, other = (BrownianTree(3, (0.03, 14.6), cpu) for _ in range(2))
     (whole,) = tree.noise([(10.0, 2.0)])
     first, second = other.noise([(3.0, 2.0), (10.0, 3.0)])
-    torch.testing.assert_close(whole * 8**0.5, first + second * 7**0.5, rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        whole * 8**0.5, first + second * 7**0.5, rtol=0, atol=2e-5
+    )
     asked = [(14.0, 0.05), (5.0, 4.0), (5.0, 4.5), (5.0, 4.0), (99.0, 14.6)]
     together = other.noise(asked)
     for interval, found in zip(asked, together, strict=True):
@@ -109,5 +115,7 @@ def test_the_noise_has_variance_1_and_follows_the_source() -> None:
         stream.first()
         drawn.append(torch.empty(SHAPE))
         stream.fill(drawn[-1])
-    assert torch.equal(drawn[0], drawn[1]), "the delta is not of this noise, there either"
+    assert torch.equal(drawn[0], drawn[1]), (
+        "the delta is not of this noise, there either"
+    )
     assert not torch.equal(drawn[1], drawn[2])

@@ -9,22 +9,37 @@ import torch
 import references
 from imagefleet.job import samplers
 from imagefleet.job.samplers import Options
-from sampling import alphas_cumprod, noises, relative_difference, sample, stand_in, taking
+from sampling import (
+    alphas_cumprod,
+    noises,
+    relative_difference,
+    sample,
+    stand_in,
+    taking,
+)
 from worker.engine.samplers.schedule import make_schedule
 
 #: diffusers converts torch tensors to numpy in a way that numpy deprecates
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)
 
 METHODS = list(references.METHODS)
 STEP_COUNTS = [3, 4, 6, 8, 10, 12, 15, 20, 36, 50]
 
 
 @pytest.fixture
-def theirs(k_diffusion: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
+def theirs(
+    k_diffusion: Any, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., torch.Tensor]:
     """Draws with k-diffusion on a list of noise, the first of which the image begins with."""
 
     def draw(
-        method: str, schedule: str, steps: int, noise: list[torch.Tensor], **options: Any
+        method: str,
+        schedule: str,
+        steps: int,
+        noise: list[torch.Tensor],
+        **options: Any,
     ) -> torch.Tensor:
         monkeypatch.setattr(torch, "randn_like", taking(noise[1:]))
         made = references.Reference(k_diffusion, stand_in, alphas_cumprod())
@@ -34,7 +49,11 @@ def theirs(k_diffusion: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., t
 
 
 def check(
-    theirs: Callable[..., torch.Tensor], method: str, schedule: str, steps: int, **options: Any
+    theirs: Callable[..., torch.Tensor],
+    method: str,
+    schedule: str,
+    steps: int,
+    **options: Any,
 ) -> float:
     (sampler,) = (
         each
@@ -42,7 +61,9 @@ def check(
         if each.method == method and each.schedule == schedule
     )
     noise = noises(3 * steps + 80)
-    made = make_schedule(sampler.key, steps, alphas_cumprod(), "epsilon", Options(**options))
+    made = make_schedule(
+        sampler.key, steps, alphas_cumprod(), "epsilon", Options(**options)
+    )
     return relative_difference(
         sample(made, noise, stand_in), theirs(method, schedule, steps, noise, **options)
     )
@@ -61,16 +82,24 @@ def test_each_schedule_is_the_references(theirs: Any, schedule: str) -> None:
     assert check(theirs, "euler_ancestral", schedule, 8) < 1e-5
 
 
-@pytest.mark.parametrize("schedule", sorted(set(samplers.SCHEDULES) - {"turbo"}))  # Forge's
-def test_a_schedule_in_half_precision_is_k_diffusions(schedule: str, k_diffusion: Any) -> None:
+@pytest.mark.parametrize(
+    "schedule", sorted(set(samplers.SCHEDULES) - {"turbo"})
+)  # Forge's
+def test_a_schedule_in_half_precision_is_k_diffusions(
+    schedule: str, k_diffusion: Any
+) -> None:
     """As AUTOMATIC1111 drew before 1.7, whose model had its `alphas_cumprod` in float16 as well."""
     key = "euler" if schedule == "uniform" else f"euler_{schedule}"
     noise, alphas = noises(1), alphas_cumprod()
     made = make_schedule(key, 8, alphas, "epsilon", Options(is_downcast=True))
     found = sample(made, noise, stand_in)
     halved = references.Reference(k_diffusion, stand_in, alphas.float().half())
-    assert relative_difference(found, halved.draw("euler", schedule, 8, noise, {})) < 1e-5
-    assert (made.table - make_schedule(key, 8, alphas, "epsilon").table).abs().max() > 1e-4
+    assert (
+        relative_difference(found, halved.draw("euler", schedule, 8, noise, {})) < 1e-5
+    )
+    assert (
+        made.table - make_schedule(key, 8, alphas, "epsilon").table
+    ).abs().max() > 1e-4
 
 
 @pytest.mark.slow

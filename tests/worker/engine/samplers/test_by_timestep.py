@@ -11,19 +11,30 @@ from diffusers import LCMScheduler, TCDScheduler, UniPCMultistepScheduler
 
 import references
 from imagefleet.job.samplers import Options
-from sampling import alphas_cumprod, noises, relative_difference, sample, stand_in, taking
+from sampling import (
+    alphas_cumprod,
+    noises,
+    relative_difference,
+    sample,
+    stand_in,
+    taking,
+)
 from worker.engine import sampler
 from worker.engine.samplers import by_timestep
 from worker.engine.samplers.schedule import make_schedule
 
 #: diffusers converts torch tensors to numpy in a way that numpy deprecates
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)
 
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 COUNTS = [1, 2, 3, 4, 5, 8, 12, 16, 25, 50]
 
 
-def run(scheduler: Any, start: torch.Tensor, timesteps: Any, **options: Any) -> torch.Tensor:
+def run(
+    scheduler: Any, start: torch.Tensor, timesteps: Any, **options: Any
+) -> torch.Tensor:
     latents = start
     for timestep in timesteps:
         output = stand_in(latents, timestep)
@@ -49,7 +60,9 @@ def test_unipc_is_diffusers_where_its_times_are_whole_timesteps(
     )
     scheduler.set_timesteps(count)
     made = make_schedule("unipc", count, alphas_cumprod(), prediction)
-    assert made.table[:, sampler.TIMESTEP].tolist() == pytest.approx(scheduler.timesteps.tolist())
+    assert made.table[:, sampler.TIMESTEP].tolist() == pytest.approx(
+        scheduler.timesteps.tolist()
+    )
     theirs = run(scheduler, noise, scheduler.timesteps)
     assert relative_difference(sample(made, [noise], stand_in), theirs) < 1e-5
 
@@ -59,7 +72,9 @@ def test_unipc_has_even_times_and_one_call_each(steps: int) -> None:
     made = make_schedule("unipc", steps, alphas_cumprod(), "epsilon")
     count = len(range(0, 1000, 1000 // steps))
     expected = torch.linspace(999, 0, count + 1)[:-1]
-    torch.testing.assert_close(made.table[:, sampler.TIMESTEP], expected, rtol=1e-6, atol=1e-4)
+    torch.testing.assert_close(
+        made.table[:, sampler.TIMESTEP], expected, rtol=1e-6, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
@@ -135,7 +150,9 @@ def test_ddim_cfgpp_puts_the_noise_without_the_prompt_back(
     def without(latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
         return stand_in(latents.roll(1, dims=-2), timesteps)
 
-    def noise_of(unet: Any, latents: torch.Tensor, timestep: int, alpha: float) -> torch.Tensor:
+    def noise_of(
+        unet: Any, latents: torch.Tensor, timestep: int, alpha: float
+    ) -> torch.Tensor:
         output: torch.Tensor = unet(latents, torch.tensor(timestep))
         if prediction == "epsilon":
             return output
@@ -153,7 +170,9 @@ def test_ddim_cfgpp_puts_the_noise_without_the_prompt_back(
         deviation = eta * math.sqrt((1 - after) / (1 - alpha) * (1 - alpha / after))
         back = math.sqrt(1 - after - deviation**2)
         latents = math.sqrt(after) * image + back * uncond + deviation * drawn
-    made = make_schedule("ddim_cfgpp", steps, alphas_cumprod(), prediction, Options(eta=eta))
+    made = make_schedule(
+        "ddim_cfgpp", steps, alphas_cumprod(), prediction, Options(eta=eta)
+    )
     ours = sample(made, noise, stand_in, uncond=without, scale=7.0)
     assert relative_difference(ours, latents) < 1e-5
 
@@ -164,7 +183,10 @@ def test_restart_is_automatic1111s(k_diffusion: Any, steps: int, schedule: str) 
     """Xu et al. (2023): of 20 steps and more, some go back from sigma 0.1 to 2, by noise."""
     noise = noises(4)
     reference = references.Reference(k_diffusion, stand_in, alphas_cumprod())
-    karras, sigmas = k_diffusion.sampling.get_sigmas_karras, reference.sigmas(schedule, steps)
+    karras, sigmas = (
+        k_diffusion.sampling.get_sigmas_karras,
+        reference.sigmas(schedule, steps),
+    )
     parts = [sigmas]
     if steps >= 20:
         again, times = (9, 1) if steps < 36 else (steps // 4, 2)
@@ -177,7 +199,9 @@ def test_restart_is_automatic1111s(k_diffusion: Any, steps: int, schedule: str) 
     for before, part in pairwise([parts[0][:1], *parts]):
         if part[0] > before[-1]:
             latents = latents + next(fresh) * (part[0] ** 2 - before[-1] ** 2) ** 0.5
-        latents = k_diffusion.sampling.sample_heun(reference.model, latents, part, disable=True)
+        latents = k_diffusion.sampling.sample_heun(
+            reference.model, latents, part, disable=True
+        )
     name = "restart" if schedule == "karras" else f"restart_{schedule}"
     made = make_schedule(name, steps, alphas_cumprod(), "epsilon")
     # One step from a sigma of 14.6 to one of 0.03 makes 500 of each rounding.

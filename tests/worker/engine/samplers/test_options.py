@@ -7,7 +7,15 @@ import torch
 
 import references
 from imagefleet.job.samplers import Options
-from sampling import SHAPE, alphas_cumprod, noises, relative_difference, sample, stand_in, taking
+from sampling import (
+    SHAPE,
+    alphas_cumprod,
+    noises,
+    relative_difference,
+    sample,
+    stand_in,
+    taking,
+)
 from worker.engine import sampler
 from worker.engine.samplers.schedule import make_schedule
 
@@ -19,7 +27,8 @@ OPTIONS = [
     *(
         (method, {"eta": 0.6, "s_noise": 1.1})
         for method in references.METHODS
-        if "_sde" in method or method in ("dpm_2_ancestral", "dpmpp_2s_ancestral", "dpm_fast")
+        if "_sde" in method
+        or method in ("dpm_2_ancestral", "dpmpp_2s_ancestral", "dpm_fast")
     ),
     ("euler_ancestral", {"eta": 0.3}),
     ("dpm_fast", {"eta": 0.0}),
@@ -79,7 +88,9 @@ def test_v_prediction_is_k_diffusions(
 
     def denoise(latents: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
         skip, out, scale = (part.view(-1, 1, 1, 1) for part in scalings(sigma))
-        return stand_in(latents * scale, epsilon.sigma_to_t(sigma)) * out + latents * skip
+        return (
+            stand_in(latents * scale, epsilon.sigma_to_t(sigma)) * out + latents * skip
+        )
 
     theirs = reference.draw_by(method, denoise, "karras", 12, noise)
     name = f"{method}_karras"

@@ -39,7 +39,9 @@ def drawn_meanwhile(
 
     Traced as on a GPU with fullgraph, without generating kernels.
     """
-    loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
+    loaded = checkpoints.load_checkpoint(
+        small_model, torch.device("cpu"), torch.float32
+    )
     never = Settings(slots=2, backend="eager", queue_seconds=lambda: 0.0)
     engine = slot_engine.SlotEngine(of_latents(loaded, never))
     engine._runner.request(engine._runner.native, in_all_modes=True)
@@ -84,7 +86,9 @@ def test_the_tick_and_the_vae_compile_to_one_graph_each(
     compiled_engine: slot_engine.SlotEngine,
 ) -> None:
     (call,) = compiled_engine._runner._compiled.values()
-    assert {weight_mode: each.graphs for weight_mode, each in call.compiled.items()} == {
+    assert {
+        weight_mode: each.graphs for weight_mode, each in call.compiled.items()
+    } == {
         "per_slot": 1,
         "shared": 1,
     }
@@ -114,7 +118,9 @@ def test_no_job_causes_a_recompile_and_the_images_match(
     requests = [
         make_request(**size),
         make_request(**size, seed=2, loras=(style[0],), steps=6, cfg_scale=3.0),
-        make_request(**size, seed=3, loras=(style[1], style[2]), prompt="a castle, " * 12),
+        make_request(
+            **size, seed=3, loras=(style[1], style[2]), prompt="a castle, " * 12
+        ),
         make_request(**size, seed=4, sampler="plms", steps=5),
         make_request(**size, seed=5, sampler="ddim", loras=(style[2],)),
     ]
@@ -128,8 +134,12 @@ def test_no_job_causes_a_recompile_and_the_images_match(
 def test_slots_of_one_row_are_compiled_beside_those_of_two(
     small_model: Path, plain_engine: contract.Engine, make_request: Any, draw: Any
 ) -> None:
-    loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
-    engine = slot_engine.SlotEngine(of_latents(loaded, Settings(slots=2, backend="eager")))
+    loaded = checkpoints.load_checkpoint(
+        small_model, torch.device("cpu"), torch.float32
+    )
+    engine = slot_engine.SlotEngine(
+        of_latents(loaded, Settings(slots=2, backend="eager"))
+    )
     size = {"width": 32, "height": 32}
     every_other = Options(s_min_uncond=1000.0)
     requests = [
@@ -164,16 +174,22 @@ def test_jobs_that_begin_with_an_image_cause_no_recompile(
     requests = [
         make_request(**size),
         make_request(**size, seed=2, init=contract.InitImage(pixels, 0.6)),
-        make_request(**size, seed=3, init=contract.InitImage(pixels, 0.8, mask), sampler="plms"),
+        make_request(
+            **size, seed=3, init=contract.InitImage(pixels, 0.8, mask), sampler="plms"
+        ),
         make_request(**size, seed=4, init=contract.InitImage(pixels, 0.8, mask)),
-        make_request(width=24, height=24, seed=5, hires=contract.HiresPass(**size, **second)),
+        make_request(
+            width=24, height=24, seed=5, hires=contract.HiresPass(**size, **second)
+        ),
         make_request(**size, seed=6, hires=contract.HiresPass(40, 40, **second)),
     ]
     images = draw(compiled_engine, *requests)
     assert compiled_engine.recompiles == 0
     (call,) = compiled_engine._runner._compiled.values()
     assert call.compiled["shared"].is_compiled
-    loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
+    loaded = checkpoints.load_checkpoint(
+        small_model, torch.device("cpu"), torch.float32
+    )
     uncompiled = slot_engine.SlotEngine(of_latents(loaded, Settings(slots=2)))
     for request, image in zip(requests, images, strict=True):
         assert difference(image, draw(uncompiled, request)[0]) <= ROUNDING
@@ -197,7 +213,9 @@ def test_controlnets_are_compiled_with_the_tick_and_cause_no_recompile(
     engine = compiled_engine
     monkeypatch.setattr(engine._runner, "_compiled_modes", ("shared",))
     ((_, before),) = engine._runner._compiled.items()
-    tensors = [each.data_ptr() for each in before.state if isinstance(each, torch.Tensor)]
+    tensors = [
+        each.data_ptr() for each in before.state if isinstance(each, torch.Tensor)
+    ]
     graphs = dict(before.compiled)
 
     def control(seed: int, **changes: Any) -> contract.Control:
@@ -207,8 +225,12 @@ def test_controlnets_are_compiled_with_the_tick_and_cause_no_recompile(
     size = {"width": 32, "height": 32}
     requests = [
         make_request(**size, controls=(control(1, weight=60),)),
-        make_request(**size, seed=2, controls=(control(2, weight=90, end=0.4),), steps=6),
-        make_request(**size, seed=3, controls=(control(3, weight=60, end=0.7),), sampler="plms"),
+        make_request(
+            **size, seed=2, controls=(control(2, weight=90, end=0.4),), steps=6
+        ),
+        make_request(
+            **size, seed=3, controls=(control(3, weight=60, end=0.7),), sampler="plms"
+        ),
         make_request(**size, seed=4),
     ]
     engine.warm_up(requests[0])
@@ -218,9 +240,13 @@ def test_controlnets_are_compiled_with_the_tick_and_cause_no_recompile(
     assert steered.compiled["shared"].is_compiled
     images = draw(engine, *requests)
     assert engine.recompiles == 0
-    assert [each.data_ptr() for each in before.state if isinstance(each, torch.Tensor)] == tensors
+    assert [
+        each.data_ptr() for each in before.state if isinstance(each, torch.Tensor)
+    ] == tensors
     assert before.compiled == graphs
-    loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
+    loaded = checkpoints.load_checkpoint(
+        small_model, torch.device("cpu"), torch.float32
+    )
     uncompiled = slot_engine.SlotEngine(of_latents(loaded, Settings(slots=2)))
     for request, image in zip(requests, images, strict=True):
         assert difference(image, draw(uncompiled, request)[0]) <= ROUNDING
@@ -290,11 +316,19 @@ def test_any_number_of_functions_can_be_compiled() -> None:
 
 @pytest.mark.slow
 def test_a_weight_mode_that_is_not_compiled_is_not_used(
-    small_model: Path, plain_engine: contract.Engine, make_request: Any, draw: Any, difference: Any
+    small_model: Path,
+    plain_engine: contract.Engine,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
 ) -> None:
-    loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
+    loaded = checkpoints.load_checkpoint(
+        small_model, torch.device("cpu"), torch.float32
+    )
     engine = slot_engine.SlotEngine(
-        of_latents(loaded, Settings(slots=2, backend="eager", compiled_modes=("per_slot",)))
+        of_latents(
+            loaded, Settings(slots=2, backend="eager", compiled_modes=("per_slot",))
+        )
     )
     engine.warm_up()
     request = make_request(width=32, height=32)
@@ -308,10 +342,14 @@ def test_images_that_tile_have_a_graph_of_their_own(
     small_model: Path, make_request: Any, draw: Any, difference: Any
 ) -> None:
     """So have those whose latents do not halve evenly; both are those drawn uncompiled."""
-    loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
+    loaded = checkpoints.load_checkpoint(
+        small_model, torch.device("cpu"), torch.float32
+    )
     modes = Settings(slots=2, backend="eager", compiled_modes=("shared",))
     engine = slot_engine.SlotEngine(of_latents(loaded, modes))
-    loaded = checkpoints.load_checkpoint(small_model, torch.device("cpu"), torch.float32)
+    loaded = checkpoints.load_checkpoint(
+        small_model, torch.device("cpu"), torch.float32
+    )
     uncompiled = slot_engine.SlotEngine(of_latents(loaded, Settings(slots=2)))
     requests = [
         make_request(width=40, height=24, seed=seed, tiling=tiling)
@@ -399,13 +437,17 @@ def test_a_frequent_size_is_compiled_meanwhile_and_fails_without_the_others(
 
     monkeypatch.setattr(runner, "take_up", fail_first)
     requests = [
-        make_request(width=32 + 8 * (seed % 2), height=32, seed=seed, steps=1 + seed // 2)
+        make_request(
+            width=32 + 8 * (seed % 2), height=32, seed=seed, steps=1 + seed // 2
+        )
         for seed in range(6)
     ]
     expected = [draw(plain_engine, request)[0] for request in requests]
     for turn in range(2):
         monkeypatch.setattr(runner.outlook, "_clock", lambda at=turn: 1e6 * (1 + at))
-        for image, sound in zip(draw(compiled_engine, *requests), expected, strict=True):
+        for image, sound in zip(
+            draw(compiled_engine, *requests), expected, strict=True
+        ):
             assert difference(image, sound) <= ROUNDING
         compiled_engine._compilation.finish()
         assert compiled_engine.slots == 2, "a size that is not compiled costs no slots"

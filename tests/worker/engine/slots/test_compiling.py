@@ -48,7 +48,9 @@ class Compiler:
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     stand_in = Compiler()
     monkeypatch.setattr(Compiled, "trace", lambda compiled: stand_in.compile(compiled))  # noqa: PLW0108 - it becomes a method
-    monkeypatch.setattr(Compiled, "_warm_up", lambda compiled: setattr(compiled, "_is_warm", True))
+    monkeypatch.setattr(
+        Compiled, "_warm_up", lambda compiled: setattr(compiled, "_is_warm", True)
+    )
     monkeypatch.setattr(compiling, "_HEAD_START_SECONDS", 0.0)
     yield stand_in
     stand_in.end(100)
@@ -67,8 +69,13 @@ def write_locon(path: Path, engine: Any, rank: int = 2) -> contract.Lora:
     """A LoRA that changes one convolution, to be seen."""
     name = "lora_unet_mid_block_resnets_0_conv1"
     width = engine.checkpoint.unet.mid_block.resnets[0].conv1.in_channels
-    tensors = {"down": torch.randn(rank, width, 3, 3) / 24, "up": torch.randn(width, rank, 1, 1)}
-    save_file({f"{name}.lora_{each}.weight": tensors[each] / 2 for each in tensors}, path)
+    tensors = {
+        "down": torch.randn(rank, width, 3, 3) / 24,
+        "up": torch.randn(width, rank, 1, 1),
+    }
+    save_file(
+        {f"{name}.lora_{each}.weight": tensors[each] / 2 for each in tensors}, path
+    )
     return contract.Lora(path.stem, path, 0.0, 1.0)
 
 
@@ -80,18 +87,32 @@ def take_up(engine: Any, compiler: Compiler) -> list[contract.Finished]:
 
 
 def test_images_are_drawn_while_the_engine_compiles(
-    engine: Any, slot_engine: Any, compiler: Compiler, make_request: Any, draw: Any, difference: Any
+    engine: Any,
+    slot_engine: Any,
+    compiler: Compiler,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
 ) -> None:
     engine.compile_in_background()
-    requests = [make_request(seed=seed, width=64 + 32 * (seed % 2)) for seed in range(3)]
-    for image, expected in zip(draw(engine, *requests), draw(slot_engine, *requests), strict=True):
+    requests = [
+        make_request(seed=seed, width=64 + 32 * (seed % 2)) for seed in range(3)
+    ]
+    for image, expected in zip(
+        draw(engine, *requests), draw(slot_engine, *requests), strict=True
+    ):
         assert difference(image, expected) <= ROUNDING
     assert (engine.is_compiling, compiled_modes(engine)) == (True, [])
     assert not engine.busy, "nothing is taken up before it is compiled"
 
 
 def test_what_the_first_jobs_need_is_compiled_first_and_taken_up_at_once(
-    engine: Any, slot_engine: Any, compiler: Compiler, make_request: Any, draw: Any, difference: Any
+    engine: Any,
+    slot_engine: Any,
+    compiler: Compiler,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
 ) -> None:
     around: list[str] = []
 
@@ -111,7 +132,9 @@ def test_what_the_first_jobs_need_is_compiled_first_and_taken_up_at_once(
     take_up(engine, compiler)
     while not finished:
         finished = engine.tick()
-    assert difference(finished[0].outcome, expected) <= ROUNDING, "in flight all the while"
+    assert difference(finished[0].outcome, expected) <= ROUNDING, (
+        "in flight all the while"
+    )
     assert compiled_modes(engine) == ["per_slot"], "another one does not pay"
     assert [name.split()[1] for name in compiler.began] == ["UNet", "VAE"]
     assert around == compiler.began
@@ -119,7 +142,11 @@ def test_what_the_first_jobs_need_is_compiled_first_and_taken_up_at_once(
 
 
 def test_compiling_leaves_the_first_job_alone_but_waits_for_none(
-    engine: Any, compiler: Compiler, make_request: Any, draw: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Any,
+    compiler: Compiler,
+    make_request: Any,
+    draw: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compiling, "_HEAD_START_SECONDS", 60.0)
     engine.compile_in_background()
@@ -133,7 +160,11 @@ def test_compiling_leaves_the_first_job_alone_but_waits_for_none(
 
 
 def test_a_worker_whose_jobs_are_without_guidance_compiles_for_those_first(
-    engine: Any, compiler: Compiler, make_request: Any, draw: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Any,
+    compiler: Compiler,
+    make_request: Any,
+    draw: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compiling, "_HEAD_START_SECONDS", 60.0)
     engine.compile_in_background()
@@ -149,13 +180,16 @@ def test_a_worker_with_an_accelerator_compiles_for_one_row_before_any_job(
 ) -> None:
     engine = make_slot_engine(slots=2, backend="eager", is_unguided=True)
     plain = engine.prepare(node_check.plain_request(engine, seed=0))
-    assert (plain.rows(0), plain.request.steps) == (1, 30), "as much work as of two rows"
+    assert (plain.rows(0), plain.request.steps) == (1, 30), (
+        "as much work as of two rows"
+    )
     compiler.end(5)
     engine.warm_up()
     ticks = [name.split(",")[0] for name in compiler.began if "UNet" in name]
     assert ticks == [
         "the UNet for 4 rows of 4 slots",  # without LoRAs
-        *["the UNet for 2 rows of 2 slots"] * 2,  # with: as many as there are weights for
+        *["the UNet for 2 rows of 2 slots"]
+        * 2,  # with: as many as there are weights for
     ]
 
 
@@ -189,7 +223,9 @@ def test_a_compiler_that_fails_is_reported_and_images_are_drawn_without_it(
     assert not engine.is_compiling
 
 
-def test_a_lane_that_is_closed_meanwhile_is_compiled_anew(engine: Any, compiler: Compiler) -> None:
+def test_a_lane_that_is_closed_meanwhile_is_compiled_anew(
+    engine: Any, compiler: Compiler
+) -> None:
     engine.compile_in_background()
     engine.tick()
     (lane,) = engine._lanes
@@ -258,7 +294,11 @@ def test_closing_waits_for_no_compiler(engine: Any, compiler: Compiler) -> None:
 
 
 def test_a_broken_compiler_ends_compiling_not_the_worker(
-    engine: Any, compiler: Compiler, make_request: Any, draw: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Any,
+    compiler: Compiler,
+    make_request: Any,
+    draw: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def break_down(*_: object) -> None:
         raise ValueError("no such stream")
@@ -285,7 +325,9 @@ def test_jobs_that_would_run_uncompiled_do_not_hold_up_the_compiled_ones(
     """Changes of convolutions would take all images of their calls along, until they compile."""
     locon = (write_locon(tmp_path / "locon.safetensors", engine),)
     requests = [
-        make_request(seed=seed, steps=2 + seed % 3, loras=locon if seed % 3 == 1 else ())
+        make_request(
+            seed=seed, steps=2 + seed % 3, loras=locon if seed % 3 == 1 else ()
+        )
         for seed in range(6)
     ]
     expected = draw(slot_engine, *requests)
@@ -294,7 +336,12 @@ def test_jobs_that_would_run_uncompiled_do_not_hold_up_the_compiled_ones(
 
     def run(self: Any, used: step.Step, mode: Any, slots: int) -> None:
         (lane,) = (each for each in engine._lanes if each.step is used)
-        ran.append((mode in used.compiled, {j.changes_convolutions for j in lane.active.values()}))
+        ran.append(
+            (
+                mode in used.compiled,
+                {j.changes_convolutions for j in lane.active.values()},
+            )
+        )
         original(self, used, mode, slots)
 
     monkeypatch.setattr(step.StepRunner, "run", run)
@@ -302,7 +349,10 @@ def test_jobs_that_would_run_uncompiled_do_not_hold_up_the_compiled_ones(
     engine.warm_up(requests[0])
     for image, sound in zip(draw(engine, *requests), expected, strict=True):
         assert difference(image, sound) <= ROUNDING
-    assert {(compiled, *changes) for compiled, changes in ran} == {(True, False), (False, True)}
+    assert {(compiled, *changes) for compiled, changes in ran} == {
+        (True, False),
+        (False, True),
+    }
     compiler.end(1)
     engine.warm_up(requests[1])
     ran.clear()
@@ -320,7 +370,9 @@ def test_half_of_a_deep_queue_is_compiled_beside_the_ticks_and_a_rare_size_is_no
     compiler.end(100)
     widths = [96 if at % 2 else 64 for at in range(20)]
     widths[9] = widths[14] = 128
-    draw(engine, *[make_request(seed=at, width=width) for at, width in enumerate(widths)])
+    draw(
+        engine, *[make_request(seed=at, width=width) for at, width in enumerate(widths)]
+    )
     draw(engine, *[make_request(seed=at, width=96, steps=1) for at in range(2)])
     engine._compilation.finish()
     compiled = {each.batch_key.width for each in engine._runner._compiled.values()}
@@ -339,11 +391,16 @@ def slow_compiler(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Compil
 
 def graphs_of(compiler: Compiler) -> list[str]:
     """The compiled ticks: slots, rows and mode."""
-    found = (re.search(r"for (\d+) rows of .* \((\w+) weights", each) for each in compiler.began)
+    found = (
+        re.search(r"for (\d+) rows of .* \((\w+) weights", each)
+        for each in compiler.began
+    )
     return sorted(f"{each[1]} {each[2]}" for each in found if each)
 
 
-@pytest.mark.parametrize(("every", "mode"), [(3, "per_slot_convolutions"), (0, "per_slot")])
+@pytest.mark.parametrize(
+    ("every", "mode"), [(3, "per_slot_convolutions"), (0, "per_slot")]
+)
 def test_a_bag_of_kinds_takes_one_graph_of_each_size_and_draws_what_each_job_draws_alone(
     make_slot_engine: Any,
     slot_engine: Any,
@@ -358,12 +415,17 @@ def test_a_bag_of_kinds_takes_one_graph_of_each_size_and_draws_what_each_job_dra
 ) -> None:
     """Jobs that change convolutions are in it, and do not cost those a product that have none."""
     engine = make_slot_engine(slots=4, backend="eager", queue_seconds=lambda: math.inf)
-    locons = [write_locon(tmp_path / f"{rank}.safetensors", engine, rank) for rank in (2, 20)]
+    locons = [
+        write_locon(tmp_path / f"{rank}.safetensors", engine, rank) for rank in (2, 20)
+    ]
     styles = [contract.Lora(path.stem, path, 0.5, 1.0) for path in lora_paths]
     requests = []
     for at in range(36):
         loras = [(), styles[:1], styles[1:], styles[2:]][at // 2 % 4]
-        loras = (*loras, *(locons[at // 3 % 2 :][:1] if every and at % every == 0 else ()))
+        loras = (
+            *loras,
+            *(locons[at // 3 % 2 :][:1] if every and at % every == 0 else ()),
+        )
         sizes = {"width": 96 if at % 2 else 64, "steps": 2 + at % 3}
         requests.append(make_request(seed=at, loras=loras, **sizes))
     engine.compile_in_background()
@@ -388,7 +450,13 @@ def test_a_graph_that_takes_fewer_seconds_is_compiled_once_its_own_ticks_pay_for
     engine = make_slot_engine(slots=2, backend="eager", queue_seconds=lambda: math.inf)
     locon = write_locon(tmp_path / "locon.safetensors", engine)
     engine.compile_in_background()
-    draw(engine, *[make_request(seed=at, loras=(locon,) * (at % 2), steps=1) for at in range(40)])
+    draw(
+        engine,
+        *[
+            make_request(seed=at, loras=(locon,) * (at % 2), steps=1)
+            for at in range(40)
+        ],
+    )
     engine._compilation.finish()
     assert compiled_modes(engine) == ["per_slot_convolutions"]
     (lane,) = (each for each in engine._lanes if each.step and each.step.compiled)
@@ -399,12 +467,18 @@ def test_a_graph_that_takes_fewer_seconds_is_compiled_once_its_own_ticks_pay_for
         engine._compilation.finish()
         assert mode in lane.step.compiled
     slow_compiler.began.clear()
-    image, expected = (draw(each, make_request(steps=3))[0] for each in (engine, slot_engine))
+    image, expected = (
+        draw(each, make_request(steps=3))[0] for each in (engine, slot_engine)
+    )
     assert lane.weight_mode == "shared"
     assert difference(image, expected) <= ROUNDING
     # A higher rank needs other tensors.
-    large = make_request(steps=2, loras=(write_locon(tmp_path / "large.safetensors", engine, 40),))
-    image, expected = (draw(each, large, make_request())[0] for each in (engine, slot_engine))
+    large = make_request(
+        steps=2, loras=(write_locon(tmp_path / "large.safetensors", engine, 40),)
+    )
+    image, expected = (
+        draw(each, large, make_request())[0] for each in (engine, slot_engine)
+    )
     assert difference(image, expected) <= ROUNDING
     assert "per_slot" in lane.step.compiled, "others go on"
 

@@ -22,7 +22,9 @@ ROUNDING = 2
 Write = Callable[..., contract.Lora]
 
 
-def strong(shape: torch.Size, rank: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def strong(
+    shape: torch.Size, rank: int, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
     """A LoCon's tensors for a layer: as large a change as the weights themselves, or a third."""
     outer, inner, *kernel = shape
     down = torch.randn((rank, inner, *kernel), generator=generator)
@@ -38,7 +40,11 @@ def write_lora(slot_engine: slots.SlotEngine, tmp_path: Path) -> Write:
     """Writes a LoRA on the given layers of the UNet, by default all that are no linear ones."""
 
     def write(
-        *paths: str, rank: int = 3, seed: int = 0, weight: float = 1.0, make: Any = strong
+        *paths: str,
+        rank: int = 3,
+        seed: int = 0,
+        weight: float = 1.0,
+        make: Any = strong,
     ) -> contract.Lora:
         generator = torch.Generator().manual_seed(seed)
         layers = adaptable_layers(slot_engine.checkpoint.unet)
@@ -64,7 +70,9 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     original = step.StepRunner.run
 
-    def run(self: step.StepRunner, used: step.Step, weight_mode: Any, count: int) -> None:
+    def run(
+        self: step.StepRunner, used: step.Step, weight_mode: Any, count: int
+    ) -> None:
         seen.append(weight_mode)
         original(self, used, weight_mode, count)
 
@@ -72,10 +80,16 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def test_slots_can_hold_a_change_of_every_layer_of_the_unet(slot_engine: slots.SlotEngine) -> None:
+def test_slots_can_hold_a_change_of_every_layer_of_the_unet(
+    slot_engine: slots.SlotEngine,
+) -> None:
     held = [path for paths in slot_engine._unet.groups.values() for path in paths]
-    changed = [path for paths in slot_engine._unet.changes.groups.values() for path in paths]
-    assert sorted(held + changed) == sorted(adaptable_layers(slot_engine.checkpoint.unet))
+    changed = [
+        path for paths in slot_engine._unet.changes.groups.values() for path in paths
+    ]
+    assert sorted(held + changed) == sorted(
+        adaptable_layers(slot_engine.checkpoint.unet)
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,7 +127,9 @@ def test_a_slots_own_change_of_a_layer_computes_what_merging_it_does(
     arguments = (x, torch.tensor([1.0, 500.0, 900.0]))
     with torch.no_grad():
         unet.changes.grow(packed.ranks.items())
-        for slot, changes in enumerate([NO_CHANGES, packed.of(packed.assemble()), NO_CHANGES]):
+        for slot, changes in enumerate(
+            [NO_CHANGES, packed.of(packed.assemble()), NO_CHANGES]
+        ):
             unet.load_slot(slot, changes)
         own = unet(*arguments, Call(context, per_slot=True, slots=len(x), tiles=tiles))
         plain = unet(*arguments, Call(context, tiles=tiles))
@@ -138,7 +154,8 @@ def test_each_of_several_locons_draws_its_own_image_in_any_slot_and_company(
     style = contract.Lora("style", lora_paths[0], 1.0, 1.0)
     loras = [(one,), (other, style), (), (style,), (one, other), ()]
     requests = [
-        make_request(seed=seed, loras=each, steps=2 + seed % 3) for seed, each in enumerate(loras)
+        make_request(seed=seed, loras=each, steps=2 + seed % 3)
+        for seed, each in enumerate(loras)
     ]
     alone = [draw(engine, request)[0] for request in requests]
     for order in ([0, 1, 2, 3, 4, 5], [5, 3, 4, 0, 2, 1]):
@@ -188,7 +205,11 @@ def test_no_trace_of_a_slots_last_locon_is_left(
     before = draw(engine, *mixed)
     strong, weak = write_lora(weight=3.0), write_lora(seed=1, weight=0.01)
     # Both slots hold one; then a slot holds none, in calls with another's.
-    draw(engine, make_request(loras=(strong,)), make_request(seed=2, loras=(weak, strong)))
+    draw(
+        engine,
+        make_request(loras=(strong,)),
+        make_request(seed=2, loras=(weak, strong)),
+    )
     modes.clear()
     beside, _ = draw(engine, mixed[0], make_request(loras=(weak,)))
     assert set(modes) == {"per_slot_convolutions"}
@@ -213,7 +234,9 @@ def test_memory_is_taken_at_the_first_locon_and_grows_with_the_rank(
     draw(ours, make_request(steps=1), make_request(steps=1, seed=2))
     assert ours._unet.slot_bytes == before
     assert not ours._unet.changes.exist
-    (shape,) = (shape for shape, paths in ours._unet.changes.groups.items() if path in paths)
+    (shape,) = (
+        shape for shape, paths in ours._unet.changes.groups.items() if path in paths
+    )
     layers = len(ours._unet.changes.groups[shape])
     long = make_request(steps=5, loras=(write_lora(path, rank=4),))
     requests = [long, make_request(steps=1, seed=2), make_request(steps=4, seed=3)]
@@ -244,26 +267,37 @@ def test_equal_locons_are_merged_once_for_all(
     assert difference(images[1], draw(engine, requests[1])[0]) <= ROUNDING
 
 
-def _lokr(shape: torch.Size, rank: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def _lokr(
+    shape: torch.Size, rank: int, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
     outer, inner, *_ = shape
     return {
         "lokr_w1": torch.randn((4, 4), generator=generator) / 2,
         "lokr_w2_a": torch.randn((outer // 4, rank), generator=generator) / rank,
-        "lokr_w2_b": torch.randn((rank, inner // 4 * 9), generator=generator) / inner**0.5,
+        "lokr_w2_b": torch.randn((rank, inner // 4 * 9), generator=generator)
+        / inner**0.5,
     }
 
 
-def _tucker(shape: torch.Size, rank: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def _tucker(
+    shape: torch.Size, rank: int, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
     outer, inner, *kernel = shape
     return {
-        "lora_down.weight": torch.randn((rank, inner, 1, 1), generator=generator) / inner**0.5,
+        "lora_down.weight": torch.randn((rank, inner, 1, 1), generator=generator)
+        / inner**0.5,
         "lora_mid.weight": torch.randn((rank, rank, *kernel), generator=generator) / 3,
         "lora_up.weight": torch.randn((outer, rank, 1, 1), generator=generator) / rank,
     }
 
 
-def _dora(shape: torch.Size, rank: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    return {**strong(shape, rank, generator), "dora_scale": torch.ones(shape[0], 1, 1, 1)}
+def _dora(
+    shape: torch.Size, rank: int, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    return {
+        **strong(shape, rank, generator),
+        "dora_scale": torch.ones(shape[0], 1, 1, 1),
+    }
 
 
 @pytest.mark.parametrize(
@@ -325,7 +359,9 @@ def test_a_job_runs_beside_others_when_memory_runs_out_for_its_change(
 
     monkeypatch.setattr(torch.Tensor, "new_zeros", new_zeros)
     lora = write_lora()
-    requests = [make_request(seed=seed, loras=(lora,) * (seed == 1)) for seed in range(4)]
+    requests = [
+        make_request(seed=seed, loras=(lora,) * (seed == 1)) for seed in range(4)
+    ]
     images = draw(ours, *requests)
     assert ours.slots == 2
     for request, image in zip(requests, images, strict=True):

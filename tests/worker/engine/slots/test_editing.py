@@ -28,7 +28,9 @@ def plain(
 ) -> list[contract.ImageRequest]:
     style = contract.Lora("style", lora_paths[0], 1.0, 1.0)
     other = contract.Lora("other", lora_paths[1], 0.5, 1.5)
-    hires = contract.HiresPass(64, 64, denoising_strength=0.7, steps=3, upscaler="Latent")
+    hires = contract.HiresPass(
+        64, 64, denoising_strength=0.7, steps=3, upscaler="Latent"
+    )
     init = contract.InitImage(np.full((64, 64, 3), 90, np.uint8), 0.9)
     return [
         make_request(),
@@ -49,12 +51,16 @@ def changing(request: contract.ImageRequest) -> contract.ImageRequest:
     prompt = read_prompt(f"{edited}:0.5 AND {edited}:0.5", steps=request.steps)
     if request.controls or request.sampler_options.s_min_uncond:
         prompt = read_prompt(edited, steps=request.steps)
-    negative_prompt = read_negative_prompt(f"[{negative}:{negative} :2]", steps=request.steps)
+    negative_prompt = read_negative_prompt(
+        f"[{negative}:{negative} :2]", steps=request.steps
+    )
     return dataclasses.replace(request, prompt=prompt, negative_prompt=negative_prompt)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("weights", "slots"), [("merged", 3), ("factors", 3), ("reloaded", 1)])
+@pytest.mark.parametrize(
+    ("weights", "slots"), [("merged", 3), ("factors", 3), ("reloaded", 1)]
+)
 def test_texts_that_say_the_same_change_nothing_whatever_the_job(
     make_slot_engine: Any,
     plain: list[contract.ImageRequest],
@@ -79,16 +85,25 @@ def test_each_call_has_its_own_texts_and_no_image_its_neighbours(
     make_slot_engine: Any, make_request: Any, draw: Any, difference: Any
 ) -> None:
     engine = make_slot_engine(slots=2)
-    words = ["a cat", "[a cat:a [b|c] house:1]", "[a cat:a hut:2]", "a cat AND a hut:0.5"]
+    words = [
+        "a cat",
+        "[a cat:a [b|c] house:1]",
+        "[a cat:a hut:2]",
+        "a cat AND a hut:0.5",
+    ]
     requests = [make_request(prompt=read_prompt(each, steps=4)) for each in words]
     alone = [draw(engine, request)[0] for request in requests]
     assert len({image.tobytes() for image in alone}) == len(words)
     for order in ([3, 1, 0, 2, 1, 3], [2, 2, 3, 0, 1]):
-        for at, image in zip(order, draw(engine, *(requests[at] for at in order)), strict=True):
+        for at, image in zip(
+            order, draw(engine, *(requests[at] for at in order)), strict=True
+        ):
             assert difference(image, alone[at]) <= ROUNDING
 
 
-@pytest.mark.parametrize(("words", "rows"), [("a AND b", [3, 3, 3, 3]), ("a AND b AND c", [4] * 4)])
+@pytest.mark.parametrize(
+    ("words", "rows"), [("a AND b", [3, 3, 3, 3]), ("a AND b AND c", [4] * 4)]
+)
 def test_what_and_joins_takes_rows_and_slots_become_fewer(
     make_slot_engine: Any, make_request: Any, draw: Any, words: str, rows: list[int]
 ) -> None:
@@ -102,7 +117,11 @@ def test_what_and_joins_takes_rows_and_slots_become_fewer(
 
 
 def test_an_edited_image_begins_again_with_its_first_text(
-    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+    make_slot_engine: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=2)
     words = ("[a cat:a hut:1]", "a [b|c]", "a AND [b:c:2]")
@@ -125,14 +144,22 @@ def test_a_second_pass_has_a_schedule_of_its_own(
     make_slot_engine: Any, make_request: Any, draw: Any, difference: Any
 ) -> None:
     engine = make_slot_engine(slots=2)
-    hires = contract.HiresPass(64, 64, denoising_strength=0.7, steps=4, upscaler="Latent")
+    hires = contract.HiresPass(
+        64, 64, denoising_strength=0.7, steps=4, upscaler="Latent"
+    )
     first = {"prompt": read_prompt("a cat", steps=4)}
 
     def request(words: str) -> contract.ImageRequest:
         second = read_prompt(words, steps=4, first_steps=4)
         return make_request(**first, hires=dataclasses.replace(hires, prompt=second))
 
-    words = ["[a cat:a hut:6]", "[a cat:a hut:1.5]", "[a cat:a hut:7]", "[a cat:a hut:3]", "a hut"]
+    words = [
+        "[a cat:a hut:6]",
+        "[a cat:a hut:1.5]",
+        "[a cat:a hut:7]",
+        "[a cat:a hut:3]",
+        "a hut",
+    ]
     images = draw(engine, *map(request, words))
     assert difference(images[0], images[1]) <= ROUNDING
     assert difference(images[3], images[4]) <= ROUNDING
@@ -150,5 +177,9 @@ def test_what_cannot_be_drawn_is_refused_by_name(
     with pytest.raises(errors.JobError, match="AND with s_min_uncond and ControlNets"):
         engine.prepare(controlled)
     many = "|".join(f"{LONG * 3}{at}" for at in range(60))
-    with pytest.raises(errors.JobError, match=r"in all its steps \d+ chunks .* 256 at most"):
-        engine.prepare(make_request(prompt=read_prompt(f"[{many}]", steps=60), steps=60))
+    with pytest.raises(
+        errors.JobError, match=r"in all its steps \d+ chunks .* 256 at most"
+    ):
+        engine.prepare(
+            make_request(prompt=read_prompt(f"[{many}]", steps=60), steps=60)
+        )

@@ -21,30 +21,51 @@ from worker.engine.slots.prepare import PreparedRequest
 ROUNDING = 2
 
 
-def lora(path: Path, weight: float = 1.0, text_encoder_weight: float | None = None) -> Any:
+def lora(
+    path: Path, weight: float = 1.0, text_encoder_weight: float | None = None
+) -> Any:
     text = weight if text_encoder_weight is None else text_encoder_weight
     return contract.Lora(path.stem, path, text, weight)
 
 
 @pytest.fixture(scope="session")
-def mixed_requests(make_request: Any, lora_paths: list[Path]) -> list[contract.ImageRequest]:
+def mixed_requests(
+    make_request: Any, lora_paths: list[Path]
+) -> list[contract.ImageRequest]:
     """One to three chunks, every sampler, different steps, guidance scales and LoRAs."""
-    soft, strong, both = lora(lora_paths[0], 0.4), lora(lora_paths[1], 2.0), lora(lora_paths[2])
+    soft, strong, both = (
+        lora(lora_paths[0], 0.4),
+        lora(lora_paths[1], 2.0),
+        lora(lora_paths[2]),
+    )
     return [
         make_request(),
         make_request(seed=2, loras=(strong,), steps=6, cfg_scale=3.0),
         make_request(seed=3, loras=(soft, both), steps=2, prompt="a castle, " * 12),
-        make_request(seed=4, sampler="plms", steps=5, prompt="a castle on a hill, " * 11),
-        make_request(seed=5, sampler="dpmpp_2m_karras", loras=(soft,), negative_prompt="b, " * 40),
-        make_request(seed=6, sampler="ddim", steps=3, clip_skip=2, prompt="a red castle"),
-        make_request(seed=7, sampler="euler", steps=7, loras=(lora(lora_paths[0], -0.7),)),
+        make_request(
+            seed=4, sampler="plms", steps=5, prompt="a castle on a hill, " * 11
+        ),
+        make_request(
+            seed=5, sampler="dpmpp_2m_karras", loras=(soft,), negative_prompt="b, " * 40
+        ),
+        make_request(
+            seed=6, sampler="ddim", steps=3, clip_skip=2, prompt="a red castle"
+        ),
+        make_request(
+            seed=7, sampler="euler", steps=7, loras=(lora(lora_paths[0], -0.7),)
+        ),
         make_request(seed=8, loras=(lora(lora_paths[1], 0.0, 1.5),), steps=1),
     ]
 
 
 def drawn_in(engine: slots.SlotEngine, used: step.Step) -> list[queue.SlotJob]:
     """The jobs of a call."""
-    return [job for each in engine._lanes if each.step is used for job in each.active.values()]
+    return [
+        job
+        for each in engine._lanes
+        if each.step is used
+        for job in each.active.values()
+    ]
 
 
 def record_modes(
@@ -54,7 +75,9 @@ def record_modes(
     calls: list[tuple[str, int]] = []
     original = step.StepRunner.run
 
-    def run(self: Any, used: step.Step, weight_mode: queue.WeightMode, count: int) -> None:
+    def run(
+        self: Any, used: step.Step, weight_mode: queue.WeightMode, count: int
+    ) -> None:
         calls.append((weight_mode, len(drawn_in(engine, used))))
         original(self, used, weight_mode, count)
 
@@ -81,9 +104,16 @@ def test_an_image_does_not_depend_on_its_slot_or_the_slots_last_image(
 
 
 def test_a_strong_lora_does_not_affect_the_next_slot(
-    slot_engine: Any, make_request: Any, lora_paths: list[Path], draw: Any, difference: Any
+    slot_engine: Any,
+    make_request: Any,
+    lora_paths: list[Path],
+    draw: Any,
+    difference: Any,
 ) -> None:
-    plain, strong = make_request(seed=1), make_request(seed=1, loras=(lora(lora_paths[0], 5.0),))
+    plain, strong = (
+        make_request(seed=1),
+        make_request(seed=1, loras=(lora(lora_paths[0], 5.0),)),
+    )
     other = make_request(seed=9, loras=(lora(lora_paths[1]),))
     alone = draw(slot_engine, plain)[0]
     for requests in itertools.permutations([plain, strong, other]):
@@ -93,9 +123,15 @@ def test_a_strong_lora_does_not_affect_the_next_slot(
 
 
 def test_the_images_of_a_job_may_share_what_was_prepared_for_its_first(
-    slot_engine: Any, make_request: Any, lora_paths: list[Path], draw: Any, difference: Any
+    slot_engine: Any,
+    make_request: Any,
+    lora_paths: list[Path],
+    draw: Any,
+    difference: Any,
 ) -> None:
-    requests = [make_request(seed=seed, loras=(lora(lora_paths[0], 2.0),)) for seed in (1, 2, 3)]
+    requests = [
+        make_request(seed=seed, loras=(lora(lora_paths[0], 2.0),)) for seed in (1, 2, 3)
+    ]
     apart = draw(slot_engine, *requests)
     first = slot_engine.prepare(requests[0])
     for ticket, request in enumerate(requests):
@@ -134,11 +170,18 @@ def test_an_image_is_returned_as_soon_as_its_steps_are_done(
 
 
 def test_equal_loras_use_shared_weights_and_mixed_ones_per_slot_weights(
-    slot_engine: Any, make_request: Any, lora_paths: list[Path], draw: Any, monkeypatch: Any
+    slot_engine: Any,
+    make_request: Any,
+    lora_paths: list[Path],
+    draw: Any,
+    monkeypatch: Any,
 ) -> None:
     calls = record_modes(monkeypatch, slot_engine)
     one, other = lora(lora_paths[0]), lora(lora_paths[1])
-    draw(slot_engine, *(make_request(seed=seed, loras=(one,), steps=9) for seed in range(3)))
+    draw(
+        slot_engine,
+        *(make_request(seed=seed, loras=(one,), steps=9) for seed in range(3)),
+    )
     assert {weight_mode for weight_mode, _ in calls} == {"shared"}
     calls.clear()
     draw(slot_engine, make_request(loras=(one,)), make_request(loras=(other,)))
@@ -150,10 +193,17 @@ def test_equal_loras_use_shared_weights_and_mixed_ones_per_slot_weights(
 
 
 def test_switching_weight_modes_leaves_the_checkpoints_weights(
-    make_slot_engine: Any, make_request: Any, lora_paths: list[Path], draw: Any, difference: Any
+    make_slot_engine: Any,
+    make_request: Any,
+    lora_paths: list[Path],
+    draw: Any,
+    difference: Any,
 ) -> None:
     engine = make_slot_engine()
-    weights = {name: value.clone() for name, value in engine.checkpoint.unet.state_dict().items()}
+    weights = {
+        name: value.clone()
+        for name, value in engine.checkpoint.unet.state_dict().items()
+    }
     (plain,) = draw(engine, make_request())
     one, other = lora(lora_paths[0]), lora(lora_paths[1])
     alone = draw(engine, make_request(loras=(one,), steps=12))[0]
@@ -181,7 +231,9 @@ def test_a_lora_that_cannot_be_packed_is_merged_and_drawn_without_a_break(
     monkeypatch: Any,
     tmp_path: Path,
 ) -> None:
-    path = tiny_model.build_tiny_lora(tmp_path / "odd.safetensors", checkpoint, rank=12, seed=5)
+    path = tiny_model.build_tiny_lora(
+        tmp_path / "odd.safetensors", checkpoint, rank=12, seed=5
+    )
     tensors = load_file(path)
     # A full difference of a 3x3 convolution: only linear layers' weights are held by slot.
     tensors["lora_unet_conv_in.diff"] = torch.randn(32, 4, 3, 3) / 10
@@ -220,7 +272,11 @@ def test_free_counts_down_from_capacity_and_comes_back(
 
 
 def test_only_a_nan_image_fails_and_its_slot_recovers(
-    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+    make_slot_engine: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=2)
     sound = draw(engine, make_request(seed=1), make_request(seed=2))
@@ -252,11 +308,15 @@ def test_only_a_job_that_cannot_start_fails(
 
     monkeypatch.setattr(slot_engine._stager, "_encode", encode)
     images = draw(slot_engine, *(make_request(seed=seed) for seed in range(7)))
-    failed = [at for at, image in enumerate(images) if isinstance(image, errors.JobError)]
+    failed = [
+        at for at, image in enumerate(images) if isinstance(image, errors.JobError)
+    ]
     assert failed == [1, 5]
 
 
-def test_a_closed_engine_holds_nothing(make_slot_engine: Any, make_request: Any) -> None:
+def test_a_closed_engine_holds_nothing(
+    make_slot_engine: Any, make_request: Any
+) -> None:
     engine = make_slot_engine()
     engine.admit(1, engine.prepare(make_request()))
     engine.tick()
@@ -264,7 +324,9 @@ def test_a_closed_engine_holds_nothing(make_slot_engine: Any, make_request: Any)
     assert not engine.busy
 
 
-def test_images_have_the_requested_size(slot_engine: Any, make_request: Any, draw: Any) -> None:
+def test_images_have_the_requested_size(
+    slot_engine: Any, make_request: Any, draw: Any
+) -> None:
     assert slot_engine.default_size == (64, 64)
     assert slot_engine.model_name == "tiny"
     (image,) = draw(slot_engine, make_request(width=88, height=40))
@@ -277,13 +339,19 @@ SIZES = ((64, 64), (64, 96), (96, 64))
 
 
 def test_images_of_mixed_sizes_match_each_drawn_alone(
-    make_slot_engine: Any, make_request: Any, lora_paths: list[Path], draw: Any, difference: Any
+    make_slot_engine: Any,
+    make_request: Any,
+    lora_paths: list[Path],
+    draw: Any,
+    difference: Any,
 ) -> None:
     engine = make_slot_engine(blocks=3)
     requests = [
         make_request(width=width, height=height, seed=at, steps=1 + at % 2, loras=loras)
         for at, ((width, height), loras) in enumerate(
-            itertools.product(SIZES, [(lora(lora_paths[0]),), (lora(lora_paths[1], 2.0),)])
+            itertools.product(
+                SIZES, [(lora(lora_paths[0]),), (lora(lora_paths[1], 2.0),)]
+            )
         )
     ]
     together = draw(engine, *requests)
@@ -303,7 +371,9 @@ def test_lanes_that_share_weights_load_them_again_and_draw_the_same(
     monkeypatch.setattr(lane, "SHARED_TURN_TICKS", 1)
     requests = [
         make_request(width=width, height=height, seed=at, loras=(lora(path),), steps=2)
-        for at, ((width, height), path) in enumerate(itertools.product(SIZES[:2], lora_paths[:2]))
+        for at, ((width, height), path) in enumerate(
+            itertools.product(SIZES[:2], lora_paths[:2])
+        )
     ]
     images = {}
     for blocks in (1, 2):
@@ -311,7 +381,9 @@ def test_lanes_that_share_weights_load_them_again_and_draw_the_same(
         loads: list[int] = []
         load = engine._unet.load_slot
 
-        def count(slot: int, changes: Any, load: Any = load, loads: Any = loads) -> None:
+        def count(
+            slot: int, changes: Any, load: Any = load, loads: Any = loads
+        ) -> None:
             assert changes.stacked, "copied again from the host"
             loads.append(slot)
             load(slot, changes)
@@ -324,18 +396,28 @@ def test_lanes_that_share_weights_load_them_again_and_draw_the_same(
 
 
 def test_lanes_with_equal_loras_share_them_and_others_do_not_merge_in_turns(
-    make_slot_engine: Any, make_request: Any, lora_paths: list[Path], draw: Any, monkeypatch: Any
+    make_slot_engine: Any,
+    make_request: Any,
+    lora_paths: list[Path],
+    draw: Any,
+    monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(blocks=2)
     calls = record_modes(monkeypatch, engine)
     merges: list[object] = []
     activate = engine._merger.activate
     monkeypatch.setattr(
-        engine._merger, "activate", lambda loras: activate(merges.append(loras) or loras)
+        engine._merger,
+        "activate",
+        lambda loras: activate(merges.append(loras) or loras),
     )
     one, other = lora(lora_paths[0]), lora(lora_paths[1])
     draw(
-        engine, *(make_request(width=64 + 32 * (at % 2), loras=(one,), steps=9) for at in range(6))
+        engine,
+        *(
+            make_request(width=64 + 32 * (at % 2), loras=(one,), steps=9)
+            for at in range(6)
+        ),
     )
     assert {weight_mode for weight_mode, _ in calls} == {"shared"}
     assert len(merges) == 1
@@ -351,11 +433,17 @@ def test_lanes_with_equal_loras_share_them_and_others_do_not_merge_in_turns(
 
 
 def test_prompts_of_any_length_share_calls_with_their_like(
-    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+    make_slot_engine: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=8, blocks=4)
     requests = [
-        make_request(prompt="a castle on a hill, " * 5 * (chunks - 1) + "a castle", steps=1)
+        make_request(
+            prompt="a castle on a hill, " * 5 * (chunks - 1) + "a castle", steps=1
+        )
         for chunks in range(1, 11)
     ]
     chunks = [engine.prepare(request).text_rows[0].length for request in requests]
@@ -367,11 +455,18 @@ def test_prompts_of_any_length_share_calls_with_their_like(
         assert difference(images[at], draw(engine, requests[at])[0]) <= ROUNDING
 
 
-def test_a_lane_of_large_images_has_fewer_slots(make_slot_engine: Any, make_request: Any) -> None:
+def test_a_lane_of_large_images_has_fewer_slots(
+    make_slot_engine: Any, make_request: Any
+) -> None:
     engine = make_slot_engine(slots=6)
     long = make_request(prompt="a castle on a hill, " * 11)
     for ticket, request in enumerate(
-        [make_request(), make_request(width=96), make_request(width=128, height=128), long]
+        [
+            make_request(),
+            make_request(width=96),
+            make_request(width=128, height=128),
+            long,
+        ]
     ):
         engine.admit(ticket, engine.prepare(request))
     assert [each.slots for each in engine._lanes] == [6, 4, 2, 3]

@@ -23,7 +23,9 @@ def fail(
     ticks: list[list[int]] = []
     original = step.StepRunner.run
 
-    def run(self: Any, used: step.Step, weight_mode: queue.WeightMode, slots: int) -> None:
+    def run(
+        self: Any, used: step.Step, weight_mode: queue.WeightMode, slots: int
+    ) -> None:
         lane = next(lane for lane in engine._lanes if lane.step is used)
         seeds = [job.prepared.request.seed for job in lane.active.values()]
         ticks.append(seeds)
@@ -36,7 +38,11 @@ def fail(
 
 
 def test_out_of_memory_in_a_tick_reduces_the_slots_and_fails_no_image(
-    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+    make_slot_engine: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=4)
     requests = [make_request(seed=seed, steps=2 + seed) for seed in range(5)]
@@ -79,7 +85,9 @@ def test_slots_that_are_given_up_are_freed_before_fewer_are_allocated(
     assert set(held) == {None}
 
 
-@pytest.mark.parametrize(("sampler", "steps"), [("euler_ancestral", 4), ("dpmpp_2m_sde", 11)])
+@pytest.mark.parametrize(
+    ("sampler", "steps"), [("euler_ancestral", 4), ("dpmpp_2m_sde", 11)]
+)
 def test_unfinished_images_restart_after_out_of_memory(
     make_slot_engine: Any,
     make_request: Any,
@@ -90,14 +98,18 @@ def test_unfinished_images_restart_after_out_of_memory(
     steps: int,
 ) -> None:
     engine = make_slot_engine(slots=2)
-    requests = [make_request(seed=seed, sampler=sampler, steps=steps) for seed in (1, 2)]
+    requests = [
+        make_request(seed=seed, sampler=sampler, steps=steps) for seed in (1, 2)
+    ]
     sound = draw(engine, *requests)
     count = iter(range(100))
     memory = torch.cuda.OutOfMemoryError("CUDA out of memory")
     fail(monkeypatch, engine, memory, lambda seeds: next(count) == steps - 2)
     images = draw(engine, *requests)
     assert engine.slots == 1
-    assert [difference(*pair) <= ROUNDING for pair in zip(images, sound, strict=True)] == [True] * 2
+    assert [
+        difference(*pair) <= ROUNDING for pair in zip(images, sound, strict=True)
+    ] == [True] * 2
 
 
 def test_out_of_memory_with_several_lanes_gives_up_their_weights_first_then_slots(
@@ -111,7 +123,9 @@ def test_out_of_memory_with_several_lanes_gives_up_their_weights_first_then_slot
     engine = make_slot_engine(slots=4, blocks=2)
     styles = [contract.Lora(path.stem, path, 1.0, 1.0) for path in lora_paths]
     requests = [
-        make_request(seed=seed, width=64 + 32 * (seed % 2), loras=(styles[seed % 3],), steps=2)
+        make_request(
+            seed=seed, width=64 + 32 * (seed % 2), loras=(styles[seed % 3],), steps=2
+        )
         for seed in range(8)
     ]
     sound = draw(engine, *requests)
@@ -127,10 +141,16 @@ def test_out_of_memory_with_several_lanes_gives_up_their_weights_first_then_slot
 
 
 def test_a_large_image_that_has_no_memory_beside_others_is_drawn_alone(
-    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+    make_slot_engine: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=2)
-    requests = [make_request(seed=seed, width=128 if seed == 1 else 64) for seed in (1, 2, 3)]
+    requests = [
+        make_request(seed=seed, width=128 if seed == 1 else 64) for seed in (1, 2, 3)
+    ]
     sound = draw(engine, *requests)
     memory = torch.cuda.OutOfMemoryError("CUDA out of memory")
 
@@ -147,14 +167,23 @@ def test_a_large_image_that_has_no_memory_beside_others_is_drawn_alone(
 
 
 def test_a_failed_tick_restarts_no_image_of_another_lane(
-    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+    make_slot_engine: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=4, blocks=2)
-    requests = [make_request(seed=seed, width=64 + 32 * (seed % 2), steps=3) for seed in range(6)]
+    requests = [
+        make_request(seed=seed, width=64 + 32 * (seed % 2), steps=3)
+        for seed in range(6)
+    ]
     sound = draw(engine, *requests)
     count = iter(range(1000))
     once = RuntimeError("no kernel for this")
-    ticks = fail(monkeypatch, engine, once, lambda seeds: 1 in seeds and next(count) == 1)
+    ticks = fail(
+        monkeypatch, engine, once, lambda seeds: 1 in seeds and next(count) == 1
+    )
     images = draw(engine, *requests)
     assert [0 in seeds for seeds in ticks].count(True) == 3, "not restarted"
     assert [1 in seeds for seeds in ticks].count(True) == 2 + 3
@@ -214,13 +243,20 @@ def test_a_large_image_without_memory_leaves_later_ones_compiled_once_that_pays(
 
 
 def test_only_the_image_that_breaks_a_tick_fails_with_the_reason(
-    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+    make_slot_engine: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=3)
     requests = [make_request(seed=seed) for seed in (1, 666, 3, 4)]
     sound = draw(engine, *requests)
     ticks = fail(
-        monkeypatch, engine, RuntimeError("no kernel for this"), lambda seeds: 666 in seeds
+        monkeypatch,
+        engine,
+        RuntimeError("no kernel for this"),
+        lambda seeds: 666 in seeds,
     )
     images = draw(engine, *requests)
     assert isinstance(images[1], errors.TransientError)
@@ -269,7 +305,11 @@ def test_a_failed_merge_affects_no_other_image(
 
 
 def test_out_of_memory_while_decoding_reduces_the_slices(
-    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+    make_slot_engine: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: Any,
 ) -> None:
     from worker.engine import decoder
 
@@ -287,14 +327,20 @@ def test_out_of_memory_while_decoding_reduces_the_slices(
 
     monkeypatch.setattr(decoder, "decode", decode)
     images = draw(engine, *requests)
-    assert [difference(*pair) for pair in zip(images, sound, strict=True)] <= [ROUNDING] * 3
+    assert [difference(*pair) for pair in zip(images, sound, strict=True)] <= [
+        ROUNDING
+    ] * 3
     assert sizes[0] == 3
     draw(engine, *requests)
     assert sizes[-3:] == [1, 1, 1]
 
 
 def test_a_vae_that_overflows_in_float16_decodes_in_float32_from_then_on(
-    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+    make_slot_engine: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: Any,
 ) -> None:
     from worker.engine import decoder
 
@@ -313,7 +359,11 @@ def test_a_vae_that_overflows_in_float16_decodes_in_float32_from_then_on(
 
 
 def test_an_image_without_memory_to_decode_it_whole_is_decoded_in_stripes(
-    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+    make_slot_engine: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: Any,
 ) -> None:
     from worker.engine import decoder
 
@@ -335,14 +385,20 @@ def test_an_image_without_memory_to_decode_it_whole_is_decoded_in_stripes(
 
 
 def test_an_image_without_memory_for_its_stripes_takes_it_from_the_slots(
-    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+    make_slot_engine: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=4)
     requests = [make_request(seed=seed, steps=2 + seed % 3) for seed in range(6)]
     sound = draw(engine, *requests)
     original = decoder.to_images
 
-    def to_images(vae: Any, latents: torch.Tensor, *, in_stripes: bool = False) -> torch.Tensor:
+    def to_images(
+        vae: Any, latents: torch.Tensor, *, in_stripes: bool = False
+    ) -> torch.Tensor:
         if engine.slots > 2 or not in_stripes:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return original(vae, latents, in_stripes=in_stripes)
@@ -355,13 +411,19 @@ def test_an_image_without_memory_for_its_stripes_takes_it_from_the_slots(
 
 
 def test_a_single_slot_runs_uncompiled_before_an_image_fails_for_want_of_memory(
-    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+    make_slot_engine: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: Any,
 ) -> None:
     (sound,) = draw(make_slot_engine(slots=1), make_request())
     engine = make_slot_engine(slots=1, backend="eager")
     original = decoder.to_images
 
-    def to_images(vae: Any, latents: torch.Tensor, *, in_stripes: bool = False) -> torch.Tensor:
+    def to_images(
+        vae: Any, latents: torch.Tensor, *, in_stripes: bool = False
+    ) -> torch.Tensor:
         if engine._runner.may_compile:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return original(vae, latents, in_stripes=in_stripes)

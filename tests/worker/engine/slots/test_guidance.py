@@ -32,14 +32,20 @@ def mixed(
 ) -> list[contract.ImageRequest]:
     style = contract.Lora("style", lora_paths[0], 1.0, 1.0)
     other = contract.Lora("other", lora_paths[1], 0.5, 1.5)
-    hires = contract.HiresPass(64, 64, denoising_strength=0.7, steps=3, upscaler="Latent")
+    hires = contract.HiresPass(
+        64, 64, denoising_strength=0.7, steps=3, upscaler="Latent"
+    )
     return [
         make_request(),
         make_request(seed=2, cfg_scale=1.0),
         make_request(seed=3, cfg_scale=1.0, loras=(style,), negative_prompt=LONG),
         make_request(seed=4, loras=(other,), steps=3),
-        make_request(seed=5, sampler_options=EVERY_OTHER, steps=6, sampler="dpmpp_2m_karras"),
-        make_request(seed=6, sampler_options=EVERY_OTHER, loras=(style,), sampler="plms"),
+        make_request(
+            seed=5, sampler_options=EVERY_OTHER, steps=6, sampler="dpmpp_2m_karras"
+        ),
+        make_request(
+            seed=6, sampler_options=EVERY_OTHER, loras=(style,), sampler="plms"
+        ),
         make_request(seed=7, cfg_scale=1.0, hires=hires, loras=(other,), prompt=LONG),
         make_request(seed=8, sampler_options=EVERY_OTHER, controls=(make_control(),)),
         make_request(seed=9, cfg_scale=1.0, controls=(make_control(),)),
@@ -56,7 +62,12 @@ def mixed(
     ],
 )
 def test_an_image_takes_a_row_less_of_each_call_without_guidance(
-    make_slot_engine: Any, engine: Any, make_request: Any, draw: Any, changes: Any, rows: int
+    make_slot_engine: Any,
+    engine: Any,
+    make_request: Any,
+    draw: Any,
+    changes: Any,
+    rows: int,
 ) -> None:
     slots = make_slot_engine(slots=1)
     request = make_request(steps=5, **changes)
@@ -134,7 +145,9 @@ def test_images_of_one_row_with_loras_are_twice_as_many_if_weights_for_them_have
 ) -> None:
     engine = make_slot_engine(slots=2, blocks=blocks)
     requests = [
-        make_request(seed=at, cfg_scale=1.0, loras=(contract.Lora("one", path, 1.0, scale),))
+        make_request(
+            seed=at, cfg_scale=1.0, loras=(contract.Lora("one", path, 1.0, scale),)
+        )
         for at, (path, scale) in enumerate(
             zip(lora_paths[:2] * 2, (0.5, 1.0, 1.5, 2.0), strict=True)
         )
@@ -161,11 +174,17 @@ def test_the_engine_asks_for_as_many_images_as_fill_its_calls(
 
 
 def test_an_image_between_two_kinds_of_steps_begins_again_with_the_first(
-    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
+    make_slot_engine: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
+    monkeypatch: Any,
 ) -> None:
     """The memory ends in a step without guidance: the first one has guidance."""
     engine = make_slot_engine(slots=2)
-    requests = [make_request(seed=seed, sampler_options=EVERY_OTHER) for seed in range(3)]
+    requests = [
+        make_request(seed=seed, sampler_options=EVERY_OTHER) for seed in range(3)
+    ]
     sound = draw(engine, *requests)
     run, failed = step.StepRunner.run, list[int]()
 
@@ -188,5 +207,7 @@ def test_the_negative_prompt_of_an_unguided_image_is_not_encoded(
     engine = make_slot_engine(slots=2)
     request = make_request(cfg_scale=1.0, negative_prompt=LONG * 3)
     assert engine.prepare(request).tokens == engine.prepare(make_request()).tokens
-    image, other = draw(engine, request, make_request(cfg_scale=1.0, negative_prompt=""))
+    image, other = draw(
+        engine, request, make_request(cfg_scale=1.0, negative_prompt="")
+    )
     assert (image == other).all()

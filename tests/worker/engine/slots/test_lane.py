@@ -41,7 +41,9 @@ class Drawing:
         self.lanes = Lanes(SLOTS, blocks, LARGEST, max_overtakes=2)
         self.calls = calls
         self.weight_mode = weight_mode
-        self.waiting = [Job(ticket=at, batch_key=key) for at, key in enumerate(batch_keys)]
+        self.waiting = [
+            Job(ticket=at, batch_key=key) for at, key in enumerate(batch_keys)
+        ]
         self.ran: list[Lane] = []
         self.fill: list[float] = []
         """Of each call while jobs were waiting."""
@@ -125,8 +127,12 @@ def test_mixed_sizes_leave_hardly_any_slot_empty(sizes: int) -> None:
 def test_lanes_that_share_weights_take_long_turns_and_stay_nearly_full() -> None:
     drawing = Drawing(mixed(3, 900), blocks=1, weight_mode="per_slot").run()
     assert mean(drawing.fill) > 0.93
-    changes = sum(1 for one, following in itertools.pairwise(drawing.ran) if one != following)
-    assert changes <= len(drawing.ran) / SHARED_TURN_TICKS + 20, "turns end early at the end only"
+    changes = sum(
+        1 for one, following in itertools.pairwise(drawing.ran) if one != following
+    )
+    assert changes <= len(drawing.ran) / SHARED_TURN_TICKS + 20, (
+        "turns end early at the end only"
+    )
     assert drawing.most_held <= SLOTS * 6
 
 
@@ -135,20 +141,28 @@ def test_guided_and_unguided_jobs_fill_calls_as_large() -> None:
     unguided = guided._replace(slot_rows=1, is_plain=True)
     keys = [chosen.choice([guided, unguided]) for _ in range(600)]
     drawing = Drawing(keys, calls=various_calls()).run()
-    assert {lane.slots * lane.batch_key.slot_rows for lane in drawing.ran} == {2 * SLOTS}
+    assert {lane.slots * lane.batch_key.slot_rows for lane in drawing.ran} == {
+        2 * SLOTS
+    }
     assert mean(drawing.fill) > 0.96
-    assert drawing.most_held <= 5 * SLOTS, "those in slots, and one for each slot of the larger"
+    assert drawing.most_held <= 5 * SLOTS, (
+        "those in slots, and one for each slot of the larger"
+    )
 
 
 @pytest.mark.parametrize(("blocks", "slots"), [(1, SLOTS), (3, SLOTS), (4, 2 * SLOTS)])
-def test_slots_of_one_row_are_as_many_as_there_are_weights_for(blocks: int, slots: int) -> None:
+def test_slots_of_one_row_are_as_many_as_there_are_weights_for(
+    blocks: int, slots: int
+) -> None:
     lanes = Lanes(SLOTS, blocks, LARGEST, max_overtakes=2)
     with_loras = SIZES[0]._replace(slot_rows=1)
     plain = with_loras._replace(is_plain=True)
     assert [lanes.slots_of(each) for each in (with_loras, plain)] == [slots, 2 * SLOTS]
     assert sum(lanes.block_slots) == blocks * SLOTS, "no more memory than for two rows"
     lanes.slots = 1
-    assert lanes.slots_of(plain) == 1, "the last slot has no more images that could fail"
+    assert lanes.slots_of(plain) == 1, (
+        "the last slot has no more images that could fail"
+    )
     lane = Lane(with_loras, slots, max_overtakes=2)
     lanes.slots = SLOTS
     assert lanes.block_slots[lanes.choose_block(lane)] >= slots
@@ -164,7 +178,9 @@ def test_a_rare_size_waits_no_longer_than_stated() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_lane_with_few_images_takes_ticks_by_its_images_not_by_turns(seed: int) -> None:
+def test_a_lane_with_few_images_takes_ticks_by_its_images_not_by_turns(
+    seed: int,
+) -> None:
     """A compiled call computes all of its slots, so an empty one is lost."""
     chosen = random.Random(seed)
     share = chosen.uniform(0.005, 0.15)
@@ -190,7 +206,9 @@ def test_every_lane_runs_within_its_patience_and_a_turn_of_each_other(
 
 
 @pytest.mark.parametrize(("blocks", "turn"), [(20, 1), (1, SHARED_TURN_TICKS)])
-def test_an_urgent_job_of_a_rare_size_does_not_wait_for_company(blocks: int, turn: int) -> None:
+def test_an_urgent_job_of_a_rare_size_does_not_wait_for_company(
+    blocks: int, turn: int
+) -> None:
     drawing = Drawing(mixed(2, 300), blocks=blocks, weight_mode="per_slot").run(40)
     canary: Any = Job(ticket=1000, batch_key=SIZES[5], call=0, calls=CALLS)
     urgent = as_slot_job(canary)
@@ -201,7 +219,9 @@ def test_an_urgent_job_of_a_rare_size_does_not_wait_for_company(blocks: int, tur
     assert drawing.waited(1000) <= (CALLS if turn == 1 else 1) * 4 * turn
 
 
-def test_more_sizes_than_lanes_all_get_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_sizes_than_lanes_all_get_their_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(lanes_module, "MAX_LANES", 3)
     drawing = Drawing(mixed(12, 600)).run()
     assert len(drawing.drawn_at) == 600

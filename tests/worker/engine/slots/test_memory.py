@@ -79,7 +79,9 @@ def test_changes_of_convolutions_take_no_slot_and_have_room_in_all_lanes(
         assert found._replace(blocks=plain.blocks) == plain
         assert found.slots * changes < 0.75 * memory._MARGIN * free
         used = (found.blocks - 1) * found.slots * (0.48 + changes) + found.slots * 0.73
-        used += found.decoded * 0.8 + (found.staged_bytes / GIB if found.blocks > 1 else 0)
+        used += found.decoded * 0.8 + (
+            found.staged_bytes / GIB if found.blocks > 1 else 0
+        )
         assert used <= (1 - memory._MARGIN) * free
     assert found.blocks < plain.blocks
 
@@ -105,10 +107,14 @@ def test_slots_leave_room_for_the_tensors_and_graphs_of_sizes_that_come_later(
         found = fit(free)
         assert found.slots > 8
         # As much beside the recorded graphs runs uncompiled.
-        taken = found.slots * (COPY + CONTEXT) + 2 * max(found.slots * TICK, found.decoded * WHOLE)
+        taken = found.slots * (COPY + CONTEXT) + 2 * max(
+            found.slots * TICK, found.decoded * WHOLE
+        )
         taken += found.staged_bytes / GIB + found.temporary_bytes / GIB
         lanes = 2 * found.slots * CONTEXT
-        assert taken + lanes + 2 * WHOLE <= free, "two sizes more, each with graphs of its own"
+        assert taken + lanes + 2 * WHOLE <= free, (
+            "two sizes more, each with graphs of its own"
+        )
     assert fit(80, decode=2 * WHOLE).slots < fit(80).slots
     assert fit(15.5).slots == 2, "few slots are worth more"
 
@@ -124,7 +130,9 @@ def test_slots_of_low_rank_leave_room_for_the_loras_of_the_next_jobs(
         assert fit.slots * (0.48 + 0.25) + fit.staged_bytes / GIB < free
 
 
-@pytest.mark.parametrize(("slots", "kept"), [(16, 12), (7, 6), (6, 5), (3, 2), (2, 1), (1, 1)])
+@pytest.mark.parametrize(
+    ("slots", "kept"), [(16, 12), (7, 6), (6, 5), (3, 2), (2, 1), (1, 1)]
+)
 def test_after_too_many_slots_a_quarter_fewer_are_tried(slots: int, kept: int) -> None:
     assert memory.fewer(slots) == kept
 
@@ -172,7 +180,9 @@ def test_slots_hold_factors_where_copies_are_slow_the_host_is_small_or_several_a
     assert choose(monkeypatch, 17, **short) == "merged"
 
 
-@pytest.mark.parametrize(("free", "have_none"), [(132, False), (41, False), (17, True), (6, True)])
+@pytest.mark.parametrize(
+    ("free", "have_none"), [(132, False), (41, False), (17, True), (6, True)]
+)
 def test_copies_of_merged_layers_are_on_the_gpu_only_where_slots_leave_room_for_them(
     monkeypatch: pytest.MonkeyPatch, free: float, have_none: bool
 ) -> None:
@@ -183,7 +193,9 @@ def test_copies_of_merged_layers_are_on_the_gpu_only_where_slots_leave_room_for_
     assert not memory.has_no_room_for_originals(torch.device("cpu"), int(3.48 * GIB))
 
 
-@pytest.mark.parametrize(("free", "stays"), [(23, False), (15, False), (11, False), (7.4, True)])
+@pytest.mark.parametrize(
+    ("free", "stays"), [(23, False), (15, False), (11, False), (7.4, True)]
+)
 def test_text_encoders_stay_on_the_cpu_where_the_gpu_is_small(
     monkeypatch: pytest.MonkeyPatch, free: float, stays: bool
 ) -> None:
@@ -193,7 +205,9 @@ def test_text_encoders_stay_on_the_cpu_where_the_gpu_is_small(
     assert memory.has_no_room_for_text(torch.device("cuda", 0), *sizes) == stays
 
 
-@pytest.mark.parametrize(("free", "is_striped"), [(16.5, False), (6, True), (2.4, True)])
+@pytest.mark.parametrize(
+    ("free", "is_striped"), [(16.5, False), (6, True), (2.4, True)]
+)
 def test_an_image_is_decoded_in_stripes_where_it_takes_much_of_the_memory(
     monkeypatch: pytest.MonkeyPatch, free: float, is_striped: bool
 ) -> None:
@@ -217,7 +231,9 @@ def test_running_out_of_memory_means_stripes_first_and_then_a_plain_error(
 def test_a_gpu_that_cannot_hold_one_image_is_refused_before_the_first_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(errors.SetupError, match=r"0.5 GiB left beside the model.* takes 1.3 GiB"):
+    with pytest.raises(
+        errors.SetupError, match=r"0.5 GiB left beside the model.* takes 1.3 GiB"
+    ):
         find(monkeypatch, 0.5, must_fit=True)
     assert find(monkeypatch, 1.4, must_fit=True).slots == 1
 
@@ -225,11 +241,21 @@ def test_a_gpu_that_cannot_hold_one_image_is_refused_before_the_first_job(
 #: SDXL in float16, GiB, measured on an H200: UNet and VAE, text encoders, a slot's copies of linear
 #: layers or its factors of rank 32, a tick of one slot, and decoding an image, whole or in stripes;
 #: by its shape, a slot's keys and values of two prompts.
-MODEL, TEXT, COPY, FACTORS, TICK, WHOLE, STRIPES = 5.15, 1.53, 3.57, 0.23, 0.28, 1.88, 0.72
+MODEL, TEXT, COPY, FACTORS, TICK, WHOLE, STRIPES = (
+    5.15,
+    1.53,
+    3.57,
+    0.23,
+    0.28,
+    1.88,
+    0.72,
+)
 CONTEXT = 0.055
 
 
-def sdxl_on(monkeypatch: pytest.MonkeyPatch, gigabytes: int, *, rate: float = 12e9) -> str:
+def sdxl_on(
+    monkeypatch: pytest.MonkeyPatch, gigabytes: int, *, rate: float = 12e9
+) -> str:
     """What a worker says on a card of that size: of 8 GB a process has 7.4 GiB."""
     free = 0.925 * gigabytes
     monkeypatch.setattr(memory, "copy_rate", lambda _: rate)
@@ -262,7 +288,11 @@ def sdxl_on(monkeypatch: pytest.MonkeyPatch, gigabytes: int, *, rate: float = 12
 @pytest.mark.parametrize(
     ("gigabytes", "images", "saved"),
     [
-        (8, 1, "layers are copied .*; the VAE decodes in stripes; prompts are encoded on the CPU"),
+        (
+            8,
+            1,
+            "layers are copied .*; the VAE decodes in stripes; prompts are encoded on the CPU",
+        ),
         (12, 1, "layers are copied .*; the VAE decodes in stripes"),
         (16, 1, ""),
         (24, 2, ""),
@@ -282,9 +312,13 @@ def test_a_card_to_which_copies_are_slow_holds_factors(
     monkeypatch: pytest.MonkeyPatch, gigabytes: int, images: int
 ) -> None:
     said = sdxl_on(monkeypatch, gigabytes, rate=1e9)
-    assert said.startswith(f"{images} image{'s' * (images > 1)} at once; LoRAs are factors "), said
+    assert said.startswith(
+        f"{images} image{'s' * (images > 1)} at once; LoRAs are factors "
+    ), said
 
 
 def test_a_card_of_6_gb_is_refused_for_sdxl(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(errors.SetupError, match="use a GPU with more memory, or a smaller model"):
+    with pytest.raises(
+        errors.SetupError, match="use a GPU with more memory, or a smaller model"
+    ):
         sdxl_on(monkeypatch, 6)

@@ -9,7 +9,9 @@ import pytest
 from worker.engine.slots.paying import Kind, Outlook
 from worker.engine.slots.queue import BatchKey, Costs
 
-USUAL, OTHER, RARE = (Kind(BatchKey(512 + 64 * at, 512, 154, None, None)) for at in range(3))
+USUAL, OTHER, RARE = (
+    Kind(BatchKey(512 + 64 * at, 512, 154, None, None)) for at in range(3)
+)
 
 GRAPHS = 2
 
@@ -23,7 +25,9 @@ class Clock:
         return self.seconds
 
 
-def outlook(left: float | None, kinds: Iterable[Kind] = (), clock: Clock | None = None) -> Outlook:
+def outlook(
+    left: float | None, kinds: Iterable[Kind] = (), clock: Clock | None = None
+) -> Outlook:
     made = Outlook(lambda: left, clock or Clock())
     for kind in kinds:
         made.add(kind, 1.0)
@@ -85,7 +89,9 @@ def test_what_comes_no_more_is_forgotten() -> None:
     assert not pays(of, OTHER)
 
 
-@pytest.mark.parametrize(("had_lasted", "pays_at_once"), [(60.0, False), (3600.0, True)])
+@pytest.mark.parametrize(
+    ("had_lasted", "pays_at_once"), [(60.0, False), (3600.0, True)]
+)
 def test_what_was_lost_is_compiled_again_if_it_lasts_long_enough_between_losses(
     had_lasted: float, pays_at_once: bool
 ) -> None:
@@ -98,7 +104,9 @@ def test_what_was_lost_is_compiled_again_if_it_lasts_long_enough_between_losses(
     assert pays(of, USUAL)
 
 
-def test_what_could_not_be_kept_is_tried_again_after_a_while_and_others_are_not_put_off() -> None:
+def test_what_could_not_be_kept_is_tried_again_after_a_while_and_others_are_not_put_off() -> (
+    None
+):
     clock = Clock()
     of = outlook(math.inf, [USUAL, OTHER] * 50, clock)
     clock.seconds += 3600

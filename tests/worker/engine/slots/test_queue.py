@@ -49,14 +49,18 @@ def test_preferred_loras_go_first_up_to_the_limit() -> None:
 
 
 def test_the_cheaper_weight_mode_is_chosen() -> None:
-    costs = slot_queue.Costs(per_slot_seconds=1.1, shared_seconds=1.0, merge_seconds=1.0)
+    costs = slot_queue.Costs(
+        per_slot_seconds=1.1, shared_seconds=1.0, merge_seconds=1.0
+    )
     one, other = ("one",), ("other",)
     assert slot_queue.choose_mode([one, other], (), 100, costs) == ("per_slot", ())
     assert slot_queue.choose_mode([one, one], (), 100, costs) == ("shared", one)
     assert slot_queue.choose_mode([one, one], (), 5, costs) == ("per_slot", ()), (
         "a merge no longer pays"
     )
-    assert slot_queue.choose_mode([one, one], one, 1, costs) == ("shared", one), "merged already"
+    assert slot_queue.choose_mode([one, one], one, 1, costs) == ("shared", one), (
+        "merged already"
+    )
     assert slot_queue.choose_mode([(), ()], one, 1, costs) == ("shared", ()), (
         "the checkpoint's own weights"
     )
@@ -66,7 +70,8 @@ def test_the_cheaper_weight_mode_is_chosen() -> None:
         (),
     )
     costs = dataclasses.replace(costs, per_slot_convolutions_seconds=2.0)
-    assert slot_queue.choose_mode([one], (), 2, costs, convolutions=True) == ("shared", one), (
-        "a merge saves more where calls take longer"
-    )
+    assert slot_queue.choose_mode([one], (), 2, costs, convolutions=True) == (
+        "shared",
+        one,
+    ), "a merge saves more where calls take longer"
     assert slot_queue.ticks_until_change([3, 7], [15, 15, 15], 2) == 7 + 23

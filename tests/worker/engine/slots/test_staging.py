@@ -65,7 +65,10 @@ def test_a_lane_that_is_half_full_draws_while_the_next_job_is_still_being_staged
 
 
 def test_loras_are_not_read_while_slots_are_filled(
-    slot_engine: Any, make_request: Any, lora_paths: list[Path], monkeypatch: pytest.MonkeyPatch
+    slot_engine: Any,
+    make_request: Any,
+    lora_paths: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     start, reading = slot_engine._start, []
 
@@ -92,7 +95,9 @@ def test_what_is_staged_ahead_takes_no_more_than_its_room(
     begun: int,
 ) -> None:
     engine = make_slot_engine(slots=4)
-    requests = [make_request(seed=seed, loras=(lora(lora_paths[0]),)) for seed in range(8)]
+    requests = [
+        make_request(seed=seed, loras=(lora(lora_paths[0]),)) for seed in range(8)
+    ]
     prepared = [engine.prepare(request) for request in requests]
     engine._stager.room_bytes = int(room * prepared[0].lora_bytes)
     for ticket, one in enumerate(prepared):
@@ -103,10 +108,14 @@ def test_what_is_staged_ahead_takes_no_more_than_its_room(
     assert sum(job.staging is not None for job in waiting) == begun
     # In host memory there is room for the next ones.
     assembled = [job.assembling is not None for job in waiting]
-    assert assembled == [begun <= at < min(begun + 3, engine.slots) for at in range(len(waiting))]
+    assert assembled == [
+        begun <= at < min(begun + 3, engine.slots) for at in range(len(waiting))
+    ]
 
 
-def test_all_lanes_next_jobs_are_staged_ahead(make_slot_engine: Any, make_request: Any) -> None:
+def test_all_lanes_next_jobs_are_staged_ahead(
+    make_slot_engine: Any, make_request: Any
+) -> None:
     engine = make_slot_engine(slots=2)
     for ticket in range(8):
         request = make_request(seed=ticket, width=(64, 32)[ticket % 2])
@@ -114,7 +123,12 @@ def test_all_lanes_next_jobs_are_staged_ahead(make_slot_engine: Any, make_reques
     engine.tick()
     waiting = {lane.batch_key.width: lane.waiting for lane in engine._lanes}
     assert [job.staging is not None for job in waiting[64]] == [True, True]
-    assert [job.staging is not None for job in waiting[32]] == [True, True, False, False]
+    assert [job.staging is not None for job in waiting[32]] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_loras_of_jobs_that_start_together_take_no_more_than_what_is_staged_ahead(
@@ -127,7 +141,8 @@ def test_loras_of_jobs_that_start_together_take_no_more_than_what_is_staged_ahea
 ) -> None:
     engine = make_slot_engine(slots=4)
     requests = [
-        make_request(seed=seed, loras=(lora(lora_paths[seed % 3]),), steps=3) for seed in range(8)
+        make_request(seed=seed, loras=(lora(lora_paths[seed % 3]),), steps=3)
+        for seed in range(8)
     ]
     expected = draw(engine, *requests)
     size_bytes = engine.prepare(requests[0]).lora_bytes
@@ -138,7 +153,10 @@ def test_loras_of_jobs_that_start_together_take_no_more_than_what_is_staged_ahea
         failure = stage(job)
         active = [each for one in engine._lanes for each in one.active.values()]
         at_once.append(
-            sum(each.staged is not None and each.staged.loras is not None for each in active)
+            sum(
+                each.staged is not None and each.staged.loras is not None
+                for each in active
+            )
         )
         return failure
 

@@ -43,7 +43,9 @@ def change_all_weights(source: Path, folder: Path) -> Path:
         for key, tensor in tensors.items():
             if tensor.is_floating_point():
                 noise = torch.randn(tensor.shape, generator=generator)
-                tensors[key] = tensor + (0.05 * noise * (1 + tensor.abs())).to(tensor.dtype)
+                tensors[key] = tensor + (0.05 * noise * (1 + tensor.abs())).to(
+                    tensor.dtype
+                )
         save_file(tensors, path, {"format": "pt"})
     return folder
 
@@ -53,13 +55,17 @@ def two_models(folder: Path, family: tiny_families.FamilyName) -> tuple[Path, Pa
     second = change_all_weights(first, folder / "second")
     if family == "sd2":  # the schedule is the model's own, too
         tiny_families.build(folder / "v", "sd2", prediction_type="v_prediction")
-        shutil.copytree(folder / "v" / "scheduler", second / "scheduler", dirs_exist_ok=True)
+        shutil.copytree(
+            folder / "v" / "scheduler", second / "scheduler", dirs_exist_ok=True
+        )
     return first, second
 
 
 def engine_of(folder: Path, **settings: Any) -> slots.SlotEngine:
     checkpoint = load_checkpoint(folder, CPU, torch.float32)
-    return slots.SlotEngine(of_latents(checkpoint, Settings(**{"slots": 3, **settings})))
+    return slots.SlotEngine(
+        of_latents(checkpoint, Settings(**{"slots": 3, **settings}))
+    )
 
 
 def take(engine: slots.SlotEngine, folder: Path) -> None:
@@ -76,7 +82,9 @@ def take(engine: slots.SlotEngine, folder: Path) -> None:
         pytest.param("sd2", {}, marks=pytest.mark.slow),
         pytest.param("sdxl", {}, marks=pytest.mark.slow),
         pytest.param(
-            "sdxl", {"slot_weights": "factors", "backend": "eager"}, marks=pytest.mark.slow
+            "sdxl",
+            {"slot_weights": "factors", "backend": "eager"},
+            marks=pytest.mark.slow,
         ),
         pytest.param("sdxl", {"slot_weights": "reloaded"}, marks=pytest.mark.slow),
     ],
@@ -93,7 +101,10 @@ def test_an_engine_draws_the_images_of_the_model_that_it_took_and_then_of_its_ow
     style = tiny_model.build_tiny_lora(tmp_path / "style.safetensors", first)
     lora = contract.Lora("style", style, 0.7, 0.9)
     # All slots with the same LoRA: it is merged into the shared weights, and must not stay there.
-    alike = [make_request(seed=seed, steps=9, loras=(lora,), prompt="a dog") for seed in (3, 4, 5)]
+    alike = [
+        make_request(seed=seed, steps=9, loras=(lora,), prompt="a dog")
+        for seed in (3, 4, 5)
+    ]
     requests = [make_request(seed=1), make_request(seed=2, loras=(lora,), height=72)]
     expected = {}
     for folder in folders:
@@ -111,7 +122,10 @@ def test_an_engine_draws_the_images_of_the_model_that_it_took_and_then_of_its_ow
         assert engine.model_name == folder.name
         images = [*draw(engine, *requests), *draw(engine, *alike)]
         if "slot_weights" not in settings:
-            assert (engine.weight_mode, engine._weights.merged != ()) == ("shared", True)
+            assert (engine.weight_mode, engine._weights.merged != ()) == (
+                "shared",
+                True,
+            )
         for pair in zip(images, expected[folder], strict=True):
             assert difference(*pair) <= 1
         fresh = engine_of(folder)
@@ -123,7 +137,9 @@ def test_an_engine_draws_the_images_of_the_model_that_it_took_and_then_of_its_ow
     engine.close()
 
 
-def test_a_model_is_not_taken_while_there_are_jobs(tmp_path: Path, make_request: Any) -> None:
+def test_a_model_is_not_taken_while_there_are_jobs(
+    tmp_path: Path, make_request: Any
+) -> None:
     first, second = two_models(tmp_path, "sd1")
     engine = engine_of(first)
     engine.admit(0, engine.prepare(make_request()))
@@ -136,7 +152,9 @@ def test_a_model_is_not_taken_while_there_are_jobs(tmp_path: Path, make_request:
 
 @pytest.fixture(scope="module")
 def sd1_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    engine = engine_of(tiny_families.build(tmp_path_factory.mktemp("sd1") / "first", "sd1"))
+    engine = engine_of(
+        tiny_families.build(tmp_path_factory.mktemp("sd1") / "first", "sd1")
+    )
     yield engine
     engine.close()
 
@@ -154,14 +172,21 @@ def sd1_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def test_a_model_of_another_architecture_needs_another_engine(
     tmp_path: Path, build: Callable[[Path], Path], sd1_engine: Any
 ) -> None:
-    assert load.read_beside(sd1_engine, load.EngineSettings(build(tmp_path / "second"))) is None
+    assert (
+        load.read_beside(sd1_engine, load.EngineSettings(build(tmp_path / "second")))
+        is None
+    )
 
 
 @pytest.fixture(scope="module")
-def styles(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> list[contract.Lora]:
+def styles(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path
+) -> list[contract.Lora]:
     folder = tmp_path_factory.mktemp("styles")
     paths = [
-        tiny_model.build_tiny_lora(folder / f"{seed}.safetensors", checkpoint, seed=seed)
+        tiny_model.build_tiny_lora(
+            folder / f"{seed}.safetensors", checkpoint, seed=seed
+        )
         for seed in range(2)
     ]
     return [contract.Lora(path.stem, path, 0.7, 0.9) for path in paths]
@@ -220,7 +245,10 @@ def test_weights_are_not_loaded_again_for_the_loras_that_they_hold(
 
 
 def test_a_job_with_the_loras_that_are_loaded_goes_before_an_older_one_but_not_for_ever(
-    engine: slots.SlotEngine, styles: list[contract.Lora], make_request: Any, loads: list[bool]
+    engine: slots.SlotEngine,
+    styles: list[contract.Lora],
+    make_request: Any,
+    loads: list[bool],
 ) -> None:
     own, other = ((style,) for style in styles)
     requests = [make_request(steps=2, loras=own), make_request(steps=2, loras=other)]
@@ -240,7 +268,9 @@ def test_images_of_lanes_that_take_turns_are_those_alone(
     difference: Any,
 ) -> None:
     requests = [
-        make_request(seed=seed, steps=20, height=64 + 8 * (seed % 2), loras=(styles[seed // 2],))
+        make_request(
+            seed=seed, steps=20, height=64 + 8 * (seed % 2), loras=(styles[seed // 2],)
+        )
         for seed in range(4)
     ]
     together = {each.ticket: each.outcome for each in draw_all(engine, requests)}
@@ -313,7 +343,11 @@ def test_a_bit_that_flips_is_found_where_the_layers_compute_and_in_the_hosts_mem
     assert check is not None
     draw(engine, make_request(loras=(styles[0],)))
     assert check.find_fault() is None, "LoRAs do not count"
-    stack = next(each for each in engine._unet._stacks.values() if isinstance(each, ReloadedStack))
+    stack = next(
+        each
+        for each in engine._unet._stacks.values()
+        if isinstance(each, ReloadedStack)
+    )
     damaged = stack.shared if place == "host" else stack._own
     if place == "host":
         draw(engine, make_request(loras=(styles[0],)))  # loaded again from there
@@ -336,14 +370,20 @@ def test_a_check_of_the_weights_leaves_images_in_flight_as_they_are(
     assert (outcomes[0] == expected).all()
 
 
-def test_the_layers_of_a_model_are_once_on_the_device_and_once_in_the_hosts_memory() -> None:
+def test_the_layers_of_a_model_are_once_on_the_device_and_once_in_the_hosts_memory() -> (
+    None
+):
     layers = {str(number): torch.nn.Linear(4, 6) for number in range(3)}
     expected = [layer.weight.clone() for layer in layers.values()]
     linears = [SlotLinear({name: layer}) for name, layer in layers.items()]
     (stack,) = stack_by_shape(ReloadedStack, "slots", linears).values()
     for at, (layer, linear) in enumerate(zip(layers.values(), linears, strict=True)):
         assert layer.weight.data_ptr() == stack.shared[at].data_ptr()
-        assert linear.slots.data_ptr() == linear.weight.data_ptr() != layer.weight.data_ptr()
+        assert (
+            linear.slots.data_ptr()
+            == linear.weight.data_ptr()
+            != layer.weight.data_ptr()
+        )
         assert (linear.weight == expected[at]).all()
     with pytest.raises(ValueError, match="2 slots"):
         stack.resize(2)

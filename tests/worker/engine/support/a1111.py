@@ -43,28 +43,43 @@ class Reference:
     k_diffusion: Any
     conditioning: torch.Tensor | None = None
 
-    def predict_noise(self, request: contract.ImageRequest, size: tuple[int, int]) -> Predict:
+    def predict_noise(
+        self, request: contract.ImageRequest, size: tuple[int, int]
+    ) -> Predict:
         """The UNet's noise with guidance; *size* is the width and height that SDXL is told."""
         pipeline, extra = self.pipeline, {}
         # Without words, a negative prompt is zeros for SDXL.
-        words = {"prompt": request.prompt, "negative_prompt": request.negative_prompt or None}
+        words = {
+            "prompt": request.prompt,
+            "negative_prompt": request.negative_prompt or None,
+        }
         if hasattr(pipeline, "text_encoder_2"):
             cond, uncond, *pooled = pipeline.encode_prompt(**words)
             width, height = size
-            ids = torch.tensor([[height, width, 0, 0, height, width]] * 2, dtype=torch.float32)
+            ids = torch.tensor(
+                [[height, width, 0, 0, height, width]] * 2, dtype=torch.float32
+            )
             if pipeline.config.get("requires_aesthetics_score"):
                 ids = torch.cat(self._ids_with_scores(size))
-            extra["added_cond_kwargs"] = {"text_embeds": torch.cat(pooled), "time_ids": ids}
+            extra["added_cond_kwargs"] = {
+                "text_embeds": torch.cat(pooled),
+                "time_ids": ids,
+            }
         else:
             cond, uncond = pipeline.encode_prompt(
-                **words, device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=True
+                **words,
+                device="cpu",
+                num_images_per_prompt=1,
+                do_classifier_free_guidance=True,
             )
         vectors = torch.cat([cond, uncond])
 
         def predict(x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
             if self.conditioning is not None:
                 x = torch.cat([x, self.conditioning], dim=1)
-            both = pipeline.unet(torch.cat([x, x]), timestep.expand(2), vectors, **extra).sample
+            both = pipeline.unet(
+                torch.cat([x, x]), timestep.expand(2), vectors, **extra
+            ).sample
             cond, uncond = both.chunk(2)
             guided: torch.Tensor = uncond + request.cfg_scale * (cond - uncond)
             return guided
@@ -121,7 +136,9 @@ class Reference:
         mask: Mask | None,
     ) -> torch.Tensor:
         alphas = self.pipeline.scheduler.alphas_cumprod
-        wrapped = self.k_diffusion.external.DiscreteEpsDDPMDenoiser(predict, alphas, quantize=False)
+        wrapped = self.k_diffusion.external.DiscreteEpsDDPMDenoiser(
+            predict, alphas, quantize=False
+        )
 
         def denoise(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
             denoised: torch.Tensor = wrapped(x, sigma)
@@ -136,7 +153,9 @@ class Reference:
             )
         taken = sigmas[steps - t_enc - 1 :]
         sample = getattr(sampling, f"sample_{name}")
-        latents: torch.Tensor = sample(denoise, init + noise * taken[0], taken, disable=True)
+        latents: torch.Tensor = sample(
+            denoise, init + noise * taken[0], taken, disable=True
+        )
         return latents
 
     def _by_timesteps(
@@ -176,7 +195,9 @@ class Reference:
             elif len(earlier) == 2:
                 used = (23 * output - 16 * earlier[-1] + 5 * earlier[-2]) / 12
             else:
-                used = (55 * output - 59 * earlier[-1] + 37 * earlier[-2] - 9 * earlier[-3]) / 24
+                used = (
+                    55 * output - 59 * earlier[-1] + 37 * earlier[-2] - 9 * earlier[-3]
+                ) / 24
             x = move(x, used, at)
             earlier.append(output)
         return x
@@ -194,12 +215,16 @@ class Reference:
         self, pixels: contract.Pixels, image_mask: np.ndarray[Any, Any] | None
     ) -> torch.Tensor:
         """The same, with its `inpainting_mask_weight` of 1 and a mask that is rounded."""
-        source = torch.from_numpy(np.asarray(pixels, np.float32) / 255).permute(2, 0, 1)[None]
+        source = torch.from_numpy(np.asarray(pixels, np.float32) / 255).permute(
+            2, 0, 1
+        )[None]
         source = source * 2 - 1
         if image_mask is None:
             mask = source.new_ones(1, 1, *source.shape[-2:])
         else:
-            mask = torch.round(torch.from_numpy(image_mask.astype(np.float32) / 255)[None, None])
+            mask = torch.round(
+                torch.from_numpy(image_mask.astype(np.float32) / 255)[None, None]
+            )
         masked = torch.lerp(source, source * (1.0 - mask), 1.0)
         latents = self.pipeline.vae.encode(masked).latent_dist.mode()
         latents = latents * self.pipeline.vae.config.scaling_factor
@@ -210,12 +235,16 @@ class Reference:
     def encode(self, pixels: np.ndarray[Any, Any]) -> torch.Tensor:
         """The mean of the VAE's distribution [1, 4, height, width]."""
         vae = self.pipeline.vae
-        images = torch.from_numpy(np.asarray(pixels, np.float32) / 255).permute(2, 0, 1)[None]
+        images = torch.from_numpy(np.asarray(pixels, np.float32) / 255).permute(
+            2, 0, 1
+        )[None]
         latents: torch.Tensor = vae.encode(images * 2 - 1).latent_dist.mode()
         return latents * vae.config.scaling_factor
 
     @torch.no_grad()
-    def decode(self, latents: torch.Tensor, *, rounds: bool = True) -> np.ndarray[Any, Any]:
+    def decode(
+        self, latents: torch.Tensor, *, rounds: bool = True
+    ) -> np.ndarray[Any, Any]:
         vae = self.pipeline.vae
         images = vae.decode(latents / vae.config.scaling_factor).sample
         levels = (images[0] / 2 + 0.5).clamp(0, 1).permute(1, 2, 0) * 255
@@ -233,12 +262,21 @@ def resize_last(unet: Any) -> None:
 
 
 def _double_and_resize(
-    double: Callable[..., torch.Tensor], x: torch.Tensor, output_size: Any = None, *_: Any
+    double: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    output_size: Any = None,
+    *_: Any,
 ) -> torch.Tensor:
     doubled = double(x)
-    return doubled if output_size is None else F.interpolate(doubled, output_size, mode="nearest")
+    return (
+        doubled
+        if output_size is None
+        else F.interpolate(doubled, output_size, mode="nearest")
+    )
 
 
-def interpolate(latents: torch.Tensor, width: int, height: int, **how: Any) -> torch.Tensor:
+def interpolate(
+    latents: torch.Tensor, width: int, height: int, **how: Any
+) -> torch.Tensor:
     """Latents [1, 4, height, width] in a size in pixels."""
     return F.interpolate(latents, size=(height // 8, width // 8), **how)

@@ -120,14 +120,20 @@ class BatchEngine:
         tickets = self._next_batch()
         batch = [self._pending.pop(ticket) for ticket in tickets]
         outcomes = self._run(batch)
-        return [contract.Finished(*pair) for pair in zip(tickets, outcomes, strict=True)]
+        return [
+            contract.Finished(*pair) for pair in zip(tickets, outcomes, strict=True)
+        ]
 
     def close(self) -> None:
         self._pending.clear()
         self._encoder.clear()
         for merger in self._mergers.values():
             merger.reset()
-        for network in (self.checkpoint.unet, self.checkpoint.vae, self.checkpoint.text_encoder):
+        for network in (
+            self.checkpoint.unet,
+            self.checkpoint.vae,
+            self.checkpoint.text_encoder,
+        ):
             network.to("meta")
 
     def activate(self, loras: Mapping[Network, Sequence[merge.AppliedLora]]) -> None:
@@ -140,7 +146,9 @@ class BatchEngine:
         if oldest is None:
             return []
         shared = group(oldest)
-        alike = [ticket for ticket, other in self._pending.items() if group(other) == shared]
+        alike = [
+            ticket for ticket, other in self._pending.items() if group(other) == shared
+        ]
         return alike[: self._max_batch]
 
     def _run(self, batch: Sequence[PreparedRequest]) -> list[contract.Outcome]:
@@ -188,7 +196,9 @@ def denoise(
     device = unet.device
     schedules = [image.schedule for image in images]
     streams = [image.noise(unet.config.in_channels, vae_factor) for image in images]
-    starts = [image.first_latents(noise) for image, noise in zip(images, streams, strict=True)]
+    starts = [
+        image.first_latents(noise) for image, noise in zip(images, streams, strict=True)
+    ]
     latents = torch.stack(starts).to(device)
     history = latents.new_zeros((sampler.HISTORY, *latents.shape))
     tables = torch.stack([schedule.table for schedule in schedules], dim=1).to(device)
@@ -218,7 +228,9 @@ def _per_image(numbers: Sequence[float], device: torch.device) -> torch.Tensor:
     return torch.tensor(numbers, device=device)[:, None, None, None]
 
 
-def decode(vae: AutoencoderKL, latents: torch.Tensor, pixels: int) -> list[contract.Outcome]:
+def decode(
+    vae: AutoencoderKL, latents: torch.Tensor, pixels: int
+) -> list[contract.Outcome]:
     """Images of *pixels* from latents [batch, 4, height, width], or an error for NaN."""
     outcomes: list[contract.Outcome] = []
     for part in torch.split(latents, max(1, _DECODE_PIXELS // pixels)):

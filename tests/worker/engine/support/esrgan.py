@@ -17,7 +17,9 @@ def build(path: Path, scale: int = 4, channels: int = 3) -> tuple[Path, Any]:
     from spandrel.architectures.ESRGAN.__arch.RRDB import RRDBNet
 
     torch.manual_seed(0)
-    network = RRDBNet(in_nc=channels, out_nc=channels, num_filters=8, num_blocks=1, scale=scale)
+    network = RRDBNet(
+        in_nc=channels, out_nc=channels, num_filters=8, num_blocks=1, scale=scale
+    )
     save_file(network.state_dict(), path)
     return path, network.eval()
 
@@ -28,8 +30,12 @@ def enlarge(network: Any, pixels: contract.Pixels) -> contract.Pixels:
     missing = [max(0, upscaling.TILE - side) for side in (height, width)]
     padded = np.pad(pixels[..., ::-1], [(side, 0) for side in (*missing, 0)])
     with torch.no_grad():
-        enlarged = network(torch.from_numpy(padded.copy()).permute(2, 0, 1)[None] / 255)[0]
-    levels = (enlarged.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+        enlarged = network(
+            torch.from_numpy(padded.copy()).permute(2, 0, 1)[None] / 255
+        )[0]
+    levels = (
+        (enlarged.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+    )
     scale = levels.shape[0] // padded.shape[0]
     found: contract.Pixels = levels[missing[0] * scale :, missing[1] * scale :, ::-1]
     return found

@@ -27,7 +27,9 @@ def file_of(*names: str, data: bytes = b"", **metadata: str) -> bytes:
     none = {"dtype": "U8", "shape": [0], "data_offsets": [len(data)] * 2}
     first = {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}
     stated = {key.replace("__", "."): value for key, value in metadata.items()}
-    header = json.dumps({"__metadata__": stated, **dict.fromkeys(names, none), names[0]: first})
+    header = json.dumps(
+        {"__metadata__": stated, **dict.fromkeys(names, none), names[0]: first}
+    )
     return len(header.encode()).to_bytes(8, "little") + header.encode() + data
 
 
@@ -44,5 +46,8 @@ def shaped(**shapes: list[int]) -> bytes:
 
 def lora_of(*names: str) -> bytes:
     """A LoRA of rank 1 for SD 1.x, with tensors of other *names* besides, which are skipped."""
-    factors = {f"{LAYER}.lora_down.weight": [1, 768], f"{LAYER}.lora_up.weight": [3072, 1]}
+    factors = {
+        f"{LAYER}.lora_down.weight": [1, 768],
+        f"{LAYER}.lora_up.weight": [3072, 1],
+    }
     return shaped(**factors, **{name: [1] for name in names})

@@ -15,7 +15,9 @@ def original_layout(checkpoint: Path) -> dict[str, torch.Tensor]:
     return {
         **_renamed(checkpoint / "unet", "model.diffusion_model.", _unet_names()),
         **vae_layout(checkpoint),
-        **_renamed(checkpoint / "text_encoder", "cond_stage_model.transformer.text_model.", {}),
+        **_renamed(
+            checkpoint / "text_encoder", "cond_stage_model.transformer.text_model.", {}
+        ),
     }
 
 
@@ -26,7 +28,9 @@ def vae_layout(checkpoint: Path) -> dict[str, torch.Tensor]:
     return _renamed(checkpoint / "vae", "first_stage_model.", names)
 
 
-def _renamed(folder: Path, prefix: str, names: dict[str, str]) -> dict[str, torch.Tensor]:
+def _renamed(
+    folder: Path, prefix: str, names: dict[str, str]
+) -> dict[str, torch.Tensor]:
     """A network's weights; the first prefix in *names* that matches a key is replaced."""
     (file,) = folder.glob("*.safetensors")
     renamed = {}
@@ -49,7 +53,10 @@ _RESNET = {
 
 def _unet_names() -> dict[str, str]:
     """Diffusers' prefixes to the original ones, for four blocks of one layer each."""
-    places = {"mid_block.resnets.0": "middle_block.0", "mid_block.resnets.1": "middle_block.2"}
+    places = {
+        "mid_block.resnets.0": "middle_block.0",
+        "mid_block.resnets.1": "middle_block.2",
+    }
     names = {
         "time_embedding.linear_1.": "time_embed.0.",
         "time_embedding.linear_2.": "time_embed.2.",
@@ -62,10 +69,16 @@ def _unet_names() -> dict[str, str]:
         down, up = 1 + 2 * block, 2 * block
         places[f"down_blocks.{block}.resnets.0"] = f"input_blocks.{down}.0"
         names[f"down_blocks.{block}.attentions.0."] = f"input_blocks.{down}.1."
-        names[f"down_blocks.{block}.downsamplers.0.conv."] = f"input_blocks.{down + 1}.0.op."
+        names[f"down_blocks.{block}.downsamplers.0.conv."] = (
+            f"input_blocks.{down + 1}.0.op."
+        )
         for layer in range(2):
-            places[f"up_blocks.{block}.resnets.{layer}"] = f"output_blocks.{up + layer}.0"
-            names[f"up_blocks.{block}.attentions.{layer}."] = f"output_blocks.{up + layer}.1."
+            places[f"up_blocks.{block}.resnets.{layer}"] = (
+                f"output_blocks.{up + layer}.0"
+            )
+            names[f"up_blocks.{block}.attentions.{layer}."] = (
+                f"output_blocks.{up + layer}.1."
+            )
         # The first up block has no attention, so its upsampler comes right after the resnet.
         names[f"up_blocks.{block}.upsamplers.0."] = (
             f"output_blocks.{up + 1}.{1 if block == 0 else 2}."
@@ -91,12 +104,20 @@ def _vae_names(blocks: int) -> dict[str, str]:
     places = {}
     for half in ("encoder", "decoder"):
         for part, original in attention.items():
-            names[f"{half}.mid_block.attentions.0.{part}."] = f"{half}.mid.attn_1.{original}."
+            names[f"{half}.mid_block.attentions.0.{part}."] = (
+                f"{half}.mid.attn_1.{original}."
+            )
         for layer in range(2):
-            places[f"{half}.mid_block.resnets.{layer}."] = f"{half}.mid.block_{layer + 1}."
+            places[f"{half}.mid_block.resnets.{layer}."] = (
+                f"{half}.mid.block_{layer + 1}."
+            )
     for block in range(blocks):
-        places[f"encoder.down_blocks.{block}.resnets.0."] = f"encoder.down.{block}.block.0."
-        names[f"encoder.down_blocks.{block}.downsamplers.0."] = f"encoder.down.{block}.downsample."
+        places[f"encoder.down_blocks.{block}.resnets.0."] = (
+            f"encoder.down.{block}.block.0."
+        )
+        names[f"encoder.down_blocks.{block}.downsamplers.0."] = (
+            f"encoder.down.{block}.downsample."
+        )
         for layer in range(2):
             places[f"decoder.up_blocks.{block}.resnets.{layer}."] = (
                 f"decoder.up.{blocks - 1 - block}.block.{layer}."

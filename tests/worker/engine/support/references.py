@@ -31,11 +31,15 @@ _AYS = [14.615, 6.475, 3.861, 2.697, 1.886, 1.396, 0.963, 0.652, 0.399, 0.152, 0
 
 
 class Reference:
-    def __init__(self, k_diffusion: Any, unet: Callable[..., Any], alphas: torch.Tensor) -> None:
+    def __init__(
+        self, k_diffusion: Any, unet: Callable[..., Any], alphas: torch.Tensor
+    ) -> None:
         """Computes sigmas in float32, unless *alphas* are in float16."""
         self.sampling = k_diffusion.sampling
         self.model = k_diffusion.external.DiscreteEpsDDPMDenoiser(
-            unet, alphas if alphas.dtype == torch.float16 else alphas.float(), quantize=False
+            unet,
+            alphas if alphas.dtype == torch.float16 else alphas.float(),
+            quantize=False,
         )
         self.ends = float(self.model.sigma_min), float(self.model.sigma_max)
 
@@ -118,20 +122,28 @@ class Reference:
         return self._normal(steps + 1)[:-1]
 
     def _normal(self, steps: int) -> list[float]:
-        first, last = (float(self.model.sigma_to_t(torch.tensor(end))) for end in self.ends)
+        first, last = (
+            float(self.model.sigma_to_t(torch.tensor(end))) for end in self.ends
+        )
         return self.model.t_to_sigma(torch.linspace(last, first, steps)).tolist()
 
     def _turbo(self, steps: int) -> list[float]:
         """Timesteps a stride apart that end a stride above -1, rounded."""
         return [
-            float(self.model.sigmas[round(1000 * at / steps - 1)]) for at in range(steps, 0, -1)
+            float(self.model.sigmas[round(1000 * at / steps - 1)])
+            for at in range(steps, 0, -1)
         ]
 
     def _simple(self, steps: int) -> list[float]:
-        return [float(self.model.sigmas[999 - int(at * 1000 / steps)]) for at in range(steps)]
+        return [
+            float(self.model.sigmas[999 - int(at * 1000 / steps)])
+            for at in range(steps)
+        ]
 
     def _ddim(self, steps: int) -> list[float]:
-        return [float(self.model.sigmas[at]) for at in range(1, 1000, 1000 // steps)][::-1]
+        return [float(self.model.sigmas[at]) for at in range(1, 1000, 1000 // steps)][
+            ::-1
+        ]
 
     def _beta(self, steps: int) -> list[float]:
         low, high = self.ends

@@ -19,7 +19,9 @@ def alphas_cumprod() -> torch.Tensor:
 def stand_in(inputs: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
     """Instead of the UNet: a smooth, non-linear function of input and timestep."""
     times = (timesteps.float() / 1000).view(-1, 1, 1, 1)
-    return (inputs + 0.3 * inputs.roll(1, dims=-1) * (1 - times)).tanh() * (0.5 + 0.4 * times)
+    return (inputs + 0.3 * inputs.roll(1, dims=-1) * (1 - times)).tanh() * (
+        0.5 + 0.4 * times
+    )
 
 
 def noises(count: int) -> list[torch.Tensor]:
@@ -48,16 +50,24 @@ def sample(
         row, noisy = schedule.table[call], schedule.noisy[call]
         call += 1
         rows = row.expand(len(latents), -1)
-        seen = latents if inpainting is None else sampler.mask_input(rows, latents, inpainting)
+        seen = (
+            latents
+            if inpainting is None
+            else sampler.mask_input(rows, latents, inpainting)
+        )
         inputs, times = sampler.scale_input(rows, seen), rows[:, sampler.TIMESTEP]
         output = unet(inputs, times)
         without = None if uncond is None else uncond(inputs, times)
         if without is not None:
             output = without + scale * schedule.guidance_share * (output - without)
         taken = next(fresh) if noisy else None
-        latents, history = sampler.step(rows, latents, output, history, taken, inpainting, without)
+        latents, history = sampler.step(
+            rows, latents, output, history, taken, inpainting, without
+        )
         if call == len(schedule.table) and schedule.extend is not None:
-            schedule = schedule.extend(latents, history, lambda out: out.copy_(next(fresh)))
+            schedule = schedule.extend(
+                latents, history, lambda out: out.copy_(next(fresh))
+            )
     return latents
 
 

@@ -43,12 +43,16 @@ def test_kernels_come_out_as_they_were_and_know_where_they_are(
     assert str(tmp_path / "there").encode() not in lzma.decompress(packed.read_bytes())
 
 
-def test_that_something_is_compiled_is_said_once_all_of_it_is_there(packed: Path) -> None:
+def test_that_something_is_compiled_is_said_once_all_of_it_is_there(
+    packed: Path,
+) -> None:
     with tarfile.open(packed) as tar:
         assert tar.getnames()[-1] == "imagefleet-12.compiled"
 
 
-def test_the_same_kernels_give_the_same_bytes_whatever_their_folder(tmp_path: Path) -> None:
+def test_the_same_kernels_give_the_same_bytes_whatever_their_folder(
+    tmp_path: Path,
+) -> None:
     for name in ("a", "much/longer"):
         target = tmp_path / f"{name[0]}.tar.xz"
         archive.pack(compile_into(tmp_path / name), KEY, target)
@@ -70,7 +74,9 @@ def test_what_is_there_already_stays_as_another_worker_may_be_reading_it(
 def test_kernels_of_another_torch_or_driver_are_never_unpacked(
     packed: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(UnusableArchiveError, match=r"is for driver 580, torch 2\.11\.0$"):
+    with pytest.raises(
+        UnusableArchiveError, match=r"is for driver 580, torch 2\.11\.0$"
+    ):
         archive.unpack(packed, tmp_path / "here", OTHER)
     assert not (tmp_path / "here").exists()
 
@@ -112,7 +118,9 @@ def test_a_link_is_no_kernel(tmp_path: Path) -> None:
 @pytest.mark.parametrize("header", [b"{}", b"[", b'{"gpu": 1}', b"[" * 60_000])
 def test_an_archive_of_something_else_is_named(tmp_path: Path, header: bytes) -> None:
     written = by_hand(tmp_path, "file", header=header)
-    with pytest.raises(UnusableArchiveError, match="no key of kernels that this version reads"):
+    with pytest.raises(
+        UnusableArchiveError, match="no key of kernels that this version reads"
+    ):
         archive.check(written)
     (tmp_path / "text").write_text("hello")
     with pytest.raises(UnusableArchiveError, match="damaged, or no archive"):
@@ -124,7 +132,9 @@ def test_an_archive_of_something_else_is_named(tmp_path: Path, header: bytes) ->
 def test_an_archive_that_would_fill_the_disk_is_refused(
     packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(archive, "MAX_BYTES", archive.check(packed)[1])  # and its header
+    monkeypatch.setattr(
+        archive, "MAX_BYTES", archive.check(packed)[1]
+    )  # and its header
     with pytest.raises(UnusableArchiveError, match="too large"):
         archive.unpack(packed, tmp_path / "here", KEY)
     assert not (tmp_path / "here").exists()
@@ -145,7 +155,11 @@ def by_hand(
     path = folder / "by-hand.tar.xz"
     with tarfile.open(path, "w:xz") as tar:
         for each, content, of_kind in (
-            (archive.HEADER, header or json.dumps(asdict(KEY)).encode(), tarfile.REGTYPE),
+            (
+                archive.HEADER,
+                header or json.dumps(asdict(KEY)).encode(),
+                tarfile.REGTYPE,
+            ),
             (name, b"hello", kind),
         ):
             entry = tarfile.TarInfo(each)

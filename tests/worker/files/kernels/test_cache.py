@@ -20,7 +20,9 @@ from worker.files.kernels.cache import KernelCache
 from worker.metrics import WorkerMetrics
 from worker.settings import WorkerSettings
 
-IMPATIENT = concurrency.RetryPolicy(tries=2, first_wait_seconds=0.001, longest_wait_seconds=0.001)
+IMPATIENT = concurrency.RetryPolicy(
+    tries=2, first_wait_seconds=0.001, longest_wait_seconds=0.001
+)
 NAME = f"{KEY.name}{archive.SUFFIX}"
 
 
@@ -40,7 +42,9 @@ def kernels(tmp_path: Path) -> KernelCache:
 async def put(storage: Storage, packed: Path, listed: bytes | None = None) -> None:
     """Stores an archive, and a list with its hash or that of *listed*."""
     data = await asyncio.to_thread(packed.read_bytes)
-    content = manifest.encode("kernels", {NAME: hashlib.sha256(listed or data).hexdigest()}, None)
+    content = manifest.encode(
+        "kernels", {NAME: hashlib.sha256(listed or data).hexdigest()}, None
+    )
     await storage.files.create(f"kernels/{NAME}", data, "application/x", {})
     await storage.files.create("kernels/manifest.json", content, "application/json", {})
 
@@ -87,7 +91,10 @@ async def test_kernels_in_the_image_come_before_those_in_the_storage(
 
 
 async def test_a_truncated_file_in_the_image_is_named_and_the_storage_asked(
-    storage: Storage, packed: Path, kernels: KernelCache, caplog: pytest.LogCaptureFixture
+    storage: Storage,
+    packed: Path,
+    kernels: KernelCache,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     await put(storage, packed)
     cut_off(packed)
@@ -96,7 +103,10 @@ async def test_a_truncated_file_in_the_image_is_named_and_the_storage_asked(
 
 
 async def test_a_file_of_another_torch_under_this_ones_name_is_not_unpacked(
-    storage: Storage, packed: Path, kernels: KernelCache, caplog: pytest.LogCaptureFixture
+    storage: Storage,
+    packed: Path,
+    kernels: KernelCache,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     archive.pack(kernels.folder.with_name("there"), OTHER, packed)
     await put(storage, packed)
@@ -124,7 +134,10 @@ async def test_a_storage_without_any_kernels_costs_a_few_requests(
 
 
 async def test_a_file_that_was_changed_in_the_storage_is_not_unpacked(
-    storage: Storage, packed: Path, kernels: KernelCache, caplog: pytest.LogCaptureFixture
+    storage: Storage,
+    packed: Path,
+    kernels: KernelCache,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     await put(storage, packed, listed=b"what was pushed")
     assert await fetch(kernels, storage) is None
@@ -140,7 +153,9 @@ async def test_a_file_that_no_list_names_is_not_even_downloaded(
     part = await storage.files.read_part("kernels/manifest.json", 0, 10_000)
     assert part is not None
     empty = manifest.encode("kernels", {}, None)
-    await storage.files.replace("kernels/manifest.json", empty, "application/json", part.version)
+    await storage.files.replace(
+        "kernels/manifest.json", empty, "application/json", part.version
+    )
     assert await fetch(kernels, storage) is None
     assert not (kernels.folder / GRAPH).exists()
 
@@ -160,15 +175,23 @@ async def test_with_a_trusted_key_only_kernels_of_a_signed_list_are_loaded(
     key = SigningKey.create(tmp_path / "key.pem")
     trusted = TrustedKeys.read(key.public)
     await put(storage, packed)
-    assert await fetch(KernelCache(tmp_path / "plain", KEY), storage, trusted=trusted) is None
+    assert (
+        await fetch(KernelCache(tmp_path / "plain", KEY), storage, trusted=trusted)
+        is None
+    )
     assert "must be signed with the trusted key, but it is plain" in caplog.text
     assert not (tmp_path / "plain" / GRAPH).exists()
 
     part = await storage.files.read_part("kernels/manifest.json", 0, 10_000)
     assert part is not None
     signed = manifest.encode("kernels", {NAME: sha256_of(packed)}, key)
-    await storage.files.replace("kernels/manifest.json", signed, "application/json", part.version)
-    assert await fetch(KernelCache(tmp_path / "signed", KEY), storage, trusted=trusted) == "store"
+    await storage.files.replace(
+        "kernels/manifest.json", signed, "application/json", part.version
+    )
+    assert (
+        await fetch(KernelCache(tmp_path / "signed", KEY), storage, trusted=trusted)
+        == "store"
+    )
 
 
 async def test_an_unreachable_storage_leaves_the_worker_to_compile(
@@ -255,7 +278,9 @@ async def test_kernels_that_did_not_fit_count_as_compiled(
     kernels = KernelCache(tmp_path / "here", KEY, metrics.set_kernels)
 
     def value(origin: str) -> float | None:
-        return metrics.registry.get_sample_value("imagefleet_kernels", {"origin": origin})
+        return metrics.registry.get_sample_value(
+            "imagefleet_kernels", {"origin": origin}
+        )
 
     await kernels.fetch(storage.files, retry_policy=IMPATIENT)
     assert (value("store"), value("compiled")) == (1, 0)

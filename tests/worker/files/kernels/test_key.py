@@ -116,8 +116,13 @@ def test_any_change_of_the_engines_source_is_another_engine(tmp_path: Path) -> N
 def test_fine_tunes_of_a_model_share_kernels_in_either_format(tmp_path: Path) -> None:
     shapes = {"conv_in.weight": (320, 4, 3, 3), "mid.weight": (1280, 1280)}
     single = {f"model.diffusion_model.{name}": shape for name, shape in shapes.items()}
-    one = shapes_as_file(tmp_path / "one.safetensors", {**single, "first_stage_model.x": (3,)})
-    renamed = {name.replace("conv_in", "input_blocks.0.0"): each for name, each in single.items()}
+    one = shapes_as_file(
+        tmp_path / "one.safetensors", {**single, "first_stage_model.x": (3,)}
+    )
+    renamed = {
+        name.replace("conv_in", "input_blocks.0.0"): each
+        for name, each in single.items()
+    }
     two = shapes_as_file(tmp_path / "two.safetensors", renamed)
     for name in ("diffusion_pytorch_model", "diffusion_pytorch_model.fp16"):
         shapes_as_file(tmp_path / "folder" / "unet" / f"{name}.safetensors", shapes)

@@ -56,7 +56,9 @@ asyncio.run(main())
 
 
 @contextmanager
-def worker(settings: StorageSettings, cache: Path, graphs: int) -> Iterator[tuple[int, int, str]]:
+def worker(
+    settings: StorageSettings, cache: Path, graphs: int
+) -> Iterator[tuple[int, int, str]]:
     """Graphs that a worker compiled and found, and where from; it runs during the block."""
     support = Path(__file__).parents[2] / "engine" / "support"
     environment = {

@@ -28,7 +28,9 @@ from worker.files.kernels.cache import KernelCache
 from worker.files.kernels.shared import SharedKernels
 from worker.settings import WorkerSettings
 
-IMPATIENT = concurrency.RetryPolicy(tries=2, first_wait_seconds=0.001, longest_wait_seconds=0.001)
+IMPATIENT = concurrency.RetryPolicy(
+    tries=2, first_wait_seconds=0.001, longest_wait_seconds=0.001
+)
 UNET = "the UNet for 4 slots"
 
 
@@ -37,7 +39,9 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "SETTLE_SECONDS", 0.0)
 
 
-def sharing(storage: Storage, folder: Path, trusted: TrustedKeys | None = None) -> SharedKernels:
+def sharing(
+    storage: Storage, folder: Path, trusted: TrustedKeys | None = None
+) -> SharedKernels:
     return SharedKernels(storage.files, folder, KEY, trusted, IMPATIENT)
 
 
@@ -103,7 +107,9 @@ async def put(
         fields = {"name": f"{KEY.name}/{number}.tar.xz", "sha256": sha256}
         metadata["signature"] = signing.sign("kernels", fields)
     name = f"kernels/{KEY.name}/{number}.tar.xz"
-    assert await storage.files.create(name, data, "application/x", {**metadata, **changes})
+    assert await storage.files.create(
+        name, data, "application/x", {**metadata, **changes}
+    )
 
 
 def packed(folder: Path, graph: str, key: archive.Key = KEY) -> bytes:
@@ -112,7 +118,9 @@ def packed(folder: Path, graph: str, key: archive.Key = KEY) -> bytes:
     return (folder / f"{graph}.xz").read_bytes()
 
 
-async def test_what_one_worker_compiles_no_other_does(storage: Storage, tmp_path: Path) -> None:
+async def test_what_one_worker_compiles_no_other_does(
+    storage: Storage, tmp_path: Path
+) -> None:
     async with working(storage, tmp_path / "a") as first:
         assert await compile_here(first, UNET, "fabc")
         await polling.until(lambda: numbers(storage))
@@ -126,15 +134,22 @@ async def test_what_one_worker_compiles_no_other_does(storage: Storage, tmp_path
 async def test_what_is_compiled_later_is_stored_by_itself_and_found_before_it_is_compiled(
     storage: Storage, tmp_path: Path
 ) -> None:
-    async with working(storage, tmp_path / "a") as first, working(storage, tmp_path / "b") as other:
+    async with (
+        working(storage, tmp_path / "a") as first,
+        working(storage, tmp_path / "b") as other,
+    ):
         await compile_here(first, UNET, "fabc")
         await polling.until(lambda: numbers(storage))
-        assert not await compile_here(other, UNET, "fabc"), "it had looked before that was there"
+        assert not await compile_here(other, UNET, "fabc"), (
+            "it had looked before that was there"
+        )
         await compile_here(other, "the UNet for a larger size", "fbcd")
         await polling.until(lambda: numbers(storage), lambda found: found == [1, 2])
         assert not await compile_here(first, "the UNet for a larger size", "fbcd")
     of_second = await names_in(storage, 2, tmp_path)
-    assert {name for name in of_second if "fxgraph" in name} == {"fxgraph/bc/fbcd/entry"}
+    assert {name for name in of_second if "fxgraph" in name} == {
+        "fxgraph/bc/fbcd/entry"
+    }
 
 
 async def test_of_two_that_compile_the_same_at_once_one_adds_nothing(
@@ -143,9 +158,13 @@ async def test_of_two_that_compile_the_same_at_once_one_adds_nothing(
     for name in "ab":
         compile_graph(tmp_path / name, "fabc", entry=f"named on {name}")
     compile_graph(tmp_path / "b", "fbcd")
-    await asyncio.gather(*(sharing(storage, tmp_path / each).share(None) for each in "aac"))
+    await asyncio.gather(
+        *(sharing(storage, tmp_path / each).share(None) for each in "aac")
+    )
     assert await numbers(storage) == [1]
-    await asyncio.gather(*(sharing(storage, tmp_path / each).share(None) for each in "bb"))
+    await asyncio.gather(
+        *(sharing(storage, tmp_path / each).share(None) for each in "bb")
+    )
     assert await numbers(storage) == [1, 2]
     assert await sharing(storage, tmp_path / "new").fetch()
     assert {path.parent.name for path in (tmp_path / "new").glob("fxgraph/*/*/*")} == {
@@ -253,12 +272,16 @@ async def test_an_upload_that_broke_off_is_seen_by_nobody_and_done_by_the_next(
 async def test_with_a_trusted_key_only_what_it_signed_is_loaded(
     storage: Storage, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    key, stranger = (SigningKey.create(tmp_path / f"{name}.pem") for name in ("own", "strangers"))
+    key, stranger = (
+        SigningKey.create(tmp_path / f"{name}.pem") for name in ("own", "strangers")
+    )
     trusted = TrustedKeys.read(key.public)
     other = packed(tmp_path, "fother")
     await put(storage, 1, packed(tmp_path, "fplain"))
     await put(storage, 2, packed(tmp_path, "fforged"), stranger)
-    await put(storage, 3, other, key, sha256=hashlib.sha256(b"what was signed").hexdigest())
+    await put(
+        storage, 3, other, key, sha256=hashlib.sha256(b"what was signed").hexdigest()
+    )
     # Signed for another number: a signature is for one name.
     sha256 = hashlib.sha256(other).hexdigest()
     signed = key.sign("kernels", {"name": f"{KEY.name}/9.tar.xz", "sha256": sha256})
@@ -267,7 +290,9 @@ async def test_with_a_trusted_key_only_what_it_signed_is_loaded(
         await compile_here(first, UNET, "fabc")
         await polling.until(lambda: numbers(storage), lambda found: found[-1] == 5)
     assert caplog.text.count("is not signed with the trusted key") == 4
-    async with working(storage, tmp_path / "b", trusted=trusted, shares=False) as second:
+    async with working(
+        storage, tmp_path / "b", trusted=trusted, shares=False
+    ) as second:
         assert not await compile_here(second, UNET, "fabc")
     graphs = {path.parent.name for path in (tmp_path / "b").glob("fxgraph/*/*/*")}
     assert graphs == {"fabc"}
@@ -303,7 +328,9 @@ async def test_what_is_damaged_hostile_or_for_another_torch_is_left_out_and_the_
         "has 20,000 bytes",
     ):
         assert caplog.text.count(reason) == 1, reason
-    left = {path.name for path in await asyncio.to_thread(lambda: list(tmp_path.rglob("*")))}
+    left = {
+        path.name for path in await asyncio.to_thread(lambda: list(tmp_path.rglob("*")))
+    }
     assert not [name for name in left if name == "outside" or ".part" in name]
 
 
@@ -341,15 +368,21 @@ async def test_only_the_token_of_a_trusted_worker_shares_and_it_replaces_nothing
                     await polling.until(lambda: "kernels are not shared" in caplog.text)
                     assert await numbers(owner) == [1]
                 else:
-                    await polling.until(lambda: numbers(owner), lambda found: found == [1, 2])
+                    await polling.until(
+                        lambda: numbers(owner), lambda found: found == [1, 2]
+                    )
                     name = f"kernels/{KEY.name}/1.tar.xz"
-                    assert not await storage.files.create(name, b"another", "text/plain", {})
+                    assert not await storage.files.create(
+                        name, b"another", "text/plain", {}
+                    )
                     assert not await storage.files.delete(name)
                     with pytest.raises(errors.SetupError):
                         await numbers(storage)
 
 
-@pytest.mark.parametrize("case", ["a stranger's machine", "no key that others trust", "may"])
+@pytest.mark.parametrize(
+    "case", ["a stranger's machine", "no key that others trust", "may"]
+)
 async def test_who_shares(
     worker_settings: Callable[..., WorkerSettings],
     storage: Storage,
@@ -360,7 +393,9 @@ async def test_who_shares(
     key = SigningKey.create(tmp_path / "key.pem")
     settings = worker_settings(
         trusted_key=key.public,
-        signing_key=None if case == "no key that others trust" else tmp_path / "key.pem",
+        signing_key=None
+        if case == "no key that others trust"
+        else tmp_path / "key.pem",
     )
     for name in (cache.TORCH_FOLDER, cache.TRITON_FOLDER):
         monkeypatch.setenv(name, "")

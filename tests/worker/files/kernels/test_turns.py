@@ -31,7 +31,9 @@ print("ends", flush=True)
 
 def start(folder: Path, work: str = "pass") -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", WORKER.format(work), folder], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", WORKER.format(work), folder],
+        stdout=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -49,7 +51,9 @@ def test_others_wait_for_the_first_and_then_go_on_together(
             inside += 1
             most.append(inside)
             if len(most) == 1:
-                polling.until_in_thread(lambda: caplog.text.count("waiting for another") == 3)
+                polling.until_in_thread(
+                    lambda: caplog.text.count("waiting for another") == 3
+                )
                 assert inside == 1, "others did not wait"
                 first_is_done.set()
             else:
@@ -65,7 +69,9 @@ def test_others_wait_for_the_first_and_then_go_on_together(
     assert not together.broken
 
 
-def test_a_worker_that_dies_as_it_compiles_leaves_that_to_the_next(tmp_path: Path) -> None:
+def test_a_worker_that_dies_as_it_compiles_leaves_that_to_the_next(
+    tmp_path: Path,
+) -> None:
     with start(tmp_path, "signal.pause()") as first:
         assert first.stdout is not None
         assert first.stdout.readline() == "begins\n"

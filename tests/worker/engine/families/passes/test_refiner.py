@@ -33,7 +33,9 @@ from worker.engine.slots import step
 #: Out of 255: another batch size and other products mean another order of float32 sums.
 ROUNDING = 2
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +50,9 @@ def other_folder(family_folder: Any, tmp_path_factory: pytest.TempPathFactory) -
         for path in sorted(folder.rglob("*.safetensors")):
             tensors = load_file(path)
             for tensor in (each for each in tensors.values() if each.dim() > 1):
-                tensor.add_(torch.randn(tensor.shape, generator=generator) * tensor.std() / 2)
+                tensor.add_(
+                    torch.randn(tensor.shape, generator=generator) * tensor.std() / 2
+                )
             save_file(tensors, path, {"format": "pt"})
         return folder
 
@@ -63,13 +67,17 @@ class Refined(a1111.Reference):
     switch_at: float = 0.8
     total_steps: int | None = None
 
-    def predict_noise(self, request: contract.ImageRequest, size: tuple[int, int]) -> Any:
+    def predict_noise(
+        self, request: contract.ImageRequest, size: tuple[int, int]
+    ) -> Any:
         both = [
             a1111.Reference(each, self.k_diffusion).predict_noise(request, size)
             for each in (self.pipeline, self.second)
         ]
         alphas = self.pipeline.scheduler.alphas_cumprod
-        known = self.k_diffusion.external.DiscreteEpsDDPMDenoiser(both[0], alphas, quantize=False)
+        known = self.k_diffusion.external.DiscreteEpsDDPMDenoiser(
+            both[0], alphas, quantize=False
+        )
         refining, calls = [False], [0]
 
         def predict(x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
@@ -106,7 +114,14 @@ def pipelines(family_pipeline: Any, other_folder: Any) -> Any:
     return make
 
 
-SAMPLERS = ["euler", "dpmpp_2m_karras", "heun", "lms", "euler_ancestral", "dpmpp_2s_ancestral"]
+SAMPLERS = [
+    "euler",
+    "dpmpp_2m_karras",
+    "heun",
+    "lms",
+    "euler_ancestral",
+    "dpmpp_2s_ancestral",
+]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +140,9 @@ def test_another_checkpoint_goes_on_with_the_same_run_beside_plain_jobs(
     difference: Any,
 ) -> None:
     """With its own text states, to 1e-5 of the latents, and its own VAE."""
-    request = make_request(prompt="a star", negative_prompt="red", sampler=sampler, steps=7, seed=3)
+    request = make_request(
+        prompt="a star", negative_prompt="red", sampler=sampler, steps=7, seed=3
+    )
     refiner = contract.Refiner(other_folder(family), 0.6)
     engine = family_engine(family)
     plain = [dataclasses.replace(request, seed=seed) for seed in (4, 5)]
@@ -140,10 +157,15 @@ def test_another_checkpoint_goes_on_with_the_same_run_beside_plain_jobs(
     expected = theirs.img2img(request, begun, steps=7, t_enc=6)
     (found,) = [each for each in drawn if (each - expected[0]).abs().max() < 0.1]
     assert (found - expected[0]).abs().max() <= 1e-5 * expected.abs().max()
-    assert difference(images[1], a1111.Reference(two, k_diffusion).decode(expected)) <= ROUNDING
+    assert (
+        difference(images[1], a1111.Reference(two, k_diffusion).decode(expected))
+        <= ROUNDING
+    )
     for image, again in zip((images[0], images[2]), alone, strict=True):
         assert difference(image, again) <= ROUNDING
-    assert difference(images[1], draw(engine, request)[0]) > 20, "or the test shows nothing"
+    assert difference(images[1], draw(engine, request)[0]) > 20, (
+        "or the test shows nothing"
+    )
 
 
 @pytest.mark.parametrize("sampler", ["ddim", "plms", "dpmpp_2m"])
@@ -174,10 +196,15 @@ def test_inpainting_is_the_same_with_its_first_checkpoints_latents_where_it_keep
     latents = theirs.encode(pixels)
     drawn = torch.zeros_like(latents[:, :1])
     drawn[..., drawn.shape[-1] // 2 :] = 1
-    expected = theirs.img2img(request, latents, mask=a1111.Mask(drawn, latents), **taken._asdict())
+    expected = theirs.img2img(
+        request, latents, mask=a1111.Mask(drawn, latents), **taken._asdict()
+    )
     refined = dataclasses.replace(request, refiner=refiner)
     _, image = draw(family_engine("sd1"), request, refined)
-    assert difference(image, a1111.Reference(two, k_diffusion).decode(expected)) <= ROUNDING
+    assert (
+        difference(image, a1111.Reference(two, k_diffusion).decode(expected))
+        <= ROUNDING
+    )
 
 
 @pytest.mark.parametrize("upscaler", ["Latent", "Lanczos"])
@@ -193,7 +220,9 @@ def test_hires_fix_goes_on_with_another_checkpoint_and_its_vae(
     draw: Any,
     difference: Any,
 ) -> None:
-    hires = contract.HiresPass(96, 96, 0.7, 4, upscaler, checkpoint=other_folder(family))
+    hires = contract.HiresPass(
+        96, 96, 0.7, 4, upscaler, checkpoint=other_folder(family)
+    )
     request = make_request(prompt="a star", negative_prompt="red", hires=hires, seed=5)
     one, two = pipelines(family)
     small = first_pass(one, request)
@@ -225,12 +254,15 @@ def test_from_the_first_call_on_it_draws_as_an_engine_of_that_checkpoint_with_th
 ) -> None:
     """Its LoRAs are in its own weights, and in those of the other checkpoint."""
     own, its = (
-        load.load_engine(load.EngineSettings(folder, "cpu", slots=2, slot_weights=slot_weights))
+        load.load_engine(
+            load.EngineSettings(folder, "cpu", slots=2, slot_weights=slot_weights)
+        )
         for folder in (family_folder(family), other_folder(family))
     )
     read = family_checkpoint(family)
     paths = [
-        write_lora(tmp_path / f"{seed}.safetensors", read, "original", seed=seed) for seed in (1, 2)
+        write_lora(tmp_path / f"{seed}.safetensors", read, "original", seed=seed)
+        for seed in (1, 2)
     ]
     loras = [(), *((contract.Lora(path.stem, path, 0.6, 0.4),) for path in paths)]
     requests = [
@@ -245,7 +277,9 @@ def test_from_the_first_call_on_it_draws_as_an_engine_of_that_checkpoint_with_th
     ]
     images = draw(own, *refined)
     for at, request in enumerate(requests):
-        assert difference(images[at], draw(its if at % 2 else own, request)[0]) <= ROUNDING
+        assert (
+            difference(images[at], draw(its if at % 2 else own, request)[0]) <= ROUNDING
+        )
     assert own.self_check.find_fault() is None
     own.close()
     its.close()
@@ -265,19 +299,27 @@ def mixed(make_request: Any, other_folder: Any) -> list[contract.ImageRequest]:
     refiner = contract.Refiner(other_folder("sd1"), 0.5)
     another = contract.Refiner(other_folder("sd1", 2), 0.3, by_steps=True)
     own = contract.Refiner(None, 0.7)
-    hires = contract.HiresPass(96, 96, 0.8, 5, "Lanczos", checkpoint=other_folder("sd1"))
+    hires = contract.HiresPass(
+        96, 96, 0.8, 5, "Lanczos", checkpoint=other_folder("sd1")
+    )
     few = dataclasses.replace(make_request().sampler_options, s_min_uncond=1.5)
     return [
         make_request(seed=1, steps=8, refiner=refiner),
         make_request(seed=2, steps=8, prompt=read_prompt("a [cat:dog:5]", steps=8)),
         make_request(seed=3, steps=8, refiner=refiner, sampler_options=few),
         make_request(seed=4, steps=6, hires=hires, refiner=own, sampler="dpmpp_2m_sde"),
-        make_request(seed=5, refiner=another, prompt=read_prompt("a [cat:dog:3] AND x", steps=4)),
+        make_request(
+            seed=5, refiner=another, prompt=read_prompt("a [cat:dog:3] AND x", steps=4)
+        ),
     ]
 
 
 def test_images_are_the_same_in_company_and_alone_whatever_fails_once(
-    engine: Any, mixed: list[Any], draw: Any, difference: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Any,
+    mixed: list[Any],
+    draw: Any,
+    difference: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What another checkpoint goes on with is begun again where it took over, with its noise."""
     alone = [draw(engine, request)[0] for request in mixed]
@@ -330,7 +372,12 @@ def test_a_check_of_the_weights_in_between_finds_the_checkpoints_own(
 
 
 def test_they_are_dropped_once_no_job_needs_them_and_the_engine_may_take_another_model(
-    engine: Any, mixed: list[Any], other_folder: Any, make_request: Any, draw: Any, difference: Any
+    engine: Any,
+    mixed: list[Any],
+    other_folder: Any,
+    make_request: Any,
+    draw: Any,
+    difference: Any,
 ) -> None:
     held = engine._stager._checkpoints
     held.kept_bytes = 0
@@ -340,7 +387,9 @@ def test_they_are_dropped_once_no_job_needs_them_and_the_engine_may_take_another
     assert swap()
     gc.collect()
     assert len(held._alive) == 1
-    fresh = load.load_engine(load.EngineSettings(other_folder("sd1", 3), "cpu", slots=2))
+    fresh = load.load_engine(
+        load.EngineSettings(other_folder("sd1", 3), "cpu", slots=2)
+    )
     for request in (make_request(), mixed[0]):
         assert difference(*draw(engine, request), *draw(fresh, request)) <= ROUNDING
     assert engine.self_check.find_fault() is None
@@ -364,14 +413,20 @@ def test_a_checkpoint_that_does_not_fit_fails_its_job_alone_and_says_why(
     cut = tmp_path / "cut.safetensors"
     cut.write_bytes(b"0" * 40)
     for path, reason in {
-        family_folder("sdxl"): "'sdxl' cannot draw with this .*: 'sdxl' is not of the kind",
+        family_folder(
+            "sdxl"
+        ): "'sdxl' cannot draw with this .*: 'sdxl' is not of the kind",
         v: "'v' predicts otherwise",
         cut: "'cut' cannot draw with this .* cannot be loaded",
     }.items():
         hires = contract.HiresPass(96, 96, 0.7, 4, "Latent", checkpoint=path)
         for changes in ({"refiner": contract.Refiner(path)}, {"hires": hires}):
-            with pytest.raises(errors.UnusableFileError, match=f"the checkpoint {reason}"):
+            with pytest.raises(
+                errors.UnusableFileError, match=f"the checkpoint {reason}"
+            ):
                 engine.prepare(make_request(**changes))
     monkeypatch.setattr(host, "free_memory_bytes", lambda: 10)
-    with pytest.raises(errors.TransientError, match="no memory for the checkpoint 'sd1-4'"):
+    with pytest.raises(
+        errors.TransientError, match="no memory for the checkpoint 'sd1-4'"
+    ):
         engine.prepare(make_request(refiner=contract.Refiner(other_folder("sd1", 4))))

@@ -30,21 +30,31 @@ from worker.engine.slots import step
 
 SWITCH_AT = 0.6
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)
 
 
 @pytest.fixture(scope="session")
-def refiner_folder(family_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def refiner_folder(
+    family_folder: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A refiner, whose VAE is another than the tiny SDXL's: it decodes what it has drawn."""
     folder = tmp_path_factory.mktemp("refiners") / "xl-refiner"
     tiny_families.build_refiner(folder, family_folder("sdxl"))
     (path,) = (folder / "vae").glob("*.safetensors")
-    save_file({name: each * 1.1 for name, each in load_file(path).items()}, path, {"format": "pt"})
+    save_file(
+        {name: each * 1.1 for name, each in load_file(path).items()},
+        path,
+        {"format": "pt"},
+    )
     return folder
 
 
 @pytest.fixture(scope="session")
-def refiner_file(refiner_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def refiner_file(
+    refiner_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The same in one file with the keys of its original release, and a configuration beside it."""
     unet: Any = UNet2DConditionModel.from_pretrained(refiner_folder / "unet")
     prefix = "conditioner.embedders.0.model."
@@ -53,14 +63,18 @@ def refiner_file(refiner_folder: Path, tmp_path_factory: pytest.TempPathFactory)
     path = tmp_path_factory.mktemp("refiner-files") / "xl-refiner-1.0.safetensors"
     save_file(weights, path)
     shutil.copytree(
-        refiner_folder, path.with_suffix(""), ignore=shutil.ignore_patterns("*.safetensors")
+        refiner_folder,
+        path.with_suffix(""),
+        ignore=shutil.ignore_patterns("*.safetensors"),
     )
     return path
 
 
 @pytest.fixture(params=["folder", "file"])
 def refiner(request: Any, refiner_folder: Path, refiner_file: Path) -> contract.Refiner:
-    return contract.Refiner(refiner_file if request.param == "file" else refiner_folder, SWITCH_AT)
+    return contract.Refiner(
+        refiner_file if request.param == "file" else refiner_folder, SWITCH_AT
+    )
 
 
 @pytest.fixture(scope="session")
@@ -85,10 +99,14 @@ def engine(family_folder: Any) -> Any:
     made.close()
 
 
-def expected_of(reference: a1111.Reference, request: contract.ImageRequest) -> torch.Tensor:
+def expected_of(
+    reference: a1111.Reference, request: contract.ImageRequest
+) -> torch.Tensor:
     factor = reference.pipeline.vae_scale_factor
     begun = torch.zeros(1, 4, request.height // factor, request.width // factor)
-    return reference.img2img(request, begun, steps=request.steps, t_enc=request.steps - 1)
+    return reference.img2img(
+        request, begun, steps=request.steps, t_enc=request.steps - 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,7 +153,9 @@ def test_it_goes_on_with_its_own_unet_texts_scores_and_vae_beside_jobs_without(
     decoders = (theirs, a1111.Reference(pipeline, k_diffusion), theirs)
     for image, decoder, latent in zip(images, decoders, expected, strict=True):
         assert difference(image, decoder.decode(latent)) <= ROUNDING
-    assert difference(images[1], draw(engine, request)[0]) > 20, "or the test shows nothing"
+    assert difference(images[1], draw(engine, request)[0]) > 20, (
+        "or the test shows nothing"
+    )
 
 
 def test_from_the_first_call_on_it_draws_all(
@@ -147,9 +167,12 @@ def test_from_the_first_call_on_it_draws_all(
     make_request: Any,
     draw: Any,
 ) -> None:
-    request = make_request(prompt="a star", negative_prompt="red", sampler="euler", steps=5)
+    request = make_request(
+        prompt="a star", negative_prompt="red", sampler="euler", steps=5
+    )
     draw(
-        family_engine("sdxl"), dataclasses.replace(request, refiner=contract.Refiner(refiner.path))
+        family_engine("sdxl"),
+        dataclasses.replace(request, refiner=contract.Refiner(refiner.path)),
     )
     expected = expected_of(a1111.Reference(pipeline, k_diffusion), request)
     assert (latents[0] - expected[0]).abs().max() <= 1e-5 * expected.abs().max()
@@ -167,11 +190,18 @@ def test_a_lora_changes_what_it_goes_on_with_and_nothing_after(
     tmp_path: Path,
 ) -> None:
     """AUTOMATIC1111 adds it to layers of the same name, of which none has its shape."""
-    settings = load.EngineSettings(family_folder("sdxl"), "cpu", slots=2, slot_weights=slot_weights)
+    settings = load.EngineSettings(
+        family_folder("sdxl"), "cpu", slots=2, slot_weights=slot_weights
+    )
     engine = load.load_engine(settings)
-    path = write_lora(tmp_path / "one.safetensors", family_checkpoint("sdxl"), "original", seed=1)
+    path = write_lora(
+        tmp_path / "one.safetensors", family_checkpoint("sdxl"), "original", seed=1
+    )
     lora = contract.Lora("one", path, 0.6, 0.4)
-    whole, late = contract.Refiner(refiner_folder), contract.Refiner(refiner_folder, SWITCH_AT)
+    whole, late = (
+        contract.Refiner(refiner_folder),
+        contract.Refiner(refiner_folder, SWITCH_AT),
+    )
     plain, with_lora = (
         [
             make_request(prompt="a star", seed=3, steps=7, loras=loras, refiner=each)
@@ -226,13 +256,21 @@ def mixed(make_request: Any, refiner_folder: Path) -> list[contract.ImageRequest
         make_request(seed=1, steps=8, refiner=late),
         make_request(seed=2, steps=8, prompt=read_prompt("a [cat:dog:5]", steps=8)),
         make_request(seed=3, steps=8, refiner=late, sampler_options=few),
-        make_request(seed=4, steps=6, hires=hires, refiner=late, sampler="dpmpp_2m_sde"),
-        make_request(seed=5, refiner=early, prompt=read_prompt("a [cat:dog:3] AND x", steps=4)),
+        make_request(
+            seed=4, steps=6, hires=hires, refiner=late, sampler="dpmpp_2m_sde"
+        ),
+        make_request(
+            seed=5, refiner=early, prompt=read_prompt("a [cat:dog:3] AND x", steps=4)
+        ),
     ]
 
 
 def test_images_are_the_same_in_company_and_alone_whatever_fails_once(
-    engine: Any, mixed: list[Any], draw: Any, difference: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Any,
+    mixed: list[Any],
+    draw: Any,
+    difference: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alone = [draw(engine, request)[0] for request in mixed]
     failing = iter((*[False] * 3, True, False, True))
@@ -257,7 +295,9 @@ def test_its_unet_leaves_the_device_once_no_job_needs_it(
 ) -> None:
     held = engine._stager._checkpoints
     draw(engine, mixed[0])
-    unet = sum(each.numel() * 4 for each in next(iter(held._alive.values())).unet.parameters())
+    unet = sum(
+        each.numel() * 4 for each in next(iter(held._alive.values())).unet.parameters()
+    )
     assert held.held_bytes > unet
     draw(engine, make_request())
     assert held.keep_only(())
@@ -272,11 +312,15 @@ def test_it_is_no_model_of_its_own_and_fits_sdxls_alone(
     family_engine: Any,
     make_request: Any,
 ) -> None:
-    with pytest.raises(errors.SetupError, match="is an SDXL refiner checkpoint; imagefleet gen"):
+    with pytest.raises(
+        errors.SetupError, match="is an SDXL refiner checkpoint; imagefleet gen"
+    ):
         load.load_engine(load.EngineSettings(refiner.path, "cpu"))
     assert load.read_beside(engine, load.EngineSettings(refiner.path, "cpu")) is None
     with pytest.raises(errors.UnusableFileError, match="is not of the kind of 'sd1'"):
         family_engine("sd1").prepare(make_request(refiner=refiner))
     hires = contract.HiresPass(96, 96, 0.7, 4, "Latent", checkpoint=refiner.path)
-    with pytest.raises(errors.JobError, match="hr_checkpoint_name: SDXL's refiner only"):
+    with pytest.raises(
+        errors.JobError, match="hr_checkpoint_name: SDXL's refiner only"
+    ):
         engine.prepare(make_request(hires=hires))

@@ -23,11 +23,15 @@ FAMILIES = ["sd1", "sdxl"]
 def vaes(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The file of a random VAE for a family, in the names of *layout*, and the VAE."""
 
-    def make(family: str, layout: str = "diffusers", seed: int = 7) -> tuple[contract.Vae, Any]:
+    def make(
+        family: str, layout: str = "diffusers", seed: int = 7
+    ) -> tuple[contract.Vae, Any]:
         folder = tmp_path_factory.mktemp("vaes")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            vae = tiny_model.make_vae(64, 0.13025 if family == "sdxl" else 0.18215).eval()
+            vae = tiny_model.make_vae(
+                64, 0.13025 if family == "sdxl" else 0.18215
+            ).eval()
         vae.save_pretrained(folder / "vae")
         tensors = dict(vae.state_dict())
         if layout != "diffusers":
@@ -40,7 +44,10 @@ def vaes(tmp_path_factory: pytest.TempPathFactory) -> Any:
                 if "attn_1" in name and tensor.dim() > 1
             }
         if layout == "trained":
-            tensors |= {"loss.logvar": torch.zeros(()), "model_ema.decay": torch.zeros(())}
+            tensors |= {
+                "loss.logvar": torch.zeros(()),
+                "model_ema.decay": torch.zeros(()),
+            }
         path = folder / "sharp.safetensors"
         save_file({name: each.contiguous() for name, each in tensors.items()}, path)
         return contract.Vae(path.stem, path), vae
@@ -69,7 +76,9 @@ def test_images_are_those_that_it_makes_of_the_same_latents(
     """In company of images that are decoded by the checkpoint's own."""
     named, vae = vaes(family, layout)
     engine = family_engine(family)
-    requests = [make_request(seed=seed, vae=each) for seed in (1, 2) for each in (named, None)]
+    requests = [
+        make_request(seed=seed, vae=each) for seed in (1, 2) for each in (named, None)
+    ]
     images = draw(engine, *requests)
     torch.testing.assert_close(latents[0], latents[1], rtol=0, atol=1e-4)
     for image, drawn in zip(images[::2], latents[::2], strict=True):
@@ -93,13 +102,22 @@ def test_it_encodes_what_a_job_begins_with_and_what_is_enlarged(
     """Drawn without noise, the latents are those that were encoded."""
     named, vae = vaes(family)
     engine = family_engine(family)
-    images = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None].float() / 255 * 2 - 1
-    for each in (vae, AutoencoderKL.from_pretrained(family_folder(family) / "vae").eval()):
+    images = (
+        torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None].float() / 255 * 2 - 1
+    )
+    for each in (
+        vae,
+        AutoencoderKL.from_pretrained(family_folder(family) / "vae").eval(),
+    ):
         with torch.no_grad():
-            mean = each.encode(images).latent_dist.mode()[0] * each.config.scaling_factor
+            mean = (
+                each.encode(images).latent_dist.mode()[0] * each.config.scaling_factor
+            )
         coder = engine._stager._images
         if each is vae:
-            coder = engine._stager._vaes.get(engine.prepare(make_request(vae=named)).vae)
+            coder = engine._stager._vaes.get(
+                engine.prepare(make_request(vae=named)).vae
+            )
         torch.testing.assert_close(coder.encode(pixels), mean, rtol=1e-5, atol=1e-5)
     init = contract.InitImage(pixels, 0.4)
     hires = contract.HiresPass(96, 96, 0.4, 2, "Lanczos")
@@ -134,7 +152,9 @@ def test_what_no_job_needs_is_dropped_for_others(
         (lambda tensors: tensors.update(x=torch.zeros(1)), 'Unexpected key.*"x"'),
         (lambda tensors: tensors.clear(), "is no VAE of this model|Missing key"),
         (
-            lambda tensors: tensors.update({"decoder.conv_in.weight": torch.zeros(16, 16, 3, 3)}),
+            lambda tensors: tensors.update(
+                {"decoder.conv_in.weight": torch.zeros(16, 16, 3, 3)}
+            ),
             "size mismatch for decoder.conv_in.weight",
         ),
         (
@@ -144,7 +164,12 @@ def test_what_no_job_needs_is_dropped_for_others(
     ],
 )
 def test_a_file_that_does_not_fit_fails_its_job_alone(
-    damage: Any, reason: str, vaes: Any, family_engine: Any, make_request: Any, tmp_path: Path
+    damage: Any,
+    reason: str,
+    vaes: Any,
+    family_engine: Any,
+    make_request: Any,
+    tmp_path: Path,
 ) -> None:
     named, _ = vaes("sd1")
     tensors = load_file(named.path)
@@ -202,7 +227,9 @@ def test_a_workers_own_is_that_of_all_jobs_that_name_none(
         assert take()
         for image, same in zip(draw(engine, *requests), expected, strict=True):
             assert difference(image, same) <= 1
-    assert difference(expected[0], draw(usual, requests[0])[0]) > 20, "or the test shows nothing"
+    assert difference(expected[0], draw(usual, requests[0])[0]) > 20, (
+        "or the test shows nothing"
+    )
     assert engine.self_check.find_fault() is None
 
 
@@ -213,6 +240,10 @@ def test_a_workers_own_that_does_not_fit_ends_it(
     tensors = load_file(named.path)
     tensors.popitem()
     save_file(tensors, tmp_path / "bad.safetensors")
-    settings = load.EngineSettings(family_folder("sd1"), "cpu", vae=tmp_path / "bad.safetensors")
-    with pytest.raises(errors.SetupError, match=r"bad.*does not fit this model: Missing key"):
+    settings = load.EngineSettings(
+        family_folder("sd1"), "cpu", vae=tmp_path / "bad.safetensors"
+    )
+    with pytest.raises(
+        errors.SetupError, match=r"bad.*does not fit this model: Missing key"
+    ):
         load.load_engine(settings)

@@ -20,7 +20,9 @@ def with_taesd(family_folder: Any, family_engine: Any, build_taesd: Any) -> Any:
     def make(family: str) -> tuple[Any, Path, Any]:
         plain = family_engine(family)
         folder = build_taesd(len(plain.checkpoint.vae.config.block_out_channels))
-        settings = load.EngineSettings(family_folder(family), "cpu", slots=2, taesd=folder)
+        settings = load.EngineSettings(
+            family_folder(family), "cpu", slots=2, taesd=folder
+        )
         return load.load_engine(settings), folder, plain
 
     return make
@@ -39,13 +41,17 @@ def test_images_are_those_that_the_tiny_decoder_makes_of_the_latents(
     init = np.zeros((64, 64, 3), np.uint8)
     seen, add = [], type(engine._decoder).add
     monkeypatch.setattr(
-        type(engine._decoder), "add", lambda *given: seen.append(given[2]) or add(*given)
+        type(engine._decoder),
+        "add",
+        lambda *given: seen.append(given[2]) or add(*given),
     )
     requests = [make_request(seed=1), make_request(init=contract.InitImage(init, 0.5))]
     images = [draw(engine, request)[0] for request in requests]
     for image, latents in zip(images, list(seen), strict=True):
         with torch.no_grad():
-            made = AutoencoderTiny.from_pretrained(folder).decode(latents[None]).sample[0]
+            made = (
+                AutoencoderTiny.from_pretrained(folder).decode(latents[None]).sample[0]
+            )
         expected = ((made / 2 + 0.5).clamp(0, 1) * 255).round().permute(1, 2, 0).byte()
         assert difference(image, expected.numpy()) <= 1
     # The same latents, whatever decodes them: an image to begin with goes through the VAE.
@@ -59,15 +65,21 @@ def test_images_are_those_that_the_tiny_decoder_makes_of_the_latents(
 def test_a_request_has_the_decoder_that_it_asks_for(
     with_taesd: Any, make_request: Any, draw: Any, difference: Any
 ) -> None:
-    (engine, _, plain), hires = with_taesd("sd1"), contract.HiresPass(96, 96, 0.5, 2, "Lanczos")
+    (engine, _, plain), hires = (
+        with_taesd("sd1"),
+        contract.HiresPass(96, 96, 0.5, 2, "Lanczos"),
+    )
     for request in (make_request(), make_request(hires=hires)):
         full, tiny, usual = draw(
-            engine, *(replace(request, decoder=each) for each in ("Full", "TAESD", None))
+            engine,
+            *(replace(request, decoder=each) for each in ("Full", "TAESD", None)),
         )
         assert difference(full, draw(plain, request)[0]) <= 1
         assert difference(full, tiny) > 20
         assert difference(tiny, usual) <= 1
-    with pytest.raises(errors.JobError, match=r"sd_vae_decode_method is TAESD, .* has none"):
+    with pytest.raises(
+        errors.JobError, match=r"sd_vae_decode_method is TAESD, .* has none"
+    ):
         plain.prepare(make_request(decoder="TAESD"))
 
 
@@ -79,4 +91,6 @@ def test_what_is_none_for_the_model_is_refused(
         (build_taesd(1), "does not fit the model's latents"),
     ):
         with pytest.raises(errors.SetupError, match=complaint):
-            load.load_engine(load.EngineSettings(family_folder("sd1"), "cpu", taesd=folder))
+            load.load_engine(
+                load.EngineSettings(family_folder("sd1"), "cpu", taesd=folder)
+            )

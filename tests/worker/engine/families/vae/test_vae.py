@@ -16,7 +16,9 @@ def tiny_vae() -> AutoencoderKL:
     torch.manual_seed(0)
     made = tiny_model.make_vae(64, 0.13025).eval().requires_grad_(False)
     for norm in made.decoder.modules():
-        if isinstance(norm, torch.nn.GroupNorm):  # random ones: those of a new VAE hide errors
+        if isinstance(
+            norm, torch.nn.GroupNorm
+        ):  # random ones: those of a new VAE hide errors
             torch.nn.init.normal_(norm.bias, std=0.2)
             torch.nn.init.normal_(norm.weight, mean=1.0, std=0.2)
     return made
@@ -28,7 +30,9 @@ def latents() -> torch.Tensor:
 
 
 @torch.no_grad()
-def test_in_float32_only_exponents_change(tiny_vae: AutoencoderKL, latents: torch.Tensor) -> None:
+def test_in_float32_only_exponents_change(
+    tiny_vae: AutoencoderKL, latents: torch.Tensor
+) -> None:
     scaled = copy.deepcopy(tiny_vae)
     scale_down(scaled)
     before = decoder.decode(tiny_vae, latents)[0]
