@@ -21,7 +21,7 @@ from diffusers.loaders.single_file_utils import (
     convert_open_clip_checkpoint,
 )
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from imagefleet import errors
@@ -60,7 +60,7 @@ class Checkpoint(Model):
     """The first, and of SDXL's refiner the only one."""
     text_encoder_2: CLIPTextModelWithProjection | None = None
     vae: AutoencoderKL
-    alphas_cumprod: torch.Tensor
+    alphas_cumprod: Tensor
     prediction_type: str
     weight_sums: checksums.Sums
     """Checksums of the networks' weights as they were on the CPU (`networks`)."""
@@ -369,7 +369,7 @@ def _read_file(path: Path, config: Path, *, file_positions: bool) -> _Read:
 
 def _number_positions(
     path: Path,
-    weights: Mapping[str, torch.Tensor],
+    weights: Mapping[str, Tensor],
     network: Any,
     *,
     file_positions: bool,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 Sums = dict[str, int]
 """The sum of each parameter's bits, by its network and path."""
@@ -21,7 +21,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 IDENTITY_TYPE = torch.float16
 
 
-def named_parameters(networks: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
+def named_parameters(networks: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """The parameters of all networks, by network and path."""
     return {
         f"{name}.{path}": parameter.detach()
@@ -31,7 +31,7 @@ def named_parameters(networks: Mapping[str, nn.Module]) -> dict[str, torch.Tenso
 
 
 @torch.no_grad()
-def sum_bits(tensors: Mapping[str, torch.Tensor]) -> Sums:
+def sum_bits(tensors: Mapping[str, Tensor]) -> Sums:
     """The sums, computed where the tensors are; any flipped bit changes one.
 
     The order of the elements in memory does not matter.
@@ -51,7 +51,7 @@ def sum_bits(tensors: Mapping[str, torch.Tensor]) -> Sums:
     return sums
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 

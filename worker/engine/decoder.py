@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from diffusers import AutoencoderKL, AutoencoderTiny
-from torch import nn
+from torch import Tensor, nn
 
 from imagefleet import errors
 from imagefleet.job.samplers import VaeDecoder
@@ -43,7 +43,7 @@ _SliceKey: TypeAlias = tuple[Vae | None, torch.Size]
 
 class _FinishedLatents(NamedTuple):
     ticket: int
-    latents: torch.Tensor
+    latents: Tensor
     since_tick: int
     vae: Vae | None
 
@@ -56,16 +56,14 @@ class _FinishedLatents(NamedTuple):
 class HostCopy:
     """Images whose pixels are being copied to the host."""
 
-    pixels: torch.Tensor
+    pixels: Tensor
     """[images, height, width, 3]"""
-    is_finite: torch.Tensor
+    is_finite: Tensor
     """[images]: false if an image has NaN or infinity."""
     copied: torch.cuda.Event | None
 
     @classmethod
-    def begin(
-        cls, pixels: torch.Tensor, is_finite: torch.Tensor, images: int
-    ) -> HostCopy:
+    def begin(cls, pixels: Tensor, is_finite: Tensor, images: int) -> HostCopy:
         """Copies the first *images* of what `to_pixels` returns, once the stream is so far."""
         on_gpu = pixels.device.type == "cuda"
         host_pixels = torch.empty(
@@ -115,7 +113,7 @@ class Decoder:
         self._queue: deque[_FinishedLatents] = deque()
         self._copies: deque[tuple[Sequence[_FinishedLatents], HostCopy]] = deque()
         self._failed: list[contract.Finished] = []
-        self._compiled: dict[_SliceKey, tuple[torch.Tensor, Compiled]] = {}
+        self._compiled: dict[_SliceKey, tuple[Tensor, Compiled]] = {}
         # Of single images for which the memory was too short.
         self._striped_shapes: set[torch.Size] = set()
         self._tick = 0
@@ -135,7 +133,7 @@ class Decoder:
     def add(
         self,
         ticket: int,
-        latents: torch.Tensor,
+        latents: Tensor,
         by: VaeDecoder | None = None,
         named: AutoencoderKL | None = None,
     ) -> None:
@@ -203,9 +201,7 @@ class Decoder:
                     self._queue.remove(drawn)
                 self._decode_or_share(part)
 
-    def decode(
-        self, latents: torch.Tensor, vae: Vae | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode(self, latents: Tensor, vae: Vae | None = None) -> tuple[Tensor, Tensor]:
         """Decodes latents [images, 4, height, width] at once, uncompiled."""
         is_striped = self.is_striped or latents.shape[1:] in self._striped_shapes
         return decode(vae or self._usual, latents, in_stripes=is_striped)
@@ -308,15 +304,13 @@ class Decoder:
 
 
 def decode(
-    vae: Vae | None, latents: torch.Tensor, *, in_stripes: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+    vae: Vae | None, latents: Tensor, *, in_stripes: bool = False
+) -> tuple[Tensor, Tensor]:
     """Decodes latents [images, 4, height, width]; see `to_pixels`."""
     return to_pixels(to_images(vae, latents, in_stripes=in_stripes))
 
 
-def to_images(
-    vae: Vae | None, latents: torch.Tensor, *, in_stripes: bool = False
-) -> torch.Tensor:
+def to_images(vae: Vae | None, latents: Tensor, *, in_stripes: bool = False) -> Tensor:
     """The VAE's images of latents [images, 4, height, width], from -1 to 1, in float32."""
     if vae is None:
         return latents
@@ -326,14 +320,14 @@ def to_images(
     # A tiny one takes far less memory, and the rows of an image that tiles have no end.
     in_stripes = in_stripes and isinstance(vae, AutoencoderKL)
     in_stripes = in_stripes and vae.decoder.conv_in.padding_mode == "zeros"
-    images: torch.Tensor
+    images: Tensor
     images = (
         decode_in_stripes(vae.decoder, scaled) if in_stripes else vae.decoder(scaled)
     )
     return images.float()
 
 
-def to_pixels(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def to_pixels(images: Tensor) -> tuple[Tensor, Tensor]:
     """VAE output [images, 3, height, width] to uint8 [images, height, width, 3], and is-finite."""
     levels = ((images / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
     return levels.permute(0, 2, 3, 1).contiguous(), images.isfinite().flatten(1).all(
@@ -345,7 +339,7 @@ def to_pixels(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class _Image:
     """A layer's input; with *conv*, each pixel of x twice in both directions, then convolved."""
 
-    x: torch.Tensor
+    x: Tensor
     """[rows, channels, height, width]"""
     conv: nn.Conv2d | None = None
 
@@ -353,7 +347,7 @@ class _Image:
     def height(self) -> int:
         return self.x.shape[2] * (1 if self.conv is None else 2)
 
-    def part(self, top: int, bottom: int) -> torch.Tensor:
+    def part(self, top: int, bottom: int) -> Tensor:
         """The image's rows of pixels from *top* to *bottom*, without the latter."""
         if self.conv is None:
             return self.x[:, :, top:bottom]
@@ -364,7 +358,7 @@ class _Image:
         return _convolve(self.conv, part, top == 0, bottom == self.height)
 
 
-def decode_in_stripes(decoder: Any, latents: torch.Tensor) -> torch.Tensor:
+def decode_in_stripes(decoder: Any, latents: Tensor) -> Tensor:
     """What diffusers' decoder computes [rows, 3, height, width], with a third of the memory.
 
     Each layer is computed to its end before the next, its input a stripe at a time with the rows
@@ -372,7 +366,7 @@ def decode_in_stripes(decoder: Any, latents: torch.Tensor) -> torch.Tensor:
     Upsampled images are never held: their rows are computed each time they are needed, three times
     in all.
     """
-    x: torch.Tensor = decoder.mid_block(decoder.conv_in(latents))
+    x: Tensor = decoder.mid_block(decoder.conv_in(latents))
     image: _Image = _Image(x)
     for block in decoder.up_blocks:
         for resnet in block.resnets:
@@ -385,7 +379,7 @@ def decode_in_stripes(decoder: Any, latents: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _add_resnet(resnet: Any, image: _Image) -> torch.Tensor:
+def _add_resnet(resnet: Any, image: _Image) -> Tensor:
     """A residual block's output, in the place of its input where that has the same shape."""
     inner = _Image(
         _join(_normalise_and_convolve(resnet.norm1, resnet.conv1, image), image)
@@ -401,9 +395,9 @@ def _add_resnet(resnet: Any, image: _Image) -> torch.Tensor:
     return output
 
 
-def _join(parts: Iterator[tuple[int, torch.Tensor]], image: _Image) -> torch.Tensor:
+def _join(parts: Iterator[tuple[int, Tensor]], image: _Image) -> Tensor:
     """The whole of what is computed a stripe at a time, as high as *image*."""
-    output: torch.Tensor | None = None
+    output: Tensor | None = None
     for top, part in parts:
         if output is None:
             is_last = part.is_contiguous(memory_format=torch.channels_last)
@@ -423,7 +417,7 @@ def _join(parts: Iterator[tuple[int, torch.Tensor]], image: _Image) -> torch.Ten
 
 def _normalise_and_convolve(
     norm: nn.GroupNorm, conv: nn.Conv2d, image: _Image
-) -> Iterator[tuple[int, torch.Tensor]]:
+) -> Iterator[tuple[int, Tensor]]:
     """A 3x3 convolution of the activated group norm: stripes and the rows that they begin at."""
     scale, shift = _scale_and_shift(norm, image)
     for top, bottom in _stripes(image):
@@ -443,17 +437,13 @@ def _stripes(image: _Image) -> Iterator[tuple[int, int]]:
         yield top, min(top + _ROWS, image.height)
 
 
-def _convolve(
-    conv: nn.Conv2d, part: torch.Tensor, is_first: bool, is_last: bool
-) -> torch.Tensor:
+def _convolve(conv: nn.Conv2d, part: Tensor, is_first: bool, is_last: bool) -> Tensor:
     """*part* has a row more at each end inside the image."""
     part = F.pad(part, (0, 0, int(is_first), int(is_last)))
     return F.conv2d(part, conv.weight, conv.bias, padding=(0, 1))
 
 
-def _scale_and_shift(
-    norm: nn.GroupNorm, image: _Image
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _scale_and_shift(norm: nn.GroupNorm, image: _Image) -> tuple[Tensor, Tensor]:
     """The norm of the whole image as a product and a sum in float32 [rows, channels, 1, 1].
 
     Stripes' means and squares are combined as by Chan, Golub and LeVeque (1979): one pass, without
@@ -476,7 +466,7 @@ def _scale_and_shift(
         weights * (each - mean) ** 2
     ).sum(0)
 
-    def of_channels(values: torch.Tensor) -> torch.Tensor:
+    def of_channels(values: Tensor) -> Tensor:
         per_group = norm.num_channels // norm.num_groups
         return values.repeat_interleave(per_group, dim=1)[:, :, None, None]
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from imagefleet import errors
 from imagefleet.files import embedding
@@ -23,7 +24,7 @@ class Embedding:
 
     name: str = field(compare=False)
     sha256: str
-    vectors: Mapping[str, torch.Tensor] = field(compare=False, repr=False)
+    vectors: Mapping[str, Tensor] = field(compare=False, repr=False)
 
     @property
     def length(self) -> int:
@@ -53,8 +54,8 @@ def read(
 
 
 def vectors_of(
-    tensors: Mapping[str, torch.Tensor], widths: Mapping[str, int], dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
+    tensors: Mapping[str, Tensor], widths: Mapping[str, int], dtype: torch.dtype
+) -> dict[str, Tensor]:
     """An embedding's vectors [length, width] for each text encoder; raises UnusableError."""
     integers = [key for key, each in tensors.items() if not each.is_floating_point()]
     shapes = {key: each.shape for key, each in tensors.items()}

@@ -31,6 +31,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from imagefleet.job.samplers import PHILOX, Noise
 from worker.engine.samplers.brownian import BrownianTree
@@ -81,9 +82,7 @@ class BrownianNoise(NamedTuple):
     """From which sigma to which, in the order of the calls with noise."""
 
 
-Extend = Callable[
-    [torch.Tensor, torch.Tensor, Callable[[torch.Tensor], None]], "Schedule"
-]
+Extend = Callable[[Tensor, Tensor, Callable[[Tensor], None]], "Schedule"]
 """From an image's latents, which it may change, its history, and what fills a tensor with noise."""
 
 
@@ -93,7 +92,7 @@ class Schedule:
 
     initial_scale: float
     """Standard deviation of the first latents."""
-    table: torch.Tensor
+    table: Tensor
     """[calls, COLUMNS] in float32."""
     noisy: tuple[bool, ...]
     """True for calls that use noise; for others none may be drawn, or later noise would change."""
@@ -130,40 +129,38 @@ class Schedule:
 class Inpainting(NamedTuple):
     """What stays of each image of a batch while the rest is drawn anew."""
 
-    kept: torch.Tensor
+    kept: Tensor
     """[batch, 1, height, width]: 1 where the original stays, 0 elsewhere."""
-    original: torch.Tensor
+    original: Tensor
     """The latents that it began with, without noise [batch, 4, height, width]."""
 
 
-def mask_input(
-    rows: torch.Tensor, latents: torch.Tensor, image: Inpainting
-) -> torch.Tensor:
+def mask_input(rows: Tensor, latents: Tensor, image: Inpainting) -> Tensor:
     """The latents that the UNet sees: the original's where DDIM and PLMS keep it."""
     kept = rows[:, MASKS_INPUT, None, None, None] * image.kept
     return latents * (1 - kept) + image.original * kept
 
 
-def restore(latents: torch.Tensor, image: Inpainting) -> torch.Tensor:
+def restore(latents: Tensor, image: Inpainting) -> Tensor:
     """Drawn latents with what an image keeps, of one image or a batch."""
     return latents * (1 - image.kept) + image.original * image.kept
 
 
-def scale_input(rows: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+def scale_input(rows: Tensor, latents: Tensor) -> Tensor:
     """The UNet's input for latents [batch, 4, height, width] and table rows [batch, COLUMNS]."""
     return latents * rows[:, INPUT_SCALE, None, None, None]
 
 
 def step(
-    rows: torch.Tensor,
-    latents: torch.Tensor,
-    output: torch.Tensor,
-    history: torch.Tensor,
-    noise: torch.Tensor | None,
+    rows: Tensor,
+    latents: Tensor,
+    output: Tensor,
+    history: Tensor,
+    noise: Tensor | None,
     image: Inpainting | None = None,
-    uncond: torch.Tensor | None = None,
-    limit: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    uncond: Tensor | None = None,
+    limit: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """One update of a batch: the next latents and history.
 
     A row that restarts needs zeros in *history*: its weights are 0, but 0 times NaN is NaN.
@@ -245,13 +242,13 @@ class NoiseStream:
     def __post_init__(self) -> None:
         self.draw = self._make(self._seed)
         """Also the noise of an image that an upscaler enlarges, before all other."""
-        self._draw_some: Callable[[int], list[torch.Tensor]] = lambda count: [
+        self._draw_some: Callable[[int], list[Tensor]] = lambda count: [
             self.draw(self._shape) for _ in range(count)
         ]
-        self._ready = deque[torch.Tensor]()
-        self._next: Future[list[torch.Tensor]] | None = None
+        self._ready = deque[Tensor]()
+        self._next: Future[list[Tensor]] | None = None
 
-    def first(self) -> torch.Tensor:
+    def first(self) -> Tensor:
         """Noise of variance 1 [channels, height, width]."""
         settings, shape = self._settings, self._shape
         noise_shape = shape
@@ -276,7 +273,7 @@ class NoiseStream:
         self._draw_ahead()
         return noise
 
-    def fill(self, out: torch.Tensor) -> None:
+    def fill(self, out: Tensor) -> None:
         """The next noise, into *out*."""
         if not self._ready:
             self._ready += (
@@ -293,16 +290,14 @@ class NoiseStream:
             self.draws -= count
             self._next = _AHEAD.submit(self._draw_some, count)
 
-    def _make(self, seed: int) -> Callable[[Shape], torch.Tensor]:
+    def _make(self, seed: int) -> Callable[[Shape], Tensor]:
         if self._settings.source in PHILOX:
             return Philox(seed).randn
         generator = torch.Generator().manual_seed(seed % 2**64)
         return functools.partial(torch.randn, generator=generator, dtype=torch.float32)
 
 
-def _interpolate(
-    noise: torch.Tensor, other: torch.Tensor, strength: float
-) -> torch.Tensor:
+def _interpolate(noise: Tensor, other: Tensor, strength: float) -> Tensor:
     """AUTOMATIC1111's spherical interpolation: of each column, and in float64."""
     low, high = noise.double(), other.double()
     cosine = (
@@ -312,11 +307,11 @@ def _interpolate(
         return (low * strength + high * (1 - strength)).float()
     angle = cosine.acos()
     weights = ((1 - strength) * angle).sin(), (strength * angle).sin()
-    turned: torch.Tensor = (weights[0] * low + weights[1] * high) / angle.sin()
+    turned: Tensor = (weights[0] * low + weights[1] * high) / angle.sin()
     return turned.float()
 
 
-def _put_into_middle(noise: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+def _put_into_middle(noise: Tensor, into: Tensor) -> Tensor:
     """Noise of another size in the middle of *into*; a larger one of odd excess loses more."""
     to, kept = [], []
     for length, room in zip(noise.shape[1:], into.shape[1:], strict=True):

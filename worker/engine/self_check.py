@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from imagefleet import errors
 from worker.engine import checksums
@@ -42,7 +42,7 @@ class SelfCheck:
         merger: shared.Merger,
         computing: Mapping[str, nn.Module],
         text_encoder_lock: contextlib.AbstractContextManager[object],
-        reloaded: Callable[[], Mapping[str, torch.Tensor]],
+        reloaded: Callable[[], Mapping[str, Tensor]],
     ) -> None:
         """*computing*: the modules that compute, with buffers made of the checkpoint's weights.
 
@@ -97,7 +97,7 @@ class SelfCheck:
             f"the weights on the device are not the checkpoint's: {differing[0]}{more}"
         )
 
-    def _derived(self) -> dict[str, torch.Tensor]:
+    def _derived(self) -> dict[str, Tensor]:
         return {
             f"{network}'s own {name}": buffer
             for network, module in self._computing.items()
@@ -108,7 +108,7 @@ class SelfCheck:
     def write_lora(self, path: Path) -> None:
         """Writes a LoRA on all attentions, noise by the layers' names; NodeError if it cannot."""
         self._reloaded()
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for network in ("unet", "text_encoder"):
             for layer_path, layer in adaptable_layers(self._networks[network]).items():
                 if not isinstance(layer, nn.Linear) or "attn" not in layer_path:

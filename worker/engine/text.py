@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from cachetools import LRUCache
+from torch import Tensor
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from imagefleet import errors
@@ -42,9 +43,9 @@ class Context:
     mask [rows, tokens] is false for padding; on the CPU.
     """
 
-    vectors: torch.Tensor
-    mask: torch.Tensor
-    pooled: torch.Tensor | None = None
+    vectors: Tensor
+    mask: Tensor
+    pooled: Tensor | None = None
     """[rows, width] of each prompt's first chunk, from an encoder that has it."""
 
 
@@ -72,8 +73,8 @@ class Reader(NamedTuple):
 class _Encoded(NamedTuple):
     """A chunk's vectors [77, width], and its pooled one [width], if any."""
 
-    vectors: torch.Tensor
-    pooled: torch.Tensor | None
+    vectors: Tensor
+    pooled: Tensor | None
 
 
 class Row(NamedTuple):
@@ -167,7 +168,7 @@ def _key(chunk: Chunk) -> Hashable:
 def _inserted(reader: Reader, chunks: Sequence[Chunk]) -> Iterator[None]:
     """The chunks' embeddings in the places of their tokens' vectors."""
 
-    def insert(_module: object, _ids: object, found: torch.Tensor) -> torch.Tensor:
+    def insert(_module: object, _ids: object, found: Tensor) -> Tensor:
         """*found* are the tokens' vectors, [chunks, 77, width]."""
         found = found.clone()
         for row, chunk in zip(found, chunks, strict=True):
@@ -284,8 +285,8 @@ class Encoder:
             output = network(
                 torch.tensor(rows, device=network.device), output_hidden_states=True
             )
-        pooled: torch.Tensor | None = output.text_embeds if rules.has_pooled else None
-        vectors: torch.Tensor = output.hidden_states[-(rules.layer or clip_skip)]
+        pooled: Tensor | None = output.text_embeds if rules.has_pooled else None
+        vectors: Tensor = output.hidden_states[-(rules.layer or clip_skip)]
         if rules.is_normalised:
             # The module tree lost its `text_model` level in transformers 5.6.
             vectors = getattr(network, "text_model", network).final_layer_norm(vectors)
@@ -319,9 +320,7 @@ class Encoder:
         return _Encoded(weighted, pooled)
 
 
-def _weigh(
-    part: Sequence[Chunk], vectors: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _weigh(part: Sequence[Chunk], vectors: Tensor) -> tuple[Tensor, Tensor]:
     """Vectors [chunks, 77, width] with weights, and means [chunks, 2] without and with these."""
     missing = [CHUNK_TOKENS - len(chunk.tokens) + 1 for chunk in part]
     rows = [

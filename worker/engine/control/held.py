@@ -20,6 +20,7 @@ from diffusers.loaders.single_file_utils import (
     DIFFUSERS_TO_LDM_MAPPING,
     convert_controlnet_checkpoint,
 )
+from torch import Tensor
 
 from imagefleet.files.safetensors import Identity, UnusableError
 from worker.engine.control.network import SlotControlNet
@@ -68,11 +69,11 @@ class ControlNets(HeldNetworks[SlotControlNet]):
         super().__init__("ControlNet", unet.device, unet.dtype)
         self._config = dict(unet.config)
         self._has_own_layers = has_own_layers
-        self._hints: weakref.WeakKeyDictionary[PreparedControl, torch.Tensor] = (
+        self._hints: weakref.WeakKeyDictionary[PreparedControl, Tensor] = (
             weakref.WeakKeyDictionary()
         )
 
-    def embed(self, control: PreparedControl) -> torch.Tensor:
+    def embed(self, control: PreparedControl) -> Tensor:
         """A request's embedded image; remembered for the other images of its job."""
         if (hint := self._hints.get(control)) is None:
             network = self.get(control.identity)
@@ -105,7 +106,7 @@ class ControlNets(HeldNetworks[SlotControlNet]):
 
 def _in_diffusers_names(
     tensors: Weights, unet_config: Mapping[str, Any]
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     own = {
         each.removeprefix(_PREFIX): tensor
         for each, tensor in tensors.items()

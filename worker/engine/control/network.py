@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from worker.engine import contract
 from worker.engine.networks.linear import SlotLinear
@@ -39,13 +39,13 @@ class SlotControlNet(SlotEncoder):
 
     def forward(
         self,
-        x: torch.Tensor,
-        times: torch.Tensor,
+        x: Tensor,
+        times: Tensor,
         call: Call,
-        added: torch.Tensor | None,
-        hint: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> list[torch.Tensor]:
+        added: Tensor | None,
+        hint: Tensor,
+        weights: Tensor,
+    ) -> list[Tensor]:
         """What is added to the outputs of the UNet's layers, the middle's last.
 
         As `SlotUnet.forward`; *hint* [slots, channels, height, width] from `embed`; *weights*
@@ -56,10 +56,10 @@ class SlotControlNet(SlotEncoder):
         return [self._weigh(each, weights, call.slot_rows) for each in outputs]
 
     @torch.no_grad()
-    def embed(self, pixels: contract.Pixels) -> torch.Tensor:
+    def embed(self, pixels: contract.Pixels) -> Tensor:
         """The control image [channels, height, width] of the latents' size."""
         levels = torch.from_numpy(pixels.copy()).to(self.device).permute(2, 0, 1)[None]
-        embedded: torch.Tensor = self.hint((levels.float() / 255).to(self.dtype))
+        embedded: Tensor = self.hint((levels.float() / 255).to(self.dtype))
         return embedded[0]
 
     def record_stream(self) -> None:
@@ -69,13 +69,11 @@ class SlotControlNet(SlotEncoder):
             for tensor in self.tensors():
                 tensor.record_stream(stream)
 
-    def tensors(self) -> Iterator[torch.Tensor]:
+    def tensors(self) -> Iterator[Tensor]:
         stacks = (stack.shared for stack in self.keys_values.stacks.values())
         return itertools.chain(self.parameters(), self.buffers(), stacks)
 
-    def _weigh(
-        self, output: torch.Tensor, weights: torch.Tensor, slot_rows: int
-    ) -> torch.Tensor:
+    def _weigh(self, output: Tensor, weights: Tensor, slot_rows: int) -> Tensor:
         if not self.pools:
             return output * repeat_rows(weights[:, None], len(output))[..., None, None]
         rows = repeat_rows(output.mean((2, 3), keepdim=True), slot_rows * len(weights))
@@ -91,11 +89,11 @@ class ControlState(NamedTuple):
     """A ControlNet of a lane, and what it takes of the lane's slots; a tick changes none of it."""
 
     network: SlotControlNet
-    hints: torch.Tensor
+    hints: Tensor
     """[slots, channels, height, width]: the embedded control images."""
-    context: torch.Tensor
+    context: Tensor
     """[rows, tokens, width]: the keys and values of its cross-attentions."""
-    added: torch.Tensor | None
+    added: Tensor | None
     """[rows, width], as `SlotState.added`."""
 
     @classmethod
@@ -134,9 +132,9 @@ class ControlState(NamedTuple):
     def fill(
         self,
         slot: int,
-        hint: torch.Tensor,
-        vectors: torch.Tensor,
-        added: tuple[torch.Tensor, ...] | None,
+        hint: Tensor,
+        vectors: Tensor,
+        added: tuple[Tensor, ...] | None,
     ) -> None:
         """Sets a slot to a job's control image, vectors and added inputs of the slot's rows."""
         rows = slice(slot * self.slot_rows, (slot + 1) * self.slot_rows)
@@ -149,13 +147,13 @@ class ControlState(NamedTuple):
 
 def residuals(
     controls: Sequence[ControlState],
-    x: torch.Tensor,
-    times: torch.Tensor,
-    mask: torch.Tensor | None,
-    weights: torch.Tensor,
-) -> list[torch.Tensor]:
+    x: Tensor,
+    times: Tensor,
+    mask: Tensor | None,
+    weights: Tensor,
+) -> list[Tensor]:
     """What all ControlNets of a lane add to the UNet's layers; *weights* [slots, ControlNets]."""
-    total: list[torch.Tensor] = []
+    total: list[Tensor] = []
     for at, control in enumerate(controls):
         weight = weights[:, at].to(x.dtype)
         call = Call(control.context, mask, slot_rows=control.slot_rows)
@@ -166,6 +164,6 @@ def residuals(
     return total
 
 
-def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def _sum(one: Tensor, other: Tensor) -> Tensor:
     rows = max(len(one), len(other))
     return repeat_rows(one, rows) + repeat_rows(other, rows)

@@ -15,7 +15,7 @@ import torch
 from diffusers import DDPMScheduler, ModelMixin
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from imagefleet import errors
@@ -65,13 +65,13 @@ def build(network: type[Any], config: Mapping[str, Any]) -> Any:
             made = network(network.config_class.from_dict(dict(config)))
     for module in made.modules():
         # A text encoder's only buffer.
-        if isinstance(found := getattr(module, "position_ids", None), torch.Tensor):
+        if isinstance(found := getattr(module, "position_ids", None), Tensor):
             numbers = torch.arange(found.shape[-1]).unsqueeze(0)
             module.register_buffer("position_ids", numbers, persistent=False)
     return made
 
 
-def assign(network: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+def assign(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Gives a network built without memory its weights, for inference.
 
     Raises RuntimeError if some have another shape, and ValueError if some are missing.
@@ -199,7 +199,7 @@ def prediction_type(
 
 def alphas_cumprod(
     model: Path, scheduler: Mapping[str, Any], keys: Collection[str]
-) -> torch.Tensor:
+) -> Tensor:
     """SD's 'scaled_linear' schedule: betas with evenly spaced square roots.
 
     Raises SetupError if the checkpoint has another one.
@@ -216,7 +216,7 @@ def alphas_cumprod(
     return rescale_to_zero_terminal_snr(alphas) if rescales else alphas
 
 
-def rescale_to_zero_terminal_snr(alphas: torch.Tensor) -> torch.Tensor:
+def rescale_to_zero_terminal_snr(alphas: Tensor) -> Tensor:
     """Lin et al. (2024), algorithm 1, with AUTOMATIC1111's last value: nothing but noise there."""
     roots = alphas.sqrt()
     first, last = roots[0].item(), roots[-1].item()

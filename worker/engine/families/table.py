@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from imagefleet.files import contents
 from imagefleet.files.safetensors import Header
@@ -69,9 +70,7 @@ class Family:
         """The names of its text encoders."""
         return tuple(encoder.network for encoder in self.text_encoders)
 
-    def size_ids(
-        self, width: int, height: int, *, is_negative: bool = False
-    ) -> torch.Tensor:
+    def size_ids(self, width: int, height: int, *, is_negative: bool = False) -> Tensor:
         """Original size, crop's corner, and target size or score, as AUTOMATIC1111 sends them."""
         told = [height, width] if self.scores is None else [self.scores[is_negative]]
         return torch.tensor([height, width, 0, 0, *told], dtype=torch.float32)
@@ -320,7 +319,7 @@ _OF_FILES = {
 }
 
 
-def of_file(weights: Mapping[str, torch.Tensor]) -> Family | None:
+def of_file(weights: Mapping[str, Tensor]) -> Family | None:
     """The family of a single file."""
     header = Header({name: tuple(each.shape) for name, each in weights.items()}, {})
     return _OF_FILES.get(contents.identify(header))

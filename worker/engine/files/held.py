@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from cachetools import LRUCache
-from torch import nn
+from torch import Tensor, nn
 
 from imagefleet.files.safetensors import Identity, UnusableError, identify
 from imagefleet.telemetry import logs
@@ -29,7 +29,7 @@ MOST_CHECKED = 1000
 #: Read, and not on the device yet: those of the next jobs.
 _MOST_READ = 3
 
-Weights = Mapping[str, torch.Tensor]
+Weights = Mapping[str, Tensor]
 
 
 class Held(Protocol):

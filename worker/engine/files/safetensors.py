@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from cachetools import LRUCache, cached
+from torch import Tensor
 
 from imagefleet import errors
 from imagefleet.files.safetensors import (
@@ -74,7 +75,7 @@ class Buffers:
         # Memory may come back while this thread holds the lock: the collector runs at any time.
         self._lock = threading.RLock()
 
-    def take(self, size: int) -> torch.Tensor:
+    def take(self, size: int) -> Tensor:
         """[size] bytes of any content, which come back once no tensor refers to them."""
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
@@ -193,7 +194,7 @@ class Content:
     header: str
     """JSON: each tensor's type, shape and place."""
     metadata: Mapping[str, str]
-    data: torch.Tensor
+    data: Tensor
     """[bytes]"""
 
 
@@ -204,7 +205,7 @@ class Place:
     begin: int
     end: int
 
-    def of(self, data: torch.Tensor) -> torch.Tensor:
+    def of(self, data: Tensor) -> Tensor:
         """The tensor as a view of *data*, or as a copy if it is not aligned."""
         part = data[self.begin : self.end]
         if part.storage_offset() % self.dtype.itemsize:
@@ -254,7 +255,7 @@ def places(header: str, data_bytes: int) -> dict[str, Place]:
     return found
 
 
-def tensors_of(path: Path, identity: Identity) -> dict[str, torch.Tensor]:
+def tensors_of(path: Path, identity: Identity) -> dict[str, Tensor]:
     """A file's tensors by name, as views of one buffer."""
     content = read(path, identity)
     return {
@@ -263,7 +264,7 @@ def tensors_of(path: Path, identity: Identity) -> dict[str, torch.Tensor]:
     }
 
 
-def is_finite(tensor: torch.Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
     """Whether a tensor holds neither NaN nor infinity."""
     if not tensor.numel():
         return True
@@ -274,7 +275,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return bool(smallest.isfinite()) and bool(largest.isfinite())
 
 
-def refuse_damaged(tensors: Mapping[str, torch.Tensor]) -> None:
+def refuse_damaged(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if not is_finite(tensor):
             number_type = str(tensor.dtype).removeprefix("torch.")

@@ -13,6 +13,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from imagefleet.telemetry import logs
 from worker.engine import errors as engine_errors
@@ -175,9 +176,7 @@ class Compiled:
         values = [
             each if isinstance(each, tuple) else (each,) for each in self._arguments
         ]
-        tensors = [
-            each for some in values for each in some if isinstance(each, torch.Tensor)
-        ]
+        tensors = [each for some in values for each in some if isinstance(each, Tensor)]
         kept = [(tensor, tensor.clone()) for tensor in tensors]
         if self._backend is not None:
             with (

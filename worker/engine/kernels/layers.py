@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from diffusers.models.upsampling import Upsample2D
-from torch import nn
+from torch import Tensor, nn
 
 from imagefleet.telemetry import logs
 
@@ -38,7 +38,7 @@ log = logs.EventLog(__name__)
 
 AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 default_attention: Attend = F.scaled_dot_product_attention
 
@@ -55,14 +55,12 @@ _PIXELS = 256
 _SUMMED_PIXELS, _SUMMED_CHANNELS, _WRITTEN = 128, 128, 4096
 
 
-def _cudnn(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, multiple: int = 1
-) -> torch.Tensor:
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, multiple: int = 1) -> Tensor:
     """cuDNN's, with heads padded to a *multiple* of a width."""
     width = q.shape[-1]
     if padding := -width % multiple:
         q, k, v = (F.pad(each, (0, padding)) for each in (q, k, v))
-    attended: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(  # noqa: SLF001
+    attended: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(  # noqa: SLF001
         q, k, v, None, False, scale=width**-0.5
     )[0]
     return attended[..., :width]
@@ -81,7 +79,7 @@ class KernelSelector:
     def __init__(self) -> None:
         self._fastest: dict[tuple[int, ...], Attend] = {}
 
-    def select(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Attend:
+    def select(self, q: Tensor, k: Tensor, v: Tensor) -> Attend:
         """The kernel for q, k, v [rows, heads, tokens, head width]; may overwrite them."""
         if q.device.type != "cuda":
             return default_attention
@@ -90,7 +88,7 @@ class KernelSelector:
             self._fastest[shape] = self._find(q, k, v)
         return self._fastest[shape]
 
-    def _find(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Attend:
+    def _find(self, q: Tensor, k: Tensor, v: Tensor) -> Attend:
         for tensor in (
             q,
             k,
@@ -109,7 +107,7 @@ class KernelSelector:
         return KERNELS[name]
 
 
-def _time(attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
+def _time(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> float:
     """Milliseconds of the fastest run; infinite if the kernel rejects the shape or is wrong."""
     stream = torch.cuda.current_stream()
     try:
@@ -123,7 +121,7 @@ def _time(attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
         return math.inf
 
 
-def is_accurate(attended: torch.Tensor, expected: torch.Tensor) -> bool:
+def is_accurate(attended: Tensor, expected: Tensor) -> bool:
     """False for NaN, too: cuDNN's kernel accepts float32, and takes it for something else."""
     return bool((attended - expected).abs().max() <= _TOLERANCE * expected.abs().max())
 
@@ -154,7 +152,7 @@ class ChannelsLastGroupNorm(nn.GroupNorm):
     torch's own kernel leaves most of a GPU idle for one image, and reorders it twice.
     """
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         is_image = input.dim() == 4  # noqa: PLR2004 - rows, channels, height, width
         if is_image and runs_programs(input):
             return normalise_and_activate(input, self)
@@ -164,7 +162,7 @@ class ChannelsLastGroupNorm(nn.GroupNorm):
         return super().forward(input)
 
 
-def normalise(x: torch.Tensor, norm: nn.GroupNorm) -> torch.Tensor:
+def normalise(x: Tensor, norm: nn.GroupNorm) -> Tensor:
     """Group norm of x [rows, channels, height, width], in float32 inside.
 
     The variance is E[x^2] - E[x]^2: in float32 accurate to 1e-4 while a group's mean is less than
@@ -176,7 +174,7 @@ def normalise(x: torch.Tensor, norm: nn.GroupNorm) -> torch.Tensor:
     )  # of enough parts to keep a GPU busy with their sums
     values = x.permute(0, 2, 3, 1).reshape(rows, -1, pixels, channels).float()
 
-    def mean_of_groups(sums: torch.Tensor) -> torch.Tensor:
+    def mean_of_groups(sums: Tensor) -> Tensor:
         in_group = height * width * channels // groups
         return sums.view(rows, -1, groups, channels // groups).sum((1, 3)) / in_group
 
@@ -192,19 +190,19 @@ def normalise(x: torch.Tensor, norm: nn.GroupNorm) -> torch.Tensor:
 
 
 def normalise_and_activate(
-    x: torch.Tensor,
+    x: Tensor,
     norm: nn.GroupNorm,
     *,
-    added: torch.Tensor | None = None,
+    added: Tensor | None = None,
     activates: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """The group norm of x [rows, channels, height, width] plus *added* [rows, channels].
 
     Its SiLU, if it *activates*. In float32 inside; the variance is E[x^2] - E[x]^2, accurate to
     1e-4 while a group's mean is less than thirty times its standard deviation.
     """
     if not runs_programs(x):
-        normed: torch.Tensor = norm(x if added is None else x + added[:, :, None, None])
+        normed: Tensor = norm(x if added is None else x + added[:, :, None, None])
         return F.silu(normed) if activates else normed
     (rows, channels, height, width), groups = x.shape, norm.num_groups
     x, pixels = x.contiguous(memory_format=torch.channels_last), height * width
@@ -231,7 +229,7 @@ def normalise_and_activate(
     return out
 
 
-def gate(x: torch.Tensor) -> torch.Tensor:
+def gate(x: Tensor) -> Tensor:
     """GEGLU: the first half of the last dimension times the second half's GELU."""
     if not runs_programs(x):
         values, gates = x.chunk(2, dim=-1)
@@ -243,7 +241,7 @@ def gate(x: torch.Tensor) -> torch.Tensor:
     return gated
 
 
-def runs_programs(x: torch.Tensor) -> bool:
+def runs_programs(x: Tensor) -> bool:
     """Whether Triton's programs run for *x*, and not torch's kernels."""
     return (
         x.device.type == "cuda"
@@ -278,13 +276,13 @@ def group_norm(norm: nn.Module) -> ChannelsLastGroupNorm | None:
     return ours.train(norm.training)
 
 
-def fold(weight: torch.Tensor) -> torch.Tensor:
+def fold(weight: Tensor) -> Tensor:
     """The four kernels [4 * out, in, 2, 2] for one kernel [out, in, 3, 3]; rounded once.
 
     In the order of the output pixels: top left, top right, bottom left, bottom right.
     """
 
-    def fold_dim(three: torch.Tensor, dim: int) -> torch.Tensor:
+    def fold_dim(three: Tensor, dim: int) -> Tensor:
         first, middle, last = three.unbind(dim)
         before = torch.stack([first, middle + last], dim)
         return torch.stack([before, torch.stack([first + middle, last], dim)])
@@ -294,18 +292,18 @@ def fold(weight: torch.Tensor) -> torch.Tensor:
     return by_row.flatten(0, 2).to(weight.dtype)
 
 
-def convolve(conv: nn.Conv2d, x: torch.Tensor, *, tiles: bool) -> torch.Tensor:
+def convolve(conv: nn.Conv2d, x: Tensor, *, tiles: bool) -> Tensor:
     """The convolution; of an image that *tiles*, its padding is what is at the other side.
 
     As `apply_circular` (AUTOMATIC1111 1.10), for kernels of one or three pixels.
     """
     if not tiles or conv.padding == (0, 0):
-        convolved: torch.Tensor = conv(x)
+        convolved: Tensor = conv(x)
         return convolved
     return F.conv2d(_wrapped(x), conv.weight, conv.bias, conv.stride)
 
 
-def _wrapped(x: torch.Tensor) -> torch.Tensor:
+def _wrapped(x: Tensor) -> Tensor:
     """X [rows, channels, height, width] with a border of the pixels at its other side."""
     return F.pad(x, (1, 1, 1, 1), mode="circular")
 
@@ -321,12 +319,12 @@ def tiling(network: AnyNetwork) -> AnyNetwork:
 
 
 def upsample(
-    x: torch.Tensor,
-    folded: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    folded: Tensor,
+    bias: Tensor | None,
     *,
     tiles: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """The convolution of x [rows, in, height, width] upsampled by two: [rows, out, 2h, 2w]."""
     # [rows, height + 1, width + 1, 2, 2, out]: the output pixels (a, b) are shifted by a and b.
     shifted = F.conv2d(_wrapped(x), folded) if tiles else F.conv2d(x, folded, padding=1)
@@ -344,7 +342,7 @@ def upsample(
 class Upsampler(nn.Module):
     """diffusers' Upsample2D with a convolution; the same parameters."""
 
-    folded: torch.Tensor | None
+    folded: Tensor | None
 
     def __init__(self, original: Any) -> None:
         super().__init__()
@@ -363,11 +361,11 @@ class Upsampler(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         output_size: torch.Size | None = None,
         *,
         tiles: bool = False,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Upsamples x [rows, channels, height, width] by two, and cuts it to *output_size*.
 
         As AUTOMATIC1111 (`TorchHijackForUnet`, 1.10), where a side of an odd number of rows had

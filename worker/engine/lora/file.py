@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
-from torch import nn
+from torch import Tensor, nn
 
 from imagefleet.files import contents, lora
 from imagefleet.files.safetensors import Identity, UnusableError, identify, parse
@@ -237,9 +237,7 @@ class Layout:
             raise _UnfitError(f"it changes {' '.join(layer)} twice, under two names")
         self._layers[layer] = list(map(_view, found.items()))
 
-    def tensors(
-        self, data: torch.Tensor
-    ) -> Iterator[tuple[LayerId, dict[str, torch.Tensor]]]:
+    def tensors(self, data: Tensor) -> Iterator[tuple[LayerId, dict[str, Tensor]]]:
         """Each layer's tensors as views of a file's *data*."""
         if not all(safetensors.is_finite(run.of(data)) for run in self._runs):
             views_of = ((name, place.of(data)) for name, place in self.places.items())
@@ -327,7 +325,7 @@ class WeightDelta:
     tensors: kinds.Tensors
     scale: float
 
-    def compute(self, weight: torch.Tensor) -> torch.Tensor:
+    def compute(self, weight: Tensor) -> Tensor:
         """The change at strength 1 in float32, of the shape and device of the checkpoint's own."""
         stacked = {
             name: each.to(weight.device)[None] for name, each in self.tensors.items()

@@ -9,13 +9,14 @@ import math
 from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
 
 from imagefleet.files import lora
 
-Tensors = Mapping[str, torch.Tensor]
+Tensors = Mapping[str, Tensor]
 
 #: A low-rank weight change: up [..., out, rank] and down [..., rank, inputs].
-Factors = tuple[torch.Tensor, torch.Tensor]
+Factors = tuple[Tensor, Tensor]
 
 #: Tensors with which a change of zeros elsewhere is none of zero: DoRA's norms, an OFT's own
 #: weights, a sum of two products.
@@ -25,7 +26,7 @@ NEVER_ZERO = lora.NORMS | {"rescale", "oft_diag", "a1"}
 OF_WEIGHTS = NEVER_ZERO | {"weight", "oft_blocks"}
 
 
-def compute(tensors: Tensors, scale: float, weights: torch.Tensor) -> torch.Tensor:
+def compute(tensors: Tensors, scale: float, weights: Tensor) -> Tensor:
     """The layers' changes at strength 1, in float32 and in new memory.
 
     *weights* [layers, out, in, ...] are the checkpoint's own: DoRA's change depends on them. Raises
@@ -43,7 +44,7 @@ def compute(tensors: Tensors, scale: float, weights: torch.Tensor) -> torch.Tens
     return changes
 
 
-def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def multiply(left: Tensor, right: Tensor) -> Tensor:
     """The products of two stacks of matrices in float32."""
     is_half = left.dtype == right.dtype and left.dtype in {
         torch.float16,
@@ -99,7 +100,7 @@ def factorise(change: Tensors, most: int) -> Factors | None:
     )
 
 
-def _balanced(up: torch.Tensor, down: torch.Tensor) -> Factors:
+def _balanced(up: Tensor, down: Tensor) -> Factors:
     """The same product by factors of one size: neither underflows in float16."""
     smallest = torch.finfo(torch.float32).tiny
     sizes = [
@@ -110,14 +111,14 @@ def _balanced(up: torch.Tensor, down: torch.Tensor) -> Factors:
     return up * ratio, down / ratio[:, None]
 
 
-def _lokr(tensors: Tensors, _: torch.Tensor) -> torch.Tensor:
+def _lokr(tensors: Tensors, _: Tensor) -> Tensor:
     first, second = _half(tensors, "lokr", "1"), _half(tensors, "lokr", "2")
     # Kronecker products; the second half's columns end with the kernel, as a weight's do.
     blocks = first[:, :, None, :, None] * second[:, None, :, None, :]
     return blocks.flatten(3, 4).flatten(1, 2)
 
 
-def _half(tensors: Tensors, kind: str, half: str) -> torch.Tensor:
+def _half(tensors: Tensors, kind: str, half: str) -> Tensor:
     if (whole := tensors.get(f"{kind}_w{half}")) is not None:
         return whole.float().flatten(2)
     return multiply(*_half_factors(tensors, kind, half))
@@ -139,7 +140,7 @@ def _half_factors(tensors: Tensors, kind: str, half: str) -> Factors:
     return (first, second) if core is None else (first.mT, _with_core(core, second))
 
 
-def _with_core(core: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
+def _with_core(core: Tensor, inner: Tensor) -> Tensor:
     """Cores [layers, rank, other rank, *kernel] and inner [.., other rank, in]: [.., rank, inputs].
 
     Tucker's form; the inputs are those of all taps of the kernel.
@@ -148,12 +149,12 @@ def _with_core(core: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
 
 
 def _decompose(
-    weights: torch.Tensor,
-    changes: torch.Tensor,
-    norms: torch.Tensor,
+    weights: Tensor,
+    changes: Tensor,
+    norms: Tensor,
     *,
     of_outputs: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """DoRA: the changed weights rescaled to *norms*, minus the original ones; in *changes*.
 
     The strength multiplies this difference, as in AUTOMATIC1111; in peft it is inside the norm.
@@ -168,13 +169,13 @@ def _decompose(
     return changed.sub_(weights)
 
 
-def _glora(tensors: Tensors, weights: torch.Tensor) -> torch.Tensor:
+def _glora(tensors: Tensors, weights: Tensor) -> Tensor:
     a1, a2, b1, b2 = (tensors[name].flatten(2) for name in ("a1", "a2", "b1", "b2"))
     changed = multiply(weights.flatten(2).float() @ a2.float(), a1.float())
     return changed.add_(multiply(b2, b1))
 
 
-def _oft(tensors: Tensors, weights: torch.Tensor) -> torch.Tensor:
+def _oft(tensors: Tensors, weights: Tensor) -> Tensor:
     """Turns blocks of outputs by Cayley transforms (Qiu et al. 2023), as AUTOMATIC1111 1.10.
 
     The limit of the blocks' norm is that of all blocks of a layer together (COFT).
@@ -206,7 +207,7 @@ def _kind(tensors: Tensors) -> str:
 
 
 #: What computes a change of each kind, of the tensors and the weights.
-_PRODUCTS: Mapping[str, Callable[[Tensors, torch.Tensor], torch.Tensor]] = {
+_PRODUCTS: Mapping[str, Callable[[Tensors, Tensor], Tensor]] = {
     "lora": lambda tensors, _: multiply(*_lora_factors(tensors)),
     "loha": lambda tensors, _: _half(tensors, "hada", "1").mul_(
         _half(tensors, "hada", "2")

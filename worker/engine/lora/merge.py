@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from imagefleet.files.safetensors import Identity
 from worker.engine.files import safetensors
@@ -90,14 +91,14 @@ class Stack:
 
     positions: Sequence[int]
     """The layers' places among the weights, ascending."""
-    index: torch.Tensor
+    index: Tensor
     """The same, on the device."""
     tensors: kinds.Tensors
     """See `WeightDelta.tensors`."""
     scale: float
     strength: float
 
-    def compute(self, original: torch.Tensor, at: int) -> torch.Tensor | None:
+    def compute(self, original: Tensor, at: int) -> Tensor | None:
         """The changes in float32 of the layers from *at* on, with *original* [layers, out, in].
 
         Zero where a layer does not change, None if none does.
@@ -129,8 +130,8 @@ class StackedChange:
 
     def merge(
         self,
-        original: torch.Tensor,
-        merged: torch.Tensor,
+        original: Tensor,
+        merged: Tensor,
         temporary_bytes: int = TEMPORARY_BYTES,
         *,
         first: int = 0,
@@ -146,7 +147,7 @@ class StackedChange:
             part = slice(at, at + count)
             self._merge_part(original[part], merged[part], first + at)
 
-    def add_to(self, outputs: torch.Tensor, x: torch.Tensor) -> None:
+    def add_to(self, outputs: Tensor, x: Tensor) -> None:
         """Adds the plain LoRAs' change of inputs [rows, in] to *outputs* [rows, layers * out]."""
         if self.low_rank is None:
             raise ValueError("there are no plain LoRAs")
@@ -154,9 +155,7 @@ class StackedChange:
         by_layer = outputs.view(len(x), len(up), -1).transpose(0, 1)
         by_layer.baddbmm_(torch.matmul(x, down.mT), up.mT, alpha=self.strength)
 
-    def _merge_part(
-        self, original: torch.Tensor, merged: torch.Tensor, first: int
-    ) -> None:
+    def _merge_part(self, original: Tensor, merged: Tensor, first: int) -> None:
         total, strength = None, 1.0
         if self.low_rank is not None:
             up, down = (each[first : first + len(original)] for each in self.low_rank)
@@ -219,11 +218,11 @@ class LowRank:
     """What the products of the factors are multiplied by."""
     by_layer: Mapping[int, Sequence[WeightedFactors]]
 
-    def of(self, flat: torch.Tensor) -> Factors:
+    def of(self, flat: Tensor) -> Factors:
         """Views of up [layers, out, rank] and down [layers, rank, inputs]."""
         return self.up.of(flat), self.down.of(flat)
 
-    def fill(self, flat: torch.Tensor) -> None:
+    def fill(self, flat: Tensor) -> None:
         """Sets the factors; zero where nothing changes."""
         up, down = self.of(flat)
         layers, _, rank = up.shape
@@ -232,11 +231,9 @@ class LowRank:
         ):
             up.zero_()
             down.zero_()
-        parts: dict[
-            tuple[int, int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
-        ] = {}
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
+        parts: dict[tuple[int, int], tuple[Sequence[Tensor], Sequence[Tensor]]] = {}
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
         for layer, changes in self.by_layer.items():
             begin = 0
             for strength, (outer, inner) in changes:
@@ -277,7 +274,7 @@ class _StackPlaces:
     index: Place
     tensors: Mapping[str, Place]
 
-    def of(self, flat: torch.Tensor) -> Stack:
+    def of(self, flat: Tensor) -> Stack:
         tensors = {name: place.of(flat) for name, place in self.tensors.items()}
         strength, delta = next(iter(self.by_layer.values()))
         return Stack(
@@ -319,7 +316,7 @@ class PackedLoras:
             key: each for key, each in self._low_rank.items() if isinstance(key, Shape)
         }
 
-    def assemble(self) -> torch.Tensor:
+    def assemble(self) -> Tensor:
         """The tensor [size_bytes] in host memory."""
         flat = safetensors.packs.take(self.size_bytes)
         for plain in self._low_rank.values():
@@ -336,7 +333,7 @@ class PackedLoras:
                 torch._foreach_copy_(tensor.unbind(), sources)
         return flat
 
-    def of(self, flat: torch.Tensor) -> LoraChanges:
+    def of(self, flat: Tensor) -> LoraChanges:
         """Views of *flat*, a copy on any device."""
         stacked = {}
         for group in dict.fromkeys([*self._low_rank, *self._stacks]):
@@ -437,7 +434,7 @@ def _alike(
     return alike.values()
 
 
-def _flat(factor: torch.Tensor) -> torch.Tensor:
+def _flat(factor: Tensor) -> Tensor:
     """A factor as a matrix. Those of linear layers are one: 384 calls a job would add up."""
     return factor if factor.dim() == 2 else factor.flatten(1)  # noqa: PLR2004
 

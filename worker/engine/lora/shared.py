@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from imagefleet import errors
 from imagefleet.files.safetensors import identify
@@ -27,7 +27,7 @@ class Merger:
         self._device: torch.device = next(network.parameters()).device
         self._weights = adaptable(network)
         # Of those that some LoRA has changed so far: at worst, the network once more.
-        self._originals: dict[str, torch.Tensor] = {}
+        self._originals: dict[str, Tensor] = {}
         self._merged: set[str] = set()
         self._active: LoraKey | None = ()
 
@@ -50,7 +50,7 @@ class Merger:
         self._active = key
 
     @property
-    def originals(self) -> Mapping[str, torch.Tensor]:
+    def originals(self) -> Mapping[str, Tensor]:
         """The checkpoint's own weights of the layers that are changed now, by path."""
         return {path: self._originals[path] for path in self._merged}
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
-from torch import nn
+from torch import Tensor, nn
 
 from imagefleet import errors
 from worker.engine.kernels.layers import Upsampler, convolve
@@ -32,9 +32,9 @@ _KERNEL = 3
 class LowRankChange(nn.Module):
     """Each slot's own change of layers of one shape with the same input."""
 
-    down: torch.Tensor | None
+    down: Tensor | None
     """[slots, layers * taps * rank, in]; None until a job changes such a layer."""
-    up: torch.Tensor | None
+    up: Tensor | None
     """[slots, layers, rank, out]"""
 
     def __init__(
@@ -49,7 +49,7 @@ class LowRankChange(nn.Module):
         self.register_buffer("down", None, persistent=False)
         self.register_buffer("up", None, persistent=False)
 
-    def forward(self, x: torch.Tensor, slots: int) -> torch.Tensor:
+    def forward(self, x: Tensor, slots: int) -> Tensor:
         """The layers' change [rows, layers * out] of inputs [rows, in], equally many per slot."""
         if self.down is None or self.up is None:
             return x.new_zeros(len(x), len(self.paths) * self.shape.outputs)
@@ -59,7 +59,7 @@ class LowRankChange(nn.Module):
         products = products.view(slots * len(self.paths), 1, -1)
         return torch.bmm(products, self.up[:slots].flatten(0, 1)).view(slots, -1)
 
-    def of_tokens(self, x: torch.Tensor) -> torch.Tensor:
+    def of_tokens(self, x: Tensor) -> Tensor:
         """The layers' change [slots, tokens, layers * out] of inputs [slots, tokens, in]."""
         slots, (up, down) = len(x), self._factors()
         products = torch.bmm(x, down[:slots].transpose(1, 2))
@@ -69,7 +69,7 @@ class LowRankChange(nn.Module):
         by_layer = products.view(slots, x.shape[1], len(self.paths), -1).transpose(1, 2)
         return torch.matmul(by_layer, up[:slots]).transpose(1, 2).flatten(2)
 
-    def add_to(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def add_to(self, output: Tensor, x: Tensor) -> Tensor:
         """Adds `of_tokens` to *output* in place, without memory for it."""
         slots, outputs, (up, down) = len(x), self.shape.outputs, self._factors()
         products = torch.bmm(x, down[:slots].transpose(1, 2))
@@ -104,17 +104,17 @@ class SlotConv(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         slots: int,
         size: torch.Size | None = None,
         *,
         tiles: bool = False,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """*slots* adds each slot's own change, 0 none; *size* is for upsampling.
 
         *tiles*: see `convolve`.
         """
-        output: torch.Tensor
+        output: Tensor
         if isinstance(self.layer, Upsampler):
             output = self.layer(x, size, tiles=tiles)
         else:
@@ -135,13 +135,13 @@ class SlotConv(nn.Module):
             products = _add_taps(products, output.shape[2:], self._stride, tiles=tiles)
         changed = torch.bmm(products.reshape(slots, -1, up.shape[2]), up[:slots, 0])
         changed = changed.view(rows, *output.shape[2:], -1).permute(0, 3, 1, 2)
-        summed: torch.Tensor = output + changed
+        summed: Tensor = output + changed
         return summed
 
 
 def _add_taps(
-    products: torch.Tensor, size: torch.Size, stride: int, *, tiles: bool
-) -> torch.Tensor:
+    products: Tensor, size: torch.Size, stride: int, *, tiles: bool
+) -> Tensor:
     """Sums [rows, *size, rank] of a 3x3 convolution's products [rows, height, width, 9 * rank]."""
     how = "circular" if tiles else "constant"
     padded = F.pad(products.permute(0, 3, 1, 2), (1, 1, 1, 1), how).permute(0, 2, 3, 1)
@@ -171,7 +171,7 @@ def _is_usual(conv: nn.Conv2d) -> bool:
 class SlotChanges:
     """All slots' changes, zero for jobs without any; allocated when jobs need them."""
 
-    def __init__(self, changes: Iterable[LowRankChange], like: torch.Tensor) -> None:
+    def __init__(self, changes: Iterable[LowRankChange], like: Tensor) -> None:
         """*like* has the device and the type."""
         self.groups: dict[Shape, list[str]] = {}
         self.version = 0
@@ -185,7 +185,7 @@ class SlotChanges:
         self._capacities: dict[Shape, int] = {}
         self._parts: dict[Shape, Factors] = {}
         self._block = 0
-        self._blocks: dict[int, torch.Tensor] = {}
+        self._blocks: dict[int, Tensor] = {}
         self._changed: set[tuple[int, int]] = set()
 
     @property

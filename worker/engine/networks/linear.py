@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
-from torch import nn
+from torch import Tensor, nn
 
 from imagefleet import errors
 from worker.engine.files import safetensors
@@ -32,9 +32,9 @@ class SlotLinear(nn.Module):
     The layers' weights become views of this one's: merging into them merges here.
     """
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    slots: torch.Tensor
+    weight: Tensor
+    bias: Tensor | None
+    slots: Tensor
 
     def __init__(self, layers: Mapping[str, Layer]) -> None:
         """*layers* by path; a `WeightStack` sets the weights, or `keep_apart`."""
@@ -45,7 +45,7 @@ class SlotLinear(nn.Module):
         self.register_buffer("bias", join_biases(layers.values()), persistent=False)
         self.register_buffer("slots", None, persistent=False)
 
-    def forward(self, x: torch.Tensor, per_slot: bool) -> torch.Tensor:
+    def forward(self, x: Tensor, per_slot: bool) -> Tensor:
         """[slots, tokens of both rows, in] to [..., out], with shared or per-slot weights."""
         if self.change is not None and per_slot:
             product = F.linear(x, self.weight, self.bias)
@@ -88,7 +88,7 @@ class WeightStack:
         """Allocates zero weights for the *slots* of the first block; others have the last ones'."""
         self._slots = slots
         self._parts = self._divide()
-        self._blocks: dict[int, list[torch.Tensor]] = {}
+        self._blocks: dict[int, list[Tensor]] = {}
         self.use_block(0)
 
     def use_block(self, block: int) -> None:
@@ -151,7 +151,7 @@ class ReloadedStack:
             linear.slots = linear.weight[None]
 
     @property
-    def own(self) -> dict[str, torch.Tensor]:
+    def own(self) -> dict[str, Tensor]:
         """The slot's weights [out, in], by path."""
         return dict(zip(self.paths, self._own, strict=True))
 
@@ -204,8 +204,8 @@ def _whole(part: _Part) -> slice:
 
 
 def _stack_weights(
-    weights: Iterable[torch.Tensor], *, in_host_memory: bool = False
-) -> torch.Tensor:
+    weights: Iterable[Tensor], *, in_host_memory: bool = False
+) -> Tensor:
     """Weights of one shape [layers, out, in], of which their layers' own become views."""
     alike = list(weights)
     flat = [each.detach().view(len(each), -1) for each in alike]
@@ -225,7 +225,7 @@ def _stack_weights(
     return stacked
 
 
-def join_biases(layers: Iterable[Layer]) -> torch.Tensor | None:
+def join_biases(layers: Iterable[Layer]) -> Tensor | None:
     """The layers' biases one after the other, of which their own become views; None without any."""
     alike = list(layers)
     biases = [layer.bias for layer in alike if layer.bias is not None]
@@ -272,7 +272,7 @@ class TextEncoderLoras:
             for group, paths in group_by_shape(text_encoder).items()
         }
         # Of the groups that some LoRA has changed so far: at worst, the network once more.
-        self._originals: dict[Group, torch.Tensor] = {}
+        self._originals: dict[Group, Tensor] = {}
 
     @contextlib.contextmanager
     def merged(self, changes: Mapping[Group, StackedChange]) -> Iterator[None]:

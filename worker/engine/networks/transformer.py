@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
-from torch import nn
+from torch import Tensor, nn
 
 from imagefleet import errors
 from imagefleet.job.prompt import MAX_SUBPROMPTS
@@ -38,9 +38,9 @@ UNKNOWN_UNET = (
 class Call(NamedTuple):
     """What the layers of one call take beside their inputs."""
 
-    context: torch.Tensor
+    context: Tensor
     """[rows, tokens, width]: see `KeysValues.compute`."""
-    mask: torch.Tensor | None = None
+    mask: Tensor | None = None
     """[rows, 1, 1, tokens], added to the attention scores."""
     per_slot: bool = False
     """Each slot's own weights are used, else the shared ones."""
@@ -48,7 +48,7 @@ class Call(NamedTuple):
     """Slots whose own changes of convolutions and of the layers for the time are added."""
     slot_rows: int = 2
     """Rows of each slot: 1 without guidance, which needs the prompt's output alone; more of AND."""
-    guidance: torch.Tensor | None = None
+    guidance: Tensor | None = None
     """[slots]: the scales, for networks that take them as an input."""
     tiles: bool = False
     """Convolutions are padded with what is at the other side of the image."""
@@ -83,10 +83,10 @@ class KeysValues:
     @torch.no_grad()
     def compute(
         self,
-        vectors: torch.Tensor,
+        vectors: Tensor,
         changes: Mapping[Group, StackedChange],
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Keys and values [rows, tokens, width] of vectors [rows, tokens, text width].
 
         *out*, if given, is what they are written to.
@@ -121,7 +121,7 @@ class Transformer(nn.Module):
         )
         self.proj_out = _linear(paths, original.proj_out)
 
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+    def forward(self, x: Tensor, call: Call) -> Tensor:
         rows, (_, channels, height, width) = len(call.context), x.shape
         # All rows of a slot as one from here on: Inductor copies inputs of products that it finds
         # in another shape.
@@ -135,7 +135,7 @@ class Transformer(nn.Module):
             tokens = block(tokens, len(x), call)
             x = repeat_rows(x, rows)
         tokens = self.proj_out(tokens, call.per_slot)
-        changed: torch.Tensor = (
+        changed: Tensor = (
             tokens.view(rows, height, width, channels).permute(0, 3, 1, 2) + x
         )
         return changed
@@ -162,7 +162,7 @@ class _Block(nn.Module):
         self.gate = _linear(paths, gate.proj)
         self.out = _linear(paths, original.ff.net[2])
 
-    def forward(self, x: torch.Tensor, rows: int, call: Call) -> torch.Tensor:
+    def forward(self, x: Tensor, rows: int, call: Call) -> Tensor:
         """[slots, tokens of *rows* rows, width] to [slots, tokens of all rows, width]."""
         first, per_slot, all_rows = self.attend_first, call.per_slot, len(call.context)
         if isinstance(first, SelfAttention):
@@ -172,9 +172,7 @@ class _Block(nn.Module):
         if isinstance(first, CrossAttention):
             x = x + first(self.norm1(x), call)
         x = x + self.attend_prompt(self.norm2(x), call)
-        gated: torch.Tensor = x + self.out(
-            gate(self.gate(self.norm3(x), per_slot)), per_slot
-        )
+        gated: Tensor = x + self.out(gate(self.gate(self.norm3(x), per_slot)), per_slot)
         return gated
 
 
@@ -186,23 +184,21 @@ class SelfAttention(nn.Module):
         self.out = _linear(paths, original.to_out[0])
         self.kernel: Attend = default_attention
 
-    def forward(self, x: torch.Tensor, rows: int, per_slot: bool) -> torch.Tensor:
+    def forward(self, x: Tensor, rows: int, per_slot: bool) -> Tensor:
         q, k, v = (
             _split_heads(each, rows, self.heads)
             for each in self.qkv(x, per_slot).chunk(3, dim=-1)
         )
-        output: torch.Tensor = self.out(
-            _merge_heads(self.kernel(q, k, v), len(x)), per_slot
-        )
+        output: Tensor = self.out(_merge_heads(self.kernel(q, k, v), len(x)), per_slot)
         return output
 
     def select_and_attend(
         self,
         selector: KernelSelector,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-    ) -> torch.Tensor:
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> Tensor:
         """A kernel that selects the fastest one for its inputs, used from then on."""
         self.kernel = selector.select(q, k, v)
         return self.kernel(q, k, v)
@@ -220,14 +216,14 @@ class CrossAttention(nn.Module):
         self.to_k, self.to_v = original.to_k, original.to_v
         self.out = _linear(paths, original.to_out[0])
 
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+    def forward(self, x: Tensor, call: Call) -> Tensor:
         context = call.context
         q = _split_heads(self.to_q(x, call.per_slot), len(context), self.heads)
         shape = (*context.shape[:2], self.heads, -1)
         k = context[..., self.keys].view(shape).transpose(1, 2)
         v = context[..., self.values].view(shape).transpose(1, 2)
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=call.mask)
-        output: torch.Tensor = self.out(_merge_heads(attended, len(x)), call.per_slot)
+        output: Tensor = self.out(_merge_heads(attended, len(x)), call.per_slot)
         return output
 
 
@@ -235,7 +231,7 @@ def _linear(paths: Mapping[nn.Module, str], *layers: Layer) -> SlotLinear:
     return SlotLinear({paths[layer]: layer for layer in layers})
 
 
-def repeat_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+def repeat_rows(x: Tensor, rows: int) -> Tensor:
     """[slots, ...] to [rows, ...], each slot's row for each of its prompts."""
     if len(x) == rows:
         return x
@@ -243,13 +239,13 @@ def repeat_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
     return channels_last.repeat_interleave(rows // len(x), dim=0).movedim(-1, 1)
 
 
-def _split_heads(x: torch.Tensor, rows: int, heads: int) -> torch.Tensor:
+def _split_heads(x: Tensor, rows: int, heads: int) -> Tensor:
     """[slots, tokens of all rows, width] to a view [rows, heads, tokens, head width]."""
     slots, tokens, width = x.shape
     return x.view(rows, slots * tokens // rows, heads, width // heads).transpose(1, 2)
 
 
-def _merge_heads(x: torch.Tensor, slots: int) -> torch.Tensor:
+def _merge_heads(x: Tensor, slots: int) -> Tensor:
     """[rows, heads, tokens, head width] back to [slots, tokens of all rows, width]."""
     _, heads, _, width = x.shape
     return x.transpose(1, 2).reshape(slots, -1, heads * width)
@@ -258,27 +254,27 @@ def _merge_heads(x: torch.Tensor, slots: int) -> torch.Tensor:
 class SlotState(NamedTuple):
     """The slots' tensors, which a tick updates in place."""
 
-    latents: torch.Tensor
+    latents: Tensor
     """[slots, 4, height, width], always float32."""
-    history: torch.Tensor
+    history: Tensor
     """[sampler.HISTORY, slots, 4, height, width]"""
-    rows: torch.Tensor
+    rows: Tensor
     """[slots, columns]: this call's sampler coefficients, the guidance scales, and a weight of
     each ControlNet of the lane."""
-    noise: torch.Tensor
+    noise: Tensor
     """[slots, 4, height, width]"""
-    kept: torch.Tensor
+    kept: Tensor
     """[slots, 1, height, width]: 1 where inpainting keeps the original, 0 for other images."""
-    original: torch.Tensor
+    original: Tensor
     """[slots, 4, height, width]: the latents that are kept there."""
-    context: torch.Tensor
+    context: Tensor
     """[rows, tokens, width]: the keys and values of all cross-attentions."""
-    mask: torch.Tensor | None
+    mask: Tensor | None
     """[rows, 1, 1, tokens], if prompts may be shorter than that."""
-    added: torch.Tensor | None
+    added: Tensor | None
     """[rows * slots, width], added to the embedded timesteps in UNets with such inputs: one row of
     each slot or all, as the UNet's `added_rows` says."""
-    conditioning: torch.Tensor | None
+    conditioning: Tensor | None
     """[slots, channels, height, width], which some UNets take beside the latents: five channels for
     inpainting, three of the image that an upscaler enlarges."""
     tiles: bool = False
@@ -299,9 +295,7 @@ class SlotState(NamedTuple):
         if slots == held:
             return self
         views: list[Any] = [
-            each[: slots * len(each) // held]
-            if isinstance(each, torch.Tensor)
-            else each
+            each[: slots * len(each) // held] if isinstance(each, Tensor) else each
             for each in self
         ]
         return SlotState(*views)._replace(history=self.history[:, :slots])
@@ -310,15 +304,15 @@ class SlotState(NamedTuple):
 class SlotPrompts(NamedTuple):
     """A slot's prompts, and what is computed of them: the last two fields."""
 
-    vectors: torch.Tensor
+    vectors: Tensor
     """Of the prompt, and of the negative prompt if it has a row [slot rows, tokens, text width]."""
-    added: tuple[torch.Tensor, ...] | None
+    added: tuple[Tensor, ...] | None
     """Pooled vectors and size ids by row; of an image that is enlarged, its level of noise [1]."""
     changes: Mapping[Group, StackedChange]
     """Those of the slot's LoRAs."""
-    context: torch.Tensor
+    context: Tensor
     """The keys and values of all cross-attentions [slot rows, tokens, `context_width`]."""
-    added_rows: torch.Tensor | None
+    added_rows: Tensor | None
     """What is added to the embedded timesteps [`added_rows`, `added_width`]."""
 
 
@@ -332,7 +326,7 @@ class SlotNetwork(nn.Module):
     added_rows: int = MAX_SUBPROMPTS + 1
     """Most rows of a slot in `added`: 1 unless each prompt of a slot has one of its own."""
 
-    def __init__(self, like: torch.Tensor, weights: SlotWeights = "merged") -> None:
+    def __init__(self, like: Tensor, weights: SlotWeights = "merged") -> None:
         """*like* has the device and the type; *weights*: how slots hold LoRAs of transformers."""
         super().__init__()
         self.dtype: torch.dtype = like.dtype
@@ -359,7 +353,7 @@ class SlotNetwork(nn.Module):
         return weights + self.changes.slot_bytes
 
     @property
-    def reloaded(self) -> dict[str, torch.Tensor]:
+    def reloaded(self) -> dict[str, Tensor]:
         """What the only slot computes with in place of parameters, by their names, if any."""
         stacks = (
             each for each in self._stacks.values() if isinstance(each, ReloadedStack)

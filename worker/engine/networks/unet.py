@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
-from torch import nn
+from torch import Tensor, nn
 
 from imagefleet import errors
 from worker.engine.kernels.layers import Upsampler, normalise_and_activate
@@ -99,12 +99,12 @@ class SlotEncoder(SlotNetwork):
 
     def encode(
         self,
-        x: torch.Tensor,
-        times: torch.Tensor,
+        x: Tensor,
+        times: Tensor,
         call: Call,
-        added: torch.Tensor | None,
-        hint: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        added: Tensor | None,
+        hint: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The middle's output, the embedded timesteps, and the output of every layer before.
 
         As `SlotUnet.forward`; *hint* [slots, channels, height, width] is added to the first one.
@@ -167,12 +167,12 @@ class SlotUnet(SlotEncoder):
 
     def forward(
         self,
-        x: torch.Tensor,
-        times: torch.Tensor,
+        x: Tensor,
+        times: Tensor,
         call: Call,
-        added: torch.Tensor | None = None,
-        residuals: Sequence[torch.Tensor] = (),
-    ) -> torch.Tensor:
+        added: Tensor | None = None,
+        residuals: Sequence[Tensor] = (),
+    ) -> Tensor:
         """The UNet's output [rows, 4, height, width].
 
         x [slots, 4, height, width]; times [slots]. *added* [added_rows * slots, width] is added to
@@ -189,7 +189,7 @@ class SlotUnet(SlotEncoder):
             x = x + last
         for block in self.up:
             x = block(x, time, skips, call)
-        output: torch.Tensor = self.conv_out(
+        output: Tensor = self.conv_out(
             normalise_and_activate(x, self.norm_out, activates=True),
             call.slots,
             tiles=call.tiles,
@@ -216,20 +216,18 @@ class _TimeEmbedding(nn.Module):
             LowRankChange({paths[layer]: layer}) for layer in (self.first, self.second)
         )
 
-    def forward(
-        self, x: torch.Tensor, slots: int, guidance: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, slots: int, guidance: Tensor | None = None) -> Tensor:
         """*guidance*: the scales [slots], of which LCM's models take more than their rows."""
         if self.embed_guidance is not None and guidance is not None:
             scales = _sines(guidance - 1, self.embed_guidance.in_features)
             x = x + self.embed_guidance(scales.to(x.dtype))
         hidden = self.first(x) + self.first_change(x, slots) if slots else self.first(x)
         hidden = self.act(hidden)
-        output: torch.Tensor = self.second(hidden)
+        output: Tensor = self.second(hidden)
         return output + self.second_change(hidden, slots) if slots else output
 
 
-def _sines(scales: torch.Tensor, width: int) -> torch.Tensor:
+def _sines(scales: Tensor, width: int) -> Tensor:
     """Guidance scales as LCM embeds them [slots, width] (Luo et al. 2023, latent consistency)."""
     half = width // 2
     rates = torch.arange(half, device=scales.device) * (-math.log(10_000) / (half - 1))
@@ -244,9 +242,9 @@ class _AddedEmbedding(nn.Module):
         super().__init__()
         self.embed_numbers, self.embed = unet.add_time_proj, unet.add_embedding
 
-    def forward(self, pooled: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    def forward(self, pooled: Tensor, sizes: Tensor) -> Tensor:
         numbers = self.embed_numbers(sizes.flatten()).reshape(len(sizes), -1)
-        embedded: torch.Tensor = self.embed(
+        embedded: Tensor = self.embed(
             torch.cat([pooled, numbers.to(pooled.dtype)], dim=-1)
         )
         return embedded
@@ -255,8 +253,8 @@ class _AddedEmbedding(nn.Module):
 class _TimeProjections(nn.Module):
     """The time projections of all resnets as one product."""
 
-    weight: torch.Tensor
-    bias: torch.Tensor
+    weight: Tensor
+    bias: Tensor
 
     def __init__(self, resnets: list[_Resnet], paths: Mapping[nn.Module, str]) -> None:
         super().__init__()
@@ -279,9 +277,9 @@ class _TimeProjections(nn.Module):
             layer.weight.data = self.weight[resnet.time]
             at = resnet.time.stop
 
-    def forward(self, time: torch.Tensor, slots: int) -> torch.Tensor:
+    def forward(self, time: Tensor, slots: int) -> Tensor:
         time = F.silu(time)
-        projected: torch.Tensor = F.linear(time, self.weight, self.bias)
+        projected: Tensor = F.linear(time, self.weight, self.bias)
         if slots:
             changed = [change(time, slots) for change in self.changes]
             projected = projected + torch.cat(changed, dim=1)
@@ -305,7 +303,7 @@ class _Resnet(nn.Module):
         self.conv_shortcut = None if shortcut is None else _conv(paths, shortcut)
         self.time_emb_proj = original.time_emb_proj
 
-    def forward(self, x: torch.Tensor, times: torch.Tensor, call: Call) -> torch.Tensor:
+    def forward(self, x: Tensor, times: Tensor, call: Call) -> Tensor:
         time, slots, tiles = (
             repeat_rows(times[:, self.time], len(x)),
             call.slots,
@@ -318,7 +316,7 @@ class _Resnet(nn.Module):
         )
         changed = self.conv2(changed, slots, tiles=tiles)
         kept = x if self.conv_shortcut is None else self.conv_shortcut(x, slots)
-        summed: torch.Tensor = kept + changed
+        summed: Tensor = kept + changed
         return summed
 
 
@@ -343,8 +341,8 @@ class _Down(_Layers):
         )
 
     def forward(
-        self, x: torch.Tensor, time: torch.Tensor, skips: list[torch.Tensor], call: Call
-    ) -> torch.Tensor:
+        self, x: Tensor, time: Tensor, skips: list[Tensor], call: Call
+    ) -> Tensor:
         for resnet, attend in self.pairs():
             x = resnet(x, time, call)
             if attend is not None:
@@ -365,8 +363,8 @@ class _Up(_Layers):
         )
 
     def forward(
-        self, x: torch.Tensor, time: torch.Tensor, skips: list[torch.Tensor], call: Call
-    ) -> torch.Tensor:
+        self, x: Tensor, time: Tensor, skips: list[Tensor], call: Call
+    ) -> Tensor:
         for resnet, attend in self.pairs():
             x = torch.cat([x, repeat_rows(skips.pop(), len(x))], dim=1)
             x = resnet(x, time, call)

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 from PIL import Image, ImageFilter, ImageOps
+from torch import Tensor
 
 from imagefleet import errors
 from imagefleet.files.safetensors import Identity
@@ -58,16 +59,14 @@ class PreparedImage:
 
     pixels: contract.Pixels
     """[height, width, 3]: to be encoded."""
-    kept: torch.Tensor | None
+    kept: Tensor | None
     """[1, height, width] of the latents: 1 where they stay, else 0; None without a mask."""
     masked_content: Literal["fill", "original", "latent noise", "latent nothing"]
-    hidden: torch.Tensor | None = None
+    hidden: Tensor | None = None
     """[1, height, width] of the pixels: 1 where inpainting checkpoints' UNets do not see the image,
     else 0; None without a mask, when they see nothing of it."""
 
-    def with_content(
-        self, latents: torch.Tensor, request: contract.ImageRequest
-    ) -> torch.Tensor:
+    def with_content(self, latents: Tensor, request: contract.ImageRequest) -> Tensor:
         """The image's latents [4, height, width] with noise or nothing below the mask, if so asked.
 
         The noise is the first of a seed, whatever its subseed.
@@ -122,16 +121,16 @@ _USUAL, _OF_CASCADE = 0.02, 0.1
 class LowResolution:
     """Shared by all images of a job."""
 
-    image: torch.Tensor
+    image: Tensor
     """[3, height, width] from -1 to 1."""
     noise: ImageNoise
     level: int
     """The timestep of its noise."""
 
-    def with_noise(self, drawn: torch.Tensor) -> torch.Tensor:
+    def with_noise(self, drawn: Tensor) -> Tensor:
         """The image with noise of variance 1 that was *drawn*."""
         levels = torch.tensor([self.level])
-        noisy: torch.Tensor = self.noise.scheduler.add_noise(
+        noisy: Tensor = self.noise.scheduler.add_noise(
             self.image[None], drawn[None], levels
         )
         return noisy[0]

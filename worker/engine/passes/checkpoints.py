@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from cachetools import LRUCache
-from torch import nn
+from torch import Tensor, nn
 
 from imagefleet import errors
 from imagefleet.files.safetensors import Identity, UnusableError
@@ -68,7 +68,7 @@ class HeldCheckpoint:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        weights: dict[str, torch.Tensor] | None = None,
+        weights: dict[str, Tensor] | None = None,
         unet: SlotUnet | None = None,
     ) -> None:
         """*weights* are its UNet's in the host's memory, of the architecture of the engine's."""
@@ -180,11 +180,11 @@ class HeldCheckpoints(HeldNetworks[HeldCheckpoint]):
         return HeldCheckpoint(checkpoint, unet)
 
 
-def _parameters(unet: nn.Module) -> dict[str, torch.Tensor]:
+def _parameters(unet: nn.Module) -> dict[str, Tensor]:
     return checksums.named_parameters({"unet": unet})
 
 
-def _extent(tensor: torch.Tensor) -> int:
+def _extent(tensor: Tensor) -> int:
     """How many elements of its memory a tensor spans."""
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in strides)

@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from cachetools import LRUCache
 from diffusers import AutoencoderKL, AutoencoderTiny
 from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
-from torch import nn
+from torch import Tensor, nn
 
 from imagefleet import errors
 from imagefleet.files.safetensors import Identity, UnusableError, identify
@@ -42,26 +42,24 @@ class ImageCoder:
         self.vae = self._vae = vae
         self.size_bytes = sum(each.nbytes for each in vae.parameters())
         self._wide: AutoencoderKL | None = None
-        self._known: LRUCache[object, torch.Tensor] = LRUCache(_REMEMBERED)
+        self._known: LRUCache[object, Tensor] = LRUCache(_REMEMBERED)
 
     @functools.cached_property
     def tiling(self) -> ImageCoder:
         """The same for images that tile."""
         return ImageCoder(layers.tiling(self.vae))
 
-    def encode_init(self, image: PreparedImage) -> torch.Tensor:
+    def encode_init(self, image: PreparedImage) -> Tensor:
         """The latents [4, height, width] of an image to begin with; remembered."""
         if (latents := self._known.get(image)) is None:
             latents = self._known[image] = self.encode(image.pixels)
         return latents
 
-    def encode(self, pixels: contract.Pixels) -> torch.Tensor:
+    def encode(self, pixels: contract.Pixels) -> Tensor:
         """Latents [4, height, width] in float32 on the device; raises TransientError for NaN."""
         return self._to_latents(self._images_of(pixels))
 
-    def condition(
-        self, image: PreparedImage | None, width: int, height: int
-    ) -> torch.Tensor:
+    def condition(self, image: PreparedImage | None, width: int, height: int) -> Tensor:
         """What an inpainting checkpoint's UNet takes beside latents [5, height, width]; remembered.
 
         As AUTOMATIC1111 (`inpainting_image_conditioning` with `inpainting_mask_weight` 1): the
@@ -84,20 +82,20 @@ class ImageCoder:
         conditioning = self._known[key] = torch.cat([mask, latents])
         return conditioning
 
-    def _images_of(self, pixels: contract.Pixels) -> torch.Tensor:
+    def _images_of(self, pixels: contract.Pixels) -> Tensor:
         """[1, 3, height, width] on the device, from -1 to 1."""
         levels = (
             torch.from_numpy(pixels.copy()).to(self._vae.device).permute(2, 0, 1)[None]
         )
         return levels.float() / 255 * 2 - 1
 
-    def _to_latents(self, images: torch.Tensor) -> torch.Tensor:
+    def _to_latents(self, images: Tensor) -> Tensor:
         return self._finite(
             lambda vae: _encode(vae, images), "the latents of an image are"
         )
 
     def decode(
-        self, latents: torch.Tensor, tiny: AutoencoderTiny | None = None
+        self, latents: Tensor, tiny: AutoencoderTiny | None = None
     ) -> contract.Pixels:
         """The pixels of latents [4, height, width], rounded down as AUTOMATIC1111 does here.
 
@@ -113,9 +111,7 @@ class ImageCoder:
         self._wide = None
         self.__dict__.pop("tiling", None)
 
-    def _finite(
-        self, compute: Callable[[AutoencoderKL], torch.Tensor], what: str
-    ) -> torch.Tensor:
+    def _finite(self, compute: Callable[[AutoencoderKL], Tensor], what: str) -> Tensor:
         """What the VAE computes, in float32 from the first time on that it is not finite."""
         found = compute(self._wide or self._vae)
         if (
@@ -187,7 +183,7 @@ def load_for_good(path: Path, vae: AutoencoderKL, *, overflows: bool) -> None:
     vae.load_state_dict(read.state_dict(), assign=True)  # their memory may be a file's
 
 
-def _decode(vae: decoder.Vae, latents: torch.Tensor) -> torch.Tensor:
+def _decode(vae: decoder.Vae, latents: Tensor) -> Tensor:
     try:
         return decoder.to_images(vae, latents[None])
     except Exception as error:
@@ -197,7 +193,7 @@ def _decode(vae: decoder.Vae, latents: torch.Tensor) -> torch.Tensor:
     return decoder.to_images(vae, latents[None], in_stripes=True)
 
 
-def _encode(vae: AutoencoderKL, images: torch.Tensor) -> torch.Tensor:
+def _encode(vae: AutoencoderKL, images: Tensor) -> Tensor:
     x = images.to(vae.dtype)
     if x.device.type == "cuda":
         x = x.contiguous(memory_format=torch.channels_last)
@@ -205,5 +201,5 @@ def _encode(vae: AutoencoderKL, images: torch.Tensor) -> torch.Tensor:
     if vae.quant_conv is not None:
         moments = vae.quant_conv(moments)
     mean, _ = moments.float().chunk(2, dim=1)
-    latents: torch.Tensor = (mean * vae.config.scaling_factor)[0]
+    latents: Tensor = (mean * vae.config.scaling_factor)[0]
     return latents

@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from PIL import Image
+from torch import Tensor
 
 from imagefleet import errors
 from imagefleet.files.safetensors import Identity, UnusableError, identify
@@ -82,7 +83,7 @@ class Upscaling:
     """None for upscalers of images."""
     enlarge: Enlarge | None
 
-    def enlarge_latents(self, latents: torch.Tensor, factor: int) -> torch.Tensor:
+    def enlarge_latents(self, latents: Tensor, factor: int) -> Tensor:
         """Latents [4, height, width] in the size; *factor*: pixels for each of their rows."""
         if self.latent_mode is None:
             raise RuntimeError("this upscaler is for images")
@@ -104,7 +105,7 @@ class Upscaling:
             pixels = _apply(self.enlarge, pixels, scale, *aligned)
         return _resize(pixels, width, height, Image.Resampling.LANCZOS)
 
-    def crop(self, latents: torch.Tensor, factor: int) -> torch.Tensor:
+    def crop(self, latents: Tensor, factor: int) -> Tensor:
         """Cuts latents [4, height, width] of the size down to the target."""
         columns, rows = (
             _kept((size - target) // factor, size // factor)

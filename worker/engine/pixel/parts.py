@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import Tensor
 
 from imagefleet import errors
 from imagefleet.job.prompt import Prompt
@@ -40,7 +41,7 @@ class StagePreparer(Preparer):
         super().__init__(checkpoint.unet.device)
         self._checkpoint = checkpoint
         self._stage = ReadOnce[text_stage.TextStage](1)
-        self._states = ReadOnce[torch.Tensor](_STATES_KEPT)
+        self._states = ReadOnce[Tensor](_STATES_KEPT)
 
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
         self._refuse_unsupported(request)
@@ -85,8 +86,8 @@ class StagePreparer(Preparer):
                 "this model does not support init_images: it is IF's first stage"
             )
 
-    def _find_states(self, prompt: str, path: Path | None) -> torch.Tensor:
-        def read() -> torch.Tensor:
+    def _find_states(self, prompt: str, path: Path | None) -> Tensor:
+        def read() -> Tensor:
             own = self._checkpoint
             if path is not None:
                 states = text_states.read(path, prompt, own.encoder, own.text_width)

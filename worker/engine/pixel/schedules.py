@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from diffusers import DDPMScheduler
 from diffusers.pipelines.deepfloyd_if import timesteps as named
+from torch import Tensor
 
 from imagefleet import errors
 from imagefleet.job import samplers
@@ -64,7 +65,7 @@ def read_scheduler(config: Mapping[str, object], name: str) -> DDPMScheduler:
 
 def limit_of(
     scheduler: DDPMScheduler, values: int
-) -> Callable[[torch.Tensor], torch.Tensor] | None:
+) -> Callable[[Tensor], Tensor] | None:
     """What limits an estimate of so many *values*; None for no limit."""
     own = scheduler.config
     if own.thresholding:
@@ -118,7 +119,7 @@ def _ddpm(timesteps: Sequence[int], noise: DDPMScheduler) -> Schedule:
     return Schedule(1.0, torch.stack(rows), tuple(at > 0 for at in timesteps))
 
 
-def _ddpm_row(at: int, following: int, noise: DDPMScheduler) -> torch.Tensor:
+def _ddpm_row(at: int, following: int, noise: DDPMScheduler) -> Tensor:
     """Ho et al. (2020), equation 7, by `DDPMScheduler.step`, in float32 as there."""
     alphas = noise.alphas_cumprod
     alpha = alphas[at]
@@ -158,7 +159,7 @@ def _edm(steps: int, noise: DDPMScheduler) -> Schedule:
     return replace(made, initial_scale=sigmas[0])
 
 
-def threshold(images: torch.Tensor, limit: float, rank: float) -> torch.Tensor:
+def threshold(images: Tensor, limit: float, rank: float) -> Tensor:
     """Images [batch, 3, height, width] within -1 and 1 by dynamic thresholding.
 
     Saharia et al. (2022), section 2.3: clamped to the absolute value of *rank* among them,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer, T5EncoderModel
 from transformers.utils import logging as transformers_logging
 
@@ -51,7 +52,7 @@ class TextStage:
         self._lock = threading.Lock()
 
     @torch.no_grad()
-    def encode(self, prompts: Iterable[str]) -> torch.Tensor:
+    def encode(self, prompts: Iterable[str]) -> Tensor:
         """The states of prompts [prompts, 77, width] in the encoder's type.
 
         As by diffusers' `IFPipeline.encode_prompt` with `clean_caption`: cut off at 77 tokens.
@@ -64,7 +65,7 @@ class TextStage:
                 truncation=True,
                 return_tensors="pt",
             ).to(self._device)
-            states: torch.Tensor = self._encoder(
+            states: Tensor = self._encoder(
                 tokens.input_ids, attention_mask=tokens.attention_mask
             )[0]
         return states

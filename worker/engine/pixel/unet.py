@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from diffusers import UNet2DConditionModel
-from torch import nn
+from torch import Tensor, nn
 
 from worker.engine.kernels import layers
 from worker.engine.networks.transformer import SlotNetwork, SlotPrompts, repeat_rows
@@ -30,7 +30,7 @@ class TextAttention(nn.Module):
         self.start = 0
         """The first of its columns in the context: the text's keys, then its values."""
 
-    def text_columns(self, states: torch.Tensor) -> torch.Tensor:
+    def text_columns(self, states: Tensor) -> Tensor:
         """Keys and values [rows, tokens, 2 * width] of encoded text [rows, tokens, text width]."""
         if self.original.norm_cross:
             states = self.original.norm_encoder_hidden_states(states)
@@ -39,10 +39,10 @@ class TextAttention(nn.Module):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,  # noqa: ARG002 - what diffusers' blocks pass
-    ) -> torch.Tensor:
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Tensor | None = None,  # noqa: ARG002 - what diffusers' blocks pass
+    ) -> Tensor:
         """*hidden_states* [rows, channels, height, width]; the others' names are diffusers'."""
         own, x = self.original, hidden_states
         tokens = own.group_norm(x).flatten(2).transpose(1, 2)
@@ -55,10 +55,10 @@ class TextAttention(nn.Module):
             value = torch.cat([value, self._split(own.to_v(tokens))], dim=2)
         attended = F.scaled_dot_product_attention(query, key, value)
         attended = own.to_out[0](attended.transpose(1, 2).flatten(2))
-        summed: torch.Tensor = x + attended.transpose(1, 2).reshape(x.shape)
+        summed: Tensor = x + attended.transpose(1, 2).reshape(x.shape)
         return summed
 
-    def _split(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _split(self, tokens: Tensor) -> Tensor:
         """[rows, tokens, width] to [rows, heads, tokens, head width]."""
         rows, count, width = tokens.shape
         return tokens.view(rows, count, self.heads, width // self.heads).transpose(1, 2)
@@ -70,7 +70,7 @@ class PixelUnet(SlotNetwork):
     def __init__(
         self,
         unet: UNet2DConditionModel,
-        limit: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        limit: Callable[[Tensor], Tensor] | None = None,
         *,
         is_compiled: bool = False,
     ) -> None:
@@ -111,11 +111,11 @@ class PixelUnet(SlotNetwork):
 
     def forward(
         self,
-        x: torch.Tensor,
-        times: torch.Tensor,
-        context: torch.Tensor,
-        added: torch.Tensor | None,
-    ) -> torch.Tensor:
+        x: Tensor,
+        times: Tensor,
+        context: Tensor,
+        added: Tensor | None,
+    ) -> Tensor:
         """The noise and the variance of all rows [rows, 6, height, width].
 
         x [slots, channels, height, width] in the UNet's type; times [slots] may be fractions;
@@ -145,10 +145,10 @@ class PixelUnet(SlotNetwork):
             )
         if unet.conv_norm_out is not None:
             x = unet.conv_act(unet.conv_norm_out(x))
-        output: torch.Tensor = unet.conv_out(x)
+        output: Tensor = unet.conv_out(x)
         return output
 
 
-def _text_of(block: Any, context: torch.Tensor) -> dict[str, torch.Tensor]:
+def _text_of(block: Any, context: Tensor) -> dict[str, Tensor]:
     has_text = getattr(block, "has_cross_attention", False)
     return {"encoder_hidden_states": context} if has_text else {}

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from imagefleet.job.samplers import Options
 from worker.engine.sampler import BEFORE, Move
@@ -38,7 +39,7 @@ class Try:
     length: float = _FIRST_LENGTH
     """In log sigma."""
     number: int = 0
-    before: torch.Tensor | None = None
+    before: Tensor | None = None
     """The solution of order 2 of the step that was taken last."""
 
     @property
@@ -61,9 +62,9 @@ class Try:
 
     def finish(
         self,
-        latents: torch.Tensor,
-        history: torch.Tensor,
-        draw: Callable[[torch.Tensor], None],
+        latents: Tensor,
+        history: Tensor,
+        draw: Callable[[Tensor], None],
     ) -> Try:
         """Takes the step or goes back, in place, and returns the next try.
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 _DIGITS = 6
 _POOL_SIZE = 24
@@ -43,7 +44,7 @@ class BrownianTree:
     """One image's Brownian motion between two sigmas."""
 
     def __init__(
-        self, seed: int, span: tuple[float, float], draw: Callable[[int], torch.Tensor]
+        self, seed: int, span: tuple[float, float], draw: Callable[[int], Tensor]
     ) -> None:
         """*span*: the smallest and the largest sigma; *draw* makes normal noise from a seed."""
         sequence = np.random.SeedSequence(seed, pool_size=_POOL_SIZE)
@@ -53,7 +54,7 @@ class BrownianTree:
         whole = draw(int(sequence.generate_state(1)[0])) * math.sqrt(span[1] - span[0])
         self._whole: _Numbers = whole.numpy()
 
-    def noise(self, intervals: Sequence[tuple[float, float]]) -> list[torch.Tensor]:
+    def noise(self, intervals: Sequence[tuple[float, float]]) -> list[Tensor]:
         """The increments from a sigma down to a following one, each scaled to variance 1.
 
         Intervals that are asked for together share what is drawn on the way to their ends.

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from imagefleet.job.samplers import Options
 from worker.engine.sampler import BEFORE, ESTIMATES, LATENTS, Combination, Move, towards
@@ -31,10 +32,10 @@ _RESTART_FROM, _RESTART_TO = 0.1, 2.0
 _RESTART_STEPS, _MANY_RESTART_STEPS = 20, 36
 
 
-def karras(largest: float, smallest: float, steps: int) -> torch.Tensor:
+def karras(largest: float, smallest: float, steps: int) -> Tensor:
     """Karras et al. (2022), equation 5."""
     low, high = smallest ** (1 / _RHO), largest ** (1 / _RHO)
-    sigmas: torch.Tensor = (high + torch.linspace(0, 1, steps) * (low - high)) ** _RHO
+    sigmas: Tensor = (high + torch.linspace(0, 1, steps) * (low - high)) ** _RHO
     return sigmas
 
 

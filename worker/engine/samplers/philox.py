@@ -11,6 +11,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 Shape = tuple[int, ...]
 
@@ -51,7 +52,7 @@ class Philox:
         self._seed = seed % 2**64
         self._calls = 0
 
-    def randn(self, shape: Shape) -> torch.Tensor:
+    def randn(self, shape: Shape) -> Tensor:
         numbers = np.empty(math.prod(shape), np.float32)
         for start in range(0, len(numbers), _BLOCK):
             block = numbers[start : start + _BLOCK]

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from imagefleet import errors
 from imagefleet.job import samplers
@@ -47,7 +48,7 @@ _NO_STEP = _Call(0.0, 1.0, (0.0, 0.0), Move(0.0, LATENTS))
 def make_schedule(
     name: str,
     steps: int,
-    alphas_cumprod: torch.Tensor,
+    alphas_cumprod: Tensor,
     prediction_type: str,
     options: Options = samplers.DEFAULT_OPTIONS,
     *,
@@ -154,9 +155,9 @@ def _of_tries(
     made = _tabulate(calls, attempt.options)
 
     def extend(
-        latents: torch.Tensor,
-        history: torch.Tensor,
-        draw: Callable[[torch.Tensor], None],
+        latents: Tensor,
+        history: Tensor,
+        draw: Callable[[Tensor], None],
     ) -> Schedule:
         following = attempt.finish(latents, history, draw)
         return (
@@ -272,8 +273,8 @@ _Numbers = npt.NDArray[np.float64]
 class Levels:
     """The sigmas that a model knows, ascending in float32 or float16, and their timesteps."""
 
-    sigmas: torch.Tensor
-    timesteps: torch.Tensor
+    sigmas: Tensor
+    timesteps: Tensor
     is_xl: bool = False
     is_quantized: bool = False
     """True if the model is called at these timesteps alone, not between them."""
@@ -290,7 +291,7 @@ class Levels:
             return float(self.timesteps[(logs - math.log(sigma)).abs().argmin()])
         return float(np.interp(math.log(sigma), logs.numpy(), self.timesteps.numpy()))
 
-    def at(self, timesteps: torch.Tensor) -> torch.Tensor:
+    def at(self, timesteps: Tensor) -> Tensor:
         """The sigmas of timesteps, or of points between them, by k-diffusion's interpolation."""
         stride = self.timesteps[1] - self.timesteps[0]
         place = ((timesteps - self.timesteps[0]) / stride).clamp(
@@ -299,7 +300,7 @@ class Levels:
         low, share, logs = place.floor().long(), place.frac(), self.sigmas.log()
         return ((1 - share) * logs[low] + share * logs[place.ceil().long()]).exp()
 
-    def spaced(self, count: int, *, by_sigma: bool = False) -> torch.Tensor:
+    def spaced(self, count: int, *, by_sigma: bool = False) -> Tensor:
         """So many timesteps, evenly from the last to the first, or of those that the ends have."""
         last, first = float(self.timesteps[-1]), float(self.timesteps[0])
         if (
@@ -309,7 +310,7 @@ class Levels:
         return torch.linspace(last, first, count)
 
 
-def levels(alphas: torch.Tensor, *, is_xl: bool = False) -> Levels:
+def levels(alphas: Tensor, *, is_xl: bool = False) -> Levels:
     """The levels of a model's noise schedule [train timesteps], in its precision."""
     sigmas = ((1 - alphas) / alphas) ** 0.5
     return Levels(sigmas, torch.arange(len(sigmas), dtype=torch.float32), is_xl)
@@ -324,33 +325,33 @@ def make_sigmas(schedule: str, known: Levels, steps: int) -> list[float]:
     return [*made.tolist(), *end]
 
 
-def _turbo(known: Levels, steps: int) -> torch.Tensor:
+def _turbo(known: Levels, steps: int) -> Tensor:
     """Whole timesteps that end a stride above -1: 999, 749, 499, 249 of four."""
     train = float(known.timesteps[-1]) + 1
     trailing = (torch.arange(1, steps + 1) * (train / steps) - 1).flip(0)
     return known.at(trailing.round().clamp(0, train - 1))
 
 
-def _exponential(known: Levels, steps: int) -> torch.Tensor:
+def _exponential(known: Levels, steps: int) -> Tensor:
     largest, smallest = known.ends
     return torch.linspace(math.log(largest), math.log(smallest), steps).exp()
 
 
-def _polyexponential(known: Levels, steps: int) -> torch.Tensor:
+def _polyexponential(known: Levels, steps: int) -> Tensor:
     """With AUTOMATIC1111's rho, 1, it is the exponential one, but for rounding."""
     largest, smallest = known.ends
     low = math.log(smallest)
     return (torch.linspace(1, 0, steps) * (math.log(largest) - low) + low).exp()
 
 
-def _kl_optimal(known: Levels, steps: int) -> torch.Tensor:
+def _kl_optimal(known: Levels, steps: int) -> Tensor:
     largest, smallest = (torch.tensor(end).arctan() for end in known.ends)
     share = torch.arange(steps + 1) / steps
-    angles: torch.Tensor = share * smallest + (1.0 - share) * largest
+    angles: Tensor = share * smallest + (1.0 - share) * largest
     return angles.tan()
 
 
-def _align_your_steps(known: Levels, steps: int) -> torch.Tensor:
+def _align_your_steps(known: Levels, steps: int) -> Tensor:
     table = _ALIGN_YOUR_STEPS["SDXL" if known.is_xl else "SD1.5"]
     if steps == len(table):
         return torch.tensor(table)
@@ -360,13 +361,13 @@ def _align_your_steps(known: Levels, steps: int) -> torch.Tensor:
     return torch.from_numpy(np.exp(at)).float()
 
 
-def _simple(known: Levels, steps: int) -> torch.Tensor:
+def _simple(known: Levels, steps: int) -> Tensor:
     stride = len(known.sigmas) / steps
     places = [-1 - int(at * stride) for at in range(steps)]
     return known.sigmas[torch.tensor(places)]
 
 
-def _beta(known: Levels, steps: int) -> torch.Tensor:
+def _beta(known: Levels, steps: int) -> Tensor:
     """Lee et al. (2024), "Beta Sampling is All You Need", of sigmas, as AUTOMATIC1111 has it."""
     largest, smallest = known.ends
     quantiles = _beta_quantiles(1 - np.linspace(0, 1, steps))
@@ -393,7 +394,7 @@ def _beta_quantiles(shares: _Numbers) -> _Numbers:
 
 
 #: The sigmas of so many steps that the levels of a model give, by a schedule's key.
-SCHEDULES: Mapping[str, Callable[[Levels, int], torch.Tensor]] = {
+SCHEDULES: Mapping[str, Callable[[Levels, int], Tensor]] = {
     "uniform": lambda known, steps: known.at(known.spaced(steps)),
     "karras": lambda known, steps: by_sigma.karras(*known.ends, steps),
     "exponential": _exponential,

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from imagefleet import errors
 from imagefleet.telemetry import logs
@@ -383,7 +384,7 @@ class SlotEngine:
             job.prepared.texts_at(job.call)[:count],
         )
 
-        def of_rows(each: torch.Tensor) -> torch.Tensor:
+        def of_rows(each: Tensor) -> Tensor:
             # An index would be a tensor, whose copy to the device the host waits for.
             return torch.stack([each[text] for text in at])
 
@@ -458,9 +459,7 @@ class SlotEngine:
         job.batch_key = job.batch_key.at(job.prepared, job.call)
         self._lanes.add(job.batch_key, [job], first=True)
 
-    def _end_pass(
-        self, job: SlotJob, latents: torch.Tensor, history: torch.Tensor
-    ) -> None:
+    def _end_pass(self, job: SlotJob, latents: Tensor, history: Tensor) -> None:
         """Passes latents on: to the decoder, or to the lane of the job's next pass."""
         if (staged := job.staged) is None:
             raise RuntimeError("a pass ends only once it is staged")
@@ -504,9 +503,7 @@ class SlotEngine:
         width, height = self.default_size
         guided = self._runner.native._replace(slot_rows=2, is_plain=False)
         state = self._runner.make_slot_state(guided, 1, self._unet)
-        state_bytes = sum(
-            each.nbytes for each in state if isinstance(each, torch.Tensor)
-        )
+        state_bytes = sum(each.nbytes for each in state if isinstance(each, Tensor))
         is_large = self.checkpoint.family.has_large_layers
         decode = functools.partial(self._decoder.decode, state.latents)
         if is_large:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from imagefleet import errors
 from imagefleet.files.safetensors import Identity
@@ -59,7 +60,7 @@ class PreparedRequest:
     schedule: sampler.Schedule
     text_rows: tuple[text.Row, ...] = ()
     """What AND joins, from the last on, and the negative prompt."""
-    states: torch.Tensor | None = None
+    states: Tensor | None = None
     """Text states of both prompts [2, tokens, width], in place of their rows."""
     loras: Mapping[lora_file.Network, Sequence[merge.AppliedLora]] = field(
         default_factory=dict
@@ -187,7 +188,7 @@ class PreparedRequest:
             brownian=self.schedule.brownian,
         )
 
-    def first_latents(self, noise: NoiseStream) -> torch.Tensor:
+    def first_latents(self, noise: NoiseStream) -> Tensor:
         """The noise that the image starts from [channels, height, width]."""
         latents = noise.first() * self.schedule.initial_scale
         if self.schedule.initial_churn is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from imagefleet.files.safetensors import Identity
 from imagefleet.job import samplers
@@ -80,12 +81,12 @@ class BatchKey(NamedTuple):
         return self.merged_loras is not None or self.checkpoint is not None
 
 
-AddedInputs = tuple[torch.Tensor, ...]
+AddedInputs = tuple[Tensor, ...]
 """What some UNets take beside the texts' vectors: their pooled vectors [texts, width], and
 `Family.size_ids` [texts, numbers]; or the level [1] of the noise on an enlarged image."""
 
 
-AssembledLoras = Mapping[Network, torch.Tensor]
+AssembledLoras = Mapping[Network, Tensor]
 """A job's LoRAs in host memory, ready to be copied."""
 
 
@@ -93,27 +94,27 @@ AssembledLoras = Mapping[Network, torch.Tensor]
 class Staged:
     """A job's data on the device, ready to be copied into a slot."""
 
-    latents: torch.Tensor
+    latents: Tensor
     """[4, height, width]"""
-    vectors: torch.Tensor
+    vectors: Tensor
     """[texts, tokens, width]: of `PreparedRequest.texts`, padded with zeros; or states."""
     noise: NoiseStream
     """The image's noise after its first, which `latents` has."""
-    mask: torch.Tensor | None = None
+    mask: Tensor | None = None
     """[texts, 1, 1, tokens], added to the attention scores; None for an unmasked batch key."""
     added: AddedInputs | None = None
-    loras: torch.Tensor | None = None
+    loras: Tensor | None = None
     """The tensor of the UNet's LoRAs, of which `changes` are views."""
     changes: LoraChanges = NO_CHANGES
     """None once the slot holds the weights: `Stager.changes_of` copies them again."""
     inpainting: Inpainting | None = None
     """What it keeps, without the dimension of the batch; None if it keeps nothing."""
-    hints: Sequence[torch.Tensor] = ()
+    hints: Sequence[Tensor] = ()
     """[channels, height, width] for each ControlNet: its embedded image."""
-    history: torch.Tensor | None = None
+    history: Tensor | None = None
     """[sampler.HISTORY, 4, height, width]: earlier estimates of an image that comes from another
     lane; None for one that begins."""
-    conditioning: torch.Tensor | None = None
+    conditioning: Tensor | None = None
     """[channels, height, width]: of `ImageCoder.condition`, or the image that an upscaler enlarges,
     with noise; None for ordinary checkpoints."""
 
@@ -123,7 +124,7 @@ class Staged:
     """The checkpoint that draws, kept by this."""
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[Tensor]:
         found = [
             self.latents,
             self.history,
@@ -140,7 +141,7 @@ class Staged:
 class FirstPass:
     """What the next pass begins with."""
 
-    latents: torch.Tensor
+    latents: Tensor
     """[4, height, width] on the device, of the first pass' size."""
     drawn: torch.cuda.Event | None
     """The event after the tick that drew the latents."""
@@ -193,7 +194,7 @@ class SlotJob:
         """The number of its schedule's calls when this pass ends."""
         return self.prepared.ends or len(self.prepared.schedule.table)
 
-    def extend(self, latents: torch.Tensor, history: torch.Tensor) -> None:
+    def extend(self, latents: Tensor, history: Tensor) -> None:
         """Makes its schedule longer after the last call, if that depends on its latents."""
         extend = self.prepared.schedule.extend
         if extend is not None and self.staged is not None:

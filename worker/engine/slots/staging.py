@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from diffusers import AutoencoderTiny
+from torch import Tensor
 
 from imagefleet.files.safetensors import Identity
 from imagefleet.job.clip import Chunk
@@ -196,13 +197,13 @@ class Stager:
         raise NotImplementedError
 
     def _copy_enlarged(
-        self, enlarged: LowResolution, drawn: torch.Tensor
-    ) -> tuple[torch.Tensor, AddedInputs]:
+        self, enlarged: LowResolution, drawn: Tensor
+    ) -> tuple[Tensor, AddedInputs]:
         """The image that is enlarged, with the noise that was *drawn*, and the noise's level."""
         level = self._copy(torch.tensor([enlarged.level]))
         return self._copy(enlarged.with_noise(drawn)), (level,)
 
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _copy(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)
 
 
@@ -274,7 +275,7 @@ class LatentStager(Stager):
             before = replace(before, hints=before.hints[: len(job.prepared.controls)])
             self._spend(noise, job.prepared)
             return replace(before, latents=job.first_pass.latents, noise=noise)
-        conditioning: torch.Tensor | None = None
+        conditioning: Tensor | None = None
         if (enlarged := job.prepared.enlarged) is not None:
             drawn = noise.draw(enlarged.image.shape)
             conditioning, added = self._copy_enlarged(enlarged, drawn)
@@ -325,7 +326,7 @@ class LatentStager(Stager):
             coder = self._checkpoints.get(checkpoint).coders.images
         return (coder or self._images).tiling if prepared.request.tiling else coder
 
-    def _image_of(self, job: SlotJob, images: ImageCoder) -> torch.Tensor | None:
+    def _image_of(self, job: SlotJob, images: ImageCoder) -> Tensor | None:
         """The latents [4, height, width] that a job begins with beside noise, if any."""
         prepared = job.prepared
         if job.first_pass is not None and prepared.upscaling is not None:
@@ -344,7 +345,7 @@ class LatentStager(Stager):
         upscaling: Upscaling,
         images: ImageCoder,
         tiny: AutoencoderTiny | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         latents = drawn.latents
         if upscaling.latent_mode is not None:
             latents = upscaling.enlarge_latents(latents, self._factor)
@@ -355,7 +356,7 @@ class LatentStager(Stager):
 
     def _encode(
         self, job: SlotJob, loras: AssembledLoras, coders: Coders
-    ) -> tuple[torch.Tensor, torch.Tensor | None, AddedInputs | None]:
+    ) -> tuple[Tensor, Tensor | None, AddedInputs | None]:
         """Vectors, the mask and the added inputs, if any: see `Staged`."""
         prepared = job.prepared
         texts = prepared.texts
@@ -376,7 +377,7 @@ class LatentStager(Stager):
 
     def _finish(
         self, prepared: PreparedRequest, context: text.Context, family: Family
-    ) -> tuple[torch.Tensor, AddedInputs | None]:
+    ) -> tuple[Tensor, AddedInputs | None]:
         """Vectors on the device, in the UNet's type, and its added inputs, if it has any."""
         vectors = context.vectors.to(self._device, self._dtype)
         pooled = context.pooled

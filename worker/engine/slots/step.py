@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from worker.engine import sampler
 from worker.engine.control.network import ControlState, SlotControlNet, residuals
@@ -67,7 +68,7 @@ def tick(
     call = Call(
         state.context, state.mask, is_per_slot, slots, rows, guidance, state.tiles
     )
-    steering: Sequence[torch.Tensor] = ()
+    steering: Sequence[Tensor] = ()
     if controls:
         steering = residuals(controls, x, times, state.mask, state.rows[:, controlled:])
     if state.conditioning is not None:
@@ -85,7 +86,7 @@ def tick(
     state.history.copy_(remembered)
 
 
-Inputs = tuple[torch.Tensor, torch.Tensor]
+Inputs = tuple[Tensor, Tensor]
 """A tick's `rows` and `noise` in host memory."""
 
 
@@ -112,7 +113,7 @@ class InputFeeder:
         self._at = (self._at + 1) % len(self._inputs)
         return self._inputs[self._at]
 
-    def send(self, rows: torch.Tensor, noise: torch.Tensor | None) -> None:
+    def send(self, rows: Tensor, noise: Tensor | None) -> None:
         if len(self._copied) == _MAX_TICKS_AHEAD:
             self._copied.popleft().synchronize()
         self._state.rows.copy_(rows, non_blocking=True)
@@ -133,7 +134,7 @@ class InputFeeder:
             event.record()
             self._copied.append(event)
 
-    def _host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _host_copy(self, tensor: Tensor) -> Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=self._pinned)
 
 
@@ -425,7 +426,7 @@ class StepRunner:
         sides = batch_key.height // model.factor, batch_key.width // model.factor
         shape = (slots, model.channels, *sides)
 
-        def zeros(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        def zeros(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=self._device)
 
         conditioning = None

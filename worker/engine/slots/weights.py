@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from imagefleet.files.safetensors import Identity
 from worker.engine import checksums
@@ -177,7 +178,7 @@ class Weights:
                 job.has_weights = True
                 job.forget_loras()
 
-    def without_own(self) -> dict[str, torch.Tensor]:
+    def without_own(self) -> dict[str, Tensor]:
         """What a slot that is reloaded computes with, by path, once all is the checkpoint's own."""
         self.use(None)
         if not self._is_reloaded:
