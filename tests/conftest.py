@@ -90,7 +90,7 @@ SLOW = (
     "worker/engine/control",
     "worker/engine/families",
     "worker/engine/kernels",
-    "worker/engine/passes/test_beside.py",
+    "worker/engine/passes/test_upscale_thread.py",
     "worker/engine/passes/test_tiles.py",
     "worker/engine/passes/test_upscaler_files.py",
     "worker/engine/pixel",

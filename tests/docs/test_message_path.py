@@ -30,7 +30,7 @@ NOT_THE_MESSAGES = {
     "worker/engine/phases.py",
     "imagefleet/files/safetensors.py",
     "worker/engine/slots/compiling.py",
-    "worker/engine/slots/paying.py",
+    "worker/engine/slots/compile_policy.py",
 }
 
 MESSAGE = '{"prompt": "a (red) house <lora:style:0.5>", "steps": 3, "width": 64, "height": 64}'

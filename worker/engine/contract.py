@@ -38,22 +38,22 @@ Outcome = Pixels | errors.FleetError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How an engine draws, whatever its model."""
+    """Engine settings that do not depend on the model."""
 
     slots: int | None = None
     """Images drawn at once; None takes as many as the GPU's memory holds."""
     blocks: int | None = None
-    """How many lanes may have slots' weights of their own; None fits them as well."""
+    """Number of lanes with per-slot weights of their own; None takes as many as memory holds."""
     slot_weights: SlotWeights | None = None
-    """How slots hold LoRAs, None decides by the memory; "reloaded" is one slot's."""
+    """Storage of LoRAs in slots; None chooses by the memory. "reloaded" works with one slot."""
     backend: str | None = None
     """torch.compile's, None for no compilation."""
     compiled_modes: Sequence[WeightMode] = ("per_slot", "shared")
-    """What the UNet is compiled for from the start, in this order; a third only where it pays."""
+    """Weight modes compiled from the start, in this order; the third mode only where it pays."""
     taesd: Path | None = None
     """A folder with an AutoencoderTiny, which decodes what is not to be decoded by the VAE."""
     is_unguided: bool = False
-    """Whether most images are drawn without guidance; compiled for first, until a job shows."""
+    """True if most images are drawn without guidance; the graph for them is compiled first."""
     queue_seconds: Callable[[], float | None] = lambda: None
     """For how long the queue's jobs will last; None if unknown. It decides what is compiled."""
 
@@ -67,7 +67,7 @@ class Lora:
     text_encoder_weight: float
     unet_weight: float
     identity: Identity | None = None
-    """What the file must be when it is read; None: as it is then."""
+    """Expected identity of the file; None accepts the file as it is when it is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +95,12 @@ class Refiner:
     switch_at: float | None = None
     """The share of the model's timesteps after which it does; None: from the first call on."""
     by_steps: bool = False
-    """Whether that is a share of the steps."""
+    """True if *switch_at* is a share of the steps, not of the timesteps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InitImage:
-    """What img2img or inpainting begins with; the pixels have the request's size.
+    """Start image of img2img or inpainting; the pixels have the request's size.
 
     For an engine whose family enlarges images (`imagefleet.pricing.families`), they have their own.
     """
@@ -113,7 +113,7 @@ class InitImage:
     masked_content: Literal["fill", "original", "latent noise", "latent nothing"] = (
         "original"
     )
-    """What is below the mask at first, as AUTOMATIC1111's `inpainting_fill`."""
+    """Initial content below the mask, as AUTOMATIC1111's `inpainting_fill`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class HiresPass:
 
 @dataclass(frozen=True, slots=True)
 class Upscale:
-    """How the image that a request begins with is enlarged, in place of a drawing. In pixels."""
+    """Upscaling of the request's image without drawing anything. Sizes in pixels."""
 
     width: int
     height: int
@@ -197,9 +197,9 @@ class ImageRequest:
     decoder: VaeDecoder | None = None
     """None: TAESD if the engine has one."""
     tiling: bool = False
-    """Whether the image continues at its other side, in the UNet and in the VAE."""
+    """True for seamless images: the UNet's and the VAE's convolutions wrap around."""
     vae: Vae | None = None
-    """What encodes, and decodes unless TAESD does; None: the checkpoint's own."""
+    """VAE that encodes, and that decodes unless TAESD does; None takes the checkpoint's own."""
     refiner: Refiner | None = None
     upscale: Upscale | None = None
     """The upscaling of a request that draws nothing: else only `init.pixels` and size matter."""
@@ -222,14 +222,14 @@ class Finished:
 
 
 class SelfCheck(Protocol):
-    """What an engine offers to a node that checks itself."""
+    """Checks of an engine's weights, for a node that tests itself."""
 
     @property
     def weights_id(self) -> str:
         """Identifies the checkpoint's weights, in whatever file and precision they are."""
 
     def find_fault(self) -> str | None:
-        """What is wrong with the weights on the device; None: they are the checkpoint's own.
+        """Describes how the device's weights differ from the checkpoint's; None if they do not.
 
         For the engine's thread, between two ticks.
         """
@@ -252,7 +252,7 @@ class Engine(Protocol):
     default_size: tuple[int, int]
     """The checkpoint's native (width, height), for jobs without a size."""
     is_unguided: bool
-    """Whether most images are drawn without guidance, as with an accelerator."""
+    """True if most images are drawn without guidance, as with an accelerator."""
     text_encoder: str | None
     """The encoder whose states of the prompts each request has as files; None: it needs none."""
     lora_lookups: Mapping[str, int]
@@ -280,7 +280,7 @@ class Engine(Protocol):
     def find_embeddings(
         self, prompts: Iterable[Prompt | str], names: Collection[str]
     ) -> tuple[str, ...]:
-        """Which of the *names* of embeddings the prompts have, in order.
+        """Embedding *names* that occur in the prompts, in order.
 
         Quick if *names* is the same object as the last time.
         """

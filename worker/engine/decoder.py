@@ -38,7 +38,7 @@ _MAX_WAIT_TICKS = 8
 
 
 _SliceKey: TypeAlias = tuple[Vae | None, torch.Size]
-"""What images that are decoded together have in common: what decodes them, and latents' shape."""
+"""Key of images that are decoded together: their VAE and the shape of their latents."""
 
 
 class _FinishedLatents(NamedTuple):
@@ -359,7 +359,7 @@ class _Image:
 
 
 def decode_in_stripes(decoder: Any, latents: Tensor) -> Tensor:
-    """What diffusers' decoder computes [rows, 3, height, width], with a third of the memory.
+    """Output of diffusers' decoder [rows, 3, height, width], computed in a third of the memory.
 
     Each layer is computed to its end before the next, its input a stripe at a time with the rows
     that a convolution needs beside it. Group norms take the whole image first, so no seams appear.

@@ -153,7 +153,7 @@ def _needed_driver() -> int | None:
 
 
 def _driver_problem() -> str | None:
-    """What is wrong with the driver; None also where there is none, or torch has no CUDA."""
+    """Describes a driver too old for torch; None if it is not, or without a driver or CUDA."""
     needed = _needed_driver()
     # An old one works with NVIDIA's packages for forward compatibility.
     if needed is None or torch.cuda.is_available():

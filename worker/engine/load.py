@@ -58,13 +58,13 @@ class EngineSettings(Settings):
     vae: Path | None = None
     """A VAE's file, for images that name none, in place of the checkpoint's."""
     file_positions: bool = False
-    """Whether a single file's numbers of its text encoder's positions are kept where damaged."""
+    """True keeps damaged position ids of a single file's text encoder, as AUTOMATIC1111 does."""
     compile: Compile = "auto"
     """On a GPU: before the engine is returned, a minute or two, or while it draws; or not."""
     fp16_accumulate: bool = False
     """Sums in float16: up to twice the rate on GeForce cards, at some loss of accuracy."""
     around_compiling: Around | None = None
-    """What is entered while something is compiled beside the ticks."""
+    """Context manager that is entered while something is compiled beside the ticks."""
 
 
 def load_engine(settings: EngineSettings) -> SlotEngine:
@@ -185,7 +185,7 @@ def _read_like(
 def _use_own(
     settings: EngineSettings, family: Family, networks: Mapping[str, Any]
 ) -> None:
-    """Has a checkpoint just read draw with the settings' own files."""
+    """Gives a checkpoint that was just read the accelerator and the VAE of the settings."""
     from worker.engine.families import table
     from worker.engine.lora import shared
     from worker.engine.passes import images

@@ -1,4 +1,4 @@
-"""Where the time goes until a process draws at full speed: the seconds of each phase.
+"""Seconds of each start-up phase, until a process draws at full speed.
 
 Phases overlap: libraries are imported while the model comes, and compiling runs beside the drawing.
 """

@@ -79,11 +79,11 @@ class BrownianNoise(NamedTuple):
     span: tuple[float, float]
     """The smallest and the largest sigma."""
     intervals: tuple[tuple[float, float], ...]
-    """From which sigma to which, in the order of the calls with noise."""
+    """Start and end sigmas of each increment, in the order of the calls with noise."""
 
 
 Extend = Callable[[Tensor, Tensor, Callable[[Tensor], None]], "Schedule"]
-"""From an image's latents, which it may change, its history, and what fills a tensor with noise."""
+"""Extends a schedule, given an image's latents (may be changed), history and source of noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +101,13 @@ class Schedule:
     unguided: tuple[bool, ...] = ()
     """True for calls that take the prompt's output alone, without guidance; () for none."""
     image_scale: float = 0.0
-    """What the first latents have of an image's; 0 where they are noise alone."""
+    """Share of the image's latents in the first latents; 0 where they are noise alone."""
     brownian: BrownianNoise | None = None
     """The noise of SDE samplers; None for noise that is drawn one after the other."""
     finished: tuple[int, ...] = ()
-    """How many steps are finished at each call, as AUTOMATIC1111 counts them."""
+    """Number of finished steps at each call, as AUTOMATIC1111 counts them."""
     guidance_share: float = 1.0
-    """What multiplies the guidance scale."""
+    """Factor of the guidance scale."""
     extend: Extend | None = None
     """Makes the schedule longer after its last call; None for one that is whole."""
     timesteps: tuple[int, ...] = ()
@@ -127,7 +127,7 @@ class Schedule:
 
 
 class Inpainting(NamedTuple):
-    """What stays of each image of a batch while the rest is drawn anew."""
+    """Kept areas of a batch of images while the rest is drawn anew."""
 
     kept: Tensor
     """[batch, 1, height, width]: 1 where the original stays, 0 elsewhere."""

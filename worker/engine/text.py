@@ -51,7 +51,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How a model family reads its text encoder; the defaults are SD1's."""
+    """Rules by which a model family reads a text encoder; the defaults are SD1's."""
 
     padding: int | None = None
     """The token that fills a chunk; None repeats the end."""
@@ -67,7 +67,7 @@ class Reader(NamedTuple):
     network: CLIPTextModel
     rules: Rules = Rules()
     name: str = CLIP_L
-    """That of its vectors in the files of embeddings for several text encoders."""
+    """Name of this encoder's vectors in embedding files for several text encoders."""
 
 
 class _Encoded(NamedTuple):
@@ -134,7 +134,7 @@ class Tokenizer:
     def find_names(
         self, prompts: Iterable[Prompt | str], names: Collection[str]
     ) -> tuple[str, ...]:
-        """Which of the *names* of embeddings the prompts have, in order.
+        """Embedding *names* that occur in the prompts, in order.
 
         Quick if *names* is the same object as the last time. Raises JobError if a weight in a
         prompt is not a number or too large.
@@ -295,7 +295,7 @@ class Encoder:
     def _weighted(
         self, reader: Reader, part: Sequence[Chunk], clip_skip: int
     ) -> _Encoded:
-        """The same with weights, which keep the mean of each chunk, or of its company."""
+        """Applies the chunks' weights; the mean of each chunk, or of its company, is kept."""
         vectors, pooled = self._read(reader, part, clip_skip)
         if not any(chunk.company or set(chunk.weights) - {1.0} for chunk in part):
             return _Encoded(vectors, pooled)

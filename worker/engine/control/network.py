@@ -46,7 +46,7 @@ class SlotControlNet(SlotEncoder):
         hint: Tensor,
         weights: Tensor,
     ) -> list[Tensor]:
-        """What is added to the outputs of the UNet's layers, the middle's last.
+        """Residuals for the outputs of the UNet's layers, the middle's last.
 
         As `SlotUnet.forward`; *hint* [slots, channels, height, width] from `embed`; *weights*
         [slots]. Those of the layers before the first prompt have one row per slot, others all.
@@ -63,7 +63,7 @@ class SlotControlNet(SlotEncoder):
         return embedded[0]
 
     def record_stream(self) -> None:
-        """Has the network's memory freed only after what the current stream has begun by then."""
+        """Keeps the network's memory allocated until the current stream's pending work is done."""
         if self.device.type == "cuda":
             stream = torch.cuda.current_stream(self.device)
             for tensor in self.tensors():
@@ -152,7 +152,7 @@ def residuals(
     mask: Tensor | None,
     weights: Tensor,
 ) -> list[Tensor]:
-    """What all ControlNets of a lane add to the UNet's layers; *weights* [slots, ControlNets]."""
+    """Sums the residuals of a lane's ControlNets; *weights* [slots, ControlNets]."""
     total: list[Tensor] = []
     for at, control in enumerate(controls):
         weight = weights[:, at].to(x.dtype)

@@ -10,7 +10,7 @@ from torch import nn
 from imagefleet import errors
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.contract import Settings
-from worker.engine.control.held import ControlNets
+from worker.engine.control.cache import ControlNets
 from worker.engine.decoder import Decoder
 from worker.engine.families import reading
 from worker.engine.kernels import layers
@@ -19,7 +19,7 @@ from worker.engine.lora.shared import Merger
 from worker.engine.networks import linear
 from worker.engine.networks.convolution import USUAL_RANK
 from worker.engine.networks.unet import SlotUnet
-from worker.engine.passes.checkpoints import HeldCheckpoints, Read
+from worker.engine.passes.checkpoints import CheckpointCache, Read
 from worker.engine.passes.images import Vaes
 from worker.engine.slots import memory, step
 from worker.engine.slots.parts import Parts
@@ -59,7 +59,7 @@ def of_latents(
     tiny = None if settings.taesd is None else _read_tiny(settings.taesd, checkpoint)
     overflows = checkpoint.family.overflows_in_float16
     vaes = Vaes(checkpoint.vae, overflows=overflows, has_own_layers=has_own_layers)
-    checkpoints = read and HeldCheckpoints(
+    checkpoints = read and CheckpointCache(
         checkpoint, read, has_own_layers=has_own_layers
     )
     stager = LatentStager(checkpoint, control_nets, tiny, vaes, checkpoints)

@@ -134,7 +134,7 @@ def _files(folder: Path, stem: str) -> list[Path]:
 
 
 def _name_in(own: Collection[str], key: str) -> str:
-    """What a network calls the weight that a file calls *key*."""
+    """The network's name of the weight that a file calls *key*."""
     others = (
         key.removeprefix(_LEVEL),
         _LEVEL + key,
@@ -181,7 +181,7 @@ def image_noise(
 def prediction_type(
     model: Path, scheduler: Mapping[str, Any], stated: str | None, keys: Collection[str]
 ) -> str | None:
-    """What a UNet predicts by its scheduler's configuration, by what is *stated*, or by its keys.
+    """Prediction type by the scheduler's configuration, else as *stated*, else by the file's keys.
 
     A single file's own mark goes before the configuration that lies beside it. Raises SetupError if
     it predicts something else.

@@ -36,7 +36,7 @@ class TextEncoder:
 
 @dataclass(frozen=True)
 class Family:
-    """What a model family says of itself; the rest of the engine is the same for all."""
+    """One row of the table of model families; the rest of the engine is the same for all."""
 
     name: str
     slug: str
@@ -57,7 +57,7 @@ class Family:
     has_large_layers: bool = False
     """A copy of all linear layers per slot fits large GPUs only; on others much has to be saved."""
     find_prediction: Callable[[Any], str] = field(default=lambda _: "epsilon")
-    """What a UNet predicts, where nothing states it."""
+    """Finds the prediction type of a UNet, where nothing states it."""
     enlarges_image: bool = False
     """The UNet takes an image in the size of the latents, with noise, and that noise's level."""
     scheduler_config: Config = field(default_factory=dict)
@@ -99,7 +99,7 @@ class Model:
 
     @property
     def conditioning_channels(self) -> int:
-        """What the UNet takes beside: 5 for inpainting, 3 of an image that is enlarged."""
+        """Number of extra input channels of the UNet: 5 for inpainting, 3 to enlarge an image."""
         return int(self.unet.config.in_channels) - self.channels
 
     @property
@@ -143,7 +143,7 @@ SD1 = Family(
 
 @torch.no_grad()
 def find_prediction(unet: Any) -> str:
-    """What SD2's UNet predicts, by AUTOMATIC1111's rule: its answer to grey at the last timestep.
+    """Prediction type of SD2's UNet by AUTOMATIC1111's rule: its answer to grey at timestep 999.
 
     Of v-prediction it is the image's negative, far below the input. Inpainting checkpoints predict
     epsilon, as there.

@@ -65,7 +65,7 @@ class Buffers:
     ) -> None:
         """*spare_bytes* are kept, and as many *lockable_bytes* may be locked, if not given."""
         self.locks_pages = False
-        """Whether new memory is locked: a GPU copies from it three to ten times as fast."""
+        """True if new memory is page-locked: a GPU copies from it three to ten times as fast."""
         if spare_bytes is None:
             spare_bytes = int(min(host.memory_bytes() * SPARE_SHARE, MAX_SPARE_BYTES))
         self._spare_bytes = spare_bytes
@@ -265,7 +265,7 @@ def tensors_of(path: Path, identity: Identity) -> dict[str, Tensor]:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor infinity."""
+    """True if a tensor holds neither NaN nor infinity."""
     if not tensor.numel():
         return True
     if tensor.dtype.itemsize == 1:
@@ -322,7 +322,7 @@ class ReadOnce(Generic[Value]):
         self._find = keep(lambda _, read: read())
 
     def get(self, key: Hashable, read: Callable[[], Value]) -> Value:
-        """What *read* returns, unless it is here, or another thread is reading it."""
+        """The cached value, or what *read* returns; waits for a thread that is reading it."""
         result = "hit"
 
         def noted() -> Value:

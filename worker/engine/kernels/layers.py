@@ -127,7 +127,7 @@ def is_accurate(attended: Tensor, expected: Tensor) -> bool:
 
 
 def time_convolutions(*, lasting: bool) -> None:
-    """Whether cuDNN times all its kernels for a convolution's shape when that comes first.
+    """Sets whether cuDNN times all its kernels for each new shape of a convolution.
 
     It takes seconds for all of a network's; others get the kernel that it expects to be fastest.
     """
@@ -242,7 +242,7 @@ def gate(x: Tensor) -> Tensor:
 
 
 def runs_programs(x: Tensor) -> bool:
-    """Whether Triton's programs run for *x*, and not torch's kernels."""
+    """True if Triton's programs run for *x*, and not torch's kernels."""
     return (
         x.device.type == "cuda"
         and not torch.compiler.is_compiling()
@@ -252,7 +252,7 @@ def runs_programs(x: Tensor) -> bool:
 
 @functools.cache
 def _works(device: torch.device) -> bool:
-    """Whether Triton can build kernels: it needs a C compiler, as torch's own compiler does."""
+    """True if Triton can build kernels: it needs a C compiler, as torch's own compiler does."""
     if programs is None:
         return False
     try:

@@ -153,7 +153,7 @@ _MAX_KEPT_CHARACTERS = 1024**2
 
 
 class _UnfitError(Exception):
-    """What does not fit the model."""
+    """Raised for tensors that do not fit the model."""
 
 
 #: A tensor's name and place, and its stride and first number among those of its type; None where
@@ -162,7 +162,7 @@ _View = tuple[str, Place, tuple[tuple[int, ...], int] | None]
 
 
 class Layout:
-    """What the tensors of a file mean to a model."""
+    """Mapping of a file's tensors to a model's layers."""
 
     def __init__(self, places: Mapping[str, Place], layers: Layers) -> None:
         """*places* by the tensors' names in the file."""
@@ -174,7 +174,7 @@ class Layout:
         ]
         found = lora.read(shapes, integers)
         self.is_dotted = any("." in name for name in found.layers)
-        """Whether layers have their modules' names, as in diffusers and peft."""
+        """True if layers have their modules' dotted names, as in diffusers and peft."""
         self.embeddings: dict[str, dict[str, str]] = {}
         self.skipped = found.skipped
         """The keys of what changes nothing."""
@@ -276,7 +276,7 @@ _IS_SECOND = re.compile(r"lora_te2_|text_encoder_2\.|text_encoders\.clip_g\.")
 def _fits(
     size: tuple[int, int], parts: Mapping[str, Place], weight: Sequence[int]
 ) -> bool:
-    """Whether a change of *size* (see `lora.Contents.sizes`) is one of a weight of this shape."""
+    """True if a delta of *size* (`lora.Contents.sizes`) fits a weight of this shape."""
     outputs, inputs = weight[0], math.prod(weight[1:])
     if "weight" in parts:
         return math.prod(parts["weight"].shape) in {outputs, inputs}
@@ -334,7 +334,7 @@ class WeightDelta:
 
     @property
     def is_zero(self) -> bool:
-        """Whether it changes nothing, at any strength."""
+        """True if the delta is zero at any strength."""
         if self.tensors.keys() & kinds.NEVER_ZERO:
             return False
         return self.scale == 0 or any(
@@ -380,7 +380,7 @@ class LoraFile:
     is_dotted: bool = False
     """See `Layout`."""
     depends_on_weights: bool = False
-    """Whether its changes depend on the weights that they change."""
+    """True if its deltas depend on the weights that they change."""
 
     @property
     def is_zero(self) -> bool:
@@ -388,7 +388,7 @@ class LoraFile:
 
     @property
     def scales_outputs(self) -> bool:
-        """Whether it has DoRA's norms of outputs; AUTOMATIC1111 1.10 has those of inputs alone."""
+        """True with DoRA's norms of outputs; AUTOMATIC1111 1.10 has those of inputs alone."""
         norms = (delta.tensors.get(name) for delta in self._all for name in lora.NORMS)
         return any(each is not None and len(each) > 1 for each in norms)
 

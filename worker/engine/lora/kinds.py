@@ -101,7 +101,7 @@ def factorise(change: Tensors, most: int) -> Factors | None:
 
 
 def _balanced(up: Tensor, down: Tensor) -> Factors:
-    """The same product by factors of one size: neither underflows in float16."""
+    """Rescales two factors to the same magnitude, so that neither underflows in float16."""
     smallest = torch.finfo(torch.float32).tiny
     sizes = [
         each.clamp_min(smallest).sqrt()

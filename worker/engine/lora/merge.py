@@ -24,16 +24,16 @@ from worker.engine.lora.file import WeightDelta
 from worker.engine.lora.kinds import Factors
 
 LoraKey = tuple[object, ...]
-"""What identifies LoRAs with their strengths; () for none."""
+"""Identity of a set of LoRAs with their strengths; () for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class AppliedLora:
-    """What a LoRA changes in one network, and its strength there."""
+    """A LoRA's deltas for one network, and its strength there."""
 
     identity: Identity
     deltas: Mapping[str, WeightDelta]
-    """By the layers' paths."""
+    """Deltas by layer path."""
     weight: float
 
 
@@ -92,7 +92,7 @@ class Stack:
     positions: Sequence[int]
     """The layers' places among the weights, ascending."""
     index: Tensor
-    """The same, on the device."""
+    """The positions as a tensor on the device."""
     tensors: kinds.Tensors
     """See `WeightDelta.tensors`."""
     scale: float
@@ -180,7 +180,7 @@ class StackedChange:
 
 
 class Room:
-    """Where tensors go in one tensor of bytes."""
+    """Lays out tensors in one tensor of bytes."""
 
     def __init__(self) -> None:
         self.size_bytes = 0
@@ -215,7 +215,7 @@ class LowRank:
     up: Place
     down: Place
     strength: float
-    """What the products of the factors are multiplied by."""
+    """Factor of the products of up and down."""
     by_layer: Mapping[int, Sequence[WeightedFactors]]
 
     def of(self, flat: Tensor) -> Factors:
@@ -283,7 +283,7 @@ class _StackPlaces:
 
 
 class LoraChanges(NamedTuple):
-    """What a job's LoRAs change in one network, as views of one tensor on the device."""
+    """A job's LoRA deltas for one network, as views of one tensor on the device."""
 
     stacked: Mapping[Group, StackedChange]
     beside: Mapping[Shape, Factors]
@@ -295,7 +295,7 @@ NO_CHANGES = LoraChanges(MappingProxyType({}), MappingProxyType({}))
 
 @dataclass(frozen=True, slots=True)
 class PackedLoras:
-    """What LoRAs change in one network, and its place in one tensor of bytes.
+    """LoRA deltas for one network, laid out in one tensor of bytes.
 
     The numbers stay in the files' tensors until the tensor is assembled: up to four jobs a slot are
     held, which would be gigabytes.
@@ -419,7 +419,7 @@ def pack(
 def _alike(
     by_layer: Mapping[int, Sequence[Weighted]],
 ) -> Collection[Mapping[int, Weighted]]:
-    """What has equal names, shapes, scales and strengths, once for each layer, in their order."""
+    """Groups deltas of equal names, shapes, scales and strengths, at most one a layer each."""
     alike: dict[object, dict[int, Weighted]] = {}
     for at, changes in sorted(by_layer.items()):
         for strength, delta in changes:

@@ -158,7 +158,7 @@ def _add_taps(
 
 
 def _is_usual(conv: nn.Conv2d) -> bool:
-    """Whether `_add_taps` computes the same."""
+    """True if `_add_taps` computes the same as the convolution."""
     usual = [((1, 1), (0, 0)), ((_KERNEL, _KERNEL), (1, 1))]
     return (
         (conv.kernel_size, conv.padding) in usual
@@ -194,7 +194,7 @@ class SlotChanges:
         return self._bytes_of(self._capacities)
 
     def more_bytes(self, rank: int) -> int:
-        """By how much a slot's changes grow with a job that changes all layers at a rank."""
+        """Bytes that a slot's changes grow by for a job that changes all layers at a rank."""
         grown = {each: max(rank, self._capacities.get(each, 0)) for each in self.groups}
         return self._bytes_of(grown) - self.slot_bytes
 
@@ -212,7 +212,7 @@ class SlotChanges:
         return any(not shape.of_transformers for shape in self._capacities)
 
     def has_room(self, ranks: Iterable[tuple[Shape, int]]) -> bool:
-        """Whether slots can hold changes of these ranks."""
+        """True if slots can hold changes of these ranks."""
         return all(rank <= self._capacities.get(shape, 0) for shape, rank in ranks)
 
     def grow(self, ranks: Iterable[tuple[Shape, int]]) -> None:

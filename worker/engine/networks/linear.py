@@ -244,7 +244,7 @@ def join_biases(layers: Iterable[Layer]) -> Tensor | None:
 
 
 def group_by_shape(network: nn.Module) -> dict[Group, list[str]]:
-    """What LoRAs can change of a network without convolutions, by shape; of vectors [out, 1]."""
+    """Paths of a network's weights that LoRAs can change, by shape; vectors count as [out, 1]."""
     groups: dict[Group, list[str]] = {}
     for path, each in adaptable(network).items():
         outer, inner = (*each.shape, 1)[:2]

@@ -1,4 +1,4 @@
-"""What networks for slots have in common, and the transformers of Stable Diffusion's UNets."""
+"""Base class of networks for slots, and the transformers of Stable Diffusion's UNets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ UNKNOWN_UNET = (
 
 
 class Call(NamedTuple):
-    """What the layers of one call take beside their inputs."""
+    """Arguments that all layers of one call share."""
 
     context: Tensor
     """[rows, tokens, width]: see `KeysValues.compute`."""
@@ -278,7 +278,7 @@ class SlotState(NamedTuple):
     """[slots, channels, height, width], which some UNets take beside the latents: five channels for
     inpainting, three of the image that an upscaler enlarges."""
     tiles: bool = False
-    """Whether the images tile: see `Call.tiles`."""
+    """True for images that tile: see `Call.tiles`."""
 
     @property
     def slot_rows(self) -> int:
@@ -305,15 +305,15 @@ class SlotPrompts(NamedTuple):
     """A slot's prompts, and what is computed of them: the last two fields."""
 
     vectors: Tensor
-    """Of the prompt, and of the negative prompt if it has a row [slot rows, tokens, text width]."""
+    """Text vectors of the prompt, and of the negative one if it has a row [rows, tokens, width]."""
     added: tuple[Tensor, ...] | None
     """Pooled vectors and size ids by row; of an image that is enlarged, its level of noise [1]."""
     changes: Mapping[Group, StackedChange]
-    """Those of the slot's LoRAs."""
+    """LoRA changes of the slot."""
     context: Tensor
     """The keys and values of all cross-attentions [slot rows, tokens, `context_width`]."""
     added_rows: Tensor | None
-    """What is added to the embedded timesteps [`added_rows`, `added_width`]."""
+    """Output: rows added to the embedded timesteps [`added_rows`, `added_width`]."""
 
 
 class SlotNetwork(nn.Module):
@@ -354,7 +354,7 @@ class SlotNetwork(nn.Module):
 
     @property
     def reloaded(self) -> dict[str, Tensor]:
-        """What the only slot computes with in place of parameters, by their names, if any."""
+        """Weights that the only slot computes with in place of parameters, by parameter name."""
         stacks = (
             each for each in self._stacks.values() if isinstance(each, ReloadedStack)
         )
@@ -363,7 +363,7 @@ class SlotNetwork(nn.Module):
         }
 
     def select_kernels(self, selector: KernelSelector) -> None:
-        """Has the next call of each self-attention select its fastest kernel."""
+        """Makes the next call of each self-attention select its fastest kernel."""
         for attend in self._self_attentions:
             attend.kernel = functools.partial(attend.select_and_attend, selector)
 

@@ -1,1 +1,1 @@
-"""What images begin with other than noise: an image, or an earlier pass."""
+"""Passes: start images, hires fix, refiners, ControlNets and upscalers."""

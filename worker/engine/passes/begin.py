@@ -1,4 +1,4 @@
-"""What a pass takes beside noise, prepared away from the GPU: images, masks, steps, ControlNets.
+"""Prepares a pass' inputs beside noise, away from the GPU: images, masks, steps, ControlNets.
 
 img2img and second passes take the end of a schedule, as in AUTOMATIC1111: `t_enc` is the number of
 the step, from the end, whose noise the image gets (`samplers.schedule.make_schedule`). An upscaling

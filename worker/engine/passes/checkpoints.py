@@ -20,7 +20,7 @@ from imagefleet.telemetry import host
 from worker.engine import checksums, embeddings, text
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.families import table
-from worker.engine.files.held import MOST_CHECKED, HeldNetworks
+from worker.engine.files.network_cache import MOST_CHECKED, NetworkCache
 from worker.engine.files.safetensors import ReadOnce
 from worker.engine.kernels import layers
 from worker.engine.networks.linear import TextEncoderLoras
@@ -64,7 +64,7 @@ class Coders:
             loras.forget()
 
 
-class HeldCheckpoint:
+class CachedCheckpoint:
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -99,8 +99,8 @@ class HeldCheckpoint:
             other.copy_(kept)
 
 
-class HeldCheckpoints(HeldNetworks[HeldCheckpoint]):
-    """Those of files or folders, by these."""
+class CheckpointCache(NetworkCache[CachedCheckpoint]):
+    """Cache of other checkpoints, by the identity of their file or folder."""
 
     def __init__(self, own: Checkpoint, read: Read, *, has_own_layers: bool) -> None:
         super().__init__("checkpoint", own.unet.device, own.unet.dtype)
@@ -110,7 +110,7 @@ class HeldCheckpoints(HeldNetworks[HeldCheckpoint]):
         self._refiners = set[Identity]()
 
     def is_refiner(self, checkpoint: Identity | None) -> bool:
-        """Whether a checked one is SDXL's own refiner."""
+        """True if a checked checkpoint is SDXL's own refiner."""
         return checkpoint in self._refiners
 
     def stand_beside(self, own: Checkpoint) -> None:
@@ -161,7 +161,7 @@ class HeldCheckpoints(HeldNetworks[HeldCheckpoint]):
                 f" {taken / 2**30:.1f} GiB for both"
             )
 
-    def finish(self, network: Any, _path: Path) -> HeldCheckpoint:
+    def finish(self, network: Any, _path: Path) -> CachedCheckpoint:
         checkpoint: Checkpoint = network.checkpoint
         if self._has_own_layers:
             layers.replace_modules(checkpoint.vae, layers.group_norm, layers.upsampler)
@@ -171,13 +171,13 @@ class HeldCheckpoints(HeldNetworks[HeldCheckpoint]):
             own_unet = SlotUnet(checkpoint.unet)
             if self._has_own_layers:
                 own_unet.fold()
-            return HeldCheckpoint(checkpoint, unet=own_unet)
+            return CachedCheckpoint(checkpoint, unet=own_unet)
         read, unet = _parameters(checkpoint.unet), {}
         for name, own in _parameters(self._own.unet).items():
             unet[name] = torch.empty_like(own, device="cpu", pin_memory=own.is_cuda)
             unet[name].copy_(read.pop(name))
         checkpoint.unet.to("meta")
-        return HeldCheckpoint(checkpoint, unet)
+        return CachedCheckpoint(checkpoint, unet)
 
 
 def _parameters(unet: nn.Module) -> dict[str, Tensor]:
@@ -185,6 +185,6 @@ def _parameters(unet: nn.Module) -> dict[str, Tensor]:
 
 
 def _extent(tensor: Tensor) -> int:
-    """How many elements of its memory a tensor spans."""
+    """Number of elements of its memory that a tensor spans."""
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in strides)

@@ -25,7 +25,7 @@ from worker.engine import checkpoint, contract, decoder
 from worker.engine import errors as engine_errors
 from worker.engine.families import reading
 from worker.engine.files import safetensors
-from worker.engine.files.held import HeldNetworks, assign
+from worker.engine.files.network_cache import NetworkCache, assign
 from worker.engine.kernels import layers
 from worker.engine.passes.begin import PreparedImage
 
@@ -46,7 +46,7 @@ class ImageCoder:
 
     @functools.cached_property
     def tiling(self) -> ImageCoder:
-        """The same for images that tile."""
+        """Coder for images that tile."""
         return ImageCoder(layers.tiling(self.vae))
 
     def encode_init(self, image: PreparedImage) -> Tensor:
@@ -60,7 +60,7 @@ class ImageCoder:
         return self._to_latents(self._images_of(pixels))
 
     def condition(self, image: PreparedImage | None, width: int, height: int) -> Tensor:
-        """What an inpainting checkpoint's UNet takes beside latents [5, height, width]; remembered.
+        """Extra inputs of an inpainting checkpoint's UNet [5, height, width]; cached.
 
         As AUTOMATIC1111 (`inpainting_image_conditioning` with `inpainting_mask_weight` 1): the
         mask, and the latents of the image with grey below it. Without a mask all is below it, in
@@ -112,7 +112,7 @@ class ImageCoder:
         self.__dict__.pop("tiling", None)
 
     def _finite(self, compute: Callable[[AutoencoderKL], Tensor], what: str) -> Tensor:
-        """What the VAE computes, in float32 from the first time on that it is not finite."""
+        """Runs the VAE; in float32 from the first time on that its output is not finite."""
         found = compute(self._wide or self._vae)
         if (
             not found.isfinite().all()
@@ -132,7 +132,7 @@ class ImageCoder:
 _OF_TRAINING = ("loss.", "model_ema.")
 
 
-class Vaes(HeldNetworks[ImageCoder]):
+class Vaes(NetworkCache[ImageCoder]):
     """VAEs of files, in diffusers' names or in those of the original release."""
 
     def __init__(

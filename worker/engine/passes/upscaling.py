@@ -73,7 +73,7 @@ IMAGE_UPSCALERS: Mapping[str, Enlarge] = {
 
 @dataclass(frozen=True, slots=True)
 class Upscaling:
-    """How a first pass' latents become those that a second begins with. Sizes in pixels."""
+    """Upscaling of a first pass' latents to those a second pass starts from. Sizes in pixels."""
 
     target: tuple[int, int]
     """Width and height of the second pass."""
@@ -156,7 +156,7 @@ def find(hires: contract.HiresPass, load: Callable[[Path], Enlarge]) -> Upscalin
 
 
 def _kept(excess: int, length: int) -> slice:
-    """What is left of a side's *length*; of an odd excess, the end loses more."""
+    """Part of a side's *length* that is kept; of an odd excess, the end loses more."""
     return slice(excess // 2, length - (excess + 1) // 2)
 
 
@@ -237,7 +237,7 @@ def _pixels(levels: npt.NDArray[np.floating[Any]]) -> contract.Pixels:
 
 
 def _starts(length: int, tile: int, averaged: bool) -> list[int]:
-    """Where tiles begin along a side; below 0 where it is shorter than a tile."""
+    """Start positions of tiles along a side; below 0 where the side is shorter than a tile."""
     if averaged:
         return [*range(0, length - tile, tile - OVERLAP), length - tile]
     count = math.ceil((length - OVERLAP) / (tile - OVERLAP))

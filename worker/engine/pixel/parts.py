@@ -1,4 +1,4 @@
-"""What one stage of a cascade in pixels has an engine do: requests, tick and parts.
+"""Parts of an engine for one stage of a cascade in pixels: preparer, tick and stager.
 
 All images of a stage have one size; it has no VAE, LoRAs or ControlNets.
 """
@@ -15,7 +15,7 @@ from imagefleet import errors
 from imagefleet.job.prompt import Prompt
 from worker.engine import contract, sampler
 from worker.engine.contract import Settings
-from worker.engine.control.held import ControlNets
+from worker.engine.control.cache import ControlNets
 from worker.engine.decoder import Decoder
 from worker.engine.files.safetensors import ReadOnce
 from worker.engine.kernels.compile import GraphPool

@@ -66,7 +66,7 @@ def read_scheduler(config: Mapping[str, object], name: str) -> DDPMScheduler:
 def limit_of(
     scheduler: DDPMScheduler, values: int
 ) -> Callable[[Tensor], Tensor] | None:
-    """What limits an estimate of so many *values*; None for no limit."""
+    """Function that clips or thresholds an estimate of so many *values*; None for no limit."""
     own = scheduler.config
     if own.thresholding:
         share = torch.tensor(

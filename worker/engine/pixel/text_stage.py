@@ -124,7 +124,7 @@ def encoder_name(folder: Path) -> str:
 
 
 def has_encoder(folder: Path) -> bool:
-    """Whether a stage's folder has the weights of its text encoder, a T5."""
+    """True if a stage's folder has the weights of its text encoder, a T5."""
     is_t5 = _config(folder).get("model_type", "t5") == "t5"
     return is_t5 and any((folder / "text_encoder").glob("*.safetensors"))
 

@@ -30,7 +30,7 @@ def stem(prompt: str, encoder: str) -> str:
 
 
 def clean(prompt: str) -> str:
-    """What prompts have in common that have the same states, as far as their file's name tells.
+    """Normal form of a prompt: prompts with the same form share a file of states.
 
     The encoder reads them cleaned further (`text_stage`).
     """

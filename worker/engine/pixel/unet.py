@@ -94,7 +94,7 @@ class PixelUnet(SlotNetwork):
 
     @torch.no_grad()
     def compute_prompt(self, prompts: SlotPrompts) -> None:
-        """As `SlotNetwork.compute_prompt`, of text states [slot rows, tokens, text width]."""
+        """See `SlotNetwork.compute_prompt`; of text states [slot rows, tokens, width]."""
         vectors, added, _, context, added_rows = prompts
         embedded = self.unet.add_embedding(vectors)
         if added is not None:

@@ -37,7 +37,7 @@ class Try:
     """The sigma at which the image is done."""
     options: Options
     length: float = _FIRST_LENGTH
-    """In log sigma."""
+    """Length of the step in log sigma."""
     number: int = 0
     before: Tensor | None = None
     """The solution of order 2 of the step that was taken last."""

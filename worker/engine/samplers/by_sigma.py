@@ -300,7 +300,7 @@ def _restart(sigmas: Sigmas, _: Options) -> _Moves:
 
 
 def _restart_steps(sigmas: list[float]) -> list[tuple[float, float]]:
-    """From 20 steps on, 9 of them go a second time from sigma 2 to 0.1; of 36, a quarter twice."""
+    """Restart's steps: of 20 or more, 9 are repeated, sigma 2 to 0.1; of 36, a quarter twice."""
     count = len(sigmas) - 1
     if count < _RESTART_STEPS:
         return list(pairwise(sigmas))

@@ -36,14 +36,14 @@ _TCD_GAMMA = 0.3
 
 
 class Start(NamedTuple):
-    """What the first latents have: of an image, and of noise."""
+    """Scales of the image and of the noise in the first latents."""
 
     image_scale: float
     noise_scale: float
 
 
 Path = tuple[Start, Iterator[Move]]
-"""Where a sampler begins, and its moves."""
+"""Start of a sampler, and its moves."""
 
 
 def _noised(alpha: float) -> Start:
@@ -171,7 +171,7 @@ class _Times(NamedTuple):
     def weights(
         self, at: int, order: int, *, is_corrector: bool
     ) -> tuple[float, Alphas]:
-        """How the latents at a point follow from those before it, and from estimates of the image.
+        """Weights of the previous latents, and of the estimates, in the latents at a point.
 
         The weights [order + 1] are of the estimate at the point itself, which only the corrector
         has, and of those before it, newest first.
@@ -202,7 +202,7 @@ class _Times(NamedTuple):
 def _unipc(
     steps: int, t_enc: int | None, alphas: Alphas, prediction: str, _: Options
 ) -> Path:
-    """As many calls as steps: the last point is arrived at without one."""
+    """UniPC's start and moves. It makes as many calls as steps: the last point needs none."""
     known = ddim_timesteps(steps, alphas)
     start, first, count = Start(0.0, 1.0), 1.0, len(known)
     if t_enc is not None:

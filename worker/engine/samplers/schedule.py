@@ -38,7 +38,7 @@ class _Call(NamedTuple):
     estimate: tuple[float, float]
     move: Move
     kept: tuple[float, float] = (1.0, 0.0)
-    """What the estimate is where an inpainting keeps the original: of it, and of the latents."""
+    """Coefficients of the estimate inside the kept area: of the original and of the latents."""
 
 
 #: Latents stay as they are.
@@ -338,7 +338,7 @@ def _exponential(known: Levels, steps: int) -> Tensor:
 
 
 def _polyexponential(known: Levels, steps: int) -> Tensor:
-    """With AUTOMATIC1111's rho, 1, it is the exponential one, but for rounding."""
+    """Polyexponential sigmas for AUTOMATIC1111's rho of 1: exponential ones, but for rounding."""
     largest, smallest = known.ends
     low = math.log(smallest)
     return (torch.linspace(1, 0, steps) * (math.log(largest) - low) + low).exp()

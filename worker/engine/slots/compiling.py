@@ -14,10 +14,10 @@ from imagefleet.telemetry import logs
 from worker.engine import errors as engine_errors
 from worker.engine import phases
 from worker.engine.kernels.compile import Around, Compiled, trace_on_thread
+from worker.engine.slots.compile_policy import GraphKey
 from worker.engine.slots.lane import Lane, Lanes
 from worker.engine.slots.memory import WeightMode
 from worker.engine.slots.parts import Parts
-from worker.engine.slots.paying import Kind
 from worker.engine.slots.queue import BatchKey
 from worker.engine.slots.step import Step, StepRunner
 
@@ -65,7 +65,7 @@ class Compilation:
 
     @property
     def is_due(self) -> bool:
-        """Whether `advance` has anything to do."""
+        """True if `advance` has something to do."""
         if self._begins_at is not None:
             return time.monotonic() >= self._begins_at
         if self._tracing is not None:
@@ -90,7 +90,7 @@ class Compilation:
             self.is_under_way = True
 
     def begin(self) -> None:
-        """What `begin_soon` waits for has come."""
+        """Starts now what `begin_soon` has put off."""
         if self._begins_at is not None:
             self._begins_at = None
             self._runner.request(self._runner.native)
@@ -131,13 +131,13 @@ class Compilation:
             self.advance()
 
     def stop(self) -> None:
-        """Compiles no further; a compiler at work ends by itself."""
+        """Stops scheduling compilations; one already running finishes on its own."""
         self._abandon()
         self._begins_at, self.is_under_way, self._tracing = None, False, None
         self._end()
 
     def _abandon(self) -> None:
-        """Has the thread end at its next chance; its function is not used any more."""
+        """Stops the compiling thread at its next checkpoint; its function is not used any more."""
         if self._tracing is not None:
             self._tracing[0].abandon()
 
@@ -151,12 +151,14 @@ class Compilation:
         )
 
     def _next(self) -> BatchKey | None:
-        """What is compiled next, once the compiler is free."""
+        """Key that is compiled next, once the compiler is free."""
         asked = [self._asked] if self._asked else []
         held = [
             lane.batch_key._replace(is_apart=False) for lane in self._lanes if lane.held
         ]
-        held.sort(key=lambda key: self._runner.outlook.share(Kind(key)), reverse=True)
+        held.sort(
+            key=lambda key: self._runner.outlook.share(GraphKey(key)), reverse=True
+        )
         keys = [*asked, self._runner.native, *held]
         return next((each for each in keys if self._runner.should_compile(each)), None)
 

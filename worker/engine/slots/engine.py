@@ -22,12 +22,12 @@ from worker.engine import contract, sampler
 from worker.engine import errors as engine_errors
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.families.table import Model
-from worker.engine.files.held import KEPT_BYTES, HeldNetworks
+from worker.engine.files.network_cache import KEPT_BYTES, NetworkCache
 from worker.engine.kernels.compile import Around
 from worker.engine.lora.merge import NO_CHANGES
 from worker.engine.networks.convolution import USUAL_RANK
 from worker.engine.networks.transformer import SlotPrompts
-from worker.engine.passes.beside import BesideTicks, PreparedUpscale
+from worker.engine.passes.upscale_thread import PreparedUpscale, UpscaleThread
 from worker.engine.self_check import SelfCheck
 from worker.engine.slots import memory, weights
 from worker.engine.slots.compiling import Compilation
@@ -69,7 +69,7 @@ class SlotEngine:
         self._stager = parts.stager
         self._control_nets = parts.control_nets
         held = parts.control_nets, parts.vaes, parts.checkpoints
-        self._held: Sequence[HeldNetworks[Any]] = [
+        self._held: Sequence[NetworkCache[Any]] = [
             each for each in held if each is not None
         ]
         self._merger = parts.merger
@@ -78,7 +78,7 @@ class SlotEngine:
         self._on_gpu = self._device.type == "cuda"
         # Not on a CPU, where a tick takes longer than staging a job.
         self._draws_while_staging = self._on_gpu
-        self._upscales = BesideTicks(parts.preparer.upscalers, self._device)
+        self._upscales = UpscaleThread(parts.preparer.upscalers, self._device)
         self._runner = StepRunner(parts, settings.slots or memory.CPU_SLOTS)
         self._weights = weights.Weights(parts, self._runner)
         self.self_check = self._make_self_check()
@@ -139,7 +139,7 @@ class SlotEngine:
     def prepare(
         self, request: contract.ImageRequest
     ) -> PreparedRequest | PreparedUpscale:
-        """See `Preparer.prepare` and `BesideTicks.prepare`."""
+        """See `Preparer.prepare` and `UpscaleThread.prepare`."""
         if request.decoder == "TAESD" and not self._decoder.has_tiny:
             raise errors.JobError(
                 "sd_vae_decode_method is TAESD, and this worker has none (--taesd): leave it out of"
@@ -212,7 +212,7 @@ class SlotEngine:
             self._compilation.run(each)
 
     def compile_in_background(self, around: Around | None = None) -> None:
-        """The same for the native size while images are drawn, soon after the first one.
+        """Compiles for the native size while images are drawn, soon after the first one.
 
         *around* is entered while something is compiled, later sizes included.
         """

@@ -259,7 +259,7 @@ class Lanes:
         self._current = None
 
     def _goes_on(self, lane: Lane) -> bool:
-        """Whether the lane of the last tick is that of the next as well."""
+        """True if the lane of the last tick also runs in the next one."""
         if lane.step is None or not lane.held:
             return False
         if lane.is_exclusive or lane.is_closing:
@@ -274,7 +274,7 @@ class Lanes:
         return 1 if len(set(used)) == len(used) else SHARED_TURN_TICKS
 
     def _make_room(self) -> bool:
-        """Whether another lane may open; closes one without images in slots for it."""
+        """Makes room for another lane, if need be by closing an idle one; False if none is idle."""
         opened = [lane for lane in self if lane.step is not None]
         if len(opened) < self.max_open:
             return True

@@ -14,7 +14,7 @@ from worker.engine.files import safetensors
 log = logs.EventLog(__name__)
 
 SlotWeights = Literal["merged", "factors", "reloaded"]
-"""How slots hold LoRAs of the transformers' layers: merged into a copy of the layers in each slot;
+"""Storage of LoRAs of the transformers' layers: merged into a copy of the layers in each slot;
 as factors of low rank beside the shared layers; or merged into the layers themselves, of which the
 only slot's are loaded again from the host's memory for other LoRAs."""
 
@@ -92,7 +92,7 @@ _WHOLE_SHARE, _WHOLE_SHARE_RELOADED = 0.25, 0.45
 
 
 class Fit(NamedTuple):
-    """What fits beside the model; at least one of each."""
+    """Sizes that fit beside the model; at least one of each."""
 
     slots: int
     decoded: int
@@ -189,12 +189,12 @@ def fit(
 
 
 def fewer(slots: int) -> int:
-    """How many to try after so many had too little memory; at least one."""
+    """Number of slots to try after *slots* ran out of memory; at least one."""
     return max(1, min(slots - 1, math.ceil(_KEPT_SHARE * slots)))
 
 
 class Savings(NamedTuple):
-    """What is done about a GPU whose memory is short for a model."""
+    """Measures against a GPU memory that is short for a model."""
 
     weights: SlotWeights
     is_striped: bool
@@ -202,7 +202,7 @@ class Savings(NamedTuple):
 
 
 def describe(slots: int, savings: Savings) -> str:
-    """What a GPU holds of a model, in words."""
+    """Describes in words how a GPU holds a model."""
     saved = [
         (savings.weights == "factors", "LoRAs are factors beside the shared weights"),
         (
@@ -219,7 +219,7 @@ def describe(slots: int, savings: Savings) -> str:
 def choose_weights(
     device: torch.device, layer_bytes: int, slots: int | None, *, is_large: bool = True
 ) -> SlotWeights:
-    """How slots hold LoRAs of layers of *layer_bytes*; those of models that are not large merged.
+    """Chooses how slots hold LoRAs of layers of *layer_bytes*; merged unless the model is large.
 
     A GPU that has no room for a copy takes them from the host, if that has room and copies fast
     enough; unless several *slots* are asked for.
@@ -251,14 +251,14 @@ def copy_rate(device: torch.device) -> float:
 
 
 def has_no_room_for_originals(device: torch.device, layer_bytes: int) -> bool:
-    """Whether copies of layers, as they are without merged LoRAs, take more than the margin."""
+    """True if copies of the layers' original weights would take more than the margin."""
     return device.type == "cuda" and layer_bytes > _MARGIN * free_bytes(device)
 
 
 def has_no_room_for_text(
     device: torch.device, text_bytes: int, others_bytes: int
 ) -> bool:
-    """Whether text encoders would take too much beside the other networks.
+    """True if text encoders would take too much memory beside the other networks.
 
     On the CPU a prompt takes a second or so, while a small GPU takes several for its image.
     """
@@ -268,7 +268,7 @@ def has_no_room_for_text(
 def is_too_large(
     device: torch.device, decode: Callable[[], object], weights: SlotWeights = "merged"
 ) -> bool:
-    """Whether a VAE call for one image takes more than its share of the memory."""
+    """True if a VAE call for one image takes more than its share of the memory."""
     share = _WHOLE_SHARE_RELOADED if weights == "reloaded" else _WHOLE_SHARE
     try:
         return _peak_bytes(device, decode) > share * free_bytes(device)
@@ -277,7 +277,7 @@ def is_too_large(
 
 
 def free_bytes(device: torch.device) -> int:
-    """What torch may still allocate: free on the card, within this process' limit."""
+    """Bytes that torch may still allocate: free on the card, within this process' limit."""
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     return int(min(free, limit_bytes(device) - torch.cuda.memory_allocated(device)))

@@ -1,17 +1,17 @@
-"""What a slot engine is made of that its model's family decides."""
+"""Parts of a slot engine that depend on its model's family."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from worker.engine.contract import Settings
-from worker.engine.control.held import ControlNets
+from worker.engine.control.cache import ControlNets
 from worker.engine.decoder import Decoder
 from worker.engine.families.table import Model
 from worker.engine.kernels.compile import GraphPool
 from worker.engine.lora.shared import Merger
 from worker.engine.networks.transformer import SlotNetwork, SlotState
-from worker.engine.passes.checkpoints import HeldCheckpoints
+from worker.engine.passes.checkpoints import CheckpointCache
 from worker.engine.passes.images import Vaes
 from worker.engine.slots.memory import WeightMode
 from worker.engine.slots.prepare import Preparer
@@ -25,7 +25,7 @@ says and the states of the lane's ControlNets; a plain function, since it is com
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What differs from family to family, for `SlotEngine` to draw with."""
+    """Collaborators of a `SlotEngine`, built for one model's family."""
 
     model: Model
     settings: Settings
@@ -35,7 +35,7 @@ class Parts:
     control_nets: ControlNets
     vaes: Vaes | None
     """None: it draws pixels."""
-    checkpoints: HeldCheckpoints | None
+    checkpoints: CheckpointCache | None
     """None: it draws with its own alone."""
     stager: Stager
     merger: Merger

@@ -21,14 +21,14 @@ from imagefleet.job.clip import MAX_CHUNKS, Chunk
 from imagefleet.job.prompt import Prompt
 from worker.engine import contract, embeddings, sampler, text
 from worker.engine.checkpoint import Checkpoint
-from worker.engine.control.held import ControlNets
+from worker.engine.control.cache import ControlNets
 from worker.engine.files import safetensors
 from worker.engine.files.safetensors import ReadOnce
 from worker.engine.lora import file as lora_file
 from worker.engine.lora import merge
 from worker.engine.passes import begin, upscaling
 from worker.engine.passes.begin import PreparedControl
-from worker.engine.passes.checkpoints import HeldCheckpoints
+from worker.engine.passes.checkpoints import CheckpointCache
 from worker.engine.passes.images import Vaes
 from worker.engine.passes.upscaling import UpscalerCache, Upscaling
 from worker.engine.sampler import NoiseStream
@@ -59,7 +59,7 @@ class PreparedRequest:
     request: contract.ImageRequest
     schedule: sampler.Schedule
     text_rows: tuple[text.Row, ...] = ()
-    """What AND joins, from the last on, and the negative prompt."""
+    """Rows of the subprompts that AND joins, last first, then of the negative prompt."""
     states: Tensor | None = None
     """Text states of both prompts [2, tokens, width], in place of their rows."""
     loras: Mapping[lora_file.Network, Sequence[merge.AppliedLora]] = field(
@@ -68,11 +68,11 @@ class PreparedRequest:
     packs: Mapping[lora_file.Network, merge.PackedLoras] = field(default_factory=dict)
     """The LoRAs for a slot; without the UNet's, they must be merged into the shared weights."""
     image: begin.PreparedImage | None = None
-    """What it begins with beside noise."""
+    """Start image of img2img or inpainting."""
     second: PreparedRequest | None = None
     """The second pass of hires fix."""
     upscaling: Upscaling | None = None
-    """How a second pass begins; None for a first pass."""
+    """Upscaling that a second pass begins with; None for a first pass."""
     controls: tuple[PreparedControl, ...] = ()
     enlarged: begin.LowResolution | None = None
     """The image that an upscaling checkpoint enlarges."""
@@ -81,17 +81,17 @@ class PreparedRequest:
     checkpoint: Identity | None = None
     """The checkpoint that draws and decodes, if it is not the engine's own."""
     begun_by: Identity | None = None
-    """The same of what encodes the image that it begins with."""
+    """Checkpoint that encodes the start image, if it is not the engine's own."""
     begins: int = 0
     """The first of its schedule's calls: those before are the pass' before."""
     ends: int | None = None
     """The first call that is the next pass'; None: all are its own."""
     embeds_guidance: bool = False
-    """Whether the UNet takes the guidance scale as an input, in place of a second row."""
+    """True if the UNet takes the guidance scale as an input, in place of a second row."""
 
     @property
     def next_pass(self) -> PreparedRequest | None:
-        """What follows on this pass, from the same seed."""
+        """The pass that follows on this one, from the same seed."""
         if self.second is None:
             return None
         seed, noise = self.request.seed, self.request.noise
@@ -101,12 +101,12 @@ class PreparedRequest:
 
     @property
     def lora_key(self) -> merge.LoraKey:
-        """What changes the UNet; () for nothing."""
+        """LoRAs of the UNet; () for none."""
         return merge.key_of(self.loras.get("unet", ()))
 
     @property
     def text_key(self) -> merge.LoraKey:
-        """What changes the text encoders; () for nothing."""
+        """LoRAs of the text encoders; () for none."""
         texts = (loras for network, loras in self.loras.items() if network != "unet")
         return merge.key_of(itertools.chain.from_iterable(texts))
 
@@ -116,12 +116,12 @@ class PreparedRequest:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """What multiplies the guidance scale for each row but the negative prompt's."""
+        """Factors of the guidance scale for each row but the negative prompt's."""
         prompt = self.request.prompt
         return prompt.weights[::-1] if isinstance(prompt, Prompt) else (1.0,)
 
     def scales(self, call: int, rows: int | None = None) -> tuple[float, ...]:
-        """How much a UNet call takes of each of the slot's *rows* but the last, which has the rest.
+        """Guidance weights of the slot's *rows* in a UNet call; the last row has the rest.
 
         By default of all but the negative prompt's. Without guidance, AUTOMATIC1111 takes the first
         prompt that AND joins for it, at a scale of 1 (`CFGDenoiser.forward`).
@@ -167,7 +167,7 @@ class PreparedRequest:
         return any(len(row.texts) > 1 for row in self.text_rows)
 
     def changes_texts(self, call: int) -> bool:
-        """Whether a call has other texts than the one before."""
+        """True if a call has other texts than the one before."""
         return (
             self.is_edited
             and call > 0
@@ -254,7 +254,7 @@ class RequestPreparer(Preparer):
         groups: Mapping[lora_file.Network, merge.Groups],
         control_nets: ControlNets,
         vaes: Vaes | None = None,
-        checkpoints: HeldCheckpoints | None = None,
+        checkpoints: CheckpointCache | None = None,
     ) -> None:
         super().__init__(checkpoint.unet.device)
         self._checkpoint = checkpoint

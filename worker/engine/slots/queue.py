@@ -15,7 +15,7 @@ from imagefleet.files.safetensors import Identity
 from imagefleet.job import samplers
 from worker.engine.lora.file import Network
 from worker.engine.lora.merge import NO_CHANGES, LoraChanges, LoraKey, Shape
-from worker.engine.passes.checkpoints import HeldCheckpoint
+from worker.engine.passes.checkpoints import CachedCheckpoint
 from worker.engine.passes.images import ImageCoder
 from worker.engine.sampler import Inpainting, NoiseStream
 from worker.engine.slots.memory import WeightMode
@@ -24,7 +24,7 @@ from worker.engine.text import PLAIN_TOKENS
 
 
 class BatchKey(NamedTuple):
-    """What jobs must have in common to share calls: those of one key have a lane (`lane.py`)."""
+    """Properties that jobs must share to be drawn in one call; each key has a lane (`lane.py`)."""
 
     width: int
     height: int
@@ -40,7 +40,7 @@ class BatchKey(NamedTuple):
     is_plain: bool = False
     """True for one row without LoRAs: its slots need no weights of their own."""
     tiles: bool = False
-    """Whether the images tile."""
+    """True for images that tile."""
     is_apart: bool = False
     """True for jobs that change convolutions while others of their kind are compiled without."""
     checkpoint: Identity | None = None
@@ -82,7 +82,7 @@ class BatchKey(NamedTuple):
 
 
 AddedInputs = tuple[Tensor, ...]
-"""What some UNets take beside the texts' vectors: their pooled vectors [texts, width], and
+"""Extra inputs of some UNets beside the texts' vectors: pooled vectors [texts, width] and
 `Family.size_ids` [texts, numbers]; or the level [1] of the noise on an enlarged image."""
 
 
@@ -108,7 +108,7 @@ class Staged:
     changes: LoraChanges = NO_CHANGES
     """None once the slot holds the weights: `Stager.changes_of` copies them again."""
     inpainting: Inpainting | None = None
-    """What it keeps, without the dimension of the batch; None if it keeps nothing."""
+    """Kept area of the image, without the batch dimension; None if nothing is kept."""
     hints: Sequence[Tensor] = ()
     """[channels, height, width] for each ControlNet: its embedded image."""
     history: Tensor | None = None
@@ -120,7 +120,7 @@ class Staged:
 
     coder: ImageCoder | None = None
     """The VAE that the request names, kept on the device by this, or that for images that tile."""
-    checkpoint: HeldCheckpoint | None = None
+    checkpoint: CachedCheckpoint | None = None
     """The checkpoint that draws, kept by this."""
 
     @property
@@ -139,14 +139,14 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class FirstPass:
-    """What the next pass begins with."""
+    """Result of a first pass that the next one begins with."""
 
     latents: Tensor
     """[4, height, width] on the device, of the first pass' size."""
     drawn: torch.cuda.Event | None
     """The event after the tick that drew the latents."""
     staged: Staged
-    """What else it was drawn with."""
+    """Device data that the first pass was drawn with."""
 
 
 @dataclass(slots=True, eq=False)
@@ -168,7 +168,7 @@ class SlotJob:
     first_pass: FirstPass | None = None
     """The first pass of a job in its second pass."""
     begun_with: PreparedRequest | None = None
-    """What `prepared` was before its schedule was extended."""
+    """The original of `prepared`, before its schedule was extended."""
     has_weights: bool = False
     """True once its slot holds its weights; not needed while the shared ones serve all slots."""
 
@@ -227,9 +227,9 @@ class Costs:
     shared_seconds: float = 0.1
     merge_seconds: float = 0.02
     graph_seconds: float = 40.0
-    """To compile one beside the ticks."""
+    """Seconds to compile one graph beside the ticks."""
     saved_share: float = 0.35
-    """Of the seconds of an uncompiled tick, by compiling it."""
+    """Share of an uncompiled tick's seconds that compiling it saves."""
 
     def seconds(self, mode: WeightMode) -> float:
         found: float = getattr(self, f"{mode}_seconds")

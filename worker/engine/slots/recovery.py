@@ -1,4 +1,4 @@
-"""What becomes of the images in flight when a tick fails, or the GPU's memory was too short."""
+"""Restarts in-flight images when a tick fails or the GPU runs out of memory."""
 
 import math
 

@@ -24,11 +24,11 @@ from imagefleet.job.clip import Chunk
 from worker.engine import contract, text
 from worker.engine import errors as engine_errors
 from worker.engine.checkpoint import Checkpoint
-from worker.engine.control.held import ControlNets
+from worker.engine.control.cache import ControlNets
 from worker.engine.families.table import Family, Model
 from worker.engine.lora.merge import NO_CHANGES, LoraChanges
 from worker.engine.passes.begin import LowResolution
-from worker.engine.passes.checkpoints import Coders, HeldCheckpoints
+from worker.engine.passes.checkpoints import CheckpointCache, Coders
 from worker.engine.passes.images import ImageCoder, Vaes
 from worker.engine.passes.upscaling import Upscaling
 from worker.engine.sampler import Inpainting, NoiseStream
@@ -216,7 +216,7 @@ class LatentStager(Stager):
         control_nets: ControlNets,
         tiny: AutoencoderTiny | None = None,
         vaes: Vaes | None = None,
-        checkpoints: HeldCheckpoints | None = None,
+        checkpoints: CheckpointCache | None = None,
     ) -> None:
         super().__init__(checkpoint, control_nets, vaes)
         self._tiny = tiny

@@ -23,9 +23,9 @@ from worker.engine.kernels.layers import (
 )
 from worker.engine.networks.transformer import Call, SlotNetwork, SlotState
 from worker.engine.networks.unet import SlotUnet
+from worker.engine.slots.compile_policy import GraphKey, ModeUsage, Outlook
 from worker.engine.slots.memory import WEIGHT_MODES, WeightMode
 from worker.engine.slots.parts import Parts
-from worker.engine.slots.paying import Kind, Outlook, Wanted
 from worker.engine.slots.queue import BatchKey, SlotJob
 
 #: The first column of the guidance scales, after the sampler's own; as many as a slot has rows.
@@ -122,7 +122,7 @@ class InputFeeder:
         self._record()
 
     def wait_for_tick(self) -> None:
-        """Has the next `send` wait for the end of a tick, not of its inputs' copies."""
+        """Makes the next `send` wait for the end of a tick, not of its inputs' copies."""
         if self._copied:
             self._copied.pop()
             self._record()
@@ -150,7 +150,7 @@ class Step:
     """The UNet and the ControlNets."""
     compiled: dict[WeightMode, Compiled] = field(default_factory=dict)
     is_compiling: bool = False
-    wanted: Wanted = field(default_factory=Wanted)
+    mode_usage: ModeUsage = field(default_factory=ModeUsage)
 
     @property
     def unet(self) -> SlotNetwork:
@@ -242,7 +242,7 @@ class StepRunner:
             )
             for key, count in calls.items():
                 work = count * key.slot_rows * key.width * key.height
-                self.outlook.add(Kind(key, changes), work)
+                self.outlook.add(GraphKey(key, changes), work)
         compiled = step.compiled if (step := self._compiled.get(plain)) else {}
         missing = bool(compiled) and "per_slot_convolutions" not in compiled
         return plain._replace(is_apart=changes and missing)
@@ -254,7 +254,7 @@ class StepRunner:
         return can_compile and self.paused_for is None
 
     def request(self, batch_key: BatchKey, *, in_all_modes: bool = False) -> None:
-        """Has a key compiled whether or not it pays, so that any job can run in it."""
+        """Requests compilation for a key whether or not it pays, so that any job can run in it."""
         modes = self._modes(batch_key) if in_all_modes else []
         self._to_compile |= {(batch_key, mode) for mode in [None, *modes]}
 
@@ -283,20 +283,20 @@ class StepRunner:
         return [mode for mode in dict.fromkeys(missing) if mode not in step.compiled]
 
     def _pays(self, batch_key: BatchKey) -> bool:
-        """Whether compiling a key pays, in one mode and with its VAE call."""
-        kinds = (Kind(batch_key, changes) for changes in (False, True))
+        """True if compiling a key pays, in one mode and with its VAE call."""
+        kinds = (GraphKey(batch_key, changes) for changes in (False, True))
         return any(self.outlook.pays(kind, 2, self.costs) for kind in kinds)
 
     def _pays_beside(self, step: Step, mode: WeightMode) -> bool:
-        """Whether a mode saves more than it costs, where another serves its ticks or none does."""
+        """True if compiling a mode pays, where another mode serves its ticks or none does."""
         kind, instead = (
-            Kind(step.batch_key, mode == WEIGHT_MODES[-1]),
+            GraphKey(step.batch_key, mode == WEIGHT_MODES[-1]),
             step.mode_for(mode),
         )
         if instead not in step.compiled:
             return kind.convolutions and self.outlook.pays(kind, 1, self.costs)
         saved = 1 - self.costs.seconds(mode) / self.costs.seconds(instead)
-        return self.outlook.pays(kind, 1, self.costs, saved * step.wanted[mode])
+        return self.outlook.pays(kind, 1, self.costs, saved * step.mode_usage[mode])
 
     def _modes(self, batch_key: BatchKey) -> list[WeightMode]:
         """The modes that the jobs of a key may need; in the first, any without convolutions."""
@@ -379,7 +379,7 @@ class StepRunner:
         """Compiles a key only after a while: the memory did not suffice."""
         self._to_compile = {each for each in self._to_compile if each[0] != batch_key}
         for convolutions in (False, True):
-            self.outlook.start_over(Kind(batch_key, convolutions))
+            self.outlook.start_over(GraphKey(batch_key, convolutions))
 
     def drop(self, step: Step) -> None:
         """Compiles nothing any more, since a compiled tick failed; other steps stay."""
@@ -403,7 +403,7 @@ class StepRunner:
             if compiled := step.compiled.pop(mode, None):
                 self._dropped_recompiles += compiled.recompiles
                 compiled.release()
-                self.outlook.start_over(Kind(step.batch_key, convolutions=True))
+                self.outlook.start_over(GraphKey(step.batch_key, convolutions=True))
         self._compiled = {
             key: step for key, step in self._compiled.items() if step.compiled
         }

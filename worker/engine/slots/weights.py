@@ -1,4 +1,4 @@
-"""What the weights hold: LoRAs merged for all, in each block a lane's slots' own; another model's.
+"""Manages the weights: LoRAs merged for all lanes, per-slot weights by block, other checkpoints.
 
 Weights of one slot that are reloaded are copied while the image before is decoded, and only for
 other LoRAs than they hold.
@@ -23,7 +23,7 @@ from worker.engine.families import table
 from worker.engine.kernels.layers import Upsampler
 from worker.engine.lora import merge
 from worker.engine.networks.transformer import SlotNetwork
-from worker.engine.passes.checkpoints import HeldCheckpoint
+from worker.engine.passes.checkpoints import CachedCheckpoint
 from worker.engine.slots import queue
 from worker.engine.slots.lane import Lane
 from worker.engine.slots.parts import Parts
@@ -48,11 +48,11 @@ class Weights:
 
     def __init__(self, parts: Parts, runner: StepRunner) -> None:
         self.merged: merge.LoraKey | None = ()
-        """What is merged into the shared weights; None if unknown."""
+        """LoRAs merged into the shared weights; None if unknown."""
         self._unet = unet = parts.unet
         self._original, self._checkpoints = parts.model.unet, parts.checkpoints
         # Whose weights are in place of the engine's own, which that one keeps meanwhile.
-        self._other: HeldCheckpoint | None = None
+        self._other: CachedCheckpoint | None = None
         self._merger = parts.merger
         self._runner = runner
         self._stager = parts.stager
@@ -88,7 +88,7 @@ class Weights:
             self._unet.fold()
 
     def unet_of(self, checkpoint: Identity | None) -> SlotNetwork:
-        """What draws a checkpoint's lanes: the engine's UNet, or that of another architecture."""
+        """UNet of a checkpoint's lanes: the engine's own, or one of another architecture."""
         held = self._find(checkpoint)
         return self._unet if held is None else held.unet or self._unet
 
@@ -133,7 +133,7 @@ class Weights:
             lane.weight_mode, to_merge = queue.choose_mode(
                 keys, self.merged, ticks, costs, convolutions=changes
             )
-        step.wanted.note(lane.weight_mode)
+        step.mode_usage.note(lane.weight_mode)
         lane.weight_mode = step.mode_for(lane.weight_mode)
         if lane.weight_mode != "shared":
             to_merge = ()
@@ -179,7 +179,7 @@ class Weights:
                 job.forget_loras()
 
     def without_own(self) -> dict[str, Tensor]:
-        """What a slot that is reloaded computes with, by path, once all is the checkpoint's own."""
+        """Restores the checkpoint's own weights; returns a reloaded slot's, by parameter name."""
         self.use(None)
         if not self._is_reloaded:
             return {}
@@ -188,7 +188,7 @@ class Weights:
         return {f"unet.{name}": weight for name, weight in self._unet.reloaded.items()}
 
     def may_move(self, lane: Lane, job: SlotJob) -> bool:
-        """Whether a job goes on in the lane whose slots have as many rows as its next call.
+        """True if a job should move to the lane whose slots have the rows of its next call.
 
         Not from two rows to one with LoRAs merged into a slot's own weights: there and back, these
         take longer to load than the row.
@@ -201,11 +201,11 @@ class Weights:
 
     @property
     def loads_while_decoding(self) -> bool:
-        """Whether the next job should start as soon as a slot is free, not with the next tick."""
+        """True if the next job should start as soon as a slot is free, not with the next tick."""
         return self._stream is not None
 
     def finish_loading(self) -> None:
-        """Has the next step wait for weights that are being loaded."""
+        """Makes the next step wait for weights that are being loaded."""
         if self._stream is not None and self._is_loading:
             torch.cuda.current_stream(self._unet.device).wait_stream(self._stream)
             self._is_loading = False
@@ -252,7 +252,7 @@ class Weights:
         with torch.cuda.stream(self._stream):
             yield
 
-    def _find(self, checkpoint: Identity | None) -> HeldCheckpoint | None:
+    def _find(self, checkpoint: Identity | None) -> CachedCheckpoint | None:
         if checkpoint is None or self._checkpoints is None:
             return None
         return self._checkpoints.get(checkpoint)
@@ -284,7 +284,7 @@ class Weights:
 
 
 def is_alike(one: Checkpoint, other: Checkpoint) -> bool:
-    """Whether an engine for one can draw with the other's weights in place of its own."""
+    """True if an engine for one checkpoint can draw with the other's weights instead."""
 
     def traits(checkpoint: Checkpoint) -> tuple[object, ...]:
         tokenizer = checkpoint.tokenizer
@@ -306,7 +306,7 @@ def is_alike(one: Checkpoint, other: Checkpoint) -> bool:
 
 
 def may_refine(refiner: Checkpoint, own: Checkpoint) -> bool:
-    """Whether SDXL's refiner can go on with a checkpoint's images, and has read it right."""
+    """True if SDXL's refiner can go on with a checkpoint's images."""
 
     def traits(checkpoint: Checkpoint) -> tuple[object, ...]:
         encoder = [*checkpoint.text_encoders.values()][-1]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from families import tiny_controlnets, tiny_families
 from imagefleet import errors
-from worker.engine.control import held
+from worker.engine.control import cache
 from worker.engine.networks.transformer import Call
 
 ROUNDING = 1
@@ -118,15 +118,15 @@ def sdxl(tmp_path_factory: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sdxl_nets(sdxl: Path) -> held.ControlNets:
+def sdxl_nets(sdxl: Path) -> cache.ControlNets:
     from diffusers import UNet2DConditionModel
 
-    return held.ControlNets(
+    return cache.ControlNets(
         UNet2DConditionModel.from_pretrained(sdxl / "unet"), has_own_layers=False
     )
 
 
-def checked(nets: held.ControlNets, control: Any) -> Any:
+def checked(nets: cache.ControlNets, control: Any) -> Any:
     return nets.check_file(control.name, control.path)
 
 
@@ -289,9 +289,9 @@ def test_a_files_weights_are_read_once_and_again_only_if_they_are_needed(
     tmp_path: Path,
 ) -> None:
     engine = make_slot_engine(slots=2)
-    reads, load = [], held.ControlNets.load
+    reads, load = [], cache.ControlNets.load
     monkeypatch.setattr(
-        held.ControlNets,
+        cache.ControlNets,
         "load",
         lambda nets, file: reads.append(file[0]) or load(nets, file),
     )

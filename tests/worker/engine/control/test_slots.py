@@ -13,7 +13,7 @@ import torch
 from imagefleet import errors
 from sampling import alphas_cumprod
 from worker.engine import contract
-from worker.engine.control import held, network
+from worker.engine.control import cache, network
 from worker.engine.passes import begin
 from worker.engine.samplers.schedule import make_schedule
 
@@ -145,9 +145,9 @@ def test_threads_that_prepare_the_same_file_read_it_once(
     make_slot_engine: Any, make_request: Any, make_control: Any, monkeypatch: Any
 ) -> None:
     engine = make_slot_engine(slots=2)
-    reads, load = [], held.ControlNets.load
+    reads, load = [], cache.ControlNets.load
     monkeypatch.setattr(
-        held.ControlNets,
+        cache.ControlNets,
         "load",
         lambda nets, file: reads.append(file) or load(nets, file),
     )

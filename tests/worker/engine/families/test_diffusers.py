@@ -14,7 +14,7 @@ from imagefleet import errors
 from imagefleet.job.prompt import read_prompt
 from imagefleet.job.samplers import Options
 from worker.engine import load, text
-from worker.engine.control.held import ControlNets
+from worker.engine.control.cache import ControlNets
 from worker.engine.families.table import SDXL
 from worker.engine.lora.merge import NO_CHANGES
 from worker.engine.networks.transformer import Call

@@ -18,8 +18,8 @@ from worker.engine import contract
 from worker.engine.contract import Settings
 from worker.engine.families.latents import of_latents
 from worker.engine.kernels import compile as compiling
+from worker.engine.slots import compile_policy
 from worker.engine.slots import engine as slot_engine
-from worker.engine.slots import paying
 
 ROUNDING = 2
 
@@ -424,7 +424,7 @@ def test_a_frequent_size_is_compiled_meanwhile_and_fails_without_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runner = compiled_engine._runner
-    monkeypatch.setattr(paying, "_DEVIATIONS", 0.0)  # a few images tell
+    monkeypatch.setattr(compile_policy, "_DEVIATIONS", 0.0)  # a few images tell
     monkeypatch.setattr(runner.outlook, "_seconds_left", lambda: math.inf)
     monkeypatch.setattr(runner, "_compiled_modes", ("shared",))
     monkeypatch.setattr(compiled_engine._decoder, "_backend", None)

@@ -463,7 +463,7 @@ def test_a_graph_that_takes_fewer_seconds_is_compiled_once_its_own_ticks_pay_for
     for mode in ("per_slot", "shared"):
         assert mode not in lane.step.compiled
         for _ in range(200):
-            lane.step.wanted.note(mode)
+            lane.step.mode_usage.note(mode)
         engine._compilation.finish()
         assert mode in lane.step.compiled
     slow_compiler.began.clear()

@@ -17,7 +17,7 @@ from imagefleet import errors
 from imagefleet.job.prompt import Prompt
 from worker.engine import checkpoint, contract, device, sampler, text
 from worker.engine import errors as engine_errors
-from worker.engine.control.held import ControlNets
+from worker.engine.control.cache import ControlNets
 from worker.engine.decoder import to_pixels
 from worker.engine.lora import merge, shared
 from worker.engine.lora.file import Network

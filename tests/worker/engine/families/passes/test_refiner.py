@@ -27,7 +27,7 @@ from tests.worker.engine.families.test_hires import first_pass
 from tests.worker.engine.families.test_loras import write_lora
 from worker.engine import contract, load
 from worker.engine.passes import begin
-from worker.engine.passes.checkpoints import HeldCheckpoint
+from worker.engine.passes.checkpoints import CachedCheckpoint
 from worker.engine.slots import step
 
 #: Out of 255: another batch size and other products mean another order of float32 sums.
@@ -324,7 +324,7 @@ def test_images_are_the_same_in_company_and_alone_whatever_fails_once(
     """What another checkpoint goes on with is begun again where it took over, with its noise."""
     alone = [draw(engine, request)[0] for request in mixed]
     failing = iter((*[False] * 3, True))
-    run, exchange = step.StepRunner.run, HeldCheckpoint.exchange
+    run, exchange = step.StepRunner.run, CachedCheckpoint.exchange
 
     def fail_tick(self: Any, used: step.Step, *given: Any) -> None:
         if used.batch_key.checkpoint is not None and next(failing, False):
@@ -333,7 +333,7 @@ def test_images_are_the_same_in_company_and_alone_whatever_fails_once(
 
     failures = iter((False, True))
 
-    def fail_exchange(self: HeldCheckpoint, unet: Any) -> None:
+    def fail_exchange(self: CachedCheckpoint, unet: Any) -> None:
         if next(failures, False):
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         exchange(self, unet)
@@ -343,7 +343,7 @@ def test_images_are_the_same_in_company_and_alone_whatever_fails_once(
         images = draw(engine, *(mixed[at] for at in order))
         for at, image in zip(order, images, strict=True):
             assert difference(image, alone[at]) <= ROUNDING
-        monkeypatch.setattr(HeldCheckpoint, "exchange", fail_exchange)
+        monkeypatch.setattr(CachedCheckpoint, "exchange", fail_exchange)
     assert next(failing, None) is None, "all failures came"
     assert next(failures, None) is None
     assert engine.self_check.find_fault() is None

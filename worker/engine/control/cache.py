@@ -25,7 +25,7 @@ from torch import Tensor
 from imagefleet.files.safetensors import Identity, UnusableError
 from worker.engine.control.network import SlotControlNet
 from worker.engine.files import safetensors
-from worker.engine.files.held import HeldNetworks, Weights, assign
+from worker.engine.files.network_cache import NetworkCache, Weights, assign
 from worker.engine.kernels import layers
 from worker.engine.passes.begin import PreparedControl
 
@@ -61,8 +61,8 @@ _CONVERSION_ERRORS = (
 )
 
 
-class ControlNets(HeldNetworks[SlotControlNet]):
-    """Those that lanes use, and some for the next jobs."""
+class ControlNets(NetworkCache[SlotControlNet]):
+    """Cache of ControlNets: those that lanes use, and some for the next jobs."""
 
     def __init__(self, unet: Any, *, has_own_layers: bool) -> None:
         """*unet* is the checkpoint's, on its device; *has_own_layers*: so have ControlNets."""

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 import pytest
 
-from worker.engine.slots.paying import Kind, Outlook
+from worker.engine.slots.compile_policy import GraphKey, Outlook
 from worker.engine.slots.queue import BatchKey, Costs
 
 USUAL, OTHER, RARE = (
-    Kind(BatchKey(512 + 64 * at, 512, 154, None, None)) for at in range(3)
+    GraphKey(BatchKey(512 + 64 * at, 512, 154, None, None)) for at in range(3)
 )
 
 GRAPHS = 2
@@ -26,7 +26,7 @@ class Clock:
 
 
 def outlook(
-    left: float | None, kinds: Iterable[Kind] = (), clock: Clock | None = None
+    left: float | None, kinds: Iterable[GraphKey] = (), clock: Clock | None = None
 ) -> Outlook:
     made = Outlook(lambda: left, clock or Clock())
     for kind in kinds:
@@ -34,7 +34,7 @@ def outlook(
     return made
 
 
-def pays(of: Outlook, kind: Kind) -> bool:
+def pays(of: Outlook, kind: GraphKey) -> bool:
     return of.pays(kind, GRAPHS, COSTS)
 
 

@@ -14,8 +14,8 @@ from PIL import Image
 from imagefleet import errors
 from tests.worker.engine.support import esrgan
 from worker.engine import contract
-from worker.engine.passes import beside
-from worker.engine.passes.beside import BesideTicks
+from worker.engine.passes import upscale_thread
+from worker.engine.passes.upscale_thread import UpscaleThread
 from worker.engine.passes.upscaling import UpscalerCache
 from worker.engine.slots.engine import SlotEngine
 
@@ -117,13 +117,13 @@ def test_the_engine_holds_no_more_than_it_has_room_for_and_waits_only_briefly(
     slot_engine: SlotEngine, enlarging: Enlarging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_go_on = threading.Event()
-    enlarge = beside.upscaling.enlarge
+    enlarge = upscale_thread.upscaling.enlarge
 
     def slow(*arguments: Any) -> contract.Pixels:
         assert may_go_on.wait()
         return enlarge(*arguments)
 
-    monkeypatch.setattr(beside.upscaling, "enlarge", slow)
+    monkeypatch.setattr(upscale_thread.upscaling, "enlarge", slow)
     prepared = slot_engine.prepare(enlarging())
     room = slot_engine.capacity
     for ticket in range(room):
@@ -147,7 +147,7 @@ def test_what_fails_is_the_images_own_outcome(
     def fail(*_: Any) -> contract.Pixels:
         raise torch.cuda.OutOfMemoryError
 
-    monkeypatch.setattr(beside.upscaling, "enlarge", fail)
+    monkeypatch.setattr(upscale_thread.upscaling, "enlarge", fail)
     (outcome,) = draw(slot_engine, enlarging())
     assert isinstance(outcome, errors.TransientError)
     assert "ran out of memory" in outcome.message
@@ -159,8 +159,8 @@ def test_a_broken_gpu_is_the_nodes_fault(
     def fail(*_: Any) -> contract.Pixels:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(beside.upscaling, "enlarge", fail)
-    enlarger = BesideTicks(UpscalerCache(CPU), CPU)
+    monkeypatch.setattr(upscale_thread.upscaling, "enlarge", fail)
+    enlarger = UpscaleThread(UpscalerCache(CPU), CPU)
     enlarger.add(1, enlarger.prepare(enlarging()))
     enlarger._thread.shutdown()
     with pytest.raises(errors.NodeError, match="the GPU is broken"):

@@ -1,4 +1,4 @@
-"""Whether compiling pays: what it saves of the work in sight, against what it costs the drawing.
+"""Compile policy: weighs the time a graph saves on expected work against the cost of compiling.
 
 In sight is what the queue holds, of which each kind takes the share that it has of the last images.
 """
@@ -35,16 +35,16 @@ _OFTEN = 0.5
 _JUDGED_TICKS = 256
 
 
-class Kind(NamedTuple):
-    """Images that take a graph of their own."""
+class GraphKey(NamedTuple):
+    """Identifies one compiled graph: a batch key, with or without convolution LoRAs."""
 
     batch_key: BatchKey
     convolutions: bool = False
-    """Whether their LoRAs change convolutions."""
+    """True if their LoRAs change convolutions."""
 
 
-class Wanted(dict[WeightMode, float]):
-    """Of a lane's last ticks, the share for which each mode takes the fewest seconds."""
+class ModeUsage(dict[WeightMode, float]):
+    """Moving average, per weight mode, of how often it would have been the fastest in this lane."""
 
     def __init__(self) -> None:
         super().__init__(dict.fromkeys(WEIGHT_MODES, 0.0))
@@ -55,7 +55,7 @@ class Wanted(dict[WeightMode, float]):
 
 
 class Outlook:
-    """What has come lately, and for how long it will go on."""
+    """Forecast of work by graph key, from the images admitted last."""
 
     def __init__(
         self,
@@ -68,20 +68,20 @@ class Outlook:
         """
         self._seconds_left = seconds_left
         self._clock = clock
-        self._recent: deque[tuple[Kind, float]] = deque()
-        self._images = Counter[Kind]()
-        self._work: dict[Kind, float] = {}
+        self._recent: deque[tuple[GraphKey, float]] = deque()
+        self._images = Counter[GraphKey]()
+        self._work: dict[GraphKey, float] = {}
         self._began_at = self._clock()
-        self._lost: dict[Kind | None, tuple[float, float]] = {
+        self._lost: dict[GraphKey | None, tuple[float, float]] = {
             None: (self._began_at, math.inf)
         }
-        """When, and how long it had lasted."""
+        """Time of each loss, and how long work had lasted by then, by key; None for all keys."""
 
     def begin(self) -> None:
         """Jobs come after a time without any."""
         self._began_at = self._clock()
 
-    def add(self, kind: Kind, work: float) -> None:
+    def add(self, kind: GraphKey, work: float) -> None:
         """An image was admitted: *work* is what all images' are measured in."""
         self._count(kind, 1, work)
         self._recent.append((kind, work))
@@ -89,8 +89,8 @@ class Outlook:
             oldest, its_work = self._recent.popleft()
             self._count(oldest, -1, -its_work)
 
-    def start_over(self, kind: Kind | None = None) -> None:
-        """What was compiled for all kinds was lost; or what is for one could not be kept.
+    def start_over(self, kind: GraphKey | None = None) -> None:
+        """Notes that the graphs of all keys were lost, or that the graph of one could not be kept.
 
         All is expected to last as long as it had, or has since; that one only as it has since.
         """
@@ -98,8 +98,11 @@ class Outlook:
         before, _ = self._lost[None]
         self._lost[kind] = now, now - before if kind is None else 0.0
 
-    def share(self, kind: Kind) -> float:
-        """Of the work to come, by a cautious guess: that of four images alone is none."""
+    def share(self, kind: GraphKey) -> float:
+        """Estimated share of upcoming work of this key.
+
+        It is a lower confidence bound: 0 for four images or fewer.
+        """
         images = self._images[kind]
         if not images:
             return 0.0
@@ -107,13 +110,13 @@ class Outlook:
         return cautious * self._work[kind] / sum(self._work.values())
 
     def often_changes_convolutions(self, batch_key: BatchKey, slots: int) -> bool:
-        """Whether _OFTEN is the share of calls with an image that changes them, or less."""
+        """True if at least _OFTEN of the calls have an image that changes convolutions."""
         without, changed = (
-            self._images[Kind(batch_key, each)] for each in (False, True)
+            self._images[GraphKey(batch_key, each)] for each in (False, True)
         )
         return changed > 0 and 1 - (without / (without + changed)) ** slots >= _OFTEN
 
-    def seconds(self, kind: Kind) -> float:
+    def seconds(self, kind: GraphKey) -> float:
         """For how long images like the last ones are expected."""
         now, left = self._clock(), self._seconds_left()
         known = now - self._began_at if left is None else left
@@ -122,9 +125,13 @@ class Outlook:
         return min(known, _MOST_SECONDS, *lasts)
 
     def pays(
-        self, kind: Kind, graphs: int, costs: Costs, saved_share: float | None = None
+        self,
+        kind: GraphKey,
+        graphs: int,
+        costs: Costs,
+        saved_share: float | None = None,
     ) -> bool:
-        """Whether so many graphs for a kind save more than they cost.
+        """True if compiling so many graphs for a key saves more than it costs.
 
         *saved_share* of its seconds; None: what compiling saves where nothing is compiled.
         """
@@ -133,7 +140,7 @@ class Outlook:
         saved = costs.saved_share if saved_share is None else saved_share
         return self.share(kind) * saved * seconds > _SLOWED * compile_seconds
 
-    def _count(self, kind: Kind, images: int, work: float) -> None:
+    def _count(self, kind: GraphKey, images: int, work: float) -> None:
         self._images[kind] += images
         self._work[kind] = self._work.get(kind, 0.0) + work
         if not self._images[kind]:

@@ -31,7 +31,7 @@ class PreparedUpscale:
     enlarge: Callable[[], contract.Pixels]
 
 
-class BesideTicks:
+class UpscaleThread:
     """Enlarges images; all but `prepare` is for the engine's thread."""
 
     def __init__(self, upscalers: UpscalerCache, device: torch.device) -> None:

@@ -41,7 +41,7 @@ class Held(Protocol):
 Network = TypeVar("Network", bound=Held)
 
 
-class HeldNetworks(Generic[Network]):
+class NetworkCache(Generic[Network]):
     """An LRU cache by the identity of files; thread-safe.
 
     Jobs hold those that they use; what is on the device beyond these is kept for the next ones.
