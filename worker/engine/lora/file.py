@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
@@ -156,9 +156,21 @@ class _UnfitError(Exception):
     """Raised for tensors that do not fit the model."""
 
 
-#: A tensor's name and place, and its stride and first number among those of its type; None where
-#: it is not aligned.
-_View = tuple[str, Place, tuple[tuple[int, ...], int] | None]
+class _View(NamedTuple):
+    """A tensor of a layer as a view of all numbers of its type in the file."""
+
+    name: str
+    place: Place
+    stride: tuple[int, ...]
+    begin: int
+    is_aligned: bool
+    """False: it begins inside a number of its type, and is copied."""
+
+    @classmethod
+    def of(cls, name: str, place: Place) -> _View:
+        begin, rest = divmod(place.begin, place.dtype.itemsize)
+        stride = torch.empty(place.shape, device="meta").stride()
+        return cls(name, place, stride, begin, rest == 0)
 
 
 class Layout:
@@ -167,7 +179,7 @@ class Layout:
     def __init__(self, places: Mapping[str, Place], layers: Layers) -> None:
         """*places* by the tensors' names in the file."""
         self.places = places
-        self._runs = list(_runs(places))
+        self._dtypes = {place.dtype for place in places.values()}
         shapes = {key: place.shape for key, place in places.items()}
         integers = [
             key for key, place in places.items() if not place.dtype.is_floating_point
@@ -235,31 +247,39 @@ class Layout:
     def _add(self, layer: LayerId, found: Mapping[str, Place]) -> None:
         if layer in self._layers:
             raise _UnfitError(f"it changes {' '.join(layer)} twice, under two names")
-        self._layers[layer] = list(map(_view, found.items()))
+        self._layers[layer] = [_View.of(*each) for each in found.items()]
 
     def tensors(self, data: Tensor) -> Iterator[tuple[LayerId, dict[str, Tensor]]]:
         """Each layer's tensors as views of a file's *data*."""
-        if not all(safetensors.is_finite(run.of(data)) for run in self._runs):
-            views_of = ((name, place.of(data)) for name, place in self.places.items())
-            raise lora.damaged(
-                next(name for name, each in views_of if not safetensors.is_finite(each))
-            )
         numbers = {
             dtype: data[: len(data) - len(data) % dtype.itemsize].view(dtype)
-            for dtype in {run.dtype for run in self._runs}
+            for dtype in self._dtypes
         }
+        self._refuse_damaged(data, numbers)
         for layer, found in self._layers.items():
-            views = {
-                name: numbers[place.dtype].as_strided(place.shape, *where)
-                if where
-                else place.of(data)
-                for name, place, where in found
-            }
-            for part in _PADDED & views.keys() if layer in self._padded else ():
-                views[part] = F.pad(
-                    views[part], (0, 0, 0, 0, 0, _INPAINTING[0] - _INPAINTING[1])
-                )
+            views = {}
+            for view in found:
+                place = view.place
+                if view.is_aligned:
+                    own = numbers[place.dtype]
+                    tensor = own.as_strided(place.shape, view.stride, view.begin)
+                else:
+                    tensor = place.of(data)
+                if view.name in _PADDED and layer in self._padded:
+                    missing = _INPAINTING[0] - _INPAINTING[1]
+                    tensor = F.pad(tensor, (0, 0, 0, 0, 0, missing))
+                views[view.name] = tensor
             yield layer, views
+
+    def _refuse_damaged(
+        self, data: Tensor, numbers: Mapping[torch.dtype, Tensor]
+    ) -> None:
+        """Checks all numbers at once where they are of one type, as in most files."""
+        if len(numbers) == 1 and all(map(safetensors.is_finite, numbers.values())):
+            return
+        for name, place in self.places.items():
+            if not safetensors.is_finite(place.of(data)):
+                raise lora.damaged(name)
 
 
 #: Inputs of the first layer of a model for inpainting, and of others: as AUTOMATIC1111 1.10, LoRAs
@@ -285,30 +305,6 @@ def _fits(
         if math.prod(scale.shape) != norms:
             return False
     return size[0] == outputs and size[1] in {0, inputs}
-
-
-def _view(found: tuple[str, Place]) -> _View:
-    name, place = found
-    at, rest = divmod(place.begin, place.dtype.itemsize)
-    stride = torch.empty(place.shape, device="meta").stride()
-    return name, place, None if rest else (stride, at)
-
-
-def _runs(places: Mapping[str, Place]) -> Iterator[Place]:
-    """Tensors of one type that follow each other in the file, as one each."""
-    in_order = sorted(places.values(), key=lambda place: (place.begin, place.end))
-    run: list[Place] = []
-    for place, following in itertools.zip_longest(in_order, in_order[1:]):
-        run.append(place)
-        if following is None or (following.dtype, following.begin) != (
-            place.dtype,
-            place.end,
-        ):
-            begin, end = run[0].begin, place.end
-            yield Place(
-                place.dtype, ((end - begin) // place.dtype.itemsize,), begin, end
-            )
-            run.clear()
 
 
 #: Tensors whose first dimension is the rank; without any of them, alpha means nothing.
@@ -353,12 +349,14 @@ def make_delta(
     own = dict(tensors)
     scale, on_input = own.pop("scale", None), own.pop("on_input", None)
     if on_input is not None:
-        own["weight"] = own["weight"].reshape((1, -1) if on_input.item() else (-1, 1))
+        shape = (1, -1) if on_input.item() else (-1, 1)
+        own["weight"] = own["weight"].reshape(shape)
     rank = next((own[name].shape[0] for name in _RANKED if name in own), None)
     factor = 1.0
     if (blocks := own.get("oft_blocks")) is not None:
         if alpha:
-            own["limit"] = torch.tensor(alpha * blocks.shape[0] * blocks.shape[1])
+            count, size, *_ = blocks.shape
+            own["limit"] = torch.tensor(alpha * count * size)
     elif scale is not None:
         factor = float(scale)
     elif alpha is not None and rank is not None:
@@ -379,8 +377,11 @@ class LoraFile:
     """The keys of what changes nothing of this model."""
     is_dotted: bool = False
     """See `Layout`."""
-    depends_on_weights: bool = False
-    """True if its deltas depend on the weights that they change."""
+
+    @property
+    def depends_on_weights(self) -> bool:
+        """True if its deltas depend on the weights that they change."""
+        return any(delta.tensors.keys() & kinds.OF_WEIGHTS for delta in self._all)
 
     @property
     def is_zero(self) -> bool:
@@ -408,13 +409,11 @@ def read_lora(path: Path, identity: Identity, layers: Layers) -> LoraFile:
     configs = lora.peft_configs(content.metadata)
     layout = layers.layout_of(content)
     for (network, layer), tensors in layout.tensors(content.data):
-        if (
-            on_input := tensors.get("on_input")
-        ) is not None:  # which shapes do not tell
+        on_input = tensors.get("on_input")
+        if on_input is not None:  # its shapes do not tell which side it scales
             weight = layers.shapes[network, layer]
-            if tensors["weight"].numel() != math.prod(
-                weight[1:] if on_input.item() else weight[:1]
-            ):
+            scaled = weight[1:] if on_input.item() else weight[:1]
+            if tensors["weight"].numel() != math.prod(scaled):
                 raise UnusableError(
                     f"does not fit this model: it scales {network} {layer}"
                 )
@@ -434,11 +433,6 @@ def read_lora(path: Path, identity: Identity, layers: Layers) -> LoraFile:
         embeddings,
         layout.skipped,
         layout.is_dotted,
-        any(
-            each.tensors.keys() & kinds.OF_WEIGHTS
-            for of in deltas.values()
-            for each in of.values()
-        ),
     )
 
 
@@ -463,20 +457,27 @@ class LoraCache:
         if identity in self._told:
             return file
         self._told.add(identity)
-        the_lora = f"the LoRA {named.name!r}"
         if file.skipped:
-            text = (
-                f"{the_lora} is drawn without {len(file.skipped):,} of its tensors, which change"
-                f" nothing here, as {file.skipped[0][: lora.SHOWN]!r}"
+            log.warning(
+                f"the LoRA {named.name!r} is drawn without {len(file.skipped):,} of its tensors,"
+                f" which change nothing here, such as {file.skipped[0][: lora.SHOWN]!r}",
+                action="lora_tensors_skipped",
+                lora=named.name,
             )
-            log.warning(text, action="lora_tensors_skipped", lora=named.name)
         if file.scales_outputs:
-            text = f"{the_lora} has DoRA's norms of outputs, which AUTOMATIC1111 draws otherwise"
-            log.warning(text, action="lora_differs", lora=named.name)
+            log.warning(
+                f"the LoRA {named.name!r} has DoRA's norms of outputs, which AUTOMATIC1111 draws"
+                " otherwise",
+                action="lora_differs",
+                lora=named.name,
+            )
         if file.is_dotted:
             differences.warn("dotted_lora")
         if file.is_zero:
             self.lookups["no_effect"] += 1
-            text = f"{the_lora} changes nothing: all its deltas are zero"
-            log.warning(text, action="lora_without_effect", lora=named.name)
+            log.warning(
+                f"the LoRA {named.name!r} changes nothing: all its deltas are zero",
+                action="lora_without_effect",
+                lora=named.name,
+            )
         return file

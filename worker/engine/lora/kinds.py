@@ -76,38 +76,33 @@ def factorise(change: Tensors, most: int) -> Factors | None:
     if kind == "lora":
         parts = [_lora_factors(tensors)]
     else:
-        parts = [
-            _half_factors(tensors, "hada" if kind == "loha" else "lokr", half)
-            for half in "12"
-        ]
+        prefix = "hada" if kind == "loha" else "lokr"
+        parts = [_half_factors(tensors, prefix, half) for half in "12"]
     if math.prod(down.shape[1] for _, down in parts) > most:
         return None
     if change.keys() == {"down", "up"}:
         ((up, down),) = parts
         return up[0], down[0]
-    ups, downs = (
-        [each[0].float().contiguous() for each in side]
-        for side in zip(*parts, strict=True)
-    )
+    ups = [up[0].float().contiguous() for up, _ in parts]
+    downs = [down[0].float().contiguous() for _, down in parts]
     if kind == "loha":
-        return _balanced(
-            (ups[0][:, :, None] * ups[1][:, None]).flatten(1),
-            (downs[0][:, None] * downs[1][None]).flatten(0, 1),
-        )
-    # Kronecker's; the second half's columns end with the kernel, as a weight's do.
-    return _balanced(
-        functools.reduce(torch.kron, ups), functools.reduce(torch.kron, downs)
-    )
+        first, second = ups
+        up = (first[:, :, None] * second[:, None]).flatten(1)
+        first, second = downs
+        down = (first[:, None] * second[None]).flatten(0, 1)
+    else:
+        # Kronecker's; the second half's columns end with the kernel, as a weight's do.
+        up = functools.reduce(torch.kron, ups)
+        down = functools.reduce(torch.kron, downs)
+    return _balanced(up, down)
 
 
 def _balanced(up: Tensor, down: Tensor) -> Factors:
     """Rescales two factors to the same magnitude, so that neither underflows in float16."""
     smallest = torch.finfo(torch.float32).tiny
-    sizes = [
-        each.clamp_min(smallest).sqrt()
-        for each in (up.abs().amax(0), down.abs().amax(1))
-    ]
-    ratio = sizes[1] / sizes[0]
+    up_size = up.abs().amax(0).clamp_min(smallest).sqrt()
+    down_size = down.abs().amax(1).clamp_min(smallest).sqrt()
+    ratio = down_size / up_size
     return up * ratio, down / ratio[:, None]
 
 
@@ -135,7 +130,8 @@ def _half_factors(tensors: Tensors, kind: str, half: str) -> Factors:
         _, outer, inner = whole.shape
         identity = torch.eye(min(outer, inner), device=whole.device)[None]
         return (identity, whole) if outer <= inner else (whole, identity)
-    first, second = (tensors[f"{kind}_w{half}_{side}"].flatten(2) for side in "ab")
+    first = tensors[f"{kind}_w{half}_a"].flatten(2)
+    second = tensors[f"{kind}_w{half}_b"].flatten(2)
     core = tensors.get(f"{kind}_t{half}")
     return (first, second) if core is None else (first.mT, _with_core(core, second))
 
@@ -170,9 +166,10 @@ def _decompose(
 
 
 def _glora(tensors: Tensors, weights: Tensor) -> Tensor:
-    a1, a2, b1, b2 = (tensors[name].flatten(2) for name in ("a1", "a2", "b1", "b2"))
-    changed = multiply(weights.flatten(2).float() @ a2.float(), a1.float())
-    return changed.add_(multiply(b2, b1))
+    down = weights.flatten(2).float() @ tensors["a2"].flatten(2).float()
+    changed = multiply(down, tensors["a1"].flatten(2).float())
+    added = multiply(tensors["b2"].flatten(2), tensors["b1"].flatten(2))
+    return changed.add_(added)
 
 
 def _oft(tensors: Tensors, weights: Tensor) -> Tensor:
@@ -186,13 +183,11 @@ def _oft(tensors: Tensors, weights: Tensor) -> Tensor:
         skew = skew - skew.mT
         if (limit := tensors.get("limit")) is not None:
             norm = torch.linalg.vector_norm(skew, dim=(1, 2, 3), keepdim=True)
-            skew = skew * (
-                (norm.minimum(limit.view(-1, 1, 1, 1)) + 1e-8) / (norm + 1e-8)
-            )
+            limited = norm.minimum(limit.view(-1, 1, 1, 1))
+            skew = skew * ((limited + 1e-8) / (norm + 1e-8))
         eye = torch.eye(skew.shape[-1], device=skew.device)
-        inverse, _ = torch.linalg.inv_ex(
-            eye - skew
-        )  # a skew matrix has no real eigenvalue but 0
+        # A skew matrix has no real eigenvalue but 0.
+        inverse, _ = torch.linalg.inv_ex(eye - skew)
         turns = (eye + skew) @ inverse
     own = weights.float().flatten(2)
     blocks = own.view(*turns.shape[:3], -1)

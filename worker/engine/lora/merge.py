@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -158,7 +159,9 @@ class StackedChange:
     def _merge_part(self, original: Tensor, merged: Tensor, first: int) -> None:
         total, strength = None, 1.0
         if self.low_rank is not None:
-            up, down = (each[first : first + len(original)] for each in self.low_rank)
+            part = slice(first, first + len(original))
+            up, down = self.low_rank
+            up, down = up[part], down[part]
             if not self.stacks:
                 torch.baddbmm(original, up, down, alpha=self.strength, out=merged)
                 return
@@ -186,10 +189,8 @@ class Room:
         self.size_bytes = 0
 
     def place(self, dtype: torch.dtype, *shape: int) -> Place:
-        begin, end = (
-            self.size_bytes,
-            self.size_bytes + math.prod(shape) * dtype.itemsize,
-        )
+        begin = self.size_bytes
+        end = begin + math.prod(shape) * dtype.itemsize
         self.size_bytes = end + -end % _ALIGNMENT_BYTES
         return Place(dtype, shape, begin, end)
 
@@ -205,13 +206,29 @@ class Room:
         rank = max(map(_rank, by_layer.values()))
         rank += -rank % _RANK_ALIGNMENT
         ups = self.place(dtype, layers, len(up), rank)
-        return LowRank(
-            ups, self.place(dtype, layers, rank, len(down[0])), strength, by_layer
-        )
+        downs = self.place(dtype, layers, rank, len(down[0]))
+        return LowRank(ups, downs, strength, by_layer)
+
+    def place_stack(self, by_layer: Mapping[int, Weighted]) -> StackPlaces:
+        """Changes of one other kind than plain LoRAs, with tensors of equal shapes."""
+        count = len(by_layer)
+        _, delta = next(iter(by_layer.values()))
+        index = self.place(torch.int64, count)
+        tensors = {
+            name: self.place(tensor.dtype, count, *_as_linear(tensor.shape))
+            for name, tensor in delta.tensors.items()
+        }
+        return StackPlaces(by_layer, index, tensors)
+
+
+_Unbound = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""Up and down factors, by layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
+    """Plain LoRAs' changes of the layers of one group or shape, and the places of their factors."""
+
     up: Place
     down: Place
     strength: float
@@ -226,49 +243,50 @@ class LowRank:
         """Sets the factors; zero where nothing changes."""
         up, down = self.of(flat)
         layers, _, rank = up.shape
-        if len(self.by_layer) < layers or any(
-            _rank(each) < rank for each in self.by_layer.values()
-        ):
+        ranks = [_rank(changes) for changes in self.by_layer.values()]
+        if len(ranks) < layers or min(ranks) < rank:
             up.zero_()
             down.zero_()
-        parts: dict[tuple[int, int], tuple[Sequence[Tensor], Sequence[Tensor]]] = {}
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
+        parts: dict[tuple[int, int], _Unbound] = {}
+        copies: list[tuple[Tensor, Tensor]] = []
         for layer, changes in self.by_layer.items():
             begin = 0
             for strength, (outer, inner) in changes:
                 end = begin + len(inner)
                 if (begin, end) not in parts:
+                    columns = slice(begin, end)
                     parts[begin, end] = (
-                        up[:, :, begin:end].unbind(),
-                        down[:, begin:end].unbind(),
+                        up[:, :, columns].unbind(),
+                        down[:, columns].unbind(),
                     )
                 ups, downs = parts[begin, end]
                 # A small strength would take float16 to its smallest numbers: half of it goes to
                 # each factor, to one of them as a power of two, which is exact.
                 _, exponent = math.frexp(strength / self.strength)
                 half = 2.0 ** (exponent // 2)
-                for target, source, factor in (
-                    (ups[layer], outer, strength / self.strength / half),
-                    (downs[layer], inner, half),
-                ):
-                    if factor == 1:
-                        targets.append(target)
-                        sources.append(source)
-                    else:
-                        # Rounded once.
-                        exact = (
-                            source if source.dtype == target.dtype else source.float()
-                        )
-                        torch.mul(exact, factor, out=target)
+                rest = strength / self.strength / half
+                copies += _scaled(ups[layer], outer, rest)
+                copies += _scaled(downs[layer], inner, half)
                 begin = end
-        if targets:  # one call for each would take longer than most copies
-            torch._foreach_copy_(targets, sources)
+        if copies:  # one call for each would take longer than most copies
+            targets, sources = zip(*copies, strict=True)
+            torch._foreach_copy_(list(targets), list(sources))
+
+
+def _scaled(
+    target: Tensor, source: Tensor, factor: float
+) -> list[tuple[Tensor, Tensor]]:
+    """Sets *target* to *factor* times *source*, rounded once; for 1, the copy to be made."""
+    if factor == 1:
+        return [(target, source)]
+    exact = source if source.dtype == target.dtype else source.float()
+    torch.mul(exact, factor, out=target)
+    return []
 
 
 @dataclass(frozen=True, slots=True)
-class _StackPlaces:
-    """Changes of one other kind, see `Stack`."""
+class StackPlaces:
+    """Places of a `Stack` in one tensor of bytes."""
 
     by_layer: Mapping[int, Weighted]
     index: Place
@@ -280,6 +298,16 @@ class _StackPlaces:
         return Stack(
             list(self.by_layer), self.index.of(flat), tensors, delta.scale, strength
         )
+
+    def fill(self, flat: Tensor) -> None:
+        """Sets the tensors of the stack, layer by layer."""
+        stack = self.of(flat)
+        stack.index.copy_(torch.tensor(stack.positions))
+        deltas = [delta for _, delta in self.by_layer.values()]
+        for name, tensor in stack.tensors.items():
+            shape = tensor.shape[1:]
+            sources = [delta.tensors[name].view(shape) for delta in deltas]
+            torch._foreach_copy_(tensor.unbind(), sources)
 
 
 class LoraChanges(NamedTuple):
@@ -303,7 +331,7 @@ class PackedLoras:
 
     size_bytes: int
     _low_rank: Mapping[Group | Shape, LowRank]
-    _stacks: Mapping[Group, Sequence[_StackPlaces]]
+    _stacks: Mapping[Group, Sequence[StackPlaces]]
 
     @property
     def ranks(self) -> dict[Shape, int]:
@@ -322,15 +350,7 @@ class PackedLoras:
         for plain in self._low_rank.values():
             plain.fill(flat)
         for places in itertools.chain.from_iterable(self._stacks.values()):
-            stack = places.of(flat)
-            stack.index.copy_(torch.tensor(stack.positions))
-            for name, tensor in stack.tensors.items():
-                shape = tensor.shape[1:]
-                sources = [
-                    each.tensors[name].view(shape)
-                    for _, each in places.by_layer.values()
-                ]
-                torch._foreach_copy_(tensor.unbind(), sources)
+            places.fill(flat)
         return flat
 
     def of(self, flat: Tensor) -> LoraChanges:
@@ -363,8 +383,10 @@ def pack(
         for group, paths in groups.items()
         for at, path in enumerate(paths)
     }
-    of_low_rank: dict[Group | Shape, dict[int, list[WeightedFactors]]] = {}
-    others: dict[Group, dict[int, list[Weighted]]] = {}
+    of_low_rank: defaultdict[Group | Shape, dict[int, list[WeightedFactors]]]
+    of_low_rank = defaultdict(lambda: defaultdict(list))
+    others: defaultdict[Group, dict[int, list[Weighted]]]
+    others = defaultdict(lambda: defaultdict(list))
     for lora in loras:
         for path, delta in lora.deltas.items():
             strength, tensors = lora.weight * delta.scale, delta.tensors
@@ -372,18 +394,15 @@ def pack(
                 return None
             group, at = known[path]
             if isinstance(group, Shape):
-                if (factors := kinds.factorise(tensors, group.max_rank)) is None:
+                factors = kinds.factorise(tensors, group.max_rank)
+                if factors is None:
                     return None
             elif tensors.keys() == {"down", "up"}:
                 factors = _flat(tensors["up"]), _flat(tensors["down"])
             else:
-                others.setdefault(group, {}).setdefault(at, []).append(
-                    (lora.weight, delta)
-                )
+                others[group][at].append((lora.weight, delta))
                 continue
-            of_low_rank.setdefault(group, {}).setdefault(at, []).append(
-                (strength, factors)
-            )
+            of_low_rank[group][at].append((strength, factors))
     room, low_rank = Room(), {}
     for group, changes in of_low_rank.items():
         # The device multiplies by the largest, so that most jobs' factors are copied as they are.
@@ -393,27 +412,12 @@ def pack(
             dtype, len(groups[group]), changes, largest
         )
     stacks = {
-        group: [
-            _StackPlaces(
-                stacked,
-                room.place(torch.int64, len(stacked)),
-                {
-                    name: room.place(
-                        tensor.dtype, len(stacked), *_as_linear(tensor.shape)
-                    )
-                    for name, tensor in next(iter(stacked.values()))[1].tensors.items()
-                },
-            )
-            for stacked in _alike(by_layer)
-        ]
+        group: [room.place_stack(alike) for alike in _alike(by_layer)]
         for group, by_layer in others.items()
     }
     packed = PackedLoras(room.size_bytes, low_rank, stacks)
-    return (
-        packed
-        if all(rank <= shape.max_rank for shape, rank in packed.ranks.items())
-        else None
-    )
+    fits = all(rank <= shape.max_rank for shape, rank in packed.ranks.items())
+    return packed if fits else None
 
 
 def _alike(
@@ -441,8 +445,9 @@ def _flat(factor: Tensor) -> Tensor:
 
 def _as_linear(shape: Sequence[int]) -> tuple[int, ...]:
     """The shape without a 1x1 kernel: such convolutions are stacked with linear layers."""
-    kernel = 2
-    return tuple(shape[:kernel]) if math.prod(shape[kernel:]) == 1 else tuple(shape)
+    matrix = 2
+    is_linear = math.prod(shape[matrix:]) == 1
+    return tuple(shape[:matrix] if is_linear else shape)
 
 
 def _rank(weighted: Iterable[WeightedFactors]) -> int:
