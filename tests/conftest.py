@@ -58,71 +58,6 @@ collect_ignore = ["azurite/node_modules", "dashboards/debian", "deploy/debian"]
 #: VictoriaMetrics makes samples visible only after this time, flushed or not.
 FLUSH_SECONDS = 1.2
 
-#: Folders and files, below tests/, whose tests are marked `slow`: `make test-slow` runs them, and
-#: `make test` does without them. A single slow test in another file carries the mark itself.
-SLOW = (
-    "benchmarks",
-    "dashboards/test_live_fleet.py",
-    "demo_model/test_demo_cascade.py",
-    "deploy/kubernetes/test_scraping.py",
-    "deploy/test_container.py",
-    "deploy/test_ten_commands.py",
-    "docs/test_notebook.py",
-    "end_to_end/money",
-    "end_to_end/test_cascade_curve.py",
-    "end_to_end/test_demo.py",
-    "end_to_end/test_gpus.py",
-    "end_to_end/test_gpus_with_models.py",
-    "end_to_end/test_job_mode.py",
-    "end_to_end/test_models.py",
-    "end_to_end/test_salad_worker.py",
-    "end_to_end/test_several_images.py",
-    "end_to_end/test_token_rotation.py",
-    "end_to_end/test_tutorial.py",
-    "end_to_end/test_worker_log.py",
-    "end_to_end/test_worker_terminal.py",
-    "evaluation",
-    "faults",
-    "fleet/gallery/test_page_in_browser.py",
-    "fleet/report/test_page_in_browser.py",
-    "fleet/sweep",
-    "test_wheel.py",
-    "worker/engine/control",
-    "worker/engine/families",
-    "worker/engine/kernels",
-    "worker/engine/passes/test_upscale_thread.py",
-    "worker/engine/passes/test_tiles.py",
-    "worker/engine/passes/test_upscaler_files.py",
-    "worker/engine/pixel",
-    "worker/engine/slots/test_compiled.py",
-    "worker/engine/slots/test_convolution.py",
-    "worker/engine/slots/test_memory.py",
-    "worker/engine/test_baseline.py",
-    "worker/engine/test_batch_engine.py",
-)
-
-#: Files of a few tests that take long: begun first, so that none of them is the last.
-FIRST = (
-    "chaos/test_storm.py",
-    "end_to_end/test_worker_process.py",
-    "fleet/keys/test_thief.py",
-)
-
-#: On the process of another file, by their paths: the images are built once, and torch, which
-#: takes seconds, is imported once for the workers that are forked.
-JOINED_FILES = {
-    "tests/deploy/test_ten_commands.py": "tests/deploy/test_container.py",
-    **dict.fromkeys(
-        (
-            "tests/end_to_end/test_cascade_curve.py",
-            "tests/end_to_end/test_demo.py",
-            "tests/end_to_end/test_job_mode.py",
-            "tests/end_to_end/test_models.py",
-        ),
-        "tests/end_to_end/test_worker_process.py",
-    ),
-}
-
 
 @dataclass(frozen=True)
 class VictoriaMetrics:
@@ -269,25 +204,6 @@ def salad_module(load_file: Callable[[Path], Any]) -> Any:
     return load_file(Path(__file__).parent / "chaos" / "salad_fake.py")
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadfile`, with `JOINED_FILES`."""
-    if config.getvalue("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    config.option.loadscopereorder = (
-        False  # by the number of tests: a long one would be the last
-    )
-
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            scope: str = super()._split_scope(nodeid)
-            return JOINED_FILES.get(scope, scope)
-
-    return Scheduling(config, log)
-
-
 def pytest_configure() -> None:
     # The search for garbage would look through all that is imported, torch too, again and again.
     gc.disable()
@@ -298,22 +214,24 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what is in `SLOW`; for several processes, `FIRST` and files of many tests come first.
+    """Gives slow tests their longer limit, and keeps a file's tests on one process.
 
-    Slow tests may take long on a busy machine: only what hangs is ended.
+    Files whose tests share what is built once name an `xdist_group` of their own.
     """
-    root = Path(__file__).parent
     for item in items:
-        path = item.path.relative_to(root)
-        if not {str(part) for part in (path, *path.parents)}.isdisjoint(SLOW):
-            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1200))
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     if "PYTEST_XDIST_WORKER" in os.environ:
         tests = Counter(item.path for item in items)
-        first = {root / path for path in FIRST}
+        # What takes long is begun first, so that it is not the last.
         items.sort(
-            key=lambda item: (item.path not in first, -tests[item.path], str(item.path))
+            key=lambda item: (
+                item.get_closest_marker("long") is None,
+                -tests[item.path],
+                str(item.path),
+            )
         )
 
 

@@ -47,6 +47,8 @@ from kernel_files import KEY, compile_into
 from salad_fake import fleet_file
 from worker.files.kernels import archive
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 AZURE = "DefaultEndpointsProtocol=https;AccountName=pictures;AccountKey=a2V5a2V5"

@@ -13,9 +13,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
+
 from imagefleet import errors
 from imagefleet.job import differences, editing, settings_table
 from imagefleet.job.message import Job, read_job
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 

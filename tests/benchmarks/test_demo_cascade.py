@@ -21,6 +21,8 @@ from worker.engine import contract
 from worker.engine.pixel import checkpoint
 from worker.engine.pixel.parts import StagePreparer
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 STEPS = {"base": 3, "sr": 2}

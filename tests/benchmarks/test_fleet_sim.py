@@ -35,6 +35,8 @@ from simulation.fleet import Fleet, Plan, Stage, stand_ins
 from simulation.nodes import Card, Weather
 from worker.settle import InFlightJob
 
+pytestmark = pytest.mark.slow
+
 #: Faster than any card, so that a minute has thousands of images.
 CARD = Card("fast", 8.0, 1.0)
 

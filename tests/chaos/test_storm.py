@@ -6,6 +6,8 @@ import forks
 import storm
 from imagefleet.storage.settings import StorageSettings
 
+pytestmark = pytest.mark.long
+
 
 def test_commands_and_workers_of_a_storm_have_every_part_of_its_storage(
     storage_settings: StorageSettings, monkeypatch: pytest.MonkeyPatch

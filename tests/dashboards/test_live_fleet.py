@@ -30,6 +30,8 @@ from fleet.monitor import prometheus
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
+pytestmark = pytest.mark.slow
+
 COMMAND = Path(sys.executable).with_name("imagefleet")
 
 #: Pushes and measurements every second, and an engine that leaves the processor to others.

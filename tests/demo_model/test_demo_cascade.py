@@ -12,6 +12,8 @@ from evaluation.score.demo import judge
 from imagefleet.files import demo
 from worker.engine.pixel import checkpoint
 
+pytestmark = pytest.mark.slow
+
 #: Of the scenes, which are none of those that docs/cascade.md counts.
 SEED = 5
 

@@ -14,6 +14,8 @@ from referencing import Registry, Resource
 
 from worker.settings import WorkerSettings
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("container images")]
+
 #: The first test builds the images.
 BUILDS = pytest.mark.timeout(600)
 

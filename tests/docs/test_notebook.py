@@ -7,6 +7,8 @@ from typing import Any
 import nbformat
 import pytest
 
+pytestmark = pytest.mark.slow
+
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "client.ipynb"
 
 

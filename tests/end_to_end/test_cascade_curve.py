@@ -4,8 +4,12 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 import forks
 from pixel import tiny_cascade
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("worker processes")]
 
 CAPTIONS = ("a red house", "two blue stars", "a green tree")
 

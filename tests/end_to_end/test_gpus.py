@@ -28,7 +28,10 @@ JOBS = 40
 #: A worker with a stand-in engine, a flag and some Python each (fixture of conftest.py).
 StandInWorker = Callable[..., list[Any]]
 
-pytestmark = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.parametrize("storage_settings", ["local"], indirect=True),
+]
 
 
 class Machine:

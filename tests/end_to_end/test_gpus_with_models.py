@@ -17,6 +17,8 @@ from PIL import Image
 
 from imagefleet.storage.open import Storage
 
+pytestmark = pytest.mark.slow
+
 #: By model; more than one GPU draws before the other has started.
 JOBS = {"one": 8, "two": 48}
 

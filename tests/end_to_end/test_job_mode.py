@@ -11,6 +11,8 @@ import forks
 import polling
 from imagefleet.storage.open import Storage
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("worker processes")]
+
 Start = Callable[..., forks.Fork]  # the fixture of conftest.py
 
 on_azurite = pytest.mark.parametrize("storage_settings", ["azurite"], indirect=True)

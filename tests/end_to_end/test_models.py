@@ -18,6 +18,8 @@ import forks
 import tiny_model as tiny
 from imagefleet.storage.open import Storage
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("worker processes")]
+
 JOBS = 4
 MODELS = ("tiny", "other")
 

@@ -27,6 +27,8 @@ from worker.metrics import Outcome
 from worker.node import salad
 from worker.settings import WorkerSettings
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 #: A worker process with a stand-in engine; what takes minutes in production is made short.

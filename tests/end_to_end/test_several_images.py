@@ -14,6 +14,8 @@ import polling
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage
 
+pytestmark = pytest.mark.slow
+
 IMAGES = 48
 
 #: Of the stand-in engine, which holds four images at a time.

@@ -21,6 +21,8 @@ from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
+pytestmark = pytest.mark.slow
+
 JOBS = 72
 
 #: Tokens are valid for two or three seconds (Azure's times are whole); the jobs take about eleven.

@@ -18,6 +18,8 @@ from PIL import Image
 
 import polling
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "tutorial.md"
 

@@ -24,7 +24,10 @@ COMMAND = Path(sys.executable).with_name("imagefleet")
 #: A worker with a stand-in engine, a flag and some Python each (fixture of conftest.py).
 StandInWorker = Callable[..., list[Any]]
 
-pytestmark = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.parametrize("storage_settings", ["local"], indirect=True),
+]
 
 BUG = "from fleet.worker import command; command.require_libraries = lambda: 1 / 0"
 

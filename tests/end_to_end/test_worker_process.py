@@ -16,6 +16,8 @@ import forks
 import polling
 from imagefleet.storage.open import Storage
 
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("worker processes")]
+
 JOBS = 24
 LEASE_SECONDS = "3"
 

@@ -29,7 +29,10 @@ LOGGED = re.compile(LOG_LINE.pattern.replace(" ", ""))
 #: The live line, or the summary.
 REST = re.compile(r"[|/\\-] \S|images {4}")
 
-pytestmark = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.parametrize("storage_settings", ["local"], indirect=True),
+]
 
 
 class Terminal:

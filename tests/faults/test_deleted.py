@@ -21,6 +21,8 @@ from loadgen.settings import LoadSettings
 from proxy import FaultProxy
 from worker.engine import contract
 
+pytestmark = pytest.mark.slow
+
 Jobs = Callable[..., list[str]]
 Work = Callable[..., Coroutine[Any, Any, Any]]
 

@@ -21,6 +21,8 @@ from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import logs
 from worker.files.disk_cache import DiskCache
 
+pytestmark = pytest.mark.slow
+
 Imagefleet = Callable[..., tuple[int, str]]
 Jobs = Callable[..., list[str]]
 Mount = Callable[..., Any]

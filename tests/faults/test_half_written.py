@@ -16,6 +16,8 @@ from loadgen.file_source import FileSource
 from worker.files import model
 from worker.settings import WorkerSettings
 
+pytestmark = pytest.mark.slow
+
 Imagefleet = Callable[..., tuple[int, str]]
 Jobs = Callable[..., list[str]]
 Mount = Callable[..., Any]

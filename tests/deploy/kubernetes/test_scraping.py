@@ -18,6 +18,8 @@ import yaml
 
 import polling
 
+pytestmark = pytest.mark.slow
+
 Render = Callable[..., Any]  # the fixture of conftest.py
 Tool = Callable[[str], str]
 

@@ -57,7 +57,10 @@ Run = Callable[..., Awaitable[Any]]
 Start = Callable[..., Awaitable[asyncio.subprocess.Process]]
 StandInWorker = Callable[..., list[Any]]  # the fixture of conftest.py
 
-pytestmark = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.parametrize("storage_settings", ["local"], indirect=True),
+]
 
 
 class Noting:

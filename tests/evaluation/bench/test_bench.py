@@ -17,10 +17,13 @@ from imagefleet import errors
 from imagefleet.job.message import read_job
 from worker.engine import contract
 
-pytestmark = pytest.mark.filterwarnings(
-    # diffusers converts torch tensors to numpy in a way that numpy deprecates
-    "ignore:__array__ implementation:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(
+        # diffusers converts torch tensors to numpy in a way that numpy deprecates
+        "ignore:__array__ implementation:DeprecationWarning"
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,8 @@ from imagefleet.pricing import families
 from worker.engine import contract
 from worker.engine.families.table import SDXL, X4_UPSCALER
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def tiny_sdxl(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -15,6 +15,8 @@ from imagefleet.job.message import read_job
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
+pytestmark = pytest.mark.slow
+
 #: Images/s of each of so many workers: two get in each other's way. The first moment is
 #: slower, as a warm-up is, and until then one compiles.
 STAND_IN = """

@@ -18,6 +18,8 @@ from evaluation.score.metrics import clip_score, frechet_distance, unit
 from evaluation.score.statistics import Features, Statistics
 from imagefleet import errors
 
+pytestmark = pytest.mark.slow
+
 COUNT = 37  # two batches and a part
 
 

@@ -17,6 +17,8 @@ from fleet import console
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
+pytestmark = pytest.mark.slow
+
 Imagefleet = Callable[..., Any]  # the fixtures of conftest.py
 Encode = Callable[..., bytes]
 Folders = tuple[Path, Path]

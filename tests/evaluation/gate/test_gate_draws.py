@@ -16,6 +16,8 @@ from worker.engine.samplers import schedule as schedules
 from worker.engine.slots import prepare as preparing
 from worker.engine.slots.engine import SlotEngine
 
+pytestmark = pytest.mark.slow
+
 Imagefleet = Callable[..., Any]  # the fixture of conftest.py
 
 CAPTIONS = """

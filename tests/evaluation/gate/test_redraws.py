@@ -6,11 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from evaluation.gate import draw, jobs, sides
 from fleet import console
 from imagefleet.files import demo
+
+pytestmark = pytest.mark.slow
 
 Imagefleet = Callable[..., Any]  # the fixture of conftest.py
 

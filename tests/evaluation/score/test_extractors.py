@@ -19,6 +19,8 @@ from evaluation.score.networks import load
 from imagefleet import errors
 from imagefleet.job import clip
 
+pytestmark = pytest.mark.slow
+
 
 def picture(width: int = 61, height: int = 47, seed: int = 0) -> Image.Image:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3))

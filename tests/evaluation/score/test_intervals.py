@@ -12,6 +12,8 @@ from evaluation.score.metrics import Estimate
 from evaluation.score.statistics import Features, Statistics
 from fleet import console
 
+pytestmark = pytest.mark.slow
+
 DIMENSIONS = 12
 
 #: Sets of images that are drawn; the share of intervals that contain the truth is within 5 %.

@@ -20,6 +20,8 @@ from evaluation.score.plan import Chunk
 from evaluation.score.statistics import Statistics
 from imagefleet import errors
 
+pytestmark = pytest.mark.slow
+
 #: Of the fixed random network.
 DIMENSIONS = 48
 

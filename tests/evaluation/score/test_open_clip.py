@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from evaluation.score.networks import load
 from imagefleet import errors
 
+pytestmark = pytest.mark.slow
+
 MODEL = {
     "embed_dim": 12,
     "vision_cfg": {

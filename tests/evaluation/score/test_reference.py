@@ -20,6 +20,8 @@ from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
+pytestmark = pytest.mark.slow
+
 Imagefleet = Callable[
     ..., "subprocess.CompletedProcess[str]"
 ]  # the fixture of conftest.py

@@ -25,6 +25,8 @@ from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import StorageSettings
 
+pytestmark = pytest.mark.slow
+
 Imagefleet = Callable[
     ..., "subprocess.CompletedProcess[str]"
 ]  # the fixture of conftest.py

@@ -26,6 +26,8 @@ from imagefleet.storage.settings import StorageSettings
 from in_browser import drawn_campaign, gallery
 from in_browser.browser import Browser, Page
 
+pytestmark = pytest.mark.slow
+
 IMAGES = 3_000
 FAILED = 7
 

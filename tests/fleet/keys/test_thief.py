@@ -30,6 +30,8 @@ from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from worker.files import manifest
 
+pytestmark = pytest.mark.long
+
 Imagefleet = Callable[..., Any]
 RunWorker = Callable[..., Awaitable[None]]
 

@@ -21,6 +21,8 @@ from fleet.report import figures, page, records
 from imagefleet.pricing import prices
 from imagefleet.records.record import Record
 
+pytestmark = pytest.mark.slow
+
 NOON = datetime(2026, 11, 1, 12, 0, tzinfo=UTC)
 
 BROWSERS = (

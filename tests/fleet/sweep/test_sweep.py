@@ -23,6 +23,8 @@ from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from loadgen.caption_sweep import CaptionFile, SweepSource, groups
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]

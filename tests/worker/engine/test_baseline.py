@@ -15,10 +15,13 @@ from worker.engine import contract
 
 CPU = torch.device("cpu")
 
-pytestmark = pytest.mark.filterwarnings(
-    # diffusers converts torch tensors to numpy in a way that numpy deprecates
-    "ignore:__array__ implementation:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(
+        # diffusers converts torch tensors to numpy in a way that numpy deprecates
+        "ignore:__array__ implementation:DeprecationWarning"
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,8 @@ from worker.engine import contract
 from worker.engine.sampler import NoiseStream
 from worker.engine.slots.prepare import PreparedRequest
 
+pytestmark = pytest.mark.slow
+
 #: Out of 255. Another batch size means another order of float32 sums, which may change the rounding
 #: to 8 bits. Rows mixed up would differ by 100 and more.
 ROUNDING = 2

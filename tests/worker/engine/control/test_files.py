@@ -14,6 +14,8 @@ from imagefleet import errors
 from worker.engine.control import cache
 from worker.engine.networks.transformer import Call
 
+pytestmark = pytest.mark.slow
+
 ROUNDING = 1
 
 _RESNET = {

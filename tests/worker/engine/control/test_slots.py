@@ -17,6 +17,8 @@ from worker.engine.control import cache, network
 from worker.engine.passes import begin
 from worker.engine.samplers.schedule import make_schedule
 
+pytestmark = pytest.mark.slow
+
 ROUNDING = 2
 
 

@@ -15,6 +15,8 @@ from worker.engine.contract import Settings
 from worker.engine.families.latents import of_latents
 from worker.engine.slots import engine as slot_engine
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def small_model(family_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:

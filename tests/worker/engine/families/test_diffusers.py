@@ -28,9 +28,10 @@ ROUNDING = 2
 
 WORDS, OTHERS = "a red circle above a blue square", "green, blurry"
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
 
 
 @pytest.fixture

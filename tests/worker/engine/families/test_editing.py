@@ -18,9 +18,10 @@ from imagefleet.job import samplers
 from imagefleet.job.samplers import Options
 from worker.engine import contract
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
 
 Words = Sequence[tuple[str, float]]
 """Words and their weights."""

@@ -11,9 +11,10 @@ from safetensors.torch import save_file
 from imagefleet import errors
 from worker.engine import contract
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
 
 #: Out of 255: another batch size and other products mean another order of float32 sums.
 ROUNDING = 2

@@ -28,9 +28,10 @@ HIRES = contract.HiresPass(
     width=128, height=128, denoising_strength=0.7, steps=5, upscaler="Latent"
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
 
 
 @pytest.fixture

@@ -31,9 +31,10 @@ SIZE = 64
 
 SAMPLERS = ["euler_ancestral", "euler", "dpmpp_2m", "dpmpp_2m_karras", "ddim", "plms"]
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
 
 
 @pytest.fixture

@@ -54,9 +54,10 @@ KINDS: dict[str, Any] = {
     "euler": EulerDiscreteScheduler,
 }
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
 
 
 @pytest.fixture(scope="session")

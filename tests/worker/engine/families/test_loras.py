@@ -33,6 +33,7 @@ _ADAPTED = (
 )
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning"),
     pytest.mark.filterwarnings(

@@ -18,6 +18,8 @@ from worker.engine.lora import original_names
 from worker.engine.lora.file import adaptable_layers
 from worker.files import check
 
+pytestmark = pytest.mark.slow
+
 Weights = dict[str, torch.Tensor]
 
 _OPEN_CLIP = {

@@ -16,6 +16,8 @@ from worker.engine.families.table import FAMILIES
 from worker.engine.slots import memory
 from worker.engine.slots.engine import SlotEngine
 
+pytestmark = pytest.mark.slow
+
 ROUNDING = 2
 
 

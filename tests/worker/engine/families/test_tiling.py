@@ -14,9 +14,10 @@ from worker.engine.passes import begin
 #: Out of 255: another batch size and other products mean another order of float32 sums.
 ROUNDING = 2
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
 
 
 @pytest.fixture

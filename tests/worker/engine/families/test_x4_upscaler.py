@@ -52,9 +52,10 @@ EULERS: dict[str, Any] = {
     "euler": EulerDiscreteScheduler,
 }
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,8 @@ import torch
 
 from worker.engine.kernels import layers
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_kernel_that_gives_nan_is_never_chosen() -> None:
     expected = torch.linspace(-1, 1, 64)

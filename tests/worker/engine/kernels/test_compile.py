@@ -10,6 +10,8 @@ import torch
 from worker.engine import phases
 from worker.engine.kernels.compile import Compiled
 
+pytestmark = pytest.mark.slow
+
 
 def step(state: torch.Tensor, weight: torch.Tensor) -> None:
     state.copy_(torch.relu(state @ weight) + 1)

@@ -8,6 +8,8 @@ from torch import nn
 
 from worker.engine.kernels import layers
 
+pytestmark = pytest.mark.slow
+
 Normalise = Callable[[torch.Tensor, nn.GroupNorm], torch.Tensor]
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

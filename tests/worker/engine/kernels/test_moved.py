@@ -12,9 +12,10 @@ from kernel_files import KEY
 from worker.engine.kernels.compile import Compiled
 from worker.files.kernels import archive, cache
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # of torch's own modules
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

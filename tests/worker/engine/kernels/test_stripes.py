@@ -7,6 +7,8 @@ import torch
 import tiny_model
 from worker.engine import decoder
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("shape", [(2, 4, 24, 16), (1, 4, 8, 24), (1, 4, 9, 8)])
 @torch.no_grad()

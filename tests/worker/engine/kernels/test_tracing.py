@@ -8,6 +8,8 @@ import torch
 from worker.engine.kernels import compile  # noqa: A004 - the module's name
 from worker.gpu_thread import THREAD_NAME
 
+pytestmark = pytest.mark.slow
+
 
 def double(x: torch.Tensor) -> torch.Tensor:
     return x.mul_(2)

@@ -11,6 +11,8 @@ from torch import nn
 
 from worker.engine.kernels import layers
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("size", [(8, 8), (5, 3), (1, 1)])
 @pytest.mark.parametrize("bias", [True, False])

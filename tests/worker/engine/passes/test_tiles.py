@@ -13,6 +13,8 @@ from worker.engine import contract
 from worker.engine.passes import upscaling
 from worker.engine.passes.upscaling import OVERLAP, Network, in_tiles
 
+pytestmark = pytest.mark.slow
+
 
 def picture(height: int, width: int) -> contract.Pixels:
     return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)

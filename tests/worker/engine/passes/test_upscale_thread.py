@@ -19,6 +19,8 @@ from worker.engine.passes.upscale_thread import UpscaleThread
 from worker.engine.passes.upscaling import UpscalerCache
 from worker.engine.slots.engine import SlotEngine
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 Enlarging = Callable[..., contract.ImageRequest]

@@ -16,6 +16,8 @@ from tests.worker.engine.support import esrgan
 from worker.engine import contract
 from worker.engine.passes import upscaling as model
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 Build = Callable[..., tuple[Path, Any]]

@@ -13,6 +13,8 @@ from imagefleet.job.samplers import Noise, Options
 from worker.engine import contract, load
 from worker.engine.slots.engine import SlotEngine
 
+pytestmark = pytest.mark.slow
+
 #: Calls of another size are rounded in another way; over an image that is a level or two of 255.
 ROUNDING = 2
 

@@ -11,6 +11,8 @@ from worker.engine.pixel import checkpoint as checkpoints
 from worker.engine.pixel import schedules
 from worker.files import check
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def copied(stage: Any, tmp_path: Path) -> Path:

@@ -11,6 +11,8 @@ from PIL import Image
 from pixel import tiny_cascade
 from worker.engine import contract
 
+pytestmark = pytest.mark.slow
+
 PROMPT, NEGATIVE = "A red house", "blurry"
 
 #: Of values between -1 and 1. Random weights and guidance enlarge the rounding of a call, which is

@@ -18,6 +18,8 @@ from worker.engine.pixel import parts, schedules
 from worker.engine.samplers.by_sigma import karras
 from worker.engine.samplers.schedule import levels
 
+pytestmark = pytest.mark.slow
+
 CONFIG = {
     key: value
     for key, value in tiny_cascade.make_scheduler("base").config.items()

@@ -12,6 +12,8 @@ from imagefleet import errors
 from pixel import tiny_cascade
 from worker.engine.pixel import text_stage, text_states
 
+pytestmark = pytest.mark.slow
+
 NAME = tiny_cascade.ENCODER
 WIDTH = 32
 

@@ -22,6 +22,8 @@ from worker.engine.slots import engine as slots
 from worker.files import check
 from worker.node import check as node_check
 
+pytestmark = pytest.mark.slow
+
 ROUNDING = 2
 
 

@@ -9,6 +9,8 @@ from pixel import tiny_cascade
 from worker.engine.networks.transformer import SlotPrompts
 from worker.engine.pixel.unet import PixelUnet
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(("stage", "noise_level"), [("base", None), ("sr", 250)])
 def test_each_slot_gets_what_the_whole_unet_gives_alone(

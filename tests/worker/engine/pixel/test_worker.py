@@ -21,6 +21,8 @@ from worker.engine import contract
 from worker.engine.pixel import text_stage, text_states
 from worker.files import manifest
 
+pytestmark = pytest.mark.slow
+
 
 async def test_a_worker_draws_jobs_with_a_base_stage(
     storage: Storage,

@@ -21,6 +21,8 @@ from worker.engine.kernels import compile as compiling
 from worker.engine.slots import compile_policy
 from worker.engine.slots import engine as slot_engine
 
+pytestmark = pytest.mark.slow
+
 ROUNDING = 2
 
 #: Uncompiled against compiled images, in float32; one level at every pixel would be 48 dB.

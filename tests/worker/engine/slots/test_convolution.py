@@ -17,6 +17,8 @@ from worker.engine.networks.transformer import Call
 from worker.engine.slots import engine as slots
 from worker.engine.slots import step
 
+pytestmark = pytest.mark.slow
+
 ROUNDING = 2
 
 Write = Callable[..., contract.Lora]

@@ -8,6 +8,8 @@ from imagefleet import errors
 from imagefleet.telemetry import host
 from worker.engine.slots import memory
 
+pytestmark = pytest.mark.slow
+
 GIB = 2**30
 
 

@@ -33,9 +33,10 @@ from worker.engine.slots import step
 #: Out of 255: another batch size and other products mean another order of float32 sums.
 ROUNDING = 2
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,8 @@ import tiny_model
 from imagefleet import errors
 from worker.engine import contract, load
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = ["sd1", "sdxl"]
 
 

@@ -12,6 +12,8 @@ from diffusers import AutoencoderTiny
 from imagefleet import errors
 from worker.engine import contract, load
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def with_taesd(family_folder: Any, family_engine: Any, build_taesd: Any) -> Any:

@@ -10,6 +10,8 @@ import tiny_model
 from worker.engine import decoder
 from worker.engine.checkpoint import scale_down
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def tiny_vae() -> AutoencoderKL:
