@@ -15,7 +15,7 @@ PROCESSES := 3
 # Nothing here may load a model over the network.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-slow check bench chaos images fuzz docs
+.PHONY: demo test test-slow test-failed check bench chaos images fuzz docs
 
 demo: $(INSTALLED)
 	$(BIN)/imagefleet demo
@@ -33,6 +33,11 @@ test: check $(AZURITE) $(PROMETHEUS)
 # browsers, containers, Prometheus, the notebook, the wheel and the simulator.
 test-slow: $(INSTALLED) $(AZURITE) $(PROMETHEUS) $(CONTAINER)
 	$(PYTEST) -m slow
+
+# What failed in the last run, once more and one test after the other.
+test-failed: $(INSTALLED) $(AZURITE)
+	IMAGEFLEET_REQUIRE_AZURITE=1 OMP_NUM_THREADS=1 \
+	  $(BIN)/pytest --verbose --last-failed --last-failed-no-failures none
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

@@ -31,6 +31,7 @@ from azure.storage.queue import QueueServiceClient
 from prometheus_client import CollectorRegistry
 
 import azurite
+import hang
 from imagefleet import cancelled
 from imagefleet.files import safetensors
 from imagefleet.storage.azure.storage import API_VERSION
@@ -233,6 +234,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 str(item.path),
             )
         )
+
+
+_WATCHDOG = hang.HangWatchdog()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test that hangs is ended after a minute, with what it waits for."""
+    if not _WATCHDOG.is_alive():
+        _WATCHDOG.start()
+    _WATCHDOG.test = item.nodeid
+    try:
+        return (yield)
+    finally:
+        _WATCHDOG.test = None
 
 
 def pytest_collection_finish() -> None:

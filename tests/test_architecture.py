@@ -180,21 +180,3 @@ def test_every_package_says_what_it_is() -> None:
 
 def test_a_worker_has_no_more_settings_than_anyone_reads() -> None:
     assert len(WorkerSettings.model_fields) <= WORKER_SETTINGS
-
-
-@pytest.mark.parametrize("table", ["SLOW", "JOINED_FILES"])
-def test_the_tests_that_a_table_names_exist(table: str) -> None:
-    """A file that was moved would be among the quick ones again, unnoticed."""
-    (value,) = (
-        statement.value
-        for statement in ast.parse((ROOT / "tests" / "conftest.py").read_text()).body
-        if isinstance(statement, ast.Assign)
-        and ast.unparse(statement.targets[0]) == table
-    )
-    texts = [node.value for node in ast.walk(value) if isinstance(node, ast.Constant)]
-    places = [
-        (ROOT if str(text).startswith("tests/") else ROOT / "tests") / text
-        for text in texts
-    ]
-    assert places
-    assert [str(place) for place in places if not place.exists()] == []

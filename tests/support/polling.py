@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,28 +10,40 @@ from typing import Any
 #: Between two looks: short beside what is waited for, and long enough not to keep a processor busy.
 _PAUSE_SECONDS = 0.005
 
+#: After as many looks they become rare: who waits for what never comes is found idle (hang.py).
+_MANY_LOOKS = 2000
+_LONG_PAUSE_SECONDS = 0.2
+
 
 async def until(look: Callable[[], Any], enough: Callable[[Any], Any] = bool) -> Any:
     """Returns the first result of *look* (or of awaiting it) of which *enough* is true.
 
-    Without a limit of its own: a test has one, and a busy machine may take any share of it.
+    Without a limit of its own: what never comes is noticed by `hang.HangWatchdog`, and a busy
+    machine may take any time.
     """
-    while True:
+    for looks in itertools.count():
         found = look()
         if inspect.isawaitable(found):
             found = await found
         if enough(found):
             return found
-        await asyncio.sleep(_PAUSE_SECONDS)
+        await asyncio.sleep(_pause_seconds(looks))
+    raise AssertionError
 
 
 def until_in_thread(
     look: Callable[[], Any], enough: Callable[[Any], Any] = bool
 ) -> Any:
     """The same for a test or a thread without an event loop."""
-    while not enough(found := look()):
-        time.sleep(_PAUSE_SECONDS)
-    return found
+    for looks in itertools.count():
+        if enough(found := look()):
+            return found
+        time.sleep(_pause_seconds(looks))
+    raise AssertionError
+
+
+def _pause_seconds(looks: int) -> float:
+    return _PAUSE_SECONDS if looks < _MANY_LOOKS else _LONG_PAUSE_SECONDS
 
 
 async def turn(turns: int = 1) -> None:

@@ -1,0 +1,100 @@
+"""Ends a test that hangs, and says what it waits for.
+
+A test hangs if for a minute neither its process nor any that it started does anything. So a machine
+that is busy, or stands still, makes a test last as long as it needs, and only what waits for
+something that never comes is ended.
+"""
+
+import asyncio
+import linecache
+import os
+import signal
+import threading
+import time
+import traceback
+from types import FrameType
+from typing import Any
+
+import psutil
+import pytest
+
+HANG_SECONDS = 60.0
+
+_LOOK_SECONDS = 5.0
+
+#: The share of one core below which nothing happens: idle workers and servers poll, too.
+_IDLE_SHARE = 0.1
+
+
+class HangWatchdog(threading.Thread):
+    """Watches the processor time of this process and those below it while a test runs."""
+
+    def __init__(self) -> None:
+        super().__init__(name="hang watchdog", daemon=True)
+        self.test: str | None = None
+        """The running test's id; None between tests."""
+        signal.signal(signal.SIGUSR1, self._fail)
+
+    def run(self) -> None:
+        test, idle_seconds, used_before = None, 0.0, 0.0
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            used = _processor_seconds()
+            is_idle = abs(used - used_before) < _IDLE_SHARE * _LOOK_SECONDS
+            used_before = used
+            if not is_idle or self.test is None or self.test != test:
+                test, idle_seconds = self.test, 0.0
+                continue
+            # Looks are counted, not the clock: a machine that stands does not make them.
+            idle_seconds += _LOOK_SECONDS
+            if idle_seconds >= HANG_SECONDS:
+                idle_seconds = 0.0
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    def _fail(self, _signal: int, frame: FrameType | None) -> None:
+        if self.test is not None:
+            pytest.fail(
+                f"hangs: nothing ran for {HANG_SECONDS:g} s. It waits at\n{_waiting(frame)}"
+            )
+
+
+def _processor_seconds() -> float:
+    """Of this process, those below it, and those that ended and were waited for."""
+    me = psutil.Process(os.getpid())
+    total = 0.0
+    for process in (me, *me.children(recursive=True)):
+        try:
+            times = process.cpu_times()
+        except psutil.Error:  # it has ended meanwhile
+            continue
+        total += times.user + times.system + times.children_user + times.children_system
+    return total
+
+
+def _waiting(frame: FrameType | None) -> str:
+    """The stacks of the main thread and of the event loop's tasks."""
+    stacks = ["".join(traceback.format_stack(frame, limit=6))]
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return stacks[0]
+    stacks += [
+        f"{task.get_name()}:\n{_stack_of(task.get_coro())}"
+        for task in asyncio.all_tasks(loop)
+    ]
+    return "\n".join(stacks)
+
+
+def _stack_of(awaited: Any) -> str:
+    """The lines at which a coroutine, and those that it awaits, are suspended."""
+    lines = []
+    while awaited is not None:
+        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)
+        if frame is not None:
+            name, number = frame.f_code.co_filename, frame.f_lineno
+            code = linecache.getline(name, number).strip()
+            lines.append(f'  File "{name}", line {number}\n    {code}\n')
+        awaited = getattr(awaited, "cr_await", None) or getattr(
+            awaited, "gi_yieldfrom", None
+        )
+    return "".join(lines)
