@@ -2,8 +2,8 @@
 
     python benchmarks/scoring/few_steps.py --picture few-steps.png --curves .
 
-The held-out captions of `demo_model.py`, read by the same judge: as jobs draw them, and in few
-Euler steps of one row ("trailing" timesteps, which A1111 calls SGM Uniform), with the LoRA and
+The held-out captions of `measure_demo_model.py`, read by the same judge: as jobs draw them, and in
+few Euler steps of one row ("trailing" timesteps, which A1111 calls SGM Uniform), with the LoRA and
 without; and the world's own pictures of them, of which even as few have an FID. Dollars are those
 of `imagefleet plan` for SD1.5's images of as many steps and rows. Prints a table; the last line is
 one JSON object. `--picture` shows the first captions, `--curves` FID and CLIP score over dollars.
@@ -24,20 +24,21 @@ from diffusers import EulerDiscreteScheduler
 from PIL import Image
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "demo_model" / "training"))
 
-import demo_model
-from demo_model import Case, Painter, held_out_cases
 from demo_world import answers, world
-from demo_world.training import train_few_steps
 from evaluation.score import figures, metrics, reference
 from evaluation.score.demo.judge import load_judge
 from evaluation.score.networks import load
 from fleet.plan import command as planning
 from fleet.plan import work
+from imagefleet.files import demo
 from imagefleet.job.message import Job
+from measure_demo_model import BATCH, GUIDANCE, Case, Painter, held_out_cases
 
+#: As the LoRA was trained.
+ACCELERATED_STEPS = 4
 STEPS = (1, 2, 4, 8)
 GUIDED_STEPS = (15, 5, 10, 20)
 PICTURES = 8
@@ -56,19 +57,19 @@ class Way(NamedTuple):
 
 GUIDED = tuple(
     Way(
-        f"Euler a, cfg_scale {demo_model.GUIDANCE:g}",
+        f"Euler a, cfg_scale {GUIDANCE:g}",
         steps,
-        demo_model.GUIDANCE,
+        GUIDANCE,
         has_lora=False,
     )
     for steps in GUIDED_STEPS
 )
 AS_JOBS_DO = GUIDED[0]
 WITH_LORA = tuple(Way("with the LoRA", steps) for steps in STEPS)
-WITHOUT = Way("without it", train_few_steps.STEPS, has_lora=False)
+WITHOUT = Way("without it", ACCELERATED_STEPS, has_lora=False)
 SHOWN = (
     AS_JOBS_DO,
-    *(way for way in WITH_LORA if way.steps == train_few_steps.STEPS),
+    *(way for way in WITH_LORA if way.steps == ACCELERATED_STEPS),
     WITHOUT,
 )
 
@@ -97,8 +98,8 @@ def draw(painter: Painter, cases: list[Case], lora: Path) -> Iterator[Drawn]:
             pipeline.load_lora_weights(lora)
             pipeline.fuse_lora()
         pictures, seconds = [], []
-        for start in range(0, len(cases), demo_model.BATCH):
-            part = slice(start, start + demo_model.BATCH)
+        for start in range(0, len(cases), BATCH):
+            part = slice(start, start + BATCH)
             began_at = time.perf_counter()
             pictures.append(
                 painter.draw(
@@ -224,7 +225,7 @@ def main() -> None:
     parser.add_argument(
         "--captions", type=int, default=200, help="held-out captions to draw"
     )
-    parser.add_argument("--model", type=Path, default=demo_model.ROOT / "demo_model")
+    parser.add_argument("--model", type=Path, default=demo.TRAINED)
     parser.add_argument("--picture", type=Path, help="a PNG to write")
     parser.add_argument("--curves", type=Path, help="a folder for two SVGs")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
@@ -237,7 +238,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.threads:
         torch.set_num_threads(given.threads)
-    lora = given.model / "loras" / f"{train_few_steps.RECIPE.name}.safetensors"
+    lora = given.model / "loras" / demo.ACCELERATOR.name
     cases = held_out_cases(given.captions)
     scorer, rows, shown = Scorer(cases), [], {}
     print(

@@ -1,7 +1,8 @@
 """A prompt's words for CLIP: its tokenizer, chunks of 75 tokens, and embeddings in them. No torch.
 
 The tokenizer is part of the package, since a single-file checkpoint carries none. The files are
-OpenAI's vocabulary, as open-clip has it; `benchmarks/demo_world/make_tokenizer.py` writes them.
+OpenAI's vocabulary, as open-clip has it;
+`demo_model/training/demo_world/make_tokenizer.py` writes them.
 Embeddings (textual inversion) are found as AUTOMATIC1111 finds them.
 """
 

@@ -1,6 +1,5 @@
 """Every program of `benchmarks/` runs, with little to do: each makes a figure of the documents."""
 
-import gzip
 import os
 import subprocess
 import sys
@@ -34,7 +33,6 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     ),
     "canary.py": ("--jobs", "1", "--steps", "2"),
     "compare.py": (str(ROOT), "--pairs", "2", "--within", "0.99", *STORE),
-    "demo_model.py": ("--captions", "2", *ONE_THREAD),
     "families/measure.py": (
         *TINY,
         "--folder",
@@ -75,17 +73,10 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         "--kinds",
         "img2img",
     ),
-    "train_demo_model.py": (
-        *("--toy", "--processes", "1"),
-        *("--output", "model", "--judge", "judge.safetensors"),
-    ),
 }
 
 #: Programs with tests of their own, by these.
 ELSEWHERE = {
-    "demo_world/cascade/measure.py": "benchmarks/test_demo_cascade.py",
-    "demo_world/cascade/train.py": "benchmarks/test_demo_cascade.py",
-    "demo_world/make_tokenizer.py": "benchmarks/test_programs.py",
     "engine.py": "benchmarks/test_documented_commands.py",
     "rows/engine.py": "benchmarks/test_documented_commands.py",  # `engine.py` starts it
     "fleet_sim.py": "benchmarks/test_fleet_sim.py",
@@ -117,23 +108,6 @@ def test_a_program_runs_with_little_to_do(program: str, tmp_path: Path) -> None:
 
     assert printed
     assert "nan" not in printed.lower().split()
-
-
-def test_the_tokenizer_is_made_of_its_vocabulary(tmp_path: Path) -> None:
-    made = ROOT / "imagefleet" / "job" / "clip_tokenizer"
-    vocabulary = tmp_path / "vocabulary.txt.gz"
-    vocabulary.write_bytes(gzip.compress((made / "merges.txt").read_bytes()))
-
-    run(
-        tmp_path,
-        "demo_world/make_tokenizer.py",
-        vocabulary.name,
-        "--output",
-        "tokenizer",
-    )
-
-    for path in (tmp_path / "tokenizer").iterdir():
-        assert path.read_bytes() == (made / path.name).read_bytes(), path.name
 
 
 def test_the_demos_reference_is_made_with_the_networks_that_read_it(

@@ -1,4 +1,4 @@
-"""Trains the demo's cascade: python benchmarks/demo_world/cascade/train.py.
+"""Trains the demo's cascade: python demo_model/training/demo_world/cascade/train.py.
 
 First the base with its text encoder, then the second stage, on pictures that other processes draw
 meanwhile. `--state` keeps all that is needed to go on: stopped at any time (Ctrl-C, SIGTERM), the
@@ -19,7 +19,8 @@ import torch
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[4] / "benchmarks"))
 
 from demo_world.cascade import networks
 from demo_world.cascade.networks import StageName

@@ -1,4 +1,4 @@
-"""How well the demo checkpoint draws what a prompt says: python benchmarks/demo_model.py.
+"""How well the demo checkpoint draws what a prompt says: python demo_model/training/measure_demo_model.py.
 
 Held-out captions (combinations of object, colour and background that training never showed) are
 drawn with 15 Euler-ancestral steps at guidance 7 and read by the judge. Prints a table; the last
@@ -23,7 +23,7 @@ from demo_world.world import COLOURS, NEW_OBJECT, Scene, SceneOptions, sample_sc
 from evaluation.score.demo.judge import Judge, load_judge
 from imagefleet.job import clip
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = 15
 GUIDANCE = 7.0
 BATCH = 20

@@ -1,4 +1,4 @@
-"""How well the demo's cascade draws: python benchmarks/demo_world/cascade/measure.py.
+"""How well the demo's cascade draws: python demo_model/training/demo_world/cascade/measure.py.
 
 Both stages draw held-out captions (combinations of object, colour and background that training
 never showed) in the worker's engine, and the judge reads the pictures of the second. Prints a
@@ -19,17 +19,19 @@ import torch
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[4] / "benchmarks"))
 
 from demo_world import answers, world
 from demo_world.cascade import networks, pictures
 from evaluation.bench import work
 from evaluation.score import extractors
 from evaluation.score.demo import judge as judges
-from fleet.demo.command import TILE_PIXELS
 from worker.engine import contract, load
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
+
+TILE_PIXELS = 176
 
 #: The level of the noise on the image that is enlarged. With IF's 0.25 fewer things are right.
 _STRENGTH = 0.05

@@ -1,4 +1,4 @@
-"""Makes the demo checkpoint with one command: python benchmarks/train_demo_model.py.
+"""Makes the demo checkpoint with one command: python demo_model/training/train_demo_model.py.
 
 Stages run in order: pictures are drawn in the background; the autoencoder and the judge train on
 them; then the UNet with the text encoder; then the LoRAs, and last the one for few steps.
