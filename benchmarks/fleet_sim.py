@@ -15,7 +15,7 @@ images. Time is simulated, so a run depends on its seed alone; 1,000 to 1,400 jo
     python benchmarks/fleet_sim.py --pictures benchmarks/results/fleet-sim.json
 
 With --measured, cards get this engine's share of their limit that was measured (`engine.py`), or
-the table of GPUs of one machine goes on (`gpus.py`, `imagefleet bench scaling --json-file`).
+the table of GPUs of one machine goes on (`gpus.py`).
 
 With --stages, each job is a chain: the job of a stage is sent to its model's queue once the image
 of the one before is stored.

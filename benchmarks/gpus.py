@@ -34,12 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import aiohttp
 import pynvml
 
-from evaluation.bench.runs import until_warm
-from evaluation.bench.workers import DONE, Machine, running
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from one_machine import far_azurite, figures
-from one_machine.figures import DetailedSample
+from one_machine.workers import SAMPLE_SECONDS, Machine, Sample, running
 from worker.gpus import choice
 from worker.gpus.choice import Gpu
 from worker.settings import MachineSettings
@@ -49,9 +47,6 @@ START_SECONDS = 400.0
 
 #: A killed worker's jobs are delivered again after it.
 LEASE_SECONDS = 30
-
-#: Between two readings of the metrics, each some ten milliseconds of the parent's time.
-SAMPLE_SECONDS = 0.5
 
 #: For a killed worker's start with kernels in the cache, and the last jobs.
 KILL_SECONDS = 110.0
@@ -152,7 +147,8 @@ class Benchmark:
                 ) as machine,
             ):
                 filling = tasks.create_task(self._fill(storage, jobs, QUEUED * count))
-                await self._until_warm(machine, client)
+                async with asyncio.timeout(START_SECONDS):
+                    await machine.until_warm(client, arguments.warm)
                 samples, clocks = await self._samples(machine, client, gpus)
                 self.runs[count] = figures.measured(samples, names, clocks)
                 self.runs[count]["ready_seconds"] = samples[0].at - machine.began_at
@@ -176,22 +172,15 @@ class Benchmark:
             self._sent = end
             await asyncio.sleep(SAMPLE_SECONDS)
 
-    async def _until_warm(
-        self, machine: Machine, client: aiohttp.ClientSession
-    ) -> None:
-        """Until all GPUs draw, none compiles, and they draw no faster than they did before."""
-        async with asyncio.timeout(START_SECONDS):
-            await until_warm(machine, client, self.arguments.warm)
-
     async def _samples(
         self, machine: Machine, client: aiohttp.ClientSession, gpus: Sequence[Gpu]
-    ) -> tuple[list[DetailedSample], dict[str, Any]]:
+    ) -> tuple[list[Sample], dict[str, Any]]:
         """The samples of the measured time, and each card's mean clock and power."""
-        samples = [await machine.sample(client, DetailedSample)]
+        samples = [await machine.sample(client)]
         seen: dict[str, list[tuple[int, float]]] = defaultdict(list)
         while samples[-1].at - samples[0].at < self.arguments.seconds:
             await asyncio.sleep(SAMPLE_SECONDS)
-            samples.append(await machine.sample(client, DetailedSample))
+            samples.append(await machine.sample(client))
             for gpu in gpus:
                 if gpu.visible and gpu.visible.startswith("GPU-"):
                     seen[gpu.name].append(
@@ -206,7 +195,7 @@ class Benchmark:
         }
         return samples, clocks
 
-    def _check(self, last: DetailedSample, names: Sequence[str], jobs: int) -> None:
+    def _check(self, last: Sample, names: Sequence[str], jobs: int) -> None:
         if sum(last.images.values()) >= 0.95 * jobs:
             sys.exit(
                 f"the queue ran low: more than --jobs {self.arguments.jobs} per GPU are needed"
@@ -230,7 +219,7 @@ class Benchmark:
         if self.arguments.until - time.monotonic() < KILL_SECONDS:
             say("too little time is left to kill a worker: see --limit")
             return None
-        before = await machine.sample(client, DetailedSample)
+        before = await machine.sample(client)
         killed = machine.process_ids(gpu)[-1]
         os.kill(killed, signal.SIGKILL)
         killed_at = time.monotonic()
@@ -240,7 +229,7 @@ class Benchmark:
             await asyncio.sleep(
                 SAMPLE_SECONDS
             )  # its successor draws from the same queue
-            sample = await machine.sample(client, DetailedSample)
+            sample = await machine.sample(client)
             is_new = machine.process_ids(gpu)[-1] != killed
             draws_again = is_new and sample.images.get(gpu, 0) > 0
         drawing_again_seconds = time.monotonic() - killed_at if draws_again else None
@@ -254,7 +243,7 @@ class Benchmark:
         return {
             "gpu": gpu,
             "slots_busy_when_killed": before.busy_slots.get(gpu),
-            "restarts": (await machine.sample(client, DetailedSample)).restarts,
+            "restarts": (await machine.sample(client)).restarts,
             "drawing_again_seconds": drawing_again_seconds,
             "jobs": len(expected),
             "jobs_stored": len(expected & stored),
@@ -381,7 +370,7 @@ def main(given: Sequence[str] | None = None) -> None:
     benchmark.found["benchmark_seconds"] = time.monotonic() - began_at
     benchmark.write()
     print(json.dumps(figures.rounded(benchmark.found), indent=2))
-    if benchmark.found["drain_exit_code"] != DONE:
+    if benchmark.found["drain_exit_code"] != 0:
         sys.exit("the workers did not end as they should")
 
 

@@ -143,7 +143,7 @@ COMMANDS: dict[str, Case] = {
     "health": Case("live --port {port}", r"^not live: no answer", 1),
     "worker": Case("--model model", NEEDS_WORKER, 2),
     "demo": Case("", NEEDS_WORKER, 2),
-    "bench": Case("engine", NEEDS_WORKER, 2),
+    "bench": Case("", NEEDS_WORKER, 2),
 }
 
 

@@ -1,70 +1,16 @@
 """What samples of a machine's workers say: rates, idle time, cores and clocks."""
 
-import os
 import statistics
-from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from prometheus_client import Metric
-
-from evaluation.bench.workers import Machine, Sample, rate
+from one_machine.workers import Sample
 
 Figures = dict[str, Any]
 
-_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-
-
-@dataclass(slots=True)
-class DetailedSample(Sample):
-    """Also what the engines, the stages and the processors did."""
-
-    busy_seconds: dict[str, float] = field(default_factory=dict)
-    idle_seconds: dict[str, dict[str, float]] = field(
-        default_factory=lambda: defaultdict(dict)
-    )
-    busy_slots: dict[str, int] = field(default_factory=dict)
-    stage_seconds: Counter[str] = field(default_factory=Counter)
-    stage_counts: Counter[str] = field(default_factory=Counter)
-    recompiles: int = 0
-    restarts: int = 0
-    worker_cpu_seconds: float = 0.0
-    machine_cpu_seconds: float = 0.0
-    repeated_families: int = 0
-
-    def read(self, families: Sequence[Metric], machine: Machine) -> None:
-        Sample.read(self, families, machine)
-        counts = Counter(family.name for family in families)
-        self.repeated_families = sum(count > 1 for count in counts.values())
-        newest = (machine.process_ids(gpu)[-1] for gpu in machine.gpus)
-        self.worker_cpu_seconds = sum(map(_cpu_seconds, {machine.process.pid, *newest}))
-        self.machine_cpu_seconds = _machine_cpu_seconds()
-
-    def take(
-        self, gpu: str, name: str, labels: Mapping[str, str], value: float
-    ) -> None:
-        Sample.take(self, gpu, name, labels, value)
-        match name:
-            case "imagefleet_gpu_busy_seconds_total":
-                self.busy_seconds[gpu] = value
-            case "imagefleet_gpu_idle_seconds_total":
-                self.idle_seconds[gpu][labels["reason"]] = value
-            case "imagefleet_slots" if labels["state"] == "busy":
-                self.busy_slots[gpu] = int(value)
-            case "imagefleet_stage_seconds_sum":
-                self.stage_seconds[labels["stage"]] += value  # type: ignore[assignment]
-            case "imagefleet_stage_seconds_count":
-                self.stage_counts[labels["stage"]] += int(value)
-            case "imagefleet_engine_recompiles_total":
-                self.recompiles += int(value)
-            case "imagefleet_gpu_restarts_total":
-                self.restarts += int(value)
-
 
 def measured(
-    samples: Sequence[DetailedSample], gpus: Sequence[str], clocks: Mapping[str, Any]
+    samples: Sequence[Sample], gpus: Sequence[str], clocks: Mapping[str, Any]
 ) -> Figures:
     """The figures of one run on *gpus*, from its steady state."""
     first, last = samples[0], samples[-1]
@@ -96,7 +42,7 @@ def measured(
     }
 
 
-def _of_gpu(samples: Sequence[DetailedSample], gpu: str) -> Figures:
+def _of_gpu(samples: Sequence[Sample], gpu: str) -> Figures:
     first, last = samples[0], samples[-1]
     idle = {
         reason: seconds - first.idle_seconds[gpu][reason]
@@ -146,18 +92,12 @@ def rounded(figures: Any) -> Any:
     return round(figures, 4) if isinstance(figures, float) else figures
 
 
-def _cpu_seconds(process_id: int) -> float:
-    """Of a process with all its threads; 0 once it has ended."""
-    try:
-        status = Path(f"/proc/{process_id}/stat").read_text()
-    except OSError:
-        return 0.0
-    user, system = status.rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / _TICKS_PER_SECOND
+def rate(samples: Sequence[Sample], gpu: str) -> float:
+    """Images/s of a GPU: the slope of the line through all samples.
 
-
-def _machine_cpu_seconds() -> float:
-    """Of all processes: user, nice, system, and interrupts."""
-    fields = Path("/proc/stat").read_text().partition("\n")[0].split()[1:]
-    user, nice, system, _idle, _waiting, hard, soft = map(int, fields[:7])
-    return (user + nice + system + hard + soft) / _TICKS_PER_SECOND
+    Images that start together finish together, so the first and the last sample alone would be
+    wrong by up to a round of all slots, 2 % of a minute.
+    """
+    times = [sample.at for sample in samples]
+    images = [sample.images[gpu] for sample in samples]
+    return statistics.linear_regression(times, images).slope

@@ -59,7 +59,7 @@ class Measured:
 
 
 def read(file: Path) -> Measured:
-    """Reads the results of `imagefleet bench scaling`, `benchmarks/gpus.py`, or `engine.py`.
+    """Reads the results of `benchmarks/gpus.py` or `engine.py`.
 
     Raises:
         SetupError: the file has none of them.
@@ -68,21 +68,11 @@ def read(file: Path) -> Measured:
         found = json.loads(file.read_text(encoding="utf-8"))
         if "matrix_limit_fraction" in found:
             return Measured(limit_fraction=float(found["matrix_limit_fraction"]))
-        if "images_per_second_by_count" in found:
-            return Measured(_by_count(found["images_per_second_by_count"]))
-        rows = [
-            dict(row)
-            for row in found["rows"]
-            if row["workers"] and row["images_per_second"]
-        ]
+        return Measured(_by_count(found["images_per_second_by_count"]))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise errors.SetupError(
-            f"{file} is not what `imagefleet bench scaling --json-file`, benchmarks/gpus.py or"
-            f" benchmarks/engine.py writes: {error}"
+            f"{file} is not what benchmarks/gpus.py or benchmarks/engine.py writes: {error}"
         ) from None
-    if not rows:
-        raise errors.SetupError(f"{file} has no row of workers that drew images")
-    return Measured(rows)
 
 
 def _by_count(rates: dict[str, float]) -> list[dict[str, Any]]:

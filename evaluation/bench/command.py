@@ -5,15 +5,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from evaluation.bench.options import Asked, Kind, check
+from evaluation.bench.options import BenchOptions
 from fleet import console, options
-from fleet.options import argument
 from imagefleet.pricing import prices
 from worker.files import check as checkpoint
 from worker.settings import require_libraries
@@ -27,60 +25,34 @@ _SECONDS_PER_HOUR = 3600
 @options.flat
 def command(
     *,
-    kind: Kind = argument(
-        "images/s of one worker; seconds for 1, 2 and 4 images; or images/s of 1, 2, 4,"
-        " .. workers.",
-        metavar="[engine|latency|scaling]",
-    ),
-    asked: Asked,
+    asked: BenchOptions,
     json_file: options.JsonFile = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Measures this machine's speed.
 
-    engine: images/s with another LoRA per job, without LoRA, without guidance, and for a whole
-    worker, for Euler ancestral steps; the share of the limit that this machine's matrix products
-    set; and images per dollar.
+    Images/s for Euler ancestral steps with another LoRA per job, without LoRA, without guidance,
+    and for a whole worker; the share of the limit that this machine's matrix products set; and
+    images per dollar.
 
-    latency: the seconds from a prompt to its images, with another LoRA for each. Each number of
-    images has an engine with as many slots: on a GPU it is compiled first, which takes minutes.
+    imagefleet bench --baseline --gpu "RTX 4090" --json-file bench.json
 
-    scaling: real worker processes, one for each GPU, on one campaign in a temporary local storage,
-    compared with perfect linear. On a CPU all runs have the same threads for each worker.
-
-    imagefleet bench engine --baseline --gpu "RTX 4090" --json-file bench.json
-
-    imagefleet bench latency --family sdxl
-
-    imagefleet bench scaling --device cpu --workers 1,2
+    imagefleet bench --family sdxl --json-file sdxl.json
     """
-    check(kind, asked)
     console.check_writable(json_file)
     if asked.model is not None:  # before torch is imported
         checkpoint.check_path(asked.model)
     require_libraries()
-    if kind == "engine":
-        report = _measure_engine(asked)
-        show = partial(_show, report)
-    elif kind == "latency":
-        from evaluation.bench import latency
-
-        report = latency.measure(asked)
-        show = partial(latency.show, report)
-    else:
-        from evaluation.bench import scaling
-
-        rows, report = scaling.measure(asked)
-        show = partial(scaling.show, rows, report)
+    report = _measure(asked)
     if json_file is not None:
         console.write_file(json_file, console.json_text(report))
     if as_json:
         console.print_json(report)
     else:
-        show()
+        _show(report)
 
 
-def _measure_engine(asked: Asked) -> dict[str, Any]:
+def _measure(asked: BenchOptions) -> dict[str, Any]:
     from evaluation.bench import engine as bench_engine
     from evaluation.bench import machine
     from worker.engine import device as devices

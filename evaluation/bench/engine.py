@@ -1,4 +1,4 @@
-"""The measurements of `imagefleet bench engine`. Imports torch."""
+"""The measurements of `imagefleet bench`. Imports torch."""
 
 import asyncio
 import math
@@ -13,7 +13,7 @@ import torch
 
 from evaluation.bench import baseline, machine, random_model, work
 from evaluation.bench import jobs as bench_jobs
-from evaluation.bench.options import Asked
+from evaluation.bench.options import BenchOptions
 from imagefleet import errors
 from imagefleet.files import demo
 from imagefleet.pricing import families
@@ -119,7 +119,7 @@ def measure_baseline(
     return images / (time.perf_counter() - began_at)
 
 
-def measure(setup: Setup, asked: Asked, step: StartStep) -> dict[str, Any]:
+def measure(setup: Setup, asked: BenchOptions, step: StartStep) -> dict[str, Any]:
     """The figures of `--json`, as far as measured; raises FleetError if an image failed."""
     device = devices.find_device(asked.device)
     step("matrix products", 1)
@@ -185,7 +185,7 @@ def worker_settings(setup: Setup, name: str) -> WorkerSettings:
 class _EngineRun:
     """Runs on the engine's thread: measures the engine alone, then loads the worker's jobs."""
 
-    def __init__(self, setup: Setup, asked: Asked, step: StartStep) -> None:
+    def __init__(self, setup: Setup, asked: BenchOptions, step: StartStep) -> None:
         self._setup = setup
         self._asked = asked
         self._seconds = asked.seconds or SECONDS[devices.find_device(asked.device).type]

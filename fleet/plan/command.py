@@ -57,7 +57,7 @@ class Machines:
         "Speed of one replica.", min=0.0001, metavar="NUMBER"
     )
     bench: list[Path] | None = option(
-        "JSON of `imagefleet bench engine`; repeatable.", metavar="FILE"
+        "JSON of `imagefleet bench`; repeatable.", metavar="FILE"
     )
     replicas: int | None = option("Number of replicas.", min=1, metavar="COUNT")
     accelerator: str | None = option(

@@ -200,7 +200,7 @@ def mix_for(images: int, mix: Sequence[Part], deadline_hours: float) -> list[Par
 
 
 class _Report(BaseModel):
-    """What a plan takes from the JSON of `imagefleet bench engine`."""
+    """What a plan takes from the JSON of `imagefleet bench`."""
 
     device: str = Field(validation_alias=AliasPath("hardware", "device"))
     memory_bytes: int = Field(
@@ -223,7 +223,7 @@ def read_bench(path: Path, table: prices.PriceTable) -> Bench:
         raise errors.SetupError(
             f"the report {path}: {error.strerror or error}"
         ) from None
-    what = f"{path} is not the JSON of `imagefleet bench engine --json-file FILE`: "
+    what = f"{path} is not the JSON of `imagefleet bench --json-file FILE`: "
     # The report is the last line of the benchmark's output, so a log will do.
     last = text if text.startswith(b"{") else text.rpartition(b"\n")[2]
     with validation.as_error(errors.SetupError, what):

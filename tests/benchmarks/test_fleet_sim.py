@@ -17,6 +17,7 @@ from azure.core import exceptions
 import fleet_sim
 from fleet.plan import estimate
 from fleet.plan.estimate import Input, Part
+from imagefleet import errors
 from imagefleet.records.record import Totals, shard_part
 from imagefleet.storage.protocol import Clock
 from imagefleet.storage.routing.route import Route
@@ -312,39 +313,15 @@ def test_the_public_run_comes_out_as_published_from_its_seconds_per_job(
     assert slower.images == pytest.approx(replayed.images / 2, rel=0.02)
 
 
-def test_the_table_of_measured_workers_goes_on_with_simulated_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = [{"workers": 1, "images_per_second": 8.0, "linear_fraction": 1.0}]
-    file = tmp_path / "scaling.json"
-    file.write_text(json.dumps({"rows": rows}))
-    monkeypatch.setattr(fleet_sim, "ALONE_SECONDS", 30.0)
+@pytest.mark.parametrize(
+    "text", ["[]", '{"images_per_second_by_count": {"one": 2}}', "no"]
+)
+def test_results_of_another_program_are_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    file.write_text(text)
 
-    report = _run(capsys, monkeypatch, "--measured", str(file), "--replicas", "2")
-
-    assert report["measured"] == rows
-    assert report["replicas"] == 2
-    assert report["images_per_second"] == pytest.approx(16, rel=0.5)
-    assert set(report) >= {
-        *("replicas", "images_per_second", "linear_fraction", "idle_fraction", "lost"),
-        *(
-            "visible_duplicates",
-            "redeliveries",
-            "queue_operations_per_second",
-            "dollars",
-        ),
-        *("images_per_dollar", "bottleneck"),
-    }
-
-    for text in (
-        "[]",
-        '{"rows": 3}',
-        '{"images_per_second_by_count": {"one": 2}}',
-        "no JSON",
-    ):
-        file.write_text(text)
-        with pytest.raises(SystemExit, match="is not what `imagefleet bench scaling"):
-            _run(capsys, monkeypatch, "--measured", str(file))
+    with pytest.raises(errors.SetupError, match=r"is not what benchmarks/gpus.py or"):
+        measured.read(file)
 
 
 def test_the_gpus_of_one_machine_that_were_measured_are_the_first_rows(
@@ -363,6 +340,7 @@ def test_the_gpus_of_one_machine_that_were_measured_are_the_first_rows(
     assert report["measured"][1]["linear_fraction"] == pytest.approx(
         found["multi_gpu_linear_fraction"], abs=1e-3
     )
+    assert report["lost"] == 0
     # One in five of such nodes is slow, or broken.
     assert 0.5 * rates["1"] < report["images_per_second"] / 2 < 1.2 * rates["1"]
 

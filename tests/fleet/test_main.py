@@ -201,7 +201,7 @@ def test_every_command_has_a_help_text(imagefleet: Imagefleet, command: str) -> 
             "error: --prometheus / IMAGEFLEET_PROMETHEUS: should be a URL that begins with http://",
         ),
         (
-            ["bench", "engine", "--model", "none"],
+            ["bench", "--model", "none"],
             "error: the model 'none' does not exist",
         ),
     ],

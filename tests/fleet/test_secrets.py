@@ -99,7 +99,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "files make kernels": ("--model", "{url}", "--model-sha256", "0" * 64),
     "files make text": ("jobs.jsonl", "--model", "{url}"),
     "files make canary": ("--model", "{url}"),
-    "bench": ("engine", "--model", "{url}"),
+    "bench": ("--model", "{url}"),
 }
 
 #: They need no service, and some of them seconds.

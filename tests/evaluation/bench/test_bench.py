@@ -68,7 +68,7 @@ def test_the_engine_is_measured_against_the_limit_and_against_diffusers(
         "--json-file",
         str(tmp_path / "new" / "report.json"),
     )
-    ended = in_process("bench", "engine", *arguments, *priced)
+    ended = in_process("bench", *arguments, *priced)
     assert ended.returncode == 0, ended.stderr
     report = json.loads((tmp_path / "new" / "report.json").read_text())
     assert (report["width"], report["height"], report["slots"]) == (64, 64, 2)
@@ -110,7 +110,7 @@ def test_the_engine_is_measured_against_the_limit_and_against_diffusers(
 def test_errors_are_one_line(
     in_process: Any, arguments: tuple[str, ...], complaint: str
 ) -> None:
-    ended = in_process("bench", "engine", *arguments)
+    ended = in_process("bench", *arguments)
     assert ended.returncode == 2
     assert complaint in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -1,14 +1,12 @@
 """The benchmark of other model families than SD1.x."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel
 
-from evaluation.bench import baseline, engine, latency, machine
+from evaluation.bench import baseline, engine, machine
 from families import measure, tiny_families
 from imagefleet import errors
 from imagefleet.job.passes.fields import Pass
@@ -86,34 +84,6 @@ def test_the_baseline_draws_sdxl(tiny_sdxl: Path) -> None:
     request = contract.ImageRequest("a", "b", steps=1, width=64, height=64, **fields)  # type: ignore[arg-type]
     (image,) = plain.draw([request])
     assert image.shape == (64, 64, 3)
-
-
-def test_the_latency_of_sdxl_is_measured(
-    in_process: Any, tiny_sdxl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(latency, "AT_ONCE", (1, 2))
-    file = tmp_path / "latency.json"
-    ended = in_process(
-        *(
-            "bench",
-            "latency",
-            "--model",
-            str(tiny_sdxl),
-            "--steps",
-            "2",
-            "--device",
-            "cpu",
-        ),
-        *("--json-file", str(file)),
-    )
-    assert ended.returncode == 0, ended.stderr
-    report = json.loads(file.read_text())
-    assert (report["family"], report["width"], report["steps"]) == ("sdxl", 64, 2)
-    assert report["seconds"].keys() == {"1", "2"}
-    assert 0 < report["seconds"]["1"] < report["seconds"]["2"] * 2
-    assert "1 image at once" in ended.stdout
-    refused = in_process("bench", "latency", "--family", "sd3", "--device", "cpu")
-    assert "--family 'sd3' is unknown" in refused.stderr
 
 
 def test_the_figures_follow_from_the_rows_and_are_none_without_them() -> None:

@@ -30,7 +30,7 @@ def part(
 
 @pytest.fixture
 def bench_report(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a report of `imagefleet bench engine` with some facts changed."""
+    """Writes a report of `imagefleet bench` with some facts changed."""
 
     def write(name: str = "bench.json", **changes: Any) -> Path:
         facts = {

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 import pytest
 
 from one_machine import figures
-from one_machine.figures import DetailedSample
+from one_machine.workers import Sample
 
 SLOTS = 16
 
 
-def samples(rates: Mapping[str, float], idle: float = 0.0) -> list[DetailedSample]:
+def samples(rates: Mapping[str, float], idle: float = 0.0) -> list[Sample]:
     """A minute of GPUs whose images come a round of all slots at a time."""
     found = []
     for number in range(121):
         at = number / 2
-        sample = DetailedSample(at, busy_seconds=dict.fromkeys(rates, at * (1 - idle)))
+        sample = Sample(at, busy_seconds=dict.fromkeys(rates, at * (1 - idle)))
         sample.stage_counts = Counter(upload=1 + number)
         sample.stage_seconds = Counter(upload=0.5 * (1 + number))  # type: ignore[arg-type]
         for gpu, rate in rates.items():
