@@ -8,7 +8,7 @@ found before, from the header alone (`worker.files.check`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,12 @@ from diffusers.loaders.single_file_utils import (
 )
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import (
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    PreTrainedModel,
+)
 
 from imagefleet import errors
 from imagefleet.files import contents
@@ -33,6 +38,7 @@ from worker.engine import checksums, phases
 from worker.engine.families import reading, table
 from worker.engine.families.table import Config, Family, Model
 from worker.engine.files import safetensors
+from worker.engine.kernels.layers import Upsampler
 from worker.engine.lora.file import Network
 from worker.engine.slots import memory
 
@@ -62,10 +68,6 @@ class Checkpoint(Model):
     vae: AutoencoderKL
     alphas_cumprod: Tensor
     prediction_type: str
-    weight_sums: checksums.Sums
-    """Checksums of the networks' weights as they were on the CPU (`networks`)."""
-    weights_id: str
-    """Identifies the weights, in whatever file and precision they are."""
 
     @property
     def text_encoders(self) -> dict[Network, Any]:
@@ -80,8 +82,26 @@ class Checkpoint(Model):
 
     @property
     def networks(self) -> dict[str, Any]:
-        networks: dict[str, Any] = {"unet": self.unet, "vae": self.vae}
-        return networks | {str(name): each for name, each in self.text_encoders.items()}
+        return {
+            self.family.backbone: self.unet,
+            "vae": self.vae,
+            **{str(name): each for name, each in self.text_encoders.items()},
+        }
+
+    @torch.no_grad()
+    def exchange(self, other: Checkpoint) -> Checkpoint:
+        new = checksums.named_parameters(other.networks)
+        for name, tensor in checksums.named_parameters(self.networks).items():
+            tensor.copy_(new[name])
+        for name, network in self.text_encoders.items():
+            buffers = other.text_encoders[name].buffers()
+            for own, numbers in zip(network.buffers(), buffers, strict=True):
+                own.copy_(numbers)
+        for module in self.vae.modules():
+            if isinstance(module, Upsampler):
+                module.fold()
+        networks: dict[str, Any] = self.networks
+        return replace(other, **networks)
 
 
 def load_checkpoint(
@@ -115,7 +135,7 @@ def load_checkpoint(
         raise errors.SetupError(
             f"{str(model)!r} is {contents.REFINER.name}; {contents.REFINER.advice}"
         )
-    unet, vae = networks["unet"], networks["vae"]
+    unet, vae = networks[family.backbone], networks["vae"]
     first, *others = (networks[each] for each in family.networks)
     tokenizer = _find_tokenizer(folder, first.config.vocab_size)
     scheduler = _read_scheduler(folder, "scheduler", family)
@@ -216,7 +236,7 @@ def place(networks: _Networks, placed: Mapping[str, _Placement]) -> checksums.Su
                 # Not mapped from the file: truncating it would kill the process.
                 for parameter in network.parameters():
                     parameter.data = parameter.data.clone()
-            elif name in {"unet", "vae"}:
+            elif not isinstance(network, PreTrainedModel):  # of transformers: text
                 network.to(memory_format=torch.channels_last)
     except torch.cuda.OutOfMemoryError as error:
         raise errors.SetupError(
@@ -286,7 +306,7 @@ class _Read(NamedTuple):
 def _parts(family: Family) -> dict[str, tuple[type[Any], Config]]:
     """The networks' classes, and their configurations where a single file has none."""
     parts: dict[str, tuple[type[Any], Config]] = {
-        "unet": (UNet2DConditionModel, family.unet_config),
+        family.backbone: (UNet2DConditionModel, family.unet_config),
         "vae": (AutoencoderKL, family.vae_config),
     }
     for encoder in family.text_encoders:
@@ -339,7 +359,7 @@ def _read_file(path: Path, config: Path, *, file_positions: bool) -> _Read:
             )
         parts = _parts(family)
         channels = weights[_INPUTS].shape[1]
-        parts["unet"] = (
+        parts[family.backbone] = (
             UNet2DConditionModel,
             {**family.unet_config, "in_channels": channels},
         )
@@ -347,7 +367,7 @@ def _read_file(path: Path, config: Path, *, file_positions: bool) -> _Read:
             name: reading.build(network, reading.network_config(config / name, default))
             for name, (network, default) in parts.items()
         }
-        unet, vae = networks["unet"], networks["vae"]
+        unet, vae = networks[family.backbone], networks["vae"]
         reading.assign(unet, convert_ldm_unet_checkpoint(weights, unet.config))
         reading.assign(vae, convert_ldm_vae_checkpoint(weights, vae.config))
         for encoder in family.text_encoders:
@@ -363,7 +383,7 @@ def _read_file(path: Path, config: Path, *, file_positions: bool) -> _Read:
         raise errors.SetupError(
             f"{str(path)!r} cannot be loaded: {reading.brief(error)}"
         ) from error
-    has_own_size = not (config / "unet" / "config.json").is_file()
+    has_own_size = not (config / family.backbone / "config.json").is_file()
     return _Read(family, networks, weights.keys(), has_own_size)
 
 
@@ -417,7 +437,7 @@ def _find_tokenizer(checkpoint: Path, vocabulary_size: int) -> CLIPTokenizer:
 def _check_architecture(
     model: Path, family: Family, networks: _Networks, tokenizer: CLIPTokenizer
 ) -> None:
-    unet = networks["unet"]
+    unet = networks[family.backbone]
     encoders = [networks[each] for each in family.networks]
     width = sum(each.config.hidden_size for each in encoders)
     takes_ids = unet.config.addition_embed_type == "text_time"

@@ -314,7 +314,10 @@ def to_images(vae: Vae | None, latents: Tensor, *, in_stripes: bool = False) -> 
     """The VAE's images of latents [images, 4, height, width], from -1 to 1, in float32."""
     if vae is None:
         return latents
-    scaled = (latents / vae.config.scaling_factor).to(vae.dtype)
+    scaled = latents / vae.config.scaling_factor
+    if vae.config.shift_factor:
+        scaled = scaled + vae.config.shift_factor
+    scaled = scaled.to(vae.dtype)
     if getattr(vae, "post_quant_conv", None) is not None:
         scaled = vae.post_quant_conv(scaled)
     # A tiny one takes far less memory, and the rows of an image that tiles have no end.

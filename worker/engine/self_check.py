@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from imagefleet import errors
 from worker.engine import checksums
-from worker.engine.checkpoint import Checkpoint
+from worker.engine.families.table import Model
 from worker.engine.lora import shared
 from worker.engine.lora.file import adaptable_layers
 
@@ -38,7 +38,7 @@ class SelfCheck:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: Model,
         merger: shared.Merger,
         computing: Mapping[str, nn.Module],
         text_encoder_lock: contextlib.AbstractContextManager[object],
@@ -52,11 +52,12 @@ class SelfCheck:
         """
         self.weights_id = checkpoint.weights_id
         self._networks = checkpoint.networks
+        self._backbone = checkpoint.family.backbone
         self._merger = merger
         self._computing = computing
         self._text_encoder_lock = text_encoder_lock
         self._reloaded = reloaded
-        self._expected = dict(checkpoint.weight_sums)
+        self._expected = dict(checkpoint.weight_sums or {})
         tensors = {**checksums.named_parameters(self._networks), **self._derived()}
         self._types = {name: tensor.dtype for name, tensor in tensors.items()}
 
@@ -65,16 +66,11 @@ class SelfCheck:
 
         LoRAs that are merged now do not count; the slots' own copies are not compared.
         """
-        reloaded = self._reloaded()
-        originals = {
-            f"unet.{path}.weight": weight
-            for path, weight in self._merger.originals.items()
-        }
-        tensors = {
-            **checksums.named_parameters(self._networks),
-            **reloaded,
-            **originals,
-        }
+        replaced = dict(self._reloaded())
+        originals = self._merger.originals
+        replaced |= {f"{path}.weight": weight for path, weight in originals.items()}
+        tensors = checksums.named_parameters(self._networks)
+        tensors |= {f"{self._backbone}.{name}": each for name, each in replaced.items()}
         if not originals:
             tensors |= self._derived()
         # A VAE that overflowed was widened, which is exact in both directions.
@@ -109,20 +105,19 @@ class SelfCheck:
         """Writes a LoRA on all attentions, noise by the layers' names; NodeError if it cannot."""
         self._reloaded()
         tensors: dict[str, Tensor] = {}
-        for network in ("unet", "text_encoder"):
+        for network, prefix in _PREFIXES.items():
             for layer_path, layer in adaptable_layers(self._networks[network]).items():
                 if not isinstance(layer, nn.Linear) or "attn" not in layer_path:
                     continue
                 name = layer_path.removeprefix("text_model.").replace(".", "_")
-                key = f"{_PREFIXES[network]}{name}"
+                key = f"{prefix}{name}"
                 outer, inner = layer.weight.shape
                 up, down = _noise(f"{key} up", outer), _noise(f"{key} down", inner)
                 size = layer.weight.float().norm().item()
                 scale = LORA_SHARE * size / np.linalg.norm(up @ down.T).item()
-                tensors[f"{key}.lora_up.weight"] = torch.from_numpy(scale * up).half()
-                tensors[f"{key}.lora_down.weight"] = torch.from_numpy(
-                    down.T.copy()
-                ).half()
+                up, down = scale * up, down.T.copy()
+                tensors[f"{key}.lora_up.weight"] = torch.from_numpy(up).half()
+                tensors[f"{key}.lora_down.weight"] = torch.from_numpy(down).half()
         try:
             save_file(tensors, path)
         except (OSError, SafetensorError) as error:

@@ -28,6 +28,11 @@ PLAIN_CHUNKS = 2
 
 PLAIN_TOKENS = PLAIN_CHUNKS * CONTEXT_TOKENS
 
+#: Contexts of longer prompts, which share calls with each other by these: only cross-attention
+#: depends on the context, so a call takes 1 %, 4 % and 13 % more operations than a plain one,
+#: whatever its prompts' length. Of 4, of 10 and of the most chunks, in multiples of 8 for masks.
+LONG_TOKENS = (312, 776, 2464)
+
 #: Chunks per call of the text encoder: bounds its memory whatever the prompts' length.
 _CHUNKS_PER_CALL = 32
 

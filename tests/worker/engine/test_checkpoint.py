@@ -20,7 +20,6 @@ import tiny_model
 from imagefleet import errors
 from worker.engine import checkpoint as checkpoints
 from worker.engine.families.table import SD1
-from worker.engine.slots import weights as weights_of
 from worker.files import check, model
 from worker.settings import WorkerSettings
 
@@ -536,6 +535,6 @@ def test_damaged_positions_are_put_right_and_told_or_kept_as_they_are(
         "are drawn with",
     ]
     plain = load_checkpoint(checkpoint)
-    exchanged = weights_of.exchange(plain, loaded)
+    exchanged = plain.exchange(loaded)
     (numbers,) = exchanged.text_encoder.buffers()
     assert numbers.flatten().tolist() == found[1]

@@ -2,11 +2,14 @@ import functools
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderKL
 
 from imagefleet.job.samplers import VaeDecoder
 from worker.engine import decoder
+from worker.engine.passes.images import ImageCoder
 
 VAE: Any = object()
 TINY: Any = object()
@@ -71,3 +74,18 @@ def test_a_slice_is_of_one_decoder(slices: Any) -> None:
     assert slices == [(2, *SMALL), (2, *SMALL, "VAE")]
     waiting.run(flush=True)
     assert [each.ticket for each in waiting.collect(wait=True)] == [0, 2, 1, 3, 4]
+
+
+def test_a_vae_with_a_shift_encodes_and_decodes_as_diffusers_does() -> None:
+    vae: Any = AutoencoderKL(
+        block_out_channels=(8,), norm_num_groups=4, shift_factor=0.25
+    )
+    pixels = np.arange(4 * 4 * 3, dtype=np.uint8).reshape(4, 4, 3)
+    images = torch.from_numpy(pixels).permute(2, 0, 1)[None].float() / 127.5 - 1
+    with torch.no_grad():
+        mean = vae.encode(images).latent_dist.mean
+        latents = (mean - 0.25) * vae.config.scaling_factor
+        found = ImageCoder(vae).encode(pixels)
+        torch.testing.assert_close(found, latents[0])
+        decoded = vae.decode(mean).sample
+        torch.testing.assert_close(decoder.to_images(vae, latents), decoded)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from imagefleet.files import contents
 from imagefleet.files.safetensors import Header
-from worker.engine import text
+from worker.engine import checksums, text
 from worker.engine.families import reading
 from worker.engine.families.reading import ImageNoise
 from worker.engine.lora.file import Network
@@ -44,8 +44,18 @@ class Family:
     unet_config: Config = field(default_factory=dict)
     vae_config: Config = field(default_factory=dict)
     text_encoders: tuple[TextEncoder, ...] = ()
+    backbone: Network = "unet"
+    """The name of the network that draws, which is that of its folder in diffusers' format."""
+    cell: int = 8
+    """Pixels by which images are wide and high: other sizes are rounded down."""
     plain_tokens: int = text.PLAIN_TOKENS
     """The context of ordinary prompts."""
+    long_tokens: tuple[int, ...] = text.LONG_TOKENS
+    """Contexts of longer prompts, which are masked; the last holds the longest prompt."""
+    must_fit: bool = False
+    """A GPU without room for one image of the native size is refused at the start."""
+    has_sdxl_steps: bool = False
+    """The schedule Align Your Steps has the steps that were found for SDXL, not for SD1.5."""
     has_size_ids: bool = False
     """The UNet takes the image's size and the last text encoder's pooled vector."""
     scores: tuple[float, float] | None = None
@@ -70,6 +80,15 @@ class Family:
         """The names of its text encoders."""
         return tuple(encoder.network for encoder in self.text_encoders)
 
+    def whole_cells(self, width: int, height: int) -> tuple[int, int]:
+        """The size of the image that is drawn for a request of this size."""
+        return width // self.cell * self.cell, height // self.cell * self.cell
+
+    def context_tokens(self, tokens: int) -> int:
+        """The shortest context that holds so many tokens."""
+        contexts = (self.plain_tokens, *self.long_tokens)
+        return next(each for each in contexts if each >= tokens)
+
     def size_ids(self, width: int, height: int, *, is_negative: bool = False) -> Tensor:
         """Original size, crop's corner, and target size or score, as AUTOMATIC1111 sends them."""
         told = [height, width] if self.scores is None else [self.scores[is_negative]]
@@ -92,6 +111,10 @@ class Model:
     """The noise that families which enlarge an image add to it; None for other families."""
     states_encoder: str | None = None
     """The encoder whose states of the prompts come with each request; None: none do."""
+    weight_sums: checksums.Sums | None = None
+    """Checksums of the networks' weights as they were on the CPU; None: they are not checked."""
+    weights_id: str = ""
+    """Identifies the weights, in whatever file and precision they are."""
 
     @property
     def channels(self) -> int:
@@ -104,7 +127,19 @@ class Model:
 
     @property
     def networks(self) -> dict[str, Any]:
-        return {"unet": self.unet}
+        return {self.family.backbone: self.unet}
+
+    @property
+    def has_text_on_cpu(self) -> bool:
+        """True where the GPU's memory is too short for the text encoders."""
+        return False
+
+    def exchange(self, other: Any) -> Any:
+        """Copies the weights of *other*, of the same kind, into the own networks.
+
+        Returns *other* with these. Raises TypeError for a kind whose weights are not exchanged.
+        """
+        raise TypeError(f"the weights of {other.name} are not exchanged")
 
 
 #: What fills a chunk for OpenCLIP, where CLIP repeats the end; the token "!" of their tokenizer.
@@ -235,6 +270,8 @@ SDXL = Family(
     zeroes_empty_negative=True,
     overflows_in_float16=True,
     has_large_layers=True,
+    must_fit=True,
+    has_sdxl_steps=True,
 )
 
 

@@ -5,7 +5,7 @@ the noise on the image that it upscales. Its text encoder may be there or not (`
 safety checker and its watermark are not used.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,13 @@ from worker.engine.pixel import schedules, text_stage, text_states
 CHANNELS = 3
 
 #: A stage's family, by the class of its pipeline.
+_IF = Family(
+    "DeepFloyd IF", "if", plain_tokens=text_states.TOKENS, long_tokens=(), must_fit=True
+)
 FAMILIES = {
-    "IFPipeline": Family("DeepFloyd IF", "if", plain_tokens=text_states.TOKENS),
-    "IFSuperResolutionPipeline": Family(
-        "DeepFloyd IF's upscaler",
-        "if_sr",
-        plain_tokens=text_states.TOKENS,
-        enlarges_image=True,
+    "IFPipeline": _IF,
+    "IFSuperResolutionPipeline": replace(
+        _IF, name="DeepFloyd IF's upscaler", slug="if_sr", enlarges_image=True
     ),
 }
 

@@ -59,6 +59,7 @@ class StagePreparer(Preparer):
         states = [self._find_states(*each) for each in zip(prompts, given, strict=True)]
         return PreparedRequest(
             request,
+            self._checkpoint.family,
             schedule,
             states=torch.stack(states),
             enlarged=self._read_image(request.init),

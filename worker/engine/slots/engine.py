@@ -20,7 +20,6 @@ from imagefleet import errors
 from imagefleet.telemetry import logs
 from worker.engine import contract, sampler
 from worker.engine import errors as engine_errors
-from worker.engine.checkpoint import Checkpoint
 from worker.engine.families.table import Model
 from worker.engine.files.network_cache import KEPT_BYTES, NetworkCache
 from worker.engine.kernels.compile import Around
@@ -33,7 +32,7 @@ from worker.engine.slots import memory, weights
 from worker.engine.slots.compiling import Compilation
 from worker.engine.slots.lane import MAX_LANES, Lane, Lanes
 from worker.engine.slots.parts import Parts
-from worker.engine.slots.prepare import PreparedRequest, RequestPreparer
+from worker.engine.slots.prepare import PreparedRequest
 from worker.engine.slots.queue import BatchKey, FirstPass, SlotJob, Staged
 from worker.engine.slots.recovery import Recovery
 from worker.engine.slots.step import Step, StepRunner
@@ -86,7 +85,7 @@ class SlotEngine:
         self._lanes = Lanes(
             self.slots,
             min(settings.blocks or blocks, MAX_LANES),
-            self.default_size,
+            self._runner.native,
             _OVERTAKES_PER_SLOT * self.slots,
         )
         self._runner.max_compiled = self._lanes.max_open - 1
@@ -109,10 +108,11 @@ class SlotEngine:
 
     @property
     def savings(self) -> memory.Savings:
-        on_cpu = (
-            isinstance(self.checkpoint, Checkpoint) and self.checkpoint.has_text_on_cpu
+        return memory.Savings(
+            self._unet.weights,
+            self._decoder.is_striped,
+            self.checkpoint.has_text_on_cpu,
         )
-        return memory.Savings(self._unet.weights, self._decoder.is_striped, on_cpu)
 
     @property
     def slots(self) -> int:
@@ -218,23 +218,20 @@ class SlotEngine:
         """
         self._compilation.begin_soon(around)
 
-    def take_weights(self, other: Checkpoint) -> bool:
+    def take_weights(self, other: Model) -> bool:
         """Draws with another checkpoint from now on, with all that is compiled.
 
         *other* is on the CPU, and alike (`weights.is_alike`). False, and nothing is changed, while
         there are jobs.
         """
-        own, preparer = self.checkpoint, self._preparer
-        if not isinstance(own, Checkpoint) or not isinstance(preparer, RequestPreparer):
-            raise TypeError("only models of latents are exchanged")
         if self._lanes.jobs or self._decoder.busy or self._upscales.begun:
             return False
         self._weights.use(None)
-        self.checkpoint = own = weights.exchange(own, other)
+        self.checkpoint = self.checkpoint.exchange(other)
         self.model_name = other.name
         self._weights.renew()
         self._stager.forget()
-        preparer.use(own)
+        self._preparer.use(self.checkpoint)
         self.self_check = self._make_self_check()
         return True
 
@@ -257,9 +254,9 @@ class SlotEngine:
     def _make_self_check(self) -> SelfCheck | None:
         model = self.checkpoint
         # Images that enlarge the same one may be alike, whatever their seeds and LoRAs.
-        if not isinstance(model, Checkpoint) or model.family.enlarges_image:
+        if model.weight_sums is None or model.family.enlarges_image:
             return None
-        computing = {"unet": self._unet, "vae": model.vae}
+        computing = {**model.networks, model.family.backbone: self._unet}
         lock = self._stager.text_encoder_lock
         return SelfCheck(
             model, self._merger, computing, lock, self._weights.without_own
@@ -520,7 +517,7 @@ class SlotEngine:
             change_bytes=self._unet.changes.more_bytes(USUAL_RANK),
             is_compiled=self._runner.may_compile,
             weights=self._unet.weights,
-            must_fit=is_large or not isinstance(self.checkpoint, Checkpoint),
+            must_fit=self.checkpoint.family.must_fit,
         )
         self._runner.slots = fit.slots
         self._decoder.slice_pixels = fit.decoded * width * height

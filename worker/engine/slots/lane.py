@@ -4,7 +4,6 @@ Each tick is one lane's, so no lane has to end for another to begin. A full lane
 beyond its pixels; one with few images waits for more, but not for long (`Lanes.urgency`).
 """
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -12,7 +11,6 @@ from worker.engine.lora.merge import LoraKey
 from worker.engine.slots.memory import WeightMode
 from worker.engine.slots.queue import BatchKey, SlotJob
 from worker.engine.slots.step import Step
-from worker.engine.text import PLAIN_TOKENS
 
 #: Ticks that an almost empty lane waits for more images; a half full one waits half of them. So a
 #: lane's empty slots cost at most 1/32 of the time, and it runs once in 32 ticks, and one more for
@@ -99,9 +97,9 @@ class Lanes:
     """All admitted jobs, by batch key."""
 
     def __init__(
-        self, slots: int, blocks: int, native: tuple[int, int], max_overtakes: int
+        self, slots: int, blocks: int, native: BatchKey, max_overtakes: int
     ) -> None:
-        """*slots* of two rows in lanes of the *native* width and height, and of smaller ones.
+        """*slots* of two rows in lanes of the *native* size and context, and of smaller ones.
 
         *blocks*: for how many such lanes there is memory for weights.
         """
@@ -173,8 +171,9 @@ class Lanes:
         if batch_key.slot_rows == 1 and self.slots > 1:
             most = 2 * self.slots if batch_key.is_plain else self.block_slots[-1]
         most = max(1, 2 * most // max(2, batch_key.slot_rows))
-        slots = most * math.prod(self._native) / (batch_key.width * batch_key.height)
-        most_tokens = PLAIN_TOKENS * (_ROOMY_CONTEXT if self.blocks > 1 else 1)
+        pixels = self._native.width * self._native.height
+        slots = most * pixels / (batch_key.width * batch_key.height)
+        most_tokens = self._native.tokens * (_ROOMY_CONTEXT if self.blocks > 1 else 1)
         slots *= min(1, most_tokens / batch_key.tokens)
         return max(1, min(most, round(slots)))
 

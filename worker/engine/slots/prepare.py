@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +18,12 @@ from torch import Tensor
 from imagefleet import errors
 from imagefleet.files.safetensors import Identity
 from imagefleet.job import differences, samplers
-from imagefleet.job.clip import MAX_CHUNKS, Chunk
+from imagefleet.job.clip import Chunk
 from imagefleet.job.prompt import Prompt
 from worker.engine import contract, embeddings, sampler, text
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.control.cache import ControlNets
+from worker.engine.families.table import Family
 from worker.engine.files import safetensors
 from worker.engine.files.safetensors import ReadOnce
 from worker.engine.lora import file as lora_file
@@ -33,14 +35,6 @@ from worker.engine.passes.images import Vaes
 from worker.engine.passes.upscaling import UpscalerCache, Upscaling
 from worker.engine.sampler import NoiseStream
 from worker.engine.samplers import schedule as schedules
-
-#: Prompt chunks in the contexts of longer prompts, which share calls with each other by these: only
-#: cross-attention depends on the context, so a call takes 1 %, 4 % and 13 % more operations than a
-#: plain one, whatever its prompts' length. The last is the longest prompt there is.
-LONG_CHUNKS = (4, 10, MAX_CHUNKS)
-
-#: Masks need contexts that are multiples of this.
-_TOKENS_ALIGNMENT = 8
 
 #: LoRA files in memory: some 75 of rank 32.
 _LORA_CACHE_BYTES = 2 * 1024**3
@@ -57,6 +51,8 @@ class PreparedRequest:
     """A request that the engine can start at once."""
 
     request: contract.ImageRequest
+    family: Family
+    """The family of the engine's own checkpoint."""
     schedule: sampler.Schedule
     text_rows: tuple[text.Row, ...] = ()
     """Rows of the subprompts that AND joins, last first, then of the negative prompt."""
@@ -66,7 +62,7 @@ class PreparedRequest:
         default_factory=dict
     )
     packs: Mapping[lora_file.Network, merge.PackedLoras] = field(default_factory=dict)
-    """The LoRAs for a slot; without the UNet's, they must be merged into the shared weights."""
+    """The LoRAs for a slot, as far as slots can hold them."""
     image: begin.PreparedImage | None = None
     """Start image of img2img or inpainting."""
     second: PreparedRequest | None = None
@@ -101,18 +97,23 @@ class PreparedRequest:
 
     @property
     def lora_key(self) -> merge.LoraKey:
-        """LoRAs of the UNet; () for none."""
-        return merge.key_of(self.loras.get("unet", ()))
+        """LoRAs of the network that draws; () for none."""
+        return merge.key_of(self.loras.get(self.family.backbone, ()))
 
     @property
     def text_key(self) -> merge.LoraKey:
         """LoRAs of the text encoders; () for none."""
-        texts = (loras for network, loras in self.loras.items() if network != "unet")
+        texts = (self.loras.get(network, ()) for network in self.family.networks)
         return merge.key_of(itertools.chain.from_iterable(texts))
 
     @property
+    def pack(self) -> merge.PackedLoras | None:
+        """LoRAs of the drawing network for a slot; None if they must be merged for all slots."""
+        return self.packs.get(self.family.backbone)
+
+    @property
     def lora_bytes(self) -> int:
-        return self.packs["unet"].size_bytes if "unet" in self.packs else 0
+        return self.pack.size_bytes if self.pack else 0
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -203,12 +204,7 @@ class PreparedRequest:
         if self.states is not None:
             return self.states.shape[1]
         longest = max(length for _, length in self.texts)
-        if longest <= text.PLAIN_CHUNKS:
-            return text.PLAIN_TOKENS
-        tokens = (
-            min(each for each in LONG_CHUNKS if each >= longest) * text.CONTEXT_TOKENS
-        )
-        return tokens + -tokens % _TOKENS_ALIGNMENT
+        return self.family.context_tokens(longest * text.CONTEXT_TOKENS)
 
 
 class Preparer:
@@ -238,6 +234,10 @@ class Preparer:
 
         Raises JobError if this model cannot draw it, TransientError if a file cannot be read.
         """
+        raise NotImplementedError
+
+    def use(self, checkpoint: Any) -> None:
+        """Prepares for another checkpoint, in the networks of the one before."""
         raise NotImplementedError
 
     def find_embeddings(
@@ -279,7 +279,6 @@ class RequestPreparer(Preparer):
         self.lora_lookups = self._lora_cache.lookups
 
     def use(self, checkpoint: Checkpoint) -> None:
-        """Prepares for another checkpoint, in the networks of the one before."""
         self._checkpoint = checkpoint
         self.tokenizer = text.Tokenizer(checkpoint.tokenizer)
         if self._checkpoints is not None:
@@ -319,6 +318,7 @@ class RequestPreparer(Preparer):
         self._may_go_on.wait()
         prepared = PreparedRequest(
             request,
+            self._checkpoint.family,
             schedule,
             rows,
             loras=loras,
@@ -465,7 +465,7 @@ class RequestPreparer(Preparer):
             self._checkpoint.prediction_type,
             request.sampler_options,
             t_enc=t_enc,
-            is_xl=self._checkpoint.family.slug == "sdxl",
+            is_xl=self._checkpoint.family.has_sdxl_steps,
         )
 
     def _check_vae(self, vae: contract.Vae | None) -> Identity | None:
@@ -489,7 +489,8 @@ class RequestPreparer(Preparer):
         self, loras: Sequence[contract.Lora]
     ) -> dict[lora_file.Network, list[merge.AppliedLora]]:
         """Each network's LoRAs; weights of one that is named twice add up, in whatever order."""
-        networks: list[lora_file.Network] = ["unet", *self._checkpoint.family.networks]
+        family = self._checkpoint.family
+        networks = [family.backbone, *family.networks]
         files: dict[Identity, lora_file.LoraFile] = {}
         weights = defaultdict[tuple[lora_file.Network, Identity], float](float)
         for lora in loras:
@@ -497,8 +498,8 @@ class RequestPreparer(Preparer):
             file = self._lora_cache.get(lora)
             files[file.identity] = file
             for network in networks:
-                is_unet = network == "unet"
-                weight = lora.unet_weight if is_unet else lora.text_encoder_weight
+                draws = network == family.backbone
+                weight = lora.unet_weight if draws else lora.text_encoder_weight
                 weights[network, file.identity] += weight
         if len(files) > 1 and any(file.depends_on_weights for file in files.values()):
             differences.warn("mixed_loras")

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from imagefleet.files.safetensors import Identity
-from imagefleet.job import samplers
 from worker.engine.lora.file import Network
 from worker.engine.lora.merge import NO_CHANGES, LoraChanges, LoraKey, Shape
 from worker.engine.passes.checkpoints import CachedCheckpoint
@@ -20,7 +19,6 @@ from worker.engine.passes.images import ImageCoder
 from worker.engine.sampler import Inpainting, NoiseStream
 from worker.engine.slots.memory import WeightMode
 from worker.engine.slots.prepare import PreparedRequest
-from worker.engine.text import PLAIN_TOKENS
 
 
 class BatchKey(NamedTuple):
@@ -45,18 +43,25 @@ class BatchKey(NamedTuple):
     """True for jobs that change convolutions while others of their kind are compiled without."""
     checkpoint: Identity | None = None
     """The checkpoint that draws, if it is not the engine's own."""
+    is_masked: bool = False
+    """True if prompts may be shorter than the context."""
 
     @classmethod
     def of(cls, prepared: PreparedRequest) -> BatchKey:
         """The key of a request's first call."""
-        request = prepared.request
-        merged = None if "unet" in prepared.packs else prepared.lora_key or None
-        controls = tuple(each.identity for each in prepared.controls)
-        size = samplers.whole_cells(request.width, request.height)
-        key = cls(*size, prepared.tokens, merged, None, controls, tiles=request.tiling)
-        return key._replace(checkpoint=prepared.checkpoint).at(
-            prepared, prepared.begins
+        request, family = prepared.request, prepared.family
+        tokens = prepared.tokens
+        key = cls(
+            *family.whole_cells(request.width, request.height),
+            tokens,
+            merged_loras=None if prepared.pack else prepared.lora_key or None,
+            isolated=None,
+            controls=tuple(each.identity for each in prepared.controls),
+            tiles=request.tiling,
+            checkpoint=prepared.checkpoint,
+            is_masked=tokens > family.plain_tokens,
         )
+        return key.at(prepared, prepared.begins)
 
     def at(self, prepared: PreparedRequest, call: int) -> BatchKey:
         """The key of a later call, which may take another number of rows."""
@@ -64,11 +69,6 @@ class BatchKey(NamedTuple):
         return self._replace(
             slot_rows=rows, is_plain=rows == 1 and not prepared.lora_key
         )
-
-    @property
-    def is_masked(self) -> bool:
-        """True if prompts may be shorter than the context."""
-        return self.tokens > PLAIN_TOKENS
 
     @property
     def is_rare(self) -> bool:
@@ -182,7 +182,7 @@ class SlotJob:
 
         Where slots have no linear weights of their own, of its changes of these as well.
         """
-        packed = self.prepared.packs.get("unet")
+        packed = self.prepared.pack
         return packed.ranks if packed else {}
 
     @property

@@ -134,7 +134,7 @@ class Stager:
 
     def changes_of(self, job: SlotJob) -> LoraChanges:
         """A job's changes of the UNet; copied again if a slot held them already."""
-        packed = job.prepared.packs.get("unet")
+        packed = job.prepared.pack
         if packed is None or (job.staged and job.staged.loras is not None):
             return job.staged.changes if job.staged else NO_CHANGES
         return packed.of(packed.assemble().to(self._device))
@@ -253,10 +253,10 @@ class LatentStager(Stager):
 
     @torch.no_grad()
     def _load(self, job: SlotJob, loras: AssembledLoras) -> Staged:
-        copied = self._copy(loras["unet"]) if "unet" in loras else None
-        changes = (
-            NO_CHANGES if copied is None else job.prepared.packs["unet"].of(copied)
-        )
+        copied, changes = None, NO_CHANGES
+        if (packed := job.prepared.pack) is not None:
+            copied = self._copy(loras[job.prepared.family.backbone])
+            changes = packed.of(copied)
         other = None
         if job.prepared.checkpoint is not None and self._checkpoints is not None:
             other = self._checkpoints.get(job.prepared.checkpoint)

@@ -20,7 +20,6 @@ from imagefleet.files.safetensors import Identity
 from worker.engine import checksums
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.families import table
-from worker.engine.kernels.layers import Upsampler
 from worker.engine.lora import merge
 from worker.engine.networks.transformer import SlotNetwork
 from worker.engine.passes.checkpoints import CachedCheckpoint
@@ -138,7 +137,10 @@ class Weights:
         if lane.weight_mode != "shared":
             to_merge = ()
         if to_merge != self.merged:
-            loras = next(job.prepared.loras["unet"] for job in jobs) if to_merge else ()
+            loras: Sequence[merge.AppliedLora] = ()
+            if to_merge:
+                prepared = next(iter(jobs)).prepared
+                loras = prepared.loras[prepared.family.backbone]
             self.merged = None  # unknown until it is done: it may fail halfway
             self._merge_and_time(loras)
             self.merged = to_merge
@@ -179,13 +181,13 @@ class Weights:
                 job.forget_loras()
 
     def without_own(self) -> dict[str, Tensor]:
-        """Restores the checkpoint's own weights; returns a reloaded slot's, by parameter name."""
+        """Restores the checkpoint's own weights; returns a reloaded slot's, by parameter."""
         self.use(None)
         if not self._is_reloaded:
             return {}
         self._hold(_Held(self.merged, ()))
         self.finish_loading()
-        return {f"unet.{name}": weight for name, weight in self._unet.reloaded.items()}
+        return self._unet.reloaded
 
     def may_move(self, lane: Lane, job: SlotJob) -> bool:
         """True if a job should move to the lane whose slots have the rows of its next call.
@@ -335,23 +337,3 @@ def _configuration(network: Any) -> dict[str, Any]:
         for name, value in found.items()
         if not name.startswith("_") and name not in _UNIMPORTANT
     }
-
-
-@torch.no_grad()
-def exchange(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
-    """Copies the weights of *other* into *checkpoint*'s networks; returns *other* with these."""
-    own, new = (
-        checksums.named_parameters(each.networks) for each in (checkpoint, other)
-    )
-    for name, tensor in own.items():
-        tensor.copy_(new[name])
-    for name, network in checkpoint.text_encoders.items():
-        for own_numbers, numbers in zip(
-            network.buffers(), other.text_encoders[name].buffers(), strict=True
-        ):
-            own_numbers.copy_(numbers)
-    for module in checkpoint.vae.modules():
-        if isinstance(module, Upsampler):
-            module.fold()
-    networks: dict[str, Any] = checkpoint.networks
-    return replace(other, **networks)

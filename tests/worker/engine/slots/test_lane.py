@@ -20,7 +20,7 @@ SLOTS = 4
 SIZES = [BatchKey(512 + 64 * at, 512, 154, None, None) for at in range(20)]
 
 #: As the native size: all lanes have as many slots.
-LARGEST = (2048, 2048)
+LARGEST = BatchKey(2048, 2048, 154, None, None)
 
 
 class Job(SimpleNamespace):
