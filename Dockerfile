@@ -76,6 +76,7 @@ WORKDIR /project
 COPY deploy/locks/build.txt /pins/
 RUN pip install --no-deps --require-hashes --requirement /pins/build.txt
 COPY pyproject.toml README.md LICENSE ./
+COPY cli cli
 COPY evaluation evaluation
 COPY fleet fleet
 COPY gateway gateway

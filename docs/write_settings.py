@@ -9,7 +9,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fleet import options
+from cli import options
+from fleet import settings  # noqa: F401 - adds the models of all packages
 
 PAGE = Path(__file__).with_name("settings.md")
 

@@ -9,9 +9,9 @@ def main() -> None:
 
         sys.exit(health.main(sys.argv[2:]))
     try:
-        from fleet import main as cli
+        from fleet import main
 
-        cli.main()
+        main.main()
     except KeyboardInterrupt:  # before a command has begun: the imports take a second
         sys.exit(
             130

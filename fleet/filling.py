@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 import typer
 from rich import progress
 
-from fleet import console, options
-from fleet.options import option
+from cli import console, options
+from cli.options import option
 from imagefleet import errors
 from imagefleet.storage.open import Storage, open_storage
 from loadgen import file_source

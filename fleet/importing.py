@@ -9,9 +9,10 @@ from typing import Any
 
 import typer
 
-from fleet import console, load, options
+from cli import console, options
+from cli.options import argument, option
+from fleet import load
 from fleet.files import missing, stored
-from fleet.options import argument, option
 from imagefleet import errors
 from imagefleet.files.kinds import KINDS
 from imagefleet.job import message

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import typer
 
-from fleet import console, filling, options
-from fleet.campaigns import target
+from cli import console, files, options, target
+from cli.options import argument, option
+from fleet import filling
 from fleet.files import missing
-from fleet.options import argument, option
 from fleet.redo import replace
-from fleet.results import files
 from imagefleet import errors
 from imagefleet.storage.open import signer_of
 from imagefleet.storage.settings import MAX_SHARDS

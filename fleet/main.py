@@ -14,7 +14,8 @@ from typing import Annotated, Any, get_args
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from fleet import console, health
+from cli import console
+from fleet import health
 from imagefleet import errors
 from imagefleet.telemetry import logs
 
@@ -140,7 +141,8 @@ class Group(TyperGroup):
 
 
 def find(name: str) -> Any:
-    """The function or the typer application of a command; imports it."""
+    """The function or the typer application of a command; imports it, and all settings models."""
+    importlib.import_module("fleet.settings")
     module, _, attribute = _ELSEWHERE.get(
         name, f"fleet.{name}.command:command"
     ).partition(":")
@@ -279,7 +281,7 @@ def _log_format(
 
 
 def main() -> None:
-    """The console script; exits with one of the codes of `fleet.console`."""
+    """The console script; exits with one of the codes of `cli.console`."""
     if sys.argv[1:2] and sys.argv[1] in _SERVICES:
         # Wrong settings, too, are reported in the log.
         logs.configure(_log_format(sys.argv[2:], os.environ))

@@ -15,10 +15,10 @@ import tokenizers
 import typer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from fleet import console, options
+from cli import console, options
+from cli.options import argument, option
 from fleet.files import known
 from fleet.files.known import Known
-from fleet.options import argument, option
 from imagefleet import errors
 from imagefleet.job import clip
 from imagefleet.job import prompt as prompts

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from fleet import console, options
+from cli import console, options
 from gateway import server
 from gateway.settings import GatewaySettings
 from imagefleet import aio, concurrency

@@ -1,15 +1,19 @@
-"""Settings of the commands that monitor a fleet, and of its services."""
+"""Settings of the commands that monitor a fleet and of its services; adds those of all packages."""
 
 import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from cli import options
+from gateway.settings import GatewaySettings
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.redaction import WebAddress
 from imagefleet.storage.azure.roles import ROLES, Role
-from imagefleet.storage.settings import StorageSettings
+from imagefleet.storage.settings import SignerSettings, StorageSettings
 from imagefleet.telemetry.settings import ALL_FLEETS, FleetSettings, TelemetrySettings
+from loadgen.settings import LoadSettings
+from worker.settings import MachineSettings
 
 _FLEET = re.compile(r"[a-z][a-z0-9-]{0,61}[a-z0-9]")
 
@@ -127,3 +131,21 @@ class BrokerSettings(StorageSettings):
     @property
     def model_names(self) -> list[str]:
         return self.models.split(",") if self.models else []
+
+
+# `main` imports this before any command.
+options.PROJECT_SETTINGS.update(
+    {
+        MachineSettings: ("Worker", "`worker`, `files make`"),
+        SignerSettings: (
+            "Signatures",
+            "`load`, `import`, `sweep`, `failed`, `gallery`, `files`",
+        ),
+        LoadSettings: ("Load generator", "`load`, `sweep`"),
+        MonitorSettings: ("Monitoring", "`status`, `exporter`, `report`, `scale`"),
+        ExporterSettings: ("Exporter", "`exporter`"),
+        BrokerSettings: ("Broker", "`broker`"),
+        GatewaySettings: ("Gateway", "`serve`"),
+        WebhookSettings: ("Webhooks", "`webhooks`"),
+    }
+)

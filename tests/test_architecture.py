@@ -18,17 +18,10 @@ ALLOWED = {
     "loadgen": {"imagefleet", "loadgen"},
     "worker": {"imagefleet", "worker"},
     "gateway": {"imagefleet", "gateway"},
-    # Of the console, what all commands share (`FOR_COMMANDS`).
-    "evaluation": {"imagefleet", "loadgen", "worker", "fleet", "evaluation"},
-    # Of what measures, the figures that a report shows (`FOR_REPORTS`).
-    "fleet": {"imagefleet", "loadgen", "worker", "gateway", "fleet", "evaluation"},
+    "cli": {"imagefleet", "cli"},
+    "evaluation": {"imagefleet", "loadgen", "worker", "cli", "evaluation"},
+    "fleet": {"imagefleet", "loadgen", "worker", "gateway", "cli", "fleet"},
 }
-
-#: What `evaluation` may import of `fleet`.
-FOR_COMMANDS = ("fleet.campaigns.target", "fleet.console", "fleet.options")
-
-#: What `fleet/report` may import of `evaluation`, of which the rest of `fleet` imports nothing.
-FOR_REPORTS = ("evaluation.score.figures",)
 
 TORCH = {"torch", "diffusers", "transformers", "peft", "accelerate"}
 
@@ -90,21 +83,6 @@ def test_no_import_points_up_or_to_a_neighbour() -> None:
         for imported in imports(path)
         if (package := imported.split(".")[0]) in {*ALLOWED, "tests", "benchmarks"}
         and package not in ALLOWED[name.split(".")[0]]
-    ]
-    wrong += [
-        f"{name} imports {imported}"
-        for name, path in MODULES.items()
-        for imported in imports(path)
-        if (
-            name.startswith("evaluation.")
-            and imported.startswith("fleet.")
-            and imported not in FOR_COMMANDS
-        )
-        or (
-            name.startswith("fleet.")
-            and imported.startswith("evaluation.")
-            and not (name.startswith("fleet.report.") and imported in FOR_REPORTS)
-        )
     ]
     assert wrong == []
 

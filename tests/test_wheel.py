@@ -394,9 +394,10 @@ def run(
         yield partial(server.run, cwd=work, variables=variables)
 
 
-def test_nothing_is_installed_beside_the_five_packages(unpacked: Path) -> None:
+def test_nothing_is_installed_beside_the_packages(unpacked: Path) -> None:
     names = {path.name for path in unpacked.iterdir() if path.suffix != ".dist-info"}
     assert names == {
+        "cli",
         "evaluation",
         "fleet",
         "gateway",

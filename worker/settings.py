@@ -7,7 +7,7 @@ import os
 import socket
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -100,6 +100,8 @@ def require_libraries() -> None:
 
 class WorkerSettings(TelemetrySettings):
     """Settings of one worker, which uses one GPU."""
+
+    SUBJECTS: ClassVar = SUBJECTS
 
     model: Annotated[str, BeforeValidator(str)] = Field(
         repr=False,  # an address may hold a token

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from cli import console, options
 from evaluation.bench.options import BenchOptions
-from fleet import console, options
 from imagefleet.pricing import prices
 from worker.files import check as checkpoint
 from worker.settings import require_libraries

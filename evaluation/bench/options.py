@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleet.options import option
+from cli.options import option
 from imagefleet.pricing import families, prices
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import typer
 from rich.table import Table
 
+from cli import console, options
+from cli.options import argument, option
 from evaluation.gate import page, run, sides
 from evaluation.gate.options import Drawn, Judged, Plan
 from evaluation.gate.page import Result
 from evaluation.gate.verdict import Bounds, Verdict
-from fleet import console, options
-from fleet.options import argument, option
 from imagefleet.storage.settings import StorageSettings
 
 

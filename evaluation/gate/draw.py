@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from cli import console
 from evaluation.gate.sides import GPU_ONLY, Engine
-from fleet import console
 from imagefleet import errors
 from imagefleet.job.message import Job, text_for_image
 from imagefleet.storage.open import open_storage

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from cli import options
+from cli.options import option
 from evaluation.gate.sides import Engine, Side
 from evaluation.gate.verdict import Bounds
-from fleet import options
-from fleet.options import option
 from imagefleet.storage.settings import StorageSettings
 
 

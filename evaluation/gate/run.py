@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from cli import console
 from evaluation.gate import compare, images, jobs, page, verdict
 from evaluation.gate.compare import Measures
 from evaluation.gate.images import (
@@ -24,7 +25,6 @@ from evaluation.score import extractors
 from evaluation.score import reference as references
 from evaluation.score.networks import load
 from evaluation.score.statistics import Statistics
-from fleet import console
 from imagefleet import concurrency, errors
 from imagefleet.files import demo
 from imagefleet.job.message import Job

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fleet.campaigns import target
+from cli import target
 from imagefleet import errors, validation
 
 #: The words for an engine's settings, and what each sets of `worker.engine.load.load_engine`.

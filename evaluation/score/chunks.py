@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from cli import console
 from evaluation.score.plan import Chunk
 from evaluation.score.statistics import Features
-from fleet import console
 
 
 class Note(BaseModel):

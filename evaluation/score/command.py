@@ -6,14 +6,13 @@ from pathlib import Path
 import typer
 from rich.table import Table
 
+from cli import console, options, target
+from cli.options import option
 from evaluation.score import figures as drawing
 from evaluation.score import session
 from evaluation.score.extractors import DEMO
 from evaluation.score.figures import Scores, facts
 from evaluation.score.session import Computing, Networks
-from fleet import console, options
-from fleet.campaigns import target
-from fleet.options import option
 from imagefleet import errors
 from imagefleet.storage.settings import StorageSettings
 

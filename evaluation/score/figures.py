@@ -3,12 +3,11 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from imagefleet import errors, validation
+from cli import console
 
 _WIDTH, _HEIGHT = 480, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 24, 18, 50
@@ -103,20 +102,6 @@ class Scores(BaseModel, extra="ignore", frozen=True):
     small: tuple[str, ...] = ()
     """Groups, and the reference, of fewer than 1,000 images: their figures say little."""
     of_no_group: int = 0
-
-
-def read(path: Path) -> Scores:
-    """The JSON of `imagefleet score`; raises SetupError if the file is none."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise errors.SetupError(
-            f"cannot read {path}: {error.strerror or error}"
-        ) from None
-    with validation.as_error(
-        errors.SetupError, f"{path} is no JSON of `imagefleet score`: "
-    ):
-        return Scores.model_validate_json(data)
 
 
 def facts(scores: Scores) -> dict[str, str]:
@@ -255,12 +240,12 @@ def _grid(x: _Axis, y: _Axis, x_name: str, y_name: str) -> list[str]:
     parts = [
         f'<path d="M{_LEFT} {y.place(mark):.1f}H{right}" stroke="currentColor" opacity=".15"/>'
         f'<text x="{_LEFT - 8}" y="{y.place(mark) + 4:.1f}" text-anchor="end">'
-        f"{number_text(mark)}</text>"
+        f"{console.significant(mark)}</text>"
         for mark in y.marks
     ]
     parts += [
         f'<text x="{x.place(mark):.1f}" y="{bottom + 20}" text-anchor="middle">'
-        f"{number_text(mark)}</text>"
+        f"{console.significant(mark)}</text>"
         for mark in x.marks
     ]
     middle = (_TOP + bottom) / 2
@@ -297,14 +282,3 @@ def nice_step(span: float) -> float:
     return next(
         step * power for step in (1, 2, 2.5, 5, 10) if rough <= step * power * 1.0001
     )
-
-
-def number_text(value: float) -> str:
-    """Three significant digits: `0.0312`, `4.95`, `4,954`."""
-    if value == 0:
-        return "0"
-    if not 1e-9 < abs(value) < 1e12:  # noqa: PLR2004 - too many digits; and infinite, not a number
-        return f"{value:.3g}"
-    digits = max(0, 2 - math.floor(math.log10(abs(value))))
-    text = f"{value:,.{digits}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from cli import console
 from evaluation.score import chunks, extractors
 from evaluation.score.extractors import DEMO, ExtractorFacts
 from evaluation.score.plan import Chunk
 from evaluation.score.statistics import UNREADABLE, Rows, Statistics
-from fleet import console
 from imagefleet import errors
 
 #: 2,000 pictures of the drawn world; `benchmarks/scoring/reference.py` makes it.

@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from cli import console, options, target
+from cli.options import option
 from evaluation.score import plan, reference, scores
 from evaluation.score import run as running
 from evaluation.score.extractors import ExtractorFacts
@@ -13,9 +15,6 @@ from evaluation.score.figures import Scores
 from evaluation.score.networks import load
 from evaluation.score.plan import Plan
 from evaluation.score.reference import Reference
-from fleet import console, options
-from fleet.campaigns import target
-from fleet.options import option
 from imagefleet import errors
 from imagefleet.records import reader
 from imagefleet.storage.settings import StorageSettings

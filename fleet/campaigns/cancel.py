@@ -2,9 +2,8 @@
 
 from dataclasses import asdict
 
-from fleet import console, options
-from fleet.campaigns import target
-from fleet.options import argument, option
+from cli import console, options, target
+from cli.options import argument, option
 from fleet.results import forms
 from imagefleet import cancelled, errors
 from imagefleet.records import reader

@@ -3,9 +3,8 @@
 from datetime import UTC
 from typing import Any
 
-from fleet import console, options
-from fleet.campaigns import target
-from fleet.options import argument
+from cli import console, options, target
+from cli.options import argument
 from imagefleet import errors
 from imagefleet.job.message import job_key, read_job
 from imagefleet.records import drawn, outcomes, sent

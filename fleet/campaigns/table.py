@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from fleet import console
+from cli import console
 from fleet.monitor import rates
 from fleet.monitor.prometheus import Prometheus
 from imagefleet import errors

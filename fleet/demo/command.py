@@ -14,9 +14,8 @@ from typing import Any
 import typer
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from fleet import console, options
-from fleet.options import option
-from fleet.results import files
+from cli import console, files, options
+from cli.options import option
 from fleet.worker import command as worker_command
 from imagefleet import aio, errors
 from imagefleet.files import demo

@@ -8,13 +8,12 @@ from pathlib import Path
 import typer
 from rich import filesize
 
-from fleet import console, options
-from fleet.campaigns import target
+from cli import console, files, options, target
+from cli.options import argument, option
 from fleet.export.formats import arrow
 from fleet.export.plan import MANIFEST, WORK, Format, Manifest, Plan, Work
 from fleet.export.shards import Exporter
-from fleet.options import argument, option
-from fleet.results import download, files
+from fleet.results import download
 from imagefleet import errors
 from imagefleet.records import reader
 from imagefleet.records.stored import Damaged

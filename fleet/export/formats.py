@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fleet.results import files
+from cli import files
 from imagefleet import errors
 from imagefleet.records import columns, sweep
 from imagefleet.records.pictures import Fault

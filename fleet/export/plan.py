@@ -16,7 +16,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, Field
 
-from fleet.results import files
+from cli import files
 from imagefleet import errors, validation
 from imagefleet.records.record import Record
 from imagefleet.records.stored import Damaged

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cli import files
 from fleet.export.formats import (
     METADATA,
     Imagefolder,
@@ -21,7 +22,7 @@ from fleet.export.formats import (
     Webdataset,
 )
 from fleet.export.plan import WORK, File, Plan, Shard, Work
-from fleet.results import download, files
+from fleet.results import download
 from imagefleet import concurrency, errors
 from imagefleet.files import picture
 from imagefleet.records import pictures

@@ -4,11 +4,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
-from fleet import console, options
-from fleet.campaigns import target
+from cli import console, options, target
+from cli.options import option
 from fleet.failed import jobs as failed_jobs
 from fleet.failed.jobs import Verb
-from fleet.options import option
 from imagefleet import aio, errors
 from imagefleet.job.change import Change
 from imagefleet.storage import dead_letter_queue

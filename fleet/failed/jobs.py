@@ -9,7 +9,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Column
 
-from fleet import console
+from cli import console
 from imagefleet import concurrency, errors
 from imagefleet.aio import Fleet
 from imagefleet.job import message

@@ -17,10 +17,10 @@ from typing import Annotated
 
 import typer
 
-from fleet import console
+from cli import console
+from cli.options import option
 from fleet.files import making, stored
 from fleet.files.stored import Listing, Ready, Report
-from fleet.options import option
 from imagefleet import concurrency, errors
 from imagefleet.files import contents, kinds, lora
 from imagefleet.files.kinds import MODEL, FileKind

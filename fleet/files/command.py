@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from fleet import console, options
+from cli import console, options
+from cli.options import argument
 from fleet.files import add, making, stored, texts
 from fleet.files.add import AddOptions
 from fleet.files.stored import Report
 from fleet.files.texts import MakeOptions, MakeSettings
-from fleet.options import argument
 from imagefleet import errors
 from imagefleet.files.kinds import KINDS
 from imagefleet.storage.open import open_storage

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleet import options
+from cli import options
 from fleet.files.missing import aliases, comfyui_names, stored
 from imagefleet import errors
 from imagefleet.files import embedding, kinds

@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import Image
 
-from fleet import console
+from cli import console
 from fleet.files import stored
 from fleet.files.stored import Report
 from imagefleet import errors, likeness

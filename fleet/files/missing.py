@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column
 
-from fleet import console
+from cli import console
 from fleet.files import meant
 from fleet.files.stored import Listing, read
 from imagefleet import concurrency, errors, signing, validation

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from rich import progress
 
-from fleet import console
-from fleet.results import files
+from cli import console, files
 from imagefleet import errors, validation
 from imagefleet.files import kinds
 from imagefleet.files.kinds import FileKind

@@ -6,12 +6,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleet import console, options
+from cli import console, options
+from cli.options import option
 from fleet.files import add, missing
 from fleet.files.add import Manifest
 from fleet.files.stored import Listing, Ready, Report
 from fleet.filling import reading
-from fleet.options import option
 from imagefleet.files.kinds import TEXT
 from imagefleet.job.message import Job
 from imagefleet.storage.open import open_storage

@@ -6,10 +6,9 @@ import os
 import sys
 import webbrowser
 
-from fleet import console, options
-from fleet.campaigns import target
+from cli import console, options, target
+from cli.options import argument, option
 from fleet.gallery import server
-from fleet.options import argument, option
 from imagefleet.storage.settings import SignerSettings
 from imagefleet.telemetry import probes
 

@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic import BaseModel, Field, ValidationError
 
-from fleet import console
+from cli import console
 from fleet.gallery import campaign, guard
 from fleet.gallery.campaign import Campaign, View
 from fleet.gallery.images import Images

@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from fleet import console, options
+from cli import console, options
 from fleet.keys import mint
 from fleet.salad import groups
 from fleet.settings import BrokerSettings

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import typer
 
-from fleet import console, options
+from cli import console, options
+from cli.options import argument, option
 from fleet.keys import mint as keys_mint
-from fleet.options import argument, option
 from fleet.salad.groups import MAX_VALUE
 from imagefleet import errors
 from imagefleet.job.prompt import SAFE_NAME

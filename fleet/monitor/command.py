@@ -9,12 +9,11 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from fleet import console, options
-from fleet.campaigns import target
+from cli import console, options, target
+from cli.options import option
 from fleet.campaigns.table import Campaigns
 from fleet.monitor import prometheus, rates
 from fleet.monitor import watch as watching
-from fleet.options import option
 from fleet.settings import MonitorSettings
 from imagefleet import aio, concurrency, errors
 from imagefleet.storage.protocol import QueueDepth

@@ -9,7 +9,7 @@ from prometheus_client import Counter
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from fleet import console, options
+from cli import console, options
 from fleet.campaigns.table import Campaigns
 from fleet.monitor import prometheus, rates, service
 from fleet.settings import ExporterSettings

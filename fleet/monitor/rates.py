@@ -11,7 +11,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, BeforeValidator
 
-from fleet import console
+from cli import console
 from fleet.monitor.prometheus import Prometheus, Series, dollars_by_campaign, gained
 from imagefleet import concurrency, errors, validation
 from imagefleet.storage.protocol import NOTABLE_OFFSET_SECONDS as _OFF

@@ -5,7 +5,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from fleet import console
+from cli import console
 from fleet.settings import ServiceSettings
 from imagefleet.telemetry import logs, probes, push
 

@@ -9,7 +9,7 @@ import typer
 from rich.console import Group
 from rich.live import Live
 
-from fleet import console
+from cli import console
 from imagefleet import errors
 
 #: Often enough to follow a fleet; a few storage operations each time.

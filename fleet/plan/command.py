@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fleet import console, options
+from cli import console, options
+from cli.options import argument, option
 from fleet.filling import reading
-from fleet.options import argument, option
 from fleet.plan import estimate
 from fleet.plan.work import Work, of_count, of_source, read_models
 from imagefleet import errors

@@ -11,9 +11,9 @@ from typing import Any
 import typer
 from pydantic import BaseModel, Field, ValidationError
 
-from fleet import console, options
-from fleet.campaigns.target import Target, check_campaign, images, unknown_job
-from fleet.options import argument, option
+from cli import console, options
+from cli.options import argument, option
+from cli.target import Target, check_campaign, images, unknown_job
 from fleet.redo import replace
 from imagefleet import concurrency, errors
 from imagefleet.job.message import CHECKS, job_key

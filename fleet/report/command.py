@@ -3,11 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-from evaluation.score import figures as campaign_scores
-from fleet import console, options
-from fleet.campaigns import target
+from cli import console, options, target
+from cli.options import option
 from fleet.monitor import prometheus, rates
-from fleet.options import option
 from fleet.report import figures as report_figures
 from fleet.report import page as report_page
 from fleet.report import records as report_records
@@ -30,9 +28,6 @@ async def command(
         "The page [default: NAME-report.html].", metavar="FILE"
     ),
     json_file: options.JsonFile = None,
-    scores: Path | None = option(
-        "The --json-file of `imagefleet score`, for its curve.", metavar="FILE"
-    ),
     limit: int = option(
         "Sample pictures on the page.", 24, min=0, max=200, metavar="COUNT"
     ),
@@ -51,11 +46,6 @@ async def command(
     table = prices.read_table(prices_path)
     if settings.is_local:
         table = replace(table, storage=prices.FREE_STORAGE)
-    scored = None if scores is None else campaign_scores.read(scores)
-    if scored is not None and scored.campaign != campaign:
-        raise errors.SetupError(
-            f"{scores} has the scores of {scored.campaign}, not of {campaign}"
-        )
     async with console.connected(settings) as client:
         storage = client.storage
         await target.check_campaign(storage, campaign)
@@ -82,7 +72,6 @@ async def command(
         "made_at": made_at,
         **figures,
         "metrics": metrics,
-        "scores": scored.model_dump() if scored else None,
     }
     if json_file is not None:
         console.write_file(json_file, console.json_text(facts))
@@ -90,9 +79,7 @@ async def command(
         console.print_json(facts)
         return
     page = output or Path(f"{campaign}-report.html")
-    console.write_file(
-        page, report_page.render(figures, metrics, sampled, made_at, scored)
-    )
+    console.write_file(page, report_page.render(figures, metrics, sampled, made_at))
     rate = console.number(figures["images_per_second"], 2)
     per_dollar = console.number(figures["money"]["images_per_dollar"])
     images = console.counted(figures["images"], "image")

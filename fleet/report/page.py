@@ -11,9 +11,7 @@ import jinja2
 from markupsafe import Markup
 from rich import filesize
 
-from evaluation.score import figures as campaign_scores
-from evaluation.score.figures import Scores, number_text
-from fleet.console import counted
+from cli.console import counted, significant
 from fleet.gallery.images import shrink
 from fleet.report.figures import Figures
 from fleet.report.plot import Bar, Points, bars, time_plot
@@ -63,7 +61,7 @@ def sample(record: Record, address: str, data: str | None) -> Mapping[str, Any]:
         "data": data,
         "words": words,
         "short": textwrap.shorten(words, _SHOWN_CHARACTERS, placeholder=" …"),
-        "loras": [f"{lora.name} {number_text(lora.unet_weight)}" for lora in loras],
+        "loras": [f"{lora.name} {significant(lora.unet_weight)}" for lora in loras],
     }
 
 
@@ -72,7 +70,6 @@ def render(
     metrics: Figures | None,
     samples: Sequence[Mapping[str, Any]],
     made_at: datetime,
-    scores: Scores | None = None,
 ) -> str:
     """The page; *samples* are shown as thumbnails with their jobs' ids, prompts and LoRAs."""
     environment = jinja2.Environment(
@@ -91,9 +88,6 @@ def render(
         plots=_plots(figures) | (_metrics_plots(metrics) if metrics else {}),
         slowest=list(reversed(figures["workers"]))[:_MAX_WORKERS],
         samples=samples,
-        scores=scores,
-        curve=Markup(campaign_scores.svg(scores) if scores else ""),  # noqa: S704 - its texts are escaped
-        scored_with=campaign_scores.facts(scores) if scores else {},
     )
 
 
@@ -171,7 +165,7 @@ def _words(slug: str) -> str:
 
 
 def _dollars(value: float) -> str:
-    return f"${value:,.2f}" if value >= 0.1 or value == 0 else f"${number_text(value)}"  # noqa: PLR2004
+    return f"${value:,.2f}" if value >= 0.1 or value == 0 else f"${significant(value)}"  # noqa: PLR2004
 
 
 def _share(part: float, whole: float) -> str:
@@ -179,7 +173,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _seconds(value: float) -> str:
-    return f"{number_text(value)} s"
+    return f"{significant(value)} s"
 
 
 _FILTERS: Mapping[str, Callable[..., str]] = {

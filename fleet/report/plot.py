@@ -6,13 +6,13 @@ and print. Every point has a title, which browsers show as its tooltip.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple
 
 from markupsafe import Markup
 
-from evaluation.score.figures import nice_step, number_text, scale
+from cli.console import significant
 
 #: The SVG's own units; its shape on the page is up to the style sheet.
 WIDTH = 1000
@@ -70,12 +70,12 @@ def time_plot(lines: Mapping[str, Points], what: str) -> Markup:
                 '<path class="point c{}" d="M{:.1f} {:.1f}h0"><title>{}: {}, {:%d %b %H:%M:%S} UTC'
                 "</title></path>",
                 (
-                    (colour, x(at), y(value), name, number_text(value), _moment(at))
+                    (colour, x(at), y(value), name, significant(value), _moment(at))
                     for at, value in points
                 ),
             )
         )
-    beside = ((100 * mark / marks[-1], number_text(mark)) for mark in marks)
+    beside = ((100 * mark / marks[-1], significant(mark)) for mark in marks)
     below = [(100 * x(at) / WIDTH, label) for at, label in _time_ticks(begin, end)]
     keys = enumerate(lines if len(lines) > 1 else ())  # one line needs no legend
     return Markup(
@@ -85,7 +85,7 @@ def time_plot(lines: Mapping[str, Points], what: str) -> Markup:
         '<div class="ticks">{}</div></div>'
         '<p class="legend">{}</p>'
     ).format(
-        *(what, number_text(min(values)), number_text(max(values))),
+        *(what, significant(min(values)), significant(max(values))),
         _joined('<span style="bottom:{:.1f}%">{}</span>', beside),
         *(WIDTH, HEIGHT, Markup().join(drawn)),
         _joined(
@@ -147,3 +147,18 @@ def _moment(at: float) -> datetime:
 def _side(share: float) -> str:
     """A label's place at its tick: beside it at the edges, lest it leave the page."""
     return "first" if share < 10 else "last" if share > 88 else "mid"  # noqa: PLR2004
+
+
+def scale(
+    begin: float, end: float, low: float, high: float
+) -> Callable[[float], float]:
+    return lambda value: low + (value - begin) / (end - begin) * (high - low)
+
+
+def nice_step(span: float) -> float:
+    """The interval of about four marks: 1, 2, 2.5 or 5 times a power of ten."""
+    rough = span / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(
+        step * power for step in (1, 2, 2.5, 5, 10) if rough <= step * power * 1.0001
+    )

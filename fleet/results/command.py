@@ -11,9 +11,8 @@ from typing import Any, Literal
 
 import typer
 
-from fleet import console, options
-from fleet.campaigns import target
-from fleet.options import option
+from cli import console, options, target
+from cli.options import option
 from fleet.results import download, forms
 from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fleet import console
-from fleet.results import files
+from cli import console, files
 from imagefleet import concurrency
 from imagefleet.records import pictures
 from imagefleet.records.record import Record, hashed

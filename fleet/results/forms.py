@@ -12,8 +12,7 @@ from typing import Any, TextIO
 
 from rich.table import Column, Table
 
-from fleet import console
-from fleet.results import files
+from cli import console, files
 from imagefleet.job.message import image_stem
 from imagefleet.records import columns
 from imagefleet.records.overview import Counts

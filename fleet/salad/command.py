@@ -9,9 +9,9 @@ import typer
 from pydantic import SecretStr
 from rich.console import Group as Screen
 
-from fleet import console, options
+from cli import console, options
+from cli.options import AsJson, PriceFile, Yes, option
 from fleet.monitor import watch as watching
-from fleet.options import AsJson, PriceFile, Yes, option
 from fleet.salad import changes, deployment, gpus, groups
 from fleet.salad import file as salad_file
 from fleet.salad.file import File, FleetFile, WaitMinutes

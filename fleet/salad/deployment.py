@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from fleet import console
+from cli import console
 from fleet.salad import client as salad_client
 from fleet.salad import groups as salad_groups
 from fleet.salad.changes import Changes

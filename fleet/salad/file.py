@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from fleet import options
+from cli import options
 from fleet.salad import gpus
 from fleet.salad.gpus import GpuClass
 from imagefleet import errors, validation, yaml_file

@@ -7,9 +7,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fleet import console, options
+from cli import console, options
+from cli.options import option
 from fleet.monitor import prometheus
-from fleet.options import option
 from fleet.salad import deployment, gpus
 from fleet.salad import file as salad_file
 from fleet.scale import scaler

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from fleet import console
+from cli import console
 from imagefleet import errors, validation
 from imagefleet.telemetry import host
 

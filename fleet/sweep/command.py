@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fleet import console, filling, options
-from fleet.campaigns import target
-from fleet.options import argument, option
+from cli import console, options, target
+from cli.options import argument, option
+from fleet import filling
 from fleet.plan import command as planning
 from fleet.plan import estimate
 from fleet.plan.command import Machines

@@ -7,9 +7,8 @@ from datetime import datetime
 
 import typer
 
-from fleet import console, options
-from fleet.campaigns import target
-from fleet.options import option
+from cli import console, options, target
+from cli.options import option
 from fleet.verify import pairs
 from fleet.verify.pairs import Pair
 from imagefleet.storage.settings import StorageSettings

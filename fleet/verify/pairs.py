@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from fleet.campaigns.target import Target
+from cli.target import Target
 from imagefleet import concurrency, errors, likeness
 from imagefleet.files import picture
 from imagefleet.job.message import CHECKS, COMPARABLE_STEPS, MAX_IMAGE_BYTES

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from fleet import console, options
-from fleet.campaigns import target
+from cli import console, options, target
+from cli.options import option
 from fleet.monitor import service as monitored
-from fleet.options import option
 from fleet.settings import WebhookSettings
 from fleet.webhooks import endpoint
 from fleet.webhooks.events import Source, State

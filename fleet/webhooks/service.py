@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from fleet import console
+from cli import console
 from fleet.webhooks.endpoint import Answer, Endpoint
 from fleet.webhooks.events import Event, Source
 from imagefleet import concurrency, errors

@@ -17,8 +17,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from fleet import console, options
-from fleet.options import option
+from cli import console, options
+from cli.options import option
 from imagefleet.telemetry import logs
 from worker.models import checkpoints
 from worker.node import salad

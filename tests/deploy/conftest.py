@@ -25,7 +25,8 @@ import typer
 from pydantic_settings import BaseSettings
 from typer.core import TyperGroup
 
-from fleet import main, options
+from cli import options
+from fleet import main
 from fleet.settings import ExporterSettings, WebhookSettings
 from loadgen.settings import LoadSettings
 from worker.settings import MachineSettings

@@ -191,6 +191,7 @@ def checkout(repository: Path, tmp_path: Path) -> Path:
     """A checkout as the document asks for, with a checkpoint and jobs of one's own."""
     folder = tmp_path / "checkout"
     for name in (
+        "cli",
         "evaluation",
         "fleet",
         "imagefleet",

@@ -18,8 +18,9 @@ import pytest
 import typer
 import write_settings
 
+from cli import console, options
 from evaluation.stand_in import StandInEngine
-from fleet import console, main, options
+from fleet import main
 from imagefleet.job.message import Job, read_job
 from imagefleet.storage.open import open_storage
 from worker.pipeline import Pipeline

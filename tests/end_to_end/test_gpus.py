@@ -20,7 +20,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import polling
-from fleet import console
+from cli import console
 from imagefleet.storage.open import Storage
 
 JOBS = 40

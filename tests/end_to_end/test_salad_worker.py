@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import time
 import typer
-from fleet import console
+from cli import console
 from imagefleet import errors
 from imagefleet.storage.routing import queue
 from imagefleet.telemetry import logs

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 import pytest
 
 import polling
-from fleet import console
+from cli import console
 from fleet.scale import command as scale
 from imagefleet import errors
 from imagefleet.storage.open import Storage, open_storage

@@ -15,7 +15,8 @@ import pytest
 import typer
 from rich.console import Console
 
-from fleet import console, main
+from cli import console
+from fleet import main
 from fleet.monitor import command as monitor
 from fleet.monitor import rates
 from fleet.salad import command as salad

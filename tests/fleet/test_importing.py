@@ -17,7 +17,7 @@ import torch
 from PIL import Image, PngImagePlugin
 from safetensors.numpy import save_file
 
-from fleet import console
+from cli import console
 from header_files import file_of, lora_of
 from imagefleet import errors
 from imagefleet.storage.open import open_storage

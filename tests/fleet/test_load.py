@@ -14,7 +14,7 @@ import pytest
 
 import polling
 import signers
-from fleet import console, options
+from cli import console, options
 from imagefleet.job.message import Job, read_job
 from imagefleet.signing import SigningKey
 from imagefleet.storage.open import open_storage

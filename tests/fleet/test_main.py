@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from fleet import console, entry, main, options
+from cli import console, options
+from fleet import entry, main
 from imagefleet.storage.settings import StorageSettings
 
 ROOT = Path(__file__).parents[2]

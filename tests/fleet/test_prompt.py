@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet import console, prompt
+from cli import console
+from fleet import prompt
 from imagefleet.files import demo
 from imagefleet.job import clip
 

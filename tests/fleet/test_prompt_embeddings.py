@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from fleet import console
+from cli import console
 from header_files import lora_of
 
 Imagefleet = Callable[

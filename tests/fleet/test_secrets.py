@@ -24,7 +24,8 @@ from typing import Any
 import pytest
 from aiolimiter import AsyncLimiter
 
-from fleet import main, options
+from cli import options
+from fleet import main
 from fleet.monitor import prometheus
 from fleet.salad import client, deployment
 from imagefleet.storage.azure.storage import AzureStorage

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fleet import console
+from cli import console
 from imagefleet import redaction
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.local.blobs import METADATA_FOLDER

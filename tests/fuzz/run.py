@@ -130,7 +130,7 @@ def _report(tallies: dict[str, Tally], seconds: float, seed: int | None) -> None
 def _with_atheris(names: list[str] | None, seconds: float) -> None:
     import atheris
 
-    ours = ["evaluation", "fleet", "imagefleet", "loadgen", "worker"]
+    ours = ["cli", "evaluation", "fleet", "imagefleet", "loadgen", "worker"]
     with atheris.instrument_imports(include=ours):
         import targets
     import mutations

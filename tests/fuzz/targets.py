@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import ValidationError
 
 import job_inputs
-from fleet import console
+from cli import console
 from fleet.gallery import images
 from fleet.keys import broker
 from fleet.monitor import prometheus

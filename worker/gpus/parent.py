@@ -28,7 +28,7 @@ from worker.settings import MachineSettings, share_of
 
 log = logs.EventLog(__name__)
 
-#: The exit codes of `imagefleet worker`, as `fleet.console` has them.
+#: The exit codes of `imagefleet worker`, as `cli.console` has them.
 DONE, UNEXPECTED, SETUP, NODE, JOBS_FAILED, INTERRUPTED, TERMINATED = (
     0,
     1,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fleet import console
+from cli import console
 from imagefleet.storage.settings import StorageSettings
 
 Errors = Callable[

@@ -22,7 +22,7 @@ from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
 import polling
-from fleet import console
+from cli import console
 from fleet.monitor import prometheus
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from cli import console
 from evaluation.gate import jobs
 from evaluation.gate.images import FolderImages
-from fleet import console
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fleet import console
+from cli import console
 from worker.engine import contract, sampler
 from worker.engine.samplers import schedule as schedules
 from worker.engine.slots import prepare as preparing

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from cli import console
 from evaluation.gate import draw, jobs, sides
-from fleet import console
 from imagefleet.files import demo
 
 pytestmark = pytest.mark.slow

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from cli import console
 from evaluation.score import metrics
 from evaluation.score.figures import GroupScores
 from evaluation.score.metrics import Estimate
 from evaluation.score.statistics import Features, Statistics
-from fleet import console
 
 pytestmark = pytest.mark.slow
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import sent_jobs
+from cli import console
 from evaluation.score import chunks, metrics, plan
 from evaluation.score.statistics import Statistics
-from fleet import console
 from imagefleet.job.message import Job
 from imagefleet.records import reader, sweep
 from imagefleet.records.record import Record, RecordLog

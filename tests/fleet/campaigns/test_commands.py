@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 import sent_jobs
-from fleet import console
+from cli import console
 from imagefleet import cancelled
 from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import Storage, open_storage

@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from fleet import console
+from cli import console
 from fleet.campaigns.table import Campaigns
 from imagefleet.records.overview import Counts
 from imagefleet.storage.open import open_storage

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 
 import sent_jobs
-from fleet import console
-from fleet.campaigns import target
+from cli import console, target
 from imagefleet import errors
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 import polling
 import sent_jobs
+from cli import files
 from fleet.export import formats, plan, shards
-from fleet.results import files
 from imagefleet.job.message import SUFFIXES, image_stem, job_key
 from imagefleet.job.names import duplicate_name
 from imagefleet.records.record import Record, Totals, shard_part

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fleet import console
+from cli import console
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.records.record import RecordLog

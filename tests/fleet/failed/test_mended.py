@@ -13,7 +13,7 @@ import pytest
 
 import sent_jobs
 import signers
-from fleet import console
+from cli import console
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.records import reader, sent

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet import console, options
+from cli import console, options
 from header_files import lora_of
 from imagefleet.signing import SigningKey
 from imagefleet.storage.open import open_storage

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fleet import console
+from cli import console
 from header_files import LORA, file_of, shaped
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.open import open_storage

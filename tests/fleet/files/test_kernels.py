@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fleet import console
+from cli import console
 from imagefleet import concurrency
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.open import open_storage

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet import console
+from cli import console
 from fleet.files.stored import Listing
 from header_files import file_of, lora_of
 from imagefleet import errors

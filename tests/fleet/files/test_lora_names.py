@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet import console
+from cli import console
 from header_files import lora_of, shaped
 from imagefleet import errors
 from imagefleet.files.kinds import LORA

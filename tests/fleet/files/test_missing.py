@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fleet import console, options
+from cli import console, options
 from fleet.files import meant
 from fleet.files.stored import Listing
 from header_files import lora_of, shaped

@@ -14,8 +14,8 @@ import torch
 from aiohttp import web
 
 import tiny_model
+from cli import console
 from families import tiny_families
-from fleet import console
 from fleet.files import add, making, stored
 from header_files import REFINER, SD1, file_of, lora_of
 from imagefleet import errors, likeness

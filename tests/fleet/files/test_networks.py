@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet import console, options
+from cli import console, options
 from imagefleet.files.kinds import KINDS
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.open import open_storage

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fleet import console, options
+from cli import console, options
 from fleet.files import texts
 from imagefleet.files.kinds import TEXT
 from imagefleet.signing import SigningKey, TrustedKeys

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 import polling
-from fleet import console
+from cli import console
 from fleet.gallery import campaign as campaigns
 from fleet.gallery import server
 from imagefleet.storage.settings import SignerSettings, StorageSettings

@@ -16,7 +16,7 @@ import pytest
 from azure.core.exceptions import HttpResponseError
 from pydantic import SecretStr
 
-from fleet import options
+from cli import options
 from fleet.campaigns import job
 from fleet.keys import command as keys
 from fleet.keys import mint

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet import console
+from cli import console
 from imagefleet.signing import SigningKey
 
 Imagefleet = Callable[

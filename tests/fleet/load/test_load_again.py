@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fleet import console
+from cli import console
 from imagefleet.job.message import fields_if_any
 from imagefleet.records import sent
 from imagefleet.storage.open import Storage, open_storage

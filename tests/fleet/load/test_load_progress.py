@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from fleet import console, filling
+from cli import console
+from fleet import filling
 
 ROOT = Path(__file__).parents[3]
 

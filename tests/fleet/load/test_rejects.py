@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fleet import console
+from cli import console
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -12,8 +12,7 @@ import pytest
 
 import polling
 import signers
-from fleet import console
-from fleet.campaigns import target
+from cli import console, target
 from fleet.redo import command, replace
 from fleet.verify import pairs
 from imagefleet.job.message import read_job

@@ -3,7 +3,6 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from evaluation.score import figures as curve
 from fleet.report import plot
 from fleet.report.plot import Bar
 
@@ -20,21 +19,6 @@ def texts(markup: ET.Element, part: str) -> list[str]:
     return [
         each.text or "" for each in markup.iterfind(f".//div[@class='{part}']/span")
     ]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"),
-        (0.03124, "0.0312"),
-        (4.954, "4.95"),
-        (4954.4, "4,954"),
-        (30, "30"),
-        (0.5, "0.5"),
-    ],
-)
-def test_a_number_has_three_significant_digits(value: float, text: str) -> None:
-    assert curve.number_text(value) == text
 
 
 @pytest.mark.parametrize("highest", [0, 0.003, 1, 3, 32, 99.9, 101, 4954, 212_153])

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 import polling
+from cli import files
 from fleet.keys import mint
-from fleet.results import download, files
+from fleet.results import download
 from imagefleet.job.names import duplicate_name
 from imagefleet.records import stored
 from imagefleet.records.record import RecordLog

@@ -276,7 +276,7 @@ async def test_a_draft_does_not_stay_where_the_disk_is_full(
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device", "spring.csv")
 
-    monkeypatch.setattr("fleet.results.files.sync", fail)
+    monkeypatch.setattr("cli.files.sync", fail)
 
     result = await results("--format", "csv", "--output", "spring.csv", code=1)
 

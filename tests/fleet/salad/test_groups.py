@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 from salad_cloud_sdk import models
 
-from fleet import console
+from cli import console
 from fleet.salad import file as salad_file
 from fleet.salad import gpus
 from fleet.salad import groups as salad_groups

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fleet import console
+from cli import console
 from fleet.salad import client
 from imagefleet.telemetry import logs
 

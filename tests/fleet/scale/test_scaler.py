@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import typer
 
-from fleet import console
+from cli import console
 from fleet.monitor import prometheus
 from fleet.salad import client, deployment
 from fleet.scale import scaler

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import polling
-from fleet import console, options
+from cli import console, options
 from fleet.keys import mint
 from imagefleet.pricing import families
 from imagefleet.records import reader, sent, sweep

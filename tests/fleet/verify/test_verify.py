@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from fleet import console
-from fleet.campaigns import target
+from cli import console, target
 from fleet.verify import pairs
 from imagefleet import errors
 from imagefleet.files import picture

@@ -18,7 +18,7 @@ from standardwebhooks import Webhook
 
 import polling
 import sent_jobs
-from fleet import console
+from cli import console
 from fleet.webhooks.endpoint import read_secrets, signed_headers
 from imagefleet.records.record import Record
 from imagefleet.storage.open import open_storage

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cli import files
 from fleet.redo import replace
-from fleet.results import files
 from fleet.webhooks import events
 from imagefleet.job.message import Job
 from imagefleet.job.names import REPLACED, duplicate_name

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import polling
-from fleet import console
+from cli import console
 from imagefleet import errors
 from worker.gpus import child, parent
 from worker.gpus.choice import Gpu

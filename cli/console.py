@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import io
 import json
+import math
 import os
 import signal
 import sys
@@ -35,7 +36,7 @@ from rich.console import Console, ConsoleRenderable, Group
 from rich.table import Column, Table
 from rich.text import Text
 
-from fleet.results import files
+from cli import files
 from imagefleet import errors, redaction
 from imagefleet.telemetry import logs
 
@@ -398,6 +399,17 @@ def counted(number: int, noun: str) -> str:
 def number(value: float | None, digits: int = 0) -> str:
     """`12,345`, or `-` for an unknown value."""
     return "-" if value is None else f"{value:z,.{digits}f}"  # never "-0.000"
+
+
+def significant(value: float) -> str:
+    """Three significant digits: `0.0312`, `4.95`, `4,954`."""
+    if value == 0:
+        return "0"
+    if not 1e-9 < abs(value) < 1e12:  # noqa: PLR2004 - too many digits; and infinite, not a number
+        return f"{value:.3g}"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def percent(fraction: float | None) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from fleet import console
+from cli import console
 from imagefleet import errors
 from imagefleet.records.record import Record, RecordLog
 from imagefleet.storage.open import open_storage
@@ -243,3 +243,18 @@ def test_a_thread_inside_torch_does_not_end_the_process_in_a_crash(
         end.set()
         thread.join()
     assert left == [3]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.03124, "0.0312"),
+        (4.954, "4.95"),
+        (4954.4, "4,954"),
+        (30, "30"),
+        (0.5, "0.5"),
+    ],
+)
+def test_a_number_has_three_significant_digits(value: float, text: str) -> None:
+    assert console.significant(value) == text

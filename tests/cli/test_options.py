@@ -9,7 +9,7 @@ from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from typer.testing import CliRunner
 
-from fleet import console, options
+from cli import console, options
 from imagefleet import errors
 from imagefleet.telemetry.settings import TelemetrySettings
 from worker import settings as worker_settings

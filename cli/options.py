@@ -30,20 +30,10 @@ from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
-from fleet import console
-from fleet.settings import (
-    BrokerSettings,
-    ExporterSettings,
-    MonitorSettings,
-    WebhookSettings,
-)
-from gateway.settings import GatewaySettings
+from cli import console
 from imagefleet import errors, redaction, validation
-from imagefleet.storage.settings import Priority, SignerSettings, StorageSettings
+from imagefleet.storage.settings import Priority, StorageSettings
 from imagefleet.telemetry.settings import TelemetrySettings
-from loadgen.settings import LoadSettings
-from worker import settings as worker_settings
-from worker.settings import MachineSettings, WorkerSettings
 
 PREFIX = "IMAGEFLEET_"
 
@@ -95,22 +85,12 @@ def moment(what: str) -> Any:
     return option(f"{what}: {zones}.", metavar="TIME", parser=_moment)
 
 
-#: Every settings model, with its subject and its commands for the documentation. A variable that
-#: is in none of them is refused: it is most likely a typing error.
-PROJECT_SETTINGS: Mapping[type[BaseSettings], tuple[str, str]] = {
+#: The settings models of all commands, each with its subject and its commands for the
+#: documentation; `fleet.settings` adds those of the packages above. A variable that is in none of
+#: them is refused: it is most likely a typing error.
+PROJECT_SETTINGS: dict[type[BaseSettings], tuple[str, str]] = {
     StorageSettings: ("Storage", "all commands"),
     TelemetrySettings: ("Metrics and logs", "`worker`, `exporter`, `webhooks`"),
-    MachineSettings: ("Worker", "`worker`, `files make`"),
-    SignerSettings: (
-        "Signatures",
-        "`load`, `import`, `sweep`, `failed`, `gallery`, `files`",
-    ),
-    LoadSettings: ("Load generator", "`load`, `sweep`"),
-    MonitorSettings: ("Monitoring", "`status`, `exporter`, `report`, `scale`"),
-    ExporterSettings: ("Exporter", "`exporter`"),
-    BrokerSettings: ("Broker", "`broker`"),
-    GatewaySettings: ("Gateway", "`serve`"),
-    WebhookSettings: ("Webhooks", "`webhooks`"),
 }
 
 #: Characters of a value that are enough to recognise it.
@@ -284,17 +264,14 @@ def flag(name: str) -> str:
 
 def subject(model: type[BaseSettings], name: str) -> str:
     """The subject of *model*'s setting *name*, in help and documentation."""
-    of_worker = (
-        each for each, names in worker_settings.SUBJECTS.items() if name in names
-    )
-    of_model = (
-        text
-        for each, (text, _) in PROJECT_SETTINGS.items()
-        if issubclass(model, each) and name in each.model_fields
-    )
-    if issubclass(model, WorkerSettings):
-        return next(of_worker, None) or next(of_model, "Worker")
-    return next(of_model, "")
+    own: Mapping[str, Iterable[str]] = getattr(model, "SUBJECTS", {})
+    for text, names in own.items():
+        if name in names:
+            return text
+    for known, (text, _) in PROJECT_SETTINGS.items():
+        if issubclass(model, known) and name in known.model_fields:
+            return text
+    return ""
 
 
 def _parameters(model: type[BaseSettings]) -> Iterator[inspect.Parameter]:

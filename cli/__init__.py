@@ -1,0 +1,1 @@
+"""Building blocks of all commands: output, options, files, and the CAMPAIGN[/ID] they act on."""
