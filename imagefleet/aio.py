@@ -28,10 +28,10 @@ from imagefleet.job.message import Job, SafeId
 from imagefleet.job.names import split_job_key
 from imagefleet.records import columns, outcomes, reader
 from imagefleet.records.batch import Submission, Watch
+from imagefleet.records.catalog import Damaged
+from imagefleet.records.ledger import Ledgers
 from imagefleet.records.outcomes import JobFacts, Status
 from imagefleet.records.overview import Counts
-from imagefleet.records.sent import Ledgers
-from imagefleet.records.stored import Damaged
 from imagefleet.storage import dead_letter_queue, enqueue, protocol
 from imagefleet.storage.dead_letter import Check, Selection
 from imagefleet.storage.dead_letter_queue import Discard, OnProgress, Swept

@@ -15,7 +15,7 @@ from pydantic import AwareDatetime, BaseModel, Field
 from imagefleet import concurrency, errors, validation
 from imagefleet.job.message import DEFAULT_CAMPAIGN, SafeId, job_key
 from imagefleet.job.names import split_job_key
-from imagefleet.records.record import RecordLog
+from imagefleet.records.log import RecordLog
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobPart, BlobStore
 from imagefleet.telemetry import logs

@@ -17,7 +17,7 @@ from imagefleet.job.message import (
     DIGEST_FIELD,
     job_key,
 )
-from imagefleet.records.sent import (
+from imagefleet.records.ledger import (
     HASH_BYTES,
     Compared,
     Digests,

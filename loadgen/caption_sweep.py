@@ -10,13 +10,12 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from imagefleet import errors, validation
+from imagefleet import errors, sweep, validation
 from imagefleet.job import samplers, sizes
 from imagefleet.job.message import Job
 from imagefleet.job.prompt import read_words
-from imagefleet.records import sweep
-from imagefleet.records.sweep import Group, Sweep
 from imagefleet.signing import JobSigner
+from imagefleet.sweep import Group, Sweep
 from loadgen import file_source
 from loadgen.file_source import UnchangedFile, digest
 from loadgen.formats.json_array import CocoCaptions

@@ -16,7 +16,7 @@ from pydantic import AwareDatetime, BaseModel, Field
 from imagefleet import concurrency, errors, validation
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.job.message import job_key
-from imagefleet.records.sent import Ledgers, job_of
+from imagefleet.records.ledger import Ledgers, job_of
 from imagefleet.storage import enqueue
 from imagefleet.storage.open import Storage, absolute_url
 from imagefleet.storage.settings import Priority

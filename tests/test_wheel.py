@@ -39,7 +39,8 @@ import polling
 from fleet.main import app
 from header_files import file_of, lora_of, shaped
 from imagefleet.files.contents import TEXT_STATES_FORMAT
-from imagefleet.records.record import Record, RecordLog
+from imagefleet.records.log import RecordLog
+from imagefleet.records.record import Record
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings

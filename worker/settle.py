@@ -11,7 +11,8 @@ from typing import Any
 from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.files import safetensors
-from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, RecordLog, of_job
+from imagefleet.records.log import RecordLog
+from imagefleet.records.record import MAX_NAME_CHARACTERS, Record, of_job
 from imagefleet.records.record import Outcome as RecordOutcome
 from imagefleet.storage import dead_letter
 from imagefleet.storage.dead_letter import FailedJob

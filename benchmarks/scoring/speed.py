@@ -28,7 +28,8 @@ from rich.table import Table
 
 from demo_world import captions, world
 from imagefleet import concurrency
-from imagefleet.records.record import Record, RecordLog
+from imagefleet.records.log import RecordLog
+from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 

@@ -14,8 +14,7 @@ from evaluation.gate.pair import Shift
 from evaluation.score import metrics
 from evaluation.score.extractors import Extractor, TextExtractor, finite
 from evaluation.score.statistics import Doubles, Statistics
-from imagefleet import concurrency
-from imagefleet.records import sweep
+from imagefleet import concurrency, sweep
 
 #: Read and compared at once: of 1024x1024 pixels, some 100 MB.
 _BATCH = 16

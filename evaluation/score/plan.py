@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from evaluation.score import extractors
-from imagefleet import errors
-from imagefleet.records import reader, sweep
+from imagefleet import errors, sweep
+from imagefleet.records import reader
+from imagefleet.records.catalog import Damaged
 from imagefleet.records.record import Record
-from imagefleet.records.stored import Damaged
-from imagefleet.records.sweep import Group, Sweep
 from imagefleet.storage.open import Storage
+from imagefleet.sweep import Group, Sweep
 
 #: Images in a chunk, about; one that is interrupted is scored anew.
 CHUNK_IMAGES = 256

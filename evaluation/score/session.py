@@ -17,6 +17,7 @@ from evaluation.score.plan import Plan
 from evaluation.score.reference import Reference
 from imagefleet import errors
 from imagefleet.records import reader
+from imagefleet.records.follower import Follower, follow
 from imagefleet.storage.settings import StorageSettings
 
 #: More only wait for the storage, and each has the networks in memory.
@@ -153,9 +154,9 @@ async def _plan(asked: Asked) -> Plan:
         await target.check_campaign(storage, asked.campaign)
         if asked.computing.follow:
             console.print_note(f"waiting for the end of {asked.campaign}")
-            follower = reader.Follower(storage, asked.campaign, trusts_images=True)
+            follower = Follower(storage, asked.campaign, trusts_images=True)
             warn = console.print_warning
-            async for _ in reader.follow(storage, follower, asked.campaign, (), warn):
+            async for _ in follow(storage, follower, asked.campaign, (), warn):
                 pass
         pending = (await reader.counts(storage, asked.campaign)).pending
         if pending:

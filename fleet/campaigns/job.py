@@ -7,7 +7,7 @@ from cli import console, options, target
 from cli.options import argument
 from imagefleet import errors
 from imagefleet.job.message import job_key, read_job
-from imagefleet.records import drawn, outcomes, sent
+from imagefleet.records import decisions, ledger, outcomes
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
@@ -61,8 +61,8 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> dict[str, Any
     job = outcomes.JobFacts(job_id, campaign)
     # Before the images: a job that completes in between must not be taken for an unknown one.
     messages = (await storage.queue.depth()).messages
-    digest = await sent.digest_of(storage, campaign, job_id)
-    stored = await drawn.stored_images(storage.blobs, campaign, job_id, digest)
+    digest = await ledger.digest_of(storage, campaign, job_id)
+    stored = await decisions.stored_images(storage.blobs, campaign, job_id, digest)
     found: dict[str, Any] = {
         "id": job_id,
         "campaign": campaign,
@@ -78,7 +78,7 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> dict[str, Any
             if name is not None
         ],
     }
-    if drawn.are_all(stored):
+    if decisions.are_all(stored):
         record = stored[-1] if stored[0].stages > 1 else stored[0]
         found |= _recorded(record) | {"since": max(each.at for each in stored)}
         if record.seconds is None:  # somebody has changed its metadata

@@ -13,9 +13,9 @@ from cli import console
 from fleet.monitor import rates
 from fleet.monitor.prometheus import Prometheus
 from imagefleet import errors
-from imagefleet.records import reader, sent
+from imagefleet.records import ledger, reader
+from imagefleet.records.catalog import Damaged
 from imagefleet.records.overview import Counts, Overview
-from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage
 from imagefleet.telemetry.metrics import OTHER_MODELS
 from worker.progress import duration
@@ -73,7 +73,7 @@ class Campaigns:
                 found = {
                     self._only: await reader.counts(self._storage, self._only, damaged)
                 }
-            self._elsewhere = await sent.elsewhere(self._storage)
+            self._elsewhere = await ledger.elsewhere(self._storage)
         except errors.SetupError as error:  # of a token that may not read records
             if self._only is not None:
                 raise

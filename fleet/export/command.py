@@ -16,7 +16,7 @@ from fleet.export.shards import Exporter
 from fleet.results import download
 from imagefleet import errors
 from imagefleet.records import reader
-from imagefleet.records.stored import Damaged
+from imagefleet.records.catalog import Damaged
 from imagefleet.storage.open import Storage, absolute_url
 from imagefleet.storage.settings import StorageSettings
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from cli import files
-from imagefleet import errors
-from imagefleet.records import columns, sweep
+from imagefleet import errors, sweep
+from imagefleet.records import columns
 from imagefleet.records.pictures import Fault
 from imagefleet.records.record import Record
 

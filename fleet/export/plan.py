@@ -18,8 +18,8 @@ from pydantic import BaseModel, Field
 
 from cli import files
 from imagefleet import errors, validation
+from imagefleet.records.catalog import Damaged
 from imagefleet.records.record import Record
-from imagefleet.records.stored import Damaged
 from imagefleet.storage.protocol import BlobRecord
 
 #: The subfolder of an export until it is done.

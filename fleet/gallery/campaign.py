@@ -10,8 +10,9 @@ from cachetools import LRUCache
 
 from fleet.gallery.index import Filter, Index
 from imagefleet import errors
-from imagefleet.records import reader, sent
-from imagefleet.records.stored import Damaged
+from imagefleet.records import ledger, reader
+from imagefleet.records.catalog import Damaged
+from imagefleet.records.follower import Follower
 from imagefleet.storage.open import Storage
 
 #: Filters whose rows are kept: each takes 4 bytes a row.
@@ -67,7 +68,7 @@ class Campaign:
         self._storage = storage
         self._name = name
         self._poll_seconds = poll_seconds
-        self._follower = reader.Follower(
+        self._follower = Follower(
             *(storage, name, None, self.damaged),
             most=_RECORDS_AT_ONCE,
             part_bytes=_PART_BYTES,
@@ -111,7 +112,7 @@ class Campaign:
             while not self.is_complete and time.monotonic() < until:
                 await self._read()
             if time.monotonic() >= self._count_at:
-                self.sent = await sent.Ledger(self._storage, self._name).count()
+                self.sent = await ledger.Ledger(self._storage, self._name).count()
                 self._count_at = (
                     time.monotonic() + _POLLS_PER_COUNT * self._poll_seconds
                 )

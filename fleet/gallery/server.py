@@ -17,7 +17,7 @@ from fleet.gallery.images import Images
 from fleet.gallery.index import Filter, reason
 from imagefleet import aio, errors, redaction, validation
 from imagefleet.files.picture import DamagedImageError
-from imagefleet.records import reader, stored
+from imagefleet.records import catalog, reader
 from imagefleet.records.record import Record
 from imagefleet.telemetry import probes
 
@@ -92,8 +92,8 @@ class Gallery:
     async def _list_campaigns(self, request: web.Request) -> web.Response:
         newest = self._preferred
         if newest is None and "first" in request.query:
-            shards = await stored.shards_of(self._storage, None)
-            newest = max(shards, key=stored.began_at).campaign if shards else None
+            shards = await catalog.shards_of(self._storage, None)
+            newest = max(shards, key=catalog.began_at).campaign if shards else None
         names = sorted(await self._campaigns())
         return _answer(
             {"campaigns": names, "newest": newest, "storage": self._storage.url}

@@ -18,7 +18,7 @@ from fleet.redo import replace
 from imagefleet import concurrency, errors
 from imagefleet.job.message import CHECKS, job_key
 from imagefleet.job.names import ASIDE, DUPLICATES, SUSPECT, worker_file_name
-from imagefleet.records import drawn
+from imagefleet.records import decisions
 from imagefleet.storage.open import Storage, signer_of
 from imagefleet.storage.proofs import machine_of
 from imagefleet.storage.protocol import BlobRecord, BlobStore
@@ -228,7 +228,7 @@ async def _of_job(storage: Storage, campaign: str, job_id: str) -> Selection:
     name = job_key(campaign, job_id)
     if (metadata := await storage.blobs.metadata(name)) is not None:
         return Selection({name: metadata})
-    images = await drawn.stored_images(storage.blobs, campaign, job_id)
+    images = await decisions.stored_images(storage.blobs, campaign, job_id)
     stored = [each.blob for each in images if each.blob]
     known = {blob: await storage.blobs.metadata(blob) for blob in stored}
     found = {blob: metadata for blob, metadata in known.items() if metadata is not None}

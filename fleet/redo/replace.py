@@ -20,8 +20,8 @@ from imagefleet.files import picture
 from imagefleet.job.chain import SEPARATOR
 from imagefleet.job.message import MAX_IMAGE_BYTES, Job, job_key, read_job
 from imagefleet.job.names import DUPLICATES, REPLACED, split_job_key
-from imagefleet.records import drawn, once, reader
-from imagefleet.records.record import RecordLog
+from imagefleet.records import decisions, dedupe, reader
+from imagefleet.records.log import RecordLog
 from imagefleet.storage.dead_letter import Check
 from imagefleet.storage.dead_letter_queue import NO_CHECK
 from imagefleet.storage.open import Storage
@@ -148,7 +148,7 @@ async def replace(
     replaced = Replaced()
     log = RecordLog(storage.files, _WRITER)
     now = storage.blobs.clock.now()
-    notes = (once.note(name, metadata, "", now) for name, metadata in images.items())
+    notes = (dedupe.note(name, metadata, "", now) for name, metadata in images.items())
     if first := next(filter(None, notes), None):
         await log.open(first.campaign, "replaced")
     # In this order a job's images are together, so that it is sent once.
@@ -190,7 +190,7 @@ async def finish(
     missing = [entry for entry, is_gone in zip(entries, gone, strict=True) if is_gone]
     log = log or RecordLog(storage.files, _WRITER)
     now = storage.blobs.clock.now()
-    notes = (once.note(entry.name, entry.metadata, journal, now) for entry in missing)
+    notes = (dedupe.note(entry.name, entry.metadata, journal, now) for entry in missing)
     await log.add([note for note in notes if note is not None])
     messages = list(dict.fromkeys(entry.message for entry in missing if entry.message))
     await storage.models.send(messages)
@@ -252,7 +252,7 @@ async def replace_jobs(
     for key, body in given.items():
         job = read_job(body, "none")
         campaign, job_id = split_job_key(key)
-        stored = await drawn.stored_images(storage.blobs, campaign, job_id)
+        stored = await decisions.stored_images(storage.blobs, campaign, job_id)
         if stored and stored[-1].digest == job.digest:
             continue  # by a run that was killed then
         names = {

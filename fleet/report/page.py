@@ -16,11 +16,10 @@ from fleet.gallery.images import shrink
 from fleet.report.figures import Figures
 from fleet.report.plot import Bar, Points, bars, time_plot
 from fleet.report.records import Records
-from imagefleet import errors
+from imagefleet import errors, sweep
 from imagefleet.files.picture import DamagedImageError
 from imagefleet.job import prompt
 from imagefleet.job.message import MAX_IMAGE_BYTES
-from imagefleet.records import sweep
 from imagefleet.records.record import Record
 from imagefleet.redaction import printable
 from imagefleet.storage.protocol import BlobStore

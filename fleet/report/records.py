@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
-from imagefleet.records import once, reader, sent, stored
+from imagefleet.records import catalog, dedupe, ledger, reader
+from imagefleet.records.catalog import Damaged
 from imagefleet.records.record import Record, hashed
-from imagefleet.records.stored import Damaged
 from imagefleet.redaction import printable
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
@@ -182,7 +182,7 @@ async def read_records(
     The sample is the same each time, as long as the records are: the names with the least hashes.
     """
     records = Records(campaign, given_price, proofs=await storage.proofs())
-    known = await sent.known(storage, campaign)
+    known = await ledger.known(storage, campaign)
     drawn: list[tuple[int, int, Record]] = []
     async for record in reader.images(storage, campaign, records.damaged, known=known):
         _count_image(records, record)
@@ -228,7 +228,7 @@ def _count_image(records: Records, record: Record) -> None:
 
 async def _count_unused(storage: Storage, records: Records) -> None:
     """Counts what was drawn, and paid, besides the images: replaced since, or stored by another."""
-    shards = await stored.shards_of(storage, records.campaign)
+    shards = await catalog.shards_of(storage, records.campaign)
     # With proofs all are read: another record of an image may stand in the place of the proven one.
     if records.proofs is None and not {each.kind for each in shards} & {
         "again",
@@ -236,20 +236,20 @@ async def _count_unused(storage: Storage, records: Records) -> None:
     }:
         return
     noted: dict[int, _Key] = {}
-    async for part in stored.records(stored.of_kind(shards, "replaced"), Damaged()):
+    async for part in catalog.records(catalog.of_kind(shards, "replaced"), Damaged()):
         noted.update((_drawing(note), _key(note)) for note in part)
     # Who finds an image stored writes its record again; it has not drawn it.
     copies: set[int] = set()
     drawn, doubled = Counter[_Key](), Counter[_Key]()
-    again = stored.of_kind(shards, "again")
-    async for part in stored.records(again, Damaged()):
+    again = catalog.of_kind(shards, "again")
+    async for part in catalog.records(again, Damaged()):
         copies.update(map(_drawing, filter(records.is_credited, part)))
-    async for part in stored.records(stored.of_kind(shards, "images"), Damaged()):
+    async for part in catalog.records(catalog.of_kind(shards, "images"), Damaged()):
         for record in filter(records.is_credited, part):
             copies.discard(_drawing(record))
             noted.pop(_drawing(record), None)
             drawn[records.add_time(record)] += 1
-    async for part in stored.records(again, Damaged()):
+    async for part in catalog.records(again, Damaged()):
         for record in filter(records.is_credited, part):
             if (name := _drawing(record)) in copies:
                 copies.remove(name)
@@ -273,4 +273,4 @@ def _key(record: Record) -> _Key:
 
 
 def _drawing(record: Record) -> int:
-    return hashed(once.drawing(record))
+    return hashed(dedupe.drawing(record))

@@ -17,9 +17,10 @@ from fleet.results import download, forms
 from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN
 from imagefleet.records import reader
+from imagefleet.records.catalog import Damaged
+from imagefleet.records.follower import Follower, follow
 from imagefleet.records.overview import Counts
 from imagefleet.records.record import Record
-from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -146,10 +147,10 @@ class _Results:
         self, left: int | None, position: dict[str, int] | None = None
     ) -> AsyncGenerator[list[Record]]:
         """Results from a follower's *position* on, until the campaign's end; *left* at most."""
-        follower = reader.Follower(self.storage, self.campaign, position, self.damaged)
+        follower = Follower(self.storage, self.campaign, position, self.damaged)
         warn, outcomes = console.print_warning, self.to.outcomes
         return _limited(
-            reader.follow(self.storage, follower, self.campaign, outcomes, warn), left
+            follow(self.storage, follower, self.campaign, outcomes, warn), left
         )
 
     async def total(self, counts: Counts | None = None) -> int:

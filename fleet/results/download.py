@@ -11,8 +11,8 @@ from pathlib import Path
 from cli import console, files
 from imagefleet import concurrency
 from imagefleet.records import pictures
+from imagefleet.records.catalog import Damaged
 from imagefleet.records.record import Record, hashed
-from imagefleet.records.stored import Damaged
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.submit import RETRIES
 

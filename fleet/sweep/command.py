@@ -14,12 +14,12 @@ from fleet.plan import estimate
 from fleet.plan.command import Machines
 from fleet.plan.work import Models, Work, add_stages
 from imagefleet import errors
+from imagefleet import sweep as swept
 from imagefleet.job.change import Change
 from imagefleet.pricing import families, prices
-from imagefleet.records import sweep as swept
-from imagefleet.records.sweep import Group
 from imagefleet.storage import enqueue
 from imagefleet.storage.open import open_storage, signer_of
+from imagefleet.sweep import Group
 from loadgen import caption_sweep, sweep
 from loadgen.caption_sweep import CaptionFile, SweepSource
 from loadgen.settings import LoadSettings

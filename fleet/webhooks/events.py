@@ -14,9 +14,10 @@ from imagefleet import errors, validation
 from imagefleet.job.message import image_stem
 from imagefleet.job.sizes import MAX_METADATA_BYTES, metadata_json
 from imagefleet.records import reader
+from imagefleet.records.catalog import Damaged
+from imagefleet.records.follower import Follower
 from imagefleet.records.overview import Counts
 from imagefleet.records.record import Record
-from imagefleet.records.stored import Damaged
 from imagefleet.storage.open import Storage
 from imagefleet.telemetry import logs
 
@@ -193,7 +194,7 @@ class Source:
 
     def __post_init__(self) -> None:
         self._damaged = Damaged()
-        self._follower = reader.Follower(
+        self._follower = Follower(
             *(self._storage, self.state.campaign, self.state.position, self._damaged),
             most=_RECORDS_AT_ONCE,
             part_bytes=_PART_BYTES,

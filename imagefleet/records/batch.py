@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from imagefleet import errors, validation
 from imagefleet.job import sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, job_key
-from imagefleet.records import reader, sent
+from imagefleet.records import reader
+from imagefleet.records.follower import Follower
+from imagefleet.records.ledger import Ledgers, entry_of, id_hash
 from imagefleet.records.outcomes import JobFacts
 from imagefleet.records.record import Record
-from imagefleet.records.sent import Ledgers
 from imagefleet.signing import JobSigner
 from imagefleet.storage.open import Storage
 from imagefleet.telemetry import logs
@@ -137,9 +138,7 @@ class Watch:
         self.is_behind = True
         """Whether there may be more to read at once."""
         self._followers = [
-            reader.Follower(
-                storage, campaign, positions.get(campaign), own=self.waiting
-            )
+            Follower(storage, campaign, positions.get(campaign), own=self.waiting)
             for campaign in {
                 **positions,
                 **{job.campaign: {} for job in self.waiting.values()},
@@ -188,8 +187,7 @@ class Watch:
             each
             for each in others
             if each.key in self.waiting
-            and _entry(each)
-            == ledgers[each.campaign].known.entry(sent.id_hash(each.id))
+            and _entry(each) == ledgers[each.campaign].known.entry(id_hash(each.id))
         ]
 
     def _take(self, record: Record) -> None:
@@ -209,4 +207,4 @@ class Watch:
 
 
 def _entry(job: JobFacts | Record) -> bytes:
-    return sent.entry_of(job.id, str(job.digest))
+    return entry_of(job.id, str(job.digest))

@@ -11,7 +11,7 @@ from pydantic import JsonValue
 
 from imagefleet.job.message import job_key
 from imagefleet.records import reader
-from imagefleet.records.drawn import are_all, stored_images
+from imagefleet.records.decisions import are_all, stored_images
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 

@@ -1,41 +1,25 @@
 """Reads campaigns' records: every shard once, in order, with flat memory."""
 
-import asyncio
 from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Callable,
     Collection,
-    Container,
 )
 from typing import ParamSpec
 
-from imagefleet import concurrency, errors
+from imagefleet import concurrency
 from imagefleet.job.message import RECORDS
-from imagefleet.records import drawn, stored
-from imagefleet.records import sent as ledger
-from imagefleet.records.checked import Checks, New
+from imagefleet.records import catalog, decisions, ledger
+from imagefleet.records.catalog import Damaged, StoredShard
+from imagefleet.records.log import Kind, ShardName, Totals
 from imagefleet.records.overview import Counts, Kept, Overview, hashed
-from imagefleet.records.record import Kind, Record, ShardName, Totals
-from imagefleet.records.stored import Damaged, StoredShard
+from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobStore
 
 _Terms = ParamSpec("_Terms")
-
-#: A follower's records at once, about.
-_POLLED = 20_000
-
-#: Seconds between two polls, each of which is a listing and a read for each shard that has grown.
-POLL_SECONDS = 5.0
-
-#: Polls without a record after which a campaign without pending jobs has ended: its filler may
-#: be slower than the workers. One that has not ended is counted again after twice as many: on Azure
-#: that is a read of each shard.
-_QUIET_POLLS = 3
-
-_FOLLOWED: Collection[Kind] = ("again", "images", "jobs", "settled")
 
 #: Campaigns that are counted at the same time.
 _COUNTED_AT_ONCE = 64
@@ -73,11 +57,11 @@ async def drawings(
     storage: Storage, campaign: str, damaged: Damaged
 ) -> AsyncGenerator[list[Record]]:
     """All that workers recorded of images; last of those whose names were taken."""
-    shards = await stored.shards_of(storage, campaign, damaged)
-    _, replaced = await drawn.again(shards, damaged)
+    shards = await catalog.shards_of(storage, campaign, damaged)
+    _, replaced = await decisions.again(shards, damaged)
     each_once: dict[Kind, Damaged] = {"images": damaged, "again": Damaged()}
     for kind, unfit in each_once.items():
-        async for records in stored.records(stored.of_kind(shards, kind), unfit):
+        async for records in catalog.records(catalog.of_kind(shards, kind), unfit):
             yield replaced.without(records, once=kind == "images")
 
 
@@ -85,7 +69,7 @@ async def end(storage: Storage, campaign: str) -> dict[str, int]:
     """The position of a follower that has read all there is now; a listing."""
     return {
         each.blob.name: each.blob.size_bytes
-        for each in await stored.shards_of(storage, campaign)
+        for each in await catalog.shards_of(storage, campaign)
     }
 
 
@@ -99,7 +83,7 @@ async def counts(
     were sent.
     """
     damaged = damaged or Damaged()
-    shards = await stored.shards_of(storage, campaign, damaged)
+    shards = await catalog.shards_of(storage, campaign, damaged)
     return await _counts(
         storage.blobs, ledger.Ledger(storage, campaign), shards, damaged
     )
@@ -115,7 +99,7 @@ async def all_counts(
     overview = overview or Overview(storage)
     noted = await ledger.listed(storage)
     by_campaign: dict[str, list[StoredShard]] = {name: [] for name in noted}
-    for shard in await stored.shards_of(storage, None, damaged):
+    for shard in await catalog.shards_of(storage, None, damaged):
         by_campaign.setdefault(shard.campaign, []).append(shard)
     before, kept = await overview.read(), dict[str, Kept]()
     found: dict[str, Counts] = {}
@@ -147,8 +131,10 @@ async def _counts(
     damaged: Damaged,
 ) -> Counts:
     sent = None if noted is None else await noted.count()
-    is_short = stored.size_bytes(stored.of_kind(shards, "images")) <= stored.PART_BYTES
-    is_exact = bool(stored.of_kind(shards, "replaced"))
+    is_short = (
+        catalog.size_bytes(catalog.of_kind(shards, "images")) <= catalog.PART_BYTES
+    )
+    is_exact = bool(catalog.of_kind(shards, "replaced"))
     is_exact = is_exact or (is_short and (sent or 0) <= _READ_ENTRIES)
     while True:
         known = (
@@ -156,7 +142,7 @@ async def _counts(
             if noted is None or sent is None or not is_exact
             else await noted.read()
         )
-        ends = await drawn.Ends(known, unfit := Damaged()).read(shards)
+        ends = await decisions.Ends(known, unfit := Damaged()).read(shards)
         add = _recounted if is_exact else _counted
         total = await add(blobs, shards, ends, unfit)
         if (
@@ -176,112 +162,10 @@ async def _counts(
         failed=by_outcome["failed"],
         cancelled=by_outcome["cancelled"],
         discarded=ends.discarded,
-        first_at=min(map(stored.began_at, shards), default=None),
+        first_at=min(map(catalog.began_at, shards), default=None),
         last_at=max(changed, default=None),
         unknown=len(ends.unknown),
     )
-
-
-class Follower:
-    """New records of one or all campaigns, from *position* on; images drawn again come again."""
-
-    def __init__(
-        self,
-        storage: Storage,
-        campaign: str | None = None,
-        position: dict[str, int] | None = None,
-        damaged: Damaged | None = None,
-        *,
-        most: int | None = None,
-        part_bytes: int = stored.PART_BYTES,
-        own: Container[str] | None = None,
-        trusts_images: bool = False,
-    ) -> None:
-        """A poll returns some *most* records, and reads a shard by *part_bytes*."""
-        self.position: dict[str, int] = dict(position or {})
-        self._storage = storage
-        self._campaign = campaign
-        self._damaged = damaged or Damaged()
-        self._most = most or _POLLED
-        self._part_bytes = part_bytes
-        self._given_up: set[str] = set()
-        ledgers = ledger.Ledgers(storage)
-        self.checks = Checks(storage.blobs, ledgers, self._damaged, own, trusts_images)
-
-    @property
-    def start(self) -> dict[str, int]:
-        """The position of one that goes on later: before all that still waits."""
-        waiting = {
-            each.shard.blob.name: each.offset for each in reversed(self.checks.waiting)
-        }
-        return self.position | waiting
-
-    async def poll(self) -> list[Record]:
-        """The next new records that fit: two listings, and a read for each shard that has grown."""
-        before = dict(self.position), self.checks.waiting
-        try:
-            shards = await stored.shards_of(self._storage, self._campaign)
-            found = await self.checks.fitting((), shards)
-            for shard in shards:
-                name, size = shard.blob.name, shard.blob.size_bytes
-                if shard.kind not in _FOLLOWED or name in self._given_up:
-                    continue
-                if size <= (offset := self.position.get(name, 0)):
-                    continue
-                if len(found) >= self._most:
-                    break
-                found += await self._read(shard, offset, shards)
-        except BaseException:  # what was read is not handed over, so it is read again
-            self.position, self.checks.waiting = before
-            raise
-        return found
-
-    async def _read(
-        self, each: StoredShard, offset: int, shards: Collection[StoredShard]
-    ) -> list[Record]:
-        name, found = each.blob.name, list[Record]()
-        decoder = stored.ShardDecoder(offset)
-        async for lines in stored.lines(
-            each, decoder, self._damaged, part_bytes=self._part_bytes
-        ):
-            records = await asyncio.to_thread(stored.parsed, lines, each, self._damaged)
-            new = [New(record, each, offset) for record in records]
-            found += await self.checks.fitting(new, shards)
-            if len(found) >= self._most:
-                break
-        if decoder.is_damaged and decoder.position == offset > 0:
-            return await self._read(
-                each, 0, shards
-            )  # `end` may see a local file during an append
-        if decoder.is_damaged:
-            self._given_up.add(name)
-        self.position[name] = decoder.position
-        return found
-
-
-async def follow(
-    storage: Storage,
-    follower: Follower,
-    campaign: str,
-    outcomes: Collection[str],
-    on_retry: Callable[[str], object],
-) -> AsyncGenerator[list[Record]]:
-    """New results, until the campaign has ended, if that is known; *on_retry* gets errors."""
-    quiet, count_at = 0, _QUIET_POLLS
-    while True:
-        try:
-            if records := await follower.poll():
-                quiet, count_at = 0, _QUIET_POLLS
-            elif (quiet := quiet + 1) >= count_at:
-                count_at = 2 * quiet
-                if (await counts(storage, campaign)).pending == 0:
-                    return
-        except errors.TransientError as error:
-            on_retry(f"trying again: {error.message}")
-            records = []
-        yield [record for record in records if record.outcome in outcomes]
-        if not records:
-            await asyncio.sleep(POLL_SECONDS)
 
 
 async def image_parts(
@@ -298,18 +182,18 @@ async def image_parts(
     otherwise.
     """
     damaged = damaged or Damaged()
-    shards = await stored.shards_of(storage, campaign, damaged)
-    ends = await drawn.Ends(known, Damaged()).read(shards)
-    async for _ in drawn.ended(storage.blobs, shards, ends, ends.damaged):
+    shards = await catalog.shards_of(storage, campaign, damaged)
+    ends = await decisions.Ends(known, Damaged()).read(shards)
+    async for _ in decisions.ended(storage.blobs, shards, ends, ends.damaged):
         pass
     ends.damaged = damaged
     ended = set() if ended is None else ended
     ended.update(ends.outcomes)
-    again, replaced = await drawn.again(shards, damaged)
-    async for records in drawn.images(shards, again, replaced, damaged):
+    again, replaced = await decisions.again(shards, damaged)
+    async for records in decisions.images(shards, again, replaced, damaged):
         found = [record for record in records if record.outcome == "completed"]
         ended.update(record.job for record in records if record.is_end)
-        yield await drawn.not_ended(shards, ends.sent(found), ends)
+        yield await decisions.not_ended(shards, ends.sent(found), ends)
 
 
 async def ended_parts(
@@ -325,15 +209,15 @@ async def ended_parts(
     None: those of all campaigns. With *known* only those that are known to be sent.
     """
     damaged = damaged or Damaged()
-    shards = await stored.shards_of(storage, campaign, damaged)
-    ends = await drawn.Ends(known, damaged, job_id).read(shards)
-    async for records in drawn.ended(storage.blobs, shards, ends, damaged):
+    shards = await catalog.shards_of(storage, campaign, damaged)
+    ends = await decisions.Ends(known, damaged, job_id).read(shards)
+    async for records in decisions.ended(storage.blobs, shards, ends, damaged):
         yield records
-    for named in sorted({shard.campaign for shard in stored.of_kind(shards, "again")}):
+    for named in sorted({shard.campaign for shard in catalog.of_kind(shards, "again")}):
         of_campaign = [shard for shard in shards if shard.campaign == named]
-        again, replaced = await drawn.again(of_campaign, damaged)
-        await drawn.find(of_campaign, again)
-        async for records in drawn.left(of_campaign, again, replaced):
+        again, replaced = await decisions.again(of_campaign, damaged)
+        await decisions.find(of_campaign, again)
+        async for records in decisions.left(of_campaign, again, replaced):
             yield ends.add(records)
 
 
@@ -356,27 +240,27 @@ images, ended = _singly(image_parts), _singly(ended_parts)
 async def _counted(
     blobs: BlobStore,
     shards: Collection[StoredShard],
-    ends: drawn.Ends,
+    ends: decisions.Ends,
     damaged: Damaged,
 ) -> Totals:
     """The images and completed jobs by the ends of shards, and by the records of taken names."""
-    async for _ in drawn.ended(blobs, shards, ends, damaged):
+    async for _ in decisions.ended(blobs, shards, ends, damaged):
         pass
-    damaged.saw_images |= bool(stored.of_kind(shards, "again"))
+    damaged.saw_images |= bool(catalog.of_kind(shards, "again"))
     images = jobs = 0
 
     async def add(shard: StoredShard) -> None:
         nonlocal images, jobs
-        found = await stored.totals(shard, damaged)
+        found = await catalog.totals(shard, damaged)
         images += found.records
         jobs += found.jobs
 
     await concurrency.for_each(
-        stored.of_kind(shards, "images"), add, stored.CONCURRENT_READS
+        catalog.of_kind(shards, "images"), add, catalog.CONCURRENT_READS
     )
-    again, replaced = await drawn.again(shards, damaged)
-    jobs += await drawn.find(shards, again)
-    async for records in drawn.left(shards, again, replaced):
+    again, replaced = await decisions.again(shards, damaged)
+    jobs += await decisions.find(shards, again)
+    async for records in decisions.left(shards, again, replaced):
         ends.add(records)
         stored_images = [record for record in records if record.outcome == "completed"]
         images += len(stored_images)
@@ -387,16 +271,16 @@ async def _counted(
 async def _recounted(
     blobs: BlobStore,
     shards: Collection[StoredShard],
-    ends: drawn.Ends,
+    ends: decisions.Ends,
     damaged: Damaged,
 ) -> Totals:
     """The same by all records; where a job has ended otherwise, too, by what is stored of it."""
-    async for records in stored.records(stored.of_kind(shards, "jobs"), damaged):
+    async for records in catalog.records(catalog.of_kind(shards, "jobs"), damaged):
         ends.add(records)
-    again, replaced = await drawn.again(shards, damaged)
+    again, replaced = await decisions.again(shards, damaged)
     images = 0
     completed, contested = set[int](), dict[int, Record]()
-    async for records in drawn.images(shards, again, replaced, damaged):
+    async for records in decisions.images(shards, again, replaced, damaged):
         ends.add(records)
         for record in ends.sent(
             [each for each in records if each.outcome == "completed"]
@@ -408,10 +292,10 @@ async def _recounted(
             images += 1
             if again.completes(record):
                 completed.add(job)
-    damaged.saw_images |= bool(contested or stored.of_kind(shards, "again"))
-    for record, found in await drawn.stored_of(blobs, contested.values()):
+    damaged.saw_images |= bool(contested or catalog.of_kind(shards, "again"))
+    for record, found in await decisions.stored_of(blobs, contested.values()):
         images += len(found)
-        if drawn.are_all(found):
+        if decisions.are_all(found):
             completed.add(ends.job(record))
     for job in completed:
         ends.complete(job)

@@ -18,8 +18,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from imagefleet import concurrency, errors
 from imagefleet.job.message import SafeId
-from imagefleet.records import sent as ledger
-from imagefleet.records.record import Record, RecordLog
+from imagefleet.records import ledger
+from imagefleet.records.log import RecordLog
+from imagefleet.records.record import Record
 from imagefleet.storage import protocol
 from imagefleet.storage.dead_letter import (
     Check,
@@ -372,14 +373,14 @@ async def is_completed(storage: Storage, failed: Entry) -> bool:
 
     Those may be of the job as it was mended; but not where another job has its name.
     """
-    from imagefleet.records import drawn
+    from imagefleet.records import decisions
 
     if failed.record is None:
         return False
-    images = await drawn.stored_images(
+    images = await decisions.stored_images(
         storage.blobs, failed.record.campaign, failed.record.id
     )
-    if not drawn.are_all(images):
+    if not decisions.are_all(images):
         return False
     return not _has_taken_name(failed) or images[-1].digest == failed.record.digest
 

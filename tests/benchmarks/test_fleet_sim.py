@@ -18,7 +18,7 @@ import fleet_sim
 from fleet.plan import estimate
 from fleet.plan.estimate import Input, Part
 from imagefleet import errors
-from imagefleet.records.record import Totals, shard_part
+from imagefleet.records.log import Totals, shard_part
 from imagefleet.storage.protocol import Clock
 from imagefleet.storage.routing.route import Route
 from simulation import (

@@ -13,7 +13,8 @@ import typer
 
 from cli import console
 from imagefleet import errors
-from imagefleet.records.record import Record, RecordLog
+from imagefleet.records.log import RecordLog
+from imagefleet.records.record import Record
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 

@@ -18,7 +18,7 @@ from worker.settings import WorkerSettings
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
 
-MOST_FILES = 48
+MOST_FILES = 49
 
 #: The puller waits there for the next message meanwhile, an idle engine asks there why, a header is
 #: read on one of asyncio's threads, which is traced only if it is new, each tick asks whether

@@ -20,7 +20,8 @@ import forks
 from evaluation.stand_in import StandInEngine
 from imagefleet.job.message import Output
 from imagefleet.pricing import prices
-from imagefleet.records.record import Record, RecordLog
+from imagefleet.records.log import RecordLog
+from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import as_it_was, built, in_process

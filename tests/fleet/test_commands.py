@@ -23,7 +23,7 @@ from fleet.salad import command as salad
 from fleet.salad import gpus, groups
 from imagefleet import errors
 from imagefleet.job.message import read_job
-from imagefleet.records.record import RecordLog
+from imagefleet.records.log import RecordLog
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from imagefleet import errors
+from imagefleet import errors, sweep
 from imagefleet.job.prompt import read_prompt
-from imagefleet.records import sweep
 from loadgen.caption_sweep import CaptionFile, prompt_of
 
 CAPTIONS = ["A red house.", "Two dogs (brown) play", "A red house."]

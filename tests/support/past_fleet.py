@@ -9,7 +9,8 @@ from datetime import UTC, datetime, timedelta
 import prometheus_client
 from prometheus_client.parser import text_string_to_metric_families
 
-from imagefleet.records.record import Record, RecordLog
+from imagefleet.records.log import RecordLog
+from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 from imagefleet.telemetry.metrics import render
 from worker.metrics import WorkerMetrics

@@ -4,8 +4,9 @@ import itertools
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
-from imagefleet.records.record import Record, RecordLog
-from imagefleet.records.sent import Ledger, entry_of
+from imagefleet.records.ledger import Ledger, entry_of
+from imagefleet.records.log import RecordLog
+from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable
 
-from imagefleet.records.record import Record, RecordLog
+from imagefleet.records.log import RecordLog
+from imagefleet.records.record import Record
 
 
 class ImageLog(RecordLog):

@@ -21,7 +21,8 @@ from typing import Any, NoReturn
 from imagefleet import concurrency, errors
 from imagefleet.cancelled import CancelledCampaigns
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
-from imagefleet.records.record import Record, RecordLog
+from imagefleet.records.log import RecordLog
+from imagefleet.records.record import Record
 from imagefleet.storage.deliveries import SUSPECT_AFTER, Deliveries, shown_images
 from imagefleet.storage.proofs import Prover
 from imagefleet.telemetry import logs

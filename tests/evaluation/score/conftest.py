@@ -19,8 +19,9 @@ from demo_world import captions, world
 from evaluation.score import metrics, plan, reference, run
 from evaluation.score.networks import load
 from evaluation.score.statistics import Statistics
-from imagefleet.records import sweep
-from imagefleet.records.record import Record, RecordLog
+from imagefleet import sweep
+from imagefleet.records.log import RecordLog
+from imagefleet.records.record import Record
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 

@@ -16,7 +16,8 @@ import pytest
 from PIL import Image
 
 from evaluation.score import plan, reference, run
-from imagefleet.records.record import Record, RecordLog
+from imagefleet.records.log import RecordLog
+from imagefleet.records.record import Record
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 

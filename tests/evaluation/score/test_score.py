@@ -18,9 +18,11 @@ import sent_jobs
 from cli import console
 from evaluation.score import chunks, metrics, plan
 from evaluation.score.statistics import Statistics
+from imagefleet import sweep
 from imagefleet.job.message import Job
-from imagefleet.records import reader, sweep
-from imagefleet.records.record import Record, RecordLog
+from imagefleet.records import reader
+from imagefleet.records.log import RecordLog
+from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import BlobStore
 from imagefleet.storage.settings import StorageSettings

@@ -13,7 +13,8 @@ import pytest
 import sent_jobs
 from cli import console
 from imagefleet import cancelled
-from imagefleet.records.record import Record, RecordLog
+from imagefleet.records.log import RecordLog
+from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 

@@ -10,10 +10,12 @@ from pydantic import SecretStr
 from fleet.campaigns.table import Campaigns
 from fleet.keys import mint
 from imagefleet.job.message import MAX_IMAGE_BYTES
-from imagefleet.records import reader, stored
-from imagefleet.records.record import Record, RecordLog, Totals, shard_part
-from imagefleet.records.sent import Ledger, entry_of
-from imagefleet.records.stored import Damaged
+from imagefleet.records import catalog, reader
+from imagefleet.records.catalog import Damaged
+from imagefleet.records.follower import Follower
+from imagefleet.records.ledger import Ledger, entry_of
+from imagefleet.records.log import RecordLog, Totals, shard_part
+from imagefleet.records.record import Record
 from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.dead_letter import Selection
@@ -110,7 +112,7 @@ async def test_what_only_the_operator_says_is_not_believed_of_a_worker(
         each.id async for each in dead_letter_queue.recorded(storage, Selection())
     ]
     assert listed == ["job-2", "job-3"]
-    assert {each.outcome for each in await reader.Follower(storage).poll()} == {
+    assert {each.outcome for each in await Follower(storage).poll()} == {
         "completed",
         "failed",
     }
@@ -121,7 +123,7 @@ async def test_a_job_is_cancelled_only_if_the_operator_has_cancelled_its_campaig
 ) -> None:
     await worker.add([ended(1, "cancelled")])
     await worker.open("spring", "cancelled")
-    follower = reader.Follower(storage)
+    follower = Follower(storage)
 
     assert await failures(storage) == []
     assert (await reader.counts(storage, "spring")).cancelled == 0
@@ -273,7 +275,7 @@ async def test_a_job_whose_name_another_job_took_has_failed_and_is_no_duplicate(
     assert "spring/job-1.png" in str(failed[0].reason)
     counted = await reader.counts(storage, "spring")
     assert (counted.images, counted.completed, counted.failed) == (2, 2, 2)
-    followed = await reader.Follower(storage).poll()
+    followed = await Follower(storage).poll()
     assert sum(each.outcome == "failed" for each in followed) >= 1
     await RecordLog(storage.files, "operator").add(
         [each.model_copy(update={"outcome": "discarded"}) for each in failed]
@@ -370,7 +372,7 @@ async def test_of_a_large_campaign_the_ends_of_shards_are_believed_up_to_what_wa
         SHARD.format("images"), shard_part([line], Totals(3, 3)), 0
     )
     assert (await reader.counts(storage, "spring")).completed == 1, "all of it was read"
-    monkeypatch.setattr(stored, "PART_BYTES", 10)
+    monkeypatch.setattr(catalog, "PART_BYTES", 10)
 
     assert (await reader.counts(storage, "spring")).completed == 4
     await worker.add([image(2), image(3)])

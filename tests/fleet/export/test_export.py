@@ -25,8 +25,9 @@ from cli import files
 from fleet.export import formats, plan, shards
 from imagefleet.job.message import SUFFIXES, image_stem, job_key
 from imagefleet.job.names import duplicate_name
-from imagefleet.records.record import Record, Totals, shard_part
-from imagefleet.records.stored import image_name
+from imagefleet.records.catalog import image_name
+from imagefleet.records.log import Totals, shard_part
+from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -445,7 +446,7 @@ async def test_the_plan_is_sorted(store_images: Add, storage: Storage) -> None:
         for name in names:
             yield [record.model_copy(update={"id": name, "blob": f"spring/{name}.png"})]
 
-    from imagefleet.records.stored import Damaged
+    from imagefleet.records.catalog import Damaged
 
     wanted = plan.Plan(campaign="spring", format="webdataset", shard_size=40)
     with contextlib.closing(plan.Work("")) as work:

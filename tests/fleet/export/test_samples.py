@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from imagefleet.records.record import RecordLog
+from imagefleet.records.log import RecordLog
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 

@@ -12,7 +12,7 @@ import pytest
 from cli import console
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
-from imagefleet.records.record import RecordLog
+from imagefleet.records.log import RecordLog
 from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage, open_storage

@@ -16,8 +16,8 @@ import signers
 from cli import console
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
-from imagefleet.records import reader, sent
-from imagefleet.records.record import RecordLog
+from imagefleet.records import ledger, reader
+from imagefleet.records.log import RecordLog
 from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage, open_storage
@@ -251,9 +251,11 @@ def test_a_replay_sets_fields_by_their_types(
     assert re.search(r"1 +steps +40 +20 *$", text, re.MULTILINE)
     ended = in_process("replay", "--all", *options, "--yes")
     assert "2 failed jobs replayed" in ended.stdout
-    known = within(lambda storage: sent.Ledger(storage, "spring").read())
+    known = within(lambda storage: ledger.Ledger(storage, "spring").read())
     for job in within(queued):
-        assert known.entry(sent.id_hash(job.id)) == sent.entry_of(job.id, job.digest)
+        assert known.entry(ledger.id_hash(job.id)) == ledger.entry_of(
+            job.id, job.digest
+        )
         assert (job.steps, job.prompt, job.sampler_name) == (
             20,
             "a <red> house=1",

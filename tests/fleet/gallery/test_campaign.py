@@ -12,7 +12,8 @@ import sent_jobs
 from fleet.gallery import campaign as campaigns
 from fleet.gallery.campaign import Campaign
 from fleet.gallery.index import Filter, Index
-from imagefleet.records.record import Record, RecordLog
+from imagefleet.records.log import RecordLog
+from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from stored_images import ImageLog

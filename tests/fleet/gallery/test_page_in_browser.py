@@ -19,7 +19,8 @@ from PIL import Image, ImageStat
 
 import sent_jobs
 from fleet.gallery.campaign import Campaign
-from imagefleet.records.record import Record, RecordLog
+from imagefleet.records.log import RecordLog
+from imagefleet.records.record import Record
 from imagefleet.storage.dead_letter_queue import Swept
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings

@@ -21,7 +21,8 @@ from fleet.gallery import guard
 from fleet.keys import mint
 from imagefleet import errors, redaction
 from imagefleet.job.message import read_job
-from imagefleet.records.record import Lora, Record, RecordLog
+from imagefleet.records.log import RecordLog
+from imagefleet.records.record import Lora, Record
 from imagefleet.storage import dead_letter
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage

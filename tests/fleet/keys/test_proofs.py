@@ -20,7 +20,7 @@ from fleet.keys import mint
 from imagefleet import concurrency
 from imagefleet.job.message import read_job
 from imagefleet.job.names import duplicate_name
-from imagefleet.records.record import RecordLog, Totals, shard_part
+from imagefleet.records.log import RecordLog, Totals, shard_part
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.proofs import machine_key

@@ -20,10 +20,10 @@ from fleet.settings import ExporterSettings
 from fleet.webhooks.events import Event, Source, State
 from imagefleet import aio, errors
 from imagefleet.job.message import read_job
-from imagefleet.records import reader
 from imagefleet.records.batch import Submission, Watch
+from imagefleet.records.follower import Follower
+from imagefleet.records.ledger import Ledgers
 from imagefleet.records.record import Record
-from imagefleet.records.sent import Ledgers
 from imagefleet.signing import SigningKey
 from imagefleet.storage.azure.roles import ROLES, Role
 from imagefleet.storage.open import Storage
@@ -54,12 +54,14 @@ def ask(
         )
 
     async def until_quiet(
-        _: Storage, follower: reader.Follower, __: str, outcomes: set[str], ___: object
+        _: Storage, follower: Follower, __: str, outcomes: set[str], ___: object
     ) -> AsyncIterator[list[Record]]:
         while records := await follower.poll():
             yield [record for record in records if record.outcome in outcomes]
 
-    monkeypatch.setattr(reader, "follow", until_quiet)  # the campaign has no end
+    monkeypatch.setattr(
+        "fleet.results.command.follow", until_quiet
+    )  # the campaign has no end
 
     def run(*arguments: str) -> Any:
         return in_process(*arguments)

@@ -11,7 +11,7 @@ import pytest
 
 from cli import console
 from imagefleet.job.message import fields_if_any
-from imagefleet.records import sent
+from imagefleet.records import ledger
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -62,7 +62,7 @@ def prompts_in(settings: StorageSettings) -> list[str]:
 
 def sent_of(settings: StorageSettings) -> int:
     found: int = within(
-        settings, lambda storage: sent.Ledger(storage, "spring").count()
+        settings, lambda storage: ledger.Ledger(storage, "spring").count()
     )
     return found
 

@@ -22,7 +22,8 @@ from rich.console import Console
 import polling
 import sent_jobs
 from fleet.monitor import command, prometheus, rates
-from imagefleet.records.record import Record, RecordLog
+from imagefleet.records.log import RecordLog
+from imagefleet.records.record import Record
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 

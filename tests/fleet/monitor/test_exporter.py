@@ -12,7 +12,7 @@ from fleet.monitor.exporter import Exporter, queue_figures
 from fleet.monitor.rates import FleetRates
 from fleet.settings import ExporterSettings
 from imagefleet import errors
-from imagefleet.records import drawn, stored
+from imagefleet.records import catalog, decisions
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import QueueDepth
 from imagefleet.telemetry.metrics import QueueFlow
@@ -155,15 +155,15 @@ async def test_campaigns_have_what_is_left_and_those_that_stand_are_not_read_aga
         )
 
     assert await pending("spring") == 3
-    shards = drawn.Ends.read
+    shards = decisions.Ends.read
 
     async def noting(
-        ends: drawn.Ends, found: Sequence[stored.StoredShard]
-    ) -> drawn.Ends:
+        ends: decisions.Ends, found: Sequence[catalog.StoredShard]
+    ) -> decisions.Ends:
         read.extend(shard.campaign for shard in found)
         return await shards(ends, found)
 
-    monkeypatch.setattr(drawn.Ends, "read", noting)
+    monkeypatch.setattr(decisions.Ends, "read", noting)
     assert (await pending("autumn"), read) == (None, [])
     await sent_jobs.note(storage, "autumn", 2)
     assert (await pending("autumn"), set(read)) == (2, {"autumn"})

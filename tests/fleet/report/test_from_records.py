@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from fleet.report import records as report_records
-from imagefleet.records.record import Record, RecordLog, Totals, shard_part
+from imagefleet.records.log import RecordLog, Totals, shard_part
+from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import BlobRecord
 from imagefleet.storage.settings import StorageSettings

@@ -18,7 +18,8 @@ from PIL import PngImagePlugin
 from fleet.gallery import images
 from imagefleet.files import picture
 from imagefleet.job.message import MAX_IMAGE_BYTES, Output
-from imagefleet.records.record import Record, RecordLog
+from imagefleet.records.log import RecordLog
+from imagefleet.records.record import Record
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.stages import encode

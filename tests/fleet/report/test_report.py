@@ -22,7 +22,8 @@ from fleet.report import records as report_records
 from imagefleet import errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job, Output
 from imagefleet.pricing import prices
-from imagefleet.records.record import Record, RecordLog
+from imagefleet.records.log import RecordLog
+from imagefleet.records.record import Record
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import LocalStorage, Storage, open_storage
 from imagefleet.storage.settings import StorageSettings

@@ -17,9 +17,9 @@ from cli import files
 from fleet.keys import mint
 from fleet.results import download
 from imagefleet.job.names import duplicate_name
-from imagefleet.records import stored
-from imagefleet.records.record import RecordLog
-from imagefleet.records.stored import Damaged
+from imagefleet.records import catalog
+from imagefleet.records.catalog import Damaged
+from imagefleet.records.log import RecordLog
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -184,7 +184,7 @@ async def test_no_record_writes_outside_of_the_folder(
     "blob", ["spring/../x.png", "spring/.x", "spring//x", "../x", "x", ""]
 )
 def test_no_name_leads_out_of_a_folder(blob: str) -> None:
-    assert stored.image_name(blob, "spring") is None
+    assert catalog.image_name(blob, "spring") is None
 
 
 async def test_names_that_differ_in_capitals_are_two_files_on_every_disk(

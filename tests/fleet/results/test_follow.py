@@ -14,7 +14,8 @@ import pytest
 
 import polling
 import sent_jobs
-from imagefleet.records import reader
+from imagefleet.records import follower, reader
+from imagefleet.records.follower import Follower, follow
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -30,7 +31,7 @@ IDS = [f"{number:04}" for number in range(1, 10)]
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(follower, "POLL_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -41,14 +42,14 @@ def start(
 ) -> Start:
     """Starts the command, and returns once it follows."""
     follows = threading.Event()
-    real = reader.Follower.poll
+    real = Follower.poll
 
-    async def poll(self: reader.Follower) -> Any:
+    async def poll(self: Follower) -> Any:
         follows.set()
         return await real(self)
 
     async def run(*arguments: str) -> asyncio.Task[subprocess.CompletedProcess[str]]:
-        monkeypatch.setattr(reader.Follower, "poll", poll)
+        monkeypatch.setattr(Follower, "poll", poll)
         storage = ("spring", "--storage", local_settings.storage)
         command = asyncio.to_thread(
             in_process, "results", *storage, "--follow", *arguments
@@ -160,7 +161,7 @@ async def test_a_campaign_that_goes_on_is_not_counted_at_each_poll(
     local_settings: StorageSettings, store_images: Add, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On Azure that would be a read of each shard every five seconds."""
-    monkeypatch.setattr(reader, "POLL_SECONDS", 0)
+    monkeypatch.setattr(follower, "POLL_SECONDS", 0)
     real, counted = reader.counts, list[str]()
 
     async def counts(storage: Storage, campaign: str) -> reader.Counts:
@@ -171,8 +172,8 @@ async def test_a_campaign_that_goes_on_is_not_counted_at_each_poll(
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001")
         await sent_jobs.note(storage, "spring", 2, ids=IDS)
-        follower = reader.Follower(storage, "spring")
-        polls = reader.follow(storage, follower, "spring", {"completed"}, print)
+        new = Follower(storage, "spring")
+        polls = follow(storage, new, "spring", {"completed"}, print)
         for _ in range(50):
             await anext(polls)
 
@@ -183,8 +184,8 @@ async def test_a_follower_that_begins_at_the_end_reads_only_what_comes(
     storage: Storage, store_images: Add
 ) -> None:
     await store_images(storage, "0001")
-    follower = reader.Follower(storage, "spring", await reader.end(storage, "spring"))
-    assert await follower.poll() == []
+    new = Follower(storage, "spring", await reader.end(storage, "spring"))
+    assert await new.poll() == []
 
     await store_images(storage, "0002")
-    assert [each.id for each in await follower.poll()] == ["0002"]
+    assert [each.id for each in await new.poll()] == ["0002"]

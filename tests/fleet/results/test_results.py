@@ -14,7 +14,8 @@ import pytest
 
 import sent_jobs
 from imagefleet.records import reader
-from imagefleet.records.record import Record, RecordLog, Totals, shard_part
+from imagefleet.records.log import RecordLog, Totals, shard_part
+from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 

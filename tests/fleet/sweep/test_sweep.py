@@ -16,8 +16,9 @@ import pytest
 import polling
 from cli import console, options
 from fleet.keys import mint
+from imagefleet import sweep
 from imagefleet.pricing import families
-from imagefleet.records import reader, sent, sweep
+from imagefleet.records import ledger, reader
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -191,7 +192,7 @@ def test_a_sweep_fills_the_queue_and_leaves_its_manifest(
 
     async def read() -> tuple[sweep.Sweep | None, int | None]:
         async with open_storage(local(tmp_path)) as storage:
-            return await sweep.read(storage, "curve"), await sent.Ledger(
+            return await sweep.read(storage, "curve"), await ledger.Ledger(
                 storage, "curve"
             ).count()
 
@@ -251,7 +252,7 @@ def test_a_killed_sweep_goes_on_where_its_ledger_ends(
 
     async def noted() -> int:
         async with open_storage(local(tmp_path)) as storage:
-            return await sent.Ledger(storage, "curve").count() or 0
+            return await ledger.Ledger(storage, "curve").count() or 0
 
     def known() -> int:
         return asyncio.run(noted())

@@ -19,8 +19,9 @@ from fleet.webhooks import events, service
 from fleet.webhooks.endpoint import Endpoint, read_secrets
 from fleet.webhooks.events import Source, State
 from imagefleet import errors
-from imagefleet.records.record import Record, RecordLog
-from imagefleet.records.sent import note
+from imagefleet.records.ledger import note
+from imagefleet.records.log import RecordLog
+from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from stored_images import ImageLog

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from imagefleet import Job, aio, concurrency, errors
-from imagefleet.records import reader
-from imagefleet.records.record import Record, RecordLog, Totals, shard_part
-from imagefleet.records.sent import Ledger, entry_of
+from imagefleet.records import follower, reader
+from imagefleet.records.ledger import Ledger, entry_of
+from imagefleet.records.log import RecordLog, Totals, shard_part
+from imagefleet.records.record import Record
 from imagefleet.storage.protocol import BlobPart
 from imagefleet.storage.settings import StorageSettings
 from stored_images import ImageLog
@@ -249,7 +250,7 @@ async def test_jobs_that_are_sent_during_an_append_get_their_results(
 async def test_many_results_cost_a_read_for_each_shard_and_few_listings(
     fleet: aio.Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "_POLLED", 400)
+    monkeypatch.setattr(follower, "_POLLED", 400)
     batch = await submit(fleet, *[None] * 500)
     shards = 5
     for worker in range(shards):

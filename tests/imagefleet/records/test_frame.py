@@ -8,7 +8,8 @@ import pytest
 import imagefleet
 from imagefleet import Job, aio, errors
 from imagefleet.records import columns
-from imagefleet.records.record import Lora, Record, RecordLog
+from imagefleet.records.log import RecordLog
+from imagefleet.records.record import Lora, Record
 from imagefleet.storage.settings import StorageSettings
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)

@@ -9,18 +9,18 @@ import pytest
 import sent_jobs
 from imagefleet import errors
 from imagefleet.job.message import Job
-from imagefleet.records import sent
-from imagefleet.records.sent import Digests, Ledger, entry_of, job_of
-from imagefleet.records.stored import Damaged
+from imagefleet.records import ledger
+from imagefleet.records.catalog import Damaged
+from imagefleet.records.ledger import Digests, Ledger, entry_of, job_of
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
 
 async def noted(storage: Storage, *entries: bytes) -> Ledger:
-    ledger = Ledger(storage, "spring")
-    ledger.pending += b"".join(entries)
-    await ledger.note()
-    return ledger
+    of_campaign = Ledger(storage, "spring")
+    of_campaign.pending += b"".join(entries)
+    await of_campaign.note()
+    return of_campaign
 
 
 async def test_many_writers_at_the_same_time_lose_no_job_and_count_none_twice(
@@ -30,34 +30,34 @@ async def test_many_writers_at_the_same_time_lose_no_job_and_count_none_twice(
         *(sent_jobs.note(storage, "spring", 50, 25 * turn) for turn in range(8))
     )
     await sent_jobs.note(storage, "autumn", 3)
-    assert len(await sent.Ledger(storage, "spring").read()) == 225
-    assert set(await sent.listed(storage)) == {"spring", "autumn"}
+    assert len(await ledger.Ledger(storage, "spring").read()) == 225
+    assert set(await ledger.listed(storage)) == {"spring", "autumn"}
     # Those that did not read the others' jobs may count some of theirs.
-    assert 225 <= (await sent.Ledger(storage, "spring").count() or 0) <= 400
+    assert 225 <= (await ledger.Ledger(storage, "spring").count() or 0) <= 400
 
 
 async def test_a_writer_that_has_read_the_ledger_counts_jobs_of_others_once(
     storage: Storage,
 ) -> None:
     ledgers = [Ledger(storage, "spring") for _ in range(6)]
-    for number, ledger in enumerate(ledgers):
-        await ledger.read()
+    for number, each in enumerate(ledgers):
+        await each.read()
         for job in range(10 * number, 10 * number + 20):
-            ledger.pending += entry_of(f"{job}", "0" * 64)
-    await asyncio.gather(*(ledger.note() for ledger in ledgers))
-    assert await sent.Ledger(storage, "spring").count() == 70
+            each.pending += entry_of(f"{job}", "0" * 64)
+    await asyncio.gather(*(each.note() for each in ledgers))
+    assert await ledger.Ledger(storage, "spring").count() == 70
 
 
 async def test_a_full_blob_is_followed_by_another(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sent, "_MAX_FRAMES", 3)
+    monkeypatch.setattr(ledger, "_MAX_FRAMES", 3)
     for number in range(8):
         await noted(storage, entry_of(f"{number}", "0" * 64))
     names = [name async for name in storage.files.names("-sent/")]
     assert [name.rpartition("spring/")[2] for name in names] == ["0000", "0001", "0002"]
-    assert await sent.Ledger(storage, "spring").count() == 8
-    assert len(await sent.Ledger(storage, "spring").read()) == 8
+    assert await ledger.Ledger(storage, "spring").count() == 8
+    assert len(await ledger.Ledger(storage, "spring").read()) == 8
 
 
 async def test_an_append_whose_reply_is_lost_is_not_made_twice(
@@ -78,7 +78,7 @@ async def test_an_append_whose_reply_is_lost_is_not_made_twice(
     monkeypatch.setattr(storage.files, "append", loses_one)
     await noted(storage, entry_of("a", "0" * 64))
     part = await storage.files.read_part(
-        f"{sent.folder_of(storage)}spring/0000", 0, 1_000
+        f"{ledger.folder_of(storage)}spring/0000", 0, 1_000
     )
     assert part is not None
     assert part.total_bytes == 28 + 16
@@ -87,21 +87,21 @@ async def test_an_append_whose_reply_is_lost_is_not_made_twice(
 async def test_a_damaged_part_is_said_and_hides_nothing_else(storage: Storage) -> None:
     await noted(storage, entry_of("a", "0" * 64))
     await storage.files.append(
-        f"{sent.folder_of(storage)}spring/0000", b"IF-SENT1 broken off", 44
+        f"{ledger.folder_of(storage)}spring/0000", b"IF-SENT1 broken off", 44
     )
     await noted(storage, entry_of("b", "1" * 64))
     damaged = Damaged()
-    found = await sent.Ledger(storage, "spring").read(damaged)
+    found = await ledger.Ledger(storage, "spring").read(damaged)
     assert len(found) == 2
     assert "/spring/0000: 19 bytes of it are damaged" in str(damaged)
-    assert await sent.Ledger(storage, "spring").count() == 2
+    assert await ledger.Ledger(storage, "spring").count() == 2
 
 
 async def test_an_id_has_the_digest_that_was_sent_last(storage: Storage) -> None:
-    ledger = await noted(storage, entry_of("a", "0" * 64))
+    first = await noted(storage, entry_of("a", "0" * 64))
     await noted(storage, entry_of("a", "1" * 64))
-    found = await ledger.read()
-    assert found.get(sent.id_hash("a")) == b"\x11" * 8
+    found = await first.read()
+    assert found.get(ledger.id_hash("a")) == b"\x11" * 8
     assert len(found) == 1
 
 
@@ -142,8 +142,8 @@ async def test_a_storage_without_files_has_no_counts(
 ) -> None:
     names = azurite_settings.model_copy(update={"files_container": "no-such-files"})
     async with open_storage(names) as storage:
-        assert await sent.Ledger(storage, "spring").count() is None
-        assert await sent.listed(storage) == {}
+        assert await ledger.Ledger(storage, "spring").count() is None
+        assert await ledger.listed(storage) == {}
 
 
 async def test_fleets_that_share_their_files_have_ledgers_of_their_own(
@@ -153,5 +153,5 @@ async def test_fleets_that_share_their_files_have_ledgers_of_their_own(
     names = storage_settings.model_copy(update={"container": others})
     await sent_jobs.note(storage, "spring", 3)
     async with open_storage(names) as other:
-        assert await sent.Ledger(other, "spring").count() is None
-        assert await sent.listed(other) == {}
+        assert await ledger.Ledger(other, "spring").count() is None
+        assert await ledger.listed(other) == {}

@@ -11,9 +11,10 @@ import sent_jobs
 from fleet.keys import mint
 from imagefleet import errors
 from imagefleet.records import reader
+from imagefleet.records.catalog import Damaged
+from imagefleet.records.log import RecordLog
 from imagefleet.records.overview import Counts, Overview
-from imagefleet.records.record import Record, RecordLog
-from imagefleet.records.stored import Damaged
+from imagefleet.records.record import Record
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings

@@ -13,19 +13,19 @@ import pytest
 import polling
 import sent_jobs
 from imagefleet import errors
-from imagefleet.records import once, outcomes, reader, stored
-from imagefleet.records.record import (
+from imagefleet.records import catalog, dedupe, outcomes, reader
+from imagefleet.records.catalog import Damaged
+from imagefleet.records.follower import Follower
+from imagefleet.records.log import (
     MAX_MEMBER_BYTES,
     TOTALS_BYTES,
-    Lora,
-    Record,
     RecordLog,
     ShardName,
     Totals,
     shard_part,
     totals_at,
 )
-from imagefleet.records.stored import Damaged
+from imagefleet.records.record import Lora, Record
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import BlobPart
 from imagefleet.storage.settings import StorageSettings
@@ -146,7 +146,7 @@ async def test_names_that_were_taken_do_not_make_a_count_read_every_record(
     await other.add([image(7), image(900), image(900)], again=True)
     found = len(await everything(reader.images(storage, "spring")))
     monkeypatch.setattr(
-        stored, "PART_BYTES", 1_000
+        catalog, "PART_BYTES", 1_000
     )  # a campaign of more is a large one
     reads = 0
     read = Record.read
@@ -174,7 +174,7 @@ async def test_a_replaced_drawing_is_left_out_and_the_next_one_of_its_worker_is_
     facts = {"job": "job-1", "worker": "w?rker", "started_at": started}
     drawn = {"worker": "wörker", "started_at": started}
     await log.add([image(1, **drawn), image(2, **drawn)])
-    note = once.note("spring/job-1.png", facts, "redo/1.json", datetime.now(UTC))
+    note = dedupe.note("spring/job-1.png", facts, "redo/1.json", datetime.now(UTC))
     assert note is not None
     for _ in range(2):  # it was killed after the first time
         await operator.add([note])
@@ -185,10 +185,10 @@ async def test_a_replaced_drawing_is_left_out_and_the_next_one_of_its_worker_is_
     await log.add([image(1, worker="other")], again=True)
     assert await listed() == [("job-1", "other"), ("job-2", "wörker")]
     assert (
-        once.note("-checks/spring/job-1.png", facts, "redo/1.json", datetime.now(UTC))
+        dedupe.note("-checks/spring/job-1.png", facts, "redo/1.json", datetime.now(UTC))
         is None
     )
-    followed = await reader.Follower(storage, "spring").poll()
+    followed = await Follower(storage, "spring").poll()
     assert {each.outcome for each in followed} == {"completed"}
 
 
@@ -277,13 +277,13 @@ async def test_campaigns_are_told_apart(storage: Storage, log: RecordLog) -> Non
 async def test_a_follower_gets_each_record_once_and_goes_on_from_its_position(
     storage: Storage, log: RecordLog
 ) -> None:
-    follower = reader.Follower(storage)
+    follower = Follower(storage)
     assert await follower.poll() == []
     await log.add([image(1)])
     assert [record.id for record in await follower.poll()] == ["job-1"]
     assert await follower.poll() == []
     await log.add([image(2), job(3, "failed")])
-    later = reader.Follower(storage, position=json.loads(json.dumps(follower.position)))
+    later = Follower(storage, position=json.loads(json.dumps(follower.position)))
     assert {record.id for record in await later.poll()} == {"job-2", "job-3"}
     assert await later.poll() == []
     assert {record.id for record in await follower.poll()} == {"job-2", "job-3"}
@@ -301,7 +301,7 @@ async def test_the_end_of_a_shard_that_is_still_written_is_read_later(
         )
     await storage.blobs.append(name, whole + more[:20], 0)
     damaged = Damaged()
-    follower = reader.Follower(storage, damaged=damaged)
+    follower = Follower(storage, damaged=damaged)
     assert [record.id for record in await follower.poll()] == ["job-1"]
     assert (await reader.counts(storage, "spring")).images == 1
     await storage.blobs.append(name, more[20:], len(whole) + 20)
@@ -338,7 +338,7 @@ async def test_a_forged_shard_is_left_out_with_a_reason(
     assert [record.id for record in found] == ["job-7"]
     assert damaged.count == 1
     assert (await reader.counts(storage, "spring")).images == 1
-    assert len(await reader.Follower(storage).poll()) == 1
+    assert len(await Follower(storage).poll()) == 1
 
 
 async def test_another_writer_of_the_same_shard_costs_a_new_shard_and_no_record(

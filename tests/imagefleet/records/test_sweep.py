@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from imagefleet import errors
-from imagefleet.records import reader, sweep
+from imagefleet import errors, sweep
+from imagefleet.records import reader
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 

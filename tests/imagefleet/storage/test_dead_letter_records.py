@@ -12,7 +12,7 @@ import pytest
 import polling
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
-from imagefleet.records.record import RecordLog
+from imagefleet.records.log import RecordLog
 from imagefleet.storage import dead_letter, dead_letter_queue
 from imagefleet.storage.dead_letter import Selection
 from imagefleet.storage.dead_letter_queue import Discard

@@ -11,7 +11,8 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFilter
 
 import sent_jobs
-from imagefleet.records.record import Lora, Record, RecordLog
+from imagefleet.records.log import RecordLog
+from imagefleet.records.record import Lora, Record
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 

@@ -8,11 +8,11 @@ from typing import Self
 
 from imagefleet import concurrency
 from imagefleet.job.message import SUFFIXES, image_stem, job_key
-from imagefleet.records import stored
-from imagefleet.records.once import Again, Replaced, Rivals, jobs_in
+from imagefleet.records import catalog
+from imagefleet.records.catalog import Damaged, StoredShard
+from imagefleet.records.dedupe import Again, Replaced, Rivals, jobs_in
+from imagefleet.records.ledger import HASH_BYTES, Digests, id_hash
 from imagefleet.records.record import Outcome, Record, hashed
-from imagefleet.records.sent import HASH_BYTES, Digests, id_hash
-from imagefleet.records.stored import Damaged, StoredShard
 from imagefleet.storage.protocol import BlobStore
 
 #: Names of one job's images.
@@ -36,12 +36,12 @@ async def images(
     shards: Collection[StoredShard], again: Again, replaced: Replaced, damaged: Damaged
 ) -> AsyncGenerator[list[Record]]:
     """The record of each image once, and last the jobs that failed for a taken name."""
-    first, second, count = await _twice(stored.of_kind(shards, "images"), damaged)
+    first, second, count = await _twice(catalog.of_kind(shards, "images"), damaged)
     rivals = Rivals(count)
     async for _, lines in first:
-        await stored.computed(len(lines), rivals.note, lines)
+        await catalog.computed(len(lines), rivals.note, lines)
     async for shard, lines in second:
-        async for part in stored.records_in(shard, lines, damaged):
+        async for part in catalog.records_in(shard, lines, damaged):
             records = replaced.without(part, once=True)
             records = await _without_rivals(shards, records, rivals, damaged)
             again.found(records)
@@ -54,13 +54,13 @@ async def _twice(
     shards: Collection[StoredShard], damaged: Damaged
 ) -> tuple[_Lines, _Lines, int | None]:
     """The lines of *shards* two times, read once if they are few; then also their number."""
-    if stored.size_bytes(shards) > stored.PART_BYTES:
+    if catalog.size_bytes(shards) > catalog.PART_BYTES:
         return (
-            stored.lines_of_all(shards, Damaged()),
-            stored.lines_of_all(shards, damaged),
+            catalog.lines_of_all(shards, Damaged()),
+            catalog.lines_of_all(shards, damaged),
             None,
         )
-    kept = [each async for each in stored.lines_of_all(shards, damaged)]
+    kept = [each async for each in catalog.lines_of_all(shards, damaged)]
     return _kept(kept), _kept(kept), sum(len(lines) for _, lines in kept)
 
 
@@ -74,9 +74,9 @@ async def again(
 ) -> tuple[Again, Replaced]:
     """What the records of taken names and the notes of replaced drawings say."""
     again, replaced = Again(), Replaced()
-    async for notes in stored.records(stored.of_kind(shards, "replaced"), damaged):
+    async for notes in catalog.records(catalog.of_kind(shards, "replaced"), damaged):
         replaced.add(notes)
-    async for part in stored.records(stored.of_kind(shards, "again"), damaged):
+    async for part in catalog.records(catalog.of_kind(shards, "again"), damaged):
         again.add(replaced.without(part, once=False))
     return again, replaced
 
@@ -84,10 +84,10 @@ async def again(
 async def find(shards: Collection[StoredShard], again: Again) -> int:
     """Finds the records of images whose names were taken; counts the jobs that others completed."""
     jobs = 0
-    drawn = stored.of_kind(shards, "images") if again else []
-    async for shard, lines in stored.lines_of_all(drawn, Damaged()):
+    drawn = catalog.of_kind(shards, "images") if again else []
+    async for shard, lines in catalog.lines_of_all(drawn, Damaged()):
         found = await asyncio.to_thread(again.find, lines)
-        records = stored.parsed(found, shard, Damaged())
+        records = catalog.parsed(found, shard, Damaged())
         again.found(records)
         jobs += sum(
             again.completes(record) > record.completes_job for record in records
@@ -99,8 +99,8 @@ async def left(
     shards: Collection[StoredShard], again: Again, replaced: Replaced
 ) -> AsyncGenerator[list[Record]]:
     """Of names that were taken: images without another record, and jobs that failed for it."""
-    taken = stored.of_kind(shards, "again") if again else []
-    async for part in stored.records(taken, Damaged()):
+    taken = catalog.of_kind(shards, "again") if again else []
+    async for part in catalog.records(taken, Damaged()):
         records = replaced.without(part, once=False)
         # A worker that died in between has stored these images, and written no record.
         found = await metadata_of(
@@ -160,7 +160,7 @@ async def metadata_of(
         found[blob] = {} if told is None else {**told, "name": blob}
 
     store = next(shard.store for shard in shards if shard.kind in {"images", "again"})
-    await concurrency.for_each(wanted, look, stored.CONCURRENT_READS)
+    await concurrency.for_each(wanted, look, catalog.CONCURRENT_READS)
     return found
 
 
@@ -171,10 +171,10 @@ async def ended(
 
     Whoever may store images may write that a job has failed; a job that is complete has not.
     """
-    first, second, _ = await _twice(stored.of_kind(shards, "jobs"), damaged)
+    first, second, _ = await _twice(catalog.of_kind(shards, "jobs"), damaged)
     perhaps = await _with_images(first, shards, ends)
     async for shard, lines in second:
-        async for records in stored.records_in(shard, lines, damaged):
+        async for records in catalog.records_in(shard, lines, damaged):
             new = ends.add(records)
             looked_up = [
                 each for each in new if perhaps is None or ends.job(each) in perhaps
@@ -213,15 +213,15 @@ async def _with_images(
     Then a look at the images of each costs less.
     """
     async for shard, lines in ended:
-        async for records in stored.records_in(shard, lines, Damaged()):
+        async for records in catalog.records_in(shard, lines, Damaged()):
             ends.add(records)
     jobs, found = {*ends.outcomes}, set[int]()
     ends.outcomes.clear()
-    drawn = [*stored.of_kind(shards, "images"), *stored.of_kind(shards, "again")]
-    if len(jobs) <= _FEW_ENDS + stored.size_bytes(drawn) // _BYTES_OF_LOOK_UP:
+    drawn = [*catalog.of_kind(shards, "images"), *catalog.of_kind(shards, "again")]
+    if len(jobs) <= _FEW_ENDS + catalog.size_bytes(drawn) // _BYTES_OF_LOOK_UP:
         return None
     of_campaigns = [shard for shard in drawn if shard.campaign in ends.campaigns]
-    async for shard, lines in stored.lines_of_all(of_campaigns, Damaged()):
+    async for shard, lines in catalog.lines_of_all(of_campaigns, Damaged()):
         found |= jobs & await asyncio.to_thread(jobs_in, lines, shard.campaign)
     return found
 
@@ -237,7 +237,7 @@ async def stored_of(
         images = await stored_images(blobs, record.campaign, record.id, digest)
         found.append((record, images))
 
-    await concurrency.for_each(records, look, stored.CONCURRENT_READS)
+    await concurrency.for_each(records, look, catalog.CONCURRENT_READS)
     return found
 
 
@@ -331,8 +331,8 @@ class Ends:
 
     async def read(self, shards: Iterable[StoredShard]) -> Self:
         """Reads what the operator has replayed and discarded."""
-        async for records in stored.records(
-            stored.of_kind(shards, "settled"), self.damaged
+        async for records in catalog.records(
+            catalog.of_kind(shards, "settled"), self.damaged
         ):
             self._settled.update(record.failure for record in records)
             discarded = (

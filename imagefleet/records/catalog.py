@@ -13,19 +13,19 @@ from typing import Any, TypeVar
 
 from imagefleet import concurrency, errors
 from imagefleet.job.message import RECORDS
-from imagefleet.records.record import (
+from imagefleet.records.log import (
     GZIP,
     KINDS,
     MAX_MEMBER_BYTES,
     OPERATORS,
     TOTALS_BYTES,
     Kind,
-    Record,
     ShardName,
     Totals,
     shard_folder,
     totals_at,
 )
+from imagefleet.records.record import Record
 from imagefleet.redaction import printable
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobPart, BlobRecord, BlobStore

@@ -20,8 +20,8 @@ from typing import Literal, NamedTuple
 
 from imagefleet import concurrency, errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN, read_job
-from imagefleet.records.record import RETRIES
-from imagefleet.records.stored import PART_BYTES, Damaged
+from imagefleet.records.catalog import PART_BYTES, Damaged
+from imagefleet.records.log import RETRIES
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import BlobPart, BlobRecord
 

@@ -9,7 +9,7 @@ import pytest
 
 import polling
 from imagefleet import Job, aio, concurrency, errors
-from imagefleet.records import sent
+from imagefleet.records import ledger
 from imagefleet.storage.settings import StorageSettings
 
 
@@ -28,7 +28,7 @@ async def submit(fleet: aio.Fleet, campaign: str = "spring", jobs: int = 1) -> N
 
 async def blobs(fleet: aio.Fleet, campaign: str = "spring") -> list[str]:
     """The ledger's blobs."""
-    folder = f"{sent.folder_of(fleet.storage)}{campaign}/"
+    folder = f"{ledger.folder_of(fleet.storage)}{campaign}/"
     return [
         name.removeprefix(folder) async for name in fleet.storage.files.names(folder)
     ]
@@ -51,13 +51,13 @@ async def test_submissions_at_the_same_time_share_writes_and_each_is_counted(
     fleet: aio.Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     appends = 0
-    ledger = fleet._ledgers.of("spring")
+    spring = fleet._ledgers.of("spring")
     append = fleet.storage.files.append
 
     async def counting(*arguments: Any) -> bool:
         nonlocal appends
         appends += 1
-        await polling.until(lambda: appends > 1 or len(ledger.pending) == 40 * 16)
+        await polling.until(lambda: appends > 1 or len(spring.pending) == 40 * 16)
         return await append(*arguments)
 
     monkeypatch.setattr(fleet.storage.files, "append", counting)
@@ -75,7 +75,7 @@ async def test_jobs_whose_note_failed_are_in_the_next_one(
 
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
         patched.setattr(fleet.storage.files, "append", fails)
-        patched.setattr(sent, "RETRIES", concurrency.NEVER)
+        patched.setattr(ledger, "RETRIES", concurrency.NEVER)
         await submit(fleet, jobs=3)
     assert "does not answer" in caplog.text
     await submit(fleet)
@@ -85,7 +85,7 @@ async def test_jobs_whose_note_failed_are_in_the_next_one(
 async def test_more_campaigns_than_are_remembered_are_all_counted(
     fleet: aio.Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sent, "MAX_LEDGERS", 2)
+    monkeypatch.setattr(ledger, "MAX_LEDGERS", 2)
     names = [f"campaign-{number}" for number in range(5)]
     for _ in range(2):
         for name in names:

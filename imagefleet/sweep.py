@@ -9,7 +9,8 @@ from pydantic import BaseModel, Field, JsonValue, StringConstraints
 from imagefleet import errors, validation
 from imagefleet.job import prompt
 from imagefleet.job.message import Job, SafeFileName, SafeId
-from imagefleet.records.record import Record, shard_folder
+from imagefleet.records.log import shard_folder
+from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 
 MAX_GROUPS = 10_000

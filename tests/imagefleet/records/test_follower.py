@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 
 from imagefleet import Job, aio, errors
-from imagefleet.records import once, reader
-from imagefleet.records.record import Record, RecordLog
-from imagefleet.records.sent import Ledger, entry_of
-from imagefleet.records.stored import Damaged
+from imagefleet.records import dedupe
+from imagefleet.records.catalog import Damaged
+from imagefleet.records.follower import Follower
+from imagefleet.records.ledger import Ledger, entry_of
+from imagefleet.records.log import RecordLog
+from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from stored_images import ImageLog
@@ -78,7 +80,7 @@ async def test_only_what_fits_is_handed_on(
     await thief.add(others, again=True)
     damaged = Damaged()
 
-    found = await reader.Follower(storage, "spring", damaged=damaged).poll()
+    found = await Follower(storage, "spring", damaged=damaged).poll()
 
     assert sorted((each.id, each.outcome) for each in found) == [
         ("a", "completed"),
@@ -93,7 +95,7 @@ async def test_what_a_second_record_says_of_a_stored_image_comes_after_the_first
 ) -> None:
     """A worker that finds the image of one that died may not read it, and so does not prove it."""
     await worker.add([record("a", prompt="honest")])
-    follower = reader.Follower(storage)
+    follower = Follower(storage)
     first = await follower.poll()
     await thief.add([record("a", sha256=None, prompt="forged")], again=True)
     found = [*first, *await follower.poll()]
@@ -106,7 +108,7 @@ async def test_a_job_of_several_images_is_not_complete_before_all_are_stored(
     await worker.add([record("a", images=2, completes=False, sha256=None)])
     forged = record("a", images=2, completes=True, sha256=None)
     await thief.add([forged], again=True)
-    found = await reader.Follower(storage).poll()
+    found = await Follower(storage).poll()
     assert [each.completes for each in found] == [False]
 
 
@@ -117,14 +119,14 @@ async def test_the_record_of_a_job_that_a_load_has_not_noted_yet_waits(
     await worker.add([record("e", at=now), record("a"), record("x", "failed", at=now)])
     await worker.add([record("y", "failed", at=now - timedelta(hours=1))])
     damaged = Damaged()
-    follower = reader.Follower(storage, damaged=damaged)
+    follower = Follower(storage, damaged=damaged)
     assert [each.id for each in await follower.poll()] == ["a"]
     assert damaged.count == 1
     start = follower.start
     await send(storage, "e")
     assert [each.id for each in await follower.poll()] == ["e"]
     assert await follower.poll() == []
-    later = reader.Follower(storage, position=start)
+    later = Follower(storage, position=start)
     assert {each.id for each in await later.poll()} == {"a", "e"}, (
         "it was killed meanwhile"
     )
@@ -136,12 +138,12 @@ async def test_a_replaced_drawing_is_no_misfit(
     told = {"worker": "w1", "started_at": "2026-11-22T12:00:00.123+00:00"}
     await worker.add([record("a", **told)])
     await storage.blobs.delete("spring/a.png")
-    note = once.note("spring/a.png", told | {"job": "a"}, "redo/1.json", NOON)
+    note = dedupe.note("spring/a.png", told | {"job": "a"}, "redo/1.json", NOON)
     assert note is not None
     await RecordLog(storage.files, "operator").add([note])
     await worker.add([record("a", sha256=OTHER, worker="w2")])
     damaged = Damaged()
-    found = await reader.Follower(storage, damaged=damaged).poll()
+    found = await Follower(storage, damaged=damaged).poll()
     assert [each.worker for each in found] == ["w2"]
     assert damaged.count == 0
 

@@ -1,0 +1,255 @@
+"""Follows new records as they come: those of submitted jobs that match what is stored."""
+
+import asyncio
+import contextlib
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Mapping,
+)
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from imagefleet import errors
+from imagefleet.records import catalog, decisions, reader
+from imagefleet.records.catalog import Damaged, StoredShard
+from imagefleet.records.dedupe import Replaced
+from imagefleet.records.ledger import Ledgers
+from imagefleet.records.log import Kind
+from imagefleet.records.record import Record
+from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import BlobStore
+
+#: A follower's records at once, about.
+_POLLED = 20_000
+
+#: Seconds between two polls, each of which is a listing and a read for each shard that has grown.
+POLL_SECONDS = 5.0
+
+#: Polls without a record after which a campaign without pending jobs has ended: its filler may
+#: be slower than the workers. One that has not ended is counted again after twice as many: on Azure
+#: that is a read of each shard.
+_QUIET_POLLS = 3
+
+_FOLLOWED: Collection[Kind] = ("again", "images", "jobs", "settled")
+
+#: A load notes its jobs as sent a little later: until then, a record of one waits so long.
+_UNNOTED_SECONDS = 60.0
+
+
+class New(NamedTuple):
+    """A record, and the part of a shard that it comes from."""
+
+    record: Record
+    shard: StoredShard
+    offset: int = 0
+
+
+@dataclass(slots=True)
+class Checks:
+    """Holds new records to what is stored, and to what was sent if that is noted."""
+
+    blobs: BlobStore
+    ledgers: Ledgers
+    damaged: Damaged
+    own: Container[str] | None = None
+    """The only jobs that count, by key; what is stored of one takes the place of its end."""
+    trusts_images: bool = False
+    """Whether images are not looked at."""
+    waiting: list[New] = field(default_factory=list)
+    """Those of jobs that may be noted as sent any moment."""
+
+    async def fitting(
+        self, new: Iterable[New], shards: Collection[StoredShard]
+    ) -> list[Record]:
+        """Those that fit, of all that waited, too; *shards*: with the notes of replaced images."""
+        sent, trusted, waiting, read = (
+            list[New](),
+            list[Record](),
+            list[New](),
+            set[str](),
+        )
+        now = self.blobs.clock.now()
+        for each in (*self.waiting, *new):
+            record, ledger = each.record, self.ledgers.of(each.record.campaign)
+            if self.own is None and each.shard.kind != "settled":
+                if (
+                    not decisions.is_sent(record, ledger.known)
+                    and record.campaign not in read
+                ):
+                    read.add(record.campaign)
+                    with contextlib.suppress(
+                        errors.SetupError
+                    ):  # no permission to read files
+                        await ledger.read()
+                if ledger.known and not decisions.is_sent(record, ledger.known):
+                    if abs((now - record.at).total_seconds()) < _UNNOTED_SECONDS:
+                        waiting.append(each)
+                    else:
+                        self.damaged.add(record.key, decisions.NOT_SENT)
+                    continue
+            if self.trusts_images and each.shard.kind == "images":
+                trusted.append(record)
+            elif self.own is None or record.key in self.own:
+                sent.append(each)
+        found = await self._stored(sent, shards)
+        self.waiting = waiting
+        return trusted + found
+
+    async def _stored(
+        self, new: list[New], shards: Collection[StoredShard]
+    ) -> list[Record]:
+        images = [each for each in new if each.record.outcome == "completed"]
+        names = (each.record.blob for each in images)
+        told = await decisions.metadata_of([each.shard for each in images], names)
+        ends = [
+            each.record for each in new if each.record.is_end or each.record.completes
+        ]
+        of_jobs = {
+            each.job: some for each, some in await decisions.stored_of(self.blobs, ends)
+        }
+        found, misfits = list[Record](), list[tuple[Record, str]]()
+        for record, shard, _ in new:
+            of_image, of_job = told.get(record.blob, {}), of_jobs.get(record.job, [])
+            is_again = shard.kind == "again"
+            if is_again and not record.fits(of_image, of_any_drawing=True):
+                found.append(record.name_taken(of_image))
+            elif not (why := _misfit(record, of_image, of_job, is_again)):
+                found.append(record)
+            elif record.is_end and self.own is not None:
+                found += of_job
+            else:
+                misfits.append((record, why))
+        replaced = Replaced()
+        notes = catalog.of_kind(shards if misfits else (), "replaced")
+        async for some in catalog.records(notes, Damaged()):
+            replaced.add(some)
+        for record, why in misfits:
+            if replaced.without([record], once=False):
+                self.damaged.add(record.blob or record.key, why)
+        return found
+
+
+def _misfit(
+    record: Record, of_image: Mapping[str, str], of_job: list[Record], is_again: bool
+) -> str:
+    if record.is_end:
+        return (
+            "the end of a job of which all is stored"
+            if decisions.are_all(of_job)
+            else ""
+        )
+    if record.outcome == "completed":
+        if not of_image or (record.completes and not decisions.are_all(of_job)):
+            return "a record of an image that is not stored"
+        # A worker that finds a name taken may not read what has it.
+        if not record.fits(of_image) and (record.sha256 or not is_again):
+            return decisions.ANOTHER
+    return ""
+
+
+class Follower:
+    """New records of one or all campaigns, from *position* on; images drawn again come again."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        campaign: str | None = None,
+        position: dict[str, int] | None = None,
+        damaged: Damaged | None = None,
+        *,
+        most: int | None = None,
+        part_bytes: int = catalog.PART_BYTES,
+        own: Container[str] | None = None,
+        trusts_images: bool = False,
+    ) -> None:
+        """A poll returns some *most* records, and reads a shard by *part_bytes*."""
+        self.position: dict[str, int] = dict(position or {})
+        self._storage = storage
+        self._campaign = campaign
+        self._damaged = damaged or Damaged()
+        self._most = most or _POLLED
+        self._part_bytes = part_bytes
+        self._given_up: set[str] = set()
+        ledgers = Ledgers(storage)
+        self.checks = Checks(storage.blobs, ledgers, self._damaged, own, trusts_images)
+
+    @property
+    def start(self) -> dict[str, int]:
+        """The position of one that goes on later: before all that still waits."""
+        waiting = {
+            each.shard.blob.name: each.offset for each in reversed(self.checks.waiting)
+        }
+        return self.position | waiting
+
+    async def poll(self) -> list[Record]:
+        """The next new records that fit: two listings, and a read for each shard that has grown."""
+        before = dict(self.position), self.checks.waiting
+        try:
+            shards = await catalog.shards_of(self._storage, self._campaign)
+            found = await self.checks.fitting((), shards)
+            for shard in shards:
+                name, size = shard.blob.name, shard.blob.size_bytes
+                if shard.kind not in _FOLLOWED or name in self._given_up:
+                    continue
+                if size <= (offset := self.position.get(name, 0)):
+                    continue
+                if len(found) >= self._most:
+                    break
+                found += await self._read(shard, offset, shards)
+        except BaseException:  # what was read is not handed over, so it is read again
+            self.position, self.checks.waiting = before
+            raise
+        return found
+
+    async def _read(
+        self, each: StoredShard, offset: int, shards: Collection[StoredShard]
+    ) -> list[Record]:
+        name, found = each.blob.name, list[Record]()
+        decoder = catalog.ShardDecoder(offset)
+        async for lines in catalog.lines(
+            each, decoder, self._damaged, part_bytes=self._part_bytes
+        ):
+            records = await asyncio.to_thread(
+                catalog.parsed, lines, each, self._damaged
+            )
+            new = [New(record, each, offset) for record in records]
+            found += await self.checks.fitting(new, shards)
+            if len(found) >= self._most:
+                break
+        if decoder.is_damaged and decoder.position == offset > 0:
+            return await self._read(
+                each, 0, shards
+            )  # `end` may see a local file during an append
+        if decoder.is_damaged:
+            self._given_up.add(name)
+        self.position[name] = decoder.position
+        return found
+
+
+async def follow(
+    storage: Storage,
+    follower: Follower,
+    campaign: str,
+    outcomes: Collection[str],
+    on_retry: Callable[[str], object],
+) -> AsyncGenerator[list[Record]]:
+    """New results, until the campaign has ended, if that is known; *on_retry* gets errors."""
+    quiet, count_at = 0, _QUIET_POLLS
+    while True:
+        try:
+            if records := await follower.poll():
+                quiet, count_at = 0, _QUIET_POLLS
+            elif (quiet := quiet + 1) >= count_at:
+                count_at = 2 * quiet
+                if (await reader.counts(storage, campaign)).pending == 0:
+                    return
+        except errors.TransientError as error:
+            on_retry(f"trying again: {error.message}")
+            records = []
+        yield [record for record in records if record.outcome in outcomes]
+        if not records:
+            await asyncio.sleep(POLL_SECONDS)
