@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import aiohttp
+import hypothesis
 import pytest
 import trustme
 from aiohttp import web
@@ -38,6 +39,14 @@ from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import probes
+
+# A busy machine takes any time.
+hypothesis.settings.register_profile(
+    "any machine",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("any machine")
 
 #: Without Azurite, half of the tests are skipped: acceptable on a laptop, an error in CI.
 AZURITE_REQUIRED = bool(

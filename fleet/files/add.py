@@ -22,7 +22,7 @@ from cli.options import option
 from fleet.files import making, stored
 from fleet.files.stored import Listing, Ready, Report
 from imagefleet import concurrency, errors
-from imagefleet.files import contents, kinds, lora
+from imagefleet.files import adapter, contents, kinds, lora
 from imagefleet.files.kinds import MODEL, FileKind
 from imagefleet.job.prompt import SAFE_NAME, SAFE_NAMES, is_safe_name
 from imagefleet.storage.open import open_storage
@@ -202,6 +202,8 @@ def _expanded(kind: FileKind, source: str) -> list[str]:
     """The files in a folder; of a model, which may be a folder itself, *source*."""
     if kind is MODEL or not Path(source).is_dir():
         return [source]
+    if kind is kinds.LORA and adapter.folders_of(Path(source)):
+        return [source]
     inside = sorted(map(str, Path(source).glob(f"*{kind.suffixes[0]}")))
     if not inside:
         raise errors.SetupError(f"there is no {kind.suffixes[0]} in {source!r}")
@@ -227,15 +229,20 @@ async def _ready(
         return Ready(
             path, f"{key.name}{archive.SUFFIX}", f"{key.gpu}, torch {key.torch}"
         )
-    content = stored.check_file(path, kind)
     name = _name(kind, path, given.name)
+    if path.is_dir():
+        room = tempfile.TemporaryDirectory()
+        packed = Path(stack.enter_context(room), "adapter.safetensors")
+        adapter.pack(path, packed)
+        path = packed
+    content = stored.check_file(path, kind)
     alias = lora.alias_of(check.read_header(path)) if kind is kinds.LORA else ""
     return Ready(path, name, content, alias=alias if alias != kind.stem(name) else "")
 
 
 def _name(kind: FileKind, path: Path, name: str | None) -> str:
     """The name of a file in the storage; raises SetupError unless jobs or workers may name it."""
-    suffix = kind.suffixes[path.is_dir()]  # a folder, of a model, is packed
+    suffix = kind.suffixes[kind is MODEL and path.is_dir()]  # a folder is packed
     stem = unicodedata.normalize(
         "NFC", (name or path.resolve().name).removesuffix(suffix)
     )

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from imagefleet.files.safetensors import Header
 
+#: The key in a file's metadata under which diffusers writes peft's configuration of each network.
+ADAPTER_METADATA = "lora_adapter_metadata"
+
 _ONLY_THESE = (
     "imagefleet generates with checkpoints of Stable Diffusion 1.x, 2.x and SDXL"
 )
@@ -204,6 +207,8 @@ def identify(header: Header) -> Content:
     if header.metadata.get("format") == TEXT_STATES_FORMAT:
         return TEXT_STATES
     names = "\n".join(header.shapes)
+    if ADAPTER_METADATA in header.metadata:
+        return _lora(header, names)
     for content, pattern in _TELLING_NAMES:
         if re.search(pattern, names, re.MULTILINE):
             tell_apart = _BY_SHAPES.get(content)

@@ -67,8 +67,10 @@ def _describe_embedding(header: Header, _content: Content) -> str:
 
 
 def _describe_lora(header: Header, content: Content) -> str:
+    peft_type = lora.peft_type(lora.peft_configs(header.metadata))
+    if peft_type is not None:
+        return f"{content.family} {peft_type} adapter"
     lora.read(header.shapes, header.integers)
-    lora.peft_configs(header.metadata)
     return f"{content.family} LoRA"
 
 

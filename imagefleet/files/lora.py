@@ -13,11 +13,11 @@ import unicodedata
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, Field, FiniteFloat
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
-from imagefleet.files import embedding
+from imagefleet.files import contents, embedding
 from imagefleet.files.safetensors import Header, UnusableError
 from imagefleet.job.prompt import is_safe_name
 
@@ -41,6 +41,10 @@ _TENSORS_BY_PATTERN = [
     (re.compile(f"(.+?){ending}"), name) for ending, name in _TENSORS.items()
 ]
 
+#: How peft begins the names of a network's tensors, and of its layers' among them.
+PEFT_PREFIX = "base_model."
+PEFT_LAYER_PREFIX = f"{PEFT_PREFIX}model."
+
 #: The networks that LoRAs change, by their names in diffusers.
 NETWORKS = ("unet", "text_encoder", "text_encoder_2")
 
@@ -49,7 +53,7 @@ NORMS = frozenset({"dora_scale", "magnitude"})
 NUMBERS = frozenset({"alpha", "scale", "on_input"})
 
 #: Tensors that a kind may have beside its own.
-_OPTIONAL = {"full": {"bias"}, "oft": {"rescale"}}
+_OPTIONAL = {"full": {"bias"}, "oft": {"rescale"}, "turn": {"diff"}}
 
 #: Each kind's tensors and their dimensions, in the order of preference. The outputs are `o` and the
 #: inputs `i`, times `p`, `q` and the taps `k`; other letters are ranks. The last letter of a tensor
@@ -76,6 +80,7 @@ _KINDS: Sequence[tuple[str, Mapping[str, str]]] = (
             {"lokr_w2_a": "os", "lokr_w2_b": "si"},
         )
     ),
+    ("turn", {"turn": "ii", "turn_scale": "o"}),
     ("full", {"diff": "oi"}),
     ("glora", {"a1": "ri", "a2": "ir", "b1": "si", "b2": "os"}),
     ("oft", {"oft_blocks": "poo"}),
@@ -269,9 +274,17 @@ def _size_of(
     return outputs, inputs
 
 
-class PeftConfig(BaseModel):
-    """A network's peft configuration: alphas, for which kohya's files have tensors."""
+#: Ways to begin a LoRA that change the checkpoint's weights as well, which the file does not hold.
+_CHANGES_CHECKPOINT = re.compile("pissa|olora|corda|loftq", re.IGNORECASE)
 
+
+class PeftConfig(BaseModel):
+    """A network's peft configuration, with all that peft's own class for its type has."""
+
+    model_config = ConfigDict(extra="allow")
+
+    peft_type: str = "LORA"
+    init_lora_weights: Any = True
     lora_alpha: FiniteFloat | None = None
     alpha_pattern: dict[_LayerName, FiniteFloat] | None = None
     use_rslora: bool = False
@@ -285,11 +298,34 @@ class PeftConfig(BaseModel):
                 return alpha
         return self.lora_alpha
 
+    @model_validator(mode="after")
+    def _keeps_checkpoint(self) -> Self:
+        if _CHANGES_CHECKPOINT.match(str(self.init_lora_weights)):
+            raise ValueError(
+                f"a LoRA begun by {self.init_lora_weights!r} changes the checkpoint, too: save it"
+                " with peft's path_initial_model_for_weight_conversion"
+            )
+        return self
+
+
+def peft_type(configs: Mapping[str, PeftConfig]) -> str | None:
+    """The type of an adapter that only peft computes; None for LoRAs."""
+    return next(
+        (
+            config.peft_type
+            for config in configs.values()
+            if config.peft_type.upper() != "LORA"
+        ),
+        None,
+    )
+
 
 def peft_configs(metadata: Mapping[str, str]) -> dict[str, PeftConfig]:
     """Each network's peft configuration, which diffusers writes into the header."""
     try:
-        stated: dict[str, Any] = json.loads(metadata.get("lora_adapter_metadata", "{}"))
+        stated: dict[str, Any] = json.loads(
+            metadata.get(contents.ADAPTER_METADATA, "{}")
+        )
         return {
             network: PeftConfig.model_validate(
                 {

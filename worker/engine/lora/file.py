@@ -31,7 +31,7 @@ from imagefleet.telemetry import logs
 from worker.engine import contract
 from worker.engine.files import safetensors
 from worker.engine.files.safetensors import Place, ReadOnce
-from worker.engine.lora import kinds
+from worker.engine.lora import adapters, kinds
 from worker.engine.lora.original_names import original_names
 
 log = logs.EventLog(__name__)
@@ -407,6 +407,8 @@ def read_lora(path: Path, identity: Identity, layers: Layers) -> LoraFile:
     }
     content = safetensors.read(path, identity)
     configs = lora.peft_configs(content.metadata)
+    if lora.peft_type(configs) is not None:
+        return _read_adapter(content, identity, configs, layers)
     layout = layers.layout_of(content)
     for (network, layer), tensors in layout.tensors(content.data):
         on_input = tensors.get("on_input")
@@ -434,6 +436,65 @@ def read_lora(path: Path, identity: Identity, layers: Layers) -> LoraFile:
         layout.skipped,
         layout.is_dotted,
     )
+
+
+def _read_adapter(
+    content: safetensors.Content,
+    identity: Identity,
+    configs: Mapping[str, lora.PeftConfig],
+    layers: Layers,
+) -> LoraFile:
+    """Reads what only peft computes, as whole changes of the layers' weights."""
+    places = safetensors.places(content.header, len(content.data))
+    deltas: dict[Network, dict[str, WeightDelta]] = {
+        network: {} for network in get_args(Network)
+    }
+    skipped: list[str] = []
+    size_bytes = 0
+    for network in get_args(Network):
+        tensors: dict[str, Tensor] = {}
+        found: dict[str, LayerId] = {}
+        for key, place in places.items():
+            if not key.startswith(f"{network}."):
+                continue
+            name = key.removeprefix(f"{network}.")
+            tensor = place.of(content.data)
+            if not safetensors.is_finite(tensor):
+                raise lora.damaged(key)
+            if name.startswith(lora.PEFT_PREFIX):  # of all layers
+                tensors[name] = tensor
+            elif (layer := _layer_of(network, name, layers)) is None:
+                skipped.append(key)
+            else:
+                found[layer[0]] = layer[1]
+                tensors[f"{lora.PEFT_LAYER_PREFIX}{name}"] = tensor
+        if not found:
+            continue
+        shapes = {name: layers.shapes[layer] for name, layer in found.items()}
+        read = adapters.read(configs[network], tensors, shapes)
+        deltas[network] = {
+            found[name][1]: WeightDelta(parts, 1.0) for name, parts in read.items()
+        }
+        size_bytes += sum(
+            part.nbytes for parts in read.values() for part in parts.values()
+        )
+    if not any(deltas.values()):
+        raise UnusableError(
+            "does not fit this model: it changes no layer of the model's"
+        )
+    return LoraFile(identity, deltas, size_bytes, skipped=skipped)
+
+
+def _layer_of(
+    network: Network, name: str, layers: Layers
+) -> tuple[str, LayerId] | None:
+    """The layer that a tensor's name begins with: its name there, and the model's."""
+    parts = name.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        layer = ".".join(parts[:count])
+        if (found := layers.find(f"{network}.{layer}")) is not None:
+            return layer, found
+    return None
 
 
 class LoraCache:

@@ -20,7 +20,7 @@ Factors = tuple[Tensor, Tensor]
 
 #: Tensors with which a change of zeros elsewhere is none of zero: DoRA's norms, an OFT's own
 #: weights, a sum of two products.
-NEVER_ZERO = lora.NORMS | {"rescale", "oft_diag", "a1"}
+NEVER_ZERO = lora.NORMS | {"rescale", "oft_diag", "a1", "turn"}
 
 #: Tensors of changes that depend on the weights: of DoRA, IA3, OFT and GLoRA.
 OF_WEIGHTS = NEVER_ZERO | {"weight", "oft_blocks"}
@@ -197,6 +197,16 @@ def _oft(tensors: Tensors, weights: Tensor) -> Tensor:
     return turned - own
 
 
+def _turned(tensors: Tensors, weights: Tensor) -> Tensor:
+    """Multiplies the inputs by a matrix and the outputs by numbers, as `adapters` reads them."""
+    own = weights.float().flatten(2)
+    turned = own @ tensors["turn"].float()
+    turned *= tensors["turn_scale"].float()[..., None]
+    if (added := tensors.get("diff")) is not None:
+        turned += added.float().flatten(2)
+    return turned - own
+
+
 def _kind(tensors: Tensors) -> str:
     return lora.kind_of(frozenset(tensors))[0]
 
@@ -214,4 +224,5 @@ _PRODUCTS: Mapping[str, Callable[[Tensors, Tensor], Tensor]] = {
     ),
     "glora": _glora,
     "oft": _oft,
+    "turn": _turned,
 }

@@ -60,6 +60,8 @@ KINDS: Mapping[str, Shapes] = {
     "dora": {**LORA, "dora_scale": (OUT, 1)},
     "dora of the inputs": {**LORA, "dora_scale": (1, IN)},
     "dora by peft": {**LORA, "magnitude": (OUT,)},
+    "turned": {"turn": (IN, IN), "turn_scale": (OUT,)},
+    "turned and added to": {"turn": (IN, IN), "turn_scale": (OUT,), "diff": (OUT, IN)},
     "dora of a lokr": {**LOKR, "dora_scale": (OUT, 1)},
 }
 
