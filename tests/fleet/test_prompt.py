@@ -178,7 +178,7 @@ def both_tokenizers() -> tuple[object, object]:
     return prompt.tokenizer(), reference
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     text=st.one_of(st.text(), st.text(alphabet="aé'sd 1,<|endoftx>\n\t\u00a0ß東😀-_"))
 )

@@ -171,7 +171,7 @@ def test_no_apply_runs_more_than_before_or_as_confirmed(
 ) -> None:
     path = tmp_path / "fleet.yaml"
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=300)
     @given(cases())
     def check(case: Case) -> None:
         set_up(salad, case, path)

@@ -74,7 +74,7 @@ def test_the_parameters_stay_the_first_text_of_a_png() -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_damage_means_no_job(noise: bytes) -> None:
     whole = file_of('{"prompt": "a cat", "id": "a"}')
     for data in (noise, whole[:8] + noise, whole[: len(noise)], b"\xff\xd8" + noise):

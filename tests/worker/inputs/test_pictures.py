@@ -64,7 +64,7 @@ def test_a_wrong_file_says_what_it_is(data: bytes, reason: str) -> None:
         pictures.read("mask: the image", data)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(max_size=300), st.integers(0, 1000))
 def test_no_damage_raises_anything_but_a_job_error(noise: bytes, at: int) -> None:
     data = bytearray(encoded(picture()))

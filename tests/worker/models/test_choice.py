@@ -94,7 +94,7 @@ def test_two_models_whose_queues_are_never_empty_share_the_time_equally_and_lose
     assert worker.changing_seconds / worker.now <= 1 / (STAY_PER_CHANGE + 1) + 0.005
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     st.lists(st.sampled_from([0.001, 0.01, 0.1]), min_size=1, max_size=4),
     st.sampled_from([0.5, 5.0, 40.0, 120.0]),

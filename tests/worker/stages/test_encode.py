@@ -26,7 +26,7 @@ def test_a_png_decodes_to_the_same_pixels() -> None:
     assert np.array_equal(np.asarray(image), NOISE)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.integers(1, 9),
     st.integers(2, 9),

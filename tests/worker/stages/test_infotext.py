@@ -238,7 +238,7 @@ words = st.text(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(words, words, st.sampled_from(["png", "jpeg", "webp"]))
 @example("a cat, (red:1.3)\nBREAK Steps: 5, a: b", "ugly,\nSize: 1x1", "png")
 @example("猫 🎨", "ä", "jpeg")

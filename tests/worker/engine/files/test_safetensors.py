@@ -85,7 +85,7 @@ def test_an_unknown_type_is_named(tmp_path: Path) -> None:
         read(path)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_file_that_ends_anywhere_or_has_other_bytes_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
