@@ -1,1 +1,1 @@
-"""What measures: images by their features, settings against each other, and speed."""
+"""The commands that measure: `score`, `gate` and `bench`."""

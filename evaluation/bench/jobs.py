@@ -67,7 +67,7 @@ class Workload:
         )
 
     def message(self, number: int) -> str:
-        """The same job as a queue message."""
+        """Queue message of the job that `request` gives for this number."""
         request = self.request(number)
         tags = "".join(
             f" <lora:{lora.name}:{lora.unet_weight}>" for lora in request.loras

@@ -39,7 +39,7 @@ def hardware(device: torch.device) -> dict[str, str | int]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, CUDA and the libraries that affect speed."""
+    """Versions of Python, CUDA and the libraries that affect speed."""
     found = {"python": platform.python_version()}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda

@@ -9,7 +9,7 @@ from imagefleet.pricing import families, prices
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What is measured, and how."""
+    """Options: the model, the machine and its price."""
 
     model: Path | None = option(
         "A checkpoint, as for the worker. By default SD1.5 with random weights on a GPU"

@@ -144,9 +144,12 @@ def _save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 def lora(shape: Shape, rank: int, generator: torch.Generator) -> Tensors:
     outer, inner, *kernel = shape
-    down = noise(generator, rank, inner, *kernel) / (inner * math.prod(kernel)) ** 0.5
-    up = noise(generator, outer, rank, *[1] * len(kernel)) / rank**0.5
-    return {"lora_down.weight": down, "lora_up.weight": up}
+    ones = [1] * len(kernel)
+    inputs = inner * math.prod(kernel)
+    return {
+        "lora_down.weight": noise(generator, rank, inner, *kernel) / inputs**0.5,
+        "lora_up.weight": noise(generator, outer, rank, *ones) / rank**0.5,
+    }
 
 
 def noise(generator: torch.Generator, *shape: int) -> torch.Tensor:

@@ -146,7 +146,9 @@ def _slope(finished_at: Sequence[float], amounts: Sequence[float]) -> float:
     """
     times, steps = np.unique(np.asarray(finished_at), return_inverse=True)
     rises = np.bincount(steps, weights=np.asarray(amounts, dtype=float))
-    return float(np.polyfit(times - times[0], np.cumsum(rises) - rises / 2, 1)[0])
+    middles = np.cumsum(rises) - rises / 2
+    slope, _ = np.polyfit(times - times[0], middles, 1)
+    return float(slope)
 
 
 async def work(

@@ -9,7 +9,7 @@ from rich.table import Table
 from cli import console, options
 from cli.options import argument, option
 from evaluation.gate import page, run, sides
-from evaluation.gate.options import Drawn, Judged, Plan
+from evaluation.gate.options import DrawOptions, GateRequest, JudgeOptions
 from evaluation.gate.page import Result
 from evaluation.gate.verdict import Bounds, Verdict
 from imagefleet.storage.settings import StorageSettings
@@ -21,8 +21,8 @@ def command(
     *,
     a: str = argument("The reference.", metavar="A"),
     b: str = argument("What is compared with it.", metavar="B"),
-    drawn: Drawn,
-    judged: Judged,
+    drawn: DrawOptions,
+    judged: JudgeOptions,
     output: Path | None = option(
         "Also write a page with the worst pairs.", metavar="FILE"
     ),
@@ -46,7 +46,7 @@ def command(
         console.check_writable(path)
     bounds = Bounds.read(judged.set_ or ())
     storages = settings, run.other_storage(settings, drawn.other_storage)
-    plan = Plan(sides.read(a), sides.read(b), storages, drawn, judged, bounds)
+    plan = GateRequest(sides.read(a), sides.read(b), storages, drawn, judged, bounds)
     result = run.run(plan, with_pictures=output is not None, quiet=as_json)
     _warn(result)
     record = result.as_json()

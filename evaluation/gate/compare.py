@@ -22,7 +22,7 @@ _BATCH = 16
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """What features are taken with; None leaves out what needs them."""
+    """Networks and reference of the figures; None leaves out the figures that need it."""
 
     extractor: Extractor | None
     text_extractor: TextExtractor | None
@@ -31,7 +31,7 @@ class Measures:
 
 @dataclass(frozen=True, slots=True)
 class PairFigures:
-    """How far apart two drawings of one job are."""
+    """Differences between two drawings of one job."""
 
     key: str
     name_a: str
@@ -44,7 +44,7 @@ class PairFigures:
     """Structural similarity, 1 for the same pixels."""
     ssim_worst_region: float
     sharpness_percent: float
-    """How much higher B's edges are than A's."""
+    """Change of the edges' height from A to B, in percent."""
     feature_distance: float | None
 
     @property
@@ -58,11 +58,11 @@ class Comparison:
 
     pairs: list[PairFigures] = field(default_factory=list)
     shift: Shift | None = None
-    """Of all pairs together."""
+    """Sum of the shifts of all pairs."""
     halves_a: list[Statistics] = field(default_factory=list)
     halves_b: list[Statistics] = field(default_factory=list)
     directions: Doubles | None = None
-    """Of A's features at length 1: their sum."""
+    """Sum of the features of A's images, each scaled to length 1."""
     clip_scores: tuple[list[float], list[float]] = field(
         default_factory=lambda: ([], [])
     )
@@ -190,6 +190,6 @@ def _add_clip_scores(
 
 
 def words(a: Drawing, b: Drawing) -> str | None:
-    """What a pair should show: the sweep's caption, or the words that the prompt draws."""
+    """Caption of a pair: that of its sweep, or the words of the prompt."""
     job = a.job or b.job
     return None if job is None else sweep.caption_of(job)

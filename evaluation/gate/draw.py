@@ -27,7 +27,7 @@ from worker.stages.prepare import PREPARERS, RequestReader
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What both sides are drawn with; the folders hold the files that prompts name."""
+    """Model and device of both sides, and the folders of the files that prompts name."""
 
     model: Path
     device: str
@@ -124,8 +124,8 @@ async def _images(
         tempfile.TemporaryDirectory(prefix="imagefleet-gate-") as empty,
         ThreadPoolExecutor(1) as thread,
     ):
-        address = f"local:{empty}/storage"
-        async with open_storage(StorageSettings(storage=address)) as storage:
+        own = StorageSettings(storage=f"local:{empty}/storage")
+        async with open_storage(own) as storage:
             await storage.create()
             settings = WorkerSettings(
                 model=str(setup.model),

@@ -43,7 +43,7 @@ class Images(Protocol):
 
     @property
     def label(self) -> str:
-        """Where they are, for messages and the page."""
+        """Names the place of the images in messages and on the page."""
 
     async def names(self) -> list[str]:
         """All of them, relative to the side."""
@@ -197,7 +197,7 @@ def check_same_job(key: str, a: Drawing, b: Drawing) -> None:
 
 
 def other_fields(a: Drawing, b: Drawing) -> Mapping[str, tuple[Any, Any]]:
-    """What else differs between the two jobs: fields and their values."""
+    """Other fields of the two jobs that differ, with both values."""
     if a.job is None or b.job is None:
         return {}
     one, other = (each.job.model_dump(mode="json") for each in (a, b) if each.job)

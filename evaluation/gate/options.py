@@ -11,8 +11,8 @@ from imagefleet.storage.settings import StorageSettings
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """What is drawn here and now, and compared."""
+class DrawOptions:
+    """Options: which images are compared, and how missing ones are drawn."""
 
     other_storage: str | None = option(
         "Storage of B's campaign, if it is another one.", metavar="ADDRESS"
@@ -24,7 +24,9 @@ class Drawn:
     count: int | None = option(
         "Images to compare. [default: all; of --jobs the first 24]", min=2
     )
-    steps: int | None = option("Of all drawn jobs, whatever these say.", min=1, max=150)
+    steps: int | None = option(
+        "Steps of all drawn jobs, whatever the jobs say.", min=1, max=150
+    )
     model: Path | None = option(
         "Checkpoint to draw with. [default: the small demo checkpoint]"
     )
@@ -37,8 +39,8 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """What judges the images, and within which bounds."""
+class JudgeOptions:
+    """Options: the networks that judge the images, and the bounds."""
 
     extractor: str | None = option(
         "Network for FID and the feature distance, as for `score`; demo, or none."
@@ -46,7 +48,7 @@ class Judged:
         metavar="FILE",
     )
     clip: str | None = option(
-        "CLIP of transformers or open_clip for the CLIP score; demo, or none. [default:"
+        "CLIP of transformers for the CLIP score; demo, or none. [default:"
         " demo with that --extractor]",
         metavar="FOLDER",
     )
@@ -71,15 +73,15 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What to compare and how."""
+class GateRequest:
+    """Both sides, and how they are drawn and judged."""
 
     a: Side
     b: Side
     storages: tuple[StorageSettings, StorageSettings]
-    """Of the campaigns of A and of B."""
-    drawn: Drawn
-    judged: Judged
+    """Storages of A's and of B's campaign."""
+    drawn: DrawOptions
+    judged: JudgeOptions
     bounds: Bounds
 
     @property

@@ -1,4 +1,4 @@
-"""What the gate found, as JSON and as a page with the worst pairs beside their difference."""
+"""The gate's result as JSON, and as a page of the worst pairs with their difference."""
 
 import base64
 import io
@@ -35,7 +35,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The verdict, and what it is of."""
+    """The verdict, with the sides, networks and figures that it is based on."""
 
     labels: tuple[str, str]
     measures: Measures
@@ -79,7 +79,7 @@ class Result:
 
     @property
     def fid_against(self) -> str:
-        """What FID is of."""
+        """The image set that FID is measured against."""
         return (
             "the reference"
             if self.measures.reference

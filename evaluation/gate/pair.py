@@ -1,4 +1,4 @@
-"""How far apart two drawings of one job are, without any network.
+"""Measures the difference between two drawings of one job, without any network.
 
 The structural similarity is scikit-image's. What one broken picture shows is in its worst region,
 not in the mean over the picture; what a wrong setting does to all of them is in `Shift`, where it
@@ -35,9 +35,11 @@ def similarity(a: Pixels, b: Pixels) -> tuple[float, float]:
 
     side = min(a.shape[:2])
     if (factor := round(side / _SSIM_PIXELS)) > 1:
-        a, b = (np.asarray(Image.fromarray(each).reduce(factor)) for each in (a, b))
+        a = np.asarray(Image.fromarray(a).reduce(factor))
+        b = np.asarray(Image.fromarray(b).reduce(factor))
     elif (times := math.ceil(_WINDOW / side)) > 1:
-        a, b = (each.repeat(times, 0).repeat(times, 1) for each in (a, b))
+        a = a.repeat(times, 0).repeat(times, 1)
+        b = b.repeat(times, 0).repeat(times, 1)
     mean, each_pixel = structural_similarity(
         a, b, channel_axis=2, full=True, data_range=255
     )
@@ -47,7 +49,7 @@ def similarity(a: Pixels, b: Pixels) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """What B's pictures have in common that A's have not; the sums over pairs, which add up."""
+    """Change from A to B that all pairs share: sums over pairs, which can be added up."""
 
     pixels: int
     brightness: Doubles
@@ -70,16 +72,21 @@ class Shift:
         steps = (
             np.square(np.diff(grey, axis=axis), dtype=np.float64) for axis in (1, 2)
         )
-        edges = sum(step.mean((1, 2)) if step.size else np.zeros(2) for step in steps)
-        apart = (grey[1] - grey[0])[1:-1, 1:-1].ravel().astype(np.float64)
-        across = (grey[0][1:-1, 2:] - grey[0][1:-1, :-2]).ravel() / 2
-        down = (grey[0][2:, 1:-1] - grey[0][:-2, 1:-1]).ravel() / 2
-        gradient = np.stack([across, down]).astype(np.float64)
+        edges = np.zeros(2)
+        for step in steps:
+            if step.size:
+                edges += step.mean((1, 2))
+        grey_a, grey_b = grey
+        apart = (grey_b - grey_a)[1:-1, 1:-1].ravel().astype(np.float64)
+        right, left = grey_a[1:-1, 2:], grey_a[1:-1, :-2]
+        below, above = grey_a[2:, 1:-1], grey_a[:-2, 1:-1]
+        gradient = np.stack([(right - left).ravel(), (below - above).ravel()]) / 2
+        gradient = gradient.astype(np.float64)
         return cls(
             pixels,
             (channels[1].astype(np.int16) - channels[0]).sum(0, dtype=np.float64),
             channels.var(1, dtype=np.float64) * pixels,
-            np.asarray(edges) * pixels,
+            edges * pixels,
             gradient @ gradient.T,
             gradient @ apart,
         )
@@ -113,6 +120,6 @@ class Shift:
 
     @property
     def displacement_pixels(self) -> float:
-        """How far B's pictures have moved, by Lucas and Kanade (1981)."""
+        """Displacement of B's pictures against A's, by Lucas and Kanade (1981)."""
         moved, *_ = np.linalg.lstsq(self.gradients, self.along, rcond=None)
         return float(np.hypot(*moved))

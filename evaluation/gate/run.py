@@ -18,7 +18,7 @@ from evaluation.gate.images import (
     Images,
     NotComparableError,
 )
-from evaluation.gate.options import Plan
+from evaluation.gate.options import GateRequest
 from evaluation.gate.page import Result
 from evaluation.gate.sides import Campaign, Engine, Folder
 from evaluation.score import extractors
@@ -42,7 +42,7 @@ _SHOWN = 5
 _REFERENCE_BATCH = 32
 
 
-def run(plan: Plan, *, with_pictures: bool, quiet: bool) -> Result:
+def run(plan: GateRequest, *, with_pictures: bool, quiet: bool) -> Result:
     """The gate, in the main thread; raises SetupError, which says why, if it cannot compare."""
     _check(plan)
     measures = _measures(plan)
@@ -53,7 +53,7 @@ def run(plan: Plan, *, with_pictures: bool, quiet: bool) -> Result:
         )
 
 
-def _check(plan: Plan) -> None:
+def _check(plan: GateRequest) -> None:
     """Raises SetupError for options that have no effect on these sides."""
     both = len(plan.engines) == 2  # noqa: PLR2004
     for flag, value in (("--jobs", plan.drawn.jobs), ("--steps", plan.drawn.steps)):
@@ -77,7 +77,7 @@ def _check(plan: Plan) -> None:
         require_libraries()
 
 
-def _measures(plan: Plan) -> Measures:
+def _measures(plan: GateRequest) -> Measures:
     draws_demo = bool(plan.engines) and plan.drawn.model is None
     name = plan.judged.extractor or (extractors.DEMO if draws_demo else NONE)
     clip = plan.judged.clip or (
@@ -122,8 +122,8 @@ async def _statistics(folder: Images, extractor: extractors.Extractor) -> Statis
 
 
 @contextmanager
-def _folders(plan: Plan) -> Iterator[tuple[Path, Path]]:
-    """Where each side is drawn."""
+def _folders(plan: GateRequest) -> Iterator[tuple[Path, Path]]:
+    """Context manager: the folders that the sides are drawn into."""
     with tempfile.TemporaryDirectory(prefix="imagefleet-gate-") as temporary:
         root = Path(temporary) if plan.drawn.keep is None else plan.drawn.keep
         folders = root / "a", root / "b"
@@ -136,7 +136,7 @@ def _folders(plan: Plan) -> Iterator[tuple[Path, Path]]:
         yield folders
 
 
-def _draw(plan: Plan, folders: tuple[Path, Path], *, quiet: bool) -> None:
+def _draw(plan: GateRequest, folders: tuple[Path, Path], *, quiet: bool) -> None:
     if not plan.engines:
         return
     from evaluation.gate import draw  # only this needs the worker's libraries
@@ -162,7 +162,7 @@ def _draw(plan: Plan, folders: tuple[Path, Path], *, quiet: bool) -> None:
             draw.draw(to_draw, side, setup, folders[at], on_image)
 
 
-def _jobs(plan: Plan, folders: tuple[Path, Path]) -> list[Job]:
+def _jobs(plan: GateRequest, folders: tuple[Path, Path]) -> list[Job]:
     if len(plan.engines) == len(plan.sides):
         return jobs.of_file(plan.drawn.jobs, plan.drawn.count, plan.drawn.steps)
     there = 1 if 0 in plan.engines else 0
@@ -178,7 +178,7 @@ def _jobs(plan: Plan, folders: tuple[Path, Path]) -> list[Job]:
 
 @asynccontextmanager
 async def _opened(
-    plan: Plan, at: int, folders: tuple[Path, Path]
+    plan: GateRequest, at: int, folders: tuple[Path, Path]
 ) -> AsyncIterator[Images]:
     side = plan.sides[at]
     if isinstance(side, Campaign):
@@ -195,7 +195,7 @@ async def _opened(
 
 
 async def _compare(
-    plan: Plan,
+    plan: GateRequest,
     measures: Measures,
     folders: tuple[Path, Path],
     *,
@@ -221,7 +221,7 @@ async def _compare(
 
 
 def _keys(
-    plan: Plan,
+    plan: GateRequest,
     sides: tuple[Images, Images],
     names: tuple[Mapping[str, str], Mapping[str, str]],
 ) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the gate compares: a campaign, a folder of images, or an engine's settings."""
+"""The sides of a comparison: a campaign, a folder of images, or an engine's settings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -18,7 +18,7 @@ WORST = 8
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of every pair, of all pairs together, and of each side; percentages but for PSNR and SSIM.
+    """Limits of the gate's figures: percentages but for PSNR and SSIM.
 
     A pair is alike within `min_ssim` and `max_detail`. The last two are of MLPerf's SDXL benchmark.
     """
@@ -63,7 +63,7 @@ class Bounds:
         return cls(**changes)
 
     def are_alike(self, pair: PairFigures) -> bool:
-        """Whether two drawings differ as those of one job on two GPUs do, everywhere."""
+        """True if two drawings differ no more, anywhere, than those of one job on two GPUs."""
         return (
             pair.ssim_worst_region >= self.min_ssim
             and abs(pair.sharpness_percent) <= self.max_detail
@@ -75,7 +75,7 @@ class Check:
     """One figure against its bound."""
 
     name: str
-    """As in `--json`."""
+    """Key of the check in `--json`."""
     title: str
     figure: float | None
     """None: the images are the same to the last bit."""
@@ -111,15 +111,15 @@ class Verdict:
     psnr_lowest: float | None
     alike: int
     ssim: float
-    """The mean over pairs."""
+    """SSIM, the mean over pairs."""
     ssim_worst_region: float
-    """That of the worst pair."""
+    """SSIM of the worst region of all pairs."""
     feature_distance: float | None
     """The mean, as a share of that of A's images of different jobs."""
     fid_a: float | None
     fid_b: float | None
     fid_between: float | None
-    """Of B's images against A's."""
+    """FID of B's images against A's."""
     clip_a: float | None
     clip_b: float | None
     checks: tuple[Check, ...]
@@ -193,7 +193,10 @@ def judge(
 
 
 def _shift_checks(found: Comparison, bounds: Bounds) -> list[Check]:
-    """What all pairs have in common: chance differences cancel out in it, a wrong setting's not."""
+    """Checks of the shift that all pairs share.
+
+    Chance differences cancel out in it, those of a wrong setting do not.
+    """
     shift = found.shift
     assert shift is not None  # noqa: S101 - there is a pair
     brighter, sharper = shift.brightness_levels, abs(shift.sharpness_percent)
@@ -219,7 +222,7 @@ def _shift_checks(found: Comparison, bounds: Bounds) -> list[Check]:
 
 
 def _rank(pair: PairFigures) -> float:
-    """By the worst region, as it is seen: the largest change of sharpness counts like it."""
+    """Orders pairs, worst first: by their worst region or their change of sharpness."""
     return min(pair.ssim_worst_region, 1 - abs(pair.sharpness_percent) / 100)
 
 
@@ -242,19 +245,20 @@ def _fids(found: Comparison, measures: Measures) -> tuple[float | None, ...]:
     """
     if not found.halves_a or min(each.count for each in found.halves_a) < 2:  # noqa: PLR2004
         return None, None, None
-    a, b = (halves[0] + halves[1] for halves in (found.halves_a, found.halves_b))
+    (even_a, odd_a), (even_b, odd_b) = found.halves_a, found.halves_b
+    a, b = even_a + odd_a, even_b + odd_b
     between = max(0.0, frechet_distance(b, a))
     if measures.reference is not None:
-        fid_a, fid_b = (frechet_distance(each, measures.reference) for each in (a, b))
+        fid_a = frechet_distance(a, measures.reference)
+        fid_b = frechet_distance(b, measures.reference)
     else:
-        (even_a, odd_a), (even_b, odd_b) = found.halves_a, found.halves_b
         fid_a = frechet_distance(even_a, odd_a)
         fid_b = (frechet_distance(even_b, odd_a) + frechet_distance(odd_b, even_a)) / 2
     return fid_a, fid_b, between
 
 
 def _percent_apart(a: float, b: float) -> float:
-    """How far *b* is from *a*, in percent of *a*."""
+    """Difference of *b* from *a*, in percent of *a*."""
     if a == b:
         return 0.0
     return 100 * abs(b - a) / abs(a) if a else 100.0

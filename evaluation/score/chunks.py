@@ -1,4 +1,4 @@
-"""What was computed of each chunk, kept on the disk: features, scores, and what was left out."""
+"""Results of each chunk on the disk: features, scores, and images that were left out."""
 
 import io
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ class Note(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     digest: str
-    """Of the images, and of what has computed the features."""
+    """Identifies the images and the networks that computed the features."""
     images: int
     left_out: tuple[str, ...] = ()
-    """Missing, not as recorded, or no image."""
+    """Images that are missing, not as recorded, or no images."""
     scores: tuple[float, ...] = ()
 
 

@@ -51,13 +51,11 @@ def command(
     for path in (write_reference, output, json_file):
         console.check_writable(path)
     networks = replace(networks, reference=reference, clip=clip)
-    asked = session.Asked(
+    asked = session.ScoreRequest(
         settings, campaign, networks, computing, write_reference, quiet=as_json
     )
     with console.only_one(asked.folder, f"{asked.folder} is being scored in"):
         scores = session.run(asked)
-    if scores is None:
-        return
     _show(scores, output, json_file, as_json=as_json)
     if any(group.left_out for group in scores.groups):
         raise typer.Exit(console.EXIT_IMAGES_WRONG)

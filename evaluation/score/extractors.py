@@ -1,4 +1,4 @@
-"""What a feature extractor is, and what it does to an image."""
+"""Feature extractors: their interface, their facts, and the preparation of images."""
 
 import hashlib
 from collections.abc import Sequence
@@ -30,9 +30,9 @@ _Positive = Annotated[float, Field(gt=0)]
 
 @validated(frozen=True, config=ConfigDict(extra="forbid", hide_input_in_errors=True))
 class Preparation:
-    """What is done to an image before a network sees it; *mean* and *std* are out of 255.
+    """Resize and normalisation of an image for a network; *mean* and *std* are out of 255.
 
-    By default what clean-fid does for Inception: 299 pixels, -1 to 1.
+    The defaults are clean-fid's for Inception: 299 pixels, -1 to 1.
     """
 
     size: Annotated[int, Field(ge=8, le=4096)] = 299
@@ -44,14 +44,14 @@ class Preparation:
         """[images, 3, size, size], normalised."""
         resized = clean_fid if self.resize == "clean-fid" else clip_crop
         stacked = np.stack([resized(image, self.size) for image in images])
-        mean, std = (np.array(each, np.float32) for each in (self.mean, self.std))
-        normalised = (stacked - mean) / std
+        normalised = stacked - np.array(self.mean, np.float32)
+        normalised /= np.array(self.std, np.float32)
         return np.ascontiguousarray(normalised.transpose(0, 3, 1, 2), np.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class ExtractorFacts:
-    """What an extractor is and what it does to an image; figures of others do not compare."""
+    """Identity of an extractor; only figures of equal ones can be compared."""
 
     name: str
     kind: str
@@ -96,7 +96,7 @@ def finite(extractor: Extractor, images: Sequence[Image.Image]) -> Features:
 
 
 def read_preparation(path: Path) -> Preparation | None:
-    """What the JSON beside a file says, if there is one; raises SetupError if it is not valid."""
+    """Reads the JSON beside a network's file, if there is one; raises SetupError if not valid."""
     beside = path.with_name(f"{path.name}.json")
     if not beside.exists():
         return None
@@ -140,7 +140,9 @@ def clip_crop(image: Image.Image, size: int) -> Features:
     """[size, size, 3] in 0..255: the shorter side resized in 8 bits, and the centre of the rest."""
     image = image.convert("RGB")
     short = min(image.size)
-    width, height = (max(size, int(size * side / short)) for side in image.size)
+    width = max(size, int(size * image.width / short))
+    height = max(size, int(size * image.height / short))
     image = image.resize((width, height), Image.Resampling.BICUBIC)
     left, top = (width - size) // 2, (height - size) // 2
-    return np.asarray(image.crop((left, top, left + size, top + size)), np.float32)
+    centre = image.crop((left, top, left + size, top + size))
+    return np.asarray(centre, np.float32)

@@ -92,7 +92,7 @@ class Scores(BaseModel, extra="ignore", frozen=True):
     reference: str | None
     reference_images: int | None
     reference_sha256: str | None = None
-    """Of the file, or of all pictures of a folder."""
+    """SHA-256 of the reference's file, or of all pictures of its folder."""
     extractor: dict[str, Any] | None
     clip_extractor: dict[str, Any] | None
     kid_subsets: int
@@ -162,11 +162,11 @@ def _name(group: GroupScores) -> str:
 
 def svg(scores: Scores) -> str:
     """FID over the CLIP score, each point with its guidance; "" without both figures."""
-    lines = {name: list(map(_point, groups)) for name, groups in series(scores).items()}
-    title, few = (
-        f"FID and CLIP score of {scores.campaign}",
-        _few(scores) if scores.small else "",
-    )
+    lines = {}
+    for name, groups in series(scores).items():
+        lines[name] = [_point(group) for group in groups]
+    few = _few(scores) if scores.small else ""
+    title = f"FID and CLIP score of {scores.campaign}"
     return plot(lines, title, "CLIP score", "FID", few)
 
 
@@ -227,11 +227,13 @@ def plot(
 
 class _Axis:
     def __init__(self, values: Sequence[float], low: float, high: float) -> None:
-        spread = max(values) - min(values) or abs(values[0]) or 1.0
-        begin, end = min(values) - _MARGIN * spread, max(values) + _MARGIN * spread
+        lowest, highest = min(values), max(values)
+        margin = _MARGIN * (highest - lowest or abs(values[0]) or 1.0)
+        begin, end = lowest - margin, highest + margin
         self.place: Callable[[float], float] = scale(begin, end, low, high)
         step = nice_step(end - begin)
-        first, last = math.ceil(begin / step), math.floor(end / step + 1e-9)
+        first = math.ceil(begin / step)
+        last = math.floor(end / step + 1e-9)
         self.marks = [number * step for number in range(first, last + 1)]
 
 
@@ -259,12 +261,17 @@ def _grid(x: _Axis, y: _Axis, x_name: str, y_name: str) -> list[str]:
 def _drawn(point: Point, x: _Axis, y: _Axis, colour: str) -> list[str]:
     across, down = x.place(point.x), y.place(point.y)
     (left, right), (low, high) = point.x_interval, point.y_interval
-    cross = f"M{x.place(left):.1f} {down:.1f}H{x.place(right):.1f}"
-    cross += f"M{across:.1f} {y.place(low):.1f}V{y.place(high):.1f}"
-    title = f"<title>{escape(point.title)}</title>"
+    begin, end = x.place(left), x.place(right)
+    bottom, top = y.place(low), y.place(high)
     return [
-        f'<path d="{cross}" stroke="{colour}" opacity=".5"/>',
-        f'<circle cx="{across:.1f}" cy="{down:.1f}" r="4" fill="{colour}">{title}</circle>',
+        (
+            f'<path d="M{begin:.1f} {down:.1f}H{end:.1f}M{across:.1f} {bottom:.1f}V{top:.1f}"'
+            f' stroke="{colour}" opacity=".5"/>'
+        ),
+        (
+            f'<circle cx="{across:.1f}" cy="{down:.1f}" r="4" fill="{colour}">'
+            f"<title>{escape(point.title)}</title></circle>"
+        ),
         f'<text x="{across + 7:.1f}" y="{down - 7:.1f}">{escape(point.label)}</text>',
     ]
 

@@ -40,7 +40,7 @@ class Estimate:
 
     @classmethod
     def of(cls, value: float, shares: Doubles) -> Self:
-        """By what each image adds to the figure, whose first-order sum it is about.
+        """Estimates the interval from each image's first-order share of the figure.
 
         The infinitesimal jackknife, which resampling approaches (Efron, "The Jackknife, the
         Bootstrap and Other Resampling Plans", 1982, chapter 6). Resampling itself would take an
@@ -48,7 +48,8 @@ class Estimate:
         """
         count = len(shares)
         apart = shares - shares.mean()
-        error = math.sqrt(float(apart @ apart) * count / max(1, count - 1))
+        variance = float(apart @ apart) * count / max(1, count - 1)
+        error = math.sqrt(variance)
         return cls(value, (value - _QUANTILE * error, value + _QUANTILE * error))
 
 
@@ -87,7 +88,7 @@ def frechet_distance(a: Statistics, b: Statistics) -> float:
 
 
 def square_root(of: Statistics) -> Doubles:
-    """Of the covariance."""
+    """Symmetric square root of the covariance."""
     values, vectors = np.linalg.eigh(of.covariance)
     root: Doubles = (vectors * np.sqrt(values.clip(0))) @ vectors.T
     return root
@@ -108,14 +109,16 @@ def fid(rows: Rows, reference: Statistics, root: Doubles) -> Estimate:
     seen = Statistics.of(rows)
     values, vectors = np.linalg.eigh(root @ seen.covariance @ root)
     # What follows is the derivative of the distance by the weight of each image.
-    whole = values > values.max() * len(values) * np.finfo(np.float64).eps
+    least = values.max() * len(values) * np.finfo(np.float64).eps
+    whole = values > least
     shared = root @ (vectors[:, whole] / values[whole] ** 0.25)
     shares = []
     for block in blocks(rows):
         apart = block - seen.mean
         to_reference = 2 * apart @ (seen.mean - reference.mean)
-        spread = np.square(apart).sum(axis=1) - np.square(apart @ shared).sum(axis=1)
-        shares.append((to_reference + spread) / seen.count)
+        own = np.square(apart).sum(axis=1)
+        common = np.square(apart @ shared).sum(axis=1)
+        shares.append((to_reference + own - common) / seen.count)
     return Estimate.of(_distance(seen, reference, values), np.concatenate(shares))
 
 
@@ -152,8 +155,8 @@ def kid(
 
 def _without_itself(kernel: Doubles) -> Doubles:
     """The mean of each row but for the diagonal."""
-    means: Doubles = (kernel.sum(axis=1) - np.diagonal(kernel)) / (len(kernel) - 1)
-    return means
+    sums: Doubles = kernel.sum(axis=1) - np.diagonal(kernel)
+    return sums / (len(kernel) - 1)
 
 
 def _cubic(a: Doubles, b: Doubles) -> Doubles:

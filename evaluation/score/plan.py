@@ -1,4 +1,4 @@
-"""What is scored: a campaign's images by groups, cut into chunks that follow from their names."""
+"""Plans a scoring run: a campaign's images by group, in chunks that follow from their names."""
 
 import asyncio
 import hashlib
@@ -33,7 +33,7 @@ _SWEPT = re.compile(r"(?P<group>[A-Za-z0-9][A-Za-z0-9.-]*)_[0-9]{6,12}")
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp"})
 
 
-class Row(NamedTuple):
+class ImageRow(NamedTuple):
     """An image: its blob or its path below a folder, its caption, and what its file is."""
 
     name: str
@@ -43,7 +43,7 @@ class Row(NamedTuple):
     """None of an image that a worker found of one that died: its size says what it is."""
 
     def is_of(self, data: bytes) -> bool:
-        """Whether a file is that image."""
+        """True if *data* is that image's file."""
         if self.sha256 is not None:
             return hashlib.sha256(data).hexdigest() == self.sha256
         return self.size_bytes in {None, len(data)}
@@ -58,14 +58,14 @@ class Chunk:
     """The stem of the files with what was computed."""
     folder: Path | None = None
 
-    def rows(self) -> list[Row]:
-        """By name, so that their order does not depend on that of the records."""
+    def rows(self) -> list[ImageRow]:
+        """The images by name, so that their order does not depend on that of the records."""
         with self.file.open(encoding="utf-8") as lines:
-            return sorted(Row(*json.loads(line)) for line in lines)
+            return sorted(ImageRow(*json.loads(line)) for line in lines)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ScorePlan:
     """The chunks of each group, and what could not be planned."""
 
     chunks: Mapping[str, Sequence[Chunk]]
@@ -76,14 +76,14 @@ class Plan:
     of_no_group: int = 0
 
 
-def digest(rows: Sequence[Row]) -> str:
+def digest(rows: Sequence[ImageRow]) -> str:
     """Identifies a chunk's images: another digest makes what was computed invalid."""
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
 async def make(
     storage: Storage, campaign: str, work: Path, on_records: Callable[[int], None]
-) -> Plan:
+) -> ScorePlan:
     """Plans a campaign from its records, some at a time; raises SetupError without images."""
     swept = await sweep.read(storage, campaign)
     counts = await reader.counts(storage, campaign)
@@ -116,10 +116,10 @@ def of_folder(
     """The chunks of pictures in a folder, which are what their bytes are."""
     target = _emptied(work / "plan" / "reference")
     chunks = _chunks_of(len(names))
-    rows = defaultdict[int, list[Row]](list)
+    rows = defaultdict[int, list[ImageRow]](list)
     for name in names:
         rows[_chunk(name, chunks)].append(
-            Row(name, "", None, extractors.sha256_of(folder / name))
+            ImageRow(name, "", None, extractors.sha256_of(folder / name))
         )
         on_files(1)
     for number, some in rows.items():
@@ -140,7 +140,7 @@ class _Planner:
         self._target = _emptied(work / "plan" / "groups")
 
     def add(self, records: Iterable[Record]) -> None:
-        rows = defaultdict[Path, list[Row]](list)
+        rows = defaultdict[Path, list[ImageRow]](list)
         for record in records:
             blob = record.blob or ""
             if record.stage < record.stages:
@@ -151,7 +151,9 @@ class _Planner:
                 continue
             number = _chunk(blob, self._chunks)
             rows[self._target / group / f"{number:06}.jsonl"].append(
-                Row(blob, sweep.caption_of(record), record.size_bytes, record.sha256)
+                ImageRow(
+                    blob, sweep.caption_of(record), record.size_bytes, record.sha256
+                )
             )
             self.images[group] += 1
             if len(self._guidance[group]) < 2:  # noqa: PLR2004 - two are mixed
@@ -159,12 +161,12 @@ class _Planner:
         for path, some in rows.items():
             _append(path, some)
 
-    def finish(self, damaged: Damaged) -> Plan:
+    def finish(self, damaged: Damaged) -> ScorePlan:
         groups: dict[str, Group | None] = (
             {ALL: None} if self._groups is None else {**self._groups}
         )
         features = self._work / "features" / "groups"
-        return Plan(
+        return ScorePlan(
             {
                 name: list(_listed(self._target / name, features / name))
                 for name in groups
@@ -195,13 +197,16 @@ def _chunks_of(images: int) -> int:
 
 
 def _chunk(name: str, chunks: int) -> int:
-    """By the name alone: neither the order of the records nor other images change it."""
+    """Number of the chunk an image belongs to.
+
+    It follows from the name alone: neither the records' order nor other images change it.
+    """
     return (
         int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) % chunks
     )
 
 
-def _append(path: Path, rows: Iterable[Row]) -> None:
+def _append(path: Path, rows: Iterable[ImageRow]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=True) + "\n" for row in rows)

@@ -1,4 +1,4 @@
-"""What a campaign's images are compared with: a folder of pictures, or statistics of some."""
+"""The reference of a scoring run: a folder of pictures, or their statistics in a file."""
 
 import hashlib
 import io
@@ -30,7 +30,7 @@ class Reference:
     name: str
     images: int | None
     sha256: str
-    """Of the file, or of a folder's pictures whatever their names."""
+    """SHA-256 of the file, or of a folder's pictures whatever their names."""
     statistics: Statistics | None = None
     features: Rows | None = None
     clip: Rows | None = None

@@ -19,7 +19,7 @@ import numpy as np
 from evaluation.score import chunks, extractors, metrics, plan
 from evaluation.score.extractors import Extractor, ExtractorFacts, TextExtractor
 from evaluation.score.networks import load
-from evaluation.score.plan import Chunk, Row
+from evaluation.score.plan import Chunk, ImageRow
 from evaluation.score.statistics import Features
 from imagefleet import concurrency, errors
 from imagefleet.files import picture
@@ -38,8 +38,8 @@ OnImages = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a process does: chunks, and the extractors as they were named."""
+class FeatureTask:
+    """Work of one process: chunks, and the extractors as they were named."""
 
     settings: StorageSettings
     chunks: Sequence[Chunk]
@@ -78,8 +78,8 @@ def one_thread() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def digest(rows: Sequence[Row], facts: Sequence[ExtractorFacts | None]) -> str:
-    """Of a chunk's images and of what computes their features."""
+def digest(rows: Sequence[ImageRow], facts: Sequence[ExtractorFacts | None]) -> str:
+    """Identifies a chunk's images and the networks that compute their features."""
     parts = [plan.digest(rows), str(_BATCH), *(str(each) for each in facts)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -92,7 +92,7 @@ class Done:
     kept: int = 0
 
 
-def extract(work: Work, processes: int, on_images: OnImages, done: Done) -> None:
+def extract(work: FeatureTask, processes: int, on_images: OnImages, done: Done) -> None:
     """Computes what *work* lacks; raises FleetError if a process failed, and keeps what is done."""
     left = []
     for chunk in work.chunks:
@@ -117,14 +117,14 @@ def extract(work: Work, processes: int, on_images: OnImages, done: Done) -> None
     _in_processes([replace(work, chunks=share) for share in shares], count)
 
 
-def on_chunks(work: Work, left: Sequence[Chunk]) -> Work:
-    """The same work on other chunks, with the networks that are loaded already."""
+def on_chunks(work: FeatureTask, left: Sequence[Chunk]) -> FeatureTask:
+    """A copy for other chunks, with the networks that are loaded already."""
     changed = replace(work, chunks=left)
     changed.__dict__["loaded"] = work.loaded
     return changed
 
 
-def _in_processes(works: Sequence[Work], on_images: OnImages) -> None:
+def _in_processes(works: Sequence[FeatureTask], on_images: OnImages) -> None:
     context = multiprocessing.get_context(
         "spawn"
     )  # torch's threads do not outlive a fork
@@ -166,7 +166,7 @@ def _check_ended(child: BaseProcess) -> None:
         )
 
 
-def _child(work: Work, connection: Connection) -> None:
+def _child(work: FeatureTask, connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
     try:
         asyncio.run(_extract(work, connection.send))
@@ -176,7 +176,7 @@ def _child(work: Work, connection: Connection) -> None:
         connection.send(error)
 
 
-async def _extract(work: Work, on_images: OnImages) -> None:
+async def _extract(work: FeatureTask, on_images: OnImages) -> None:
     async with open_storage(work.settings) as storage:
         # Each thread that computes would keep some hundred MB of its own.
         with ThreadPoolExecutor(max_workers=1) as thread:
@@ -188,14 +188,15 @@ async def _extract(work: Work, on_images: OnImages) -> None:
 
 
 async def _compute(
-    work: Work,
+    work: FeatureTask,
     chunk: Chunk,
-    rows: Sequence[Row],
+    rows: Sequence[ImageRow],
     blobs: BlobStore,
     thread: ThreadPoolExecutor,
 ) -> tuple[chunks.Note, dict[str, Features]]:
     """Batch by batch; the next one is read while the networks compute."""
-    batches = [rows[first : first + _BATCH] for first in range(0, len(rows), _BATCH)]
+    starts = range(0, len(rows), _BATCH)
+    batches = [rows[first : first + _BATCH] for first in starts]
     parts: dict[str, list[Features]] = {"features": [], "clip": []}
     scores: list[float] = []
     left_out: list[str] = []
@@ -233,7 +234,9 @@ class _Scored:
     left_out: list[str]
 
 
-def _score(work: Work, batch: Sequence[Row], read: Sequence[bytes | None]) -> _Scored:
+def _score(
+    work: FeatureTask, batch: Sequence[ImageRow], read: Sequence[bytes | None]
+) -> _Scored:
     """Decodes a batch and computes what is asked for of the images that are whole."""
     images, captions, left_out = [], [], []
     for row, data in zip(batch, read, strict=True):
@@ -259,12 +262,12 @@ def _score(work: Work, batch: Sequence[Row], read: Sequence[bytes | None]) -> _S
 
 
 def _filled(items: list[Item]) -> list[Item]:
-    """As many as in any other batch: torch keeps kernels and memory for each size that it meets."""
+    """Fills a batch up by its last item: torch keeps kernels and memory for each size it meets."""
     return items + [items[-1]] * (_BATCH - len(items))
 
 
 async def _read(
-    chunk: Chunk, rows: Sequence[Row], blobs: BlobStore
+    chunk: Chunk, rows: Sequence[ImageRow], blobs: BlobStore
 ) -> list[bytes | None]:
     if chunk.folder is not None:
         paths = [chunk.folder / row.name for row in rows]
@@ -280,7 +283,7 @@ def _read_file(path: Path) -> bytes | None:
         return None
 
 
-async def _read_blob(row: Row, blobs: BlobStore) -> bytes | None:
+async def _read_blob(row: ImageRow, blobs: BlobStore) -> bytes | None:
     """None for what is missing."""
     try:
         return await RETRIES.call(lambda: blobs.read(row.name, MAX_IMAGE_BYTES))

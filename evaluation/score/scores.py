@@ -10,7 +10,7 @@ import numpy as np
 from evaluation.score import chunks, metrics
 from evaluation.score.extractors import ExtractorFacts
 from evaluation.score.figures import GroupScores, Scores
-from evaluation.score.plan import Chunk, Plan
+from evaluation.score.plan import Chunk, ScorePlan
 from evaluation.score.reference import Reference
 from evaluation.score.statistics import Doubles
 
@@ -22,7 +22,7 @@ _NAMED = 10
 
 
 def compute(
-    plan: Plan,
+    plan: ScorePlan,
     campaign: str,
     reference: Reference | None,
     facts: tuple[ExtractorFacts | None, ExtractorFacts | None],
@@ -115,7 +115,7 @@ def _with_interval(name: str, found: metrics.Estimate) -> dict[str, Any]:
 def _small(
     groups: Sequence[GroupScores], reference: Reference | None
 ) -> tuple[str, ...]:
-    """What has fewer images than a subset of KID."""
+    """Groups, and the reference, of fewer images than a subset of KID."""
     few = [each.group for each in groups if each.images < metrics.KID_SUBSET_SIZE]
     if reference and reference.images and reference.images < metrics.KID_SUBSET_SIZE:
         few.append("the reference")

@@ -1,7 +1,6 @@
 """One scoring run: the reference, then the campaign, then the figures."""
 
 import os
-import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from evaluation.score import run as running
 from evaluation.score.extractors import ExtractorFacts
 from evaluation.score.figures import Scores
 from evaluation.score.networks import load
-from evaluation.score.plan import Plan
+from evaluation.score.plan import ScorePlan
 from evaluation.score.reference import Reference
 from imagefleet import errors
 from imagefleet.records import reader
@@ -23,12 +22,10 @@ from imagefleet.storage.settings import StorageSettings
 #: More only wait for the storage, and each has the networks in memory.
 _MOST_PROCESSES = 4
 
-_PART = re.compile(r"([1-9]\d{0,3})/([1-9]\d{0,3})")
-
 
 @dataclass(frozen=True, slots=True)
 class Networks:
-    """What the images are compared with, and by which networks."""
+    """Options: the reference, and the networks."""
 
     reference: str | None = option(
         "Pictures to compare with, or an .npz of theirs: of --write-reference, or with `mu` and"
@@ -41,14 +38,14 @@ class Networks:
         metavar="FILE",
     )
     clip: str | None = option(
-        "CLIP of transformers or open_clip, for CLIP score and CMMD.", metavar="FOLDER"
+        "CLIP of transformers, for CLIP score and CMMD.", metavar="FOLDER"
     )
     device: options.Device = "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """How the features are computed."""
+    """Options: how the features are computed and kept."""
 
     processes: int | None = option(
         "At the same time. [default: the cores, at most 4]", min=1, max=256
@@ -57,29 +54,12 @@ class Computing:
         "Features, to go on after an interruption [default: NAME-score].",
         metavar="FOLDER",
     )
-    part: str | None = option(
-        "Only one of N parts of the features: for several machines, whose folders --state are then"
-        " copied into one.",
-        metavar="K/N",
-    )
     follow: bool = option("Wait until the campaign has ended.", default=False)
-
-    @property
-    def chosen_part(self) -> tuple[int, int]:
-        """The second number of parts, of which this run computes the first; raises SetupError."""
-        if self.part is None:
-            return 1, 1
-        found = _PART.fullmatch(self.part)
-        if found is None or int(found[1]) > int(found[2]):
-            raise errors.SetupError(
-                f"--part {self.part[:20]}: should be K/N, such as 2/3 for the second third"
-            )
-        return int(found[1]), int(found[2])
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What the options ask for; *folder* keeps the features."""
+class ScoreRequest:
+    """A scoring run as the options ask for it; *folder* keeps the features."""
 
     settings: StorageSettings
     campaign: str
@@ -93,29 +73,22 @@ class Asked:
         return self.computing.state or Path(f"{self.campaign}-score")
 
 
-def run(asked: Asked) -> Scores | None:
-    """The figures; None while parts are to be computed. Raises FleetError for unusable sources."""
+def run(asked: ScoreRequest) -> Scores:
+    """The figures; raises FleetError for unusable sources."""
     networks = asked.networks
-    number, parts = asked.computing.chosen_part
     device = load.find_device((networks.extractor, networks.clip), networks.device)
-    work = running.Work(asked.settings, (), networks.extractor, networks.clip, device)
+    work = running.FeatureTask(
+        asked.settings, (), networks.extractor, networks.clip, device
+    )
     extractor, clip = work.facts
-    # A part has no figures: what it would be compared with is not needed yet.
-    compared = _compared(asked, work, extractor, clip) if parts == 1 else None
+    compared = _compared(asked, work, extractor, clip)
     if asked.write_reference and compared:
         reference.write(compared, asked.write_reference, extractor, clip)
     planned = console.run(_plan(asked))
     if planned.damaged.count:
         console.print_warning(str(planned.damaged))
     every = [chunk for some in planned.chunks.values() for chunk in some]
-    mine = every[number - 1 :: parts]
-    _extract(asked, running.on_chunks(work, mine), "scored")
-    if parts > 1:
-        console.print_note(
-            f"part {number} of {parts} is in {asked.folder}: copy the others' folders into it, and"
-            " run this without --part"
-        )
-        return None
+    _extract(asked, running.on_chunks(work, every), "scored")
     with console.counting(
         "compared", len(planned.groups), quiet=asked.quiet
     ) as on_group:
@@ -125,8 +98,8 @@ def run(asked: Asked) -> Scores | None:
 
 
 def _compared(
-    asked: Asked,
-    work: running.Work,
+    asked: ScoreRequest,
+    work: running.FeatureTask,
     extractor: ExtractorFacts | None,
     clip: ExtractorFacts | None,
 ) -> Reference | None:
@@ -148,7 +121,7 @@ def _compared(
     return reference.of_chunks(folder, chunks, extractor, clip)
 
 
-async def _plan(asked: Asked) -> Plan:
+async def _plan(asked: ScoreRequest) -> ScorePlan:
     async with console.connected(asked.settings) as fleet:
         storage = fleet.storage
         await target.check_campaign(storage, asked.campaign)
@@ -168,7 +141,7 @@ async def _plan(asked: Asked) -> Plan:
             return await plan.make(storage, asked.campaign, asked.folder, on_records)
 
 
-def _extract(asked: Asked, work: running.Work, verb: str) -> None:
+def _extract(asked: ScoreRequest, work: running.FeatureTask, verb: str) -> None:
     """Computes the features that are not there yet, with a bar and the speed."""
     done = running.Done()
     processes = asked.computing.processes or min(os.cpu_count() or 1, _MOST_PROCESSES)

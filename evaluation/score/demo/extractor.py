@@ -33,7 +33,7 @@ _WORD = re.compile(r"[a-z]+")
 
 
 class _Judging:
-    """What both extractors share."""
+    """Base class of both extractors: loads the judge."""
 
     kind: ClassVar[str]
 

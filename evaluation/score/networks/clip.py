@@ -1,4 +1,4 @@
-"""A folder with a CLIP model as transformers or open_clip saves it."""
+"""A folder with a CLIP model as transformers saves it."""
 
 import json
 from collections.abc import Sequence
@@ -13,12 +13,15 @@ from transformers import AutoTokenizer, CLIPModel
 
 from evaluation.score import extractors
 from evaluation.score.extractors import ExtractorFacts, Preparation
-from evaluation.score.networks import open_clip
 from evaluation.score.statistics import Features
 from imagefleet import errors
-from imagefleet.job.clip import TOKENIZER
 
+_WEIGHTS = "model.safetensors"
 _PREPROCESSOR = "preprocessor_config.json"
+
+#: What CLIP's own models take, out of 1, where the folder does not say otherwise.
+_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_STD = (0.26862954, 0.26130258, 0.27577711)
 
 _WHITE = 255.0
 
@@ -27,15 +30,20 @@ class ClipExtractor:
     """CLIP's features of images and of texts in the space that both share."""
 
     def __init__(self, folder: Path, device: str) -> None:
-        weights = next((name for name in _LOADERS if (folder / name).is_file()), None)
-        if weights is None:
+        if not (folder / _WEIGHTS).is_file():
             raise errors.SetupError(
-                f"the extractor {folder} has neither {' nor '.join(_LOADERS)}: it should be a"
-                " folder with a CLIP model of transformers or open_clip"
+                f"the extractor {folder} has no {_WEIGHTS}: it should be a folder with a CLIP model"
+                " as transformers saves it"
             )
         self._device = device
         try:
-            self._model, self._tokenizer, self._preparation = _LOADERS[weights](folder)
+            self._model: Any = CLIPModel.from_pretrained(
+                folder, local_files_only=True, use_safetensors=True
+            )
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True
+            )
+            self._preparation = _preparation(folder, self._model)
         except (
             *(OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError),
             SafetensorError,
@@ -50,7 +58,7 @@ class ClipExtractor:
         self.facts = ExtractorFacts(
             folder.name,
             "CLIP",
-            extractors.sha256_of(folder / weights),
+            extractors.sha256_of(folder / _WEIGHTS),
             configuration.projection_dim,
             self._preparation,
         )
@@ -80,39 +88,16 @@ def _array(found: torch.Tensor) -> Features:
     return np.ascontiguousarray(found.float().cpu().numpy(), np.float32)
 
 
-def _of_transformers(folder: Path) -> tuple[Any, Any, Preparation]:
-    model: Any = CLIPModel.from_pretrained(
-        folder, local_files_only=True, use_safetensors=True
-    )
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+def _preparation(folder: Path, model: Any) -> Preparation:
     stated: dict[str, Any] = {}
     if (folder / _PREPROCESSOR).is_file():
         stated = json.loads((folder / _PREPROCESSOR).read_text(encoding="utf-8"))
-    usual = open_clip.Preprocessing()
-    mean, std = stated.get("image_mean", usual.mean), stated.get("image_std", usual.std)
-    return model, tokenizer, _preparation(model, mean, std)
-
-
-def _of_open_clip(folder: Path) -> tuple[Any, Any, Preparation]:
-    model, stated = open_clip.load(folder)
-    return (
-        model,
-        AutoTokenizer.from_pretrained(TOKENIZER),
-        _preparation(model, stated.mean, stated.std),
-    )
-
-
-#: By the file with the weights. Where a folder has both, they are the same.
-_LOADERS = {"model.safetensors": _of_transformers, open_clip.WEIGHTS: _of_open_clip}
-
-
-def _preparation(
-    model: Any, mean: Sequence[float], std: Sequence[float]
-) -> Preparation:
     size = model.config.vision_config.image_size
+    mean = stated.get("image_mean", _MEAN)
+    std = stated.get("image_std", _STD)
     return Preparation(size, _of_white(mean), _of_white(std), "clip")
 
 
 def _of_white(values: Sequence[float]) -> tuple[float, float, float]:
-    red, green, blue = (_WHITE * float(each) for each in values)
+    red, green, blue = (_WHITE * float(value) for value in values)
     return red, green, blue

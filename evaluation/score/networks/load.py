@@ -65,7 +65,7 @@ def load_extractor(path: str | Path, device: str = "cpu") -> Extractor:
         return TorchScriptExtractor(place, device)
     raise errors.SetupError(
         f"the extractor {str(path)!r} should be a TorchScript file (.pt), an ONNX file (.onnx) or a"
-        " folder with a CLIP model of transformers or open_clip"
+        " folder with a CLIP model of transformers"
     )
 
 
@@ -80,7 +80,7 @@ def load_text_extractor(path: str | Path, device: str = "cpu") -> TextExtractor:
     if not isinstance(found, TextExtractor):
         raise errors.SetupError(
             f"the extractor {str(path)!r} has no features of texts: give a folder with a CLIP model"
-            " of transformers or open_clip"
+            " of transformers"
         )
     return found
 

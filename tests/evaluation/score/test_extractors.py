@@ -171,7 +171,7 @@ def test_the_judge_prefers_what_the_caption_names() -> None:
         (None, "does not exist"),
         (
             ("folder", None),
-            "has neither model.safetensors nor open_clip_model.safetensors",
+            "has no model.safetensors",
         ),
         (("network.pt", b"no archive"), "is no TorchScript file"),
         (("network.onnx", b"no graph"), "cannot be used as an ONNX extractor"),

@@ -154,7 +154,7 @@ killed, whole = map(Path, sys.argv[4:])
 def run(folder):
     networks = session.Networks(reference, extractor)
     computing = session.Computing(processes=1, state=folder)
-    asked = session.Asked(settings, "curve", networks, computing, None, quiet=True)
+    asked = session.ScoreRequest(settings, "curve", networks, computing, None, quiet=True)
     return session.run(asked).model_dump_json()
 
 
@@ -203,22 +203,6 @@ def test_a_second_run_computes_nothing_again(
     first = score(*asked)
     monkeypatch.setattr(chunks, "write", None)  # would fail
     assert figures(score(*asked)) == figures(first)
-
-
-def test_parts_of_several_machines_give_the_same_figures(
-    score: Score, asked: tuple[str, ...], tmp_path: Path
-) -> None:
-    whole = score(*asked, "--state", "whole")
-    for number in (2, 1, 3):
-        with pytest.raises(json.JSONDecodeError):  # a part has no figures
-            score(*asked, "--part", f"{number}/3", "--state", f"part-{number}")
-    for number in (3, 1, 2):
-        shutil.copytree(
-            tmp_path / f"part-{number}", tmp_path / "merged", dirs_exist_ok=True
-        )
-    merged = score(*asked, "--state", "merged")
-    assert "scored:" not in merged["stderr"]  # nothing was left to do
-    assert figures(merged) == figures(whole)
 
 
 def test_two_processes_give_the_figures_of_one(
@@ -330,7 +314,6 @@ def test_a_folder_and_its_statistics_are_the_same_reference(
             ("curve", "--extractor", "demo", "--reference", "small.npz"),
             "of another extractor",
         ),
-        (("curve", "--extractor", "demo", "--part", "4/3"), "should be K/N"),
         (("curvs", "--extractor", "demo"), "did you mean 'curve'"),
         (("../x", "--extractor", "demo"), "CAMPAIGN"),
         (("curve", "--clip", "demo", "--output", "a.svg"), "--output needs FID"),
