@@ -1,7 +1,6 @@
 """Workers as SaladCloud runs them: real processes, a real HTTP service, exit codes that count."""
 
 import asyncio
-import itertools
 import json
 import os
 import re
@@ -33,7 +32,6 @@ ROOT = Path(__file__).parents[2]
 
 #: A worker process with a stand-in engine; what takes minutes in production is made short.
 PROGRAM = """
-import time
 import typer
 from cli import console
 from imagefleet import errors
@@ -59,15 +57,16 @@ except typer.Exit as ended:
     console.leave(ended.exit_code)
 """
 
-#: Prints the time of each poll, with pauses as from afar.
-PRINT_POLLS = """
-from worker import pull
+#: Prints how long the worker pauses after each poll, with pauses as from afar.
+PRINT_PAUSES = """
+from types import SimpleNamespace
+from imagefleet import concurrency
 pull.LOCAL_PAUSE_SECONDS = 1.0
-receive = queue.RoutedQueue.receive
-async def printing(self, *arguments):
-    print("poll", time.monotonic(), flush=True)
-    return await receive(self, *arguments)
-queue.RoutedQueue.receive = printing
+def backoff(*arguments):
+    seconds = concurrency.backoff(*arguments)
+    print("pause", seconds, flush=True)
+    return seconds
+pull.concurrency = SimpleNamespace(**{**vars(concurrency), "backoff": backoff})
 """
 
 #: The error of an expired SAS token, once.
@@ -175,16 +174,15 @@ async def line_with(worker: forks.Fork, words: str) -> str:
 async def test_an_empty_queue_is_polled_ever_more_rarely_and_does_not_end_a_worker(
     local_storage: Storage, start: Program
 ) -> None:
-    worker = start(PRINT_POLLS, until_empty="yes")
-    polls = [float((await line_with(worker, "poll ")).split()[1]) for _ in range(9)]
+    worker = start(PRINT_PAUSES, until_empty="yes")
+    pauses = [float((await line_with(worker, "pause ")).split()[1]) for _ in range(8)]
     assert worker.poll() is None, "the worker ended at an empty queue"
     worker.send_signal(signal.SIGTERM)
     output = await end(worker)
 
     assert worker.returncode == 0, output
-    pauses = [after - before for before, after in itertools.pairwise(polls)]
-    assert pauses[0] < 0.3
-    assert all(0.45 < pause < 1.3 for pause in pauses[4:]), pauses
+    assert pauses[0] <= 0.2
+    assert all(0.5 <= pause <= 1.0 for pause in pauses[4:]), pauses
     assert len({round(pause, 2) for pause in pauses[4:]}) > 1, (
         "all workers poll in step"
     )

@@ -96,7 +96,7 @@ def test_finding_a_file_keeps_its_modification_time(folder: Path) -> None:
     os.utime(path, ns=(1, 2))
     loras.find("a")
     assert path.stat().st_mtime_ns == 2
-    assert time.time() - path.stat().st_atime < 10
+    assert path.stat().st_atime_ns > 2, "the newest use is not noted"
 
 
 def test_partial_files_of_killed_workers_are_removed_and_current_ones_stay(
