@@ -1,7 +1,7 @@
 """How alike two pictures are, by their fingerprints.
 
 A job comes out a little different on another GPU, in another precision or among other jobs.
-`benchmarks/canary.py` measures what `SAME_BELOW` divides.
+`benchmarks/likeness.py` measures what `SAME_BELOW` divides.
 """
 
 import base64

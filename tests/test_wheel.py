@@ -138,7 +138,6 @@ COMMANDS: dict[str, Case] = {
     "files list lora": Case("--json", r'"name": "rocket\.safetensors"'),
     "files list text": Case("--json", r'"name": "0{64}\.safetensors"'),
     "files remove lora": Case("rocket --yes", r"loras/rocket\.safetensors: removed"),
-    "files make canary": Case("--model dreams.safetensors", NEEDS_WORKER, 2),
     "files make kernels": Case("--model dreams.safetensors", NEEDS_WORKER, 2),
     "files make text": Case("jobs.jsonl --model .", NEEDS_WORKER, 2),
     "health": Case("live --port {port}", r"^not live: no answer", 1),

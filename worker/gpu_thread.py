@@ -6,6 +6,7 @@ uploads block the GPU before they fill the memory. The thread measures busy and 
 
 import asyncio
 import contextlib
+import itertools
 import threading
 import time
 from collections import deque
@@ -99,12 +100,11 @@ class EngineThread:
         self._why_idle = why_idle
         self._waiting: deque[tuple[int, contract.PreparedRequest]] = deque()
         self._calls: deque[tuple[Callable[[], object], Future[Any]]] = deque()
-        self._urgent: deque[tuple[int, contract.PreparedRequest]] = deque()
         self._drawing: dict[int, Future[Delivery | None]] = {}
+        self._drawn_tickets = itertools.count(-1, -1)  # none of a job's
         self._wake = threading.Condition()
         self._wanted: _Wanted | None = None
         self._accepting = True
-        self._holds_jobs = False
         self._stopping = False
         self._room = threading.Semaphore(backlog)
         self._finished: asyncio.Queue[Delivery] = asyncio.Queue()
@@ -135,7 +135,7 @@ class EngineThread:
         while not self._finished.empty():  # of jobs that were handed back
             await self.finished()
         with self._wake:
-            self._accepting, self._holds_jobs = True, False
+            self._accepting = True
         return engine
 
     async def _attach(
@@ -166,44 +166,32 @@ class EngineThread:
                 self._wake.notify()
         return self._accepting
 
-    async def draw(
-        self, ticket: int, prepared: contract.PreparedRequest, *, urgent: bool = True
-    ) -> Delivery | None:
-        """Draws a request, an *urgent* one before all that wait, however many they are.
+    async def draw(self, prepared: contract.PreparedRequest) -> Delivery | None:
+        """Draws a request in its turn and returns its outcome; None: the worker drains.
 
-        Its outcome does not wait for jobs' images to be encoded. None: the worker drains.
+        The outcome is not among those of `finished`.
         """
+        ticket = next(self._drawn_tickets)
         delivered: Future[Delivery | None] = _answer()
         self._drawing[ticket] = delivered
-        if urgent:
-            with self._wake:
-                is_accepted = self._accepting
-                if is_accepted:
-                    self._urgent.append((ticket, prepared))
-                    self._wake.notify()
-        else:
-            is_accepted = await self.submit(ticket, prepared)
-        if not is_accepted:
+        if not await self.submit(ticket, prepared):
             self._drawing.pop(ticket, None)  # the engine's thread may have answered it
             return None
         return await asyncio.wrap_future(delivered)
-
-    def hold_jobs(self, *, hold: bool) -> None:
-        """Lets the engine begin no more jobs, but what `draw` asks for, or lets it go on."""
-        with self._wake:
-            self._holds_jobs = hold
-            self._wake.notify()
 
     def stop_accepting(self) -> list[int]:
         """Accepts no more requests; returns the tickets that the engine has not begun."""
         with self._wake:
             self._accepting = False
-            tickets = [ticket for ticket, _ in self._waiting]
+            waiting = [ticket for ticket, _ in self._waiting]
             self._waiting.clear()
-            for ticket, _ in self._urgent:
-                self._drawing.pop(ticket).set_result(None)
-            self._urgent.clear()
         self._fewer_wait.set()
+        tickets = []
+        for ticket in waiting:
+            if drawing := self._drawing.pop(ticket, None):
+                drawing.set_result(None)
+            else:
+                tickets.append(ticket)
         return tickets
 
     async def call(self, function: Callable[[], Result]) -> Result:
@@ -318,26 +306,22 @@ class EngineThread:
         """Fills the engine; waits while there is nothing to do. False: stop, or it is replaced."""
         while not (self._stopping or self._wanted):
             self._answer_calls()
-            admitted: list[tuple[int, contract.PreparedRequest, bool]] = []
+            admitted: list[tuple[int, contract.PreparedRequest]] = []
             cancelled: list[int] = []
             with self._wake:
-                while len(admitted) < engine.free:
-                    is_job = not (self._urgent or self._holds_jobs)
-                    queue = self._waiting if is_job else self._urgent
-                    if not queue:
-                        break
-                    ticket, prepared = queue.popleft()
-                    if is_job and self.is_cancelled(ticket):
+                while self._waiting and len(admitted) < engine.free:
+                    ticket, prepared = self._waiting.popleft()
+                    if self.is_cancelled(ticket):
                         cancelled.append(ticket)
                         continue
-                    admitted.append((ticket, prepared, not is_job))
+                    admitted.append((ticket, prepared))
                     self._admitted_at[ticket] = time.monotonic()
                 if not (
                     admitted or cancelled or engine.busy or self._calls or self._wanted
                 ):
                     self._wait_for_work()
-            for ticket, prepared, urgent in admitted:
-                engine.admit(ticket, prepared, urgent=urgent)
+            for ticket, prepared in admitted:
+                engine.admit(ticket, prepared)
             if admitted or cancelled or engine.capacity != self.capacity:
                 self._call(self._let_in, engine.capacity)
             now = time.monotonic()

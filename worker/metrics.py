@@ -71,7 +71,6 @@ NodeFault = Literal[
     "gpu_speed",
     "upload_speed",
     "failed_images",
-    "wrong_images",
     "weights",
     "quarantined",
 ]
@@ -147,9 +146,6 @@ class WorkerMetrics:
         self.node_faults = counter(
             "node_faults", "Faults that this node's checks found.", "fault"
         )
-        self.canaries = counter(
-            "node_canaries", "Checks by images known before.", "result"
-        )
         self.suspect_images = counter(
             "suspect_images",
             "Images stored by this node between its last good check and one that failed.",
@@ -207,7 +203,6 @@ class WorkerMetrics:
             (self.node_windows, ("passed", "failed", "unknown")),
             (self.reallocations, ("granted", "refused")),
             (self.node_faults, get_args(NodeFault)),
-            (self.canaries, ("passed", "failed")),
             (self._kernels, get_args(Origin)),
             (self.failed_jobs, _failures()),
         ):

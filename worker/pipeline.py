@@ -31,16 +31,13 @@ from worker.metrics import (
     measure_depth,
 )
 from worker.models.change import Following, WorkerModels, make_queues, note_served
-from worker.node import reference
-from worker.node.check import NodeCheck
-from worker.node.quarantine import Quarantine
+from worker.node.checks import NodeChecks
 from worker.node.salad import SaladMetadata
-from worker.node.self_check import NodeSelfCheck
-from worker.node.watchdog import NO_LIMITS, NodeLimits, NodeWatchdog
+from worker.node.watchdog import NO_LIMITS, NodeLimits
 from worker.progress import Phase
 from worker.pull import Puller
 from worker.replica import UNKNOWN, Replica
-from worker.settings import WorkerSettings, machine_name, version
+from worker.settings import WorkerSettings, version
 from worker.settle import Settler
 from worker.stages.image import STORAGE_RETRIES, GenerateStage
 from worker.stages.prepare import PrepareStage
@@ -56,9 +53,6 @@ HAND_BACK_SECONDS = 5.0
 
 #: Time for pulled jobs before the model changes; one that waits for its LoRA is handed back.
 FINISH_SECONDS = 60.0
-
-#: The time for the record of suspect images, which nobody else can write.
-RECORD_SECONDS = 60.0
 
 #: A broken node may finish its jobs in flight, which takes a good one ten seconds.
 LAST_JOBS_SECONDS = 120.0
@@ -101,12 +95,10 @@ class Pipeline:
         self.start_up_phase: Phase = "connecting to the storage"
         self._storage = storage
         self._settings = settings
-        self._retry_policy = retry_policy
         self._on_settled = on_settled
         self._on_depth = on_depth
-        self._check = NodeCheck(storage.blobs, settings, machine.limits, self.metrics)
         self.engine_thread = EngineThread(
-            lambda: self._check.load(lambda: self._load(load)),
+            lambda: self._checks.start_up.load(lambda: self._load(load)),
             why_idle=lambda: self.puller.why_idle(),  # noqa: PLW0108 - it is made after the thread
             backlog=ENCODE_BACKLOG,
         )
@@ -134,7 +126,14 @@ class Pipeline:
             self._settled,
             self._cancelled,
         )
-        self._watchdog = NodeWatchdog(self.engine_thread, machine.limits, self.metrics)
+        self._checks = NodeChecks(
+            storage,
+            settings,
+            machine.limits,
+            self.metrics,
+            self.engine_thread,
+            retry_policy,
+        )
         self._container = machine.container
         self.puller = Puller(self._queue, self.settler, self.engine_thread)
         self._pull: asyncio.Task[None] | None = None
@@ -144,7 +143,7 @@ class Pipeline:
         self.metrics.collect_from(
             EngineCollector(self.engine_thread, self._files.loras),
             self.cost,
-            self._check,
+            self._checks.start_up,
         )
         self.metrics.set_worker_info(
             worker=settings.name,
@@ -152,9 +151,6 @@ class Pipeline:
             gpu=machine.replica.gpu,
             group=settings.group,
             priority=settings.priority,
-        )
-        self._quarantine = Quarantine(
-            storage.files, frozenset({settings.name, machine_name()})
         )
 
     @property
@@ -176,9 +172,7 @@ class Pipeline:
         operator has to act; jobs in flight have been handed back by then.
         """
         self.models = models
-        if reason := await self._quarantine.reason():
-            self.metrics.node_faults.labels("quarantined").inc()
-            raise errors.NodeError(f"this node is quarantined: {reason}")
+        await self._checks.refuse_quarantined()
         self.start_up_phase = "loading the model"
         starting = asyncio.create_task(self._start_up(), name="start up")
         try:
@@ -192,8 +186,10 @@ class Pipeline:
         """Loads the engine and checks the node, the upload at the same time."""
         self._hash_model()
         async with (
-            tasks.background(self._check.upload(), "check upload") as uploading,
-            self._check.start_up(),
+            tasks.background(
+                self._checks.start_up.upload(), "check upload"
+            ) as uploading,
+            self._checks.start_up.limited(),
         ):
             engine = await self.engine_thread.start()
             await uploading
@@ -263,8 +259,9 @@ class Pipeline:
         No job is in flight then. Nothing has been drawn since *changed_at*.
         """
         async with self._stages(engine) as stages:
-            checking = self._check_images(stages.generate.checks)
-            await tasks.first_of(checking, stop.wait(), self._side_tasks.watch())
+            await tasks.first_of(
+                self._checks.begin(engine), stop.wait(), self._side_tasks.watch()
+            )
             if self.models and changed_at is not None:
                 self.models.changed(time.monotonic() - changed_at, self.metrics)
             self.puller.restart()
@@ -295,10 +292,9 @@ class Pipeline:
             self._queue.receive_only(self.models.served_now())
         self.settler.model_name = engine.model_name
         prepare = PrepareStage(
-            engine, self._hash_model(), self._files, self.puller, self._watchdog
+            engine, self._hash_model(), self._files, self.puller, self._checks
         )
-        checks = prepare.generate.checks
-        self._side_tasks = self._start_side_tasks(checks)
+        self._side_tasks = self._start_side_tasks()
         prepare.start(self._side_tasks)
         try:
             yield prepare
@@ -313,8 +309,7 @@ class Pipeline:
             )
             await self._side_tasks.cancel()
             prepare.close()
-            await self._record_suspects(checks)
-            checks.close()
+            await self._checks.record_suspects()
 
     async def _draw(
         self, pull: asyncio.Task[None], stop: asyncio.Event
@@ -358,21 +353,13 @@ class Pipeline:
                 return True
         return False
 
-    def _start_side_tasks(self, checks: NodeSelfCheck) -> tasks.SideTasks:
+    def _start_side_tasks(self) -> tasks.SideTasks:
         side_tasks = tasks.SideTasks()
         side_tasks.start("keep leases", self._keeper.run)
-        side_tasks.start("watch engine", self.engine_thread.watch)
-        side_tasks.start(
-            "watch failures", lambda: self._watchdog.watch_failures(checks.diagnose)
-        )
-        if self._watchdog.has_limits:
+        for name, watch in self._checks.watches().items():
+            side_tasks.start(name, watch)
+        if self._checks.watchdog.has_limits:
             side_tasks.start("watch node", self._watch_node)
-        if checks.is_possible:
-            side_tasks.start("watch images", checks.watch_images)
-            side_tasks.start("watch weights", checks.watch_weights)
-        side_tasks.start(
-            "watch quarantine", lambda: self._quarantine.watch(checks.quarantined)
-        )
         side_tasks.start(
             "watch cancelled campaigns",
             lambda: self._cancelled.watch(lambda: bool(self.settler.in_flight)),
@@ -390,26 +377,6 @@ class Pipeline:
 
     def _served(self) -> list[str]:
         return self.models.names if self.models else [self.settler.model_name]
-
-    async def _check_images(self, checks: NodeSelfCheck) -> None:
-        """Raises NodeError if this node draws wrong images."""
-        if checks.is_possible:
-            await checks.start_up(
-                await reference.find(
-                    self.models.current.settings if self.models else self._settings,
-                    self._storage.files,
-                    self._retry_policy,
-                )
-            )
-
-    async def _record_suspects(self, checks: NodeSelfCheck) -> None:
-        fault, stored = checks.fault, checks.suspects
-        if fault is None:
-            return
-        since = stored.since("weights" if fault.kind == "weights" else "images")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(RECORD_SECONDS):
-                await stored.record(since, fault.message)
 
     async def _stop_pulling(self) -> None:
         """Lets a receive in flight end: cancelled, it would leave its messages leased."""
@@ -433,7 +400,7 @@ class Pipeline:
         Raises NodeError if one is on its way, or there is no service to ask for one.
         """
         while True:
-            reason = await self._watchdog.wait_until_broken()
+            reason = await self._checks.watchdog.wait_until_broken()
             self.puller.pause()
             self.ready = False
             with contextlib.suppress(TimeoutError):

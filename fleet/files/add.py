@@ -29,7 +29,6 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings
 from worker.files import addresses, check
 from worker.files.kernels import archive
-from worker.node import reference
 
 Manifest = Annotated[
     bool,
@@ -114,9 +113,6 @@ async def add(
             await store(
                 listing, kind, ready, show, replace=given.replace, dry_run=dry_run
             )
-        for file in () if dry_run else ready:
-            for blob, data in file.beside.items():
-                await stored.overwrite(storage, blob, data)
         rows: list[dict[str, object]] = []
         notes: list[str] = []
         lines: list[str] = []
@@ -260,7 +256,7 @@ def _name(kind: FileKind, path: Path, name: str | None) -> str:
 async def _model(
     stack: AsyncExitStack, path: Path, given: AddOptions, *, is_tried: bool
 ) -> Ready:
-    """The checkpoint as one file with its reference images; raises SetupError if it is unusable."""
+    """The checkpoint as one file; raises SetupError if it is unusable."""
     check.check_path(path, kinds.OTHER_MODEL)
     content, file = check.family(path), path
     file_name = _name(MODEL, path, given.name)
@@ -271,25 +267,17 @@ async def _model(
                 f"{str(path)!r} predicts v, as the .yaml beside it says, and a stored file has none"
                 " beside it: write it into the file first (see 'v-prediction' in docs/models.md)"
             )
-    facts: dict[str, object] = {"image": None, "reference": None}
-    beside: dict[str, bytes] = {}
+    facts: dict[str, object] = {"image": None}
     if is_tried and content != contents.REFINER.family and making.can_draw():
         console.print_note("drawing a test image; --no-test skips it")
         target = Path(f"{MODEL.stem(file_name)}.png")
         facts["image"] = await asyncio.to_thread(making.test_image, path, target)
-        try:
-            found = await asyncio.to_thread(making.canary, path)
-        except errors.SetupError as error:
-            console.print_note(f"stored without reference images: {error}")
-        else:
-            facts["reference"] = reference.stored_name(f"{MODEL.folder}/{file_name}")
-            beside[str(facts["reference"])] = making.encode(found)
     if size := sum(part.stat().st_size for part in files_of(path)):
         room = tempfile.TemporaryDirectory(dir=stored.room_for(given.cache, size))
         file = Path(stack.enter_context(room), "model.tar")
         with stored.showing("packing") as show:
             await asyncio.to_thread(pack, path, file, show)
-    return Ready(file, file_name, content, facts, beside)
+    return Ready(file, file_name, content, facts)
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,7 +17,7 @@ from imagefleet.files.kinds import KINDS
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 
-MADE = ("kernels", "text", "canary")
+MADE = ("kernels", "text")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -69,8 +68,8 @@ def add_command(
     Each is checked first. Its hash is listed in the folder's manifest.json if there is one, or a
     signing key: workers refuse another file of its name. An interrupted download or upload goes on
     where it was. Of a model, a test image is drawn on this machine and written to the current
-    folder, and so are the reference images by which nodes check what they draw. Kernels are
-    programs: add only what you have made yourself, on a machine that you trust.
+    folder. Kernels are programs: add only what you have made yourself, on a machine that you
+    trust.
 
     imagefleet files add lora magic-fantasy-forest-v2.safetensors
 
@@ -175,7 +174,7 @@ def make_command(
     dry_run: bool = options.dry_run("what would be made"),
     as_json: options.AsJson = False,
 ) -> None:
-    """Makes kernels, text states or a canary for a model.
+    """Makes kernels or text states for a model.
 
     kernels: compiles for this machine's GPU and writes one file, for `files add kernels`, or for
     the workers' image with --kernels. It is for workers with the same GPU, major version of the
@@ -186,21 +185,14 @@ def make_command(
     says, for stages of DeepFloyd IF without one. What the storage has is passed over, so an
     interrupted command goes on where it was.
 
-    canary: draws the reference images of the model in --model and puts them beside it; nodes
-    compare what they draw with them. `files add model` does the same for a model in the storage.
-
     imagefleet files make kernels --model ./model
 
     imagefleet files make text jobs.jsonl --model ./IF-I-M-v1.0
-
-    imagefleet files make canary --model dreamshaper-8.safetensors
     """
     options.choose("kind", kind, dict.fromkeys(MADE))
     _refuse_foreign(context, kind, _MAKE)
     if kind == "kernels":
         made = making.make_kernels(settings, given.output, dry_run=dry_run)
-    elif kind == "canary":
-        made = making.make_canary(Path(settings.model))
     else:
         if jobs is None:
             raise errors.SetupError(

@@ -1,10 +1,9 @@
-"""What is made of a model on this machine: a test image, its nodes' reference images, kernels."""
+"""What is made of a model on this machine: a test image, kernels."""
 
 import contextlib
 import importlib.util
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,25 +13,13 @@ from PIL import Image
 from cli import console
 from fleet.files import stored
 from fleet.files.stored import Report
-from imagefleet import errors, likeness
-from imagefleet.likeness import Fingerprint
+from imagefleet import errors
 from imagefleet.storage.open import open_storage
 from worker.accelerator import is_unguided
 from worker.engine import contract, load
 from worker.files import check, model
 from worker.files.kernels import archive
-from worker.node import reference
-from worker.node.reference import CanaryImage, Reference
 from worker.settings import WorkerSettings, require_libraries
-
-#: Drawn in both, which tells how far right images of this checkpoint are apart.
-_PRECISIONS = {
-    "cuda": ("float16", "bfloat16"),
-    "cpu": ("float32", "bfloat16"),
-}
-
-#: A tolerance is so many times what the two precisions differ by.
-_MARGIN = 2.0
 
 
 def can_draw() -> bool:
@@ -49,18 +36,24 @@ def _engine(model: Path, **settings: Any) -> contract.Engine:
 
 def test_image(model: Path, target: Path) -> dict[str, object]:
     """Draws one image as a PNG; returns facts about it. Raises SetupError if it is one colour."""
-    from worker.node.check import (
-        plain_request,
-    )  # needs the extra `worker`, as does the next
+    # Both need the extra `worker`.
+    from worker.node.start_up import plain_request
     from worker.stages import encode
 
     began = time.monotonic()
     engine = _engine(model, slots=1, compile="off")
     request = plain_request(engine, seed=1)
-    (pixels,) = finish(model, engine, [request])
+    finished: list[contract.Finished] = []
     with _drawing(model):
-        encode.refuse_one_colour(pixels)
-    Image.fromarray(pixels).save(target)
+        engine.admit(0, engine.prepare(request))
+        while engine.busy:
+            finished += engine.tick()
+        engine.close()
+        outcome = finished[0].outcome
+        if isinstance(outcome, errors.FleetError):
+            raise outcome
+        encode.refuse_one_colour(outcome)
+    Image.fromarray(outcome).save(target)
     seconds = time.monotonic() - began
     facts = {"width": request.width, "height": request.height, "steps": request.steps}
     console.print_note(
@@ -68,113 +61,6 @@ def test_image(model: Path, target: Path) -> dict[str, object]:
         f" {seconds:.0f} s with loading)"
     )
     return {"path": str(target), **facts, "seconds": seconds}
-
-
-def make_canary(model: Path) -> Report:
-    """Draws a checkpoint's reference images into a file beside it; raises as `canary`."""
-    require_libraries()
-    check.check_path(model)
-    found = canary(model)
-    target = reference.beside(model)
-    console.write_file(target, encode(found))
-    note = (
-        f"the reference images of {found.width}x{found.height}; wrong from a distance of"
-        f" {found.tolerance:g} on:"
-    )
-    facts = found.model_dump(exclude={"images"})
-    return Report({"path": str(target), **facts}, [note], [str(target)])
-
-
-def canary(model: Path) -> Reference:
-    """Draws a checkpoint's reference images in two precisions; raises SetupError if it cannot."""
-    from worker.engine import device as devices
-
-    device = devices.find_device("auto").type
-    drawn = [_draw(model, precision, device) for precision in _PRECISIONS[device]]
-    (weights, size, images), (_, _, others) = drawn
-    apart = max(
-        likeness.distance(images[kind], others[kind])
-        for kind in reference.CANARY_IMAGES
-    )
-    tolerance = max(likeness.SAME_BELOW, _MARGIN * apart)
-    nearest = min(
-        likeness.distance(images["with_lora"], images[kind])
-        for kind in ("other_seed", "without_lora")
-    )
-    if tolerance > min(reference.MAX_TOLERANCE, nearest):
-        raise errors.SetupError(
-            f"{str(model)!r} has no use for reference images: right ones differ by {apart:.1f} from"
-            f" one precision to another, and wrong ones by {nearest:.1f}"
-        )
-    return Reference(
-        version=reference.VERSION,
-        weights=weights,
-        width=size[0],
-        height=size[1],
-        steps=reference.STEPS,
-        tolerance=round(tolerance, 1),
-        images={kind: likeness.to_text(image) for kind, image in images.items()},
-    )
-
-
-def encode(found: Reference) -> bytes:
-    """The content of a reference file."""
-    return (found.model_dump_json(indent=1) + "\n").encode()
-
-
-def _draw(
-    model: Path, precision: str, device: str
-) -> tuple[str, tuple[int, int], dict[CanaryImage, Fingerprint]]:
-    """The weights' identity, the images' size and their fingerprints."""
-    slots = len(reference.CANARY_IMAGES)
-    engine = _engine(model, slots=slots, precision=precision, compile="off")
-    if (self_check := engine.self_check) is None:
-        engine.close()
-        raise errors.SetupError(
-            f"{str(model)!r} enlarges images: nodes do not compare what such models draw"
-        )
-    width, height = engine.default_size
-    # A node compares at the size that it draws at: a smaller one would say nothing of SDXL.
-    size = f"{width}x{height}"
-    console.print_note(
-        f"drawing {slots} reference images of {size} in {precision} on the {device}"
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        lora = Path(folder, "canary.safetensors")
-        self_check.write_lora(lora)
-        requests = [
-            reference.request(image, (width, height), lora)
-            for image in reference.CANARY_IMAGES
-        ]
-        with console.counting("steps", reference.STEPS) as on_step:
-            drawn = finish(model, engine, requests, on_step)
-    found = zip(reference.CANARY_IMAGES, map(likeness.fingerprint, drawn), strict=True)
-    return self_check.weights_id, (width, height), dict(found)
-
-
-def finish(
-    model: Path,
-    engine: contract.Engine,
-    requests: Sequence[contract.ImageRequest],
-    on_step: Callable[[], None] = lambda: None,
-) -> list[contract.Pixels]:
-    """Draws images at once and closes the engine; raises SetupError if one fails."""
-    outcomes: dict[int, contract.Outcome] = {}
-    pixels = []
-    with _drawing(model):
-        for ticket, request in enumerate(requests):
-            engine.admit(ticket, engine.prepare(request))
-        while engine.busy:
-            outcomes |= {
-                finished.ticket: finished.outcome for finished in engine.tick()
-            }
-            on_step()
-        engine.close()
-        for _, outcome in sorted(outcomes.items()):
-            if isinstance(outcome, errors.FleetError):
-                raise outcome
-            pixels.append(outcome)
-    return pixels
 
 
 @contextlib.contextmanager

@@ -27,7 +27,6 @@ from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobPart
 from worker.files import addresses, check, manifest, model
 from worker.files.disk_cache import DiskCache
-from worker.node import reference
 
 #: What is read of a manifest: a byte more than one may have.
 _MAX_BYTES = manifest.MAX_BYTES + 1
@@ -51,8 +50,6 @@ class Ready:
     content: str
     facts: Mapping[str, object] = field(default_factory=dict)
     """What else is known of it, for JSON."""
-    beside: Mapping[str, bytes] = field(default_factory=dict)
-    """Small files that belong to it, by their blobs' names."""
     alias: str = ""
     """Another name of a LoRA's: see `lora.alias_of`."""
     sha256: str = ""
@@ -179,11 +176,6 @@ async def store(
             raise errors.TransientError(
                 f"{blob} was stored by another command: try again"
             )
-
-
-async def overwrite(storage: Storage, blob: str, data: bytes) -> None:
-    """Stores a small JSON file in place of what is there; TransientError if others do as well."""
-    await storage.files.edit(blob, lambda _: data, 1)
 
 
 async def delete(storage: Storage, blob: str) -> None:
@@ -385,5 +377,3 @@ async def remove(
     for row in rows:
         blob = f"{kind.folder}/{row.name}"
         await delete(storage, blob)
-        if kind is kinds.MODEL:
-            await delete(storage, reference.stored_name(blob))

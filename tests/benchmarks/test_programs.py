@@ -31,7 +31,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         "--rows",
         "bag_sizes,uniform",
     ),
-    "canary.py": ("--jobs", "1", "--steps", "2"),
+    "likeness.py": ("--jobs", "2", "--steps", "2"),
     "compare.py": (str(ROOT), "--pairs", "2", "--within", "0.99", *STORE),
     "families/measure.py": (
         *TINY,

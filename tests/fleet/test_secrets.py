@@ -99,7 +99,6 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "files remove lora": ("fox", "--yes"),
     "files make kernels": ("--model", "{url}", "--model-sha256", "0" * 64),
     "files make text": ("jobs.jsonl", "--model", "{url}"),
-    "files make canary": ("--model", "{url}"),
     "bench": ("--model", "{url}"),
 }
 

@@ -109,10 +109,12 @@ async def test_a_tick_does_not_hold_up_the_event_loop() -> None:
 async def test_as_many_may_wait_as_the_engine_holds_though_that_changes() -> None:
     engine = StandInEngine(capacity=1)
     async with engine_thread_with(engine) as engine_thread:
-        engine_thread.hold_jobs(hold=True)
 
         async def most_waiting() -> int:
-            """Submits until one has to wait; draws all of them."""
+            """Submits until one has to wait, while the thread is busy; draws all of them."""
+            may_go_on = threading.Event()
+            held = asyncio.create_task(engine_thread.call(may_go_on.wait))
+            await polling.until(lambda: engine_thread.tick_began_at is not None)
             tickets = itertools.count()
             blocked = None
             while blocked is None:
@@ -122,11 +124,11 @@ async def test_as_many_may_wait_as_the_engine_holds_though_that_changes() -> Non
                 )
                 done, _ = await asyncio.wait({submitting}, timeout=0.05)
                 blocked = None if done else submitting
-            engine_thread.hold_jobs(hold=False)
+            may_go_on.set()
+            await held
             await blocked
             for _ in range(ticket + 1):
                 await engine_thread.finished()
-            engine_thread.hold_jobs(hold=True)
             return ticket
 
         for capacity in (1, 6, 2):
@@ -287,9 +289,7 @@ async def test_idle_time_counts_only_from_the_first_image_on(
         await engine_thread.finished()
         first = clock.waits_before_images[0]
         await polling.until(lambda: clock.waits >= first + 2)
-        engine_thread.hold_jobs(hold=True)
         await engine_thread.submit(1, prepared(1))
-        engine_thread.hold_jobs(hold=False)
         await engine_thread.finished()
     idle = 3 * (clock.waits_before_images[1] - first)
     assert counted.busy_seconds == 2
@@ -334,51 +334,23 @@ async def test_taking_up_what_is_compiled_is_no_first_image(
         assert clock.full_speed_at > clock.first_image_at
 
 
-async def test_a_canary_passes_jobs_that_wait_and_images_that_nobody_takes() -> None:
-    order: list[int] = []
-
-    def draw(request: contract.ImageRequest) -> contract.Pixels:
-        order.append(request.seed)
-        return draw_noise(request)
-
-    engine = StandInEngine(capacity=1, tick_seconds=0.01, draw=draw)
-    async with engine_thread_with(engine, backlog=4) as engine_thread:
-        for ticket in range(3):
-            submitting = asyncio.create_task(
-                engine_thread.submit(ticket, prepared(ticket))
-            )
-            await polling.turn()
-        delivery = await engine_thread.draw(99, prepared(99))
-        assert delivery is not None
-        assert delivery.finished.ticket == 99
-        assert order.index(99) < 2
-        for _ in range(3):
-            assert (await engine_thread.finished()).finished.ticket != 99
-        await submitting
-        assert engine_thread.stop_accepting() == []
-        assert await engine_thread.draw(100, prepared(100)) is None
-
-
-async def test_held_jobs_wait_while_a_canary_is_drawn_and_go_on_then() -> None:
-    async with engine_thread_with(StandInEngine()) as engine_thread:
-        engine_thread.hold_jobs(hold=True)
-        await engine_thread.submit(1, prepared(1))
-        assert await engine_thread.draw(2, prepared(2)) is not None
-        assert engine_thread.in_engine == 0
-        engine_thread.hold_jobs(hold=False)
-        assert (await engine_thread.finished()).finished.ticket == 1
-
-
-async def test_a_canary_that_the_engine_has_not_begun_ends_with_a_drain() -> None:
+async def test_what_is_drawn_beside_jobs_is_not_among_their_images_and_ends_with_a_drain() -> (
+    None
+):
     engine, drawing, may_end = held_engine()
     async with engine_thread_with(engine) as engine_thread:
         await engine_thread.submit(1, prepared(1))
         await asyncio.to_thread(drawing.wait)
-        waiting = asyncio.create_task(engine_thread.draw(2, prepared(2)))
+        waiting = asyncio.create_task(engine_thread.draw(prepared(2)))
         await polling.turn()
-        engine_thread.stop_accepting()
+        assert engine_thread.stop_accepting() == []
         assert await waiting is None
+        assert await engine_thread.draw(prepared(3)) is None
         may_end.set()
+    async with engine_thread_with(StandInEngine()) as engine_thread:
+        await engine_thread.submit(1, prepared(1))
+        assert await engine_thread.draw(prepared(2)) is not None
+        assert (await engine_thread.finished()).finished.ticket == 1
 
 
 async def test_a_call_runs_on_the_engines_thread_between_ticks_and_raises_its_error() -> (

@@ -2,35 +2,28 @@
 
 Only what lasts for three windows in a row counts, and only what is the node's own fault: images
 that take too long on the GPU, and uploads so slow that the GPU waits for them. Images that fail are
-counted in a row (and a plain one as well: `NodeSelfCheck`). A GPU call that never ends is for
+counted in a row (and a plain one as well: `NodeChecks`). A GPU call that never ends is for
 `EngineThread.watch`.
 
 A node that lost its platform, but not its network, works on unseen (SaladCloud starts another one
 in its place): leases and blobs that are written once make that harmless.
-
-The images stored since a node was last found good are suspect, should it turn out to be broken.
 """
 
 import asyncio
 import contextlib
-import hashlib
-import json
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from typing import Literal, NoReturn
+from typing import NoReturn
 
-from imagefleet import concurrency, errors
-from imagefleet.job.names import ASIDE, SUSPECT, worker_file_name
+from imagefleet import errors
 from imagefleet.job.passes.fields import Pass
 from imagefleet.pricing import families, prices
-from imagefleet.storage.open import Storage
 from imagefleet.telemetry import logs
 from worker.gpu_thread import EngineThread
 from worker.metrics import NodeFault, WorkerMetrics
-from worker.settings import WorkerSettings, machine_name
+from worker.settings import WorkerSettings
 
 log = logs.EventLog(__name__)
 
@@ -77,11 +70,6 @@ FAILURES_IN_A_ROW = 10
 
 #: The share of a window that the GPU waited for uploads before they count as too slow.
 BLOCKED_SHARE = 0.5
-
-#: The most images of a worker: the fastest GPU's of some hours between two checks of its weights.
-MAX_IMAGES = 50_000
-
-Check = Literal["images", "weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,82 +272,3 @@ class NodeWatchdog:
             clock.busy_seconds,
             clock.idle_seconds.get("backpressure", 0.0),
         )
-
-
-@dataclass(slots=True)
-class Suspects:
-    """Names of stored images, by when they were generated."""
-
-    worker: str
-    storage: Storage
-    metrics: WorkerMetrics
-    retry_policy: concurrency.RetryPolicy
-    began_at: float = field(default_factory=time.monotonic)
-    # A dict of as many is copied as a whole now and then, which leaves megabytes of holes.
-    _stored: deque[tuple[str, float]] = field(
-        default_factory=lambda: deque(maxlen=MAX_IMAGES), init=False
-    )
-    _good_at: dict[Check, float] = field(default_factory=dict, init=False)
-
-    def storing(self, name: str, generated_at: float) -> None:
-        """An image is about to be stored: whether it was is not always known later."""
-        if name.startswith(ASIDE):
-            return  # no job's image
-        self._stored.append((name, generated_at))
-
-    def not_stored(self, name: str) -> None:
-        """Another worker's image has the name."""
-        for back, (stored, _) in enumerate(reversed(self._stored), 1):
-            if stored == name:
-                del self._stored[-back]
-                break
-
-    def good(self, check: Check, began_at: float) -> None:
-        """A check that began then (monotonic seconds) has passed; drops what no check needs."""
-        self._good_at[check] = began_at
-        oldest = min(self.since("images"), self.since("weights"))
-        self._stored = deque(
-            [each for each in self._stored if each[1] >= oldest], MAX_IMAGES
-        )
-
-    def since(self, check: Check) -> float:
-        """The time at which the last good check of a kind began (monotonic seconds)."""
-        return self._good_at.get(check, self.began_at)
-
-    async def record(self, since: float, reason: str) -> None:
-        """Stores a record of what was generated *since* then (monotonic seconds), if anything."""
-        names = sorted({name for name, at in self._stored if at >= since})
-        if not names:
-            return
-        self.metrics.suspect_images.inc(len(names))
-        blobs, prover = self.storage.blobs, self.storage.prover
-        now = blobs.clock.now()
-        content = {
-            "worker": self.worker,
-            "machine": machine_name(),
-            "since": f"{now - timedelta(seconds=time.monotonic() - since):%Y-%m-%dT%H:%M:%SZ}",
-            "until": f"{now:%Y-%m-%dT%H:%M:%SZ}",
-            "reason": reason,
-            "images": names,
-        }
-        blob = f"{SUSPECT}{worker_file_name(self.worker)}/{now:%Y%m%dT%H%M%SZ}.json"
-        data = json.dumps(content).encode()
-        told = {
-            "worker": worker_file_name(self.worker),
-            "sha256": hashlib.sha256(data).hexdigest(),
-        }
-        told = told if prover is None else prover.proven(blob, told)
-        what = f"{len(names)} images since {content['since']} are suspect"
-        try:
-            await self.retry_policy.call(
-                lambda: blobs.create(blob, data, "application/json", told)
-            )
-        except errors.FleetError as error:
-            redo = (
-                f"`imagefleet redo --worker {self.worker} --since {content['since']}`"
-            )
-            text = f"{what}, and their record is not stored ({error}): {redo} draws them again"
-            action = "suspects_not_recorded"
-            log.error(text, action=action, images=names[:1000])  # noqa: TRY400 - it says it all
-            return
-        log.warning(f"{what}: {blob}", action="suspects_recorded", blob=blob)

@@ -7,7 +7,7 @@ the storage.
 import asyncio
 import itertools
 import time
-from collections import Counter, deque
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -22,14 +22,12 @@ from imagefleet.job.sizes import metadata_header
 from imagefleet.pricing import families
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Embedding, Record, of_job
 from imagefleet.telemetry import logs
-from worker import tasks
 from worker.engine import contract
 from worker.gpu_thread import Delivery
 from worker.inputs.img2img import Overlay
 from worker.jobs import stored
 from worker.jobs.in_flight import InFlightImage, InFlightJob
-from worker.node.self_check import NodeSelfCheck
-from worker.node.watchdog import NodeWatchdog, Suspects
+from worker.node.checks import NodeChecks
 from worker.pull import Puller
 from worker.settle import Settler
 from worker.stages import encode
@@ -70,8 +68,7 @@ class UploadStage:
     """Stores files as blobs."""
 
     settler: Settler
-    watchdog: NodeWatchdog
-    suspects: Suspects
+    checks: NodeChecks
 
     def __post_init__(self) -> None:
         most = WAITING_PER_UPLOAD * UPLOADS
@@ -115,7 +112,7 @@ class UploadStage:
 
         async def create(is_in_doubt: bool) -> bool:
             entry.lease.check()
-            with self.watchdog.uploading(len(file.data)):
+            with self.checks.watchdog.uploading(len(file.data)):
                 if await self.settler.storage.blobs.create(
                     name, file.data, file.content_type, metadata, on_doubt=doubt.set
                 ):
@@ -124,7 +121,7 @@ class UploadStage:
             doubt.set()
             return is_in_doubt
 
-        self.suspects.storing(name, image.generated_at)
+        self.checks.suspects.storing(name, image.generated_at)
         with self.settler.metrics.stage_seconds["upload"].time():
             written = await self.settler.retry_policy.call_in_doubt(create)
         sha256: str | None = file.sha256
@@ -132,7 +129,7 @@ class UploadStage:
             try:
                 sha256 = await self._sha256_of_taken(image, is_in_doubt=written)
             except errors.FleetError:
-                self.suspects.not_stored(name)
+                self.checks.suspects.not_stored(name)
                 raise
         if image.job.verify:
             self.settler.cost.lost("second_drawing")
@@ -142,7 +139,7 @@ class UploadStage:
             records.append(self._record(image, file, name, sha256))
             entry.image_written(self.settler.metrics, self.settler.model_name)
         else:
-            self.suspects.not_stored(name)
+            self.checks.suspects.not_stored(name)
             self.settler.cost.lost("duplicate")
             entry.again.append(self._record(image, file, name, sha256))
             await self._keep_aside(image, file, name, metadata)
@@ -298,9 +295,9 @@ class EncodeStage:
             errors.TransientError
         ) as error:  # an image of one colour is the engine's failure
             if not image.owner.failures:
-                self.upload.watchdog.image_failed(error)
+                self.upload.checks.watchdog.image_failed(error)
             raise
-        self.upload.watchdog.image_succeeded()
+        self.upload.checks.watchdog.image_succeeded()
         await self.upload.queue.put((image, file))
 
 
@@ -319,12 +316,8 @@ class GenerateStage:
         )
         self.nothing_at_engine = asyncio.Event()
         self._tickets = itertools.count()
-        self._held: deque[Delivery] = deque()
         self._at_engine: dict[int, InFlightImage] = {}
         self._family = families.find(self.engine.family)
-        self.checks = NodeSelfCheck(
-            self.engine, self.engine_thread, self._tickets, self.encode.upload.suspects
-        )
         self.nothing_at_engine.set()
         self.engine_thread.is_cancelled = self._is_cancelled
 
@@ -375,7 +368,7 @@ class GenerateStage:
 
     async def run(self) -> NoReturn:
         while True:
-            delivery = await self._next()
+            delivery = await self.engine_thread.finished()
             image = self._take(delivery.finished.ticket)
             image.generated_at = delivery.finished_at
             entry = image.owner
@@ -385,7 +378,7 @@ class GenerateStage:
                     await entry.first_ended()
                 continue
             passes = image.job.passes(*image.size, enlarges=self._family.enlarges)
-            self.encode.upload.watchdog.image_generated(self.engine.family, passes)
+            self.encode.upload.checks.watchdog.image_generated(self.engine.family, passes)
             waited = self.settler.metrics.stage_seconds["wait_gpu"]
             waited.observe(max(0.0, delivery.admitted_at - image.ready_at))
             generated = self.settler.metrics.stage_seconds["generate"]
@@ -403,19 +396,6 @@ class GenerateStage:
         entry = image.owner
         return entry.settled or entry.is_stopping or self.is_cancelled(entry)
 
-    async def _next(self) -> Delivery:
-        """The next outcome; while the node is in doubt, they are kept back here."""
-        trusted = self.checks.trusted
-        while not (self._held and trusted.is_set()):
-            if trusted.is_set():
-                await self._hold()
-            else:
-                await tasks.first_of(trusted.wait(), self._hold())
-        return self._held.popleft()
-
-    async def _hold(self) -> None:
-        self._held.append(await self.engine_thread.finished())
-
     def _take(self, ticket: int) -> InFlightImage:
         """The image of a ticket that has left the engine."""
         image = self._at_engine.pop(ticket)
@@ -427,10 +407,8 @@ class GenerateStage:
         outcome = delivery.finished.outcome
         if isinstance(outcome, errors.FleetError):
             if not image.owner.failures:  # one bad job is not a broken node
-                self.encode.upload.watchdog.image_failed(outcome)
+                self.encode.upload.checks.watchdog.image_failed(outcome)
             raise outcome
-        if self.checks.is_possible:
-            self.checks.generated(image.size)
         await self.encode.queue.put((image, outcome))
 
 

@@ -70,7 +70,6 @@ class AsyncEngine:
         with validation.as_error(errors.SetupError, known=WorkerSettings.model_fields):
             self._settings = WorkerSettings(**given)
         check.check_path(Path(self._settings.model))
-        self._tickets = itertools.count()
 
     async def __aenter__(self) -> Self:
         self._thread = EngineThread(
@@ -163,9 +162,7 @@ class AsyncEngine:
 
     async def _pixels(self, request: contract.ImageRequest) -> contract.Pixels:
         prepared = await self._prepared(request)
-        drawing = asyncio.ensure_future(
-            self._thread.draw(next(self._tickets), prepared, urgent=False)
-        )
+        drawing = asyncio.ensure_future(self._thread.draw(prepared))
         await tasks.first_of(
             drawing, asyncio.shield(self._watching)
         )  # which raises NodeError

@@ -28,7 +28,7 @@ from worker.engine import contract
 from worker.inputs.reader import NO_INPUTS, Inputs, JobFiles
 from worker.jobs import stored
 from worker.jobs.in_flight import InFlightImage, InFlightJob
-from worker.node.watchdog import NodeWatchdog, Suspects
+from worker.node.checks import NodeChecks
 from worker.pull import Puller
 from worker.stages.image import (
     ENCODING,
@@ -146,14 +146,11 @@ class PrepareStage:
         model_hash: Future[str | None],
         files: JobFiles,
         puller: Puller,
-        watchdog: NodeWatchdog,
+        checks: NodeChecks,
     ) -> None:
         """Makes the stages of an engine whose model's file has *model_hash*."""
         self.engine, self.files, self.settler = engine, files, puller.settler
-        metrics, retry_policy = self.settler.metrics, self.settler.retry_policy
-        name, storage = self.settler.settings.name, self.settler.storage
-        suspects = Suspects(name, storage, metrics, retry_policy)
-        upload = UploadStage(self.settler, watchdog, suspects)
+        upload = UploadStage(self.settler, checks)
         self.generate = GenerateStage(engine, EncodeStage(model_hash, upload), puller)
         self.turns = Turns(protocol.MAX_RECEIVE)
         self._isolation = Isolation()

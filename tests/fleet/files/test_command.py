@@ -111,19 +111,17 @@ def test_a_signed_list_loses_a_file_only_with_its_key(
     assert (contents.files, contents.is_signed) == ({}, True)
 
 
-def test_a_models_reference_images_go_with_it(
-    in_process: Imagefleet, tmp_path: Path, local_settings: StorageSettings
+def test_a_name_that_two_files_have_is_to_be_given_with_its_suffix(
+    in_process: Imagefleet, local_settings: StorageSettings
 ) -> None:
     async def fill() -> None:
         async with open_storage(local_settings) as storage:
             await storage.create()
-            for name in ("a.tar", "a.canary.json", "b.tar", "b.safetensors"):
+            for name in ("b.tar", "b.safetensors"):
                 await storage.files.create(f"models/{name}", b"x", "text/plain", {})
 
     asyncio.run(fill())
     storage = f"--storage={local_settings.storage}"
-    in_process("files", "remove", "model", "a", "--yes", storage)
-    assert set(stored(local_settings)) == {"models/b.tar", "models/b.safetensors"}
     several = in_process("files", "remove", "model", "b", "--yes", storage)
     assert (
         "'b' is the name of b.safetensors and b.tar: give it with its suffix"
@@ -141,7 +139,7 @@ def test_a_models_reference_images_go_with_it(
         ),
         (
             "make lora --model m",
-            "unknown kind 'lora': give one of kernels, text, canary",
+            "unknown kind 'lora': give one of kernels, text",
         ),
         ("add lora x.safetensors --no-test", "--test is for model, not for lora"),
         (
@@ -154,8 +152,11 @@ def test_a_models_reference_images_go_with_it(
             "--name and --sha256 are for one file",
         ),
         ("add text jobs.jsonl", "'jobs.jsonl' does not exist"),
-        ("make canary --model m --slots 4", "--slots is for kernels, not for canary"),
-        ("make canary jobs.jsonl --model m", "JOBS is for text, not for canary"),
+        (
+            "make text a.jsonl --model m --slots 4",
+            "--slots is for kernels, not for text",
+        ),
+        ("make kernels jobs.jsonl --model m", "JOBS is for text, not for kernels"),
         (
             "make text jobs.jsonl --model m --output x",
             "--output is for kernels, not for text",

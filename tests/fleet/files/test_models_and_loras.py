@@ -8,7 +8,6 @@ import tarfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from aiohttp import web
@@ -18,12 +17,11 @@ from cli import console
 from families import tiny_families
 from fleet.files import add, making, stored
 from header_files import REFINER, SD1, file_of, lora_of
-from imagefleet import errors, likeness
+from imagefleet import errors
 from imagefleet.files import kinds
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.files import check
-from worker.node import reference
 
 Imagefleet = Callable[
     ..., "subprocess.CompletedProcess[str]"
@@ -192,27 +190,6 @@ def test_a_folder_is_packed_drawn_and_loads_where_it_is_unpacked(
         making.test_image(tmp_path / "unpacked", tmp_path / "again.png")["width"] == 64
     )
     assert list((tmp_path / "cache" / "added").iterdir()) == []
-
-    # Its reference images, which a node that has the file from the storage finds by its name.
-    assert added["reference"] == "models/tiny.canary.json"
-    beside_it = json.loads(
-        in_process("files", "make", "canary", "--model", "unpacked", "--json").stdout
-    )
-    found = reference.read((tmp_path / beside_it["path"]).read_bytes())
-    stored = tmp_path / "imagefleet-data" / "files" / "models" / "tiny.canary.json"
-    assert reference.read(stored.read_bytes()) == found
-    assert found.size == (64, 64)
-
-
-def test_a_checkpoint_whose_images_are_all_alike_has_no_reference_images(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn = dict.fromkeys(
-        reference.CANARY_IMAGES, likeness.fingerprint(np.zeros((64, 64, 3), np.uint8))
-    )
-    monkeypatch.setattr(making, "_draw", lambda *_: ("weights", (64, 64), drawn))
-    with pytest.raises(errors.SetupError, match=r"wrong ones by 0\.0"):
-        making.canary(tmp_path / "model.safetensors")
 
 
 def test_a_folder_of_sdxl_is_stored_with_both_text_encoders(

@@ -28,7 +28,7 @@ from imagefleet.storage.settings import StorageSettings
 from worker import process
 from worker.jobs.stored import proven
 from worker.metrics import WorkerMetrics
-from worker.node.watchdog import Suspects
+from worker.node.suspects import Suspects
 from worker.settings import WorkerSettings
 
 M1, M2, STOLEN = (f"0d8f5c1e-77a2-4c1b-9a3e-5b2f0e7d9c1{last}" for last in "123")
@@ -316,7 +316,7 @@ async def test_a_thief_marks_no_images_of_another_worker_as_suspect(
     async with machine(M1) as broken:
         made = Suspects(f"{M1}-17", broken, WorkerMetrics(), concurrency.NEVER)
         for image in images:
-            made.storing(image, made.began_at)
-        await made.record(0, "why")
+            made.storing(image, made.good_at)
+        await made.record("why")
     found = await asyncio.to_thread(ask, "redo", "--suspect", "--dry-run")
     assert (found["images"], found["damaged_records"]) == (5, 3)

@@ -111,7 +111,7 @@ async def owner(azurite_settings: StorageSettings) -> AsyncIterator[Storage]:
 def _hasty_worker_that_checks_its_upload(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = dataclasses.replace(NO_LIMITS, upload_bits_per_second=1.0)
     monkeypatch.setattr("worker.process.limits_of", lambda *_, **__: limits)
-    monkeypatch.setattr("worker.node.check.UPLOAD_BYTES", 4_000)
+    monkeypatch.setattr("worker.node.start_up.UPLOAD_BYTES", 4_000)
     monkeypatch.setattr("worker.pull.UNTIL_EMPTY_PAUSE_SECONDS", 0.1)
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
 

@@ -363,7 +363,7 @@ async def test_a_stop_during_a_change_loses_nothing(
 async def test_all_models_of_the_storage_are_found_by_a_star(
     storage: Storage, worker_settings: Callable[..., WorkerSettings]
 ) -> None:
-    for name in ("b.safetensors", "a.tar", "manifest.json", "a.canary.json"):
+    for name in ("b.safetensors", "a.tar", "manifest.json", "a.txt"):
         await storage.files.create(f"models/{name}", b"", "x/y", {})
     for text in ("store:*", "store:models/*"):
         found = await checkpoints.find(worker_settings(model=text), storage.files)

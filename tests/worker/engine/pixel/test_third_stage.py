@@ -13,14 +13,13 @@ from PIL import Image
 
 from families import tiny_families
 from fleet.files import making
-from imagefleet import errors
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
 from pixel import tiny_cascade
 from worker.engine import contract, load
 from worker.engine.slots import engine as slots
 from worker.files import check
-from worker.node import check as node_check
+from worker.node import start_up
 
 pytestmark = pytest.mark.slow
 
@@ -190,20 +189,14 @@ def test_nodes_measure_their_speed_with_an_image_to_enlarge(
     upscaler: Any, make_engine: Any, draw: Any
 ) -> None:
     for engine in (upscaler, make_engine("sr")):
-        (image,) = draw(engine, node_check.plain_request(engine, seed=0))
+        (image,) = draw(engine, start_up.plain_request(engine, seed=0))
         width, height = engine.default_size
         assert image.shape == (height, width, 3)
-    assert node_check.plain_request(make_engine(), seed=0).init is None
+    assert start_up.plain_request(make_engine(), seed=0).init is None
 
 
-def test_a_model_is_tried_with_an_image_and_has_no_reference_images(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_model_is_tried_with_an_image(folder: Path, tmp_path: Path) -> None:
     assert check.family(folder) == "SD x4 upscaler"
     check.check_path(folder)
     drawn = making.test_image(folder, tmp_path / "x4.png")
     assert (drawn["width"], drawn["height"]) == (64, 64)
-    with pytest.raises(
-        errors.SetupError, match="enlarges images: nodes do not compare"
-    ):
-        making.canary(folder)

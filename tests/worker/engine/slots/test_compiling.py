@@ -18,7 +18,7 @@ import polling
 from worker.engine import contract
 from worker.engine.kernels.compile import THREAD_NAME, Compiled
 from worker.engine.slots import compiling, step
-from worker.node import check as node_check
+from worker.node import start_up
 
 ROUNDING = 2
 
@@ -179,7 +179,7 @@ def test_a_worker_with_an_accelerator_compiles_for_one_row_before_any_job(
     make_slot_engine: Any, compiler: Compiler
 ) -> None:
     engine = make_slot_engine(slots=2, backend="eager", is_unguided=True)
-    plain = engine.prepare(node_check.plain_request(engine, seed=0))
+    plain = engine.prepare(start_up.plain_request(engine, seed=0))
     assert (plain.rows(0), plain.request.steps) == (1, 30), (
         "as much work as of two rows"
     )

@@ -1,20 +1,18 @@
 """How far the same image is from itself, drawn another way, and from every wrong one.
 
-    python benchmarks/canary.py --save h100.json
-    python benchmarks/canary.py --compare h100.json
+    python benchmarks/likeness.py --save h100.json
+    python benchmarks/likeness.py --compare h100.json
 
-Draws jobs and canaries of the demo checkpoint in each precision, with 1, 4 and 16 slots and
-compiled (on a GPU), and spoils them in each way that a broken node does. --compare adds the
-fingerprints that --save wrote on another machine. Prints a table, and as its last line one JSON
-object; the exit code is 1 if a canary drawn right is above `SAME_BELOW`, or one drawn wrong below
-it.
+Draws jobs of the demo checkpoint in each precision, with 1, 4 and 16 slots and compiled (on a
+GPU), and spoils them in each way that a broken node does. --compare adds the fingerprints that
+--save wrote on another machine. Prints a table, and as its last line one JSON object; the exit code
+is 1 if an image drawn wrong is below `SAME_BELOW`.
 """
 
 import argparse
 import dataclasses
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,6 @@ from imagefleet.files import demo
 from imagefleet.likeness import Fingerprint
 from worker.engine import contract, load
 from worker.engine import device as devices
-from worker.node import reference
 
 MODEL = demo.TRAINED
 THINGS = (
@@ -120,23 +117,15 @@ def ways(on_gpu: bool) -> Iterator[tuple[str, dict[str, Any]]]:
 def draw(
     settings: dict[str, Any],
     requests: list[contract.ImageRequest],
-    lora: Path,
     fault: Callable[[Any], None] | None = None,
 ) -> list[Pixels]:
-    """The pixels of jobs, and of canaries by kind."""
     print(f"drawing {len(requests)} jobs: {settings}", file=sys.stderr, flush=True)
     engine = load.load_engine(load.EngineSettings(MODEL, **settings))
     if fault is not None:
         fault(engine)
-    engine.self_check.write_lora(lora)
     drawn: list[Pixels] = []
     for first in range(0, len(requests), engine.capacity):
         drawn += work.draw(engine, requests[first : first + engine.capacity])
-    asked = [
-        reference.request(kind, engine.default_size, lora)
-        for kind in reference.CANARY_IMAGES
-    ]
-    drawn += [work.draw(engine, [request])[0] for request in asked]
     engine.close()
     return drawn
 
@@ -152,9 +141,7 @@ def main() -> int:
     if not on_gpu:
         torch.set_num_threads(1)  # several wait for each other on a busy machine
     requests = [job(number, arguments.steps) for number in range(arguments.jobs)]
-    folder = tempfile.TemporaryDirectory()
-    lora = Path(folder.name, "canary.safetensors")
-    right = {name: draw(settings, requests, lora) for name, settings in ways(on_gpu)}
+    right = {name: draw(settings, requests) for name, settings in ways(on_gpu)}
     first = next(iter(right))
     settings = dict(ways(on_gpu))[first]
     rows: dict[str, dict[str, Any]] = {}
@@ -168,13 +155,6 @@ def main() -> int:
         for name, texts in json.loads(arguments.compare.read_text())["images"].items():
             found = [likeness.from_text(text) for text in texts]
             rows[f"other machine: {name}"] = row(own, found, is_right=True)
-    if (MODEL / "canary.json").exists():
-        stored = reference.read((MODEL / "canary.json").read_bytes()).fingerprints
-        kinds = [stored[kind] for kind in reference.CANARY_IMAGES]
-        for name in right:
-            rows[f"reference file: {name}"] = row(
-                kinds, prints(right[name])[-3:], is_right=True
-            )
     for name, spoil in SPOILT.items():
         rows[name] = row(own, prints(map(spoil, right[first])), is_right=False)
     others = [
@@ -182,14 +162,11 @@ def main() -> int:
     ]
     plain = [dataclasses.replace(request, loras=()) for request in requests]
     for name, changed in {"another seed": others, "LoRA left out": plain}.items():
-        rows[name] = row(
-            own, prints(draw(settings, changed, lora))[:-3], is_right=False
-        )
+        rows[name] = row(own, prints(draw(settings, changed)), is_right=False)
     rows["halved latents"] = row(
-        own, prints(draw(settings, requests, lora, halved_latents)), is_right=False
+        own, prints(draw(settings, requests, halved_latents)), is_right=False
     )
-    cached = [own[0]] * len(requests) + [own[-1]] * 3
-    rows["cached image"] = row(own[1:-1], cached[1:-1], is_right=False)
+    rows["cached image"] = row(own[1:], own[:1] * len(own), is_right=False)
     record = {
         "same_below": likeness.SAME_BELOW,
         "jobs": len(requests),
@@ -204,24 +181,19 @@ def main() -> int:
             json.dumps({**record, "images": saved}), encoding="utf-8"
         )
     print(json.dumps(record))
-    folder.cleanup()
-    return 0 if all(each["canaries_right"] for each in rows.values()) else 1
+    wrong = [each for each in rows.values() if not each["is_right"]]
+    return 1 if any(each["jobs_misjudged"] for each in wrong) else 0
 
 
 def prints(drawn: Iterable[Pixels]) -> list[Fingerprint]:
-    """The fingerprints of the jobs, and of the three canaries after them."""
     return list(map(likeness.fingerprint, drawn))
 
 
 def row(
     one: list[Fingerprint], other: list[Fingerprint], *, is_right: bool
 ) -> dict[str, Any]:
-    """Distances of pairs; the last three are canaries where all are compared."""
-    found = [likeness.distance(*pair) for pair in zip(one, other, strict=False)]
-    jobs, canaries = found[:-3], found[-3:]
-    if len(other) < len(one):  # no canaries
-        jobs, canaries = found, []
-    below = [each < likeness.SAME_BELOW for each in canaries]
+    """Distances of pairs, and how many are on the wrong side of `SAME_BELOW`."""
+    jobs = [likeness.distance(*pair) for pair in zip(one, other, strict=False)]
     return {
         "is_right": is_right,
         "jobs_min": round(min(jobs, default=0.0), 2),
@@ -230,20 +202,15 @@ def row(
         "jobs_misjudged": sum(
             (each < likeness.SAME_BELOW) != is_right for each in jobs
         ),
-        "canaries": [round(each, 2) for each in canaries],
-        "canaries_right": all(below) if is_right else not any(below),
     }
 
 
 def show(record: dict[str, Any]) -> None:
-    print(
-        f"{'drawn':38} {'jobs: min':>9} {'median':>7} {'max':>7} {'wrong':>6}  canaries"
-    )
+    print(f"{'drawn':38} {'jobs: min':>9} {'median':>7} {'max':>7} {'wrong':>6}")
     for name, each in record["rows"].items():
-        canaries = " ".join(f"{distance:6.2f}" for distance in each["canaries"])
         print(
             f"{name:38} {each['jobs_min']:9.2f} {each['jobs_median']:7.2f} {each['jobs_max']:7.2f}"
-            f" {each['jobs_misjudged']:6}  {canaries}"
+            f" {each['jobs_misjudged']:6}"
         )
     print(f"below {record['same_below']:g} is the same")
 

@@ -68,7 +68,7 @@ _FINDINGS = {
 
 
 @dataclass(eq=False)
-class NodeCheck(Collector):
+class StartUpCheck(Collector):
     """The start-up check of one node, with its findings as metrics."""
 
     _blobs: protocol.BlobStore
@@ -111,8 +111,11 @@ class NodeCheck(Collector):
         raise self._broken("upload_speed", f"{text} {least / 1e6:g}")
 
     @contextlib.asynccontextmanager
-    async def start_up(self) -> AsyncIterator[None]:
-        """Limits the time of the start-up inside, and logs the findings; raises NodeError."""
+    async def limited(self) -> AsyncIterator[None]:
+        """Context manager: enforces the start-up time limit and logs what the checks found.
+
+        Raises NodeError for what they found, or if the limit is over.
+        """
         limit_seconds = self._limits.start_up_seconds
         limit = asyncio.timeout(limit_seconds or None)
         try:

@@ -13,8 +13,8 @@ from imagefleet import errors
 from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.metrics import NodeFault, WorkerMetrics
-from worker.node import check as node_check
-from worker.node.check import NodeCheck
+from worker.node import start_up
+from worker.node.start_up import StartUpCheck
 from worker.node.watchdog import NodeLimits, broken_below, limits_of
 from worker.settings import WorkerSettings
 
@@ -30,9 +30,7 @@ CLOCK = SimpleNamespace(now=0.0)
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what draws and sends takes time, however busy the machine."""
-    monkeypatch.setattr(
-        node_check, "time", SimpleNamespace(monotonic=lambda: CLOCK.now)
-    )
+    monkeypatch.setattr(start_up, "time", SimpleNamespace(monotonic=lambda: CLOCK.now))
 
 
 class Batches:
@@ -52,14 +50,16 @@ class Batches:
 
 
 @pytest.fixture
-def check(storage: Storage, worker_settings: MakeSettings) -> Callable[..., NodeCheck]:
+def check(
+    storage: Storage, worker_settings: MakeSettings
+) -> Callable[..., StartUpCheck]:
     def make(
         blobs: Any = None,
         device: str = "cpu",
         metrics: WorkerMetrics | None = None,
         **limits: float,
-    ) -> NodeCheck:
-        return NodeCheck(
+    ) -> StartUpCheck:
+        return StartUpCheck(
             blobs or storage.blobs,
             worker_settings(device=device),
             NodeLimits(**limits),  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def check(storage: Storage, worker_settings: MakeSettings) -> Callable[..., Node
 @local_only
 @pytest.mark.usefixtures("clock")
 def test_a_fast_node_generates_once_and_starts_to_work(
-    check: Callable[..., NodeCheck],
+    check: Callable[..., StartUpCheck],
 ) -> None:
     batches = Batches(0.0)
     found = check(images_per_second=5)
@@ -85,7 +85,7 @@ def test_a_fast_node_generates_once_and_starts_to_work(
 @local_only
 @pytest.mark.usefixtures("clock")
 def test_a_slow_first_batch_does_not_count_against_a_node(
-    check: Callable[..., NodeCheck],
+    check: Callable[..., StartUpCheck],
 ) -> None:
     batches = Batches(0.3, 0.3, 0.3, 0.0)
     check(images_per_second=10).load(batches.load)
@@ -96,7 +96,7 @@ def test_a_slow_first_batch_does_not_count_against_a_node(
 @local_only
 @pytest.mark.usefixtures("clock")
 def test_a_node_is_not_given_up_since_it_is_not_compiled_yet(
-    check: Callable[..., NodeCheck],
+    check: Callable[..., StartUpCheck],
 ) -> None:
     batches = Batches(0.15)
     engine: Any = batches.load()
@@ -111,7 +111,7 @@ def test_a_node_is_not_given_up_since_it_is_not_compiled_yet(
 @local_only
 @pytest.mark.usefixtures("clock")
 def test_a_node_that_is_slow_three_times_after_its_first_batch_is_broken(
-    check: Callable[..., NodeCheck],
+    check: Callable[..., StartUpCheck],
 ) -> None:
     batches = Batches(0.15)
     with pytest.raises(errors.NodeError, match=r"images/s, less than 10"):
@@ -123,7 +123,7 @@ def test_a_node_that_is_slow_three_times_after_its_first_batch_is_broken(
 @local_only
 @pytest.mark.usefixtures("clock")
 def test_without_a_limit_nothing_is_generated_or_sent(
-    check: Callable[..., NodeCheck],
+    check: Callable[..., StartUpCheck],
 ) -> None:
     batches = Batches(0.0)
     found = check()
@@ -135,7 +135,7 @@ def test_without_a_limit_nothing_is_generated_or_sent(
 
 
 async def test_the_checks_blobs_are_really_sent_and_removed(
-    storage: Storage, check: Callable[..., NodeCheck]
+    storage: Storage, check: Callable[..., StartUpCheck]
 ) -> None:
     found = check(upload_bits_per_second=1e6)
     await found.upload()
@@ -155,7 +155,7 @@ class Line:
     @property
     def sent(self) -> int:
         """The check's tries."""
-        return math.ceil(self.blobs / node_check.UPLOAD_BLOBS)
+        return math.ceil(self.blobs / start_up.UPLOAD_BLOBS)
 
     async def create(
         self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]
@@ -166,7 +166,7 @@ class Line:
         seconds = self.seconds[min(self.sent, len(self.seconds)) - 1]
         if math.isinf(seconds):
             await asyncio.Event().wait()
-        CLOCK.now += seconds / node_check.UPLOAD_BLOBS
+        CLOCK.now += seconds / start_up.UPLOAD_BLOBS
         return True
 
     async def delete(self, name: str) -> bool:
@@ -175,16 +175,16 @@ class Line:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_check, "UPLOAD_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(start_up, "UPLOAD_PAUSE_SECONDS", 0.01)
 
 
 @local_only
 @pytest.mark.usefixtures("clock")
 async def test_a_line_that_is_slow_three_times_is_a_broken_node(
-    check: Callable[..., NodeCheck], at_once: None
+    check: Callable[..., StartUpCheck], at_once: None
 ) -> None:
     line = Line(0.2)
-    limit = 8 * node_check.UPLOAD_BYTES / 0.1
+    limit = 8 * start_up.UPLOAD_BYTES / 0.1
     with pytest.raises(errors.NodeError, match="Mbit/s, less than"):
         await check(line, upload_bits_per_second=limit).upload()
 
@@ -194,29 +194,29 @@ async def test_a_line_that_is_slow_three_times_is_a_broken_node(
 @local_only
 @pytest.mark.usefixtures("clock")
 async def test_a_line_that_is_slow_once_is_not(
-    check: Callable[..., NodeCheck], at_once: None
+    check: Callable[..., StartUpCheck], at_once: None
 ) -> None:
     line = Line(0.2, 0.01)
-    await check(line, upload_bits_per_second=8 * node_check.UPLOAD_BYTES / 0.1).upload()
+    await check(line, upload_bits_per_second=8 * start_up.UPLOAD_BYTES / 0.1).upload()
 
     assert line.sent == 2
 
 
 @local_only
 async def test_a_line_that_never_ends_is_given_up(
-    check: Callable[..., NodeCheck], at_once: None, monkeypatch: pytest.MonkeyPatch
+    check: Callable[..., StartUpCheck], at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_check, "UPLOAD_SLACK_SECONDS", 0.05)
+    monkeypatch.setattr(start_up, "UPLOAD_SLACK_SECONDS", 0.05)
     with pytest.raises(errors.NodeError, match="Mbit/s, less than"):
         await check(
-            Line(math.inf), upload_bits_per_second=8 * node_check.UPLOAD_BYTES / 0.05
+            Line(math.inf), upload_bits_per_second=8 * start_up.UPLOAD_BYTES / 0.05
         ).upload()
 
 
 @local_only
 @pytest.mark.parametrize("kind", [errors.TransientError, errors.SetupError])
 async def test_storage_that_is_down_is_not_the_nodes_fault(
-    kind: type[errors.FleetError], check: Callable[..., NodeCheck]
+    kind: type[errors.FleetError], check: Callable[..., StartUpCheck]
 ) -> None:
     with pytest.raises(kind):
         await check(Line(0, error=kind()), upload_bits_per_second=1.0).upload()
@@ -224,11 +224,11 @@ async def test_storage_that_is_down_is_not_the_nodes_fault(
 
 @local_only
 async def test_a_start_up_that_takes_too_long_is_a_broken_node(
-    check: Callable[..., NodeCheck], caplog: pytest.LogCaptureFixture
+    check: Callable[..., StartUpCheck], caplog: pytest.LogCaptureFixture
 ) -> None:
     found = check(start_up_seconds=0.05)
     with pytest.raises(errors.NodeError, match="--start-up-seconds"):
-        async with found.start_up():
+        async with found.limited():
             await asyncio.Event().wait()
 
     assert found.findings["passed"] is False
@@ -238,12 +238,12 @@ async def test_a_start_up_that_takes_too_long_is_a_broken_node(
 @local_only
 @pytest.mark.usefixtures("clock")
 async def test_the_findings_are_one_log_line_and_the_metrics(
-    check: Callable[..., NodeCheck], caplog: pytest.LogCaptureFixture
+    check: Callable[..., StartUpCheck], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     found = check(images_per_second=1)
     assert list(found.collect()) == []
-    async with found.start_up():
+    async with found.limited():
         found.load(Batches(0.0).load)
 
     (line,) = [
@@ -266,7 +266,7 @@ async def test_the_findings_are_one_log_line_and_the_metrics(
 
 @local_only
 @pytest.mark.usefixtures("clock")
-def test_a_full_disk_is_a_broken_node(check: Callable[..., NodeCheck]) -> None:
+def test_a_full_disk_is_a_broken_node(check: Callable[..., StartUpCheck]) -> None:
     with pytest.raises(errors.NodeError, match="disk"):
         check(free_disk_bytes=2**60).load(Batches(0.0).load)
 
@@ -293,13 +293,13 @@ def faults(metrics: WorkerMetrics) -> dict[str, float]:
     ],
 )
 async def test_the_metrics_say_which_check_failed(
-    check: Callable[..., NodeCheck], limits: dict[str, float], fault: str
+    check: Callable[..., StartUpCheck], limits: dict[str, float], fault: str
 ) -> None:
     metrics = WorkerMetrics()
     node = check(metrics=metrics, **limits)
 
     async def start_up() -> None:
-        async with node.start_up():
+        async with node.limited():
             node.load(Batches(0.0).load)
             await asyncio.Event().wait()
 
@@ -312,12 +312,12 @@ async def test_the_metrics_say_which_check_failed(
 
 @local_only
 async def test_a_node_whose_engine_does_not_load_has_a_fault_of_its_engine(
-    check: Callable[..., NodeCheck],
+    check: Callable[..., StartUpCheck],
 ) -> None:
     metrics = WorkerMetrics()
 
     async def start_up() -> None:
-        async with check(metrics=metrics).start_up():
+        async with check(metrics=metrics).limited():
             raise errors.NodeError("the GPU miscalculates")
 
     with pytest.raises(errors.NodeError):
@@ -329,7 +329,7 @@ async def test_a_node_whose_engine_does_not_load_has_a_fault_of_its_engine(
 @local_only
 @pytest.mark.usefixtures("clock")
 def test_a_rented_gpu_that_torch_cannot_use_is_a_broken_node_and_not_a_cpu(
-    check: Callable[..., NodeCheck], monkeypatch: pytest.MonkeyPatch
+    check: Callable[..., StartUpCheck], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
 

@@ -1,0 +1,218 @@
+"""A node's checks of its weights, the images that it may have spoilt, the list of quarantined."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import polling
+from evaluation.stand_in import StandInEngine, draw_noise
+from imagefleet import concurrency, errors
+from imagefleet.storage.open import Storage
+from worker.engine import contract
+from worker.metrics import WorkerMetrics
+from worker.node import checks, quarantine, suspects
+from worker.node.suspects import Suspects
+
+RunPipeline = Callable[..., Any]  # the fixture of conftest.py
+
+pytestmark = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+
+
+class Weights:
+    """Weights with a fault at each reading that *faults* tells of."""
+
+    def __init__(self) -> None:
+        self.faults: list[str | None] = []
+        self.readings = 0
+
+    def find_fault(self) -> str | None:
+        self.readings += 1
+        return self.faults.pop(0) if self.faults else None
+
+
+async def recorded(storage: Storage) -> list[dict[str, Any]]:
+    names = [name async for name in storage.blobs.names("-suspect/")]
+    return [json.loads(await storage.blobs.read(name) or b"") for name in names]
+
+
+async def send(storage: Storage, jobs: int) -> None:
+    await storage.queue.send(
+        json.dumps({"prompt": "a cat", "id": str(number)}) for number in range(jobs)
+    )
+
+
+async def test_a_node_whose_weights_go_wrong_hands_its_jobs_back_and_its_images_are_recorded(
+    storage: Storage, run_pipeline: RunPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "WEIGHTS_SECONDS", 0.05)
+    await send(storage, 60)
+    engine = StandInEngine(capacity=1, tick_seconds=0.02)
+    weights = engine.self_check = Weights()
+    running = asyncio.create_task(run_pipeline(engine))
+
+    async def stored() -> list[str]:
+        return [name async for name in storage.blobs.names("default/")]
+
+    await polling.until(stored)
+    good = set(await stored())
+    readings = weights.readings
+    await polling.until(lambda: weights.readings > readings)
+    weights.faults = ["unet", "unet"]
+    with pytest.raises(errors.NodeError, match="this node draws wrong images: unet"):
+        await running
+    for record in await recorded(storage):
+        assert record["worker"] == "test-worker"
+        assert record["since"] <= record["until"]
+        assert not good & set(record["images"])
+    depth = await storage.queue.depth()
+    assert depth.messages >= 60 - len(await stored())
+    assert depth.leased == 0
+
+
+async def test_weights_that_differ_once_were_read_wrongly_and_twice_are_a_fault(
+    storage: Storage, run_pipeline: RunPipeline
+) -> None:
+    await send(storage, 1)
+    engine = StandInEngine()
+    weights = engine.self_check = Weights()
+    weights.faults = ["unet", None]
+    pipeline = await run_pipeline(engine)
+    assert pipeline.metrics.images_stored == 1
+    weights.faults = ["unet", "unet"]
+    with pytest.raises(errors.NodeError, match="unet"):
+        await run_pipeline(engine)
+    assert not await recorded(storage)
+
+
+# Suspects
+
+
+async def test_a_record_that_cannot_be_stored_is_in_the_log_with_what_to_do(
+    storage: Storage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object) -> bool:
+        raise errors.TransientError("no answer")
+
+    monkeypatch.setattr(storage.blobs, "create", refuse)
+    made = Suspects("w", storage, WorkerMetrics(), concurrency.NEVER)
+    made.storing("default/a.png", made.good_at)
+    await made.record("wrong")
+    (line,) = caplog.records
+    assert "imagefleet redo --worker w --since" in line.getMessage()
+
+
+async def test_a_record_has_what_was_generated_since_and_stays_bounded(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suspects, "MAX_IMAGES", 3)
+    made = Suspects("odd/näme", storage, WorkerMetrics(), concurrency.NEVER)
+    start = made.good_at
+    await made.record("nothing was stored")
+    assert not await recorded(storage)
+    made.storing("old.png", start + 1)
+    made.good(start + 2)
+    made.storing("new.png", start + 3)
+    made.storing("not ours.png", start + 3)
+    made.storing("-checks/spring/1.png", start + 3)
+    made.not_stored("not ours.png")
+    await made.record("wrong")
+    (record,) = await recorded(storage)
+    assert record["images"] == ["new.png"]
+    assert set(record) == {"worker", "machine", "since", "until", "reason", "images"}
+    (name,) = [name async for name in storage.blobs.names("-suspect/")]
+    assert name.startswith("-suspect/odd_n_me/")
+    for number in range(5):
+        made.storing(f"{number}.png", start + 4)
+    assert len(made._stored) == 3
+
+
+# The list of quarantined nodes
+
+
+async def put_list(storage: Storage, content: bytes) -> None:
+    part = await storage.files.read_part(quarantine.BLOB, 0, 1)
+    version = None if part is None else part.version
+    await storage.files.replace(quarantine.BLOB, content, "application/json", version)
+
+
+def listing(*names: str) -> bytes:
+    nodes = [
+        {"name": name, "reason": "wrong images", "at": "2026-01-01"} for name in names
+    ]
+    return json.dumps({"nodes": nodes}).encode()
+
+
+@pytest.mark.parametrize("name", ["test-worker", "machine-7"])
+async def test_a_quarantined_node_leases_nothing(
+    storage: Storage,
+    run_pipeline: RunPipeline,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    monkeypatch.setenv("SALAD_MACHINE_ID", "machine-7")
+    await put_list(storage, listing("somebody else", name))
+    await storage.queue.send(['{"prompt": "a cat"}'])
+    with pytest.raises(
+        errors.NodeError, match=rf"quarantined: {name} is in .*wrong images"
+    ):
+        await run_pipeline(load=lambda: pytest.fail("the model was loaded"))
+    assert (await storage.queue.depth()).leased == 0
+
+
+async def test_a_node_that_is_quarantined_while_it_works_hands_its_jobs_back(
+    storage: Storage, run_pipeline: RunPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quarantine, "PERIOD_SECONDS", 0.05)
+    stored, is_read = threading.Event(), threading.Event()
+    reason = quarantine.Quarantine.reason
+
+    async def noting(self: quarantine.Quarantine) -> str | None:
+        found = await reason(self)
+        if found is not None:
+            is_read.set()
+        return found
+
+    def draw(request: contract.ImageRequest) -> contract.Pixels:
+        if stored.is_set():
+            is_read.wait()
+        return draw_noise(request)
+
+    monkeypatch.setattr(quarantine.Quarantine, "reason", noting)
+    await send(storage, 50)
+    running = asyncio.create_task(
+        run_pipeline(StandInEngine(capacity=1, tick_seconds=0.01, draw=draw))
+    )
+
+    async def images() -> list[str]:
+        return [name async for name in storage.blobs.names("default/")]
+
+    await polling.until(images)
+    stored.set()
+    await put_list(storage, listing("test-worker"))
+    with pytest.raises(errors.NodeError, match="this node is quarantined"):
+        await running
+    depth = await storage.queue.depth()
+    assert depth.messages >= 10
+    assert depth.leased == 0
+
+
+@pytest.mark.parametrize(
+    "content", [b"no JSON", b"{}", b'{"nodes": [7]}', b" " * 5_000_000]
+)
+async def test_a_list_that_cannot_be_read_stops_no_node_and_is_logged_once_a_minute(
+    storage: Storage, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    await put_list(storage, content)
+    looked = quarantine.Quarantine(storage.files, frozenset({"test-worker"}))
+    assert await looked.reason() is None
+    assert await looked.reason() is None
+    (line,) = caplog.records
+    assert (
+        "quarantine.json in the container 'files' cannot be read" in line.getMessage()
+    )
+    await put_list(storage, listing("test-worker"))
+    assert await looked.reason() is not None

@@ -1,0 +1,97 @@
+"""Suspect images: what a node stored between its last good check and the fault that ended it."""
+
+import hashlib
+import json
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from imagefleet import concurrency, errors
+from imagefleet.job.names import ASIDE, SUSPECT, worker_file_name
+from imagefleet.storage.open import Storage
+from imagefleet.telemetry import logs
+from worker.metrics import WorkerMetrics
+from worker.settings import machine_name
+
+log = logs.EventLog(__name__)
+
+#: The most images of a worker: the fastest GPU's of some hours between two checks of its weights.
+MAX_IMAGES = 50_000
+
+
+@dataclass(slots=True)
+class Suspects:
+    """Names of stored images since the last good check, by when they were generated."""
+
+    worker: str
+    storage: Storage
+    metrics: WorkerMetrics
+    retry_policy: concurrency.RetryPolicy
+    good_at: float = field(default_factory=time.monotonic)
+    """When the last check that passed began (monotonic seconds); before the first, the start."""
+    # A dict of as many is copied as a whole now and then, which leaves megabytes of holes.
+    _stored: deque[tuple[str, float]] = field(
+        default_factory=lambda: deque(maxlen=MAX_IMAGES), init=False
+    )
+
+    def storing(self, name: str, generated_at: float) -> None:
+        """An image is about to be stored: whether it was is not always known later."""
+        if name.startswith(ASIDE):
+            return  # no job's image
+        self._stored.append((name, generated_at))
+
+    def not_stored(self, name: str) -> None:
+        """Another worker's image has the name."""
+        for back, (stored, _) in enumerate(reversed(self._stored), 1):
+            if stored == name:
+                del self._stored[-back]
+                break
+
+    def good(self, began_at: float) -> None:
+        """A check that began then (monotonic seconds) has passed: forgets older images."""
+        self.good_at = began_at
+        newer = [image for image in self._stored if image[1] >= began_at]
+        self._stored = deque(newer, MAX_IMAGES)
+
+    async def record(self, reason: str) -> None:
+        """Stores a record of what was generated since the last good check, if anything."""
+        names = sorted({name for name, at in self._stored if at >= self.good_at})
+        if not names:
+            return
+        self.metrics.suspect_images.inc(len(names))
+        blobs, prover = self.storage.blobs, self.storage.prover
+        now = blobs.clock.now()
+        good_at = now - timedelta(seconds=time.monotonic() - self.good_at)
+        since = f"{good_at:%Y-%m-%dT%H:%M:%SZ}"
+        content = {
+            "worker": self.worker,
+            "machine": machine_name(),
+            "since": since,
+            "until": f"{now:%Y-%m-%dT%H:%M:%SZ}",
+            "reason": reason,
+            "images": names,
+        }
+        blob = f"{SUSPECT}{worker_file_name(self.worker)}/{now:%Y%m%dT%H%M%SZ}.json"
+        data = json.dumps(content).encode()
+        metadata = {
+            "worker": worker_file_name(self.worker),
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+        if prover is not None:
+            metadata = prover.proven(blob, metadata)
+        what = f"{len(names)} images since {since} are suspect"
+        try:
+            await self.retry_policy.call(
+                lambda: blobs.create(blob, data, "application/json", metadata)
+            )
+        except errors.FleetError as error:
+            log.error(  # noqa: TRY400 - it says it all
+                f"{what}, and their record is not stored ({error}):"
+                f" `imagefleet redo --worker {self.worker} --since {since}` draws them"
+                " again",
+                action="suspects_not_recorded",
+                images=names[:1000],
+            )
+            return
+        log.warning(f"{what}: {blob}", action="suspects_recorded", blob=blob)
