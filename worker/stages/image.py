@@ -378,7 +378,9 @@ class GenerateStage:
                     await entry.first_ended()
                 continue
             passes = image.job.passes(*image.size, enlarges=self._family.enlarges)
-            self.encode.upload.checks.watchdog.image_generated(self.engine.family, passes)
+            self.encode.upload.checks.watchdog.image_generated(
+                self.engine.family, passes
+            )
             waited = self.settler.metrics.stage_seconds["wait_gpu"]
             waited.observe(max(0.0, delivery.admitted_at - image.ready_at))
             generated = self.settler.metrics.stage_seconds["generate"]
