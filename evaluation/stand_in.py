@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from imagefleet import errors
-from imagefleet.job import samplers
+from imagefleet.job import sizes
 from imagefleet.job.prompt import Prompt
 from worker.engine import contract
 
@@ -99,6 +99,6 @@ def draw_noise(request: contract.ImageRequest) -> contract.Pixels:
     last = request.upscale or request.hires or request
     width, height = last.width, last.height
     if request.upscale is None:
-        width, height = samplers.whole_cells(width, height)
+        width, height = sizes.whole_cells(width, height)
     random = np.random.default_rng(request.seed)
     return random.integers(0, 256, (height, width, 3), np.uint8)

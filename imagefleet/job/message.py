@@ -28,8 +28,7 @@ from imagefleet.job.passes import fields as passes
 from imagefleet.job.passes import img2img
 from imagefleet.job.passes.fields import PassFields
 from imagefleet.job.prompt import SAFE_NAME
-from imagefleet.job.samplers import MAX_IMAGES_PER_JOB, MAX_SIDE
-from imagefleet.job.sizes import Metadata
+from imagefleet.job.sizes import MAX_IMAGES_PER_JOB, MAX_SIDE, Metadata
 from imagefleet.signing import SIGNATURE_FIELD, JobSigner, TrustedJobs
 
 #: A message's record of its earlier deliveries (`imagefleet.storage.deliveries`), not of the job.

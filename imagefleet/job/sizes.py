@@ -1,4 +1,4 @@
-"""How large a job's message, its metadata and a blob's name may be: the limits of Azure Storage."""
+"""Limits of a job: its images' sides and number, its message, metadata and blobs' names."""
 
 import base64
 import contextlib
@@ -12,6 +12,16 @@ import pydantic_core
 from pydantic import AfterValidator, JsonValue
 
 from imagefleet import errors
+
+#: The shortest and the longest side of an image, in pixels.
+MIN_SIDE = 64
+MAX_SIDE = 2048
+
+#: What a slow node draws in an hour or so: until then a job's images hold a place in a worker.
+MAX_IMAGES_PER_JOB = 1000
+
+#: Pixels on a side of one of the latents' cells, AUTOMATIC1111's `opt_f`: images have whole ones.
+CELL = 8
 
 #: Azure's limit for the encoded text (XML-escaped UTF-8).
 MAX_MESSAGE_BYTES = 65_536
@@ -42,6 +52,11 @@ BYTE_ORDER_MARK = "\ufeff"
 
 #: The two digits of base64 that are others in addresses.
 _URL_SAFE = str.maketrans("-_", "+/")
+
+
+def whole_cells(width: int, height: int) -> tuple[int, int]:
+    """The size of the image that is drawn for a job of this size, as AUTOMATIC1111 rounds it."""
+    return width // CELL * CELL, height // CELL * CELL
 
 
 def from_base64(text: str) -> str:

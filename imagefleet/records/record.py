@@ -29,8 +29,12 @@ from imagefleet.job.message import (
     image_stem,
     job_key,
 )
-from imagefleet.job.samplers import MAX_IMAGES_PER_JOB
-from imagefleet.job.sizes import MAX_BLOB_NAME, MAX_MESSAGE_BYTES, read_metadata_header
+from imagefleet.job.sizes import (
+    MAX_BLOB_NAME,
+    MAX_IMAGES_PER_JOB,
+    MAX_MESSAGE_BYTES,
+    read_metadata_header,
+)
 
 #: No job waits longer in a worker, and no worker starts for longer.
 _LONGEST_SECONDS = 7 * 24 * 3600

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from imagefleet.job import sizes
 from imagefleet.job.message import DELIVERIES_FIELD, fields_if_any, message_text
-from imagefleet.job.samplers import MAX_IMAGES_PER_JOB
+from imagefleet.job.sizes import MAX_IMAGES_PER_JOB
 from imagefleet.storage import protocol
 
 #: The number of lost deliveries after which a job is generated alone, so that the next loss tells

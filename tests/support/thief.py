@@ -20,7 +20,7 @@ from azure.storage.queue.aio import QueueClient
 
 from fleet.keys import mint
 from imagefleet.job.message import MAX_IMAGE_BYTES, image_stem, job_key, read_job
-from imagefleet.job.samplers import MAX_IMAGES_PER_JOB
+from imagefleet.job.sizes import MAX_IMAGES_PER_JOB
 from imagefleet.records.log import Totals, shard_part
 from imagefleet.records.record import Record
 from imagefleet.storage.azure.account import read_address

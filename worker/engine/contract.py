@@ -17,14 +17,10 @@ import numpy.typing as npt
 
 from imagefleet import errors
 from imagefleet.files.safetensors import Identity
+from imagefleet.job.noise import DEFAULT_NOISE, Noise
+from imagefleet.job.passes.first import VaeDecoder
 from imagefleet.job.prompt import Prompt
-from imagefleet.job.samplers import (
-    DEFAULT_NOISE,
-    DEFAULT_OPTIONS,
-    Noise,
-    Options,
-    VaeDecoder,
-)
+from imagefleet.job.samplers import DEFAULT_OPTIONS, Options
 
 if TYPE_CHECKING:
     from worker.engine.slots.memory import SlotWeights, WeightMode

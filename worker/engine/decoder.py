@@ -13,7 +13,7 @@ from diffusers import AutoencoderKL, AutoencoderTiny
 from torch import Tensor, nn
 
 from imagefleet import errors
-from imagefleet.job.samplers import VaeDecoder
+from imagefleet.job.passes.first import VaeDecoder
 from imagefleet.telemetry import logs
 from worker.engine import contract
 from worker.engine import errors as engine_errors

@@ -33,7 +33,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from imagefleet.job.samplers import PHILOX, Noise
+from imagefleet.job.noise import PHILOX, Noise
 from worker.engine.samplers.brownian import BrownianTree
 from worker.engine.samplers.philox import Philox, Shape
 

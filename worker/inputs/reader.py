@@ -15,7 +15,7 @@ import numpy as np
 
 from imagefleet import concurrency, errors
 from imagefleet.files import kinds
-from imagefleet.job import samplers
+from imagefleet.job import sizes
 from imagefleet.job.message import DEFAULT_CAMPAIGN, MAX_IMAGE_BYTES, Job
 from imagefleet.job.passes import extras, hires
 from imagefleet.job.passes import img2img as given
@@ -206,7 +206,7 @@ class InputReader:
         async with self._room:
             read = await asyncio.to_thread(pictures.read, f"{what}: the image", image)
             pixels = await asyncio.to_thread(
-                pictures.control, read, unit.resize_mode, samplers.whole_cells(*size)
+                pictures.control, read, unit.resize_mode, sizes.whole_cells(*size)
             )
         start, end = unit.guidance_start, unit.guidance_end
         return contract.Control(unit.model, path, pixels, unit.weight, start, end)

@@ -26,7 +26,8 @@ from imagefleet.files.picture import OWN_FIELDS, OWN_WORD, PNG_KEYWORD
 from imagefleet.job import samplers, sizes
 from imagefleet.job.message import Job, Output
 from imagefleet.job.passes import hires, img2img
-from imagefleet.job.samplers import Sampler, VaeDecoder
+from imagefleet.job.passes.first import VaeDecoder
+from imagefleet.job.samplers import Sampler
 from worker.engine.contract import Pixels
 from worker.settings import version
 

@@ -17,7 +17,7 @@ from typing import NoReturn
 from imagefleet import concurrency, errors
 from imagefleet.job.message import Output, text_for_image
 from imagefleet.job.names import duplicate_name
-from imagefleet.job.samplers import VaeDecoder
+from imagefleet.job.passes.first import VaeDecoder
 from imagefleet.job.sizes import metadata_header
 from imagefleet.pricing import families
 from imagefleet.records.record import MAX_NAME_CHARACTERS, Embedding, Record, of_job

@@ -19,7 +19,7 @@ from cachetools import FIFOCache
 
 from imagefleet import cancelled, concurrency, errors
 from imagefleet.files import safetensors
-from imagefleet.job import differences, samplers
+from imagefleet.job import differences, sizes
 from imagefleet.job.message import Job, job_key, read_job
 from imagefleet.pricing import families
 from imagefleet.storage import protocol
@@ -102,7 +102,7 @@ class BegunJob:
         elif entry.overlay is not None and entry.overlay.box is not None:
             final = entry.overlay.image.size
         else:
-            final = samplers.whole_cells(*size)
+            final = sizes.whole_cells(*size)
         return InFlightImage(
             entry, self.job, index, size, final, request.embeddings
         ), prepared

@@ -9,7 +9,7 @@ from imagefleet import errors
 from imagefleet.job.passes import hires, img2img
 from imagefleet.job.passes.hires import Size
 from imagefleet.job.passes.img2img import Img2Img
-from imagefleet.job.samplers import MAX_SIDE, MIN_SIDE
+from imagefleet.job.sizes import MAX_SIDE, MIN_SIDE
 
 #: The most pixels of the result and of what it is cut out of, and the longest side to ask for.
 MAX_PIXELS = MAX_SIDE**2

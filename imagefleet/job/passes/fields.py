@@ -13,6 +13,7 @@ from imagefleet.job.passes.controlnet import Scripts, Unit
 from imagefleet.job.passes.extras import Extras
 from imagefleet.job.passes.hires import Hires
 from imagefleet.job.prompt import LoraTag, Prompt
+from imagefleet.job.sizes import whole_cells
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +79,26 @@ class PassFields(Hires, Extras):
                 raise ValueError("enable_hr: is for txt2img; remove it, or init_images")
             hires.check(self, self.denoising_strength)
             hires.read_prompts(self)
-        refined = hires.sampler(self) if self.enable_hr else self.sampler
-        if self.refiner_checkpoint and refined == "dpm_adaptive":
-            raise ValueError("refiner_checkpoint: is not supported with DPM adaptive")
-        if self.use_downcasted_alpha_bar and any(
-            (by := samplers.SAMPLERS[key]).schedule is None or by.method == "lcm"
-            for key in (self.sampler, refined)
-        ):  # which AUTOMATIC1111 rounds at other places
-            raise ValueError(
-                "use_downcasted_alpha_bar: is not for DDIM, PLMS, UniPC, TCD and LCM"
-            )
         if not extras.FIELDS.isdisjoint(self.model_fields_set):
             given = {"enable_hr": self.enable_hr, "alwayson_scripts": self.controls}
             extras.check(self, {name for name, value in given.items() if value})
+        return self
+
+    @model_validator(mode="after")
+    def _samplers_are_possible(self) -> Self:
+        if not (self.refiner_checkpoint or self.use_downcasted_alpha_bar):
+            return self
+        refined = hires.sampler(self) if self.enable_hr else self.sampler
+        used = [samplers.NAMES[key] for key in (self.sampler, refined)]
+        if self.refiner_checkpoint and used[1].is_adaptive:
+            raise ValueError("refiner_checkpoint: is not supported with DPM adaptive")
+        for sampler in used:
+            # AUTOMATIC1111 rounds those of timesteps at other places.
+            is_of_timesteps = sampler.schedule is None or sampler.distilled_stride > 1
+            if self.use_downcasted_alpha_bar and is_of_timesteps:
+                raise ValueError(
+                    f"use_downcasted_alpha_bar: is not for {sampler.title}"
+                )
         return self
 
     @property
@@ -168,7 +176,7 @@ class PassFields(Hires, Extras):
         if self.width is None or self.height is None:
             return self.width, self.height
         if not self.enable_hr:
-            return samplers.whole_cells(self.width, self.height)
+            return whole_cells(self.width, self.height)
         return hires.sizes_after(self, (self.width, self.height))[1]
 
     def passes(self, width: int, height: int, *, enlarges: bool = False) -> list[Pass]:

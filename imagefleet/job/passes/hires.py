@@ -7,15 +7,9 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from imagefleet import errors, validation
 from imagefleet.job import clip, samplers
 from imagefleet.job import prompt as prompts
+from imagefleet.job.passes.first import FirstPass, PromptText, check_guidance
 from imagefleet.job.prompt import SAFE_NAME, Prompt
-from imagefleet.job.samplers import (
-    CELL,
-    MAX_SIDE,
-    MIN_SIDE,
-    FirstPass,
-    PromptText,
-    whole_cells,
-)
+from imagefleet.job.sizes import CELL, MAX_SIDE, MIN_SIDE, whole_cells
 
 LATENT = (
     "Latent",
@@ -151,8 +145,8 @@ def check(job: Hires, strength: float) -> None:
         key = sampler(job)
     except ValueError as error:
         raise ValueError(f"hr_sampler_name or hr_scheduler: {error}") from None
-    if steps(job) < samplers.least_steps(key):
-        raise ValueError(f"hr_second_pass_steps: {samplers.too_few_steps(key)}")
+    with validation.as_error(ValueError, "hr_second_pass_steps: "):
+        samplers.check_steps(key, steps(job))
 
 
 def read_prompts(job: Hires) -> tuple[Prompt | None, Prompt | None]:
@@ -166,7 +160,7 @@ def read_prompts(job: Hires) -> tuple[Prompt | None, Prompt | None]:
                 prompts.read_prompt, job.hr_prompt or job.prompt, *counted
             )
             clip.check_length(positive)
-        samplers.check_guidance(job.cfg_scale, positive, "hr_prompt")
+        check_guidance(job.cfg_scale, positive, "hr_prompt")
     if job.hr_negative_prompt or "[" in job.negative_prompt:
         text = job.hr_negative_prompt or job.negative_prompt
         with validation.as_error(ValueError, "hr_negative_prompt: "):

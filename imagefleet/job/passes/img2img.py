@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from imagefleet.job.samplers import FirstPass
+from imagefleet.job.passes.first import FirstPass
 from imagefleet.job.sizes import MAX_BLOB_NAME, MAX_MESSAGE_BYTES
 
 #: Images of the fleet itself are named by this and their blob; all others are below `INPUTS`.

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from imagefleet import errors
 from imagefleet.job import prompt, samplers, settings_table, sizes
 from imagefleet.job.message import Job, read_job
-from imagefleet.job.samplers import MAX_IMAGES_PER_JOB, Noise
+from imagefleet.job.noise import Noise
+from imagefleet.job.sizes import MAX_IMAGES_PER_JOB
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),

@@ -112,21 +112,24 @@ def test_the_scheduler_field_means_what_it_does_in_a1111_1_9(
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "title"),
     [
-        *(
-            {"sampler_name": name}
-            for name in ("DDIM", "PLMS", "UniPC", "TCD", "LCM", "DDIM CFG++")
-        ),
-        {"enable_hr": True, "hr_sampler_name": "DDIM"},
+        ({"sampler_name": "PLMS"}, "PLMS"),
+        ({"sampler_name": "LCM Karras"}, "LCM"),
+        ({"sampler_name": "smart50"}, "smart50"),
+        ({"enable_hr": True, "hr_sampler_name": "DDIM"}, "DDIM"),
     ],
 )
 def test_a_downcast_schedule_is_refused_for_samplers_that_round_elsewhere(
-    fields: dict[str, Any],
+    fields: dict[str, Any], title: str
 ) -> None:
     settings = {"override_settings": {"use_downcasted_alpha_bar": True}}
-    with pytest.raises(
-        errors.JobError, match="use_downcasted_alpha_bar: is not for DDIM"
-    ):
+    with pytest.raises(errors.JobError, match=f"bar: is not for {title}$"):
         read(**fields, **settings)
     assert read(sampler_name="DPM++ 2M Karras", **settings).sampler_options.is_downcast
+
+
+@pytest.mark.parametrize("name", ["DPM adaptive", "DPM adaptive Karras"])
+def test_a_refiner_is_refused_where_the_image_decides_the_steps(name: str) -> None:
+    with pytest.raises(errors.JobError, match="not supported with DPM adaptive"):
+        read(sampler_name=name, refiner_checkpoint="xl", refiner_switch_at=0.8)

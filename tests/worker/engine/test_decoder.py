@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 
-from imagefleet.job.samplers import VaeDecoder
+from imagefleet.job.passes.first import VaeDecoder
 from worker.engine import decoder
 from worker.engine.passes.images import ImageCoder
 

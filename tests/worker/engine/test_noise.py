@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from imagefleet.job import samplers
-from imagefleet.job.samplers import Noise
+from imagefleet.job.noise import Noise
 from worker.engine import contract
 from worker.engine.sampler import NoiseStream
 from worker.engine.samplers.philox import Philox, philox, philox_words

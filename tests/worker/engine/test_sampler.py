@@ -323,14 +323,14 @@ def assert_finite(name: str, steps: int) -> None:
 
 @pytest.mark.parametrize("name", samplers.SAMPLERS)
 def test_every_sampler_with_every_schedule_has_finite_rows(name: str) -> None:
-    for steps in (samplers.least_steps(name), 3, 20, 37):
+    for steps in (samplers.SAMPLERS[name].least_steps, 3, 20, 37):
         assert_finite(name, steps)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", samplers.SAMPLERS)
 def test_every_sampler_has_finite_rows_for_any_number_of_steps(name: str) -> None:
-    for steps in range(samplers.least_steps(name), 151):
+    for steps in range(samplers.SAMPLERS[name].least_steps, 151):
         assert_finite(name, steps)
 
 

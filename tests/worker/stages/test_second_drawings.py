@@ -14,8 +14,7 @@ from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.files import picture
 from imagefleet.job.message import read_job
-from imagefleet.job.samplers import MAX_IMAGES_PER_JOB
-from imagefleet.job.sizes import MAX_MESSAGE_BYTES
+from imagefleet.job.sizes import MAX_IMAGES_PER_JOB, MAX_MESSAGE_BYTES
 from imagefleet.storage.open import Storage
 from worker.engine import contract
 

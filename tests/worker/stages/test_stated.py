@@ -7,7 +7,8 @@ from typing import Any
 from PIL import Image
 
 from evaluation.stand_in import StandInEngine, draw_noise
-from imagefleet.job.samplers import Noise, Options
+from imagefleet.job.noise import Noise
+from imagefleet.job.samplers import Options
 from imagefleet.storage.open import Storage
 from worker.engine import contract
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from imagefleet import errors
 from imagefleet.files.safetensors import Identity
+from imagefleet.job.noise import Noise
 from imagefleet.job.passes.controlnet import MOST_CONTROLS
 from imagefleet.job.prompt import Prompt
-from imagefleet.job.samplers import MAX_SIDE, MIN_SIDE, Noise
+from imagefleet.job.sizes import MAX_SIDE, MIN_SIDE
 from worker.engine import contract
 from worker.engine.families.reading import ImageNoise
 from worker.engine.sampler import NoiseStream

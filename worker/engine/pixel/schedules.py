@@ -95,11 +95,10 @@ def make_schedule(
         return _ddpm(own.timesteps.tolist(), noise)
     if name == EDM:
         return _edm(steps, noise)
-    if name in samplers.SAMPLERS and samplers.SAMPLERS[
-        name
-    ].title not in samplers.titles(True):
+    known = samplers.SAMPLERS.get(name)
+    if known is not None and not known.draws_pixels:
         raise errors.JobError(
-            f"{samplers.SAMPLERS[name].title} does not work on pixels; use"
+            f"{known.title} does not work on pixels; use"
             f" {', '.join(samplers.titles(True))}"
         )
     return schedule.make_schedule(
@@ -155,7 +154,7 @@ def _edm(steps: int, noise: DDPMScheduler) -> Schedule:
     ends = min(_SIGMAS[0], largest), max(_SIGMAS[1], smallest)
     sigmas = [*karras(*ends, steps).tolist(), 0.0]
     moves = list(by_sigma.SAMPLERS["heun"](sigmas, samplers.DEFAULT_OPTIONS))
-    made = schedule.of_moves("heun", moves, known, predicted)
+    made = schedule.of_moves(samplers.SAMPLERS["heun"], moves, known, predicted)
     return replace(made, initial_scale=sigmas[0])
 
 

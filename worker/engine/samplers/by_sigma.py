@@ -229,8 +229,14 @@ def _lms(sigmas: Sigmas, _: Options) -> _Moves:
         yield Move(sigma, latents, finished=at - 1)
 
 
-def dpm_fast(largest: float, smallest: float, calls: int, options: Options) -> _Moves:
-    """DPM-Solver-Fast (Lu et al. 2022): steps of three calls, of equal lengths in log sigma."""
+def _dpm_fast(sigmas: Sigmas, options: Options) -> _Moves:
+    """DPM-Solver-Fast (Lu et al. 2022): steps of three calls, of equal lengths in log sigma.
+
+    Of the sigmas only the number and the ends count.
+    """
+    if not sigmas:
+        return
+    largest, smallest, calls = sigmas[0], sigmas[-1], len(sigmas) - 1
     count = calls // 3 + 1
     orders = (
         [3] * (count - 1) + [calls % 3] if calls % 3 else [3] * (count - 2) + [2, 1]
@@ -317,12 +323,6 @@ def _restart_steps(sigmas: list[float]) -> list[tuple[float, float]]:
     return [*whole[:low], *list(pairwise(part.tolist())) * times, *whole[low:]]
 
 
-#: Samplers that have AUTOMATIC1111's churn.
-WITH_CHURN = frozenset({"euler", "heun", "dpm_2"})
-
-#: Samplers that make one step more, and leave the last but one of the sigmas out.
-WITHOUT_NEXT_TO_LAST = frozenset({"dpm_2", "dpm_2_ancestral", "dpmpp_3m_sde"})
-
 #: The moves of a sampler, by its key, from its sigmas.
 SAMPLERS: Mapping[str, Callable[[Sigmas, Options], _Moves]] = {
     "euler_ancestral": _euler_ancestral,
@@ -339,6 +339,7 @@ SAMPLERS: Mapping[str, Callable[[Sigmas, Options], _Moves]] = {
     "heun": partial(_of_two_calls, step=_heun_step),
     "dpm_2": partial(_of_two_calls, step=_midpoint_step),
     "dpm_2_ancestral": _dpm_2_ancestral,
+    "dpm_fast": _dpm_fast,
     "restart": _restart,
     "lcm": _lcm,
 }

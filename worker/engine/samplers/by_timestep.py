@@ -127,15 +127,6 @@ def ddim_timesteps(steps: int, alphas: Alphas) -> list[int]:
     ]
 
 
-_DDIM_LIKE: Mapping[
-    str, Callable[[Sequence[int], Alphas, str, Options], Iterator[Move]]
-] = {
-    "ddim": _ddim,
-    "ddim_cfgpp": partial(_ddim, is_cfgpp=True),
-    "plms": _plms,
-}
-
-
 def _tcd(
     steps: int, t_enc: int | None, alphas: Alphas, prediction: str, options: Options
 ) -> Path:
@@ -259,12 +250,30 @@ def make_path(
     options: Options,
 ) -> Path:
     """The path of a sampler by its key; see `schedule.make_schedule`."""
-    if name == "tcd":
-        return _tcd(steps, t_enc, alphas, prediction, options)
-    if name == "unipc":
-        return _unipc(steps, t_enc, alphas, prediction, options)
+    return _SAMPLERS[name](steps, t_enc, alphas, prediction, options)
+
+
+def _of_ddim_timesteps(
+    steps: int,
+    t_enc: int | None,
+    alphas: Alphas,
+    prediction: str,
+    options: Options,
+    *,
+    moves: Callable[[Sequence[int], Alphas, str, Options], Iterator[Move]],
+) -> Path:
     known, start = ddim_timesteps(steps, alphas), Start(0.0, 1.0)
     if t_enc is not None:
         start = _noised(alphas[known[-1 - t_enc]])
         known = known[len(known) - t_enc :]
-    return start, _DDIM_LIKE[name](known, alphas, prediction, options)
+    return start, moves(known, alphas, prediction, options)
+
+
+#: The path of a sampler, by its key.
+_SAMPLERS: Mapping[str, Callable[[int, int | None, Alphas, str, Options], Path]] = {
+    "ddim": partial(_of_ddim_timesteps, moves=_ddim),
+    "ddim_cfgpp": partial(_of_ddim_timesteps, moves=partial(_ddim, is_cfgpp=True)),
+    "plms": partial(_of_ddim_timesteps, moves=_plms),
+    "unipc": _unipc,
+    "tcd": _tcd,
+}

@@ -23,9 +23,6 @@ from worker.engine.sampler import LATENTS, BrownianNoise, Move, Schedule
 from worker.engine.samplers import by_sigma, by_timestep
 from worker.engine.samplers.adaptive import Try
 
-#: DDIM CFG++ takes AUTOMATIC1111's scales from 0 to 12.5 as shares of 1.
-_CFGPP_SHARE = 1 / 12.5
-
 #: LCM's boundary conditions (Luo et al. 2023): sigma_data, and the scale of timesteps.
 _LCM_DATA, _LCM_SCALE = 0.5, 10.0
 
@@ -81,13 +78,12 @@ def make_schedule(
     calls = [_Call(move.level, 1.0, move.estimate, move) for move in moves]
     made = _tabulate(calls, options, masks_input=True)
     extra = 0.0 if t_enc is None else options.extra_noise
-    share = _CFGPP_SHARE if sampler.method == "ddim_cfgpp" else 1.0
     return replace(
         made,
         timesteps=tuple(int(call.timestep) for call in calls or [_NO_STEP]),
         initial_scale=start.noise_scale + extra,
         image_scale=start.image_scale,
-        guidance_share=share,
+        guidance_share=sampler.guidance_share,
     )
 
 
@@ -99,35 +95,32 @@ def _of_sigmas(
     options: Options,
     t_enc: int | None,
 ) -> Schedule:
-    method, schedule = sampler.method, sampler.schedule or "uniform"
-    if (
-        method == "lcm" and schedule != "turbo"
-    ):  # whose timesteps are those of DMD2, not LCM's
-        part = slice(_LCM_STRIDE - 1, None, _LCM_STRIDE)
-        known = Levels(
-            known.sigmas[part], known.timesteps[part], known.is_xl, is_quantized=True
-        )
-    leaves_out = steps > 0 and method in by_sigma.WITHOUT_NEXT_TO_LAST
+    schedule = sampler.schedule or "uniform"
+    if schedule != "turbo":  # whose timesteps are DMD2's
+        known = known.of_every(sampler.distilled_stride)
+    leaves_out = steps > 0 and sampler.skips_next_to_last
     whole = make_sigmas(schedule, known, steps + leaves_out)
     if leaves_out:
         del whole[-2]
     sigmas = whole if t_enc is None else whole[steps - t_enc - 1 :]
     count = steps if t_enc is None else len(sigmas) - 1
-    # Two take steps of their own between the ends, which are the schedule's with an image alone.
-    ends = known.ends if t_enc is None else (sigmas[0], sigmas[max(-2, -len(sigmas))])
+    taken: by_sigma.Sigmas = sigmas
+    if sampler.is_between_ends:
+        # With an image alone the ends are the schedule's.
+        is_whole = t_enc is None
+        ends = known.ends if is_whole else (sigmas[0], sigmas[max(-2, -len(sigmas))])
+        taken = np.geomspace(*ends, count + 1).tolist() if count > 0 else []
     moves: list[Move] = []
-    if method not in ("dpm_fast", "dpm_adaptive"):
-        moves = list(by_sigma.SAMPLERS[method](sigmas, options))
-    elif method == "dpm_fast" and count > 0:
-        moves = list(by_sigma.dpm_fast(*ends, count, options))
-    made = of_moves(method, moves, known, prediction_type, options)
-    if method == "dpm_adaptive" and count > 0 and ends[0] > ends[1]:
-        made = _of_tries(Try(*ends, options), (), known, prediction_type)
+    if not sampler.is_adaptive:
+        moves = list(by_sigma.SAMPLERS[sampler.method](taken, options))
+    made = of_moves(sampler, moves, known, prediction_type, options)
+    if sampler.is_adaptive and taken and taken[0] > taken[-1]:
+        first = Try(taken[0], taken[-1], options)
+        made = _of_tries(sampler, first, (), known, prediction_type)
     churn = None
-    if method in by_sigma.WITH_CHURN and options.s_churn > 0:
-        churn = by_sigma.churn_noise(
-            sigmas[0], by_sigma.churned(sigmas, options)[0], options
-        )
+    if "s_churn" in sampler.options and options.s_churn > 0:
+        churned = by_sigma.churned(sigmas, options)
+        churn = by_sigma.churn_noise(sigmas[0], churned[0], options)
     intervals = tuple(
         move.interval for move in moves if move.noise is not None and move.interval
     )
@@ -144,13 +137,14 @@ def _of_sigmas(
 
 
 def _of_tries(
-    attempt: Try, before: Sequence[_Call], known: Levels, prediction_type: str
+    sampler: Sampler,
+    attempt: Try,
+    before: Sequence[_Call],
+    known: Levels,
+    prediction_type: str,
 ) -> Schedule:
     """The calls before a try and its own; the schedule is extended by the next one."""
-    own = [
-        _call_of("dpm_adaptive", move, known, prediction_type)
-        for move in attempt.moves()
-    ]
+    own = [_call_of(sampler, move, known, prediction_type) for move in attempt.moves()]
     calls = [*before, *own]
     made = _tabulate(calls, attempt.options)
 
@@ -160,24 +154,22 @@ def _of_tries(
         draw: Callable[[Tensor], None],
     ) -> Schedule:
         following = attempt.finish(latents, history, draw)
-        return (
-            made
-            if following.is_done
-            else _of_tries(following, calls, known, prediction_type)
-        )
+        if following.is_done:
+            return made
+        return _of_tries(sampler, following, calls, known, prediction_type)
 
     return replace(made, extend=extend)
 
 
 def of_moves(
-    method: str,
+    sampler: Sampler,
     moves: Sequence[Move],
     known: Levels,
     prediction_type: str,
     options: Options = samplers.DEFAULT_OPTIONS,
 ) -> Schedule:
     """The table of a sampler's moves between sigmas; the first latents are left to the caller."""
-    calls = [_call_of(method, move, known, prediction_type) for move in moves]
+    calls = [_call_of(sampler, move, known, prediction_type) for move in moves]
     # In AUTOMATIC1111, LCM's are places among its fifty sigmas as well.
     nearest = [
         int((known.sigmas - move.level).abs().argmin())
@@ -186,19 +178,21 @@ def of_moves(
     return replace(_tabulate(calls, options), timesteps=tuple(nearest))
 
 
-def _call_of(method: str, move: Move, known: Levels, prediction_type: str) -> _Call:
+def _call_of(
+    sampler: Sampler, move: Move, known: Levels, prediction_type: str
+) -> _Call:
     sigma = move.level
     timestep, input_scale = known.timestep(sigma), 1 / math.sqrt(sigma**2 + 1)
     from_latents, from_output = 1.0, -sigma
     if prediction_type == "v_prediction":
         from_latents, from_output = 1 / (sigma**2 + 1), -sigma / math.sqrt(sigma**2 + 1)
-    if method == "lms":
+    if sampler.estimates == "noise":
         estimate, kept = (
             ((1 - from_latents) / sigma, -from_output / sigma),
             (-1 / sigma, 1 / sigma),
         )
         return _Call(timestep, input_scale, estimate, move, kept)
-    if method == "lcm":
+    if sampler.estimates == "consistency":
         size = math.hypot(_LCM_SCALE * timestep, _LCM_DATA)
         image, skipped = _LCM_SCALE * timestep / size, (_LCM_DATA / size) ** 2
         from_latents, from_output = image * from_latents + skipped, image * from_output
@@ -228,9 +222,6 @@ def _tabulate(
         finished=tuple(max(0, move.finished) for move in moves),
     )
 
-
-#: LCM was distilled on every 20th timestep: 19, 39, ... 999.
-_LCM_STRIDE = 20
 
 #: Sabour et al. (2024), "Align Your Steps": ten steps for SD1.5 and for SDXL.
 _ALIGN_YOUR_STEPS = {
@@ -290,6 +281,14 @@ class Levels:
         if self.is_quantized:
             return float(self.timesteps[(logs - math.log(sigma)).abs().argmin()])
         return float(np.interp(math.log(sigma), logs.numpy(), self.timesteps.numpy()))
+
+    def of_every(self, stride: int) -> Levels:
+        """The levels at which a model that was distilled on every *stride*th timestep is called."""
+        if stride == 1:
+            return self
+        part = slice(stride - 1, None, stride)
+        sigmas, timesteps = self.sigmas[part], self.timesteps[part]
+        return Levels(sigmas, timesteps, self.is_xl, is_quantized=True)
 
     def at(self, timesteps: Tensor) -> Tensor:
         """The sigmas of timesteps, or of points between them, by k-diffusion's interpolation."""

@@ -219,7 +219,7 @@ def test_what_is_below_the_mask_is_filled_from_around_it(
 def test_img2img_draws_the_noise_that_the_request_asks_for(
     family_engine: Any, request_of: Any, draw: Any, difference: Any
 ) -> None:
-    from imagefleet.job.samplers import Noise
+    from imagefleet.job.noise import Noise
 
     engine = family_engine("sd1")
     requests = [

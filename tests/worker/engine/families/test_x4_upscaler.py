@@ -28,7 +28,7 @@ import tiny_model
 from families import tiny_families
 from imagefleet import errors
 from imagefleet.job import clip
-from imagefleet.job.samplers import Noise
+from imagefleet.job.noise import Noise
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract, load
 from worker.engine.contract import Settings

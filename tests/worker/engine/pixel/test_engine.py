@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from imagefleet import errors
+from imagefleet.job.noise import Noise
 from imagefleet.job.prompt import read_negative_prompt, read_prompt
-from imagefleet.job.samplers import Noise, Options
+from imagefleet.job.samplers import Options
 from worker.engine import contract, load
 from worker.engine.slots.engine import SlotEngine
 

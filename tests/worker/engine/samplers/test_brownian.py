@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import references
-from imagefleet.job.samplers import Noise
+from imagefleet.job.noise import Noise
 from sampling import alphas_cumprod, stand_in
 from worker.engine.sampler import NoiseStream
 from worker.engine.samplers.brownian import BrownianTree

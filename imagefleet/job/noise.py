@@ -1,0 +1,28 @@
+"""The noise of a job's images: its generator, and how it follows from the job's seeds. No torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+NoiseSource = Literal["CPU", "GPU", "NV"]
+"""AUTOMATIC1111's `randn_source`: torch's generator on the CPU, its generator on an NVIDIA GPU, or
+the same computed on the CPU. Here the last two are the same: no noise depends on the machine."""
+
+#: Seeds of the Philox generator, which has keys of 64 bits, do not wrap at 32 bits as torch's do.
+PHILOX: frozenset[NoiseSource] = frozenset({"GPU", "NV"})
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """How an image's noise follows from its seed."""
+
+    source: NoiseSource = "CPU"
+    seed_delta: int = 0
+    """`eta_noise_seed_delta`: added to the seed for all noise but the first."""
+    subseed: int = 0
+    subseed_strength: float = 0.0
+    """How far the first noise is turned towards that of the subseed."""
+    resize_from: tuple[int, int] | None = None
+    """(width, height) in pixels of the image whose first noise is put into the middle of it."""
+
+
+DEFAULT_NOISE = Noise()
