@@ -21,34 +21,26 @@ _SHOWN_CHARACTERS = 200
 #: Workers push what they like: a figure beyond these is none of a fleet.
 _MIN_VALUE, _MAX_VALUE = 1e-15, 1e15
 
-#: The year 3000.
-_LATEST = 32_503_680_000
-
 #: The oldest sample that counts as a counter's value at the start of a window.
 _LOOK_BACK = "5m"
 
-_Point = tuple[float, float]
-
 
 class Series(BaseModel):
-    """One series of a result: its labels, and its *points* as (Unix seconds, value)."""
+    """One series of a result: its labels, and its last value."""
 
     labels: dict[str, str] = Field(validation_alias="metric")
-    value: _Point | None = None
-    values: list[_Point] = []
-
-    @property
-    def points(self) -> tuple[_Point, ...]:
-        """Those of a fleet: NaN and infinities are the quotients of an idle one."""
-        return tuple(
-            (at, value if abs(value) >= _MIN_VALUE else 0.0)
-            for at, value in self.values or ([self.value] if self.value else [])
-            if 0 <= at <= _LATEST and math.isfinite(value) and abs(value) <= _MAX_VALUE
-        )
+    value: tuple[float, float] | None = None
+    """Unix seconds and value; None in an answer that is none to an instant query."""
 
     @property
     def last(self) -> float:
-        return self.points[-1][1]
+        value = self.value[1] if self.value else math.nan
+        return value if abs(value) >= _MIN_VALUE else 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """False for NaN and infinities, which are the quotients of an idle fleet."""
+        return self.value is not None and abs(self.value[1]) <= _MAX_VALUE
 
 
 class _Reply(BaseModel):
@@ -108,26 +100,12 @@ class Prometheus:
         self._url = url.rstrip("/")
 
     async def at(self, query: str, moment: datetime) -> list[Series]:
-        """An instant query: each series with its one point."""
-        return await self._query("query", query, time=moment.timestamp())
-
-    async def over(
-        self, query: str, begin: datetime, end: datetime, step_seconds: float
-    ) -> list[Series]:
-        """A range query: each series with its points, *step_seconds* apart."""
-        times = {
-            "start": begin.timestamp(),
-            "end": end.timestamp(),
-            "step": step_seconds,
-        }
-        return await self._query("query_range", query, **times)
-
-    async def _query(self, endpoint: str, query: str, **times: float) -> list[Series]:
+        """An instant query: each series with its value at that moment."""
         query = query.replace(
             "$fleet", "" if self.fleet is None else f'fleet="{self.fleet}"'
         )
-        url, data = f"{self._url}/api/v1/{endpoint}", {"query": query}
-        data |= {name: str(seconds) for name, seconds in times.items()}
+        url = f"{self._url}/api/v1/query"
+        data = {"query": query, "time": str(moment.timestamp())}
         shown = redaction.address(self._url)
         try:
             async with self._session.post(url, data=data) as response:
@@ -153,7 +131,7 @@ class Prometheus:
                 f"{shown} does not answer as a Prometheus does: {answer}"
             ) from None
         if reply.status == "success":
-            return [series for series in reply.result if series.points]
+            return [series for series in reply.result if series.is_known]
         complaint = redaction.printable(reply.error[:_SHOWN_CHARACTERS])
         raise errors.SetupError(f"Prometheus rejects {query}: {complaint}")
 

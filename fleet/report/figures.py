@@ -12,7 +12,7 @@ from fleet.monitor.prometheus import Prometheus
 from fleet.report.records import Model, Records, Worker
 from imagefleet.pricing import prices
 
-#: The most points of the throughput plot: enough to see a dip.
+#: The most bars of the throughput plot: enough to see a dip.
 _MAX_BINS = 96
 
 #: Distinct errors shown: failures have few causes.
@@ -183,12 +183,6 @@ def _notes(
 #: The last pushes follow the last image.
 TAIL_SECONDS = 120
 
-#: Points of each plot over time.
-_POINTS = 120
-
-#: The shortest window of a rate: several pushes.
-_MIN_RATE_SECONDS = 60
-
 #: The stages, in the order of the pipeline.
 _STAGES = ("pull", "prepare", "wait_gpu", "generate", "encode", "upload", "acknowledge")
 
@@ -203,8 +197,6 @@ async def read_metrics(prometheus: Prometheus, figures: Figures) -> Figures:
     split = figures["money"]["split"] or {"images_replaced": 0.0}
     ended_at = last_at + timedelta(seconds=TAIL_SECONDS)
     window = (ended_at - began_at).total_seconds()
-    step = max(1.0, (last_at - began_at).total_seconds() / _POINTS)
-    rate_seconds = max(_MIN_RATE_SECONDS, 2 * step)
 
     async def gained(metric: str, label: str = "") -> dict[str, float]:
         by = f" by ({label})" if label else ""
@@ -217,10 +209,6 @@ async def read_metrics(prometheus: Prometheus, figures: Figures) -> Figures:
     dollars = await gained("imagefleet_cost_dollars_total", "kind")
     spent = await gained("imagefleet_stage_seconds_sum", "stage")
     times = await gained("imagefleet_stage_seconds_count", "stage")
-    over_time = {}
-    for name, query in _queries_over_time(f"{rate_seconds:.0f}s").items():
-        series = await prometheus.over(query, began_at, last_at, step)
-        over_time[name] = series[0].points if series else ()
     wasted = await gained("imagefleet_wasted_dollars_total", "reason")
     idle = await gained("imagefleet_gpu_idle_seconds_total", "reason")
     return {
@@ -241,8 +229,6 @@ async def read_metrics(prometheus: Prometheus, figures: Figures) -> Figures:
         },
         "images_per_dollar_gpu_only": _quotient(images, dollars.get("gpu")),
         "images_per_dollar": _quotient(images, sum(dollars.values())),
-        "rate_seconds": rate_seconds,
-        "over_time": over_time,
     }
 
 
@@ -271,18 +257,4 @@ def _split_of_metrics(
         **rest,
         **(by_reason or {"idle": idle}),
         "storage_operations": dollars.get("storage", 0.0),
-    }
-
-
-def _queries_over_time(window: str) -> dict[str, str]:
-    images = f"sum(rate(imagefleet_images_total{{$fleet}}[{window}]))"
-    dollars = f"sum(rate(imagefleet_cost_dollars_total{{$fleet}}[{window}]))"
-    gpu_dollars = (
-        f'sum(rate(imagefleet_cost_dollars_total{{kind="gpu",$fleet}}[{window}]))'
-    )
-    return {
-        "workers": "count(imagefleet_worker_info{$fleet})",
-        "images_per_second": images,
-        "images_per_dollar_gpu_only": f"{images} / ({gpu_dollars} > 0)",
-        "images_per_dollar": f"{images} / ({dollars} > 0)",
     }

@@ -4,17 +4,15 @@ import base64
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
 
 import jinja2
-from markupsafe import Markup
 from rich import filesize
 
 from cli.console import counted, significant
 from fleet.gallery.images import shrink
 from fleet.report.figures import Figures
-from fleet.report.plot import Bar, Points, bars, time_plot
 from fleet.report.records import Records
 from imagefleet import errors, sweep
 from imagefleet.files.picture import DamagedImageError
@@ -27,9 +25,6 @@ from worker.progress import duration
 
 #: Rows of the table of workers, the slowest first.
 _MAX_WORKERS = 15
-
-#: The colour of waste.
-_BAD = 3
 
 #: The most characters of a prompt; the rest is shown on demand.
 _SHOWN_CHARACTERS = 110
@@ -90,69 +85,50 @@ def render(
     )
 
 
-def _plots(figures: Figures) -> dict[str, Markup]:
-    # Steps: a bin is a mean, so there is nothing to interpolate.
-    points = [
-        (at, rate["images_per_second"])
-        for rate in figures["throughput"]
-        for at in (rate["at"], rate["at"] + figures["bin_seconds"])
-    ]
-    workers, money = figures["workers"], figures["money"]
+class Bar(NamedTuple):
+    """A named amount of a bar plot; *label* is shown to its right."""
+
+    name: str
+    value: float
+    label: str
+    is_waste: bool = False
+
+
+def _plots(figures: Figures) -> dict[str, list[Bar]]:
     dollars: dict[str, float] = defaultdict(float)
+    money = figures["money"]
     if money["gpu_dollars"] is not None:
-        for worker in workers:
+        for worker in figures["workers"]:
             dollars[gpu_name(worker["gpu"])] += worker["gpu_dollars"]
-    costs = dict(sorted(dollars.items())) | {
-        "storage operations": money["storage_dollars"]
-    }
+    costs = dict(sorted(dollars.items()))
+    costs["storage operations"] = money["storage_dollars"]
     return {
-        "throughput": time_plot({"images/s": points}, "Images/s stored"),
-        "money": bars(_rows(costs, _dollars), "Dollars by kind"),
-        "split": bars(
-            _rows(money["split"] or {}, _dollars), "Dollars by what they paid for"
-        ),
+        "money": _bars(costs, _dollars),
+        "split": _bars(money["split"] or {}, _dollars),
     }
 
 
-def _metrics_plots(metrics: Figures) -> dict[str, Markup]:
+def _metrics_plots(metrics: Figures) -> dict[str, list[Bar]]:
     busy, idle = metrics["gpu_busy_seconds"], metrics["gpu_idle_seconds"]
     total = busy + sum(idle.values())
     paid = sum(metrics["dollars"].values())
-    spent = _rows(
-        metrics["split"], lambda amount: f"{_dollars(amount)}, {_share(amount, paid)}"
-    )
-    gpu_time = _rows({"busy": busy}, lambda seconds: _share(seconds, total))
-    gpu_time += _rows(idle, lambda seconds: _share(seconds, total), "idle: ", _BAD)
-    per_dollar = _lines(
-        metrics, images_per_dollar_gpu_only="GPU only", images_per_dollar="all in"
-    )
+
+    def spent(amount: float) -> str:
+        return f"{_dollars(amount)}, {_share(amount, paid)}"
+
+    gpu_time = [Bar("busy", busy, _share(busy, total))]
+    for reason, seconds in idle.items():
+        name = f"idle: {_words(reason)}"
+        gpu_time.append(Bar(name, seconds, _share(seconds, total), is_waste=True))
     return {
-        "spent": bars(spent, "Dollars by what they paid for"),
-        "gpu_time": bars(gpu_time, "Share of GPU time"),
-        "stages": bars(
-            _rows(metrics["stage_mean_seconds"], _seconds), "Mean seconds by stage"
-        ),
-        "images_per_dollar": time_plot(per_dollar, "Images per dollar over time"),
-        "workers": time_plot(_lines(metrics, workers="workers"), "Workers over time"),
+        "spent": _bars(metrics["split"], spent),
+        "gpu_time": gpu_time,
+        "stages": _bars(metrics["stage_mean_seconds"], _seconds),
     }
 
 
-def _rows(
-    amounts: Mapping[str, float],
-    label: Callable[[float], str],
-    before: str = "",
-    colour: int = 0,
-) -> list[Bar]:
-    """A bar for each amount, named by what precedes all and its own name."""
-    return [
-        Bar(before + _words(name), amount, label(amount), colour)
-        for name, amount in amounts.items()
-    ]
-
-
-def _lines(metrics: Figures, **legends: str) -> dict[str, Points]:
-    found = metrics["over_time"]
-    return {legend: found[name] for name, legend in legends.items() if found.get(name)}
+def _bars(amounts: Mapping[str, float], label: Callable[[float], str]) -> list[Bar]:
+    return [Bar(_words(name), value, label(value)) for name, value in amounts.items()]
 
 
 def gpu_name(recorded: str | None) -> str:
@@ -178,6 +154,8 @@ def _seconds(value: float) -> str:
 _FILTERS: Mapping[str, Callable[..., str]] = {
     "dollars": _dollars,
     "moment": "{:%Y-%m-%d %H:%M:%S}".format,
+    "second": lambda at: f"{datetime.fromtimestamp(at, UTC):%d %b %H:%M:%S}",
+    "significant": significant,
     "number": lambda value, spec=",": format(value, spec),
     "seconds": _seconds,
     "size": filesize.decimal,

@@ -70,17 +70,6 @@ async def test_a_vector_is_read_without_nan_and_infinity(serve: Serve) -> None:
     assert (series.labels, series.last) == ({"gpu": "a"}, 2.5)
 
 
-async def test_a_range_is_read(serve: Serve) -> None:
-    matrix = await serve(
-        response_of(
-            "matrix", [{"metric": {}, "values": [[1, "1"], [2, "NaN"], [3, "3"]]}]
-        )
-    )
-    async with prometheus.connected(matrix) as server:
-        (series,) = await server.over("up", NOON, NOON + timedelta(seconds=2), 1)
-    assert series.points == ((1.0, 1.0), (3.0, 3.0))
-
-
 @pytest.mark.parametrize(
     ("response", "kind", "sentence"),
     [

@@ -90,7 +90,6 @@ def campaign(workers: int, failures: int) -> figures.Figures:
 
 
 def everything() -> figures.Figures:
-    curve = [(NOON.timestamp() + 600 * step, 15_000.0 + step) for step in range(48)]
     return {
         "began_at": NOON,
         "ended_at": NOON,
@@ -105,8 +104,6 @@ def everything() -> figures.Figures:
         "stage_mean_seconds": {"wait_gpu": 2.1, "acknowledge": 0.06},
         "images_per_dollar_gpu_only": 19_000,
         "images_per_dollar": 18_000,
-        "rate_seconds": 600,
-        "over_time": {"workers": curve, "images_per_dollar": curve},
     }
 
 

@@ -290,7 +290,6 @@ async def test_the_page_shows_the_metrics_and_many_workers(
     figures = figures_of(
         await report_records.read_records(local_storage, "spring", samples=0)
     )
-    curve = [(0.0, 1.0), (60.0, 2.0)]
     found = {
         "began_at": NOON,
         "ended_at": NOON,
@@ -305,21 +304,14 @@ async def test_the_page_shows_the_metrics_and_many_workers(
         "stage_mean_seconds": {"wait_gpu": 2},
         "images_per_dollar_gpu_only": 120,
         "images_per_dollar": None,
-        "rate_seconds": 60,
-        "over_time": {"workers": curve, "images_per_dollar": curve},
     }
 
     html_page = page.render(figures, found, [], NOON)
 
-    titles = (
-        "Dollars",
-        "GPU time",
-        "Mean time by stage",
-        "Images per dollar",
-        "Workers",
-    )
+    titles = ("Dollars", "GPU time", "Mean time by stage")
     assert all(f"<h3>{title}</h3>" in html_page for title in titles)
-    assert html_page.count("<svg") == 3
+    widths = re.findall(r'<span class="bar"\s+style="width:(.*?)"', html_page)
+    assert {"max(1px, 100.0%)", "max(1px, 50.0%)"} <= set(widths)
     assert html_page.count('<ul class="bars"') == 5
     assert "60 completed." in html_page
     assert (
@@ -416,7 +408,7 @@ async def test_a_campaign_of_one_image_has_no_plot_over_time(
 
     text = await page_of(local_storage)
 
-    assert "<svg" not in text
+    assert 'class="columns"' not in text
     assert "1 job, " in text
 
 
