@@ -27,9 +27,8 @@ COMMANDS: Mapping[str, str] = {
     "load": "Fills the job queue from a template or a file of jobs.",
     "import": "Makes jobs that draw pictures of other programs again.",
     "sweep": "Draws captions with all combinations of settings.",
-    "job": "Shows what became of one job.",
     "cancel": "Cancels the queued jobs of a campaign.",
-    "status": "Shows what the fleet is doing: queues, campaigns, speed.",
+    "status": "Shows what the fleet is doing: queues, campaigns, speed, one job.",
     "exporter": "Exports queue depths, and the time and cost to empty them.",
     "broker": "Issues short-lived SAS tokens to workers on SaladCloud.",
     "webhooks": "Sends webhooks when campaigns and jobs end.",
@@ -57,7 +56,6 @@ COMMANDS: Mapping[str, str] = {
 _ELSEWHERE = {
     "load": "fleet.load:command",
     "import": "fleet.importing:command",
-    "job": "fleet.campaigns.job:command",
     "cancel": "fleet.campaigns.cancel:command",
     "status": "fleet.monitor.command:command",
     "exporter": "fleet.monitor.exporter:command",

@@ -1,16 +1,14 @@
-"""`imagefleet job`: what became of one job."""
+"""What became of one job: `imagefleet status CAMPAIGN/ID`."""
 
 from datetime import UTC
 from typing import Any
 
-from cli import console, options, target
-from cli.options import argument
+from cli import console, target
 from imagefleet import errors
 from imagefleet.job.message import job_key, read_job
 from imagefleet.records import decisions, ledger, outcomes
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
-from imagefleet.storage.settings import StorageSettings
 
 _WHY = {
     "unknown": "some of its images are missing, and it has no record and no message",
@@ -18,25 +16,11 @@ _WHY = {
 }
 
 
-@options.flat
-async def command(
-    settings: StorageSettings,
-    job: str = argument(
-        "Jobs without a campaign are in 'default'.", metavar="CAMPAIGN/ID"
-    ),
-    as_json: options.AsJson = False,
-) -> None:
-    """Shows what became of one job.
-
-    That is where it is, since when, its attempts, and its images or why it failed.
-
-    imagefleet job spring/0001 --json
-    """
-    named = target.job(job)
-    async with console.connected(settings) as fleet:
-        found = await look_up(fleet.storage, *named)
-        if found["state"] == "unknown" and not found["images"]:
-            raise await target.unknown_job(fleet.storage, target.Target(*named))
+async def show(storage: Storage, campaign: str, job_id: str, *, as_json: bool) -> None:
+    """Prints where a job is, since when, its attempts, and its images or why it failed."""
+    found = await look_up(storage, campaign, job_id)
+    if found["state"] == "unknown" and not found["images"]:
+        raise await target.unknown_job(storage, target.Target(campaign, job_id))
     since, state, error = found["since"], found["state"], found["error"]
     facts = {
         "job": job_key(found["campaign"], found["id"]),

@@ -1,8 +1,7 @@
-"""`imagefleet status`: the state of the queues, the campaigns and the fleet."""
+"""`imagefleet status`: the state of the queues, the campaigns and the fleet, or of one job."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Group
@@ -11,11 +10,12 @@ from rich.text import Text
 
 from cli import console, options, target
 from cli.options import option
+from fleet.campaigns import job
 from fleet.campaigns.table import Campaigns
 from fleet.monitor import prometheus, rates
 from fleet.monitor import watch as watching
 from fleet.settings import MonitorSettings
-from imagefleet import aio, concurrency, errors
+from imagefleet import aio, concurrency
 from imagefleet.storage.protocol import QueueDepth
 from worker.progress import duration
 
@@ -23,48 +23,34 @@ from worker.progress import duration
 @options.flat
 async def command(
     settings: MonitorSettings,
-    campaign: target.OnlyCampaign = None,
-    workers: bool = option(
-        "Only the workers by their metrics, the slowest first.", default=False
-    ),
-    count: int = option("Campaigns or workers shown.", 20, min=1, metavar="COUNT"),
+    named: target.OnlyJobs = None,
+    count: int = option("Campaigns shown.", 20, min=1, metavar="COUNT"),
     watch: watching.Watch = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Shows what the fleet is doing: queues, campaigns, speed.
+    """Shows what the fleet is doing: queues, campaigns, speed, one job.
 
     The queues with their waiting, leased and failed jobs, and the campaigns with their jobs by
-    outcome, the latest first; with --prometheus also the fleet's images/s and images per dollar.
+    outcome, the latest first; with --prometheus also the fleet's images/s and images per dollar. Of
+    one job, CAMPAIGN/ID: where it is, since when, its attempts, and its images or why it failed.
 
     imagefleet status --follow
 
     imagefleet status spring --json
 
-    imagefleet status --workers --prometheus http://localhost:9090
+    imagefleet status spring/0001
+
+    imagefleet status --prometheus http://localhost:9090
     """
-    only = target.campaign(campaign)
-    if workers and only:
-        raise errors.SetupError(
-            "--workers shows those of all campaigns: leave out CAMPAIGN"
-        )
+    only, job_id = target.read(named)
+    if only is not None and job_id is not None:
+        async with console.connected(settings) as client:
+            await job.show(client.storage, only, job_id, as_json=as_json)
+        return
     async with prometheus.connected_if(
         settings.prometheus, settings.queried_fleet
     ) as server:
-        if workers and server is None:
-            raise errors.SetupError(
-                "--workers reads the workers' metrics: give --prometheus, the URL of a Prometheus"
-                " or VictoriaMetrics that has them"
-            )
         await rates.ask(server, rates.warn_of_unknown_fleet)
-        if workers and server:
-            await watching.show(
-                partial(rates.worker_rates, server),
-                lambda found: workers_screen(found, count),
-                lambda found: {"workers": [worker.model_dump() for worker in found]},
-                is_live=watch,
-                as_json=as_json,
-            )
-            return
         async with console.connected(settings) as client:
             await target.check_campaign(client.storage, only)
             campaigns = Campaigns(client.storage, only)
@@ -75,29 +61,6 @@ async def command(
                 is_live=watch,
                 as_json=as_json,
             )
-
-
-def workers_screen(workers: Sequence[rates.WorkerRates], count: int) -> Group:
-    """The first *count* workers, and the number of all; a narrow terminal wraps their names."""
-    rows = [
-        (
-            *(
-                worker.worker,
-                worker.gpu,
-                worker.group,
-                f"{worker.images_per_second:.2f}",
-            ),
-            console.percent(worker.gpu_idle_fraction),
-            console.number(worker.images_per_dollar),
-            console.number(worker.failed_jobs),
-        )
-        for worker in workers[:count]
-    ]
-    figures = map(console.number_column, ("images/s", "idle", "images/$", "failed/h"))
-    return Group(
-        console.table("worker", "GPU", "group", *figures, rows=rows),
-        Text(f"{len(rows)} of {console.counted(len(workers), 'worker')}"),
-    )
 
 
 async def read_status(

@@ -1,10 +1,9 @@
-"""Rates of a fleet and of its workers over the last minutes, queried from Prometheus.
+"""Rates of a fleet over the last minutes, queried from Prometheus.
 
 The queries use the workers' own series: they need no recording rules. All functions raise the
 errors of `Prometheus.at`.
 """
 
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, TypeVar
@@ -12,7 +11,7 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, BeforeValidator
 
 from cli import console
-from fleet.monitor.prometheus import Prometheus, Series, dollars_by_campaign, gained
+from fleet.monitor.prometheus import Prometheus, Series, dollars_by_campaign
 from imagefleet import concurrency, errors, validation
 from imagefleet.storage.protocol import NOTABLE_OFFSET_SECONDS as _OFF
 from imagefleet.telemetry import logs
@@ -32,29 +31,22 @@ _OUTCOMES = 'outcome=~"completed|duplicate|failed|verified|unverified"'
 _ENDED = f"rate(imagefleet_jobs_total{{{_OUTCOMES},$fleet}}[{WINDOW}])"
 _MODEL_ENDED = f"rate(imagefleet_model_jobs_total{{{_OUTCOMES},$fleet}}[{WINDOW}])"
 _CLOCK = "imagefleet_clock_offset_seconds{$fleet}"
-_FAILED = gained("imagefleet_failed_jobs_total{$fleet}", "1h")
 
-#: What tells a worker from all others; `device` is one of several GPUs of its machine.
-_WORKER = ("instance", "device")
-
-#: Queries of figures, of the whole fleet or, with `$by`, of each worker.
+#: Queries of the figures of a fleet.
 _FIGURES = {
-    "images_per_second": f"sum$by({_IMAGES})",
-    "gpu_idle_fraction": f"sum$by({_IDLE}) / (sum$by({_IDLE}) + sum$by({_BUSY}))",
+    "images_per_second": f"sum({_IMAGES})",
+    "gpu_idle_fraction": f"sum({_IDLE}) / (sum({_IDLE}) + sum({_BUSY}))",
     # The storage's cost alone, without the GPU's, would give far too high a figure.
-    "images_per_dollar": f"sum$by({_IMAGES}) / (sum$by({_DOLLARS}) and sum$by({_GPU_DOLLARS}) > 0)",
-}
-_OF_FLEET = _FIGURES | {
+    "images_per_dollar": f"sum({_IMAGES}) / (sum({_DOLLARS}) and sum({_GPU_DOLLARS}) > 0)",
     "workers": f"count({_INFO})",
     "replicas": f"count(count by (instance) ({_INFO}))",
     "jobs_per_second": f"sum({_ENDED})",
     "dollars_per_hour": f"3600 * sum({_DOLLARS})",
     "images_per_dollar_gpu_only": f"sum({_IMAGES}) / sum({_GPU_DOLLARS})",
 }
-_OF_WORKER = _FIGURES | {
-    "dollars_per_hour": "sum$by(imagefleet_price_dollars_per_hour{$fleet})",
-    "failed_jobs": f"sum$by({_FAILED})",
-}
+
+#: Labels that tell a worker from all others; `device` is one of several GPUs of its machine.
+_WORKER = ("instance", "device")
 
 #: Whose dollars campaigns have: a server may keep no more than two weeks.
 MONEY_TIME = timedelta(days=7)
@@ -81,24 +73,11 @@ class FleetRates(BaseModel, frozen=True):
     """By worker, how far its clock is ahead of the storage's: those a minute off or more."""
 
 
-class WorkerRates(BaseModel, frozen=True):
-    """Rates of one worker; *failed_jobs* in the last hour."""
-
-    instance: str
-    worker: str
-    gpu: str
-    group: str
-    images_per_second: float = 0.0
-    gpu_idle_fraction: float | None = None
-    dollars_per_hour: float | None = None
-    images_per_dollar: float | None = None
-    failed_jobs: float = 0.0
-
-
 async def fleet_rates(prometheus: Prometheus) -> FleetRates:
     now = datetime.now(UTC)
-    found = await _ask(prometheus, _OF_FLEET, now, "")
-    figures = {name: series[0].last for name, series in found.items() if series}
+    asked = (prometheus.at(query, now) for query in _FIGURES.values())
+    answers = zip(_FIGURES, await concurrency.gather(*asked), strict=True)
+    figures = {name: series[0].last for name, series in answers if series}
     return FleetRates.model_validate(
         figures | {"clocks_off": await _off(prometheus, now)}
     )
@@ -114,34 +93,8 @@ async def _off(prometheus: Prometheus, now: datetime) -> dict[str, float]:
     }
 
 
-async def worker_rates(prometheus: Prometheus) -> list[WorkerRates]:
-    """The workers that reported in the last minutes, the slowest first."""
-    now = datetime.now(UTC)
-    infos = await prometheus.at(_INFO, now)
-    found = await _ask(prometheus, _OF_WORKER, now, f" by ({', '.join(_WORKER)}) ")
-    figures: defaultdict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
-    for name, series in found.items():
-        for each in series:
-            figures[_labels(each, _WORKER)][name] = each.last
-    workers = []
-    for info in infos:
-        names = ("instance", "worker", "gpu", "group")
-        facts = dict(zip(names, _labels(info, names), strict=True))
-        workers.append(
-            WorkerRates.model_validate(facts | figures[_labels(info, _WORKER)])
-        )
-    return sorted(workers, key=lambda each: (each.images_per_second, each.instance))
-
-
 def _labels(series: Series, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(series.labels.get(name, "") for name in names)
-
-
-async def _ask(
-    prometheus: Prometheus, queries: Mapping[str, str], now: datetime, by: str
-) -> dict[str, list[Series]]:
-    asked = (prometheus.at(query.replace("$by", by), now) for query in queries.values())
-    return dict(zip(queries, await concurrency.gather(*asked), strict=True))
 
 
 async def ask(

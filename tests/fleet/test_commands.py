@@ -18,7 +18,6 @@ from rich.console import Console
 from cli import console
 from fleet import main
 from fleet.monitor import command as monitor
-from fleet.monitor import rates
 from fleet.salad import command as salad
 from fleet.salad import gpus, groups
 from imagefleet import errors
@@ -68,7 +67,6 @@ CALLS = {
     "failed": (),
     "replay": ("default", "--error", "nothing"),
     "discard": ("--all", "--dry-run"),
-    "job": ("default/cat",),
     "cancel": ("--all", "--dry-run"),
     "plan": ("--jobs", "10"),
     "redo": ("--worker", "nobody"),
@@ -267,26 +265,12 @@ def queue_screen() -> Any:
     )
 
 
-def workers_screen() -> Any:
-    worker = rates.WorkerRates(
-        instance="i",
-        worker="w-17",
-        gpu="RTX 3060 Ti 8GB",
-        group="sd15-batch-0123abcd-1",
-        images_per_second=12.34,
-        images_per_dollar=123_456,
-        failed_jobs=1234,
-    )
-    return monitor.workers_screen([worker], 1)
-
-
 @pytest.mark.parametrize("width", [60, 80, 200, None])
 @pytest.mark.parametrize(
     ("screen", "whole"),
     [
         (group_screen, [GROUP, "375", "360"]),
         (queue_screen, [QUEUE, "1,000,000", "990,000", "10,000"]),
-        (workers_screen, ["w-17", "12.34", "123,456", "1,234"]),
     ],
 )
 def test_names_and_figures_are_whole_at_any_width(

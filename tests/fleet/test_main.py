@@ -17,7 +17,7 @@ from imagefleet.storage.settings import StorageSettings
 ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("imagefleet")
 COMMANDS = [
-    *("demo", "worker", "serve", "load", "import", "sweep", "job", "cancel"),
+    *("demo", "worker", "serve", "load", "import", "sweep", "cancel"),
     *("status", "exporter", "broker", "webhooks", "plan"),
     *("results", "export", "report", "score", "gallery", "verify", "gate", "redo"),
     *("scale", "prompt", "failed", "replay", "discard", "keys", "deploy"),

@@ -65,7 +65,6 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "load": ("jobs.jsonl", "--restart"),
     "import": ("jobs.jsonl",),
     "sweep": ("captions.txt", "--campaign", "curve", "--restart"),
-    "job": ("spring/cat",),
     "cancel": ("spring", "--yes"),
     "status": (),
     "serve": ("--port", "0", "--clients", "secret.txt"),

@@ -119,8 +119,6 @@ COMMANDS = (
     ("files", "remove", "lora", HOSTILE),
     ("report",),
     ("report", "--json"),
-    ("status", "--workers", "--prometheus", "{service}"),
-    ("status", "--workers", "--prometheus", "{service}", "--json"),
     ("status", "--prometheus", "{service}"),
     ("status", "--prometheus", "{service}", "--json"),
     ("load", "jobs.jsonl"),

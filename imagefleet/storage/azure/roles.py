@@ -103,7 +103,7 @@ ROLES: Mapping[str, Role] = {
         ),
         Role(
             "monitor",
-            "the read-only commands: `status`, `job`, `exporter`, `scale`, `results`,"
+            "the read-only commands: `status`, `exporter`, `scale`, `results`,"
             " `export`, `report`, `gallery`, `verify`, `failed` and `webhooks`",
             queue="r",
             poison="r",

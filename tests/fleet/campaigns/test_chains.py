@@ -76,10 +76,10 @@ async def test_a_job_of_stages_is_loaded_shown_failed_and_completed_as_one_job(
 ) -> None:
     (tmp_path / "jobs.jsonl").write_text(json.dumps(CHAIN) + "\n")
     await run("load", "jobs.jsonl")
-    assert "stage" in str(await run("job", "spring/0001"))
+    assert "stage" in str(await run("status", "spring/0001"))
     await run_worker("w1", draw)
 
-    (shown,) = await run("job", "spring/0001")
+    (shown,) = await run("status", "spring/0001")
     assert (shown["state"], shown["stage"]) == ("failed", 2)
     assert shown["reason"] == "stage 2 of 3: a bad file"
     (listed,) = (await run("failed"))[0]["jobs"]
@@ -100,7 +100,7 @@ async def test_a_job_of_stages_is_loaded_shown_failed_and_completed_as_one_job(
         0,
         3,
     )
-    (shown,) = await run("job", "spring/0001")
+    (shown,) = await run("status", "spring/0001")
     assert (shown["state"], shown["stage"]) == ("completed", 3)
     names = ["spring/0001.png", "spring/0001~s2.png", "spring/0001~s3.png"]
     assert [each["blob"] for each in shown["images"]] == names

@@ -159,10 +159,10 @@ def test_a_job_is_where_it_is(filled: StorageSettings, in_process: Imagefleet) -
     if is_azure:  # it shows only the first messages
         expected["nobody"] = ("queued or in flight", {"since": None})
     else:
-        assert in_process("job", "spring/nobody", *flags(filled)).returncode == 2
+        assert in_process("status", "spring/nobody", *flags(filled)).returncode == 2
     for name, (state, facts) in expected.items():
         found = json.loads(
-            in_process("job", f"spring/{name}", "--json", *flags(filled)).stdout
+            in_process("status", f"spring/{name}", "--json", *flags(filled)).stdout
         )
         assert found | facts == found
         assert found["state"] == state
@@ -171,7 +171,7 @@ def test_a_job_is_where_it_is(filled: StorageSettings, in_process: Imagefleet) -
             assert abs(since - NOW) < timedelta(hours=1)
         blobs = [each["blob"] for each in found["images"]]
         assert blobs == ["spring/done.png"] * (name == "done")
-        plain = in_process("job", f"spring/{name}", *flags(filled)).stdout
+        plain = in_process("status", f"spring/{name}", *flags(filled)).stdout
         assert state in plain
         assert "\x1b" not in plain
         assert all(each["address"] in plain for each in found["images"])
@@ -187,7 +187,7 @@ def test_a_job_in_flight_and_one_of_several_images(
 
     on(local_settings, lease)
     found = json.loads(
-        in_process("job", "spring/flying", "--json", *flags(local_settings)).stdout
+        in_process("status", "spring/flying", "--json", *flags(local_settings)).stdout
     )
     assert (found["state"], found["attempts"], len(found["images"])) == (
         "in flight",
@@ -195,7 +195,7 @@ def test_a_job_in_flight_and_one_of_several_images(
         1,
     )
     other = json.loads(
-        in_process("job", "spring/flying-1", "--json", *flags(local_settings)).stdout
+        in_process("status", "spring/flying-1", "--json", *flags(local_settings)).stdout
     )
     assert (other["state"], other["images"]) == ("queued", [])
 
@@ -212,7 +212,7 @@ def test_an_image_of_another_digest_than_the_job_that_was_sent_is_not_its_own(
     on(local_settings, squat)
     for name, state, images in (("taken", "queued", 0), ("done", "completed", 1)):
         found = in_process(
-            "job", f"spring/{name}", "--json", *flags(local_settings)
+            "status", f"spring/{name}", "--json", *flags(local_settings)
         ).stdout
         told = json.loads(found)
         assert (told["state"], len(told["images"])) == (state, images)
@@ -226,7 +226,7 @@ def test_what_an_image_does_not_tell_of_its_job_is_not_made_up(
 
     on(local_settings, put)
     found = json.loads(
-        in_process("job", "spring/mine", "--json", *flags(local_settings)).stdout
+        in_process("status", "spring/mine", "--json", *flags(local_settings)).stdout
     )
     assert (found["state"], found["attempts"], found["worker"]) == (
         "completed",

@@ -91,7 +91,7 @@ def test_an_unknown_job_is_an_error(
             )
 
     asyncio.run(fill())
-    for arguments in (("job",), ("redo", "--yes")):
+    for arguments in (("status",), ("redo", "--yes")):
         ended = in_process(
             *arguments, "spring/forst-7", "--storage", local_settings.storage
         )

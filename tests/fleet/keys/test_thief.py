@@ -220,7 +220,7 @@ def commands(
         return [json.loads(line) for line in result.stdout.splitlines()]
 
     for job_id in ("a", "bad", "late"):
-        found[f"job {job_id}"] = told("job", f"spring/{job_id}")
+        found[f"job {job_id}"] = told("status", f"spring/{job_id}")
     status = told("status", "spring")
     found["status spring"] = {name: status[name] for name in status if name != "queues"}
     found["campaigns"] = [

@@ -1,7 +1,6 @@
 """The commands that read the workers' metrics, with a real server."""
 
 import asyncio
-import io
 import json
 import re
 import signal
@@ -17,11 +16,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from rich.console import Console
 
 import polling
 import sent_jobs
-from fleet.monitor import command, prometheus, rates
+from fleet.monitor import prometheus, rates
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage.open import open_storage
@@ -209,7 +207,7 @@ async def test_workers_whose_clock_is_off_are_named(
 
 
 async def test_two_gpus_of_a_machine_are_two_workers_and_one_replica(
-    victoria_metrics: Any, imagefleet: Imagefleet
+    victoria_metrics: Any,
 ) -> None:
     fleet, machine = uuid.uuid4().hex[:12], uuid.uuid4().hex[:12]
     text = history("0", "H200", 4.0, 2.0, fleet, machine)
@@ -217,101 +215,18 @@ async def test_two_gpus_of_a_machine_are_two_workers_and_one_replica(
         victoria_metrics, text + history("1", "H200", 1.0, 2.0, fleet, machine)
     )
 
-    arguments = ("--fleet", fleet, "--prometheus", victoria_metrics.url, "--json")
-    result = await asyncio.to_thread(imagefleet, "status", "--workers", *arguments)
-    workers = json.loads(result.stdout)["workers"]
-    assert [each["worker"] for each in workers] == ["1", "0"]
-    speeds = [each["images_per_second"] for each in workers]
-    assert speeds == pytest.approx([1.0, 4.0], rel=0.01)
-    assert [each["dollars_per_hour"] for each in workers] == [2.0, 2.0]
     async with prometheus.connected(victoria_metrics.url, fleet) as server:
         rates_now = await rates.fleet_rates(server)
     assert (rates_now.workers, rates_now.replicas) == (2, 1)
 
 
-async def test_top_shows_the_slowest_first(
-    two_fleets: TwoFleets, imagefleet: Imagefleet
-) -> None:
-    arguments = (
-        "status",
-        "--workers",
-        "--fleet",
-        two_fleets.fleet,
-        "--prometheus",
-        two_fleets.url,
-    )
-    result = await asyncio.to_thread(imagefleet, *arguments, "--json")
-    workers = json.loads(result.stdout)["workers"]
-
-    assert [each["worker"] for each in workers] == ["slow", "fast"]
-    assert workers[1]["gpu"] == "RTX 4090 24GB"
-    assert workers[1]["images_per_second"] == pytest.approx(4, rel=0.01)
-    assert workers[1]["images_per_dollar"] == pytest.approx(4 * 3600 / 0.2, rel=0.01)
-
-    shown = await asyncio.to_thread(
-        imagefleet, *arguments, "--count", "1", COLUMNS="120"
-    )
-    assert "slow" in shown.stdout
-    assert "fast" not in shown.stdout
-    assert "1 of 2 workers" in shown.stdout
-
-
 async def test_all_fleets_are_added_up_only_where_that_is_asked_for(
-    two_fleets: TwoFleets, imagefleet: Imagefleet
+    two_fleets: TwoFleets,
 ) -> None:
-    everything = (
-        "status",
-        "--workers",
-        "--prometheus",
-        two_fleets.url,
-        "--fleet",
-        "all",
-        "--json",
-    )
-    workers = json.loads((await asyncio.to_thread(imagefleet, *everything)).stdout)[
-        "workers"
-    ]
-
-    assert {each["worker"] for each in workers} >= {"fast", "slow", "other"}
-
-
-def test_top_without_a_prometheus_names_the_option(imagefleet: Imagefleet) -> None:
-    result = imagefleet("status", "--workers")
-
-    assert result.returncode == 2
-    assert "give --prometheus" in result.stderr
-
-
-def test_unknown_figures_are_dashes() -> None:
-    worker = rates.WorkerRates(
-        instance="i", worker="name", gpu="none", group="g", images_per_second=1.0
-    )
-    console = Console(width=80, record=True)
-    console.print(command.workers_screen([worker], 1))
-
-    assert console.export_text().splitlines()[2].split() == [
-        *("name", "none", "g"),
-        "1.00",
-        *"--0",
-    ]
-
-
-def test_a_workers_labels_control_neither_the_terminal_nor_its_markup() -> None:
-    worker = rates.WorkerRates(
-        instance="i",
-        worker="w\x1b[2J[/red]",
-        gpu="g[bold]",
-        group="",
-        images_per_second=1.0,
-    )
-    console = Console(file=io.StringIO(), force_terminal=True, width=120)
-
-    console.print(command.workers_screen([worker], 1))
-
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "w\ufffd[2J[/red]" in shown
-    assert "g[bold]" in shown
-    assert "\x1b[2J" not in shown
+    async with prometheus.connected(two_fleets.url) as everything:
+        assert (await rates.fleet_rates(everything)).workers >= 3
+    async with prometheus.connected(two_fleets.url, two_fleets.fleet) as own:
+        assert (await rates.fleet_rates(own)).workers == 2
 
 
 async def test_the_exporter_serves_and_pushes_until_sigterm(

@@ -128,7 +128,7 @@ async def test_a_watch_outlives_an_outage(
     monkeypatch.setattr(watch, "SECONDS", 0.01)
 
     settings = MonitorSettings(storage=filled)
-    showing = command.command.__wrapped__(settings, workers=False, count=20, watch=True)
+    showing = command.command.__wrapped__(settings, count=20, watch=True)
     watching = asyncio.create_task(showing)
     await third.wait()
     watching.cancel()
