@@ -8,17 +8,8 @@ images. Time is simulated, so a run depends on its seed alone; 1,000 to 1,400 jo
     python benchmarks/fleet_sim.py --replicas 1,10,100,750 --seeds 5
     python benchmarks/fleet_sim.py --replicas 2000 --gpu "RTX 5090" --shards 8 --share 0.1
     python benchmarks/fleet_sim.py --replicas 100 --gpu "RTX 3060 8GB" --interruptions 10 --hours 1
-    python benchmarks/fleet_sim.py --stages 500:1,250:2
     python benchmarks/fleet_sim.py --reference
-    python benchmarks/fleet_sim.py --measured benchmarks/results/engine-h200.json --replicas 750
-    python benchmarks/fleet_sim.py --measured benchmarks/results/gpus-h200.json
     python benchmarks/fleet_sim.py --pictures benchmarks/results/fleet-sim.json
-
-With --measured, cards get this engine's share of their limit that was measured (`engine.py`), or
-the table of GPUs of one machine goes on (`gpus.py`).
-
-With --stages, each job is a chain: the job of a stage is sent to its model's queue once the image
-of the one before is stored.
 
 Every row is a part of a run that goes on: it begins once all replicas draw, and lasts for so many
 simulated seconds. With --share 0.1, a tenth of the replicas is
@@ -40,8 +31,8 @@ from rich.table import Table
 
 from imagefleet import errors
 from imagefleet.pricing import prices
-from simulation import account, measure, measured, nodes, pictures, reference
-from simulation.fleet import Plan, Stage
+from simulation import account, measure, nodes, pictures, reference
+from simulation.fleet import Scenario
 from simulation.measure import Figures
 
 #: All replicas draw by then, and those that were broken have been replaced.
@@ -61,8 +52,7 @@ WIDTH = 170
 
 CARDS = reference.CARDS
 
-#: A table of workers that were measured goes on with these.
-CONTINUED = (64, 750)
+REPLICAS = (1, 10, 100, 750)
 
 
 def main() -> None:
@@ -98,16 +88,17 @@ def _parser() -> argparse.ArgumentParser:
         "--reference", action="store_true", help="replay the public run of 24 hours"
     )
     what.add_argument(
-        "--measured", type=Path, metavar="FILE", help="results of this engine"
-    )
-    what.add_argument(
         "--pictures", type=Path, metavar="FILE", help="draw results into docs/"
     )
     what.add_argument(
         "--warm-up", action="store_true", help="shares of the time paid in a day"
     )
     parser.add_argument(
-        "--replicas", type=_numbers, metavar="LIST", help="1,10,100,750 by default"
+        "--replicas",
+        type=_numbers,
+        metavar="LIST",
+        default=REPLICAS,
+        help="1,10,100,750 by default",
     )
     parser.add_argument(
         "--gpu", help="classes with a speed in gpus.toml, separated by commas"
@@ -127,12 +118,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--hours", type=float, help="of simulated time, of each row")
     parser.add_argument("--warm-seconds", type=float, default=WARM_SECONDS)
-    parser.add_argument(
-        "--stages",
-        type=_stages,
-        metavar="LIST",
-        help="replicas of each stage of a chain, and by what it is faster: 500:1,250:2",
-    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--seeds", type=int, default=1, help="runs of each row, from --seed on"
@@ -147,43 +132,21 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def _stages(text: str) -> list[Stage]:
-    pairs = [each.partition(":") for each in text.split(",")]
-    stages = [Stage(int(replicas), float(speed or 1)) for replicas, _, speed in pairs]
-    if (
-        min(stage.replicas for stage in stages) < 1
-        or min(stage.speed for stage in stages) <= 0
-    ):
-        raise argparse.ArgumentTypeError("should have a replica of each stage at least")
-    return stages
-
-
 def _scaling(arguments: argparse.Namespace) -> dict[str, Any]:
     names = (
         [each.strip() for each in arguments.gpu.split(",")] if arguments.gpu else CARDS
     )
-    if arguments.measured:
-        results = measured.read(arguments.measured)
-        cards, known = results.cards(names, arguments.priority), results.rows
-    else:
-        cards, known = nodes.cards_of(names, arguments.priority), ()
-    replicas = arguments.replicas or (CONTINUED if known else (1, 10, 100, 750))
-    if arguments.stages:
-        replicas = [sum(stage.replicas for stage in arguments.stages)]
+    cards = nodes.cards_of(names, arguments.priority)
     weather = nodes.Weather(arguments.interruptions)
     fastest = max(cards, key=lambda card: card.images_per_second)
     found: list[dict[str, Any]] = []
     with _progress() as progress:
         undisturbed = nodes.Weather(0, 0, 0)
-        plan = Plan(1, [fastest], undisturbed, seed=arguments.seed)
+        plan = Scenario(1, [fastest], undisturbed, seed=arguments.seed)
         alone = _simulated(plan, arguments.warm_seconds, ALONE_SECONDS, progress)
-        for number in replicas:
+        for number in arguments.replicas:
             share = max(arguments.share, 1 / number)
-            stages = [
-                Stage(max(1, round(stage.replicas * share)), stage.speed)
-                for stage in arguments.stages or ()
-            ]
-            simulated = sum(each.replicas for each in stages) or round(number * share)
+            simulated = round(number * share)
             if arguments.hours is None:
                 seconds = max(
                     SECONDS, min(REPLICA_SECONDS / simulated, LONGEST_SECONDS)
@@ -192,13 +155,12 @@ def _scaling(arguments: argparse.Namespace) -> dict[str, Any]:
                 seconds = 3600 * arguments.hours
             runs = [
                 _simulated(
-                    Plan(
+                    Scenario(
                         simulated,
                         cards,
                         weather,
                         shards=min(arguments.shards, number),
                         seed=seed,
-                        stages=stages,
                         queue_limit=share * account.QUEUE_OPERATIONS_PER_SECOND,
                         account_limit=share * account.ACCOUNT_REQUESTS_PER_SECOND,
                     ),
@@ -211,8 +173,8 @@ def _scaling(arguments: argparse.Namespace) -> dict[str, Any]:
             found.append(
                 _of_row([measure.whole(run, number, share) for run in runs], alone)
             )
-    _show(known, found, cards, arguments)
-    return {**found[-1], "rows": found} | ({"measured": list(known)} if known else {})
+    _show(found, cards, arguments)
+    return {**found[-1], "rows": found}
 
 
 def _of_row(runs: Sequence[Figures], alone: Figures) -> dict[str, Any]:
@@ -223,10 +185,6 @@ def _of_row(runs: Sequence[Figures], alone: Figures) -> dict[str, Any]:
     return {
         **asdict(measure.together(runs)),
         "linear_fraction": statistics.fmean(shares),
-        "stages": [
-            asdict(each) | {"linear_fraction": each.share_of_possible / one}
-            for each in measure.together(runs).stages
-        ],
         "linear_fraction_by_seed": shares,
         "linear_fraction_deviation": statistics.stdev(shares)
         if len(shares) > 1
@@ -236,7 +194,7 @@ def _of_row(runs: Sequence[Figures], alone: Figures) -> dict[str, Any]:
 
 
 def _simulated(
-    plan: Plan, warm_seconds: float, seconds: float, progress: Progress
+    plan: Scenario, warm_seconds: float, seconds: float, progress: Progress
 ) -> Figures:
     whole = warm_seconds + seconds
     task = progress.add_task(f"{plan.replicas:,} replicas", total=whole)
@@ -276,7 +234,6 @@ def _reference(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _show(
-    known: Sequence[dict[str, Any]],
     found: Sequence[dict[str, Any]],
     cards: Sequence[nodes.Card],
     arguments: argparse.Namespace,
@@ -293,11 +250,6 @@ def _show(
             "limit",
         ),
     )
-    for row in known:
-        share = f"{row['linear_fraction']:.2%}"
-        table.add_row(
-            f"{row['workers']:,}", f"{row['images_per_second']:,.2f}", share, "measured"
-        )
     for row in found:
         table.add_row(
             f"{row['replicas']:,}",
@@ -315,9 +267,6 @@ def _show(
             row["bottleneck"],
         )
     last = found[-1]
-    for row in found:
-        if row["stages"]:
-            _console().print(_stages_table(row["stages"]))
     _console().print(
         table,
         f"{', '.join(card.name for card in cards)}; shards: {last['shards']};"
@@ -329,23 +278,6 @@ def _show(
         f" {last['one_replica_share']:.2%} of its card's speed.",
         soft_wrap=True,
     )
-
-
-def _stages_table(stages: Sequence[dict[str, Any]]) -> Table:
-    table = Table(
-        "stage", "replicas", "images/s", "of linear", "of the stage before", "idle"
-    )
-    for number, stage in enumerate(stages, 1):
-        before = stage["share_of_before"]
-        table.add_row(
-            f"{number} ({stage['speed']:g} times as fast)",
-            f"{stage['replicas']:,}",
-            f"{stage['images_per_second']:,.2f}",
-            f"{stage['linear_fraction']:.2%}",
-            "" if before is None else f"{before:.2%}",
-            f"{stage['idle_fraction']:.2%}",
-        )
-    return table
 
 
 def _share(row: dict[str, Any]) -> str:

@@ -30,7 +30,7 @@ _ENQUEUED_AT = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def refusal(status: int, code: str) -> exceptions.HttpResponseError:
-    """What the SDK raises for an answer with that status and error code."""
+    """The SDK's error for an answer with that status and error code."""
     error = exceptions.HttpResponseError(message=code)
     error.status_code = status
     error.error_code = code  # type: ignore[attr-defined]
@@ -85,12 +85,6 @@ class Queue:
 
     def send(self, body: str, now: float) -> None:
         message = Stored(f"m{next(self._order)}", body)
-        self.messages[message.id] = message
-        self._show_at(message, now)
-
-    def add(self, message: Stored, now: float) -> None:
-        """As `send`, of a job with an id."""
-        self.limit.accepted += 1
         self.messages[message.id] = message
         self._show_at(message, now)
 
@@ -163,9 +157,6 @@ class Account:
         self.queues: dict[str, Queue] = {}
         self.containers: dict[str, dict[str, Blob]] = {}
         self.images = 0
-        self.images_by_stage: Counter[int] = Counter()
-        self.chain: list[Queue] = []
-        """The queue of each stage, where jobs have some."""
         self.lost: list[str] = []
         """Jobs whose messages were deleted although no image is stored."""
         self.overwritten = 0
@@ -222,8 +213,6 @@ class Account:
             self.overwritten += name.startswith(f"{CAMPAIGN}/")
         elif name.startswith(f"{CAMPAIGN}/"):
             self.images += 1
-            if self.chain:
-                self.images_by_stage[stage_of(name.removeprefix(f"{CAMPAIGN}/"))] += 1
         elif not name.startswith("-"):
             raise ValueError(f"the simulation knows no blob {name!r}")
         else:
@@ -231,19 +220,13 @@ class Account:
         blobs[name] = Blob(size)
 
     def deleted(self, message: Stored, images: str) -> None:
-        """A job's message is gone: its image must be there, or the job among the failed ones.
-
-        With its image there, the job of its next stage is sent.
-        """
-        if image_of(message) not in self.container(images):
-            if not self._has_failed(message.id):
-                self.lost.append(message.id)
-        elif self.chain and (following := stage_of(message.id) + 1) < len(self.chain):
-            name = f"t{following}-{message.id.partition('-')[2]}"
-            self.chain[following].add(job(name, stage_model(following)), self.clock())
+        """A job's message is gone: its image must be there, or the job among the failed ones."""
+        image = f"{CAMPAIGN}/{message.id}.png"
+        if image not in self.container(images) and not self._has_failed(message.id):
+            self.lost.append(message.id)
 
     def _has_failed(self, job: str) -> bool:
-        """Whether the job is among the failed ones."""
+        """True if the job is among the failed ones."""
         return any(
             f'"{job}"' in failed.body.replace("\\", "")
             for queue in self.queues.values()
@@ -263,31 +246,9 @@ class Account:
         return sum(count - 1 for count in seen.values())
 
 
-def jobs(
-    prefix: str, count: int | None = None, model: str | None = None
-) -> Iterator[Stored]:
+def jobs(prefix: str, count: int | None = None) -> Iterator[Stored]:
     """The jobs of a campaign, in its order; without *count* they never end."""
     for number in itertools.count() if count is None else range(count):
-        yield job(f"{prefix}{number}", model)
-
-
-def job(name: str, model: str | None = None) -> Stored:
-    """A message; of the stage of a chain, if it is a *model*'s."""
-    fields = f'"id":"{name}","campaign":"{CAMPAIGN}","steps":{STEPS}'
-    if model is not None:
-        fields += f',"model":"{model}"'
-    return Stored(name, f'{{"prompt":"a house",{fields}}}')
-
-
-def stage_model(stage: int) -> str:
-    """The model of a stage, counted from 0."""
-    return f"stage-{stage + 1}"
-
-
-def stage_of(job_id: str) -> int:
-    """The stage of a job of a chain, whose id begins with `t` and its number."""
-    return int(job_id.partition("-")[0].removeprefix("t"))
-
-
-def image_of(message: Stored) -> str:
-    return f"{CAMPAIGN}/{message.id}.png"
+        name = f"{prefix}{number}"
+        fields = f'"id":"{name}","campaign":"{CAMPAIGN}","steps":{STEPS}'
+        yield Stored(name, f'{{"prompt":"a house",{fields}}}')

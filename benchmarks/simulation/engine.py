@@ -1,4 +1,4 @@
-"""In place of a GPU: slots that take a card's time for an image, and the thread that feeds them."""
+"""A simulated GPU: slots that take a card's time for an image, and the thread that feeds them."""
 
 import asyncio
 import hashlib
@@ -29,7 +29,7 @@ _FILE = EncodedImage(_BYTES, "image/png", hashlib.sha256(_BYTES).hexdigest())
 
 
 def encode(pixels: contract.Pixels, *_: Any) -> EncodedImage:
-    """In place of the encoder, whose check of the pixels stays."""
+    """Stand-in for the encoder; it still refuses images of one colour."""
     refuse_one_colour(pixels)
     loop = asyncio.get_running_loop()
     if isinstance(loop, SimulatedLoop):
@@ -41,24 +41,18 @@ class SimulatedEngine:
     """Each slot is an image on its way; a tick is one step of all of them, at the card's speed."""
 
     family = "sd1"
+    model_name = "simulated"
     text_encoder: str | None = None
     default_size = (512, 512)
     is_unguided = False
     self_check: contract.SelfCheck | None = None
 
-    def __init__(
-        self,
-        images_per_second: float,
-        *,
-        is_broken: bool = False,
-        model_name: str = "simulated",
-    ) -> None:
+    def __init__(self, images_per_second: float, *, is_broken: bool = False) -> None:
         """A broken card's images are black."""
-        self.model_name = model_name
         self.capacity = SLOTS
         self.lora_lookups: Mapping[str, int] = {}
         self.images_drawn = 0.0
-        """By the steps of all slots, also of images that are not done."""
+        """Images by the steps of all slots, unfinished ones by their share."""
         self._tick_seconds = SLOTS / images_per_second / STEPS
         self._pixels = _BLACK if is_broken else _PICTURE
         self._steps_left: dict[int, int] = {}
@@ -92,7 +86,7 @@ class SimulatedEngine:
 
     @property
     def tick_seconds(self) -> float:
-        """Of the next `tick`: while every slot is busy, nothing can happen before one is done."""
+        """Seconds of the next `tick`; with every slot busy it lasts until the first is done."""
         return self._tick_seconds * self._steps
 
     @property
@@ -101,7 +95,7 @@ class SimulatedEngine:
 
     @property
     def images_per_second(self) -> float:
-        """Of the present tick: only slots with an image draw."""
+        """Images/s of the present tick: only slots with an image draw."""
         return len(self._steps_left) / (self._tick_seconds * STEPS)
 
     def tick(self) -> list[contract.Finished]:
@@ -152,7 +146,7 @@ class SimulatedEngineThread(EngineThread):
         return delivery
 
     async def _draw(self, engine: Any) -> None:
-        """As `_run` and `_work`."""
+        """The loop of `EngineThread`, as a task."""
         try:
             while await self._filled(engine):
                 began_at = self._loop.time()

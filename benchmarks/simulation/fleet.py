@@ -52,30 +52,18 @@ SPREAD_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """One stage of a chain of jobs, each of which begins when the one before it is stored."""
+class Scenario:
+    """A simulated fleet: its cards, jobs, queues and interruptions."""
 
     replicas: int
-    speed: float = 1.0
-    """Of a card, times its speed with the images of one stage."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is simulated."""
-
-    replicas: int
-    """Of all stages."""
     cards: Sequence[Card]
     weather: Weather = field(default_factory=Weather)
     shards: int = 1
     jobs: int | None = None
-    """Of the campaign; None: they never end."""
+    """Number of jobs of the campaign; None for endless ones."""
     seed: int = 0
     queue_limit: float = account.QUEUE_OPERATIONS_PER_SECOND
     account_limit: float = account.ACCOUNT_REQUESTS_PER_SECOND
-    stages: Sequence[Stage] = ()
-    """Each has a model with a queue of its own; shards are not for them."""
 
 
 @dataclass(slots=True)
@@ -98,20 +86,19 @@ class Missing:
 class Place:
     """One of the replicas that were asked for: the node that it has, or had last."""
 
-    stage: int | None = None
     node: Node | None = None
     pipeline: Pipeline | None = None
     engine: engine.SimulatedEngine | None = None
     busy_seconds: float = 0.0
-    """Of its earlier nodes' engines."""
+    """Busy seconds of its earlier nodes' engines."""
     images_drawn: float = 0.0
-    """By its earlier nodes' engines."""
+    """Images drawn by its earlier nodes' engines."""
     dollars: float = 0.0
     up_seconds: float = 0.0
     began_at: float | None = None
-    """When the present node was first billed."""
+    """Time at which the present node was first billed."""
     possible_images: float = 0.0
-    """What its nodes draw at full speed; while it waits for another, its last one counts."""
+    """Images that its nodes draw at full speed; between two nodes the last one counts."""
     missing: Missing = field(default_factory=Missing)
     counted_at: float = 0.0
     _busy_counted: float = 0.0
@@ -166,7 +153,7 @@ class Place:
 
     @property
     def _tick_seconds(self) -> float:
-        """Of the present tick, so far."""
+        """Seconds of the present tick so far."""
         began_at = self.pipeline.engine_thread.tick_began_at if self.pipeline else None
         return 0.0 if began_at is None else time.monotonic() - began_at
 
@@ -175,7 +162,7 @@ class Place:
 class Fleet:
     """The replicas, and the storage account that they share."""
 
-    plan: Plan
+    plan: Scenario
     loop: SimulatedLoop
     account: account.Account = field(init=False)
     places: list[Place] = field(default_factory=list, init=False)
@@ -191,15 +178,7 @@ class Fleet:
         self.account = account.Account(
             self.loop.time, plan.queue_limit, plan.account_limit
         )
-        if plan.stages:
-            models = map(account.stage_model, range(len(plan.stages)))
-            names = (job_queue(_QUEUE, model) for model in models)
-            self.account.chain = [self.account.queue(name) for name in names]
-            self.account.chain[0].source = account.jobs(
-                "t0-", plan.jobs, account.stage_model(0)
-            )
-        else:
-            self._fill(plan)
+        self._fill(plan)
         self._settings = WorkerSettings(
             storage=_CONNECTION,
             queue=_QUEUE,
@@ -209,8 +188,8 @@ class Fleet:
         # One for all: what they count is not read here.
         self._metrics = WorkerMetrics()
 
-    def _fill(self, plan: Plan) -> None:
-        """The shards of the one queue of jobs without stages."""
+    def _fill(self, plan: Scenario) -> None:
+        """Makes the queue of jobs, with its shards."""
         if plan.shards > 1:
             for priority in PRIORITIES:
                 first = self.account.queue(job_queue(_QUEUE, priority=priority))
@@ -224,12 +203,8 @@ class Fleet:
 
     def start(self) -> None:
         dice = random.Random(self.plan.seed)
-        places = [
-            Place(number)
-            for number, stage in enumerate(self.plan.stages)
-            for _ in range(stage.replicas)
-        ] or [Place() for _ in range(self.plan.replicas)]
-        for number, place in enumerate(places):
+        for number in range(self.plan.replicas):
+            place = Place()
             self.places.append(place)
             work = self._hold(number, place, random.Random(dice.random()))
             self._tasks.append(asyncio.create_task(work, name=f"replica {number}"))
@@ -257,8 +232,6 @@ class Fleet:
         generation = 0
         while True:
             node = self.plan.weather.node(self.plan.cards, dice)
-            if place.stage is not None:
-                node.images_per_second *= self.plan.stages[place.stage].speed
             place.count(self.loop.time())
             place.node, place.began_at = node, self.loop.time()
             generation += 1
@@ -280,9 +253,8 @@ class Fleet:
             storage = AzureStorage(settings, concurrency.DEFAULT)
         storage.models.stand_at(share_of(name))
         table = prices.BUILT_IN.storage
-        model = "simulated" if place.stage is None else account.stage_model(place.stage)
         drawing = engine.SimulatedEngine(
-            node.images_per_second, is_broken=node.is_broken, model_name=model
+            node.images_per_second, is_broken=node.is_broken
         )
         place.engine = drawing
         worker = place.pipeline = Pipeline(
@@ -316,7 +288,7 @@ class Fleet:
 
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
-    """In place of what needs a GPU or a thread, during the block."""
+    """Context manager: replaces everything that needs a GPU or a thread."""
     logging.disable(logging.ERROR)
     try:
         with (

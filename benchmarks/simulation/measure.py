@@ -6,12 +6,12 @@ import asyncio
 import dataclasses
 import gc
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, mode
 
 from simulation import clock
-from simulation.fleet import Fleet, Missing, Plan, Stage, stand_ins
+from simulation.fleet import Fleet, Missing, Scenario, stand_ins
 
 #: Simulated seconds between two looks at a run.
 LOOK_SECONDS = 5.0
@@ -30,18 +30,27 @@ LATENCY = "latency of the storage"
 #: Objects that Python allocates before it looks for cycles: nearly nothing is garbage.
 _GC_OBJECTS = 200_000
 
+#: Fields of `Figures` that are counts, shares, and figures per second.
+_COUNTS = (
+    "images",
+    "redeliveries",
+    "lost",
+    "visible_duplicates",
+    "set_aside",
+    "interruptions",
+    "given_up",
+)
+_SHARES = ("share_of_possible", "idle_fraction")
+_RATES = (
+    "images_per_second",
+    "queue_operations_per_second",
+    "busiest_queue_per_second",
+    "requests_per_second",
+    "refused_per_second",
+)
+
 Report = Callable[[float], None]
 """Called with the simulated seconds so far."""
-
-
-@dataclass(frozen=True, slots=True)
-class OfStage:
-    """Sums of one stage's replicas."""
-
-    images: int
-    possible_images: float
-    busy_seconds: float
-    up_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +71,6 @@ class Sample:
     dollars: float
     interruptions: int
     given_up: int
-    stages: list[OfStage]
 
     @classmethod
     def of(cls, fleet: Fleet) -> Sample:
@@ -86,46 +94,22 @@ class Sample:
             dollars=sum(each.dollars for each in places),
             interruptions=fleet.interruptions,
             given_up=fleet.given_up,
-            stages=[_of_stage(fleet, stage) for stage in range(len(fleet.plan.stages))],
         )
-
-
-def _of_stage(fleet: Fleet, stage: int) -> OfStage:
-    places = [each for each in fleet.places if each.stage == stage]
-    return OfStage(
-        fleet.account.images_by_stage[stage],
-        sum(each.possible_images for each in places),
-        sum(each.busy for each in places),
-        sum(each.up_seconds for each in places),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class StageFigures:
-    """What one stage of a chain shows."""
-
-    replicas: int
-    speed: float
-    images_per_second: float
-    share_of_possible: float
-    share_of_before: float | None
-    """Of the images of the stage before it; None of the first."""
-    idle_fraction: float
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a run shows."""
+    """Figures of a run."""
 
     replicas: int
     simulated_replicas: int
     shards: int
     seconds: float
-    """Simulated, and measured."""
+    """Simulated seconds that were measured."""
     images: int
     images_per_second: float
     share_of_possible: float
-    """Of what the nodes would draw if none ever waited, or was away."""
+    """Share of the images that the nodes would draw if none ever waited, or was away."""
     missing: dict[str, float]
     """Shares of that, by what they are lost to; without those in the slots at the end."""
     idle_fraction: float
@@ -143,13 +127,15 @@ class Figures:
     interruptions: int
     given_up: int
     bottleneck: str
-    stages: tuple[StageFigures, ...] = ()
     seeds: int = 1
     """Runs of which these are the figures: rates are their means, counts their sums."""
 
 
 def measure(
-    plan: Plan, warm_seconds: float, seconds: float, report: Report = lambda *_: None
+    plan: Scenario,
+    warm_seconds: float,
+    seconds: float,
+    report: Report = lambda *_: None,
 ) -> Figures:
     """Simulates a fleet; the first seconds do not count, or all do where the jobs end."""
     usual, state = gc.get_threshold(), random.getstate()
@@ -246,112 +232,40 @@ def figures(fleet: Fleet, first: Sample, last: Sample) -> Figures:
         bottleneck=bottleneck(
             busiest / fleet.plan.queue_limit, requests / fleet.plan.account_limit, idle
         ),
-        stages=tuple(_stages(fleet.plan.stages, first, last)),
     )
-
-
-def _stages(
-    stages: Sequence[Stage], first: Sample, last: Sample
-) -> Iterator[StageFigures]:
-    seconds = last.at - first.at
-    before: int | None = None
-    for stage, begin, end in zip(stages, first.stages, last.stages, strict=True):
-        images = end.images - begin.images
-        up_seconds = end.up_seconds - begin.up_seconds
-        busy_seconds = end.busy_seconds - begin.busy_seconds
-        yield StageFigures(
-            stage.replicas,
-            stage.speed,
-            images / seconds,
-            images / (end.possible_images - begin.possible_images),
-            None if before is None else images / before,
-            max(0.0, 1 - busy_seconds / up_seconds) if up_seconds else 0.0,
-        )
-        before = images
 
 
 def together(runs: Sequence[Figures]) -> Figures:
     """The figures of several runs, which differ in their seed alone."""
     known = [asdict(run) for run in runs]
-    counts = (
-        *(
-            "seconds",
-            "images",
-            "redeliveries",
-            "lost",
-            "visible_duplicates",
-            "set_aside",
-        ),
-        *("dollars", "interruptions", "given_up"),
-    )
-    rates = (
-        *(
-            "images_per_second",
-            "share_of_possible",
-            "idle_fraction",
-            "queue_operations_per_second",
-        ),
-        *("busiest_queue_per_second", "requests_per_second", "refused_per_second"),
-    )
-    sums = {name: sum(each[name] for each in known) for name in counts}
+    sums = {name: sum(each[name] for each in known) for name in _COUNTS}
+    sums |= {name: sum(each[name] for each in known) for name in ("seconds", "dollars")}
     return dataclasses.replace(
         runs[0],
         **sums,
-        **{name: fmean(each[name] for each in known) for name in rates},
+        **{name: fmean(each[name] for each in known) for name in (*_SHARES, *_RATES)},
         missing={
             name: fmean(run.missing[name] for run in runs) for name in runs[0].missing
         },
         images_per_dollar=sums["images"] / sums["dollars"] if sums["dollars"] else 0.0,
         bottleneck=mode(run.bottleneck for run in runs),
-        stages=tuple(
-            StageFigures(
-                *(same[0].replicas, same[0].speed),
-                fmean(each.images_per_second for each in same),
-                fmean(each.share_of_possible for each in same),
-                None
-                if same[0].share_of_before is None
-                else fmean(each.share_of_before or 0.0 for each in same),
-                fmean(each.idle_fraction for each in same),
-            )
-            for same in zip(*(run.stages for run in runs), strict=True)
-        ),
         seeds=len(runs),
     )
 
 
 def whole(part: Figures, replicas: int, share: float) -> Figures:
     """The figures of *replicas*, of which only a *share* was simulated."""
-    counts = (
-        *("images", "redeliveries", "lost", "visible_duplicates", "set_aside"),
-        *("interruptions", "given_up"),
-    )
-    rates = (
-        *(
-            "images_per_second",
-            "queue_operations_per_second",
-            "busiest_queue_per_second",
-        ),
-        *("requests_per_second", "refused_per_second", "dollars"),
-    )
     known = asdict(part)
     return dataclasses.replace(
         part,
         replicas=replicas,
-        stages=tuple(
-            dataclasses.replace(
-                each,
-                replicas=round(each.replicas / share),
-                images_per_second=each.images_per_second / share,
-            )
-            for each in part.stages
-        ),
-        **{name: round(known[name] / share) for name in counts},
-        **{name: known[name] / share for name in rates},
+        **{name: round(known[name] / share) for name in _COUNTS},
+        **{name: known[name] / share for name in (*_RATES, "dollars")},
     )
 
 
 def bottleneck(queue_share: float, account_share: float, idle_fraction: float) -> str:
-    """What limits a fleet that uses such shares of the limits."""
+    """Names what limits a fleet that uses such shares of the limits."""
     if queue_share >= AT_LIMIT:
         return QUEUE
     if account_share >= AT_LIMIT:

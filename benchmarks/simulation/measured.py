@@ -1,14 +1,9 @@
-"""What was measured of this engine, for `--measured`: of one machine, or as a share of a limit."""
+"""Speeds of consumer cards by this engine's share of a card's limit, measured on an H200."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from imagefleet import errors
-from imagefleet.pricing import families, prices
-from simulation.nodes import Card
+from imagefleet.pricing import families
 
 #: TFLOP/s of fp16 products with fp32 accumulation, of classes with a record in `gpus.toml`
 #: (NVIDIA's whitepapers; the others by twice the rate of fp32 outside tensor cores).
@@ -25,77 +20,11 @@ TFLOP_PER_SECOND = {
     "RTX 4090 24GB": 165.2,
 }
 
-_RESULTS = Path(__file__).parent.parent / "results"
-
-#: Of `benchmarks/engine.py`, on an H200.
-ENGINE = _RESULTS / "engine-h200.json"
+#: Results of `benchmarks/engine.py`.
+ENGINE = Path(__file__).parent.parent / "results" / "engine-h200.json"
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Of one file."""
-
-    rows: Sequence[dict[str, Any]] = ()
-    """`workers`, `images_per_second` and `linear_fraction` of workers that ran together."""
-    limit_fraction: float | None = None
-    """The share of a card's fp16 rate that the engine makes images with."""
-
-    def cards(self, names: Sequence[str], priority: prices.Priority) -> list[Card]:
-        """What is simulated: the measured machine, or each class at that share of its limit.
-
-        Raises:
-            SetupError: the limit of a class is not known.
-        """
-        if self.limit_fraction is None:
-            return [Card("measured", self.rows[0]["images_per_second"], 0.0)]
-        return [
-            Card(
-                name,
-                images_per_second(name, self.limit_fraction),
-                prices.gpu_dollars_per_hour(name, priority),
-            )
-            for name in names
-        ]
-
-
-def read(file: Path) -> Measured:
-    """Reads the results of `benchmarks/gpus.py` or `engine.py`.
-
-    Raises:
-        SetupError: the file has none of them.
-    """
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if "matrix_limit_fraction" in found:
-            return Measured(limit_fraction=float(found["matrix_limit_fraction"]))
-        return Measured(_by_count(found["images_per_second_by_count"]))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise errors.SetupError(
-            f"{file} is not what benchmarks/gpus.py or benchmarks/engine.py writes: {error}"
-        ) from None
-
-
-def _by_count(rates: dict[str, float]) -> list[dict[str, Any]]:
-    counts = sorted(rates, key=int)
-    one = rates[counts[0]] / int(counts[0])
-    return [
-        {
-            "workers": int(count),
-            "images_per_second": rates[count],
-            "linear_fraction": rates[count] / (int(count) * one),
-        }
-        for count in counts
-    ]
-
-
-def images_per_second(name: str, limit_fraction: float) -> float:
-    """Of a class that draws SD1.5's images of 15 steps at a share of its fp16 rate.
-
-    Raises:
-        SetupError: that rate is not known.
-    """
-    if name not in TFLOP_PER_SECOND:
-        raise errors.SetupError(
-            f"the fp16 rate of {name!r} is not known, only of: {', '.join(TFLOP_PER_SECOND)}"
-        )
-    return limit_fraction * TFLOP_PER_SECOND[name] / families.SD1.image_tflop()
+def images_per_second(name: str) -> float:
+    """Images/s of a class that draws SD1.5's images of 15 steps at the measured share."""
+    share = json.loads(ENGINE.read_text(encoding="utf-8"))["matrix_limit_fraction"]
+    return float(share) * TFLOP_PER_SECOND[name] / families.SD1.image_tflop()

@@ -27,7 +27,7 @@ from simulation.account import (
     QUEUE_OPERATIONS_PER_SECOND,
 )
 from simulation.clients import REQUEST_BYTES, SERVER_SECONDS
-from simulation.fleet import Plan
+from simulation.fleet import Scenario
 from simulation.measure import Figures
 from simulation.nodes import (
     START_UP_SECONDS,
@@ -202,9 +202,9 @@ class _Days:
         self.stored_twice += is_cut and done % 3 == 2
 
 
-def our_plan(seed: int, share: float) -> Plan:
+def our_plan(seed: int, share: float) -> Scenario:
     """The worker's own pipeline on the same cards; a *share* of the replicas and the limits."""
-    return Plan(
+    return Scenario(
         round(REPLICAS * share),
         our_cards(),
         seed=seed,
@@ -215,17 +215,15 @@ def our_plan(seed: int, share: float) -> Plan:
 
 def our_cards() -> list[Card]:
     """Each class at this engine's measured share of its limit, at that day's price."""
-    share = measured.read(measured.ENGINE).limit_fraction or 0.0
     return [
-        Card(name, measured.images_per_second(name, share), DOLLARS_PER_HOUR)
-        for name in CARDS
+        Card(name, measured.images_per_second(name), DOLLARS_PER_HOUR) for name in CARDS
     ]
 
 
 def rows(
     replayed: Replay, ours: Figures
 ) -> list[tuple[str, tuple[str, str, str, str]]]:
-    """Of the table; our figures are for a whole day."""
+    """Rows of the table; our figures are for a whole day."""
     scale = HOURS / replayed.hours
     day = HOURS * 3600 / ours.seconds
     published = PUBLISHED_IMAGES / PUBLISHED_DOLLARS

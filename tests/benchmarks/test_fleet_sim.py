@@ -8,7 +8,6 @@ import random
 import sys
 import time
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from azure.core import exceptions
 import fleet_sim
 from fleet.plan import estimate
 from fleet.plan.estimate import Input, Part
-from imagefleet import errors
 from imagefleet.records.log import Totals, shard_part
 from imagefleet.storage.protocol import Clock
 from imagefleet.storage.routing.route import Route
@@ -32,7 +30,7 @@ from simulation import (
     reference,
 )
 from simulation.clients import Line
-from simulation.fleet import Fleet, Plan, Stage, stand_ins
+from simulation.fleet import Fleet, Scenario, stand_ins
 from simulation.nodes import Card, Weather
 from worker.settle import InFlightJob
 
@@ -76,7 +74,7 @@ def test_nodes_that_vanish_and_nodes_that_draw_black_lose_no_job_and_show_none_t
 ):
     # Every node is interrupted after three minutes, and a quarter of them are broken.
     weather = Weather(interruptions=1_800, broken_share=0.25)
-    found = measure.measure(Plan(6, [CARD], weather, jobs=700, seed=2), 0, 40_000)
+    found = measure.measure(Scenario(6, [CARD], weather, jobs=700, seed=2), 0, 40_000)
 
     assert (found.images, found.lost, found.visible_duplicates) == (700, 0, 0)
     assert found.interruptions >= 2
@@ -86,7 +84,7 @@ def test_nodes_that_vanish_and_nodes_that_draw_black_lose_no_job_and_show_none_t
 
 def test_a_run_depends_on_its_seed_alone() -> None:
     def run(seed: int) -> measure.Figures:
-        return measure.measure(Plan(2, [CARD], seed=seed), 44, 8)
+        return measure.measure(Scenario(2, [CARD], seed=seed), 44, 8)
 
     assert run(1) == run(1)
     assert run(1) != run(3)
@@ -111,7 +109,7 @@ def test_records_with_other_times_and_names_do_not_take_another_time_to_send() -
 
 
 def test_one_queues_limit_is_named_and_lifted_by_shards() -> None:
-    plan = Plan(4, [CARD], FINE, queue_limit=12)
+    plan = Scenario(4, [CARD], FINE, queue_limit=12)
     one = measure.measure(plan, 150, 300)
     four = measure.measure(dataclasses.replace(plan, shards=4), 50, 12)
 
@@ -126,7 +124,9 @@ def test_one_queues_limit_is_named_and_lifted_by_shards() -> None:
 
 
 def test_jobs_of_all_shards_are_drawn_by_workers_with_other_homes() -> None:
-    found = measure.measure(Plan(2, [CARD], FINE, shards=5, jobs=300, seed=1), 0, 600)
+    found = measure.measure(
+        Scenario(2, [CARD], FINE, shards=5, jobs=300, seed=1), 0, 600
+    )
     assert (found.images, found.lost, found.visible_duplicates) == (300, 0, 0)
 
 
@@ -149,7 +149,7 @@ def test_a_request_without_an_image_is_not_kept_by_those_that_have_one() -> None
 
 def test_what_is_missing_is_told_apart_and_adds_up() -> None:
     slow = dataclasses.replace(CARD, images_per_second=1.0)
-    plan = Plan(6, [slow], Weather(600, 0.0, 0.3), seed=3)
+    plan = Scenario(6, [slow], Weather(600, 0.0, 0.3), seed=3)
     found = measure.measure(plan, 100, 600)
     assert found.interruptions > 0
     assert found.missing["away"] > 0.05
@@ -207,7 +207,7 @@ def test_the_warm_up_of_a_day_is_printed(
 def test_a_slow_cards_slots_do_not_run_empty_before_more_jobs_are_pulled() -> None:
     slow = dataclasses.replace(CARD, images_per_second=2.5)
     with clock.simulated_time() as loop, stand_ins():
-        replicas = Fleet(Plan(1, [slow], FINE), loop)
+        replicas = Fleet(Scenario(1, [slow], FINE), loop)
 
         async def run() -> float:
             replicas.start()
@@ -223,7 +223,7 @@ def test_a_slow_cards_slots_do_not_run_empty_before_more_jobs_are_pulled() -> No
 
 def test_a_replica_that_is_away_counts_against_the_fleet_but_costs_nothing() -> None:
     slow = dataclasses.replace(CARD, images_per_second=1.0)
-    found = measure.measure(Plan(4, [slow], Weather(3_000, 0, 0), seed=1), 60, 300)
+    found = measure.measure(Scenario(4, [slow], Weather(3_000, 0, 0), seed=1), 60, 300)
     assert found.share_of_possible < 0.9
     assert found.dollars < 0.9 * 4 * 300 / 3600 * slow.dollars_per_hour
 
@@ -313,54 +313,11 @@ def test_the_public_run_comes_out_as_published_from_its_seconds_per_job(
     assert slower.images == pytest.approx(replayed.images / 2, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    "text", ["[]", '{"images_per_second_by_count": {"one": 2}}', "no"]
-)
-def test_results_of_another_program_are_refused(text: str, tmp_path: Path) -> None:
-    file = tmp_path / "results.json"
-    file.write_text(text)
-
-    with pytest.raises(errors.SetupError, match=r"is not what benchmarks/gpus.py or"):
-        measured.read(file)
-
-
-def test_the_gpus_of_one_machine_that_were_measured_are_the_first_rows(
-    capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fleet_sim, "ALONE_SECONDS", 30.0)
-    file = measured.ENGINE.with_name("gpus-h200.json")
-    found = json.loads(file.read_text())
-
-    report = _run(capsys, monkeypatch, "--measured", str(file), "--replicas", "2")
-
-    rates = found["images_per_second_by_count"]
-    assert [each["images_per_second"] for each in report["measured"]] == list(
-        rates.values()
-    )
-    assert report["measured"][1]["linear_fraction"] == pytest.approx(
-        found["multi_gpu_linear_fraction"], abs=1e-3
-    )
-    assert report["lost"] == 0
-    # One in five of such nodes is slow, or broken.
-    assert 0.5 * rates["1"] < report["images_per_second"] / 2 < 1.2 * rates["1"]
-
-
-def test_each_card_gets_the_measured_share_of_its_own_limit(
-    capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fleet_sim, "ALONE_SECONDS", 30.0)
-    arguments = ("--measured", str(measured.ENGINE), "--replicas", "2", "--gpu")
+def test_a_card_gets_the_measured_share_of_its_own_limit() -> None:
     share = json.loads(measured.ENGINE.read_text())["matrix_limit_fraction"]
-    assert measured.images_per_second("RTX 4090 24GB", share) == pytest.approx(
-        165.2 / 26.64 * share, rel=0.01
-    )
-
-    fast = _run(capsys, monkeypatch, *arguments, "RTX 4090 24GB")
-    slow = _run(capsys, monkeypatch, *arguments, "RTX 3080 10GB")
-    assert fast["images_per_second"] > 2 * slow["images_per_second"]
-    assert fast["dollars"] > 0
-    with pytest.raises(SystemExit, match="the fp16 rate of 'RTX 5090' is not known"):
-        _run(capsys, monkeypatch, *arguments, "RTX 5090")
+    expected = 165.2 / 26.64 * share
+    found = measured.images_per_second("RTX 4090 24GB")
+    assert found == pytest.approx(expected, rel=0.01)
 
 
 def _run(
@@ -376,35 +333,6 @@ def _run(
     return report
 
 
-def test_each_job_of_a_chain_passes_all_stages_once_whatever_happens_to_their_nodes() -> (
-    None
-):
-    weather = Weather(interruptions=1_800, broken_share=0.25)
-    stages = (Stage(3), Stage(2, 2.0), Stage(2))
-    plan = Plan(7, [CARD], weather, jobs=200, seed=2, stages=stages)
-    found = measure.measure(plan, 0, 40_000)
-
-    assert (found.images, found.lost, found.visible_duplicates) == (600, 0, 0)
-    assert found.interruptions >= 2
-    assert [each.share_of_before for each in found.stages] == [None, 1, 1]
-
-
-def test_the_stage_that_limits_a_chain_is_seen(
-    capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fleet_sim, "ALONE_SECONDS", 30.0)
-    arguments = ("--gpu", "RTX 4090 24GB", "--hours", "0.05", "--warm-seconds", "100")
-    report = _run(capsys, monkeypatch, "--stages", "2:1,3:2", *arguments)
-
-    first, second = report["stages"]
-    assert report["replicas"] == 5
-    assert first["linear_fraction"] > 0.9
-    assert second["share_of_before"] == pytest.approx(1, abs=0.1)
-    assert second["linear_fraction"] < 0.6
-    with pytest.raises(SystemExit):
-        _run(capsys, monkeypatch, "--stages", "2:1,0:2")
-
-
 def test_a_replica_that_ends_by_a_defect_ends_the_simulation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -413,7 +341,7 @@ def test_a_replica_that_ends_by_a_defect_ends_the_simulation(
 
     monkeypatch.setattr(Weather, "node", broken)
     with clock.simulated_time() as loop, stand_ins():
-        replicas = Fleet(Plan(1, [CARD]), loop)
+        replicas = Fleet(Scenario(1, [CARD]), loop)
 
         async def run() -> None:
             replicas.start()

@@ -246,21 +246,15 @@ def test_every_python_snippet_compiles(page: Path) -> None:
         compile(snippet, str(page), "exec")
 
 
-def test_each_line_of_the_tables_of_security_names_a_test_that_exists() -> None:
-    lines = [
-        line
-        for line in text_of(ROOT / "SECURITY.md").splitlines()
-        if line.startswith("| ")
+@by_page
+def test_every_source_file_that_a_page_names_exists(page: Path) -> None:
+    named = [
+        name
+        for name in _INLINE.findall(prose_of(page))
+        if re.fullmatch(r"(imagefleet|worker|benchmarks|tests)/[\w/]+\.\w+", name)
     ]
-    claims = [line for line in lines if not line.startswith(("| can or", "| ---"))]
-    for claim in claims:
-        named = re.search(r"\| `(tests/[\w/]+\.py)::(?:(\w+)::)?(\w+)` \|$", claim)
-        assert named or claim.endswith("| nothing prevents it |"), claim
-        if named:
-            path, group, test = named.groups()
-            source = (ROOT / path).read_text(encoding="utf-8")
-            assert f"def {test}(" in source, claim
-            assert group is None or f"class {group}" in source, claim
+
+    assert [name for name in named if not (ROOT / name).is_file()] == []
 
 
 def test_the_jobs_that_the_pages_show_are_valid() -> None:

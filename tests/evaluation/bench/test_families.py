@@ -1,5 +1,6 @@
 """The benchmark of other model families than SD1.x."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,13 @@ def test_the_operations_of_an_sdxl_image_include_its_added_inputs(
     assert one > two - one, "text encoders and VAE"
 
 
+def tflop(call: Callable[[], object]) -> float:
+    """Counts the operations of a call on the meta device."""
+    with machine.FlopCounterMode(display=False) as counter, torch.no_grad():
+        call()
+    return float(counter.get_total_flops() / 1e12)
+
+
 def test_the_plan_counts_the_operations_that_sdxl_has() -> None:
     planned = families.FAMILIES[SDXL.slug]
     side = planned.width // 8
@@ -40,10 +48,9 @@ def test_the_plan_counts_the_operations_that_sdxl_has() -> None:
         inputs = torch.empty(1, 4, side, side), torch.empty(1)
         context = torch.empty(1, 77, unet.config.cross_attention_dim)
         added = {"text_embeds": torch.empty(1, 1280), "time_ids": torch.empty(1, 6)}
-        with machine.FlopCounterMode(display=False) as counter, torch.no_grad():
-            unet(*inputs, context, added_cond_kwargs=added)
+        counted = tflop(lambda: unet(*inputs, context, added_cond_kwargs=added))
     calls = planned.image_tflop(steps=2) - planned.image_tflop(steps=1)
-    assert 2 * counter.get_total_flops() / 1e12 == pytest.approx(calls, rel=0.02)
+    assert 2 * counted == pytest.approx(calls, rel=0.02)
 
 
 @pytest.mark.parametrize("side", [512, 1024])
@@ -55,17 +62,11 @@ def test_the_plan_counts_the_operations_that_the_x4_upscaler_has(side: int) -> N
         inputs = torch.empty(1, 7, side // 4, side // 4), torch.empty(1)
         context = torch.empty(1, 77, unet.config.cross_attention_dim)
         level = torch.empty(1, dtype=torch.long)
-        counts = []
-        for run in (
-            lambda: unet(*inputs, context, class_labels=level),
-            lambda: vae.decode(inputs[0][:, :4]),
-        ):
-            with machine.FlopCounterMode(display=False) as counter, torch.no_grad():
-                run()
-            counts.append(counter.get_total_flops() / 1e12)
+        call = tflop(lambda: unet(*inputs, context, class_labels=level))
+        decoding = tflop(lambda: vae.decode(inputs[0][:, :4]))
     one, two = (planned.image_tflop(side, side, steps) for steps in (1, 2))
-    assert 2 * counts[0] == pytest.approx(two - one, rel=0.01)
-    assert counts[1] == pytest.approx(2 * one - two - 2 * planned.text_tflop, rel=0.01)
+    assert 2 * call == pytest.approx(two - one, rel=0.01)
+    assert decoding == pytest.approx(2 * one - two - 2 * planned.text_tflop, rel=0.01)
 
 
 def test_an_unknown_family_and_a_cpu_are_refused(tmp_path: Path) -> None:
@@ -113,19 +114,13 @@ def test_the_plan_counts_what_encoding_and_a_controlnet_take() -> None:
         )
         pixels, latents = torch.empty(1, 3, 512, 512), torch.empty(1, 4, 64, 64)
         context = torch.empty(1, 77, 768)
-    counted = []
-    for call in (
-        lambda: vae.encode(pixels),
-        lambda: control(latents, torch.empty(1, device="meta"), context, pixels),
-    ):
-        with machine.FlopCounterMode(display=False) as counter, torch.no_grad():
-            call()
-        counted.append(counter.get_total_flops() / 1e12)
+        encoding = tflop(lambda: vae.encode(pixels))
+        controlling = tflop(lambda: control(latents, torch.empty(1), context, pixels))
     plain = sd1.passes_tflop([Pass(512, 512, 1)])
     unguided = sd1.passes_tflop([Pass(512, 512, 15, rows=1)])
     assert unguided == pytest.approx(0.55 * sd1.image_tflop(512, 512, 15), rel=0.01)
     assert plain == pytest.approx(sd1.image_tflop(512, 512, 1))
     encodes = sd1.passes_tflop([Pass(512, 512, 1, encodes=True)]) - plain
     controls = sd1.passes_tflop([Pass(512, 512, 1, controls=1)]) - plain
-    assert encodes == pytest.approx(counted[0], rel=0.05)
-    assert controls == pytest.approx(2 * counted[1], rel=0.2), "SDXL's is larger"
+    assert encodes == pytest.approx(encoding, rel=0.05)
+    assert controls == pytest.approx(2 * controlling, rel=0.2), "SDXL's is larger"

@@ -63,6 +63,15 @@ def float16(in_process: Imagefleet, drawn: Path) -> tuple[int, dict[str, Any]]:
     return int((drawn / "code").read_text()), json.loads(result.read_text())
 
 
+@pytest.mark.usefixtures("float16")
+def test_a_redraw_in_other_company_passes(in_process: Imagefleet, drawn: Path) -> None:
+    kept = f"{drawn / 'kept' / 'a'}"
+    ended = in_process("gate", kept, "float32,slots=3", "--json")
+
+    assert ended.returncode == console.EXIT_DONE, ended.stderr
+    assert json.loads(ended.stdout)["passed"]
+
+
 def against_float32(in_process: Imagefleet, drawn: Path) -> tuple[int, dict[str, bool]]:
     """Draws the jobs of the kept images anew; the exit code, and the checks that passed."""
     ended = in_process("gate", f"{drawn / 'kept' / 'a'}", "float32", "--json")
