@@ -1,4 +1,4 @@
-"""Who may use the gateway: keys, each with a campaign, a priority and a limit."""
+"""Clients of the gateway: keys, each with a campaign, a priority and a limit."""
 
 import hashlib
 from collections.abc import Mapping

@@ -51,7 +51,7 @@ class Ticket:
 
     @property
     def id(self) -> str:
-        """Of the job, once it is sent."""
+        """The job's id, which it has once it is sent."""
         return self.sent.result().id
 
 
@@ -99,10 +99,13 @@ class Desk:
                     Refused(503, "the gateway stops, and has not sent the job"),
                 )
             else:
-                where = f"ask for it at /jobs/{ticket.id} later"
                 _refuse(
                     ticket.ended,
-                    Refused(503, f"the gateway stops; the job goes on: {where}"),
+                    Refused(
+                        503,
+                        "the gateway stops; the job goes on: ask for it at"
+                        f" /jobs/{ticket.id} later",
+                    ),
                 )
 
     async def check(self, client: Client, images: int) -> None:
@@ -155,7 +158,7 @@ class Desk:
                 _refuse(ticket.ended, Refused(409, INTERRUPTED))
 
     async def facts(self, campaign: str, job_id: str) -> JobFacts:
-        """What is known of a job, from the storage if need be; raises JobError for no valid id."""
+        """Looks a job up, in the storage if need be; raises JobError for an invalid id."""
         facts = JobFacts(self._fleet.job(job_id, campaign).id, campaign)
         ticket = self._tickets.get(facts.key)
         if (

@@ -96,7 +96,8 @@ def _as_a1111(payload: Mapping[str, Any]) -> dict[str, Any]:
     if size not in (None, "", "auto"):
         if not (found := _SIZE.fullmatch(str(size))):
             raise Refused(400, "size: should be WIDTHxHEIGHT, such as 512x512, or auto")
-        fields["width"], fields["height"] = int(found[1]), int(found[2])
+        fields["width"] = int(found[1])
+        fields["height"] = int(found[2])
     fields["n_iter"] = fields.pop("n", None) or 1
     if form := fields.pop("output_format", None):
         fields["output"] = {"format": form}

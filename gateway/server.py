@@ -131,7 +131,7 @@ async def _metrics(request: web.Request) -> web.Response:
 
 @ROUTES.get("/live")
 async def _live(_: web.Request) -> web.Response:
-    """Whether the gateway runs."""
+    """Says that the gateway runs."""
     return web.Response(text="live\n")
 
 
@@ -142,8 +142,11 @@ async def _docs(request: web.Request) -> web.Response:
         f"<tr><td><code>{method} {html.escape(path)}</code><td>{html.escape(summary)}"
         for method, path, summary in _operations(request.app)
     )
-    page = f"<!doctype html><title>imagefleet</title><h1>imagefleet</h1><table>{rows}</table>"
-    return web.Response(text=page, content_type="text/html")
+    return web.Response(
+        text="<!doctype html><title>imagefleet</title><h1>imagefleet</h1>"
+        f"<table>{rows}</table>",
+        content_type="text/html",
+    )
 
 
 @ROUTES.get("/openapi.json")

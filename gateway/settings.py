@@ -9,7 +9,7 @@ from imagefleet.telemetry.settings import TelemetrySettings
 
 
 class GatewaySettings(TelemetrySettings, SignerSettings):
-    """What the gateway listens on, who may use it, and the worker that it starts."""
+    """Settings of a gateway: its address, its clients, and the worker that it starts."""
 
     host: str = Field(
         default="127.0.0.1",

@@ -85,9 +85,12 @@ async def draw(
         async with asyncio.timeout(desk.wait_seconds):
             facts = await asyncio.shield(ticket.ended)
     except TimeoutError:
-        where = f"/jobs/{ticket.id}"
-        why = f"the images are not drawn yet: ask for them at {where}"
-        raise Refused(202, why, {"Location": where}) from None
+        address = f"/jobs/{ticket.id}"
+        raise Refused(
+            202,
+            f"the images are not drawn yet: ask for them at {address}",
+            {"Location": address},
+        ) from None
     except asyncio.CancelledError:
         desk.drop(ticket)
         raise
@@ -109,7 +112,7 @@ async def draw(
 
 
 def content_type(name: str) -> str:
-    """That of an image, by its name, which ends in one of `SUFFIXES`."""
+    """MIME type of an image by its name, which ends in one of `SUFFIXES`."""
     return f"image/{name.rpartition('.')[2].replace('jpg', 'jpeg')}"
 
 
