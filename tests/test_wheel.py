@@ -100,7 +100,7 @@ COMMANDS: dict[str, Case] = {
     "status": Case("--json", r'"messages": 0'),
     "report": Case("spring", r"Report: spring-report\.html"),
     "results": Case("spring", r"images +1"),
-    "export": Case("spring shards --format imagefolder", r"1 image, .* in 1 shard"),
+    "export": Case("spring shards", r"1 image, .* in 1 shard"),
     "score": Case(
         "spring --extractor demo",
         r"torch is not installed; .*pip install '\.\[evaluation\]'",

@@ -11,7 +11,14 @@ from rich import filesize
 from cli import console, files, options, target
 from cli.options import argument, option
 from fleet.export.formats import arrow
-from fleet.export.plan import MANIFEST, WORK, Format, Manifest, Plan, Work
+from fleet.export.plan import (
+    MANIFEST,
+    WORK_FOLDER,
+    ExportPlan,
+    Format,
+    Manifest,
+    PlanDatabase,
+)
 from fleet.export.shards import Exporter
 from fleet.results import download
 from imagefleet import errors
@@ -33,8 +40,8 @@ async def command(
     campaign: target.Campaign,
     folder: Path = argument("For the shards.", metavar="FOLDER"),
     form: Format = option(
-        "Tar files as img2dataset writes them, or what `datasets` reads: Parquet with"
-        " images, or folders with a metadata.jsonl.",
+        "Tar files, as the webdataset library reads them, or Parquet with images, as"
+        " `datasets` does.",
         "webdataset",
         "--format",
     ),
@@ -54,12 +61,14 @@ async def command(
 
     imagefleet export spring ./spring --format parquet --dry-run
     """
-    plan = Plan(campaign=target.campaign(campaign), format=form, shard_size=shard_size)
+    plan = ExportPlan(
+        campaign=target.campaign(campaign), format=form, shard_size=shard_size
+    )
     if dry_run:
         async with console.connected(settings) as fleet:
             await target.check_campaign(fleet.storage, plan.campaign)
-            with contextlib.closing(Work("")) as work:
-                plan = await _plan(fleet.storage, work, plan)
+            with contextlib.closing(PlanDatabase("")) as database:
+                plan = await _plan(fleet.storage, database, plan)
             plan = plan.model_copy(update={"storage": absolute_url(fleet.storage)})
         more = {
             "shards": plan.shard_count,
@@ -82,9 +91,9 @@ async def command(
 
 
 async def _export(
-    settings: StorageSettings, folder: Path, wanted: Plan, *, quiet: bool
+    settings: StorageSettings, folder: Path, wanted: ExportPlan, *, quiet: bool
 ) -> Manifest:
-    if wanted.format != "imagefolder":
+    if wanted.format == "parquet":
         arrow()  # or it is not installed
     async with console.connected(settings) as fleet:
         storage = fleet.storage
@@ -101,15 +110,15 @@ async def _export(
                 console.print_note(
                     f"{folder} has the whole export already{since if new else ''}"
                 )
-            shutil.rmtree(folder / WORK, ignore_errors=True)
+            shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
         return found
 
 
 async def _make(
-    storage: Storage, folder: Path, wanted: Plan, *, quiet: bool
+    storage: Storage, folder: Path, wanted: ExportPlan, *, quiet: bool
 ) -> Manifest:
     """Goes on with the export in *folder*, or begins one."""
-    if not (folder / WORK).exists():
+    if not (folder / WORK_FOLDER).exists():
         await target.check_campaign(storage, wanted.campaign)
         counts = await reader.counts(storage, wanted.campaign)
         if not counts.images:
@@ -126,26 +135,33 @@ async def _make(
             raise errors.SetupError(
                 f"{folder} is not empty: choose another folder for the export"
             )
-        (folder / WORK).mkdir(parents=True)
-    with contextlib.closing(Work(folder / WORK / "plan.sqlite")) as work:
-        plan = work.plan() or await _plan(storage, work, wanted, folder)
+        (folder / WORK_FOLDER).mkdir(parents=True)
+    with contextlib.closing(
+        PlanDatabase(folder / WORK_FOLDER / "plan.sqlite")
+    ) as database:
+        plan = database.plan() or await _plan(storage, database, wanted, folder)
         _check_same(plan, wanted, folder)
         with console.counting("exported", plan.images, quiet=quiet) as on_images:
-            shards = await Exporter(folder, work, plan, storage.blobs).run(on_images)
+            shards = await Exporter(folder, database, plan, storage.blobs).run(
+                on_images
+            )
     made = Manifest.of(plan, shards)
     console.write_file(folder / MANIFEST, made.model_dump_json(indent=2) + "\n")
     return made
 
 
 async def _plan(
-    storage: Storage, work: Work, wanted: Plan, folder: Path | None = None
-) -> Plan:
+    storage: Storage,
+    database: PlanDatabase,
+    wanted: ExportPlan,
+    folder: Path | None = None,
+) -> ExportPlan:
     """Makes the plan; raises SetupError if *folder* has no space for it."""
     damaged = Damaged()
     records = reader.drawings(storage, wanted.campaign, damaged)
     stored = storage.blobs.records(f"{wanted.campaign}/")
     with console.counting("planned", None) as on_records:
-        made = await work.make(records, stored, wanted, damaged, on_records)
+        made = await database.make(records, stored, wanted, damaged, on_records)
     if damaged.count:
         console.print_warning(str(damaged))
     if folder and _needed(made) > (free := shutil.disk_usage(folder).free):
@@ -156,7 +172,7 @@ async def _plan(
     return made
 
 
-def _check_same(begun: Plan | Manifest, wanted: Plan, folder: Path) -> None:
+def _check_same(begun: ExportPlan | Manifest, wanted: ExportPlan, folder: Path) -> None:
     """Raises SetupError if *folder* has an export with other options."""
     for name in ("campaign", "storage", "format", "shard_size"):
         has, asked = getattr(begun, name), getattr(wanted, name)
@@ -167,7 +183,7 @@ def _check_same(begun: Plan | Manifest, wanted: Plan, folder: Path) -> None:
             )
 
 
-def _needed(plan: Plan) -> int:
+def _needed(plan: ExportPlan) -> int:
     return plan.bytes + _BYTES_BESIDE * plan.stored
 
 
@@ -179,7 +195,9 @@ def _report(made: Manifest, folder: Path, *, as_json: bool) -> None:
         }
     )
     if made.misfits:
-        console.print_warning(f"records that do not fit: {made.misfits:,}")
+        console.print_warning(
+            f"skipped {console.counted(made.misfits, 'record')} that do not match their image"
+        )
     images = f"{console.counted(made.images, 'image')}, {filesize.decimal(made.bytes)}"
     line = f"{images}, in {console.counted(len(made.shards), 'shard')}: {folder}"
     record = {**made.model_dump(exclude={"shards"}), "folder": str(folder)}

@@ -1,4 +1,4 @@
-"""What goes into which shard, decided once, and what was made of it: `manifest.json`.
+"""The plan of an export (which image goes into which shard), and the manifest of what was made.
 
 The records are sorted by the names of their images, so that the shards of a campaign are the same
 whoever exports it. SQLite sorts them on the disk: memory is flat.
@@ -23,7 +23,7 @@ from imagefleet.records.record import Record
 from imagefleet.storage.protocol import BlobRecord
 
 #: The subfolder of an export until it is done.
-WORK = ".export"
+WORK_FOLDER = ".export"
 
 #: Records of one image that are tried: one that was drawn again has several.
 _MOST_RECORDS = 8
@@ -52,10 +52,10 @@ SELECT place, line FROM (
 ) WHERE rank <= ? ORDER BY place, rank
 """
 
-Format = Literal["webdataset", "parquet", "imagefolder"]
+Format = Literal["webdataset", "parquet"]
 
 
-class Plan(BaseModel, extra="forbid", frozen=True):
+class ExportPlan(BaseModel, extra="forbid", frozen=True):
     """An export's parameters, and what its records promise."""
 
     campaign: str
@@ -74,7 +74,7 @@ class Plan(BaseModel, extra="forbid", frozen=True):
         return -(-self.images // self.shard_size)
 
 
-class Work:
+class PlanDatabase:
     """The database of an export that is not done yet."""
 
     def __init__(self, file: Path | Literal[""]) -> None:
@@ -85,18 +85,18 @@ class Work:
     def close(self) -> None:
         self._db.close()
 
-    def plan(self) -> Plan | None:
+    def plan(self) -> ExportPlan | None:
         found = self._db.execute("SELECT json FROM plan").fetchone()
-        return found and Plan.model_validate_json(found[0])
+        return found and ExportPlan.model_validate_json(found[0])
 
     async def make(
         self,
         records: AsyncIterator[list[Record]],
         stored: AsyncIterator[BlobRecord],
-        plan: Plan,
+        plan: ExportPlan,
         damaged: Damaged,
         on_records: Callable[[int], None],
-    ) -> Plan:
+    ) -> ExportPlan:
         """Writes the plan, whole or not at all; *plan* has no numbers yet.
 
         *damaged* counts what does not fit while *records* are read.
@@ -149,28 +149,28 @@ class Work:
 
 MANIFEST = "manifest.json"
 
-#: Named of the images that are missing or changed; a shard's Parquet file has all of them.
+#: Images that the manifest names of those that are missing or changed.
 _NAMED = 1_000
 
 
-class File(BaseModel, extra="forbid", frozen=True):
-    bytes: int
-    sha256: str
-
-
 class Shard(BaseModel, extra="forbid", frozen=True):
-    name: str
+    """A finished shard: its file by the path in the folder, and what is in it."""
+
+    file: str
+    file_bytes: int
+    sha256: str
     images: int
     bytes: int
-    files: dict[str, File]
-    """Files by their path in the folder; of an image folder, its metadata with all hashes."""
     missing: list[str]
     changed: list[str]
     misfits: int
     """Records that are of no picture that is stored."""
 
+    def is_in(self, folder: Path) -> bool:
+        return files.size_of(folder / self.file) == self.file_bytes
 
-class Manifest(Plan):
+
+class Manifest(ExportPlan):
     """The whole export: what its plan says, with the images that are in it."""
 
     imagefleet: str
@@ -181,7 +181,7 @@ class Manifest(Plan):
     shards: list[Shard]
 
     @classmethod
-    def of(cls, plan: Plan, shards: Sequence[Shard]) -> Self:
+    def of(cls, plan: ExportPlan, shards: Sequence[Shard]) -> Self:
         missing = [name for shard in shards for name in shard.missing]
         changed = [name for shard in shards for name in shard.changed]
         return cls(
@@ -202,13 +202,12 @@ class Manifest(Plan):
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """That of a finished export, if there is one; raises SetupError if files are gone."""
+        """The manifest of a finished export, if any; raises SetupError if files are gone."""
         otherwise = "is no manifest of this version: choose another folder"
         found = validation.read_file(cls, folder / MANIFEST, otherwise)
         for shard in found.shards if found else []:
-            for name, file in shard.files.items():
-                if files.size_of(folder / name) != file.bytes:
-                    raise errors.SetupError(
-                        f"{folder / name} is not as {MANIFEST} says: export into another folder"
-                    )
+            if not shard.is_in(folder):
+                raise errors.SetupError(
+                    f"{folder / shard.file} is not as {MANIFEST} says: export into another folder"
+                )
         return found

@@ -6,22 +6,13 @@ done; after a run that is killed in between it is made again, which comes out th
 
 import asyncio
 import itertools
-import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cli import files
-from fleet.export.formats import (
-    METADATA,
-    Imagefolder,
-    Parquet,
-    Sample,
-    ShardFiles,
-    Webdataset,
-)
-from fleet.export.plan import WORK, File, Plan, Shard, Work
+from fleet.export.formats import Parquet, Sample, ShardFile, Webdataset
+from fleet.export.plan import WORK_FOLDER, ExportPlan, PlanDatabase, Shard
 from fleet.results import download
 from imagefleet import concurrency, errors
 from imagefleet.files import picture
@@ -35,22 +26,34 @@ from imagefleet.submit import RETRIES
 #: Images read while as many others are written, some 40 MB.
 _BATCH = 64
 
-_FORMATS: Mapping[str, Callable[..., ShardFiles]] = {
-    "webdataset": Webdataset,
-    "parquet": Parquet,
-    "imagefolder": Imagefolder,
+#: Each format's shard file, and its path in the export's folder.
+_FORMATS: Mapping[str, tuple[Callable[..., ShardFile], str]] = {
+    "webdataset": (Webdataset, "{number:05}.tar"),
+    "parquet": (Parquet, "data/train-{number:05}-of-{shards:05}.parquet"),
 }
+
+
+@dataclass(slots=True)
+class _Contents:
+    """The contents of a shard, as it is filled."""
+
+    digests: list[str] = field(default_factory=list)
+    bytes: int = 0
+    faulty: dict[Fault, list[str]] = field(
+        default_factory=lambda: {"missing": [], "misfit": []}
+    )
+    misfits: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Exporter:
     folder: Path
-    work: Work
-    plan: Plan
+    database: PlanDatabase
+    plan: ExportPlan
     blobs: BlobStore
 
     async def run(self, on_images: Callable[[int], None]) -> list[Shard]:
-        """Makes those that are not there yet; returns all."""
+        """Makes the shards that are not there yet; returns all."""
         done = []
         for number in range(self.plan.shard_count):
             if (shard := self._finished(number)) is None:
@@ -62,102 +65,90 @@ class Exporter:
 
     def _finished(self, number: int) -> Shard | None:
         """The shard if it was noted as done, and is there; else None."""
-        shard = self.work.done(number)
-        noted = shard.files if shard else {}
-        is_there = all(
-            files.size_of(self.folder / name) == file.bytes
-            for name, file in noted.items()
-        )
-        return shard if is_there else None
+        shard = self.database.done(number)
+        return shard if shard and shard.is_in(self.folder) else None
 
     async def _make(self, number: int, on_images: Callable[[int], None]) -> Shard:
-        draft = self.folder / WORK / f"{number:05}"
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
+        open_file, template = _FORMATS[self.plan.format]
+        name = template.format(number=number, shards=self.plan.shard_count)
+        draft = self.folder / WORK_FOLDER / "draft" / name
+        draft.parent.mkdir(parents=True, exist_ok=True)
         # As img2dataset makes them.
         digits = max(4, len(str(self.plan.shard_size - 1)))
         keys = (f"{number:05}{place:0{digits}}" for place in itertools.count())
-        form = _FORMATS[self.plan.format]
-        written = form(draft, number, self.plan.shard_count, self.blobs.address)
+        images = self.database.records(number, self.plan.shard_size)
+        keyed = zip(keys, images, strict=False)
+        contents, written = _Contents(), open_file(draft, self.blobs.address)
         try:
             fetched: Sequence[Sample] = []
-            keyed = zip(
-                keys, self.work.records(number, self.plan.shard_size), strict=False
-            )
             while batch := list(itertools.islice(keyed, _BATCH)):
                 # The next images are read while these are written.
                 fetched, _ = await concurrency.gather(
-                    self._fetch(batch), asyncio.to_thread(written.add, fetched)
+                    self._fetch(batch, contents),
+                    asyncio.to_thread(written.write, fetched),
                 )
                 on_images(len(batch))
-            await asyncio.to_thread(written.add, fetched)
+            await asyncio.to_thread(written.write, fetched)
         finally:
             await asyncio.to_thread(written.close)
-        shard = await asyncio.to_thread(self._complete, written)
-        await asyncio.to_thread(self._move, written)
-        self.work.note(number, shard)
+        shard = await asyncio.to_thread(self._complete, name, written, contents)
+        await asyncio.to_thread(self._move, draft, self.folder / name)
+        self.database.note(number, shard)
         return shard
 
-    async def _fetch(self, batch: Sequence[tuple[str, list[Record]]]) -> list[Sample]:
+    async def _fetch(
+        self, batch: Sequence[tuple[str, list[Record]]], contents: _Contents
+    ) -> list[Sample]:
         turn = asyncio.Semaphore(download.CONCURRENCY)
 
         async def find(records: Sequence[Record]) -> Picture | Fault:
             return await RETRIES.call(lambda: pictures.find(self.blobs, records))
 
-        async def read(key: str, records: list[Record]) -> Sample:
+        async def read(records: list[Record]) -> tuple[Picture | Fault, int]:
+            """The image, and how many of its records are of no picture that is stored."""
             async with turn:
                 found = await find(records)
                 if isinstance(found, str):
-                    count = len(records) if found == "misfit" else 0
-                    return Sample(key, records[0], None, found, count)
+                    return found, len(records) if found == "misfit" else 0
                 if await asyncio.to_thread(picture.decode, found.data) is None:
-                    return Sample(
-                        key, found.record, None, "misfit", 0
-                    )  # as recorded, and no image
+                    return "misfit", 0  # as recorded, and no image
                 others = [
                     await find([each]) for each in records if each is not found.record
                 ]
-                return Sample(
-                    key, found.record, found.data, None, others.count("misfit")
-                )
+                return found, others.count("misfit")
 
-        return list(await concurrency.gather(*(read(*each) for each in batch)))
+        samples = []
+        reads = await concurrency.gather(*(read(records) for _, records in batch))
+        for (key, records), (found, misfits) in zip(batch, reads, strict=True):
+            contents.misfits += misfits
+            if isinstance(found, str):
+                contents.faulty[found].append(records[0].blob or "")
+                continue
+            samples.append(sample := Sample(key, found.record, found.data))
+            contents.digests.append(sample.sha256)
+            contents.bytes += len(sample.data)
+        return samples
 
-    def _complete(self, written: ShardFiles) -> Shard:
-        """Compares what was written, and has it on the disk."""
-        if list(written.read_digests()) != written.digests:
+    def _complete(self, name: str, written: ShardFile, contents: _Contents) -> Shard:
+        """Compares the file with what was written, and has it on the disk."""
+        if list(written.read_digests()) != contents.digests:
             raise errors.TransientError(
-                f"shard {written.name} was read back from {self.folder} other than it was written:"
-                " check the disk, and run the same command again"
+                f"shard {name} was read back from {self.folder} other than it was written: check"
+                " the disk, and run the same command again"
             )
-        if self.plan.format == "imagefolder":
-            os.sync()  # of thousands of files one by one would take longer
-        for path in written.listed:
-            sync(path)
+        sync(written.path)
         return Shard(
-            name=written.name,
-            images=len(written.digests),
-            bytes=written.bytes,
-            files={
-                str(path.relative_to(written.folder)): File(
-                    bytes=path.stat().st_size, sha256=files.sha256(path)
-                )
-                for path in written.listed
-            },
-            missing=written.faulty["missing"],
-            changed=written.faulty["misfit"],
-            misfits=written.misfits,
+            file=name,
+            file_bytes=written.path.stat().st_size,
+            sha256=files.sha256(written.path),
+            images=len(contents.digests),
+            bytes=contents.bytes,
+            missing=contents.faulty["missing"],
+            changed=contents.faulty["misfit"],
+            misfits=contents.misfits,
         )
 
-    def _move(self, written: ShardFiles) -> None:
-        """Moves a shard into place, over what a run that was killed has moved of it."""
-        for path in written.listed:
-            # An image folder is moved as a whole.
-            source = path.parent if path.name == METADATA else path
-            target = self.folder / source.relative_to(written.folder)
-            target.parent.mkdir(exist_ok=True)
-            if target.is_dir():
-                shutil.rmtree(target)
-            source.replace(target)
-            sync(target.parent)
-        shutil.rmtree(written.folder)
+    def _move(self, draft: Path, target: Path) -> None:
+        target.parent.mkdir(exist_ok=True)
+        draft.replace(target)
+        sync(target.parent)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import exported
 from evaluation.stand_in import draw_noise
 from fleet.webhooks import events
 from imagefleet import aio, errors
@@ -125,11 +126,11 @@ async def test_downloads_and_exports_have_the_images_of_all_stages(
     done = await asyncio.to_thread(imagefleet, *command, *flags(storage_settings))
     assert done.returncode == 0, done.stderr
     assert sorted(each.name for each in (tmp_path / "found").iterdir()) == names
-    command = ["export", "spring", "--format", "imagefolder", "set"]
+    command = ["export", "spring", "set"]
     done = await asyncio.to_thread(imagefleet, *command, *flags(storage_settings))
     assert done.returncode == 0, done.stderr
-    found = sorted(each.name for each in (tmp_path / "set").rglob("*.png"))
-    assert found == names
+    urls = [str(sample.row["url"]) for sample in exported.samples(tmp_path / "set")]
+    assert [url.rpartition("/")[2] for url in urls] == names
 
 
 @local_only

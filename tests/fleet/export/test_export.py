@@ -14,11 +14,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import exported
 import polling
 import sent_jobs
 from cli import files
@@ -37,7 +37,7 @@ Imagefleet = Callable[
 Add = Callable[..., Awaitable[Any]]
 Run = Callable[..., Awaitable["subprocess.CompletedProcess[str]"]]
 
-FORMATS = ("webdataset", "parquet", "imagefolder")
+FORMATS = ("webdataset", "parquet")
 
 
 def content(folder: Path) -> dict[str, str]:
@@ -49,45 +49,34 @@ def content(folder: Path) -> dict[str, str]:
     }
 
 
-async def test_a_webdataset_is_as_img2dataset_writes_it(
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [sample.row for sample in exported.samples(folder)]
+
+
+async def test_a_webdataset_has_each_image_with_its_caption_and_its_parameters(
     stored: list[Any], export: Run, tmp_path: Path
 ) -> None:
     result = await export()
 
     out = tmp_path / "out"
-    assert sorted(content(out)) == sorted(
-        [
-            f"0000{n}{end}"
-            for n in range(3)
-            for end in (".tar", ".parquet", "_stats.json")
-        ]
-        + ["manifest.json"]
-    )
+    assert sorted(content(out)) == [
+        *(f"0000{n}.tar" for n in range(3)),
+        "manifest.json",
+    ]
     with tarfile.open(out / "00001.tar") as tar:
         names = tar.getnames()
-        meta = json.load(tar.extractfile("000010000.json"))  # type: ignore[arg-type]
-        text = tar.extractfile("000010000.txt").read()  # type: ignore[union-attr]
     assert names == [
         f"0000{key}.{end}"
         for key in ("10000", "10001")
         for end in ("png", "txt", "json")
     ]
-    assert (text, meta["caption"]) == (b"a house 3", "a house 3"), (
-        "without the LoRA's tag"
-    )
-    assert (meta["id"], meta["key"], meta["status"]) == ("3", "000010000", "success")
+    meta, text, data = exported.samples(out)[2]
+    assert text == "a house 3", "without the LoRA's tag"
+    assert meta["caption"] == "a house 3"
+    assert (meta["id"], meta["key"]) == ("3", "000010000")
     assert meta["prompt"] == "a house 3, <lora:outline-style:0.8>"
     assert meta["metadata"] == {"order": 7}
-    table = pq.read_table(out / "00001.parquet")
-    assert table["key"].to_pylist() == ["000010000", "000010001"]
-    assert table["sha256"][0].as_py() == meta["sha256"]
-    stats = json.loads((out / "00002_stats.json").read_text())
-    assert (stats["count"], stats["successes"], stats["failed_to_download"]) == (
-        1,
-        1,
-        0,
-    )
-    assert stats["status_dict"] == {"success": 1}
+    assert meta["sha256"] == hashlib.sha256(data).hexdigest()
     assert "5 images" in result.stdout
     assert "in 3 shards: out" in result.stdout
 
@@ -100,21 +89,14 @@ async def test_the_manifest_has_the_hashes_of_all_files_and_the_counts(
 
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     found = content(tmp_path / "out")
-    listed = {
-        name: file
-        for shard in manifest["shards"]
-        for name, file in shard["files"].items()
-    }
-    assert all(found[name] == file["sha256"] for name, file in listed.items())
+    for shard in manifest["shards"]:
+        assert found[shard["file"]] == shard["sha256"]
     assert [shard["images"] for shard in manifest["shards"]] == [2, 2, 1]
-    assert (manifest["campaign"], manifest["format"], manifest["images"]) == (
-        "spring",
-        form,
-        5,
-    )
+    told = {name: manifest[name] for name in ("campaign", "format", "images")}
+    assert told == {"campaign": "spring", "format": form, "images": 5}
     assert manifest["bytes"] == sum(record.size_bytes for record in stored)
     assert json.loads(result.stdout)["images"] == 5
-    assert not (tmp_path / "out" / plan.WORK).exists()
+    assert not (tmp_path / "out" / plan.WORK_FOLDER).exists()
 
 
 class Killed(BaseException):
@@ -124,7 +106,7 @@ class Killed(BaseException):
 def moments(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Ends the export at one step after the other."""
     steps = {
-        "planning": (plan.Work, "_list"),
+        "planning": (plan.PlanDatabase, "_list"),
         "planned": (shards.Exporter, "_make"),
         "reading": (shards.Exporter, "_fetch"),
         "written": (shards.Exporter, "_complete"),
@@ -160,7 +142,7 @@ async def test_an_export_that_is_killed_at_any_step_goes_on_and_comes_out_the_sa
     from fleet.export import command
 
     monkeypatch.setattr(shards, "_BATCH", 1)
-    wanted = plan.Plan(campaign="spring", format=form, shard_size=2)
+    wanted = plan.ExportPlan(campaign="spring", format=form, shard_size=2)
 
     async def run(name: str) -> None:
         await command._export(local_settings, tmp_path / name, wanted, quiet=True)
@@ -174,7 +156,11 @@ async def test_an_export_that_is_killed_at_any_step_goes_on_and_comes_out_the_sa
         except Killed:
             killed += 1
             left = content(tmp_path / f"{number}")
-            seen = {name: left[name] for name in left if not name.startswith(plan.WORK)}
+            seen = {
+                name: left[name]
+                for name in left
+                if not name.startswith(plan.WORK_FOLDER)
+            }
             assert seen.items() <= expected.items(), "no file is half there"
         monkeypatch.undo()
         monkeypatch.setattr(shards, "_BATCH", 1)
@@ -215,7 +201,7 @@ async def test_a_process_that_is_killed_resumes(
 
 
 def _complete_shards(folder: Path) -> int:
-    return len(list(folder.glob("*_stats.json")))
+    return len(list(folder.glob("*.tar")))
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -240,12 +226,6 @@ async def test_missing_and_changed_images_are_named_and_left_out(
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert (manifest["images"], manifest["missing"], manifest["changed"]) == (3, 1, 1)
     assert manifest["first_missing"] == ["spring/2.png"]
-    if form == "webdataset":
-        rows = pq.read_table(tmp_path / "out" / "00000.parquet").to_pylist()
-        assert [(row["id"], row["status"]) for row in rows] == [
-            ("1", "success"),
-            ("2", "failed_to_download"),
-        ]
 
 
 async def test_an_image_drawn_again_is_exported_with_its_latest_record(
@@ -263,9 +243,9 @@ async def test_an_image_drawn_again_is_exported_with_its_latest_record(
 
     await export(size=10)
 
-    rows = pq.read_table(tmp_path / "out" / "00000.parquet").to_pylist()
-    assert [row["id"] for row in rows] == ["1", "2", "3", "4", "5"]
-    assert rows[2]["caption"] == "a later house"
+    found = rows(tmp_path / "out")
+    assert [row["id"] for row in found] == ["1", "2", "3", "4", "5"]
+    assert found[2]["caption"] == "a later house"
 
 
 async def test_one_forged_record_neither_refuses_a_campaign_nor_takes_an_honest_images_place(
@@ -286,14 +266,13 @@ async def test_one_forged_record_neither_refuses_a_campaign_nor_takes_an_honest_
             name, shard_part([line] * 20 + [huge], Totals(21, 21)), 0
         )
 
-    result = await export("out", "--format", "imagefolder", size=10)
+    result = await export(size=10)
 
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert (manifest["images"], manifest["changed"]) == (5, 0)
     assert manifest["misfits"] >= 2
-    assert "do not fit" in result.stderr
-    lines = (tmp_path / "out" / "00000" / "metadata.jsonl").read_text().splitlines()
-    prompts = [json.loads(line)["prompt"] for line in lines]
+    assert "do not match their image" in result.stderr
+    prompts = [row["prompt"] for row in rows(tmp_path / "out")]
     assert len(prompts) == 5
     assert "forged" not in prompts
 
@@ -312,9 +291,9 @@ async def test_a_squatted_name_exports_the_drawing_that_was_kept_aside(
             duplicate_name("spring/1.png", "w1"), drawing, "image/png", {}
         )
 
-    result = await export("out", "--format", "imagefolder", code=4, size=10)
+    result = await export(code=4, size=10)
 
-    assert (tmp_path / "out" / "00000" / "1.png").read_bytes() == drawing
+    assert exported.samples(tmp_path / "out")[0].data == drawing
     assert "1 image not as recorded or damaged: spring/2.png" in result.stderr
 
 
@@ -338,7 +317,7 @@ def test_no_two_images_have_one_name_in_the_storage_a_download_or_an_export(
         record = Record(
             outcome="completed", id=job_id, blob=blob, at="2026-11-01T12:00:00Z"
         )
-        sample = formats.Sample(f"00000{number:04}", record, b"", None, 0)
+        sample = formats.Sample(f"00000{number:04}", record, b"")
         blobs.add(blob)
         keys.add(f"{sample.key}.{form}".partition(".")[0])
         folders.add((campaign, files.without_case(sample.name).lower()))
@@ -357,7 +336,8 @@ async def test_a_disk_that_changes_what_it_stores_is_noticed(
     result = await export(code=1)
 
     assert (
-        "shard 00000 was read back from out other than it was written" in result.stderr
+        "shard 00000.tar was read back from out other than it was written"
+        in result.stderr
     )
     assert not list((tmp_path / "out").glob("0*"))
 
@@ -448,8 +428,8 @@ async def test_the_plan_is_sorted(store_images: Add, storage: Storage) -> None:
 
     from imagefleet.records.catalog import Damaged
 
-    wanted = plan.Plan(campaign="spring", format="webdataset", shard_size=40)
-    with contextlib.closing(plan.Work("")) as work:
+    wanted = plan.ExportPlan(campaign="spring", format="webdataset", shard_size=40)
+    with contextlib.closing(plan.PlanDatabase("")) as work:
         blobs = storage.blobs.records("spring/")
         made = await work.make(records(), blobs, wanted, Damaged(), lambda _: None)
         planned = [
@@ -498,18 +478,18 @@ async def test_what_workers_have_stored_is_listed_and_exported(
     assert (found[2]["metadata"], found[2]["width"]) == ({"order": 7}, 64)
     assert (found[3]["outcome"], found[3]["error"]) == ("failed", "MissingFileError")
     assert done.returncode == 0, done.stderr
-    rows = pq.read_table(tmp_path / "out" / "00000.parquet").to_pylist()
-    assert [(row["id"], row["caption"], row["status"]) for row in rows] == [
-        *[("a", "a cat", "success")] * 2,
-        ("b", "a dog", "success"),
+    assert [(row["id"], row["caption"]) for row in rows(tmp_path / "out")] == [
+        *[("a", "a cat")] * 2,
+        ("b", "a dog"),
     ]
 
 
-async def test_without_pyarrow_one_sentence_says_what_to_install(
+async def test_without_pyarrow_a_webdataset_is_written_and_parquet_says_what_to_install(
     stored: list[Any], export: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
 
-    result = await export(code=2)
+    await export()
+    result = await export("other", "--format", "parquet", code=2)
 
     assert result.stderr == "error: Parquet needs pyarrow: pip install '.[parquet]'\n"

@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
+import exported
 from imagefleet.records.log import RecordLog
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -62,8 +61,5 @@ async def test_captions_are_as_they_were_drawn_without_escapes_or_lower_case_ope
 
     await export()
 
-    rows = pq.read_table(tmp_path / "out" / "00000.parquet").to_pylist()
-    assert [row["caption"] for row in rows] == [
-        "a boat BREAK AND sea",
-        "a (very) red boat",
-    ]
+    captions = [sample.text for sample in exported.samples(tmp_path / "out")]
+    assert captions == ["a boat BREAK AND sea", "a (very) red boat"]

@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import pytest
 
+import exported
 import thief
 from fleet.gallery.campaign import Campaign
 from fleet.gallery.index import Filter, Tab
@@ -242,12 +243,11 @@ def commands(
     ask("results", "spring", "--download", f"followed-{run}", "--follow")
     found["followed download"] = pictures(tmp_path / f"followed-{run}", loot)
     found["export dry run"] = told("export", "spring", f"shards-{run}", "--dry-run")
-    ask("export", "spring", f"shards-{run}", "--format", "imagefolder")
-    found["export"] = pictures(tmp_path / f"shards-{run}", loot)
-    text = next((tmp_path / f"shards-{run}").rglob("metadata.jsonl")).read_text()
+    ask("export", "spring", f"shards-{run}")
     found["exported"] = [
         {name: row[name] for name in ("id", "prompt", "worker")}
-        for row in map(json.loads, text.splitlines())
+        | {"sha256": hashlib.sha256(data).hexdigest()}
+        for row, _, data in exported.samples(tmp_path / f"shards-{run}")
         if row["id"] in loot.honest
     ]
     report = told("report", "spring")
