@@ -21,8 +21,7 @@ from loadgen import file_source
 from loadgen.campaigns import changes_of, shown
 from loadgen.caption_sweep import SweepSource
 from loadgen.file_source import FileSource
-from loadgen.load import Checkpoint, Load, Summary
-from loadgen.processes import Refusals
+from loadgen.load import Checkpoint, Load, Refusals, Summary
 from loadgen.settings import LoadSettings
 from loadgen.sources import Source
 from worker.progress import duration

@@ -1,6 +1,7 @@
 """One load: a source, the queue that it fills, and its progress in a checkpoint file."""
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import secrets
@@ -24,7 +25,6 @@ from imagefleet.submit import BulkSender, Progress, keep_noting
 from loadgen.campaigns import FileJobs, LoadedCampaigns, Sample, jobs_of, shown
 from loadgen.caption_sweep import SweepSource
 from loadgen.file_source import FileSource
-from loadgen.processes import Refusals, SenderProcesses
 from loadgen.settings import LoadSettings
 from loadgen.sources import Source
 
@@ -86,6 +86,18 @@ def _unwritable(path: Path, error: OSError) -> errors.SetupError:
         f"the checkpoint {path} cannot be written: {error.strerror};"
         " choose another path with --state FILE"
     )
+
+
+class Refusals:
+    """Counts requests that the storage was too busy for; they are made again, more slowly."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.policy = dataclasses.replace(concurrency.PATIENT, on_retry=self._note)
+
+    def _note(self, error: errors.TransientError) -> None:
+        self.count += isinstance(error, errors.BusyError)
+        concurrency.log_retry(error)
 
 
 def default_path(source: Path, queue: str) -> Path:
@@ -224,17 +236,10 @@ class Load:
             skips_changed=new_only,
         )
         self.refusals = refusals or Refusals()
-        count = settings.processes_for(source.count - self.confirmed)
-        self._processes = (
-            SenderProcesses(settings, priority, count, self.refusals)
-            if count > 1
-            else None
-        )
         signer = settings.keys().signer(storage.scope)
         sample = Sample(settings.second_drawings, self._start.sample_key, signer)
-        send = self._processes.send if self._processes else None
-        self._to = enqueue.JobSender(storage, priority, elsewhere=models, send=send)
-        batches, jobs = settings.batches_for(count)
+        self._to = enqueue.JobSender(storage, priority, elsewhere=models)
+        batches, jobs = settings.batches
         self._sender = BulkSender(
             self._to.send,
             source.bodies(self.confirmed),
@@ -340,10 +345,7 @@ class Load:
         sent = itertools.islice(self._source.bodies(noted), self.confirmed - noted)
         await self._campaigns.begin(sent, noted, self.confirmed)
         watching = self._cancelled.watch(lambda: True)
-        async with (
-            concurrency.beside(watching, keep_noting(self._campaigns.note)),
-            self._processes or contextlib.nullcontext(),
-        ):
+        async with concurrency.beside(watching, keep_noting(self._campaigns.note)):
             return await self._sender.run(confirm)
 
     async def _compare(self, jobs: FileJobs) -> None:

@@ -2,7 +2,6 @@
 
 from pydantic import Field
 
-from imagefleet import concurrency
 from imagefleet.storage.settings import SignerSettings
 from imagefleet.submit import BATCH
 
@@ -10,17 +9,8 @@ from imagefleet.submit import BATCH
 DEFAULT_VERIFY_SHARE = 0.005
 
 
-#: A load makes jobs as fast as some ten processes send them.
-MOST_PROCESSES = 16
-
-#: Jobs from which several processes are worth their start, which takes a second.
-_MANY_JOBS = 100_000
-_MOST_BY_DEFAULT = 4
-
-#: Jobs in flight, of all processes together: no load is further beyond its checkpoint.
-MOST_IN_FLIGHT = 2_048
-
-#: Batches that they are in on Azure, where each job is a request and one slow one holds up a batch.
+#: Batches that jobs in flight are in on Azure, where each job is a request and one slow one holds
+#: up its batch.
 _BATCHES = 8
 
 
@@ -31,15 +21,7 @@ class LoadSettings(SignerSettings):
         default=BATCH,
         ge=1,
         le=512,
-        description="Jobs that each process has in flight at once; after a kill, at most so many"
-        " are sent again.",
-    )
-    processes: int | None = Field(
-        default=None,
-        ge=1,
-        le=MOST_PROCESSES,
-        description="Processes that send; default: 1, and for 100,000 jobs or more on Azure one for"
-        " each processor core but the first, 4 at most.",
+        description="Jobs in flight at once; after a kill, at most so many are sent again.",
     )
     rate: float | None = Field(
         default=None,
@@ -63,17 +45,9 @@ class LoadSettings(SignerSettings):
             return self.verify_share
         return 0.0 if self.is_local else DEFAULT_VERIFY_SHARE
 
-    def processes_for(self, jobs: int) -> int:
-        """How many send so many *jobs*."""
-        if self.processes is not None:
-            return self.processes
-        if self.is_local or jobs < _MANY_JOBS:
-            return 1  # local storage has one writer at a time
-        return max(1, min(_MOST_BY_DEFAULT, concurrency.cores() - 1))
-
-    def batches_for(self, processes: int) -> tuple[int, int]:
+    @property
+    def batches(self) -> tuple[int, int]:
         """The batches in flight at once, and the jobs of each."""
         # One transaction holds all of a batch in local storage, which is written one at a time.
-        batches = processes * (1 if self.is_local else min(_BATCHES, self.concurrency))
-        in_flight = min(processes * self.concurrency, MOST_IN_FLIGHT)
-        return batches, in_flight // batches
+        batches = 1 if self.is_local else min(_BATCHES, self.concurrency)
+        return batches, self.concurrency // batches

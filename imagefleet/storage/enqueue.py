@@ -1,8 +1,7 @@
 """Sends jobs to the queues of their models; refuses those whose model no worker can have."""
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable
-from functools import partial
+from collections.abc import Collection, Iterable
 from pathlib import PurePosixPath
 
 from imagefleet import errors, validation
@@ -25,15 +24,10 @@ class JobSender:
         priority: Priority = "normal",
         *,
         elsewhere: Collection[str] = (),
-        send: Callable[[list[str]], Awaitable[None]] | None = None,
     ) -> None:
-        """*elsewhere*: models, or their files, that workers have besides the storage's.
-
-        *send* is called in the place of the storage's.
-        """
+        """*elsewhere*: models, or their files, that workers have besides the storage's."""
         self._storage = storage
         self._priority = priority
-        self._send = send or partial(storage.models.send, priority=priority)
         self._known = {MODEL.stem(PurePosixPath(name).name) for name in elsewhere}
         #: Messages that were sent, by the name of their queue.
         self.sent_to: Counter[str] = Counter()
@@ -43,7 +37,7 @@ class JobSender:
         messages = list(bodies)
         await self.check(model for body in messages for model in models_of(body))
         await self._storage.models.make_for_chains(messages)
-        await self._send(messages)
+        await self._storage.models.send(messages, priority=self._priority)
         for model, count in Counter(map(model_of, messages)).items():
             self.sent_to[self._storage.models.of(model)[self._priority].name] += count
 
