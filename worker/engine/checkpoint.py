@@ -415,8 +415,10 @@ def _number_positions(
             if file_positions
             else "are put right (see --file-positions)"
         )
-        text = f"{wrong} of the position_ids of {path.name!r} are damaged, and {used}"
-        log.warning(text, action="positions_damaged")
+        log.warning(
+            f"{wrong} of the position_ids of {path.name!r} are damaged, and {used}",
+            action="positions_damaged",
+        )
 
 
 def _find_tokenizer(checkpoint: Path, vocabulary_size: int) -> CLIPTokenizer:

@@ -65,5 +65,5 @@ def identify(networks: Mapping[str, nn.Module]) -> str:
 
 def identity(sums: Sums) -> str:
     """The identity that float16 weights of these sums have."""
-    lines = "\n".join(f"{name} {total}" for name, total in sorted(sums.items()))
-    return hashlib.sha256(lines.encode()).hexdigest()[:32]
+    lines = [f"{name} {total}" for name, total in sorted(sums.items())]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]

@@ -37,6 +37,9 @@ _ROWS = 32
 _MAX_WAIT_TICKS = 8
 
 
+FreeMemory: TypeAlias = Callable[[], bool]
+"""Frees memory of the device; False if there is nothing to free."""
+
 _SliceKey: TypeAlias = tuple[Vae | None, torch.Size]
 """Key of images that are decoded together: their VAE and the shape of their latents."""
 
@@ -106,8 +109,7 @@ class Decoder:
         self.max_images = _MAX_IMAGES
         self.is_striped = False
         """True where the memory is too short for whole layers: see `decode_in_stripes`."""
-        self.free_memory: Callable[[], bool] = lambda: False
-        """Called where not even one image's stripes fit; False if there is nothing to free."""
+
         self._backend = backend
         self._pool = pool
         self._queue: deque[_FinishedLatents] = deque()
@@ -175,31 +177,34 @@ class Decoder:
         except Exception as error:
             if not engine_errors.is_out_of_memory(error):
                 raise
-            text = f"{name} runs uncompiled: not enough memory to compile it"
-            log.warning(text, action="compile_failed")
+            log.warning(
+                f"{name} runs uncompiled: not enough memory to compile it",
+                action="compile_failed",
+            )
         else:
             self._compiled[vae, shape] = (latents, compiled)
 
-    def run(self, *, flush: bool, lanes: int = 1) -> None:
+    def run(
+        self, *, flush: bool, lanes: int = 1, free_memory: FreeMemory | None = None
+    ) -> None:
         """Decodes full slices and those that have waited long enough; with *flush*, all.
 
-        *lanes* take turns, each with images of its own shape.
+        *lanes* take turns, each with images of its own shape. *free_memory* is called where not
+        even one image's stripes fit.
         """
         self._tick += 1
         for key in dict.fromkeys(drawn.slice_key for drawn in self._queue):
             size = self._slice_size(key[1])
             is_urgent = flush or key not in self._compiled
-            while part := [each for each in self._queue if each.slice_key == key][
-                :size
-            ]:
+            while part := [each for each in self._queue if each.slice_key == key]:
+                part = part[:size]
                 waited = self._tick - part[0].since_tick
-                if not (
-                    len(part) == size or is_urgent or waited >= lanes * _MAX_WAIT_TICKS
-                ):
+                is_overdue = waited >= lanes * _MAX_WAIT_TICKS
+                if not (len(part) == size or is_urgent or is_overdue):
                     break
                 for drawn in part:
                     self._queue.remove(drawn)
-                self._decode_or_share(part)
+                self._decode_or_share(part, free_memory)
 
     def decode(self, latents: Tensor, vae: Vae | None = None) -> tuple[Tensor, Tensor]:
         """Decodes latents [images, 4, height, width] at once, uncompiled."""
@@ -241,7 +246,9 @@ class Decoder:
     def _pixels(self, shape: torch.Size) -> int:
         return int(shape[1] * shape[2]) * self._pixels_per_latent
 
-    def _decode_or_share(self, part: Sequence[_FinishedLatents]) -> None:
+    def _decode_or_share(
+        self, part: Sequence[_FinishedLatents], free_memory: FreeMemory | None
+    ) -> None:
         """Decodes a slice; if that fails, in halves, down to single images and their stripes.
 
         If these do not fit, memory is taken from the slots.
@@ -252,8 +259,11 @@ class Decoder:
         except Exception as error:  # any failure is this slice's outcome
             failure = engine_errors.classify(error)
             out_of_memory = engine_errors.is_out_of_memory(error)
-            text = f"decoding {len(part)} images at once failed: {failure.message}"
-            log.warning(text, exc_info=True, action="decode_failed")
+            log.warning(
+                f"decoding {len(part)} images at once failed: {failure.message}",
+                exc_info=True,
+                action="decode_failed",
+            )
         # Outside the handler, where the error's traceback no longer holds any tensors.
         shape = part[0].latents.shape
         if part[0].slice_key in self._compiled:
@@ -262,13 +272,15 @@ class Decoder:
         if half := len(part) // 2:
             if out_of_memory:
                 self.slice_pixels = min(self.slice_pixels, half * self._pixels(shape))
-            self._decode_or_share(part[:half])
-            self._decode_or_share(part[half:])
-        elif out_of_memory and (
-            shape not in self._striped_shapes or self.free_memory()
-        ):
+            self._decode_or_share(part[:half], free_memory)
+            self._decode_or_share(part[half:], free_memory)
+            return
+        can_retry = out_of_memory
+        if can_retry and shape in self._striped_shapes:
+            can_retry = free_memory is not None and free_memory()
+        if can_retry:
             self._striped_shapes.add(shape)
-            self._decode_or_share(part)
+            self._decode_or_share(part, free_memory)
         else:
             self._failed.append(contract.Finished(part[0].ticket, failure))
 
@@ -290,8 +302,10 @@ class Decoder:
         if (vae := drawn.vae) is None:
             return errors.TransientError("the image is NaN")
         if vae.dtype == torch.float16 and drawn.latents.isfinite().all():
-            text = "the VAE overflows in float16: it decodes in float32 from now on"
-            log.warning(text, action="vae_widened")
+            log.warning(
+                "the VAE overflows in float16: it decodes in float32 from now on",
+                action="vae_widened",
+            )
             vae.float()
             if vae is self._usual or (self._vae and self._vae.dtype == torch.float32):
                 self.forget_compiled()
@@ -355,8 +369,8 @@ class _Image:
         if self.conv is None:
             return self.x[:, :, top:bottom]
         above, below = max(0, top - 1), min(self.height, bottom + 1)
-        first = above // 2
-        part = F.interpolate(self.x[:, :, first : (below + 1) // 2], scale_factor=2.0)
+        first, last = above // 2, (below + 1) // 2
+        part = F.interpolate(self.x[:, :, first:last], scale_factor=2.0)
         part = part[:, :, above - 2 * first : below - 2 * first]
         return _convolve(self.conv, part, top == 0, bottom == self.height)
 
@@ -457,23 +471,23 @@ def _scale_and_shift(norm: nn.GroupNorm, image: _Image) -> tuple[Tensor, Tensor]
         part = image.part(top, bottom).float()
         grouped = part.view(len(part), norm.num_groups, -1, *part.shape[2:])
         mean = grouped.mean((2, 3, 4))
+        deviations = grouped - mean[:, :, None, None, None]
         counts.append(grouped[0, 0].numel())
         means.append(mean)
-        squares.append(
-            (grouped - mean[:, :, None, None, None]).square_().sum((2, 3, 4))
-        )
-    weights = torch.tensor(counts, device=means[0].device)[:, None, None] / sum(counts)
-    each = torch.stack(means)
-    mean = (weights * each).sum(0)
-    variance = torch.stack(squares).sum(0) / sum(counts) + (
-        weights * (each - mean) ** 2
-    ).sum(0)
+        squares.append(deviations.square_().sum((2, 3, 4)))
+    count = sum(counts)
+    weights = torch.tensor(counts, device=means[0].device)[:, None, None] / count
+    stripe_means = torch.stack(means)
+    mean = (weights * stripe_means).sum(0)
+    within = torch.stack(squares).sum(0) / count
+    between = (weights * (stripe_means - mean) ** 2).sum(0)
+    variance = within + between
 
     def of_channels(values: Tensor) -> Tensor:
         per_group = norm.num_channels // norm.num_groups
         return values.repeat_interleave(per_group, dim=1)[:, :, None, None]
 
-    scale = (
-        of_channels((variance + norm.eps).rsqrt()) * norm.weight.float()[:, None, None]
-    )
-    return scale, norm.bias.float()[:, None, None] - of_channels(mean) * scale
+    weight = norm.weight.float()[:, None, None]
+    bias = norm.bias.float()[:, None, None]
+    scale = of_channels((variance + norm.eps).rsqrt()) * weight
+    return scale, bias - of_channels(mean) * scale

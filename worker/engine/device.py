@@ -65,8 +65,12 @@ def find_device(name: str) -> torch.device:
         return device
     if needed := _needed_driver():
         found = find_driver()
-        text = f"torch {torch.__version__} needs NVIDIA driver {needed} or newer; found {found}"
-        log.info(text, action="driver", needed=needed, found=found)
+        log.info(
+            f"torch {torch.__version__} needs NVIDIA driver {needed} or newer; found {found}",
+            action="driver",
+            needed=needed,
+            found=found,
+        )
     # The allocator is set up before its first memory; users' own settings stay.
     until_torch_2_9, since = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
     if until_torch_2_9 not in os.environ and since not in os.environ:

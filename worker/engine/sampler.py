@@ -178,13 +178,12 @@ def step(
         estimate = limit(estimate)
     if image is not None:
         kept = (1 - columns[MASKS_INPUT]) * image.kept
-        there = (
-            columns[KEPT_FROM_ORIGINAL] * image.original
-            + columns[KEPT_FROM_LATENTS] * latents
-        )
+        from_original = columns[KEPT_FROM_ORIGINAL] * image.original
+        there = from_original + columns[KEPT_FROM_LATENTS] * latents
         estimate = estimate * (1 - kept) + there * kept
     estimates = torch.cat([estimate[None], history[: ESTIMATE_COUNT - 1]])
-    stepped = columns[KEEP] * latents + columns[-1] * history[-1]
+    before = history[-1]
+    stepped = columns[KEEP] * latents + columns[-1] * before
     stepped += (columns[FIRST_WEIGHT:-1] * estimates).sum(dim=0)
     if uncond is not None:
         stepped += columns[FROM_UNCOND] * (uncond - output)
@@ -242,9 +241,8 @@ class NoiseStream:
     def __post_init__(self) -> None:
         self.draw = self._make(self._seed)
         """Also the noise of an image that an upscaler enlarges, before all other."""
-        self._draw_some: Callable[[int], list[Tensor]] = lambda count: [
-            self.draw(self._shape) for _ in range(count)
-        ]
+        self._tree: BrownianTree | None = None
+        self._intervals = iter(self.brownian.intervals if self.brownian else ())
         self._ready = deque[Tensor]()
         self._next: Future[list[Tensor]] | None = None
 
@@ -265,11 +263,9 @@ class NoiseStream:
         if settings.seed_delta:
             self.draw = self._make(self._seed + settings.seed_delta)
         if self.brownian is not None:
-            tree = BrownianTree(
+            self._tree = BrownianTree(
                 self._seed, self.brownian.span, lambda at: self._make(at)(shape)
             )
-            intervals = iter(self.brownian.intervals)
-            self._draw_some = lambda count: tree.noise(list(islice(intervals, count)))
         self._draw_ahead()
         return noise
 
@@ -281,6 +277,11 @@ class NoiseStream:
             )
             self._draw_ahead()
         out.copy_(self._ready.popleft())
+
+    def _draw_some(self, count: int) -> list[Tensor]:
+        if self._tree is None:
+            return [self.draw(self._shape) for _ in range(count)]
+        return self._tree.noise(list(islice(self._intervals, count)))
 
     def _draw_ahead(self) -> None:
         self._next = None
@@ -300,14 +301,15 @@ class NoiseStream:
 def _interpolate(noise: Tensor, other: Tensor, strength: float) -> Tensor:
     """AUTOMATIC1111's spherical interpolation: of each column, and in float64."""
     low, high = noise.double(), other.double()
-    cosine = (
-        (low / low.norm(dim=1, keepdim=True)) * (high / high.norm(dim=1, keepdim=True))
-    ).sum(1, keepdim=True)
+    low_direction = low / low.norm(dim=1, keepdim=True)
+    high_direction = high / high.norm(dim=1, keepdim=True)
+    cosine = (low_direction * high_direction).sum(1, keepdim=True)
     if cosine.mean() > 0.9995:  # noqa: PLR2004 - as there, where the weights are exchanged, too
         return (low * strength + high * (1 - strength)).float()
     angle = cosine.acos()
-    weights = ((1 - strength) * angle).sin(), (strength * angle).sin()
-    turned: Tensor = (weights[0] * low + weights[1] * high) / angle.sin()
+    low_weight = ((1 - strength) * angle).sin()
+    high_weight = (strength * angle).sin()
+    turned: Tensor = (low_weight * low + high_weight * high) / angle.sin()
     return turned.float()
 
 

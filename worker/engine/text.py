@@ -96,6 +96,10 @@ class Row(NamedTuple):
         return [*self.texts].index(self.subprompt.at(call).text)
 
 
+_IndexedNames = tuple[Collection[str], Names[str]]
+"""Names of embeddings, and their index by tokens."""
+
+
 class Tokenizer:
     """Cuts prompts into chunks; thread-safe."""
 
@@ -105,7 +109,7 @@ class Tokenizer:
         # The Rust tokenizer raises "Already borrowed" when two threads use it at once.
         self._lock = threading.Lock()
         # Of a fleet's embeddings, some thousands at most, which rarely change.
-        self._names: tuple[Collection[str], Names[str]] = ((), Names(()))
+        self._names: _IndexedNames = ((), Names(()))
 
     def chunks(
         self, prompt: State | str, embeddings: Sequence[Embedding] = ()
@@ -122,19 +126,20 @@ class Tokenizer:
         self, prompt: Prompt | str, embeddings: Sequence[Embedding] = ()
     ) -> list[Row]:
         """A prompt's rows in a call: of what AND joins from the last on; raises as `chunks`."""
-        rows, subprompts = (
-            [],
-            (Subprompt((State(0, str(prompt), weighted_parts(str(prompt))),)),),
-        )
-        for one in reversed(
-            prompt.subprompts if isinstance(prompt, Prompt) else subprompts
-        ):
-            counts = Counter(state.text for state in one.states)
-            states = {state.text: state for state in one.states}
+        if isinstance(prompt, Prompt):
+            subprompts = prompt.subprompts
+        else:
+            subprompts = (Subprompt((State(0, prompt, weighted_parts(prompt)),)),)
+        rows = []
+        for subprompt in reversed(subprompts):
+            counts = Counter(state.text for state in subprompt.states)
+            states = {state.text: state for state in subprompt.states}
             apart = [self.chunks(state, embeddings) for state in states.values()]
             cut = clip.level(apart, [*counts.values()])
-            rows.append(Row(one, dict(zip(states, cut, strict=True)), len(cut[0])))
-        return [row._replace(length=max(each.length for each in rows)) for row in rows]
+            chunks = dict(zip(states, cut, strict=True))
+            rows.append(Row(subprompt, chunks, len(cut[0])))
+        length = max(row.length for row in rows)
+        return [row._replace(length=length) for row in rows]
 
     def find_names(
         self, prompts: Iterable[Prompt | str], names: Collection[str]
@@ -233,7 +238,8 @@ class Encoder:
         for prompt, length in zip(prompts, filled or map(len, prompts), strict=True):
             vectors = [encoded[chunk].vectors for chunk in prompt]
             missing = (length - len(vectors)) * CONTEXT_TOKENS
-            rows.append(torch.cat([*vectors, vectors[-1][-1:].expand(missing, -1)]))
+            last = vectors[-1][-1:]
+            rows.append(torch.cat([*vectors, last.expand(missing, -1)]))
         lengths = torch.tensor(list(map(len, rows)))
         firsts = [encoded[prompt[0]].pooled for prompt in prompts]
         pooled = [each for each in firsts if each is not None]

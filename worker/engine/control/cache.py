@@ -171,7 +171,8 @@ def _sizes(names: Collection[str], unet_config: Mapping[str, Any]) -> dict[str, 
     depths: dict[int, int] = {}
     for name in names:
         if match := _ATTENTION.match(name):
-            block, depth = int(match[1]), int(match[2] or -1) + 1
+            block = int(match[1])
+            depth = int(match[2] or -1) + 1
             depths[block] = max(depths.get(block, 0), depth)
     types, layers = (
         unet_config["down_block_types"],

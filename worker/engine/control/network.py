@@ -52,8 +52,11 @@ class SlotControlNet(SlotEncoder):
         [slots]. Those of the layers before the first prompt have one row per slot, others all.
         """
         x, _, skips = self.encode(x, times, call, added, hint)
-        outputs = [out(each) for out, each in zip(self.outs, [*skips, x], strict=True)]
-        return [self._weigh(each, weights, call.slot_rows) for each in outputs]
+        skips.append(x)
+        return [
+            self._weigh(out(skip), weights, call.slot_rows)
+            for out, skip in zip(self.outs, skips, strict=True)
+        ]
 
     @torch.no_grad()
     def embed(self, pixels: contract.Pixels) -> Tensor:

@@ -130,7 +130,8 @@ def _files(folder: Path, stem: str) -> list[Path]:
         raise errors.SetupError(
             f"{str(folder)!r} has neither {whole} nor an index of its parts"
         )
-    return [folder / Path(name).name for name in sorted(set(map(str, parts.values())))]
+    names = sorted({Path(str(name)).name for name in parts.values()})
+    return [folder / name for name in names]
 
 
 def _name_in(own: Collection[str], key: str) -> str:

@@ -82,7 +82,7 @@ class Family:
 
     def whole_cells(self, width: int, height: int) -> tuple[int, int]:
         """The size of the image that is drawn for a request of this size."""
-        return width // self.cell * self.cell, height // self.cell * self.cell
+        return width - width % self.cell, height - height % self.cell
 
     def context_tokens(self, tokens: int) -> int:
         """The shortest context that holds so many tokens."""

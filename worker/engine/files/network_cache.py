@@ -111,8 +111,10 @@ class NetworkCache(Generic[Network]):
                 del self._kept[identity]
             dropped = before - set(self._alive)
         if dropped:
-            text = f"out of memory: {len(dropped)} networks that no job needs now were dropped"
-            log.info(text, action="networks_dropped")
+            log.info(
+                f"out of memory: {len(dropped)} networks that no job needs now were dropped",
+                action="networks_dropped",
+            )
         return bool(dropped)
 
     def close(self) -> None:

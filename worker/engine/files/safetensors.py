@@ -119,9 +119,9 @@ class Buffers:
             with self._lock:
                 self._locked_bytes -= size
             self.locks_pages = False
-            most = f"this system locks {self._locked_bytes // 10**6} MB (CUDA error {error})"
             log.info(
-                f"GPU copies are from pageable memory: {most}",
+                "GPU copies are from pageable memory: this system locks"
+                f" {self._locked_bytes // 10**6} MB (CUDA error {error})",
                 action="pages_not_locked",
             )
 

@@ -124,8 +124,10 @@ class Compiled:
         stream.synchronize()
         share = launching_seconds / (time.perf_counter() - began_at)
         self.has_room_for_next = share < _LAUNCHING_SHARE
-        text = f"the driver takes two runs of {self.name} in {100 * share:.0f} % of their time"
-        log.info(text, action="launch_timed")
+        log.info(
+            f"the driver takes two runs of {self.name} in {100 * share:.0f} % of their time",
+            action="launch_timed",
+        )
 
     def abandon(self) -> None:
         """Ends `trace` as soon as may be; from any thread."""

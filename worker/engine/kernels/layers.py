@@ -58,8 +58,11 @@ _SUMMED_PIXELS, _SUMMED_CHANNELS, _WRITTEN = 128, 128, 4096
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, multiple: int = 1) -> Tensor:
     """cuDNN's, with heads padded to a *multiple* of a width."""
     width = q.shape[-1]
-    if padding := -width % multiple:
-        q, k, v = (F.pad(each, (0, padding)) for each in (q, k, v))
+    if width % multiple:
+        padding = (0, -width % multiple)
+        q = F.pad(q, padding)
+        k = F.pad(k, padding)
+        v = F.pad(v, padding)
     attended: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(  # noqa: SLF001
         q, k, v, None, False, scale=width**-0.5
     )[0]
@@ -102,8 +105,10 @@ class KernelSelector:
         times = ", ".join(
             f"{each} {taken:.3f} ms" for each, taken in milliseconds.items()
         )
-        text = f"self-attention of {'x'.join(map(str, q.shape))} by {name} ({times})"
-        log.info(text, action="attention_chosen")
+        shape = "x".join(map(str, q.shape))
+        log.info(
+            f"self-attention of {shape} by {name} ({times})", action="attention_chosen"
+        )
         return KERNELS[name]
 
 
@@ -181,12 +186,13 @@ def normalise(x: Tensor, norm: nn.GroupNorm) -> Tensor:
     sums, squares = values.sum(2), (values * values).sum(2)
     mean = mean_of_groups(sums)
     variance = (mean_of_groups(squares) - mean * mean).clamp(min=0)
-    scale = (variance + norm.eps).rsqrt()[:, :, None] * norm.weight.float().view(
-        groups, -1
-    )
-    shift = norm.bias.float().view(groups, -1) - mean[:, :, None] * scale
+    weight = norm.weight.float().view(groups, -1)
+    scale = (variance + norm.eps).rsqrt()[:, :, None] * weight
+    bias = norm.bias.float().view(groups, -1)
+    shift = bias - mean[:, :, None] * scale
     shape = (rows, channels, 1, 1)
-    return (x.float() * scale.reshape(shape) + shift.reshape(shape)).to(x.dtype)
+    normed = x.float() * scale.reshape(shape) + shift.reshape(shape)
+    return normed.to(x.dtype)
 
 
 def normalise_and_activate(
@@ -202,7 +208,9 @@ def normalise_and_activate(
     1e-4 while a group's mean is less than thirty times its standard deviation.
     """
     if not runs_programs(x):
-        normed: Tensor = norm(x if added is None else x + added[:, :, None, None])
+        if added is not None:
+            x = x + added[:, :, None, None]
+        normed: Tensor = norm(x)
         return F.silu(normed) if activates else normed
     (rows, channels, height, width), groups = x.shape, norm.num_groups
     x, pixels = x.contiguous(memory_format=torch.channels_last), height * width
@@ -330,10 +338,11 @@ def upsample(
     shifted = F.conv2d(_wrapped(x), folded) if tiles else F.conv2d(x, folded, padding=1)
     shifted = shifted.permute(0, 2, 3, 1)
     shifted = shifted.reshape(*shifted.shape[:3], 2, 2, -1)
-    down, right = (torch.arange(2 * side, device=x.device) for side in x.shape[2:])
-    pixels = shifted[
-        :, ((down + 1) // 2)[:, None], (right + 1) // 2, (down % 2)[:, None], right % 2
-    ]
+    height, width = x.shape[2:]
+    down = torch.arange(2 * height, device=x.device)[:, None]
+    right = torch.arange(2 * width, device=x.device)
+    rows, columns = (down + 1) // 2, (right + 1) // 2
+    pixels = shifted[:, rows, columns, down % 2, right % 2]
     if bias is not None:
         pixels = pixels + bias
     return pixels.permute(0, 3, 1, 2)

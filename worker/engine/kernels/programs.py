@@ -15,7 +15,8 @@ cdiv = triton.cdiv
 def add_up(x, added, sums, pixels, channels, total, has_added: tl.constexpr, size: tl.constexpr,
            width: tl.constexpr):  # fmt: skip
     """Sums of a part's values and squares for each channel, in [2, rows, parts, channels]."""
-    part, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    part = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(2) * width + tl.arange(0, width)
     inside = at < channels
     shift = tl.zeros([width], tl.float32)
@@ -28,7 +29,8 @@ def add_up(x, added, sums, pixels, channels, total, has_added: tl.constexpr, siz
     for first in range(0, size, 16):
         pixel = part * size + first + tl.arange(0, 16)
         valid = (pixel < pixels)[:, None] & inside[None, :]
-        places = row * pixels * channels + pixel[:, None] * channels + at[None, :]
+        pixel_places = row * pixels * channels + pixel[:, None] * channels
+        places = pixel_places + at[None, :]
         read = tl.load(x + places, mask=valid, other=0).to(tl.float32)
         read = tl.where(valid, read + shift[None, :], 0)
         values += tl.sum(read, 0)
@@ -42,22 +44,25 @@ def add_up(x, added, sums, pixels, channels, total, has_added: tl.constexpr, siz
 def normalise(x, added, normed, mean, scale, weight, bias, numbers, channels, group,
               has_added: tl.constexpr, activates: tl.constexpr, size: tl.constexpr):  # fmt: skip
     """(x + added - mean) * scale * weight + bias, and its SiLU."""
-    first, row = tl.program_id(0).to(tl.int64) * size, tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) * size
+    row = tl.program_id(1).to(tl.int64)
     at = first + tl.arange(0, size)
     inside = at < numbers
     channel = ((first % channels).to(tl.int32) + tl.arange(0, size)) % channels
     place = row * (channels // group) + channel // group
-    read = tl.load(x + row * numbers + at, mask=inside).to(tl.float32)
+    own = row * numbers + at
+    read = tl.load(x + own, mask=inside).to(tl.float32)
     if has_added:
-        read += tl.load(added + row * channels + channel, mask=inside).to(tl.float32)
-    read = (read - tl.load(mean + place, mask=inside)) * tl.load(
-        scale + place, mask=inside
-    )
+        shifts = added + row * channels
+        read += tl.load(shifts + channel, mask=inside).to(tl.float32)
+    read = read - tl.load(mean + place, mask=inside)
+    read = read * tl.load(scale + place, mask=inside)
     read = read * tl.load(weight + channel, mask=inside).to(tl.float32)
     read += tl.load(bias + channel, mask=inside).to(tl.float32)
     if activates:
         read = read * tl.sigmoid(read)
-    tl.store(normed + row * numbers + at, read.to(normed.dtype.element_ty), mask=inside)
+    written = read.to(normed.dtype.element_ty)
+    tl.store(normed + own, written, mask=inside)
 
 
 @triton.jit

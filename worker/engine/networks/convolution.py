@@ -66,19 +66,18 @@ class LowRankChange(nn.Module):
         if len(self.paths) == 1:
             return torch.bmm(products, up[:slots, 0])
         # [slots, layers, tokens, rank] by [slots, layers, rank, out]
-        by_layer = products.view(slots, x.shape[1], len(self.paths), -1).transpose(1, 2)
+        by_layer = products.view(slots, x.shape[1], len(self.paths), -1)
+        by_layer = by_layer.transpose(1, 2)
         return torch.matmul(by_layer, up[:slots]).transpose(1, 2).flatten(2)
 
     def add_to(self, output: Tensor, x: Tensor) -> Tensor:
         """Adds `of_tokens` to *output* in place, without memory for it."""
-        slots, outputs, (up, down) = len(x), self.shape.outputs, self._factors()
+        slots, (up, down) = len(x), self._factors()
         products = torch.bmm(x, down[:slots].transpose(1, 2))
-        rank = products.shape[2] // len(self.paths)
-        for layer in range(len(self.paths)):
-            part = output[..., layer * outputs : (layer + 1) * outputs]
-            part.baddbmm_(
-                products[..., layer * rank : (layer + 1) * rank], up[:slots, layer]
-            )
+        layers = len(self.paths)
+        parts = zip(output.chunk(layers, -1), products.chunk(layers, -1), strict=True)
+        for layer, (part, product) in enumerate(parts):
+            part.baddbmm_(product, up[:slots, layer])
         return output
 
     def _factors(self) -> Factors:
@@ -133,7 +132,8 @@ class SlotConv(nn.Module):
                 products = F.interpolate(products.permute(0, 3, 1, 2), scale_factor=2.0)
                 products = products.permute(0, 2, 3, 1)
             products = _add_taps(products, output.shape[2:], self._stride, tiles=tiles)
-        changed = torch.bmm(products.reshape(slots, -1, up.shape[2]), up[:slots, 0])
+        products = products.reshape(slots, -1, up.shape[2])
+        changed = torch.bmm(products, up[:slots, 0])
         changed = changed.view(rows, *output.shape[2:], -1).permute(0, 3, 1, 2)
         summed: Tensor = output + changed
         return summed
@@ -144,7 +144,8 @@ def _add_taps(
 ) -> Tensor:
     """Sums [rows, *size, rank] of a 3x3 convolution's products [rows, height, width, 9 * rank]."""
     how = "circular" if tiles else "constant"
-    padded = F.pad(products.permute(0, 3, 1, 2), (1, 1, 1, 1), how).permute(0, 2, 3, 1)
+    padded = F.pad(products.permute(0, 3, 1, 2), (1, 1, 1, 1), how)
+    padded = padded.permute(0, 2, 3, 1)
     padded = padded.reshape(*padded.shape[:3], _KERNEL**2, -1)
     rows, columns = (stride * (side - 1) + 1 for side in size)
     total = padded[:, :rows:stride, :columns:stride, 0]
@@ -247,7 +248,8 @@ class SlotChanges:
 
     def use_block(self, block: int) -> None:
         """Uses another block of slots' changes, allocated at its first use."""
-        self._block, slots = block, self._slots[min(block, len(self._slots) - 1)]
+        self._block = block
+        slots = self._slots[min(block, len(self._slots) - 1)]
         if not self._capacities or not slots:
             return
         if block not in self._blocks:
@@ -264,7 +266,8 @@ class SlotChanges:
             at, first = end, 0
             for change in self._members[shape]:
                 part = slice(first, first + len(change.paths))
-                change.up, change.down = up[:, part], down[:, part].flatten(1, 2)
+                change.up = up[:, part]
+                change.down = down[:, part].flatten(1, 2)
                 first = part.stop
 
     def load(self, slot: int, changes: Mapping[Shape, Factors]) -> None:
@@ -280,4 +283,5 @@ class SlotChanges:
             up[:, :rank].copy_(new_up.transpose(1, 2))
             layers, taps = len(new_down), shape.taps
             by_tap = new_down.view(layers, rank, -1, taps).permute(0, 3, 1, 2)
-            down.view(layers, taps, -1, shape.inputs)[:, :, :rank].copy_(by_tap)
+            room = down.view(layers, taps, -1, shape.inputs)
+            room[:, :, :rank].copy_(by_tap)

@@ -135,10 +135,9 @@ class Transformer(nn.Module):
             tokens = block(tokens, len(x), call)
             x = repeat_rows(x, rows)
         tokens = self.proj_out(tokens, call.per_slot)
-        changed: Tensor = (
-            tokens.view(rows, height, width, channels).permute(0, 3, 1, 2) + x
-        )
-        return changed
+        changed = tokens.view(rows, height, width, channels).permute(0, 3, 1, 2)
+        output: Tensor = changed + x
+        return output
 
 
 class _Block(nn.Module):
@@ -151,11 +150,9 @@ class _Block(nn.Module):
             or original.pos_embed
         ):
             raise errors.SetupError(UNKNOWN_UNET)
-        self.norm1, self.norm2, self.norm3 = (
-            original.norm1,
-            original.norm2,
-            original.norm3,
-        )
+        self.norm1 = original.norm1
+        self.norm2 = original.norm2
+        self.norm3 = original.norm3
         kind = CrossAttention if original.only_cross_attention else SelfAttention
         self.attend_first = kind(original.attn1, paths)
         self.attend_prompt = CrossAttention(original.attn2, paths)
@@ -172,8 +169,9 @@ class _Block(nn.Module):
         if isinstance(first, CrossAttention):
             x = x + first(self.norm1(x), call)
         x = x + self.attend_prompt(self.norm2(x), call)
-        gated: Tensor = x + self.out(gate(self.gate(self.norm3(x), per_slot)), per_slot)
-        return gated
+        gated = gate(self.gate(self.norm3(x), per_slot))
+        output: Tensor = x + self.out(gated, per_slot)
+        return output
 
 
 class SelfAttention(nn.Module):
@@ -189,7 +187,8 @@ class SelfAttention(nn.Module):
             _split_heads(each, rows, self.heads)
             for each in self.qkv(x, per_slot).chunk(3, dim=-1)
         )
-        output: Tensor = self.out(_merge_heads(self.kernel(q, k, v), len(x)), per_slot)
+        attended = _merge_heads(self.kernel(q, k, v), len(x))
+        output: Tensor = self.out(attended, per_slot)
         return output
 
     def select_and_attend(
@@ -241,8 +240,8 @@ def repeat_rows(x: Tensor, rows: int) -> Tensor:
 
 def _split_heads(x: Tensor, rows: int, heads: int) -> Tensor:
     """[slots, tokens of all rows, width] to a view [rows, heads, tokens, head width]."""
-    slots, tokens, width = x.shape
-    return x.view(rows, slots * tokens // rows, heads, width // heads).transpose(1, 2)
+    width = x.shape[2]
+    return x.view(rows, -1, heads, width // heads).transpose(1, 2)
 
 
 def _merge_heads(x: Tensor, slots: int) -> Tensor:

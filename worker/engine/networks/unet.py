@@ -207,21 +207,20 @@ class _TimeEmbedding(nn.Module):
         if original.post_act is not None:
             raise errors.SetupError(UNKNOWN_UNET)
         self.embed_guidance = original.cond_proj
-        self.first, self.act, self.second = (
-            original.linear_1,
-            original.act,
-            original.linear_2,
-        )
-        self.first_change, self.second_change = (
-            LowRankChange({paths[layer]: layer}) for layer in (self.first, self.second)
-        )
+        self.first = original.linear_1
+        self.act = original.act
+        self.second = original.linear_2
+        self.first_change = LowRankChange({paths[self.first]: self.first})
+        self.second_change = LowRankChange({paths[self.second]: self.second})
 
     def forward(self, x: Tensor, slots: int, guidance: Tensor | None = None) -> Tensor:
         """*guidance*: the scales [slots], of which LCM's models take more than their rows."""
         if self.embed_guidance is not None and guidance is not None:
             scales = _sines(guidance - 1, self.embed_guidance.in_features)
             x = x + self.embed_guidance(scales.to(x.dtype))
-        hidden = self.first(x) + self.first_change(x, slots) if slots else self.first(x)
+        hidden = self.first(x)
+        if slots:
+            hidden = hidden + self.first_change(x, slots)
         hidden = self.act(hidden)
         output: Tensor = self.second(hidden)
         return output + self.second_change(hidden, slots) if slots else output
@@ -230,7 +229,8 @@ class _TimeEmbedding(nn.Module):
 def _sines(scales: Tensor, width: int) -> Tensor:
     """Guidance scales as LCM embeds them [slots, width] (Luo et al. 2023, latent consistency)."""
     half = width // 2
-    rates = torch.arange(half, device=scales.device) * (-math.log(10_000) / (half - 1))
+    rate = -math.log(10_000) / (half - 1)
+    rates = torch.arange(half, device=scales.device) * rate
     angles = 1000 * scales[:, None] * torch.exp(rates)
     return torch.cat([angles.sin(), angles.cos()], dim=1)
 
@@ -297,18 +297,17 @@ class _Resnet(nn.Module):
             or original.output_scale_factor != 1
         ):
             raise errors.SetupError(UNKNOWN_UNET)
-        self.norm1, self.conv1 = original.norm1, _conv(paths, original.conv1)
-        self.norm2, self.conv2 = original.norm2, _conv(paths, original.conv2)
+        self.norm1 = original.norm1
+        self.norm2 = original.norm2
+        self.conv1 = _conv(paths, original.conv1)
+        self.conv2 = _conv(paths, original.conv2)
         shortcut = original.conv_shortcut
         self.conv_shortcut = None if shortcut is None else _conv(paths, shortcut)
         self.time_emb_proj = original.time_emb_proj
 
     def forward(self, x: Tensor, times: Tensor, call: Call) -> Tensor:
-        time, slots, tiles = (
-            repeat_rows(times[:, self.time], len(x)),
-            call.slots,
-            call.tiles,
-        )
+        slots, tiles = call.slots, call.tiles
+        time = repeat_rows(times[:, self.time], len(x))
         changed = normalise_and_activate(x, self.norm1, activates=True)
         changed = self.conv1(changed, slots, tiles=tiles)
         changed = normalise_and_activate(

@@ -193,8 +193,8 @@ def prepare_enlarged(
             f" denoising_strength of {noise.max_level / noise.timesteps:g}; usual are {_USUAL:g}"
             f" and, after DeepFloyd IF, {_OF_CASCADE:g}"
         )
-    image = torch.from_numpy(init.pixels.copy()).permute(2, 0, 1).float() / 255 * 2 - 1
-    return LowResolution(image, noise, level)
+    levels = torch.from_numpy(init.pixels.copy()).permute(2, 0, 1).float() / 255
+    return LowResolution(levels * 2 - 1, noise, level)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

@@ -93,7 +93,8 @@ class CachedCheckpoint:
         largest = {own.device: own for own in sorted(owns.values(), key=_extent)}
         rooms = {device: own.new_empty(_extent(own)) for device, own in largest.items()}
         for own, other in ((own, self._weights[name]) for name, own in owns.items()):
-            kept = rooms[own.device][: _extent(own)].as_strided(own.shape, own.stride())
+            room = rooms[own.device][: _extent(own)]
+            kept = room.as_strided(own.shape, own.stride())
             kept.copy_(own)
             own.copy_(other)
             other.copy_(kept)

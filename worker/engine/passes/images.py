@@ -119,8 +119,11 @@ class ImageCoder:
             and self._wide is None
             and self._vae.dtype != torch.float32
         ):
-            text = f"the VAE overflows in {self._vae.dtype}: between passes it computes in float32"
-            log.warning(f"{text} from now on", action="vae_widened")
+            log.warning(
+                f"the VAE overflows in {self._vae.dtype}: between passes it computes in float32"
+                " from now on",
+                action="vae_widened",
+            )
             self._wide = copy.deepcopy(self._vae).float()
             found = compute(self._wide)
         if not found.isfinite().all():

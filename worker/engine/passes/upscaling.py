@@ -316,7 +316,10 @@ class Upscaler:
         while enlarged is None:
             try:
                 enlarged = in_tiles(
-                    *(self._run, pixels, self.scale, self._tile),
+                    self._run,
+                    pixels,
+                    self.scale,
+                    self._tile,
                     averaged=self._is_averaged,
                 )
                 continue
@@ -331,9 +334,11 @@ class Upscaler:
             torch.cuda.empty_cache()
             if self._tile < self._least_tile:
                 self._least_tile = self._tile
-                what = f"the upscaler {self.name} ran out of memory"
-                text = f"{what}: it goes on in tiles of {self._tile} pixels"
-                log.warning(text, action="upscaler_tiles")
+                log.warning(
+                    f"the upscaler {self.name} ran out of memory: it goes on in tiles of"
+                    f" {self._tile} pixels",
+                    action="upscaler_tiles",
+                )
         self._tile = min(
             2 * self._tile, self._usual_tile
         )  # others' need of memory comes and goes

@@ -145,7 +145,8 @@ def tick(
     if state.conditioning is not None:
         x = torch.cat([x, state.conditioning], dim=1)
     output = unet(x, state.rows[:, sampler.TIMESTEP], state.context, state.added)
-    cond, *uncond = output.float().unflatten(0, (-1, state.slot_rows)).unbind(dim=1)
+    rows_of_slots = output.float().unflatten(0, (-1, state.slot_rows))
+    cond, *uncond = rows_of_slots.unbind(dim=1)
     guided, variance = cond.split(CHANNELS, dim=1)
     if uncond:
         unguided = uncond[0][:, :CHANNELS]
@@ -153,7 +154,8 @@ def tick(
             guided - unguided
         )  # by its scale
     share = (variance + 1) / 2
-    small, large = rows[:, sampler.SMALL_LOG], rows[:, sampler.LARGE_LOG]
+    small = rows[:, sampler.SMALL_LOG]
+    large = rows[:, sampler.LARGE_LOG]
     deviation = torch.exp(0.5 * (share * large + (1 - share) * small))
     stepped, remembered = sampler.step(
         state.rows[:, : sampler.COLUMNS],

@@ -167,6 +167,7 @@ def threshold(images: Tensor, limit: float, rank: float) -> Tensor:
     sizes = images.flatten(1).abs().sort(dim=1).values
     below = int(rank)
     above = min(below + 1, sizes.shape[1] - 1)
-    scale = torch.lerp(sizes[:, below], sizes[:, above], rank - below)
+    low, high = sizes[:, below], sizes[:, above]
+    scale = torch.lerp(low, high, rank - below)
     scale = scale.clamp(min=1, max=limit)[:, None, None, None]
     return images.clamp(-scale, scale) / scale

@@ -47,7 +47,8 @@ class TextAttention(nn.Module):
         own, x = self.original, hidden_states
         tokens = own.group_norm(x).flatten(2).transpose(1, 2)
         query = self._split(own.to_q(tokens))
-        middle, end = self.start + self.width, self.start + 2 * self.width
+        middle = self.start + self.width
+        end = middle + self.width
         key = self._split(encoder_hidden_states[..., self.start : middle])
         value = self._split(encoder_hidden_states[..., middle:end])
         if not own.only_cross_attention:

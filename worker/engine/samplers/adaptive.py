@@ -17,7 +17,7 @@ from torch import Tensor
 
 from imagefleet.job.samplers import Options
 from worker.engine.sampler import BEFORE, Move
-from worker.engine.samplers.by_sigma import bend, solver_step
+from worker.engine.samplers.by_sigma import ancestral, bend, solver_step
 
 _ABSOLUTE, _RELATIVE = 0.0078, 0.05
 _FIRST_LENGTH = 0.05
@@ -49,10 +49,9 @@ class Try:
     @property
     def _ends(self) -> tuple[float, float]:
         """The sigma of the step's end, and the one below it that noise then raises to it."""
-        eta = 1.0 if self.options.eta is None else self.options.eta
         end = max(self.last, self.sigma * math.exp(-self.length))
-        up = min(end, eta * end * math.sqrt(max(0.0, 1 - (end / self.sigma) ** 2)))
-        return end, max(self.last, math.sqrt(end**2 - up**2))
+        down, _ = ancestral(self.sigma, end, self.options)
+        return end, max(self.last, down)
 
     def moves(self) -> Iterator[Move]:
         """The three calls; after the last one the latents are those of the second."""
@@ -73,7 +72,8 @@ class Try:
         """
         end, down = self._ends
         length = math.log(self.sigma / down)
-        first, second = (self.sigma * math.exp(-length * part / 3) for part in (1, 2))
+        first = self.sigma * math.exp(-length / 3)
+        second = self.sigma * math.exp(-length * 2 / 3)
         slope = (latents - history[2]) / first
         begun = latents + (self.sigma - first) * slope
         change = (latents - history[1]) / first - slope
@@ -82,12 +82,10 @@ class Try:
         low = straight + 1.5 * (down - self.sigma) * change
         high = straight - 1.5 * down * bend(length) * last_change
         before = begun if self.before is None else self.before
-        allowed = (_RELATIVE * torch.maximum(low.abs(), before.abs())).clamp(
-            min=_ABSOLUTE
-        )
-        error = float(torch.linalg.norm((low - high) / allowed)) / math.sqrt(
-            low.numel()
-        )
+        size = torch.maximum(low.abs(), before.abs())
+        allowed = (_RELATIVE * size).clamp(min=_ABSOLUTE)
+        distance = float(torch.linalg.norm((low - high) / allowed))
+        error = distance / math.sqrt(low.numel())
         order = 3 if self.options.eta == 0 else 1.5
         factor = 1 + math.atan((1 / (error + 1e-8)) ** (1 / order) - 1)
         following = replace(self, length=self.length * factor, number=self.number + 1)
@@ -97,6 +95,7 @@ class Try:
         if self.options.eta != 0:
             drawn = torch.empty(latents.shape)
             draw(drawn)
-            high += math.sqrt(max(0.0, end**2 - down**2)) * drawn.to(high.device)
+            up = math.sqrt(max(0.0, end**2 - down**2))
+            high += up * drawn.to(high.device)
         latents.copy_(high)
         return replace(following, sigma=end, before=low)

@@ -51,7 +51,9 @@ class BrownianTree:
         self._mixed = int(sequence.pool[0])
         self._draw = draw
         self._start, self._end = (round(sigma, _DIGITS) for sigma in span)
-        whole = draw(int(sequence.generate_state(1)[0])) * math.sqrt(span[1] - span[0])
+        (first_word,) = sequence.generate_state(1)
+        deviation = math.sqrt(span[1] - span[0])
+        whole = draw(int(first_word)) * deviation
         self._whole: _Numbers = whole.numpy()
 
     def noise(self, intervals: Sequence[tuple[float, float]]) -> list[Tensor]:
@@ -93,7 +95,8 @@ class BrownianTree:
         """The right and the left half, if anything is wanted of it; the node's array is used up."""
         start, end, place, depth, increment, _ = node
         middle = round(0.5 * (end + start), _DIGITS)
-        before, after, scale = middle - start, end - middle, 1 / (end - start)
+        before, after = middle - start, end - middle
+        scale = 1 / (end - start)
         half: _Numbers = self._draw(self._seed_at(place, depth)).numpy()
         half *= math.sqrt(before * after * scale)
         mean = increment * before
@@ -120,7 +123,8 @@ class BrownianTree:
 
         Of the pool only the first word is mixed on, in a tenth of the time.
         """
-        mixed, constant = self._mixed, _INIT_A * pow(_MULT_A, _POOL_SIZE**2, 2**32)
+        mixed = self._mixed
+        constant = _INIT_A * pow(_MULT_A, _POOL_SIZE**2, 2**32)
         words = (place & _WORD, place >> 32, depth) if place >> 32 else (place, depth)
         for word in words:
             hashed = (word ^ constant & _WORD) * constant * _MULT_A & _WORD

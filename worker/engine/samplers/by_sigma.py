@@ -41,7 +41,8 @@ def karras(largest: float, smallest: float, steps: int) -> Tensor:
 
 def churned(sigmas: Sigmas, options: Options) -> list[float]:
     """The sigma that each step starts from after its churn (Karras et al. 2022, algorithm 2)."""
-    gamma = min(options.s_churn / max(1, len(sigmas) - 1), math.sqrt(2) - 1)
+    steps = max(1, len(sigmas) - 1)
+    gamma = min(options.s_churn / steps, math.sqrt(2) - 1)
     return [
         sigma * (1 + gamma) if options.s_tmin <= sigma <= options.s_tmax else sigma
         for sigma in sigmas
@@ -100,29 +101,30 @@ def _midpoint_step(
     yield Move(middle, BEFORE + (following - sigma) * slope, noise, finished=at)
 
 
-def _ancestral(sigma: float, following: float, options: Options) -> tuple[float, float]:
+def ancestral(sigma: float, following: float, options: Options) -> tuple[float, float]:
     """The sigma that a step goes down to, and the noise that raises it to the following one."""
     eta = 1.0 if options.eta is None else options.eta
-    up = min(following, eta * following * math.sqrt(1 - (following / sigma) ** 2))
+    ratio = following / sigma
+    up = min(following, eta * following * math.sqrt(1 - ratio**2))
     return math.sqrt(following**2 - up**2), up
 
 
 def _euler_ancestral(sigmas: Sigmas, options: Options) -> _Moves:
     """AUTOMATIC1111 does not pass `s_noise` on to it."""
     for at, (sigma, following) in enumerate(pairwise(sigmas)):
-        down, up = _ancestral(sigma, following, options)
+        down, up = ancestral(sigma, following, options)
         yield Move(sigma, towards(down / sigma), up or None, finished=at - 1)
 
 
 def _dpm_2_ancestral(sigmas: Sigmas, options: Options) -> _Moves:
     for at, (sigma, following) in enumerate(pairwise(sigmas)):
-        down, up = _ancestral(sigma, following, options)
+        down, up = ancestral(sigma, following, options)
         yield from _midpoint_step(at, sigma, down, options.s_noise * up or None)
 
 
 def _dpmpp_2s_ancestral(sigmas: Sigmas, options: Options) -> _Moves:
     for at, (sigma, following) in enumerate(pairwise(sigmas)):
-        down, up = _ancestral(sigma, following, options)
+        down, up = ancestral(sigma, following, options)
         noise = options.s_noise * up or None
         if down == 0:
             yield Move(sigma, towards(0.0), noise, finished=at - 1)
@@ -142,15 +144,16 @@ def _dpmpp_sde(sigmas: Sigmas, options: Options) -> _Moves:
         start, end = (-torch.tensor(each).log() for each in (sigma, following))
         times = (start, start + (end - start) / 2, end)
         start_sigma, middle, end_sigma = (float(time.neg().exp()) for time in times)
-        down, up = _ancestral(sigma, middle, options)
-        noise, interval = options.s_noise * up or None, (start_sigma, middle)
+        down, up = ancestral(sigma, middle, options)
+        noise = options.s_noise * up or None
+        interval = start_sigma, middle
         yield Move(sigma, towards(down / sigma), noise, interval, finished=at - 1)
-        down, up = _ancestral(sigma, following, options)
-        noise, interval = options.s_noise * up or None, (start_sigma, end_sigma)
+        down, up = ancestral(sigma, following, options)
+        noise = options.s_noise * up or None
+        interval = start_sigma, end_sigma
         ratio = down / sigma
-        yield Move(
-            middle, ratio * BEFORE + (1 - ratio) * NEW, noise, interval, finished=at
-        )
+        latents = ratio * BEFORE + (1 - ratio) * NEW
+        yield Move(middle, latents, noise, interval, finished=at)
 
 
 def _dpmpp_2m(sigmas: Sigmas, _: Options) -> _Moves:
@@ -159,7 +162,8 @@ def _dpmpp_2m(sigmas: Sigmas, _: Options) -> _Moves:
         ratio = following / sigma
         move = towards(ratio)
         if at > 0 and following > 0:
-            last = math.log(sigmas[at - 1] / sigma) / math.log(sigma / following)
+            length_before = math.log(sigmas[at - 1] / sigma)
+            last = length_before / math.log(sigma / following)
             move = move + (1 - ratio) / (2 * last) * (NEW - LAST)
         yield Move(sigma, move, finished=at - 1)
 
@@ -177,7 +181,8 @@ def _dpmpp_multistep_sde(sigmas: Sigmas, options: Options, *, bend: _Bend) -> _M
             continue
         length = math.log(sigma / following)
         lengths.append(length)
-        noise = following * math.sqrt(-math.expm1(-2 * eta * length)) * options.s_noise
+        variance = -math.expm1(-2 * eta * length)
+        noise = following * math.sqrt(variance) * options.s_noise
         latents = towards(math.exp(-length * (1 + eta)))
         if at > 0:
             latents = bend(latents, length * (1 + eta), lengths)
@@ -192,7 +197,8 @@ def _second_order(
     is_heun: bool = False,
 ) -> Combination:
     ratio = lengths[-2] / lengths[-1]
-    weight = 1 + math.expm1(-long) / long if is_heun else -math.expm1(-long) / 2
+    growth = math.expm1(-long)
+    weight = 1 + growth / long if is_heun else -growth / 2
     return latents + weight / ratio * (NEW - LAST)
 
 
@@ -215,17 +221,15 @@ def _lms(sigmas: Sigmas, _: Options) -> _Moves:
     """Adams-Bashforth's method of the noise, over uneven steps: two points are exact for cubics."""
     points, weights = np.polynomial.legendre.leggauss(2)
     for at, (sigma, following) in enumerate(pairwise(sigmas)):
-        known = sigmas[max(0, at + 1 - _LMS_ORDER) : at + 1][::-1]
+        oldest = max(0, at + 1 - _LMS_ORDER)
+        known = sigmas[oldest : at + 1][::-1]
         half = (following - sigma) / 2
         places, latents = sigma + half * (points + 1), LATENTS
         for this, estimate in zip(known, ESTIMATES, strict=False):
-            factors = [
-                (places - other) / (this - other) for other in known if other != this
-            ]
-            latents = (
-                latents
-                + half * (weights @ np.prod([points**0, *factors], axis=0)) * estimate
-            )
+            others = [other for other in known if other != this]
+            factors = [(places - other) / (this - other) for other in others]
+            basis = np.prod([points**0, *factors], axis=0)
+            latents = latents + half * (weights @ basis) * estimate
         yield Move(sigma, latents, finished=at - 1)
 
 
@@ -238,15 +242,15 @@ def _dpm_fast(sigmas: Sigmas, options: Options) -> _Moves:
         return
     largest, smallest, calls = sigmas[0], sigmas[-1], len(sigmas) - 1
     count = calls // 3 + 1
-    orders = (
-        [3] * (count - 1) + [calls % 3] if calls % 3 else [3] * (count - 2) + [2, 1]
-    )
+    rest = calls % 3
+    last_orders = [rest] if rest else [2, 1]
+    orders = [3] * (count - len(last_orders)) + last_orders
     places = np.linspace(math.log(largest), math.log(smallest), count + 1)
     for at, (order, start, end) in enumerate(
         zip(orders, places, places[1:], strict=False)
     ):
         sigma, following = math.exp(start), math.exp(end)
-        down = max(smallest, _ancestral(sigma, following, options)[0])
+        down = max(smallest, ancestral(sigma, following, options)[0])
         has_noise = options.eta is None or options.eta > 0
         noise = options.s_noise * math.sqrt(max(0.0, following**2 - down**2))
         *first, last = solver_step(order, sigma, down if has_noise else following)
@@ -272,16 +276,14 @@ def solver_step(order: int, sigma: float, end: float) -> _Moves:
     second = sigma * math.exp(-2 * length / 3)
     slope = (BEFORE - LAST) / sigma
     change = (LATENTS - NEW) / first - slope
-    yield Move(
-        first,
-        BEFORE + (second - sigma) * slope - second * 2 * bend(2 * length / 3) * change,
-    )
+    straight = BEFORE + (second - sigma) * slope
+    bent = second * 2 * bend(2 * length / 3)
+    yield Move(first, straight - bent * change)
     slope = (BEFORE - ESTIMATES[2]) / first  # the same: its call's step went along it
     change = (LATENTS - NEW) / second - slope
     begun = BEFORE + (sigma - first) * slope
-    yield Move(
-        second, begun + (end - sigma) * slope - end * 1.5 * bend(length) * change
-    )
+    straight = begun + (end - sigma) * slope
+    yield Move(second, straight - end * 1.5 * bend(length) * change)
 
 
 def bend(length: float) -> float:
@@ -313,14 +315,14 @@ def _restart_steps(sigmas: list[float]) -> list[tuple[float, float]]:
     repeated, times = (count // 4, 2) if count >= _MANY_RESTART_STEPS else (9, 1)
     kept = karras(sigmas[0], sigmas[-2], count - repeated * times)
     known = torch.cat([kept, torch.zeros(1)])
-    low, high = (
-        int((known - end).abs().argmin()) for end in (_RESTART_FROM, _RESTART_TO)
-    )
+    low = int((known - _RESTART_FROM).abs().argmin())
+    high = int((known - _RESTART_TO).abs().argmin())
     whole = list(pairwise(known.tolist()))
     if high >= low or low == 0:
         return whole
     part = karras(float(known[high]), float(known[low]), repeated + 1)
-    return [*whole[:low], *list(pairwise(part.tolist())) * times, *whole[low:]]
+    again = list(pairwise(part.tolist())) * times
+    return [*whole[:low], *again, *whole[low:]]
 
 
 #: The moves of a sampler, by its key, from its sigmas.

@@ -90,8 +90,9 @@ def _plms(
     for at, (timestep, following) in enumerate(pairwise(path)):
         alpha = alphas[timestep]
         order = min(at, len(_ADAMS_BASHFORTH) - 1)
-        # The estimate that only the repeated step uses is left out.
-        known = [each for place, each in enumerate(ESTIMATES) if place != at or at == 0]
+        known = list(ESTIMATES)
+        if at > 0:
+            del known[at : at + 1]  # the estimate that only the repeated step uses
         slope = _weighed(_ADAMS_BASHFORTH[order], known)
         estimate = to_noise(alpha, prediction)
         move = _transfer(alpha, alphas[following], slope=slope)
@@ -114,7 +115,8 @@ def _transfer(
     *noise* is the standard deviation of fresh noise in them.
     """
     keep = math.sqrt(following / alpha)
-    gain = math.sqrt(max(0.0, 1 - following - noise**2)) - keep * math.sqrt(1 - alpha)
+    towards_noise = math.sqrt(max(0.0, 1 - following - noise**2))
+    gain = towards_noise - keep * math.sqrt(1 - alpha)
     return keep * LATENTS + gain * slope
 
 
@@ -131,7 +133,8 @@ def _tcd(
     steps: int, t_enc: int | None, alphas: Alphas, prediction: str, options: Options
 ) -> Path:
     grid = max(_TCD_TIMESTEPS, steps)
-    known = (np.arange(grid, 0, -1) * (len(alphas) // grid) - 1).tolist()
+    stride = len(alphas) // grid
+    known = (np.arange(grid, 0, -1) * stride - 1).tolist()
     path = [known[int(at * grid / steps)] for at in range(steps)]
     taken = path if t_enc is None else path[steps - t_enc - 1 :]
     start = Start(0.0, 1.0) if t_enc is None else _noised(alphas[taken[0]])
@@ -145,7 +148,8 @@ def _tcd_moves(
     gamma = _TCD_GAMMA if options.eta is None else options.eta
     for at, (timestep, following) in enumerate(pairwise([*path, 0])):
         beyond = alphas[int((1 - gamma) * following)]
-        kept = alphas[following] / beyond if gamma and at + 1 < len(path) else 1.0
+        is_last = at + 1 == len(path)
+        kept = alphas[following] / beyond if gamma and not is_last else 1.0
         move = math.sqrt(kept) * _transfer(alphas[timestep], beyond)
         noise = math.sqrt(1 - kept) or None
         estimate = to_noise(alphas[timestep], prediction)
@@ -186,7 +190,8 @@ class _Times(NamedTuple):
         weights = np.zeros(order + 1)
         weights[0] = found[-1]
         weights[2:] = found[:-1] / places[:-1]
-        weights[1] = -self.alpha[at] * math.expm1(kept) - weights.sum()
+        total = -self.alpha[at] * math.expm1(kept)
+        weights[1] = total - weights.sum()
         return self.sigma[at] / self.sigma[at - 1], weights
 
 
@@ -198,8 +203,12 @@ def _unipc(
     start, first, count = Start(0.0, 1.0), 1.0, len(known)
     if t_enc is not None:
         start, count = _noised(alphas[known[-1 - t_enc]]), t_enc
-        first = (known[len(known) - t_enc] + 1) / len(alphas) if t_enc else first
-    return start, _unipc_moves(first, count, alphas, prediction) if count else iter(())
+    if t_enc:
+        timestep = known[len(known) - t_enc]
+        first = (timestep + 1) / len(alphas)
+    if not count:
+        return start, iter(())
+    return start, _unipc_moves(first, count, alphas, prediction)
 
 
 def _unipc_moves(
@@ -207,11 +216,13 @@ def _unipc_moves(
 ) -> Iterator[Move]:
     train = len(alphas)
     times = np.linspace(first, 1 / train, count + 1)
-    logs = np.interp(times, np.arange(1, train + 1) / train, 0.5 * np.log(alphas))
+    known_times = np.arange(1, train + 1) / train
+    logs = np.interp(times, known_times, 0.5 * np.log(alphas))
     sigma = np.sqrt(-np.expm1(2 * logs))
     points = _Times(np.exp(logs), sigma, logs - np.log(sigma))
-    order = min(_UNIPC_ORDER, count)
-    orders = [min(at, order, count + 1 - at) for at in range(count + 1)]
+    highest = min(_UNIPC_ORDER, count)
+    points_left = range(count + 1, 0, -1)
+    orders = [min(at, highest, left) for at, left in enumerate(points_left)]
     corrected, predicted = LATENTS, (1.0, np.zeros(1))
     for at, time in enumerate(times[:-1]):
         if at > 0:  # the latents are what was predicted of those corrected before

@@ -107,8 +107,10 @@ def _of_sigmas(
     taken: by_sigma.Sigmas = sigmas
     if sampler.is_between_ends:
         # With an image alone the ends are the schedule's.
-        is_whole = t_enc is None
-        ends = known.ends if is_whole else (sigmas[0], sigmas[max(-2, -len(sigmas))])
+        ends = known.ends
+        if t_enc is not None:
+            last = max(-2, -len(sigmas))
+            ends = sigmas[0], sigmas[last]
         taken = np.geomspace(*ends, count + 1).tolist() if count > 0 else []
     moves: list[Move] = []
     if not sampler.is_adaptive:
@@ -182,20 +184,23 @@ def _call_of(
     sampler: Sampler, move: Move, known: Levels, prediction_type: str
 ) -> _Call:
     sigma = move.level
-    timestep, input_scale = known.timestep(sigma), 1 / math.sqrt(sigma**2 + 1)
+    variance = sigma**2 + 1
+    timestep = known.timestep(sigma)
+    input_scale = 1 / math.sqrt(variance)
     from_latents, from_output = 1.0, -sigma
     if prediction_type == "v_prediction":
-        from_latents, from_output = 1 / (sigma**2 + 1), -sigma / math.sqrt(sigma**2 + 1)
+        from_latents = 1 / variance
+        from_output = -sigma / math.sqrt(variance)
     if sampler.estimates == "noise":
-        estimate, kept = (
-            ((1 - from_latents) / sigma, -from_output / sigma),
-            (-1 / sigma, 1 / sigma),
-        )
+        estimate = (1 - from_latents) / sigma, -from_output / sigma
+        kept = -1 / sigma, 1 / sigma
         return _Call(timestep, input_scale, estimate, move, kept)
     if sampler.estimates == "consistency":
         size = math.hypot(_LCM_SCALE * timestep, _LCM_DATA)
-        image, skipped = _LCM_SCALE * timestep / size, (_LCM_DATA / size) ** 2
-        from_latents, from_output = image * from_latents + skipped, image * from_output
+        image = _LCM_SCALE * timestep / size
+        skipped = (_LCM_DATA / size) ** 2
+        from_latents = image * from_latents + skipped
+        from_output = image * from_output
     return _Call(timestep, input_scale, (from_latents, from_output), move)
 
 
@@ -292,19 +297,20 @@ class Levels:
 
     def at(self, timesteps: Tensor) -> Tensor:
         """The sigmas of timesteps, or of points between them, by k-diffusion's interpolation."""
-        stride = self.timesteps[1] - self.timesteps[0]
-        place = ((timesteps - self.timesteps[0]) / stride).clamp(
-            0, len(self.sigmas) - 1
-        )
-        low, share, logs = place.floor().long(), place.frac(), self.sigmas.log()
-        return ((1 - share) * logs[low] + share * logs[place.ceil().long()]).exp()
+        first = self.timesteps[0]
+        stride = self.timesteps[1] - first
+        place = ((timesteps - first) / stride).clamp(0, len(self.sigmas) - 1)
+        logs, share = self.sigmas.log(), place.frac()
+        below = logs[place.floor().long()]
+        above = logs[place.ceil().long()]
+        return ((1 - share) * below + share * above).exp()
 
     def spaced(self, count: int, *, by_sigma: bool = False) -> Tensor:
         """So many timesteps, evenly from the last to the first, or of those that the ends have."""
-        last, first = float(self.timesteps[-1]), float(self.timesteps[0])
-        if (
-            by_sigma and self.sigmas.dtype == torch.float16
-        ):  # whose rounded logarithms lie beside
+        last = float(self.timesteps[-1])
+        first = float(self.timesteps[0])
+        if by_sigma and self.sigmas.dtype == torch.float16:
+            # Its rounded logarithms lie beside those of the timesteps.
             last, first = map(self.timestep, self.ends)
         return torch.linspace(last, first, count)
 
@@ -376,18 +382,18 @@ def _beta(known: Levels, steps: int) -> Tensor:
 def _beta_quantiles(shares: _Numbers) -> _Numbers:
     """Quantiles of the symmetric beta distribution, by bisection of the lower half's series."""
     terms = np.arange(_BETA_TERMS)
-    ratios = np.concatenate([[1.0], (terms[1:] - _BETA_SHAPE) / terms[1:]])
+    later = terms[1:]
+    ratios = np.concatenate([[1.0], (later - _BETA_SHAPE) / later])
     weights = np.cumprod(ratios) / (terms + _BETA_SHAPE)
     scale = math.gamma(2 * _BETA_SHAPE) / math.gamma(_BETA_SHAPE) ** 2
     lower = np.minimum(shares, 1 - shares)
     low, high = np.zeros_like(lower), np.full_like(lower, 0.5)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        found = scale * middle**_BETA_SHAPE * (middle[:, None] ** terms @ weights)
-        low, high = (
-            np.where(found < lower, middle, low),
-            np.where(found < lower, high, middle),
-        )
+        series = middle[:, None] ** terms @ weights
+        is_below = scale * middle**_BETA_SHAPE * series < lower
+        low = np.where(is_below, middle, low)
+        high = np.where(is_below, high, middle)
     high[lower == 0] = 0
     return np.where(shares < 0.5, high, 1 - high)  # noqa: PLR2004 - the median
 

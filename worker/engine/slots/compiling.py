@@ -116,8 +116,11 @@ class Compilation:
             lacks_memory = engine_errors.is_out_of_memory(error)
             if not lacks_memory:
                 self._runner.give_up()
-                text = f"compilation is off from now on: {failure.message}"
-                log.warning(text, exc_info=True, action="compile_failed")
+                log.warning(
+                    f"compilation is off from now on: {failure.message}",
+                    exc_info=True,
+                    action="compile_failed",
+                )
         if lacks_memory and batch_key is not None:
             self._save_memory(batch_key)
         self.is_under_way = self._tracing is not None or self._next() is not None
@@ -191,8 +194,10 @@ class Compilation:
 
         A size with fewer slots is to be compiled again.
         """
-        text = f"not enough memory to compile {batch_key.width}x{batch_key.height}"
-        log.warning(text, action="compile_failed")
+        log.warning(
+            f"not enough memory to compile {batch_key.width}x{batch_key.height}",
+            action="compile_failed",
+        )
         torch.cuda.empty_cache()
         is_first = not any(each.step and each.step.compiled for each in self._lanes)
         if is_first and self._lanes.slots > 1:
@@ -223,20 +228,22 @@ class Compilation:
             # every few seconds, in which no thread does anything.
             gc.collect()
             gc.freeze()
-        seconds = ((mode, self._runner.costs.seconds(mode)) for mode in step.compiled)
-        times = ", ".join(f"{1000 * each:.1f} ms ({mode})" for mode, each in seconds)
-        size = f"{lane.slots} slots of {lane.batch_key.width}x{lane.batch_key.height}"
-        text = f"{size} ready after {time.monotonic() - began_at:.0f} s; a step takes {times}"
-        log.info(text, action="warm")
+        times = []
+        for mode in step.compiled:
+            milliseconds = 1000 * self._runner.costs.seconds(mode)
+            times.append(f"{milliseconds:.1f} ms ({mode})")
+        log.info(
+            f"{lane.slots} slots of {lane.batch_key.width}x{lane.batch_key.height} ready after"
+            f" {time.monotonic() - began_at:.0f} s; a step takes {', '.join(times)}",
+            action="warm",
+        )
 
     def _compile_tick(
         self, lane: Lane, step: Step, mode: WeightMode
     ) -> Iterator[Compiled]:
         for _ in range(2):
-            compiled, version = (
-                self._runner.make_compiled(step, mode),
-                self._unet.changes.version,
-            )
+            compiled = self._runner.make_compiled(step, mode)
+            version = self._unet.changes.version
             yield compiled
             if (
                 mode == "per_slot_convolutions"

@@ -92,7 +92,7 @@ class SlotEngine:
         self._weights.resize(self._lanes.block_slots)
         self._decoder.max_images = self.slots
         self._recovery = Recovery(parts, self._lanes, self._runner, self._weights)
-        self._decoder.free_memory = self._recovery.try_to_use_less_memory
+
         self._compilation = Compilation(
             parts,
             self._runner,
@@ -180,15 +180,23 @@ class SlotEngine:
         ) as error:  # any failure is handled below; NodeError is raised here
             failure = engine_errors.classify(error)
             out_of_memory = engine_errors.is_out_of_memory(error)
-            text = f"a tick of {len(lane.active) if lane else 0} images failed: {failure.message}"
-            log.warning(text, exc_info=True, action="tick_failed")
+            images = len(lane.active) if lane else 0
+            log.warning(
+                f"a tick of {images} images failed: {failure.message}",
+                exc_info=True,
+                action="tick_failed",
+            )
         if failure is not None and lane is not None:
             # Outside the handler, where the error's traceback no longer holds any tensors.
             finished += self._recovery.recover(
                 lane, failure, out_of_memory=out_of_memory
             )
         drawing = sum(1 for each in self._lanes if each.active)
-        self._decoder.run(flush=not drawing, lanes=drawing)
+        self._decoder.run(
+            flush=not drawing,
+            lanes=drawing,
+            free_memory=self._recovery.try_to_use_less_memory,
+        )
         self.recompiles = self._runner.recompiles + self._decoder.recompiles
         finished += self._decoder.collect(wait=not self._lanes.jobs and not finished)
         if finished and self._has_drawn_job:

@@ -136,7 +136,8 @@ class Lanes:
     def block_slots(self) -> list[int]:
         """For how many slots each block has weights."""
         wide = self.blocks // _BLOCKS_PER_WIDE_ONE if self.slots > 1 else 0
-        return [self.slots] * (self.blocks - 2 * wide) + [2 * self.slots] * wide
+        narrow = self.blocks - 2 * wide
+        return [self.slots] * narrow + [2 * self.slots] * wide
 
     @property
     def free(self) -> int:

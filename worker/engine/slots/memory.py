@@ -212,8 +212,9 @@ def describe(slots: int, savings: Savings) -> str:
         (savings.is_striped, "the VAE decodes in stripes"),
         (savings.has_text_on_cpu, "prompts are encoded on the CPU"),
     ]
-    images = f"{slots} image{'s' * (slots != 1)} at once"
-    return "; ".join([images, *(text for is_done, text in saved if is_done)])
+    parts = ["1 image at once" if slots == 1 else f"{slots} images at once"]
+    parts += [text for is_done, text in saved if is_done]
+    return "; ".join(parts)
 
 
 def choose_weights(
@@ -231,8 +232,10 @@ def choose_weights(
     if (slots or 1) > 1 or host.free_memory_bytes() < layer_bytes + _HOST_BYTES:
         return "factors"
     rate = copy_rate(device)
-    measured = f"the host's memory is copied to the GPU at {rate / 1e9:.1f} GB/s"
-    log.info(measured, action="copy_timed")
+    log.info(
+        f"the host's memory is copied to the GPU at {rate / 1e9:.1f} GB/s",
+        action="copy_timed",
+    )
     return "reloaded" if rate >= _LEAST_COPY_RATE else "factors"
 
 

@@ -148,7 +148,8 @@ class PreparedRequest:
     @property
     def texts(self) -> list[tuple[tuple[Chunk, ...], int]]:
         """The texts of all rows that are drawn, one after the other, and what each fills."""
-        drawn = self.text_rows[: max(map(self.rows, range(len(self.schedule.table))))]
+        most_rows = max(self.rows(call) for call in range(len(self.schedule.table)))
+        drawn = self.text_rows[:most_rows]
         return [(chunks, row.length) for row in drawn for chunks in row.texts.values()]
 
     def texts_at(self, call: int) -> list[int]:

@@ -133,7 +133,9 @@ class Staged:
             self.conditioning,
             self.loras,
         ]
-        found += [*(self.added or ()), *(self.inpainting or ()), *self.hints]
+        found += self.added or ()
+        found += self.inpainting or ()
+        found += self.hints
         return [tensor for tensor in found if tensor is not None]
 
 

@@ -178,7 +178,8 @@ class Stager:
         self, begun: Iterable[_Begun]
     ) -> Iterator[tuple[_Begun, Future[AssembledLoras]]]:
         """Yields all jobs in order, while the LoRAs of the next few are assembled."""
-        waiting, ahead = iter(begun), deque[tuple[_Begun, Future[AssembledLoras]]]()
+        waiting = iter(begun)
+        ahead: deque[tuple[_Begun, Future[AssembledLoras]]] = deque()
         while True:
             for each in itertools.islice(waiting, _ASSEMBLERS + 1 - len(ahead)):
                 ahead.append((each, each[2] or self._assemble(each[0])))
