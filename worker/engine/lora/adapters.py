@@ -150,7 +150,8 @@ class _PeftLayers:
             identity = torch.zeros(outputs, inputs)
             identity[:count, begin : begin + count] = torch.eye(count)
             rows = (_merged(layer, identity.view(shape)) - added).flatten(1).double()
-            turn[begin : begin + count] = rows[:count] / scales[:count, None]
+            turned = rows[:count] / scales[:count, None]
+            turn[begin : begin + count] = turned
         parts = {"turn": turn, "turn_scale": scales.float()}
         return parts | ({"diff": added} if added.any() else {})
 
@@ -174,7 +175,7 @@ class _PeftLayers:
 
 
 def _merged(layer: Any, weight: Tensor) -> Tensor:
-    """What peft's layer makes of *weight*."""
+    """Merges the adapter of peft's layer into *weight*."""
     base = layer.get_base_layer()
     base.weight.data = weight.clone()
     layer.merge()

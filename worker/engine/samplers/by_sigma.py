@@ -240,7 +240,8 @@ def _dpm_fast(sigmas: Sigmas, options: Options) -> _Moves:
     """
     if not sigmas:
         return
-    largest, smallest, calls = sigmas[0], sigmas[-1], len(sigmas) - 1
+    largest, smallest = sigmas[0], sigmas[-1]
+    calls = len(sigmas) - 1
     count = calls // 3 + 1
     rest = calls % 3
     last_orders = [rest] if rest else [2, 1]
@@ -250,7 +251,8 @@ def _dpm_fast(sigmas: Sigmas, options: Options) -> _Moves:
         zip(orders, places, places[1:], strict=False)
     ):
         sigma, following = math.exp(start), math.exp(end)
-        down = max(smallest, ancestral(sigma, following, options)[0])
+        down, _ = ancestral(sigma, following, options)
+        down = max(smallest, down)
         has_noise = options.eta is None or options.eta > 0
         noise = options.s_noise * math.sqrt(max(0.0, following**2 - down**2))
         *first, last = solver_step(order, sigma, down if has_noise else following)
