@@ -54,7 +54,7 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True)
-class Which:
+class ImageChoice:
     job: str | None = argument(
         "The images of this job, or this image of it, as in spring/a-2.png; for --worker"
         " and --suspect, only images of this campaign.",
@@ -86,7 +86,7 @@ class Which:
 @options.flat
 def command(
     settings: SignerSettings,
-    which: Which,
+    which: ImageChoice,
     jobs: Path | None = option(
         "The jobs, a line each or as a template, for images without their job in them; it"
         " takes precedence.",
@@ -99,9 +99,9 @@ def command(
     """Has images drawn again, and replaces them.
 
     Each image is put aside under -replaced/, then its job is sent again, as the image has it in
-    itself. If this is interrupted, the next run finishes what was begun. It deletes images: the
-    tokens of `imagefleet keys mint operator` allow that. Exit code 4: some images stay, because
-    their jobs are not known.
+    itself. If this is interrupted, the next run finishes what was begun, with the same --jobs if
+    there were any. It deletes images: the tokens of `imagefleet keys mint operator` allow that.
+    Exit code 4: some images stay, because their jobs are not known.
 
     imagefleet redo --worker 0d8f5c1e-7 --since 2026-12-01T08:00 --dry-run
 
@@ -126,7 +126,7 @@ def command(
 
 async def _run(
     settings: StorageSettings,
-    which: Which,
+    which: ImageChoice,
     given: dict[str, str],
     *,
     dry_run: bool,
@@ -137,16 +137,17 @@ async def _run(
         storage = fleet.storage
         if not dry_run:
             await replace.check_access(storage)
-        journals = [name async for name in storage.files.names(replace.JOURNALS)]
-        for journal in () if dry_run else journals:
-            await replace.finish(storage, journal, replace.Replaced())
         with console.counting("listed", None, quiet=quiet) as on_listed:
             found = await select(storage, which, on_listed)
+        interrupted = await replace.interrupted(storage)
+        for copy, metadata in interrupted.items():
+            found.images.pop(replace.original(copy), None)
+            found.images[copy] = metadata
         result: dict[str, Any] = {
             "images": len(found.images),
             "workers": dict(found.by_worker.most_common()),
             "damaged_records": found.damaged_records,
-            "unfinished_runs": len(journals),
+            "interrupted": len(interrupted),
         }
         if dry_run or not found.images:
             return result
@@ -177,9 +178,9 @@ async def _warn_of_nodes_at_work(storage: Storage, found: Selection) -> None:
 
 
 def _show(result: dict[str, Any], *, dry_run: bool) -> None:
-    if result["unfinished_runs"]:
-        then = "the next one finishes it" if dry_run else "it is finished now"
-        console.print_note(f"a run was interrupted; {then}")
+    if interrupted := result["interrupted"]:
+        images = console.counted(interrupted, "image")
+        console.print_note(f"with {images} of a run that was interrupted")
     if damaged := result["damaged_records"]:
         left_out = f"{console.counted(damaged, 'suspect record')} left out"
         console.print_warning(f"{left_out}: damaged, or without proof of their worker")
@@ -206,7 +207,7 @@ def _show(result: dict[str, Any], *, dry_run: bool) -> None:
 
 
 async def select(
-    storage: Storage, which: Which, on_listed: Callable[[], None]
+    storage: Storage, which: ImageChoice, on_listed: Callable[[], None]
 ) -> Selection:
     """Reads which images are wanted; *on_listed* is called for each that is looked at."""
     named = which.named
@@ -219,7 +220,7 @@ async def select(
 
 
 def is_image(name: str) -> bool:
-    """Whether a job draws it: an image, or a second drawing."""
+    """Tells what a job draws, an image or a second drawing, from what is put aside."""
     return name.startswith(CHECKS) or not name.startswith(ASIDE)
 
 
@@ -238,7 +239,7 @@ async def _of_job(storage: Storage, campaign: str, job_id: str) -> Selection:
 
 
 async def _by_worker(
-    blobs: BlobStore, which: Which, on_listed: Callable[[], None]
+    blobs: BlobStore, which: ImageChoice, on_listed: Callable[[], None]
 ) -> Selection:
     found = Selection()
     async for record in _records(blobs, which.named.campaign):

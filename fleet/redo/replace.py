@@ -1,8 +1,8 @@
 """Replaces images so that none is lost, wherever this is killed.
 
-A copy of each image, then a journal of what is about to happen, then the deletions, notes of them
-in the records, then the jobs, and the journal's deletion last. Whoever finds a journal finishes it.
-Journals are among the files, which workers only read: a forged one could delete any image.
+A copy of each image, then a mark that it is being replaced, then the deletion, a note of it in the
+records, then the job, and the mark's deletion last. Who finds a mark does from its copy what is
+not done yet. Marks are among the files, which workers only read: a forged copy has none.
 """
 
 import contextlib
@@ -12,8 +12,6 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-
-from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from imagefleet import concurrency, errors
 from imagefleet.files import picture
@@ -53,7 +51,7 @@ class JobFinder:
 
     async def message(self, name: str, data: bytes) -> str:
         """The message of the job that draws image *name*; raises JobError unless it is one."""
-        given = self.given.get(name.rpartition(".")[0].partition(SEPARATOR)[0])
+        given = self.given.get(_key_of(name))
         if given is not None and (
             self.are_others or draws(read_job(given, "none"), name)
         ):
@@ -80,6 +78,11 @@ class JobFinder:
         return self.check.dated(found.popitem()[1])
 
 
+def _key_of(image: str) -> str:
+    """The key of the job that draws an image."""
+    return image.rpartition(".")[0].partition(SEPARATOR)[0]
+
+
 def draws(job: Job, name: str) -> bool:
     return any(job.blob_name(index) == name for index in range(job.images_to_draw))
 
@@ -89,33 +92,33 @@ def by_key(bodies: Iterable[str | None]) -> dict[str, str]:
     return {job_key(job.campaign, job.id): body for job, body in jobs}
 
 
-#: The folder of journals; those of runs that were killed stay.
-JOURNALS = "redo/"
+#: The folder of marks, empty files named as the copies are below `REPLACED`.
+MARKS = "redo/"
 
-#: Images of one journal: their files are in memory at the same time, and a kill repeats them.
+#: Images whose files are in memory at the same time.
 BATCH = 32
-
-#: A message of 64 KiB for each.
-_MAX_JOURNAL_BYTES = 2**24
 
 _CONTENT_TYPES = {"png": "image/png", "jpg": "image/jpeg", "webp": "image/webp"}
 
 
-class Entry(BaseModel):
+@dataclass(frozen=True, slots=True)
+class Entry:
     """One image to be replaced: the drawing that is meant, by its metadata, and its job."""
 
     name: str
-    metadata: dict[str, str]
+    copy: str
+    metadata: Mapping[str, str]
     message: str | None
     """The job's message; None for a duplicate, which is only put aside."""
 
-
-JOURNAL = TypeAdapter(list[Entry])
+    @property
+    def mark(self) -> str:
+        return MARKS + self.copy.removeprefix(REPLACED)
 
 
 @dataclass(slots=True)
 class Replaced:
-    """What was done: images put aside, and jobs sent; and why others stay as they are."""
+    """Counts of images put aside and of jobs sent, and why other images stay as they are."""
 
     images: int = 0
     jobs: int = 0
@@ -139,16 +142,34 @@ async def check_access(storage: Storage) -> None:
         )
 
 
+async def interrupted(storage: Storage) -> dict[str, Mapping[str, str]]:
+    """The copies, with their metadata, of images that a killed run has not replaced."""
+    marks = [name async for name in storage.files.names(MARKS)]
+    copies = [REPLACED + name.removeprefix(MARKS) for name in marks]
+    return {copy: await storage.blobs.metadata(copy) or {} for copy in copies}
+
+
+def original(name: str) -> str:
+    """The image that *name* is a copy of, or *name* itself."""
+    if not name.startswith(REPLACED):
+        return name
+    return name.removeprefix(REPLACED).rpartition("/")[0]
+
+
 async def replace(
     storage: Storage,
     images: Mapping[str, Mapping[str, str]],
     finder: JobFinder,
     on_image: Callable[[], None],
 ) -> Replaced:
+    """Replaces *images*, by name; those of an interrupted run by the names of their copies."""
     replaced = Replaced()
     log = RecordLog(storage.files, _WRITER)
     now = storage.blobs.clock.now()
-    notes = (dedupe.note(name, metadata, "", now) for name, metadata in images.items())
+    notes = (
+        dedupe.note(original(name), metadata, "", now)
+        for name, metadata in images.items()
+    )
     if first := next(filter(None, notes), None):
         await log.open(first.campaign, "replaced")
     # In this order a job's images are together, so that it is sent once.
@@ -158,46 +179,34 @@ async def replace(
         prepared = await concurrency.gather(
             *(_prepare(storage, name, images[name], finder) for name in batch)
         )
-        found = dict(zip(batch, prepared, strict=True))
-        replaced.refused |= {
-            name: why for name, why in found.items() if isinstance(why, str)
-        }
+        for name, entry in zip(batch, prepared, strict=True):
+            if isinstance(entry, str):
+                replaced.refused[name] = entry
         entries = [entry for entry in prepared if isinstance(entry, Entry)]
-        if entries:
-            journal = f"{JOURNALS}{uuid.uuid4().hex}.json"
-            data = JOURNAL.dump_json(entries)
-            await storage.files.create(journal, data, "application/json", {})
-            await finish(storage, journal, replaced, log)
+        await _replace(storage, entries, log, replaced)
         for _ in batch:
             on_image()
     return replaced
 
 
-async def finish(
-    storage: Storage, journal: str, replaced: Replaced, log: RecordLog | None = None
+async def _replace(
+    storage: Storage, entries: list[Entry], log: RecordLog, replaced: Replaced
 ) -> None:
-    """Does what a journal says, where it is not done yet; raises SetupError if it cannot."""
-    data = await storage.files.read(journal, _MAX_JOURNAL_BYTES)
-    if data is None:  # another run has just finished it
-        return
-    try:
-        entries = JOURNAL.validate_json(data)
-    except ValidationError:
-        raise errors.SetupError(
-            f"{journal} in {storage.files.name} is damaged: delete it"
-        ) from None
     gone = await concurrency.gather(*(_delete(storage, entry) for entry in entries))
     missing = [entry for entry, is_gone in zip(entries, gone, strict=True) if is_gone]
-    log = log or RecordLog(storage.files, _WRITER)
     now = storage.blobs.clock.now()
-    notes = (dedupe.note(entry.name, entry.metadata, journal, now) for entry in missing)
+    notes = (
+        dedupe.note(entry.name, entry.metadata, _digest_of(entry.copy), now)
+        for entry in missing
+    )
     await log.add([note for note in notes if note is not None])
     messages = list(dict.fromkeys(entry.message for entry in missing if entry.message))
     await storage.models.send(messages)
-    if not await storage.files.delete(journal):
-        raise errors.SetupError(
-            f"the credentials may not delete {journal} in {storage.files.name}"
-        )
+    for entry in entries:
+        if not await storage.files.delete(entry.mark):
+            raise errors.SetupError(
+                f"the credentials may not delete {entry.mark} in {storage.files.name}"
+            )
     replaced.images += len(missing)
     replaced.jobs += len(messages)
 
@@ -205,30 +214,37 @@ async def finish(
 async def _prepare(
     storage: Storage, name: str, metadata: Mapping[str, str], finder: JobFinder
 ) -> Entry | str:
-    """Keeps a copy of the image once its job is known; or says why the image stays."""
+    """Keeps a marked copy of the image once its job is known; or says why the image stays."""
+    image = original(name)
+    is_duplicate = image.startswith(DUPLICATES)
     try:
         data = await storage.blobs.read(name, MAX_IMAGE_BYTES)
         if data is None:
             return "it is gone"
-        message = (
-            None if name.startswith(DUPLICATES) else await finder.message(name, data)
-        )
+        message = None if is_duplicate else await finder.message(image, data)
     except (errors.UnusableFileError, errors.JobError) as error:
         return error.message
+    if name != image:
+        return Entry(image, name, metadata, message)
     suffix = name.rpartition(".")[2]
     content_type = _CONTENT_TYPES.get(suffix, "application/octet-stream")
     facts = json.dumps(dict(metadata), sort_keys=True).encode()
     digest = hashlib.blake2b(facts + data, digest_size=8).hexdigest()
     # The same drawing has the same name, so one that is there is this one, of a run before.
-    copy = f"{REPLACED}{name}/{digest}.{suffix}"
-    await storage.blobs.create(copy, data, content_type, metadata)
-    return Entry(name=name, metadata=dict(metadata), message=message)
+    entry = Entry(name, f"{REPLACED}{name}/{digest}.{suffix}", metadata, message)
+    await storage.blobs.create(entry.copy, data, content_type, metadata)
+    await storage.files.create(entry.mark, b"", "text/plain", {})
+    return entry
+
+
+def _digest_of(copy: str) -> str:
+    return copy.rpartition("/")[2].partition(".")[0]
 
 
 async def _delete(storage: Storage, entry: Entry) -> bool:
     """Deletes the drawing that is meant; False if another is in its place."""
     found = await storage.blobs.metadata(entry.name)
-    if found is not None and dict(found) != entry.metadata:
+    if found is not None and dict(found) != dict(entry.metadata):
         return False
     if found is not None and not await storage.blobs.delete(entry.name):
         raise errors.SetupError(f"the credentials may not delete {entry.name}")
@@ -247,24 +263,29 @@ async def replace_jobs(
     ended = {
         each.key for name in campaigns async for each in reader.ended(storage, name)
     }
+    images = {
+        copy: metadata
+        for copy, metadata in (await interrupted(storage)).items()
+        if _key_of(original(copy)) in given
+    }
+    begun = {_key_of(original(copy)) for copy in images}
     waiting, new = list[str](), list[str]()
-    images: dict[str, Mapping[str, str]] = {}
     for key, body in given.items():
         job = read_job(body, "none")
         campaign, job_id = split_job_key(key)
         stored = await decisions.stored_images(storage.blobs, campaign, job_id)
         if stored and stored[-1].digest == job.digest:
             continue  # by a run that was killed then
-        names = {
-            each.blob: await storage.blobs.metadata(each.blob)
-            for each in stored
-            if each.blob
-        }
-        images |= {
-            name: metadata for name, metadata in names.items() if metadata is not None
-        }
-        if not stored:
-            (new if key in ended else waiting).append(body if key in ended else key)
+        for blob in (each.blob for each in stored if each.blob):
+            metadata = await storage.blobs.metadata(blob)
+            if metadata is not None:
+                images[blob] = metadata
+        if stored or key in begun:
+            continue
+        if key in ended:
+            new.append(body)
+        else:
+            waiting.append(key)
     if waiting:
         more = ", ..." if len(waiting) > _NAMED else ""
         have = "job has" if len(waiting) == 1 else "jobs have"

@@ -30,9 +30,9 @@ _COUNTS = re.compile(rb'"(?:images|stages)":\d+')
 
 
 def note(
-    name: str, metadata: Mapping[str, str], journal: str, at: datetime
+    name: str, metadata: Mapping[str, str], source: str, at: datetime
 ) -> Record | None:
-    """The note, once for each *journal*, that a drawing with this *metadata* was replaced."""
+    """The note, once for each *source*, that a drawing with this *metadata* was replaced."""
     if name.startswith(ASIDE):
         return None
     campaign = name.rpartition("/")[0]
@@ -44,7 +44,7 @@ def note(
                 "id": metadata.get("job"),
                 "campaign": campaign,
                 "at": at,
-                "source": journal,
+                "source": source,
                 "worker": metadata.get("worker", "?"),
                 "started_at": metadata.get("started_at"),
             }

@@ -100,7 +100,7 @@ async def differing(storage: Storage) -> list[str]:
 async def redo(
     settings: StorageSettings, *, given: dict[str, str] | None = None, **wanted: Any
 ) -> dict[str, Any]:
-    which = command.Which(**wanted)
+    which = command.ImageChoice(**wanted)
     return await command._run(
         settings, which, given or {}, dry_run=False, yes=True, quiet=True
     )
@@ -150,7 +150,7 @@ async def test_a_bad_workers_images_since_a_moment_are_replaced_and_no_others(
     copies = [each async for each in storage.blobs.records("-replaced/")]
     assert len(copies) == 6
     assert {each.metadata["worker"] for each in copies} == {"bad"}
-    assert [name async for name in storage.files.names(replace.JOURNALS)] == []
+    assert [name async for name in storage.files.names(replace.MARKS)] == []
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ async def test_a_killed_redo_loses_nothing_at_any_step_and_the_next_one_finishes
         await run_worker("good")
         assert await workers(storage) == dict.fromkeys(names, "good")
         assert await recorded(storage) == dict.fromkeys(names, "good")
-        assert [name async for name in storage.files.names(replace.JOURNALS)] == []
+        assert [name async for name in storage.files.names(replace.MARKS)] == []
         for name in [*names, *await below(storage, "-")]:
             await storage.blobs.delete(name)
         step += stride
@@ -419,20 +419,20 @@ async def test_suspect_images_are_those_of_their_records_that_are_still_the_work
     assert (await redo(storage_settings, suspect=True))["images"] == 0
 
 
-async def test_a_worker_forges_no_journal_since_it_stores_no_files(
+async def test_a_copy_that_a_worker_forges_has_no_job_drawn_since_no_file_marks_it(
     storage: Storage, storage_settings: StorageSettings, run_worker: RunWorker
 ) -> None:
     await storage.queue.send(messages(1))
     await run_worker("good")
-    (record,) = [each async for each in storage.blobs.records("default/")]
-    entry = replace.Entry(
-        name=record.name, metadata=dict(record.metadata), message=None
+    data = await storage.blobs.read("default/j0.png")
+    assert data is not None
+    await storage.blobs.create(
+        "-replaced/default/j0.png/00.png", data, "image/png", {"worker": "good"}
     )
-    journal = replace.JOURNAL.dump_json([entry])
-    await storage.blobs.create("redo/forged.json", journal, "application/json", {})
 
-    await redo(storage_settings, worker="nobody")
+    result = await redo(storage_settings, worker="nobody")
 
+    assert result["images"] == 0
     assert "default/j0.png" in await workers(storage)
 
 
@@ -495,7 +495,7 @@ async def test_a_machine_is_all_its_workers_and_no_other(storage: Storage) -> No
         await storage.blobs.create(f"default/{number}.png", b"x", "image/png", metadata)
 
     async def selected(worker: str) -> list[str]:
-        which = command.Which(worker=worker)
+        which = command.ImageChoice(worker=worker)
         found = await command.select(storage, which, lambda: None)
         return sorted(found.by_worker)
 
