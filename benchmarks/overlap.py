@@ -28,7 +28,7 @@ from imagefleet.storage.routing.models import ModelQueues
 from worker.engine import contract
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
-from worker.stages import encode
+from worker.stages import encode, infotext
 
 TICK_SECONDS = 0.1
 LATENCY_SECONDS = 0.3
@@ -105,7 +105,7 @@ async def sequential(storage: FarStorage, settings: WorkerSettings) -> float:
         engine.admit(0, engine.prepare(request))
         (finished,) = engine.tick()
         if not isinstance(finished.outcome, Exception):
-            text = encode.parameters(job, 0, SIZE, engine.model_name)
+            text = infotext.parameters(job, 0, SIZE, engine.model_name)
             file = encode.encode(finished.outcome, job.output, text)
             await storage.blobs.create(
                 job.blob_name(0), file.data, file.content_type, {}

@@ -39,8 +39,11 @@ from worker.pull import Puller
 from worker.replica import UNKNOWN, Replica
 from worker.settings import WorkerSettings, version
 from worker.settle import Settler
-from worker.stages.image import STORAGE_RETRIES, GenerateStage
+from worker.stages.encode import ENCODING, EncodeStage
+from worker.stages.generate import GenerateStage
 from worker.stages.prepare import PrepareStage
+from worker.stages.requests import PREPARERS
+from worker.stages.upload import STORAGE_RETRIES, UPLOADS, UploadStage
 
 log = logs.EventLog(__name__)
 
@@ -258,7 +261,7 @@ class Pipeline:
 
         No job is in flight then. Nothing has been drawn since *changed_at*.
         """
-        async with self._stages(engine) as stages:
+        async with self._stages(engine) as (prepare, generate):
             await tasks.first_of(
                 self._checks.begin(engine), stop.wait(), self._side_tasks.watch()
             )
@@ -266,49 +269,57 @@ class Pipeline:
                 self.models.changed(time.monotonic() - changed_at, self.metrics)
             self.puller.restart()
             self._pull = asyncio.create_task(
-                self.puller.run(stages.turns.put), name="pull"
+                self.puller.run(prepare.turns.put), name="pull"
             )
             self.started = self.ready = True
             following = await self._draw(self._pull, stop)
             if following is not None:
                 # What was pulled, or else what the engine has begun.
                 if not await self._finish(
-                    stages.generate, FINISH_SECONDS, stop, puts_off=False
+                    generate, FINISH_SECONDS, stop, puts_off=False
                 ):
-                    await self._finish(
-                        stages.generate, FINISH_SECONDS, stop, puts_off=True
-                    )
+                    await self._finish(generate, FINISH_SECONDS, stop, puts_off=True)
                 return None if stop.is_set() else following
             self.ready = False
             await self._finish(
-                stages.generate, self._settings.grace_seconds, hurry, puts_off=True
+                generate, self._settings.grace_seconds, hurry, puts_off=True
             )
         return None
 
     @contextlib.asynccontextmanager
-    async def _stages(self, engine: contract.Engine) -> AsyncIterator[PrepareStage]:
+    async def _stages(
+        self, engine: contract.Engine
+    ) -> AsyncIterator[tuple[PrepareStage, GenerateStage]]:
         """Stages and side tasks for *engine*; at the end, jobs in flight are handed back."""
         if self.models:
             self._queue.receive_only(self.models.served_now())
-        self.settler.model_name = engine.model_name
-        prepare = PrepareStage(
-            engine, self._hash_model(), self._files, self.puller, self._checks
+        settler, watchdog = self.settler, self._checks.watchdog
+        settler.model_name = engine.model_name
+        upload = UploadStage(settler, watchdog, self._checks.suspects)
+        encode = EncodeStage(settler, watchdog, self._hash_model(), upload)
+        generate = GenerateStage(
+            engine, self.engine_thread, settler, watchdog, self.puller, encode
         )
+        prepare = PrepareStage(engine, self._files, settler, self.puller, generate)
         self._side_tasks = self._start_side_tasks()
-        prepare.start(self._side_tasks)
+        self._side_tasks.start("prepare", prepare.run, PREPARERS)
+        self._side_tasks.start("generate", generate.run)
+        self._side_tasks.start("encode", encode.run, ENCODING)
+        self._side_tasks.start("upload", upload.run, UPLOADS)
+        self._side_tasks.start("record", settler.pending.run)
+        self._side_tasks.start("acknowledge", settler.pending.finish, UPLOADS)
         try:
-            yield prepare
+            yield prepare, generate
         finally:
             self.ready = False
             # What waits for the engine would keep the pull waiting.
-            prepare.generate.stop_accepting()
+            generate.stop_accepting()
             await self._stop_pulling()
             self._pull = None
-            await self._hand_back(
-                map(self.settler.hand_back, list(self.settler.in_flight))
-            )
+            await self._hand_back(map(settler.hand_back, list(settler.in_flight)))
             await self._side_tasks.cancel()
             prepare.close()
+            encode.close()
             await self._checks.record_suspects()
 
     async def _draw(

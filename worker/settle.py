@@ -20,16 +20,13 @@ from imagefleet.storage.deliveries import without_deliveries
 from imagefleet.storage.open import Storage
 from imagefleet.storage.routing.models import named
 from imagefleet.storage.settings import priority_of
-from worker.jobs import chains, in_flight, stored
-from worker.jobs.in_flight import (
-    FailedImage,
-    InFlightImage,
-    InFlightJob,
-    PendingRecords,
-)
+from worker.jobs import chains, stored
+from worker.jobs.in_flight import InFlightImage, InFlightJob
 from worker.leases import LeaseKeeper
 from worker.metrics import CostMeter, Outcome, WorkerMetrics
 from worker.settings import WorkerSettings
+from worker.stages import record as recording
+from worker.stages.record import RecordStage
 
 #: The pause before a failed job's next attempt, doubled with each.
 FIRST_RETRY_SECONDS = 2.0
@@ -54,7 +51,7 @@ class Settler:
     retry_policy: concurrency.RetryPolicy
     on_settled: Callable[[InFlightJob, Outcome], None]
     cancelled_campaigns: CancelledCampaigns
-    pending: PendingRecords = field(init=False)
+    pending: RecordStage = field(init=False)
     model_name: str = field(default="", init=False)
     """The model whose jobs are in flight."""
     in_flight: dict[InFlightJob, None] = field(
@@ -64,10 +61,10 @@ class Settler:
 
     def __post_init__(self) -> None:
         self.nothing_in_flight.set()
-        self.pending = PendingRecords(
+        self.pending = RecordStage(
             RecordLog(self.storage.blobs, self.settings.name, self.retry_policy),
             self.metrics,
-            in_flight.flush_seconds(
+            recording.flush_seconds(
                 self.settings.lease_seconds, is_local=self.settings.is_local
             ),
             lambda: len(self.in_flight),
@@ -145,7 +142,7 @@ class Settler:
         if entry.is_cancelled:
             await self.cancelled(entry)
         elif entry.failures:
-            await self._fail(entry, entry.failures)
+            await self._fail(entry, [*entry.failures.values()])
         elif entry.is_put_off and not entry.is_all_stored:
             await self.put_off(entry)
         elif not entry.has_next_stage:
@@ -286,17 +283,19 @@ class Settler:
         if (
             image is None or entry.has_ended
         ):  # at its end no image is left that could be awaited
-            await self._fail(entry, [FailedImage(image.index if image else 0, error)])
+            await self._fail(entry, [error])
             return
         entry.image_failed(image.index, error)
         if not entry.images_to_store:
             await self.images_ended(entry)
 
-    async def _fail(self, entry: InFlightJob, failures: list[FailedImage]) -> None:
+    async def _fail(
+        self, entry: InFlightJob, failures: list[errors.FleetError]
+    ) -> None:
         """Ends a job as one of its failures says: one that another attempt cannot mend, if any."""
-        found = [each.error for each in failures]
         error = next(
-            (each for each in found if isinstance(each, errors.JobError)), found[0]
+            (each for each in failures if isinstance(each, errors.JobError)),
+            failures[0],
         )
         attempts = entry.deliveries.failed + 1
         waits = isinstance(error, errors.UnsettledFileError)

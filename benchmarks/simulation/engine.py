@@ -14,7 +14,8 @@ from simulation.account import IMAGE_BYTES, STEPS
 from simulation.clock import SimulatedLoop
 from worker.engine import contract
 from worker.gpu_thread import Delivery, EngineThread
-from worker.stages.encode import EncodedImage, refuse_one_colour
+from worker.jobs.in_flight import EncodedImage
+from worker.stages.encode import refuse_one_colour
 
 #: As the worker chooses for a card with room for them.
 SLOTS = 16

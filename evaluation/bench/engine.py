@@ -23,7 +23,7 @@ from worker.engine.families import table
 from worker.engine.slots.engine import SlotEngine
 from worker.files import check
 from worker.settings import WorkerSettings
-from worker.stages.prepare import PREPARERS
+from worker.stages.requests import PREPARERS
 
 #: Per rate: long compared with one image.
 SECONDS = {"cuda": 20.0, "cpu": 3.0}

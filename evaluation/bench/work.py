@@ -15,7 +15,7 @@ from imagefleet.storage.open import Storage, open_storage
 from worker.engine import contract
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
-from worker.stages.prepare import PREPARERS
+from worker.stages.requests import PREPARERS
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from worker.engine import device as devices
 from worker.inputs.img2img import Overlay
 from worker.inputs.reader import JobFiles
 from worker.settings import WorkerSettings
-from worker.stages import encode
-from worker.stages.prepare import PREPARERS, RequestReader
+from worker.stages import encode, infotext
+from worker.stages.requests import PREPARERS, RequestReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def _write(image: _Image, pixels: contract.Pixels, model: str, folder: Path) -> 
         pixels = overlay.put_over(pixels)
     size = request.width, request.height
     is_cut_out = overlay is not None and overlay.box is not None
-    text = encode.parameters(job, image.index, size, model, is_cut_out=is_cut_out)
+    text = infotext.parameters(job, image.index, size, model, is_cut_out=is_cut_out)
     encoded = encode.encode(
         pixels, job.output, text, text_for_image(job.to_message(), job)
     )

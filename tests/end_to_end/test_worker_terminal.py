@@ -192,7 +192,7 @@ async def test_a_narrow_terminal_has_the_figures_in_two_rows_and_no_torn_log(
 ) -> None:
     await fill(storage, 40)
     talk = """
-from worker.stages import image as stage
+from worker.stages import upload as stage
 create = stage.UploadStage._metadata
 def talk(self, image, *facts):
     logging.getLogger("talk").info("%s is on its way, %s", image.job.id, "a long story " * 5)

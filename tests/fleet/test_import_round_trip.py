@@ -14,7 +14,7 @@ from imagefleet.job.message import SUFFIXES, Job, Output, read_job
 from imagefleet.job.passes import hires, img2img
 from imagefleet.job.prompt import Subprompt
 from loadgen.infotext import source
-from worker.stages import encode
+from worker.stages import encode, infotext
 
 JOBS = 300
 
@@ -233,7 +233,7 @@ def test_300_jobs_of_all_fields_come_back_from_their_pictures_as_they_were(
             continue
         index = chance.randrange(job.images)
         size = job.width or 512, job.height or 512
-        told = encode.parameters(
+        told = infotext.parameters(
             job,
             index,
             size,

@@ -29,7 +29,7 @@ from worker.gpu_thread import EngineThread
 from worker.inputs.reader import JobFiles
 from worker.process import engine_settings
 from worker.settings import WorkerSettings
-from worker.stages.prepare import PREPARERS, RequestReader
+from worker.stages.requests import PREPARERS, RequestReader
 
 #: Finished images that may wait for their reader before the engine does.
 _BACKLOG = 64

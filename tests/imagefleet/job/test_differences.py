@@ -10,7 +10,7 @@ from PIL import Image
 from imagefleet.job import clip, differences
 from imagefleet.job.message import read_job
 from worker.inputs import pictures
-from worker.stages.prepare import requests_of
+from worker.stages.requests import requests_of
 
 ROOT = Path(__file__).parents[3]
 

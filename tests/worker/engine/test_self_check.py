@@ -118,7 +118,7 @@ async def test_a_bit_that_flips_while_a_worker_draws_ends_it_and_its_images_are_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("worker.node.checks.WEIGHTS_SECONDS", 0.1)
-    monkeypatch.setattr("worker.jobs.in_flight.LOCAL_FLUSH_SECONDS", 0.01)
+    monkeypatch.setattr("worker.stages.record.LOCAL_FLUSH_SECONDS", 0.01)
     torch.set_num_threads(1)
     jobs = [
         {"prompt": "a star", "id": f"j{n}", "steps": 1, "width": 64, "height": 64}

@@ -47,8 +47,8 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
-    monkeypatch.setattr("worker.jobs.in_flight.FLUSH_SECONDS", 0.05)
-    monkeypatch.setattr("worker.jobs.in_flight.LOCAL_FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr("worker.stages.record.FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr("worker.stages.record.LOCAL_FLUSH_SECONDS", 0.05)
     monkeypatch.setattr("worker.stages.prepare.HAND_BACK_SECONDS_UNTIL_EMPTY", 0.1)
 
 

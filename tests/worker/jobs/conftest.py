@@ -4,6 +4,6 @@ import pytest
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a worker otherwise waits for, for some seconds, comes at once."""
-    monkeypatch.setattr("worker.jobs.in_flight.FLUSH_SECONDS", 0.05)
-    monkeypatch.setattr("worker.jobs.in_flight.LOCAL_FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr("worker.stages.record.FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr("worker.stages.record.LOCAL_FLUSH_SECONDS", 0.05)
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)

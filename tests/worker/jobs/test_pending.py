@@ -20,8 +20,9 @@ from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobStore
 from worker.engine import contract
-from worker.jobs import in_flight as records
+from worker.jobs.in_flight import InFlightJob
 from worker.metrics import WorkerMetrics
+from worker.stages import record as records
 
 Message = Callable[..., str]
 RunPipeline = Callable[..., Any]  # the fixture of conftest.py
@@ -184,10 +185,10 @@ async def test_records_are_written_in_batches_while_more_images_are_in_the_makin
     assert counted.appends < 30
 
 
-def ended_job(*found: Record, **fields: Any) -> records.InFlightJob:
+def ended_job(*found: Record, **fields: Any) -> InFlightJob:
     """A job in flight that has ended with these records."""
     job = Job(prompt="a", **fields)
-    return records.InFlightJob(None, job=job, records=list(found))  # type: ignore[arg-type]
+    return InFlightJob(None, job=job, records=list(found))  # type: ignore[arg-type]
 
 
 async def test_a_record_waits_for_others_only_while_there_can_be_others() -> None:
@@ -198,7 +199,7 @@ async def test_a_record_waits_for_others_only_while_there_can_be_others() -> Non
         async def add(self, _records: object, *, again: bool = False) -> None:
             ended["again" if again else "written"] += 1
 
-    pending = records.PendingRecords(
+    pending = records.RecordStage(
         Log(),  # type: ignore[arg-type]
         WorkerMetrics(),
         flush_seconds=60,
@@ -230,7 +231,7 @@ async def test_jobs_that_wait_to_be_acknowledged_are_told_from_jobs_that_wait_fo
         async def add(self, _records: object, *, again: bool = False) -> None:
             pass
 
-    pending = records.PendingRecords(
+    pending = records.RecordStage(
         Log(),  # type: ignore[arg-type]
         WorkerMetrics(),
         flush_seconds=0.05,
@@ -266,7 +267,7 @@ async def test_an_awaited_jobs_record_is_written_soon_and_takes_no_others_along(
         async def add(self, found: list[Record], *, again: bool = False) -> None:
             written.extend([[record.campaign for record in found]] * (not again))
 
-    pending = records.PendingRecords(
+    pending = records.RecordStage(
         Log(),  # type: ignore[arg-type]
         WorkerMetrics(),
         flush_seconds=60,

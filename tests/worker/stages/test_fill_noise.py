@@ -3,7 +3,7 @@
 import json
 
 from imagefleet.job.message import read_job
-from worker.stages.prepare import requests_of
+from worker.stages.requests import requests_of
 
 
 def test_each_batch_has_the_noise_of_the_first_as_in_automatic1111() -> None:

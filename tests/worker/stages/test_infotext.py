@@ -12,7 +12,7 @@ from PIL import Image
 from sd_parsers import ParserManager
 
 from imagefleet.job.message import Job, read_job
-from worker.stages import encode
+from worker.stages import encode, infotext
 
 VERSION = f"Version: imagefleet {metadata.version('imagefleet')}"
 
@@ -24,7 +24,7 @@ def job_of(**fields: Any) -> Job:
 
 
 def facts_of(**fields: Any) -> str:
-    return encode.parameters(job_of(**fields), 0, (512, 512), "m").split("\n")[-1]
+    return infotext.parameters(job_of(**fields), 0, (512, 512), "m").split("\n")[-1]
 
 
 def test_the_text_has_the_three_parts_that_viewers_expect() -> None:
@@ -37,7 +37,7 @@ def test_the_text_has_the_three_parts_that_viewers_expect() -> None:
         batch_size=2,
         clip_skip=2,
     )
-    assert encode.parameters(job, 1, (512, 768), "dreamy").split("\n") == [
+    assert infotext.parameters(job, 1, (512, 768), "dreamy").split("\n") == [
         "a house, <lora:x:0.5>",
         "Negative prompt: people",
         (
@@ -66,20 +66,20 @@ def test_the_text_of_an_enlarged_image_begins_with_that_of_the_image(
         "upscaling_resize": 1.5,
     }
     facts = "Postprocess upscale by: 1.5, Postprocess upscaler: 4x_Sharp"
-    assert encode.of_enlarged(job_of(**given), source) == before + facts
+    assert infotext.of_enlarged(job_of(**given), source) == before + facts
     both = {
         "upscaler_2": "Lanczos",
         "extras_upscaler_2_visibility": 0.5,
         "resize_mode": 1,
     }
-    assert encode.of_enlarged(job_of(**given, **both), source) == (
+    assert infotext.of_enlarged(job_of(**given, **both), source) == (
         f"{before}Postprocess upscale to: 512x512, Postprocess crop to: 512x512, Postprocess"
         " upscaler: 4x_Sharp, Postprocess upscaler 2: Lanczos"
     )
 
 
 def test_unset_fields_are_not_written() -> None:
-    assert encode.parameters(job_of(sampler_name="DDIM"), 0, (64, 64), "m").split(
+    assert infotext.parameters(job_of(sampler_name="DDIM"), 0, (64, 64), "m").split(
         "\n"
     ) == [
         "a house",
@@ -88,7 +88,7 @@ def test_unset_fields_are_not_written() -> None:
             f" {VERSION}"
         ),
     ]
-    assert encode.parameters(job_of(prompt=""), 0, (64, 64), "m").startswith(
+    assert infotext.parameters(job_of(prompt=""), 0, (64, 64), "m").startswith(
         "Steps: 20"
     )
 
@@ -132,7 +132,7 @@ def test_each_option_is_stated_in_a1111s_words_and_place() -> None:
         use_downcasted_alpha_bar=True,
         batch_size=2,
     )
-    text = encode.parameters(
+    text = infotext.parameters(
         job,
         1,
         (64, 64),
@@ -220,7 +220,7 @@ def test_the_version_is_none_that_a1111_would_be_compatible_with() -> None:
     ],
 )
 def test_a_value_that_would_break_the_line_is_quoted(model: str, written: str) -> None:
-    text = encode.parameters(job_of(), 0, (64, 64), model)
+    text = infotext.parameters(job_of(), 0, (64, 64), model)
     assert written in text.split("\n")[1]
 
 
@@ -254,7 +254,7 @@ def test_sd_parsers_reads_the_jobs_values_back(
         "enable_prompt_comments": False,
     }
     job = job.model_copy(update=words)
-    text = encode.parameters(job, 0, (512, 768), "dreamy")
+    text = infotext.parameters(job, 0, (512, 768), "dreamy")
     file = encode.encode(NOISE, job.output.model_copy(update={"format": name}), text)
 
     read = ParserManager().parse(opened(file.data))
@@ -274,10 +274,10 @@ def test_sd_parsers_reads_the_jobs_values_back(
 
 
 def test_what_decoded_in_place_of_the_vae_is_told_as_a1111_tells_it() -> None:
-    told = encode.parameters(job_of(), 0, (512, 512), "m", decoder="TAESD")
+    told = infotext.parameters(job_of(), 0, (512, 512), "m", decoder="TAESD")
     assert ", VAE Decoder: TAESD, " in told
     assert "VAE Decoder" not in facts_of()
-    assert "VAE Decoder" not in encode.parameters(
+    assert "VAE Decoder" not in infotext.parameters(
         job_of(), 0, (512, 512), "m", decoder="Full"
     )
 
@@ -293,5 +293,5 @@ def test_other_checkpoints_are_stated_as_a1111_does() -> None:
     assert "Refiner" not in facts_of(refiner_switch_at=0.7)
     hashes = {"hr_checkpoint_name": "0123456789", "refiner_checkpoint": "6ce0161689"}
     named = job_of(**job, enable_hr=True, hr_checkpoint_name="sharp")
-    text = encode.parameters(named, 0, (64, 64), "m", model_hashes=hashes)
+    text = infotext.parameters(named, 0, (64, 64), "m", model_hashes=hashes)
     assert "Hires checkpoint: sharp [0123456789], Refiner: late [6ce0161689], " in text

@@ -1,0 +1,128 @@
+"""The generate stage: prepared requests go to the engine's thread, its images to the encoders."""
+
+import asyncio
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn
+
+from imagefleet import errors
+from imagefleet.pricing import families
+from worker.engine import contract
+from worker.gpu_thread import Delivery, EngineThread
+from worker.jobs.in_flight import InFlightImage, InFlightJob
+from worker.node.watchdog import NodeWatchdog
+from worker.pull import Puller
+from worker.settle import Settler
+from worker.stages.encode import EncodeStage
+
+
+@dataclass(eq=False)
+class GenerateStage:
+    """Matches the engine's tickets with images; the engine's thread does the waiting."""
+
+    engine: contract.Engine
+    engine_thread: EngineThread
+    settler: Settler
+    watchdog: NodeWatchdog
+    puller: Puller
+    encode: EncodeStage
+
+    def __post_init__(self) -> None:
+        self.nothing_at_engine = asyncio.Event()
+        self._tickets = itertools.count()
+        self._at_engine: dict[int, InFlightImage] = {}
+        self._family = families.find(self.engine.family)
+        self.nothing_at_engine.set()
+        self.engine_thread.is_cancelled = self._is_cancelled
+
+    def is_cancelled(self, entry: InFlightJob) -> bool:
+        """Whether the campaign of a job has been cancelled since it was sent."""
+        return entry.is_of(self.settler.cancelled_campaigns)
+
+    async def leave_out(self, entry: InFlightJob, images: int) -> None:
+        """Draws so many images of a job no more; those that are begun are stored."""
+        entry.is_cancelled = entry.is_cancelled or self.is_cancelled(entry)
+        self.puller.not_ahead(entry, images)
+        await self.settler.less_to_store(entry, images)
+
+    async def submit(
+        self, image: InFlightImage, request: contract.PreparedRequest
+    ) -> bool:
+        """Waits until the engine's thread accepts the request; False: the worker drains."""
+        ticket = next(self._tickets)
+        self._at_engine[ticket] = image
+        self.nothing_at_engine.clear()
+        if await self.engine_thread.submit(ticket, request):
+            image.owner.images_to_submit -= 1
+            return True
+        self._take(ticket)
+        return False
+
+    def stop_accepting(self) -> list[InFlightJob]:
+        """Returns the jobs in flight of which the engine has begun nothing.
+
+        Of the others, the images that it has begun are stored; the rest is left to another worker.
+        """
+        waiting: Counter[InFlightJob] = Counter()
+        for ticket in self.engine_thread.stop_accepting():
+            waiting[(image := self._take(ticket)).owner] += 1
+            image.owner.is_first_awaited &= (
+                image.index > 0
+            )  # none of the others is begun before it
+        for entry in self.settler.in_flight:
+            left = waiting[entry] + entry.images_to_submit
+            entry.is_put_off = entry.is_put_off or left > 0
+            entry.images_to_store -= left
+            entry.images_to_submit = 0
+        return [
+            entry
+            for entry in self.settler.in_flight
+            if not (entry.images_to_store or entry.has_ended)
+        ]
+
+    async def run(self) -> NoReturn:
+        while True:
+            delivery = await self.engine_thread.finished()
+            image = self._take(delivery.finished.ticket)
+            image.generated_at = delivery.finished_at
+            entry = image.owner
+            if isinstance(delivery.finished.outcome, errors.JobCancelled):  # not begun
+                await self.settler.attempt(entry, partial(self.leave_out, entry, 1))
+                if not image.index:
+                    await entry.first_ended()
+                continue
+            passes = image.job.passes(*image.size, enlarges=self._family.enlarges)
+            self.watchdog.image_generated(self.engine.family, passes)
+            waited = self.settler.metrics.stage_seconds["wait_gpu"]
+            waited.observe(max(0.0, delivery.admitted_at - image.ready_at))
+            generated = self.settler.metrics.stage_seconds["generate"]
+            generated.observe(delivery.finished_at - delivery.admitted_at)
+            self.puller.not_ahead(entry, 1)
+            await self.settler.attempt(
+                entry, partial(self._pass_on, image, delivery), image
+            )
+
+    def _is_cancelled(self, ticket: int) -> bool:
+        """Whether an image is not to be begun; on the engine's thread."""
+        image = self._at_engine.get(ticket)
+        if image is None:
+            return False
+        entry = image.owner
+        return entry.settled or entry.is_stopping or self.is_cancelled(entry)
+
+    def _take(self, ticket: int) -> InFlightImage:
+        """The image of a ticket that has left the engine."""
+        image = self._at_engine.pop(ticket)
+        if not self._at_engine:
+            self.nothing_at_engine.set()
+        return image
+
+    async def _pass_on(self, image: InFlightImage, delivery: Delivery) -> None:
+        outcome = delivery.finished.outcome
+        if isinstance(outcome, errors.FleetError):
+            if not image.owner.failures:  # one bad job is not a broken node
+                self.watchdog.image_failed(outcome)
+            raise outcome
+        await self.encode.queue.put((image, outcome))

@@ -1,0 +1,262 @@
+"""The `parameters` text of an image: AUTOMATIC1111, its users and many viewers read it."""
+
+import json
+import re
+from collections.abc import Mapping
+
+from imagefleet.files.picture import OWN_FIELDS, OWN_WORD
+from imagefleet.job import samplers
+from imagefleet.job.message import Job
+from imagefleet.job.passes import hires, img2img
+from imagefleet.job.passes.first import VaeDecoder
+from imagefleet.job.samplers import Sampler
+from worker.settings import version
+
+#: Signs that would end a LoRA's name in "Lora hashes".
+_SEPARATORS = str.maketrans("", "", ":,")
+
+#: AUTOMATIC1111's words for options of samplers, and their usual values.
+_OPTIONS: Mapping[str, tuple[str, float]] = {
+    "eta": ("Eta", 1.0),
+    "s_churn": ("Sigma churn", 0.0),
+    "s_tmin": ("Sigma tmin", 0.0),
+    "s_tmax": ("Sigma tmax", 0.0),
+    "s_noise": ("Sigma noise", 1.0),
+}
+
+#: The words for the eta of samplers of timesteps, and its usual value.
+_ETA_OF_TIMESTEPS = {
+    "ddim": ("Eta DDIM", 0.0),
+    "ddim_cfgpp": ("Eta DDIM", 0.0),
+    "tcd": ("Eta", 0.3),
+}
+
+#: A line of a prompt that is read as the negative prompt's.
+_MISREAD = re.compile(r"^\s*Negative prompt:", re.MULTILINE)
+
+#: Words for the masked content by `inpainting_fill`; the original is not written.
+_MASKED_CONTENT = {0: "fill", 2: "latent noise", 3: "latent nothing"}
+
+_CONTROL_RESIZE_MODES = ("Just Resize", "Crop and Resize", "Resize and Fill")
+
+
+def parameters(
+    job: Job,
+    index: int,
+    size: tuple[int, int],
+    model: str,
+    *,
+    model_hash: str | None = None,
+    vae: str | None = None,
+    model_hashes: Mapping[str, str | None] | None = None,
+    lora_hashes: Mapping[str, str] | None = None,
+    embedding_hashes: Mapping[str, str] | None = None,
+    is_cut_out: bool = False,
+    decoder: VaeDecoder | None = None,
+) -> str:
+    """The `parameters` of image *index* of a job; *size* is (width, height) in pixels.
+
+    *is_cut_out*: only the masked part of the image that it was given was drawn, in that size.
+    *decoder*: what decoded it; None for the VAE. *vae*: the worker's own, if it has one.
+    *model_hashes*: those of the VAE and of other checkpoints, by the fields that name them.
+
+    'RNG: CPU' makes AUTOMATIC1111 draw the same noise; its default, the GPU's, is not written.
+    """
+    width, height = size
+    sampler = samplers.NAMES[job.sampler]
+    varies, is_denoised = (
+        bool(job.subseed_strength),
+        bool(job.init_images) or job.enable_hr,
+    )
+    resized, extra_noise = job.seed_resize_from, job.img2img_extra_noise
+    loras = {
+        name.translate(_SEPARATORS): each for name, each in (lora_hashes or {}).items()
+    }
+    embeddings = {name: each[:12] for name, each in (embedding_hashes or {}).items()}
+    models, switch_at = model_hashes or {}, job.refiner_switch_at
+    refiner = {
+        "Refiner": _title(job.refiner_checkpoint, models.get("refiner_checkpoint")),
+        "Refiner switch at": None if switch_at is None else _number(switch_at),
+        "Refiner switch by sampling steps": "True"
+        if job.refiner_switch_by_sample_steps
+        else None,
+    }
+    facts = {
+        "Steps": str(job.steps),
+        "Sampler": sampler.title,
+        "Schedule type": sampler.schedule_type,
+        "CFG scale": _number(job.cfg_scale),
+        "Seed": str(job.image_seed(index)),
+        "Size": f"{width}x{height}",
+        "Model hash": model_hash,
+        "Model": model,
+        "VAE hash": models.get("sd_vae"),
+        "VAE": f"{name}.safetensors" if (name := job.sd_vae or vae) else None,
+        "Variation seed": str(job.image_subseed(index)) if varies else None,
+        "Variation seed strength": _number(job.subseed_strength) if varies else None,
+        "Seed resize from": f"{resized[0]}x{resized[1]}" if resized else None,
+        "Denoising strength": _number(job.denoising_strength) if is_denoised else None,
+        "Extra noise": _number(extra_noise) if is_denoised and extra_noise else None,
+        "Clip skip": str(job.clip_skip) if job.clip_skip > 1 else None,
+        "ENSD": str(job.eta_noise_seed_delta) if job.eta_noise_seed_delta else None,
+        "RNG": job.randn_source if job.randn_source != "GPU" else None,
+        "Tiling": "True" if job.tiling else None,
+        **_controls(job),
+        **_img2img(job, is_cut_out=is_cut_out),
+        **_hires(job, models.get("hr_checkpoint_name")),
+        **(refiner if job.refiner_checkpoint else {}),
+        "NGMS": _number(job.s_min_uncond) if job.s_min_uncond else None,
+        **_options(job, sampler),
+        "Downcast alphas_cumprod": "True" if job.use_downcasted_alpha_bar else None,
+        "VAE Decoder": decoder if decoder != "Full" else None,
+        "Lora hashes": ", ".join(f"{name}: {each}" for name, each in loras.items())
+        or None,
+        "TI hashes": ", ".join(f"{name}: {each}" for name, each in embeddings.items())
+        or None,
+        # None that AUTOMATIC1111 would take for one of its own, and be compatible with.
+        "Version": f"imagefleet {version()}",
+        OWN_WORD: _own(job),
+    }
+    prompt, negative_prompt = job.shown_prompts
+    lines = [prompt]
+    if negative_prompt:
+        lines.append(f"Negative prompt: {negative_prompt}")
+    lines.append(
+        ", ".join(f"{name}: {_quoted(fact)}" for name, fact in facts.items() if fact)
+    )
+    return "\n".join(lines).strip()
+
+
+def of_enlarged(job: Job, source: str) -> str:
+    """The text of an image that a job only enlarges: that of its *source*, and what was done.
+
+    AUTOMATIC1111 writes both, into two texts of the file where it is a PNG. Here they are one, as
+    it writes them where it enlarges what it has just drawn.
+    """
+    size = f"{job.upscaling_resize_w}x{job.upscaling_resize_h}"
+    to_size = bool(job.resize_mode)
+    upscalers = "Postprocess upscaler", "Postprocess upscaler 2"
+    facts = {
+        "Postprocess upscale to": size if to_size else None,
+        "Postprocess upscale by": None if to_size else _number(job.upscaling_resize),
+        "Postprocess crop to": size if to_size and job.upscaling_crop else None,
+        **dict(zip(upscalers, job.upscalers, strict=False)),
+    }
+    text = ", ".join(f"{name}: {_quoted(fact)}" for name, fact in facts.items() if fact)
+    source = source.rstrip()
+    if not source:
+        return text
+    has_facts = source.rpartition("\n")[2].startswith(("Steps: ", "Postprocess "))
+    return f"{source}{', ' if has_facts else chr(10)}{text}"
+
+
+def _own(job: Job) -> str | None:
+    """The fields that AUTOMATIC1111 has no words for, as JSON; without images in the job itself."""
+    prompts = {"prompt": job.prompt, "negative_prompt": job.negative_prompt}
+    names = OWN_FIELDS - prompts.keys() - _OPTIONS.keys()
+    if any(img2img.place(source) is None for source in job.sources):
+        names -= {"init_images", "mask", "alwayson_scripts"}
+    fields = {name: value for name, value in job.given_fields.items() if name in names}
+    if job.init_images:
+        fields |= job.model_dump(mode="json", include={*names} & img2img.OWN_FIELDS)
+    if any(map(_MISREAD.search, job.shown_prompts)):
+        fields |= prompts
+    if job.enable_hr:
+        first, second = (
+            samplers.SAMPLERS[key] for key in (job.sampler, hires.sampler(job))
+        )
+        others = second.options if second.method != first.method else ()
+        fields |= {name: getattr(job, name) for name in others}
+    return json.dumps(fields) if fields else None
+
+
+def _img2img(job: Job, *, is_cut_out: bool) -> dict[str, str | None]:
+    if job.mask is None:
+        return {}
+    blur_x, blur_y = job.blur
+    is_empty = (
+        job.inpaint_full_res and not is_cut_out
+    )  # so it is img2img without a mask
+    return {
+        "Mask mode": "Inpaint not masked" if job.inpainting_mask_invert else None,
+        # Two that differ are not written there either.
+        "Mask blur": str(blur_x) if blur_x == blur_y != 0 else None,
+        "Inpaint area": "Only masked" if is_cut_out else None,
+        "Masked area padding": str(job.inpaint_full_res_padding)
+        if is_cut_out
+        else None,
+        "Masked content": None
+        if is_empty
+        else _MASKED_CONTENT.get(job.inpainting_fill),
+    }
+
+
+def _hires(job: Job, model_hash: str | None) -> dict[str, str | None]:
+    if not job.enable_hr:
+        return {}
+    first, second = (
+        samplers.SAMPLERS[job.sampler],
+        samplers.SAMPLERS[hires.sampler(job)],
+    )
+    shown = job.shown_prompts
+    prompts = [
+        text if text and text != first_text else None
+        for text, first_text in zip(job.shown_hires_prompts, shown, strict=True)
+    ]
+    is_resized = job.hr_resize_x or job.hr_resize_y
+    is_rescheduled = second.schedule_type != first.schedule_type
+    return {
+        "Hires sampler": second.title if second.title != first.title else None,
+        "Hires prompt": prompts[0],
+        "Hires negative prompt": prompts[1],
+        "Hires schedule type": second.schedule_type if is_rescheduled else None,
+        "Hires upscale": None if is_resized else _number(job.hr_scale),
+        "Hires resize": f"{job.hr_resize_x}x{job.hr_resize_y}" if is_resized else None,
+        "Hires steps": str(job.hr_second_pass_steps)
+        if job.hr_second_pass_steps
+        else None,
+        "Hires upscaler": job.hr_upscaler,
+        "Hires checkpoint": _title(job.hr_checkpoint_name, model_hash),
+    }
+
+
+def _controls(job: Job) -> dict[str, str]:
+    """Units as sd-webui-controlnet writes them, with the numbers of one without preprocessor."""
+    return {
+        f"ControlNet {number}": (
+            f"Module: none, Model: {unit.model}, Weight: {unit.weight}, Resize Mode:"
+            f" {_CONTROL_RESIZE_MODES[unit.resize_mode]}, Processor Res: 512, Threshold A: 0.5,"
+            f" Threshold B: 0.5, Guidance Start: {unit.guidance_start}, Guidance End:"
+            f" {unit.guidance_end}, Pixel Perfect: False, Control Mode: Balanced"
+        )
+        for number, unit in enumerate(job.controls)
+    }
+
+
+def _options(job: Job, sampler: Sampler) -> dict[str, str]:
+    """Options of its sampler that are not as usual; churn's details matter only with some churn."""
+    words = {**_OPTIONS, "eta": _ETA_OF_TIMESTEPS.get(sampler.method, _OPTIONS["eta"])}
+    if "s_churn" in sampler.options and not job.s_churn:
+        return {}
+    found = {field: getattr(job, field) for field in sampler.options}
+    return {
+        words[field][0]: _number(value)
+        for field, value in found.items()
+        if value not in (None, words[field][1])
+    }
+
+
+def _title(name: str | None, model_hash: str | None) -> str | None:
+    """A checkpoint as AUTOMATIC1111 shows it."""
+    return f"{name} [{model_hash}]" if model_hash else name
+
+
+def _number(value: float) -> str:
+    return str(value).removesuffix(".0")
+
+
+def _quoted(fact: str) -> str:
+    """A fact, written as a JSON string if it contains a delimiter or begins like one."""
+    if re.search(r'^\s*"|[,:\n]', fact):
+        return json.dumps(fact, ensure_ascii=False)
+    return fact

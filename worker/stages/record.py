@@ -1,0 +1,232 @@
+"""The record stage: writes the records of images and jobs in batches, then ends the jobs.
+
+A job ends only after its records are stored. So every image has a record, whenever a worker dies:
+one that was stored without is drawn again by the worker that gets the message next, which finds its
+name taken and writes the record.
+"""
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from imagefleet import errors
+from imagefleet.records.log import RecordLog
+from imagefleet.records.record import Record
+from imagefleet.storage.proofs import Prover
+from worker import tasks
+from worker.jobs.in_flight import InFlightJob
+from worker.jobs.stored import proven
+from worker.metrics import WorkerMetrics
+
+#: Records are written at least so often while others are in the making. On Azure each time is a
+#: billed write: some for a hundred images, where every image is one itself.
+FLUSH_SECONDS = 15.0
+LOCAL_FLUSH_SECONDS = 1.0
+
+#: Records of jobs that a client awaits go sooner, with those that have come meanwhile: at 20
+#: images/s five for each write.
+AWAITED_FLUSH_SECONDS = 0.25
+
+#: Records wait for this share of the lease, lest a short one is renewed for their sake.
+FLUSH_PER_LEASE = 1 / 8
+
+#: Written without waiting for more.
+MAX_RECORDS = 256
+
+#: Jobs that may wait here in an outage before uploads wait, too.
+MAX_WAITING = 2048
+
+Finish = Callable[[errors.TransientError | None], Awaitable[object]]
+"""Ends a job after its records are stored, or after the error that kept them from being."""
+
+
+def flush_seconds(lease_seconds: float, *, is_local: bool) -> float:
+    """The longest that a record waits for others."""
+    usual = LOCAL_FLUSH_SECONDS if is_local else FLUSH_SECONDS
+    return min(usual, lease_seconds * FLUSH_PER_LEASE)
+
+
+@dataclass(slots=True, eq=False)
+class PendingRecords:
+    """Records of a job that are to be stored within *seconds*; *finish* ends the job, if given."""
+
+    job: InFlightJob
+    seconds: float
+    records: list[Record]
+    again: list[Record]
+    finish: Finish | None = None
+    begun_at: float = field(default_factory=time.monotonic)
+    error: errors.TransientError | None = None
+    """Why they could not be stored."""
+
+    @property
+    def due_at(self) -> float:
+        return self.begun_at + self.seconds
+
+    @property
+    def count(self) -> int:
+        return len(self.records) + len(self.again)
+
+
+@dataclass(slots=True, eq=False)
+class RecordStage:
+    """Jobs that wait for their records to be stored."""
+
+    log: RecordLog
+    metrics: WorkerMetrics
+    flush_seconds: float
+    in_flight: Callable[[], int]
+    """Number of jobs in flight; those that wait here are among them."""
+    prover: Callable[[], Prover | None] = lambda: None
+    jobs: int = field(default=0, init=False)
+    """Jobs that are done but for their records and the end of their messages."""
+    _waiting: list[PendingRecords] = field(default_factory=list, init=False)
+    _records: int = field(default=0, init=False)  # of those that wait
+    _due_at: float = field(default=math.inf, init=False)  # of the first of them
+    _early: int = field(default=0, init=False)  # records of jobs that go on
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _room: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _stored: asyncio.Queue[PendingRecords] = field(
+        default_factory=asyncio.Queue, init=False
+    )
+    _stored_at: deque[float] = field(
+        default_factory=deque, init=False
+    )  # of those in `_stored`
+
+    @property
+    def behind_seconds(self) -> float:
+        """How long a job with stored records has waited for the end of its message to begin."""
+        return time.monotonic() - self._stored_at[0] if self._stored_at else 0.0
+
+    async def put(self, job: InFlightJob, finish: Finish, *more: Record) -> None:
+        """Stores a job's records soon, with *more* of its end, then calls *finish*."""
+        await self._wait_for_room()
+        self.jobs += 1
+        self._wait(job, [*job.records, *more], job.again, finish)
+
+    async def add(self, job: InFlightJob) -> None:
+        """Stores the records of a job so far soon; it goes on."""
+        await self._wait_for_room()
+        records, again = job.take_records()
+        if records or again:
+            self._early += len(records) + len(again)
+            self._wait(job, records, again)
+
+    def job_ended(self) -> None:
+        """A job has ended elsewhere: what waits here may be all that is in flight."""
+        if self._is_all:
+            self._changed.set()
+
+    async def run(self) -> NoReturn:
+        """Side task: writes what waits; raises SetupError if the storage refuses it."""
+        while True:
+            while not (batch := self._take()):
+                self._changed.clear()
+                seconds = self._due_at - time.monotonic()
+                await tasks.first_of(self._changed.wait(), timeout_seconds=seconds)
+            error = await self._write(batch)
+            again: list[PendingRecords] = []
+            for pending in batch:
+                if pending.finish is not None:
+                    pending.error = error
+                    self._end(pending)
+                elif error is not None:  # its next records may be stored
+                    pending.begun_at = time.monotonic()
+                    again.append(pending)
+                else:
+                    self._early -= pending.count
+                    stored = (*pending.records, *pending.again)
+                    pending.job.recorded.update(record.index for record in stored)
+            self._waiting[:0] = again
+            self._room.set()
+
+    async def finish(self) -> NoReturn:
+        """Side task: ends the jobs whose records are stored."""
+        while True:
+            pending = await self._stored.get()
+            self._stored_at.popleft()
+            try:
+                with self.metrics.stage_seconds["acknowledge"].time():
+                    if pending.finish is not None:
+                        await pending.finish(pending.error)
+            finally:
+                self.jobs -= 1
+                self._room.set()
+
+    def _wait(
+        self,
+        job: InFlightJob,
+        records: list[Record],
+        again: list[Record],
+        finish: Finish | None = None,
+    ) -> None:
+        seconds = self.flush_seconds
+        if job.job is not None and job.job.whole.awaited:  # by a client
+            seconds = min(seconds, AWAITED_FLUSH_SECONDS)
+        pending = PendingRecords(job, seconds, records, again, finish)
+        if not (pending.count or self._early):
+            self._end(pending)
+            return
+        self._waiting.append(pending)
+        self._records += pending.count
+        if pending.due_at < self._due_at or self._is_all:
+            self._due_at = min(self._due_at, pending.due_at)
+            self._changed.set()
+
+    async def _wait_for_room(self) -> None:
+        while self.jobs + self._early >= MAX_WAITING:
+            self._room.clear()
+            await self._room.wait()
+
+    @property
+    def _is_all(self) -> bool:
+        """Whether what waits is much, or no more can come."""
+        return self._records >= MAX_RECORDS or self.jobs >= self.in_flight()
+
+    def _take(self) -> list[PendingRecords]:
+        """Removes and returns what is due, with what falls due before the next write."""
+        now = time.monotonic()
+        longest = math.inf if self._is_all else -1.0
+        for pending in self._waiting:
+            if pending.due_at <= now:
+                longest = max(longest, pending.seconds)
+        taken: list[PendingRecords] = []
+        left: list[PendingRecords] = []
+        self._records, self._due_at = 0, math.inf
+        for pending in self._waiting:
+            if pending.seconds <= longest:
+                taken.append(pending)
+                continue
+            left.append(pending)
+            self._records += pending.count
+            self._due_at = min(self._due_at, pending.due_at)
+        self._waiting = left
+        return taken
+
+    async def _write(self, batch: list[PendingRecords]) -> errors.TransientError | None:
+        records: list[Record] = []
+        again: list[Record] = []
+        for pending in batch:
+            records += pending.records
+            again += pending.again
+        try:
+            with self.metrics.stage_seconds["record"].time():
+                await self.log.add(self._proven(records))
+                await self.log.add(self._proven(again), again=True)
+        except errors.TransientError as error:
+            return error
+        return None
+
+    def _proven(self, records: Iterable[Record]) -> list[Record]:
+        prover = self.prover()
+        if prover is None:
+            return [*records]
+        return [proven(record, prover) for record in records]
+
+    def _end(self, pending: PendingRecords) -> None:
+        self._stored_at.append(time.monotonic())
+        self._stored.put_nowait(pending)

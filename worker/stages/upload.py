@@ -1,0 +1,211 @@
+"""The upload stage: stores files as blobs, each name once, and adds their records to the job."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn
+
+from imagefleet import concurrency, errors
+from imagefleet.job.names import duplicate_name
+from imagefleet.job.sizes import metadata_header
+from imagefleet.records.record import MAX_NAME_CHARACTERS, Embedding, Record, of_job
+from imagefleet.telemetry import logs
+from worker.jobs import stored
+from worker.jobs.in_flight import EncodedImage, InFlightImage
+from worker.node.suspects import Suspects
+from worker.node.watchdog import NodeWatchdog
+from worker.settle import Settler
+
+#: Uploads in flight: storage that takes half a second for each still keeps up with 64 images/s.
+UPLOADS = 32
+
+#: Encoded images that may wait, for each upload in flight.
+WAITING_PER_UPLOAD = 2
+
+
+log = logs.EventLog(__name__)
+
+#: Limits the warnings of an outage, in which every upload in flight fails again and again.
+_outage_warning = logs.Occasion()
+
+
+def _log_outage(error: errors.TransientError) -> None:
+    if _outage_warning.is_due():
+        log.warning(f"the storage does not answer: {error}", action="storage_outage")
+
+
+#: Storage that is down for a few minutes costs no generated image; leases are renewed meanwhile.
+STORAGE_RETRIES = concurrency.RetryPolicy(
+    tries=15, longest_wait_seconds=30, waits_for_access=True, on_retry=_log_outage
+)
+
+
+@dataclass(eq=False)
+class UploadStage:
+    """Stores files as blobs."""
+
+    settler: Settler
+    watchdog: NodeWatchdog
+    suspects: Suspects
+
+    def __post_init__(self) -> None:
+        most = WAITING_PER_UPLOAD * UPLOADS
+        self.queue: asyncio.Queue[tuple[InFlightImage, EncodedImage]] = asyncio.Queue(
+            most
+        )
+
+    async def run(self) -> NoReturn:
+        while True:
+            image, file = await self.queue.get()
+            entry = image.owner
+            store = partial(
+                self.settler.attempt, entry, partial(self._upload, image, file), image
+            )
+            # Whose the first image's name is, theirs are those of the others. In an outage few of
+            # them wait elsewhere than in the queue, where they hold up the engine.
+            if image.index and len(entry.waiting) >= UPLOADS:
+                await entry.uploads_end()
+            if image.index and entry.is_first_awaited:
+                entry.waiting.append(store)
+            else:
+                await store()
+
+    async def _upload(self, image: InFlightImage, file: EncodedImage) -> None:
+        entry = image.owner
+        if image.index and 0 not in entry.stored:
+            self.settler.cost.lost("failed")
+            await self.settler.less_to_store(entry, 1)
+            return
+        with entry.uploading():
+            await self._store(image, file)
+        await self.settler.image_stored(image)
+        if not image.index:
+            await entry.first_ended()
+
+    async def _store(self, image: InFlightImage, file: EncodedImage) -> None:
+        entry = image.owner
+        name = image.job.blob_name(image.index)
+        metadata = self._proven(name, self._metadata(image, file))
+        doubt = asyncio.Event()
+
+        async def create(is_in_doubt: bool) -> bool:
+            entry.lease.check()
+            with self.watchdog.uploading(len(file.data)):
+                if await self.settler.storage.blobs.create(
+                    name, file.data, file.content_type, metadata, on_doubt=doubt.set
+                ):
+                    return True
+            # A name taken after a reply was lost is most likely taken by this very image.
+            doubt.set()
+            return is_in_doubt
+
+        self.suspects.storing(name, image.generated_at)
+        with self.settler.metrics.stage_seconds["upload"].time():
+            written = await self.settler.retry_policy.call_in_doubt(create)
+        sha256: str | None = file.sha256
+        if doubt.is_set():
+            try:
+                sha256 = await self._sha256_of_taken(image, is_in_doubt=written)
+            except errors.FleetError:
+                self.suspects.not_stored(name)
+                raise
+        if image.job.verify:
+            self.settler.cost.lost("second_drawing")
+        elif written:
+            # In doubt another worker may have a record of it, too.
+            records = entry.again if doubt.is_set() else entry.records
+            records.append(self._record(image, file, name, sha256))
+            entry.image_written(self.settler.metrics, self.settler.model_name)
+        else:
+            self.suspects.not_stored(name)
+            self.settler.cost.lost("duplicate")
+            entry.again.append(self._record(image, file, name, sha256))
+            await self._keep_aside(image, file, name, metadata)
+
+    async def _sha256_of_taken(
+        self, image: InFlightImage, *, is_in_doubt: bool
+    ) -> str | None:
+        """The SHA-256 of the file that has an image's name; None if it is not known.
+
+        *is_in_doubt*: it is this very image, perhaps. Raises NameTakenError if it is another job's.
+        """
+        entry, job = image.owner, image.job
+        look = partial(stored.look_up, self.settler.storage.blobs, job, image.index)
+        if (found := await self.settler.retry_policy.call(look)) is None:
+            raise errors.TransientError(
+                "an image that had its name was removed meanwhile"
+            )
+        is_first = (
+            entry.lease.message.delivery_count == 1 and not entry.deliveries.is_unsure
+        )
+        if found is stored.NOT_READ and is_first and not is_in_doubt:
+            raise stored.taken_unseen(job, image.index)
+        return stored.sha256_in(found)
+
+    async def _keep_aside(
+        self,
+        image: InFlightImage,
+        file: EncodedImage,
+        name: str,
+        metadata: dict[str, str],
+    ) -> None:
+        """Stores a duplicate, so that what took its name first can be compared with it."""
+        aside = duplicate_name(name, self.settler.settings.name)
+        blobs, proven = self.settler.storage.blobs, self._proven(aside, metadata)
+
+        async def create() -> bool:
+            image.owner.lease.check()
+            return await blobs.create(aside, file.data, file.content_type, proven)
+
+        await self.settler.retry_policy.call(create)
+
+    def _proven(self, blob: str, metadata: dict[str, str]) -> dict[str, str]:
+        prover = self.settler.storage.prover
+        return metadata if prover is None else prover.proven(blob, metadata)
+
+    def _record(
+        self, image: InFlightImage, file: EncodedImage, name: str, sha256: str | None
+    ) -> Record:
+        """The record of an image; *sha256* is of the file that is stored, as far as it is known."""
+        width, height = image.final_size
+        return self.settler.record(
+            image.owner,
+            "completed",
+            **of_job(image.job),
+            blob=name,
+            size_bytes=len(file.data),
+            sha256=sha256,
+            index=image.index,
+            completes=False if image.job.images > 1 else None,
+            seed=image.job.image_seed(image.index),
+            model=self.settler.model_name[:MAX_NAME_CHARACTERS],
+            width=width,
+            height=height,
+            embeddings=tuple(
+                Embedding(each.name, each.sha256) for each in image.embeddings
+            ),
+            seconds=round(time.monotonic() - image.owner.pulled_at, 3),
+        )
+
+    def _metadata(self, image: InFlightImage, file: EncodedImage) -> dict[str, str]:
+        """The blob's metadata; Azure requires ASCII values."""
+        facts = {
+            "job": str(image.job.id),
+            "digest": image.job.stage_digest,
+            "sha256": file.sha256,
+            "seed": str(image.job.image_seed(image.index)),
+            "worker": self.settler.settings.name.encode("ascii", "replace").decode(),
+            "attempt": str(image.owner.lease.message.delivery_count),
+            "seconds": f"{time.monotonic() - image.owner.pulled_at:.3f}",
+            **self.settler.cost.record,
+        }
+        if image.job.images > 1:
+            facts["images"] = str(image.job.images)
+        if image.job.stages > 1:
+            facts |= {"stage": str(image.job.stage), "stages": str(image.job.stages)}
+        if image.job.campaign:
+            facts["campaign"] = image.job.campaign
+        if image.job.metadata:
+            facts["metadata"] = metadata_header(image.job.metadata)
+        return facts
