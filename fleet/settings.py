@@ -139,7 +139,7 @@ options.PROJECT_SETTINGS.update(
         MachineSettings: ("Worker", "`worker`, `files make`"),
         SignerSettings: (
             "Signatures",
-            "`load`, `import`, `sweep`, `failed`, `gallery`, `files`",
+            "`load`, `import`, `sweep`, `failed`, `files`",
         ),
         LoadSettings: ("Load generator", "`load`, `sweep`"),
         MonitorSettings: ("Monitoring", "`status`, `exporter`, `report`, `scale`"),

@@ -9,13 +9,13 @@ import webbrowser
 from cli import console, options, target
 from cli.options import argument, option
 from fleet.gallery import server
-from imagefleet.storage.settings import SignerSettings
+from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import probes
 
 
 @options.flat
 async def command(
-    settings: SignerSettings,
+    settings: StorageSettings,
     campaign: str | None = argument(
         "Shown first; by default the one that began last.", None, metavar="CAMPAIGN"
     ),

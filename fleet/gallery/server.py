@@ -19,7 +19,6 @@ from imagefleet import aio, errors, redaction, validation
 from imagefleet.files.picture import DamagedImageError
 from imagefleet.records import catalog, reader
 from imagefleet.records.record import Record
-from imagefleet.telemetry import probes
 
 _PAGE = Path(__file__).parent / "page"
 
@@ -50,13 +49,6 @@ class Gallery:
         self._open: dict[str, Campaign] = {}
         self._images = Images(fleet.storage.blobs)
         self._guard = guard.Guard(host)
-        self._refusal = ""
-        """Why no job can be sent again; empty if one can be."""
-        if not probes.is_loopback(probes.authority(host, 0)):
-            self._refusal = (
-                f"The gallery listens on {host}: anybody there could send jobs again."
-            )
-        self._replaying = asyncio.Lock()
 
     def application(self) -> web.Application:
         app = web.Application(middlewares=[_errors_as_json, self._guard.check])
@@ -64,14 +56,13 @@ class Gallery:
         app.on_cleanup.append(self._close)
         app.add_routes(
             [
-                web.get("/", self._show_page),
+                web.get("/", _show_page),
                 web.static("/page", _PAGE),
                 web.get("/api/campaigns", self._list_campaigns),
                 web.get("/api/state", self._state),
                 web.get("/api/names", self._names),
                 web.get("/api/rows", self._rows),
                 web.get("/api/record", self._record),
-                web.post("/api/replay", self._replay),
                 web.get("/thumbnail", self._thumbnail),
                 web.get("/picture", self._picture),
             ]
@@ -81,13 +72,6 @@ class Gallery:
     async def _close(self, _: web.Application) -> None:
         for opened_before in self._open.values():
             await opened_before.close()
-
-    async def _show_page(self, _: web.Request) -> web.Response:
-        page = await asyncio.to_thread(
-            (_PAGE / "index.html").read_text, encoding="utf-8"
-        )
-        text = page.replace("{{token}}", self._guard.token)
-        return web.Response(text=text, content_type="text/html")
 
     async def _list_campaigns(self, request: web.Request) -> web.Response:
         newest = self._preferred
@@ -152,23 +136,7 @@ class Gallery:
                 )
         shown = record.model_dump(mode="json", exclude_none=True)
         shown["text"] = console.json_text(_as_job(record)).rstrip()
-        if record.outcome == "failed":
-            shown["refusal"] = self._refusal
         return _answer(shown)
-
-    async def _replay(self, request: web.Request) -> web.Response:
-        record, *_ = await self._found(request)
-        if record.outcome != "failed":
-            raise errors.JobError("only a failed job can be sent again")
-        if self._refusal:
-            raise errors.SetupError(self._refusal)
-        async with self._replaying:
-            swept = await self._fleet.replay(id=record.id, campaign=record.campaign)
-        if swept.refused:
-            raise errors.JobError(swept.refused[0].reason)
-        if not swept.done:
-            raise errors.JobError("It is not in the poison queue any more.")
-        return _answer({})
 
     async def _thumbnail(self, request: web.Request) -> web.Response:
         def is_wanted() -> bool:
@@ -220,6 +188,10 @@ def _prompt(records: Sequence[Record]) -> str:
     return prompts.pop() if len(prompts) == 1 else ""
 
 
+async def _show_page(_: web.Request) -> web.FileResponse:
+    return web.FileResponse(_PAGE / "index.html")
+
+
 @web.middleware
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
@@ -229,15 +201,8 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except sqlite3.Error as error:
         why, status = f"The index of the gallery cannot be read: {error}", 503
     except (DamagedImageError, errors.FleetError) as error:
-        statuses = {
-            DamagedImageError: 415,
-            errors.JobError: 409,
-            errors.FleetError: 503,
-        }
         why = str(error)
-        status = next(
-            code for kind, code in statuses.items() if isinstance(error, kind)
-        )
+        status = 415 if isinstance(error, DamagedImageError) else 503
     return _answer({"error": redaction.message(why)}, status)
 
 

@@ -1,7 +1,5 @@
 // Requests to the server that sent this page.
 
-const TOKEN = document.querySelector("meta[name=gallery-token]").content;
-
 export class ServerError extends Error {}
 
 export function url(path, parameters = {}) {
@@ -23,10 +21,4 @@ async function answer(response) {
 
 export async function get(path, parameters, signal) {
   return answer(await fetch(url(path, parameters), { signal }));
-}
-
-export async function post(path, parameters) {
-  return answer(
-    await fetch(url(path, parameters), { method: "POST", headers: { "X-Gallery-Token": TOKEN } }),
-  );
 }

@@ -1,6 +1,6 @@
 // One image or failed job, with all that is known of it.
 
-import { get, post, url } from "./server.js";
+import { get, url } from "./server.js";
 
 const byId = id => document.getElementById(id);
 const number = new Intl.NumberFormat();
@@ -32,10 +32,6 @@ export class Viewer {
     byId("next").addEventListener("click", () => this.step(-1));
     byId("close").addEventListener("click", () => this.close());
     byId("copy").addEventListener("click", () => this.copy());
-    byId("replay").addEventListener("click", () => this.askReplay());
-    byId("confirm").addEventListener("submit", event => {
-      if (event.submitter.value === "yes") this.replay();
-    });
     // On a phone one goes back to the list.
     addEventListener("popstate", () => this.dialog.open && this.hide());
   }
@@ -132,10 +128,8 @@ export class Viewer {
     this.dialog.querySelector(".actions").hidden = false;
     byId("save").hidden = !isImage;
     byId("save").download = (record.blob ?? "image").split("/").pop();
-    byId("replay").hidden = record.outcome !== "failed";
-    byId("replay").disabled = Boolean(record.refusal);
-    byId("refusal").hidden = !record.refusal;
-    byId("refusal").textContent = record.refusal ?? "";
+    byId("again").hidden = record.outcome !== "failed";
+    byId("again").textContent = `To send it again: imagefleet replay ${record.campaign}/${record.id}`;
     byId("picture").alt = record.prompt ?? record.id;
     if (!isImage) {
       byId("picture").hidden = true;
@@ -243,25 +237,6 @@ export class Viewer {
       this.tell("The job is in the clipboard, as JSON");
     } catch {
       this.tell("The browser does not allow copying here: open the gallery at localhost");
-    }
-  }
-
-  askReplay() {
-    if (!this.address) return;
-    this.asked = this.address;
-    byId("confirm").showModal();
-  }
-
-  async replay() {
-    const button = byId("replay");
-    if (button.disabled) return; // it is on its way
-    button.disabled = true;
-    try {
-      await post("/api/replay", this.asked);
-      this.tell("The job is in the queue again");
-    } catch (error) {
-      button.disabled = false;
-      this.tell(error.message);
     }
   }
 }

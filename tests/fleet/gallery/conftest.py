@@ -14,7 +14,7 @@ import polling
 from cli import console
 from fleet.gallery import campaign as campaigns
 from fleet.gallery import server
-from imagefleet.storage.settings import SignerSettings, StorageSettings
+from imagefleet.storage.settings import StorageSettings
 from imagefleet.telemetry import probes
 from in_browser import browser
 
@@ -59,9 +59,8 @@ def serve() -> Serve:
         host: str = "127.0.0.1",
         campaign: str | None = None,
     ) -> AsyncIterator[Served]:
-        given = SignerSettings(**settings.model_dump())
         async with (
-            console.connected(given) as fleet,
+            console.connected(settings) as fleet,
             probes.listening(
                 server.Gallery(fleet, host, campaign).application(),
                 host,

@@ -21,7 +21,6 @@ import sent_jobs
 from fleet.gallery.campaign import Campaign
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
-from imagefleet.storage.dead_letter_queue import Swept
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from in_browser import drawn_campaign, gallery
@@ -325,58 +324,14 @@ async def test_nothing_is_cut_off_or_tiny_in_any_view(
         views["failed"] = await page.evaluate(FAULTS)
         await page.click(".tile.job")
         await page.until(OPENED)
-        await page.until("!document.querySelector('#replay').hidden")
+        await page.until("!document.querySelector('#again').hidden")
+        command = await page.evaluate("document.querySelector('#again').textContent")
+        assert "imagefleet replay " in command
         views["job"] = await page.evaluate(FAULTS)
         for name, faults in views.items():
             assert (faults["wide"], faults["tiny"]) == (0, []), name
             assert faults["texts"] > 8, name
             assert faults["cut"] == [], name
-
-
-async def test_a_failed_job_is_sent_again_only_after_a_question(
-    campaign: StorageSettings, open_page: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replayed: list[str] = []
-
-    async def replay(_: object, *, id: str, **_of: str) -> Swept:  # noqa: A002 - as it is
-        replayed.append(id)
-        return Swept(done=1)
-
-    monkeypatch.setattr("imagefleet.aio.Fleet.replay", replay)
-    async with open_page(campaign, fragment="#campaign=spring&tab=failed") as page:
-        await page.until("document.querySelector('.tile.job .why')?.textContent")
-        reason = await page.evaluate("document.querySelector('.why').textContent")
-        assert reason.startswith("MissingFileError: there is no LoRA")
-        await page.press("ArrowDown")
-        await page.press("Enter")
-        await page.until("document.querySelector('#replay').checkVisibility()")
-        await page.click("#replay")
-        await page.until("document.querySelector('#confirm').open")
-        await page.press("Escape")
-        await page.until("!document.querySelector('#confirm').open")
-        assert await page.evaluate("document.querySelector('#viewer').open")
-        assert replayed == []
-        await page.click("#replay")
-        await page.until("document.querySelector('#confirm').open")
-        await page.press("Enter")
-        await page.until("document.querySelector('#toast').matches('.on')")
-        assert replayed == [
-            await page.evaluate("document.querySelector('#title').textContent")
-        ]
-
-
-async def test_in_a_gallery_for_the_network_the_button_is_grey_and_says_why(
-    campaign: StorageSettings, open_page: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("imagefleet.telemetry.probes.is_loopback", lambda _: False)
-    async with open_page(campaign, fragment="#campaign=spring&tab=failed") as page:
-        await page.press("ArrowDown")
-        await page.press("Enter")
-        await page.until("document.querySelector('#replay').checkVisibility()")
-        assert await page.evaluate("document.querySelector('#replay').disabled")
-        assert "anybody there could" in await page.evaluate(
-            "document.querySelector('#viewer').innerText"
-        )
 
 
 async def test_hostile_texts_are_texts(open_page: Open, tmp_path: Path) -> None:
