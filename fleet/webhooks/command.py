@@ -38,7 +38,6 @@ async def command(
         "Record of what was delivered.", Path("webhooks.json"), metavar="FILE"
     ),
     once: bool = option("Send what is new, then exit, for cron.", default=False),
-    resume: bool = option("Send even if the address answered 410 Gone.", default=False),
 ) -> None:
     """Sends webhooks when campaigns and jobs end.
 
@@ -60,8 +59,6 @@ async def command(
     with console.only_one(state, in_use):
         console.check_writable(state)
         found = State.read(state, redaction.address(url), campaign)
-        if resume:
-            found.gone_at = None
         async with (
             console.connected(settings) as client,
             proxies.session() as session,

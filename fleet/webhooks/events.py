@@ -159,7 +159,6 @@ class State(BaseModel, extra="forbid"):
     """By their ids."""
     open_campaigns: set[str] = Field(default_factory=set)
     """Campaigns with records since their last end."""
-    gone_at: datetime | None = None
 
     @classmethod
     def read(cls, path: Path, address: str, campaign: str | None) -> Self:

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import logging
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -59,6 +58,8 @@ class Service:
         self._endpoint = endpoint
         self._state_file = state_file
         self._saved = ""
+        self._is_gone = False
+        """The receiver wants no more webhooks."""
         self._poll_at = self._paused_until = 0.0
         self._save_at = time.monotonic() + SAVE_SECONDS
         self._attempts = Counter(
@@ -91,7 +92,7 @@ class Service:
         for event in state.waiting.values():
             event.due_at = 0.0  # the receiver may have been mended
         try:
-            while state.gone_at is None:
+            while not self._is_gone:
                 await self._fill(once=once)
                 if due := self._due():
                     await self._send(due)
@@ -103,10 +104,10 @@ class Service:
                     self._save()
         finally:
             self._save()
-        if state.gone_at is not None:
+        if self._is_gone:
             raise errors.SetupError(
-                f"{state.address} answered 410 Gone on {state.gone_at:%Y-%m-%d %H:%M} UTC: it wants"
-                " no more webhooks. Give another --url, or --resume to send to it again"
+                f"{state.address} answered 410 Gone: it wants no more webhooks. Give another --url,"
+                " or start `imagefleet webhooks` again once it takes them"
             )
         if state.waiting:
             raise errors.TransientError(
@@ -164,7 +165,7 @@ class Service:
         now = time.time()
         self._attempts.labels("failed").inc()
         if answer.is_gone:
-            self._state.gone_at = datetime.now(UTC)
+            self._is_gone = True
         event.attempts += 1
         action = "webhook_failed"
         if now - event.since >= GIVE_UP_SECONDS and not answer.is_gone:
