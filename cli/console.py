@@ -1,4 +1,4 @@
-"""What all commands share: exit codes, one-line errors, JSON, plain output and the stop signals."""
+"""Output of all commands: exit codes, one-line errors, JSON, plain output and the stop signals."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -257,7 +258,12 @@ def json_text(record: Any, indent: int | None = 2) -> str:
     text = json.dumps(
         record, ensure_ascii=not _IS_UNICODE, indent=indent, default=datetime.isoformat
     )
-    return redaction.CONTROLS.sub(lambda found: json.dumps(found[0])[1:-1], text) + "\n"
+    escaped = redaction.CONTROLS.sub(_escaped, text)
+    return escaped + "\n"
+
+
+def _escaped(control: re.Match[str]) -> str:
+    return json.dumps(control[0])[1:-1]
 
 
 def print_json(

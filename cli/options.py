@@ -246,7 +246,7 @@ def by_setting(
 def choose(
     what: str, name: str, known: Mapping[str, Value], others: Iterable[str] = ()
 ) -> Value:
-    """What is called so; raises SetupError with the *known* names, or the one that is close."""
+    """The value of a *name*; raises SetupError with the *known* names, or the one that is close."""
     if name not in known:
         names = [*known, *others]
         hint = validation.suggestion(name, names) or f": give one of {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""What a command acts on: `CAMPAIGN`, or `CAMPAIGN/ID` for one of its jobs."""
+"""The argument `CAMPAIGN[/ID]`: the campaign, or one of its jobs, that a command acts on."""
 
 from typing import Annotated, NamedTuple, TypeVar
 
@@ -38,7 +38,7 @@ class Target(NamedTuple):
 
     @property
     def prefix(self) -> str:
-        """What the names of its images begin with; those of others of the campaign may, too."""
+        """Start of the names of its images; other jobs' names may begin so, too."""
         return "" if self.campaign is None else f"{self.campaign}/{self.id or ''}"
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ def read(text: str | None) -> Target:
 
 
 def images(text: str | None) -> Target:
-    """As `read`, but the id may be the name of an image, which the storage judges."""
+    """Reads a target as `read` does, but takes the name of an image, which the storage judges."""
     named, _, name = (text or "").partition("/")
     return read(named or text)._replace(id=name or None)
 

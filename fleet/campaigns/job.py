@@ -1,4 +1,4 @@
-"""What became of one job: `imagefleet status CAMPAIGN/ID`."""
+"""`imagefleet status CAMPAIGN/ID`: where one job is, and how it ended."""
 
 from datetime import UTC
 from typing import Any

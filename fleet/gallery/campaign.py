@@ -63,13 +63,16 @@ class Campaign:
         self.problem = ""
         """Why its records cannot be read at the moment."""
         self.is_complete = False
-        """Whether all records that there were have been read once."""
+        """True once all records that existed at the start have been read."""
         self.damaged = Damaged()
         self._storage = storage
         self._name = name
         self._poll_seconds = poll_seconds
         self._follower = Follower(
-            *(storage, name, None, self.damaged),
+            storage,
+            name,
+            None,
+            self.damaged,
             most=_RECORDS_AT_ONCE,
             part_bytes=_PART_BYTES,
         )
@@ -83,7 +86,9 @@ class Campaign:
     def read_share(self) -> float:
         """The share read of the bytes that the shards had when the campaign was opened."""
         ends, position = self._ends or {}, self._follower.position
-        read = sum(min(end, position.get(name, 0)) for name, end in ends.items())
+        read = 0
+        for name, end in ends.items():
+            read += min(end, position.get(name, 0))
         return read / (sum(ends.values()) or 1)
 
     async def refresh(self) -> None:

@@ -61,7 +61,7 @@ class Images:
         )
 
     def misfits(self, campaign: str) -> int:
-        """How many images of a campaign that were looked at have no record that fits."""
+        """Number of images of a campaign, of those shown so far, without a fitting record."""
         return sum(name.startswith(f"{campaign}/") for name in self._misfits)
 
     async def _find(self, records: Sequence[Record]) -> pictures.Picture:

@@ -142,7 +142,8 @@ class Index:
     def names(self, kind: Literal["lora", "worker"]) -> list[tuple[str, int]]:
         """The most frequent LoRAs or workers, each with its images."""
         with self._lock:
-            found = [(name, n) for (of, name), n in self._counts.items() if of == kind]
+            counts = dict(self._counts)
+        found = [(name, count) for (of, name), count in counts.items() if of == kind]
         return sorted(found, key=lambda each: (-each[1], each[0]))[:_MOST_NAMES]
 
     def select(self, chosen: Filter) -> np.ndarray:

@@ -119,7 +119,7 @@ def _queue(name: str, depth: QueueDepth) -> dict[str, Any]:
 def status_screen(
     found: Mapping[str, Any], campaigns: Campaigns | None = None, count: int = 20
 ) -> Group:
-    """What `read_status` has found, and the first *count* campaigns."""
+    """The tables of a status that `read_status` returned, with the first *count* campaigns."""
     headings = ("messages", "visible", "leased", "oldest")
     table = console.table(
         console.name_column("queue"), *map(console.number_column, headings)

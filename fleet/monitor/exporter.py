@@ -59,7 +59,9 @@ async def command(settings: ExporterSettings) -> None:
         storage = client.storage
         exporter = Exporter(storage, settings, server)
         await service.run(
-            *(exporter.run, exporter.registry, settings),
+            exporter.run,
+            exporter.registry,
+            settings,
             name="imagefleet-exporter",
             doing=f"sampling {storage.queue.name} of {storage.url}",
             is_ready=lambda: bool(exporter.figures),

@@ -70,7 +70,7 @@ class FleetRates(BaseModel, frozen=True):
     replicas: _Count = 0
     """Machines: each has one worker, or one for each of its GPUs."""
     clocks_off: Mapping[str, float] = {}
-    """By worker, how far its clock is ahead of the storage's: those a minute off or more."""
+    """Seconds that a worker's clock is ahead of the storage's; only clocks a minute off."""
 
 
 async def fleet_rates(prometheus: Prometheus) -> FleetRates:
@@ -84,7 +84,7 @@ async def fleet_rates(prometheus: Prometheus) -> FleetRates:
 
 
 async def _off(prometheus: Prometheus, now: datetime) -> dict[str, float]:
-    """How far clocks are ahead that are off, by the name of their worker."""
+    """Seconds that wrong clocks are ahead, by the name of their worker."""
     found = await prometheus.at(f"{_CLOCK} > {_OFF} or {_CLOCK} < -{_OFF}", now)
     infos = await prometheus.at(_INFO, now) if found else []
     names = {_labels(info, _WORKER): info.labels.get("worker", "") for info in infos}
@@ -100,7 +100,7 @@ def _labels(series: Series, names: Sequence[str]) -> tuple[str, ...]:
 async def ask(
     server: Prometheus | None, query: Callable[[Prometheus], Awaitable[_Answer]]
 ) -> _Answer | None:
-    """What *query* finds; None without a server, and in an outage of it, which is logged."""
+    """Answer of *query*; None without a server, and in an outage of it, which is logged."""
     try:
         return await query(server) if server else None
     except errors.FleetError as error:
@@ -132,7 +132,7 @@ async def jobs_per_second_by_model(prometheus: Prometheus) -> dict[str, float]:
 
 
 async def campaign_dollars(prometheus: Prometheus) -> dict[str, float]:
-    """What the workers cost in the last days that drew each campaign's images."""
+    """Dollars of the workers that drew each campaign's images in the last days."""
     query = dollars_by_campaign("$fleet", f"{MONEY_TIME.days}d")
     found = await prometheus.at(f"sum by (campaign) ({query})", datetime.now(UTC))
     return {each.labels.get("campaign", ""): each.last for each in found}

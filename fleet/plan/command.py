@@ -16,7 +16,7 @@ from loadgen import sources
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What is to be drawn."""
+    """Options that say what is to be drawn."""
 
     file: str | None = argument(
         "The batch: a template or a file of jobs, as for `imagefleet load`, whose models,"
@@ -43,7 +43,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """What draws it, at which speed and price."""
+    """Options that say which GPUs draw it, at which speed and price."""
 
     gpu: list[str] | None = option(
         f"GPU class; repeat it, with replicas, for a mix. [default: {estimate.DEFAULT_GPU}]",

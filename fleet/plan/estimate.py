@@ -78,7 +78,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """What one model's images take of a plan, start-up included."""
+    """One model's share of a plan: its images, hours and dollars, start-up included."""
 
     model: str | None
     family: str
@@ -174,7 +174,9 @@ def sources(part: Part) -> list[str]:
     inputs.append((f"${part.dollars_per_hour.value:g}/h", part.dollars_per_hour))
     start_up = part.start_up_seconds
     inputs.append((f"{start_up.value:g} s of start-up", start_up))
-    return [f"{part.gpu}: {text}: {each.kind}: {each.source}." for text, each in inputs]
+    return [
+        f"{part.gpu}: {text}: {found.kind}: {found.source}." for text, found in inputs
+    ]
 
 
 def _described(model: ModelSpeed) -> str:
@@ -200,7 +202,7 @@ def mix_for(images: int, mix: Sequence[Part], deadline_hours: float) -> list[Par
 
 
 class _Report(BaseModel):
-    """What a plan takes from the JSON of `imagefleet bench`."""
+    """The figures of the JSON of `imagefleet bench` that a plan uses."""
 
     device: str = Field(validation_alias=AliasPath("hardware", "device"))
     memory_bytes: int = Field(

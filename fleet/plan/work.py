@@ -48,7 +48,7 @@ class Models:
     by_name: Mapping[str, families.Family]
     others: families.Family | None
     accelerator: Accelerator | None = None
-    """What all jobs are drawn with."""
+    """Settings that all jobs are drawn with."""
 
     def family_of(self, model: str | None) -> families.Family:
         """Raises SetupError for a model whose family nothing tells."""

@@ -118,7 +118,7 @@ def _workers(records: Records) -> list[Worker]:
 
 
 def _split(workers: Sequence[Worker], storage_dollars: float) -> dict[str, float]:
-    """What was paid, in rows that add up; a worker's time after its start is its drawings'."""
+    """Dollars by what they paid for; a worker's time after its start is shared by its drawings."""
     rows = dict.fromkeys(
         ("images", "images_replaced", "images_doubled", "start_up"), 0.0
     )
@@ -158,7 +158,7 @@ def _throughput(stored_in_second: Counter[int]) -> tuple[int, list[dict[str, flo
 def _notes(
     records: Records, workers: Sequence[Worker], table: prices.PriceTable
 ) -> list[str]:
-    """What the figures include and what they leave out."""
+    """Sentences on what the figures include and leave out."""
     notes = [
         "Images, sizes and times come from the workers' records, by the storage's clock.",
         "A worker's time runs from its start-up to its last image of the campaign, in full.",
@@ -238,7 +238,7 @@ def _split_of_metrics(
     idle_seconds: Mapping[str, float],
     replaced_dollars: float,
 ) -> dict[str, float]:
-    """What was paid, in rows that add up."""
+    """Dollars by what they paid for, in rows that add up, from the metrics."""
     rest = dict(wasted)
     idle, waited = rest.pop("idle", 0.0), sum(idle_seconds.values())
     by_reason = {

@@ -53,7 +53,7 @@ class Worker:
     doubled: int = 0
     """Images that it drew, and another worker had stored."""
     seconds: float = 0.0
-    """Of its start-up, and from its first pull of the campaign to its last drawing."""
+    """Duration of its start-up and of its work, from its first pull to its last drawing."""
     images_per_second: float | None = None
     """While it worked; None after a single image."""
     gpu_dollars: float | None = None
@@ -101,10 +101,10 @@ class Records:
     replaced_unrecorded: int = 0
     """Images that `imagefleet redo` has replaced, of workers without a record."""
     samples: list[Record] = field(default_factory=list)
-    """Of the images drawn as samples."""
+    """Records of the images that were chosen as samples."""
     damaged: Damaged = field(default_factory=Damaged)
     proofs: Proofs | None = None
-    """In a fleet with proofs, no other record counts to a worker's time and cost."""
+    """Checks proofs of machines; where they are used, unproven records add no time or cost."""
     _unproven: set[int] = field(default_factory=set)
 
     @property
@@ -128,7 +128,7 @@ class Records:
         return self.models.setdefault(name, Model(name))
 
     def is_credited(self, record: Record) -> bool:
-        """Whether a record's worker has drawn its image, as far as that is to be proven."""
+        """True if the record's worker drew its image, proven where the fleet uses proofs."""
         if self.proofs is None or self.proofs.accept(
             record.worker, record.claims, record.proof
         ):

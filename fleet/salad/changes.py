@@ -1,4 +1,4 @@
-"""What turns a fleet's container groups into those that are wanted, in steps.
+"""Plans the steps from a fleet's container groups to the wanted ones.
 
 No step has more replicas, or a higher price, than the groups before the change or those after it.
 """
@@ -43,7 +43,7 @@ def applied(
     quota: Quota,
     dollars: Mapping[str, float],
 ) -> Changes:
-    """What turns *existing* into *bodies*; raises SetupError if one was changed elsewhere.
+    """Changes from the *existing* groups to *bodies*; SetupError if one was changed elsewhere.
 
     *dollars* are $/h of one replica of each group, 0 where the price is unknown.
     """
@@ -65,7 +65,8 @@ def applied(
     new = {name: live.get(name, 0) for name in wanted}
     old_total, total = sum(old.values()), sum(wanted.values())
     most = max(total, min(sum(live.values()), quota.room(existing)))
-    most_dollars, each = max(cost(live), cost(wanted)), cost(wanted) / total
+    most_dollars = max(cost(live), cost(wanted))
+    each = cost(wanted) / total
     steps: list[Mapping[str, int]] = []
     for quarters in reversed(range(DRAIN_STEPS + 1)) if old_total else [0]:
         old = _resplit(old, old_total * quarters // DRAIN_STEPS)
@@ -81,14 +82,15 @@ def applied(
 
 
 def resized(groups: Sequence[Group], replicas: int) -> Changes:
-    """What gives *groups* so many *replicas* in all, and changes nothing else."""
+    """Changes that give *groups* so many *replicas* in all, and touch nothing else."""
     wanted = _resplit({group.name: group.live_replicas for group in groups}, replicas)
     return _changes(wanted, groups, [wanted])
 
 
 def refuse_over_quota(plan: Changes, existing: Sequence[Group], quota: Quota) -> None:
     """Raises SetupError if the quota does not allow the replicas of *plan*."""
-    wanted, room = sum(plan.steps[-1].values()), quota.room(existing)
+    wanted = sum(plan.steps[-1].values())
+    room = quota.room(existing)
     if plan.new_replicas and wanted > room:
         raise errors.SetupError(
             f"SaladCloud's quota is {quota.replicas:,} replicas, and other groups use"

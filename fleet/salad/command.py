@@ -1,7 +1,7 @@
 """`imagefleet deploy`: turns a fleet file into container groups, and keeps them in sync."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +26,14 @@ app = typer.Typer(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    replicas: int | None = option(
-        "Overrides the file's replicas.", min=1, max=50_000, metavar="COUNT"
-    )
-    enough: float = option(
-        "Share of new replicas that must run before old ones are drained.",
-        0.8,
-        min=0,
-        max=1,
-    )
-    wait_minutes: WaitMinutes = 60
-
-
 @app.command()
 @options.flat
 async def apply(
-    change: Change,
     file: File = None,
+    replicas: int | None = option(
+        "Overrides the file's replicas.", min=1, max=50_000, metavar="COUNT"
+    ),
+    wait_minutes: WaitMinutes = 60,
     render: bool = option(
         "Print the groups of the file and their price, by the built-in table or"
         " --price-file: makes no call and needs no API key.",
@@ -58,9 +47,9 @@ async def apply(
     """Creates the groups, or changes what differs from the file.
 
     Replicas are changed in place. Any other change restarts workers, so new groups replace the old
-    ones, a quarter at a time, each once enough new replicas run. There are never more replicas, or
-    at a higher price, than before or as confirmed. After a failure, run it again. `imagefleet
-    scale` sets the replicas by the queue, again and again.
+    ones, a quarter at a time, each once four fifths of the new replicas run. There are never more
+    replicas, or at a higher price, than before or as confirmed. After a failure, run it again.
+    `imagefleet scale` sets the replicas by the queue, again and again.
 
     imagefleet deploy apply --render
 
@@ -70,7 +59,7 @@ async def apply(
     """
     fleet_file = salad_file.read_file(file)
     if render:
-        _render(fleet_file, change.replicas, prices_path, as_json=as_json)
+        _render(fleet_file, replicas, prices_path, as_json=as_json)
         return
     if prices_path is not None:
         raise errors.SetupError("--price-file goes with --render")
@@ -80,7 +69,7 @@ async def apply(
             fleet.groups(),
             fleet.client.quota(),
         )
-        bodies, plan, price = _plan(fleet_file, change.replicas, known, existing, quota)
+        bodies, plan, price = _plan(fleet_file, replicas, known, existing, quota)
         if plan:
             console.print_note("\n".join(_plan_lines(plan)))
             changes.refuse_over_quota(plan, existing, quota)
@@ -90,10 +79,7 @@ async def apply(
         if plan and not dry_run:
             if plan.new_replicas or plan.delete:
                 console.confirm("Apply?", yes=yes)
-            wait_seconds = change.wait_minutes * 60
-            await fleet.carry_out(
-                plan, bodies, enough=change.enough, wait_seconds=wait_seconds
-            )
+            await fleet.carry_out(plan, bodies, wait_seconds=wait_minutes * 60)
             console.print_note(
                 "done; `imagefleet deploy status --follow` shows the replicas start"
             )
@@ -187,9 +173,11 @@ def _render(
         return
     console.print_json(shown)
     figures = map(console.number_column, ("$/h each", f"$/h for {total:,}"))
-    cells = ((gpu, f"{dollars:g}", f"{dollars * total:,.2f}") for gpu, dollars in rows)
-    table = console.table(console.name_column("GPU"), *figures, rows=cells)
-    sources = "; ".join(dict.fromkeys(known.gpus[gpu].source for gpu, _ in rows))
+    table = console.table(console.name_column("GPU"), *figures)
+    sources = []
+    for gpu, dollars in rows:
+        table.add_row(gpu, f"{dollars:g}", f"{dollars * total:,.2f}")
+        sources.append(known.gpus[gpu].source)
     console.print_tables(
         *(
             f"Serves {model.name} ({model.family.name}), from the queue {model.queue}."
@@ -197,7 +185,7 @@ def _render(
         ),
         f"{total:,} replicas at {file.priority} priority: {price}, {price.per_day} while all run.",
         table,
-        f"Prices: {sources}. For images per dollar: `imagefleet plan`.",
+        f"Prices: {'; '.join(dict.fromkeys(sources))}. For images per dollar: `imagefleet plan`.",
     )
 
 
@@ -271,7 +259,7 @@ async def drain(
 def _record(
     groups: Sequence[Group], known: Sequence[gpus.GpuClass], quota: Quota
 ) -> dict[str, Any]:
-    """What `status` shows; only running instances are billed."""
+    """The JSON of `deploy status`; only running instances are billed."""
     names = {gpu.id: gpu.name for gpu in known}
     prices = [
         price.times(group.running) for group in groups if (price := group.price(known))

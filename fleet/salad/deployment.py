@@ -32,6 +32,9 @@ from imagefleet.telemetry import proxies
 #: Instances start and stop within minutes; each poll is one call.
 POLL_SECONDS = 10.0
 
+#: Share of the new replicas that must run before old ones are drained.
+ENOUGH = 0.8
+
 
 class Deployment:
     """The container groups of one fleet; each step is a line on stderr."""
@@ -50,7 +53,7 @@ class Deployment:
         return [ours[name] for name in sorted(ours)]
 
     async def existing_groups(self) -> list[Group]:
-        """The same as `groups`; raises SetupError if there are none."""
+        """The fleet's groups as `groups` finds them; raises SetupError if there are none."""
         groups = await self.groups()
         if not groups:
             raise errors.SetupError(
@@ -64,13 +67,12 @@ class Deployment:
         plan: Changes,
         bodies: Iterable[Mapping[str, Any]] = (),
         *,
-        enough: float = 0,
         wait_seconds: float | None = None,
     ) -> None:
         """Takes the steps of *plan*, then deletes old groups; *bodies* creates new ones.
 
         A step shrinks groups, waits until their instances are gone, and grows others; the next one
-        follows once *enough* of the new replicas run. Without *wait_seconds* nothing is awaited.
+        follows once `ENOUGH` of the new replicas run. Without *wait_seconds* nothing is awaited.
         Raises TransientError if what is awaited does not come.
         """
         for step in plan.steps:
@@ -83,9 +85,7 @@ class Deployment:
             if growing:
                 await self._grow(growing, bodies)
             if wait_seconds is not None and step is not plan.steps[-1]:
-                await self._until_running(
-                    step.keys() - plan.delete, enough, wait_seconds
-                )
+                await self._until_running(step.keys() - plan.delete, wait_seconds)
         if plan.delete:
             await self.delete(plan.delete)
 
@@ -155,13 +155,11 @@ class Deployment:
 
         await self._until_none(pending, wait_seconds)
 
-    async def _until_running(
-        self, new: Collection[str], enough: float, wait_seconds: float
-    ) -> None:
+    async def _until_running(self, new: Collection[str], wait_seconds: float) -> None:
         def pending(groups: Sequence[Group]) -> str:
             replicas = sum(group.replicas for group in groups if group.name in new)
             running = sum(group.running for group in groups if group.name in new)
-            is_enough = running >= math.ceil(replicas * enough)
+            is_enough = running >= math.ceil(replicas * ENOUGH)
             return (
                 ""
                 if is_enough

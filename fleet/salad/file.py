@@ -123,12 +123,13 @@ class SecretSource(_Strict):
 
     @model_serializer
     def _as_read(self, info: SerializationInfo) -> Any:
-        """What the context, a function, reads for it; itself without one."""
+        """Serialises to the secret that the context, a function, reads; itself without one."""
         return info.context(self) if info.context else self
 
 
 _Value = str | int | float | SecretSource
-_Provider = dict[str, str | int | SecretSource | list[dict[str, str | SecretSource]]]
+_Headers = list[dict[str, str | SecretSource]]
+_Provider = dict[str, str | int | SecretSource | _Headers]
 
 #: The names of these unions' branches in pydantic's errors.
 _BRANCHES = {

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
@@ -86,7 +87,7 @@ class Quota(_Answer):
         return max(0, self.replicas - self.used)
 
     def room(self, groups: Iterable[Group]) -> int:
-        """What the groups of others leave to *groups*."""
+        """Replicas that the quota leaves to *groups* beside those of others."""
         return self.replicas - self.used + sum(group.replicas for group in groups)
 
 
@@ -103,7 +104,8 @@ def parse_name(fleet: str, name: str) -> tuple[str, int] | None:
 
 def split(replicas: int, now: Sequence[int] = (0,)) -> list[int]:
     """Replicas of as many groups as *now*, or more if needed: even, but all stay that can."""
-    spread = [*now, *[0] * (-(-replicas // MAX_REPLICAS) - len(now))]
+    fewest_groups = math.ceil(replicas / MAX_REPLICAS)
+    spread = [*now, *[0] * (fewest_groups - len(now))]
     for _ in range(replicas - sum(spread)):
         spread[spread.index(min(spread))] += 1
     for _ in range(sum(spread) - replicas):

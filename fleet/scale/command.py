@@ -25,7 +25,7 @@ log = logs.EventLog(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """How fast a replica draws; how long the scaler runs, and what it does."""
+    """Options on the speed of a replica, and on how the scaler runs."""
 
     images_per_second: float | None = option(
         "Of one replica, with the first of the fleet file's `models`; those of other"
@@ -82,14 +82,13 @@ async def command(
         raise errors.SetupError("give a goal: --deadline, --dollars-per-hour or both")
     _refuse_past(deadline)
     fleet_file = salad_file.read_file(file)
-    served = fleet_file.served_models()
     goal = Goal(
         max_dollars=max_dollars,
         max_replicas=replicas or fleet_file.replicas,
         deadline=deadline.timestamp() if deadline else None,
         dollars_per_hour=dollars_per_hour,
         sample_seconds=running.sample_seconds,
-        models=[model.name for model in served] or None,
+        models=[model.name for model in fleet_file.served_models()] or None,
     )
     most = console.counted(goal.max_replicas, "replica")
     console.confirm(
@@ -98,7 +97,6 @@ async def command(
     )
     logs.configure("auto")
     state = running.state or Path(f"{fleet_file.name}-scale.json")
-    speed = running.images_per_second
     in_use = f"another `imagefleet scale` keeps the state {state}"
     # A preview may run beside the scaler itself.
     alone = (
@@ -117,30 +115,40 @@ async def command(
                 fleet,
                 client.storage,
                 state,
-                scaler.Speeds(
-                    given=scaler.Speed(speed / running.images_per_job, "given")
-                    if speed
-                    else None,
-                    last=_assumed_speed(fleet_file, running.images_per_job),
-                    server=server,
-                    models=served,
-                ),
+                _speeds(running, fleet_file, server),
                 is_dry_run=running.dry_run,
             )
-            print_record = _print_record if as_json else lambda _: None
-            if running.once:
-                print_record(await scaling.step())
-            else:
-                await console.until_stopped(
-                    scaling.run(print_record, running.until_empty)
-                )
-                if scaling.running:
-                    log.warning(
-                        f"{scaling.running} workers keep running and nothing limits their cost: run"
-                        " scale again, or `imagefleet deploy drain`",
-                        action="scale_end",
-                        running=scaling.running,
-                    )
+            await _scale(scaling, running, as_json=as_json)
+
+
+def _speeds(
+    running: Running,
+    file: salad_file.FleetFile,
+    server: prometheus.Prometheus | None,
+) -> scaler.Speeds:
+    speed = running.images_per_second
+    return scaler.Speeds(
+        given=scaler.Speed(speed / running.images_per_job, "given") if speed else None,
+        last=_assumed_speed(file, running.images_per_job),
+        server=server,
+        models=file.served_models(),
+    )
+
+
+async def _scale(scaling: scaler.Scaler, running: Running, *, as_json: bool) -> None:
+    """Decides once, or until it is stopped; then says what it leaves running."""
+    print_record = _print_record if as_json else lambda _: None
+    if running.once:
+        print_record(await scaling.step())
+        return
+    await console.until_stopped(scaling.run(print_record, running.until_empty))
+    if scaling.running:
+        log.warning(
+            f"{scaling.running} workers keep running and nothing limits their cost: run"
+            " scale again, or `imagefleet deploy drain`",
+            action="scale_end",
+            running=scaling.running,
+        )
 
 
 def _refuse_past(deadline: datetime | None) -> None:

@@ -32,7 +32,7 @@ class Goal:
     every_seconds: float = 900
     sample_seconds: float = 60
     models: Collection[str] | None = None
-    """Of the jobs that name a model, those of these count; None: all."""
+    """Models whose jobs count, of the jobs that name a model; None: all."""
 
     def has_passed(self, now: float) -> bool:
         """True after the deadline: from then on the replicas only become fewer."""

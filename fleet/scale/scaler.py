@@ -53,7 +53,10 @@ class Speeds:
 
     def jobs_of_first(self, jobs: Iterable[tuple[str | None, float]]) -> float:
         """The *jobs* of models in jobs of the fleet's first one, as which unknown ones count."""
-        return sum(count * self._weights.get(model or "", 1.0) for model, count in jobs)
+        total = 0.0
+        for model, count in jobs:
+            total += count * self._weights.get(model or "", 1.0)
+        return total
 
     async def find(self) -> Speed:
         """The given speed, else the last measured, else the assumed; raises SetupError if none."""
@@ -92,9 +95,9 @@ class Scaler:
     _: KW_ONLY
     is_dry_run: bool = False
     clock: Callable[[], float] = field(default_factory=host.steady_clock)
-    """Counts the cost; nobody sets it."""
+    """Clock of the cost ledger, which no change of the system time moves; not configurable."""
     wall_clock: Callable[[], float] = time.time
-    """Is for the deadline."""
+    """Wall clock that the deadline is compared with."""
 
     def __post_init__(self) -> None:
         self._ledger = ledger.read(self._ledger_path, self._fleet.fleet, self.clock())

@@ -64,7 +64,9 @@ async def command(
             proxies.session() as session,
         ):
             source = Source(
-                *(client.storage, found, settings.fleet_name),
+                client.storage,
+                found,
+                settings.fleet_name,
                 each_job=events.each_job,
                 since=events.since,
             )

@@ -85,7 +85,7 @@ def signed_headers(
 
 
 class Answer(NamedTuple):
-    """What came of an attempt; *failure* is None if the event was delivered."""
+    """The outcome of an attempt; *failure* is None if the event was delivered."""
 
     failure: str | None = None
     is_gone: bool = False

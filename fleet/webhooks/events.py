@@ -45,7 +45,7 @@ _LONGEST_PAUSE_SECONDS = 300.0
 
 
 class Event(BaseModel, extra="forbid"):
-    """What is sent, and how far its delivery is. The receiver tells a repetition by *id*."""
+    """An event and the state of its delivery; receivers recognise a repetition by its *id*."""
 
     id: str
     type: str
@@ -156,7 +156,7 @@ class State(BaseModel, extra="forbid"):
     campaign: str | None = None
     position: dict[str, int] = Field(default_factory=dict)
     waiting: dict[str, Event] = Field(default_factory=dict)
-    """By their ids."""
+    """Events that are not delivered yet, by their ids."""
     open_campaigns: set[str] = Field(default_factory=set)
     """Campaigns with records since their last end."""
 
@@ -194,7 +194,10 @@ class Source:
     def __post_init__(self) -> None:
         self._damaged = Damaged()
         self._follower = Follower(
-            *(self._storage, self.state.campaign, self.state.position, self._damaged),
+            self._storage,
+            self.state.campaign,
+            self.state.position,
+            self._damaged,
             most=_RECORDS_AT_ONCE,
             part_bytes=_PART_BYTES,
             trusts_images=not self.each_job,

@@ -403,19 +403,6 @@ async def test_the_token_does_not_choose_its_algorithm(
         assert (await ask(client, forged))[0] == 401
 
 
-async def test_the_keys_are_fetched_once_and_not_for_every_unknown_key_id(
-    client: Client, salad: Salad
-) -> None:
-    for _ in range(5):
-        assert (await ask(client, salad.sign()))[0] == 200
-    stranger = ec.generate_private_key(ec.SECP256R1())
-    for _ in range(5):
-        assert (await ask(client, salad.sign(key="unknown", signed_with=stranger)))[
-            0
-        ] == 401
-    assert salad.requests <= 2
-
-
 async def test_a_forged_key_id_cannot_add_lines_to_the_log(
     client: Client, salad: Salad, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -434,21 +421,6 @@ async def test_unavailable_keys_are_a_temporary_error(
 ) -> None:
     salad.is_down = True
     assert (await ask(client, salad.sign()))[0] == 503
-
-
-async def test_a_key_of_another_curve_is_refused(client: Client, salad: Salad) -> None:
-    salad.keys["other"] = ec.generate_private_key(ec.SECP384R1())
-    claims = jwt.decode(salad.sign(), options={"verify_signature": False})
-    identity_token = jwt.encode(
-        claims, salad.keys["other"], algorithm="ES384", headers={"kid": "other"}
-    )
-    assert (await ask(client, identity_token))[0] == 401
-
-
-async def test_only_post_is_allowed(client: Client, salad: Salad) -> None:
-    headers = {"Authorization": f"Bearer {salad.sign()}"}
-    async with client.get("/tokens", headers=headers) as response:
-        assert response.status == 405
 
 
 async def test_a_probe_needs_no_token(client: Client) -> None:

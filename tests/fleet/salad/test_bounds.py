@@ -76,7 +76,6 @@ class Case:
     replicas: int
     others: int
     quota: int
-    enough: float
     most_stops: int
     ends: list[tuple[int, bool]]
 
@@ -119,7 +118,6 @@ def cases(draw: st.DrawFn) -> Case:
         replicas,
         others,
         max(quota, others + requested) if draw(st.booleans()) else quota,
-        draw(st.sampled_from([0.0, 0.8, 1.0])),
         draw(st.sampled_from([7, 50, 10_000])),
         draw(st.lists(st.tuples(st.integers(3, 25), st.booleans()), max_size=3)),
     )
@@ -178,7 +176,7 @@ def test_no_apply_runs_more_than_before_or_as_confirmed(
         most = max(case.replicas, sum(each.most for each in case.before))
         before = sum(each.most * each.revision.dollars for each in case.before)
         most_dollars = max(before, case.replicas * case.after.dollars)
-        arguments = ["deploy", "apply", "--yes", "--enough", str(case.enough)]
+        arguments = ["deploy", "apply", "--yes"]
         alike = [each for each in case.before if each.revision == case.after]
         starts = case.replicas > sum(
             each.replicas for each in alike if not each.is_stopped
@@ -220,7 +218,7 @@ def test_an_apply_that_is_killed_half_way_is_finished_by_the_next(
     path = tmp_path / "fleet.yaml"
     alike = Revision("[RTX 3060 Ti]", "batch", 1)
     before = [Before(alike, 400, 400, 0, is_stopped=False) for _ in range(2)]
-    case = Case(before, Revision("[RTX 3070]", "high", 1), 600, 0, 800, 0.8, 10_000, [])
+    case = Case(before, Revision("[RTX 3070]", "high", 1), 600, 0, 800, 10_000, [])
     set_up(salad, case, path)
     command = [
         str(Path(sys.executable).with_name("imagefleet")),

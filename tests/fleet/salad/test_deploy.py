@@ -25,44 +25,6 @@ def replicas(salad: Any) -> list[int]:
     return [group.replicas for group in salad.groups.values()]
 
 
-def test_750_replicas_are_two_groups(salad: Any, in_process: Imagefleet) -> None:
-    ended = in_process("deploy", "apply", "--yes")
-
-    assert ended.returncode == 0, ended.stderr
-    assert replicas(salad) == [375, 375]
-    assert [name.rpartition("-")[2] for name in salad.groups] == ["1", "2"]
-    assert "$22.50/h" in ended.stderr
-    assert "$540.00/day" in ended.stderr
-
-
-def test_applying_twice_changes_nothing(salad: Any, in_process: Imagefleet) -> None:
-    in_process("deploy", "apply", "--yes")
-    asked = len(salad.requests)
-
-    ended = in_process("deploy", "apply")
-
-    assert "is up to date" in ended.stderr
-    assert {method for method, _ in salad.requests[asked:]} == {"GET"}
-
-
-def test_nothing_is_created_without_confirmation(
-    salad: Any, in_process: Imagefleet
-) -> None:
-    ended = in_process("deploy", "apply")
-
-    assert ended.returncode == 2
-    assert "--yes" in ended.stderr
-    assert not salad.groups
-
-
-def test_a_dry_run_of_apply_changes_nothing(salad: Any, in_process: Imagefleet) -> None:
-    ended = in_process("deploy", "apply", "--dry-run")
-
-    assert ended.returncode == 0
-    assert ended.stderr.count("to create:") == 2
-    assert not salad.groups
-
-
 def test_a_half_created_deployment_is_resumed(
     salad: Any, salad_module: Any, in_process: Imagefleet
 ) -> None:
@@ -102,21 +64,6 @@ def test_the_price_to_confirm_is_the_whole_fleets_before_and_after_an_interrupti
     assert [each["most"] for each in paid] == pytest.approx([750 * 0.08] * 3)
 
 
-def test_a_rate_limited_call_waits_and_succeeds(
-    salad: Any, salad_module: Any, in_process: Imagefleet
-) -> None:
-    salad.faults = [
-        salad_module.Fault(429, headers={"Retry-After": "0"}, method="POST"),
-        salad_module.Fault(429, headers={"Retry-After": "0"}, method="GET"),
-    ]
-
-    ended = in_process("deploy", "apply", "--yes")
-
-    assert ended.returncode == 0, ended.stderr
-    assert replicas(salad) == [375, 375]
-    assert salad.count("POST") == 3
-
-
 def test_a_creation_whose_answer_is_lost_happens_once(
     salad: Any, salad_module: Any, in_process: Imagefleet
 ) -> None:
@@ -124,35 +71,6 @@ def test_a_creation_whose_answer_is_lost_happens_once(
         salad_module.Fault(0, method="POST", lands=True, cuts_the_line=True),
         salad_module.Fault(504, method="POST", lands=True),
     ]
-
-    ended = in_process("deploy", "apply", "--yes")
-
-    assert ended.returncode == 0, ended.stderr
-    assert replicas(salad) == [375, 375]
-
-
-def test_an_html_error_page_becomes_a_sentence(
-    salad: Any, salad_module: Any, in_process: Imagefleet
-) -> None:
-    page = (
-        "<html><head><title>403 Blocked</title></head><body><h1>No!</h1></body></html>"
-    )
-    salad.faults = [salad_module.Fault(403, page, "text/html", method="POST")]
-
-    ended = in_process("deploy", "apply", "--yes")
-
-    assert ended.returncode == 2
-    last = ended.stderr.strip().splitlines()[-1]
-    assert "HTTP 403" in last
-    assert "403 Blocked" in last
-    assert "<" not in last
-
-
-def test_a_short_outage_of_the_gateway_is_survived(
-    salad: Any, salad_module: Any, in_process: Imagefleet
-) -> None:
-    page = "<html><title>502 Bad Gateway</title></html>"
-    salad.faults = [salad_module.Fault(502, page, "text/html") for _ in range(3)]
 
     ended = in_process("deploy", "apply", "--yes")
 
@@ -275,18 +193,6 @@ def test_new_groups_that_do_not_start_leave_three_quarters_of_the_old_ones(
 
     assert last.returncode == 0, last.stderr
     assert not set(old) & set(salad.groups)
-
-
-def test_more_replicas_than_two_groups_can_have_leave_these_as_they_are(
-    salad: Any, in_process: Imagefleet
-) -> None:
-    salad.quota = 1200
-    in_process("deploy", "apply", "--yes", "--replicas", "1000")
-
-    ended = in_process("deploy", "apply", "--yes", "--replicas", "1200")
-
-    assert ended.returncode == 0, ended.stderr
-    assert replicas(salad) == [500, 500, 200]
 
 
 def test_new_replicas_wait_for_those_that_are_still_to_stop(

@@ -267,23 +267,6 @@ def test_rendering_shows_the_price(in_process: Imagefleet, tmp_path: Path) -> No
     assert "2025-09-22" in ended.stdout
 
 
-def test_secrets_are_masked(
-    in_process: Imagefleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(
-        "IMAGEFLEET_TRUSTED_KEY", SigningKey.create(tmp_path / "key.pem").public
-    )
-    monkeypatch.setenv("IMAGEFLEET_SAS", '{"queue":"sv=1&sig=shown"}')
-    text = EXAMPLE.read_text().replace(
-        "BROKER_URL: {env: BROKER_URL}", "SAS: {env: IMAGEFLEET_SAS}"
-    )
-    (tmp_path / "fleet.yaml").write_text(text)
-
-    shown = in_process("deploy", "apply", "--render").stdout
-    assert "sig=" not in shown
-    assert "(secret)" in shown
-
-
 @pytest.mark.parametrize("answer", [True, False])
 def test_the_operator_is_asked(answer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []

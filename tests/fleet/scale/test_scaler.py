@@ -10,10 +10,8 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-import typer
 
 from cli import console
 from fleet.monitor import prometheus
@@ -453,39 +451,6 @@ def test_without_a_terminal_scaling_needs_yes(
     assert "Spend up to $5.00 on sd15-batch, at most 7 replicas?" in ended.stderr
     assert "without a terminal: add --yes" in " ".join(ended.stderr.split())
     assert not salad.requests
-
-
-@pytest.mark.parametrize("answer", [True, False])
-def test_on_a_terminal_scaling_asks_once(
-    salad: Any,
-    in_process: Imagefleet,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    answer: bool,
-) -> None:
-    monkeypatch.setattr(
-        logs, "configure", lambda _: None
-    )  # it would affect later tests
-    in_process("deploy", "apply", "--yes", "--replicas", "20")
-    (tmp_path / "jobs.jsonl").write_text('{"prompt": "a cat"}\n' * 1000)
-    in_process("load", "jobs.jsonl")
-    asked: list[str] = []
-    monkeypatch.setattr(sys, "stdin", mock.Mock(isatty=lambda: True))
-    monkeypatch.setattr(
-        typer, "confirm", lambda text, **_: asked.append(text) or answer
-    )
-    before = len(salad.requests)
-
-    ended = in_process(
-        "scale", "--dollars-per-hour", "0.3", "--max-dollars", "5", "--once"
-    )
-
-    assert len(asked) == 1
-    assert ended.returncode == (0 if answer else 2), ended.stderr
-    assert sum(group.replicas for group in salad.groups.values()) == (
-        2 if answer else 20
-    )
-    assert (len(salad.requests) > before) is answer
 
 
 def test_a_stopped_scaler_reports_the_workers_that_keep_running(
