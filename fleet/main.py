@@ -9,7 +9,7 @@ import sys
 from collections import UserDict
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -72,62 +72,14 @@ _ELSEWHERE = {
     "bench": "evaluation.bench.command:command",
 }
 
+#: How help texts are read: with backticks, but without rich's tags, whose brackets stand in them.
+_MARKUP: Literal["markdown"] = "markdown"
+
 #: Commands whose stderr is a log, which a program may read.
 _SERVICES = ("worker", "serve", "exporter", "broker", "webhooks")
 
-#: The options that all commands on a storage share, in short: `StorageSettings` takes 0.1 s to
-#: import, and docs/settings.md has its own descriptions.
-STORAGE_OPTIONS = {
-    "--storage": "local:FOLDER, or an Azure Storage account's connection string or URL"
-    "  [default: local:./imagefleet-data]",
-    "--queue": "The job queue  [default: jobs]",
-    "--container": "Blob container for the images  [default: images]",
-    "--files-container": "Blob container for LoRAs and models  [default: files]",
-    "--sas": "SAS tokens where --storage holds no key, as `imagefleet keys mint` prints them",
-    "--sas-file": "File of these tokens, which is read again when it changes",
-    "--broker-url": "Service that issues them to workers on SaladCloud",
-}
-
 #: `Invalid value for '--jobs': Input should be ...`, which settings report without these words.
 _INVALID_VALUE = re.compile(r"^Invalid value for '([^']+)': (?:Input |Value error, )?")
-
-
-class Command(TyperCommand):
-    """A command whose help has its flags under the subjects of the settings."""
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return [
-            re.sub(r"[{}]", "", piece) for piece in super().collect_usage_pieces(ctx)
-        ]
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        subjects: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            if row := parameter.get_help_record(ctx):
-                usual = (
-                    "Arguments"
-                    if parameter.param_type_name == "argument"
-                    else "Options"
-                )
-                subject = getattr(parameter, "rich_help_panel", None) or usual
-                subjects.setdefault(subject, []).append(_as_of_a_setting(*row))
-        uses_storage = subjects.pop("Storage", None)
-        for subject, rows in subjects.items():
-            with formatter.section(subject):
-                formatter.write_dl(rows)
-        if uses_storage:
-            formatter.write_paragraph()
-            formatter.write_text(
-                "--storage, and what goes with it: see `imagefleet --help`."
-            )
-
-
-def _as_of_a_setting(name: str, text: str) -> tuple[str, str]:
-    """A row of typer's help with bounds as people write them."""
-    # An argument's name is its metavar; an option's type follows its name.
-    name = re.sub(r" <(.*)>", r" \1" if name.startswith("-") else "", name)
-    text = re.sub(r"([\d.]+)<=x<=([\d.]+)(?=[;\]])", r"\1 to \2", text)
-    return name, re.sub(r"x>=([\d.]+)(?=[;\]])", r"at least \1", text)
 
 
 class Group(TyperGroup):
@@ -153,15 +105,14 @@ class LazyCommands(UserDict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if self.data[name] is None:
             found = find(name)
-            app = typer.Typer(rich_markup_mode=None, add_completion=False)
+            app = typer.Typer(rich_markup_mode=_MARKUP, add_completion=False)
             app.callback()(
                 lambda: None
             )  # makes it a group, however few commands it has
             if isinstance(found, typer.Typer):
-                app.add_typer(found, name=name, short_help=COMMANDS[name])
+                app.add_typer(found, name=name, short_help=COMMANDS[name], cls=Group)
             else:
                 app.command(name)(found)
-            _use_help_classes(app)
             self.data[name] = typer.main.get_group(app).commands[name]
         return self.data[name]
 
@@ -173,40 +124,40 @@ class Console(Group):
         super().__init__(**terms)
         self.commands = LazyCommands({**dict.fromkeys(COMMANDS), **self.commands})
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - click's signature
-        rows = [
-            (name, COMMANDS.get(name) or self.commands[name].help or "")
-            for name in self.commands
-        ]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
-        with formatter.section("Storage, for all commands that use one"):
-            formatter.write_dl(list(STORAGE_OPTIONS.items()))
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        commands = self.commands
+        self.commands = {
+            name: TyperCommand(name, short_help=text) for name, text in COMMANDS.items()
+        }
+        self.commands["health"] = commands["health"]
+        super().format_help(ctx, formatter)
+        self.commands = commands
 
 
 app = typer.Typer(
     name="imagefleet",
     cls=Console,
-    # Plain help: typer's boxes leave too little width for long names of settings.
-    rich_markup_mode=None,
+    rich_markup_mode=_MARKUP,
     no_args_is_help=True,
-    # Help is as wide as the terminal, up to a width that is still easy to read.
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 140},
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     help="""Turns queues of prompt jobs into Stable Diffusion images at the lowest cost per image.
 
 A job queue feeds any number of workers, one per GPU. Jobs that cannot succeed go to the poison
 queue, each with its error.""",
-    epilog="""\b
-A first look, without an account or a GPU:
-  imagefleet demo
+    epilog="""A first look, without an account or a GPU:
 
-\b
+imagefleet demo
+
 On one machine, with everything in the folder imagefleet-data:
-  imagefleet load jobs.jsonl
-  imagefleet worker --model ./model --until-empty
-  imagefleet status
-  imagefleet failed
+
+imagefleet load jobs.jsonl
+
+imagefleet worker --model ./model --until-empty
+
+imagefleet status
+
+imagefleet failed
 
 Every setting is a flag and a variable: --queue is IMAGEFLEET_QUEUE.
 
@@ -248,7 +199,6 @@ def root(
 
 @app.command(
     "health",
-    cls=Command,
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
@@ -257,15 +207,6 @@ def health_command(context: typer.Context) -> None:
     raise typer.Exit(
         health.main(context.args)
     )  # `python -m fleet.main`; see fleet/entry.py
-
-
-def _use_help_classes(group: typer.Typer) -> None:
-    group.info.cls = Group
-    for command in group.registered_commands:
-        command.cls = Command
-    for inner in group.registered_groups:
-        if inner.typer_instance:
-            _use_help_classes(inner.typer_instance)
 
 
 def _log_format(

@@ -143,18 +143,6 @@ def test_every_command_that_spends_or_deletes_asks_or_takes_yes() -> None:
     assert {name for name in ALL if option(ALL[name], "--yes")} == ASKING
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name != "health"])
-def test_the_help_has_the_types_of_the_settings_and_bounds_in_words(name: str) -> None:
-    command = ALL[name]
-    context = command.make_context("imagefleet", [], resilient_parsing=True)
-    help_text = command.get_help(context)
-
-    assert "Usage: imagefleet" in help_text
-    assert (
-        re.findall(r"<(?:path|str|int|float|high)\b|\{\w+\}|\bx[<>]=", help_text) == []
-    )
-
-
 def fail_job(folder: Path, reason: str, **fields: str) -> None:
     """Adds a failed job to the default storage of *folder*."""
 
