@@ -6,7 +6,7 @@ own: 1.1 interruptions an hour among 100, a quarter of them slow; one in twenty 
 images. Time is simulated, so a run depends on its seed alone; 1,000 to 1,400 jobs take a second.
 
     python benchmarks/fleet_sim.py --replicas 1,10,100,750 --seeds 5
-    python benchmarks/fleet_sim.py --replicas 2000 --gpu "RTX 5090" --shards 8 --share 0.1
+    python benchmarks/fleet_sim.py --replicas 2000 --gpu "RTX 5090" --share 0.1
     python benchmarks/fleet_sim.py --replicas 100 --gpu "RTX 3060 8GB" --interruptions 10 --hours 1
     python benchmarks/fleet_sim.py --reference
     python benchmarks/fleet_sim.py --pictures benchmarks/results/fleet-sim.json
@@ -105,9 +105,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--priority", default="batch", choices=prices.PRIORITIES)
     parser.add_argument(
-        "--shards", type=int, default=1, help="queues that the jobs are spread over"
-    )
-    parser.add_argument(
         "--interruptions", type=float, default=1.0, help="times the usual rate"
     )
     parser.add_argument(
@@ -159,7 +156,6 @@ def _scaling(arguments: argparse.Namespace) -> dict[str, Any]:
                         simulated,
                         cards,
                         weather,
-                        shards=min(arguments.shards, number),
                         seed=seed,
                         queue_limit=share * account.QUEUE_OPERATIONS_PER_SECOND,
                         account_limit=share * account.ACCOUNT_REQUESTS_PER_SECOND,
@@ -269,7 +265,7 @@ def _show(
     last = found[-1]
     _console().print(
         table,
-        f"{', '.join(card.name for card in cards)}; shards: {last['shards']};"
+        f"{', '.join(card.name for card in cards)};"
         f" {last['simulated_replicas']:,} of {last['replicas']:,} replicas simulated, with as much"
         f" of the storage's limits;"
         f" {last['seconds']:,.0f} simulated seconds of a run that goes on; interruptions"

@@ -22,9 +22,9 @@ from rich.table import Table
 
 from evaluation.stand_in import StandInEngine
 from imagefleet.job.message import read_job
-from imagefleet.storage import protocol
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.routing.models import ModelQueues
+from imagefleet.storage.routing.queue import Queues
 from worker.engine import contract
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
@@ -48,12 +48,8 @@ class Far:
         self.written_at: list[float] = []
         """When blobs were created."""
 
-    def add(self, queues: Iterable[protocol.JobQueue]) -> None:
+    def add(self, model: str, queues: Queues) -> None:
         """None of a model's queues: they would only be empty."""
-
-    def look_seconds(self, seconds: float) -> float:
-        """Seconds between two looks at the depth of a queue that is in one piece."""
-        return seconds
 
     def __getattr__(self, name: str) -> Any:
         if name not in self._calls:

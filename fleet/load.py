@@ -16,7 +16,6 @@ from fleet.files import missing
 from fleet.redo import replace
 from imagefleet import errors
 from imagefleet.storage.open import signer_of
-from imagefleet.storage.settings import MAX_SHARDS
 from loadgen import sources
 from loadgen.load import default_path
 from loadgen.rejects import MOST_SHOWN, Rejected, Report
@@ -56,13 +55,6 @@ class Jobs:
 
 @dataclass(frozen=True, slots=True)
 class Sending(filling.Sending):
-    shards: int | None = option(
-        "Queues of the storage that each job queue is spread over from now on, for more"
-        " than 2,000 messages/s; workers find out. Default: as it is.",
-        min=1,
-        max=MAX_SHARDS,
-        metavar="N",
-    )
     new_only: bool = option(
         "Leave out jobs whose id was sent with another content.", default=False
     )
@@ -160,7 +152,6 @@ def command(
                     },
                     new_only=sending.new_only,
                     replace=replace.replace_jobs if sending.replace else None,
-                    shards=sending.shards,
                 )
 
 

@@ -175,7 +175,6 @@ class Load:
         priority: Priority = "normal",
         models: Collection[str] = (),
         refusals: Refusals | None = None,
-        shards: int | None = None,
     ) -> None:
         """*on_notice* is told what to show; *models* are what workers have from elsewhere.
 
@@ -184,7 +183,6 @@ class Load:
         """
         self._storage = storage
         self._queue = storage.queues[priority]
-        self._shards = shards
         self._source = source
         self._path = checkpoint_path
         new = Checkpoint(
@@ -268,12 +266,6 @@ class Load:
         began = time.monotonic()
         progress = Progress(self.confirmed, 0, finished=True)
         try:
-            if self._shards is not None:
-                await self._storage.create()
-                await self._storage.models.set_shards(self._shards)
-                self._on_notice(
-                    f"shards that jobs are sent to from now on: {self._shards}"
-                )
             if not self.is_done:
                 progress = await self._send(on_confirmed)
         finally:

@@ -417,6 +417,4 @@ async def measure_depth(
                 metrics.queues.update(queue.name, depth)
                 if queue is jobs:
                     on_depth(depth.messages)
-        await asyncio.sleep(
-            concurrency.jitter(jobs.look_seconds(DEPTH_SECONDS), high=1.5)
-        )
+        await asyncio.sleep(concurrency.jitter(DEPTH_SECONDS, high=1.5))

@@ -220,7 +220,7 @@ class Pipeline:
         self.cost.ready()
         names = self.models.names if self.models else [engine.model_name]
         for name in names:
-            self._queue.add(self._storage.models.of(name).values())
+            self._queue.add(name, self._storage.models.of(name))
         self.metrics.serve(names)
         await make_queues(self._storage.models, names)
         changed_at = None

@@ -277,7 +277,6 @@ class _Worker:
             if self._member
             else share_of(self._settings.name)
         )
-        storage.models.stand_at(share)
         await models.begin(queue, share)
         return models
 

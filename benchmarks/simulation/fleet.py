@@ -17,7 +17,6 @@ from imagefleet.pricing import prices
 from imagefleet.storage.azure import account as azure_account
 from imagefleet.storage.azure import storage as azure_storage
 from imagefleet.storage.azure.storage import AzureStorage
-from imagefleet.storage.settings import PRIORITIES, job_queue
 from simulation import account, engine
 from simulation.clients import Address, Reads, Sender
 from simulation.clock import SimulatedLoop
@@ -33,7 +32,7 @@ from worker import pipeline
 from worker.metrics import WorkerMetrics
 from worker.pipeline import Machine, Pipeline
 from worker.replica import Replica
-from worker.settings import WorkerSettings, share_of
+from worker.settings import WorkerSettings
 from worker.stages import encode
 
 #: More than any run.
@@ -58,7 +57,6 @@ class Scenario:
     replicas: int
     cards: Sequence[Card]
     weather: Weather = field(default_factory=Weather)
-    shards: int = 1
     jobs: int | None = None
     """Number of jobs of the campaign; None for endless ones."""
     seed: int = 0
@@ -178,7 +176,7 @@ class Fleet:
         self.account = account.Account(
             self.loop.time, plan.queue_limit, plan.account_limit
         )
-        self._fill(plan)
+        self.account.queue(_QUEUE).source = account.jobs("s0-", plan.jobs)
         self._settings = WorkerSettings(
             storage=_CONNECTION,
             queue=_QUEUE,
@@ -187,19 +185,6 @@ class Fleet:
         )
         # One for all: what they count is not read here.
         self._metrics = WorkerMetrics()
-
-    def _fill(self, plan: Scenario) -> None:
-        """Makes the queue of jobs, with its shards."""
-        if plan.shards > 1:
-            for priority in PRIORITIES:
-                first = self.account.queue(job_queue(_QUEUE, priority=priority))
-                first.metadata["shards"] = f"{plan.shards}/{plan.shards}"
-        for number in range(plan.shards):
-            jobs = None
-            if plan.jobs is not None:
-                jobs = plan.jobs // plan.shards + (number < plan.jobs % plan.shards)
-            shard = self.account.queue(job_queue(_QUEUE, shard=number))
-            shard.source = account.jobs(f"s{number}-", jobs)
 
     def start(self) -> None:
         dice = random.Random(self.plan.seed)
@@ -251,7 +236,6 @@ class Fleet:
         address = Address(self.account, node.line)
         with mock.patch.object(azure_account, "read_address", return_value=address):
             storage = AzureStorage(settings, concurrency.DEFAULT)
-        storage.models.stand_at(share_of(name))
         table = prices.BUILT_IN.storage
         drawing = engine.SimulatedEngine(
             node.images_per_second, is_broken=node.is_broken

@@ -103,7 +103,6 @@ class Figures:
 
     replicas: int
     simulated_replicas: int
-    shards: int
     seconds: float
     """Simulated seconds that were measured."""
     images: int
@@ -210,7 +209,6 @@ def figures(fleet: Fleet, first: Sample, last: Sample) -> Figures:
     return Figures(
         replicas=fleet.plan.replicas,
         simulated_replicas=fleet.plan.replicas,
-        shards=fleet.plan.shards,
         seconds=seconds,
         images=images,
         images_per_second=images / seconds,

@@ -20,7 +20,6 @@ from fleet.salad import groups
 from fleet.settings import BrokerSettings
 from imagefleet import errors
 from imagefleet.storage import proofs
-from imagefleet.storage.open import open_storage
 from imagefleet.telemetry import logs, probes
 
 log = logs.EventLog(__name__)
@@ -119,7 +118,6 @@ class Broker:
         self._minter = mint.Minter(settings)
         self._policy = ""
         self._secret: str | None = None
-        self._shards = 1
         self._checked_at = float("-inf")
         self._lock = asyncio.Lock()
 
@@ -144,9 +142,7 @@ class Broker:
         log.info(f"issued tokens to {whom}", action="tokens_given")
         own = self._settings
         life = timedelta(hours=own.token_hours)
-        minted = self._minter.mint(
-            own.role, life, self._policy, own.model_names, self._shards
-        )
+        minted = self._minter.mint(own.role, life, self._policy, own.model_names)
         answer = minted.record
         if (own_id := proofs.machine_of(machine)) == machine.lower():
             key = proofs.machine_key(str(self._secret), own_id)
@@ -174,22 +170,14 @@ class Broker:
 
     async def _find_policy(self) -> str | None:
         own = self._settings
-        async with open_storage(own) as storage:
-            shards = await storage.models.most_shards()
         stored = await mint.policies(own, own.role, own.model_names)
         ours = sorted(name for name in stored if mint.is_of_broker(own.policy, name))
-        name = self._policy if self._policy in ours else next(iter(ours), None)
-        if (
-            name is not None and shards != self._shards
-        ):  # those that were made since lack it
-            await mint.store_policy(own, own.role, name, own.model_names, shards)
-        self._shards = shards
-        return name
+        return self._policy if self._policy in ours else next(iter(ours), None)
 
     async def _make_policy(self) -> str:
         own = self._settings
         name = f"{own.policy}-{secrets.token_hex(4)}"
-        await mint.store_policy(own, own.role, name, own.model_names, self._shards)
+        await mint.store_policy(own, own.role, name, own.model_names)
         ends = f"imagefleet keys revoke {own.policy} ends them"
         log.info(f"new tokens have the policy {name}; {ends}", action="policy_made")
         return name

@@ -17,7 +17,7 @@ from imagefleet import errors
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.signing import SigningKey
 from imagefleet.storage.azure.roles import ROLES, explain
-from imagefleet.storage.settings import MAX_SHARDS, StorageSettings
+from imagefleet.storage.settings import StorageSettings
 
 #: A run of a day or two, and a weekend on top; less with rotation.
 DEFAULT_HOURS = 72.0
@@ -37,13 +37,6 @@ app = typer.Typer(
 class Scope:
     model: list[str] | None = option(
         "A model whose jobs they are for as well; repeatable.", metavar="NAME"
-    )
-    shards: int = option(
-        "The shards of each job queue, as `imagefleet load --shards` made them.",
-        1,
-        min=1,
-        max=MAX_SHARDS,
-        metavar="N",
     )
     chains: bool = option(
         "For workers that draw jobs in several stages: they may read images, and add jobs"
@@ -110,11 +103,9 @@ async def mint_command(
                 " only, without a path or suffix"
             )
     life = timedelta(hours=token_hours)
-    minted = keys_mint.Minter(_on_azure(settings)).mint(
-        allowed, life, policy, models, scope.shards
-    )
+    minted = keys_mint.Minter(_on_azure(settings)).mint(allowed, life, policy, models)
     if policy is not None:
-        await keys_mint.store_policy(settings, allowed, policy, models, scope.shards)
+        await keys_mint.store_policy(settings, allowed, policy, models)
     _hand_out(settings, minted, file, as_json=as_json)
     rows = [
         (
@@ -187,8 +178,7 @@ def _print_exports(variables: Mapping[str, str]) -> None:
         if len(value) > MAX_VALUE:
             raise errors.SetupError(
                 f"{name} has {len(value):,} characters; SaladCloud allows {MAX_VALUE:,}:"
-                " use a shorter name of --policy, or --file (with models or shards, --file or a"
-                " broker)"
+                " use a shorter name of --policy, or --file (with models, --file or a broker)"
             )
     for name, value in variables.items():
         console.print_plain(f"export {name}={shlex.quote(value)}")

@@ -34,11 +34,10 @@ MAX_POLICIES = 5
 
 
 class Place(NamedTuple):
-    """A queue or container; a job queue may be a model's, and one of its shards."""
+    """A queue or container; a job queue may be a model's."""
 
     resource: Resource
     model: str | None = None
-    shard: int = 0
 
     def letters(self, role: Role) -> str:
         return role.letters(self.resource, self.model)
@@ -98,11 +97,6 @@ class Minted:
             queues = fields
             if place.model is not None:
                 queues = fields.setdefault("models", {}).setdefault(place.model, {})
-            if place.shard:
-                shards = queues.setdefault("shards", [])
-                if len(shards) < place.shard:
-                    shards.append({})
-                queues = shards[place.shard - 1]
             queues[place.resource] = token
         return fields
 
@@ -131,17 +125,16 @@ class Minter:
         life: timedelta,
         policy: str | None = None,
         models: Collection[str] = (),
-        shards: int = 1,
     ) -> Minted:
         """Tokens that expire after *life*, or as soon as the stored *policy* is removed, if given.
 
-        Those of the queues of *models*, too, and of as many *shards* of each queue. They have no
-        start time: a node's or Azure's clock may be behind this one.
+        Those of the queues of *models*, too. They have no start time: a node's or Azure's clock may
+        be behind this one.
         """
         expires_at = (datetime.now(UTC) + life).replace(microsecond=0)
         tokens = {
             place: self._token(place, role, expires_at, policy)
-            for place in _places(role, models, shards)
+            for place in _places(role, models)
         }
         return Minted(role.name, self.storage, tokens, expires_at)
 
@@ -161,17 +154,14 @@ class Minter:
         return generate_queue_sas(queue_name=name, **terms)
 
 
-def _places(
-    role: Role | None, models: Collection[str] = (), shards: int = 1
-) -> list[Place]:
+def _places(role: Role | None, models: Collection[str] = ()) -> list[Place]:
     """All that the role has a token for; None: all there is."""
     places = [Place(resource) for resource in roles.RESOURCES]
     places += [
-        Place(queue, model, shard)
-        for shard in range(shards)
-        for model in (None, *models)
+        Place(queue, model)
+        for model in models
         for queue in roles.RESOURCES
-        if (model or shard) and queue in roles.JOB_QUEUES.values()
+        if queue in roles.JOB_QUEUES.values()
     ]
     return [place for place in places if role is None or place.letters(role)]
 
@@ -181,12 +171,11 @@ async def store_policy(
     role: Role,
     name: str,
     models: Collection[str] = (),
-    shards: int = 1,
 ) -> None:
     """Creates the stored policy *name* on each resource that *role* has a token for.
 
-    The queues of high and low priority, those of *models* and the shards are created if they do not
-    exist. Raises SetupError if it has other permissions, or the resource too many policies.
+    The queues of high and low priority and those of *models* are created if they do not exist.
+    Raises SetupError if it has other permissions, or the resource too many policies.
     """
 
     async def store(place: Place) -> None:
@@ -206,11 +195,9 @@ async def store_policy(
             kind = BlobPolicy if roles.is_container(place.resource) else QueuePolicy
             policies.setdefault(name, kind(permission=permission))
 
-    places = _places(role, models, shards)
+    places = _places(role, models)
     optional = [
-        one
-        for one in places
-        if one.resource in roles.OPTIONAL or one.model or one.shard
+        place for place in places if place.resource in roles.OPTIONAL or place.model
     ]
     for place in places:
         if place not in optional:
@@ -232,7 +219,7 @@ async def store_policy(
 async def policies(
     settings: StorageSettings, role: Role, models: Collection[str] = ()
 ) -> set[str]:
-    """The policies with which all resources, but for shards, have the role's permissions."""
+    """The policies with which all resources have the role's permissions."""
     found = []
     for place in _places(role, models):
         permission = str(place.permission(role))
@@ -276,9 +263,8 @@ async def remove_policy(settings: StorageSettings, name: str) -> list[str]:
     """Removes the policy *name* or a broker's for it; returns whose tokens that revokes."""
     async with open_storage(settings) as storage:
         models = await storage.models.names()
-        shards = await storage.models.most_shards()
     removed = []
-    for place in _places(None, models, shards):
+    for place in _places(None, models):
         async with _stored(settings, place, may_be_missing=True) as policies:
             ours = [
                 each for each in policies if each == name or is_of_broker(name, each)

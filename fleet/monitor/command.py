@@ -78,7 +78,7 @@ async def read_status(
     waiting = await _without_worker(client, depth.queue)
     return {
         "storage": storage.url,
-        "queue": _queue(storage.queue.name, depth.queue) | {"shards": 1},
+        "queue": _queue(storage.queue.name, depth.queue),
         "failed": _queue(storage.poison.name, depth.failed),
         "fleet": (await rates.fleet_rates(server)).model_dump() if server else None,
         "queues": [_queue(name, each) for name, each in depth.queue.by_queue.items()],
@@ -112,7 +112,6 @@ def _queue(name: str, depth: QueueDepth) -> dict[str, Any]:
         "leased": depth.leased,
         "oldest_age_seconds": depth.oldest_age_seconds,
         "model": depth.model,
-        "shards": max(1, len(depth.by_queue)),
     }
 
 
@@ -130,11 +129,8 @@ def status_screen(
     for queue in (*(shown_queues or [found["queue"]]), found["failed"]):
         counts = (queue[name] for name in headings[:3])
         shown = ["?" if number is None else f"{number:,}" for number in counts]
-        shards = f" ({queue['shards']} shards)" if queue["shards"] > 1 else ""
         age = queue["oldest_age_seconds"]
-        table.add_row(
-            queue["name"] + shards, *shown, "-" if age is None else duration(age)
-        )
+        table.add_row(queue["name"], *shown, "-" if age is None else duration(age))
     parts: list[Text | Table] = [console.untrusted(found["storage"], "bold"), table]
     for waiting in found["without_worker"]:
         jobs, model = console.counted(waiting["messages"], "job"), waiting["model"]

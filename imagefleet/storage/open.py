@@ -12,7 +12,7 @@ from imagefleet.signing import JobSigner, Scope
 from imagefleet.storage.local.blobs import LocalBlobs
 from imagefleet.storage.local.queue import LocalQueue, QueueFile
 from imagefleet.storage.proofs import Proofs, Prover
-from imagefleet.storage.protocol import BlobStore, JobQueue, Operations
+from imagefleet.storage.protocol import BlobStore, JobQueue, Operations, StoredQueue
 from imagefleet.storage.routing.models import ModelQueues
 from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.storage.settings import (
@@ -38,7 +38,7 @@ class Storage(Protocol):
     """What jobs of this storage's queues are signed for."""
     queue: RoutedQueue
     """All job queues as one, by priority; it sends to that of normal priority."""
-    queues: Mapping[Priority, RoutedQueue]
+    queues: Mapping[Priority, StoredQueue]
     """The queue of each priority of jobs without a model."""
     models: ModelQueues
     """The queues of jobs that name a model; what sends jobs to the right ones."""
@@ -85,14 +85,14 @@ class LocalStorage:
         self._file = QueueFile(folder / QUEUE_FILE)
         self.operations = Operations()
 
-        def shard(priority: Priority, model: str | None, number: int) -> LocalQueue:
-            name = names.queues_of(model, number)[priority]
+        def queue(priority: Priority, model: str | None) -> LocalQueue:
+            name = names.queues_of(model)[priority]
             return LocalQueue(self._file, name, self.operations)
 
         self.poison = LocalQueue(self._file, names.poison_queue, self.operations)
         self.blobs = LocalBlobs(folder / names.container, self.operations)
         self.files = LocalBlobs(folder / names.files_container, self.operations)
-        self.models = ModelQueues(shard, self.blobs)
+        self.models = ModelQueues(queue, self.blobs)
         self.queues = self.models.default
         self.queue = self.models.all
         self.scope = Scope(

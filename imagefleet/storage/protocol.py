@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol
 
 from imagefleet import concurrency, errors
 from imagefleet.job import sizes
@@ -39,19 +39,24 @@ _BLOB_NAME_PART = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message in a queue; `queue` is that queue's name, whichever of its shards has it."""
+    """A message in a queue; `queue` is that queue's name."""
 
     id: str
     body: str
     delivery_count: int
     enqueued_at: datetime
     queue: str = field(default="", kw_only=True)
-    shard: int = field(default=0, kw_only=True)
 
     def leased(self, receipt: str) -> LeasedMessage:
-        """The same in flight."""
-        facts = self.id, self.body, self.delivery_count, self.enqueued_at
-        return LeasedMessage(*facts, receipt, queue=self.queue, shard=self.shard)
+        """The message as it is in flight, with the receipt of its lease."""
+        return LeasedMessage(
+            self.id,
+            self.body,
+            self.delivery_count,
+            self.enqueued_at,
+            receipt,
+            queue=self.queue,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +66,15 @@ class LeasedMessage(Message):
     receipt: str
 
     def renewed(self, receipt: str, body: str | None) -> LeasedMessage:
-        """The same with its new receipt, and another text if there is one."""
+        """A copy with the new receipt and, if given, a new body."""
         return replace(self, receipt=receipt, body=self.body if body is None else body)
-
-
-AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
 class QueueDepth:
     """The size of a queue. `leased` is None on Azure, which reports only the sum.
 
-    `by_queue` has the sizes of the queues that are drained as one, and there of their shards.
+    `by_queue` has the sizes of the queues that are drained as one.
     `model` is that of the queue's jobs.
     """
 
@@ -125,17 +127,6 @@ class Clock:
                 action="clock_off",
                 seconds=round(ahead),
             )
-
-
-class Shards(NamedTuple):
-    """Jobs are sent to the first `used` shards of a queue; `made` exist and may still have some."""
-
-    used: int = 1
-    made: int = 1
-
-    def with_made(self, made: int) -> Shards:
-        """The same where so many were made already, by somebody else perhaps."""
-        return Shards(self.used, max(self.made, made))
 
 
 class JobQueue(Protocol):
@@ -193,19 +184,10 @@ class JobQueue(Protocol):
 
 
 class StoredQueue(JobQueue, Protocol):
-    """One queue of the storage, with which the number of shards that it is the first of is kept."""
-
-    shards: Shards | None
-    """The shards that `create`, `check`, `depth` or `read_shards` saw last; None before."""
+    """One plain queue of the storage."""
 
     async def create(self) -> bool:
         """Creates the queue if it does not exist; False if the credentials do not allow that."""
-
-    async def read_shards(self) -> Shards:
-        """Raises SetupError if the queue does not exist or the credentials do not allow that."""
-
-    async def record_shards(self, shards: Shards) -> None:
-        """Notes the shards; those that others have made meanwhile stay: they may have jobs."""
 
 
 @dataclass(frozen=True, slots=True)

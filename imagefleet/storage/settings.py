@@ -21,12 +21,9 @@ _AZURE_NAME = re.compile(r"(?=.{3,56}$)[a-z0-9](-?[a-z0-9])*")
 #: Azure's limit for the name of a queue.
 MAX_CHARACTERS = 63
 
-#: The most shards of one queue: an account takes what ten queues do (20,000 messages/s).
-MAX_SHARDS = 32
-
 _HASH_CHARACTERS = 10
 
-#: The longest `--queue` where jobs name models: the slug keeps six characters, a shard's three.
+#: The longest `--queue` where jobs name models: the slug keeps six characters.
 MAX_BASE_CHARACTERS = 40
 
 _NOT_IN_A_SLUG = re.compile("[^a-z0-9]+")
@@ -70,34 +67,25 @@ def checked_priority(text: str) -> Priority:
     )
 
 
-def job_queue(
-    base: str, model: str | None = None, priority: str = "normal", shard: int = 0
-) -> str:
-    """The queue of jobs of a model, or of those without one, or one of its shards.
+def job_queue(base: str, model: str | None = None, priority: str = "normal") -> str:
+    """The name of the queue of a model's jobs, or of those without one.
 
     That of a model is `jobs-SLUG-HASH`: SLUG is what fits of the model's name, HASH is of
-    the exact name, so that no two models share a queue (by chance, one pair in 10^15). A queue of
-    several shards is its own first one. Raises SetupError if *base* leaves no room for the rest.
+    the exact name, so that no two models share a queue (by chance, one pair in 10^15). Raises
+    SetupError if *base* leaves no room for the rest.
     """
-    suffix = ("" if priority == "normal" else f"-{priority}") + (
-        f"-{shard}" if shard else ""
-    )
-    longest = len("-high") + (len(f"-{MAX_SHARDS - 1}") if shard else 0)
-    what, most = "shards", MAX_CHARACTERS - longest
     if model is not None:
-        what, most = "jobs that name a model", MAX_BASE_CHARACTERS
-    if len(base) > most:
-        raise errors.SetupError(
-            f"the queue name {base!r} is too long for {what}: --queue should have {most} characters"
-            " at most"
-        )
-    if model is not None:
+        if len(base) > MAX_BASE_CHARACTERS:
+            raise errors.SetupError(
+                f"the queue name {base!r} is too long for jobs that name a model: --queue should"
+                f" have {MAX_BASE_CHARACTERS} characters at most"
+            )
         digest = hashlib.blake2b(model.encode(), digest_size=8).digest()
         text = base64.b32encode(digest).decode().lower()[:_HASH_CHARACTERS]
-        room = MAX_CHARACTERS - longest - _HASH_CHARACTERS - len(base) - 2
+        room = MAX_CHARACTERS - len("-high") - _HASH_CHARACTERS - len(base) - 2
         slug = _NOT_IN_A_SLUG.sub("-", model.lower())[:room].strip("-")
         base = "-".join(filter(None, (base, slug, text)))
-    return base + suffix
+    return base if priority == "normal" else f"{base}-{priority}"
 
 
 def priority_of(queue: str) -> Priority:
@@ -157,9 +145,9 @@ class StorageSettings(BaseSettings):
         """Whether the storage is a folder of this machine."""
         return self.storage.strip().startswith(LOCAL_SCHEME)
 
-    def queues_of(self, model: str | None, shard: int = 0) -> Mapping[Priority, str]:
+    def queues_of(self, model: str | None) -> Mapping[Priority, str]:
         """The names of a model's job queues, in the order in which workers take jobs."""
-        return {each: job_queue(self.queue, model, each, shard) for each in PRIORITIES}
+        return {each: job_queue(self.queue, model, each) for each in PRIORITIES}
 
     @property
     def poison_queue(self) -> str:

@@ -70,14 +70,6 @@ class QueueGauges:
             "imagefleet_queue_oldest_age_seconds",
             "Age of the oldest visible message; 0 if there is none.",
         )
-        self._shards = of_queue(
-            "imagefleet_queue_shards",
-            "Queues of the storage that a queue consists of, where it is several.",
-        )
-        self._fullest = of_queue(
-            "imagefleet_queue_fullest_shard_messages",
-            "Messages in the fullest shard of a queue.",
-        )
         self._model_messages = of_model(
             "imagefleet_model_queue_messages",
             "Messages in the queues of a model's jobs; of those without a model, model is empty.",
@@ -98,10 +90,6 @@ class QueueGauges:
             self._update(queue, depth)
 
     def _update(self, queue: str, depth: QueueDepth) -> None:
-        """One queue; its shards are one series, or each worker would have hundreds of them."""
-        if shards := depth.by_queue.values():
-            self._shards.labels(queue).set(len(shards))
-            self._fullest.labels(queue).set(max(each.messages for each in shards))
         if depth.leased is None:
             self._messages.labels(queue, "any").set(depth.messages)
         else:

@@ -108,26 +108,15 @@ def test_records_with_other_times_and_names_do_not_take_another_time_to_send() -
     assert sizes[0] == sizes[1] < sizes[2]
 
 
-def test_one_queues_limit_is_named_and_lifted_by_shards() -> None:
+def test_one_queues_limit_is_named() -> None:
     plan = Scenario(4, [CARD], FINE, queue_limit=12)
     one = measure.measure(plan, 150, 300)
-    four = measure.measure(dataclasses.replace(plan, shards=4), 50, 12)
-
     assert one.bottleneck == measure.QUEUE
     assert one.busiest_queue_per_second == pytest.approx(12, rel=0.06)
     assert one.refused_per_second > 0
     # Its operations are not spent on renewing the leases of ever more jobs, until these end.
     assert one.images_per_second > 9
     assert one.redeliveries < one.images / 50
-    assert four.bottleneck != measure.QUEUE
-    assert four.images_per_second > 1.5 * one.images_per_second
-
-
-def test_jobs_of_all_shards_are_drawn_by_workers_with_other_homes() -> None:
-    found = measure.measure(
-        Scenario(2, [CARD], FINE, shards=5, jobs=300, seed=1), 0, 600
-    )
-    assert (found.images, found.lost, found.visible_duplicates) == (300, 0, 0)
 
 
 def test_a_request_without_an_image_is_not_kept_by_those_that_have_one() -> None:

@@ -236,8 +236,8 @@ def test_every_metric_that_is_pushed_is_in_the_readme(
     seen: Seen, dashboards: Path
 ) -> None:
     pushed = {re.sub(r"_(sum|count|bucket)$", "", name) for name in seen.metrics}
-    # `imagefleet webhooks` is scraped; here are no several GPUs, queue shards or jobs in stages.
-    names = r"^\| `(imagefleet_(?![^`{]*(?:webhook|gpu_[ur]|shard|chain))[^`{]+)"
+    # `imagefleet webhooks` is scraped; here are no several GPUs or jobs in stages.
+    names = r"^\| `(imagefleet_(?![^`{]*(?:webhook|gpu_[ur]|chain))[^`{]+)"
     text = (dashboards / "README.md").read_text()
     assert pushed == set(re.findall(names, text, re.MULTILINE))
 

@@ -245,7 +245,6 @@ def queue_screen() -> Any:
         "leased": 10_000,
         "oldest_age_seconds": 86_400.0,
         "model": None,
-        "shards": 1,
     }
     rest: dict[str, Any] = {"queues": [], "without_worker": [], "fleet": None}
     return monitor.status_screen(

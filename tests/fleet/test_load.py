@@ -455,32 +455,6 @@ def test_a_priority_chooses_the_queue(
     assert f"a load into another queue ({high})" in again.stderr
 
 
-def test_jobs_are_spread_over_as_many_shards_as_were_asked_for_once(
-    in_process: Imagefleet, template: Path, storage_settings: StorageSettings
-) -> None:
-    async def counts() -> list[int]:
-        async with open_storage(storage_settings) as storage:
-            depth = await storage.queues["normal"].depth()
-            return sorted(each.messages for each in depth.by_queue.values())
-
-    ours = flags(storage_settings)
-    first = in_process("load", "t.yaml", "--shards", "3", "--json", *ours)
-    summary = json.loads(first.stdout)
-    assert (summary["sent"], summary["queue"]) == (250, storage_settings.queue)
-    counted = asyncio.run(counts())
-    assert sum(counted) >= 250  # on Azure some are drawn a second time
-    assert counted[2] - counted[0] <= 16
-    again = in_process("load", "t.yaml", "--restart", "--quiet", *ours)
-    assert again.returncode == 0
-    counted = asyncio.run(counts())
-    assert sum(counted) >= 500
-    assert counted[2] - counted[0] <= 16
-    # With nothing left to send, too.
-    idle = in_process("load", "t.yaml", "--shards", "4", *ours)
-    assert "shards that jobs are sent to from now on: 4" in idle.stderr
-    assert asyncio.run(counts())[0] == 0
-
-
 def test_the_queues_that_jobs_of_models_are_sent_to_are_named(
     in_process: Imagefleet, storage_settings: StorageSettings, tmp_path: Path
 ) -> None:

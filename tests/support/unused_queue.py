@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Iterable
 
-from imagefleet.storage.protocol import LeasedMessage, Message, Shards
+from imagefleet.storage.protocol import LeasedMessage, Message
 
 
 class UnusedQueue:
@@ -11,9 +11,6 @@ class UnusedQueue:
     finds_all = False
 
     async def create(self) -> bool:
-        raise NotImplementedError
-
-    async def record_shards(self, shards: Shards) -> None:
         raise NotImplementedError
 
     async def find(self, text: str) -> AsyncIterator[tuple[Message, bool]]:

@@ -39,8 +39,8 @@ from worker.pull import Puller
 log = logs.EventLog(__name__)
 
 
-#: Seconds between two looks at other models' queues, three to six operations a shard on Azure. An
-#: idle worker's pause doubles up to the longest, which is for one shard.
+#: Seconds between two looks at other models' queues, three to six operations on Azure. An
+#: idle worker's pause doubles up to the longest.
 LOOK_SECONDS = 30.0
 IDLE_LOOK_SECONDS = 1.0
 LONGEST_IDLE_LOOK_SECONDS = 10.0
@@ -232,9 +232,8 @@ class WorkerModels:
             idle_looks = idle_looks if puller.is_idle else 0
             seconds = time.monotonic() - looked_at
             is_due = seconds >= LOOK_SECONDS and self._choice.may_leave
-            longest = puller.queue.look_seconds(LONGEST_IDLE_LOOK_SECONDS)
             pause = concurrency.backoff(
-                idle_looks, IDLE_LOOK_SECONDS / 2, longest, low=1
+                idle_looks, IDLE_LOOK_SECONDS / 2, LONGEST_IDLE_LOOK_SECONDS, low=1
             )
             is_idle_due = puller.is_idle and seconds >= pause
             if not (is_idle_due or is_due):

@@ -121,17 +121,13 @@ class RotatingTokens:
 
     def __init__(self, source: sas_tokens.TokenSource) -> None:
         self.source = source
-        self.credentials: dict[
-            tuple[Resource, str | None, int], AzureSasCredential
-        ] = {}
+        self.credentials: dict[tuple[Resource, str | None], AzureSasCredential] = {}
         self.tokens: sas_tokens.Tokens | None = None
         self._refreshing: asyncio.Task[None] | None = None
         self._failure: errors.FleetError | None = None
 
-    def credential(
-        self, resource: Resource, model: str | None, shard: int
-    ) -> AzureSasCredential:
-        key = resource, model, shard
+    def credential(self, resource: Resource, model: str | None) -> AzureSasCredential:
+        key = resource, model
         if key not in self.credentials:
             token = self.tokens.of(*key) if self.tokens else ""
             self.credentials[key] = AzureSasCredential(token)
@@ -208,17 +204,15 @@ class Credentials:
             if self._fixed is None and not address.has_key:
                 self._identity = _workload_identity(settings.queue)
 
-    def of(
-        self, resource: Resource, model: str | None = None, shard: int = 0
-    ) -> Access:
-        """The credential of a queue or container; a job queue may be a *model*'s, and a shard."""
+    def of(self, resource: Resource, model: str | None = None) -> Access:
+        """The credential of a queue or container; a job queue may be a *model*'s."""
         credential: AzureSasCredential | AsyncTokenCredential | None = self._identity
         if self._rotating is not None:
-            credential = self._rotating.credential(resource, model, shard)
+            credential = self._rotating.credential(resource, model)
         elif self._fixed is not None:
-            credential = AzureSasCredential(self._fixed.of(resource, model, shard))
+            credential = AzureSasCredential(self._fixed.of(resource, model))
         kind = "container" if roles.is_container(resource) else "queue"
-        what = f"the {kind} {roles.name_of(self._settings, resource, model, shard)!r}"
+        what = f"the {kind} {roles.name_of(self._settings, resource, model)!r}"
         return Access(resource, what, credential, self._retry_policy, self._rotating)
 
     @property
@@ -226,11 +220,6 @@ class Credentials:
         """Proves what this machine stores, with the key that came with the tokens in force."""
         tokens = self._rotating.tokens if self._rotating else None
         return tokens.prover if tokens else None
-
-    def shards(self, resource: Resource, model: str | None) -> int:
-        """How many shards of a job queue there are tokens for."""
-        tokens = self._rotating.tokens if self._rotating else self._fixed
-        return tokens.shards_of(resource, model) if tokens else 1
 
     async def close(self) -> None:
         if to_close := self._rotating or self._identity:

@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from functools import partial
 from typing import Any, TypeVar
 
-from azure.core.credentials import AzureSasCredential
-from azure.storage.queue import QueueMessage, QueueProperties
+from azure.storage.queue import QueueMessage
 from azure.storage.queue.aio import QueueClient
 
 from imagefleet import concurrency, errors
@@ -33,17 +32,7 @@ CONCURRENT_RELEASES = 32
 #: or visible again after this time if the reader crashes. It suffices for about 100,000 messages.
 BROWSE_LEASE_SECONDS = 300
 
-#: The metadata of a queue with the number of its shards.
-_SHARDS = "shards"
-
 _Result = TypeVar("_Result")
-
-
-def shards_of(properties: QueueProperties) -> protocol.Shards:
-    """The number of a queue's shards, as `record_shards` keeps it with the first one."""
-    used, _, made = (properties.metadata or {}).get(_SHARDS, "").partition("/")
-    is_one = not (used.isdecimal() and made.isdecimal())
-    return protocol.Shards() if is_one else protocol.Shards(int(used), int(made))
 
 
 class AzureQueue:
@@ -64,19 +53,12 @@ class AzureQueue:
         self._access = access
         self._call = access.call
         self._sender = sender
-        self.shards: protocol.Shards | None = None
 
     async def create(self) -> bool:
         async def request() -> bool:
             with azure_errors.tolerated(azure_errors.NOT_FOR_TOKENS):
-                if not isinstance(self._access.credential, AzureSasCredential):
-                    # One request, too, where it exists, whose answer has the number of shards.
-                    with azure_errors.tolerated(azure_errors.MISSING):
-                        await self._properties()
-                        return True
                 with azure_errors.tolerated({"QueueAlreadyExists"}):
                     await self._client.create_queue()
-                    self.shards = protocol.Shards()
                 return True
             return False
 
@@ -88,28 +70,12 @@ class AzureQueue:
     async def check(self) -> None:
         async def request() -> None:
             with azure_errors.tolerated(azure_errors.LESS_PERMISSION):
-                await self._properties()
+                await self._client.get_queue_properties()
 
         await self._call(ANY_PERMISSION, request)
 
     async def metadata(self) -> Mapping[str, str]:
-        return (await self._call("r", self._properties)).metadata or {}
-
-    async def read_shards(self) -> protocol.Shards:
-        await self._call("r", self._properties)
-        return self.shards or protocol.Shards()
-
-    async def record_shards(self, shards: protocol.Shards) -> None:
-        async def request() -> None:
-            found = await self._client.get_queue_properties()
-            now = shards.with_made(shards_of(found).made)
-            recorded = {_SHARDS: f"{now.used}/{now.made}"}
-            await self._client.set_queue_metadata(
-                {**(found.metadata or {}), **recorded}
-            )
-            self.shards = now
-
-        await self._call("", request)
+        return (await self._call("r", self._client.get_queue_properties)).metadata or {}
 
     async def send(self, bodies: Iterable[str]) -> None:
         messages = sizes.checked_messages(bodies)
@@ -195,7 +161,7 @@ class AzureQueue:
                 yield message, False
 
     async def depth(self) -> protocol.QueueDepth:
-        properties = await self._call("r", self._properties)
+        properties = await self._call("r", self._client.get_queue_properties)
         count = properties.approximate_message_count or 0  # never too low
         front = await self._peek(1) if count else []
         age_seconds = None
@@ -215,11 +181,6 @@ class AzureQueue:
                 before, left = left, (await self.depth()).messages
                 if left >= before:
                     raise
-
-    async def _properties(self) -> QueueProperties:
-        found = await self._client.get_queue_properties()
-        self.shards = shards_of(found)
-        return found
 
     async def _call_with_receipt(
         self, permission: str, request: Callable[[], Awaitable[_Result]]

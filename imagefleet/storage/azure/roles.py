@@ -129,15 +129,11 @@ ROLES: Mapping[str, Role] = {
 
 
 def name_of(
-    settings: StorageSettings,
-    resource: Resource,
-    model: str | None = None,
-    shard: int = 0,
+    settings: StorageSettings, resource: Resource, model: str | None = None
 ) -> str:
-    """The name of the queue or container; a job queue may be a *model*'s, and one of its shards."""
+    """The name of the queue or container; a job queue may be a *model*'s."""
     queues = {
-        JOB_QUEUES[each]: name
-        for each, name in settings.queues_of(model, shard).items()
+        JOB_QUEUES[each]: name for each, name in settings.queues_of(model).items()
     }
     names: dict[Resource, str] = {
         **queues,

@@ -65,17 +65,14 @@ _SasToken = Annotated[SecretStr, AfterValidator(_checked_token)]
 
 
 class QueueTokens(BaseModel, frozen=True, extra="ignore", hide_input_in_errors=True):
-    """The tokens of one model's job queues, or of the same shard of each."""
+    """The tokens of one model's job queues, or of jobs without one."""
 
     queue: _SasToken | None = None
     queue_high: _SasToken | None = None
     queue_low: _SasToken | None = None
-    shards: list[QueueTokens] = []
-    """The tokens of the second shard and the following ones."""
 
-    def token(self, resource: str, shard: int) -> str:
-        part = self.shards[shard - 1 : shard] if shard else [self]
-        token: SecretStr | None = getattr(part[0], resource, None) if part else None
+    def token(self, resource: str) -> str:
+        token: SecretStr | None = getattr(self, resource, None)
         return token.get_secret_value() if token else ""
 
 
@@ -97,24 +94,16 @@ class Tokens(QueueTokens):
 
     @model_validator(mode="after")
     def _check_that_there_is_one(self) -> Self:
-        if not any(self.token(each, 0) for each in get_args(Resource)):
+        if not any(self.token(each) for each in get_args(Resource)):
             raise ValueError(f"a token of {', '.join(get_args(Resource))} is missing")
         return self
 
-    def of(self, resource: Resource, model: str | None = None, shard: int = 0) -> str:
+    def of(self, resource: Resource, model: str | None = None) -> str:
         """The token for it, of a *model*'s queues if given; empty if there is none."""
-        own = (self.token(each, 0) for each in get_args(Resource))
+        own = (self.token(each) for each in get_args(Resource))
         accounts = (token for token in own if "ss" in parse_qs(token))
-        return self._given(model).token(resource, shard) or next(accounts, "")
-
-    def shards_of(self, resource: Resource, model: str | None) -> int:
-        """The number of the queue's shards that have a token, the first included."""
-        return 1 + sum(
-            bool(getattr(each, resource)) for each in self._given(model).shards
-        )
-
-    def _given(self, model: str | None) -> QueueTokens:
-        return self if model is None else self.models.get(model, QueueTokens())
+        given = self if model is None else self.models.get(model, QueueTokens())
+        return given.token(resource) or next(accounts, "")
 
     @property
     def prover(self) -> Prover | None:

@@ -113,11 +113,9 @@ class AzureStorage:
             address, settings, identity_token, retry_policy
         )
 
-        def queue(
-            resource: Resource, model: str | None = None, shard: int = 0
-        ) -> AzureQueue:
-            of = access.of(resource, model, shard)
-            name = name_of(settings, resource, model, shard)
+        def queue(resource: Resource, model: str | None = None) -> AzureQueue:
+            of = access.of(resource, model)
+            name = name_of(settings, resource, model)
             client = address.queue_client(
                 name,
                 of.credential,
@@ -145,9 +143,7 @@ class AzureStorage:
         self.blobs = container("blob")
         self.files = container("files")
         self.models = ModelQueues(
-            lambda priority, model, shard: queue(JOB_QUEUES[priority], model, shard),
-            self.blobs,
-            lambda priority, model: access.shards(JOB_QUEUES[priority], model),
+            lambda priority, model: queue(JOB_QUEUES[priority], model), self.blobs
         )
         self.queues = self.models.default
         self.queue = self.models.all

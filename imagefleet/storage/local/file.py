@@ -20,13 +20,10 @@ CHECKPOINT_PAGES = 4_000
 #: Tells the file from those of other programs; another schema takes another number.
 _APPLICATION = 0x1F1EE700
 
-#: The number of a queue's shards is kept with the first one.
 _SCHEMA = f"""
 PRAGMA journal_mode = WAL;
 PRAGMA application_id = {_APPLICATION};
-CREATE TABLE queues (
-    name TEXT PRIMARY KEY, used INTEGER NOT NULL DEFAULT 1, made INTEGER NOT NULL DEFAULT 1
-) WITHOUT ROWID;
+CREATE TABLE queues (name TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE messages (
     sequence INTEGER PRIMARY KEY AUTOINCREMENT,
     queue TEXT NOT NULL REFERENCES queues (name),
@@ -77,8 +74,7 @@ SELECT enqueued_at FROM messages WHERE queue = ? AND visible_at = 0 ORDER BY seq
 """
 # Scans the index: 50 ms for a million messages, which blocks no writer.
 COUNT = "SELECT count(*), count(nullif(visible_at, 0)) FROM messages WHERE queue = ?"
-RECORD_SHARDS = "UPDATE queues SET used = ?, made = ? WHERE name = ?"
-SHARDS = "SELECT used, made FROM queues WHERE name = ?"
+EXISTS = "SELECT 1 FROM queues WHERE name = ?"
 
 #: SQLite's limit, 512 with the suffix of its journal.
 _MOST_PATH_BYTES = 504

@@ -172,27 +172,13 @@ class LocalQueue:
         self._operations = operations
         self._clock = time.time
         self._lease_clock = file.now
-        self.shards: protocol.Shards | None = None
 
     async def create(self) -> bool:
         await self._file.create(self.name)
-        await self._file.run(self._read_shards)
         return True
 
     async def check(self) -> None:
-        await self._file.run(self._read_shards)
-
-    async def read_shards(self) -> protocol.Shards:
-        return await self._run(self._read_shards)
-
-    async def record_shards(self, shards: protocol.Shards) -> None:
-        def record(connection: sqlite3.Connection) -> None:
-            with transaction(connection, durable=True):
-                now = shards.with_made(self._read_shards(connection).made)
-                connection.execute(sqlite_file.RECORD_SHARDS, (*now, self.name))
-            self.shards = now
-
-        await self._run(record)
+        await self._file.run(self._check_exists)
 
     async def send(self, bodies: Iterable[str]) -> None:
         messages = sizes.checked_messages(bodies)
@@ -263,7 +249,7 @@ class LocalQueue:
     async def depth(self) -> protocol.QueueDepth:
         def depth(connection: sqlite3.Connection) -> protocol.QueueDepth:
             self._sweep(connection)
-            self._read_shards(connection)
+            self._check_exists(connection)
             messages, leased = connection.execute(
                 sqlite_file.COUNT, (self.name,)
             ).fetchone()
@@ -329,12 +315,9 @@ class LocalQueue:
         enqueued_at = datetime.fromtimestamp(at, UTC)
         return protocol.Message(message_id, body, count, enqueued_at, queue=self.name)
 
-    def _read_shards(self, connection: sqlite3.Connection) -> protocol.Shards:
-        row = connection.execute(sqlite_file.SHARDS, (self.name,)).fetchone()
-        if row is None:
+    def _check_exists(self, connection: sqlite3.Connection) -> None:
+        if connection.execute(sqlite_file.EXISTS, (self.name,)).fetchone() is None:
             raise self._missing()
-        self.shards = protocol.Shards(*row)
-        return self.shards
 
     def _missing(self) -> errors.MissingResourceError:
         return errors.MissingResourceError(

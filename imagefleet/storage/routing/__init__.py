@@ -1,1 +1,1 @@
-"""Routing of jobs by priority, model and shard to plain queues of the storage."""
+"""Routing of jobs by priority and model to plain queues of the storage."""

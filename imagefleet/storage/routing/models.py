@@ -7,18 +7,17 @@ hold the model's.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import cached_property, partial
+from functools import cached_property
 
 from imagefleet import concurrency, errors
 from imagefleet.job import chain, sizes
 from imagefleet.job.message import fields_if_any, message_text
 from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.storage import protocol
-from imagefleet.storage.routing.queue import FindMore, RoutedQueue
-from imagefleet.storage.routing.route import Route
+from imagefleet.storage.routing.queue import Queues, RoutedQueue
 from imagefleet.storage.settings import PRIORITIES, Priority
 from imagefleet.telemetry import logs
 
@@ -39,64 +38,38 @@ SERVED_FOLDER = "-serving/"
 SERVED_SPAN = timedelta(minutes=10)
 _KEPT = timedelta(hours=1)
 
-Queues = Mapping[Priority, RoutedQueue]
-
 
 @dataclass(eq=False)
 class ModelQueues:
     """The queues of each model of one storage.
 
-    *open_shard* opens a plain queue by priority, model and number of the shard. *granted*: the
-    shards of tokens which do not allow to read how many there are.
+    *open_queue* opens a plain queue by priority and model.
     """
 
-    open_shard: Callable[[Priority, str | None, int], protocol.StoredQueue]
+    open_queue: Callable[[Priority, str | None], protocol.StoredQueue]
     blobs: protocol.BlobStore
-    granted: Callable[[Priority, str | None], int] = lambda *_: 1
 
     def __post_init__(self) -> None:
-        self._opened: dict[str | None, dict[Priority, RoutedQueue]] = {}
+        self._opened: dict[str | None, Queues] = {}
         self._made: set[str] = set()
         self._making = asyncio.Lock()
         self._listed_at: float | None = None
         self._names: list[str] = []
-        self._share: float | None = None
         self.default = self.of(None)
         """The queues of jobs without a model."""
 
     def of(self, model: str | None) -> Queues:
         """A model's queues, whether they exist or not."""
         if model not in self._opened:
-            self._opened[model] = {}
-            for level, priority in enumerate(PRIORITIES):
-                route = Route(
-                    partial(self.open_shard, priority, model),
-                    partial(self.granted, priority, model),
-                    level,
-                    model,
-                )
-                if self._share is not None:
-                    route.stand_at(self._share)
-                self._opened[model][priority] = RoutedQueue([route])
+            self._opened[model] = {
+                priority: self.open_queue(priority, model) for priority in PRIORITIES
+            }
         return self._opened[model]
-
-    def stand_at(self, share: float) -> None:
-        """Sets where a worker stands among all, from 0 to 1: it decides the home in each queue."""
-        self._share = share
-        for queues in self._opened.values():
-            for queue in queues.values():
-                queue.main.stand_at(share)
-
-    async def set_shards(self, shards: int) -> None:
-        """Sets the shards of each queue, those of every model as well, as `Route.set_shards`."""
-        for model in (None, *await self.names()):
-            for queue in self.of(model).values():
-                await queue.main.set_shards(shards)
 
     async def create(self, model: str | None = None) -> bool:
         """Creates a model's queues if need be; False if the credentials, as any token, may not."""
         for priority in sorted(PRIORITIES, key=lambda priority: priority != "normal"):
-            if not await self.of(model)[priority].main.create():
+            if not await self.of(model)[priority].create():
                 return False
         return True
 
@@ -108,21 +81,9 @@ class ModelQueues:
         async with self._making:
             if model not in self._made:
                 await self.create(model)
-                shards = await self.default["normal"].main.sent_to()
-                try:  # as many as the other queues have, where the credentials allow it
-                    for queue in queues.values() if shards > 1 else ():
-                        await queue.main.set_shards(shards)
-                except errors.SetupError as error:
-                    log.debug(f"the queues of {model} are not sharded: {error.message}")
                 await self.blobs.create(f"{FOLDER}{model}", b"", "text/plain", {})
                 self._made.add(model)
         return queues
-
-    async def most_shards(self) -> int:
-        """The number of shards that queues have; one where that cannot be read."""
-        route = self.default["normal"].main
-        await route.sent_to()
-        return len(route.order)
 
     async def note_served(self, model: str, now: datetime | None = None) -> None:
         """A worker serves the model, for `status` and those who send jobs, up to ten minutes on."""
@@ -162,21 +123,17 @@ class ModelQueues:
 
         async def find_more() -> None:
             for model in await self.names():
-                queue.add(self.of(model).values())
+                queue.add(model, self.of(model))
 
-        queue = self._as_one(find_more)
+        queue = RoutedQueue(self.default, find_more=find_more)
         return queue
 
     def served(self, models: Iterable[str]) -> RoutedQueue:
         """The queues of jobs without a model and of these *models* as one, for a worker."""
-        queue = self._as_one()
+        queue = RoutedQueue(self.default)
         for model in models:
-            queue.add(self.of(model).values())
+            queue.add(model, self.of(model))
         return queue
-
-    def _as_one(self, find_more: FindMore | None = None) -> RoutedQueue:
-        routes = [queue.main for queue in self.default.values()]
-        return RoutedQueue(routes, self.default["normal"].main, find_more=find_more)
 
     async def send(self, bodies: Iterable[str], priority: Priority = "normal") -> None:
         """Adds each to the queue of its job's model; none, with a JobError, if one is too large."""

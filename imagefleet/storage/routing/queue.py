@@ -1,4 +1,4 @@
-"""Job queues of several priorities, models and shards as one: each receive asks plain queues.
+"""Job queues of several priorities and models as one: each receive asks plain queues.
 
 They are drained by priority, so that none starves, and asked less often while they are empty.
 """
@@ -6,7 +6,7 @@ They are drained by priority, so that none starves, and asked less often while t
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import time
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -14,114 +14,110 @@ from collections.abc import (
     Collection,
     Iterable,
     Iterator,
+    Mapping,
 )
 
 from imagefleet import concurrency, errors
 from imagefleet.storage import protocol
 from imagefleet.storage.routing import route as rule
-from imagefleet.storage.routing.route import Route, Shard
+from imagefleet.storage.routing.route import Route
+from imagefleet.storage.settings import PRIORITIES, Priority
 
 FindMore = Callable[[], Awaitable[None]]
 
-Answers = dict[Shard, int | errors.FleetError]
+Queues = Mapping[Priority, protocol.StoredQueue]
+"""The queues of one model's jobs, or of those without one, by priority."""
+
+Answers = dict[Route, int | errors.FleetError]
 """What plain queues answered in a receive: how many messages they had, or an error."""
 
 
 class RoutedQueue:
-    """Routes drained as one queue. Messages are sent to the *main* one, and only that must exist.
+    """Queues drained as one. Messages are sent to the *main* one, and only that must exist.
 
-    A message stays in its queue when it is handed back. Routes of one priority, of several models,
+    A message stays in its queue when it is handed back. Queues of one priority, of several models,
     take turns.
     """
 
     def __init__(
         self,
-        routes: list[Route],
-        main: Route | None = None,
+        queues: Queues,
         *,
         find_more: FindMore | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """*find_more* calls `add` for other models' queues, before all queues are looked at."""
-        self.main = main or routes[0]
-        self.routes = {route.name: route for route in routes}
+        """*queues* are those of jobs without a model; the one of normal priority is the main one.
+
+        *find_more* calls `add` for other models' queues, before all queues are looked at.
+        """
+        self.clock = clock
+        self.routes: dict[str, Route] = {}
+        self.add(None, queues)
+        self.main = self.routes[queues["normal"].name]
         self._find_more = find_more
         self._wanted: frozenset[str | None] | None = None
         self._receives = 0  # that returned messages
 
     @property
     def name(self) -> str:
-        return self.main.name
+        return self.main.queue.name
 
-    def add(self, queues: Iterable[RoutedQueue]) -> None:
-        """Drains the routes of other queues as well, those of a model's jobs."""
-        for queue in queues:
-            self.routes = (
-                self.routes | queue.routes
-            )  # a new one: others may go through the old
+    def add(self, model: str | None, queues: Queues) -> None:
+        """Drains the queues of a model's jobs as well, if it does not yet."""
+        routes = dict(self.routes)  # a new one: others may go through the old
+        for priority, queue in queues.items():
+            level = PRIORITIES.index(priority)
+            routes.setdefault(queue.name, Route(queue, level, model, self.clock))
+        self.routes = routes
 
     def remove(self, model: str) -> None:
-        """The queues of a model no more, of which no message may be in flight."""
+        """Stops draining a model's queues; none of their messages may be in flight."""
         self.routes = {
-            name: each for name, each in self.routes.items() if each.model != model
+            name: route for name, route in self.routes.items() if route.model != model
         }
 
     def receive_only(self, models: Collection[str | None]) -> None:
         """Has `receive` take only jobs of these *models*; None: those without a model."""
         self._wanted = frozenset(models)
 
-    def look_seconds(self, seconds: float) -> float:
-        """Seconds between two looks at the sizes; *seconds* where all queues have one shard."""
-        shards = max(len(each.order) for each in self.routes.values())
-        return seconds * min(shards, rule.MOST_SELDOM)
-
     async def check(self) -> None:
-        await self.main.first.check()
+        await self.main.queue.check()
         for route in self.routes.values():
-            if route is self.main or await self._exists(route.shard(0)):
-                route.notice()
-                for number in filter(None, route.order):
-                    await self._exists(route.shard(number))
-
-    async def _exists(self, shard: Shard) -> bool:
-        try:
-            await shard.queue.check()
-        except errors.MissingResourceError as error:
-            shard.set_missing(error)
-            return False
-        return True
+            if route is self.main:
+                continue
+            try:
+                await route.queue.check()
+            except errors.MissingResourceError as error:
+                route.set_missing(error)
 
     async def send(self, bodies: Iterable[str]) -> None:
-        await self.main.send(bodies)
+        await self.main.queue.send(bodies)
 
     async def receive(
         self, max_messages: int, lease_seconds: float
     ) -> list[protocol.LeasedMessage]:
         received: list[protocol.LeasedMessage] = []
         answers: Answers = {}
-        async for shard in self._in_turn(answers):
+        for route in self._in_turn():
             try:
-                messages = await shard.queue.receive(
+                messages = await route.queue.receive(
                     max_messages - len(received), lease_seconds
                 )
             except (errors.SetupError, errors.TransientError) as error:
-                must_exist = shard is self.main.shard(0) and isinstance(
-                    error, errors.SetupError
-                )
-                if must_exist and not received:
+                is_fatal = route is self.main and isinstance(error, errors.SetupError)
+                if is_fatal and not received:
                     raise
-                answers[shard] = error
+                answers[route] = error
                 continue
-            answers[shard] = len(messages)
-            received += map(shard.labelled, messages)
+            answers[route] = len(messages)
+            received += messages
             if len(received) == max_messages:
                 break
         self._receives += bool(received)
         self._pause(answers, is_idle=not received)
-        outages = (
-            each for each in answers.values() if isinstance(each, errors.TransientError)
-        )
-        if not received and (outage := next(outages, None)) is not None:
-            raise outage
+        for answer in answers.values():
+            if not received and isinstance(answer, errors.TransientError):
+                raise answer
         return received
 
     async def renew(
@@ -130,8 +126,7 @@ class RoutedQueue:
         lease_seconds: float,
         body: str | None = None,
     ) -> protocol.LeasedMessage:
-        shard = self._shard_of(message)
-        return shard.labelled(await shard.queue.renew(message, lease_seconds, body))
+        return await self._route_of(message).queue.renew(message, lease_seconds, body)
 
     async def release(
         self,
@@ -139,166 +134,133 @@ class RoutedQueue:
         delay_seconds: float = 0,
         body: str | None = None,
     ) -> None:
-        shard = self._shard_of(message)
-        await shard.queue.release(message, delay_seconds, body)
-        shard.due_at = min(shard.due_at, self.main.clock() + delay_seconds)
+        route = self._route_of(message)
+        await route.queue.release(message, delay_seconds, body)
+        route.due_at = min(route.due_at, self.clock() + delay_seconds)
 
     async def delete(self, message: protocol.LeasedMessage) -> None:
-        await self._shard_of(message).queue.delete(message)
+        await self._route_of(message).queue.delete(message)
 
     async def browse(self) -> AsyncIterator[protocol.Message]:
-        async for shard in self._all():
-            with self._main_must_exist(shard):
-                async for message in shard.queue.browse():
-                    yield shard.labelled(message)
+        for route in await self._all():
+            with self._main_must_exist(route):
+                async for message in route.queue.browse():
+                    yield message
 
     @property
     def finds_all(self) -> bool:
-        return all(route.first.finds_all for route in self.routes.values())
+        return all(route.queue.finds_all for route in self.routes.values())
 
     async def find(self, text: str) -> AsyncIterator[tuple[protocol.Message, bool]]:
-        async for shard in self._all():
-            with self._main_must_exist(shard):
-                async for message, is_leased in shard.queue.find(text):
-                    yield shard.labelled(message), is_leased
+        for route in await self._all():
+            with self._main_must_exist(route):
+                async for found in route.queue.find(text):
+                    yield found
 
     async def clear(self) -> None:
-        async for shard in self._all():
-            with self._main_must_exist(shard):
-                await shard.queue.clear()
+        for route in await self._all():
+            with self._main_must_exist(route):
+                await route.queue.clear()
 
     async def depth(self) -> protocol.QueueDepth:
         # The main queue alone at first: without access there is none to the others either.
-        found = await self._depths([self.main])
-        if self._find_more is not None:
-            await self._find_more()
-        found |= await self._depths(
-            each for each in self.routes.values() if each is not self.main
-        )
-        if len(self.routes) == 1:
-            return found[self.main.name]
-        return total({name: found[name] for name in self.routes if name in found})
+        main = await self.main.depth(must_exist=True)
+        routes = await self._all()
+        others = [route for route in routes if route is not self.main]
+        found = await concurrency.gather(*(route.depth() for route in others))
+        depths = dict(zip(others, found, strict=True)) | {self.main: main}
+        return _total({route: depths[route] for route in routes})
 
     async def depth_of(self, models: Collection[str | None]) -> protocol.QueueDepth:
         """The size of the queues of some models."""
-        chosen = (each for each in self.routes.values() if each.model in models)
-        return total(await self._depths(chosen))
+        routes = [route for route in self.routes.values() if route.model in models]
+        found = await concurrency.gather(
+            *(route.depth(must_exist=route is self.main) for route in routes)
+        )
+        return _total(dict(zip(routes, found, strict=True)))
 
-    async def _all(self) -> AsyncIterator[Shard]:
+    async def _all(self) -> list[Route]:
         """Every plain queue there is, after a look for others."""
         if self._find_more is not None:
             await self._find_more()
-        for route in list(self.routes.values()):
-            for shard in await route.found():
-                yield shard
+        return list(self.routes.values())
 
-    async def _in_turn(self, answers: Answers) -> AsyncIterator[Shard]:
-        """The plain queues to ask now, in this order; notes those that do not answer."""
+    def _in_turn(self) -> list[Route]:
+        """The plain queues to ask now, in this order."""
+        wanted = self._wanted
+        routes = [
+            route
+            for route in self.routes.values()
+            if wanted is None or route.model in wanted
+        ]
         # Of one priority, first the queue that has waited longest.
-        in_turn = sorted(
-            (
-                e
-                for e in self.routes.values()
-                if self._wanted is None or e.model in self._wanted
-            ),
-            key=lambda route: (route.level, route.last_receive),
-        )
+        routes.sort(key=lambda route: (route.level, route.last_receive))
         if self._receives % rule.FAIR_EVERY == rule.FAIR_EVERY - 1:
             # With two that are never empty above it, the lowest would get nothing from the turns of
             # the lower queues.
-            in_turn.sort(key=lambda route: (route.level == 0, route.last_receive))
-        for route in in_turn:
-            # Asked each time: the queue of normal priority of a model, or of none.
-            is_normal = route.level == self.main.level and not route.shard(0).is_missing
-            always = route is self.main or is_normal
-            if not route.in_turn(always=always):
-                continue
-            try:
-                await route.found()
-            except errors.TransientError as error:
-                answers[route.shard(0)] = error
-                continue
-            for shard in route.in_turn(always=always):
-                yield shard
+            routes.sort(key=lambda route: (route.level == 0, route.last_receive))
+        return [route for route in routes if self._is_due(route)]
+
+    def _is_due(self, route: Route) -> bool:
+        """Whether to ask it now; at each receive that of normal priority of a model, or of none."""
+        is_normal = route.level == self.main.level and not route.is_missing
+        return route is self.main or is_normal or route.due_at <= self.clock()
 
     def _pause(self, answers: Answers, *, is_idle: bool) -> None:
         """Sets when each queue is asked again, by what it answered: messages, none or an error."""
-        now = self.main.clock()
-        is_outage = isinstance(
-            answers.get(self.main.shard(0)), errors.FleetError
-        ) or all(isinstance(answer, errors.FleetError) for answer in answers.values())
-        for shard, answer in answers.items():
-            if not isinstance(answer, errors.FleetError):
-                shard.is_missing = False
-            # After an outage of all none must wait for long, nor a shard that is throttled.
-            elif not is_outage and (
-                len(shard.of.order) == 1 or isinstance(answer, errors.SetupError)
-            ):
-                shard.set_missing(answer)
-                continue
-            if isinstance(answer, int) and answer:
-                shard.empty_receives, shard.due_at = 0, 0.0
-                continue
-            shard.due_at = now + rule.pause_seconds(shard, is_idle=is_idle)
-            shard.empty_receives += 1
-        for route in {shard.of for shard in answers}:
-            route.note(answers, self._receives)
-        if not is_idle:
-            for route in self.routes.values():
-                home = route.shard(route.order[0])
-                if not home.is_missing:
-                    home.due_at = min(
-                        home.due_at, now + rule.LONGEST_HOME_PAUSE_SECONDS
-                    )
-
-    async def _depths(self, routes: Iterable[Route]) -> dict[str, protocol.QueueDepth]:
-        """The sizes of the routes' queues, of those that are not missing."""
-        chosen = list(routes)
-        depths = await concurrency.gather(*map(self._depth, chosen))
-        return {
-            route.name: depth
-            for route, depth in zip(chosen, depths, strict=True)
-            if depth
+        failures = {
+            route: answer
+            for route, answer in answers.items()
+            if isinstance(answer, errors.FleetError)
         }
-
-    async def _depth(self, route: Route) -> protocol.QueueDepth | None:
-        """The size of a route's queue, with those of its shards if there are several."""
-        first = await route.shard(0).depth(must_exist=route is self.main)
-        if first is None:
-            return None
-        route.notice()
-        others = [shard for shard in await route.found() if shard.number]
-        depths = await concurrency.gather(*(shard.depth() for shard in others))
-        found = {
-            s.queue.name: depth
-            for s, depth in zip(others, depths, strict=True)
-            if depth
-        }
-        depth = total({route.name: first, **found}) if found else first
-        return dataclasses.replace(depth, model=route.model)
+        is_outage = self.main in failures or len(failures) == len(answers)
+        for route, answer in answers.items():
+            if isinstance(answer, errors.FleetError):
+                if is_outage:  # after which none must wait for long
+                    route.pause(is_idle=is_idle)
+                else:
+                    route.set_missing(answer)
+                continue
+            route.is_missing = False
+            if answer:
+                route.empty_receives, route.due_at = 0, 0.0
+                route.last_receive = self._receives
+            else:
+                route.pause(is_idle=is_idle)
+        if is_idle:
+            return
+        latest = self.clock() + rule.LONGEST_PAUSE_SECONDS
+        for route in self.routes.values():
+            if not route.is_missing:
+                route.due_at = min(route.due_at, latest)
 
     @contextlib.contextmanager
-    def _main_must_exist(self, shard: Shard) -> Iterator[None]:
+    def _main_must_exist(self, route: Route) -> Iterator[None]:
         """Any other queue may be missing."""
         try:
             yield
         except errors.SetupError as error:
-            if shard is self.main.shard(0):
+            if route is self.main:
                 raise
-            shard.set_missing(error)
+            route.set_missing(error)
 
-    def _shard_of(self, message: protocol.LeasedMessage) -> Shard:
-        return self.routes.get(message.queue, self.main).shard(message.shard)
+    def _route_of(self, message: protocol.LeasedMessage) -> Route:
+        return self.routes.get(message.queue, self.main)
 
 
-def total(depths: dict[str, protocol.QueueDepth]) -> protocol.QueueDepth:
-    """The size of several queues as one."""
-    leased = [each.leased for each in depths.values() if each.leased is not None]
+def _total(
+    found: Mapping[Route, protocol.QueueDepth | None],
+) -> protocol.QueueDepth:
+    """The size of several queues as one, without those that are missing."""
+    depths = {route.queue.name: depth for route, depth in found.items() if depth}
+    leased = [depth.leased for depth in depths.values() if depth.leased is not None]
     ages = [
-        age for each in depths.values() if (age := each.oldest_age_seconds) is not None
+        depth.oldest_age_seconds
+        for depth in depths.values()
+        if depth.oldest_age_seconds is not None
     ]
     return protocol.QueueDepth(
-        sum(each.messages for each in depths.values()),
+        sum(depth.messages for depth in depths.values()),
         sum(leased) if len(leased) == len(depths) else None,
         max(ages, default=None),
         depths,

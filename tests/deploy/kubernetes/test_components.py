@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from cli import console
-from imagefleet.storage.settings import StorageSettings
 
 Errors = Callable[
     [list[Any]], list[Exception]
@@ -340,19 +339,3 @@ class TestJobMode:
         assert outcome(137, disrupted=True) == "Ignore"  # or too slow at that
         assert outcome(143) == "Count"  # a failed liveness probe
         assert job["spec"]["backoffLimit"] >= job["spec"]["parallelism"]
-
-
-def test_keda_adds_up_every_shard_of_every_priority(render: Render) -> None:
-    (scaled,) = render("shards").of_kind("ScaledObject").values()
-    triggers = {each["name"]: each["metadata"] for each in scaled["spec"]["triggers"]}
-    queues = [
-        name
-        for shard in range(4)
-        for name in StorageSettings().queues_of(None, shard).values()
-    ]
-    assert [each["queueName"] for each in triggers.values()] == queues
-    assert {each["queueLengthStrategy"] for each in triggers.values()} == {"all"}
-    formula = scaled["spec"]["advanced"]["scalingModifiers"]["formula"]
-    assert formula.split(" + ") == list(triggers), (
-        "by itself KEDA takes the longest queue alone"
-    )

@@ -192,28 +192,6 @@ def policy_of(body: dict[str, Any]) -> str:
     return body["queue"].partition("si=")[2].partition("&")[0]
 
 
-async def test_nodes_get_tokens_for_shards_that_are_made_while_the_broker_runs(
-    client: Client,
-    salad: Salad,
-    azurite_settings: StorageSettings,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(broker, "CHECK_SECONDS", 0)
-    async with open_storage(azurite_settings) as owner:
-        await owner.models.set_shards(3)
-        await owner.queue.send(["a job"] * 6)
-    _, body = await ask(client, salad.sign())
-    assert len(body["shards"]) == 2
-    update = {"storage": body["storage"], "sas": SecretStr(json.dumps(body))}
-    async with AzureStorage(
-        azurite_settings.model_copy(update=update), concurrency.NEVER
-    ) as worker:
-        await worker.check()
-        assert {each.shard for each in await worker.queue.receive(32, 30)} == {0, 1, 2}
-        removed = await mint.remove_policy(azurite_settings, "broker")
-        assert {f"{azurite_settings.queue}-{shard}" for shard in (1, 2)} < set(removed)
-
-
 async def test_tokens_for_chains_have_a_policy_of_their_own_and_work_for_every_stage(
     start: Any, salad: Salad, azurite_settings: StorageSettings
 ) -> None:

@@ -210,7 +210,7 @@ def test_tokens_that_do_not_fit_into_a_variable_of_saladcloud_are_an_error_befor
     stored: list[str] = []
 
     async def store(
-        settings: StorageSettings, role: Role, name: str, models: list[str], shards: int
+        settings: StorageSettings, role: Role, name: str, models: list[str]
     ) -> None:
         stored.append(name)
 

@@ -131,43 +131,6 @@ def test_a_policy_ends_the_tokens_of_a_models_queues_too(
     assert all(name in revoked.stdout for name in names)
 
 
-def test_a_policy_ends_the_tokens_of_shards_too(
-    azurite_settings: StorageSettings,
-    account: list[str],
-    in_process: Imagefleet,
-    tmp_path: Path,
-) -> None:
-    async def shard() -> None:
-        async with open_storage(azurite_settings) as storage:
-            await storage.models.set_shards(3)
-
-    asyncio.run(shard())
-    file = tmp_path / "tokens.json"
-    made = in_process(
-        *(
-            "keys",
-            "mint",
-            "worker",
-            "--policy",
-            "spring",
-            "--shards",
-            "3",
-            "--file",
-            str(file),
-        ),
-        *account,
-    )
-    assert made.returncode == 0, made.stderr
-    assert f"{azurite_settings.queue}-low-2" in made.stderr
-    (second, third) = json.loads(file.read_text())["shards"]
-    assert parse_qs(third["queue_high"])["si"] == ["spring"]
-    assert len({*second.values(), *third.values()}) == 6
-    revoked = in_process("keys", "revoke", "spring", *account)
-    for shard_number in (1, 2):
-        names = azurite_settings.queues_of(None, shard_number).values()
-        assert all(name in revoked.stdout for name in names)
-
-
 def test_a_policy_is_revoked_even_where_a_container_is_gone(
     azurite_settings: StorageSettings, account: list[str], in_process: Imagefleet
 ) -> None:

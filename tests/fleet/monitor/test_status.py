@@ -73,7 +73,6 @@ def test_status_as_json(filled: str, imagefleet: Imagefleet) -> None:
         "leased": 0,
         "oldest_age_seconds": None,
         "model": None,
-        "shards": 1,
     }
 
 
@@ -157,20 +156,8 @@ async def test_models_whose_jobs_wait_without_a_worker_are_named(
     assert storage.models.of("c")["normal"].name not in screen, "it is empty"
 
 
-async def test_shards_are_one_row_and_one_series(storage: Storage) -> None:
-    await storage.models.set_shards(3)
+async def test_each_queue_is_one_series(storage: Storage) -> None:
     await storage.queue.send(["a job"] * 7)
-    found = await command.read_status(aio.Fleet(storage))
-    assert [(each["messages"], each["shards"]) for each in found["queues"]] == [
-        (0, 3),
-        (7, 3),
-        (0, 3),
-    ]
-    assert (found["queue"]["shards"], found["failed"]["shards"]) == (1, 1)
-    console = Console(width=120, record=True)
-    console.print(command.status_screen(found))
-    assert f"{storage.queue.name} (3 shards)" in console.export_text()
-
     registry = CollectorRegistry()
     metrics.QueueGauges(registry).update(
         storage.queue.name, await storage.queue.depth()
@@ -183,9 +170,6 @@ async def test_shards_are_one_row_and_one_series(storage: Storage) -> None:
         names[each.labels["queue"]] += each.value
     name = storage.queue.name
     assert names == {f"{name}-high": 0, name: 7, f"{name}-low": 0}
-    read = registry.get_sample_value
-    assert read("imagefleet_queue_shards", {"queue": name}) == 3
-    assert read("imagefleet_queue_fullest_shard_messages", {"queue": name}) == 3
     (of_models,) = (
         each
         for each in registry.collect()

@@ -152,9 +152,7 @@ def test_the_scaler_counts_the_queues_of_its_file(
         '{"prompt": "a", "model": "pony"}\n' * 5
         + '{"prompt": "a", "model": "dream"}\n' * 4
     )
-    sent = in_process(
-        "load", str(jobs), "--model", "pony", "--model", "dream", "--shards", "3"
-    )
+    sent = in_process("load", str(jobs), "--model", "pony", "--model", "dream")
     assert sent.returncode == 0, sent.stderr
 
     ended = in_process(

@@ -22,7 +22,7 @@ def settings_for(storage: str, **settings: object) -> AzureStorage:
 
 def urls(opened: AzureStorage) -> list[str]:
     clients = (
-        *(queue.main.first._client for queue in opened.queues.values()),
+        *(queue._client for queue in opened.queues.values()),
         opened.poison._client,
         opened.blobs._client,
         opened.files._client,

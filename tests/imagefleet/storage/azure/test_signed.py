@@ -66,7 +66,7 @@ async def test_a_token_in_the_address_is_sent_along(
         }
     )
     async with AzureStorage(settings, concurrency.NEVER) as storage:
-        signed = await storage.queues["normal"].main.first._sender.signed(10)
+        signed = await storage.queues["normal"]._sender.signed(10)
     assert signed.url.startswith("https://pictures.queue.core.windows.net/")
     assert "/messages?messagettl=-1&" in signed.url
     assert signed.url.endswith("sig=mine")

@@ -1,8 +1,10 @@
 """Three queues as one: their order, that none starves, and what polling them costs."""
 
 import logging
+import re
 from collections import Counter
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -12,17 +14,12 @@ from fleet.keys import mint
 from imagefleet import concurrency, errors
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage
-from imagefleet.storage.protocol import (
-    LeasedMessage,
-    QueueDepth,
-    Shards,
-)
+from imagefleet.storage.protocol import LeasedMessage, QueueDepth
 from imagefleet.storage.routing import route
 from imagefleet.storage.routing.queue import RoutedQueue
-from imagefleet.storage.routing.route import Route
 from imagefleet.storage.settings import PRIORITIES, Priority, StorageSettings
 from unused_queue import UnusedQueue
-from worker import pull
+from worker import metrics, pull
 
 LEASE_SECONDS = 30
 
@@ -43,7 +40,6 @@ class StandInQueue(UnusedQueue):
         self.name = name
         self.jobs = jobs
         self.asked = 0
-        self.shards = Shards()
         self.error: errors.FleetError | None = None
 
     async def check(self) -> None: ...
@@ -68,9 +64,6 @@ class StandInQueue(UnusedQueue):
         messages = 10**6 if self.jobs is None else self.jobs
         return QueueDepth(messages, None, 1.0 if messages else None)
 
-    async def read_shards(self) -> Shards:
-        return self.shards
-
 
 class StandIns:
     """Three queues behind one, on a clock that stands still."""
@@ -82,13 +75,8 @@ class StandIns:
         self.high = StandInQueue("jobs-high", high)
         self.normal = StandInQueue("jobs", normal)
         self.low = StandInQueue("jobs-low", low)
-        routes = [
-            self._route(each) for each in enumerate((self.high, self.normal, self.low))
-        ]
-        self.queue = RoutedQueue(routes, main=routes[1])
-
-    def _route(self, queue: tuple[int, StandInQueue]) -> Route:
-        return Route(lambda _: queue[1], level=queue[0], clock=self.clock)
+        queues = {"high": self.high, "normal": self.normal, "low": self.low}
+        self.queue = RoutedQueue(queues, clock=self.clock)
 
     async def receive(self, max_messages: int = 32) -> list[str]:
         """The queues of the messages that are received."""
@@ -183,9 +171,10 @@ async def test_a_worker_does_without_queues_that_are_not_there_and_finds_them_la
     caplog.set_level(logging.INFO, logger="imagefleet.storage.routing")
     clock = Clock()
     async with open_storage(azurite_settings) as storage:
-        for queue in storage.queues.values():
-            queue.main.clock = clock
-        await storage.queues["normal"].main.create()
+        storage.queue.clock = clock
+        for queue in storage.queue.routes.values():
+            queue.clock = clock
+        await storage.queues["normal"].create()
         await storage.poison.create()  # type: ignore[attr-defined]
         await storage.blobs.create_container()  # type: ignore[attr-defined]
         await storage.check()
@@ -294,6 +283,40 @@ async def test_an_idle_worker_asks_the_other_queues_half_as_often() -> None:
     assert sum(asked.values()) == pytest.approx(23_000, rel=0.1), "as the comment says"
 
 
+async def test_idle_workers_cost_what_the_page_says() -> None:
+    fleet = StandIns()
+    of_model = {each: StandInQueue(f"jobs-a-{each}") for each in PRIORITIES}
+    fleet.queue.add("a", of_model)
+    own = await idle_receives_a_day(fleet)
+    receives = sum(own.values()) + sum(each.asked for each in of_model.values())
+    # Of each queue and the poison queue; an empty one is one request.
+    looks = 7 * DAY_SECONDS / metrics.DEPTH_SECONDS
+    text = (Path(__file__).parents[4] / "docs" / "storage.md").read_text("utf-8")
+    stated = re.search(
+        r"makes ([\d,]+) operations, and 750 of them (\d+) million, for ([\d.]+)", text
+    )
+    assert stated is not None
+    operations, millions, dollars = (
+        float(each.replace(",", "")) for each in stated.groups()
+    )
+    assert receives + looks == pytest.approx(operations, rel=0.05)
+    assert 750 * operations / 1e6 == pytest.approx(millions, rel=0.03)
+    assert 0.01 / 200_000 * 750 * operations == pytest.approx(dollars, rel=0.03)
+
+
+async def test_an_idle_worker_finds_a_job_in_the_stated_time() -> None:
+    for priority, seconds in (("high", 20.0), ("normal", 10.0), ("low", 20.0)):
+        fleet = StandIns()
+        for _ in range(40):
+            assert await fleet.receive() == []
+            fleet.clock.now += pull.LONGEST_PAUSE_SECONDS
+        getattr(fleet, priority).jobs = 1
+        sent_at = fleet.clock.now
+        while not await fleet.receive():
+            fleet.clock.now += pull.LONGEST_PAUSE_SECONDS
+        assert fleet.clock.now - sent_at <= seconds
+
+
 async def test_an_idle_worker_asks_for_missing_queues_once_a_minute() -> None:
     fleet = StandIns()
     fleet.high.error = fleet.low.error = errors.MissingResourceError()
@@ -325,7 +348,7 @@ async def test_after_an_idle_time_the_pauses_are_short_again() -> None:
     fleet.normal.jobs = None
     await fleet.receive()
     fleet.high.jobs = 1
-    fleet.clock.now += route.LONGEST_HOME_PAUSE_SECONDS
+    fleet.clock.now += route.LONGEST_PAUSE_SECONDS
     assert "jobs-high" in await fleet.receive()
 
 
