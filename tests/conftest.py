@@ -1,6 +1,5 @@
 """The two storages that tests run on, a folder and Azurite, and fake services."""
 
-import asyncio
 import contextlib
 import gc
 import importlib.util
@@ -33,6 +32,7 @@ from prometheus_client import CollectorRegistry
 
 import azurite
 import hang
+import polling
 from imagefleet import cancelled
 from imagefleet.files import safetensors
 from imagefleet.storage.azure.storage import API_VERSION
@@ -65,9 +65,6 @@ PROMETHEUS_REQUIRED = bool(
 #: where files come and go while pytest looks for tests.
 collect_ignore = ["azurite/node_modules", "dashboards/debian", "deploy/debian"]
 
-#: VictoriaMetrics makes samples visible only after this time, flushed or not.
-FLUSH_SECONDS = 1.2
-
 
 @dataclass(frozen=True)
 class VictoriaMetrics:
@@ -80,10 +77,12 @@ class VictoriaMetrics:
         return f"{self.url}/api/v1/import/prometheus"
 
     async def arrived(self) -> None:
-        """Returns when all that was pushed so far can be queried."""
-        async with aiohttp.ClientSession(self.url) as client:
-            await (await client.get("/internal/force_flush")).read()
-        await asyncio.sleep(FLUSH_SECONDS)
+        """Returns when all that was pushed so far can be queried: what is pushed last can."""
+        last = f"last_{uuid.uuid4().hex}"
+        async with aiohttp.ClientSession() as client:
+            await client.post(self.push_url, data=f"{last} 1\n")
+            await client.get(f"{self.url}/internal/force_flush")
+        await polling.until(lambda: self.ask(last))
 
     async def ask(self, query: str) -> list[dict[str, Any]]:
         # It rounds the time down to a second, before the newest samples.

@@ -13,10 +13,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import yaml
 
 import azurite
 import forks
+import polling
 import sent_jobs
 from fleet.monitor import prometheus
 from imagefleet.storage.open import open_storage
@@ -36,7 +37,6 @@ COMMAND = Path(sys.executable).with_name("imagefleet")
 
 #: Pushes and measurements every second, and an engine that leaves the processor to others.
 PRELUDE = """
-import time
 from imagefleet.telemetry import push
 from worker import metrics
 from worker.engine import checkpoint
@@ -358,14 +358,15 @@ def watch(
         start_exporter("exporter-2", other),
     ]
     exporter = start_exporter("exporter", storage)
-    wait_until(lambda: len(busy_workers(server, ALL)) == 4, 90, folder)
+    polling.until_in_thread(lambda: len(busy_workers(server, ALL)) == 4)
     broken = start_worker("broken", "RTX 4090", other, "--start-up-seconds", "0.1")
-    time.sleep(PUSHING_SECONDS)
+    pushed = now() + timedelta(seconds=PUSHING_SECONDS)
+    polling.until_in_thread(lambda: newest(server) > pushed)
 
-    assert broken.poll() not in (None, 0), logs(folder)
+    assert polling.until_in_thread(broken.poll) != 0, logs(folder)
     moment = now()
-    wait_until(
-        lambda: all(newest(each) > moment for each in (server, alone)), 30, folder
+    polling.until_in_thread(
+        lambda: all(newest(each) > moment for each in (server, alone))
     )
     recorded, alerting = rules("record"), rules("alert")
     answers = asyncio.run(ask_all(server, queries(), ALL, moment))
@@ -383,13 +384,13 @@ def watch(
     workers[0].kill()
     victim = "worker-0"
     # Its series are stale at the latest when the look-back is over.
-    wait_until(lambda: victim not in busy_workers(server), 40, folder)
+    polling.until_in_thread(lambda: victim not in busy_workers(server))
     after = busy_workers(server)
     for process in (*workers[1:], exporter):
         process.send_signal(signal.SIGTERM)
     for process in (*workers[1:], exporter):
         assert process.wait() == 0, logs(folder)
-    time.sleep(3)  # until vmagent has forwarded the last push
+    wait_for_last_push(server, push_url)
     report = [COMMAND, "report", "--storage", storage, CAMPAIGN, "--json"]
     printed = subprocess.run(
         [*report, "--prometheus", server],
@@ -415,6 +416,13 @@ def watch(
         victim,
         json.loads(printed.stdout),
     )
+
+
+def wait_for_last_push(server: str, push_url: str) -> None:
+    """Waits for a push after all others: vmagent forwards them one by one."""
+    request = urllib.request.Request(push_url, b"imagefleet_last_push 1")
+    urllib.request.urlopen(request).close()
+    polling.until_in_thread(lambda: "imagefleet_last_push" in names_of_metrics(server))
 
 
 def make_model(folder: Path) -> Path:
@@ -511,13 +519,6 @@ def names_of_metrics(server: str, matcher: str = "") -> set[str]:
         return {series.labels["__name__"] for series in found}
 
     return asyncio.run(ask())
-
-
-def wait_until(is_so: Callable[[], bool], seconds: float, folder: Path) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, logs(folder)
-        time.sleep(PUSHING_SECONDS / 50)
 
 
 def logs(folder: Path) -> str:
