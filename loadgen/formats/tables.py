@@ -10,8 +10,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, get_args
 
 from imagefleet import errors, validation
 from imagefleet.job import settings_table
@@ -20,25 +19,23 @@ from imagefleet.job.message import FAILURE_FIELD, Job
 from imagefleet.job.passes import extras
 from loadgen.formats.lines import Entry, Format, FormatError, lines
 
-#: Fields whose cells are text as it stands: the prompts with their white space.
+#: Fields whose cells are text as it stands, with its white space.
 _PROMPTS = frozenset({"prompt", "negative_prompt", "hr_prompt", "hr_negative_prompt"})
-_TEXTS = _PROMPTS | {
-    *(
-        "campaign",
-        "id",
-        "model",
-        "randn_source",
-        "sampler_index",
-        "sampler_name",
-        "scheduler",
-    ),
-    *("init_images", "mask", "hr_upscaler", "hr_sampler_name", "hr_scheduler"),
-    *("upscaler_1", "upscaler_2", "sd_vae", "sd_vae_decode_method"),
-    *("hr_checkpoint_name", "refiner_checkpoint"),
-}
+
 
 #: Fields whose cells are JSON objects; `metadata.NAME` is a column for one key of an object.
 _OBJECTS = frozenset({"alwayson_scripts", "metadata", "output", "override_settings"})
+
+
+def _is_text(annotation: Any) -> bool:
+    return annotation is str or any(map(_is_text, get_args(annotation)))
+
+
+#: Fields whose cells are text, even if it looks like a number.
+_TEXTS = {
+    name for name, field in Job.model_fields.items() if _is_text(field.annotation)
+} - {*_OBJECTS, THEN_FIELD}
+_TEXTS |= {"hr_checkpoint_name", "sampler_index"}
 
 _KNOWN = {*Job.model_fields, *_TEXTS, *_OBJECTS, *settings_table.FIELDS, extras.IMAGE}
 
@@ -135,9 +132,6 @@ def _value(field: str, cell: Any) -> Any:
 #: The one that the first row has most of, or else the first.
 DELIMITERS = ",;\t"
 
-#: The longest cell whose end is looked for in further lines, as Python's csv has it.
-_MAX_CELL_CHARACTERS = 2**17
-
 _IN_QUOTES = re.compile(r'"((?:[^"]|"")*)"')
 
 #: Lines in the middle of a cell that may be rows: few if each has a row's separators, or many.
@@ -151,7 +145,8 @@ _Row = tuple[Entry, Sequence[str]]
 class CsvRows(Format):
     """Rows as spreadsheets write them (RFC 4180): a quote within quotes is doubled.
 
-    Between tabs, a quote that does not close in its cell is a letter, as most programs write it.
+    Between tabs, a quote that does not close in its cell is a letter,
+    as most programs write it.
     """
 
     name = "csv"
@@ -168,11 +163,9 @@ class CsvRows(Format):
         for number, (row, cells) in enumerate(
             itertools.islice(rows, start, None), start + 2
         ):
-            place = (
-                f"row {number}"
-                if row.line == number
-                else f"row {number}, line {row.line}"
-            )
+            place = f"row {number}"
+            if row.line != number:
+                place += f", line {row.line}"
             job = row if row.problem else columns.entry(place, cells)
             yield row._replace(place=place, text=job.text, problem=job.problem)
 
@@ -200,108 +193,71 @@ def _open(stream: BinaryIO) -> tuple[Columns, Iterator[_Row]]:
 
 
 class _Lines(Iterator[str]):
-    """The lines of a file, of which those that were read ahead can be given back."""
+    """The lines of a file, of which those that a row took in vain can be given back."""
 
     def __init__(self, given: Iterator[str]) -> None:
         self._given = given
         self._back: deque[str] = deque()
-        self.number = 0
+        self.taken: list[str] = []
+        """The lines of the row that is being read."""
 
     def __next__(self) -> str:
         line = self._back.popleft() if self._back else next(self._given)
-        self.number += 1
+        self.taken.append(line)
         return line
 
-    def give_back(self, ahead: Sequence[str]) -> None:
-        self._back.extendleft(reversed(ahead))
-        self.number -= len(ahead)
+    def keep_first(self) -> None:
+        self._back.extendleft(reversed(self.taken[1:]))
+        del self.taken[1:]
 
 
 def _rows(text: _Lines, delimiter: str) -> Iterator[_Row]:
     """The rows; after a line that begins none it goes on with the next line."""
-    read = (
-        _between_tabs
+    read: Iterator[list[str]] = (
+        map(_between_tabs, text)
         if delimiter == "\t"
-        else partial(_with_quotes, delimiter=delimiter)
+        else csv.reader(text, delimiter=delimiter, strict=True)
     )
-    columns = 0
+    line, columns = 1, 0
     while True:
-        taken: list[str] = []
-        line = text.number + 1
+        text.taken.clear()
+        cells: list[str] = []
+        problem = notice = ""
         try:
-            cells = read(text, taken)
+            cells = next(read)
             "".join(cells).encode()
         except StopIteration:
             return
+        except UnicodeEncodeError:
+            problem = "not UTF-8"
         except csv.Error as error:
-            text.give_back(taken[1:])
+            text.keep_first()
             problem = str(error)
             if "field limit" in problem:
-                problem = (
-                    f"a cell does not end within {_MAX_CELL_CHARACTERS:,} characters"
-                )
+                limit = f"{csv.field_size_limit():,} characters"
+                problem = f"a cell does not end within {limit}"
             problem += "; is a quote missing, or not doubled?"
-            yield Entry("", problem=problem, line=line, source=taken[0]), ()
-        except UnicodeEncodeError:
-            yield Entry("", problem="not UTF-8", line=line, source="".join(taken)), ()
         else:
             columns = columns or len(cells)
-            notice = _notice(taken[1:-1], delimiter, columns)
-            yield Entry("", line=line, source="".join(taken), notice=notice), cells
+            notice = _notice(text.taken[1:-1], delimiter, columns)
+        source = "".join(text.taken)
+        yield Entry("", "", problem, line=line, source=source, notice=notice), cells
+        line += len(text.taken)
 
 
-def _with_quotes(text: _Lines, taken: list[str], *, delimiter: str) -> list[str]:
-    """The cells of the next row, whose lines are added to *taken*; or raises csv.Error."""
-    first = next(text)
-    taken.append(first)
-    if (
-        '"' not in first and "\r" not in first[:-2]
-    ):  # as most are: a reader takes longer to make
-        return first.rstrip("\r\n").split(delimiter)
-
-    def further() -> Iterator[str]:
-        yield first
-        for line in text:
-            taken.append(line)
-            yield line
-
-    return next(csv.reader(further(), delimiter=delimiter, strict=True))
-
-
-def _between_tabs(text: _Lines, taken: list[str]) -> list[str]:
-    """The cells of the next row, whose lines are added to *taken*."""
-    taken.append(next(text))
-    cells = taken[0].rstrip("\r\n").split("\t")
-    while cells[-1].startswith('"') and cells[-1].count('"') % 2:
-        ending = taken[-1][len(taken[-1].rstrip("\r\n")) :]
-        if (rest := _rest_of_cell(text, cells[-1] + ending, taken)) is None:
-            break
-        cells[-1:] = rest
+def _between_tabs(line: str) -> list[str]:
+    """The cells of a line; raises csv.Error for one that may go on in the next line."""
+    cells = line.rstrip("\r\n").split("\t")
+    if cells[-1].startswith('"') and cells[-1].count('"') % 2:
+        raise csv.Error(
+            "the last cell opens a quote that its line does not close: save cells of several lines"
+            " as .csv"
+        )
     quoted = [_IN_QUOTES.fullmatch(cell) for cell in cells]
     return [
         cell if match is None else match[1].replace('""', '"')
         for cell, match in zip(cells, quoted, strict=True)
     ]
-
-
-def _rest_of_cell(text: _Lines, cell: str, taken: list[str]) -> list[str] | None:
-    """A cell that opens a quote, whole, and those after it; None if it closes in no line of it."""
-    ahead: list[str] = []
-    size = len(cell)
-    for line in text:
-        ahead.append(line)
-        end, tab, _ = line.partition("\t")
-        if end.count('"') % 2:
-            first, *others = line.rstrip("\r\n").split("\t")
-            whole = "".join([cell, *ahead[:-1], first])
-            if _IN_QUOTES.fullmatch(whole):
-                taken += ahead
-                return [whole, *others]
-        size += len(end)
-        if tab or end.count('"') % 2 or size > _MAX_CELL_CHARACTERS:
-            break
-    text.give_back(ahead)
-    return None
 
 
 def _notice(middle: Sequence[str], delimiter: str, columns: int) -> str:

@@ -97,7 +97,8 @@ def jobs_of(source: FileSource) -> list[Job]:
     return [read_job(body, "unused") for body in source.bodies(0) if body]
 
 
-@pytest.mark.parametrize("name", NAMES)
+# Between tabs no cell has a line break.
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "jobs.tsv"])
 def test_every_format_gives_the_same_jobs(tmp_path: Path, name: str) -> None:
     source = opened(write(tmp_path, name, JOBS))
     source.check(0)
@@ -285,7 +286,7 @@ def test_a_signed_job_is_valid_without_what_failed_export_noted(tmp_path: Path) 
         (
             "a.json",
             '[{"prompt":"a"},\n 7,\n{"prmpt":"b"}]',
-            ["job 2, line 2: ", "job 3, line 3: "],
+            ["job 2: ", "job 3: "],
         ),
     ],
 )
@@ -324,15 +325,19 @@ def test_an_invalid_job_is_reported_by_its_place_or_skipped(
         ),
         ("a.csv", "id,steps\na,5\n", "no column 'prompt'"),
         ("a.csv", "prompt\na\n".encode("utf-16"), "the first row is not UTF-8"),
-        ("a.json", '[{"prompt":"a"},]', "not valid JSON: Expecting value in line 1"),
-        ("a.json", '[\n{"prompt":"a"}\n{"prompt":"b"}]', "no ',' or ']' in line 3"),
+        ("a.json", '[{"prompt":"a"},]', "not valid JSON: "),
+        (
+            "a.json",
+            '[\n{"prompt":"a"}\n{"prompt":"b"}]',
+            "Expecting ',' delimiter in line 3",
+        ),
         ("a.json", '[\n{"prompt":"a"},\n{"prompt": b}]', "Expecting value in line 3"),
-        ("a.json", '[{"prompt":"a"}', "no ',' or ']' in line 1"),
-        ("a.json", '[{"prompt":"a"}] x', "it goes on after its end"),
+        ("a.json", '[{"prompt":"a"}', "Expecting ',' delimiter in line 1"),
+        ("a.json", '[{"prompt":"a"}] x', "Extra data in line 1"),
         ("a.json", '{"prompt":"a"}\n{"prompt":"b"}', "--format jsonl"),
         ("a.json", '"a"', "neither an array of jobs nor a job"),
         ("a.json", "[" * 100_000, "nested too deeply"),
-        ("a.json", b'[{"prompt":"\xff"}]', "it is not UTF-8"),
+        ("a.json", b'[{"prompt":\n"\xff"}]', "it is not UTF-8, in line 2"),
         ("a.parquet", "not parquet", "not a Parquet file"),
         (
             "a.jsonl.gz",
@@ -431,8 +436,10 @@ def test_without_pyarrow_a_sentence_says_what_to_install(
         sources.open_source(str(path))
 
 
-@pytest.mark.parametrize("name", ["jobs.json", "jobs.csv", "jobs.jsonl.gz"])
-def test_a_file_is_never_in_memory_as_a_whole(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["jobs.csv", "jobs.jsonl.gz"])
+def test_a_table_or_lines_are_never_in_memory_as_a_whole(
+    tmp_path: Path, name: str
+) -> None:
     jobs = [{"prompt": f"{number} " + "x" * 4_000} for number in range(4_000)]
     path = write(tmp_path, name, jobs)
     del jobs
@@ -451,18 +458,13 @@ def test_a_file_is_never_in_memory_as_a_whole(tmp_path: Path, name: str) -> None
     assert peak < 8e6  # of 16 MB
 
 
-def test_a_job_beyond_any_size_ends_an_array_before_it_fills_the_memory(
+def test_an_array_beyond_any_size_is_refused_before_it_fills_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json_array, "MAX_JOB_LENGTH", 1_000)
-    monkeypatch.setattr(json_array, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(json_array, "MAX_BYTES", 1_000)
 
-    with pytest.raises(
-        errors.SetupError, match="line 2 begins a job of more than 1,000"
-    ):
-        source_of(
-            tmp_path, "a.json", '[{"prompt":"a"},\n{"prompt":"' + "x" * 5_000 + '"}]'
-        )
+    with pytest.raises(errors.SetupError, match=r"more than 1,000 bytes.*jsonl"):
+        source_of(tmp_path, "a.json.gz", gzip.compress(b"[" + b" " * 5_000 + b"]"))
 
 
 @pytest.mark.parametrize("name", ["jobs.jsonl", "jobs.csv", "jobs.txt"])
@@ -480,20 +482,6 @@ def test_a_line_beyond_any_size_is_refused_before_it_fills_the_memory(
         assert tracemalloc.get_traced_memory()[1] < len(array)
     finally:
         tracemalloc.stop()
-
-
-def test_an_array_is_the_same_wherever_it_is_cut_into_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(
-        '\n[ {"prompt": "grün \\" ]}", "seed": 12},\n\n{"prompt":"b"} , {"prompt":"ü"}]\n'
-    )
-    whole = list(opened(path).bodies(0))
-
-    for size in range(1, 40):
-        monkeypatch.setattr(json_array, "_CHUNK_BYTES", size)
-        assert list(opened(path).bodies(0)) == whole, size
 
 
 def test_a_table_that_changes_while_it_is_loaded_is_an_error(tmp_path: Path) -> None:
