@@ -13,7 +13,7 @@ from cli import console
 from fleet.monitor import rates
 from fleet.monitor.prometheus import Prometheus
 from imagefleet import errors
-from imagefleet.records import ledger, reader
+from imagefleet.records import reader
 from imagefleet.records.catalog import Damaged
 from imagefleet.records.overview import Counts, Overview
 from imagefleet.storage.open import Storage
@@ -37,7 +37,6 @@ class Campaigns:
         self.unfit_records = 0
         """Records that are damaged or forged, and so not in the figures."""
         self.refusal: str | None = None
-        self._elsewhere: Mapping[str, int] = {}
         self._storage = storage
         self._only = only
         self._overview = Overview(storage)
@@ -73,7 +72,6 @@ class Campaigns:
                 found = {
                     self._only: await reader.counts(self._storage, self._only, damaged)
                 }
-            self._elsewhere = await ledger.elsewhere(self._storage)
         except errors.SetupError as error:  # of a token that may not read records
             if self._only is not None:
                 raise
@@ -154,18 +152,12 @@ class Campaigns:
             )
         pending = sum(counts.pending or 0 for _, counts in self.rows)
         if (left := pending - messages) > 0:
-            where = [f"{messages:,} at most in this queue or in flight"]
-            for queue, waiting in self._elsewhere.items():
-                where.append(f"{min(left, waiting):,} wait in the queue {queue}")
-                left -= min(left, waiting)
-            if left:
-                where.append(
-                    f"{left:,} not: they were deleted with `cancel --all` or by somebody, or their"
-                    " records are written in a moment; `imagefleet load FILE --restart` sends"
-                    " deleted ones again; what is stored is not drawn twice"
-                )
             found.append(
-                f"of {console.counted(pending, 'pending job')} {', '.join(where)}"
+                f"of {console.counted(pending, 'pending job')} {messages:,} at most in this queue"
+                f" or in flight, {left:,} not: they wait in another queue of this storage, were"
+                " deleted with `cancel --all` or by somebody, or their records are written in a"
+                " moment; `imagefleet load FILE --restart` sends deleted ones again; what is stored"
+                " is not drawn twice"
             )
         for campaign, counts in self.rows[:count]:
             if counts.unknown:

@@ -236,20 +236,19 @@ async def _count_unused(storage: Storage, records: Records) -> None:
     }:
         return
     noted: dict[int, _Key] = {}
-    async for part in catalog.records(catalog.of_kind(shards, "replaced"), Damaged()):
+    async for part in catalog.records_of(shards, "replaced", Damaged()):
         noted.update((_drawing(note), _key(note)) for note in part)
     # Who finds an image stored writes its record again; it has not drawn it.
     copies: set[int] = set()
     drawn, doubled = Counter[_Key](), Counter[_Key]()
-    again = catalog.of_kind(shards, "again")
-    async for part in catalog.records(again, Damaged()):
+    async for part in catalog.records_of(shards, "again", Damaged()):
         copies.update(map(_drawing, filter(records.is_credited, part)))
-    async for part in catalog.records(catalog.of_kind(shards, "images"), Damaged()):
+    async for part in catalog.records_of(shards, "images", Damaged()):
         for record in filter(records.is_credited, part):
             copies.discard(_drawing(record))
             noted.pop(_drawing(record), None)
             drawn[records.add_time(record)] += 1
-    async for part in catalog.records(again, Damaged()):
+    async for part in catalog.records_of(shards, "again", Damaged()):
         for record in filter(records.is_credited, part):
             if (name := _drawing(record)) in copies:
                 copies.remove(name)

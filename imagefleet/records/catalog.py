@@ -185,8 +185,8 @@ async def totals(shard: StoredShard, damaged: Damaged) -> Totals:
     return found
 
 
-def of_kind(shards: Iterable[StoredShard], kind: Kind) -> list[StoredShard]:
-    return [each for each in shards if each.kind == kind]
+def of_kind(shards: Iterable[StoredShard], *kinds: Kind) -> list[StoredShard]:
+    return [shard for shard in shards if shard.kind in kinds]
 
 
 def began_at(each: StoredShard) -> datetime:
@@ -249,6 +249,12 @@ async def records(
     async for shard, found in lines_of_all(shards, damaged):
         async for some in records_in(shard, found, damaged):
             yield some
+
+
+def records_of(
+    shards: Iterable[StoredShard], kind: Kind, damaged: Damaged
+) -> AsyncGenerator[list[Record]]:
+    return records(of_kind(shards, kind), damaged)
 
 
 async def records_in(

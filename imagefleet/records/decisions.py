@@ -1,4 +1,4 @@
-"""Which records decide: each image's one, and each job's first end that nobody has settled."""
+"""Decides which records count: one of each image, and each job's first end that is not settled."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from imagefleet import concurrency
 from imagefleet.job.message import SUFFIXES, image_stem, job_key
 from imagefleet.records import catalog
 from imagefleet.records.catalog import Damaged, StoredShard
-from imagefleet.records.dedupe import Again, Replaced, Rivals, jobs_in
+from imagefleet.records.dedupe import Again, Replaced, Rivals
 from imagefleet.records.ledger import HASH_BYTES, Digests, id_hash
+from imagefleet.records.log import Kind
 from imagefleet.records.record import Outcome, Record, hashed
 from imagefleet.storage.protocol import BlobStore
 
@@ -21,6 +22,7 @@ _LOOKED_UP_AT_ONCE = 64
 _SUFFIXES = tuple(SUFFIXES.values())
 
 _Lines = AsyncGenerator[tuple[StoredShard, list[bytes]]]
+_Parts = AsyncGenerator[list[Record]]
 
 #: Why a record does not fit.
 ANOTHER = "a record of another image than the one that is stored"
@@ -32,22 +34,107 @@ _FEW_ENDS = 100
 _BYTES_OF_LOOK_UP = 64 * 2**10
 
 
-async def images(
-    shards: Collection[StoredShard], again: Again, replaced: Replaced, damaged: Damaged
-) -> AsyncGenerator[list[Record]]:
-    """The record of each image once, and last the jobs that failed for a taken name."""
-    first, second, count = await _twice(catalog.of_kind(shards, "images"), damaged)
-    rivals = Rivals(count)
-    async for _, lines in first:
-        await catalog.computed(len(lines), rivals.note, lines)
-    async for shard, lines in second:
-        async for part in catalog.records_in(shard, lines, damaged):
-            records = replaced.without(part, once=True)
-            records = await _without_rivals(shards, records, rivals, damaged)
-            again.found(records)
+class ImageRecords:
+    """A campaign's records of images, without those of drawings that were replaced."""
+
+    def __init__(
+        self, blobs: BlobStore, shards: Sequence[StoredShard], damaged: Damaged
+    ) -> None:
+        self.again = Again()
+        self._blobs = blobs
+        self._shards = shards
+        self._damaged = damaged
+        self._replaced = Replaced()
+
+    async def read(self) -> Self:
+        """Reads the notes of replaced drawings, and the records of names that were taken."""
+        async for notes in catalog.records_of(self._shards, "replaced", self._damaged):
+            self._replaced.add(notes)
+        async for records in self.drawings("again", self._damaged):
+            self.again.add(records)
+        return self
+
+    async def drawings(self, kind: Kind, damaged: Damaged) -> _Parts:
+        async for records in catalog.records_of(self._shards, kind, damaged):
+            yield self._replaced.without(records, once=kind == "images")
+
+    async def each_once(self) -> _Parts:
+        """The record of each image once, and last the jobs that failed for a taken name."""
+        shards = catalog.of_kind(self._shards, "images")
+        first, second, count = await _twice(shards, self._damaged)
+        rivals = Rivals(count)
+        async for _, lines in first:
+            await catalog.computed(len(lines), rivals.note, lines)
+        async for shard, lines in second:
+            async for part in catalog.records_in(shard, lines, self._damaged):
+                records = self._replaced.without(part, once=True)
+                records = await self._without_rivals(records, rivals)
+                self.again.found(records)
+                yield records
+        async for records in self.left():
             yield records
-    async for records in left(shards, again, replaced):
-        yield records
+
+    async def find(self) -> int:
+        """Finds the records of images whose names were taken; counts jobs that others completed."""
+        jobs = 0
+        shards = catalog.of_kind(self._shards, "images") if self.again else []
+        async for shard, lines in catalog.lines_of_all(shards, Damaged()):
+            found = await asyncio.to_thread(self.again.find, lines)
+            records = catalog.parsed(found, shard, Damaged())
+            self.again.found(records)
+            for record in records:
+                jobs += self.again.completes(record) > record.completes_job
+        return jobs
+
+    async def left(self) -> _Parts:
+        """Images whose taken name has no other record, and jobs that failed for a taken name."""
+        if not self.again:
+            return
+        async for records in self.drawings("again", Damaged()):
+            # A worker that died in between has stored these images, and written no record.
+            names = (record.blob for record in filter(self.again.is_left, records))
+            found = await metadata_of(self._blobs, names)
+            left = []
+            for record in records:
+                if not (metadata := found.get(record.blob, {})):
+                    continue  # there is no such image
+                is_missing = self.again.is_missing(record)
+                if is_missing and record.fits(metadata, of_any_drawing=True):
+                    self.again.found([record])
+                    left.append(record)
+                elif self.again.take(record):
+                    left.append(record.name_taken(metadata))
+            yield left
+
+    async def _without_rivals(
+        self, records: list[Record], rivals: Rivals
+    ) -> list[Record]:
+        """Keeps, of records with the same name, the first that fits the stored image."""
+        contested = list(filter(rivals.include, records))
+        if not contested:
+            return records
+        self._damaged.saw_images = True
+        found = await metadata_of(self._blobs, (record.blob for record in contested))
+        # Where the image of a name is gone, it may be there in another format.
+        gone = {record.stem for record in contested if not found[record.blob]}
+        for record in contested:
+            if record.stem in gone and rivals.deny(record):
+                gone.add(record.key)
+        others = {f"{stem}.{suffix}" for stem in gone for suffix in _SUFFIXES}
+        found |= await metadata_of(self._blobs, others - found.keys())
+        kept = []
+        for record in records:
+            if (metadata := found.get(record.blob)) is None:
+                kept.append(record)
+                continue
+            stems = {record.stem, record.key} if rivals.deny(record) else {record.stem}
+            names = (f"{stem}.{suffix}" for stem in stems for suffix in _SUFFIXES)
+            is_there = metadata or not any(map(found.get, names))
+            if not is_there or not record.fits(metadata):
+                self._damaged.add(record.blob or "", ANOTHER)
+            elif rivals.take(str(record.blob) if metadata else record.stem):
+                kept.append(record)
+        return kept
 
 
 async def _twice(
@@ -55,13 +142,11 @@ async def _twice(
 ) -> tuple[_Lines, _Lines, int | None]:
     """The lines of *shards* two times, read once if they are few; then also their number."""
     if catalog.size_bytes(shards) > catalog.PART_BYTES:
-        return (
-            catalog.lines_of_all(shards, Damaged()),
-            catalog.lines_of_all(shards, damaged),
-            None,
-        )
+        first = catalog.lines_of_all(shards, Damaged())
+        return first, catalog.lines_of_all(shards, damaged), None
     kept = [each async for each in catalog.lines_of_all(shards, damaged)]
-    return _kept(kept), _kept(kept), sum(len(lines) for _, lines in kept)
+    count = sum(len(lines) for _, lines in kept)
+    return _kept(kept), _kept(kept), count
 
 
 async def _kept(lines: Iterable[tuple[StoredShard, list[bytes]]]) -> _Lines:
@@ -69,160 +154,18 @@ async def _kept(lines: Iterable[tuple[StoredShard, list[bytes]]]) -> _Lines:
         yield each
 
 
-async def again(
-    shards: Collection[StoredShard], damaged: Damaged
-) -> tuple[Again, Replaced]:
-    """What the records of taken names and the notes of replaced drawings say."""
-    again, replaced = Again(), Replaced()
-    async for notes in catalog.records(catalog.of_kind(shards, "replaced"), damaged):
-        replaced.add(notes)
-    async for part in catalog.records(catalog.of_kind(shards, "again"), damaged):
-        again.add(replaced.without(part, once=False))
-    return again, replaced
-
-
-async def find(shards: Collection[StoredShard], again: Again) -> int:
-    """Finds the records of images whose names were taken; counts the jobs that others completed."""
-    jobs = 0
-    drawn = catalog.of_kind(shards, "images") if again else []
-    async for shard, lines in catalog.lines_of_all(drawn, Damaged()):
-        found = await asyncio.to_thread(again.find, lines)
-        records = catalog.parsed(found, shard, Damaged())
-        again.found(records)
-        jobs += sum(
-            again.completes(record) > record.completes_job for record in records
-        )
-    return jobs
-
-
-async def left(
-    shards: Collection[StoredShard], again: Again, replaced: Replaced
-) -> AsyncGenerator[list[Record]]:
-    """Of names that were taken: images without another record, and jobs that failed for it."""
-    taken = catalog.of_kind(shards, "again") if again else []
-    async for part in catalog.records(taken, Damaged()):
-        records = replaced.without(part, once=False)
-        # A worker that died in between has stored these images, and written no record.
-        found = await metadata_of(
-            shards, (each.blob for each in filter(again.is_left, records))
-        )
-        left = []
-        for record in records:
-            if not (metadata := found.get(record.blob, {})):
-                continue  # there is no such image
-            if again.is_missing(record) and record.fits(metadata, of_any_drawing=True):
-                again.found([record])
-                left.append(record)
-            elif again.take(record):
-                left.append(record.name_taken(metadata))
-        yield left
-
-
-async def _without_rivals(
-    shards: Collection[StoredShard],
-    records: list[Record],
-    rivals: Rivals,
-    damaged: Damaged,
-) -> list[Record]:
-    """Of records with the same name, the first that fits the stored image."""
-    contested = list(filter(rivals.include, records))
-    damaged.saw_images |= bool(contested)
-    found = await metadata_of(shards, (record.blob for record in contested))
-    gone = {each.stem for each in contested if not found[each.blob]}
-    gone |= {each.key for each in contested if each.stem in gone and rivals.deny(each)}
-    others = {f"{stem}.{suffix}" for stem in gone for suffix in _SUFFIXES}
-    found |= await metadata_of(shards, others - found.keys())
-    kept = []
-    for record in records:
-        if (metadata := found.get(record.blob)) is None:
-            kept.append(record)
-            continue
-        stems = {record.stem, record.key} if rivals.deny(record) else {record.stem}
-        names = (f"{stem}.{suffix}" for stem in stems for suffix in _SUFFIXES)
-        is_there = metadata or not any(map(found.get, names))
-        if not is_there or not record.fits(metadata):
-            damaged.add(record.blob or "", ANOTHER)
-        elif rivals.take(str(record.blob) if metadata else record.stem):
-            kept.append(record)
-    return kept
-
-
 async def metadata_of(
-    shards: Collection[StoredShard], names: Iterable[str | None]
+    blobs: BlobStore, names: Iterable[str | None]
 ) -> dict[str | None, Mapping[str, str]]:
-    """The metadata of images, and their names; of one that is gone there is none."""
+    """The metadata of images, and their names; empty for an image that is gone."""
     found: dict[str | None, Mapping[str, str]] = {}
-    if not (wanted := {name for name in names if name}):
-        return found
 
     async def look(blob: str) -> None:
-        told = await store.metadata(blob)
+        told = await blobs.metadata(blob)
         found[blob] = {} if told is None else {**told, "name": blob}
 
-    store = next(shard.store for shard in shards if shard.kind in {"images", "again"})
+    wanted = {name for name in names if name}
     await concurrency.for_each(wanted, look, catalog.CONCURRENT_READS)
-    return found
-
-
-async def ended(
-    blobs: BlobStore, shards: Collection[StoredShard], ends: Ends, damaged: Damaged
-) -> AsyncGenerator[list[Record]]:
-    """The jobs that have failed or were cancelled, each once, but those of which all is stored.
-
-    Whoever may store images may write that a job has failed; a job that is complete has not.
-    """
-    first, second, _ = await _twice(catalog.of_kind(shards, "jobs"), damaged)
-    perhaps = await _with_images(first, shards, ends)
-    async for shard, lines in second:
-        async for records in catalog.records_in(shard, lines, damaged):
-            new = ends.add(records)
-            looked_up = [
-                each for each in new if perhaps is None or ends.job(each) in perhaps
-            ]
-            damaged.saw_images |= bool(looked_up)
-            for record, images in await stored_of(blobs, looked_up):
-                if are_all(images):
-                    ends.complete(ends.job(record))
-            yield [record for record in new if ends.job(record) in ends.outcomes]
-
-
-async def not_ended(
-    shards: Collection[StoredShard], records: list[Record], ends: Ends
-) -> list[Record]:
-    """Records of images without those that only a record tells of, of jobs that ended otherwise."""
-    contested = {each.blob for each in records if ends.job(each) in ends.outcomes}
-    found = await metadata_of(shards, contested)
-    kept = []
-    for record in records:
-        if record.blob in contested and not (
-            found[record.blob] and record.fits(found[record.blob])
-        ):
-            ends.damaged.add(
-                record.key, "a record of an image that is not stored: its job ended"
-            )
-        else:
-            kept.append(record)
-    return kept
-
-
-async def _with_images(
-    ended: _Lines, shards: Collection[StoredShard], ends: Ends
-) -> set[int] | None:
-    """The jobs with ends and with images, by their records; None if so few ended that all may be.
-
-    Then a look at the images of each costs less.
-    """
-    async for shard, lines in ended:
-        async for records in catalog.records_in(shard, lines, Damaged()):
-            ends.add(records)
-    jobs, found = {*ends.outcomes}, set[int]()
-    ends.outcomes.clear()
-    drawn = [*catalog.of_kind(shards, "images"), *catalog.of_kind(shards, "again")]
-    if len(jobs) <= _FEW_ENDS + catalog.size_bytes(drawn) // _BYTES_OF_LOOK_UP:
-        return None
-    of_campaigns = [shard for shard in drawn if shard.campaign in ends.campaigns]
-    async for shard, lines in catalog.lines_of_all(of_campaigns, Damaged()):
-        found |= jobs & await asyncio.to_thread(jobs_in, lines, shard.campaign)
     return found
 
 
@@ -312,34 +255,97 @@ def is_sent(record: Record, known: Digests) -> bool:
 
 
 class Ends:
-    """The jobs that ended without all of their images, each once; those replayed since are none."""
+    """The jobs that ended without all of their images, each once; those replayed since are none.
+
+    Whoever may store images may write that a job has failed; a job that is complete has not.
+    """
 
     def __init__(
-        self, known: Digests | None, damaged: Damaged, job_id: str | None = None
+        self,
+        blobs: BlobStore,
+        shards: Sequence[StoredShard],
+        known: Digests | None,
+        damaged: Damaged,
+        job_id: str | None = None,
     ) -> None:
         """Only *known* jobs count, if they are given, and those of *job_id*."""
         self.outcomes: dict[int, Outcome] = {}
-        """Which of both, by `job`."""
-        self.campaigns: set[str] = set()
+        """Failed or cancelled, by `job`."""
         self.unknown: set[str] = set()
         """Jobs that were not sent."""
+        self.damaged = damaged
+        self.shards = shards
+        self.blobs = blobs
+        self._campaigns: set[str] = set()
         self._discarded: set[int] = set()
         self._settled: set[int] = set()
         self._known = known
-        self.damaged = damaged
         self._job_id = job_id
 
-    async def read(self, shards: Iterable[StoredShard]) -> Self:
+    async def read_settled(self) -> Self:
         """Reads what the operator has replayed and discarded."""
-        async for records in catalog.records(
-            catalog.of_kind(shards, "settled"), self.damaged
-        ):
+        async for records in catalog.records_of(self.shards, "settled", self.damaged):
             self._settled.update(record.failure for record in records)
-            discarded = (
-                each for each in self.sent(records) if each.outcome == "discarded"
-            )
-            self._discarded.update(map(self.job, discarded))
+            for record in self.sent(records):
+                if record.outcome == "discarded":
+                    self._discarded.add(self.job(record))
         return self
+
+    async def read(self) -> Self:
+        """Reads all ends, which `outcomes` has then."""
+        await self.read_settled()
+        async for _ in self.records():
+            pass
+        return self
+
+    async def records(self) -> _Parts:
+        """The ends of jobs, each once, without those of jobs of which all images are stored."""
+        shards = catalog.of_kind(self.shards, "jobs")
+        first, second, _ = await _twice(shards, self.damaged)
+        perhaps = await self._with_images(first)
+        async for shard, lines in second:
+            async for records in catalog.records_in(shard, lines, self.damaged):
+                new = self.add(records)
+                looked_up = [
+                    record
+                    for record in new
+                    if perhaps is None or self.job(record) in perhaps
+                ]
+                self.damaged.saw_images |= bool(looked_up)
+                for record, images in await stored_of(self.blobs, looked_up):
+                    if are_all(images):
+                        self.complete(self.job(record))
+                yield [record for record in new if self.job(record) in self.outcomes]
+
+    async def _with_images(self, ended: _Lines) -> set[int] | None:
+        """The jobs with ends and with records of images; None if a look at each costs less."""
+        async for shard, lines in ended:
+            async for records in catalog.records_in(shard, lines, Damaged()):
+                self.add(records)
+        jobs, found = {*self.outcomes}, set[int]()
+        self.outcomes.clear()
+        images = catalog.of_kind(self.shards, "images", "again")
+        most = _FEW_ENDS + catalog.size_bytes(images) // _BYTES_OF_LOOK_UP
+        if len(jobs) <= most:
+            return None
+        images = [shard for shard in images if shard.campaign in self._campaigns]
+        async for records in catalog.records(images, Damaged()):
+            found |= jobs & {record.job for record in records}
+        return found
+
+    async def without_unstored(self, records: list[Record]) -> list[Record]:
+        """Leaves out images, of jobs that ended otherwise, which only a record tells of."""
+        contested = {each.blob for each in records if self.job(each) in self.outcomes}
+        found = await metadata_of(self.blobs, contested)
+        kept = []
+        for record in records:
+            metadata = found.get(record.blob)
+            if metadata is None or (metadata and record.fits(metadata)):
+                kept.append(record)
+            else:
+                why = "a record of an image that is not stored: its job ended"
+                self.damaged.add(record.key, why)
+        return kept
 
     @property
     def discarded(self) -> int:
@@ -355,12 +361,11 @@ class Ends:
         self.outcomes.pop(job, None)
         self._discarded.discard(job)
 
-    def sent(self, records: list[Record]) -> list[Record]:
-        if (known := self._known) is None:
-            return records
+    def sent(self, records: Iterable[Record]) -> list[Record]:
+        """The records of jobs that are known to be sent; notes the others."""
         found = []
         for record in records:
-            if is_sent(record, known):
+            if self._known is None or is_sent(record, self._known):
                 found.append(record)
             else:
                 self.unknown.add(f"{record.id} {record.digest}")
@@ -370,17 +375,13 @@ class Ends:
     def add(self, records: list[Record]) -> list[Record]:
         """The first end of each job that has failed or was cancelled, and not been settled."""
         new = []
-        ended = [
-            record
-            for record in records
-            if record.is_end and self._job_id in {None, record.id}
-        ]
-        for record in self.sent(ended):
-            if (
-                record.failure not in self._settled
-                and self.job(record) not in self.outcomes
-            ):
-                self.outcomes[self.job(record)] = record.outcome
-                self.campaigns.add(record.campaign)
+        for record in records:
+            is_asked_for = self._job_id in {None, record.id}
+            if not record.is_end or not is_asked_for or not self.sent([record]):
+                continue
+            job = self.job(record)
+            if record.failure not in self._settled and job not in self.outcomes:
+                self.outcomes[job] = record.outcome
+                self._campaigns.add(record.campaign)
                 new.append(record)
         return new

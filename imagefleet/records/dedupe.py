@@ -1,6 +1,5 @@
 """Which records of images count: each image once, and none of a drawing that was replaced."""
 
-import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -10,20 +9,11 @@ from pydantic import ValidationError
 
 from imagefleet import errors
 from imagefleet.job.chain import SEPARATOR
-from imagefleet.job.message import job_key
 from imagefleet.job.names import ASIDE
 from imagefleet.records.record import Record, hashed
 
 #: How the line of an image's record begins.
 _BEFORE_NAME = b'{"outcome":"completed","blob":"'
-
-#: The same with its job's id and digest.
-_JOB = re.compile(
-    re.escape(_BEFORE_NAME)
-    + rb'[^"\\]*","id":"([\w.-]+)"(?:,"digest":"([0-9a-f]{64})")?',
-    re.ASCII,
-)
-
 
 #: How many images and stages its job has, if that is not one.
 _COUNTS = re.compile(rb'"(?:images|stages)":\d+')
@@ -201,19 +191,6 @@ class Rivals:
         is_first = name not in self._taken
         self._taken.add(name)
         return is_first
-
-
-def jobs_in(lines: Iterable[bytes], campaign: str) -> set[int]:
-    """The jobs (`Record.job`) of the records of images in *lines*, without reading most of them."""
-    found = set()
-    for line in lines:
-        if match := _JOB.match(line):
-            digest = None if match[2] is None else match[2].decode()
-            found.add(hashed(f"{job_key(campaign, match[1].decode())} {digest}"))
-        else:
-            with contextlib.suppress(errors.JobError):
-                found.add(Record.read(line).job)
-    return found
 
 
 def _of_digest(blob: str | None, digest: str | None) -> int:

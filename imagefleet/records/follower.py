@@ -49,8 +49,8 @@ class New(NamedTuple):
 
 
 @dataclass(slots=True)
-class Checks:
-    """Holds new records to what is stored, and to what was sent if that is noted."""
+class RecordFilter:
+    """Keeps new records of jobs that were sent, if that is noted, and that match what is stored."""
 
     blobs: BlobStore
     ledgers: Ledgers
@@ -58,40 +58,32 @@ class Checks:
     own: Container[str] | None = None
     """The only jobs that count, by key; what is stored of one takes the place of its end."""
     trusts_images: bool = False
-    """Whether images are not looked at."""
+    """Records of images are kept without a look at the images."""
     waiting: list[New] = field(default_factory=list)
-    """Those of jobs that may be noted as sent any moment."""
+    """Records of jobs that may be noted as sent any moment."""
 
     async def fitting(
         self, new: Iterable[New], shards: Collection[StoredShard]
     ) -> list[Record]:
-        """Those that fit, of all that waited, too; *shards*: with the notes of replaced images."""
-        sent, trusted, waiting, read = (
-            list[New](),
-            list[Record](),
-            list[New](),
-            set[str](),
-        )
+        """The records to hand on, of *new* and of those that waited.
+
+        *shards*: with the notes of replaced images.
+        """
+        sent, trusted, waiting = list[New](), list[Record](), list[New]()
         now = self.blobs.clock.now()
+        read = set[str]()
         for each in (*self.waiting, *new):
-            record, ledger = each.record, self.ledgers.of(each.record.campaign)
-            if self.own is None and each.shard.kind != "settled":
-                if (
-                    not decisions.is_sent(record, ledger.known)
-                    and record.campaign not in read
-                ):
-                    read.add(record.campaign)
-                    with contextlib.suppress(
-                        errors.SetupError
-                    ):  # no permission to read files
-                        await ledger.read()
-                if ledger.known and not decisions.is_sent(record, ledger.known):
-                    if abs((now - record.at).total_seconds()) < _UNNOTED_SECONDS:
-                        waiting.append(each)
-                    else:
-                        self.damaged.add(record.key, decisions.NOT_SENT)
-                    continue
-            if self.trusts_images and each.shard.kind == "images":
+            record, kind = each.record, each.shard.kind
+            if self.own is not None or kind == "settled":
+                is_sent = True
+            else:
+                is_sent = await self._is_sent(record, read)
+            if not is_sent:
+                if abs((now - record.at).total_seconds()) < _UNNOTED_SECONDS:
+                    waiting.append(each)
+                else:
+                    self.damaged.add(record.key, decisions.NOT_SENT)
+            elif self.trusts_images and kind == "images":
                 trusted.append(record)
             elif self.own is None or record.key in self.own:
                 sent.append(each)
@@ -99,18 +91,26 @@ class Checks:
         self.waiting = waiting
         return trusted + found
 
+    async def _is_sent(self, record: Record, read: set[str]) -> bool:
+        """Looks a job up in its campaign's ledger, which is *read* at most once a time."""
+        ledger = self.ledgers.of(record.campaign)
+        if decisions.is_sent(record, ledger.known):
+            return True
+        if record.campaign not in read:
+            read.add(record.campaign)
+            with contextlib.suppress(errors.SetupError):  # no permission to read files
+                await ledger.read()
+        return not ledger.known or decisions.is_sent(record, ledger.known)
+
     async def _stored(
         self, new: list[New], shards: Collection[StoredShard]
     ) -> list[Record]:
-        images = [each for each in new if each.record.outcome == "completed"]
-        names = (each.record.blob for each in images)
-        told = await decisions.metadata_of([each.shard for each in images], names)
-        ends = [
-            each.record for each in new if each.record.is_end or each.record.completes
-        ]
-        of_jobs = {
-            each.job: some for each, some in await decisions.stored_of(self.blobs, ends)
-        }
+        records = [each.record for each in new]
+        images = (each.blob for each in records if each.outcome == "completed")
+        told = await decisions.metadata_of(self.blobs, images)
+        ends = [each for each in records if each.is_end or each.completes]
+        of_ends = await decisions.stored_of(self.blobs, ends)
+        of_jobs = {record.job: found for record, found in of_ends}
         found, misfits = list[Record](), list[tuple[Record, str]]()
         for record, shard, _ in new:
             of_image, of_job = told.get(record.blob, {}), of_jobs.get(record.job, [])
@@ -123,25 +123,23 @@ class Checks:
                 found += of_job
             else:
                 misfits.append((record, why))
-        replaced = Replaced()
-        notes = catalog.of_kind(shards if misfits else (), "replaced")
-        async for some in catalog.records(notes, Damaged()):
-            replaced.add(some)
-        for record, why in misfits:
-            if replaced.without([record], once=False):
-                self.damaged.add(record.blob or record.key, why)
+        if misfits:
+            replaced = Replaced()
+            async for notes in catalog.records_of(shards, "replaced", Damaged()):
+                replaced.add(notes)
+            for record, why in misfits:
+                if replaced.without([record], once=False):
+                    self.damaged.add(record.blob or record.key, why)
         return found
 
 
 def _misfit(
     record: Record, of_image: Mapping[str, str], of_job: list[Record], is_again: bool
 ) -> str:
+    """Why a record does not match what is stored; empty if it does."""
     if record.is_end:
-        return (
-            "the end of a job of which all is stored"
-            if decisions.are_all(of_job)
-            else ""
-        )
+        is_complete = decisions.are_all(of_job)
+        return "the end of a job of which all is stored" if is_complete else ""
     if record.outcome == "completed":
         if not of_image or (record.completes and not decisions.are_all(of_job)):
             return "a record of an image that is not stored"
@@ -175,7 +173,9 @@ class Follower:
         self._part_bytes = part_bytes
         self._given_up: set[str] = set()
         ledgers = Ledgers(storage)
-        self.checks = Checks(storage.blobs, ledgers, self._damaged, own, trusts_images)
+        self.checks = RecordFilter(
+            storage.blobs, ledgers, self._damaged, own, trusts_images
+        )
 
     @property
     def start(self) -> dict[str, int]:

@@ -22,14 +22,11 @@ from imagefleet import concurrency, errors
 from imagefleet.job.message import DEFAULT_CAMPAIGN, read_job
 from imagefleet.records.catalog import PART_BYTES, Damaged
 from imagefleet.records.log import RETRIES
-from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobPart, BlobRecord
 
 #: The folder of the ledgers, in the container of files.
 SENT = "-sent/"
-
-#: The folder beside it with an empty blob for each queue that jobs were sent to.
-_QUEUES = "-sent-to/"
 
 HASH_BYTES = 8
 _ENTRY_BYTES = 2 * HASH_BYTES
@@ -178,7 +175,6 @@ class Ledger:
         self.claimed: dict[bytes, bytes] = {}
         """Digests by id of jobs on their way to the queue, until they are noted."""
         self._files = storage.files
-        self._queue: str | None = f"{_QUEUES}{storage.blobs.name}/{storage.queue.name}"
         self._folder = f"{folder_of(storage)}{campaign}/"
         self._end: _End | None = None
         self._read_until = _End()
@@ -218,10 +214,6 @@ class Ledger:
     async def note(self) -> None:
         """Appends what is pending; those who ask at once share an append. Raises FleetError."""
         async with self._lock:
-            if self.pending and self._queue is not None:
-                note = partial(self._files.create, self._queue, b"", "text/plain", {})
-                await RETRIES.call(note)
-                self._queue = None
             while self.pending:
                 entries = bytes(self.pending[: _MAX_ENTRIES * _ENTRY_BYTES])
                 await self._append(entries)
@@ -393,25 +385,6 @@ async def known(storage: Storage, campaign: str) -> Digests | None:
     """The digest of each job that was sent, by its id; None if nobody has noted any."""
     noted = Ledger(storage, campaign)
     return None if await noted.count() is None else await noted.read()
-
-
-async def elsewhere(storage: Storage) -> dict[str, int]:
-    """The messages of other queues that jobs of this container were sent to, where there are any.
-
-    Queues that the credentials do not allow to count are left out.
-    """
-    prefix = f"{_QUEUES}{storage.blobs.name}/"
-    found = {}
-    with contextlib.suppress(errors.SetupError):  # there are no files, or none to list
-        for name in [
-            each.removeprefix(prefix) async for each in storage.files.names(prefix)
-        ]:
-            with contextlib.suppress(errors.SetupError):
-                if name != storage.queue.name:
-                    settings = storage.settings.model_copy(update={"queue": name})
-                    async with open_storage(settings) as other:
-                        found[name] = (await other.queue.depth()).messages
-    return {name: messages for name, messages in found.items() if messages}
 
 
 async def digest_of(storage: Storage, campaign: str, job_id: str) -> str:

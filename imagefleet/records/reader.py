@@ -13,7 +13,8 @@ from imagefleet import concurrency
 from imagefleet.job.message import RECORDS
 from imagefleet.records import catalog, decisions, ledger
 from imagefleet.records.catalog import Damaged, StoredShard
-from imagefleet.records.log import Kind, ShardName, Totals
+from imagefleet.records.decisions import ImageRecords
+from imagefleet.records.log import ShardName, Totals
 from imagefleet.records.overview import Counts, Kept, Overview, hashed
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
@@ -58,11 +59,11 @@ async def drawings(
 ) -> AsyncGenerator[list[Record]]:
     """All that workers recorded of images; last of those whose names were taken."""
     shards = await catalog.shards_of(storage, campaign, damaged)
-    _, replaced = await decisions.again(shards, damaged)
-    each_once: dict[Kind, Damaged] = {"images": damaged, "again": Damaged()}
-    for kind, unfit in each_once.items():
-        async for records in catalog.records(catalog.of_kind(shards, kind), unfit):
-            yield replaced.without(records, once=kind == "images")
+    images = await ImageRecords(storage.blobs, shards, damaged).read()
+    async for records in images.drawings("images", damaged):
+        yield records
+    async for records in images.drawings("again", Damaged()):  # counted by `read`
+        yield records
 
 
 async def end(storage: Storage, campaign: str) -> dict[str, int]:
@@ -127,29 +128,23 @@ async def all_counts(
 async def _counts(
     blobs: BlobStore,
     noted: ledger.Ledger | None,
-    shards: Collection[StoredShard],
+    shards: list[StoredShard],
     damaged: Damaged,
 ) -> Counts:
     sent = None if noted is None else await noted.count()
-    is_short = (
-        catalog.size_bytes(catalog.of_kind(shards, "images")) <= catalog.PART_BYTES
-    )
-    is_exact = bool(catalog.of_kind(shards, "replaced"))
-    is_exact = is_exact or (is_short and (sent or 0) <= _READ_ENTRIES)
+    image_bytes = catalog.size_bytes(catalog.of_kind(shards, "images"))
+    is_short = image_bytes <= catalog.PART_BYTES and (sent or 0) <= _READ_ENTRIES
+    is_exact = is_short or bool(catalog.of_kind(shards, "replaced"))
     while True:
-        known = (
-            None
-            if noted is None or sent is None or not is_exact
-            else await noted.read()
-        )
-        ends = await decisions.Ends(known, unfit := Damaged()).read(shards)
+        known = None
+        if noted is not None and sent is not None and is_exact:
+            known = await noted.read()
+        ends = decisions.Ends(blobs, shards, known, unfit := Damaged())
+        images = ImageRecords(blobs, shards, unfit)
         add = _recounted if is_exact else _counted
-        total = await add(blobs, shards, ends, unfit)
-        if (
-            is_exact
-            or sent is None
-            or total.jobs + len(ends.outcomes) + ends.discarded <= sent
-        ):
+        total = await add(ends, images)
+        ended = total.jobs + len(ends.outcomes) + ends.discarded
+        if is_exact or sent is None or ended <= sent:
             break
         is_exact = True  # what the ends of the shards say is not so
     damaged.include(unfit)
@@ -183,17 +178,15 @@ async def image_parts(
     """
     damaged = damaged or Damaged()
     shards = await catalog.shards_of(storage, campaign, damaged)
-    ends = await decisions.Ends(known, Damaged()).read(shards)
-    async for _ in decisions.ended(storage.blobs, shards, ends, ends.damaged):
-        pass
+    ends = await decisions.Ends(storage.blobs, shards, known, Damaged()).read()
     ends.damaged = damaged
     ended = set() if ended is None else ended
     ended.update(ends.outcomes)
-    again, replaced = await decisions.again(shards, damaged)
-    async for records in decisions.images(shards, again, replaced, damaged):
+    images = await ImageRecords(storage.blobs, shards, damaged).read()
+    async for records in images.each_once():
         found = [record for record in records if record.outcome == "completed"]
         ended.update(record.job for record in records if record.is_end)
-        yield await decisions.not_ended(shards, ends.sent(found), ends)
+        yield await ends.without_unstored(ends.sent(found))
 
 
 async def ended_parts(
@@ -210,14 +203,15 @@ async def ended_parts(
     """
     damaged = damaged or Damaged()
     shards = await catalog.shards_of(storage, campaign, damaged)
-    ends = await decisions.Ends(known, damaged, job_id).read(shards)
-    async for records in decisions.ended(storage.blobs, shards, ends, damaged):
+    ends = decisions.Ends(storage.blobs, shards, known, damaged, job_id)
+    await ends.read_settled()
+    async for records in ends.records():
         yield records
     for named in sorted({shard.campaign for shard in catalog.of_kind(shards, "again")}):
         of_campaign = [shard for shard in shards if shard.campaign == named]
-        again, replaced = await decisions.again(of_campaign, damaged)
-        await decisions.find(of_campaign, again)
-        async for records in decisions.left(of_campaign, again, replaced):
+        images = await ImageRecords(storage.blobs, of_campaign, damaged).read()
+        await images.find()
+        async for records in images.left():
             yield ends.add(records)
 
 
@@ -237,66 +231,56 @@ def _singly(
 images, ended = _singly(image_parts), _singly(ended_parts)
 
 
-async def _counted(
-    blobs: BlobStore,
-    shards: Collection[StoredShard],
-    ends: decisions.Ends,
-    damaged: Damaged,
-) -> Totals:
+async def _counted(ends: decisions.Ends, images: ImageRecords) -> Totals:
     """The images and completed jobs by the ends of shards, and by the records of taken names."""
-    async for _ in decisions.ended(blobs, shards, ends, damaged):
-        pass
-    damaged.saw_images |= bool(catalog.of_kind(shards, "again"))
-    images = jobs = 0
+    await ends.read()
+    ends.damaged.saw_images |= bool(catalog.of_kind(ends.shards, "again"))
+    count = jobs = 0
 
     async def add(shard: StoredShard) -> None:
-        nonlocal images, jobs
-        found = await catalog.totals(shard, damaged)
-        images += found.records
+        nonlocal count, jobs
+        found = await catalog.totals(shard, ends.damaged)
+        count += found.records
         jobs += found.jobs
 
-    await concurrency.for_each(
-        catalog.of_kind(shards, "images"), add, catalog.CONCURRENT_READS
-    )
-    again, replaced = await decisions.again(shards, damaged)
-    jobs += await decisions.find(shards, again)
-    async for records in decisions.left(shards, again, replaced):
+    shards = catalog.of_kind(ends.shards, "images")
+    await concurrency.for_each(shards, add, catalog.CONCURRENT_READS)
+    await images.read()
+    jobs += await images.find()
+    async for records in images.left():
         ends.add(records)
-        stored_images = [record for record in records if record.outcome == "completed"]
-        images += len(stored_images)
-        jobs += sum(map(again.completes, stored_images))
-    return Totals(images, jobs)
+        for record in records:
+            if record.outcome == "completed":
+                count += 1
+                jobs += images.again.completes(record)
+    return Totals(count, jobs)
 
 
-async def _recounted(
-    blobs: BlobStore,
-    shards: Collection[StoredShard],
-    ends: decisions.Ends,
-    damaged: Damaged,
-) -> Totals:
+async def _recounted(ends: decisions.Ends, images: ImageRecords) -> Totals:
     """The same by all records; where a job has ended otherwise, too, by what is stored of it."""
-    async for records in catalog.records(catalog.of_kind(shards, "jobs"), damaged):
+    await ends.read_settled()
+    async for records in catalog.records_of(ends.shards, "jobs", ends.damaged):
         ends.add(records)
-    again, replaced = await decisions.again(shards, damaged)
-    images = 0
+    await images.read()
+    count = 0
     completed, contested = set[int](), dict[int, Record]()
-    async for records in decisions.images(shards, again, replaced, damaged):
+    async for records in images.each_once():
         ends.add(records)
-        for record in ends.sent(
-            [each for each in records if each.outcome == "completed"]
-        ):
+        drawn = [record for record in records if record.outcome == "completed"]
+        for record in ends.sent(drawn):
             if (job := ends.job(record)) in ends.outcomes:
                 if record.stage == record.stages or job not in contested:
                     contested[job] = record
                 continue
-            images += 1
-            if again.completes(record):
+            count += 1
+            if images.again.completes(record):
                 completed.add(job)
-    damaged.saw_images |= bool(contested or catalog.of_kind(shards, "again"))
-    for record, found in await decisions.stored_of(blobs, contested.values()):
-        images += len(found)
+    has_taken_names = bool(catalog.of_kind(ends.shards, "again"))
+    ends.damaged.saw_images |= has_taken_names or bool(contested)
+    for record, found in await decisions.stored_of(ends.blobs, contested.values()):
+        count += len(found)
         if decisions.are_all(found):
             completed.add(ends.job(record))
     for job in completed:
         ends.complete(job)
-    return Totals(images, len(completed))
+    return Totals(count, len(completed))

@@ -5,7 +5,6 @@ import json
 import subprocess
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -293,25 +292,6 @@ def test_purge_asks_with_the_count_and_keeps_failed_jobs(
     noted = in_process("status", *flags(filled))
     said = " ".join(noted.stdout.split())
     assert (
-        "of 2 pending jobs 0 at most in this queue or in flight, 2 not: they were deleted"
+        "of 2 pending jobs 0 at most in this queue or in flight, 2 not: they wait in another queue"
         in said
     )
-
-
-def test_jobs_in_another_queue_of_the_container_are_said_to_wait_there(
-    filled: StorageSettings, in_process: Imagefleet, tmp_path: Path
-) -> None:
-    (tmp_path / "jobs.jsonl").write_text('{"prompt": "a cat"}\n' * 7)
-    other = filled.model_copy(update={"queue": f"{filled.queue}-b"})
-    loaded = in_process("load", "jobs.jsonl", "--campaign", "summer", *flags(other))
-    assert loaded.returncode == 0, loaded.stderr
-
-    noted = in_process("status", *flags(filled))
-
-    said = " ".join(noted.stdout.split())
-    assert (
-        "of 9 pending jobs 3 at most in this queue or in flight, 6 wait in the queue"
-        in said
-    )
-    assert f"{other.queue}" in said
-    assert "deleted" not in said

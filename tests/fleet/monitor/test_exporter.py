@@ -1,6 +1,6 @@
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from fleet.monitor.exporter import Exporter, queue_figures
 from fleet.monitor.rates import FleetRates
 from fleet.settings import ExporterSettings
 from imagefleet import errors
-from imagefleet.records import catalog, decisions
+from imagefleet.records import decisions
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import QueueDepth
 from imagefleet.telemetry.metrics import QueueFlow
@@ -155,15 +155,13 @@ async def test_campaigns_have_what_is_left_and_those_that_stand_are_not_read_aga
         )
 
     assert await pending("spring") == 3
-    shards = decisions.Ends.read
+    read_settled = decisions.Ends.read_settled
 
-    async def noting(
-        ends: decisions.Ends, found: Sequence[catalog.StoredShard]
-    ) -> decisions.Ends:
-        read.extend(shard.campaign for shard in found)
-        return await shards(ends, found)
+    async def noting(ends: decisions.Ends) -> decisions.Ends:
+        read.extend(shard.campaign for shard in ends.shards)
+        return await read_settled(ends)
 
-    monkeypatch.setattr(decisions.Ends, "read", noting)
+    monkeypatch.setattr(decisions.Ends, "read_settled", noting)
     assert (await pending("autumn"), read) == (None, [])
     await sent_jobs.note(storage, "autumn", 2)
     assert (await pending("autumn"), set(read)) == (2, {"autumn"})
