@@ -28,7 +28,7 @@ _Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class Captions(BaseModel, extra="ignore", frozen=True):
-    """What all groups draw, in order; the SHA-256 is that of the captions as lines of UTF-8."""
+    """Captions that all groups draw, in order; the SHA-256 is of the captions as lines of UTF-8."""
 
     count: _Count
     sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -69,7 +69,7 @@ def job_id(group: str, number: int) -> str:
 
 
 def seed_of(number: int, caption: str, seed: int = 0) -> int:
-    """The seed of a caption's images in all groups; on the caption and its number alone."""
+    """Seed shared by a caption's images in every group; depends only on caption and index."""
     text = f"{seed} {number} {caption}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
 
@@ -84,7 +84,7 @@ def digest(captions: Iterable[str]) -> Captions:
 
 
 def caption_of(drawn: Record | Job) -> str:
-    """What an image shows, in words: the sweep's caption, or those that its prompt draws."""
+    """Caption of an image: the sweep's, or the words that its prompt draws."""
     caption = drawn.metadata.get(CAPTION)
     return (
         caption
@@ -116,13 +116,20 @@ async def write(storage: Storage, sweep: Sweep) -> None:
         return
     found = await read(storage, sweep.campaign)
     if found is not None and found != sweep:
-        other = ", ".join(
-            name for name, value in sweep if value != getattr(found, name)
-        )
         raise errors.SetupError(
-            f"campaign {sweep.campaign} is another sweep already, with other {other}: choose"
-            " another --campaign"
+            f"campaign {sweep.campaign} is another sweep already: {_difference(found, sweep)};"
+            " choose another --campaign"
         )
+
+
+def _difference(stored: Sweep, given: Sweep) -> str:
+    if stored.captions != given.captions:
+        return f"it has {stored.captions.count:,} other captions"
+    differing = set(stored.groups) ^ set(given.groups)
+    if differing:
+        names = sorted({group.name for group in differing})
+        return f"its groups differ by {', '.join(names[:5])}"
+    return "its seed, its size or another field of all its jobs differs"
 
 
 def _name(campaign: str) -> str:

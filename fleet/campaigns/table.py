@@ -42,7 +42,7 @@ class Campaigns:
         self._overview = Overview(storage)
         self._read_at = self._asked_at = -math.inf
         self.dollars: Mapping[str, float] = {}
-        """What the workers cost that drew a campaign's images, of those that the metrics cover."""
+        """Cost of the workers that drew a campaign's images, of those that the metrics cover."""
 
     async def refresh(self, server: Prometheus | None = None) -> None:
         """Counts again, and asks a *server* for dollars, each at most twice a minute."""
@@ -142,7 +142,7 @@ class Campaigns:
         return found
 
     def notes(self, count: int, messages: int) -> list[str]:
-        """What the table of *count* campaigns lacks; the job queue holds *messages*."""
+        """Notes on what the table of *count* campaigns lacks; the job queue holds *messages*."""
         found = []
         if self.refusal:
             found.append(f"campaigns cannot be counted: {self.refusal}")

@@ -25,7 +25,7 @@ from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 
 Outcome = StrEnum("Outcome", ["COMPLETED", "FAILED", "CANCELLED"])
-"""What became of an image's job, as typer reads it from the command line."""
+"""Outcomes to show, as typer reads them from the command line."""
 
 
 @dataclass(frozen=True, slots=True)

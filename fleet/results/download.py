@@ -100,7 +100,7 @@ class Download:
 
 
 def _is_of(path: Path, record: Record) -> bool:
-    """Whether a file is the picture of a record."""
+    """True if a file is the picture of a record."""
     return (
         files.size_of(path) == record.size_bytes and files.sha256(path) == record.sha256
     )

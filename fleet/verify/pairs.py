@@ -56,7 +56,7 @@ class Pair:
     workers: tuple[str, str]
     """The worker of the image, and that of the second drawing."""
     drawn_at: datetime
-    """When the second drawing was stored."""
+    """The time at which the second drawing was stored."""
     result: Result = "not_there"
     distance: float | None = None
     note: str | None = None
@@ -174,7 +174,7 @@ class Record:
 
     @property
     def is_for_quarantine(self) -> bool:
-        """Whether nothing speaks for it, either.
+        """True if nothing speaks for it, either.
 
         Without proofs, who stores a drawing writes any worker's name beside it, so false drawings
         can speak against anybody. But who may not read images makes none alike without drawing it.

@@ -1,1 +1,1 @@
-"""What became of each job: records in shards beside the images, written as workers go."""
+"""Records of how each job ended, in shards beside the images, written as workers go."""

@@ -33,7 +33,7 @@ class Submission:
         self._storage = storage
         self._token = uuid.uuid4().hex[:12]
         self.positions: dict[str, dict[str, int]] = {}
-        """Where to look for results from, by campaign: from the start for ids that may be old."""
+        """Positions to read results from, by campaign; none where ids may be old."""
         self._campaigns: set[str] = set()
         self._with_own_ids: set[str] = set()
         self._ledgers = ledgers
@@ -61,8 +61,10 @@ class Submission:
                 metadata=last.metadata,
             )
             if facts.key in self.jobs:
-                both = f"numbers {list(self.jobs).index(facts.key) + 1} and {number}"
-                raise errors.JobError(f"two jobs have the id {facts.key}: {both}")
+                first = list(self.jobs).index(facts.key) + 1
+                raise errors.JobError(
+                    f"two jobs have the id {facts.key}: numbers {first} and {number}"
+                )
             with validation.as_error(errors.JobError, f"job {facts.key}: "):
                 (body,) = sizes.checked_messages([job.to_message(signer)])
             self.jobs[facts.key] = facts
@@ -117,8 +119,11 @@ class Submission:
                 if isinstance(error, errors.SetupError):
                     self._refused.add(campaign)
                     self._ledgers.of(campaign).pending.clear()
-                why = f"the counts of {campaign} lack jobs that were sent: {error.message}"
-                log.warning(why, action="sent_not_recorded", campaign=campaign)
+                log.warning(
+                    f"the counts of {campaign} lack jobs that were sent: {error.message}",
+                    action="sent_not_recorded",
+                    campaign=campaign,
+                )
 
 
 class Watch:
@@ -136,7 +141,7 @@ class Watch:
         self.found: list[JobFacts] = []
         self.waiting = {job.key: job for job in jobs}
         self.is_behind = True
-        """Whether there may be more to read at once."""
+        """There may be more to read at once."""
         self._followers = [
             Follower(storage, campaign, positions.get(campaign), own=self.waiting)
             for campaign in {

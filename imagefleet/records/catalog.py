@@ -19,7 +19,7 @@ from imagefleet.records.log import (
     MAX_MEMBER_BYTES,
     OPERATORS,
     TOTALS_BYTES,
-    Kind,
+    ShardKind,
     ShardName,
     Totals,
     shard_folder,
@@ -97,7 +97,7 @@ class ShardDecoder:
 
 @dataclass(slots=True)
 class Damaged:
-    """What every reader of records counts: records that do not fit, and shards that are none.
+    """Counts records that were left out, and shards that are none, with the first reasons.
 
     They cannot be read, say what their writer may not say, or not what is stored.
     """
@@ -106,7 +106,7 @@ class Damaged:
     shards: set[str] = field(default_factory=set)
     reasons: list[str] = field(default_factory=list)
     saw_images: bool = False
-    """Whether it was asked which images are stored, so that more than records decided."""
+    """Stored images were looked up, so that more than records decided."""
 
     def add(self, shard: str, reason: str) -> None:
         self.count += 1
@@ -133,10 +133,10 @@ class StoredShard:
 
     blob: BlobRecord
     campaign: str
-    kind: Kind
+    kind: ShardKind
     store: BlobStore
     is_cancelled: bool = False
-    """Whether the operator has cancelled its campaign."""
+    """The operator has cancelled its campaign."""
 
 
 async def shards_of(
@@ -170,7 +170,7 @@ def image_name(blob: str, campaign: str) -> str | None:
 
 
 async def totals(shard: StoredShard, damaged: Damaged) -> Totals:
-    """What the end of a shard says of it; all of it, if that says nothing, or more than it can be.
+    """The totals at a shard's end; counts its records if there are none, or more than it can hold.
 
     It has grown since, or lost its end in a power failure, or says more than it can hold.
     """
@@ -185,12 +185,12 @@ async def totals(shard: StoredShard, damaged: Damaged) -> Totals:
     return found
 
 
-def of_kind(shards: Iterable[StoredShard], *kinds: Kind) -> list[StoredShard]:
+def of_kind(shards: Iterable[StoredShard], *kinds: ShardKind) -> list[StoredShard]:
     return [shard for shard in shards if shard.kind in kinds]
 
 
 def began_at(each: StoredShard) -> datetime:
-    """When it was created; by its name if it is a local file, which tells only its last change."""
+    """Creation time of a shard; by its name if it is a local file, which tells its last change."""
     if each.blob.modified_at is not None:
         return each.blob.created_at
     start = each.blob.name.rpartition("/")[2][:16]
@@ -234,7 +234,7 @@ async def lines_of_all(
 
 
 async def computed(lines: int, function: Callable[..., _Result], *args: Any) -> _Result:
-    """What *function* returns; on a thread, if there are *lines* enough to be worth one."""
+    """Calls *function*, on a thread if there are *lines* enough to be worth one."""
     return (
         await asyncio.to_thread(function, *args)
         if lines > _FEW_LINES
@@ -252,7 +252,7 @@ async def records(
 
 
 def records_of(
-    shards: Iterable[StoredShard], kind: Kind, damaged: Damaged
+    shards: Iterable[StoredShard], kind: ShardKind, damaged: Damaged
 ) -> AsyncGenerator[list[Record]]:
     return records(of_kind(shards, kind), damaged)
 

@@ -12,7 +12,7 @@ from imagefleet.records import catalog
 from imagefleet.records.catalog import Damaged, StoredShard
 from imagefleet.records.dedupe import Again, Replaced, Rivals
 from imagefleet.records.ledger import HASH_BYTES, Digests, id_hash
-from imagefleet.records.log import Kind
+from imagefleet.records.log import ShardKind
 from imagefleet.records.record import Outcome, Record, hashed
 from imagefleet.storage.protocol import BlobStore
 
@@ -54,7 +54,7 @@ class ImageRecords:
             self.again.add(records)
         return self
 
-    async def drawings(self, kind: Kind, damaged: Damaged) -> _Parts:
+    async def drawings(self, kind: ShardKind, damaged: Damaged) -> _Parts:
         async for records in catalog.records_of(self._shards, kind, damaged):
             yield self._replaced.without(records, once=kind == "images")
 
@@ -172,7 +172,7 @@ async def metadata_of(
 async def stored_of(
     blobs: BlobStore, records: Iterable[Record]
 ) -> list[tuple[Record, list[Record]]]:
-    """With each record the images of its job that are stored, if they have its digest."""
+    """Pairs each record with the stored images of its job, if they have its digest."""
     found: list[tuple[Record, list[Record]]] = []
 
     async def look(record: Record) -> None:
@@ -246,7 +246,7 @@ def are_all(images: Sequence[Record]) -> bool:
 
 
 def is_sent(record: Record, known: Digests) -> bool:
-    """Whether its job is *known*; what could not be read has no digest, a stage its own."""
+    """True if the record's job is *known*; an unreadable job has no digest, a stage its own."""
     digest = known.get(id_hash(record.id))
     is_of_stage = record.outcome == "completed" and record.stage < record.stages
     if is_of_stage or not record.digest:

@@ -1,4 +1,4 @@
-"""Which records of images count: each image once, and none of a drawing that was replaced."""
+"""Deduplicates image records and drops those of replaced images."""
 
 import re
 from collections import Counter
@@ -49,7 +49,7 @@ class Replaced:
     def __init__(self) -> None:
         self._noted: set[int] = set()
         self._left: Counter[int] = Counter()
-        """How often each drawing was replaced, less its records that were left out."""
+        """Count of replacements of each drawing, less its records that were left out."""
 
     def add(self, notes: Iterable[Record]) -> None:
         for note in notes:
@@ -106,7 +106,7 @@ class Again:
                 self._completed.add(drawing)
 
     def completes(self, record: Record) -> bool:
-        """Whether a job is complete with this image, as its worker says, or who found it stored."""
+        """True if its worker, or one that found it, says that this image completes its job."""
         return (
             record.completes_job
             or _of_digest(record.blob, record.digest) in self._completed
@@ -124,12 +124,12 @@ class Again:
         return [line for line in lines if hashed(_name(line)) in self._names]
 
     def is_left(self, record: Record) -> bool:
-        """Whether no image of its name, or none of its digest, has a record."""
+        """True if no image of its name, or none of its digest, has a record."""
         drawing = _of_digest(record.blob, record.digest)
         return drawing in self._drawings or self.is_missing(record)
 
     def is_missing(self, record: Record) -> bool:
-        """Whether no image of that name has a record."""
+        """True if no image of that name has a record."""
         return hashed(record.blob or "") in self._missing
 
     def take(self, record: Record) -> bool:
@@ -172,18 +172,19 @@ class Rivals:
                 self._jobs.add(hashed(job))
 
     def _is_seen(self, name: int) -> bool:
-        seen, one, two = self._seen, name % self._bits, (name >> 32) % self._bits
-        is_seen = seen[one >> 3] >> (one & 7) & seen[two >> 3] >> (two & 7) & 1
-        seen[one >> 3] |= 1 << (one & 7)
-        seen[two >> 3] |= 1 << (two & 7)
-        return bool(is_seen)
+        is_seen = True
+        for part in (name, name >> 32):
+            place, bit = divmod(part % self._bits, 8)
+            is_seen = is_seen and bool(self._seen[place] & 1 << bit)
+            self._seen[place] |= 1 << bit
+        return is_seen
 
     def include(self, record: Record) -> bool:
-        """Whether another record has its name, too, or denies how many images its job has."""
+        """True if another record has its name, too, or denies how many images its job has."""
         return hashed(record.stem) in self._names or self.deny(record)
 
     def deny(self, record: Record) -> bool:
-        """Whether another record says that its job has other images or stages."""
+        """True if another record says that its job has other images or stages."""
         return hashed(record.key) in self._jobs
 
     def take(self, name: str) -> bool:

@@ -18,7 +18,7 @@ from imagefleet.records import catalog, decisions, reader
 from imagefleet.records.catalog import Damaged, StoredShard
 from imagefleet.records.dedupe import Replaced
 from imagefleet.records.ledger import Ledgers
-from imagefleet.records.log import Kind
+from imagefleet.records.log import ShardKind
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobStore
@@ -34,13 +34,13 @@ POLL_SECONDS = 5.0
 #: that is a read of each shard.
 _QUIET_POLLS = 3
 
-_FOLLOWED: Collection[Kind] = ("again", "images", "jobs", "settled")
+_FOLLOWED: Collection[ShardKind] = ("again", "images", "jobs", "settled")
 
 #: A load notes its jobs as sent a little later: until then, a record of one waits so long.
 _UNNOTED_SECONDS = 60.0
 
 
-class New(NamedTuple):
+class NewRecord(NamedTuple):
     """A record, and the part of a shard that it comes from."""
 
     record: Record
@@ -59,17 +59,18 @@ class RecordFilter:
     """The only jobs that count, by key; what is stored of one takes the place of its end."""
     trusts_images: bool = False
     """Records of images are kept without a look at the images."""
-    waiting: list[New] = field(default_factory=list)
+    waiting: list[NewRecord] = field(default_factory=list)
     """Records of jobs that may be noted as sent any moment."""
 
     async def fitting(
-        self, new: Iterable[New], shards: Collection[StoredShard]
+        self, new: Iterable[NewRecord], shards: Collection[StoredShard]
     ) -> list[Record]:
         """The records to hand on, of *new* and of those that waited.
 
         *shards*: with the notes of replaced images.
         """
-        sent, trusted, waiting = list[New](), list[Record](), list[New]()
+        sent, waiting = list[NewRecord](), list[NewRecord]()
+        trusted = list[Record]()
         now = self.blobs.clock.now()
         read = set[str]()
         for each in (*self.waiting, *new):
@@ -103,7 +104,7 @@ class RecordFilter:
         return not ledger.known or decisions.is_sent(record, ledger.known)
 
     async def _stored(
-        self, new: list[New], shards: Collection[StoredShard]
+        self, new: list[NewRecord], shards: Collection[StoredShard]
     ) -> list[Record]:
         records = [each.record for each in new]
         images = (each.blob for each in records if each.outcome == "completed")
@@ -111,7 +112,8 @@ class RecordFilter:
         ends = [each for each in records if each.is_end or each.completes]
         of_ends = await decisions.stored_of(self.blobs, ends)
         of_jobs = {record.job: found for record, found in of_ends}
-        found, misfits = list[Record](), list[tuple[Record, str]]()
+        found = list[Record]()
+        misfits = list[tuple[Record, str]]()
         for record, shard, _ in new:
             of_image, of_job = told.get(record.blob, {}), of_jobs.get(record.job, [])
             is_again = shard.kind == "again"
@@ -216,7 +218,7 @@ class Follower:
             records = await asyncio.to_thread(
                 catalog.parsed, lines, each, self._damaged
             )
-            new = [New(record, each, offset) for record in records]
+            new = [NewRecord(record, each, offset) for record in records]
             found += await self.checks.fitting(new, shards)
             if len(found) >= self._most:
                 break

@@ -106,7 +106,7 @@ class Digests:
 
 
 def _find(bucket: bytearray, key: bytes) -> int:
-    """Where the entry of *key* is; -1 if there is none."""
+    """Byte offset of the entry of *key* in its bucket; -1 if there is none."""
     at = bucket.find(key)
     while at > 0 and at % _ENTRY_BYTES:  # inside of another
         at = bucket.find(key, at + 1)
@@ -198,14 +198,14 @@ class Ledger:
         return self.claimed.get(key) or self.known.get(key)
 
     def compare(self, entry: bytes) -> Compared:
-        """What a job is to those that were sent with its id, as far as the ledger was read."""
+        """Compares a job with the one already sent under its id: new, the same, or changed."""
         before = self.digest_of(entry)
         if before is None:
             return "new"
         return "as_before" if before == entry[HASH_BYTES:] else "changed"
 
     async def is_new(self) -> bool:
-        """Whether nothing was noted yet."""
+        """True if nothing was noted yet."""
         async with self._lock:
             if self._end is None:
                 self._end = await self.end()
@@ -222,7 +222,7 @@ class Ledger:
                     self.claimed.pop(entry[:HASH_BYTES], None)
 
     async def count(self) -> int | None:
-        """How many jobs were sent, each id once; None if nobody has noted any. Mostly one read."""
+        """Number of jobs sent, each id once; None if nobody has noted any. Mostly one read."""
         try:
             end = await self.end()
         except errors.MissingResourceError:  # there are no files
@@ -285,7 +285,7 @@ class Ledger:
         raise errors.TransientError(f"others append to {self._folder} all the time")
 
     async def _is_there(self, frame: bytes, end: _End) -> bool:
-        """Whether the reply to an append was lost."""
+        """True if the frame is there, so that only the reply to its append was lost."""
         part = await self._part(end.number, end.size_bytes, len(frame))
         return part is not None and part.data == frame
 
@@ -388,7 +388,7 @@ async def known(storage: Storage, campaign: str) -> Digests | None:
 
 
 async def digest_of(storage: Storage, campaign: str, job_id: str) -> str:
-    """How the digest begins that a job was sent with; empty where nobody has noted it."""
+    """First bytes (hex) of the digest that a job was sent with; empty where nobody has noted it."""
     try:
         found = (await Ledger(storage, campaign).read()).get(id_hash(job_id))
     except (
@@ -407,12 +407,14 @@ async def note(storage: Storage, bodies: Iterable[str]) -> None:
 
 
 def _frame_end(data: bytes, at: int) -> int | None:
-    """Where the frame that begins at *at* ends; None if it is not whole."""
+    """Byte offset of the end of the frame that begins at *at*; None if it is not whole."""
     if len(data) < (start := at + _HEADER.size):
         return None
     _, count, crc, _, _ = _HEADER.unpack_from(data, at)
     end = start + count * _ENTRY_BYTES
-    return end if end <= len(data) and zlib.crc32(data[start:end]) == crc else None
+    if end > len(data) or zlib.crc32(data[start:end]) != crc:
+        return None
+    return end
 
 
 def _entries(data: bytes | bytearray) -> Iterator[bytes]:

@@ -27,12 +27,12 @@ from imagefleet.storage.protocol import BlobStore
 
 #: `again` are images whose names were taken; most of them have a record in `images`. `settled` are
 #: failures that were replayed or discarded; an empty shard `cancelled` says that a campaign was.
-Kind = Literal["again", "cancelled", "images", "jobs", "replaced", "settled"]
+ShardKind = Literal["again", "cancelled", "images", "jobs", "replaced", "settled"]
 
 #: The kinds that only the operator writes. They lie among the files, where workers have no token.
-OPERATORS: frozenset[Kind] = frozenset({"cancelled", "replaced", "settled"})
+OPERATORS: frozenset[ShardKind] = frozenset({"cancelled", "replaced", "settled"})
 
-KINDS: Mapping[Outcome, Kind] = {
+KINDS: Mapping[Outcome, ShardKind] = {
     "completed": "images",
     "failed": "jobs",
     "cancelled": "jobs",
@@ -45,7 +45,7 @@ KINDS: Mapping[Outcome, Kind] = {
 MAX_MEMBER_BYTES = 3 * 2**20
 
 _NAME = re.compile(
-    rf"{re.escape(RECORDS)}(?P<campaign>[^/]+)/[^/]+\.(?P<kind>{'|'.join(get_args(Kind))})\.jsonl\.gz"
+    rf"{re.escape(RECORDS)}(?P<campaign>[^/]+)/[^/]+\.(?P<kind>{'|'.join(get_args(ShardKind))})\.jsonl\.gz"
 )
 
 #: An empty gzip member whose header has one extra field, `IF`: lines, and completed jobs.
@@ -77,17 +77,17 @@ RETRIES = concurrency.RetryPolicy(
 
 
 class Totals(NamedTuple):
-    """What a shard holds: its records, and the jobs that are complete with one of them."""
+    """Number of records in a shard, and of jobs that are complete with one of them."""
 
     records: int = 0
     jobs: int = 0
 
 
 class ShardName(NamedTuple):
-    """What a shard's name says."""
+    """Campaign and kind of a shard, which its name has."""
 
     campaign: str
-    kind: Kind
+    kind: ShardKind
 
     @classmethod
     def read(cls, blob: str) -> ShardName | None:
@@ -101,7 +101,7 @@ def shard_folder(campaign: str) -> str:
 
 
 def shard_part(lines: Iterable[bytes], totals: Totals) -> bytes:
-    """What to append: *lines*, and the *totals* of the shard with them."""
+    """Bytes to append to a shard: *lines*, and the *totals* of the shard with them."""
     compressor = zlib.compressobj(_LEVEL, wbits=GZIP)
     data = compressor.compress(b"".join(lines)) + compressor.flush()
     return data + _BEFORE_TOTALS + _TOTALS.pack(*totals) + _AFTER_TOTALS
@@ -122,7 +122,7 @@ class _Shard:
 
     folder: str
     writer: str
-    kind: Kind
+    kind: ShardKind
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     name: str = ""
     position: int = 0
@@ -131,10 +131,8 @@ class _Shard:
 
     def begin(self, now: datetime) -> None:
         """The next append creates a new blob."""
-        start = (
-            f"{self.folder}{now:%Y%m%dT%H%M%SZ}-{self.writer}-{secrets.token_hex(4)}"
-        )
-        self.name = f"{start}.{self.kind}.jsonl.gz"
+        start = f"{now:%Y%m%dT%H%M%SZ}-{self.writer}-{secrets.token_hex(4)}"
+        self.name = f"{self.folder}{start}.{self.kind}.jsonl.gz"
         self.position = self.appends = 0
         self.totals = Totals()
 
@@ -155,22 +153,24 @@ class RecordLog:
         self._blobs = blobs
         self._writer = re.sub(r"[^A-Za-z0-9._-]", "_", writer)[:100] or "_"
         self._retry_policy = retry_policy
-        self._shards: LRUCache[tuple[str, Kind], _Shard] = LRUCache(_MAX_OPEN)
+        self._shards: LRUCache[tuple[str, ShardKind], _Shard] = LRUCache(_MAX_OPEN)
 
     async def add(self, records: Iterable[Record], *, again: bool = False) -> None:
         """Adds records, those of images as `images`, or *again* if their names were taken."""
-        grouped: dict[tuple[str, Kind], list[Record]] = {}
+        grouped: dict[tuple[str, ShardKind], list[Record]] = {}
         for record in records:
             is_again = again and record.outcome == "completed"
-            kind: Kind = "again" if is_again else KINDS[record.outcome]
+            kind: ShardKind = "again" if is_again else KINDS[record.outcome]
             grouped.setdefault((record.campaign, kind), []).append(record)
         await concurrency.gather(*(self._append(*each) for each in grouped.items()))
 
-    async def open(self, campaign: str, kind: Kind) -> None:
+    async def open(self, campaign: str, kind: ShardKind) -> None:
         """Begins a shard, and adds no record; raises SetupError if none may be written."""
         await self._append((campaign, kind), [])
 
-    async def _append(self, to: tuple[str, Kind], records: Sequence[Record]) -> None:
+    async def _append(
+        self, to: tuple[str, ShardKind], records: Sequence[Record]
+    ) -> None:
         if (shard := self._shards.get(to)) is None:
             campaign, kind = to
             shard = self._shards[to] = _Shard(

@@ -1,4 +1,4 @@
-"""What became of jobs: of a whole campaign from its records, of one job from its images."""
+"""Outcomes of jobs: of a whole campaign from its records, of one job from its images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Status = Literal["pending", "completed", "failed", "cancelled", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class JobFacts:
-    """What is known about a job; `reason` says why it failed, `blobs` names its images."""
+    """Status and facts of a job; `reason` says why it failed, `blobs` names its images."""
 
     id: str
     campaign: str
@@ -34,7 +34,7 @@ class JobFacts:
     records: tuple[Record, ...] = dataclasses.field(
         default=(), repr=False, compare=False
     )
-    """What its workers recorded: of each image, and of its end without one."""
+    """Records that its workers wrote: one of each image, and one of its end without."""
 
     @property
     def key(self) -> str:

@@ -1,4 +1,4 @@
-"""What campaigns counted when they were counted last: only those that changed are read again.
+"""Cache of campaigns' counts: only campaigns that changed are read again.
 
 Beside a campaign's numbers is a hash of what was listed of it before: the names, sizes and times of
 its ledger and its shards, to which is only ever appended. So they are right or of no use, whoever
@@ -57,7 +57,7 @@ class Counts:
         return self.completed + self.failed + self.cancelled + self.discarded
 
 
-class Kept(NamedTuple):
+class CachedCounts(NamedTuple):
     """A campaign's numbers, the records that do not fit, and a hash of what was listed of it."""
 
     listed: str
@@ -65,7 +65,7 @@ class Kept(NamedTuple):
     unfit: int
 
 
-_CAMPAIGNS = TypeAdapter(dict[str, Kept])
+_CAMPAIGNS = TypeAdapter(dict[str, CachedCounts])
 
 
 class Overview:
@@ -74,10 +74,10 @@ class Overview:
     def __init__(self, storage: Storage) -> None:
         self._files = storage.files
         self._name = f"{_FOLDER}{storage.blobs.name}.json"
-        self._kept: Mapping[str, Kept] | None = None
+        self._kept: Mapping[str, CachedCounts] | None = None
         self._is_stored = True
 
-    async def read(self) -> Mapping[str, Kept]:
+    async def read(self) -> Mapping[str, CachedCounts]:
         if self._kept is None:
             self._kept = {}
             try:
@@ -90,7 +90,7 @@ class Overview:
                 )
         return self._kept
 
-    async def keep(self, kept: Mapping[str, Kept]) -> None:
+    async def keep(self, kept: Mapping[str, CachedCounts]) -> None:
         if kept == self._kept:
             return
         self._kept = kept

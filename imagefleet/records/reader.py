@@ -15,7 +15,7 @@ from imagefleet.records import catalog, decisions, ledger
 from imagefleet.records.catalog import Damaged, StoredShard
 from imagefleet.records.decisions import ImageRecords
 from imagefleet.records.log import ShardName, Totals
-from imagefleet.records.overview import Counts, Kept, Overview, hashed
+from imagefleet.records.overview import CachedCounts, Counts, Overview, hashed
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobStore
@@ -102,7 +102,7 @@ async def all_counts(
     by_campaign: dict[str, list[StoredShard]] = {name: [] for name in noted}
     for shard in await catalog.shards_of(storage, None, damaged):
         by_campaign.setdefault(shard.campaign, []).append(shard)
-    before, kept = await overview.read(), dict[str, Kept]()
+    before, kept = await overview.read(), dict[str, CachedCounts]()
     found: dict[str, Counts] = {}
 
     async def count(campaign: str) -> None:
@@ -112,7 +112,7 @@ async def all_counts(
         if of_campaign is None or of_campaign.listed != listed:
             of = ledger.Ledger(storage, campaign) if blobs else None
             counts = await _counts(storage.blobs, of, shards, unfit)
-            of_campaign = Kept(listed, counts, unfit.count)
+            of_campaign = CachedCounts(listed, counts, unfit.count)
             damaged.include(unfit)
         else:
             damaged.count += of_campaign.unfit
@@ -257,7 +257,7 @@ async def _counted(ends: decisions.Ends, images: ImageRecords) -> Totals:
 
 
 async def _recounted(ends: decisions.Ends, images: ImageRecords) -> Totals:
-    """The same by all records; where a job has ended otherwise, too, by what is stored of it."""
+    """Images and completed jobs by all records; of jobs that ended otherwise, by what is stored."""
     await ends.read_settled()
     async for records in catalog.records_of(ends.shards, "jobs", ends.damaged):
         ends.add(records)

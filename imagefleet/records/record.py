@@ -129,7 +129,7 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     """The image's position among the job's images, from 0."""
     images: int = Field(default=1, ge=1, le=MAX_IMAGES_PER_JOB)
     completes: bool | None = None
-    """Whether a job of several images is complete with this one."""
+    """A job of several images is complete with this one."""
     seconds: _Seconds | None = None
     """Seconds from the pull of the job to the image's upload."""
     stage: int = Field(default=1, ge=1, le=MAX_STAGES)
@@ -155,7 +155,7 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     body: _Text | None = None
     """The message that replays a failed job."""
     proof: Annotated[str, StringConstraints(pattern=r"^[\w-]{22}$")] | None = None
-    """Of `claims`, by the machine of its worker."""
+    """Signature of `claims` by the machine of its worker."""
 
     @property
     def key(self) -> str:
@@ -174,17 +174,17 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
 
     @property
     def completes_job(self) -> bool:
-        """Whether this image is the one by which its job is counted as completed."""
+        """True for the image by which its job is counted as completed."""
         return self.stage == self.stages and (self.images == 1 or bool(self.completes))
 
     @property
     def is_end(self) -> bool:
-        """Whether a worker says that its job ended without all of its images."""
+        """True if a worker says that its job ended without all of its images."""
         return self.outcome in {"failed", "cancelled"}
 
     @property
     def claims(self) -> bytes:
-        """What `proof` is of: who has drawn which image, when, and at what cost."""
+        """Bytes that `proof` signs: who has drawn which image, when, and at what cost."""
         return self.model_dump_json(include=_PROVEN).encode()
 
     @property
@@ -198,7 +198,7 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
     def fits(
         self, metadata: Mapping[str, str], *, of_any_drawing: bool = False
     ) -> bool:
-        """Whether it is of the image that is stored with this *metadata*, as far as that tells.
+        """True if it is of the image that is stored with this *metadata*, as far as that tells.
 
         *of_any_drawing*: another drawing of its job may have the name, of other bytes.
         """

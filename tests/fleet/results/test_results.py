@@ -70,7 +70,8 @@ async def test_json_has_every_result_with_all_that_is_known(
     stored: Storage, results: Callable[..., Any]
 ) -> None:
     found = lines_of(await results("--json"))
-    images, ended = found[:3], sorted(found[3:], key=lambda each: str(each["id"]))
+    images = found[:3]
+    ended = sorted(found[3:], key=lambda each: str(each["id"]))
 
     assert [(each["id"], each["outcome"]) for each in images + ended] == [
         *((f"000{number}", "completed") for number in (1, 2, 3)),

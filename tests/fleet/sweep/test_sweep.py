@@ -158,7 +158,7 @@ def test_the_stages_of_a_chain_are_in_each_job_and_in_hours_and_price(
     assert result.returncode == console.EXIT_DONE, result.stderr
     assert json.loads(result.stdout)["sent"] == 6
     again = in_process("sweep", "c.txt", *SWEEP, "--models", "base", "--model", "base")
-    assert "is another sweep already, with other job:" in again.stderr
+    assert "another field of all its jobs differs" in again.stderr
 
     async def read() -> list[dict[str, Any]]:
         async with open_storage(local(tmp_path)) as storage:
@@ -221,7 +221,7 @@ def test_the_same_sweep_again_adds_nothing(
     assert numbers == [6, 0]
     assert len(bodies_in(local(tmp_path))) == 6
     assert other.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "campaign curve is another sweep already, with other seed" in other.stderr
+    assert "campaign curve is another sweep already: its seed" in other.stderr
 
     restarted = in_process("sweep", "c.txt", *SWEEP, "--restart", "--json")
     refused = in_process("sweep", "c.txt", *SWEEP, "--seed", "3", "--restart")

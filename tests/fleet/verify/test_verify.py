@@ -246,7 +246,8 @@ def test_a_file_of_more_pixels_than_any_job_is_not_decoded(
     width, height = (side.to_bytes(4) for side in size)
     data = file.getvalue()
     assert picture.read(data) is not None
-    assert picture.read(data[:16] + width + height + data[24:]) is None
+    enlarged = data[:16] + width + height + data[24:]
+    assert picture.read(enlarged) is None
 
 
 async def test_the_quarantine_keeps_what_others_wrote_and_has_each_node_once(

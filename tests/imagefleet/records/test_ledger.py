@@ -126,7 +126,8 @@ def test_digests_are_found_and_replaced_among_many() -> None:
     rng = random.Random(1)
     digests, expected = Digests(), dict[bytes, bytes]()
     for _ in range(20_000):
-        key, value = rng.randbytes(1) * 2 + rng.randbytes(6), rng.randbytes(8)
+        key = rng.randbytes(1) * 2 + rng.randbytes(6)
+        value = rng.randbytes(8)
         digests.put(key + value)
         expected[key] = value
     for key in rng.sample(sorted(expected), 1_000):

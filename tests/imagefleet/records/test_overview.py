@@ -50,11 +50,12 @@ class Cost(NamedTuple):
 
 
 async def count(storage: Storage) -> tuple[dict[str, Counts], Cost]:
-    """As a new process counts."""
+    """Counts as a new process does."""
     before = storage.operations.blob_reads, storage.operations.blob_writes
     found = await reader.all_counts(storage, Damaged())
     after = storage.operations.blob_reads, storage.operations.blob_writes
-    return found, Cost(after[0] - before[0], after[1] - before[1])
+    listings, reads = after[0] - before[0], after[1] - before[1]
+    return found, Cost(listings, reads)
 
 
 async def test_campaigns_take_three_reads_each_once_and_then_none(
