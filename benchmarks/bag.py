@@ -67,7 +67,7 @@ SHARES: Mapping[str, Sequence[tuple[Any, float]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BagRun:
     """A process: its jobs, and for how many minutes it draws."""
 
     minutes: int
@@ -79,14 +79,14 @@ class Row:
 
 
 ROWS = {
-    "bag_sizes_without_kernels": Row(5, "sizes", has_kernels=False),
-    "uniform": Row(3, "uniform"),
-    "bag_one_size": Row(3, "one_size"),
-    "bag_sizes": Row(3, "sizes"),
-    "bag_few_steps": Row(3, "few_steps"),
-    "uniform_uncompiled": Row(2, "uniform", is_compiled=False),
-    "sdxl_uniform": Row(4, "uniform", "sdxl"),
-    "sdxl_bag_sizes": Row(4, "sizes", "sdxl"),
+    "bag_sizes_without_kernels": BagRun(5, "sizes", has_kernels=False),
+    "uniform": BagRun(3, "uniform"),
+    "bag_one_size": BagRun(3, "one_size"),
+    "bag_sizes": BagRun(3, "sizes"),
+    "bag_few_steps": BagRun(3, "few_steps"),
+    "uniform_uncompiled": BagRun(2, "uniform", is_compiled=False),
+    "sdxl_uniform": BagRun(4, "uniform", "sdxl"),
+    "sdxl_bag_sizes": BagRun(4, "sizes", "sdxl"),
 }
 
 #: Each share of a uniform row's last minute: the row, its minute, what is counted, and that row.
@@ -105,14 +105,15 @@ FIGURES = {
 
 
 def bag(
-    row: Row, workload: bench_jobs.Workload, seed: int
+    row: BagRun, workload: bench_jobs.Workload, seed: int
 ) -> Iterator[contract.ImageRequest]:
     """The jobs of a row."""
     chance, prefix = random.Random(seed), "sdxl_" if row.family == "sdxl" else ""
     tiny = workload.steps[0] < STEPS[0]
 
     def choose(name: str) -> Any:
-        values, shares = zip(*(SHARES.get(prefix + name) or SHARES[name]), strict=True)
+        given = SHARES.get(prefix + name) or SHARES[name]
+        values, shares = zip(*given, strict=True)
         return chance.choices(values, shares)[0]
 
     files = {kind: [name for (name,) in workload.loras if name.startswith(f"random-{kind}-")]
@@ -138,14 +139,14 @@ def bag(
 
 
 class Ticks:
-    """What an engine's ticks drew in each minute, and the GPU's seconds by their lane's kind."""
+    """Counts what an engine's ticks draw in each minute, and the GPU's seconds by kind of lane."""
 
     def __init__(
         self, engine: SlotEngine, began_at: float, minute_seconds: float
     ) -> None:
         self.minutes: dict[int, Counter[str]] = defaultdict(Counter)
         self.full_speed_seconds = 0.0
-        """From the process' start until nothing was compiled any more."""
+        """Seconds from the process' start until nothing was compiled any more."""
         self._engine, self._began_at, self._minute = engine, began_at, minute_seconds
         self._on_gpu = engine.checkpoint.unet.device.type == "cuda"
         self._timed: list[tuple[str, Any, Any]] = []

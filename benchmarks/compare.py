@@ -30,7 +30,7 @@ SAMPLES = 2_000
 
 Figures = dict[str, float]
 Pair = tuple[Figures, Figures]
-"""What the base and this checkout say, of slices next to each other."""
+"""Yields the results of the base and of this checkout, of slices next to each other."""
 
 
 def measure(tree: Path, command: Sequence[str]) -> Figures:

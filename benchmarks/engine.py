@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rows import groups
-from rows.groups import Row, quotient
+from rows.groups import Measurement, quotient
 
 ROWS_SCRIPT = Path(__file__).with_name("rows") / "engine.py"
 
@@ -35,44 +35,44 @@ READY_SHARE = 0.6
 
 #: In the order of their value.
 ROWS = (
-    Row("limit", "exact", 0, 3),
-    Row("psnr", "exact", 0, 10),
-    Row("mixed", "engine", 12, 4),
-    Row("no_lora", "base", 10, 4),
-    Row("mixed_steps", "engine", 18, 6),
-    Row("baseline", "plain", 0, 15),
-    Row("baseline_four_steps", "plain", 0, 15),
-    Row("worker", "engine", 20, 8),
-    Row("cfg_1", "base", 10, 4),
-    Row("half_guided", "base", 16, 8),
-    Row("edited", "base", 56, 24),
-    Row("all_samplers", "base", 6, 170),
-    Row("four_steps_engine", "few_steps", 8, 4),
-    Row("four_steps", "few_steps", 20, 8),
-    Row("four_steps_lora_engine", "few_steps_lora", 8, 4),
-    Row("four_steps_lora", "few_steps_lora", 20, 8),
-    Row("rank_32", "loras", 10, 6),
-    Row("rank_128", "loras", 10, 8),
-    Row("locon_all", "loras", 10, 8),
+    Measurement("limit", "exact", 0, 3),
+    Measurement("psnr", "exact", 0, 10),
+    Measurement("mixed", "engine", 12, 4),
+    Measurement("no_lora", "base", 10, 4),
+    Measurement("mixed_steps", "engine", 18, 6),
+    Measurement("baseline", "plain", 0, 15),
+    Measurement("baseline_four_steps", "plain", 0, 15),
+    Measurement("worker", "engine", 20, 8),
+    Measurement("cfg_1", "base", 10, 4),
+    Measurement("half_guided", "base", 16, 8),
+    Measurement("edited", "base", 56, 24),
+    Measurement("all_samplers", "base", 6, 170),
+    Measurement("four_steps_engine", "few_steps", 8, 4),
+    Measurement("four_steps", "few_steps", 20, 8),
+    Measurement("four_steps_lora_engine", "few_steps_lora", 8, 4),
+    Measurement("four_steps_lora", "few_steps_lora", 20, 8),
+    Measurement("rank_32", "loras", 10, 6),
+    Measurement("rank_128", "loras", 10, 8),
+    Measurement("locon_all", "loras", 10, 8),
     *(
-        Row(name, "loras", 8, 8)
+        Measurement(name, "loras", 8, 8)
         for name in ("three_loras", "dora", "two_loras", "shuffled_ranks")
     ),
-    *(Row(name, "loras", 8, 6) for name in ("loha", "lokr", "locon_sixth")),
-    Row("one_size", "sizes", 10, 6),
-    Row("large_size", "sizes", 10, 6),
-    Row("sizes", "sizes", 24, 8),
-    Row("prompts", "prompts", 16, 8),
-    Row("company", "company", 0, 40),
-    Row("psnr_compiled", "exact_compiled", 0, 10),
-    Row("capped", "capped", 10, 5),
-    Row("capped_rank_32", "capped_loras", 8, 6),
+    *(Measurement(name, "loras", 8, 6) for name in ("loha", "lokr", "locon_sixth")),
+    Measurement("one_size", "sizes", 10, 6),
+    Measurement("large_size", "sizes", 10, 6),
+    Measurement("sizes", "sizes", 24, 8),
+    Measurement("prompts", "prompts", 16, 8),
+    Measurement("company", "company", 0, 40),
+    Measurement("psnr_compiled", "exact_compiled", 0, 10),
+    Measurement("capped", "capped", 10, 5),
+    Measurement("capped_rank_32", "capped_loras", 8, 6),
     *(
-        Row(f"capped_{name}", "capped_loras", 8, 8)
+        Measurement(f"capped_{name}", "capped_loras", 8, 8)
         for name in ("rank_128", "three_loras", "dora")
     ),
-    Row("capped_locon_all", "capped_loras", 8, 60),
-    Row("capped_sizes", "capped_sizes", 24, 8),
+    Measurement("capped_locon_all", "capped_loras", 8, 60),
+    Measurement("capped_sizes", "capped_sizes", 24, 8),
 )
 
 #: The group that creates the model.
@@ -87,7 +87,7 @@ async def run(arguments: argparse.Namespace, ends_at: float, folder: Path) -> No
             options += [f"--{name.replace('_', '-')}", str(value)]
     options += ["--tiny"] if arguments.tiny else []
     rows = [
-        Row(row.name, row.group, row.seconds * arguments.scale, row.overhead)
+        Measurement(row.name, row.group, row.seconds * arguments.scale, row.overhead)
         for row in ROWS
         if row.name in arguments.rows
     ]
@@ -106,7 +106,7 @@ Rows = Mapping[str, Mapping[str, Any]]
 
 
 def figure(rows: Rows, row: str, key: str = "images_per_second") -> float | None:
-    """What a row measured; None if it did not."""
+    """A figure of a row; None if it was not measured."""
     return rows.get(row, {}).get(key)
 
 

@@ -1,4 +1,4 @@
-"""How far the same image is from itself, drawn another way, and from every wrong one.
+"""Measures how far an image is from itself, drawn another way, and from every wrong one.
 
     python benchmarks/likeness.py --save h100.json
     python benchmarks/likeness.py --compare h100.json
@@ -51,7 +51,8 @@ Pixels = contract.Pixels
 
 def job(number: int, steps: int) -> contract.ImageRequest:
     """A job with one LoRA."""
-    name, weight = LORAS[number % 3], (0.35, 0.8, 1.0)[number // 2 % 3]
+    name = LORAS[number % 3]
+    weight = (0.35, 0.8, 1.0)[number // 2 % 3]
     path = MODEL / "loras" / f"{name}.safetensors"
     return contract.ImageRequest(
         prompt=f"a {COLOURS[number % 4]} {THINGS[number % 10]} {PLACES[number // 3 % 4]}",

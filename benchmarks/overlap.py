@@ -46,7 +46,7 @@ class Far:
     def __init__(self, near: Any, calls: Collection[str]) -> None:
         self._near, self._calls = near, calls
         self.written_at: list[float] = []
-        """When blobs were created."""
+        """Times at which blobs were created."""
 
     def add(self, model: str, queues: Queues) -> None:
         """None of a model's queues: they would only be empty."""
@@ -70,8 +70,10 @@ class FarStorage:
 
     def __init__(self, storage: Storage) -> None:
         self.url, self.operations = storage.url, storage.operations
-        self.queue, self.poison = Far(storage.queue, QUEUE), Far(storage.poison, QUEUE)
-        self.blobs, self.files = Far(storage.blobs, BLOBS), Far(storage.files, BLOBS)
+        self.queue = Far(storage.queue, QUEUE)
+        self.poison = Far(storage.poison, QUEUE)
+        self.blobs = Far(storage.blobs, BLOBS)
+        self.files = Far(storage.files, BLOBS)
         self.models = FarModels(storage.models)
         self.prover = storage.prover
 

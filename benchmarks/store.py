@@ -37,7 +37,7 @@ CALLS_AT_ONCE = 16
 
 
 class Deleted(NamedTuple):
-    """What one process has done; times in seconds."""
+    """Results of one process; times in seconds."""
 
     messages: int
     began_at: float
@@ -115,7 +115,8 @@ def empty(folder: Path, jobs: int, processes: int) -> tuple[float, list[Deleted]
     asyncio.run(fill(folder, jobs))
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         runs = pool.map(delete_all, [folder] * processes, chunksize=1)
-    seconds = max(each.ended_at for each in runs) - min(each.began_at for each in runs)
+    began_at = min(run.began_at for run in runs)
+    seconds = max(run.ended_at for run in runs) - began_at
     return jobs / seconds, runs
 
 

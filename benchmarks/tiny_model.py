@@ -177,7 +177,7 @@ def make_vae(
     scaling_factor: float = 0.18215,
     channels: tuple[int, ...] = (16, 16, 32, 32),
 ) -> AutoencoderKL:
-    """Of as many blocks as there are *channels*, each but one of which halves the sides."""
+    """A VAE with a block for each of *channels*; each but one halves the sides."""
     vae = AutoencoderKL(
         sample_size=size,
         down_block_types=("DownEncoderBlock2D",) * len(channels),

@@ -159,7 +159,7 @@ def _defaults() -> str:
 
 
 def _verdict(row: Row, usual: frozenset[str]) -> str:
-    """What a row says in words, which name no passes where they are the usual ones."""
+    """A row in words, which name no passes where they are the usual ones."""
     if not row.passes:
         return _NO_EFFECT
     by = "" if row.passes >= usual else f" by {_listed(row.passes)}"

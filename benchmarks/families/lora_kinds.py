@@ -140,7 +140,8 @@ def _lokr(shape: Shape, rank: int, generator: torch.Generator) -> Tensors:
 
 def _halves(size: int) -> tuple[int, int]:
     """The two factors of *size* that are nearest to its root, the smaller one first."""
-    small = next(each for each in range(math.isqrt(size), 0, -1) if size % each == 0)
+    candidates = range(math.isqrt(size), 0, -1)
+    small = next(side for side in candidates if size % side == 0)
     return small, size // small
 
 

@@ -37,7 +37,7 @@ from evaluation.bench import machine, random_model, work
 from families import lora_kinds, tiny_families
 from imagefleet import errors
 from rows import groups
-from rows.groups import Figures, Row, quotient
+from rows.groups import Figures, Measurement, quotient
 from rows.jobs import weaken
 from rows.process import Channel, Measure, decibels, limit_memory
 from worker.engine import device as devices
@@ -171,7 +171,7 @@ def prepare_rates(
 
 
 def prepare_capped(arguments: argparse.Namespace, row: str) -> Measure:
-    """The same with the GPU's memory limited."""
+    """Measures a row with the GPU's memory limited."""
     build_model(arguments, "sdxl")
     arguments.slot_weights = OTHER_WAYS.get(row, arguments.slot_weights)
     (gigabytes,) = (each for name, each in CAPS.items() if row.startswith(name))
@@ -180,7 +180,7 @@ def prepare_capped(arguments: argparse.Namespace, row: str) -> Measure:
 
 
 def prepare_limit(arguments: argparse.Namespace) -> Measure:
-    """What the card's matrix rate allows."""
+    """Images/s that the card's matrix rate allows."""
     model = build_model(arguments, "sdxl")
     dtype = devices.find_dtype("auto", arguments.device)
     side = 64 if arguments.tiny else 1024
@@ -295,7 +295,7 @@ def measure_row(arguments: argparse.Namespace) -> None:
 async def run(arguments: argparse.Namespace) -> None:
     given = [each for each in sys.argv[1:] if each != "--together"]
     rows = [
-        Row(name, name, arguments.seconds, OVERHEAD_SECONDS)
+        Measurement(name, name, arguments.seconds, OVERHEAD_SECONDS)
         for name in arguments.rows.split(",")
     ]
     for batch in [rows] if arguments.together else [[row] for row in rows]:

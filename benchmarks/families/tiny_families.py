@@ -146,7 +146,7 @@ def _sd2_unet(size: int) -> UNet2DConditionModel:
 
 
 def _sdxl_unet(size: int) -> UNet2DConditionModel:
-    """With two layers per block, as SDXL has, so that single files convert."""
+    """A tiny UNet with two layers per block, as SDXL has, so that single files convert."""
     return tiny_model.make_unet(
         size,
         block_out_channels=(32, 32, 64),

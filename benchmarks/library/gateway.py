@@ -1,4 +1,4 @@
-"""What `imagefleet serve` costs: images/s, requests to the storage, and time of a picture.
+"""Measures the cost of `imagefleet serve`: images/s, storage requests, and time of a picture.
 
     python benchmarks/library/gateway.py --out benchmarks/results/library.json
     python benchmarks/library/gateway.py --storage azurite --rate 5 --out /tmp/azurite.json
@@ -180,7 +180,7 @@ def billed(operations: Any) -> int:
 
 
 async def added(arguments: argparse.Namespace, storage: str) -> Figures:
-    """What the gateway and its worker add to one picture's time."""
+    """Seconds that the gateway and its worker add to one picture."""
     differences = []
     async with (
         imagefleet.AsyncEngine(demo.TRAINED) as engine,

@@ -39,7 +39,7 @@ SAMPLE_SECONDS = 0.1
 
 
 class Sample(NamedTuple):
-    """What had been done after some seconds, and what the workers used."""
+    """Progress after some seconds, and the resources that the workers used."""
 
     seconds: float
     ended: int
@@ -103,7 +103,7 @@ def rate(first: Sample, last: Sample) -> float:
 
 
 def cpu_milliseconds(first: Sample, last: Sample) -> float:
-    """Of all workers, for each job."""
+    """Resources of all workers for each job."""
     return (
         1e3 * (last.cpu_seconds - first.cpu_seconds) / max(last.ended - first.ended, 1)
     )
@@ -119,7 +119,7 @@ def line(first: Sample, last: Sample) -> str:
 
 
 def summary(samples: list[Sample]) -> dict[str, float | None]:
-    """What the samples say; the first is taken when the workers have begun."""
+    """Figures of the samples; the first is taken when the workers have begun."""
     if len(samples) < 3:
         return {}
     first, second, *_ = samples

@@ -22,7 +22,7 @@ from worker.settings import WorkerSettings
 
 
 class Usage(NamedTuple):
-    """What a worker uses now; *series* are its metrics' lines."""
+    """Resources that a worker uses now; *series* are its metrics' lines."""
 
     rss_mb: float
     descriptors: int
@@ -49,7 +49,7 @@ class Workers:
         return any(each.is_alive() for each in self._processes)
 
     def usage(self) -> list[Usage]:
-        """Of each worker; nothing once one has ended."""
+        """Resources of each worker; empty once one has ended."""
         try:
             return [
                 _usage(each.pid, port)
@@ -64,7 +64,7 @@ class Workers:
             each.terminate()
 
     def reports(self) -> list[WorkerReport]:
-        """Of workers that have ended; raises RuntimeError if one failed."""
+        """Resources of workers that have ended; raises RuntimeError if one failed."""
         for each in self._processes:
             each.join()
             if each.exitcode:

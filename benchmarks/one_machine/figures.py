@@ -1,4 +1,4 @@
-"""What samples of a machine's workers say: rates, idle time, cores and clocks."""
+"""Figures from samples of a machine's workers: rates, idle time, cores and clocks."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,9 @@ def measured(
     """The figures of one run on *gpus*, from its steady state."""
     first, last = samples[0], samples[-1]
     seconds = last.at - first.at
-    by_gpu = {gpu: _of_gpu(samples, gpu) | dict(clocks.get(gpu, {})) for gpu in gpus}
+    by_gpu = {}
+    for gpu in gpus:
+        by_gpu[gpu] = _of_gpu(samples, gpu) | dict(clocks.get(gpu, {}))
     half = len(samples) // 2
     halves = [
         sum(rate(part, gpu) for gpu in gpus)
@@ -86,7 +88,7 @@ def compared(one: Figures, many: Figures) -> Figures:
 
 
 def rounded(figures: Any) -> Any:
-    """With four decimals, for people who read the file."""
+    """Rounds all figures to four decimals, for people who read the file."""
     if isinstance(figures, Mapping):
         return {name: rounded(value) for name, value in figures.items()}
     return round(figures, 4) if isinstance(figures, float) else figures

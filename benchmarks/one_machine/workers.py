@@ -47,7 +47,7 @@ _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 @dataclass(slots=True)
 class Sample:
-    """What workers, engines, stages and processors had done by a moment, by GPU."""
+    """Counts of workers, engines, stages and processors at one moment, by GPU."""
 
     at: float
     images: dict[str, int] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class Machine:
         return self._started[gpu] or [self.process.pid]
 
     async def end(self) -> int:
-        """Has the workers drain; returns the exit code."""
+        """Drains the workers; returns the exit code."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(DRAIN_SECONDS):
@@ -202,8 +202,13 @@ async def running(
 ) -> AsyncIterator[Machine]:
     """Runs `imagefleet worker` with *flags* in an *environment* of variables."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "fleet.entry", "worker"),
-        *(*flags, "--log-format", "json"),
+        sys.executable,
+        "-m",
+        "fleet.entry",
+        "worker",
+        *flags,
+        "--log-format",
+        "json",
         env=dict(environment),
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -214,7 +214,8 @@ def measure_difference(arguments: argparse.Namespace, folder: Path, width: int) 
     plain = Diffusers(folder, device, torch.float32, width)
     expected = [plain.draw([number], TINY_STEPS)[0] for number in (1, 2, 3)]
     torch.backends.cudnn.allow_tf32 = True
-    return int(np.abs(np.stack(drawn).astype(int) - np.stack(expected)).max())
+    difference = np.stack(drawn).astype(int) - np.stack(expected)
+    return int(np.abs(difference).max())
 
 
 def count_flops(folder: Path, steps: int) -> float:

@@ -125,7 +125,8 @@ def exact_requests(steps: int) -> list[contract.ImageRequest]:
     for number, prompt in enumerate(EXACT_PROMPTS):
         loras: tuple[contract.Lora, ...] = ()
         if number % 2:
-            name, weight = names[number // 2 % len(names)], EXACT_WEIGHTS[number // 2]
+            name = names[number // 2 % len(names)]
+            weight = EXACT_WEIGHTS[number // 2]
             loras = (
                 contract.Lora(name, folder / f"{name}.safetensors", weight, weight),
             )
@@ -279,7 +280,7 @@ def capped(options: Options, channel: Channel) -> None:
 
 
 def plain(options: Options, channel: Channel) -> None:
-    """The same jobs with diffusers + peft."""
+    """Measures the jobs with diffusers + peft."""
     setup, images = (
         build(options),
         1 if options.is_tiny else bench_engine.BASELINE_IMAGES,

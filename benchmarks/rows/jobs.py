@@ -40,7 +40,8 @@ JOBS: Mapping[str, Sequence[Sequence[LoraOfRank]]] = {
 #: How often the reference's words, a chunk and a little, are in a prompt: 1 to 10 chunks.
 REPEATS, TINY_REPEATS = tuple(range(10)), (0, 2)
 
-SIZES, TINY_SIZES = ((512, 512), (512, 768), (768, 512)), ((64, 64), (64, 96), (96, 64))
+SIZES = ((512, 512), (512, 768), (768, 512))
+TINY_SIZES = ((64, 64), (64, 96), (96, 64))
 
 #: In company of the company rows' images: one of each kind.
 COMPANY: Sequence[LoraOfRank] = (("lora", 8), ("lora", 64), ("locon", 8), ("loha", 4), ("lokr", 4),

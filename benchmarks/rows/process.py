@@ -1,4 +1,4 @@
-"""What the processes of `engine.py` share: replies, the model, an engine after its first images."""
+"""Parts of `engine.py`'s processes: replies, the model, and an engine after its first images."""
 
 import functools
 import json

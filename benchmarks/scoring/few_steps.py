@@ -1,4 +1,4 @@
-"""What few steps without guidance draw with the demo's LoRA, and what they cost.
+"""Measures drawing in few unguided steps with the demo's LoRA: quality and cost.
 
     python benchmarks/scoring/few_steps.py --picture few-steps.png --curves .
 
@@ -46,8 +46,8 @@ GPU = "RTX 4090"
 MILLION = 1_000_000
 
 
-class Way(NamedTuple):
-    """How pictures are drawn."""
+class Sampling(NamedTuple):
+    """Sampling of pictures: steps, guidance, and whether the LoRA is used."""
 
     name: str
     steps: int
@@ -56,7 +56,7 @@ class Way(NamedTuple):
 
 
 GUIDED = tuple(
-    Way(
+    Sampling(
         f"Euler a, cfg_scale {GUIDANCE:g}",
         steps,
         GUIDANCE,
@@ -65,8 +65,8 @@ GUIDED = tuple(
     for steps in GUIDED_STEPS
 )
 AS_JOBS_DO = GUIDED[0]
-WITH_LORA = tuple(Way("with the LoRA", steps) for steps in STEPS)
-WITHOUT = Way("without it", ACCELERATED_STEPS, has_lora=False)
+WITH_LORA = tuple(Sampling("with the LoRA", steps) for steps in STEPS)
+WITHOUT = Sampling("without it", ACCELERATED_STEPS, has_lora=False)
 SHOWN = (
     AS_JOBS_DO,
     *(way for way in WITH_LORA if way.steps == ACCELERATED_STEPS),
@@ -74,15 +74,15 @@ SHOWN = (
 )
 
 
-class Drawn(NamedTuple):
+class DrawnPictures(NamedTuple):
     """Pictures [cases, 3, 128, 128] and the seconds of each, the median of batches."""
 
-    way: Way
+    way: Sampling
     pictures: Tensor
     seconds: float
 
 
-def draw(painter: Painter, cases: list[Case], lora: Path) -> Iterator[Drawn]:
+def draw(painter: Painter, cases: list[Case], lora: Path) -> Iterator[DrawnPictures]:
     """Each way's pictures of the same captions and noise."""
     pipeline = painter.pipeline
     contexts = painter.encode_plain([case.caption for case in cases])
@@ -111,7 +111,7 @@ def draw(painter: Painter, cases: list[Case], lora: Path) -> Iterator[Drawn]:
                 )
             )
             seconds.append((time.perf_counter() - began_at) / len(seeds[part]))
-        yield Drawn(way, torch.cat(pictures), statistics.median(seconds))
+        yield DrawnPictures(way, torch.cat(pictures), statistics.median(seconds))
 
 
 def as_images(pictures: Tensor) -> list[Image.Image]:
@@ -165,14 +165,15 @@ class Scorer:
         }
 
 
-def cost(drawn: Drawn) -> dict[str, Any]:
+def cost(drawn: DrawnPictures) -> dict[str, Any]:
     """The plan of a million of SD1.5's images, and the speed of those that were drawn here."""
     way, found = drawn.way, dict[str | None, work.Work]()
     job = Job(
         prompt="a", steps=way.steps, cfg_scale=way.guidance, width=512, height=512
     )
     work.add_stages(found, work.Models({}, None), job, MILLION)
-    plan, _ = planning.planned([*found.values()], planning.Machines(gpu=[GPU]))
+    works = list(found.values())
+    plan, _ = planning.planned(works, planning.Machines(gpu=[GPU]))
     return {
         "rows": way.steps * (1 if way.guidance == 1 else 2),
         "images_per_second": round(1 / drawn.seconds, 3),

@@ -1,4 +1,4 @@
-"""How surely the gate sees damage, without networks: python benchmarks/scoring/gate.py.
+"""Measures how surely the gate sees damage, without networks: python benchmarks/scoring/gate.py.
 
 Draws 400 pictures of the demo's world, damages a share of their redraws on purpose, and counts
 how often the gate fails them. An untouched redraw differs as float16 and float32 do with the demo's
@@ -50,7 +50,8 @@ def smeared(drawn: Pixels, _other: Pixels, _random: np.random.Generator) -> Pixe
     """A quarter of the picture as if it were not drawn to its end."""
     height, width = (side // 2 for side in drawn.shape[:2])
     damaged = drawn.copy()
-    damaged[:height, :width] = _filtered(drawn, drawn.shape[0] / 16)[:height, :width]
+    smooth = _filtered(drawn, drawn.shape[0] / 16)
+    damaged[:height, :width] = smooth[:height, :width]
     return damaged
 
 
@@ -58,7 +59,8 @@ def garbage(parts: int) -> Damage:
     """Noise somewhere in one of so many parts of the picture."""
 
     def damage(drawn: Pixels, _other: Pixels, numbers: np.random.Generator) -> Pixels:
-        height, width = (int(side / parts**0.5) for side in drawn.shape[:2])
+        height = int(drawn.shape[0] / parts**0.5)
+        width = int(drawn.shape[1] / parts**0.5)
         top = numbers.integers(drawn.shape[0] - height + 1)
         left = numbers.integers(drawn.shape[1] - width + 1)
         damaged = drawn.copy()
@@ -100,7 +102,7 @@ def jpeg(quality: int) -> Damage:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class DamageCase:
     """A kind of damage, and the share of the pictures that have it; 0 is a single one."""
 
     name: str
@@ -111,24 +113,24 @@ class Kind:
 
 
 KINDS = (
-    Kind("nothing", 0, None, must_fail=False),
-    Kind("wholly grey", 0, grey, must_fail=True),
-    Kind("another job's picture", 0, swapped, must_fail=True),
-    Kind("noise in 1/16 of it", 0, garbage(16), must_fail=True),
-    Kind("noise in 1/16 of it", 0.01, garbage(16), must_fail=True),
-    Kind("noise in 1/64 of it", 0, garbage(64)),
-    Kind("a quarter smeared", 0, smeared),
-    Kind("blurred by 1 pixel", 0, blurred(1), must_fail=True),
-    Kind("blurred by 1/2 pixel", 0, blurred(0.5)),
-    Kind("blurred by 1/2 pixel", 1, blurred(0.5), must_fail=True),
-    Kind("brighter by 6 of 255", 0, levels(6, 6, 6)),
-    Kind("brighter by 6 of 255", 1, levels(6, 6, 6), must_fail=True),
-    Kind("redder by 3 of 255", 1, levels(3, 0, 0), must_fail=True),
-    Kind("contrast of 95 %", 1, contrast(0.95), must_fail=True),
-    Kind("moved by 1 pixel", 1, moved, must_fail=True),
-    Kind("noise of 3 of 255", 1, noise(3)),
-    Kind("noise of 8 of 255", 1, noise(8), must_fail=True),
-    Kind("JPEG of quality 75", 1, jpeg(75)),
+    DamageCase("nothing", 0, None, must_fail=False),
+    DamageCase("wholly grey", 0, grey, must_fail=True),
+    DamageCase("another job's picture", 0, swapped, must_fail=True),
+    DamageCase("noise in 1/16 of it", 0, garbage(16), must_fail=True),
+    DamageCase("noise in 1/16 of it", 0.01, garbage(16), must_fail=True),
+    DamageCase("noise in 1/64 of it", 0, garbage(64)),
+    DamageCase("a quarter smeared", 0, smeared),
+    DamageCase("blurred by 1 pixel", 0, blurred(1), must_fail=True),
+    DamageCase("blurred by 1/2 pixel", 0, blurred(0.5)),
+    DamageCase("blurred by 1/2 pixel", 1, blurred(0.5), must_fail=True),
+    DamageCase("brighter by 6 of 255", 0, levels(6, 6, 6)),
+    DamageCase("brighter by 6 of 255", 1, levels(6, 6, 6), must_fail=True),
+    DamageCase("redder by 3 of 255", 1, levels(3, 0, 0), must_fail=True),
+    DamageCase("contrast of 95 %", 1, contrast(0.95), must_fail=True),
+    DamageCase("moved by 1 pixel", 1, moved, must_fail=True),
+    DamageCase("noise of 3 of 255", 1, noise(3)),
+    DamageCase("noise of 8 of 255", 1, noise(8), must_fail=True),
+    DamageCase("JPEG of quality 75", 1, jpeg(75)),
 )
 
 
@@ -164,7 +166,11 @@ def main() -> None:
 
 
 def _row(
-    kind: Kind, drawn: list[Pixels], redrawn: list[Comparison], trials: int, seed: int
+    kind: DamageCase,
+    drawn: list[Pixels],
+    redrawn: list[Comparison],
+    trials: int,
+    seed: int,
 ) -> dict[str, object]:
     damaged = max(1, round(kind.share * len(drawn)))
     # What is done to all of them is the same in each trial but for the noise.

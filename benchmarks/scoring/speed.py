@@ -1,4 +1,4 @@
-"""How fast `imagefleet score` is, and its memory: python benchmarks/scoring/speed.py.
+"""Measures the speed and memory of `imagefleet score`: python benchmarks/scoring/speed.py.
 
 A campaign of pictures that a program drew lies in the embedded storage; the command is a process of
 its own with as many as it starts. A tenth of the images comes first: memory is flat if that takes
@@ -83,7 +83,7 @@ def record(campaign: str, number: int, data: bytes, caption: str) -> Record:
 
 
 def megabytes(process: int) -> float:
-    """Of a process and those that it has started; what they share counts once."""
+    """Memory of a process and those that it has started; shared pages count once."""
     tree, total = [process], 0
     for each in tree:
         try:

@@ -1,4 +1,4 @@
-"""In place of the Azure SDK's clients, below the worker's own storage code: latency and faults."""
+"""Simulated clients of the Azure SDK, with latency and faults, below the worker's storage code."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Line:
 
 @dataclass(slots=True)
 class Address:
-    """In place of an account's address, for `AzureStorage`: it makes the clients of one node."""
+    """Stand-in for an account's address: makes the clients of one node for `AzureStorage`."""
 
     account: Account
     line: Line
@@ -177,7 +177,7 @@ class QueueClient:
 
 
 class Sender:
-    """In place of `MessageSender`, which has a connection of its own."""
+    """Stand-in for `MessageSender`, which has a connection of its own."""
 
     def __init__(self, client: QueueClient, *_: object) -> None:
         self._client = client
@@ -187,7 +187,7 @@ class Sender:
 
 
 class Reads:
-    """In place of `BlobReads`, likewise."""
+    """Stand-in for `BlobReads`, which has a connection of its own."""
 
     def __init__(self, client: ContainerClient, *_: object) -> None:
         self._client = client

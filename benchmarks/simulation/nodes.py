@@ -50,7 +50,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """What goes wrong among the nodes."""
+    """Faults of the nodes: interruptions, broken and slow ones."""
 
     interruptions: float = 1.0
     """Times the usual rate."""
@@ -123,5 +123,6 @@ def _between(points: Sequence[tuple[float, float]], share: float) -> float:
     place = min(
         max(bisect.bisect([each for each, _ in points], share), 1), len(points) - 1
     )
-    (low, begin), (high, end) = points[place - 1], points[place]
+    low, begin = points[place - 1]
+    high, end = points[place]
     return begin + (end - begin) * (share - low) / (high - low)

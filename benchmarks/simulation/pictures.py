@@ -32,7 +32,8 @@ def scaling(rows: Sequence[Mapping[str, Any]]) -> str:
     counts = [row["replicas"] for row in rows]
     rates = [row["images_per_second"] for row in rows]
     linear = [row["images_per_second"] / row["linear_fraction"] for row in rows]
-    low, high = math.floor(math.log10(min(rates))), math.ceil(math.log10(max(linear)))
+    low = math.floor(math.log10(min(rates)))
+    high = math.ceil(math.log10(max(linear)))
     most = math.ceil(math.log10(max(counts)))
     across = curve.scale(0, most, _LEFT, _WIDTH - _RIGHT)
     down = curve.scale(low, high, _HEIGHT - _BOTTOM, _TOP)

@@ -75,17 +75,17 @@ ABOUT = (
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What the public run's worker does: the mean of some days."""
+    """Results of the public run's worker: the mean of some days."""
 
     hours: float
     images: float
     dollars: float
     repeats: float
     visible_duplicates: float
-    """Of the repeats, those whose image was stored already."""
+    """Repeats whose image was stored already."""
     repeats_at_usual_rate: float
     idle_fraction: float
-    """Of the GPUs, which wait for the network."""
+    """Share of the time in which GPUs wait for the network."""
     linear_fraction: float
     seconds_per_job: float
 
@@ -122,7 +122,7 @@ def replay(
 
 
 def _a1111_images(cards: Sequence[Card], weather: Weather) -> float:
-    """By what AUTOMATIC1111 is slower than a card's record, if a job takes 7 s on average."""
+    """Factor by which AUTOMATIC1111 is slower than a card's record, at 7 s a job on average."""
     dice = random.Random(0)
     nodes = [weather.node(cards, dice) for _ in range(_CALIBRATED_ON)]
     waits = np.array([sum(_network_seconds(node)) for node in nodes])
@@ -137,7 +137,7 @@ def _a1111_images(cards: Sequence[Card], weather: Weather) -> float:
 
 
 def _network_seconds(node: Node) -> tuple[float, float, float]:
-    """Of receiving a job, storing its image and deleting its message, on average."""
+    """Average seconds of receiving a job, storing its image and deleting its message."""
     line = node.line
     call = line.round_trip_seconds + SERVER_SECONDS
     header = 8 * REQUEST_BYTES / line.upload_bits_per_second

@@ -1,4 +1,4 @@
-"""In place of calls that share their way to a thread: they run at once, in simulated time."""
+"""Stand-in for calls that share their way to a thread: they run at once, in simulated time."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ Result = TypeVar("Result")
 
 
 class SimulatedBatches(Generic[Item, Result]):
-    """As `imagefleet.concurrency.Batches`: no more calls at once than there are threads."""
+    """Stand-in for `concurrency.Batches`: no more calls at once than there are threads."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What img2img, hires fix and ControlNets cost beside txt2img.
+"""Measures img2img, hires fix and ControlNets beside txt2img.
 
 In rows a second; a row is one image's UNet call.
 
@@ -71,7 +71,7 @@ class Run:
         self._workload = workload
         self._seconds = seconds
         self.large_row = 1.0
-        """In rows of the native size."""
+        """Work of a large image, in rows of the native size."""
 
     @property
     def large(self) -> tuple[int, int]:
@@ -106,7 +106,7 @@ class Run:
             yield replace(request, controls=(control,))
 
     def flops(self, request: contract.ImageRequest) -> int:
-        """Of one UNet call of all slots, as the engine computes it uncompiled."""
+        """Operations of one UNet call of all slots, as the engine computes it uncompiled."""
         engine = self.engine
         _, opened = engine._open_lane(BatchKey.of(engine.prepare(request)))  # noqa: SLF001
         slots = len(opened.state.latents)

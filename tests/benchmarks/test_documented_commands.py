@@ -11,9 +11,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
-ENGINE_ROWS = (
-    "mixed,no_lora,worker,baseline,cfg_1,half_guided,all_samplers,four_steps_lora"
-)
+ENGINE_ROWS = "mixed,worker,baseline"
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,9 @@ import torch
 from safetensors import safe_open
 
 from demo_world import answers
-from demo_world.cascade import measure, networks, pictures
+from demo_world.cascade import measure, pictures
 from evaluation.score.demo import judge
 from imagefleet.files import demo
-from worker.engine.pixel import checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -38,15 +37,6 @@ def test_it_is_small_and_all_of_it_is_there() -> None:
             tensors = [file.get_tensor(key) for key in file.keys()]  # noqa: SIM118
         assert {each.dtype for each in tensors} == {torch.float16}
         assert all(bool(each.isfinite().all()) for each in tensors)
-
-
-@pytest.mark.parametrize("name", ["base", "sr"])
-def test_a_stage_predicts_what_the_training_says(name: networks.StageName) -> None:
-    loaded = checkpoint.load_checkpoint(demo.CASCADE / name, CPU, torch.float32)
-    assert (
-        loaded.noise.config.prediction_type
-        == networks.make_scheduler(name).config.prediction_type
-    )
 
 
 def test_both_stages_show_the_things_of_captions_that_training_never_had() -> None:

@@ -16,7 +16,6 @@ from evaluation.gate.pair import Shift
 from evaluation.score.extractors import ExtractorFacts, Preparation
 from evaluation.score.metrics import clip_score, frechet_distance, unit
 from evaluation.score.statistics import Features, Statistics
-from imagefleet import errors
 
 pytestmark = pytest.mark.slow
 
@@ -132,18 +131,6 @@ async def test_the_pixels_of_all_pairs_make_the_psnr(tmp_path: Path) -> None:
     assert judged.psnr == pytest.approx(10 * np.log10(255**2 / np.mean(squares)))
     assert judged.psnr_lowest == pytest.approx(10 * np.log10(255**2 / max(squares)))
     assert len(judged.worst) == 3
-
-
-async def test_an_extractor_that_gives_no_numbers_is_named(tmp_path: Path) -> None:
-    class Broken(Corners):
-        def features(self, images: Sequence[Image.Image]) -> Features:
-            return np.full((len(images), 6), np.nan, np.float32)
-
-    a, b = write(tmp_path / "a", 4, 0), write(tmp_path / "b", 4, 9)
-    with pytest.raises(
-        errors.SetupError, match="corners gives features that are not finite"
-    ):
-        await compared(a, b, Measures(Broken(), None, None))
 
 
 def test_the_clip_score_is_that_of_captions_without_loras(tmp_path: Path) -> None:

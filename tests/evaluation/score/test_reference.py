@@ -76,20 +76,6 @@ def noise(pictures: Path) -> None:
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def test_another_folder_whose_files_have_the_same_names_is_another_reference(
-    figures: Figures, pictures: Path, tmp_path: Path
-) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(pictures, other)
-    noise(other)
-
-    first, second = figures(pictures), figures(other)
-
-    assert second == figures(other, state="fresh")
-    assert second[0]["fid"] > first[0]["fid"] + 100
-    assert figures(pictures) == first
-
-
 def test_new_pictures_under_old_names_and_times_are_another_reference(
     figures: Figures, pictures: Path, tmp_path: Path
 ) -> None:
