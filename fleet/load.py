@@ -188,7 +188,7 @@ def _checkpoint(settings: LoadSettings, file: str, sending: Sending) -> Path | N
         return sending.state or default_path(Path(file), settings.queue)
     if sending.state or sending.restart:
         raise errors.SetupError(
-            "standard input has no checkpoint: the next one is another"
+            "--state and --restart need a FILE: standard input cannot be resumed"
         )
     return None
 

@@ -229,7 +229,7 @@ class FileSource:
     def _refuse(self, rejected: Rejected) -> None:
         self.report.reject(rejected)
         raise errors.SetupError(
-            f"{rejected.place}: {rejected.reason}; --skip-invalid skips such"
+            f"{rejected.place} is not a valid job: {rejected.reason}; --skip-invalid skips such"
         )
 
     def place(self, position: int) -> str:

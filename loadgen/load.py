@@ -355,8 +355,9 @@ class Load:
         if self._replace is None:
             named = [job_key(*job_of(body)[:2]) for body in self._at(changed[:_NAMED])]
             more = ", ..." if len(changed) > _NAMED else ""
+            were = "was" if len(changed) == 1 else "were"
             raise errors.SetupError(
-                f"jobs that were sent before with another content: {len(changed):,},"
+                f"{len(changed):,} of the jobs {were} sent before with another content:"
                 f" {', '.join(named)}{more}; nothing was sent. Give them other ids; or send only"
                 " the others with --new-only, or have these drawn again with --replace"
             )

@@ -214,7 +214,7 @@ class Patterns:
         size = max(sum(map(self._size, word.parts)) for word in words)
         if size > _MAX_CHARACTERS:
             raise errors.SetupError(
-                f"{place}: makes a text of over {_MAX_CHARACTERS:,} characters"
+                f"{place}: its placeholders make a text of more than {_MAX_CHARACTERS:,} characters"
             )
         self._sizes.append(size)
         cumulative = tuple(itertools.accumulate(choice.weight for choice in choices))
@@ -281,7 +281,7 @@ class Patterns:
         if name not in self._lists:
             known = ", ".join(sorted(self._lists)) or "none"
             raise errors.SetupError(
-                f"{place}: no list for {{{placeholder}}}; lists: {known}"
+                f"{place}: there is no list for {{{placeholder}}}; lists: {known}"
             )
         if name in self._open:
             raise errors.SetupError(

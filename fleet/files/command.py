@@ -17,7 +17,8 @@ from imagefleet.files.kinds import KINDS
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 
-MADE = ("kernels", "text")
+MADE = [kind.name for kind in KINDS.values() if kind.is_made]
+BROUGHT = [kind.name for kind in KINDS.values() if not kind.is_made]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -29,7 +30,7 @@ KindName = Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(KINDS
 
 #: Options of `files add` that not all kinds take, with those that do.
 _ADD: Mapping[str, Collection[str]] = {
-    **dict.fromkeys(("name", "sha256", "cache"), tuple(KINDS)[:-2]),
+    **dict.fromkeys(("name", "sha256", "cache"), BROUGHT),
     "test": ("model",),
     "replace": ("kernels",),
 }
@@ -38,9 +39,7 @@ _ADD: Mapping[str, Collection[str]] = {
 #: The same of `files make`, with the worker's settings.
 _MAKE: Mapping[str, Collection[str]] = {
     **dict.fromkeys({*MakeSettings.model_fields, "output"} - {"model"}, ("kernels",)),
-    **dict.fromkeys(
-        (*SignerSettings.model_fields, "device", "dry_run"), ("kernels", "text")
-    ),
+    **dict.fromkeys((*SignerSettings.model_fields, "device", "dry_run"), MADE),
     **dict.fromkeys(
         ("jobs", "form", "count", "seed", "manifest", "signing_key"), ("text",)
     ),

@@ -39,6 +39,8 @@ class FileKind:
     """Whether a worker with a trusted key stops, and fails no job, where there is no manifest."""
     lists_suffixes: bool = False
     """Whether the manifest has names with their suffix."""
+    is_made: bool = False
+    """Whether `files make` makes them, under names that follow from their content."""
     takes_unknown: bool = False
     """Whether files pass whose tensors are of no known kind."""
     takes_refiner: bool = False
@@ -151,6 +153,7 @@ TEXT = FileKind(
     describe=lambda header, _content: header.metadata.get("encoder", ""),
     max_bytes=2**22,
     cached_bytes=2**30,
+    is_made=True,
 )
 #: Programs, whose key `worker.files.kernels` reads.
 KERNELS = FileKind(
@@ -162,6 +165,7 @@ KERNELS = FileKind(
     suffixes=(".tar.xz",),
     needs_list=True,
     lists_suffixes=True,
+    is_made=True,
 )
 
 KINDS: Mapping[str, FileKind] = {

@@ -221,7 +221,7 @@ def check_numbers(path: Path, header: Header) -> None:
 
     if (rest := path.stat().st_size - header.file_bytes) > 0:
         raise UnusableError(
-            f"is not a complete .safetensors file: {rest} bytes follow its tensors"
+            f"is not a complete .safetensors file: {rest} bytes follow its last tensor"
         )
     with path.open("rb") as file:
         for key, (kind, begin, end) in sorted(header.places.items()):

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, ValidationError
 from imagefleet import errors
 from imagefleet.job.passes import extras
 from imagefleet.job.passes import fields as passes
+from imagefleet.job.passes.first import FirstPass
 
 #: A message's fields: the stage that it asks for, which is not signed; and the later stages.
 STAGE_FIELD = "stage"
@@ -29,29 +30,15 @@ INPUT_FIELD = "init_images"
 #: A sampler's own: a stage that names another sampler does not take over these.
 _OF_SAMPLER = ("scheduler", "eta", "s_churn", "s_tmin", "s_tmax", "s_noise")
 
-#: What a stage takes over from the one before, unless it says otherwise: no mask, say.
-INHERITED = frozenset(
-    (
-        *("prompt", "negative_prompt", "enable_prompt_comments", "clip_skip", "model"),
-        *("sampler_name", *_OF_SAMPLER, "steps", "cfg_scale", "s_min_uncond"),
-        "use_downcasted_alpha_bar",
-        *("width", "height", "seed", "subseed", "subseed_strength", "randn_source"),
-        *(
-            "eta_noise_seed_delta",
-            "seed_resize_from_w",
-            "seed_resize_from_h",
-            "output",
-            "metadata",
-        ),
-        *(
-            "sd_vae",
-            "sd_vae_decode_method",
-            "tiling",
-            "img2img_extra_noise",
-            "defaults",
-        ),
-    )
-)
+#: Fields that a stage takes over from the one before, unless it says otherwise: no mask, say.
+INHERITED = frozenset(FirstPass.model_fields) - {"batch_size", "n_iter"} | {
+    "model",
+    "output",
+    "metadata",
+    "sd_vae",
+    "tiling",
+    "defaults",
+}
 
 #: Fields of the whole job; a stage is refused that has one.
 OF_JOB = frozenset({"id", "campaign", "verify", "awaited", "defaults", THEN_FIELD})
@@ -69,7 +56,7 @@ def fields_of_stage(number: int, payload: Mapping[str, Any]) -> dict[str, Any]:
     for name in (INPUT_FIELD, extras.IMAGE):
         if payload.get(name):
             raise ValueError(
-                f"stage {number}: {name} is the image of the stage before: omit it"
+                f"stage {number}: {name} is the image of the stage before: leave it out"
             )
     try:
         # With an image, on which depends what its other fields mean.
@@ -107,12 +94,21 @@ def own_fields(fields: dict[str, Any], place: object) -> dict[str, Any]:
         return fields
     try:
         number = StageField.model_validate(place).number
-        own = fields[THEN_FIELD][number - 2]
-    except (ValidationError, LookupError, TypeError):
-        own = None
+    except ValidationError:
+        raise errors.InvalidMessageError(
+            f"{STAGE_FIELD}: it names no stage of the job"
+        ) from None
+    stages = fields.get(THEN_FIELD)
+    later = stages if isinstance(stages, list) else []
+    own = later[number - 2] if number - 2 < len(later) else None
     if not isinstance(own, dict):
-        raise errors.InvalidMessageError(f"{STAGE_FIELD}: the job has no such stage")
+        raise errors.InvalidMessageError(no_stage(number, 1 + len(later)))
     return own
+
+
+def no_stage(number: int, stages: int) -> str:
+    """The message for a stage that a job has not."""
+    return f"{STAGE_FIELD}: the job has no stage {number} (it has {stages})"
 
 
 def model_of(fields: Mapping[str, Any]) -> object:

@@ -74,7 +74,9 @@ class Change:
         """The changed job's message, and the job; JobError says why it cannot be."""
         fields = _fields(body)
         if is_signed(body) and self._signer is None:
-            raise errors.JobError("it is signed: to change it, give your signing key")
+            raise errors.JobError(
+                "it is signed, and changed it has to be signed again: give your signing key"
+            )
         for name in (DELIVERIES_FIELD, DIGEST_FIELD, SIGNATURE_FIELD):
             fields.pop(name, None)
         place = fields.pop(chain.STAGE_FIELD, None)
@@ -92,7 +94,7 @@ class Change:
         own = chain.own_fields(fields, place)
         if own is not fields and (of_job := self.values.keys() & chain.OF_JOB):
             raise errors.InvalidMessageError(
-                f"{min(of_job)} is of the job, not of its later stage"
+                f"{min(of_job)} is of the job as a whole, and this is a later stage of it"
             )
         _drop_aliases(own, self.values)
         own |= self.values

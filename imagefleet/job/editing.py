@@ -95,7 +95,7 @@ def _last_step(when: str, steps: int, first_steps: int) -> int:
 def _all_edits(edits: Sequence[_Edit], depth: int = 1) -> Iterator[_Edit]:
     if edits and depth > _MAX_DEPTH:
         raise errors.JobError(
-            f"the prompt nests prompt editing more than {depth - 1} deep"
+            f"the prompt has prompt editing in itself, more than {depth - 1} deep"
         )
     for edit in edits:
         yield edit

@@ -40,6 +40,11 @@ DIGEST_FIELD = "digest"
 #: Names of a job, and what is only handed through: two that differ in these draw the same pictures.
 _NOT_IN_DIGEST = chain.OF_JOB | {"metadata"}
 
+#: Fields on which no prompt depends: steps decide what an edited prompt is.
+_NOT_IN_PROMPTS = {"id", "campaign", "seed", "subseed"}
+_PROMPTS = {"parsed_prompt", "parsed_negative_prompt"}
+_COMPUTED = {"digest", "stage_digest", "given_fields"}
+
 #: Made once: `json.dumps` makes one for each text.
 _TEXT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _ASCII_TEXT = json.JSONEncoder(separators=(",", ":"))
@@ -118,6 +123,7 @@ class Job(
         default=(), max_length=chain.MAX_STAGES - 1
     )
     """The stages after this one, each with the fields in which it differs from the one before."""
+    _place: Place | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -156,7 +162,8 @@ class Job(
             )
         if self.verify:
             raise ValueError(
-                f"{chain.THEN_FIELD}: a second drawing (verify) is of a first stage"
+                f"{chain.THEN_FIELD}: a second drawing (verify) is of a job's first stage"
+                " alone"
             )
         self.at_stage(len(self.then) + 1)
         return self
@@ -165,12 +172,6 @@ class Job(
         """The job with *job_id*, a seed derived from its id, *campaign*, where it has none."""
         missing = self._missing(job_id, campaign)
         return self.model_copy(update=missing) if missing else self
-
-    def identify(self, job_id: str) -> None:
-        """`identified`, in place: for a job that nobody else has yet, since a copy is slow."""
-        missing = self._missing(job_id)
-        self.__dict__.update(missing)
-        self.model_fields_set.update(missing)
 
     def _missing(self, job_id: str, campaign: str | None = None) -> dict[str, Any]:
         missing: dict[str, Any] = {}
@@ -190,9 +191,10 @@ class Job(
         self, *, update: Mapping[str, Any] | None = None, deep: bool = False
     ) -> Self:
         copy = super().model_copy(update=update, deep=deep)
-        # Steps decide what an edited prompt is.
-        prompts = ("parsed_prompt", "parsed_negative_prompt")
-        for name in ("digest", "stage_digest", "given_fields", *prompts):
+        # What was computed of the fields is computed anew, but for prompts, which names and seeds
+        # do not change.
+        kept = set(update or ()) <= _NOT_IN_PROMPTS
+        for name in _COMPUTED if kept else _COMPUTED | _PROMPTS:
             copy.__dict__.pop(name, None)
         return copy
 
@@ -208,14 +210,10 @@ class Job(
             fields |= {"id": self.id, "campaign": self.campaign}
             fields[chain.INPUT_FIELD] = [f"{img2img.IMAGES}{known.blob_name(0)}"]
             with validation.as_error(ValueError, f"stage {place}: ", Job.model_fields):
-                stage = Job.model_validate(fields)
-                stage.__dict__["place"] = Place(self, known, place, message, input_size)
-                if self.id is not None:
-                    stage.identify(self.id)
-                known, input_size = (
-                    stage,
-                    stage.final_size,
-                )  # which may not fit the one before
+                own_place = Place(self, known, place, message, input_size)
+                stage = Job.model_validate(fields).placed(own_place)
+                known = stage if self.id is None else stage.identified(self.id)
+                input_size = known.final_size  # which may not fit the one before
         return known
 
     def stage_of_message(self, field: object) -> Job:
@@ -224,14 +222,19 @@ class Job(
             asked = chain.StageField.model_validate(field)
         if asked.number > len(self.then) + 1:
             raise errors.InvalidMessageError(
-                f"{chain.STAGE_FIELD}: the job has no such stage"
+                chain.no_stage(asked.number, len(self.then) + 1)
             )
         return self.at_stage(asked.number, asked.message)
 
-    @functools.cached_property  # looked up a dozen times a job, and a private attribute is slow
+    def placed(self, place: Place) -> Self:
+        """This job, as the stage of another one that is at that place."""
+        self._place = place
+        return self
+
+    @property
     def place(self) -> Place | None:
         """A later stage's place in its chain; None for a job as it was sent."""
-        return None  # `at_stage` sets another
+        return self._place
 
     @property
     def whole(self) -> Job:
@@ -390,9 +393,9 @@ def read_job(
         most = sizes.MAX_MESSAGE_BYTES - sizes.STAGE_BYTES
         if sizes.message_bytes(message_text(fields | signed)) > most:
             raise errors.InvalidMessageError(
-                f"the job with its stages takes over {most:,} bytes"
+                f"the job with its stages takes more than {most:,} bytes"
             )
-    job.identify(message_id)
+    job = job.identified(message_id)
     if digest is not None and digest != job.digest:
         raise errors.InvalidMessageError(
             f"{DIGEST_FIELD}: it is of another job than this one; a job that was changed goes"

@@ -64,7 +64,8 @@ def fields(
             found[row.field] = _field(row.field, value, settings)
             if payload.get(row.field) not in (None, found[row.field]):
                 raise ValueError(
-                    f"override_settings.{name} contradicts {row.field}: keep one"
+                    f"override_settings.{name} contradicts the field {row.field}: keep one"
+                    " of the two"
                 )
     return found
 

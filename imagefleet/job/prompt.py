@@ -194,7 +194,7 @@ def read_prompt(
     joined = [_split_own_weight(each) for each in _AND.split(text)]
     if len(joined) > MAX_SUBPROMPTS:
         raise errors.JobError(
-            f"AND joins {len(joined)} prompts; at most {MAX_SUBPROMPTS} work"
+            f"the prompt joins {len(joined)} prompts with AND; at most {MAX_SUBPROMPTS} work"
         )
     subprompts = tuple(
         Subprompt(_read_states(words, steps, first_steps), weight)

@@ -91,7 +91,8 @@ class Columns:
                 continue
             if not key:
                 raise ValueError(
-                    f"cell {number + 1} has no column: quote commas and line breaks"
+                    f"cell {number + 1} has no column: a cell with a comma or a line break"
+                    " needs quotes"
                 )
             if _LEFT_OUT.fullmatch(key):
                 continue
@@ -316,7 +317,7 @@ def _opened(stream: BinaryIO) -> Iterator[Any]:
         from pyarrow import parquet
     except ImportError:
         raise errors.SetupError(
-            "Parquet needs pyarrow: pip install '.[parquet]'"
+            "to read Parquet, install pyarrow: pip install '.[parquet]'"
         ) from None
     try:
         yield parquet.ParquetFile(stream)

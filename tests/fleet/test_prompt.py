@@ -119,7 +119,7 @@ def test_the_words_of_each_step_and_of_each_part_are_shown(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["a AND " * 9], "prompt: AND joins 10 prompts"),
+        (["a AND " * 9], "prompt: the prompt joins 10 prompts"),
         (["a <hypernet:b:1>"], "prompt: the prompt asks for <hypernet:...>"),
         (["word " * 5000], "prompt: the prompt has 67 chunks of 75 tokens"),
     ],

@@ -185,15 +185,18 @@ def doubling(levels: int) -> str:
     [
         (
             "prompt: a {nuon}\nlists: {noun: [cat]}",
-            "prompt: no list for {nuon}; lists: noun",
+            "prompt: there is no list for {nuon}; lists: noun",
         ),
-        ("prompt: a {noun}", "no list for {noun}; lists: none"),
-        ("prompt: a\njob: {metadata: {x: '{y}'}}", "job.metadata.x: no list for {y}"),
+        ("prompt: a {noun}", "there is no list for {noun}; lists: none"),
+        (
+            "prompt: a\njob: {metadata: {x: '{y}'}}",
+            "job.metadata.x: there is no list for {y}",
+        ),
         (
             "prompt: '{a}'\nlists: {a: ['{b}'], b: ['{a:2}']}",
             "circular lists: a -> b -> a",
         ),
-        (f"prompt: '{{l0}}'\nlists: {doubling(40)}", "over 1,000,000 characters"),
+        (f"prompt: '{{l0}}'\nlists: {doubling(40)}", "more than 1,000,000 characters"),
         (f"prompt: '{{l0}}'\nlists: {doubling(400)}", "nested more than 50 deep"),
         ("prompt: 'a { b'", "a single '{'"),
         ("prompt: 'a {b c}'", "a single '{'"),

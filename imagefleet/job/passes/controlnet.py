@@ -138,7 +138,8 @@ def check(units: Sequence[Unit]) -> None:
     )
     if whole > MOST_CONTROLS:
         raise ValueError(
-            f"alwayson_scripts: {whole} ControlNets; {MOST_CONTROLS} at most at once"
+            f"alwayson_scripts: the job has {whole} ControlNets; at most {MOST_CONTROLS}"
+            " work at once"
         )
 
 

@@ -67,7 +67,7 @@ def check(job: Extras, of_drawings: Collection[str]) -> None:
     if job.upscaler_1 is None:
         if unused := job.model_fields_set & (FIELDS - {"upscaler_1"}):
             raise ValueError(
-                f"{min(unused)}: is for enlarging an image; upscaler_1 is missing"
+                f"{min(unused)}: is for jobs that only enlarge an image; upscaler_1 is missing"
             )
         return
     if not job.init_images:
@@ -84,7 +84,7 @@ def check(job: Extras, of_drawings: Collection[str]) -> None:
         )
     if job.images > 1:
         raise ValueError(
-            f"upscaler_1: batch_size x n_iter is {job.images}; a job enlarges one"
+            f"upscaler_1: batch_size x n_iter is {job.images}; a job enlarges one image"
         )
 
 

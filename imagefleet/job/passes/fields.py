@@ -72,7 +72,8 @@ class PassFields(Hires, Extras):
                 )
             if self.mask is not None and self.inpaint_full_res:
                 raise ValueError(
-                    "alwayson_scripts: ControlNets need inpaint_full_res to be false"
+                    "alwayson_scripts: ControlNets with inpaint_full_res are not supported:"
+                    " set it to false"
                 )
         if self.enable_hr:
             if self.init_images:
@@ -311,7 +312,8 @@ def _with_input(payload: Mapping[str, Any]) -> dict[str, Any]:
     if (image := fields.pop(extras.IMAGE)) not in (None, ""):
         if _begins_with_image(fields):
             raise ValueError(
-                f"{extras.IMAGE} and init_images are the same field: keep one"
+                f"{extras.IMAGE} and init_images are the same field: keep one of the"
+                " two"
             )
         fields["init_images"] = [image]
     return fields

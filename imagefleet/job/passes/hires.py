@@ -36,7 +36,7 @@ def check_upscaler(name: str) -> str:
         raise ValueError(f"unknown{hint}; known: {', '.join(LATENT)}")
     if not SAFE_NAME.fullmatch(name):
         raise ValueError(
-            "should be letters, digits, spaces and _ . + ( ) - only, without a path"
+            "should be a name of letters, digits, spaces and _ . + ( ) - only, without a path"
         )
     return name
 

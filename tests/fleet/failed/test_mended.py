@@ -336,7 +336,7 @@ def test_a_changed_job_is_signed_again_or_stays(
     job = Job(prompt="a cat", id="cat")
     within(lambda storage: fail(storage, signed(storage, job, key)))
     arguments = ("replay", "--all", "--yes", "--set", "steps=30")
-    unsigned = "it is signed: to change it, give your signing key"
+    unsigned = "changed it has to be signed again: give your signing key"
     assert unsigned in in_process(*arguments).stdout
     monkeypatch.setenv("IMAGEFLEET_TRUSTED_KEY", key.public)
     assert unsigned in in_process(*arguments).stdout

@@ -139,7 +139,7 @@ def test_a_name_that_two_files_have_is_to_be_given_with_its_suffix(
         ),
         (
             "make lora --model m",
-            "unknown kind 'lora': give one of kernels, text",
+            "unknown kind 'lora': give one of text, kernels",
         ),
         ("add lora x.safetensors --no-test", "--test is for model, not for lora"),
         (

@@ -147,7 +147,7 @@ def test_a_chain_of_several_images_is_refused() -> None:
 
 
 def test_a_second_drawing_has_no_further_stages() -> None:
-    assert "(verify) is of a first stage" in refused(text({}, verify=True))
+    assert "(verify) is of a job's first stage" in refused(text({}, verify=True))
 
 
 def test_a_chain_has_at_most_nine_stages() -> None:
@@ -204,7 +204,7 @@ def test_the_first_message_leaves_room_for_those_of_later_stages() -> None:
     room = sizes.MAX_MESSAGE_BYTES - len(text({})) - 100
     with pytest.raises(errors.JobError, match="with further stages holds"):
         sizes.checked_messages([text({}, prompt="a" * room)])
-    assert "takes over" in refused(text({}, prompt="a" * room))
+    assert "takes more than" in refused(text({}, prompt="a" * room))
     alone = json.dumps({"prompt": "a" * room})
     assert sizes.checked_messages([alone]) == [alone]
     count = (room - 500) // 10
@@ -226,10 +226,10 @@ def test_a_message_that_grows_when_it_is_sent_on_is_refused_before_anything_is_d
     large = text({}, prompt="<" * 20_000)
     encoded = base64.b64encode(large.encode()).decode()
     assert sizes.checked_messages([encoded]) == [encoded]
-    assert "the job with its stages takes over 65,024 bytes" in refused(encoded)
+    assert "the job with its stages takes more than 65,024 bytes" in refused(encoded)
     numbers = text({"comments": [1e15] * 10_000}).replace("1000000000000000.0", "1e15")
     assert sizes.checked_messages([numbers]) == [numbers]
-    assert "takes over" in refused(numbers)
+    assert "takes more than" in refused(numbers)
 
 
 def test_a_message_goes_to_the_queue_of_its_stages_model() -> None:

@@ -314,7 +314,7 @@ def test_an_override_that_contradicts_a_field_is_refused_naming_both(
     override = {"sd_model_checkpoint": "a", "CLIP_stop_at_last_layers": 2}[setting]
     with pytest.raises(
         errors.InvalidMessageError,
-        match=rf"override_settings\.{setting} contradicts {field}",
+        match=rf"override_settings\.{setting} contradicts the field {field}",
     ):
         read(**{field: value}, override_settings={setting: override})
 

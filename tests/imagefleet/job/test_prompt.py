@@ -398,7 +398,9 @@ def test_what_and_joins_is_edited_by_itself() -> None:
 
 def test_too_many_prompts_or_texts_are_refused() -> None:
     assert len(prompt.read_prompt(" AND ".join("abcdefgh")).subprompts) == 8
-    with pytest.raises(errors.JobError, match="AND joins 9 prompts; at most 8 work"):
+    with pytest.raises(
+        errors.JobError, match="the prompt joins 9 prompts with AND; at most 8 work"
+    ):
         prompt.read_prompt(" AND ".join("abcdefghi"))
     of_20 = [
         f"{letter}[1|2|3|4|5|6|7|8|9|10|11|12|13|14|15|16|17|18|19|20]"

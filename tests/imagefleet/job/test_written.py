@@ -120,7 +120,7 @@ COMMA = "a red house, "
                     "controlnet": {"args": [{"image": "a.png", "model": "m"}] * 4}
                 }
             },
-            "alwayson_scripts: 4 ControlNets; 3 at most",
+            "alwayson_scripts: the job has 4 ControlNets; at most 3",
         ),
     ],
 )

@@ -330,7 +330,8 @@ async def test_what_is_the_whole_jobs_cannot_be_changed_in_a_later_stage(
     check = Check(change=Change({"campaign": "autumn"}))
     swept = await dead_letter_queue.replay(storage, Selection(), check=check)
     assert swept.done == 0
-    assert "campaign is of the job, not of its later stage" in swept.refused[0].reason
+    reason = swept.refused[0].reason
+    assert "campaign is of the job as a whole, and this is a later stage" in reason
 
 
 async def test_a_cancelled_campaign_stops_its_chains(

@@ -55,7 +55,8 @@ def test_the_payload_of_a1111s_extras_is_taken_as_it_is() -> None:
     )
     nothing = {"upscaler_1": "None", "upscaling_resize": 4}
     with pytest.raises(
-        errors.InvalidMessageError, match=r"^upscaling_resize: is for enlarging"
+        errors.InvalidMessageError,
+        match=r"^upscaling_resize: is for jobs that only enlarge",
     ):
         read_job(json.dumps({"prompt": "a", **nothing}), "m")
 
@@ -80,7 +81,7 @@ def test_the_second_upscaler_counts_only_where_it_shows() -> None:
             "upscaler_1 is missing",
         ),
         ({"upscaler_1": "Latent"}, "upscaler_1: enlarges latents"),
-        ({"upscaler_1": "../x"}, "upscaler_1: should be letters"),
+        ({"upscaler_1": "../x"}, "upscaler_1: should be a name of letters"),
         ({"upscaler_2": "Latent (sharp)"}, "upscaler_2: unknown"),
         (
             {"resize_mode": 2},
@@ -99,7 +100,10 @@ def test_the_second_upscaler_counts_only_where_it_shows() -> None:
         ),
         ({"mask": "b.png"}, "mask: a job with upscaler_1 only enlarges"),
         ({"enable_hr": True}, "enable_hr: is for txt2img"),
-        ({"batch_size": 2}, "upscaler_1: batch_size x n_iter is 2; a job enlarges one"),
+        (
+            {"batch_size": 2},
+            "upscaler_1: batch_size x n_iter is 2; a job enlarges one image",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(

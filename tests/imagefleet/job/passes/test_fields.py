@@ -338,7 +338,7 @@ def test_no_unit_that_is_enabled_is_none() -> None:
         ({"enable_hr": True}, "with enable_hr are not supported"),
         (
             {"init_images": ["a.png"], "mask": "b.png"},
-            "need inpaint_full_res to be false",
+            "with inpaint_full_res are not supported",
         ),
     ],
 )
