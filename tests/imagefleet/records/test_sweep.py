@@ -47,8 +47,8 @@ async def test_the_same_sweep_again_changes_nothing_and_another_is_refused(
 
     changes: list[tuple[dict[str, Any], str]] = [
         ({"captions": sweep.digest(["a dog"])}, "other captions"),
-        ({"groups": SWEEP.groups[:1]}, "other groups"),
-        ({"seed": 2}, "other seed"),
+        ({"groups": SWEEP.groups[:1]}, "its groups differ by cfg-7-lora-0.5"),
+        ({"seed": 2}, "another field of all its jobs differs"),
     ]
     for change, sentence in changes:
         with pytest.raises(
