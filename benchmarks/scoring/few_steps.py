@@ -167,7 +167,7 @@ class Scorer:
 
 def cost(drawn: DrawnPictures) -> dict[str, Any]:
     """The plan of a million of SD1.5's images, and the speed of those that were drawn here."""
-    way, found = drawn.way, dict[str | None, work.Work]()
+    way, found = drawn.way, dict[str | None, work.ModelJobs]()
     job = Job(
         prompt="a", steps=way.steps, cfg_scale=way.guidance, width=512, height=512
     )

@@ -44,12 +44,28 @@ def share(part: str, whole: str) -> str:
     return f"{part} / on () group_left () ({whole} > 0)"
 
 
+_PROCESS = f"{prometheus.ONE_GPU}, process"
+
+
+def dollars_by_campaign(matcher: str, window: str) -> str:
+    """A query for what the workers cost in *window* that drew each campaign's images.
+
+    A worker's dollars, its start and waiting included, are shared by its images.
+    """
+    images = prometheus.gained(f"imagefleet_campaign_images_total{{{matcher}}}", window)
+    dollars = prometheus.gained(f"imagefleet_cost_dollars_total{{{matcher}}}", window)
+    each = f"sum by ({_PROCESS}) {dollars} / (sum by ({_PROCESS}) {images} > 0)"
+    return (
+        f"sum by (fleet, campaign) ({images} * on ({_PROCESS}) group_left () ({each}))"
+    )
+
+
 IMAGES = series("imagefleet_images_total")
 INFO = series("imagefleet_worker_info")
 MODEL_JOBS = series("imagefleet_model_queue_messages")
 MODEL_IMAGES = series("imagefleet_model_images_total")
 CAMPAIGN_IMAGES = series("imagefleet_campaign_images_total")
-CAMPAIGN_DOLLARS = prometheus.dollars_by_campaign(CHOSEN, "$__range")
+CAMPAIGN_DOLLARS = dollars_by_campaign(CHOSEN, "$__range")
 MODEL_SWITCH_SECONDS = series("imagefleet_model_switch_seconds_total")
 QUEUES = series("imagefleet_queue_messages")
 WAITING_JOBS = series("imagefleet:queue_messages", JOBS)

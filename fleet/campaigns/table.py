@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -10,8 +10,6 @@ from typing import Any
 from rich.table import Table
 
 from cli import console
-from fleet.monitor import rates
-from fleet.monitor.prometheus import Prometheus
 from imagefleet import errors
 from imagefleet.records import reader
 from imagefleet.records.catalog import Damaged
@@ -40,27 +38,10 @@ class Campaigns:
         self._storage = storage
         self._only = only
         self._overview = Overview(storage)
-        self._read_at = self._asked_at = -math.inf
-        self.dollars: Mapping[str, float] = {}
-        """Cost of the workers that drew a campaign's images, of those that the metrics cover."""
+        self._read_at = -math.inf
 
-    async def refresh(self, server: Prometheus | None = None) -> None:
-        """Counts again, and asks a *server* for dollars, each at most twice a minute."""
-        await self._count()
-        if server is None or time.monotonic() - self._asked_at < _FRESH_SECONDS:
-            return
-        self._asked_at = time.monotonic()
-        found, since = (
-            await rates.campaign_dollars(server),
-            datetime.now(UTC) - rates.MONEY_TIME,
-        )
-        self.dollars = {
-            name: found[name]
-            for name, counts in self.rows
-            if name in found and counts.first_at is not None and counts.first_at > since
-        }
-
-    async def _count(self) -> None:
+    async def refresh(self) -> None:
+        """Counts again; all campaigns at most twice a minute."""
         now = time.monotonic()
         if self._only is None and now - self._read_at < _FRESH_SECONDS:
             return
@@ -89,7 +70,6 @@ class Campaigns:
                 **asdict(counts),
                 "pending": counts.pending,
                 "seconds_left": seconds_left(counts),
-                "dollars": self.dollars.get(name),
             }
             for name, counts in self.rows
         ]
@@ -109,21 +89,15 @@ class Campaigns:
             numbers = (getattr(counts, figure) for figure in figures)
             left = seconds_left(counts)
             time_left = "-" if left is None else duration(left)
-            cost = (
-                [console.number(self.dollars.get(campaign), 2)] if self.dollars else []
-            )
             last = (
                 f"{at.astimezone(UTC):%Y-%m-%d %H:%M}"
                 if (at := counts.last_at)
                 else "-"
             )
-            rows.append((campaign, *numbers, *cost, time_left, last))
+            rows.append((campaign, *numbers, time_left, last))
         return console.table(
             console.name_column("campaign"),
-            *map(
-                console.number_column,
-                (*figures, *(["$"] if self.dollars else []), "time left"),
-            ),
+            *map(console.number_column, (*figures, "time left")),
             console.name_column("last (UTC)"),
             rows=rows,
         )

@@ -74,7 +74,7 @@ async def read_status(
     """
     depth, storage = await client.depth(), client.storage
     if campaigns:
-        await campaigns.refresh(server)
+        await campaigns.refresh()
     waiting = await _without_worker(client, depth.queue)
     return {
         "storage": storage.url,

@@ -69,20 +69,6 @@ def gained(counter: str, window: str) -> str:
 #: The labels of one process of a worker: `device` only with --gpus, where several have one
 #: `instance`.
 ONE_GPU = "fleet, job, instance, device"
-_PROCESS = f"{ONE_GPU}, process"
-
-
-def dollars_by_campaign(matcher: str, window: str) -> str:
-    """A query for what the workers cost in *window* that drew each campaign's images.
-
-    A worker's dollars, its start and waiting included, are shared by its images.
-    """
-    images = gained(f"imagefleet_campaign_images_total{{{matcher}}}", window)
-    dollars = gained(f"imagefleet_cost_dollars_total{{{matcher}}}", window)
-    each = f"sum by ({_PROCESS}) {dollars} / (sum by ({_PROCESS}) {images} > 0)"
-    return (
-        f"sum by (fleet, campaign) ({images} * on ({_PROCESS}) group_left () ({each}))"
-    )
 
 
 class Prometheus:

@@ -5,13 +5,13 @@ errors of `Prometheus.at`.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, BeforeValidator
 
 from cli import console
-from fleet.monitor.prometheus import Prometheus, Series, dollars_by_campaign
+from fleet.monitor.prometheus import Prometheus, Series
 from imagefleet import concurrency, errors, validation
 from imagefleet.storage.protocol import NOTABLE_OFFSET_SECONDS as _OFF
 from imagefleet.telemetry import logs
@@ -48,8 +48,8 @@ _FIGURES = {
 #: Labels that tell a worker from all others; `device` is one of several GPUs of its machine.
 _WORKER = ("instance", "device")
 
-#: Whose dollars campaigns have: a server may keep no more than two weeks.
-MONEY_TIME = timedelta(days=7)
+#: Days in which a fleet counts as known: a server may keep no more than two weeks.
+KNOWN_DAYS = 7
 
 _Answer = TypeVar("_Answer")
 
@@ -112,9 +112,7 @@ async def warn_of_unknown_fleet(
     prometheus: Prometheus, at: datetime | None = None
 ) -> None:
     """Warns of a fleet that no worker has named in the days until *at*, where others have."""
-    query = (
-        f"count by (fleet) (last_over_time(imagefleet_worker_info[{MONEY_TIME.days}d]))"
-    )
+    query = f"count by (fleet) (last_over_time(imagefleet_worker_info[{KNOWN_DAYS}d]))"
     found = await prometheus.at(query, at or datetime.now(UTC))
     fleets = sorted(each.labels.get("fleet", "") for each in found)
     if fleets and prometheus.fleet not in {None, *fleets}:
@@ -129,10 +127,3 @@ async def jobs_per_second_by_model(prometheus: Prometheus) -> dict[str, float]:
     """The jobs that all workers end, by the model they are drawn with."""
     found = await prometheus.at(f"sum by (model) ({_MODEL_ENDED})", datetime.now(UTC))
     return {each.labels.get("model", ""): each.last for each in found}
-
-
-async def campaign_dollars(prometheus: Prometheus) -> dict[str, float]:
-    """Dollars of the workers that drew each campaign's images in the last days."""
-    query = dollars_by_campaign("$fleet", f"{MONEY_TIME.days}d")
-    found = await prometheus.at(f"sum by (campaign) ({query})", datetime.now(UTC))
-    return {each.labels.get("campaign", ""): each.last for each in found}

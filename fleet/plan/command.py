@@ -8,7 +8,7 @@ from cli import console, options
 from cli.options import argument, option
 from fleet.filling import reading
 from fleet.plan import estimate
-from fleet.plan.work import Work, of_count, of_source, read_models
+from fleet.plan.work import ModelJobs, of_count, of_source, read_models
 from imagefleet import errors
 from imagefleet.pricing import families, prices
 from loadgen import sources
@@ -101,11 +101,11 @@ def command(
 
 
 def planned(
-    works: Sequence[Work],
+    works: Sequence[ModelJobs],
     machines: Machines,
     priority: prices.Priority = "batch",
     deadline: float | None = None,
-) -> tuple[estimate.Plan, prices.PriceTable]:
+) -> tuple[estimate.BatchPlan, prices.PriceTable]:
     """The plan, and its prices; raises SetupError for what is not known."""
     table = prices.read_table(machines.prices_path)
     mix = _mix_of(machines, works, table, priority)
@@ -119,7 +119,7 @@ def planned(
 
 def _mix_of(
     machines: Machines,
-    works: Sequence[Work],
+    works: Sequence[ModelJobs],
     table: prices.PriceTable,
     priority: prices.Priority,
 ) -> list[estimate.Part]:
@@ -161,7 +161,7 @@ def _mix_of(
     return mix
 
 
-def _works(batch: Batch, accelerator: str | None) -> list[Work]:
+def _works(batch: Batch, accelerator: str | None) -> list[ModelJobs]:
     """The batch by model, of a file or of so many jobs."""
     models = read_models(batch.model or [], batch.family, accelerator)
     if batch.file is None:
@@ -195,7 +195,7 @@ def _named(
     return named
 
 
-def show(plan: estimate.Plan, table: prices.PriceTable) -> None:
+def show(plan: estimate.BatchPlan, table: prices.PriceTable) -> None:
     rows = {
         "images": f"{plan.images:,}",
         "replicas": f"{plan.replicas:,}",

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import AliasPath, BaseModel, Field
 
-from fleet.plan.work import Work
+from fleet.plan.work import ModelJobs
 from imagefleet import errors, redaction, validation
 from imagefleet.pricing import families, prices
 
@@ -89,7 +89,7 @@ class ModelCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BatchPlan:
     """A batch on a fleet that starts all at once and is busy until the end."""
 
     jobs: int
@@ -112,7 +112,7 @@ def make_plan(
     images: int,
     mix: Sequence[Part],
     table: prices.PriceTable = prices.BUILT_IN,
-) -> Plan:
+) -> BatchPlan:
     """The plan of a batch on *mix*, whose parts share the work by their speed."""
     missed = sum(part.images_in(part.start_up_seconds.value) for part in mix)
     hours = (images + missed) / sum(part.images_in(3600) for part in mix)
@@ -120,7 +120,7 @@ def make_plan(
         part.replicas * part.dollars_per_hour.value for part in mix
     )
     storage_dollars = prices.storage_dollars(jobs, images, table)
-    return Plan(
+    return BatchPlan(
         jobs=jobs,
         images=images,
         replicas=sum(part.replicas for part in mix),
@@ -268,7 +268,9 @@ def mean_speed(speeds: Sequence[ModelSpeed]) -> Input:
     )
 
 
-def find_speed(gpu: str, given: float | None, bench: Bench | None, work: Work) -> Input:
+def find_speed(
+    gpu: str, given: float | None, bench: Bench | None, work: ModelJobs
+) -> Input:
     """Images/s of one *gpu*: given, measured, assumed or estimated; raises SetupError if none.
 
     A speed of other images counts by their operations, and by the families' rates.

@@ -15,7 +15,7 @@ from worker.files import check
 
 
 @dataclass(slots=True)
-class Work:
+class ModelJobs:
     """All jobs of one model; *model* is None for those that name none."""
 
     model: str | None
@@ -30,12 +30,12 @@ class Work:
         return self.tflop / self.images
 
 
-def of_count(jobs: int, images_per_job: int, models: Models) -> list[Work]:
+def of_count(jobs: int, images_per_job: int, models: Models) -> list[ModelJobs]:
     """The work of so many jobs of the family's own size, and steps without an accelerator's."""
     images, family = jobs * images_per_job, models.family_of(None)
     usual = models.accelerator.usual if models.accelerator else ()
     return [
-        Work(
+        ModelJobs(
             None, family, jobs, images, images * family.image_tflop(None, None, *usual)
         )
     ]
@@ -86,7 +86,7 @@ def read_models(
 
 
 def add_stages(
-    found: dict[str | None, Work], models: Models, job: Job, jobs: int = 1
+    found: dict[str | None, ModelJobs], models: Models, job: Job, jobs: int = 1
 ) -> None:
     """Adds *jobs* such jobs to *found*, stage by stage.
 
@@ -98,7 +98,9 @@ def add_stages(
             stage = models.accelerator.fit(stage)  # noqa: PLW2901 - as the worker does
         work = found.get(stage.model)
         if work is None:
-            work = found[stage.model] = Work(stage.model, models.family_of(stage.model))
+            work = found[stage.model] = ModelJobs(
+                stage.model, models.family_of(stage.model)
+            )
         size = work.family.size_of(stage, before)
         passes = stage.passes(*size, enlarges=work.family.enlarges)
         images = jobs * stage.images
@@ -108,7 +110,7 @@ def add_stages(
         before = passes[-1].width, passes[-1].height
 
 
-def of_source(source: Source, models: Models) -> list[Work]:
+def of_source(source: Source, models: Models) -> list[ModelJobs]:
     """The jobs of a file or a template, by model; a job's own size and steps count.
 
     Each stage of a job counts as a job of its model: it is a message and an image of its own.
@@ -116,7 +118,7 @@ def of_source(source: Source, models: Models) -> list[Work]:
     Raises:
         SetupError: a job is not valid, there is none, or a model's family is not known.
     """
-    found: dict[str | None, Work] = {}
+    found: dict[str | None, ModelJobs] = {}
 
     def add(place: str, job: Job) -> None:
         try:

@@ -12,7 +12,7 @@ from fleet import filling
 from fleet.plan import command as planning
 from fleet.plan import estimate
 from fleet.plan.command import Machines
-from fleet.plan.work import Models, Work, add_stages
+from fleet.plan.work import ModelJobs, Models, add_stages
 from imagefleet import errors
 from imagefleet import sweep as swept
 from imagefleet.job.change import Change
@@ -227,9 +227,9 @@ def _given(texts: Iterable[str]) -> dict[str, str]:
 
 def _plan(
     source: SweepSource, machines: Machines, models: Models
-) -> tuple[estimate.Plan, prices.PriceTable]:
+) -> tuple[estimate.BatchPlan, prices.PriceTable]:
     """The sweep on machines, by the families of *models*; SetupError for what is not known."""
-    found: dict[str | None, Work] = {}
+    found: dict[str | None, ModelJobs] = {}
     for job in source.first_jobs():
         try:
             add_stages(found, models, job, source.sweep.captions.count)
@@ -257,7 +257,11 @@ def _facts(source: SweepSource) -> dict[str, Any]:
 
 
 def _show_plan(
-    source: SweepSource, plan: estimate.Plan, table: prices.PriceTable, *, as_json: bool
+    source: SweepSource,
+    plan: estimate.BatchPlan,
+    table: prices.PriceTable,
+    *,
+    as_json: bool,
 ) -> None:
     sweep = source.sweep
     if as_json:

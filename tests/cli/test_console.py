@@ -69,13 +69,6 @@ def test_ctrl_c_ends_a_command_without_output(
     assert capsys.readouterr() == ("", "")
 
 
-def test_run_returns_the_coroutines_result() -> None:
-    async def seven() -> int:
-        return 7
-
-    assert console.run(seven()) == 7
-
-
 def test_json_is_neither_wrapped_nor_styled(capsys: pytest.CaptureFixture[str]) -> None:
     record = {"prompt": "[red]ü " + "x" * 500, "count": 1}
 

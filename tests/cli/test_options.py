@@ -166,17 +166,6 @@ def test_an_invalid_value_is_one_line_that_names_flag_and_variable(
     assert result.stdout == ""
 
 
-def test_two_invalid_values_are_two_lines() -> None:
-    with pytest.raises(errors.SetupError) as caught:
-        options.read(Settings, {"attempts": "many", "kind": "cloud"})
-
-    first, second = caught.value.message.splitlines()
-    assert first.startswith(
-        "--attempts / IMAGEFLEET_ATTEMPTS: should be a valid integer"
-    )
-    assert second == "--kind / IMAGEFLEET_KIND: should be 'local' or 'azure', not cloud"
-
-
 def test_a_missing_setting_is_named() -> None:
     with pytest.raises(
         errors.SetupError, match=r"^--model / IMAGEFLEET_MODEL: is required$"

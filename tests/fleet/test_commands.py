@@ -269,20 +269,3 @@ def test_names_and_figures_are_whole_at_any_width(
 
     assert row.split()[0] == whole[0], "a selected word is the name"
     assert [each for each in whole if each not in row.split()] == []
-
-
-@pytest.mark.parametrize("columns", ["60", "80", "200"])
-def test_the_ids_of_failed_jobs_are_whole_when_piped(
-    in_process: Imagefleet,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    columns: str,
-) -> None:
-    reason = "there is no LoRA " + "l" * 100
-    fail_job(tmp_path, reason, id=JOB, campaign="c" * 40)
-    monkeypatch.setenv("COLUMNS", columns)
-
-    lines = in_process("failed").stdout.splitlines()
-
-    assert sum(reason in line for line in lines) == 1
-    assert [line.split()[0] for line in lines if JOB in line] == [f"{'c' * 40}/{JOB}"]

@@ -39,17 +39,6 @@ def test_help_names_the_commands_in_their_order(imagefleet: Imagefleet) -> None:
     assert result.returncode == console.EXIT_DONE
 
 
-@pytest.mark.parametrize(
-    "command", ["", "worker", "keys", "keys mint", "deploy", "health"]
-)
-def test_h_is_short_for_help(imagefleet: Imagefleet, command: str) -> None:
-    short = imagefleet(*command.split(), "-h")
-
-    assert short.stdout == imagefleet(*command.split(), "--help").stdout
-    assert "-h" in short.stdout
-    assert short.returncode == console.EXIT_DONE
-
-
 def _subjects(help_text: str) -> dict[str, list[str]]:
     """The flags in a help text by the heading of their box."""
     subjects: dict[str, list[str]] = {}
@@ -73,26 +62,6 @@ def test_the_flags_of_a_command_are_grouped_by_subject(imagefleet: Imagefleet) -
     failed = _subjects(imagefleet("failed", "--help").stdout)
     assert list(failed) == ["Arguments", "Options", "Storage", "Signatures"]
     assert {"--error", "--help"} <= set(failed["Options"])
-
-
-@pytest.mark.parametrize("terminal", [60, 120])
-def test_help_uses_the_width_of_the_terminal(
-    imagefleet: Imagefleet, terminal: int
-) -> None:
-    shown = imagefleet("worker", "--help", COLUMNS=str(terminal)).stdout
-
-    assert max(map(len, shown.splitlines())) == terminal
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_completion_script_of_a_shell_is_printed(
-    imagefleet: Imagefleet, shell: str
-) -> None:
-    result = imagefleet(_IMAGEFLEET_COMPLETE=f"source_{shell}")
-
-    assert f"_IMAGEFLEET_COMPLETE=complete_{shell}" in result.stdout
-    assert result.stderr == ""
-    assert result.returncode == console.EXIT_DONE
 
 
 @pytest.mark.parametrize(
@@ -159,15 +128,6 @@ print("loaded:", sorted(heavy & set(sys.modules)))
         check=True,
     )
     assert result.stdout.splitlines()[-1] == "loaded: []"
-
-
-@pytest.mark.parametrize("command", [*COMMANDS])
-def test_every_command_has_a_help_text(imagefleet: Imagefleet, command: str) -> None:
-    result = imagefleet(*command.split(), "--help")
-
-    assert result.returncode == console.EXIT_DONE
-    assert result.stderr == ""
-    assert len(result.stdout.splitlines()) > 5
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,7 @@ import aiohttp
 import pytest
 
 import polling
-import sent_jobs
 from fleet.monitor import prometheus, rates
-from imagefleet.records.log import RecordLog
-from imagefleet.records.record import Record
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 
@@ -40,9 +36,8 @@ def history(
     fleet: str,
     instance: str = "",
     ahead: float = 0.0,
-    campaigns: Mapping[str, float] | None = None,
 ) -> str:
-    """A worker's pushes over the last 150 s, ten seconds apart; *campaigns* by their images/s."""
+    """A worker's pushes over the last 150 s, ten seconds apart."""
     now = int(time.time() * 1000)
     labels = f'job="imagefleet-worker",instance="{instance or uuid.uuid4().hex}",fleet="{fleet}"'
     if instance:
@@ -69,11 +64,6 @@ def history(
             f'imagefleet_failed_jobs_total{{{labels},error="JobError"}}': 0,
             f"imagefleet_clock_offset_seconds{{{labels}}}": ahead,
         }
-        for campaign, speed in (campaigns or {}).items():
-            series = (
-                f'imagefleet_campaign_images_total{{{labels},campaign="{campaign}"}}'
-            )
-            values[series] = speed * seconds
         lines += [f"{name} {value} {at}" for name, value in values.items()]
     return "\n".join(lines) + "\n"
 
@@ -136,45 +126,6 @@ async def test_status_shows_images_per_second_and_per_dollar(
     text = " ".join((await asyncio.to_thread(imagefleet, *arguments)).stdout.split())
     assert re.search(r"images per dollar, all in 6[45],\d{3}", text), text
     assert "GPU idle 25.0 %" in text
-
-
-async def test_status_shows_what_the_workers_cost_that_drew_each_campaign(
-    victoria_metrics: Any, tmp_path: Path, imagefleet: Imagefleet
-) -> None:
-    name = uuid.uuid4().hex[:12]
-    fleet, address = f"{name}/jobs", f"local:{tmp_path}/{name}"
-    dear = history(
-        "dear", "H200", 4.0, 3.0, fleet, "a", campaigns={"spring": 3.0, "autumn": 1.0}
-    )
-    cheap = history("cheap", "H200", 1.0, 0.6, fleet, "b", campaigns={"spring": 1.0})
-    await pushed(
-        victoria_metrics, dear + cheap + history("idle", "H200", 0, 1, fleet, "c")
-    )
-    async with open_storage(StorageSettings(storage=address)) as storage:
-        await storage.create()
-        await sent_jobs.note(storage, "spring", 10)
-        failed: dict[str, Any] = {"outcome": "failed", "error": "JobError"}
-        failed |= {"id": "sent-0", "at": datetime.now(UTC)}
-        names = ("spring", "autumn", "none")
-        log = RecordLog(storage.blobs, "dear")
-        await log.add([Record(campaign=each, **failed) for each in names])
-    arguments = ("status", "--storage", address, "--prometheus", victoria_metrics.url)
-
-    found = json.loads(
-        (await asyncio.to_thread(imagefleet, *arguments, "--json")).stdout
-    )
-    shown = (await asyncio.to_thread(imagefleet, *arguments, COLUMNS="160")).stdout
-
-    # Storage operations are a quarter of the replicas' price, and 150 s are a 24th of an hour.
-    money = {each["campaign"]: each["dollars"] for each in found["campaigns"]}
-    assert money == {
-        "spring": pytest.approx(1.25 * (3.0 * 3 / 4 + 0.6) / 24),
-        "autumn": pytest.approx(1.25 * (3.0 / 4) / 24),
-        "none": None,
-    }
-    assert " 0.15 " in next(
-        line for line in shown.splitlines() if line.startswith("spring")
-    )
 
 
 async def test_workers_whose_clock_is_off_are_named(

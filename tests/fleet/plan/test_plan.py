@@ -92,14 +92,6 @@ def test_the_share_of_cold_time_counts_each_start_and_is_all_of_a_short_batch() 
     assert estimate.make_plan(1, 30, [part(1, 1)]).cold["unlike_jobs"] == [1, 1]
 
 
-def test_more_replicas_take_less_time_and_cost_the_same() -> None:
-    one = estimate.make_plan(10, 10, [part(1, 0.1)])
-    ten = estimate.make_plan(10, 10, [part(1, 0.1, replicas=10)])
-
-    assert ten.hours == pytest.approx(one.hours / 10)
-    assert ten.dollars == pytest.approx(one.dollars)
-
-
 def test_the_reference_run_is_reproduced() -> None:
     # 750 replicas made 9,274,913 images in 24 hours for $1,872: 4,954 images per dollar.
     speed = 9_274_913 / (750 * 24 * 3600)
@@ -240,16 +232,6 @@ def test_a_file_that_is_not_a_report_is_refused_by_name(
         path.write_text("done\n")
     with pytest.raises(errors.SetupError, match=r"bench.json is not the JSON of"):
         estimate.read_bench(path, prices.BUILT_IN)
-
-
-def test_a_measured_gpu_without_a_listed_price_needs_one(
-    bench_report: Callable[..., Path], in_process: Imagefleet
-) -> None:
-    path = bench_report(hardware={"device": "x86_64"})
-    arguments = ("plan", "--jobs", "1000", "--bench", str(path))
-
-    assert "give --price-per-hour" in in_process(*arguments).stderr
-    assert in_process(*arguments, "--price-per-hour", "0.05").returncode == 0
 
 
 def test_a_report_may_be_the_last_line_of_a_log(

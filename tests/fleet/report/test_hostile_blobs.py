@@ -15,9 +15,7 @@ import numpy as np
 import pytest
 from PIL import PngImagePlugin
 
-from fleet.gallery import images
-from imagefleet.files import picture
-from imagefleet.job.message import MAX_IMAGE_BYTES, Output
+from imagefleet.job.message import Output
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage.open import open_storage
@@ -202,8 +200,3 @@ def test_of_damaged_metadata_nothing_is_taken(name: str) -> None:
     assert Record.of_blob(KNOWN, {**GOOD, **METADATA[name]}) == Record.model_validate(
         KNOWN
     )
-
-
-def test_a_file_of_gigabytes_is_not_read() -> None:
-    with pytest.raises(picture.DamagedImageError, match="bytes"):
-        images.shrink(bytes(MAX_IMAGE_BYTES + 1))

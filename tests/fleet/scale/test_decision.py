@@ -109,6 +109,17 @@ def test_the_quota_is_a_limit() -> None:
     assert decide(GOAL, replace(KNOWN, quota_free=20), is_due=True).replicas == 120
 
 
+def on_the_budget(seconds: float) -> Any:
+    """Only the budget limits; samples are *seconds* apart, replicas stop as late as possible."""
+    return example(
+        goal=Goal(max_dollars=20, max_replicas=1000, dollars_per_hour=1000),
+        price=0.1,
+        speed=1.0,
+        jobs=10_000_000,
+        samples=[(seconds, 1, False, 1000)] * 60,
+    )
+
+
 @given(
     goal=st.builds(
         Goal,
@@ -132,27 +143,9 @@ def test_the_quota_is_a_limit() -> None:
         max_size=60,
     ),
 )
-@example(  # the budget is the limit; replicas start at once and stop as late as possible
-    goal=Goal(max_dollars=20, max_replicas=1000, dollars_per_hour=1000),
-    price=0.1,
-    speed=1.0,
-    jobs=10_000_000,
-    samples=[(60, 1, False, 1000)] * 60,
-)
-@example(  # the same, with an outage each time
-    goal=Goal(max_dollars=20, max_replicas=1000, dollars_per_hour=1000),
-    price=0.1,
-    speed=1.0,
-    jobs=10_000_000,
-    samples=[(OUTAGE, 1, False, 1000)] * 60,
-)
-@example(  # the same, with late samples
-    goal=Goal(max_dollars=20, max_replicas=1000, dollars_per_hour=1000),
-    price=0.1,
-    speed=1.0,
-    jobs=10_000_000,
-    samples=[(90, 1, False, 1000)] * 60,
-)
+@on_the_budget(60)
+@on_the_budget(OUTAGE)
+@on_the_budget(90)
 def test_the_budget_is_never_exceeded(
     goal: Goal, price: float, speed: float, jobs: int, samples: list[Any]
 ) -> None:

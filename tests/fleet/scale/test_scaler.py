@@ -311,16 +311,6 @@ async def test_a_dry_run_changes_nothing(
     assert not (tmp_path / "ledger.json").exists()
 
 
-async def test_without_a_price_nothing_is_started(salad: Any, scaling: Any) -> None:
-    make, _, _ = scaling
-    salad.prices = {"high": "0.08"}
-
-    record = await make(GOAL).step()
-
-    assert record["wanted"] == 0
-    assert "the price is unknown" in record["reason"]
-
-
 async def test_a_rolling_change_is_left_alone(
     salad: Any, salad_module: Any, scaling: Any
 ) -> None:

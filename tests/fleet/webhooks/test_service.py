@@ -266,11 +266,6 @@ async def test_events_that_fail_are_tried_again_and_do_not_hold_up_others(
     assert (max(receiver.requests.values()), state.waiting) == (2, {})
 
 
-async def test_the_schedule_of_attempts_takes_three_days() -> None:
-    assert service.RETRY_SECONDS[:3] == (5, 300, 1800)
-    assert 70 * 3600 < service.GIVE_UP_SECONDS < 80 * 3600
-
-
 async def test_an_event_is_given_up_after_its_time(
     log: RecordLog, receiver: Any, run: Run, times: pytest.MonkeyPatch
 ) -> None:
