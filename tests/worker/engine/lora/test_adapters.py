@@ -59,6 +59,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "WAVEFT": {"n_frequency": 20},
 }
 
+#: One of each way to change weights: by a LoRA's own tensors, by adding and by multiplying.
+QUICK = {"LORA with rsLoRA", "VERA", "HRA"}
+
 
 @pytest.fixture
 def save(
@@ -101,7 +104,13 @@ def outputs(unet: nn.Module) -> Tensor:
     return unet(latents, torch.tensor([7, 500]), states).sample  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in KINDS
+    ],
+)
 def test_a_network_computes_with_an_adapter_what_it_does_in_peft(
     kind: str, save: Any, checkpoint_unet: nn.Module, layers: lora_file.Layers
 ) -> None:
