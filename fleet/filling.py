@@ -35,7 +35,7 @@ _BUFFER_BYTES = 2**18
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """What `load` and `sweep` may say of how jobs are sent."""
+    """Options of `load` and `sweep` for sending jobs."""
 
     priority: options.JobPriority = "normal"
     model: list[str] | None = option(

@@ -1,4 +1,4 @@
-"""What a load sends: no jobs of cancelled campaigns, and some jobs twice, to be compared."""
+"""Chooses the jobs that a load sends: none of cancelled campaigns, some twice for comparison."""
 
 import asyncio
 import hashlib
@@ -62,7 +62,7 @@ class FileJobs:
         return None
 
     async def compared(self, ledgers: Ledgers, changed: list[int]) -> Counter[Compared]:
-        """What of it was sent before; *changed* gets the positions of the jobs that differ."""
+        """Counts jobs by whether they were sent; *changed* gets positions of those that differ."""
         counts: Counter[Compared] = Counter({"as_before": self._again})
         for campaign in self.digests:
             ledger = ledgers.of(campaign)
@@ -105,7 +105,10 @@ def jobs_of(source: FileSource, start: int) -> FileJobs:
 async def changes_of(
     storage: Storage, source: TemplateSource | FileSource
 ) -> Counter[Compared]:
-    """What of a source was sent before; reads all of it, unless nothing of its campaign was."""
+    """Counts the jobs of a source that are new, changed or as sent before.
+
+    Reads all of it, unless its campaign is new.
+    """
     ledgers = Ledgers(storage)
     if isinstance(source, FileSource):
         return await jobs_of(source, 0).compared(ledgers, [])

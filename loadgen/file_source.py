@@ -104,7 +104,7 @@ class UnchangedFile:
     """A file that is read several times; raises SetupError if it is written in between."""
 
     def __init__(self, path: Path, form: Format, name: str = "") -> None:
-        """*name*: what it is called; by default its path."""
+        """*name*: the name in messages; by default the path."""
         self._path = path
         self._form = form
         self._name = name or str(path)
@@ -147,17 +147,17 @@ class MendedMessage(str):
 
 
 class Terms(TypedDict, total=False):
-    """What jobs are made of a file; a template has no use for a report."""
+    """Options that decide which jobs a file gives; a template has no use for a report."""
 
     count: int | None
     """The most entries; by default all."""
     report: Report | None
-    """Is told of each row that is no job."""
+    """Called for each row that is not a valid job."""
     signer: JobSigner | None
     campaign: str | None
-    """That of jobs without one."""
+    """Campaign of jobs that do not name one."""
     defaults: str | None
-    """Those of jobs without any (`imagefleet.job.settings_table.DEFAULTS`)."""
+    """Defaults of jobs that name none (`imagefleet.job.settings_table.DEFAULTS`)."""
 
 
 class FileSource:
@@ -171,7 +171,7 @@ class FileSource:
         name: str = "",
         **terms: Unpack[Terms],
     ) -> None:
-        """*name*: what the file is called; by default its path."""
+        """*name*: the file's name in messages; by default its path."""
         self._name = name or str(path)
         self._form = form
         self._opened = UnchangedFile(path, form, self._name).opened
@@ -197,12 +197,12 @@ class FileSource:
             hasher.update(f" defaults={self._defaults}".encode())
         self.identity = hasher.hexdigest()
         self.ids = self.identity
-        """What ids are made of where a job has none: that, or the identity of earlier content."""
+        """Basis of the ids of jobs without one: this identity, or that of earlier content."""
         count = terms.get("count")
         self.count = entries if count is None else min(count, entries)
 
     def describe(self) -> str:
-        """How much there is; a line may hold no job."""
+        """The name of the file with its number of entries; some may hold no job."""
         return (
             f"{self._name}: {self.count:,} {self._form.unit}{'s' * (self.count != 1)}"
         )
@@ -233,7 +233,7 @@ class FileSource:
         )
 
     def place(self, position: int) -> str:
-        """Where the entry at *position* is in the file: its line or its row."""
+        """The line or the row of the entry at *position*, as messages name it."""
         with self._opened() as stream:
             return next(iter(self._form.entries(stream, position))).place
 

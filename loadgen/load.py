@@ -44,10 +44,10 @@ class Checkpoint(BaseModel, extra="forbid", frozen=True):
     confirmed: int = Field(default=0, ge=0)
     """Positions of which all messages are stored."""
     noted: int = Field(default=0, ge=0)
-    """Those of them whose jobs are in the ledgers."""
+    """Positions of which all jobs are in the ledgers."""
     source: str
     ids: str = ""
-    """What ids are made of: the source, or its content at the first load."""
+    """Basis of the ids of jobs: the identity of the source, or of its content at the first load."""
     storage: str
     queue: str
     sample_key: str = ""
@@ -77,7 +77,7 @@ class Checkpoint(BaseModel, extra="forbid", frozen=True):
 
 
 def _counts(confirmed: int, noted: int) -> bytes:
-    """How a checkpoint's JSON begins, whatever the counts in the same number of bytes."""
+    """First bytes of a checkpoint's JSON, of the same length whatever the counts."""
     return f'{{"confirmed":{confirmed:20},"noted":{noted:20},'.encode()
 
 
@@ -155,7 +155,7 @@ class Summary:
     cancelled: Mapping[str, int]
     """Jobs that were not sent, by campaign: it was cancelled during the load."""
     refusals: int
-    """How often the storage has asked to slow down."""
+    """Number of times that the storage has asked to slow down."""
 
 
 class Load:
@@ -176,7 +176,7 @@ class Load:
         models: Collection[str] = (),
         refusals: Refusals | None = None,
     ) -> None:
-        """*on_notice* is told what to show; *models* are what workers have from elsewhere.
+        """*on_notice*: called with notices. *models*: those that workers have from elsewhere.
 
         Jobs that were sent with another content are refused; *new_only* leaves them out, and
         *replace* sends them.

@@ -45,7 +45,7 @@ class Rejected:
     job: Mapping[str, Any]
     """The fields of the job, as far as it could be read."""
     facts: Mapping[str, Any]
-    """What is known of the row, as `--rejects` has it; its text, if its job could not be read."""
+    """Facts about the row as `--rejects` writes them; its text, if its job could not be read."""
 
     @classmethod
     def of(cls, entry: Entry, reason: str) -> Rejected:
@@ -125,7 +125,7 @@ class Report:
     """Whether they are left out, so that the others are sent."""
     on_rejected: Callable[[Rejected], object] = lambda _: None
     on_notice: Callable[[str], object] = lambda _: None
-    """Is told of a row that is a job, but may not be meant as it is."""
+    """Called with a warning about a row that is a valid job, but may not be meant as it is."""
     rejects: str = ""
 
     def __post_init__(self) -> None:
@@ -152,7 +152,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """How many rows are refused, and where they are shown."""
+        """The number of refused rows, and the place where all of them are."""
         where = (
             f"all are in {self.rejects}"
             if self.rejects

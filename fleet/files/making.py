@@ -1,4 +1,4 @@
-"""What is made of a model on this machine: a test image, kernels."""
+"""Makes a test image or kernels of a model on this machine."""
 
 import contextlib
 import importlib.util

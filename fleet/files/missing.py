@@ -1,4 +1,4 @@
-"""What jobs name that is not in the storage: LoRAs, models and other files, and their images."""
+"""Finds the LoRAs, models, images and other files that jobs name and the storage has not."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -77,7 +77,7 @@ class Uses:
         """Campaigns with images that jobs of others begin with."""
         self.has_comfyui_names = False
         self.words: dict[str, Use] = {}
-        """Those that seem to be names of embeddings, and once looked up, those that are none."""
+        """Words that look like names of embeddings; once looked up, those that are none."""
 
     def add(self, place: str, job: Job) -> None:
         self.jobs += 1
@@ -134,7 +134,7 @@ def comfyui_names(text: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """What workers have besides the storage."""
+    """Files that workers have besides those of the storage."""
 
     lora_directory: Path | None = None
     models: Iterable[str] = ()

@@ -49,7 +49,7 @@ class Ready:
     name: str
     content: str
     facts: Mapping[str, object] = field(default_factory=dict)
-    """What else is known of it, for JSON."""
+    """Further facts about it, for JSON."""
     alias: str = ""
     """Another name of a LoRA's: see `lora.alias_of`."""
     sha256: str = ""
@@ -63,7 +63,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a command has done: a document for programs, notes and lines for a person."""
+    """The result of a command: a document for programs, notes and lines for a person."""
 
     document: Mapping[str, object]
     notes: Sequence[str] = ()
@@ -107,7 +107,7 @@ def _own_file(source: str, sha256: str | None) -> Path:
 
 
 def check_file(path: Path, kind: FileKind) -> str:
-    """What a file is, as in 'SDXL LoRA'; raises SetupError if it is not of *kind*, or too large."""
+    """Describes a file, as in 'SDXL LoRA'; SetupError if it is not of *kind*, or too large."""
     if path.suffix.lower() in addresses.PICKLE_SUFFIXES:
         is_embedding = kind is kinds.EMBEDDING
         advice = addresses.pickle_advice(str(path), is_embedding=is_embedding)
@@ -224,7 +224,7 @@ class Listing:
         return f"{self.blob} in the container {self.storage.files.name!r}"
 
     async def read(self) -> manifest.Contents | None:
-        """What is there, whoever may change it."""
+        """Reads the manifest, whoever may change it; None if there is none."""
         return self._parse(await self.storage.files.read_part(self.blob, 0, _MAX_BYTES))
 
     def _parse(self, part: BlobPart | None) -> manifest.Contents | None:
@@ -272,7 +272,7 @@ class Listing:
         return is_listed
 
     def _checked(self, contents: manifest.Contents | None) -> manifest.Contents | None:
-        """What is there, if these keys may change it."""
+        """Returns the manifest's contents if these keys may change it; raises SetupError."""
         if contents is None:
             return None
         if contents.is_signed and not contents.is_signed_by(

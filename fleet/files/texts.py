@@ -132,7 +132,7 @@ async def _make(
 
 
 async def _stored(listing: Listing, stems: Collection[str]) -> set[str]:
-    """What is stored; with a signing key only what is listed, as no worker takes anything else."""
+    """Stems of stored states; with a signing key only listed ones, as workers take no others."""
     if not missing.may_exist(listing.storage):
         return set()
     listed = await listing.check(stems)

@@ -1,4 +1,4 @@
-"""What a safetensors file is, told by the names and shapes in its header."""
+"""Identifies a safetensors file by the names and shapes of tensors in its header."""
 
 import re
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ TEXT_STATES_FORMAT = "imagefleet text states 1"
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a file holds: its name for messages, with the article, and its use."""
+    """A type of file content: its name for messages, with the article, and its use."""
 
     name: str
     advice: str = _ONLY_THESE
-    """What to do with a file that has no use here."""
+    """Advice for a file that has no use here."""
     use: str | None = None
     """The name of the kind of file (`imagefleet.files.kinds`) that it can be stored as."""
     family: str = ""
@@ -203,7 +203,7 @@ _EMBEDDING_WIDTHS = {768, 1024, 1280}
 
 
 def identify(header: Header) -> Content:
-    """What a file with this header holds. Names of tensors go before what its author says."""
+    """Identifies the content of a file by its header, tensors' names before author's words."""
     if header.metadata.get("format") == TEXT_STATES_FORMAT:
         return TEXT_STATES
     names = "\n".join(header.shapes)
@@ -229,7 +229,7 @@ def identify(header: Header) -> Content:
 
 
 def prediction_type(header: Header) -> str | None:
-    """What a checkpoint's UNet predicts, where its file says so: 'epsilon' or 'v_prediction'."""
+    """Prediction type of a checkpoint that states it: 'epsilon' or 'v_prediction'."""
     if "v_pred" in header.shapes:  # an empty tensor that marks such files
         return "v_prediction"
     stated = header.metadata.get(_PREDICTION, "").lower()

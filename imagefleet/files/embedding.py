@@ -1,4 +1,4 @@
-"""What the tensors of a textual inversion embedding are, by their names and shapes alone."""
+"""Reads the tensors of a textual inversion embedding by their names and shapes alone."""
 
 from collections.abc import Collection, Mapping, Sequence
 

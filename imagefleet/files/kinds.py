@@ -23,9 +23,9 @@ class FileKind:
     noun: str
     folder: str
     use: str
-    """How stored files are used, as the end of a sentence."""
+    """Clause that ends a sentence: the way in which jobs or workers use stored files."""
     handle: str = "{stem}"
-    """What jobs or workers name a file by, from its stem, its name and its SHA-256."""
+    """Format of the words by which jobs or workers name a file: of its stem, name and SHA-256."""
     describe: Describe = lambda _header, content: content.name
     suffixes: tuple[str, ...] = (".safetensors",)
     max_bytes: int | None = None
@@ -177,7 +177,7 @@ BY_FOLDER: Mapping[str, FileKind] = {kind.folder: kind for kind in KINDS.values(
 
 
 def check(kind: FileKind, path: str, header: Header, file: Path | None = None) -> str:
-    """What a file is, as in 'SDXL LoRA'; raises SetupError if it is no usable one of the *kind*.
+    """Describes a file, as in 'SDXL LoRA'; raises SetupError if it is no usable one of the *kind*.
 
     Of a whole *file* of few gigabytes, which prompts name, the numbers are read as well.
     """

@@ -1,4 +1,4 @@
-"""What the tensors of a LoRA file are, by their names, types and shapes: one reader in all places.
+"""Reads the tensors of a LoRA file by their names, types and shapes: one reader for all places.
 
 `files add`, `load --check` and the engine refuse a file by it, in the same words. It takes the
 kinds of AUTOMATIC1111's built-in Lora extension (release 1.10) by its rules: the first kind counts
@@ -114,13 +114,13 @@ class Contents:
     """The tensors of a LoRA file, by their keys there."""
 
     layers: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Each layer's by their names in a change, which are those of one kind."""
+    """Tensors per layer, keyed by their role (up, down, alpha ...) in that LoRA type."""
     embeddings: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Those of the textual inversions that come with it, by their names."""
+    """Tensors of the textual inversions that come with it, by the inversion's name."""
     sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Outputs and inputs, of all taps, of each layer's change; 0 where its shapes fit any."""
     skipped: list[str] = field(default_factory=list)
-    """What changes nothing."""
+    """Tensors that change nothing."""
 
 
 def alias_of(header: Header) -> str:

@@ -39,7 +39,7 @@ LENGTH_BYTES = 8
 
 
 class UnusableError(Exception):
-    """What is wrong with a file, as a sentence that lacks its subject."""
+    """A file cannot be used; the message is a sentence that lacks its subject."""
 
 
 class MalformedError(ValueError):
@@ -57,7 +57,7 @@ class Header:
     places: Mapping[str, tuple[str, int, int]] = field(default_factory=dict)
     """Each tensor's type of numbers, and where it begins and ends behind the header."""
     data_at: int = 0
-    """Where that is in the file."""
+    """Byte offset of the tensors' data in the file."""
 
     @property
     def file_bytes(self) -> int:

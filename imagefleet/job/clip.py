@@ -144,7 +144,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Names(Generic[T_co]):
-    """What names stand for, by the token ids of each, found as AUTOMATIC1111 finds them.
+    """Finds names in a text by their token ids, as AUTOMATIC1111 does, and gives their values.
 
     Capitals do not matter. The longest name is found, by its tokens, and of equals the first.
     """
@@ -173,7 +173,7 @@ class Names(Generic[T_co]):
     def found_in(
         self, prompts: Iterable[Prompt | str], tokenise: Tokenise
     ) -> Iterator[T_co]:
-        """What prompts name, in order; raises as `sections_of`."""
+        """The values that prompts name, in order; raises as `sections_of`."""
         sections = [section for prompt in prompts for section in sections_of(prompt)]
         for ids in tokenise([part.text for section in sections for part in section]):
             yield from (
@@ -191,7 +191,7 @@ class Chunk:
     inserts: tuple[Insert, ...] = ()
     """The embeddings, in order; also some in the padding."""
     company: tuple[tuple[Chunk, int], ...] = ()
-    """With a prompt that is edited, the chunks in this place, and for how many entries each: the
+    """Chunks at this place of an edited prompt's texts, with the number of entries each has: the
     text encoder keeps the mean of all."""
 
 

@@ -1,4 +1,4 @@
-"""Where a picture may differ from AUTOMATIC1111's though nothing is refused: docs/a1111.md has all.
+"""Warnings that a picture may differ from AUTOMATIC1111's; docs/a1111.md lists all differences.
 
 A worker says so in its log, once for each.
 """

@@ -35,7 +35,7 @@ class _Edit(NamedTuple):
     start: int
     end: int
     options: Sequence[tuple[int, int]]
-    """Where each begins and ends."""
+    """Start and end of each option in the text."""
     inside: Sequence[_Edit]
     when: str | None
 
@@ -44,7 +44,7 @@ class _Edit(NamedTuple):
 class _Open:
     start: int
     edits: int
-    """How many edits were found before it."""
+    """Number of edits found before it."""
     signs: list[re.Match[str]] = field(default_factory=list)
     """Its colons and bars."""
 
@@ -166,7 +166,7 @@ def _find(text: str) -> list[_Edit]:
 def _read(
     text: str, bracket: _Open, end: re.Match[str], inside: list[_Edit]
 ) -> _Edit | None:
-    """What square brackets with signs are, with the edits *inside* them; None for words."""
+    """Reads square brackets with signs as an edit with those *inside* it; None for words."""
     signs = "".join(each[0] for each in bracket.signs)
     cuts = [bracket.start, *(each.start() for each in bracket.signs), end.start()]
     when = None

@@ -93,7 +93,7 @@ SUFFIXES = {"png": "png", "jpeg": "jpg", "webp": "webp"}
 
 
 class Output(BaseModel, extra="forbid", frozen=True):
-    """How images are stored; `quality` is for JPEG and WebP."""
+    """Format of stored images; `quality` is for JPEG and WebP."""
 
     format: Literal["png", "jpeg", "webp"] = "png"
     quality: int = Field(default=90, ge=1, le=100)
@@ -440,7 +440,7 @@ def text_for_image(body: str, job: Job) -> str:
 
 
 def images_of(body: str) -> int:
-    """How many images a message asks for, as far as it can be read; whether it is a job or not."""
+    """Number of images that a message asks for, as far as it can be read, valid job or not."""
     if body.startswith("{") and not ("batch_size" in body or "n_iter" in body):
         return 1  # the most common case, without parsing it
     fields = fields_if_any(body)

@@ -13,14 +13,14 @@ PHILOX: frozenset[NoiseSource] = frozenset({"GPU", "NV"})
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """How an image's noise follows from its seed."""
+    """Options of an image's noise, which follows from its seed."""
 
     source: NoiseSource = "CPU"
     seed_delta: int = 0
     """`eta_noise_seed_delta`: added to the seed for all noise but the first."""
     subseed: int = 0
     subseed_strength: float = 0.0
-    """How far the first noise is turned towards that of the subseed."""
+    """Share by which the first noise is turned towards that of the subseed."""
     resize_from: tuple[int, int] | None = None
     """(width, height) in pixels of the image whose first noise is put into the middle of it."""
 

@@ -102,9 +102,9 @@ class Subprompt:
     """One of the prompts that AND joins, or the only one."""
 
     states: tuple[State, ...]
-    """By their `until`; some may have the same words."""
+    """Its texts in the course of the steps, ordered by `until`; some have the same words."""
     weight: float = 1.0
-    """From `:1.3` at its end: multiplies the guidance scale."""
+    """Factor of the guidance scale: 1.3 of a prompt that ends with `:1.3`."""
 
     def at(self, call: int) -> State:
         return next(
@@ -125,7 +125,7 @@ class Prompt:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """What multiplies the guidance scale, of each subprompt."""
+        """Factor of the guidance scale, for each subprompt."""
         return tuple(subprompt.weight for subprompt in self.subprompts)
 
     @property
@@ -136,7 +136,7 @@ class Prompt:
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """Those of all its texts, one after the other."""
+        """Sections of all its texts, one after the other."""
         return tuple(section for state in self.states for section in state.sections)
 
 

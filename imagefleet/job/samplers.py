@@ -30,7 +30,7 @@ class Options:
     s_min_uncond: float = 0.0
     """The sigma below which every other step goes without the negative prompt, for all samplers."""
     extra_noise: float = 0.0
-    """What is added to the first noise of a pass that begins with an image."""
+    """Share of noise that is added to the first noise of a pass that begins with an image."""
     is_downcast: bool = False
     """Whether the noise schedule and its sigmas are rounded to half precision."""
 
@@ -90,7 +90,7 @@ class Sampler:
     distilled_stride: int = 1
     """The UNet is called at every so many-th timestep alone, on which it was distilled."""
     estimates: Literal["image", "noise", "consistency"] = "image"
-    """What its moves weigh: denoised images, their noise, or images of a consistency model."""
+    """Estimates that its moves weigh: denoised images, noise, or a consistency model's images."""
     guidance_share: float = 1.0
     """The share of `cfg_scale` that guides it."""
     draws_pixels: bool = False

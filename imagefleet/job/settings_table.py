@@ -16,7 +16,7 @@ TXT2IMG, IMG2IMG, HIRES, EXTRAS = PASSES = ("txt2img", "img2img", "hires", "extr
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a field or a setting does in *passes*; in the others it has no effect."""
+    """A field or a setting of AUTOMATIC1111: its effect in *passes*; in the others it has none."""
 
     passes: frozenset[str] = frozenset()
     field: str = ""
@@ -24,7 +24,7 @@ class Row:
     neutral: tuple[object, ...] = ()
     """Without a field: the values beside null that switch it off; all others are refused."""
     instead: str = "remove it or switch it off"
-    """What to do with a value that is refused."""
+    """Advice for a value that is refused."""
     refused: frozenset[str] = frozenset()
     """The passes whose jobs refuse it, whatever its value: the job says why."""
 

@@ -21,7 +21,7 @@ class Entry(NamedTuple):
     source: str = ""
     """The text that it was read from, where that is not the job."""
     notice: str = ""
-    """What may be wrong with it."""
+    """Warning about a valid job that may not be meant as it stands."""
 
 
 class FormatError(Exception):
@@ -29,12 +29,12 @@ class FormatError(Exception):
 
 
 class Format(abc.ABC):
-    """How to read one kind of file. Every method may raise FormatError."""
+    """A format of files of jobs. Every method may raise FormatError."""
 
     name: str
     suffixes: tuple[str, ...]
     unit: str
-    """What an entry is called."""
+    """The noun for an entry in messages, such as "row"."""
     is_stream = True
     """Whether it is read from its first byte to its last, so that it can come from a pipe."""
 

@@ -262,7 +262,7 @@ def _between_tabs(line: str) -> list[str]:
 
 
 def _notice(middle: Sequence[str], delimiter: str, columns: int) -> str:
-    """What is odd about a row with so many whole lines in the middle of its cells."""
+    """Warning about a row whose cells hold many whole lines; empty for a usual one."""
     look_like_rows = columns > 1 and {line.count(delimiter) for line in middle} == {
         columns - 1
     }
@@ -301,7 +301,7 @@ class ParquetRows(Format):
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has in place of a value of Parquet that it has not."""
+    """Converts a value of Parquet that JSON has no type for; raises ValueError if it cannot."""
     if isinstance(value, decimal.Decimal):
         return float(value)
     if isinstance(value, dt.date | dt.time):

@@ -281,7 +281,7 @@ def _read_extensions(facts: Mapping[str, str], reading: Reading) -> None:
 def _add_compatibility(
     release: tuple[int, ...], job: Mapping[str, Any], settings: dict[str, Any]
 ) -> None:
-    """What a release drew otherwise, as A1111 sets it for an infotext that names its version."""
+    """Adds the settings with which A1111 draws an infotext as the release that it names did."""
     older = {
         "use_old_scheduling": release < (1, 6) and "[" in job["prompt"],
         "pad_cond_uncond_v0": release < (1, 6)

@@ -122,7 +122,7 @@ def _read(graph: Mapping[str, _Node]) -> Reading:
 
 
 def _sampled(node: _Node) -> Reading:
-    """What a sampler does, but for its strength."""
+    """Reads the settings of a sampler node, but for its strength."""
     value, is_advanced = node.value, node.kind == _SAMPLERS[1]
     is_whole = all(value(name) == usual for name, usual in _WHOLE.items())
     if is_advanced and not (is_whole and value("end_at_step") >= value("steps")):

@@ -72,7 +72,7 @@ def _read(found: Mapping[str, Any]) -> Reading:
 
 
 def _read_first(found: Mapping[str, Any]) -> Reading:
-    """Of the releases up to 2.3, whose negative prompt is in square brackets in the prompt."""
+    """Reads texts of releases up to 2.3, whose prompt has the negative one in square brackets."""
     image = found["image"]
     (prompt,) = image["prompt"]
     words = " ".join(re.sub(r"\[[^][]*\]", "", prompt["prompt"]).split())

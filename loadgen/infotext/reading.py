@@ -1,4 +1,4 @@
-"""What a picture's text says, whichever program wrote it."""
+"""The job in a picture's text, whichever program wrote it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,12 +17,12 @@ class Named(NamedTuple):
 
 @dataclass(slots=True)
 class Reading:
-    """What a picture's text says: a payload of AUTOMATIC1111's API, and what is not in it."""
+    """A payload of AUTOMATIC1111's API as read from a picture's text, with what it lacks."""
 
     job: dict[str, Any]
     models: list[Named] = field(default_factory=list)
     cannot: list[str] = field(default_factory=list)
-    """What is not drawn again, or only alike: a sentence each."""
+    """Sentences about parts of the picture that are not drawn again, or only alike."""
     needs: list[str] = field(default_factory=list)
     """Fields that must be given besides: their pictures are in no text."""
 

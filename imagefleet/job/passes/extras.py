@@ -89,14 +89,14 @@ def check(job: Extras, of_drawings: Collection[str]) -> None:
 
 
 def scale(job: Extras, size: Size) -> float:
-    """How many times larger an image of *size*, (width, height) in pixels, becomes."""
+    """Factor by which an image of *size*, (width, height) in pixels, is enlarged."""
     if job.resize_mode == _BY_FACTOR:
         return job.upscaling_resize
     return max(job.upscaling_resize_w / size[0], job.upscaling_resize_h / size[1])
 
 
 def sizes_after(job: Extras, size: Size) -> tuple[Size, Size]:
-    """What an image of *size* is enlarged to, and cut to; raises JobError beyond the limits."""
+    """Sizes that an image of *size* is enlarged to and cut to; JobError beyond the limits."""
     times = scale(job, size)
     width, height = (int(side * times // _ALIGNMENT * _ALIGNMENT) for side in size)
     whole = final = (width, height)

@@ -18,7 +18,7 @@ from imagefleet.job.sizes import whole_cells
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What one pass takes: its size in pixels, and the UNet's calls with the rows of each."""
+    """Work of one pass: its size in pixels, and the UNet's calls with the rows of each."""
 
     width: int
     height: int
@@ -43,7 +43,7 @@ _Named = Annotated[str | None, BeforeValidator(override_settings.file_name)]
 
 
 class PassFields(Hires, Extras):
-    """What a job's image begins with, what controls or enlarges it, and its second pass."""
+    """Fields of a job's passes: input image, ControlNets, second pass, refiner and enlarging."""
 
     alwayson_scripts: Scripts = Scripts()
     sd_vae: _Named = None
@@ -224,7 +224,10 @@ class PassFields(Hires, Extras):
 
 
 def _rows(prompt: Prompt, cfg_scale: float, sampler: str) -> int:
-    """Those of what AND joins; DDIM CFG++ takes the negative prompt's at any scale."""
+    """Rows of a call: each prompt's that AND joins, and with guidance the negative prompt's.
+
+    DDIM CFG++ takes that one at any scale.
+    """
     is_guided = cfg_scale * sum(prompt.weights) != 1 or sampler == "ddim_cfgpp"
     return len(prompt.subprompts) + is_guided
 
@@ -259,7 +262,7 @@ def fields_of_job(payload: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _taken(payload: Mapping[str, Any], passes: frozenset[str]) -> dict[str, Any]:
-    """What a payload gives a job of these passes; raises ValueError for what they refuse."""
+    """Fields that a payload sets in a job of these passes; ValueError for refused ones."""
     ignored = _without_effect(passes)
     if not payload.get("seed_enable_extras", True):
         ignored |= settings_table.SEED_EXTRAS

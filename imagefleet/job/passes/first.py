@@ -65,7 +65,7 @@ Side = Annotated[int, Field(ge=MIN_SIDE, le=MAX_SIDE)]
 
 
 class FirstPass(BaseModel):
-    """What decides an image before anything is done with it; sizes in pixels."""
+    """Fields of txt2img's first pass, whose image further passes change; sizes in pixels."""
 
     prompt: PromptText
     negative_prompt: PromptText = ""

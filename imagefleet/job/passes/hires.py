@@ -81,7 +81,7 @@ FIELDS = frozenset(Hires.model_fields) - set(FirstPass.model_fields)
 
 
 def sizes_after(job: Hires, size: Size) -> tuple[Size, Size]:
-    """What a first pass of *size* is enlarged to, and cut to: the second pass' size, in pixels.
+    """Sizes that a first pass of *size* is enlarged to, and cut to for the second, in pixels.
 
     As `calculate_target_resolution` (AUTOMATIC1111 1.10). Raises JobError beyond the limits.
     """
