@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from imagefleet.job import differences, settings_table
 from imagefleet.job.message import Job
-from imagefleet.job.settings_table import IMG2IMG, PASSES, TXT2IMG, Row
+from imagefleet.job.settings_table import IMG2IMG, PASSES, TXT2IMG, Effect
 
 PAGE = Path(__file__).with_name("a1111.md")
 
@@ -121,7 +121,7 @@ def table(name: str) -> str:
     for names, note in notes.items():
         given = names.split()
         (verdict,) = {
-            _verdict(left.pop(each, Row(usual, field=each)), usual) for each in given
+            _verdict(left.pop(each, Effect(usual, field=each)), usual) for each in given
         }
         lines.append(f"| {_shown(given)} | {verdict} | {note} |")
     groups: dict[str, dict[str, list[str]]] = {}
@@ -158,7 +158,7 @@ def _defaults() -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _verdict(row: Row, usual: frozenset[str]) -> str:
+def _verdict(row: Effect, usual: frozenset[str]) -> str:
     """A row in words, which name no passes where they are the usual ones."""
     if not row.passes:
         return _NO_EFFECT

@@ -23,7 +23,7 @@ from loadgen.infotext import source
 from loadgen.infotext.reading import Named, Reading
 from loadgen.rejects import Rejected
 
-Rows = Mapping[str, Sequence[stored.Row]]
+Rows = Mapping[str, Sequence[stored.StoredFile]]
 
 #: Kinds of files whose hashes texts hold.
 _HASHED = {"model", "vae", "lora", "embedding"}

@@ -18,7 +18,7 @@ from imagefleet.storage.settings import SignerSettings
 
 
 @dataclass(frozen=True, slots=True)
-class Which:
+class JobFilter:
     job: target.OnlyJobs = None
     error: str | None = option(
         "Only errors with this text in their class or message.", metavar="TEXT"
@@ -40,7 +40,7 @@ class How:
 @options.flat
 async def command(
     settings: SignerSettings,
-    which: Which,
+    which: JobFilter,
     limit: int = option("Jobs to list.", 20, min=0, metavar="COUNT"),
     export: bool = option(
         "Print whole jobs, one JSON object per line, which `load` takes.", default=False
@@ -86,7 +86,7 @@ async def command(
 @options.flat
 async def replay_command(
     settings: SignerSettings,
-    which: Which,
+    which: JobFilter,
     how: How,
     priority: options.JobPriority = "normal",
     set_: list[str] | None = option(
@@ -119,7 +119,7 @@ async def replay_command(
 @options.flat
 async def discard_command(
     settings: SignerSettings,
-    which: Which,
+    which: JobFilter,
     how: How,
     unsigned: bool = option(
         "Only what is not signed with a key of yours.", default=False
@@ -145,9 +145,9 @@ async def discard_command(
         )
 
 
-def _chosen(which: Which, how: How, *, alone: bool = False) -> Selection:
+def _chosen(which: JobFilter, how: How, *, alone: bool = False) -> Selection:
     """The failed jobs to move; *alone*: another option suffices to choose them."""
-    has_filter = which != Which()
+    has_filter = which != JobFilter()
     if (how.everything and has_filter) or not (how.everything or has_filter or alone):
         raise errors.SetupError(
             "choose the failed jobs: --all, or a CAMPAIGN[/ID], --error or --model"

@@ -301,7 +301,7 @@ class Listing:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StoredFile:
     """A file in the storage; *content* and *sha256* are known of those that `add` stored."""
 
     name: str
@@ -313,11 +313,11 @@ class Row:
     """The hash by which A1111 names it: of a LoRA another one, else the SHA-256."""
 
 
-async def read(storage: Storage, kind: FileKind) -> list[Row]:
+async def read(storage: Storage, kind: FileKind) -> list[StoredFile]:
     await storage.files.check()
     start = f"{kind.folder}/"
     rows = [
-        Row(
+        StoredFile(
             name=record.name.removeprefix(start),
             content=record.metadata.get(CONTENT),
             bytes=record.size_bytes,
@@ -331,7 +331,9 @@ async def read(storage: Storage, kind: FileKind) -> list[Row]:
     return sorted(rows, key=lambda row: row.name)
 
 
-async def find(storage: Storage, kind: FileKind, names: Sequence[str]) -> list[Row]:
+async def find(
+    storage: Storage, kind: FileKind, names: Sequence[str]
+) -> list[StoredFile]:
     """The files called so, with or without suffix; raises SetupError unless there is one each."""
     known: dict[str, set[str]] = {}
     rows = {row.name: row for row in await read(storage, kind)}
@@ -353,7 +355,7 @@ async def find(storage: Storage, kind: FileKind, names: Sequence[str]) -> list[R
 
 
 async def remove(
-    storage: Storage, kind: FileKind, rows: Sequence[Row], keys: Keys
+    storage: Storage, kind: FileKind, rows: Sequence[StoredFile], keys: Keys
 ) -> None:
     """Takes files from the folder's manifest, then deletes them; raises SetupError.
 

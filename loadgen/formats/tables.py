@@ -140,7 +140,7 @@ _FEW_LINES, _MANY_LINES = 3, 100
 
 
 #: What a row's entry has but for its place and its job, and the row's cells.
-_Row = tuple[Entry, Sequence[str]]
+_ReadRow = tuple[Entry, Sequence[str]]
 
 
 class CsvRows(Format):
@@ -171,7 +171,7 @@ class CsvRows(Format):
             yield row._replace(place=place, text=job.text, problem=job.problem)
 
 
-def _open(stream: BinaryIO) -> tuple[Columns, Iterator[_Row]]:
+def _open(stream: BinaryIO) -> tuple[Columns, Iterator[_ReadRow]]:
     """The columns, and the rows after the first."""
     given = lines(stream)
     first = next(given, b"")
@@ -212,7 +212,7 @@ class _Lines(Iterator[str]):
         del self.taken[1:]
 
 
-def _rows(text: _Lines, delimiter: str) -> Iterator[_Row]:
+def _rows(text: _Lines, delimiter: str) -> Iterator[_ReadRow]:
     """The rows; after a line that begins none it goes on with the next line."""
     read: Iterator[list[str]] = (
         map(_between_tabs, text)
