@@ -1,4 +1,4 @@
-"""Calls at the same time, which end together or share their way to a thread; and calls again.
+"""Async helpers: gather, batching onto threads, back-off, and the retry policy.
 
 A transient error is tried again after exponential back-off with full jitter.
 """
@@ -27,6 +27,8 @@ from email.utils import parsedate_to_datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, overload
+
+import tenacity
 
 from imagefleet import errors
 from imagefleet.telemetry import logs
@@ -316,35 +318,70 @@ class RetryPolicy:
     ) -> Result:
         """The same; *operation* gets whether an attempt whose reply was lost may have done it."""
         began_at = time.monotonic()
-        failed = waited = 0
-        is_in_doubt = False
-        while True:
-            try:
-                return await operation(is_in_doubt)
-            except errors.TransientError as error:
-                is_in_doubt = is_in_doubt or error.outcome_is_unknown
-                error.outcome_is_unknown = is_in_doubt
-                closed = isinstance(
-                    error, errors.NoAccessError | errors.StorageFullError
-                )
-                if closed and self.waits_for_access:
-                    pause = jitter(self.longest_wait_seconds, low=0)
-                elif isinstance(error, errors.BusyError) and self.waits_while_busy:
-                    pause = backoff(
-                        waited, self.first_wait_seconds / 10, self.longest_wait_seconds
-                    )
-                    waited += 1
-                else:
-                    failed, waited = failed + 1, 0
-                    is_late = time.monotonic() - began_at >= self.give_up_seconds
-                    if failed >= self.tries or is_late:
-                        raise
-                    first, longest = self.first_wait_seconds, self.longest_wait_seconds
-                    pause = backoff(failed - 1, first, longest, low=0)
-                    if error.after_seconds is not None:
-                        pause = error.after_seconds
-                self.on_retry(error)
-            await asyncio.sleep(pause)
+        try:
+            return await operation(False)  # outside tenacity: most calls succeed
+        except errors.TransientError as error:
+            failures = [error]
+        attempts = _Attempts(self, began_at)
+
+        async def attempt() -> Result:
+            if failures:
+                raise failures.pop()
+            return await operation(attempts.is_in_doubt)
+
+        retrying = tenacity.AsyncRetrying(
+            retry=attempts.note,
+            stop=lambda _: attempts.is_over,
+            wait=lambda _: attempts.pause,
+            before_sleep=attempts.report,
+            sleep=asyncio.sleep,
+            reraise=True,
+        )
+        return await retrying(attempt)
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """The failed attempts of one call: whether to try again, and after what pause."""
+
+    policy: RetryPolicy
+    began_at: float
+    failed: int = 0
+    waited: int = 0
+    """How often a busy storage was waited for since the last failure that counts."""
+    is_in_doubt: bool = False
+    is_over: bool = False
+    pause: float = 0.0
+
+    def note(self, state: tenacity.RetryCallState) -> bool:
+        """Decides what follows an attempt; False if it did not fail in a transient way."""
+        outcome = state.outcome
+        error = outcome.exception() if outcome else None
+        if not isinstance(error, errors.TransientError):
+            return False
+        self.is_in_doubt = self.is_in_doubt or error.outcome_is_unknown
+        error.outcome_is_unknown = self.is_in_doubt
+        policy, longest = self.policy, self.policy.longest_wait_seconds
+        is_closed = isinstance(error, errors.NoAccessError | errors.StorageFullError)
+        if is_closed and policy.waits_for_access:
+            self.pause = jitter(longest, low=0)
+            return True
+        if isinstance(error, errors.BusyError) and policy.waits_while_busy:
+            self.pause = backoff(self.waited, policy.first_wait_seconds / 10, longest)
+            self.waited += 1
+            return True
+        self.failed, self.waited = self.failed + 1, 0
+        is_late = time.monotonic() - self.began_at >= policy.give_up_seconds
+        self.is_over = self.failed >= policy.tries or is_late
+        self.pause = backoff(self.failed - 1, policy.first_wait_seconds, longest, low=0)
+        if error.after_seconds is not None:
+            self.pause = error.after_seconds
+        return True
+
+    def report(self, state: tenacity.RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        if isinstance(error, errors.TransientError):
+            self.policy.on_retry(error)
 
 
 #: The policy inside the storage; longer outages are the caller's to retry, with the job in flight.

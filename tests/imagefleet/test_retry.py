@@ -125,3 +125,65 @@ def test_a_backoff_doubles_up_to_its_limit_and_is_jittered() -> None:
     for pause, longest in zip(pauses, [1, 2, 4, 8, 10, 10], strict=True):
         assert longest / 2 <= pause <= longest
     assert len({concurrency.backoff(0, 1, 10) for _ in range(10)}) > 1
+
+
+@pytest.mark.parametrize(
+    ("kinds", "ends", "calls", "pauses"),
+    [
+        ("TTT", "done", 4, [1, 2, 4]),
+        ("TTTTTTTTT", "T", 6, [1, 2, 4, 8, 8]),
+        ("BBBBBBBBB", "done", 10, [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 8, 8]),
+        # Each failure that counts makes the pauses for a busy storage short again.
+        ("BTBTBT", "done", 7, [0.1, 1, 0.1, 2, 0.1, 4]),
+        ("NNNN", "done", 5, [8, 8, 8, 8]),
+    ],
+)
+async def test_each_kind_of_failure_is_counted_and_waited_for_as_the_policy_says(
+    monkeypatch: pytest.MonkeyPatch,
+    kinds: str,
+    ends: str,
+    calls: int,
+    pauses: list[float],
+) -> None:
+    """Transient (T), busy (B) and no access (N), by a policy that waits for the last two."""
+    raised = {
+        "T": errors.TransientError("T"),
+        "B": errors.BusyError("B"),
+        "N": errors.NoAccessError("N"),
+    }
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr(
+        concurrency, "jitter", lambda seconds, low=0.5, high=1.0: seconds
+    )
+    monkeypatch.setattr(concurrency.asyncio, "sleep", sleep)
+    policy = RetryPolicy(
+        first_wait_seconds=1, waits_for_access=True, waits_while_busy=True
+    )
+    storage = Storage(*(raised[kind] for kind in kinds), "done")
+    try:
+        outcome = await policy.call(storage.call)
+    except errors.TransientError as error:
+        outcome = error.message
+    assert (outcome, storage.calls) == (ends, calls)
+    assert slept == pytest.approx(pauses)
+
+
+async def test_an_attempt_whose_reply_was_lost_puts_all_that_follow_in_doubt() -> None:
+    lost = errors.TransientError("lost")
+    lost.outcome_is_unknown = True
+    failures = iter([errors.TransientError("before"), lost, errors.TransientError()])
+    doubts: list[bool] = []
+
+    async def operation(is_in_doubt: bool) -> None:
+        doubts.append(is_in_doubt)
+        raise next(failures)
+
+    policy = dataclasses.replace(FAST, tries=3)
+    with pytest.raises(errors.TransientError) as caught:
+        await policy.call_in_doubt(operation)
+    assert doubts == [False, False, True]
+    assert caught.value.outcome_is_unknown
