@@ -176,26 +176,6 @@ class QueueClient:
         return await self._request(list)
 
 
-class Sender:
-    """Stand-in for `MessageSender`, which has a connection of its own."""
-
-    def __init__(self, client: QueueClient, *_: object) -> None:
-        self._client = client
-
-    async def send(self, body: str) -> None:
-        await self._client.send_message(body)
-
-
-class Reads:
-    """Stand-in for `BlobReads`, which has a connection of its own."""
-
-    def __init__(self, client: ContainerClient, *_: object) -> None:
-        self._client = client
-
-    async def part(self, name: str, *_: int) -> SimpleNamespace:
-        return await self._client.get_blob_client(name).download_blob()
-
-
 @dataclass(slots=True)
 class ContainerClient:
     """`azure.storage.blob.aio.ContainerClient`, as far as `AzureBlobs` uses it."""
@@ -260,7 +240,7 @@ class BlobClient:
 
         await self.container.request("PUT", put, size + REQUEST_BYTES)
 
-    async def download_blob(self, **_: Any) -> SimpleNamespace:
+    async def download_blob(self, *_: int) -> SimpleNamespace:
         return await self.container.request("GET", self._missing)
 
     def _missing(self) -> SimpleNamespace:

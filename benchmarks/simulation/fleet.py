@@ -15,10 +15,9 @@ from unittest import mock
 from imagefleet import concurrency, errors
 from imagefleet.pricing import prices
 from imagefleet.storage.azure import account as azure_account
-from imagefleet.storage.azure import storage as azure_storage
 from imagefleet.storage.azure.storage import AzureStorage
 from simulation import account, engine
-from simulation.clients import Address, Reads, Sender
+from simulation.clients import Address
 from simulation.clock import SimulatedLoop
 from simulation.nodes import (
     START_UP_SECONDS,
@@ -276,8 +275,6 @@ def stand_ins() -> Iterator[None]:
     logging.disable(logging.ERROR)
     try:
         with (
-            mock.patch.object(azure_storage, "MessageSender", Sender),
-            mock.patch.object(azure_storage, "BlobReads", Reads),
             mock.patch.object(pipeline, "EngineThread", engine.SimulatedEngineThread),
             mock.patch.object(encode, "encode", engine.encode),
             mock.patch.object(concurrency, "Batches", SimulatedBatches),

@@ -12,16 +12,16 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from azure.core import MatchConditions
+from azure.core.async_paging import AsyncItemPaged
 from azure.core.exceptions import HttpResponseError
-from azure.storage.blob import BlobBlock, ContentSettings
-from azure.storage.blob.aio import BlobClient, ContainerClient
+from azure.storage.blob import BlobBlock, BlobProperties, ContentSettings
+from azure.storage.blob.aio import BlobClient, BlobPrefix, ContainerClient
 
 from imagefleet import concurrency
 from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access
 from imagefleet.storage.azure.roles import ANY_PERMISSION
-from imagefleet.storage.azure.signed import BlobReads, Page
 
 #: Who asks for names mostly stops at the first.
 _NAMES_PAGE = 1_000
@@ -53,13 +53,11 @@ class AzureBlobs(protocol.BlobStore):
         self,
         client: ContainerClient,
         access: Access,
-        reads: BlobReads,
         clock: protocol.Clock,
     ) -> None:
         self.name = client.container_name
         self.clock = clock
         self._client = client
-        self._reads = reads
         self._address = client.url.partition("?")[0]
         self._access = access
         self._call = access.call
@@ -184,13 +182,7 @@ class AzureBlobs(protocol.BlobStore):
 
     async def record(self, name: str) -> protocol.BlobRecord | None:
         blob = await self._found("r", self._blob(name).get_blob_properties)
-        if blob is None:
-            return None
-        metadata, times = (
-            dict(blob.metadata or {}),
-            (blob.creation_time, blob.last_modified),
-        )
-        return protocol.BlobRecord(blob.name, blob.size, times[0], metadata, times[1])
+        return None if blob is None else _record(blob)
 
     async def delete(self, name: str) -> bool:
         blob = self._blob(name)
@@ -205,12 +197,16 @@ class AzureBlobs(protocol.BlobStore):
     async def read_part(
         self, name: str, offset: int, max_bytes: int
     ) -> protocol.BlobPart | None:
-        protocol.check_blob_name(name)
+        blob = self._blob(name)
 
         async def request() -> protocol.BlobPart:
             with azure_errors.tolerated({"InvalidRange"}):  # the offset is past its end
-                return await self._reads.part(name, offset, max_bytes)
-            properties = await self._blob(name).get_blob_properties()
+                download = await blob.download_blob(offset, max_bytes)
+                found = download.properties
+                total_bytes = int(str(found.content_range).rpartition("/")[2])
+                data = await download.readall()
+                return protocol.BlobPart(data, total_bytes, found.etag)
+            properties = await blob.get_blob_properties()
             return protocol.BlobPart(b"", properties.size, properties.etag)
 
         return await self._found("r", request)
@@ -219,28 +215,30 @@ class AzureBlobs(protocol.BlobStore):
         return f"{self._address}/{quote(name, safe='~/')}"
 
     async def names(self, prefix: str = "") -> AsyncIterator[str]:
-        async for page in self._pages(prefix, maxresults=f"{_NAMES_PAGE}"):
-            for blob in page.blobs:
-                yield blob.name
+        listing = self._client.list_blob_names(
+            name_starts_with=prefix, results_per_page=_NAMES_PAGE
+        )
+        async for name in self._listed(listing):
+            yield name
 
     async def records(self, prefix: str = "") -> AsyncIterator[protocol.BlobRecord]:
-        async for page in self._pages(prefix, include="metadata"):
-            for blob in page.blobs:
-                yield blob
+        listing = self._client.list_blobs(name_starts_with=prefix, include=["metadata"])
+        async for blob in self._listed(listing):
+            yield _record(blob)
 
     async def folders(self, prefix: str) -> AsyncIterator[str]:
-        async for page in self._pages(prefix, delimiter="/"):
-            for folder in page.folders:
-                yield folder.removeprefix(prefix).removesuffix("/")
+        listing = self._client.walk_blobs(name_starts_with=prefix, delimiter="/")
+        async for found in self._listed(listing):
+            if isinstance(found, BlobPrefix):
+                yield found.name.removeprefix(prefix).removesuffix("/")
 
-    async def _pages(self, prefix: str, **parameters: str) -> AsyncIterator[Page]:
-        """A listing, 5,000 blobs a request unless `maxresults` are fewer."""
+    async def _listed(self, listing: AsyncItemPaged[Any]) -> AsyncIterator[Any]:
+        """What a listing has, by pages of 5,000 unless it asks for fewer: a request each."""
         marker: str | None = ""
         while marker is not None:
-            request = partial(self._reads.page, prefix, marker, **parameters)
-            page = await self._call("l", request)
-            yield page
-            marker = page.marker or None
+            found, marker = await self._call("l", partial(_page, listing, marker))
+            for item in found:
+                yield item
 
     @property
     def _not_there(self) -> Collection[str]:
@@ -306,6 +304,27 @@ class AzureBlobs(protocol.BlobStore):
             return None
 
         return await self._call(permission, tolerant)
+
+
+async def _page(
+    listing: AsyncItemPaged[Any], marker: str
+) -> tuple[list[Any], str | None]:
+    """The page of a listing that begins at *marker*, and where the next one does."""
+    pages: Any = listing.by_page(marker or None)
+    found = [item async for item in await anext(pages)]
+    if not pages.service_endpoint:  # the SDK takes a proxy's page for an empty listing
+        raise azure_errors.ReplyLostError(azure_errors.not_of_azure("the container"))
+    return found, pages.continuation_token
+
+
+def _record(blob: BlobProperties) -> protocol.BlobRecord:
+    return protocol.BlobRecord(
+        blob.name,
+        blob.size,
+        blob.creation_time,
+        dict(blob.metadata or {}),
+        blob.last_modified,
+    )
 
 
 def _over(etag: str) -> dict[str, Any]:

@@ -3,13 +3,11 @@
 Of a refusal, it says in one sentence why the credentials in use were refused, and what to do.
 """
 
-import re
 import traceback
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from types import SimpleNamespace
 from urllib.parse import parse_qs
 
 import aiohttp
@@ -55,9 +53,6 @@ _NO_CODE = "no error code"
 
 #: The server did nothing; after any other error of its own, it may have.
 _TOO_MANY_REQUESTS = frozenset({429, 503})
-
-#: Azure's error code in the body of its answer.
-_CODE = re.compile(rb"<Code>(\w+)</Code>")
 
 _REASONS: Mapping[str, str] = {
     "AccountIsDisabled": "the storage account is disabled",
@@ -141,19 +136,6 @@ def code_of(error: exceptions.HttpResponseError) -> str:
     return str(getattr(code, "value", code) or _NO_CODE)
 
 
-def answered(
-    status: int, headers: Mapping[str, str], body: bytes
-) -> exceptions.HttpResponseError:
-    """The SDK's exception for an answer to a request that was made without it."""
-    error = exceptions.HttpResponseError(f"HTTP {status}")
-    in_body = _CODE.search(body)
-    code = headers.get("x-ms-error-code") or (in_body[1].decode() if in_body else None)
-    error.status_code = status
-    error.error_code = code  # type: ignore[attr-defined]  # as the SDK for storage does
-    error.response = SimpleNamespace(headers=headers)
-    return error
-
-
 def _headers(error: exceptions.HttpResponseError) -> Mapping[str, str]:
     return getattr(error.response, "headers", {})
 
@@ -194,11 +176,14 @@ def _from_response(
         return kind(Refusal(what, credential, permission, code, status, at).sentence())
     if status == 413 or code in _JOB_AT_FAULT:  # noqa: PLR2004 - Content Too Large
         return errors.JobError(f"{what} refuses the job: {answer}")
-    # Without a status: a success with an invalid body, from a proxy, say.
-    maybe_done = status is None or status < 400 or status == 408 or status >= 500  # noqa: PLR2004
+    if status is None or status < 400:  # noqa: PLR2004 - a success of a proxy, say
+        status, answer = 500, not_of_azure(what)
+    else:
+        answer = f"{what} answered {answer}"
+    maybe_done = status == 408 or status >= 500  # noqa: PLR2004
     failed = ReplyLostError if maybe_done else errors.TransientError
     transient = errors.BusyError if status in _TOO_MANY_REQUESTS else failed
-    return transient(f"{what} answered {answer}")
+    return transient(answer)
 
 
 def _is_of_the_sdk(error: Exception) -> bool:

@@ -20,7 +20,6 @@ from imagefleet.storage import protocol
 from imagefleet.storage.azure import errors as azure_errors
 from imagefleet.storage.azure.credentials import Access
 from imagefleet.storage.azure.roles import ANY_PERMISSION
-from imagefleet.storage.azure.signed import MessageSender
 
 #: Sends in flight at most: from far away, 128 at 50 ms are a queue's limit.
 MOST_SENDS = 128
@@ -44,7 +43,6 @@ class AzureQueue:
         self,
         client: QueueClient,
         access: Access,
-        sender: MessageSender,
         clock: protocol.Clock,
     ) -> None:
         self.name = client.queue_name
@@ -52,7 +50,6 @@ class AzureQueue:
         self._client = client
         self._access = access
         self._call = access.call
-        self._sender = sender
 
     async def create(self) -> bool:
         async def request() -> bool:
@@ -81,7 +78,9 @@ class AzureQueue:
         messages = sizes.checked_messages(bodies)
 
         async def send(body: str) -> None:
-            await self._call("a", partial(self._sender.send, body))
+            # By default the SDK's expire after seven days.
+            request = partial(self._client.send_message, body, time_to_live=-1)
+            await self._call("a", request)
 
         await concurrency.for_each(messages, send, MOST_SENDS)
 

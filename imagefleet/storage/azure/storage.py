@@ -15,7 +15,6 @@ from imagefleet.storage.azure.blobs import AzureBlobs
 from imagefleet.storage.azure.credentials import Credentials
 from imagefleet.storage.azure.queue import MOST_SENDS, AzureQueue
 from imagefleet.storage.azure.roles import JOB_QUEUES, name_of
-from imagefleet.storage.azure.signed import BlobReads, MessageSender, SignedRequests
 from imagefleet.storage.proofs import SECRETS, Proofs, Prover
 from imagefleet.storage.protocol import Clock, Operations
 from imagefleet.storage.routing.models import ModelQueues
@@ -122,9 +121,7 @@ class AzureStorage:
                 raw_request_hook=self._count_queue_operation,
                 **options,
             )
-            requests = SignedRequests(client.credential, self._transport, API_VERSION)
-            sender = MessageSender(client, requests, self.operations)
-            return AzureQueue(client, of, sender, self._clock)
+            return AzureQueue(client, of, self._clock)
 
         def container(resource: Resource) -> AzureBlobs:
             of = access.of(resource)
@@ -135,9 +132,7 @@ class AzureStorage:
                 raw_request_hook=self._count_blob_operation,
                 **options,
             )
-            requests = SignedRequests(client.credential, self._transport, API_VERSION)
-            reads = BlobReads(client, requests, self.operations)
-            return AzureBlobs(client, of, reads, self._clock)
+            return AzureBlobs(client, of, self._clock)
 
         self.poison = queue("poison")
         self.blobs = container("blob")
@@ -196,7 +191,8 @@ class AzureStorage:
 
     def _count_blob_operation(self, request: PipelineRequest[Any]) -> None:
         http = request.http_request
-        if http.method in {"GET", "HEAD"}:
+        is_listing = http.query.get("comp") == "list"  # billed as a write
+        if http.method in {"GET", "HEAD"} and not is_listing:
             self.operations.blob_reads += 1
         elif http.method != "DELETE":
             self.operations.blob_writes += 1

@@ -1,4 +1,4 @@
-"""Reads and listings that are made by hand: whatever is in a name, with a key and with tokens."""
+"""Reads and listings: whatever is in a name, and what a proxy makes up."""
 
 import pytest
 from aiohttp import web
