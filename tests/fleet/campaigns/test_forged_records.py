@@ -1,19 +1,21 @@
 """What a worker's token can write says nothing of others: on Azurite, it is written with one."""
 
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 from pydantic import SecretStr
 
+import made_records
+import sent_jobs
 from fleet.campaigns.table import Campaigns
 from fleet.keys import mint
 from imagefleet.job.message import MAX_IMAGE_BYTES
 from imagefleet.records import catalog, reader
 from imagefleet.records.catalog import Damaged
 from imagefleet.records.follower import Follower
-from imagefleet.records.ledger import Ledger, entry_of
 from imagefleet.records.log import RecordLog, Totals, shard_part
 from imagefleet.records.record import Record
 from imagefleet.storage import dead_letter_queue
@@ -21,37 +23,13 @@ from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.dead_letter import Selection
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from made_records import store
 
-NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
 SHARD = "-records/spring/20261122T120000Z-thief-0.{}.jsonl.gz"
-ONE, OTHER = "1" * 64, "2" * 64
+ONE, OTHER = made_records.DIGEST, "2" * 64
 
-
-def image(number: int, **fields: Any) -> Record:
-    known = {
-        "outcome": "completed",
-        "id": f"job-{number}",
-        "campaign": "spring",
-        "at": NOON,
-    }
-    known |= {"blob": f"spring/job-{number}.png", "digest": ONE}
-    return Record.model_validate(known | fields)
-
-
-def ended(number: int, outcome: str = "failed", **fields: Any) -> Record:
-    known = {
-        "outcome": outcome,
-        "id": f"job-{number}",
-        "campaign": "spring",
-        "at": NOON,
-    }
-    known |= {
-        "source": f"message-{number}",
-        "digest": ONE,
-        "error": "JobError",
-        "reason": "no",
-    }
-    return Record.model_validate(known | fields)
+image = partial(made_records.image, digest=ONE)
+ended = partial(made_records.ended, digest=ONE, error="JobError", reason="no")
 
 
 @pytest.fixture
@@ -94,9 +72,7 @@ async def test_what_only_the_operator_says_is_not_believed_of_a_worker(
     storage: Storage, worker: RecordLog
 ) -> None:
     await worker.add([image(1), ended(2), ended(3)])
-    await storage.blobs.create(
-        "spring/job-1.png", b"pixels", "image/png", {"digest": ONE}
-    )
+    await store(storage, "spring/job-1.png")
     await append(worker, "settled", ended(2, "discarded"), ended(3, "replayed"))
     await append(worker, "jobs", ended(2, "discarded"), ended(3, "replayed"))
     replaced = {"blob": "spring/job-1.png", "source": "redo/1.json"}
@@ -186,11 +162,7 @@ async def test_no_more_jobs_have_ended_than_were_sent(
 async def test_of_two_records_of_an_image_the_one_of_the_stored_image_counts(
     storage: Storage, worker: RecordLog
 ) -> None:
-    metadata = {"digest": ONE, "sha256": ONE}
-    for number in (1, 2):
-        await storage.blobs.create(
-            f"spring/job-{number}.png", b"pixels", "image/png", metadata
-        )
+    await store(storage, "spring/job-1.png", "spring/job-2.png", sha256=ONE)
     await worker.add([image(1, sha256=OTHER), image(2, sha256=ONE), image(3)])
     await worker.add([image(1, sha256=ONE), image(2, sha256=OTHER), image(3)])
     damaged = Damaged()
@@ -215,10 +187,7 @@ async def test_no_job_has_images_or_stages_that_were_never_drawn(
         image(2, completes=False, **several),
         image(2, index=1, completes=True, blob="spring/job-2~1.png", **several),
     ]
-    for each in honest:
-        await storage.blobs.create(
-            str(each.blob), b"pixels", "image/png", {"digest": ONE}
-        )
+    await store(storage, *(each.blob for each in honest))
     forged = [
         image(1, images=64, index=5, blob="spring/job-1~5.png"),
         image(1, stage=2, stages=2, blob="spring/job-1~s2.png"),
@@ -242,7 +211,7 @@ async def test_of_a_failed_job_only_the_images_that_are_stored_are_counted(
 ) -> None:
     await send(storage, 2)
     told = {"digest": OTHER, "stages": "2", "job": "job-2"}
-    await storage.blobs.create("spring/job-2.png", b"pixels", "image/png", told)
+    await store(storage, "spring/job-2.png", **told)
     await worker.add(
         [ended(1), ended(2), image(1, stages=2), image(2, digest=OTHER, stages=2)]
     )
@@ -253,9 +222,7 @@ async def test_of_a_failed_job_only_the_images_that_are_stored_are_counted(
 async def test_a_job_whose_name_another_job_took_has_failed_and_is_no_duplicate(
     storage: Storage, worker: RecordLog
 ) -> None:
-    for number in (1, 2):
-        name = f"spring/job-{number}.png"
-        await storage.blobs.create(name, b"pixels", "image/png", {"digest": ONE})
+    await store(storage, "spring/job-1.png", "spring/job-2.png")
     await worker.add([image(1)])
     again = [
         image(1),
@@ -313,18 +280,12 @@ async def test_a_job_that_was_sent_again_after_its_failure_has_one_outcome(
     assert (await reader.counts(storage, "spring")).failed == 1, (
         "its image is not stored"
     )
-    await storage.blobs.create(
-        "spring/job-1.png", b"pixels", "image/png", {"digest": ONE}
-    )
+    await store(storage, "spring/job-1.png")
 
     counted = await reader.counts(storage, "spring")
 
-    assert (counted.completed, counted.failed, counted.pending, counted.unknown) == (
-        1,
-        0,
-        0,
-        0,
-    )
+    assert (counted.completed, counted.failed) == (1, 0)
+    assert (counted.pending, counted.unknown) == (0, 0)
     assert await failures(storage) == []
 
 
@@ -343,23 +304,6 @@ async def test_campaigns_that_nobody_has_sent_do_not_push_the_others_off_the_scr
 
     assert len(campaigns.rows) == 10
     assert campaigns.rows[0][0] == "spring"
-
-
-async def test_what_is_said_of_a_job_that_waits_is_believed_until_its_image_is_stored(
-    storage: Storage, worker: RecordLog
-) -> None:
-    await send(storage, 2)
-    await worker.add([ended(1), image(2)])
-    counted = await reader.counts(storage, "spring")
-    assert (counted.completed, counted.failed, counted.pending) == (1, 1, 0)
-
-    await storage.blobs.create(
-        "spring/job-1.png", b"pixels", "image/png", {"digest": ONE}
-    )
-    await worker.add([image(1)])
-
-    counted = await reader.counts(storage, "spring")
-    assert (counted.completed, counted.failed, counted.pending) == (2, 0, 0)
 
 
 async def test_of_a_large_campaign_the_ends_of_shards_are_believed_up_to_what_was_sent(
@@ -399,7 +343,5 @@ async def test_jobs_of_a_producer_that_notes_none_are_named_beside_those_that_we
 
 async def send(storage: Storage, jobs: int) -> None:
     """Notes the jobs of `image` and `ended` from number 1 on as sent."""
-    ledger = Ledger(storage, "spring")
-    for number in range(1, jobs + 1):
-        ledger.pending += entry_of(f"job-{number}", ONE)
-    await ledger.note()
+    ids = (f"job-{number}" for number in range(1, jobs + 1))
+    await sent_jobs.note(storage, "spring", jobs, ids=ids)

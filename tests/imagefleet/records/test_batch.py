@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import AsyncIterator, Iterator
-from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -14,14 +13,8 @@ from imagefleet.records.log import RecordLog, Totals, shard_part
 from imagefleet.records.record import Record
 from imagefleet.storage.protocol import BlobPart
 from imagefleet.storage.settings import StorageSettings
+from made_records import ended, image
 from stored_images import ImageLog
-
-NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
-
-
-def image(job_id: str, **fields: Any) -> Record:
-    known = {"outcome": "completed", "id": job_id, "campaign": "spring", "at": NOON}
-    return Record.model_validate({**known, "blob": f"spring/{job_id}.png", **fields})
 
 
 def name(job_id: str, index: int) -> str:
@@ -36,9 +29,8 @@ def images(job_id: str, *indices: int, of: int) -> list[Record]:
 
 
 def end(job_id: str, outcome: str, message: str = "m", **fields: Any) -> Record:
-    known = {"outcome": outcome, "id": job_id, "campaign": "spring", "at": NOON}
-    known["reason"] = f"{job_id} has {outcome}"
-    return Record.model_validate({**known, "source": f"{message}-{job_id}", **fields})
+    source, reason = f"{message}-{job_id}", f"{job_id} has {outcome}"
+    return ended(job_id, outcome, source=source, reason=reason, **fields)
 
 
 @pytest.fixture(autouse=True)

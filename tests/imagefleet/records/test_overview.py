@@ -1,12 +1,14 @@
 """The overview of all campaigns: how little is read again, and that it is never wrong."""
 
 import asyncio
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
 import pytest
 from pydantic import SecretStr
 
+import made_records
 import sent_jobs
 from fleet.keys import mint
 from imagefleet import errors
@@ -20,18 +22,12 @@ from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 
 MANY = 20
-NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
-
-
-def of_job(job_id: str, campaign: str, **fields: object) -> Record:
-    known = {"id": job_id, "campaign": campaign, "at": NOON, "digest": "0" * 64}
-    known |= {"outcome": "completed", "blob": f"{campaign}/{job_id}.png"}
-    return Record.model_validate(known | fields)
+of_job = partial(made_records.image, digest=made_records.DIGEST)
 
 
 def failed(job_id: str, campaign: str) -> Record:
-    ended = {"outcome": "failed", "blob": None, "error": "JobError", "reason": "no"}
-    return of_job(job_id, campaign, source="message", **ended)
+    facts = {"digest": made_records.DIGEST, "error": "JobError", "reason": "no"}
+    return made_records.ended(job_id, campaign=campaign, **facts)
 
 
 async def fill(storage: Storage, campaigns: int = MANY) -> RecordLog:
@@ -133,8 +129,7 @@ async def test_a_campaign_that_stored_images_decide_on_is_counted_each_time(
     await log.add([of_job("b", "campaign-0")])
     assert (await count(storage))[0]["campaign-0"].failed == 1
 
-    digest = {"digest": "0" * 64}
-    await storage.blobs.create("campaign-0/b.png", b"pixels", "image/png", digest)
+    await made_records.store(storage, "campaign-0/b.png")
 
     counted = (await count(storage))[0]["campaign-0"]
     assert (counted.completed, counted.failed) == (2, 0)

@@ -29,32 +29,10 @@ from imagefleet.records.record import Lora, Record
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import BlobPart
 from imagefleet.storage.settings import StorageSettings
+from made_records import ended, image
 from stored_images import ImageLog
 
 _Item = TypeVar("_Item")
-
-NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
-
-
-def image(number: int, campaign: str = "spring", **fields: Any) -> Record:
-    known = {
-        "outcome": "completed",
-        "id": f"job-{number}",
-        "campaign": campaign,
-        "at": NOON,
-    }
-    known["blob"] = f"{campaign}/job-{number}.png"
-    return Record.model_validate(known | fields)
-
-
-def job(number: int, outcome: str, campaign: str = "spring", **fields: Any) -> Record:
-    known = {
-        "outcome": outcome,
-        "id": f"job-{number}",
-        "campaign": campaign,
-        "at": NOON,
-    }
-    return Record.model_validate(known | {"source": f"message-{number}"} | fields)
 
 
 async def everything(items: AsyncIterator[_Item]) -> list[_Item]:
@@ -206,8 +184,8 @@ async def test_counts_are_those_of_the_records(
             image(2),
         ]
     )
-    await log.add([job(3, "failed"), job(4, "cancelled"), job(5, "failed")])
-    await operator.add([job(5, "replayed")])
+    await log.add([ended(3, "failed"), ended(4, "cancelled"), ended(5, "failed")])
+    await operator.add([ended(5, "replayed")])
     counted = await reader.counts(storage, "spring")
     assert (counted.sent, counted.images, counted.completed) == (70, 3, 2)
     assert (counted.failed, counted.cancelled, counted.pending) == (1, 1, 66)
@@ -226,10 +204,10 @@ async def test_a_job_that_failed_is_listed_until_it_is_replayed_and_again_if_it_
     storage: Storage, log: RecordLog, operator: RecordLog
 ) -> None:
     await log.add(
-        [job(1, "failed"), job(2, "failed"), job(2, "failed"), job(3, "failed")]
+        [ended(1, "failed"), ended(2, "failed"), ended(2, "failed"), ended(3, "failed")]
     )
-    await operator.add([job(1, "replayed"), job(3, "discarded")])
-    await log.add([job(1, "failed", source="message-of-the-replay")])
+    await operator.add([ended(1, "replayed"), ended(3, "discarded")])
+    await log.add([ended(1, "failed", source="message-of-the-replay")])
     found = await everything(reader.ended(storage, "spring"))
     assert [(record.id, record.source) for record in found] == [
         ("job-2", "message-2"),
@@ -240,7 +218,7 @@ async def test_a_job_that_failed_is_listed_until_it_is_replayed_and_again_if_it_
 async def test_shards_of_a_short_campaign_are_read_once_for_its_images(
     storage: Storage, log: RecordLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await log.add([image(1), image(2), job(3, "failed"), job(4, "failed")])
+    await log.add([image(1), image(2), ended(3, "failed"), ended(4, "failed")])
     kinds: list[str | None] = []
     read_part = storage.blobs.read_part
 
@@ -266,7 +244,7 @@ async def test_shards_of_a_short_campaign_are_read_once_for_its_images(
 
 
 async def test_campaigns_are_told_apart(storage: Storage, log: RecordLog) -> None:
-    await log.add([image(1), image(1, "autumn"), job(2, "failed", "winter")])
+    await log.add([image(1), image(1, "autumn"), ended(2, "failed", "winter")])
     assert await everything(reader.campaigns(storage)) == ["autumn", "spring", "winter"]
     assert [record.campaign for record in await everything(reader.ended(storage))] == [
         "winter"
@@ -282,7 +260,7 @@ async def test_a_follower_gets_each_record_once_and_goes_on_from_its_position(
     await log.add([image(1)])
     assert [record.id for record in await follower.poll()] == ["job-1"]
     assert await follower.poll() == []
-    await log.add([image(2), job(3, "failed")])
+    await log.add([image(2), ended(3, "failed")])
     later = Follower(storage, position=json.loads(json.dumps(follower.position)))
     assert {record.id for record in await later.poll()} == {"job-2", "job-3"}
     assert await later.poll() == []
@@ -316,7 +294,7 @@ async def test_the_end_of_a_shard_that_is_still_written_is_read_later(
         gzip.compress(b"no json\n"),
         gzip.compress(b'{"outcome":"completed"}\n'),
         gzip.compress(image(1, "autumn").line()),
-        gzip.compress(job(1, "failed").line()),
+        gzip.compress(ended(1, "failed").line()),
         gzip.compress(b" " * (2 * MAX_MEMBER_BYTES)),
     ],
     ids=[

@@ -1,0 +1,40 @@
+"""Records of jobs of the campaign `spring`, and the images that they are of."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from imagefleet.records.record import Record
+from imagefleet.storage.open import Storage
+
+NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
+
+#: The digest of jobs that `sent_jobs` notes.
+DIGEST = "0" * 64
+
+
+def image(job: int | str, campaign: str = "spring", **fields: Any) -> Record:
+    """The record of a job's image; a number stands for the job with that number in its id."""
+    name = f"job-{job}" if isinstance(job, int) else job
+    blob = f"{campaign}/{name}.png"
+    return _record(name, campaign, {"outcome": "completed", "blob": blob, **fields})
+
+
+def ended(
+    job: int | str, outcome: str = "failed", campaign: str = "spring", **fields: Any
+) -> Record:
+    """The record of a job's end without all of its images."""
+    name = f"job-{job}" if isinstance(job, int) else job
+    source = f"message-{job}"
+    return _record(name, campaign, {"outcome": outcome, "source": source, **fields})
+
+
+def _record(name: str, campaign: str, fields: dict[str, Any]) -> Record:
+    known = {"id": name, "campaign": campaign, "at": NOON}
+    return Record.model_validate(known | fields)
+
+
+async def store(storage: Storage, *blobs: str | None, **told: str) -> None:
+    """Stores images under these names, with a digest and what is *told* beside it."""
+    metadata = {"digest": DIGEST, **told}
+    for blob in blobs:
+        await storage.blobs.create(str(blob), b"pixels", "image/png", metadata)
