@@ -17,6 +17,7 @@ from imagefleet.job.message import Job
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
+from storage_flags import flags
 from worker.engine import contract
 
 Imagefleet = Callable[
@@ -41,15 +42,6 @@ def draw(request: contract.ImageRequest) -> contract.Pixels:
     if request.steps == BAD_STEPS:
         raise errors.UnusableFileError("a bad file")
     return draw_noise(request)
-
-
-def flags(settings: StorageSettings) -> list[str]:
-    names = ("storage", "queue", "container", "files_container")
-    return [
-        part
-        for name in names
-        for part in (f"--{name.replace('_', '-')}", str(getattr(settings, name)))
-    ]
 
 
 @pytest.fixture
@@ -113,22 +105,14 @@ async def test_a_job_of_stages_is_loaded_shown_failed_and_completed_as_one_job(
 
 @local_only
 async def test_downloads_and_exports_have_the_images_of_all_stages(
-    storage: Storage,
-    storage_settings: StorageSettings,
-    imagefleet: Imagefleet,
-    run_worker: RunWorker,
-    tmp_path: Path,
+    storage: Storage, run: Callable[..., Any], run_worker: RunWorker, tmp_path: Path
 ) -> None:
     await storage.queue.send([json.dumps(CHAIN)])
     await run_worker("w1")
     names = ["0001.png", "0001~s2.png", "0001~s3.png"]
-    command = ["results", "spring", "--download", "found"]
-    done = await asyncio.to_thread(imagefleet, *command, *flags(storage_settings))
-    assert done.returncode == 0, done.stderr
+    await run("results", "spring", "--download", "found")
     assert sorted(each.name for each in (tmp_path / "found").iterdir()) == names
-    command = ["export", "spring", "set"]
-    done = await asyncio.to_thread(imagefleet, *command, *flags(storage_settings))
-    assert done.returncode == 0, done.stderr
+    await run("export", "spring", "set")
     urls = [str(sample.row["url"]) for sample in exported.samples(tmp_path / "set")]
     assert [url.rpartition("/")[2] for url in urls] == names
 

@@ -30,6 +30,7 @@ from imagefleet.records.log import Totals, shard_part
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from storage_flags import flags
 
 Imagefleet = Callable[
     ..., "subprocess.CompletedProcess[str]"
@@ -456,15 +457,7 @@ async def test_what_workers_have_stored_is_listed_and_exported(
         ]
     )
     await run_worker("w1")
-    common = ("spring", "--storage", storage_settings.storage)
-    common += (
-        "--queue",
-        storage_settings.queue,
-        "--container",
-        storage_settings.container,
-    )
-    common += ("--files-container", storage_settings.files_container)
-
+    common = ["spring", *flags(storage_settings)]
     listed = await asyncio.to_thread(in_process, "results", *common, "--json")
     done = await asyncio.to_thread(in_process, "export", *common, str(tmp_path / "out"))
 

@@ -23,6 +23,7 @@ from imagefleet.records.log import RecordLog
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from storage_flags import flags
 
 Imagefleet = Callable[
     ..., "subprocess.CompletedProcess[str]"
@@ -44,18 +45,8 @@ def matching(folder: Path, pattern: str) -> list[Path]:
 async def fetch(
     in_process: Imagefleet, settings: StorageSettings, *arguments: str, code: int = 0
 ) -> dict[str, Any]:
-    result = await asyncio.to_thread(
-        in_process,
-        *("results", "spring", "--download", "images", "--json"),
-        *("--storage", settings.storage, "--queue", settings.queue),
-        *(
-            "--container",
-            settings.container,
-            "--files-container",
-            settings.files_container,
-        ),
-        *arguments,
-    )
+    command = ["results", "spring", "--download", "images", "--json"]
+    result = await asyncio.to_thread(in_process, *command, *flags(settings), *arguments)
     assert result.returncode == code, result.stderr
     return {**json.loads(result.stdout), "stderr": result.stderr}
 
@@ -108,11 +99,8 @@ async def test_a_missing_image_is_named_and_the_exit_code_says_so(
 
     done = await fetch(in_process, local_settings, code=4)
 
-    assert (done["images"], done["missing"], done["first_missing"]) == (
-        1,
-        1,
-        ["spring/0002.png"],
-    )
+    assert (done["images"], done["missing"]) == (1, 1)
+    assert done["first_missing"] == ["spring/0002.png"]
     assert "error: 1 image missing: spring/0002.png" in done["stderr"]
 
 
@@ -217,10 +205,9 @@ async def test_only_one_process_downloads_to_a_folder(
     async with open_storage(local_settings) as storage:
         await store_images(storage, "0001")
         with download.opened(tmp_path / "images", storage.blobs, Damaged()):
+            command = ["results", "spring", *flags(local_settings)]
             result = await asyncio.to_thread(
-                in_process,
-                *("results", "spring", "--storage", local_settings.storage),
-                *("--download", "images"),
+                in_process, *command, "--download", "images"
             )
 
     assert result.returncode == 2
@@ -275,10 +262,8 @@ async def test_the_tokens_of_a_monitor_suffice(
     reader = azurite_settings.model_copy(update={"storage": minted.storage})
 
     assert (await fetch(in_process, reader))["images"] == 2
-    common = ("spring", "--storage", minted.storage)
-    common += ("--queue", reader.queue, "--container", reader.container)
-    common += ("--files-container", reader.files_container)
-    exported = await asyncio.to_thread(in_process, "export", *common, "shards")
+    command = ["export", "spring", *flags(reader), "shards"]
+    exported = await asyncio.to_thread(in_process, *command)
 
     assert exported.returncode == 0, exported.stderr
     assert "2 images" in exported.stdout

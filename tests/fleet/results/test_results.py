@@ -14,7 +14,7 @@ import pytest
 
 import sent_jobs
 from imagefleet.records import reader
-from imagefleet.records.log import RecordLog, Totals, shard_part
+from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -184,40 +184,6 @@ async def test_a_hostile_record_controls_no_terminal(
 
     for arguments in ((), ("--json",), ("--format", "csv")):
         assert not set((await results(*arguments)).stdout) & set("\x1b\x07\u202e")
-
-
-async def test_numbers_that_no_column_holds_are_a_damaged_record(
-    stored: Storage, results: Callable[..., Any], tmp_path: Path
-) -> None:
-    line = b'{"outcome":"completed","id":"x","campaign":"spring","at":"2026-11-01T12:00:00Z",'
-    lines = [
-        line + b'"blob":"spring/x.png","%s":%d}\n' % (name, 2**63)
-        for name in (b"size_bytes", b"steps", b"width", b"height", b"clip_skip")
-    ]
-    lines.append(
-        line.replace(b"2026", b"0001").replace(b"Z", b"+14:00")
-        + b'"blob":"spring/x.png"}\n'
-    )
-    name = "-records/spring/20261101T120000Z-w9-00000000.images.jsonl.gz"
-    await stored.blobs.append(name, shard_part(lines, Totals(6, 6)), 0)
-
-    result = await results("--json", "--output", "spring.jsonl")
-
-    assert len((tmp_path / "spring.jsonl").read_text().splitlines()) == 5
-    assert "and 3 more" in result.stderr
-    assert result.stderr.startswith(f"warning: 6 records do not fit: {name}: ")
-
-
-async def test_a_campaign_with_a_typing_error_is_named(
-    stored: Storage, in_process: Imagefleet, local_settings: StorageSettings
-) -> None:
-    result = await asyncio.to_thread(
-        in_process, "results", "sprnig", "--storage", local_settings.storage
-    )
-
-    assert result.returncode == 2
-    assert "campaign 'sprnig' has no records" in result.stderr
-    assert "did you mean 'spring'?" in result.stderr
 
 
 @pytest.mark.parametrize(

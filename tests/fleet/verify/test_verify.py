@@ -17,6 +17,7 @@ from imagefleet.files import picture
 from imagefleet.job.message import read_job
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from storage_flags import flags
 from worker.engine import contract
 from worker.node import quarantine
 
@@ -60,12 +61,7 @@ async def drawn_by_three(
 def verify(
     in_process: Imagefleet, settings: StorageSettings, *arguments: str
 ) -> tuple[int, dict[str, Any]]:
-    flags = [
-        f"--{name.replace('_', '-')}={value}"
-        for name, value in settings.model_dump().items()
-        if value is not None
-    ]
-    ended = in_process("verify", *flags, *arguments, "--json")
+    ended = in_process("verify", *flags(settings), *arguments, "--json")
     assert ended.stdout, ended.stderr
     return ended.returncode, json.loads(ended.stdout)
 
@@ -91,11 +87,8 @@ async def test_a_worker_that_draws_wrong_is_named_and_no_good_one(
     }
     assert found["undecided"] == []
 
-    ended = await asyncio.to_thread(
-        in_process, "verify", f"--storage={storage_settings.storage}",
-        f"--queue={storage_settings.queue}", f"--container={storage_settings.container}",
-        f"--files-container={storage_settings.files_container}", "--quarantine", "--yes",
-    )  # fmt: skip
+    command = ["verify", *flags(storage_settings), "--quarantine", "--yes"]
+    ended = await asyncio.to_thread(in_process, *command)
     assert "draws wrong" in ended.stdout
     assert "1 worker added to the quarantine" in ended.stderr
     nodes = (await quarantine.read(drawn_by_three.files)).nodes
