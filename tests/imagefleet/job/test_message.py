@@ -134,20 +134,12 @@ def test_what_breaks_parsers_is_an_invalid_message(body: str) -> None:
 @settings(max_examples=200)
 @given(jobs)
 def test_a_job_survives_the_way_through_its_message(job: Job) -> None:
-    assert read_job(job.to_message(), "another-message") == job
+    (message,) = sizes.checked_messages([job.to_message()])
+    encoded = base64.b64encode(message.encode()).decode()
 
-
-@given(jobs)
-def test_a_job_survives_the_way_through_base64(job: Job) -> None:
-    encoded = base64.b64encode(job.to_message().encode()).decode()
-
+    assert "\n" not in message
+    assert read_job(message, "another-message") == job
     assert read_job(f" {encoded}\n", "another-message") == job
-
-
-@given(jobs)
-def test_queues_can_carry_every_message(job: Job) -> None:
-    sizes.checked_messages([job.to_message()])
-    assert "\n" not in job.to_message()
 
 
 def test_a_job_keeps_its_parsed_prompts() -> None:
@@ -182,12 +174,6 @@ def test_a_job_without_an_id_takes_its_messages_and_always_the_same_seed() -> No
     assert first.id == "message-1"
     assert first.seed == again.seed >= 0
     assert read_job('{"prompt": "a cat"}', "message-2").seed != first.seed
-
-
-def test_a_replayed_job_is_still_the_same_job() -> None:
-    job = read()
-
-    assert read_job(job.to_message(), "message-2") == job
 
 
 def test_seeds_count_up_by_image_and_wrap_at_32_bits() -> None:
@@ -250,17 +236,6 @@ def test_too_many_images_are_refused() -> None:
 def test_a_misspelt_field_is_refused_with_a_suggestion() -> None:
     with pytest.raises(errors.InvalidMessageError, match="did you mean 'cfg_scale'"):
         read(cfg_scael=7)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("firstphase_width", 64), ("script_name", "x/y/z"), ("styles", ["x"])],
-)
-def test_a_field_that_would_change_the_image_is_refused_by_name(
-    field: str, value: object
-) -> None:
-    with pytest.raises(errors.InvalidMessageError, match=field):
-        read(**{field: value})
 
 
 def test_fields_that_do_not_change_the_image_are_accepted() -> None:
@@ -464,19 +439,17 @@ def test_a_vae_is_named_by_its_file_as_the_setting_is(usual: object) -> None:
         read(sd_vae="a/..")
 
 
-@pytest.mark.parametrize("setting", ["sd_unet", "sd_lora", "clip_skip_everything"])
-def test_an_override_that_changes_the_image_is_refused_by_name(setting: str) -> None:
+@pytest.mark.parametrize(
+    ("setting", "hint"),
+    [("sd_unet", ""), ("sd_model_chekpoint", ".*did you mean 'sd_model_checkpoint'")],
+)
+def test_an_override_that_changes_the_image_is_refused_by_name(
+    setting: str, hint: str
+) -> None:
     with pytest.raises(
-        errors.InvalidMessageError, match=rf"override_settings\.{setting} is not"
+        errors.InvalidMessageError, match=rf"override_settings\.{setting} is not{hint}"
     ):
         read(override_settings={setting: 31337})
-
-
-def test_a_misspelt_override_is_refused_with_a_suggestion() -> None:
-    with pytest.raises(
-        errors.InvalidMessageError, match="did you mean 'sd_model_checkpoint'"
-    ):
-        read(override_settings={"sd_model_chekpoint": "a"})
 
 
 @given(
@@ -496,7 +469,8 @@ def test_any_override_settings_raise_only_invalid_message(settings: object) -> N
         ("", "the message is empty"),
         ("null", "the message is JSON, but no object"),
         ("[1]", "the message is JSON, but no object"),
-        ("7", "the message is JSON, but no object"),
+        ('"text"', "the message is JSON, but no object"),
+        ("   ", "the message is empty"),
         (
             '{"prompt": "a", "output": "png"}',
             "output: should be an object of names and values",
@@ -514,14 +488,6 @@ def test_an_unsafe_name_is_refused_with_what_is_allowed(field: str) -> None:
         errors.InvalidMessageError, match=rf"{field}: use 1 to 128 letters, digits"
     ):
         read(**{field: "../etc"})
-
-
-@pytest.mark.parametrize(
-    "body", ["", "   ", "null", "[1]", '"text"', "7", "bm90IGpzb24="]
-)
-def test_anything_but_a_json_object_is_refused(body: str) -> None:
-    with pytest.raises(errors.InvalidMessageError, match="the message is"):
-        read_job(body, "message-1")
 
 
 def test_a_reason_is_bounded_however_long_the_message() -> None:

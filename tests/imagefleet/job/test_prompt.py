@@ -38,12 +38,6 @@ def test_weights_are_read_as_automatic1111_reads_them(
     )
 
 
-def test_loras_keep_their_order() -> None:
-    loras = prompt.read_prompt("<lora:b:1> and <lora:a:0.5>").loras
-
-    assert [lora.name for lora in loras] == ["b", "a"]
-
-
 def test_a_lora_that_is_named_twice_has_its_last_weight_both_times() -> None:
     loras = prompt.read_prompt("<lora:a:0.5> <lora:b:1> <lora:a:0.2:0.3>").loras
 
@@ -83,12 +77,6 @@ def test_another_extra_network_is_refused_instead_of_silently_dropped() -> None:
 
 def test_angle_brackets_that_are_not_a_tag_stay_words() -> None:
     assert prompt.read_prompt("a <3 b, x < y > z").text == "a <3 b, x < y > z"
-
-
-@given(st.text())
-def test_no_prompt_raises_anything_but_a_job_error(text: str) -> None:
-    with contextlib.suppress(errors.JobError):
-        assert prompt.read_prompt(text).text is not None
 
 
 @given(st.text(alphabet="<>lora:te=.x1-", max_size=60))
@@ -204,17 +192,6 @@ def test_a_word_weight_out_of_range_is_refused(text: str, reason: str) -> None:
         with pytest.raises(errors.JobError) as refusal:
             read(text)
         assert reason in refusal.value.message
-
-
-def test_the_text_around_a_tag_is_kept() -> None:
-    assert prompt.read_prompt("a, <lora:x:1>, (b <lora:y:1>)").text == "a, , (b )"
-
-
-def test_the_same_lora_twice_applies_twice_with_its_last_weight_as_in_automatic1111() -> (
-    None
-):
-    loras = prompt.read_prompt("<lora:x:0.5> <lora:x:0.25>").loras
-    assert [lora.unet_weight for lora in loras] == [0.25, 0.25]
 
 
 def test_a_tag_in_a_negative_prompt_is_plain_words_as_in_automatic1111() -> None:

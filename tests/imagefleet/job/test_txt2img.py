@@ -18,93 +18,103 @@ PAGE = Path(__file__).parents[3] / "docs" / "a1111.md"
 #: The fields of StableDiffusionTxt2ImgProcessingAPI in 1.10, which its /docs shows.
 A1111_FIELDS = frozenset(
     {
-        *("prompt", "negative_prompt", "styles", "seed", "subseed", "subseed_strength"),
-        *(
-            "seed_resize_from_h",
-            "seed_resize_from_w",
-            "sampler_name",
-            "scheduler",
-            "batch_size",
-        ),
-        *("n_iter", "steps", "cfg_scale", "width", "height", "restore_faces", "tiling"),
-        *(
-            "do_not_save_samples",
-            "do_not_save_grid",
-            "eta",
-            "denoising_strength",
-            "s_min_uncond",
-        ),
-        *("s_churn", "s_tmax", "s_tmin", "s_noise", "override_settings"),
-        *(
-            "override_settings_restore_afterwards",
-            "refiner_checkpoint",
-            "refiner_switch_at",
-        ),
-        *(
-            "disable_extra_networks",
-            "firstpass_image",
-            "comments",
-            "enable_hr",
-            "firstphase_width",
-        ),
-        *(
-            "firstphase_height",
-            "hr_scale",
-            "hr_upscaler",
-            "hr_second_pass_steps",
-            "hr_resize_x",
-        ),
-        *(
-            "hr_resize_y",
-            "hr_checkpoint_name",
-            "hr_sampler_name",
-            "hr_scheduler",
-            "hr_prompt",
-        ),
-        *(
-            "hr_negative_prompt",
-            "force_task_id",
-            "sampler_index",
-            "script_name",
-            "script_args",
-        ),
-        *("send_images", "save_images", "alwayson_scripts", "infotext"),
+        "prompt",
+        "negative_prompt",
+        "styles",
+        "seed",
+        "subseed",
+        "subseed_strength",
+        "seed_resize_from_h",
+        "seed_resize_from_w",
+        "sampler_name",
+        "scheduler",
+        "batch_size",
+        "n_iter",
+        "steps",
+        "cfg_scale",
+        "width",
+        "height",
+        "restore_faces",
+        "tiling",
+        "do_not_save_samples",
+        "do_not_save_grid",
+        "eta",
+        "denoising_strength",
+        "s_min_uncond",
+        "s_churn",
+        "s_tmax",
+        "s_tmin",
+        "s_noise",
+        "override_settings",
+        "override_settings_restore_afterwards",
+        "refiner_checkpoint",
+        "refiner_switch_at",
+        "disable_extra_networks",
+        "firstpass_image",
+        "comments",
+        "enable_hr",
+        "firstphase_width",
+        "firstphase_height",
+        "hr_scale",
+        "hr_upscaler",
+        "hr_second_pass_steps",
+        "hr_resize_x",
+        "hr_resize_y",
+        "hr_checkpoint_name",
+        "hr_sampler_name",
+        "hr_scheduler",
+        "hr_prompt",
+        "hr_negative_prompt",
+        "force_task_id",
+        "sampler_index",
+        "script_name",
+        "script_args",
+        "send_images",
+        "save_images",
+        "alwayson_scripts",
+        "infotext",
     }
 )
 
 #: The fields of StableDiffusionImg2ImgProcessingAPI that the one above lacks, or means otherwise.
 A1111_IMG2IMG_FIELDS = frozenset(
     {
-        *(
-            "init_images",
-            "denoising_strength",
-            "resize_mode",
-            "image_cfg_scale",
-            "mask",
-        ),
-        *("mask_blur", "mask_blur_x", "mask_blur_y", "mask_round", "inpainting_fill"),
-        *("inpaint_full_res", "inpaint_full_res_padding", "inpainting_mask_invert"),
-        *("initial_noise_multiplier", "latent_mask", "include_init_images"),
+        "init_images",
+        "denoising_strength",
+        "resize_mode",
+        "image_cfg_scale",
+        "mask",
+        "mask_blur",
+        "mask_blur_x",
+        "mask_blur_y",
+        "mask_round",
+        "inpainting_fill",
+        "inpaint_full_res",
+        "inpaint_full_res_padding",
+        "inpainting_mask_invert",
+        "initial_noise_multiplier",
+        "latent_mask",
+        "include_init_images",
     }
 )
 
 #: The fields of ExtrasSingleImageRequest.
 A1111_EXTRAS_FIELDS = frozenset(
     {
-        *(
-            "resize_mode",
-            "show_extras_results",
-            "gfpgan_visibility",
-            "codeformer_visibility",
-        ),
-        *(
-            "codeformer_weight",
-            "upscaling_resize",
-            "upscaling_resize_w",
-            "upscaling_resize_h",
-        ),
-        *("upscaling_crop", "upscaler_1", "upscaler_2", "extras_upscaler_2_visibility"),
-        *("upscale_first", "image"),
+        "resize_mode",
+        "show_extras_results",
+        "gfpgan_visibility",
+        "codeformer_visibility",
+        "codeformer_weight",
+        "upscaling_resize",
+        "upscaling_resize_w",
+        "upscaling_resize_h",
+        "upscaling_crop",
+        "upscaler_1",
+        "upscaler_2",
+        "extras_upscaler_2_visibility",
+        "upscale_first",
+        "image",
     }
 )
 
@@ -123,9 +133,6 @@ JOBS: dict[str, dict[str, Any]] = {
     "extras": {"init_images": ["a.png"], "upscaler_1": "Lanczos"},
 }
 
-#: They say what passes a job has.
-OF_PASSES = frozenset({"enable_hr", "init_images", "upscaler_1"})
-
 #: Values that no row takes as neutral, and a job's fields hardly ever.
 ODD_VALUES: tuple[Any, ...] = (0.123, "x", [1], {"a": {"args": []}})
 
@@ -134,11 +141,6 @@ by_pass = pytest.mark.parametrize("job", settings_table.PASSES)
 
 def read(**fields: Any) -> Job:
     return read_job(json.dumps({"prompt": "a cat", **fields}), "message-1")
-
-
-def passes_of(job: str) -> set[str]:
-    """A second pass comes after a first one, which takes fields and settings as well."""
-    return {job, "txt2img"} if job == "hires" else {job}
 
 
 def test_the_tables_of_the_page_are_current() -> None:
@@ -170,46 +172,44 @@ def test_every_field_of_the_apis_is_in_the_table_or_a_jobs_own() -> None:
     assert drawn <= Job.model_fields.keys()
 
 
-@by_pass
-@pytest.mark.parametrize("name", sorted(settings_table.FIELDS.keys() - OF_PASSES))
-def test_a_field_does_in_each_pass_what_its_row_says(name: str, job: str) -> None:
-    row, base = settings_table.FIELDS[name], JOBS[job]
-    assert read(**{name: None, **base}) == read(**base)
-    if passes_of(job) <= row.refused:
-        with pytest.raises(errors.InvalidMessageError, match=name):
-            read(**base, **{name: VALUES.get(name, 1)})
-    elif row.passes.isdisjoint(passes_of(job)) and row.refused.isdisjoint(
-        passes_of(job)
-    ):
-        for value in ODD_VALUES:
-            assert read(**base, **{name: value}) == read(**base)
-    elif not row.field:
-        for value in row.neutral:
-            assert read(**base, **{name: value}) == read(**base)
-        for value in ODD_VALUES:
-            with pytest.raises(
-                errors.InvalidMessageError, match=rf"{name} is not supported"
-            ):
-                read(**base, **{name: value})
+#: Fields, of which the first two are settings, and whether a pass refuses, takes or ignores them.
+EFFECTS = [
+    ("sd_vae_encode_method", "txt2img", "ignored"),
+    ("overlay_inpaint", "img2img", "neutral"),
+    ("restore_faces", "txt2img", "neutral"),
+    ("mask_round", "img2img", "neutral"),
+    ("codeformer_visibility", "extras", "neutral"),
+    ("hr_scale", "txt2img", "ignored"),
+    ("hr_scale", "img2img", "ignored"),
+    ("denoising_strength", "txt2img", "ignored"),
+    ("resize_mode", "txt2img", "refused"),
+    ("mask", "txt2img", "refused"),
+    ("upscaling_resize", "img2img", "refused"),
+    ("denoising_strength", "extras", "refused"),
+]
 
 
-@by_pass
-@pytest.mark.parametrize("name", sorted(settings_table.SETTINGS))
-def test_a_setting_does_in_each_pass_what_its_row_says(name: str, job: str) -> None:
-    row, base = settings_table.SETTINGS[name], JOBS[job]
-    plain = read(**base)
-    assert read(**base, override_settings={name: None}) == plain
-    if row.passes.isdisjoint(passes_of(job)):
-        for value in ODD_VALUES:
-            assert read(**base, override_settings={name: value}) == plain
-    elif not row.field:
-        for value in row.neutral:
-            assert read(**base, override_settings={name: value}) == plain
-        for value in ODD_VALUES:
-            with pytest.raises(
-                errors.InvalidMessageError, match=rf"settings\.{name} is not"
-            ):
-                read(**base, override_settings={name: value})
+@pytest.mark.parametrize(("name", "job", "effect"), EFFECTS)
+def test_a_field_or_a_setting_has_the_effect_of_its_pass(
+    name: str, job: str, effect: str
+) -> None:
+    base = JOBS[job]
+    is_setting = name in settings_table.SETTINGS
+    row = (settings_table.SETTINGS if is_setting else settings_table.FIELDS)[name]
+
+    def given(value: object) -> Job:
+        fields = {name: value}
+        return read(**base, **({"override_settings": fields} if is_setting else fields))
+
+    assert given(None) == read(**base)
+    for value in row.neutral:
+        assert given(value) == read(**base)
+    for value in ODD_VALUES:
+        if effect == "ignored":
+            assert given(value) == read(**base)
+        else:
+            with pytest.raises(errors.InvalidMessageError, match=name):
+                given(value)
 
 
 @by_pass
@@ -300,16 +300,6 @@ def test_every_drawn_field_reaches_the_job() -> None:
     ]
     different = {job.to_message() for job in [read(), *jobs]}
     assert len(different) == len(VALUES) + len(HIRES_VALUES) + 1
-
-
-def test_the_fields_of_the_second_pass_have_no_effect_without_it() -> None:
-    for name in {*HIRES_VALUES, "hr_cfg", "hr_additional_modules"} - {"enable_hr"}:
-        for value in (None, True, -5, 0.3, "x", [1], {"a": 1}):
-            assert (
-                read(**{name: value})
-                == read(enable_hr=False, **{name: value})
-                == read()
-            )
 
 
 def test_the_share_of_a_refiner_that_is_none_has_no_effect() -> None:
