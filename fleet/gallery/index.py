@@ -143,7 +143,10 @@ class Index:
         """The most frequent LoRAs or workers, each with its images."""
         with self._lock:
             counts = dict(self._counts)
-        found = [(name, count) for (of, name), count in counts.items() if of == kind]
+        found = []
+        for (of, name), count in counts.items():
+            if of == kind:
+                found.append((name, count))
         return sorted(found, key=lambda each: (-each[1], each[0]))[:_MOST_NAMES]
 
     def select(self, chosen: Filter) -> np.ndarray:

@@ -259,7 +259,8 @@ def mean_speed(speeds: Sequence[ModelSpeed]) -> Input:
     """Images/s of one GPU over all models' images."""
     if len(speeds) == 1:
         return speeds[0].images_per_second
-    value = sum(each.images for each in speeds) / sum(each.seconds for each in speeds)
+    images = sum(each.images for each in speeds)
+    value = images / sum(each.seconds for each in speeds)
     # As sure as the least sure of them.
     order: tuple[Basis, ...] = ("estimated", "assumed", "measured", "given")
     kind = min((each.images_per_second.kind for each in speeds), key=order.index)

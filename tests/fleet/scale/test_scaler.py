@@ -251,7 +251,7 @@ async def test_the_budget_holds_across_restarts(salad: Any, scaling: Any) -> Non
         clock.now += 60
 
     again = make(goal)
-    for _ in range(600):
+    for _ in range(200):
         record = await again.step()
         clock.now += 60
 
@@ -309,6 +309,16 @@ async def test_a_dry_run_changes_nothing(
     assert record["wanted"] == 12
     assert salad.count("PATCH") == 0
     assert not (tmp_path / "ledger.json").exists()
+
+
+async def test_without_a_price_nothing_is_started(salad: Any, scaling: Any) -> None:
+    make, _, _ = scaling
+    salad.prices = {"high": "0.08"}
+
+    record = await make(GOAL).step()
+
+    assert record["wanted"] == 0
+    assert "the price is unknown" in record["reason"]
 
 
 async def test_a_rolling_change_is_left_alone(
