@@ -43,11 +43,11 @@ class LoadSettings(SignerSettings):
     def second_drawings(self) -> float:
         if self.verify_share is not None:
             return self.verify_share
-        return 0.0 if self.is_local else DEFAULT_VERIFY_SHARE
+        return DEFAULT_VERIFY_SHARE if self.is_billed else 0.0
 
     @property
     def batches(self) -> tuple[int, int]:
         """The batches in flight at once, and the jobs of each."""
         # One transaction holds all of a batch in local storage, which is written one at a time.
-        batches = 1 if self.is_local else min(_BATCHES, self.concurrency)
+        batches = min(_BATCHES, self.concurrency) if self.is_billed else 1
         return batches, self.concurrency // batches

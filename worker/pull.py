@@ -116,7 +116,7 @@ class Puller:
         """Pulls until it is stopped, or with --until-empty until nothing is left."""
         empty_polls, settings = 0, self.settler.settings
         longest_seconds = (
-            LOCAL_PAUSE_SECONDS if settings.is_local else LONGEST_PAUSE_SECONDS
+            LONGEST_PAUSE_SECONDS if settings.is_billed else LOCAL_PAUSE_SECONDS
         )
         if settings.until_empty:
             longest_seconds = UNTIL_EMPTY_PAUSE_SECONDS

@@ -57,7 +57,7 @@ def find_replica(settings: WorkerSettings) -> Replica:
         except errors.SetupError as error:
             text = f"no image has a cost: {error}; or set --price-per-hour"
             log.warning(text, action="price_unknown")
-    storage = prices.FREE_STORAGE if settings.is_local else table.storage
+    storage = table.storage if settings.is_billed else prices.FREE_STORAGE
     return Replica(gpu, dollars_per_hour, storage)
 
 

@@ -65,7 +65,7 @@ class Settler:
             RecordLog(self.storage.blobs, self.settings.name, self.retry_policy),
             self.metrics,
             recording.flush_seconds(
-                self.settings.lease_seconds, is_local=self.settings.is_local
+                self.settings.lease_seconds, is_billed=self.settings.is_billed
             ),
             lambda: len(self.in_flight),
             lambda: self.storage.prover,

@@ -27,7 +27,7 @@ from imagefleet.files.kinds import (
 from imagefleet.job.message import DEFAULT_CAMPAIGN, Job
 from imagefleet.job.passes import img2img
 from imagefleet.storage.open import Storage, open_storage
-from imagefleet.storage.settings import LOCAL_SCHEME, SignerSettings
+from imagefleet.storage.settings import SignerSettings
 from worker.files import library
 
 #: Images that jobs name: no file of a worker's, so they are listed in no manifest.
@@ -173,7 +173,7 @@ async def look(settings: SignerSettings, uses: Uses, elsewhere: Elsewhere) -> li
             own, there = elsewhere.names(kind), await stored(storage, kind)
             there |= await aliases(storage, keys, there) if kind is LORA else set()
             listed = there
-            needs_list = keys.signing or (kind is EMBEDDING and not settings.is_local)
+            needs_list = keys.signing or (kind is EMBEDDING and settings.is_billed)
             if needs_list and kind is not IMAGE:
                 listed = await _listed(storage, kind, keys)
             for use in wanted.values():
@@ -265,10 +265,8 @@ async def stored(storage: Storage, kind: FileKind) -> set[str]:
 
 def may_exist(storage: Storage) -> bool:
     """False for a local storage that the first load will create."""
-    return (
-        not storage.settings.is_local
-        or Path(storage.url.removeprefix(LOCAL_SCHEME)).exists()
-    )
+    folder = storage.settings.local_folder
+    return folder is None or folder.exists()
 
 
 async def aliases(storage: Storage, keys: signing.Keys, there: set[str]) -> set[str]:

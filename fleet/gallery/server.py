@@ -155,11 +155,10 @@ class Gallery:
         if name not in self._open and name not in await self._campaigns():
             raise web.HTTPNotFound(text="there is no such campaign\n")
         if name not in self._open:
-            is_local = self._storage.settings.is_local
             seconds = (
-                campaign.LOCAL_POLL_SECONDS
-                if is_local
-                else campaign.REMOTE_POLL_SECONDS
+                campaign.REMOTE_POLL_SECONDS
+                if self._storage.settings.is_billed
+                else campaign.LOCAL_POLL_SECONDS
             )
             self._open[name] = Campaign(self._storage, name, seconds)
         return self._open[name]

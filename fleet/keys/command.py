@@ -185,7 +185,7 @@ def _print_exports(variables: Mapping[str, str]) -> None:
 
 
 def _on_azure(settings: StorageSettings) -> StorageSettings:
-    if settings.is_local:
+    if settings.local_folder is not None:
         raise errors.SetupError(
             "a local folder needs no tokens; set IMAGEFLEET_STORAGE to an Azure connection string"
         )

@@ -44,7 +44,7 @@ async def command(
     """
     campaign = target.campaign(campaign)
     table = prices.read_table(prices_path)
-    if settings.is_local:
+    if not settings.is_billed:
         table = replace(table, storage=prices.FREE_STORAGE)
     async with console.connected(settings) as client:
         storage = client.storage

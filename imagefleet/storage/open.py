@@ -156,13 +156,12 @@ def open_storage(
     JSON Web Token) for the broker at `settings.broker_url`. Nothing connects before its first use.
     Raises SetupError if the address is not valid, or lacks credentials.
     """
-    if settings.is_local:
-        folder = settings.storage.strip().removeprefix(LOCAL_SCHEME)
-        if not folder:
-            raise errors.SetupError(
-                "the storage 'local:' lacks a folder; write local:FOLDER"
-            )
-        return LocalStorage(Path(folder).expanduser(), settings)
+    if settings.storage.strip() == LOCAL_SCHEME:
+        raise errors.SetupError(
+            "the storage 'local:' lacks a folder; write local:FOLDER"
+        )
+    if settings.local_folder is not None:
+        return LocalStorage(settings.local_folder, settings)
     # Azure's libraries are slow to import.
     from imagefleet.storage.azure.storage import AzureStorage
 
@@ -171,6 +170,5 @@ def open_storage(
 
 def absolute_url(storage: Storage) -> str:
     """The storage's address without secrets, the same from every directory."""
-    if not storage.settings.is_local:
-        return storage.url
-    return LOCAL_SCHEME + str(Path(storage.url.removeprefix(LOCAL_SCHEME)).absolute())
+    folder = storage.settings.local_folder
+    return storage.url if folder is None else f"{LOCAL_SCHEME}{folder.absolute()}"

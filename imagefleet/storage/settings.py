@@ -93,6 +93,14 @@ def priority_of(queue: str) -> Priority:
     return next((each for each in PRIORITIES if queue.endswith(f"-{each}")), "normal")
 
 
+def local_folder(address: str) -> Path | None:
+    """The folder that a storage's address names; None for an account of Azure."""
+    address = address.strip()
+    if not address.startswith(LOCAL_SCHEME):
+        return None
+    return Path(address.removeprefix(LOCAL_SCHEME)).expanduser()
+
+
 class StorageSettings(BaseSettings):
     """Each field is a flag and a variable: `queue` is `--queue` and `IMAGEFLEET_QUEUE`."""
 
@@ -141,9 +149,14 @@ class StorageSettings(BaseSettings):
     )
 
     @property
-    def is_local(self) -> bool:
-        """Whether the storage is a folder of this machine."""
-        return self.storage.strip().startswith(LOCAL_SCHEME)
+    def local_folder(self) -> Path | None:
+        """The folder of a local storage; None for an account of Azure."""
+        return local_folder(self.storage)
+
+    @property
+    def is_billed(self) -> bool:
+        """Whether each operation costs money and a round trip, so that it is polled less often."""
+        return self.local_folder is None
 
     def queues_of(self, model: str | None) -> Mapping[Priority, str]:
         """The names of a model's job queues, in the order in which workers take jobs."""

@@ -1,14 +1,13 @@
 """Settings of metrics and logs, and the name of a fleet: the label `fleet` of its metrics."""
 
 import re
-from pathlib import Path
 from typing import Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from imagefleet.redaction import WebAddress
-from imagefleet.storage.settings import LOCAL_SCHEME, StorageSettings
+from imagefleet.storage.settings import StorageSettings, local_folder
 
 #: Stands for every fleet in queries, so that no fleet may be called so.
 ALL_FLEETS = "all"
@@ -84,8 +83,9 @@ def fleet_name(storage: str, queue: str) -> str:
 
 
 def _storage(address: str) -> str:
-    if address.startswith(LOCAL_SCHEME):
-        return Path(address.removeprefix(LOCAL_SCHEME)).expanduser().resolve().name
+    folder = local_folder(address)
+    if folder is not None:
+        return folder.resolve().name
     parts = (part.partition("=") for part in address.split(";"))
     given = {name.strip().lower(): value.strip() for name, _, value in parts}
     if account := given.get("accountname"):

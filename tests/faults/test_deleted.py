@@ -14,7 +14,7 @@ from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import concurrency, errors
 from imagefleet.storage.azure.storage import API_VERSION
 from imagefleet.storage.open import Storage, open_storage
-from imagefleet.storage.settings import LOCAL_SCHEME, StorageSettings
+from imagefleet.storage.settings import StorageSettings
 from loadgen.file_source import FileSource
 from loadgen.load import Load
 from loadgen.settings import LoadSettings
@@ -28,8 +28,7 @@ Work = Callable[..., Coroutine[Any, Any, Any]]
 
 
 def delete(settings: StorageSettings, what: str) -> None:
-    if settings.is_local:
-        folder = Path(settings.storage.removeprefix(LOCAL_SCHEME))
+    if folder := settings.local_folder:
         if what == "container":
             shutil.rmtree((folder / "images").rename(folder / "deleted"))
         else:

@@ -87,7 +87,7 @@ def test_what_is_missing_is_told_with_its_jobs_and_nothing_is_sent(
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     # On Azure workers use the embeddings that the manifest lists.
     unlisted = set()
-    if not storage_settings.storage.startswith("local:"):
+    if storage_settings.is_billed:
         unlisted = {("embedding", "soft")}
         assert (
             "not listed in embeddings/manifest.json: "

@@ -297,9 +297,9 @@ async def test_an_awaited_jobs_record_is_written_soon_and_takes_no_others_along(
 
 
 def test_records_of_short_leases_wait_no_longer_than_the_leases_allow() -> None:
-    assert records.flush_seconds(120, is_local=False) == 15
-    assert records.flush_seconds(4, is_local=False) == 0.5
-    assert records.flush_seconds(120, is_local=True) == 1
+    assert records.flush_seconds(120, is_billed=True) == 15
+    assert records.flush_seconds(4, is_billed=True) == 0.5
+    assert records.flush_seconds(120, is_billed=False) == 1
 
 
 async def test_the_engine_draws_on_while_images_are_uploaded(
