@@ -64,7 +64,7 @@ class ConnectOptions(TypedDict, total=False):
 
 
 class Which(TypedDict, total=False):
-    """What selects failed jobs: *error* is part of the error's class or reason; all must hold."""
+    """Selection of failed jobs: *error* is part of the error's class or reason; all must hold."""
 
     error: str | None
     campaign: str | None
@@ -217,7 +217,7 @@ class Fleet:
         return await self.run(send())
 
     def results(self, campaign: str) -> Results:
-        """What has become of a campaign's jobs, each once; not of those queued or running."""
+        """Results of a campaign's ended jobs, each once; not of those queued or running."""
         found = outcomes.of_campaign(self.storage, _checked("campaign", campaign))
         return Results(self, self._each(found))
 
@@ -249,7 +249,7 @@ class Fleet:
         )
 
     async def depth(self) -> Depth:
-        """What waits in the job queue, and how many jobs have failed."""
+        """Sizes of the job queue and of the queue of failed jobs."""
         queue, failed = self.storage.queue, self.storage.poison
         return Depth(await self.run(queue.depth()), await self.run(failed.depth()))
 
@@ -284,7 +284,7 @@ class Fleet:
         )
 
     def check(self, change: Change | None = None) -> Check:
-        """What failed jobs must be to be sent again; signed, where there is a key."""
+        """Conditions for failed jobs to be sent again: signed, where there is a key."""
         keys, scope = self.keys.trusted, self.storage.scope
         trusted = (
             None if keys is None else signing.TrustedJobs(keys, scope, at_any_time=True)

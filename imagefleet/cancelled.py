@@ -87,7 +87,7 @@ class CancelledCampaigns:
     def includes(
         self, campaign: str | None, sent_at: datetime, job_id: str | None = None
     ) -> bool:
-        """Whether a campaign is cancelled, or a job of it, whose message was sent then."""
+        """True if a campaign is cancelled, or a job of it, whose message was sent then."""
         names = campaign or DEFAULT_CAMPAIGN, job_key(campaign, job_id)
         return any(sent_at <= at for name in names if (at := self.times.get(name)))
 

@@ -294,7 +294,7 @@ def log_retry(error: errors.TransientError) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often and how long a call is retried; `on_retry` is called before each retry.
+    """Retry policy: how often and how long a call is retried; calls `on_retry` before each retry.
 
     The default waits add up to 8 seconds on average. No attempt starts after `give_up_seconds`.
     Without limit and count, `waits_for_access` waits for new credentials and for space on a full
@@ -316,7 +316,7 @@ class RetryPolicy:
     async def call_in_doubt(
         self, operation: Callable[[bool], Awaitable[Result]]
     ) -> Result:
-        """The same; *operation* gets whether an attempt whose reply was lost may have done it."""
+        """Like `call`; *operation* gets whether an attempt without a reply may have done it."""
         began_at = time.monotonic()
         try:
             return await operation(False)  # outside tenacity: most calls succeed
@@ -348,7 +348,7 @@ class _Attempts:
     began_at: float
     failed: int = 0
     waited: int = 0
-    """How often a busy storage was waited for since the last failure that counts."""
+    """Number of waits for a busy storage since the last failure that counts."""
     is_in_doubt: bool = False
     is_over: bool = False
     pause: float = 0.0

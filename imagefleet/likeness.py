@@ -1,4 +1,4 @@
-"""How alike two pictures are, by their fingerprints.
+"""Similarity of two pictures, by their fingerprints.
 
 A job comes out a little different on another GPU, in another precision or among other jobs.
 `benchmarks/likeness.py` measures what `SAME_BELOW` divides.

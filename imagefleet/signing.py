@@ -133,7 +133,7 @@ class TrustedKeys:
     def accept(
         self, purpose: str, fields: Mapping[str, Any], signature: object
     ) -> bool:
-        """Whether one of the keys has signed *fields* for that *purpose*."""
+        """True if one of the keys has signed *fields* for that *purpose*."""
         from cryptography.exceptions import InvalidSignature
 
         if not isinstance(signature, str) or len(signature) != SIGNATURE_CHARACTERS:
@@ -158,7 +158,7 @@ def trusted_keys(text: str | None) -> TrustedKeys | None:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Where and when a job is signed, or taken: a fleet's storage, a queue of it, and its clock."""
+    """The place a job is signed for, or taken from: a fleet's storage, its queue, and its clock."""
 
     fleet: Callable[[], str]
     """The storage's name, the same for all who use it, whatever address they reach it by."""

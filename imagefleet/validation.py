@@ -37,7 +37,7 @@ _PREFIX = re.compile(r"^(Value error, |Input |String )")
 
 
 def sentence(error: ValidationError, known: Iterable[str] = ()) -> str:
-    """What is wrong and where, in one line; *known* are field names to suggest."""
+    """One line that says what is wrong and where; *known* are field names to suggest."""
     details = error.errors(include_url=False)
     # No more than are shown: to look for the nearest of all names takes time.
     shown = details[:MAX_REASONS]
@@ -50,7 +50,7 @@ def sentence(error: ValidationError, known: Iterable[str] = ()) -> str:
 def as_error(
     kind: type[Exception], before: str = "", known: Iterable[str] = ()
 ) -> Iterator[None]:
-    """What is wrong in the block, after *before*, as an error of another *kind*."""
+    """Context manager: raises what is wrong in the block, after *before*, as an error of *kind*."""
     try:
         yield
     except ValidationError as error:
@@ -60,7 +60,7 @@ def as_error(
 
 
 def read_file(model: type[Model], path: Path, otherwise: str) -> Model | None:
-    """What a JSON file holds, None without it; SetupError if that is unreadable or *otherwise*."""
+    """Content of a JSON file, None without it; SetupError if that is unreadable or *otherwise*."""
     try:
         return TypeAdapter(model).validate_json(path.read_bytes())
     except FileNotFoundError:

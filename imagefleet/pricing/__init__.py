@@ -1,1 +1,1 @@
-"""What GPUs and storage cost, and how fast each GPU is."""
+"""Prices of GPUs and storage, and the speed of each GPU."""

@@ -55,7 +55,7 @@ class Family:
     is_measured: bool
     rate_source: str
     enlarges: bool = False
-    """Whether the family enlarges the image that a job begins with, in all of the job's steps."""
+    """True if the family enlarges the image that a job begins with, in all of the job's steps."""
     scale: int | None = None
     """Times that each side of the image is enlarged; None: the image gets the family's own size."""
 

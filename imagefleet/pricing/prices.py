@@ -144,7 +144,7 @@ _Dollars = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 
 
 class _Storage(BaseModel, extra="forbid", strict=True):
-    """By the names of `StoragePrices`."""
+    """Prices by the names of the fields of `StoragePrices`."""
 
     blob_write: _Dollars | None = Field(default=None, alias="blob_writes_per_10000")
     blob_read: _Dollars | None = Field(default=None, alias="blob_reads_per_10000")

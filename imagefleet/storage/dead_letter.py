@@ -177,7 +177,7 @@ class Chosen(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What a failed job must be to be sent again."""
+    """The conditions under which a failed job is sent again, and what is changed of it."""
 
     trusted: TrustedJobs | None = None
     change: Change | None = None
@@ -186,7 +186,7 @@ class Check:
 
     @property
     def sendable(self) -> TrustedJobs | None:
-        """Those of the trusted that can be sent: without a signer, their date must not be past."""
+        """Trusted keys for jobs to be sent: without a signer, their date must not be past."""
         if self.trusted is None or self.signer is not None:
             return self.trusted
         return dataclasses.replace(self.trusted, at_any_time=False)
@@ -232,7 +232,7 @@ class Check:
     async def choose(
         self, storage: Storage, entries: list[Entry], _selection: Selection
     ) -> tuple[list[Chosen], list[Refused]]:
-        """Those that can be sent again, and those that stay."""
+        """Splits entries into those that can be sent again, and those that stay."""
         chosen, refused = list[Chosen](), list[Refused]()
         for entry in entries:
             try:
@@ -243,7 +243,7 @@ class Check:
         return chosen, refused
 
     async def is_signed(self, entry: Entry, blobs: protocol.BlobStore) -> bool:
-        """Whether one of the trusted keys has signed the job in a message of the poison queue."""
+        """True if one of the trusted keys has signed the job in a message of the poison queue."""
         body = entry.message.body
         try:
             if entry.record is not None:

@@ -69,7 +69,7 @@ class Swept:
 
 @dataclass(slots=True)
 class Preview:
-    """What a sweep would move, by campaign and error, and what would stay."""
+    """Preview of a sweep: failed jobs it would move, by campaign and error, and those that stay."""
 
     count: int = 0
     kinds: Counter[tuple[str | None, str]] = dataclasses.field(default_factory=Counter)
@@ -96,7 +96,7 @@ class Discard:
     async def choose(
         self, storage: Storage, entries: list[Entry], selection: Selection
     ) -> tuple[list[Chosen], list[Refused]]:
-        """Those that are to be deleted, and those that stay though they were selected."""
+        """Splits entries into those to delete, and those that stay though they were selected."""
         if self.completed:
             works = (is_completed(storage, entry) for entry in entries)
             entries = [*itertools.compress(entries, await concurrency.gather(*works))]
@@ -119,7 +119,7 @@ ALL = Discard()
 
 
 async def unrecorded(storage: Storage) -> int:
-    """How many messages have no record, about: copies, or what a killed worker or replay left."""
+    """Estimated number of messages without a record: copies, or what a killed process left."""
     waiting = (await storage.poison.depth()).messages
     if waiting:
         async for _ in recorded(storage, Selection()):
@@ -151,7 +151,7 @@ async def browse(storage: Storage, selection: Selection) -> AsyncIterator[Entry]
 
 
 async def in_batches(entries: AsyncIterator[Entry]) -> AsyncIterator[list[Entry]]:
-    """The same, some at a time; the last batch may be empty."""
+    """Groups entries into batches; the last batch may be empty."""
     batch: list[Entry] = []
     async for entry in entries:
         batch.append(entry)
@@ -369,7 +369,7 @@ def _has_taken_name(failed: Entry) -> bool:
 
 
 async def is_completed(storage: Storage, failed: Entry) -> bool:
-    """Whether all images of a job are stored since: a read for each, or six if there is none.
+    """True if all images of a job are stored since: a read for each, or six if there is none.
 
     Those may be of the job as it was mended; but not where another job has its name.
     """
@@ -388,7 +388,7 @@ async def is_completed(storage: Storage, failed: Entry) -> bool:
 def _notes(
     entries: Iterable[Entry], outcome: Literal["replayed", "discarded"], now: datetime
 ) -> list[Record]:
-    """What became of each failure; a failure of the same job that comes later is another."""
+    """Records of what became of each failure; a later failure of the same job is another."""
     return [
         Record(outcome=outcome, at=now, **each.record.model_dump(include=_NOTED))
         for each in entries

@@ -1,4 +1,4 @@
-"""What became of a message's earlier deliveries; this record travels in the message.
+"""The outcomes of a message's earlier deliveries, as a record that travels in the message.
 
 The storage counts deliveries, but not why they ended, and a worker that vanishes takes along every
 job that it had only pulled. So a worker that hands a message back writes down how its delivery
@@ -43,7 +43,7 @@ class Deliveries(BaseModel, extra="ignore", frozen=True, hide_input_in_errors=Tr
     images: tuple[Annotated[int, Field(ge=0, lt=MAX_IMAGES_PER_JOB)], ...] = ()
     """Images of a job of several that are stored with their records."""
     is_unsure: bool = False
-    """Whether more of the job's images may be stored."""
+    """True if more of the job's images may be stored."""
 
     @classmethod
     def of(cls, message: protocol.Message) -> Self:
@@ -87,7 +87,7 @@ class Deliveries(BaseModel, extra="ignore", frozen=True, hide_input_in_errors=Tr
         )
 
     def with_images(self, stored: Iterable[int], *, is_unsure: bool) -> Self:
-        """The same for a job of which these images are stored."""
+        """A copy that notes which of the job's images are stored."""
         return self.model_copy(
             update={"images": (*sorted(stored),), "is_unsure": is_unsure}
         )

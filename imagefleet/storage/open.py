@@ -35,7 +35,7 @@ class Storage(Protocol):
     """The address without secrets, for messages."""
     settings: StorageSettings
     scope: Scope
-    """What jobs of this storage's queues are signed for."""
+    """The fleet and queue that jobs of this storage are signed for."""
     queue: RoutedQueue
     """All job queues as one, by priority; it sends to that of normal priority."""
     queues: Mapping[Priority, StoredQueue]
@@ -139,7 +139,7 @@ def _fleet_id(folder: Path) -> str:
 
 
 def signer_of(settings: SignerSettings) -> JobSigner | None:
-    """What signs the jobs for the storage of *settings*, if they have a key to sign with."""
+    """The signer of jobs for the storage of *settings*; None if they have no signing key."""
     keys = settings.keys()
     return None if keys.signing is None else keys.signer(open_storage(settings).scope)
 

@@ -104,7 +104,7 @@ class Clock:
 
     @property
     def offset_seconds(self) -> float:
-        """How far this machine's clock is ahead of the storage's; 0 before its first answer."""
+        """Seconds this machine's clock is ahead of the storage's; 0 before its first answer."""
         return (self._least + self._most) / 2
 
     def now(self) -> datetime:
@@ -114,7 +114,8 @@ class Clock:
         """Learns from an answer's *date*; it was asked for at *asked_at* of `machine`."""
         second = date.timestamp()
         least, most = asked_at - second - 1.0, self.machine() - second
-        self._least, self._most = max(least, self._least), min(most, self._most)
+        self._least = max(least, self._least)
+        self._most = min(most, self._most)
         if self._least > self._most:  # the first answer; or one of the clocks was set
             self._least, self._most = least, most
         ahead = self.offset_seconds
@@ -172,7 +173,7 @@ class JobQueue(Protocol):
 
     @property
     def finds_all(self) -> bool:
-        """Whether `find` sees every message. On Azure it sees the first 32 that are visible."""
+        """True if `find` sees every message. On Azure it sees the first 32 that are visible."""
 
     def find(self, text: str) -> AsyncIterator[tuple[Message, bool]]:
         """The messages that may contain *text*, and whether each is leased; changes nothing."""
@@ -215,7 +216,7 @@ class BlobStore(Protocol):
     """A store of blobs, which only `replace` overwrites. Every method may raise TransientError."""
 
     may_be_missing: bool = False
-    """Whether a container that does not exist is one without blobs to whoever checks or reads."""
+    """True if a missing container counts as an empty one to whoever checks or reads."""
 
     clock: Clock
     """The clock of the storage: times that others compare are read from it."""
@@ -296,7 +297,7 @@ class BlobStore(Protocol):
         """
 
     async def exists(self, name: str) -> bool:
-        """Whether there is such a blob, for credentials that may append, but not read."""
+        """True if there is such a blob, for credentials that may append, but not read."""
 
     async def read(self, name: str, max_bytes: int | None = None) -> bytes | None:
         """A blob's bytes; None without it. UnusableFileError: it has more than *max_bytes*."""

@@ -155,7 +155,7 @@ class StorageSettings(BaseSettings):
 
     @property
     def is_billed(self) -> bool:
-        """Whether each operation costs money and a round trip, so that it is polled less often."""
+        """True if operations cost money and a round trip, so that it is polled less often."""
         return self.local_folder is None
 
     def queues_of(self, model: str | None) -> Mapping[Priority, str]:

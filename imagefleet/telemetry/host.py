@@ -11,7 +11,7 @@ _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def memory_bytes() -> int:
-    """What there is, in use or not."""
+    """Bytes of memory of the machine, in use or not."""
     found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, ValueError):  # no such file, or no limit
         found = min(found, _read("memory.max"))
@@ -19,7 +19,7 @@ def memory_bytes() -> int:
 
 
 def free_memory_bytes() -> int:
-    """What is free or can be freed; 0 if that is not known."""
+    """Bytes of memory that are free or can be freed; 0 if that is not known."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         (line,) = [each for each in lines if each.startswith("MemAvailable:")]
@@ -52,7 +52,7 @@ def uptime() -> float:
 
 
 def boot_id() -> str | None:
-    """The same for every process until the machine restarts; None where there is none."""
+    """Id of this start of the machine, the same for every process; None where there is none."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         return boot.strip() or None

@@ -136,7 +136,8 @@ class QueueFlow:
     @property
     def net_per_second(self) -> float | None:
         """Arrivals minus completions; None before the second sample."""
-        (first_at, first), (last_at, last) = self._samples[0], self._samples[-1]
+        first_at, first = self._samples[0]
+        last_at, last = self._samples[-1]
         return (last - first) / (last_at - first_at) if last_at > first_at else None
 
     @property

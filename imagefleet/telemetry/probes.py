@@ -73,7 +73,7 @@ def authority(host: str, port: int) -> str:
 
 
 def is_loopback(authority: str) -> bool:
-    """Whether HOST or HOST:PORT is one that only this machine reaches."""
+    """True if HOST or HOST:PORT is one that only this machine reaches."""
     try:
         host = URL(f"//{authority}").host or ""
         return host == "localhost" or ipaddress.ip_address(host).is_loopback

@@ -10,7 +10,7 @@ from imagefleet import errors, redaction
 
 
 def through_proxy() -> bool:
-    """Whether the environment names proxies: HTTPS_PROXY, HTTP_PROXY and, for both, ALL_PROXY.
+    """True if the environment names proxies: HTTPS_PROXY, HTTP_PROXY and, for both, ALL_PROXY.
 
     aiohttp reads the first two and NO_PROXY, so the third becomes those that are missing. Raises
     SetupError for a SOCKS proxy.
@@ -29,7 +29,7 @@ def through_proxy() -> bool:
 
 
 def unreachable(message: str, error: Exception) -> errors.FleetError:
-    """What a failed request raises: SetupError for a certificate, as no retry mends it."""
+    """Error of a failed request: SetupError for a certificate, as no retry mends it."""
     is_refused = isinstance(error, aiohttp.ClientConnectorCertificateError)
     kind = errors.SetupError if is_refused else errors.TransientError
     return kind(f"{message}: {redaction.reason(error)}")

@@ -233,7 +233,7 @@ class AzureBlobs(protocol.BlobStore):
                 yield found.name.removeprefix(prefix).removesuffix("/")
 
     async def _listed(self, listing: AsyncItemPaged[Any]) -> AsyncIterator[Any]:
-        """What a listing has, by pages of 5,000 unless it asks for fewer: a request each."""
+        """Items of a listing; each page, of 5,000 unless it asks for fewer, is a request."""
         marker: str | None = ""
         while marker is not None:
             found, marker = await self._call("l", partial(_page, listing, marker))
@@ -296,7 +296,7 @@ class AzureBlobs(protocol.BlobStore):
         request: Callable[[], Awaitable[_Result]],
         codes: Collection[str] = (),
     ) -> _Result | None:
-        """What *request* returns; None if there is no blob, or for one of the error *codes*."""
+        """Awaits *request*; None if there is no blob, or for one of the error *codes*."""
 
         async def tolerant() -> _Result | None:
             with azure_errors.tolerated({*self._not_there, *codes}):

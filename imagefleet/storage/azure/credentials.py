@@ -56,7 +56,7 @@ class Access:
     async def call_in_doubt(
         self, permission: str, request: Callable[[bool], Awaitable[_Result]]
     ) -> _Result:
-        """The same; *request* gets whether an attempt whose reply was lost may have done it."""
+        """Makes a request, with retries; it gets whether a lost attempt may have done it."""
         return await self.retry_policy.call_in_doubt(
             lambda is_in_doubt: self.attempt(permission, partial(request, is_in_doubt))
         )
@@ -143,7 +143,7 @@ class RotatingTokens:
             self._refresh()
 
     async def renew(self, credential: AzureSasCredential, refused: str) -> bool:
-        """Whether there is another token than *refused*; raises SetupError if none will come."""
+        """True if there is another token than *refused*; raises SetupError if none will come."""
         if credential.signature == refused and time.monotonic() >= self.source.retry_at:
             await asyncio.shield(self._refresh())
         is_newer = credential.signature != refused

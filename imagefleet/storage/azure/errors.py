@@ -70,7 +70,7 @@ _NOTABLE_SKEW = timedelta(minutes=5)
 
 @dataclass(frozen=True, slots=True)
 class Credential:
-    """What a request was signed with; without a token, the account key or an identity."""
+    """The credential that signed a request; without a token, the account key or an identity."""
 
     resource: Resource | None = None
     token: str = ""
@@ -187,7 +187,7 @@ def _from_response(
 
 
 def _is_of_the_sdk(error: Exception) -> bool:
-    """Whether the SDK, or the XML parser that it uses, raised the error; not our own code."""
+    """True if the SDK, or the XML parser that it uses, raised the error, and not our own code."""
     frames = list(traceback.walk_tb(error.__traceback__))
     module = str(frames[-1][0].f_globals.get("__name__")) if frames else ""
     return module.startswith(("azure.", "xml.", "email.", "isodate"))

@@ -183,7 +183,7 @@ def log_of(path: Path) -> Path:
 
 
 def translated(error: sqlite3.Error, path: Path) -> errors.FleetError:
-    """What SQLite says, as an error that names the file and what to do."""
+    """Translates SQLite's error into one that names the file and what to do."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     if code == sqlite3.SQLITE_FULL or (code in _NO_ROOM and _is_full(path.parent)):
         return _full(path)

@@ -60,7 +60,7 @@ class NewBlobs:
         self._root = str(folder)
 
     def create(self, blobs: Sequence[NewBlob]) -> list[bool | Exception]:
-        """Whether each blob was created: False if its name is taken; or the error."""
+        """One result per blob: True if created, False if its name is taken, or the error."""
         temporary = f"{self._root}/{TEMPORARY_FOLDER}/"
         drafts = [
             _Draft(blob, f"{self._root}/{blob.name}", temporary + os.urandom(16).hex())
@@ -180,7 +180,7 @@ class NewBlobs:
 
 
 def translated(error: OSError, folder: Path) -> errors.FleetError:
-    """What the system says, as an error that names *folder* and what to do."""
+    """Translates the system's error into one that names *folder* and what to do."""
     if error.errno in errors.DISK_FULL:
         return errors.StorageFullError(
             f"the disk is full: cannot write to {folder}; free space"

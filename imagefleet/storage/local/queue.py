@@ -348,7 +348,7 @@ def _key(message: protocol.LeasedMessage) -> tuple[int, int, str]:
 
 
 def _clock_ahead(connection: sqlite3.Connection) -> float:
-    """What the file's clock is ahead of the uptime; when the machine restarts, all leases end."""
+    """Seconds the file's clock is ahead of the uptime; when a machine restarts, all leases end."""
     ahead = time.time() - host.uptime()
     if (boot := host.boot_id()) is None:
         return ahead

@@ -93,7 +93,7 @@ class ModelQueues:
             await self.blobs.delete(_note(model, now - _KEPT))
 
     async def is_served(self, model: str, now: datetime | None = None) -> bool:
-        """Whether a worker has noted it in this span, or in the one before."""
+        """True if a worker has noted in the last 10 to 20 minutes that it serves the model."""
         now = now or self.blobs.clock.now()
         exists = self.blobs.exists
         return await exists(_note(model, now)) or await exists(

@@ -29,7 +29,7 @@ Queues = Mapping[Priority, protocol.StoredQueue]
 """The queues of one model's jobs, or of those without one, by priority."""
 
 Answers = dict[Route, int | errors.FleetError]
-"""What plain queues answered in a receive: how many messages they had, or an error."""
+"""The answers of plain queues in a receive: how many messages they had, or an error."""
 
 
 class RoutedQueue:
@@ -77,7 +77,7 @@ class RoutedQueue:
         }
 
     def receive_only(self, models: Collection[str | None]) -> None:
-        """Has `receive` take only jobs of these *models*; None: those without a model."""
+        """Limits `receive` to jobs of these *models*; None: those without a model."""
         self._wanted = frozenset(models)
 
     async def check(self) -> None:
@@ -202,7 +202,7 @@ class RoutedQueue:
         return [route for route in routes if self._is_due(route)]
 
     def _is_due(self, route: Route) -> bool:
-        """Whether to ask it now; at each receive that of normal priority of a model, or of none."""
+        """True if it is asked in this receive, as queues of normal priority are each time."""
         is_normal = route.level == self.main.level and not route.is_missing
         return route is self.main or is_normal or route.due_at <= self.clock()
 

@@ -43,12 +43,12 @@ class Route:
     model: str | None = None
     clock: Callable[[], float] = time.monotonic
     due_at: float = 0.0
-    """When it is asked next."""
+    """Time of the clock from which on it is asked again."""
     empty_receives: int = 0
     last_receive: int = 0
     """The number of the last receive that it had jobs for."""
     is_missing: bool = False
-    """Whether it did not exist, had no token or did not answer when it was asked last."""
+    """True if it did not exist, had no token or did not answer when it was asked last."""
 
     def pause(self, *, is_idle: bool) -> None:
         """Leaves it alone for a while, since it has nothing now; *is_idle*: nor has any other."""
