@@ -235,16 +235,19 @@ def _show(
     arguments: argparse.Namespace,
 ) -> None:
     table = Table(
-        *("replicas", "images/s", "of linear", "idle", "queue op/s", "of the busiest"),
-        *(
-            "requests/s",
-            "refused/s",
-            "redelivered",
-            "lost",
-            "visible twice",
-            "images per $",
-            "limit",
-        ),
+        "replicas",
+        "images/s",
+        "of linear",
+        "idle",
+        "queue op/s",
+        "of the busiest",
+        "requests/s",
+        "refused/s",
+        "redelivered",
+        "lost",
+        "visible twice",
+        "images per $",
+        "limit",
     )
     for row in found:
         table.add_row(

@@ -119,19 +119,18 @@ class Benchmark:
         is_all = arguments.gpus == choice.ALL and count == len(self.gpus)
         names = [gpu.name for gpu in gpus]
         flags = (
-            *(
-                "--gpus",
-                choice.ALL if is_all else ",".join(names),
-                "--model",
-                self.setup.model,
-            ),
-            *("--lora-directory", self.setup.lora_directory, "--storage", address),
-            *(
-                "--lease-seconds",
-                LEASE_SECONDS,
-                "--device",
-                "cpu" if arguments.tiny else "auto",
-            ),
+            "--gpus",
+            choice.ALL if is_all else ",".join(names),
+            "--model",
+            self.setup.model,
+            "--lora-directory",
+            self.setup.lora_directory,
+            "--storage",
+            address,
+            "--lease-seconds",
+            LEASE_SECONDS,
+            "--device",
+            "cpu" if arguments.tiny else "auto",
             *arguments.flags,
         )
         environment = os.environ | ({"OMP_NUM_THREADS": "1"} if arguments.tiny else {})

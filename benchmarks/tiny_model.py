@@ -23,17 +23,20 @@ _TEXT_WIDTH = 32
 
 #: kohya's default adapts the linear layers of both networks' transformer blocks.
 _ADAPTED_SUFFIXES = (
-    *(
-        "to_q",
-        "to_k",
-        "to_v",
-        "to_out.0",
-        "ff.net.0.proj",
-        "ff.net.2",
-        "proj_in",
-        "proj_out",
-    ),
-    *("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
+    "to_q",
+    "to_k",
+    "to_v",
+    "to_out.0",
+    "ff.net.0.proj",
+    "ff.net.2",
+    "proj_in",
+    "proj_out",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "out_proj",
+    "fc1",
+    "fc2",
 )
 
 SCHEDULER = {

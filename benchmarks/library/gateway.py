@@ -71,7 +71,13 @@ async def serving(storage: str, *flags: str) -> AsyncIterator[aiohttp.ClientSess
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "fleet.entry", "serve", "--port", str(port), *flags),
+        sys.executable,
+        "-m",
+        "fleet.entry",
+        "serve",
+        "--port",
+        str(port),
+        *flags,
         env={**os.environ, "IMAGEFLEET_STORAGE": storage},
         stderr=asyncio.subprocess.DEVNULL,
     )

@@ -19,7 +19,10 @@ from worker.engine.lora import file as lora_names
 
 #: kohya's default LoRA adapts these twelve layers in each of the UNet's sixteen transformers.
 ADAPTED_SUFFIXES = (
-    *("proj_in", "proj_out", "ff.net.0.proj", "ff.net.2"),
+    "proj_in",
+    "proj_out",
+    "ff.net.0.proj",
+    "ff.net.2",
     *(
         f"attn{number}.to_{part}"
         for number in (1, 2)

@@ -20,17 +20,19 @@ Pixels = npt.NDArray[np.uint8]
 
 #: Of a job, what has no part in its picture, or is compared by the image itself.
 _NOT_COMPARED = {
-    *(
-        "id",
-        "campaign",
-        "output",
-        "metadata",
-        "model",
-        "verify",
-        "batch_size",
-        "n_iter",
-    ),
-    *("prompt", "negative_prompt", "seed", "width", "height"),
+    "id",
+    "campaign",
+    "output",
+    "metadata",
+    "model",
+    "verify",
+    "batch_size",
+    "n_iter",
+    "prompt",
+    "negative_prompt",
+    "seed",
+    "width",
+    "height",
 }
 
 

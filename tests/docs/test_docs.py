@@ -48,8 +48,13 @@ _TESTS_VARIABLE = re.compile(r"IMAGEFLEET_REQUIRE_\w+")
 
 #: Flags of other programs, where a page shows them by themselves.
 _FOREIGN_FLAGS = {
-    *("--build-arg", "--target", "--strict", "--registry-server"),
-    *("--env", "--num-jobs", "--secret-file"),
+    "--build-arg",
+    "--target",
+    "--strict",
+    "--registry-server",
+    "--env",
+    "--num-jobs",
+    "--secret-file",
 }
 
 _LINES = re.MULTILINE | re.DOTALL

@@ -45,7 +45,12 @@ class ClipExtractor:
             )
             self._preparation = _preparation(folder, self._model)
         except (
-            *(OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError),
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            RuntimeError,
+            ImportError,
             SafetensorError,
         ) as error:
             line = str(error).strip().splitlines()[0]

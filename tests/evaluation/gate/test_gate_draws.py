@@ -48,15 +48,17 @@ def float16(in_process: Imagefleet, drawn: Path) -> tuple[int, dict[str, Any]]:
     if not result.exists():
         (drawn / "captions.jsonl").write_text(CAPTIONS)
         ended: subprocess.CompletedProcess[str] = in_process(
-            *("gate", "float32", "float16", "--jobs", str(drawn / "captions.jsonl")),
-            *(
-                "--steps",
-                STEPS,
-                "--keep",
-                str(drawn / "kept"),
-                "--json-file",
-                str(result),
-            ),
+            "gate",
+            "float32",
+            "float16",
+            "--jobs",
+            str(drawn / "captions.jsonl"),
+            "--steps",
+            STEPS,
+            "--keep",
+            str(drawn / "kept"),
+            "--json-file",
+            str(result),
         )
         assert result.exists(), ended.stderr
         (drawn / "code").write_text(str(ended.returncode))
@@ -88,8 +90,15 @@ def test_float16_passes_against_float32(float16: tuple[int, dict[str, Any]]) -> 
     assert (found["pairs"], found["alike"]) == (4, 4)
     assert found["identical"] < 4, "float16 was drawn in float32"
     assert [check["name"] for check in found["checks"]] == [
-        *("psnr", "alike", "brightness", "contrast", "sharpness", "displacement"),
-        *("feature_distance", "fid", "clip"),
+        "psnr",
+        "alike",
+        "brightness",
+        "contrast",
+        "sharpness",
+        "displacement",
+        "feature_distance",
+        "fid",
+        "clip",
     ]
     assert found["extractor"]["name"] == found["clip"]["name"] == "demo"
     assert found["fid_between"] < 0.01 * found["fid_a"]

@@ -42,24 +42,20 @@ def figures(
         storage: str = stored.storage,
     ) -> Any:
         ended = in_process(
-            *(
-                "score",
-                "plain",
-                "--extractor",
-                str(means_onnx),
-                "--reference",
-                str(reference),
-            ),
-            *(
-                "--storage",
-                storage,
-                "--state",
-                state,
-                "--processes",
-                "1",
-                "--json",
-                *arguments,
-            ),
+            "score",
+            "plain",
+            "--extractor",
+            str(means_onnx),
+            "--reference",
+            str(reference),
+            "--storage",
+            storage,
+            "--state",
+            state,
+            "--processes",
+            "1",
+            "--json",
+            *arguments,
         )
         assert ended.returncode == 0, ended.stderr
         return json.loads(ended.stdout)["groups"]
@@ -106,15 +102,17 @@ def test_a_picture_that_changes_after_it_was_hashed_is_left_out(
 
     monkeypatch.setattr(run, "extract", change)
     ended = in_process(
-        *(
-            "score",
-            "plain",
-            "--extractor",
-            str(means_onnx),
-            "--reference",
-            str(pictures),
-        ),
-        *("--storage", stored.storage, "--processes", "1", "--json"),
+        "score",
+        "plain",
+        "--extractor",
+        str(means_onnx),
+        "--reference",
+        str(pictures),
+        "--storage",
+        stored.storage,
+        "--processes",
+        "1",
+        "--json",
     )
     assert json.loads(ended.stdout)["reference_images"] == 23
     assert f"or changed meanwhile: train/{first.name}" in ended.stderr

@@ -61,7 +61,7 @@ def score(in_process: Imagefleet, stored: StorageSettings) -> Score:
         *arguments: str, storage: str = stored.storage, exit_code: int = 0
     ) -> dict[str, Any]:
         ended = in_process(
-            *("score", *arguments, "--storage", storage, "--processes", "1", "--json")
+            "score", *arguments, "--storage", storage, "--processes", "1", "--json"
         )
         assert ended.returncode == exit_code, ended.stderr
         return dict(json.loads(ended.stdout), stderr=ended.stderr)
@@ -109,8 +109,14 @@ def test_people_get_a_table_and_what_the_figures_depend_on(
     in_process: Imagefleet, stored: StorageSettings
 ) -> None:
     ended = in_process(
-        *("score", "curve", "--extractor", "demo", "--storage", stored.storage),
-        *("--processes", "1"),
+        "score",
+        "curve",
+        "--extractor",
+        "demo",
+        "--storage",
+        stored.storage,
+        "--processes",
+        "1",
     )
 
     assert "guidance" in ended.stdout
@@ -181,8 +187,14 @@ def test_a_run_killed_three_times_has_the_same_figures_to_the_last_digit(
 ) -> None:
     ended = subprocess.run(
         [
-            *(sys.executable, "-c", KILLED, stored.storage, pictures, means_onnx),
-            *(tmp_path / "killed", tmp_path / "whole"),
+            sys.executable,
+            "-c",
+            KILLED,
+            stored.storage,
+            pictures,
+            means_onnx,
+            tmp_path / "killed",
+            tmp_path / "whole",
         ],
         capture_output=True,
         text=True,
@@ -214,7 +226,7 @@ def test_two_processes_give_the_figures_of_one(
 ) -> None:
     asked = ("curve", "--extractor", str(means_onnx), "--reference", str(pictures))
     ended = in_process(
-        *("score", *asked, "--storage", stored.storage, "--processes", "2", "--json")
+        "score", *asked, "--storage", stored.storage, "--processes", "2", "--json"
     )
     two = json.loads(ended.stdout)
     assert two["extractor"]["kind"] == "ONNX"
@@ -392,15 +404,16 @@ def test_features_that_are_not_finite_are_refused(
         '{"size": 20, "std": [1e-36, 1, 1]}'
     )
     ended = in_process(
-        *(
-            "score",
-            "curve",
-            "--extractor",
-            str(means_onnx),
-            "--reference",
-            str(pictures),
-        ),
-        *("--storage", stored.storage, "--processes", "1"),
+        "score",
+        "curve",
+        "--extractor",
+        str(means_onnx),
+        "--reference",
+        str(pictures),
+        "--storage",
+        stored.storage,
+        "--processes",
+        "1",
     )
     assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "means.onnx gives features that are not finite" in ended.stderr
@@ -412,8 +425,16 @@ def test_a_reference_of_damaged_pictures_is_refused(
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "one.png").write_bytes(b"no picture")
     ended = in_process(
-        *("score", "curve", "--extractor", "demo", "--reference", "damaged"),
-        *("--storage", stored.storage, "--processes", "1"),
+        "score",
+        "curve",
+        "--extractor",
+        "demo",
+        "--reference",
+        "damaged",
+        "--storage",
+        stored.storage,
+        "--processes",
+        "1",
     )
     assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert (
