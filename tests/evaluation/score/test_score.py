@@ -20,7 +20,7 @@ from evaluation.score import chunks, metrics, plan
 from evaluation.score.statistics import Statistics
 from imagefleet import sweep
 from imagefleet.job.message import Job
-from imagefleet.records import reader
+from imagefleet.records import follower
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage.open import Storage, open_storage
@@ -384,7 +384,7 @@ def test_the_end_of_a_campaign_is_waited_for(
             async with open_storage(copy) as storage:
                 await end_job(storage.blobs)
 
-    monkeypatch.setattr(reader.asyncio, "sleep", sleep)
+    monkeypatch.setattr(follower.asyncio, "sleep", sleep)
     found = score("plain", "--clip", "demo", "--follow", storage=copy.storage)
     assert polls >= 12
     assert "still to do" not in found["stderr"]
