@@ -123,19 +123,21 @@ def load_checkpoint(
     damaged or of another architecture; names the file.
     """
     if model.is_dir():
-        name, folder, found = model.resolve().name, model, _read_folder(model)
+        name = model.resolve().name
+        folder = model
+        found = _read_folder(model)
     else:
         folder = _config_folder(model, config)
-        name, found = (
-            model.stem,
-            _read_file(model, folder, file_positions=file_positions),
-        )
-    family, networks = found.family, found.networks
+        name = model.stem
+        found = _read_file(model, folder, file_positions=file_positions)
+    family = found.family
+    networks = found.networks
     if family is table.REFINER and like is None:
         raise errors.SetupError(
             f"{str(model)!r} is {contents.REFINER.name}; {contents.REFINER.advice}"
         )
-    unet, vae = networks[family.backbone], networks["vae"]
+    unet = networks[family.backbone]
+    vae = networks["vae"]
     first, *others = (networks[each] for each in family.networks)
     tokenizer = _find_tokenizer(folder, first.config.vocab_size)
     scheduler = _read_scheduler(folder, "scheduler", family)
@@ -367,7 +369,8 @@ def _read_file(path: Path, config: Path, *, file_positions: bool) -> _Read:
             name: reading.build(network, reading.network_config(config / name, default))
             for name, (network, default) in parts.items()
         }
-        unet, vae = networks[family.backbone], networks["vae"]
+        unet = networks[family.backbone]
+        vae = networks["vae"]
         reading.assign(unet, convert_ldm_unet_checkpoint(weights, unet.config))
         reading.assign(vae, convert_ldm_vae_checkpoint(weights, vae.config))
         for encoder in family.text_encoders:

@@ -216,7 +216,8 @@ class Decoder:
 
         Raises NodeError if the GPU itself is broken.
         """
-        finished, self._failed = self._failed, []
+        finished = self._failed
+        self._failed = []
         while self._copies and (self._copies[0][1].is_done or (wait and not finished)):
             part, copy = self._copies.popleft()
             for drawn, pixels in zip(part, copy.wait(), strict=True):
@@ -368,8 +369,10 @@ class _Image:
         """The image's rows of pixels from *top* to *bottom*, without the latter."""
         if self.conv is None:
             return self.x[:, :, top:bottom]
-        above, below = max(0, top - 1), min(self.height, bottom + 1)
-        first, last = above // 2, (below + 1) // 2
+        above = max(0, top - 1)
+        below = min(self.height, bottom + 1)
+        first = above // 2
+        last = (below + 1) // 2
         part = F.interpolate(self.x[:, :, first:last], scale_factor=2.0)
         part = part[:, :, above - 2 * first : below - 2 * first]
         return _convolve(self.conv, part, top == 0, bottom == self.height)
@@ -438,7 +441,8 @@ def _normalise_and_convolve(
     """A 3x3 convolution of the activated group norm: stripes and the rows that they begin at."""
     scale, shift = _scale_and_shift(norm, image)
     for top, bottom in _stripes(image):
-        above, below = max(0, top - 1), min(image.height, bottom + 1)
+        above = max(0, top - 1)
+        below = min(image.height, bottom + 1)
         normed = (
             image.part(above, below)
             .to(torch.float32, copy=True)
@@ -466,7 +470,9 @@ def _scale_and_shift(norm: nn.GroupNorm, image: _Image) -> tuple[Tensor, Tensor]
     Stripes' means and squares are combined as by Chan, Golub and LeVeque (1979): one pass, without
     the cancellation of a sum of squares.
     """
-    counts, means, squares = [], [], []
+    counts = []
+    means = []
+    squares = []
     for top, bottom in _stripes(image):
         part = image.part(top, bottom).float()
         grouped = part.view(len(part), norm.num_groups, -1, *part.shape[2:])

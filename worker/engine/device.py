@@ -72,7 +72,8 @@ def find_device(name: str) -> torch.device:
             found=found,
         )
     # The allocator is set up before its first memory; users' own settings stay.
-    until_torch_2_9, since = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+    until_torch_2_9 = "PYTORCH_CUDA_ALLOC_CONF"
+    since = "PYTORCH_ALLOC_CONF"
     if until_torch_2_9 not in os.environ and since not in os.environ:
         os.environ[since if torch.__version__ >= "2.9" else until_torch_2_9] = (
             _ALLOCATOR
@@ -97,7 +98,8 @@ def set_up(
     torch.cuda.set_device(
         device
     )  # streams, events and graphs belong to the thread's own device
-    threads, cores = _CPU_THREADS, concurrency.cores()
+    threads = _CPU_THREADS
+    cores = concurrency.cores()
     if has_text_on_cpu:
         threads = max(threads, min(_MAX_TEXT_THREADS, int(_TEXT_SHARE * cores)))
     torch.set_num_threads(min(cores, threads))

@@ -32,7 +32,8 @@ _thread = threading.local()
 @contextlib.contextmanager
 def timed(phase: Phase) -> Iterator[None]:
     """Counts the block's time as a phase's, without that of phases inside it."""
-    began_at, before = time.monotonic(), getattr(_thread, "inside", 0.0)
+    began_at = time.monotonic()
+    before = getattr(_thread, "inside", 0.0)
     _thread.inside = 0.0
     try:
         yield

@@ -248,7 +248,8 @@ class NoiseStream:
 
     def first(self) -> Tensor:
         """Noise of variance 1 [channels, height, width]."""
-        settings, shape = self._settings, self._shape
+        settings = self._settings
+        shape = self._shape
         noise_shape = shape
         if settings.resize_from is not None:
             width, height = settings.resize_from
@@ -300,7 +301,8 @@ class NoiseStream:
 
 def _interpolate(noise: Tensor, other: Tensor, strength: float) -> Tensor:
     """AUTOMATIC1111's spherical interpolation: of each column, and in float64."""
-    low, high = noise.double(), other.double()
+    low = noise.double()
+    high = other.double()
     low_direction = low / low.norm(dim=1, keepdim=True)
     high_direction = high / high.norm(dim=1, keepdim=True)
     cosine = (low_direction * high_direction).sum(1, keepdim=True)
@@ -315,7 +317,8 @@ def _interpolate(noise: Tensor, other: Tensor, strength: float) -> Tensor:
 
 def _put_into_middle(noise: Tensor, into: Tensor) -> Tensor:
     """Noise of another size in the middle of *into*; a larger one of odd excess loses more."""
-    to, kept = [], []
+    to = []
+    kept = []
     for length, room in zip(noise.shape[1:], into.shape[1:], strict=True):
         before = (room - length) // 2
         count = min(length, length + 2 * before)

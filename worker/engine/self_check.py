@@ -112,10 +112,12 @@ class SelfCheck:
                 name = layer_path.removeprefix("text_model.").replace(".", "_")
                 key = f"{prefix}{name}"
                 outer, inner = layer.weight.shape
-                up, down = _noise(f"{key} up", outer), _noise(f"{key} down", inner)
+                up = _noise(f"{key} up", outer)
+                down = _noise(f"{key} down", inner)
                 size = layer.weight.float().norm().item()
                 scale = LORA_SHARE * size / np.linalg.norm(up @ down.T).item()
-                up, down = scale * up, down.T.copy()
+                up = scale * up
+                down = down.T.copy()
                 tensors[f"{key}.lora_up.weight"] = torch.from_numpy(up).half()
                 tensors[f"{key}.lora_down.weight"] = torch.from_numpy(down).half()
         try:

@@ -212,7 +212,8 @@ class Encoder:
     ) -> None:
         """*start* and *end* are their tokens; the pooled vectors are the last encoder's."""
         self._readers = readers
-        self._start, self._end = start, end
+        self._start = start
+        self._end = end
         self._cache: LRUCache[Hashable, _Encoded] = LRUCache(
             cache_bytes * len(readers),
             getsizeof=lambda encoded: sum(
@@ -284,7 +285,8 @@ class Encoder:
 
     def _read(self, reader: Reader, part: Sequence[Chunk], clip_skip: int) -> _Encoded:
         """Chunks' vectors [chunks, 77, width], and pooled ones [chunks, width], if any."""
-        network, rules = reader.network, reader.rules
+        network = reader.network
+        rules = reader.rules
         padding = self._end if rules.padding is None else rules.padding
         filling = [CHUNK_TOKENS - len(chunk.tokens) for chunk in part]
         rows = [

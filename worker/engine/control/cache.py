@@ -174,10 +174,8 @@ def _sizes(names: Collection[str], unet_config: Mapping[str, Any]) -> dict[str, 
             block = int(match[1])
             depth = int(match[2] or -1) + 1
             depths[block] = max(depths.get(block, 0), depth)
-    types, layers = (
-        unet_config["down_block_types"],
-        unet_config["transformer_layers_per_block"],
-    )
+    types = unet_config["down_block_types"]
+    layers = unet_config["transformer_layers_per_block"]
     layers = [layers] * len(types) if isinstance(layers, int) else layers
     attends = any(each.startswith("mid_block.attentions.") for each in names)
     return {

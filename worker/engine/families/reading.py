@@ -209,7 +209,8 @@ def alphas_cumprod(
         raise errors.SetupError(
             f"{str(model)!r} does not have Stable Diffusion's noise schedule"
         )
-    start, end = scheduler.get("beta_start", 0.00085), scheduler.get("beta_end", 0.012)
+    start = scheduler.get("beta_start", 0.00085)
+    end = scheduler.get("beta_end", 0.012)
     count = scheduler.get("num_train_timesteps", 1000)
     betas = torch.linspace(start**0.5, end**0.5, count, dtype=torch.float64) ** 2
     alphas = torch.cumprod(1 - betas, dim=0)
@@ -220,7 +221,8 @@ def alphas_cumprod(
 def rescale_to_zero_terminal_snr(alphas: Tensor) -> Tensor:
     """Lin et al. (2024), algorithm 1, with AUTOMATIC1111's last value: nothing but noise there."""
     roots = alphas.sqrt()
-    first, last = roots[0].item(), roots[-1].item()
+    first = roots[0].item()
+    last = roots[-1].item()
     rescaled = ((roots - last) * (first / (first - last))) ** 2
     rescaled[-1] = _LAST_ALPHA
     return rescaled

@@ -54,7 +54,8 @@ class NetworkCache(Generic[Network]):
         self.held_bytes = 0
         """Bytes of all networks that are on the device."""
         self._noun = noun
-        self._device, self._dtype = device, dtype
+        self._device = device
+        self._dtype = dtype
         self._problems = ReadOnce[str](MOST_CHECKED)  # "" for sound ones
         self._read: LRUCache[Identity, Any] = LRUCache(_MOST_READ)
         # One at a time: each takes gigabytes meanwhile.
@@ -162,7 +163,8 @@ class NetworkCache(Generic[Network]):
 
 def assign(network: nn.Module, tensors: Weights, dtype: torch.dtype) -> None:
     """Gives a network built without memory all of a file's tensors; raises UnusableError."""
-    wanted, found = network.state_dict(), {}
+    wanted = network.state_dict()
+    found = {}
     for key, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise UnusableError(f"does not fit this model: {key} is {tensor.dtype}")

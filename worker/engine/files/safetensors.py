@@ -225,7 +225,8 @@ def read(path: Path, identity: Identity | None = None) -> Content:
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise _incomplete("its header is damaged or cut off") from error
         data = files.take(os.fstat(file.fileno()).st_size - file.tell())
-        room, at = data.numpy().data, 0
+        room = data.numpy().data
+        at = 0
         while read := file.readinto(room[at:]):
             at += read
     return Content(text, metadata, data[:at])

@@ -111,7 +111,8 @@ class Compiled:
         What torch compiled refers back to this, and the collector may pass over both (`gc.freeze`).
         """
         self._graph = self._output = None
-        self._function, self._arguments = self._plain, ()
+        self._function = self._plain
+        self._arguments = ()
 
     def time_launch(self) -> None:
         """Finds out on a GPU whether the driver takes two runs while the GPU is at the first."""
@@ -226,7 +227,8 @@ class Compiled:
                 f"{self.name} runs {without}: {brief}", exc_info=error, action=action
             )
             if action == "compile_failed":
-                self._function, self._backend = self._plain, None
+                self._function = self._plain
+                self._backend = None
 
     def _compile_graph(self, graph: Any, inputs: Any) -> Any:
         """The backend of torch.compile."""
@@ -265,7 +267,8 @@ class Compiled:
         ):
             output = self._function(*self._arguments)
         torch.cuda.synchronize()
-        self._graph, self._output = graph, output
+        self._graph = graph
+        self._output = output
 
 
 def trace_on_thread(
@@ -320,7 +323,8 @@ def _unnoticed() -> Iterator[None]:
     Newer versions of torch have `torch.compiler.is_compiling` say yes to the whole process. And
     while its tracer runs, all calls of modules go through it; other threads' are none of its own.
     """
-    tracer, thread = torch.fx.Tracer, threading.get_ident()
+    tracer = torch.fx.Tracer
+    thread = threading.get_ident()
     call_module = tracer.call_module
 
     def call(

@@ -141,7 +141,8 @@ def time_convolutions(*, lasting: bool) -> None:
 
 def fastest_seconds(call: Callable[[], object], runs: int) -> float:
     """Seconds of the fastest run on a GPU; not the mean: other processes may use it as well."""
-    stream, seconds = torch.cuda.current_stream(), []
+    stream = torch.cuda.current_stream()
+    seconds = []
     for _ in range(runs):
         stream.synchronize()
         began_at = time.perf_counter()
@@ -183,7 +184,8 @@ def normalise(x: Tensor, norm: nn.GroupNorm) -> Tensor:
         in_group = height * width * channels // groups
         return sums.view(rows, -1, groups, channels // groups).sum((1, 3)) / in_group
 
-    sums, squares = values.sum(2), (values * values).sum(2)
+    sums = values.sum(2)
+    squares = (values * values).sum(2)
     mean = mean_of_groups(sums)
     variance = (mean_of_groups(squares) - mean * mean).clamp(min=0)
     weight = norm.weight.float().view(groups, -1)
@@ -213,7 +215,8 @@ def normalise_and_activate(
         normed: Tensor = norm(x)
         return F.silu(normed) if activates else normed
     (rows, channels, height, width), groups = x.shape, norm.num_groups
-    x, pixels = x.contiguous(memory_format=torch.channels_last), height * width
+    x = x.contiguous(memory_format=torch.channels_last)
+    pixels = height * width
     shifts = x if added is None else added.contiguous()
     has_added = added is not None
     parts = programs.cdiv(pixels, _SUMMED_PIXELS)
@@ -280,7 +283,8 @@ def group_norm(norm: nn.Module) -> ChannelsLastGroupNorm | None:
         return None
     with torch.device("meta"):
         ours = ChannelsLastGroupNorm(norm.num_groups, norm.num_channels, norm.eps)
-    ours.weight, ours.bias = norm.weight, norm.bias
+    ours.weight = norm.weight
+    ours.bias = norm.bias
     return ours.train(norm.training)
 
 
@@ -341,7 +345,8 @@ def upsample(
     height, width = x.shape[2:]
     down = torch.arange(2 * height, device=x.device)[:, None]
     right = torch.arange(2 * width, device=x.device)
-    rows, columns = (down + 1) // 2, (right + 1) // 2
+    rows = (down + 1) // 2
+    columns = (right + 1) // 2
     pixels = shifted[:, rows, columns, down % 2, right % 2]
     if bias is not None:
         pixels = pixels + bias

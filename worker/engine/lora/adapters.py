@@ -57,7 +57,8 @@ def read(
     kind = config.peft_type
     try:
         first, second = (_PeftLayers(config, tensors, shapes, seed) for seed in (0, 1))
-        found, size_bytes = {}, 0
+        found = {}
+        size_bytes = 0
         for name in shapes:
             found[name] = parts = first.parts_of(name)
             size_bytes += sum(part.nbytes for part in parts.values())
@@ -138,7 +139,8 @@ class _PeftLayers:
         weight = self._random(shape)
         if torch.allclose(_merged(layer, weight), weight + added, atol=1e-5):
             return {"diff": added}
-        outputs, inputs = shape[0], shape[1:].numel()
+        outputs = shape[0]
+        inputs = shape[1:].numel()
         # Rows that are equal show what scales the outputs, those of an identity what turns inputs.
         equal = torch.zeros(outputs, inputs)
         equal[:, 0] = 1

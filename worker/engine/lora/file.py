@@ -297,7 +297,8 @@ def _fits(
     size: tuple[int, int], parts: Mapping[str, Place], weight: Sequence[int]
 ) -> bool:
     """True if a delta of *size* (`lora.Contents.sizes`) fits a weight of this shape."""
-    outputs, inputs = weight[0], math.prod(weight[1:])
+    outputs = weight[0]
+    inputs = math.prod(weight[1:])
     if "weight" in parts:
         return math.prod(parts["weight"].shape) in {outputs, inputs}
     if (scale := parts.get("dora_scale")) is not None:
@@ -347,7 +348,8 @@ def make_delta(
     AUTOMATIC1111 1.10, a scale of the file's own goes before alpha, which limits an OFT's turns.
     """
     own = dict(tensors)
-    scale, on_input = own.pop("scale", None), own.pop("on_input", None)
+    scale = own.pop("scale", None)
+    on_input = own.pop("on_input", None)
     if on_input is not None:
         shape = (1, -1) if on_input.item() else (-1, 1)
         own["weight"] = own["weight"].reshape(shape)
@@ -419,7 +421,8 @@ def read_lora(path: Path, identity: Identity, layers: Layers) -> LoraFile:
                 raise UnusableError(
                     f"does not fit this model: it scales {network} {layer}"
                 )
-        config, alpha = configs[network], tensors.pop("alpha", None)
+        config = configs[network]
+        alpha = tensors.pop("alpha", None)
         strength = config.alpha_of(layer) if alpha is None else float(alpha)
         deltas[network][layer] = make_delta(
             tensors, strength, by_root=config.use_rslora

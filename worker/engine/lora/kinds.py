@@ -35,7 +35,8 @@ def compute(tensors: Tensors, scale: float, weights: Tensor) -> Tensor:
     changes = _PRODUCTS[_kind(tensors)](tensors, weights).reshape(weights.shape)
     if scale != 1:
         changes *= scale
-    magnitudes, scales = tensors.get("magnitude"), tensors.get("dora_scale")
+    magnitudes = tensors.get("magnitude")
+    scales = tensors.get("dora_scale")
     if magnitudes is not None:
         return _decompose(weights, changes, magnitudes, of_outputs=True)
     if scales is not None:  # older files hold the norms of the inputs, [1, inputs, ...]
@@ -107,7 +108,8 @@ def _balanced(up: Tensor, down: Tensor) -> Factors:
 
 
 def _lokr(tensors: Tensors, _: Tensor) -> Tensor:
-    first, second = _half(tensors, "lokr", "1"), _half(tensors, "lokr", "2")
+    first = _half(tensors, "lokr", "1")
+    second = _half(tensors, "lokr", "2")
     # Kronecker products; the second half's columns end with the kernel, as a weight's do.
     blocks = first[:, :, None, :, None] * second[:, None, :, None, :]
     return blocks.flatten(3, 4).flatten(1, 2)
@@ -120,7 +122,8 @@ def _half(tensors: Tensors, kind: str, half: str) -> Tensor:
 
 
 def _lora_factors(tensors: Tensors) -> Factors:
-    up, down = tensors["up"].flatten(2), tensors["down"].flatten(2)
+    up = tensors["up"].flatten(2)
+    down = tensors["down"].flatten(2)
     return (up, _with_core(tensors["mid"], down)) if "mid" in tensors else (up, down)
 
 

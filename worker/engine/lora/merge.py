@@ -157,24 +157,29 @@ class StackedChange:
         by_layer.baddbmm_(torch.matmul(x, down.mT), up.mT, alpha=self.strength)
 
     def _merge_part(self, original: Tensor, merged: Tensor, first: int) -> None:
-        total, strength = None, 1.0
+        total = None
+        strength = 1.0
         if self.low_rank is not None:
             part = slice(first, first + len(original))
             up, down = self.low_rank
-            up, down = up[part], down[part]
+            up = up[part]
+            down = down[part]
             if not self.stacks:
                 torch.baddbmm(original, up, down, alpha=self.strength, out=merged)
                 return
-            total, strength = kinds.multiply(up, down), self.strength
+            total = kinds.multiply(up, down)
+            strength = self.strength
         for stack in self.stacks:
             changes = stack.compute(original, first)
             if changes is None:
                 continue
             if total is None:
-                total, strength = changes, stack.strength
+                total = changes
+                strength = stack.strength
                 continue
             if strength != 1:
-                total, strength = total.mul_(strength), 1.0
+                total = total.mul_(strength)
+                strength = 1.0
             total.add_(changes, alpha=stack.strength)
         if total is None:
             merged.copy_(original)
@@ -389,7 +394,8 @@ def pack(
     others = defaultdict(lambda: defaultdict(list))
     for lora in loras:
         for path, delta in lora.deltas.items():
-            strength, tensors = lora.weight * delta.scale, delta.tensors
+            strength = lora.weight * delta.scale
+            tensors = delta.tensors
             if path not in known:
                 return None
             group, at = known[path]
@@ -403,7 +409,8 @@ def pack(
                 others[group][at].append((lora.weight, delta))
                 continue
             of_low_rank[group][at].append((strength, factors))
-    room, low_rank = Room(), {}
+    room = Room()
+    low_rank = {}
     for group, changes in of_low_rank.items():
         # The device multiplies by the largest, so that most jobs' factors are copied as they are.
         strengths = [strength for each in changes.values() for strength, _ in each]

@@ -120,7 +120,8 @@ class SlotConv(nn.Module):
             output = convolve(self.layer, x, tiles=tiles)
         if not slots:
             return output
-        down, up = self.change.down, self.change.up
+        down = self.change.down
+        up = self.change.up
         if down is None or up is None:
             return output
         rows, channels, height, width = x.shape
@@ -233,7 +234,8 @@ class SlotChanges:
 
     def resize(self, *slots: int) -> None:
         """Allocates zero changes for the *slots* of the first block; others have the last ones'."""
-        self._slots, self._block = slots, 0
+        self._slots = slots
+        self._block = 0
         self._allocate()
 
     def _allocate(self) -> None:
@@ -255,7 +257,8 @@ class SlotChanges:
         if block not in self._blocks:
             size = self.slot_bytes // self._like.element_size()
             self._blocks[block] = self._like.new_zeros((slots, size))
-        own, at = self._blocks[block], 0
+        own = self._blocks[block]
+        at = 0
         for shape, capacity in self._capacities.items():
             layers = len(self.groups[shape])
             middle = at + layers * capacity * shape.outputs
@@ -263,7 +266,8 @@ class SlotChanges:
             up = own[:, at:middle].view(slots, layers, capacity, shape.outputs)
             down = own[:, middle:end].view(slots, layers, -1, shape.inputs)
             self._parts[shape] = (up, down)
-            at, first = end, 0
+            at = end
+            first = 0
             for change in self._members[shape]:
                 part = slice(first, first + len(change.paths))
                 change.up = up[:, part]
@@ -281,7 +285,8 @@ class SlotChanges:
             up, down = (part[slot] for part in self._parts[shape])
             rank = new_down.shape[1]
             up[:, :rank].copy_(new_up.transpose(1, 2))
-            layers, taps = len(new_down), shape.taps
+            layers = len(new_down)
+            taps = shape.taps
             by_tap = new_down.view(layers, rank, -1, taps).permute(0, 3, 1, 2)
             room = down.view(layers, taps, -1, shape.inputs)
             room[:, :, :rank].copy_(by_tap)

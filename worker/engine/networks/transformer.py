@@ -93,9 +93,12 @@ class KeysValues:
         """
         if out is None:
             out = vectors.new_empty((*vectors.shape[:2], self.width))
-        rows, outputs, at = vectors.flatten(0, 1), out.flatten(0, 1), 0
+        rows = vectors.flatten(0, 1)
+        outputs = out.flatten(0, 1)
+        at = 0
         for group, stack in self.stacks.items():
-            weights, change = stack.shared, changes.get(group)
+            weights = stack.shared
+            change = changes.get(group)
             stays_apart = (
                 change is not None and self._saves_memory and not change.stacks
             )
@@ -161,7 +164,9 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor, rows: int, call: Call) -> Tensor:
         """[slots, tokens of *rows* rows, width] to [slots, tokens of all rows, width]."""
-        first, per_slot, all_rows = self.attend_first, call.per_slot, len(call.context)
+        first = self.attend_first
+        per_slot = call.per_slot
+        all_rows = len(call.context)
         if isinstance(first, SelfAttention):
             x = x + first(self.norm1(x), rows, per_slot)
         if rows < all_rows:
@@ -212,7 +217,8 @@ class CrossAttention(nn.Module):
         super().__init__()
         self.heads = original.heads
         self.to_q = _linear(paths, original.to_q)
-        self.to_k, self.to_v = original.to_k, original.to_v
+        self.to_k = original.to_k
+        self.to_v = original.to_v
         self.out = _linear(paths, original.to_out[0])
 
     def forward(self, x: Tensor, call: Call) -> Tensor:

@@ -240,7 +240,8 @@ class _AddedEmbedding(nn.Module):
 
     def __init__(self, unet: Any) -> None:
         super().__init__()
-        self.embed_numbers, self.embed = unet.add_time_proj, unet.add_embedding
+        self.embed_numbers = unet.add_time_proj
+        self.embed = unet.add_embedding
 
     def forward(self, pooled: Tensor, sizes: Tensor) -> Tensor:
         numbers = self.embed_numbers(sizes.flatten()).reshape(len(sizes), -1)
@@ -306,7 +307,8 @@ class _Resnet(nn.Module):
         self.time_emb_proj = original.time_emb_proj
 
     def forward(self, x: Tensor, times: Tensor, call: Call) -> Tensor:
-        slots, tiles = call.slots, call.tiles
+        slots = call.slots
+        tiles = call.tiles
         time = repeat_rows(times[:, self.time], len(x))
         changed = normalise_and_activate(x, self.norm1, activates=True)
         changed = self.conv1(changed, slots, tiles=tiles)

@@ -171,7 +171,8 @@ def prepare_enlarged(
         raise errors.JobError("this model enlarges an image: the job needs init_images")
     refuse_unsupported(request, "enlarges an image")
     height, width, _ = init.pixels.shape
-    least, most = MIN_SIDE // factor, MAX_SIDE // factor
+    least = MIN_SIDE // factor
+    most = MAX_SIDE // factor
     can_be_taken = all(
         least <= side <= most and side % factor == 0 for side in (width, height)
     )

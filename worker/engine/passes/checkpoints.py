@@ -40,7 +40,8 @@ class Coders:
     """A checkpoint's text encoders, with LoRAs for one job at a time, and its VAE."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        networks, tokenizer = checkpoint.text_encoders, checkpoint.tokenizer
+        networks = checkpoint.text_encoders
+        tokenizer = checkpoint.tokenizer
         self.family = checkpoint.family
         readers = [
             text.Reader(
@@ -106,7 +107,8 @@ class CheckpointCache(NetworkCache[CachedCheckpoint]):
     def __init__(self, own: Checkpoint, read: Read, *, has_own_layers: bool) -> None:
         super().__init__("checkpoint", own.unet.device, own.unet.dtype)
         self._read: LRUCache[Identity, Any] = LRUCache(1)  # each takes gigabytes
-        self._own, self._read_file = own, read
+        self._own = own
+        self._read_file = read
         self._has_own_layers = has_own_layers
         self._refiners = set[Identity]()
 
@@ -116,17 +118,20 @@ class CheckpointCache(NetworkCache[CachedCheckpoint]):
 
     def stand_beside(self, own: Checkpoint) -> None:
         """Checks all files again, once the engine draws with another."""
-        self._own, self._problems = own, ReadOnce[str](MOST_CHECKED)
+        self._own = own
+        self._problems = ReadOnce[str](MOST_CHECKED)
 
     def load(self, identity: Identity) -> Any:
-        path, size = Path(identity[0]), identity[2]
+        path = Path(identity[0])
+        size = identity[2]
         if size > (host.free_memory_bytes() or size):
             raise errors.TransientError(
                 f"this machine has no memory for the checkpoint {path.stem!r} beside its own model:"
                 f" {size / 2**30:.1f} GiB"
             )
         try:
-            found, own = self._read_file(path, self._own), self._own
+            found = self._read_file(path, self._own)
+            own = self._own
         except errors.SetupError as error:
             raise UnusableError(
                 f"cannot draw with this worker's model: {error.message}"
@@ -173,7 +178,8 @@ class CheckpointCache(NetworkCache[CachedCheckpoint]):
             if self._has_own_layers:
                 own_unet.fold()
             return CachedCheckpoint(checkpoint, unet=own_unet)
-        read, unet = _parameters(checkpoint.unet), {}
+        read = _parameters(checkpoint.unet)
+        unet = {}
         for name, own in _parameters(self._own.unet).items():
             unet[name] = torch.empty_like(own, device="cpu", pin_memory=own.is_cuda)
             unet[name].copy_(read.pop(name))

@@ -49,7 +49,8 @@ class UpscaleThread:
         Raises JobError if an upscaler's file cannot be used, or one colour is left, and
         TransientError if a file could not be read.
         """
-        upscale, init = request.upscale, request.init
+        upscale = request.upscale
+        init = request.init
         if upscale is None or init is None:
             raise RuntimeError("only requests with an image to enlarge")
         found = tuple(

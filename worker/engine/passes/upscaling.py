@@ -210,7 +210,8 @@ def in_tiles(
     height, width = pixels.shape[:2]
     tile = min(tile, height, width) if averaged else tile
     image = Image.fromarray(pixels)
-    tops, lefts = _starts(height, tile, averaged), _starts(width, tile, averaged)
+    tops = _starts(height, tile, averaged)
+    lefts = _starts(width, tile, averaged)
     levels = (lambda part: part) if averaged else _pixels
     rows = [
         [
@@ -249,7 +250,8 @@ def _joined(
     parts: Sequence[contract.Pixels], starts: Sequence[int], length: int, scale: int
 ) -> contract.Pixels:
     """Parts [height, tile, 3] beside each other in [height, length * scale, 3]."""
-    height, shared = len(parts[0]), OVERLAP * scale
+    height = len(parts[0])
+    shared = OVERLAP * scale
     ramp = (np.arange(shared, dtype=np.float32) * 255 / shared).astype(np.uint8)
     mask = Image.fromarray(np.tile(ramp, (height, 1)))
     whole = Image.new("RGB", (length * scale, height))

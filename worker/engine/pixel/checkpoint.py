@@ -59,7 +59,8 @@ def load_checkpoint(
     family = FAMILIES[table.pipeline_of(folder)]
     unet = reading.read_network(UNet2DConditionModel, folder / "unet")
     _check_architecture(folder, unet, upscales=family.enlarges_image)
-    noise, image_noise = _read_scheduler(folder, "scheduler"), None
+    noise = _read_scheduler(folder, "scheduler")
+    image_noise = None
     if family.enlarges_image:
         scheduler = _read_scheduler(folder, "image_noising_scheduler")
         image_noise = ImageNoise(
@@ -105,10 +106,8 @@ def _check_architecture(folder: Path, unet: Any, *, upscales: bool) -> None:
     others = [
         f"{key} is {own[key]!r}" for key, value in expected.items() if own[key] != value
     ]
-    blocks, known = (
-        (*own.down_block_types, *own.up_block_types),
-        ("Resnet", "SimpleCrossAttn"),
-    )
+    blocks = (*own.down_block_types, *own.up_block_types)
+    known = ("Resnet", "SimpleCrossAttn")
     others += [f"it has a {each}" for each in blocks if not each.startswith(known)]
     if not isinstance(own.sample_size, int):
         others.append("sample_size is no number")

@@ -123,7 +123,8 @@ def _ddpm_row(at: int, following: int, noise: DDPMScheduler) -> Tensor:
     alphas = noise.alphas_cumprod
     alpha = alphas[at]
     next_alpha = alphas[following] if following >= 0 else torch.tensor(1.0)
-    rest, next_rest = 1 - alpha, 1 - next_alpha
+    rest = 1 - alpha
+    next_rest = 1 - next_alpha
     kept = alpha / next_alpha
     beta = 1 - kept
     row = torch.zeros(sampler.COLUMNS)
@@ -149,7 +150,8 @@ def _ddpm_row(at: int, following: int, noise: DDPMScheduler) -> Tensor:
 
 def _edm(steps: int, noise: DDPMScheduler) -> Schedule:
     """Karras et al. (2022), equation 5, within the sigmas that the UNet knows; the last is 0."""
-    known, predicted = levels(noise.alphas_cumprod), noise.config.prediction_type
+    known = levels(noise.alphas_cumprod)
+    predicted = noise.config.prediction_type
     largest, smallest = known.ends
     ends = min(_SIGMAS[0], largest), max(_SIGMAS[1], smallest)
     sigmas = [*karras(*ends, steps).tolist(), 0.0]
@@ -167,7 +169,8 @@ def threshold(images: Tensor, limit: float, rank: float) -> Tensor:
     sizes = images.flatten(1).abs().sort(dim=1).values
     below = int(rank)
     above = min(below + 1, sizes.shape[1] - 1)
-    low, high = sizes[:, below], sizes[:, above]
+    low = sizes[:, below]
+    high = sizes[:, above]
     scale = torch.lerp(low, high, rank - below)
     scale = scale.clamp(min=1, max=limit)[:, None, None, None]
     return images.clamp(-scale, scale) / scale

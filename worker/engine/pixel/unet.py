@@ -44,7 +44,8 @@ class TextAttention(nn.Module):
         attention_mask: Tensor | None = None,  # noqa: ARG002 - what diffusers' blocks pass
     ) -> Tensor:
         """*hidden_states* [rows, channels, height, width]; the others' names are diffusers'."""
-        own, x = self.original, hidden_states
+        own = self.original
+        x = hidden_states
         tokens = own.group_norm(x).flatten(2).transpose(1, 2)
         query = self._split(own.to_q(tokens))
         middle = self.start + self.width
@@ -137,7 +138,8 @@ class PixelUnet(SlotNetwork):
         x = unet.mid_block(x, embedded, **_text_of(unet.mid_block, context))
         for block in unet.up_blocks:
             count = len(block.resnets)
-            passed, skips = tuple(skips[-count:]), skips[:-count]
+            passed = tuple(skips[-count:])
+            skips = skips[:-count]
             x = block(
                 hidden_states=x,
                 res_hidden_states_tuple=passed,

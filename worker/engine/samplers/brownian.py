@@ -71,7 +71,8 @@ class BrownianTree:
         ]
         waiting = [_Node(self._start, self._end, 0, 0, self._whole.copy(), wanted)]
         while waiting:  # from the left, in whose order torchsde adds the nodes up
-            node, inside = waiting.pop(), []
+            node = waiting.pop()
+            inside = []
             for at, start, end in node.wanted:
                 if (start, end) != (node.start, node.end):
                     inside.append((at, start, end))
@@ -95,7 +96,8 @@ class BrownianTree:
         """The right and the left half, if anything is wanted of it; the node's array is used up."""
         start, end, place, depth, increment, _ = node
         middle = round(0.5 * (end + start), _DIGITS)
-        before, after = middle - start, end - middle
+        before = middle - start
+        after = end - middle
         scale = 1 / (end - start)
         half: _Numbers = self._draw(self._seed_at(place, depth)).numpy()
         half *= math.sqrt(before * after * scale)

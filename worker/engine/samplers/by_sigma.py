@@ -34,7 +34,8 @@ _RESTART_STEPS, _MANY_RESTART_STEPS = 20, 36
 
 def karras(largest: float, smallest: float, steps: int) -> Tensor:
     """Karras et al. (2022), equation 5."""
-    low, high = smallest ** (1 / _RHO), largest ** (1 / _RHO)
+    low = smallest ** (1 / _RHO)
+    high = largest ** (1 / _RHO)
     sigmas: Tensor = (high + torch.linspace(0, 1, steps) * (low - high)) ** _RHO
     return sigmas
 
@@ -224,7 +225,8 @@ def _lms(sigmas: Sigmas, _: Options) -> _Moves:
         oldest = max(0, at + 1 - _LMS_ORDER)
         known = sigmas[oldest : at + 1][::-1]
         half = (following - sigma) / 2
-        places, latents = sigma + half * (points + 1), LATENTS
+        places = sigma + half * (points + 1)
+        latents = LATENTS
         for this, estimate in zip(known, ESTIMATES, strict=False):
             others = [other for other in known if other != this]
             factors = [(places - other) / (this - other) for other in others]
@@ -240,7 +242,8 @@ def _dpm_fast(sigmas: Sigmas, options: Options) -> _Moves:
     """
     if not sigmas:
         return
-    largest, smallest = sigmas[0], sigmas[-1]
+    largest = sigmas[0]
+    smallest = sigmas[-1]
     calls = len(sigmas) - 1
     count = calls // 3 + 1
     rest = calls % 3
@@ -250,7 +253,8 @@ def _dpm_fast(sigmas: Sigmas, options: Options) -> _Moves:
     for at, (order, start, end) in enumerate(
         zip(orders, places, places[1:], strict=False)
     ):
-        sigma, following = math.exp(start), math.exp(end)
+        sigma = math.exp(start)
+        following = math.exp(end)
         down, _ = ancestral(sigma, following, options)
         down = max(smallest, down)
         has_noise = options.eta is None or options.eta > 0

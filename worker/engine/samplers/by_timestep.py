@@ -68,7 +68,8 @@ def _ddim(
     """*is_cfgpp*: the noise that is put back is that without the prompt (Chung et al. 2024)."""
     eta = options.eta or 0.0
     for at, (timestep, following) in enumerate(pairwise(path)):
-        alpha, next_alpha = alphas[timestep], alphas[following]
+        alpha = alphas[timestep]
+        next_alpha = alphas[following]
         variance = (1 - next_alpha) / (1 - alpha) * (1 - alpha / next_alpha)
         noise = eta * math.sqrt(variance)
         estimate = to_noise(alpha, prediction)
@@ -175,7 +176,9 @@ class _Times(NamedTuple):
         earlier = self.level[at - order : at - 1][::-1]
         places = [*((earlier - self.level[at - 1]) / gap).tolist(), 1.0]
         kept = -gap
-        phi, factorial, targets = math.expm1(kept) / kept - 1, 1, []
+        phi = math.expm1(kept) / kept - 1
+        factorial = 1
+        targets = []
         for power in range(1, order + 1):
             targets.append(phi * factorial / kept)
             factorial *= power + 1
@@ -183,7 +186,8 @@ class _Times(NamedTuple):
         matrix = np.array(
             [[place**power for place in places] for power in range(order)]
         )
-        found, size = np.zeros(order), order if is_corrector else order - 1
+        found = np.zeros(order)
+        size = order if is_corrector else order - 1
         solved = np.linalg.solve(matrix[:size, :size], targets[:size])
         found[:size] = 0.5 if size == 1 else solved
         found *= -self.alpha[at] * kept
@@ -200,9 +204,12 @@ def _unipc(
 ) -> Path:
     """UniPC's start and moves. It makes as many calls as steps: the last point needs none."""
     known = ddim_timesteps(steps, alphas)
-    start, first, count = Start(0.0, 1.0), 1.0, len(known)
+    start = Start(0.0, 1.0)
+    first = 1.0
+    count = len(known)
     if t_enc is not None:
-        start, count = _noised(alphas[known[-1 - t_enc]]), t_enc
+        start = _noised(alphas[known[-1 - t_enc]])
+        count = t_enc
     if t_enc:
         timestep = known[len(known) - t_enc]
         first = (timestep + 1) / len(alphas)
@@ -223,7 +230,8 @@ def _unipc_moves(
     highest = min(_UNIPC_ORDER, count)
     points_left = range(count + 1, 0, -1)
     orders = [min(at, highest, left) for at, left in enumerate(points_left)]
-    corrected, predicted = LATENTS, (1.0, np.zeros(1))
+    corrected = LATENTS
+    predicted = (1.0, np.zeros(1))
     for at, time in enumerate(times[:-1]):
         if at > 0:  # the latents are what was predicted of those corrected before
             keep, weights = predicted
@@ -234,7 +242,8 @@ def _unipc_moves(
         keep, weights = predicted
         timestep = round(time * train - 1, 6)
         from_latents, from_output = to_noise(alphas[int(timestep)], prediction)
-        noise, alpha = points.sigma[at], points.alpha[at]
+        noise = points.sigma[at]
+        alpha = points.alpha[at]
         yield Move(
             timestep,
             keep * corrected + _weighed(weights[1:], ESTIMATES),
@@ -273,7 +282,8 @@ def _of_ddim_timesteps(
     *,
     moves: Callable[[Sequence[int], Alphas, str, Options], Iterator[Move]],
 ) -> Path:
-    known, start = ddim_timesteps(steps, alphas), Start(0.0, 1.0)
+    known = ddim_timesteps(steps, alphas)
+    start = Start(0.0, 1.0)
     if t_enc is not None:
         start = _noised(alphas[known[-1 - t_enc]])
         known = known[len(known) - t_enc :]

@@ -76,14 +76,17 @@ def philox(seed: int, offset: int, start: int, count: int) -> tuple[_Words, _Wor
 def philox_words(counter: list[_Words], key: tuple[int, int]) -> list[_Words]:
     """Philox 4x32-10 of four words of counters."""
     (even, left, odd, right), (key_even, key_odd) = counter, key
-    word, half = np.uint64(_WORD), np.uint64(32)
-    product_even, product_odd = np.empty_like(even), np.empty_like(odd)
+    word = np.uint64(_WORD)
+    half = np.uint64(32)
+    product_even = np.empty_like(even)
+    product_odd = np.empty_like(odd)
     for _ in range(_ROUNDS):
         np.multiply(even, _MULTIPLIERS[0], out=product_even)
         np.multiply(odd, _MULTIPLIERS[1], out=product_odd)
         even = (product_odd >> half) ^ left ^ np.uint64(key_even)
         odd = (product_even >> half) ^ right ^ np.uint64(key_odd)
-        left, right = product_odd & word, product_even & word
+        left = product_odd & word
+        right = product_even & word
         key_even = (key_even + _KEY_STEPS[0]) & _WORD
         key_odd = (key_odd + _KEY_STEPS[1]) & _WORD
     return [even, left, odd, right]

@@ -68,7 +68,8 @@ def make_schedule(
         rounded = alphas_cumprod.half() if options.is_downcast else alphas_cumprod
         known = levels(rounded, is_xl=is_xl)
         return _of_sigmas(sampler, steps, known, prediction_type, options, t_enc)
-    start, moves = by_timestep.Start(1.0, 0.0), []
+    start = by_timestep.Start(1.0, 0.0)
+    moves = []
     if steps:
         alphas = alphas_cumprod.double().numpy()
         start, path = by_timestep.make_path(
@@ -187,7 +188,8 @@ def _call_of(
     variance = sigma**2 + 1
     timestep = known.timestep(sigma)
     input_scale = 1 / math.sqrt(variance)
-    from_latents, from_output = 1.0, -sigma
+    from_latents = 1.0
+    from_output = -sigma
     if prediction_type == "v_prediction":
         from_latents = 1 / variance
         from_output = -sigma / math.sqrt(variance)
@@ -292,7 +294,8 @@ class Levels:
         if stride == 1:
             return self
         part = slice(stride - 1, None, stride)
-        sigmas, timesteps = self.sigmas[part], self.timesteps[part]
+        sigmas = self.sigmas[part]
+        timesteps = self.timesteps[part]
         return Levels(sigmas, timesteps, self.is_xl, is_quantized=True)
 
     def at(self, timesteps: Tensor) -> Tensor:
@@ -300,7 +303,8 @@ class Levels:
         first = self.timesteps[0]
         stride = self.timesteps[1] - first
         place = ((timesteps - first) / stride).clamp(0, len(self.sigmas) - 1)
-        logs, share = self.sigmas.log(), place.frac()
+        logs = self.sigmas.log()
+        share = place.frac()
         below = logs[place.floor().long()]
         above = logs[place.ceil().long()]
         return ((1 - share) * below + share * above).exp()
@@ -387,7 +391,8 @@ def _beta_quantiles(shares: _Numbers) -> _Numbers:
     weights = np.cumprod(ratios) / (terms + _BETA_SHAPE)
     scale = math.gamma(2 * _BETA_SHAPE) / math.gamma(_BETA_SHAPE) ** 2
     lower = np.minimum(shares, 1 - shares)
-    low, high = np.zeros_like(lower), np.full_like(lower, 0.5)
+    low = np.zeros_like(lower)
+    high = np.full_like(lower, 0.5)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         series = middle[:, None] ** terms @ weights

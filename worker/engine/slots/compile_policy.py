@@ -118,7 +118,8 @@ class Outlook:
 
     def seconds(self, kind: GraphKey) -> float:
         """For how long images like the last ones are expected."""
-        now, left = self._clock(), self._seconds_left()
+        now = self._clock()
+        left = self._seconds_left()
         known = now - self._began_at if left is None else left
         lost = [self._lost[each] for each in (None, kind) if each in self._lost]
         lasts = (max(now - at, lasted) for at, lasted in lost)

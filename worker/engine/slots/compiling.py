@@ -136,7 +136,9 @@ class Compilation:
     def stop(self) -> None:
         """Stops scheduling compilations; one already running finishes on its own."""
         self._abandon()
-        self._begins_at, self.is_under_way, self._tracing = None, False, None
+        self._begins_at = None
+        self.is_under_way = False
+        self._tracing = None
         self._end()
 
     def _abandon(self) -> None:
@@ -208,7 +210,8 @@ class Compilation:
 
     def _compile(self, lane: Lane, step: Step) -> Iterator[Compiled]:
         """Yields each function before its first run, to be traced on any thread."""
-        began_at, graphs = time.monotonic(), 0
+        began_at = time.monotonic()
+        graphs = 0
         self._unet.use_block(lane.block)
         with phases.timed("autotune"):
             self._runner.select_kernels(step)

@@ -47,7 +47,8 @@ class SlotEngine:
     """A `contract.Engine` that draws several images at once, each at its own step."""
 
     def __init__(self, parts: Parts) -> None:
-        model, settings = parts.model, parts.settings
+        model = parts.model
+        settings = parts.settings
         self.model_name = model.name
         self.family = model.family.slug
         self.is_unguided = settings.is_unguided
@@ -212,7 +213,8 @@ class SlotEngine:
         That is its size, prompts' length and ControlNets; a minute or two on a GPU. Ordinary ones
         of one row may have LoRAs of their own or not.
         """
-        native, prepare = self._runner.native, self._preparer.prepare
+        native = self._runner.native
+        prepare = self._preparer.prepare
         keys = (native, native._replace(is_plain=False))
         for each in (
             dict.fromkeys(keys) if request is None else [BatchKey.of(prepare(request))]
@@ -360,7 +362,8 @@ class SlotEngine:
     @torch.no_grad()
     def _start(self, lane: Lane, step: Step, slot: int) -> None:
         """Copies a staged job into its slot."""
-        state, staged = step.state, lane.active[slot].staged
+        state = step.state
+        staged = lane.active[slot].staged
         if staged is None:
             raise RuntimeError("a job starts only once it is staged")
         state.latents[slot].copy_(staged.latents)
@@ -382,12 +385,11 @@ class SlotEngine:
     @torch.no_grad()
     def _write_texts(self, lane: Lane, step: Step, slot: int, staged: Staged) -> None:
         """Sets what the slot's next call takes of its job's texts."""
-        state, job = step.state, lane.active[slot]
+        state = step.state
+        job = lane.active[slot]
         count = state.slot_rows
-        rows, at = (
-            slice(count * slot, count * (slot + 1)),
-            job.prepared.texts_at(job.call)[:count],
-        )
+        rows = slice(count * slot, count * (slot + 1))
+        at = job.prepared.texts_at(job.call)[:count]
 
         def of_rows(each: Tensor) -> Tensor:
             # An index would be a tensor, whose copy to the device the host waits for.
@@ -396,7 +398,8 @@ class SlotEngine:
         vectors = of_rows(staged.vectors)
         if state.mask is not None and staged.mask is not None:
             state.mask[rows].copy_(of_rows(staged.mask))
-        added, embedded = staged.added, None
+        added = staged.added
+        embedded = None
         if added is not None and len(added[0]) > 1:  # not the level of an image's noise
             added = tuple(map(of_rows, added))
         if state.added is not None:
@@ -419,7 +422,8 @@ class SlotEngine:
         table.fill(0)
         noisy = False
         for slot, job in lane.active.items():
-            schedule, row = job.prepared.schedule, table[slot]
+            schedule = job.prepared.schedule
+            row = table[slot]
             columns = schedule.table.shape[1]
             row[:columns] = schedule.table.numpy()[job.call]
             scales = job.prepared.scales(job.call, lane.batch_key.slot_rows)
@@ -443,10 +447,8 @@ class SlotEngine:
                 job.extend(step.state.latents[slot], step.state.history[:, slot])
             if job.call == job.calls:
                 del lane.active[slot]
-                latents, history = (
-                    step.state.latents[slot].clone(),
-                    step.state.history[:, slot],
-                )
+                latents = step.state.latents[slot].clone()
+                history = step.state.history[:, slot]
                 self._end_pass(job, latents, history)
             elif self._weights.may_move(lane, job):
                 del lane.active[slot]
@@ -454,10 +456,8 @@ class SlotEngine:
 
     def _change_lane(self, job: SlotJob, step: Step, slot: int) -> None:
         """Passes an image on to the lane whose slots have the rows of its next call."""
-        latents, history = (
-            step.state.latents[slot].clone(),
-            step.state.history[:, slot].clone(),
-        )
+        latents = step.state.latents[slot].clone()
+        history = step.state.history[:, slot].clone()
         if job.staged is not None:
             job.staged = replace(job.staged, latents=latents, history=history)
         job.has_weights = False

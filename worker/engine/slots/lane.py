@@ -90,7 +90,8 @@ class Lane:
 
     def close(self) -> None:
         """Frees its tensors; its waiting jobs stay."""
-        self.step, self.is_closing = None, False
+        self.step = None
+        self.is_closing = False
 
 
 class Lanes:
@@ -150,7 +151,8 @@ class Lanes:
         if not busy:
             return 2 * self.slots
         busy.sort(key=lambda lane: lane.step is None)
-        inside, outside = busy[: self.max_open], busy[self.max_open :]
+        inside = busy[: self.max_open]
+        outside = busy[self.max_open :]
         beyond = sum(max(0, lane.held - lane.slots) for lane in inside)
         beyond += sum(lane.held for lane in outside)
         room = 0 if outside else min(max(0, lane.slots - lane.held) for lane in inside)

@@ -90,7 +90,8 @@ class PreparedRequest:
         """The pass that follows on this one, from the same seed."""
         if self.second is None:
             return None
-        seed, noise = self.request.seed, self.request.noise
+        seed = self.request.seed
+        noise = self.request.noise
         return replace(
             self.second, request=replace(self.second.request, seed=seed, noise=noise)
         )
@@ -293,7 +294,9 @@ class RequestPreparer(Preparer):
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
         """Checks a request, tokenises its prompts, reads its files and packs its LoRAs."""
         self._check_clip_skip(request.clip_skip)
-        init, image, steps = request.init, None, request.steps
+        init = request.init
+        image = None
+        steps = request.steps
         enlarged = None
         if (image_noise := self._checkpoint.image_noise) is not None:
             enlarged = begin.prepare_enlarged(
@@ -303,7 +306,8 @@ class RequestPreparer(Preparer):
             schedule = self._schedule(request, request.steps)
         else:
             taken = begin.img2img(request.steps, init.denoising_strength)
-            schedule, steps = self._schedule(request, *taken), taken.t_enc + 1
+            schedule = self._schedule(request, *taken)
+            steps = taken.t_enc + 1
             self._may_go_on.wait()
             image = begin.prepare_image(init, self._checkpoint.factor)
         dtype = self._dtypes["text_encoder"]

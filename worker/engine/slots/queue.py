@@ -49,7 +49,8 @@ class BatchKey(NamedTuple):
     @classmethod
     def of(cls, prepared: PreparedRequest) -> BatchKey:
         """The key of a request's first call."""
-        request, family = prepared.request, prepared.family
+        request = prepared.request
+        family = prepared.family
         tokens = prepared.tokens
         key = cls(
             *family.whole_cells(request.width, request.height),
@@ -212,7 +213,8 @@ class SlotJob:
     def restart(self) -> None:
         """Back to the seed; in the second pass to that pass' beginning."""
         self.prepared = self.begun_with or self.prepared
-        self.call, self.has_weights = self.prepared.begins, False
+        self.call = self.prepared.begins
+        self.has_weights = False
         self.batch_key = self.batch_key.at(self.prepared, self.call)
         self.assembling = self.staging = self.staged = None
 

@@ -84,7 +84,8 @@ class Stager:
             self._vaes.held_bytes if self._vaes else 0
         )
         room_bytes = max(0.0, self.room_bytes - held_bytes)
-        taken, first = 0, list[SlotJob]()
+        taken = 0
+        first = list[SlotJob]()
         for job in jobs:
             taken += job.prepared.lora_bytes
             if taken > room_bytes and first:
@@ -119,7 +120,8 @@ class Stager:
         if job.staged is not None:
             return None
         self.begin([job])
-        staging, job.staging = job.staging, None
+        staging = job.staging
+        job.staging = None
         try:
             job.staged = staging.result() if staging is not None else None
         except Exception as error:  # any failure is this job's outcome
@@ -254,7 +256,8 @@ class LatentStager(Stager):
 
     @torch.no_grad()
     def _load(self, job: SlotJob, loras: AssembledLoras) -> Staged:
-        copied, changes = None, NO_CHANGES
+        copied = None
+        changes = NO_CHANGES
         if (packed := job.prepared.pack) is not None:
             copied = self._copy(loras[job.prepared.family.backbone])
             changes = packed.of(copied)
@@ -282,7 +285,8 @@ class LatentStager(Stager):
             conditioning, added = self._copy_enlarged(enlarged, drawn)
         latents = self._copy(job.prepared.first_latents(noise))
         images = self._coder_of(job.prepared, job.prepared.begun_by) or self._images
-        original, kept = self._image_of(job, images), None
+        original = self._image_of(job, images)
+        kept = None
         if original is not None:
             latents = latents + job.prepared.schedule.image_scale * original
             image = job.prepared.image
@@ -366,7 +370,8 @@ class LatentStager(Stager):
             texts = [(chunks * (plain // length), plain) for chunks, length in texts]
         prompts, filled = zip(*texts, strict=True)
         with self._loras_merged(prepared, loras, coders):
-            clip_skip, key = prepared.request.clip_skip, prepared.text_key
+            clip_skip = prepared.request.clip_skip
+            key = prepared.text_key
             context = coders.texts.encode(prompts, clip_skip, key, filled)
         vectors, added = self._finish(prepared, context, coders.family)
         if not job.batch_key.is_masked:

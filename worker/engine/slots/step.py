@@ -63,8 +63,10 @@ def tick(
     times = coefficients[:, sampler.TIMESTEP]
     slots = len(x) if weight_mode == "per_slot_convolutions" else 0
     controlled = _GUIDANCE + state.slot_rows
-    scales, is_per_slot = state.rows[:, _GUIDANCE:controlled], weight_mode != "shared"
-    rows, guidance = state.slot_rows, scales[:, 0]
+    scales = state.rows[:, _GUIDANCE:controlled]
+    is_per_slot = weight_mode != "shared"
+    rows = state.slot_rows
+    guidance = scales[:, 0]
     call = Call(
         state.context, state.mask, is_per_slot, slots, rows, guidance, state.tiles
     )
@@ -181,7 +183,8 @@ class StepRunner:
         self.max_compiled = _MAX_COMPILED_KEYS
         self.paused_for: BatchKey | None = None
         """The key whose jobs need the memory: nothing is compiled while there are some."""
-        size, tokens = parts.model.default_size, parts.model.family.plain_tokens
+        size = parts.model.default_size
+        tokens = parts.model.family.plain_tokens
         rows, is_plain = (1, True) if parts.settings.is_unguided else (2, False)
         self.native = BatchKey(*size, tokens, None, None, (), rows, is_plain)
         """The key of ordinary jobs, whose rows the first one shows."""
@@ -216,7 +219,8 @@ class StepRunner:
         networks: Sequence[SlotControlNet],
     ) -> Step:
         state = self.make_slot_state(batch_key, slots, unet)
-        sides, context = state.latents.shape[2:], state.context.shape
+        sides = state.latents.shape[2:]
+        context = state.context.shape
         for network in networks:
             network.record_stream()
         controls = tuple(
@@ -230,10 +234,8 @@ class StepRunner:
 
         Apart, if it would have the compiled images of its lane run uncompiled.
         """
-        plain, changes = (
-            job.batch_key._replace(is_apart=False),
-            job.changes_convolutions,
-        )
+        plain = job.batch_key._replace(is_apart=False)
+        changes = job.changes_convolutions
         if self.may_compile and not job.urgent:
             if is_first:
                 self.outlook.begin()
@@ -272,7 +274,8 @@ class StepRunner:
         """The modes to compile: first one that any job can run in, then what pays beside it."""
         if not self.may_compile:
             return []
-        key, modes = step.batch_key, self._modes(step.batch_key)
+        key = step.batch_key
+        modes = self._modes(step.batch_key)
         serves = step.mode_for(modes[0]) in step.compiled
         missing = [] if serves else [self._first_mode(step, modes)]
         missing += [
@@ -289,10 +292,8 @@ class StepRunner:
 
     def _pays_beside(self, step: Step, mode: WeightMode) -> bool:
         """True if compiling a mode pays, where another mode serves its ticks or none does."""
-        kind, instead = (
-            GraphKey(step.batch_key, mode == WEIGHT_MODES[-1]),
-            step.mode_for(mode),
-        )
+        kind = GraphKey(step.batch_key, mode == WEIGHT_MODES[-1])
+        instead = step.mode_for(mode)
         if instead not in step.compiled:
             return kind.convolutions and self.outlook.pays(kind, 1, self.costs)
         saved = 1 - self.costs.seconds(mode) / self.costs.seconds(instead)
@@ -306,7 +307,8 @@ class StepRunner:
 
     def _first_mode(self, step: Step, modes: Sequence[WeightMode]) -> WeightMode:
         """The mode that serves all of a step's ticks until another pays."""
-        slots, with_changes = len(step.state.latents), WEIGHT_MODES[-1]
+        slots = len(step.state.latents)
+        with_changes = WEIGHT_MODES[-1]
         is_often = self.outlook.often_changes_convolutions(step.batch_key, slots)
         return with_changes if is_often and with_changes in modes else modes[0]
 
@@ -343,7 +345,8 @@ class StepRunner:
 
     def make_compiled(self, step: Step, weight_mode: WeightMode) -> Compiled:
         """A step's tick, to be traced on any thread and then taken up."""
-        key, slots = step.batch_key, len(step.state.latents)
+        key = step.batch_key
+        slots = len(step.state.latents)
         return Compiled(
             f"the UNet for {slots * key.slot_rows} rows of {slots} slots, {key.width}x{key.height}"
             f" and {key.tokens} tokens"
@@ -420,7 +423,8 @@ class StepRunner:
         self, batch_key: BatchKey, slots: int, unet: SlotNetwork
     ) -> SlotState:
         """Zeros for *slots* slots."""
-        model, tokens = self._model, batch_key.tokens
+        model = self._model
+        tokens = batch_key.tokens
         rows = slots * batch_key.slot_rows
         added_rows = slots * min(batch_key.slot_rows, unet.added_rows)
         sides = batch_key.height // model.factor, batch_key.width // model.factor

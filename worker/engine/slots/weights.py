@@ -49,7 +49,8 @@ class Weights:
         self.merged: merge.LoraKey | None = ()
         """LoRAs merged into the shared weights; None if unknown."""
         self._unet = unet = parts.unet
-        self._original, self._checkpoints = parts.model.unet, parts.checkpoints
+        self._original = parts.model.unet
+        self._checkpoints = parts.checkpoints
         # Whose weights are in place of the engine's own, which that one keeps meanwhile.
         self._other: CachedCheckpoint | None = None
         self._merger = parts.merger
@@ -115,9 +116,11 @@ class Weights:
         jobs = lane.active.values()
         changes = any(job.changes_convolutions for job in jobs)
         if lane.batch_key.merged_loras is not None:
-            lane.weight_mode, to_merge = "shared", lane.batch_key.merged_loras
+            lane.weight_mode = "shared"
+            to_merge = lane.batch_key.merged_loras
         elif self._is_reloaded:
-            lane.weight_mode, to_merge = queue.own_mode(changes), ()
+            lane.weight_mode = queue.own_mode(changes)
+            to_merge = ()
         else:
             keys = {job.prepared.lora_key for job in jobs}
             if keys != {()}:
@@ -195,7 +198,8 @@ class Weights:
         Not from two rows to one with LoRAs merged into a slot's own weights: there and back, these
         take longer to load than the row.
         """
-        rows, held = job.prepared.rows(job.call), lane.batch_key.slot_rows
+        rows = job.prepared.rows(job.call)
+        held = lane.batch_key.slot_rows
         is_merged = self._unet.weights == "merged" and lane.weight_mode != "shared"
         return rows > held or (
             rows < held and not (is_merged and job.prepared.lora_key)
