@@ -164,10 +164,7 @@ def load_checkpoint(
     placed = _placements(family, networks, device, dtype)
     if like is not None:
         placed |= {name: (device, each.dtype) for name, each in like.networks.items()}
-    is_whole = all(
-        each_dtype == checksums.IDENTITY_TYPE for _, each_dtype in placed.values()
-    )
-    weights_id = "" if is_whole else checksums.identify(networks)
+
     weight_sums = place(networks, placed)
     try:
         safetensors.refuse_damaged(checksums.named_parameters(networks))
@@ -189,7 +186,6 @@ def load_checkpoint(
         factor=factor,
         default_size=(side, side),
         weight_sums=weight_sums,
-        weights_id=weights_id or checksums.identity(weight_sums),
         family=family,
         image_noise=image_noise,
     )

@@ -4,7 +4,6 @@ A card of a desktop has no ECC: a bit that flips in its memory stays until the w
 again, and changes every image a little.
 """
 
-import hashlib
 from collections.abc import Mapping
 
 import numpy as np
@@ -16,9 +15,6 @@ Sums = dict[str, int]
 
 #: Integers of the same size, as which the bits are summed up.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-#: The type that identifies a checkpoint, in whatever precision it is loaded.
-IDENTITY_TYPE = torch.float16
 
 
 def named_parameters(networks: Mapping[str, nn.Module]) -> dict[str, Tensor]:
@@ -53,17 +49,3 @@ def sum_bits(tensors: Mapping[str, Tensor]) -> Sums:
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(_INTEGERS[tensor.element_size()])
-
-
-def identify(networks: Mapping[str, nn.Module]) -> str:
-    """A checkpoint's identity from its weights on the CPU: the same in any file and precision."""
-    sums: Sums = {}
-    for name, parameter in named_parameters(networks).items():
-        sums |= sum_bits({name: parameter.to(IDENTITY_TYPE)})
-    return identity(sums)
-
-
-def identity(sums: Sums) -> str:
-    """The identity that float16 weights of these sums have."""
-    lines = [f"{name} {total}" for name, total in sorted(sums.items())]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]

@@ -220,18 +220,11 @@ class Finished:
 class SelfCheck(Protocol):
     """Checks of an engine's weights, for a node that tests itself."""
 
-    @property
-    def weights_id(self) -> str:
-        """Identifies the checkpoint's weights, in whatever file and precision they are."""
-
     def find_fault(self) -> str | None:
         """Describes how the device's weights differ from the checkpoint's; None if they do not.
 
         For the engine's thread, between two ticks.
         """
-
-    def write_lora(self, path: Path) -> None:
-        """Writes a LoRA that changes every image, the same on every node."""
 
 
 class Engine(Protocol):

@@ -1,33 +1,13 @@
-"""A node's checks of its own engine: the weights on the device, and a LoRA of no file."""
+"""A node's check of its own engine: the bits of the weights on the device."""
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
-import numpy as np
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from imagefleet import errors
 from worker.engine import checksums
 from worker.engine.families.table import Model
 from worker.engine.lora import shared
-from worker.engine.lora.file import adaptable_layers
-
-#: A LoRA's usual rank is 8 or more; a lower one is as good a check.
-LORA_RANK = 4
-
-#: The size of the LoRA's change as a share of each weight's (Frobenius norms). The demo model's
-#: image of 4 steps changes by 30 levels of 255 where it changes most; at 0.5 it would be chaotic,
-#: and differ from one precision to the other.
-LORA_SHARE = 0.2
-
-#: Keys of kohya's format.
-_PREFIXES = {"unet": "lora_unet_", "text_encoder": "lora_te_text_model_"}
-
 
 #: Buffers that are made of the weights when they are loaded. The slots' own change with every job.
 _DERIVED = "folded"
@@ -50,7 +30,6 @@ class SelfCheck:
         parameters that are in the host's memory. Another thread may merge LoRAs into the text
         encoder, while it holds *text_encoder_lock*.
         """
-        self.weights_id = checkpoint.weights_id
         self._networks = checkpoint.networks
         self._backbone = checkpoint.family.backbone
         self._merger = merger
@@ -100,36 +79,3 @@ class SelfCheck:
             for name, buffer in module.named_buffers()
             if name.endswith(_DERIVED)
         }
-
-    def write_lora(self, path: Path) -> None:
-        """Writes a LoRA on all attentions, noise by the layers' names; NodeError if it cannot."""
-        self._reloaded()
-        tensors: dict[str, Tensor] = {}
-        for network, prefix in _PREFIXES.items():
-            for layer_path, layer in adaptable_layers(self._networks[network]).items():
-                if not isinstance(layer, nn.Linear) or "attn" not in layer_path:
-                    continue
-                name = layer_path.removeprefix("text_model.").replace(".", "_")
-                key = f"{prefix}{name}"
-                outer, inner = layer.weight.shape
-                up = _noise(f"{key} up", outer)
-                down = _noise(f"{key} down", inner)
-                size = layer.weight.float().norm().item()
-                scale = LORA_SHARE * size / np.linalg.norm(up @ down.T).item()
-                up = scale * up
-                down = down.T.copy()
-                tensors[f"{key}.lora_up.weight"] = torch.from_numpy(up).half()
-                tensors[f"{key}.lora_down.weight"] = torch.from_numpy(down).half()
-        try:
-            save_file(tensors, path)
-        except (OSError, SafetensorError) as error:
-            raise errors.NodeError(
-                f"{str(path)!r} cannot be written: {error}"
-            ) from error
-
-
-def _noise(name: str, length: int) -> np.ndarray:
-    """[length, LORA_RANK] between -1 and 1; no library's next version draws it differently."""
-    data = hashlib.shake_256(name.encode()).digest(length * LORA_RANK)
-    levels = np.frombuffer(data, np.uint8).astype(np.float32).reshape(length, LORA_RANK)
-    return levels / 127.5 - 1

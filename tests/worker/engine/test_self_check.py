@@ -11,8 +11,7 @@ import torch
 
 from imagefleet import concurrency, errors
 from imagefleet.storage.open import Storage
-from worker.engine import checkpoint as checkpoints
-from worker.engine import checksums, contract, load
+from worker.engine import contract, load
 from worker.engine.slots import engine as slots
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
@@ -87,25 +86,6 @@ def test_a_vae_that_was_widened_is_no_fault(
     engine = make_slot_engine("float16")
     engine.checkpoint.vae.float()
     assert engine.self_check.find_fault() is None
-
-
-def test_the_same_weights_have_one_identity_in_each_file_and_precision(
-    checkpoint: Path, single_file: Path, tmp_path: Path
-) -> None:
-    cpu = torch.device("cpu")
-    config = checkpoint  # a single file of other sizes needs it
-    found = {
-        checkpoints.load_checkpoint(path, cpu, dtype, config).weights_id
-        for path, dtype in (
-            (checkpoint, torch.float16),
-            (single_file, torch.float32),
-            (checkpoint, torch.bfloat16),
-        )
-    }
-    assert len(found) == 1
-    loaded = checkpoints.load_checkpoint(checkpoint, cpu, torch.float32)
-    flip(loaded.unet.conv_in.weight, 20)
-    assert checksums.identify(loaded.networks) not in found
 
 
 # The demo model in the whole pipeline

@@ -113,8 +113,6 @@ class Model:
     """The encoder whose states of the prompts come with each request; None: none do."""
     weight_sums: checksums.Sums | None = None
     """Checksums of the networks' weights as they were on the CPU; None: they are not checked."""
-    weights_id: str = ""
-    """Identifies the weights, in whatever file and precision they are."""
 
     @property
     def channels(self) -> int:

@@ -351,25 +351,19 @@ def test_images_are_the_same_in_company_and_alone_whatever_fails_once(
 
 
 def test_a_check_of_the_weights_in_between_finds_the_checkpoints_own(
-    engine: Any, mixed: list[Any], draw: Any, difference: Any, tmp_path: Path
+    engine: Any, mixed: list[Any], draw: Any, difference: Any
 ) -> None:
     alone = draw(engine, mixed[0])[0]
-    engine.self_check.write_lora(tmp_path / "before.safetensors")
     engine.admit(0, engine.prepare(mixed[0]))
     checked, finished = 0, []
     while engine.busy:
         finished += engine.tick()
         if engine._weights._other is not None:
             checked += 1
-            if checked % 2:
-                assert engine.self_check.find_fault() is None
-            else:
-                engine.self_check.write_lora(tmp_path / "after.safetensors")
+            assert engine.self_check.find_fault() is None
             assert engine._weights._other is None
     assert checked > 1
     assert difference(finished[0].outcome, alone) <= ROUNDING
-    before, after = (tmp_path / f"{name}.safetensors" for name in ("before", "after"))
-    assert before.read_bytes() == after.read_bytes()
 
 
 def test_they_are_dropped_once_no_job_needs_them_and_the_engine_may_take_another_model(
