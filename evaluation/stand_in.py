@@ -67,11 +67,8 @@ class StandInEngine:
     def prepare(self, request: contract.ImageRequest) -> StandInPrepared:
         return StandInPrepared(request)
 
-    def admit(
-        self, ticket: int, prepared: contract.PreparedRequest, *, urgent: bool = False
-    ) -> None:
-        add = self._admitted.appendleft if urgent else self._admitted.append
-        add((ticket, prepared.request))
+    def admit(self, ticket: int, prepared: contract.PreparedRequest) -> None:
+        self._admitted.append((ticket, prepared.request))
 
     def tick(self) -> list[contract.Finished]:
         time.sleep(self._tick_seconds)

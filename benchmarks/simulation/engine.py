@@ -76,13 +76,7 @@ class SimulatedEngine:
     def prepare(self, request: contract.ImageRequest) -> StandInPrepared:
         return StandInPrepared(request)
 
-    def admit(
-        self,
-        ticket: int,
-        prepared: contract.PreparedRequest,
-        *,
-        urgent: bool = False,  # noqa: ARG002 - no jobs are drawn besides
-    ) -> None:
+    def admit(self, ticket: int, prepared: contract.PreparedRequest) -> None:
         self._steps_left[ticket] = prepared.request.steps
 
     @property

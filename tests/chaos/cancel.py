@@ -52,13 +52,11 @@ class NotingEngine(StandInEngine):
         self.begun: list[tuple[bool, float]] = []
         self.has_begun = threading.Event()
 
-    def admit(
-        self, ticket: int, prepared: contract.PreparedRequest, *, urgent: bool = False
-    ) -> None:
+    def admit(self, ticket: int, prepared: contract.PreparedRequest) -> None:
         self.begun.append((prepared.request.seed >= OTHERS, time.monotonic()))
         if len(self.begun) >= DRAWN_BEFORE:
             self.has_begun.set()
-        super().admit(ticket, prepared, urgent=urgent)
+        super().admit(ticket, prepared)
 
 
 def messages(jobs: int, others: int) -> list[str]:

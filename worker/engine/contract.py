@@ -280,10 +280,8 @@ class Engine(Protocol):
         Raises JobError if it can never succeed here (for example, a LoRA that does not fit).
         """
 
-    def admit(
-        self, ticket: int, prepared: PreparedRequest, *, urgent: bool = False
-    ) -> None:
-        """Adds a request; only while `free` is above zero. An *urgent* one is drawn first."""
+    def admit(self, ticket: int, prepared: PreparedRequest) -> None:
+        """Adds a request; only while `free` is above zero."""
 
     def tick(self) -> list[Finished]:
         """Does one bounded piece of work and returns the finished images.

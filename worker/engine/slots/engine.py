@@ -150,15 +150,13 @@ class SlotEngine:
             return self._upscales.prepare(request)
         return self._preparer.prepare(request)
 
-    def admit(
-        self, ticket: int, prepared: contract.PreparedRequest, *, urgent: bool = False
-    ) -> None:
+    def admit(self, ticket: int, prepared: contract.PreparedRequest) -> None:
         if isinstance(prepared, PreparedUpscale):
             self._upscales.add(ticket, prepared)
             return
         if not isinstance(prepared, PreparedRequest):
             raise TypeError("prepared by another engine")
-        self._add(SlotJob(ticket, prepared, BatchKey.of(prepared), urgent))
+        self._add(SlotJob(ticket, prepared, BatchKey.of(prepared)))
 
     def tick(self) -> list[contract.Finished]:
         """Fills a lane's free slots and runs one step of it; raises NodeError for a broken GPU."""
@@ -274,7 +272,7 @@ class SlotEngine:
 
     def _add(self, job: SlotJob) -> None:
         job.batch_key = self._runner.place(job, is_first=not self._lanes.jobs)
-        self._lanes.add(job.batch_key, [job], first=job.urgent)
+        self._lanes.add(job.batch_key, [job])
 
     def _open_lane(self, batch_key: BatchKey) -> tuple[Lane, Step]:
         lane = self._lanes.lane_of(batch_key)
@@ -473,7 +471,7 @@ class SlotEngine:
         if (following := job.prepared.next_pass) is None:
             named = staged.coder and staged.coder.vae
             self._decoder.add(job.ticket, latents, job.prepared.request.decoder, named)
-            if not (job.urgent or self._has_drawn_job):
+            if not self._has_drawn_job:
                 self._has_drawn_job = True
                 self._runner.native = self._runner.native.at(job.prepared, 0)
             return
@@ -484,9 +482,7 @@ class SlotEngine:
         # Still alone if the first pass was.
         batch_key = BatchKey.of(following)._replace(isolated=job.batch_key.isolated)
         first_pass = FirstPass(latents, drawn, staged)
-        going_on = SlotJob(
-            job.ticket, following, batch_key, job.urgent, first_pass=first_pass
-        )
+        going_on = SlotJob(job.ticket, following, batch_key, first_pass=first_pass)
         going_on.call = following.begins
         self._add(going_on)
 

@@ -29,8 +29,6 @@ _ROOMY_CONTEXT = 4
 #: one row with LoRAs of their own.
 _BLOCKS_PER_WIDE_ONE = 4
 
-#: How many times full an urgent lane counts as.
-_URGENT = 2.0
 
 #: Lanes with tensors, if several may have weights of their own: three sizes with prompts of all
 #: lengths. A lane of SD1.5 at 16 slots takes 0.25 GB beside its weights, 1 GB for long prompts.
@@ -230,12 +228,9 @@ class Lanes:
     def urgency(self, lane: Lane) -> float:
         """The lane with the highest runs next: the fuller and the longer it has waited.
 
-        Full lanes take turns. Any other runs after PATIENCE_TICKS and one turn of each lane, one
-        with an urgent job in the next turns.
+        Full lanes take turns. Any other runs after PATIENCE_TICKS and one turn of each lane.
         """
         filled = min(lane.held, lane.slots) / lane.slots
-        if any(job.urgent for job in (*lane.active.values(), *lane.waiting)):
-            filled = _URGENT
         return filled + (self._tick - lane.ran_at) / (PATIENCE_TICKS * self._turn_ticks)
 
     def takes_jobs(self, lane: Lane) -> bool:

@@ -159,8 +159,7 @@ class SlotJob:
     ticket: int
     prepared: PreparedRequest
     batch_key: BatchKey
-    urgent: bool = False
-    """Drawn before others, whatever their size."""
+
     overtakes: int = 0
     assembling: Future[AssembledLoras] | None = None
     """Begun before the device has room for them."""

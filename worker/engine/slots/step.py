@@ -236,7 +236,7 @@ class StepRunner:
         """
         plain = job.batch_key._replace(is_apart=False)
         changes = job.changes_convolutions
-        if self.may_compile and not job.urgent:
+        if self.may_compile:
             if is_first:
                 self.outlook.begin()
             calls = Counter(

@@ -84,14 +84,6 @@ def test_jobs_are_admitted_up_to_the_capacity(
     assert (engine.free, engine.busy) == (4, False)
 
 
-def test_an_urgent_job_is_drawn_first(make_engine: Any, request_of: Any) -> None:
-    engine = make_engine(slots=1)
-    for ticket in range(2):
-        prepared = engine.prepare(request_of(seed=ticket, steps=1))
-        engine.admit(ticket, prepared, urgent=ticket == 1)
-    assert [each.ticket for _ in range(4) for each in engine.tick()] == [1, 0]
-
-
 def test_another_image_of_a_job_needs_no_other_preparation(
     make_engine: Any, request_of: Any, difference: Any, draw: Any
 ) -> None:

@@ -205,20 +205,6 @@ def test_every_lane_runs_within_its_patience_and_a_turn_of_each_other(
         assert longest <= turn * (PATIENCE_TICKS + sizes)
 
 
-@pytest.mark.parametrize(("blocks", "turn"), [(20, 1), (1, SHARED_TURN_TICKS)])
-def test_an_urgent_job_of_a_rare_size_does_not_wait_for_company(
-    blocks: int, turn: int
-) -> None:
-    drawing = Drawing(mixed(2, 300), blocks=blocks, weight_mode="per_slot").run(40)
-    canary: Any = Job(ticket=1000, batch_key=SIZES[5], call=0, calls=CALLS)
-    urgent = as_slot_job(canary)
-    urgent.urgent = True
-    drawing.admitted_at[1000] = 40
-    drawing.lanes.add(urgent.batch_key, [urgent], first=True)
-    drawing.run()
-    assert drawing.waited(1000) <= (CALLS if turn == 1 else 1) * 4 * turn
-
-
 def test_more_sizes_than_lanes_all_get_their_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

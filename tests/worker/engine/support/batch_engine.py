@@ -108,9 +108,7 @@ class BatchEngine:
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
         return self._preparer.prepare(request)
 
-    def admit(
-        self, ticket: int, prepared: contract.PreparedRequest, *, urgent: bool = False
-    ) -> None:
+    def admit(self, ticket: int, prepared: contract.PreparedRequest) -> None:
         if not isinstance(prepared, PreparedRequest):
             raise TypeError("prepared by another engine")
         self._pending[ticket] = prepared
