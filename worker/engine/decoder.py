@@ -17,6 +17,7 @@ from imagefleet.job.passes.first import VaeDecoder
 from imagefleet.telemetry import logs
 from worker.engine import contract
 from worker.engine import errors as engine_errors
+from worker.engine.contract import Finished
 from worker.engine.kernels.compile import Compiled, GraphPool
 from worker.engine.kernels.layers import time_convolutions
 
@@ -114,7 +115,7 @@ class Decoder:
         self._pool = pool
         self._queue: deque[_FinishedLatents] = deque()
         self._copies: deque[tuple[Sequence[_FinishedLatents], HostCopy]] = deque()
-        self._failed: list[contract.Finished] = []
+        self._failed: list[Finished] = []
         self._compiled: dict[_SliceKey, tuple[Tensor, Compiled]] = {}
         # Of single images for which the memory was too short.
         self._striped_shapes: set[torch.Size] = set()
@@ -211,7 +212,7 @@ class Decoder:
         is_striped = self.is_striped or latents.shape[1:] in self._striped_shapes
         return decode(vae or self._usual, latents, in_stripes=is_striped)
 
-    def collect(self, *, wait: bool) -> list[contract.Finished]:
+    def collect(self, *, wait: bool) -> list[Finished]:
         """The images that have reached the host; *wait* blocks for at least one slice, if any.
 
         Raises NodeError if the GPU itself is broken.
@@ -222,7 +223,7 @@ class Decoder:
             part, copy = self._copies.popleft()
             for drawn, pixels in zip(part, copy.wait(), strict=True):
                 outcome = self._retry_in_float32(drawn) if pixels is None else pixels
-                finished.append(contract.Finished(drawn.ticket, outcome))
+                finished.append(Finished(drawn.ticket, outcome))
         return finished
 
     def forget_compiled(self) -> None:
@@ -283,7 +284,7 @@ class Decoder:
             self._striped_shapes.add(shape)
             self._decode_or_share(part, free_memory)
         else:
-            self._failed.append(contract.Finished(part[0].ticket, failure))
+            self._failed.append(Finished(part[0].ticket, failure))
 
     @torch.no_grad()
     def _decode(self, part: Sequence[_FinishedLatents]) -> HostCopy:

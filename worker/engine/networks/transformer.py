@@ -35,6 +35,10 @@ UNKNOWN_UNET = (
 )
 
 
+ModulePaths = Mapping[nn.Module, str]
+"""The paths of a network's modules, by which LoRAs name them."""
+
+
 class Call(NamedTuple):
     """Arguments that all layers of one call share."""
 
@@ -60,7 +64,7 @@ class KeysValues:
     def __init__(
         self,
         crosses: list[CrossAttention],
-        paths: Mapping[nn.Module, str],
+        paths: ModulePaths,
         *,
         saves_memory: bool = False,
     ) -> None:
@@ -115,7 +119,7 @@ class KeysValues:
 
 
 class Transformer(nn.Module):
-    def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
+    def __init__(self, original: Any, paths: ModulePaths) -> None:
         super().__init__()
         self.norm = original.norm
         self.proj_in = _linear(paths, original.proj_in)
@@ -144,7 +148,7 @@ class Transformer(nn.Module):
 
 
 class _Block(nn.Module):
-    def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
+    def __init__(self, original: Any, paths: ModulePaths) -> None:
         super().__init__()
         gate = original.ff.net[0]
         if (
@@ -180,7 +184,7 @@ class _Block(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
+    def __init__(self, original: Any, paths: ModulePaths) -> None:
         super().__init__()
         self.heads = original.heads
         self.qkv = _linear(paths, original.to_q, original.to_k, original.to_v)
@@ -213,7 +217,7 @@ class CrossAttention(nn.Module):
     keys: slice
     values: slice
 
-    def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
+    def __init__(self, original: Any, paths: ModulePaths) -> None:
         super().__init__()
         self.heads = original.heads
         self.to_q = _linear(paths, original.to_q)
@@ -232,7 +236,7 @@ class CrossAttention(nn.Module):
         return output
 
 
-def _linear(paths: Mapping[nn.Module, str], *layers: Layer) -> SlotLinear:
+def _linear(paths: ModulePaths, *layers: Layer) -> SlotLinear:
     return SlotLinear({paths[layer]: layer for layer in layers})
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from worker.engine.networks.transformer import (
     Call,
     CrossAttention,
     KeysValues,
+    ModulePaths,
     SelfAttention,
     SlotNetwork,
     SlotPrompts,
@@ -50,7 +51,7 @@ class SlotEncoder(SlotNetwork):
     def __init__(
         self,
         original: Any,
-        paths: Mapping[nn.Module, str],
+        paths: ModulePaths,
         weights: SlotWeights = "merged",
     ) -> None:
         """*original* is diffusers' UNet or ControlNet; *paths* are those of its modules."""
@@ -71,9 +72,7 @@ class SlotEncoder(SlotNetwork):
         self.mid = _Layers(original.mid_block, original.mid_block.resnets[1:], paths)
         self.mid_first = _Resnet(original.mid_block.resnets[0], paths)
 
-    def _join(
-        self, paths: Mapping[nn.Module, str], *, saves_memory: bool = False
-    ) -> None:
+    def _join(self, paths: ModulePaths, *, saves_memory: bool = False) -> None:
         """Makes one product each of what all layers compute of the time and of the prompt."""
         crosses = [
             module for module in self.modules() if isinstance(module, CrossAttention)
@@ -202,7 +201,7 @@ class SlotUnet(SlotEncoder):
 
 
 class _TimeEmbedding(nn.Module):
-    def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
+    def __init__(self, original: Any, paths: ModulePaths) -> None:
         super().__init__()
         if original.post_act is not None:
             raise errors.SetupError(UNKNOWN_UNET)
@@ -257,7 +256,7 @@ class _TimeProjections(nn.Module):
     weight: Tensor
     bias: Tensor
 
-    def __init__(self, resnets: list[_Resnet], paths: Mapping[nn.Module, str]) -> None:
+    def __init__(self, resnets: list[_Resnet], paths: ModulePaths) -> None:
         super().__init__()
         # By shape: the slots' changes of one shape are one product, too.
         resnets = sorted(resnets, key=lambda resnet: len(resnet.time_emb_proj.weight))
@@ -291,7 +290,7 @@ class _Resnet(nn.Module):
     #: The block's columns of the output of `_TimeProjections`.
     time: slice
 
-    def __init__(self, original: Any, paths: Mapping[nn.Module, str]) -> None:
+    def __init__(self, original: Any, paths: ModulePaths) -> None:
         super().__init__()
         if (
             original.time_embedding_norm != "default"
@@ -322,9 +321,7 @@ class _Resnet(nn.Module):
 
 
 class _Layers(nn.Module):
-    def __init__(
-        self, block: Any, resnets: Any, paths: Mapping[nn.Module, str]
-    ) -> None:
+    def __init__(self, block: Any, resnets: Any, paths: ModulePaths) -> None:
         super().__init__()
         attentions = getattr(block, "attentions", None) or ()
         self.resnets = nn.ModuleList(_Resnet(resnet, paths) for resnet in resnets)
@@ -335,7 +332,7 @@ class _Layers(nn.Module):
 
 
 class _Down(_Layers):
-    def __init__(self, block: Any, paths: Mapping[nn.Module, str]) -> None:
+    def __init__(self, block: Any, paths: ModulePaths) -> None:
         super().__init__(block, block.resnets, paths)
         self.samplers = nn.ModuleList(
             _conv(paths, each.conv) for each in block.downsamplers or ()
@@ -356,7 +353,7 @@ class _Down(_Layers):
 
 
 class _Up(_Layers):
-    def __init__(self, block: Any, paths: Mapping[nn.Module, str]) -> None:
+    def __init__(self, block: Any, paths: ModulePaths) -> None:
         super().__init__(block, block.resnets, paths)
         self.samplers = nn.ModuleList(
             SlotConv(Upsampler(sampler), paths[sampler.conv])
@@ -376,5 +373,5 @@ class _Up(_Layers):
         return x
 
 
-def _conv(paths: Mapping[nn.Module, str], layer: nn.Module) -> SlotConv:
+def _conv(paths: ModulePaths, layer: nn.Module) -> SlotConv:
     return SlotConv(layer, paths[layer])

@@ -22,6 +22,7 @@ from imagefleet.job.passes.controlnet import MOST_CONTROLS
 from imagefleet.job.prompt import Prompt
 from imagefleet.job.sizes import MAX_SIDE, MIN_SIDE
 from worker.engine import contract
+from worker.engine.contract import Pixels
 from worker.engine.families.reading import ImageNoise
 from worker.engine.sampler import NoiseStream
 
@@ -58,7 +59,7 @@ _BLURS = ((256, 1), (64, 1), (16, 2), (4, 4), (2, 2), (0, 1))
 class PreparedImage:
     """Shared by all images of a job."""
 
-    pixels: contract.Pixels
+    pixels: Pixels
     """[height, width, 3]: to be encoded."""
     kept: Tensor | None
     """[1, height, width] of the latents: 1 where they stay, else 0; None without a mask."""
@@ -101,7 +102,7 @@ def prepare_image(init: contract.InitImage, factor: int) -> PreparedImage:
     return PreparedImage(pixels, kept[None], init.masked_content, hidden[None])
 
 
-def _fill(pixels: contract.Pixels, mask: Image.Image) -> contract.Pixels:
+def _fill(pixels: Pixels, mask: Image.Image) -> Pixels:
     """The image with the colours around the mask below it: ever finer blurs of what is outside."""
     outside = Image.new("RGBa", mask.size)
     opaque = Image.fromarray(pixels).convert("RGBA").convert("RGBa")
@@ -203,7 +204,7 @@ class PreparedControl:
     """A ControlNet of a request, ready for the engine."""
 
     identity: Identity
-    pixels: contract.Pixels = field(repr=False)
+    pixels: Pixels = field(repr=False)
     weights: tuple[float, ...]
     """The ControlNet's weight at each call of the UNet."""
 

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from imagefleet import errors
 from imagefleet.files.safetensors import Identity, UnusableError, identify
 from imagefleet.telemetry import logs
-from worker.engine import checkpoint, contract, decoder
+from worker.engine import checkpoint, decoder
 from worker.engine import errors as engine_errors
+from worker.engine.contract import Pixels
 from worker.engine.families import reading
 from worker.engine.files import safetensors
 from worker.engine.files.network_cache import NetworkCache, assign
@@ -55,7 +56,7 @@ class ImageCoder:
             latents = self._known[image] = self.encode(image.pixels)
         return latents
 
-    def encode(self, pixels: contract.Pixels) -> Tensor:
+    def encode(self, pixels: Pixels) -> Tensor:
         """Latents [4, height, width] in float32 on the device; raises TransientError for NaN."""
         return self._to_latents(self._images_of(pixels))
 
@@ -82,7 +83,7 @@ class ImageCoder:
         conditioning = self._known[key] = torch.cat([mask, latents])
         return conditioning
 
-    def _images_of(self, pixels: contract.Pixels) -> Tensor:
+    def _images_of(self, pixels: Pixels) -> Tensor:
         """[1, 3, height, width] on the device, from -1 to 1."""
         levels = (
             torch.from_numpy(pixels.copy()).to(self._vae.device).permute(2, 0, 1)[None]
@@ -94,16 +95,14 @@ class ImageCoder:
             lambda vae: _encode(vae, images), "the latents of an image are"
         )
 
-    def decode(
-        self, latents: Tensor, tiny: AutoencoderTiny | None = None
-    ) -> contract.Pixels:
+    def decode(self, latents: Tensor, tiny: AutoencoderTiny | None = None) -> Pixels:
         """The pixels of latents [4, height, width], rounded down as AUTOMATIC1111 does here.
 
         By the VAE, or by *tiny*. Raises TransientError if they are NaN.
         """
         images = self._finite(lambda vae: _decode(tiny or vae, latents), "the image is")
         levels = ((images / 2 + 0.5).clamp(0, 1) * 255).to(torch.uint8)
-        pixels: contract.Pixels = levels[0].permute(1, 2, 0).cpu().numpy()
+        pixels: Pixels = levels[0].permute(1, 2, 0).cpu().numpy()
         return pixels
 
     def clear(self) -> None:

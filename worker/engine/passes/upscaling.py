@@ -32,12 +32,13 @@ from imagefleet.files.safetensors import Identity, UnusableError, identify
 from imagefleet.telemetry import logs
 from worker.engine import contract
 from worker.engine import errors as engine_errors
+from worker.engine.contract import Pixels
 from worker.engine.files import safetensors
 from worker.engine.files.safetensors import ReadOnce
 
 log = logs.EventLog(__name__)
 
-Enlarge = Callable[[contract.Pixels, float], contract.Pixels]
+Enlarge = Callable[[Pixels, float], Pixels]
 """Enlarges an RGB image by a factor, or by its own if it has one. Called on the stager's thread."""
 
 #: The mode of torch's `interpolate`, and whether it is antialiased.
@@ -57,9 +58,7 @@ _MOST_TIMES = 3
 _ALIGNMENT = 8
 
 
-def _resample(
-    how: Image.Resampling, pixels: contract.Pixels, scale: float
-) -> contract.Pixels:
+def _resample(how: Image.Resampling, pixels: Pixels, scale: float) -> Pixels:
     height, width = pixels.shape[:2]
     return _resize(pixels, int(width * scale), int(height * scale), how)
 
@@ -94,7 +93,7 @@ class Upscaling:
             0
         ]
 
-    def enlarge_pixels(self, pixels: contract.Pixels) -> contract.Pixels:
+    def enlarge_pixels(self, pixels: Pixels) -> Pixels:
         width, height = self.size
         scale = max(width / pixels.shape[1], height / pixels.shape[0])
         if self.enlarge is not None and scale > 1:
@@ -115,15 +114,15 @@ class Upscaling:
 
 
 def enlarge(
-    pixels: contract.Pixels, upscale: contract.Upscale, upscalers: Sequence[Enlarge]
-) -> contract.Pixels:
+    pixels: Pixels, upscale: contract.Upscale, upscalers: Sequence[Enlarge]
+) -> Pixels:
     """An image as AUTOMATIC1111's extras enlarge it, by one or both of the *upscalers*.
 
     One that is large enough is only resized, but by a network at a scale of 1, which may restore.
     """
     height, width = pixels.shape[:2]
     is_smaller = width < upscale.whole[0] or height < upscale.whole[1]
-    found: list[contract.Pixels] = []
+    found: list[Pixels] = []
     for upscaler in upscalers:
         if is_smaller or upscale.scale == 1:
             found.append(_apply(upscaler, pixels, upscale.scale, *upscale.whole))
@@ -161,8 +160,8 @@ def _kept(excess: int, length: int) -> slice:
 
 
 def _apply(
-    enlarge: Enlarge, pixels: contract.Pixels, scale: float, width: int, height: int
-) -> contract.Pixels:
+    enlarge: Enlarge, pixels: Pixels, scale: float, width: int, height: int
+) -> Pixels:
     """Enlarges an image as often as it takes to reach the size, then resizes it to exactly that."""
     for _ in range(_MOST_TIMES):
         before = pixels.shape
@@ -175,14 +174,14 @@ def _apply(
 
 
 def _resize(
-    pixels: contract.Pixels, width: int, height: int, resampling: Image.Resampling
-) -> contract.Pixels:
+    pixels: Pixels, width: int, height: int, resampling: Image.Resampling
+) -> Pixels:
     if pixels.shape[:2] == (height, width):
         return pixels
     return np.asarray(Image.fromarray(pixels).resize((width, height), resampling))
 
 
-Network = Callable[[contract.Pixels], npt.NDArray[np.float32]]
+Network = Callable[[Pixels], npt.NDArray[np.float32]]
 """Enlarges a tile; returns levels from 0 to 1, and beyond where the network does."""
 
 #: AUTOMATIC1111's settings `ESRGAN_tile`, `DAT_tile`, `SWIN_tile` and their `_tile_overlap`: pixels
@@ -195,12 +194,12 @@ AVERAGED: Mapping[str, int] = {"SwinIR": TILE, "SCUNet": 256}
 
 def in_tiles(
     network: Network,
-    pixels: contract.Pixels,
+    pixels: Pixels,
     scale: int,
     tile: int,
     *,
     averaged: bool = False,
-) -> contract.Pixels:
+) -> Pixels:
     """An image [height, width, 3] through a network that enlarges tiles *scale* times.
 
     As `upscale_with_model` of `modules/upscaler_utils.py` (1.10) with `images.split_grid` and
@@ -233,7 +232,7 @@ def in_tiles(
     return np.ascontiguousarray(_joined(joined, tops, height, scale).transpose(1, 0, 2))
 
 
-def _pixels(levels: npt.NDArray[np.floating[Any]]) -> contract.Pixels:
+def _pixels(levels: npt.NDArray[np.floating[Any]]) -> Pixels:
     return np.around(levels.clip(0, 1) * 255).astype(np.uint8)
 
 
@@ -247,8 +246,8 @@ def _starts(length: int, tile: int, averaged: bool) -> list[int]:
 
 
 def _joined(
-    parts: Sequence[contract.Pixels], starts: Sequence[int], length: int, scale: int
-) -> contract.Pixels:
+    parts: Sequence[Pixels], starts: Sequence[int], length: int, scale: int
+) -> Pixels:
     """Parts [height, tile, 3] beside each other in [height, length * scale, 3]."""
     height = len(parts[0])
     shared = OVERLAP * scale
@@ -308,7 +307,7 @@ class Upscaler:
         self._usual_tile = AVERAGED.get(architecture, TILE)
         self._tile = self._least_tile = self._usual_tile
 
-    def enlarge(self, pixels: contract.Pixels, _scale: float = 1.0) -> contract.Pixels:
+    def enlarge(self, pixels: Pixels, _scale: float = 1.0) -> Pixels:
         """The image, enlarged by the network's own factor; see `Enlarge`.
 
         Raises TransientError if the memory is too short even for small tiles, and NodeError if the
@@ -347,7 +346,7 @@ class Upscaler:
         return enlarged
 
     @torch.inference_mode()
-    def _run(self, tile: contract.Pixels) -> npt.NDArray[np.float32]:
+    def _run(self, tile: Pixels) -> npt.NDArray[np.float32]:
         image = (
             torch.from_numpy(tile[..., ::-1].copy()).to(self._device).permute(2, 0, 1)
         )

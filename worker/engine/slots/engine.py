@@ -20,6 +20,7 @@ from imagefleet import errors
 from imagefleet.telemetry import logs
 from worker.engine import contract, sampler
 from worker.engine import errors as engine_errors
+from worker.engine.contract import Finished
 from worker.engine.families.table import Model
 from worker.engine.files.network_cache import KEPT_BYTES, NetworkCache
 from worker.engine.kernels.compile import Around
@@ -158,10 +159,10 @@ class SlotEngine:
             raise TypeError("prepared by another engine")
         self._add(SlotJob(ticket, prepared, BatchKey.of(prepared)))
 
-    def tick(self) -> list[contract.Finished]:
+    def tick(self) -> list[Finished]:
         """Fills a lane's free slots and runs one step of it; raises NodeError for a broken GPU."""
         self._compilation.advance()
-        finished: list[contract.Finished] = []
+        finished: list[Finished] = []
         failure: errors.FleetError | None = None
         out_of_memory = False
         lane = self._lanes.next()
@@ -293,7 +294,7 @@ class SlotEngine:
         return lane.step
 
     def _refill(
-        self, lane: Lane, finished: list[contract.Finished], *, waits: bool = True
+        self, lane: Lane, finished: list[Finished], *, waits: bool = True
     ) -> None:
         """Moves the next jobs into a lane's free slots; those that cannot start are finished.
 
@@ -341,7 +342,7 @@ class SlotEngine:
         lane: Lane,
         step: Step,
         slots: Sequence[int],
-        finished: list[contract.Finished],
+        finished: list[Finished],
     ) -> None:
         """Starts the jobs of some slots, and loads the weights that the lane's slots lack.
 

@@ -20,20 +20,23 @@ from imagefleet.files.safetensors import Identity
 from imagefleet.job import differences, samplers
 from imagefleet.job.clip import Chunk
 from imagefleet.job.prompt import Prompt
-from worker.engine import contract, embeddings, sampler, text
+from worker.engine import contract, embeddings, text
 from worker.engine.checkpoint import Checkpoint
+from worker.engine.contract import ImageRequest
 from worker.engine.control.cache import ControlNets
 from worker.engine.families.table import Family
 from worker.engine.files import safetensors
 from worker.engine.files.safetensors import ReadOnce
 from worker.engine.lora import file as lora_file
 from worker.engine.lora import merge
+from worker.engine.lora.file import Network
+from worker.engine.lora.merge import AppliedLora, PackedLoras
 from worker.engine.passes import begin, upscaling
 from worker.engine.passes.begin import PreparedControl
 from worker.engine.passes.checkpoints import CheckpointCache
 from worker.engine.passes.images import Vaes
 from worker.engine.passes.upscaling import UpscalerCache, Upscaling
-from worker.engine.sampler import NoiseStream
+from worker.engine.sampler import NoiseStream, Schedule
 from worker.engine.samplers import schedule as schedules
 
 #: LoRA files in memory: some 75 of rank 32.
@@ -50,18 +53,16 @@ _make_schedule = functools.lru_cache(maxsize=256)(schedules.make_schedule)
 class PreparedRequest:
     """A request that the engine can start at once."""
 
-    request: contract.ImageRequest
+    request: ImageRequest
     family: Family
     """The family of the engine's own checkpoint."""
-    schedule: sampler.Schedule
+    schedule: Schedule
     text_rows: tuple[text.Row, ...] = ()
     """Rows of the subprompts that AND joins, last first, then of the negative prompt."""
     states: Tensor | None = None
     """Text states of both prompts [2, tokens, width], in place of their rows."""
-    loras: Mapping[lora_file.Network, Sequence[merge.AppliedLora]] = field(
-        default_factory=dict
-    )
-    packs: Mapping[lora_file.Network, merge.PackedLoras] = field(default_factory=dict)
+    loras: Mapping[Network, Sequence[AppliedLora]] = field(default_factory=dict)
+    packs: Mapping[Network, PackedLoras] = field(default_factory=dict)
     """The LoRAs for a slot, as far as slots can hold them."""
     image: begin.PreparedImage | None = None
     """Start image of img2img or inpainting."""
@@ -108,7 +109,7 @@ class PreparedRequest:
         return merge.key_of(itertools.chain.from_iterable(texts))
 
     @property
-    def pack(self) -> merge.PackedLoras | None:
+    def pack(self) -> PackedLoras | None:
         """LoRAs of the drawing network for a slot; None if they must be merged for all slots."""
         return self.packs.get(self.family.backbone)
 
@@ -231,7 +232,7 @@ class Preparer:
         finally:
             self._may_go_on.set()
 
-    def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
+    def prepare(self, request: ImageRequest) -> PreparedRequest:
         """Checks a request and reads its files.
 
         Raises JobError if this model cannot draw it, TransientError if a file cannot be read.
@@ -253,7 +254,7 @@ class RequestPreparer(Preparer):
     def __init__(
         self,
         checkpoint: Checkpoint,
-        groups: Mapping[lora_file.Network, merge.Groups],
+        groups: Mapping[Network, merge.Groups],
         control_nets: ControlNets,
         vaes: Vaes | None = None,
         checkpoints: CheckpointCache | None = None,
@@ -291,7 +292,7 @@ class RequestPreparer(Preparer):
     ) -> tuple[str, ...]:
         return self.tokenizer.find_names(prompts, names)
 
-    def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
+    def prepare(self, request: ImageRequest) -> PreparedRequest:
         """Checks a request, tokenises its prompts, reads its files and packs its LoRAs."""
         self._check_clip_skip(request.clip_skip)
         init = request.init
@@ -423,7 +424,7 @@ class RequestPreparer(Preparer):
         )
 
     def _text_rows(
-        self, request: contract.ImageRequest, named: Sequence[embeddings.Embedding]
+        self, request: ImageRequest, named: Sequence[embeddings.Embedding]
     ) -> tuple[text.Row, ...]:
         """The rows of a pass, whose words are also those that its own LoRAs bundle."""
         dtype = self._dtypes["text_encoder"]
@@ -446,7 +447,7 @@ class RequestPreparer(Preparer):
         return (*rows, *self.tokenizer.rows(request.negative_prompt, named))
 
     def _controls(
-        self, request: contract.ImageRequest, schedule: sampler.Schedule, steps: int
+        self, request: ImageRequest, schedule: Schedule, steps: int
     ) -> tuple[PreparedControl, ...]:
         """The ControlNets of a first pass that takes so many *steps*."""
         if not request.controls:
@@ -461,8 +462,8 @@ class RequestPreparer(Preparer):
         return begin.prepare_controls(checked, schedule.finished, steps)
 
     def _schedule(
-        self, request: contract.ImageRequest, steps: int, t_enc: int | None = None
-    ) -> sampler.Schedule:
+        self, request: ImageRequest, steps: int, t_enc: int | None = None
+    ) -> Schedule:
         return _make_schedule(
             request.sampler,
             steps,
@@ -492,12 +493,12 @@ class RequestPreparer(Preparer):
 
     def _read_loras(
         self, loras: Sequence[contract.Lora]
-    ) -> dict[lora_file.Network, list[merge.AppliedLora]]:
+    ) -> dict[Network, list[AppliedLora]]:
         """Each network's LoRAs; weights of one that is named twice add up, in whatever order."""
         family = self._checkpoint.family
         networks = [family.backbone, *family.networks]
         files: dict[Identity, lora_file.LoraFile] = {}
-        weights = defaultdict[tuple[lora_file.Network, Identity], float](float)
+        weights = defaultdict[tuple[Network, Identity], float](float)
         for lora in loras:
             self._may_go_on.wait()
             file = self._lora_cache.get(lora)
@@ -510,7 +511,7 @@ class RequestPreparer(Preparer):
             differences.warn("mixed_loras")
         return {
             network: [
-                merge.AppliedLora(identity, files[identity].deltas[network], weight)
+                AppliedLora(identity, files[identity].deltas[network], weight)
                 for identity in sorted(files)
                 if (weight := weights[network, identity])
                 and files[identity].deltas[network]
@@ -534,8 +535,8 @@ class RequestPreparer(Preparer):
                 yield embeddings.Embedding(name, f"{file.identity} {name}", vectors)
 
     def _pack(
-        self, loras: Mapping[lora_file.Network, Sequence[merge.AppliedLora]]
-    ) -> dict[lora_file.Network, merge.PackedLoras]:
+        self, loras: Mapping[Network, Sequence[AppliedLora]]
+    ) -> dict[Network, PackedLoras]:
         """Each network's LoRAs for the device, where slots can hold them all."""
         packs = {}
         for network, found in loras.items():
