@@ -155,7 +155,9 @@ def find_driver() -> str | None:
 def _needed_driver() -> int | None:
     """The oldest driver for this torch; None if it was built without CUDA."""
     cuda = torch.version.cuda
-    return OLDEST_DRIVERS.get(int(cuda.partition(".")[0])) if cuda else None
+    if cuda:
+        return OLDEST_DRIVERS.get(int(cuda.partition(".")[0]))
+    return None
 
 
 def _driver_problem() -> str | None:

@@ -123,7 +123,9 @@ class Schedule:
         if total_steps is not None:
             done = torch.arange(len(self.table), dtype=torch.float64) / total_steps
         reached = (done >= (switch_at or 0.0)).tolist()
-        return reached.index(True) if True in reached else len(reached)
+        if True in reached:
+            return reached.index(True)
+        return len(reached)
 
 
 class Inpainting(NamedTuple):

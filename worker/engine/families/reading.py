@@ -195,7 +195,9 @@ def prediction_type(
             f"{str(model)!r} predicts {str(found)[:40]!r}; imagefleet generates with checkpoints"
             " that predict epsilon or v_prediction"
         )
-    return found if found is None else str(found)
+    if found is None:
+        return found
+    return str(found)
 
 
 def alphas_cumprod(
@@ -215,7 +217,9 @@ def alphas_cumprod(
     betas = torch.linspace(start**0.5, end**0.5, count, dtype=torch.float64) ** 2
     alphas = torch.cumprod(1 - betas, dim=0)
     rescales = scheduler.get("rescale_betas_zero_snr") or ZERO_TERMINAL_SNR_KEY in keys
-    return rescale_to_zero_terminal_snr(alphas) if rescales else alphas
+    if rescales:
+        return rescale_to_zero_terminal_snr(alphas)
+    return alphas
 
 
 def rescale_to_zero_terminal_snr(alphas: Tensor) -> Tensor:

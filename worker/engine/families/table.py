@@ -187,7 +187,9 @@ def find_prediction(unet: Any) -> str:
     context = torch.full((1, 2, unet.config.cross_attention_dim), 0.5)
     # On the CPU and in float32, where float16 may overflow or be missing.
     answer = unet.float()(grey, torch.tensor([999.0]), context).sample
-    return "v_prediction" if (answer - grey).mean() < -1 else "epsilon"
+    if (answer - grey).mean() < -1:
+        return "v_prediction"
+    return "epsilon"
 
 
 #: OpenCLIP-H up to its penultimate layer. Configurations ask for attention in float32, since its
@@ -369,8 +371,12 @@ def of_folder(unet: Config, text_encoder: Config) -> Family:
     if unet.get("num_class_embeds") is not None:
         return X4_UPSCALER
     if unet.get("addition_embed_type") is not None:
-        return SDXL if text_encoder else REFINER
-    return SD2 if text_encoder.get("hidden_act") == "gelu" else SD1
+        if text_encoder:
+            return SDXL
+        return REFINER
+    if text_encoder.get("hidden_act") == "gelu":
+        return SD2
+    return SD1
 
 
 def pipeline_of(model: Path) -> str:

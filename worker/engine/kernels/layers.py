@@ -213,7 +213,9 @@ def normalise_and_activate(
         if added is not None:
             x = x + added[:, :, None, None]
         normed: Tensor = norm(x)
-        return F.silu(normed) if activates else normed
+        if activates:
+            return F.silu(normed)
+        return normed
     (rows, channels, height, width), groups = x.shape, norm.num_groups
     x = x.contiguous(memory_format=torch.channels_last)
     pixels = height * width

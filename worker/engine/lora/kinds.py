@@ -124,7 +124,9 @@ def _half(tensors: Tensors, kind: str, half: str) -> Tensor:
 def _lora_factors(tensors: Tensors) -> Factors:
     up = tensors["up"].flatten(2)
     down = tensors["down"].flatten(2)
-    return (up, _with_core(tensors["mid"], down)) if "mid" in tensors else (up, down)
+    if "mid" in tensors:
+        return (up, _with_core(tensors["mid"], down))
+    return (up, down)
 
 
 def _half_factors(tensors: Tensors, kind: str, half: str) -> Factors:
@@ -132,11 +134,15 @@ def _half_factors(tensors: Tensors, kind: str, half: str) -> Factors:
         whole = whole.flatten(2)
         _, outer, inner = whole.shape
         identity = torch.eye(min(outer, inner), device=whole.device)[None]
-        return (identity, whole) if outer <= inner else (whole, identity)
+        if outer <= inner:
+            return (identity, whole)
+        return (whole, identity)
     first = tensors[f"{kind}_w{half}_a"].flatten(2)
     second = tensors[f"{kind}_w{half}_b"].flatten(2)
     core = tensors.get(f"{kind}_t{half}")
-    return (first, second) if core is None else (first.mT, _with_core(core, second))
+    if core is None:
+        return (first, second)
+    return (first.mT, _with_core(core, second))
 
 
 def _with_core(core: Tensor, inner: Tensor) -> Tensor:

@@ -61,7 +61,9 @@ class Shape(NamedTuple):
 
     @property
     def max_rank(self) -> int:
-        return _MAX_RANK if self.taps == 1 else _MAX_RANK_3X3
+        if self.taps == 1:
+            return _MAX_RANK
+        return _MAX_RANK_3X3
 
 
 #: The paths of the layers whose LoRAs are packed, by `Group` or, for those beside weights, `Shape`.
@@ -424,7 +426,9 @@ def pack(
     }
     packed = PackedLoras(room.size_bytes, low_rank, stacks)
     fits = all(rank <= shape.max_rank for shape, rank in packed.ranks.items())
-    return packed if fits else None
+    if fits:
+        return packed
+    return None
 
 
 def _alike(
@@ -447,7 +451,8 @@ def _alike(
 
 def _flat(factor: Tensor) -> Tensor:
     """A factor as a matrix. Those of linear layers are one: 384 calls a job would add up."""
-    return factor if factor.dim() == 2 else factor.flatten(1)  # noqa: PLR2004
+    is_matrix = factor.dim() == 2  # noqa: PLR2004
+    return factor if is_matrix else factor.flatten(1)
 
 
 def _as_linear(shape: Sequence[int]) -> tuple[int, ...]:

@@ -59,7 +59,9 @@ class SlotLinear(nn.Module):
         else:
             product = F.linear(x, self.weight)
         # Compiled, the bias is fused into what follows; products without one are faster.
-        return product if self.bias is None else product + self.bias
+        if self.bias is None:
+            return product
+        return product + self.bias
 
     def keep_apart(self) -> None:
         """Gives each slot low-rank changes beside the shared weights, not weights of its own."""

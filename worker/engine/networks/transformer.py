@@ -296,7 +296,9 @@ class SlotState(NamedTuple):
 
     @property
     def added_rows(self) -> int:
-        return 0 if self.added is None else len(self.added) // len(self.latents)
+        if self.added is None:
+            return 0
+        return len(self.added) // len(self.latents)
 
     def first(self, slots: int) -> SlotState:
         """Views of the first slots."""

@@ -222,7 +222,9 @@ class _TimeEmbedding(nn.Module):
             hidden = hidden + self.first_change(x, slots)
         hidden = self.act(hidden)
         output: Tensor = self.second(hidden)
-        return output + self.second_change(hidden, slots) if slots else output
+        if slots:
+            output = output + self.second_change(hidden, slots)
+        return output
 
 
 def _sines(scales: Tensor, width: int) -> Tensor:

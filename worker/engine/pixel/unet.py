@@ -154,4 +154,6 @@ class PixelUnet(SlotNetwork):
 
 def _text_of(block: Any, context: Tensor) -> dict[str, Tensor]:
     has_text = getattr(block, "has_cross_attention", False)
-    return {"encoder_hidden_states": context} if has_text else {}
+    if has_text:
+        return {"encoder_hidden_states": context}
+    return {}

@@ -294,7 +294,9 @@ def solver_step(order: int, sigma: float, end: float) -> _Moves:
 
 def bend(length: float) -> float:
     """(exp(h) - 1) / h - 1, which is what a step of length h has of the slope's change."""
-    return math.expm1(length) / length - 1 if length else 0.0
+    if length:
+        return math.expm1(length) / length - 1
+    return 0.0
 
 
 def _lcm(sigmas: Sigmas, _: Options) -> _Moves:

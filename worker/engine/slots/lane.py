@@ -84,7 +84,9 @@ class Lane:
                 break
         for older in self.waiting[:at]:
             older.overtakes += 1
-        return self.waiting.pop(at) if self.waiting else None
+        if self.waiting:
+            return self.waiting.pop(at)
+        return None
 
     def close(self) -> None:
         """Frees its tensors; its waiting jobs stay."""
@@ -129,7 +131,9 @@ class Lanes:
 
     @property
     def max_open(self) -> int:
-        return MAX_LANES if self.blocks > 1 else MAX_LANES_SHARING
+        if self.blocks > 1:
+            return MAX_LANES
+        return MAX_LANES_SHARING
 
     @property
     def block_slots(self) -> list[int]:
@@ -268,7 +272,9 @@ class Lanes:
         """Ticks of a lane before another's turn."""
         loading = [lane for lane in self if lane.held and lane.weight_mode != "shared"]
         used = [lane.block for lane in loading if lane.step is not None]
-        return 1 if len(set(used)) == len(used) else SHARED_TURN_TICKS
+        if len(set(used)) == len(used):
+            return 1
+        return SHARED_TURN_TICKS
 
     def _make_room(self) -> bool:
         """Makes room for another lane, if need be by closing an idle one; False if none is idle."""

@@ -236,7 +236,9 @@ def choose_weights(
         f"the host's memory is copied to the GPU at {rate / 1e9:.1f} GB/s",
         action="copy_timed",
     )
-    return "reloaded" if rate >= _LEAST_COPY_RATE else "factors"
+    if rate >= _LEAST_COPY_RATE:
+        return "reloaded"
+    return "factors"
 
 
 def copy_rate(device: torch.device) -> float:

@@ -115,13 +115,17 @@ class PreparedRequest:
 
     @property
     def lora_bytes(self) -> int:
-        return self.pack.size_bytes if self.pack else 0
+        if self.pack:
+            return self.pack.size_bytes
+        return 0
 
     @property
     def weights(self) -> tuple[float, ...]:
         """Factors of the guidance scale for each row but the negative prompt's."""
         prompt = self.request.prompt
-        return prompt.weights[::-1] if isinstance(prompt, Prompt) else (1.0,)
+        if isinstance(prompt, Prompt):
+            return prompt.weights[::-1]
+        return (1.0,)
 
     def scales(self, call: int, rows: int | None = None) -> tuple[float, ...]:
         """Guidance weights of the slot's *rows* in a UNet call; the last row has the rest.
@@ -137,7 +141,9 @@ class PreparedRequest:
         else:
             scale = self.request.cfg_scale * self.schedule.guidance_share
             scales = tuple(scale * weight for weight in self.weights)
-        return scales if rows is None else scales[: rows - 1]
+        if rows is None:
+            return scales
+        return scales[: rows - 1]
 
     def rows(self, call: int) -> int:
         """The rows of a UNet call: the prompt's, and with guidance the negative prompt's."""
@@ -410,7 +416,9 @@ class RequestPreparer(Preparer):
                 packs=self._pack(loras),
                 controls=(),
             )
-        return replace(drawn, ends=at, second=rest) if at else rest
+        if at:
+            return replace(drawn, ends=at, second=rest)
+        return rest
 
     def _check_checkpoint(self, path: Path | None) -> Identity | None:
         if path is None or self._checkpoints is None:

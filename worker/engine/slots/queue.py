@@ -185,7 +185,9 @@ class SlotJob:
         Where slots have no linear weights of their own, of its changes of these as well.
         """
         packed = self.prepared.pack
-        return packed.ranks if packed else {}
+        if packed:
+            return packed.ranks
+        return {}
 
     @property
     def changes_convolutions(self) -> bool:
@@ -241,7 +243,9 @@ class Costs:
 
 def own_mode(convolutions: bool) -> WeightMode:
     """The mode of slots with weights of their own, and with changes of *convolutions*, if any."""
-    return "per_slot_convolutions" if convolutions else "per_slot"
+    if convolutions:
+        return "per_slot_convolutions"
+    return "per_slot"
 
 
 def choose_mode(
@@ -263,7 +267,9 @@ def choose_mode(
     if key in (merged, ()):
         return "shared", key
     saved_seconds = ticks * (costs.seconds(own) - costs.shared_seconds)
-    return ("shared", key) if saved_seconds > costs.merge_seconds else (own, ())
+    if saved_seconds > costs.merge_seconds:
+        return ("shared", key)
+    return (own, ())
 
 
 def ticks_until_change(

@@ -138,7 +138,9 @@ class Stager:
         """A job's changes of the UNet; copied again if a slot held them already."""
         packed = job.prepared.pack
         if packed is None or (job.staged and job.staged.loras is not None):
-            return job.staged.changes if job.staged else NO_CHANGES
+            if job.staged:
+                return job.staged.changes
+            return NO_CHANGES
         return packed.of(packed.assemble().to(self._device))
 
     def forget(self) -> None:
@@ -329,7 +331,9 @@ class LatentStager(Stager):
             coder = self._vaes.get(prepared.vae)
         elif checkpoint is not None and self._checkpoints is not None:
             coder = self._checkpoints.get(checkpoint).coders.images
-        return (coder or self._images).tiling if prepared.request.tiling else coder
+        if prepared.request.tiling:
+            return (coder or self._images).tiling
+        return coder
 
     def _image_of(self, job: SlotJob, images: ImageCoder) -> Tensor | None:
         """The latents [4, height, width] that a job begins with beside noise, if any."""

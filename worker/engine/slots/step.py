@@ -310,7 +310,9 @@ class StepRunner:
         slots = len(step.state.latents)
         with_changes = WEIGHT_MODES[-1]
         is_often = self.outlook.often_changes_convolutions(step.batch_key, slots)
-        return with_changes if is_often and with_changes in modes else modes[0]
+        if is_often and with_changes in modes:
+            return with_changes
+        return modes[0]
 
     @torch.no_grad()
     def run(self, step: Step, weight_mode: WeightMode, slots: int) -> None:

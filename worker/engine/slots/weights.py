@@ -71,7 +71,9 @@ class Weights:
     def preferred(self) -> merge.LoraKey | None:
         """The LoRAs that the next job need not wait for, if any are merged."""
         if self._is_reloaded:
-            return (self._held.own or None) if self._held else None
+            if self._held:
+                return self._held.own or None
+            return None
         return self.merged or None
 
     def resize(self, block_slots: Sequence[int]) -> None:
@@ -90,7 +92,9 @@ class Weights:
     def unet_of(self, checkpoint: Identity | None) -> SlotNetwork:
         """UNet of a checkpoint's lanes: the engine's own, or one of another architecture."""
         held = self._find(checkpoint)
-        return self._unet if held is None else held.unet or self._unet
+        if held is None:
+            return self._unet
+        return held.unet or self._unet
 
     def use(self, checkpoint: Identity | None) -> None:
         """Exchanges all weights for those of another checkpoint, or for the engine's own again.
