@@ -151,28 +151,24 @@ def load_checkpoint(
         )
     predicted = reading.prediction_type(model, scheduler, prediction_type, found.keys)
     predicted = predicted or family.find_prediction(unet)
+    factor = vae_factor(vae)
     if found.has_own_size and predicted in family.native_sides:
-        unet.register_to_config(
-            sample_size=family.native_sides[predicted] // vae_factor(vae)
-        )
+        side = family.native_sides[predicted]
+        unet.register_to_config(sample_size=side // factor)
     if family.overflows_in_float16:
-        nn.Module.to(
-            vae, dtype=torch.float32
-        )  # a file's float16 has too few digits to scale
+        # A file's float16 has too few digits to scale.
+        nn.Module.to(vae, dtype=torch.float32)
         scale_down(vae)
     change(family, networks)
     placed = _placements(family, networks, device, dtype)
     if like is not None:
         placed |= {name: (device, each.dtype) for name, each in like.networks.items()}
-
     weight_sums = place(networks, placed)
     try:
         safetensors.refuse_damaged(checksums.named_parameters(networks))
-    except (
-        UnusableError
-    ) as error:  # all images would be NaN, and each node would blame itself
+    except UnusableError as error:
+        # Else all images would be NaN, and each node would blame itself.
         raise errors.SetupError(f"{str(model)!r} is damaged: it {error}") from error
-    factor = vae_factor(vae)
     side = unet.config.sample_size * factor
     return Checkpoint(
         name=name,
@@ -445,9 +441,8 @@ def _check_architecture(
     has_others = unet.config.addition_embed_type is not None and not takes_ids
     numbers = len(family.size_ids(0, 0)) * (unet.config.addition_time_embed_dim or 0)
     takes = unet.config.projection_class_embeddings_input_dim
-    latents = (
-        unet.config.out_channels
-    )  # beside them, inpainting takes as many and a mask
+    # Beside the latents, inpainting takes as many and a mask.
+    latents = unet.config.out_channels
     beside = {table.IMAGE_CHANNELS} if family.enlarges_image else {0, latents + 1}
     if (
         unet.config.cross_attention_dim != width

@@ -95,9 +95,8 @@ def set_up(
     """Sets global options for an engine on *device*; nothing to do for a CPU."""
     if device.type != "cuda":
         return
-    torch.cuda.set_device(
-        device
-    )  # streams, events and graphs belong to the thread's own device
+    # Streams, events and graphs belong to the thread's own device.
+    torch.cuda.set_device(device)
     threads = _CPU_THREADS
     cores = concurrency.cores()
     if has_text_on_cpu:

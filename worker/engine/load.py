@@ -217,9 +217,8 @@ def read_beside(engine: Engine, settings: EngineSettings) -> Callable[[], bool] 
         read = [_read_like(settings, engine.checkpoint)]
     except (errors.SetupError, errors.UnsettledFileError):
         return None
-    return lambda: engine.take_weights(
-        read.pop()
-    )  # and the host's memory is free again
+    # Popped, so that the host's memory is free again.
+    return lambda: engine.take_weights(read.pop())
 
 
 def import_libraries() -> None:

@@ -92,11 +92,8 @@ class KernelSelector:
         return self._fastest[shape]
 
     def _find(self, q: Tensor, k: Tensor, v: Tensor) -> Attend:
-        for tensor in (
-            q,
-            k,
-            v,
-        ):  # empty slots are all zero, which would hide a broken kernel
+        # Empty slots are all zero, which would hide a broken kernel.
+        for tensor in (q, k, v):
             tensor.normal_()
         milliseconds = {
             name: _time(kernel, q, k, v) for name, kernel in KERNELS.items()
@@ -175,9 +172,8 @@ def normalise(x: Tensor, norm: nn.GroupNorm) -> Tensor:
     thirty times its standard deviation.
     """
     (rows, channels, height, width), groups = x.shape, norm.num_groups
-    pixels = math.gcd(
-        height * width, _PIXELS
-    )  # of enough parts to keep a GPU busy with their sums
+    # Of enough parts to keep a GPU busy with their sums.
+    pixels = math.gcd(height * width, _PIXELS)
     values = x.permute(0, 2, 3, 1).reshape(rows, -1, pixels, channels).float()
 
     def mean_of_groups(sums: Tensor) -> Tensor:

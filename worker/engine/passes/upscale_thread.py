@@ -63,9 +63,8 @@ class UpscaleThread:
         if any(path is not None for _, path in upscale.upscalers):
             return PreparedUpscale(request, enlarge)
         finished = enlarge()
-        if (
-            finished == finished[0, 0]
-        ).all():  # as it always will be: the engine is not at fault
+        if (finished == finished[0, 0]).all():
+            # As it always will be: the engine is not at fault.
             raise errors.JobError("what is left of the image is all one colour")
         return PreparedUpscale(request, lambda: finished)
 
@@ -81,12 +80,10 @@ class UpscaleThread:
         while self.begun and self.begun[0][1].done():
             ticket, future = self.begun.popleft()
             outcome: contract.Outcome
-            if isinstance(
-                failure := future.exception(), Exception
-            ):  # any is the image's outcome
-                outcome = engine_errors.classify(failure)
-            else:
+            try:
                 outcome = future.result()
+            except Exception as error:  # noqa: BLE001 - any is the image's outcome
+                outcome = engine_errors.classify(error)
             finished.append(contract.Finished(ticket, outcome))
         return finished
 

@@ -340,9 +340,8 @@ class Upscaler:
                     f" {self._tile} pixels",
                     action="upscaler_tiles",
                 )
-        self._tile = min(
-            2 * self._tile, self._usual_tile
-        )  # others' need of memory comes and goes
+        # Others' need of memory comes and goes.
+        self._tile = min(2 * self._tile, self._usual_tile)
         return enlarged
 
     @torch.inference_mode()
@@ -394,9 +393,7 @@ def read_upscaler(identity: Identity, device: torch.device) -> Upscaler:
         raise UnusableError(
             "has an architecture that spandrel does not know"
         ) from error
-    except (
-        Exception
-    ) as error:  # spandrel's architectures raise what they like for such a file
+    except Exception as error:  # spandrel's architectures raise what they like
         raise UnusableError(
             f"has tensors that do not fit its architecture ({error})"[:300]
         ) from (error)

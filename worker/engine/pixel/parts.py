@@ -150,9 +150,8 @@ def tick(
     guided, variance = cond.split(CHANNELS, dim=1)
     if uncond:
         unguided = uncond[0][:, :CHANNELS]
-        guided = unguided + rows[:, sampler.COLUMNS] * (
-            guided - unguided
-        )  # by its scale
+        scale = rows[:, sampler.COLUMNS]
+        guided = unguided + scale * (guided - unguided)
     share = (variance + 1) / 2
     small = rows[:, sampler.SMALL_LOG]
     large = rows[:, sampler.LARGE_LOG]

@@ -69,9 +69,8 @@ def limit_of(
     """Function that clips or thresholds an estimate of so many *values*; None for no limit."""
     own = scheduler.config
     if own.thresholding:
-        share = torch.tensor(
-            own.dynamic_thresholding_ratio
-        )  # in float32, as by `torch.quantile`
+        # In float32, as by `torch.quantile`.
+        share = torch.tensor(own.dynamic_thresholding_ratio)
         rank = float(share * (values - 1))
         return functools.partial(threshold, limit=own.sample_max_value, rank=rank)
     if own.clip_sample:

@@ -175,9 +175,7 @@ class SlotEngine:
                 if self._weights.loads_while_decoding:
                     self._refill(lane, finished, waits=False)
                 self._stage_ahead()
-        except (
-            Exception
-        ) as error:  # any failure is handled below; NodeError is raised here
+        except Exception as error:  # handled below; NodeError is raised here
             failure = engine_errors.classify(error)
             out_of_memory = engine_errors.is_out_of_memory(error)
             images = len(lane.active) if lane else 0
