@@ -24,6 +24,7 @@ from torch import Tensor
 
 from imagefleet.files.safetensors import Identity, UnusableError
 from worker.engine.control.network import SlotControlNet
+from worker.engine.families import table
 from worker.engine.files import safetensors
 from worker.engine.files.network_cache import NetworkCache, Weights, assign
 from worker.engine.kernels import layers
@@ -43,8 +44,10 @@ _ADDED: Mapping[str, str] = DIFFUSERS_TO_LDM_MAPPING["controlnet"][
     "addition_embed_type"
 ]
 
-#: Numbers of a prompt's vectors, by the family that a UNet is of.
-_MADE_FOR = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 2048: "SDXL"}
+#: Families by the numbers of a prompt's vectors.
+_MADE_FOR = {
+    family.unet_config["cross_attention_dim"]: family.name for family in table.FAMILIES
+}
 
 _ATTENTION = re.compile(
     r"down_blocks\.(\d+)\.attentions\.0\.(?:transformer_blocks\.(\d+)\.)?"

@@ -11,7 +11,6 @@ import gc
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from worker.engine import contract, sampler
 from worker.engine import errors as engine_errors
 from worker.engine.contract import Finished
 from worker.engine.families.table import Model
-from worker.engine.files.network_cache import KEPT_BYTES, NetworkCache
+from worker.engine.files.network_cache import KEPT_BYTES
 from worker.engine.kernels.compile import Around
 from worker.engine.lora.merge import NO_CHANGES
 from worker.engine.networks.convolution import USUAL_RANK
@@ -69,10 +68,7 @@ class SlotEngine:
         self._preparer = parts.preparer
         self._stager = parts.stager
         self._control_nets = parts.control_nets
-        held = parts.control_nets, parts.vaes, parts.checkpoints
-        self._held: Sequence[NetworkCache[Any]] = [
-            each for each in held if each is not None
-        ]
+        self._caches = parts.caches
         self._merger = parts.merger
         self._decoder = parts.decoder
         self._device = parts.unet.device
@@ -249,8 +245,8 @@ class SlotEngine:
         self._decoder.clear()
         self._stager.close()
         self._upscales.close()
-        for networks in self._held:
-            networks.close()
+        for cache in self._caches:
+            cache.close()
         self._merger.reset()
         self._unet.close()
         for network in self.checkpoint.networks.values():
@@ -525,8 +521,8 @@ class SlotEngine:
         self._runner.slots = fit.slots
         self._decoder.slice_pixels = fit.decoded * width * height
         self._stager.room_bytes = fit.staged_bytes
-        for networks in self._held:
-            networks.kept_bytes = min(KEPT_BYTES, fit.staged_bytes / 4)
+        for cache in self._caches:
+            cache.kept_bytes = min(KEPT_BYTES, fit.staged_bytes / 4)
         self._unet.temporary_bytes = max(
             fit.temporary_bytes, self._unet.temporary_bytes
         )

@@ -8,6 +8,7 @@ from worker.engine.contract import Settings
 from worker.engine.control.cache import ControlNets
 from worker.engine.decoder import Decoder
 from worker.engine.families.table import Model
+from worker.engine.files.network_cache import NetworkCache
 from worker.engine.kernels.compile import GraphPool
 from worker.engine.lora.shared import Merger
 from worker.engine.networks.transformer import SlotNetwork, SlotState
@@ -43,3 +44,9 @@ class Parts:
     pool: GraphPool | None
     costs: Costs
     """Guesses, until ticks and merging have been timed."""
+
+    @property
+    def caches(self) -> list[NetworkCache[Any]]:
+        """The networks of files that jobs name."""
+        found = (self.control_nets, self.vaes, self.checkpoints)
+        return [cache for cache in found if cache is not None]

@@ -30,7 +30,7 @@ class Recovery:
         self._weights = weights
         self._decoder = parts.decoder
         self._stager = parts.stager
-        self._held = [parts.control_nets, parts.vaes, parts.checkpoints]
+        self._caches = parts.caches
         self._native = parts.model.default_size
 
     def recover(
@@ -105,11 +105,7 @@ class Recovery:
     ) -> list[SlotJob]:
         """Frees memory after a call of *in_call* images had too little; what may run again."""
         needed = self._needed(failed)
-        if any(
-            networks.keep_only(needed)
-            for networks in self._held
-            if networks is not None
-        ):
+        if any(cache.keep_only(needed) for cache in self._caches):
             return jobs
         if self._lanes.blocks > 1:
             self._share_block()
