@@ -258,49 +258,53 @@ class LatentStager(Stager):
 
     @torch.no_grad()
     def _load(self, job: SlotJob, loras: AssembledLoras) -> Staged:
+        prepared = job.prepared
         copied = None
         changes = NO_CHANGES
-        if (packed := job.prepared.pack) is not None:
-            copied = self._copy(loras[job.prepared.family.backbone])
-            changes = packed.of(copied)
+        if prepared.pack is not None:
+            copied = self._copy(loras[prepared.family.backbone])
+            changes = prepared.pack.of(copied)
         other = None
-        if job.prepared.checkpoint is not None and self._checkpoints is not None:
-            other = self._checkpoints.get(job.prepared.checkpoint)
-        vectors, mask, added = self._encode(
-            job, loras, other.coders if other else self._own
-        )
-        noise = job.prepared.noise(self._channels, self._factor)
-        coder = self._coder_of(job.prepared, job.prepared.checkpoint)
-        if job.first_pass is not None and job.prepared.begins:
-            before = replace(
-                job.first_pass.staged, loras=copied, changes=changes, coder=coder
+        if prepared.checkpoint is not None and self._checkpoints is not None:
+            other = self._checkpoints.get(prepared.checkpoint)
+        coders = other.coders if other else self._own
+        vectors, mask, added = self._encode(job, loras, coders)
+        noise = prepared.noise(self._channels, self._factor)
+        coder = self._coder_of(prepared, prepared.checkpoint)
+        if job.first_pass is not None and prepared.begins:
+            self._spend(noise, prepared)
+            before = job.first_pass.staged
+            return replace(
+                before,
+                latents=job.first_pass.latents,
+                vectors=vectors,
+                noise=noise,
+                mask=mask,
+                added=added,
+                loras=copied,
+                changes=changes,
+                hints=before.hints[: len(prepared.controls)],
+                coder=coder,
+                checkpoint=other,
             )
-            before = replace(
-                before, vectors=vectors, mask=mask, added=added, checkpoint=other
-            )
-            before = replace(before, hints=before.hints[: len(job.prepared.controls)])
-            self._spend(noise, job.prepared)
-            return replace(before, latents=job.first_pass.latents, noise=noise)
         conditioning: Tensor | None = None
-        if (enlarged := job.prepared.enlarged) is not None:
-            drawn = noise.draw(enlarged.image.shape)
-            conditioning, added = self._copy_enlarged(enlarged, drawn)
-        latents = self._copy(job.prepared.first_latents(noise))
-        images = self._coder_of(job.prepared, job.prepared.begun_by) or self._images
+        if prepared.enlarged is not None:
+            drawn = noise.draw(prepared.enlarged.image.shape)
+            conditioning, added = self._copy_enlarged(prepared.enlarged, drawn)
+        latents = self._copy(prepared.first_latents(noise))
+        images = self._coder_of(prepared, prepared.begun_by) or self._images
         original = self._image_of(job, images)
+        image = prepared.image
         kept = None
         if original is not None:
-            latents = latents + job.prepared.schedule.image_scale * original
-            image = job.prepared.image
+            latents = latents + prepared.schedule.image_scale * original
             if image is not None and image.kept is not None:
                 kept = Inpainting(self._copy(image.kept), original)
-        hints = [self._control_nets.embed(each) for each in job.prepared.controls]
+        hints = [self._control_nets.embed(control) for control in prepared.controls]
         if self._is_inpainting:
-            request = job.prepared.request
+            request = prepared.request
             # A second pass has no mask: as in AUTOMATIC1111, it sees nothing of the first image.
-            conditioning = images.condition(
-                job.prepared.image, request.width, request.height
-            )
+            conditioning = images.condition(image, request.width, request.height)
         return Staged(
             latents,
             vectors,
