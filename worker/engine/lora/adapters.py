@@ -216,12 +216,12 @@ def _check(key: str, value: object) -> None:
     if isinstance(value, dict):
         inner = [*value, *value.values()]
     most = _MAX_RANK if key in {"r", "rank_pattern"} else _MAX_SIZE
-    for each in inner:
-        if isinstance(each, str):
-            is_taken = key == "target_modules" or _NAME.fullmatch(each) is not None
-        elif isinstance(each, bool | int | float):
-            is_taken = abs(each) <= most
+    for item in inner:
+        if isinstance(item, str):
+            is_taken = key == "target_modules" or _NAME.fullmatch(item) is not None
+        elif isinstance(item, bool | int | float):
+            is_taken = abs(item) <= most
         else:
-            is_taken = each is None
+            is_taken = item is None
         if not is_taken:
-            raise UnusableError(f"has a configuration with {key} {str(each)[:60]!r}")
+            raise UnusableError(f"has a configuration with {key} {str(item)[:60]!r}")

@@ -222,8 +222,8 @@ def _stack_weights(
             place.copy_(weight)
     else:
         stacked = torch.stack(flat)
-    for each, weight in zip(alike, stacked, strict=True):
-        each.data = weight.view(each.shape)
+    for layer_weight, weight in zip(alike, stacked, strict=True):
+        layer_weight.data = weight.view(layer_weight.shape)
     return stacked
 
 
@@ -248,8 +248,8 @@ def join_biases(layers: Iterable[Layer]) -> Tensor | None:
 def group_by_shape(network: nn.Module) -> dict[Group, list[str]]:
     """Paths of a network's weights that LoRAs can change, by shape; vectors count as [out, 1]."""
     groups: dict[Group, list[str]] = {}
-    for path, each in adaptable(network).items():
-        outer, inner = (*each.shape, 1)[:2]
+    for path, parameter in adaptable(network).items():
+        outer, inner = (*parameter.shape, 1)[:2]
         groups.setdefault(("linear", outer, inner), []).append(path)
     return groups
 

@@ -86,8 +86,8 @@ def _heun_step(at: int, sigma: float, following: float, noise: float | None) -> 
 def _of_two_calls(
     sigmas: Sigmas, options: Options, *, step: Callable[..., _Moves]
 ) -> _Moves:
-    for each in _with_churn(sigmas, options):
-        yield from step(*each)
+    for churned_step in _with_churn(sigmas, options):
+        yield from step(*churned_step)
 
 
 def _midpoint_step(

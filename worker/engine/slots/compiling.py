@@ -218,11 +218,11 @@ class Compilation:
         for mode in self._runner.missing_modes(step):
             tick = self._compile_tick(lane, step, mode)
             # The VAE before other modes: all images go through it.
-            for each in itertools.chain(
+            for compiled in itertools.chain(
                 tick, self._decoder.compile(step.state.latents.shape[1:])
             ):
                 graphs += 1
-                yield each
+                yield compiled
         # What compiling has taken tells what more of it will.
         graph_seconds = (time.monotonic() - began_at) / max(1, graphs)
         self._runner.costs = replace(self._runner.costs, graph_seconds=graph_seconds)

@@ -209,10 +209,10 @@ class SlotEngine:
         native = self._runner.native
         prepare = self._preparer.prepare
         keys = (native, native._replace(is_plain=False))
-        for each in (
+        for key in (
             dict.fromkeys(keys) if request is None else [BatchKey.of(prepare(request))]
         ):
-            self._compilation.run(each)
+            self._compilation.run(key)
 
     def compile_in_background(self, around: Around | None = None) -> None:
         """Compiles for the native size while images are drawn, soon after the first one.

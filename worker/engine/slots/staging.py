@@ -185,8 +185,8 @@ class Stager:
         waiting = iter(begun)
         ahead: deque[tuple[_Begun, Future[AssembledLoras]]] = deque()
         while True:
-            for each in itertools.islice(waiting, _ASSEMBLERS + 1 - len(ahead)):
-                ahead.append((each, each[2] or self._assemble(each[0])))
+            for begun_job in itertools.islice(waiting, _ASSEMBLERS + 1 - len(ahead)):
+                ahead.append((begun_job, begun_job[2] or self._assemble(begun_job[0])))
             if not ahead:
                 return
             yield ahead.popleft()
@@ -239,8 +239,8 @@ class LatentStager(Stager):
 
     def close(self) -> None:
         super().close()
-        for each in self._own.loras.values():
-            each.close()
+        for loras in self._own.loras.values():
+            loras.close()
 
     @torch.no_grad()
     def _encode_together(self, jobs: Iterable[SlotJob]) -> None:
@@ -253,8 +253,8 @@ class LatentStager(Stager):
                 by_clip_skip += (
                     chunk for chunks, _ in prepared.texts for chunk in chunks
                 )
-        for clip_skip, each in chunks.items():
-            self._own.texts.encode_ahead(each, clip_skip)
+        for clip_skip, alike in chunks.items():
+            self._own.texts.encode_ahead(alike, clip_skip)
 
     @torch.no_grad()
     def _load(self, job: SlotJob, loras: AssembledLoras) -> Staged:

@@ -169,8 +169,8 @@ class Step:
         return self.is_compiling or bool(self.compiled)
 
     def forget_compiled(self) -> None:
-        for each in self.compiled.values():
-            each.release()
+        for compiled in self.compiled.values():
+            compiled.release()
         self.compiled.clear()
 
 
@@ -473,9 +473,9 @@ class StepRunner:
             }
             mode, seconds = next(iter(timed.items()))
             factor = seconds / self.costs.seconds(mode)
-            for each in WEIGHT_MODES:
-                seconds = timed.get(each, factor * self.costs.seconds(each))
-                self.costs = replace(self.costs, **{f"{each}_seconds": seconds})
+            for other in WEIGHT_MODES:
+                seconds = timed.get(other, factor * self.costs.seconds(other))
+                self.costs = replace(self.costs, **{f"{other}_seconds": seconds})
             if self._uncompiled_seconds:
                 saved = 1 - self.costs.shared_seconds / self._uncompiled_seconds
                 self.costs = replace(self.costs, saved_share=max(0.0, saved))

@@ -108,9 +108,9 @@ class Weights:
             return
         self.merged = None  # unknown until it is done: it may fail halfway
         self._merge_and_time(())
-        for each in filter(None, (self._other, following)):
-            each.exchange(self._original)
-            self._other = each if each is following else None
+        for cached in filter(None, (self._other, following)):
+            cached.exchange(self._original)
+            self._other = cached if cached is following else None
             self.renew()
 
     def choose_mode(self, lane: Lane, step: Step, active: Iterable[SlotJob]) -> None:
