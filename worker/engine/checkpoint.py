@@ -434,34 +434,34 @@ def _find_tokenizer(checkpoint: Path, vocabulary_size: int) -> CLIPTokenizer:
 def _check_architecture(
     model: Path, family: Family, networks: _Networks, tokenizer: CLIPTokenizer
 ) -> None:
-    unet = networks[family.backbone]
-    encoders = [networks[each] for each in family.networks]
-    width = sum(each.config.hidden_size for each in encoders)
-    takes_ids = unet.config.addition_embed_type == "text_time"
-    has_others = unet.config.addition_embed_type is not None and not takes_ids
-    numbers = len(family.size_ids(0, 0)) * (unet.config.addition_time_embed_dim or 0)
-    takes = unet.config.projection_class_embeddings_input_dim
+    unet = networks[family.backbone].config
+    encoders = [networks[each].config for each in family.networks]
+    width = sum(encoder.hidden_size for encoder in encoders)
+    added_type = "text_time" if family.has_size_ids else None
+    added = None
+    if family.has_size_ids:
+        numbers = len(family.size_ids(0, 0)) * (unet.addition_time_embed_dim or 0)
+        added = numbers + encoders[-1].projection_dim
     # Beside the latents, inpainting takes as many and a mask.
-    latents = unet.config.out_channels
+    latents = unet.out_channels
     beside = {table.IMAGE_CHANNELS} if family.enlarges_image else {0, latents + 1}
     if (
-        unet.config.cross_attention_dim != width
-        or has_others
-        or takes_ids != family.has_size_ids
-        or (takes_ids and takes != numbers + encoders[-1].config.projection_dim)
-        or unet.config.class_embed_type is not None
-        or (unet.config.num_class_embeds is not None) != family.enlarges_image
-        or unet.config.in_channels - latents not in beside
+        unet.cross_attention_dim != width
+        or unet.addition_embed_type != added_type
+        or (added and unet.projection_class_embeddings_input_dim != added)
+        or unet.class_embed_type is not None
+        or (unet.num_class_embeds is not None) != family.enlarges_image
+        or unet.in_channels - latents not in beside
     ):
         raise errors.SetupError(
             f"{str(model)!r} does not have {family.name}'s architecture"
         )
-    if not isinstance(unet.config.sample_size, int):
+    if not isinstance(unet.sample_size, int):
         raise errors.SetupError(
             f"{str(model)!r} has no native size: sample_size in unet/config.json must be a number"
         )
     # On a GPU, a token id out of range is a device-side assert, which ends the process.
-    if any(len(tokenizer) > each.config.vocab_size for each in encoders):
+    if any(len(tokenizer) > encoder.vocab_size for encoder in encoders):
         raise errors.SetupError(
             f"the tokenizer of {str(model)!r} belongs to another text encoder"
         )
