@@ -32,9 +32,6 @@ Outcome = StrEnum("Outcome", ["COMPLETED", "FAILED", "CANCELLED"])
 class Output:
     as_json: options.AsJsonLines = False
     form: Literal["csv"] | None = option("Rows of CSV, not a table.", None, "--format")
-    output: Path | None = option(
-        "For the lines, whole or not at all, not stdout.", metavar="FILE"
-    )
     download: Path | None = option(
         "Download the images; what is there is kept.", metavar="FOLDER"
     )
@@ -68,15 +65,6 @@ class Output:
             )
         if self.download is not None and self.outcomes != {"completed"}:
             raise errors.SetupError("--download is for images: leave out --outcome")
-        if self.output is not None and chosen not in (
-            ["--json"],
-            [f"--format {self.form}"],
-        ):
-            raise errors.SetupError("--output is for --json or --format")
-        if self.follow and self.output:
-            raise errors.SetupError(
-                "--output writes a file at its end: it does not go with --follow"
-            )
 
 
 @options.flat
@@ -92,12 +80,11 @@ async def command(
 
     imagefleet results spring --outcome failed --json
 
-    imagefleet results spring --format csv --output spring.csv
+    imagefleet results spring --format csv > spring.csv
 
     imagefleet results spring --download ./spring --follow
     """
     to.check()
-    console.check_writable(to.output)
     named = target.campaign(campaign)
     async with console.connected(settings) as fleet:
         if unsure := await target.check_campaign(fleet.storage, named):
@@ -171,20 +158,9 @@ async def _limited(
 
 
 async def _write(results: _Results) -> None:
-    to, address = results.to, results.storage.blobs.address
-    total = (
-        None
-        if to.output is None
-        else min(await results.total(), to.limit or sys.maxsize)
-    )
-    quiet = to.output is None
-    with (
-        forms.lines(to.output, address, is_csv=to.form == "csv") as write,
-        console.counting("written", total, quiet=quiet) as on,
-    ):
-        async for records in results.records():
-            write(records)
-            on(len(records))
+    write = forms.writer(results.storage.blobs.address, is_csv=results.to.form == "csv")
+    async for records in results.records():
+        write(records)
 
 
 async def _download(results: _Results, folder: Path) -> bool:

@@ -1,18 +1,16 @@
 """The forms of results: tables for people, lines of JSON or CSV."""
 
-import contextlib
 import csv
 import itertools
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.table import Column, Table
 
-from cli import console, files
+from cli import console
 from imagefleet.job.message import image_stem
 from imagefleet.records import columns
 from imagefleet.records.overview import Counts
@@ -76,35 +74,23 @@ def _short(text: str | None) -> str:
 _FORMULA = ("=", "+", "-", "@", "\t")
 
 
-Write = Callable[[Iterable[Record]], object]
+def writer(
+    address: columns.Address, *, is_csv: bool
+) -> Callable[[Iterable[Record]], None]:
+    """Writes a line of JSON or of CSV per result to stdout; in CSV, prompts may have more."""
+    table = csv.writer(sys.stdout, lineterminator="\n")
+    if is_csv:
+        table.writerow(columns.COLUMNS)
 
+    def write(records: Iterable[Record]) -> None:
+        for row in (columns.row(record, address) for record in records):
+            if is_csv:
+                table.writerow(itertools.starmap(_cell, row.items()))
+            else:
+                console.print_json_line(row)
+        sys.stdout.flush()
 
-@contextlib.contextmanager
-def lines(
-    path: Path | None, address: columns.Address, *, is_csv: bool
-) -> Iterator[Write]:
-    """A line of JSON or of CSV per result, in a file or on stdout; in CSV, prompts may have more.
-
-    The file appears whole or not at all.
-    """
-    with contextlib.ExitStack() as stack:
-        file: TextIO = sys.stdout
-        if path is not None:
-            draft = stack.enter_context(files.whole(path))
-            file = stack.enter_context(draft.open("w", encoding="utf-8", newline=""))
-        table = csv.writer(file, lineterminator="\n")
-        if is_csv:
-            table.writerow(columns.COLUMNS)
-
-        def write(records: Iterable[Record]) -> None:
-            for row in (columns.row(record, address) for record in records):
-                if is_csv:
-                    table.writerow(itertools.starmap(_cell, row.items()))
-                else:
-                    file.write(console.json_text(row, indent=None))
-            file.flush()
-
-        yield write
+    return write
 
 
 def _cell(name: str, value: Any) -> Any:

@@ -411,7 +411,7 @@ def _frame_end(data: bytes, at: int) -> int | None:
     if len(data) < (start := at + _HEADER.size):
         return None
     _, count, crc, _, _ = _HEADER.unpack_from(data, at)
-    end = start + count * _ENTRY_BYTES
+    end: int = start + count * _ENTRY_BYTES
     if end > len(data) or zlib.crc32(data[start:end]) != crc:
         return None
     return end

@@ -62,24 +62,32 @@ _Size = Annotated[int, Field(ge=0, le=MAX_IMAGE_BYTES)]
 
 #: What the metadata of an image's blob have by the same names.
 _OF_BLOB = (
-    *("worker", "gpu", "price_per_hour", "start_up_seconds", "seconds"),
-    *("images", "stage", "stages", "seed", "digest", "sha256"),
+    "worker",
+    "gpu",
+    "price_per_hour",
+    "start_up_seconds",
+    "seconds",
+    "images",
+    "stage",
+    "stages",
+    "seed",
+    "digest",
+    "sha256",
 )
 
 #: What its worker proves of an image's record.
 _PROVEN = {
-    *(
-        "blob",
-        "digest",
-        "sha256",
-        "at",
-        "seconds",
-        "model",
-        "worker",
-        "gpu",
-        "started_at",
-    ),
-    *("start_up_seconds", "price_per_hour"),
+    "blob",
+    "digest",
+    "sha256",
+    "at",
+    "seconds",
+    "model",
+    "worker",
+    "gpu",
+    "started_at",
+    "start_up_seconds",
+    "price_per_hour",
 }
 
 #: What a job has by the same names; the second are of how it is drawn.

@@ -306,6 +306,21 @@ async def test_campaigns_that_nobody_has_sent_do_not_push_the_others_off_the_scr
     assert campaigns.rows[0][0] == "spring"
 
 
+async def test_what_is_said_of_a_job_that_waits_is_believed_until_its_image_is_stored(
+    storage: Storage, worker: RecordLog
+) -> None:
+    await send(storage, 2)
+    await worker.add([ended(1), image(2)])
+    counted = await reader.counts(storage, "spring")
+    assert (counted.completed, counted.failed, counted.pending) == (1, 1, 0)
+
+    await store(storage, "spring/job-1.png")
+    await worker.add([image(1)])
+
+    counted = await reader.counts(storage, "spring")
+    assert (counted.completed, counted.failed, counted.pending) == (2, 0, 0)
+
+
 async def test_of_a_large_campaign_the_ends_of_shards_are_believed_up_to_what_was_sent(
     storage: Storage, worker: RecordLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,6 @@ import io
 import json
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,10 +55,6 @@ def results(
         return result
 
     return run
-
-
-def names_in(folder: Path) -> list[str]:
-    return [each.name for each in folder.iterdir()]
 
 
 def lines_of(result: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
@@ -147,17 +142,6 @@ async def test_csv_is_for_spreadsheets(
     assert first["at"] == "2026-11-01T12:00:00+00:00"
 
 
-async def test_a_file_of_lines_is_whole_or_absent(
-    stored: Storage, results: Callable[..., Any], tmp_path: Path
-) -> None:
-    printed = (await results("--format", "csv")).stdout
-    result = await results("--format", "csv", "--output", "out/spring.csv")
-
-    assert result.stdout == ""
-    assert (tmp_path / "out" / "spring.csv").read_text() == printed
-    assert names_in(tmp_path / "out") == ["spring.csv"]
-
-
 async def test_people_see_counts_and_some_results(
     stored: Storage, results: Callable[..., Any]
 ) -> None:
@@ -193,13 +177,7 @@ async def test_a_hostile_record_controls_no_terminal(
             ("--json", "--format", "csv"),
             "--json and --format csv are different results: choose one",
         ),
-        (
-            ("--format", "csv", "--output", "a", "--follow"),
-            "--output writes a file at its end",
-        ),
-        (("--output", "a"), "--output is for --json or --format"),
         (("--download", "a", "--outcome", "failed"), "--download is for images"),
-        (("--format", "csv", "--output", "no/such/../../../.."), "cannot write"),
     ],
 )
 async def test_options_that_do_not_go_together_are_one_line(
@@ -233,23 +211,6 @@ async def test_operations_do_not_grow_with_the_images(
         "all three shards to count, and the ledger"
     )
     assert storage.operations.blob_writes - before.blob_writes == 4, "listings"
-
-
-async def test_a_draft_does_not_stay_where_the_disk_is_full(
-    stored: Storage,
-    results: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device", "spring.csv")
-
-    monkeypatch.setattr("cli.files.sync", fail)
-
-    result = await results("--format", "csv", "--output", "spring.csv", code=1)
-
-    assert "the disk is full" in result.stderr
-    assert not any("csv" in name for name in names_in(tmp_path))
 
 
 def test_every_field_of_a_record_is_a_result_or_left_out_on_purpose() -> None:
