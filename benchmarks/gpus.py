@@ -203,7 +203,6 @@ class Benchmark:
             "addresses": 1,
             "gpus": sorted(last.images),
             "has_each_gpu": sorted(last.images) == sorted(names),
-            "repeated_families": last.repeated_families,
         }
 
     async def _kill(

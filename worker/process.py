@@ -163,8 +163,6 @@ class _Worker:
             salad.updating_deletion_cost(self._container, self._jobs_in_flight),
             tasks.background(self._show_progress(), "show progress"),
         ):
-            if self._member is not None:
-                self._member.serves(self._port)
             if self._metadata is None:
                 await self._attempt()
             else:
@@ -337,6 +335,10 @@ class _Worker:
         try:
             while True:
                 figures = self._progress()
+                if self._member is not None:
+                    self._member.report(
+                        is_ready=self._pipeline is not None and self._pipeline.ready
+                    )
                 if self._on_progress is not None:
                     self._on_progress(figures)
                 elif time.monotonic() - logged_at >= PROGRESS_SECONDS:

@@ -63,7 +63,6 @@ class Sample:
     restarts: int = 0
     worker_cpu_seconds: float = 0.0
     machine_cpu_seconds: float = 0.0
-    repeated_families: int = 0
 
     def read(self, families: Sequence[Metric], machine: Machine) -> None:
         """Takes the figures of a page of metrics; a single worker has no label `device`."""
@@ -71,8 +70,6 @@ class Sample:
             for found in family.samples:
                 gpu = found.labels.get("device", machine.gpus[0])
                 self._take(gpu, found.name, found.labels, found.value)
-        counts = Counter(family.name for family in families)
-        self.repeated_families = sum(count > 1 for count in counts.values())
         newest = (machine.process_ids(gpu)[-1] for gpu in machine.gpus)
         self.worker_cpu_seconds = sum(map(_cpu_seconds, {machine.process.pid, *newest}))
         self.machine_cpu_seconds = _machine_cpu_seconds()
@@ -116,7 +113,7 @@ class Machine:
         self._last_error = ""
         self.process = process
         self.began_at = time.monotonic()
-        self._port: int | None = None
+        self._ports: dict[str, int] = {}
         self._started: dict[str, list[int]] = defaultdict(list)
         self._reading = asyncio.create_task(self._read())
 
@@ -138,18 +135,16 @@ class Machine:
         Raises:
             SystemExit: the process has ended.
         """
-        text = ""
-        if self._port is not None:
+        families: list[Metric] = []
+        for port in self._ports.values():
             with contextlib.suppress(aiohttp.ClientError):
-                async with client.get(
-                    f"http://127.0.0.1:{self._port}/metrics"
-                ) as answer:
-                    text = await answer.text()
+                async with client.get(f"http://127.0.0.1:{port}/metrics") as answer:
+                    families += text_string_to_metric_families(await answer.text())
         if self._reading.done():
             why = f": {self._last_error}" if self._last_error else ""
             sys.exit(f"the worker ended with exit code {self.process.returncode}{why}")
         found = Sample(time.monotonic())
-        found.read(list(text_string_to_metric_families(text)), self)
+        found.read(families, self)
         return found
 
     async def until_warm(
@@ -182,8 +177,11 @@ class Machine:
             action = said.get("action")
             if action == "worker_started":
                 self._started[said["gpu"]].append(said["process_id"])
-            elif action == ("start_workers" if len(self.gpus) > 1 else "start"):
-                self._port = said["port"]
+            elif action in {
+                "start_workers",
+                "start",
+            }:  # the machine's, and each worker's
+                self._ports[said.get("device", "")] = said["port"]
             if said.get("severity") in {"ERROR", "CRITICAL"}:
                 self._last_error = str(said["message"])
             if said.get("severity") != "INFO" or action in _SHOWN:

@@ -39,8 +39,8 @@ def command(
 ) -> None:
     """Generates images from the queue's jobs: one worker per GPU.
 
-    With --gpus all or --gpus 0,2 one command runs several, starts those that crash again, and
-    serves the metrics of all on its port.
+    With --gpus all or --gpus 0,2 one command runs several, and starts those that crash again. Each
+    serves its metrics on a port of its own, those after --port.
 
     Runs until SIGTERM or Ctrl-C, or with --until-empty until the queue is empty. When stopped it
     finishes the images in flight and hands the other jobs back. With --until-empty, exit code 0

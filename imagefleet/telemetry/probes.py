@@ -20,18 +20,17 @@ async def serving(
     is_live: Callable[[], bool],
     is_ready: Callable[[], bool],
     is_started: Callable[[], bool] = lambda: True,
-    render: Callable[[], Awaitable[bytes]] | None = None,
     host: str,
     port: int,
 ) -> AsyncIterator[int]:
     """Serves while the block runs; yields the port (with port 0, the system chooses it).
 
-    Any answer shows that the event loop runs; *is_live* reports on the engine. *render* returns the
-    metrics in place of those of *registry* alone. Raises SetupError as `listening`.
+    Any answer shows that the event loop runs; *is_live* reports on the engine. Raises
+    SetupError as `listening`.
     """
 
     async def scraped(_: web.Request) -> web.Response:
-        body = metrics.render(registry) if render is None else await render()
+        body = metrics.render(registry)
         return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
 
     app = web.Application()

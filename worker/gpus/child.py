@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import socket
 import threading
@@ -12,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import aiohttp
 from pydantic import BaseModel
 
 from imagefleet.telemetry import logs
@@ -22,19 +22,20 @@ from worker.settings import WorkerSettings
 
 log = logs.EventLog(__name__)
 
-#: A busy worker answers within milliseconds: only its event loop has to run.
-ANSWER_SECONDS = 3.0
-
-#: A worker that has not answered for this long hangs; as long as three failed liveness probes take
-#: on Kubernetes. A GPU that hangs ends its worker by itself.
+#: A worker that has not reported for this long hangs: it does every second, if its event loop
+#: runs. As long as three failed liveness probes take on Kubernetes. A GPU that hangs ends its
+#: worker by itself.
 HUNG_SECONDS = 90.0
 
-#: A worker answers a second or two after its start, before it imports torch; a slow disk may make
+#: A worker reports a second or two after its start, before it imports torch; a slow disk may make
 #: that a minute.
-FIRST_ANSWER_SECONDS = 300.0
+FIRST_REPORT_SECONDS = 300.0
 
 #: Set by the parent; not a setting, and not passed on.
 VARIABLE = "_IMAGEFLEET_GPU"
+
+#: What a worker reports: that it starts, and that it draws.
+STARTING, READY = b"starting\n", b"ready\n"
 
 #: What the parent sends. Not signals, which a supervisor may send to the parent and to its
 #: children: the second one would count as another.
@@ -55,6 +56,8 @@ class Assignment(BaseModel):
     gpu: str
     name: str
     instance: str
+    port: int = 0
+    """The port of its metrics; 0: any."""
     price_per_hour: float | None = None
     share: float = 0.0
     """The worker's place among the machine's workers, from 0 to 1."""
@@ -62,20 +65,16 @@ class Assignment(BaseModel):
 
 @dataclass(eq=False)
 class Child:
-    """Started by `run`, any number of times, one after the other."""
+    """One GPU's worker process; started by `run`, any number of times, one after the other."""
 
     gpu: Gpu
     _command: Sequence[str]
     _variables: Mapping[str, str]
     _assignment: Assignment
-    _client: aiohttp.ClientSession
-    has_started: bool = False
     is_ready: bool = False
     _process: asyncio.subprocess.Process | None = None
     _control: asyncio.StreamWriter | None = None
-    _port: int | None = None
-    _answered_at: float = 0.0
-    _is_hung: bool = False
+    _hangs_at: float = math.inf
     _words: list[bytes] = field(default_factory=list)
 
     @property
@@ -100,14 +99,13 @@ class Child:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the parent
             )
-        self._process, self._answered_at, self._is_hung = (
-            process,
-            time.monotonic(),
-            False,
-        )
-        text = f"the worker of GPU {self.gpu.name} is process {process.pid}"
+        self._process = process
+        self._hangs_at = time.monotonic() + FIRST_REPORT_SECONDS
         log.info(
-            text, action="worker_started", gpu=self.gpu.name, process_id=process.pid
+            f"the worker of GPU {self.gpu.name} is process {process.pid}",
+            action="worker_started",
+            gpu=self.gpu.name,
+            process_id=process.pid,
         )
         reader, self._control = await asyncio.open_connection(sock=ours)
         for word in self._words:  # which came before the process
@@ -121,8 +119,8 @@ class Child:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), KILLED_SECONDS)
             self._control.close()
-            self._process = self._control = self._port = None
-            self.has_started = self.is_ready = False
+            self._process = self._control = None
+            self.is_ready = False
 
     def say(self, word: bytes) -> None:
         """Sends STOP or HURRY, to a process that is yet to start as well."""
@@ -135,47 +133,29 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
-    async def probe(self) -> bool:
-        """Asks the worker how it is; kills one that has not answered for too long.
+    def kill_if_hung(self) -> bool:
+        """Kills the worker, and returns True, if it has not reported for too long.
 
-        Returns whether it may still answer. A killed one may stay: the system waits for its driver.
+        A killed one may stay: the system waits for its driver.
         """
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-            ready, _ = await self._ask("/ready")
-            started, _ = await self._ask("/started")
-            if self._port is not None:
-                self.is_ready, self.has_started = ready, started
-                self._answered_at = time.monotonic()
-        limit = FIRST_ANSWER_SECONDS if self._port is None else HUNG_SECONDS
-        if self._process is None or time.monotonic() - self._answered_at <= limit:
-            return True
-        if not self._is_hung:
-            silence = f"has not answered for {limit:.0f} s: killing it"
-            text = f"the worker of GPU {self.gpu.name} {silence}"
-            log.error(text, action="worker_hangs", gpu=self.gpu.name)
-        self._is_hung, self.is_ready = True, False
+        if self._process is None or time.monotonic() <= self._hangs_at:
+            return False
+        if not math.isinf(-self._hangs_at):
+            log.error(
+                f"the worker of GPU {self.gpu.name} has not reported for too long:"
+                " killing it",
+                action="worker_hangs",
+                gpu=self.gpu.name,
+            )
+        self._hangs_at, self.is_ready = -math.inf, False
         self.kill()
-        return False
-
-    async def metrics(self) -> str | None:
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-            is_there, text = await self._ask("/metrics")
-            return text if is_there else None
-        return None
-
-    async def _ask(self, path: str) -> tuple[bool, str]:
-        if self._port is None:
-            return False, ""
-        async with (
-            asyncio.timeout(ANSWER_SECONDS),
-            self._client.get(f"http://127.0.0.1:{self._port}{path}") as answer,
-        ):
-            return answer.ok, await answer.text()
+        return True
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(OSError, ValueError):  # a line that its end cut off
             while line := await reader.readline():
-                self._port, self._answered_at = int(line), time.monotonic()
+                self.is_ready = line == READY
+                self._hangs_at = time.monotonic() + HUNG_SECONDS
 
 
 class Member:
@@ -201,14 +181,14 @@ class Member:
                 "name": self.assignment.name,
                 "price_per_hour": self.assignment.price_per_hour,
                 "device": "cpu" if settings.device == "cpu" else "cuda",
-                "host": "127.0.0.1",
-                "port": 0,
+                "port": self.assignment.port,
             }
         )
 
-    def serves(self, port: int) -> None:
+    def report(self, *, is_ready: bool) -> None:
+        """Tells the parent that this worker's event loop runs; to be called every second."""
         with contextlib.suppress(OSError):  # the parent is gone
-            self._control.sendall(b"%d\n" % port)
+            self._control.sendall(READY if is_ready else STARTING)
 
     def listen(
         self, loop: asyncio.AbstractEventLoop, on_word: Callable[[bool], object]

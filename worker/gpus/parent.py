@@ -8,22 +8,16 @@ import asyncio
 import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
-from types import SimpleNamespace
-from typing import Any
 
-import aiohttp
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from imagefleet import concurrency, errors
 from imagefleet.telemetry import logs, metrics, probes, push
-from worker import tasks
+from worker import replica, tasks
 from worker.gpus.child import HURRY, STOP, Assignment, Child
 from worker.gpus.choice import Gpu
-from worker.node import salad
 from worker.settings import MachineSettings, share_of
 
 log = logs.EventLog(__name__)
@@ -56,9 +50,6 @@ STEADY_SECONDS = 600.0
 #: Seconds between two probes of a worker.
 PROBE_SECONDS = 1.0
 
-#: Seconds between two readings of a worker's price and busy slots.
-READ_SECONDS = 15.0
-
 #: The time after the grace time in which a worker hands back jobs and records suspect images, which
 #: takes a minute and a half at most.
 LAST_SECONDS = 90.0
@@ -69,8 +60,6 @@ KILLS = 30
 #: The longest name of a worker.
 _MAX_NAME = 128
 
-_PRICE = "imagefleet_price_dollars_per_hour"
-
 
 async def run_workers(
     settings: MachineSettings, gpus: Sequence[Gpu], command: Sequence[str]
@@ -79,24 +68,21 @@ async def run_workers(
 
     Raises SetupError if the port is in use, NodeError if a worker cannot be ended.
     """
-    async with aiohttp.ClientSession(trust_env=False) as client:
-        return await _Parent(settings, gpus, command, client).run()
+    return await _Parent(settings, gpus, command).run()
 
 
 class _Parent:
     def __init__(
-        self,
-        settings: MachineSettings,
-        gpus: Sequence[Gpu],
-        command: Sequence[str],
-        client: aiohttp.ClientSession,
+        self, settings: MachineSettings, gpus: Sequence[Gpu], command: Sequence[str]
     ) -> None:
-        price = settings.price_per_hour
-        share = None if price is None else price / len(gpus)
+        runs_on = replica.find_replica(settings)
+        price = runs_on.dollars_per_hour
+        if settings.price_per_hour is not None:  # of the machine
+            price = settings.price_per_hour / len(gpus)
         self._settings = settings
         self._instance = push.new_instance()
         self._metrics = MachineMetrics(
-            settings.fleet_name, [each.name for each in gpus], share
+            settings.fleet_name, [each.name for each in gpus], price
         )
         self._codes: list[int] = []
         self._stop, self._hurry = asyncio.Event(), asyncio.Event()
@@ -111,17 +97,16 @@ class _Parent:
                     gpu=gpu.name,
                     name=_name(settings.name, gpu),
                     instance=self._instance,
-                    price_per_hour=share,
+                    port=settings.port and settings.port + 1 + number,
+                    price_per_hour=price,
                     share=share_of(settings.name, number, len(gpus)),
                 ),
-                client,
             )
             for number, gpu in enumerate(gpus)
         ]
 
     async def run(self) -> int:
         settings = self._settings
-        metadata = salad.find_metadata()
         with tasks.on_signals(self._on_signal):
             async with (
                 probes.serving(
@@ -129,8 +114,7 @@ class _Parent:
                     # A worker that hangs is started again; the others' work must not end for it.
                     is_live=lambda: True,
                     is_ready=lambda: any(each.is_ready for each in self._children),
-                    is_started=lambda: any(each.has_started for each in self._children),
-                    render=self._render,
+                    is_started=lambda: any(each.is_ready for each in self._children),
                     host=settings.host,
                     port=settings.port,
                 ) as port,
@@ -140,14 +124,15 @@ class _Parent:
                     job="imagefleet-worker",
                     instance=self._instance,
                 ),
-                salad.updating_deletion_cost(
-                    metadata, lambda: self._metrics.busy_slots
-                ),
             ):
                 names = ", ".join(child.gpu.name for child in self._children)
                 address = f"http://{probes.authority(settings.host, port)}/metrics"
-                text = f"starting workers on GPU {names}, metrics at {address}"
-                log.info(text, action="start_workers", port=port)
+                log.info(
+                    f"starting workers on GPU {names}; the machine's metrics are at"
+                    f" {address}, each worker's on a port of its own",
+                    action="start_workers",
+                    port=port,
+                )
                 try:
                     await self._run_children()
                 finally:
@@ -157,8 +142,7 @@ class _Parent:
 
     async def _run_children(self) -> None:
         side_tasks = tasks.SideTasks()
-        side_tasks.start("probe workers", self._probe)
-        side_tasks.start("read workers' metrics", self._read)
+        side_tasks.start("watch workers", self._watch)
         side_tasks.start("stop workers", self._pass_on)
         keeping = asyncio.gather(*map(self._keep, self._children))
         try:
@@ -244,24 +228,12 @@ class _Parent:
             " restart the machine"
         )
 
-    async def _probe(self) -> None:
+    async def _watch(self) -> None:
         while True:
-            answers = await asyncio.gather(*(child.probe() for child in self._children))
-            for child, may_answer in zip(self._children, answers, strict=True):
-                if not may_answer:
+            for child in self._children:
+                if child.kill_if_hung():
                     self._metrics.is_down(child.gpu.name)
             await asyncio.sleep(PROBE_SECONDS)
-
-    async def _read(self) -> None:
-        while True:
-            await asyncio.sleep(READ_SECONDS)
-            for child in self._children:
-                if text := await child.metrics():
-                    self._metrics.read(child.gpu.name, text)
-
-    async def _render(self) -> bytes:
-        texts = await asyncio.gather(*(child.metrics() for child in self._children))
-        return merged(self._metrics.registry, filter(None, texts))
 
     def _on_signal(self, number: signal.Signals) -> None:
         self._stopped_by = self._stopped_by or number
@@ -298,7 +270,7 @@ class MachineMetrics(Collector):
     def __init__(
         self, fleet: str, gpus: Iterable[str], price_per_hour: float | None
     ) -> None:
-        """*price_per_hour*: of one GPU; None: as its worker reports."""
+        """*price_per_hour*: of one GPU, in dollars; None: not known."""
         self.registry = metrics.LabelledRegistry({"fleet": fleet})
         self.registry.register(self)
         self.restarts = Counter(
@@ -307,38 +279,23 @@ class MachineMetrics(Collector):
             ["device"],
             registry=self.registry,
         )
+        self._price = price_per_hour
         self._down_since: dict[str, float | None] = dict.fromkeys(
             gpus, time.monotonic()
         )
-        self._down_seconds = dict.fromkeys(self._down_since, 0.0)
-        self._prices = dict.fromkeys(self._down_since, price_per_hour)
-        self._busy_slots = dict.fromkeys(self._down_since, 0.0)
+        self._down_seconds = 0.0  # of those that are up again
         for gpu in self._down_since:
             self.restarts.labels(gpu)
 
-    @property
-    def busy_slots(self) -> int:
-        return int(sum(self._busy_slots.values()))
-
     def is_up(self, gpu: str) -> None:
-        self._down_seconds[gpu] = self._seconds_down(gpu)
+        since = self._down_since[gpu]
+        if since is not None:
+            self._down_seconds += time.monotonic() - since
         self._down_since[gpu] = None
 
     def is_down(self, gpu: str) -> None:
         if self._down_since[gpu] is None:
             self._down_since[gpu] = time.monotonic()
-        self._busy_slots[gpu] = 0.0
-
-    def read(self, gpu: str, text: str) -> None:
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name == _PRICE:
-                    self._prices[gpu] = sample.value
-                elif (
-                    sample.name == "imagefleet_slots"
-                    and sample.labels["state"] == "busy"
-                ):
-                    self._busy_slots[gpu] = sample.value
 
     def collect(self) -> Iterator[Metric]:
         up = GaugeMetricFamily(
@@ -349,14 +306,11 @@ class MachineMetrics(Collector):
         for gpu, since in self._down_since.items():
             up.add_metric([gpu], float(since is None))
         yield up
-        prices = {
-            gpu: price for gpu, price in self._prices.items() if price is not None
-        }
-        if not prices:
+        if self._price is None:
             return
-        dollars = sum(
-            self._seconds_down(gpu) / 3600 * price for gpu, price in prices.items()
-        )
+        down = [since for since in self._down_since.values() if since is not None]
+        now = time.monotonic()
+        seconds = self._down_seconds + sum(now - since for since in down)
         for name, label, value in (
             ("imagefleet_cost_dollars", "kind", "gpu"),
             ("imagefleet_wasted_dollars", "reason", "down"),
@@ -364,29 +318,10 @@ class MachineMetrics(Collector):
             family = CounterMetricFamily(
                 name, "Cost of GPUs without a worker.", labels=[label]
             )
-            family.add_metric([value], dollars)
+            family.add_metric([value], seconds / 3600 * self._price)
             yield family
-        down = sum(
-            price for gpu, price in prices.items() if self._down_since[gpu] is not None
-        )
         yield GaugeMetricFamily(
-            _PRICE, "Price of the GPUs without a worker.", value=down
+            "imagefleet_price_dollars_per_hour",
+            "Price of the GPUs without a worker.",
+            value=len(down) * self._price,
         )
-
-    def _seconds_down(self, gpu: str) -> float:
-        since = self._down_since[gpu]
-        return self._down_seconds[gpu] + (
-            0.0 if since is None else time.monotonic() - since
-        )
-
-
-def merged(own: CollectorRegistry, texts: Iterable[str]) -> bytes:
-    """The metrics of the parent and of its workers as one text, each family once."""
-    families: dict[str, Metric] = {}
-    for family in chain(*map(text_string_to_metric_families, texts), own.collect()):
-        if family.name in families:
-            families[family.name].samples += family.samples
-        else:
-            families[family.name] = family
-    together: Any = SimpleNamespace(collect=families.values)
-    return metrics.render(together)

@@ -268,8 +268,10 @@ def test_the_termination_grace_period_covers_the_drain(
         pod["terminationGracePeriodSeconds"]
         >= parsed.grace_seconds + 2 * HAND_BACK_SECONDS
     )
-    (port,) = container["ports"]
-    assert port["containerPort"] == parsed.port
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports.pop("metrics") == parsed.port
+    # Of each of several GPUs, as the parent numbers them.
+    assert [*ports.values()] == [parsed.port + 1 + gpu for gpu in range(len(ports))]
     assert parsed.host == "0.0.0.0"  # metrics are scraped from outside the pod
 
 

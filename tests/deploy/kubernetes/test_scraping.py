@@ -148,7 +148,9 @@ def test_promtool_accepts_all_but_the_discovery(
 def test_the_pod_monitor_scrapes_the_same_pods_and_labels(render: Render) -> None:
     rendered = render("pod-monitor", "scrape-config")
     (monitor,) = rendered.of_kind("PodMonitor").values()
-    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    endpoint, *of_gpus = monitor["spec"]["podMetricsEndpoints"]
+    for each in of_gpus:
+        assert each == {**endpoint, "port": each["port"]}
     scraped = {
         container["name"]
         for labels, _, container in rendered.pods()
@@ -162,6 +164,7 @@ def test_the_pod_monitor_scrapes_the_same_pods_and_labels(render: Render) -> Non
         for rule in scrape["relabel_configs"]
         if "target_label" in rule
     }
+    assert copied.pop("endpoint")  # which the operator adds
     label = monitor["spec"]["jobLabel"].translate(str.maketrans("./-", "___"))
     assert copied == {
         "job": [f"__meta_kubernetes_pod_label_{label}"],
@@ -201,7 +204,9 @@ def test_the_network_policy_lets_prometheus_in(render: Render) -> None:
     rendered = render("scrape-config")
     (policy,) = rendered.of_kind("NetworkPolicy").values()
     (rule,) = policy["spec"]["ingress"]
-    assert rule["ports"] == [{"protocol": "TCP", "port": "metrics"}]
+    (monitor,) = render("pod-monitor").of_kind("PodMonitor").values()
+    scraped = [each["port"] for each in monitor["spec"]["podMetricsEndpoints"]]
+    assert rule["ports"] == [{"protocol": "TCP", "port": port} for port in scraped]
     (source,) = rule["from"]
     assert source["podSelector"]["matchLabels"] == {
         "app.kubernetes.io/name": "prometheus"

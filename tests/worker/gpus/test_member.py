@@ -11,7 +11,7 @@ import pytest
 
 import polling
 from worker import process
-from worker.gpus.child import HURRY, STOP, VARIABLE, Assignment, Member
+from worker.gpus.child import HURRY, READY, STARTING, STOP, VARIABLE, Assignment, Member
 from worker.settings import MachineSettings
 
 
@@ -24,6 +24,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Member, socket.socke
         gpu="1",
         name="m-gpu1",
         instance="i",
+        port=8082,
         price_per_hour=0.25,
     )
     monkeypatch.setattr(os, "_exit", lambda code: None)
@@ -46,13 +47,14 @@ def test_a_worker_learns_its_part_once_and_its_own_processes_do_not(
     )
     own = member.settings(settings)
     assert (own.name, own.device, own.price_per_hour) == ("m-gpu1", "cuda", 0.25)
-    assert (own.host, own.port) == ("127.0.0.1", 0)
+    assert (own.host, own.port) == ("0.0.0.0", 8082)
     assert (
         member.settings(settings.model_copy(update={"device": "cpu"})).device == "cpu"
     )
     assert VARIABLE not in os.environ
-    member.serves(1234)
-    assert ours.recv(100) == b"1234\n"
+    member.report(is_ready=False)
+    member.report(is_ready=True)
+    assert ours.recv(100) == STARTING + READY
 
 
 @pytest.mark.parametrize(

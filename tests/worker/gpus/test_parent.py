@@ -1,13 +1,12 @@
 """The parent of several workers, with real processes that are quicker to start than workers."""
 
 import asyncio
-import itertools
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,22 +32,6 @@ def until(look):
     while not look(): time.sleep(PAUSE)
 def hang(): threading.Event().wait()
 {}
-"""
-
-SERVES = """
-import http.server
-answers = []
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        {answer}
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"yes")
-        answers.append(self.path)
-    def log_message(self, *arguments): pass
-server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-control.sendall(b"%d\\n" % server.server_port)
-threading.Thread(target=server.serve_forever, daemon=True).start()
 """
 
 
@@ -187,70 +170,65 @@ hang()
 
 
 @pytest.fixture
-def _ten_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker hangs if it has not answered to ten probes: a clock of its own."""
-    looks = itertools.count()
-    monkeypatch.setattr(child, "time", SimpleNamespace(monotonic=lambda: next(looks)))
-    monkeypatch.setattr(
-        child, "HUNG_SECONDS", 10 * 2 - 1
-    )  # each looks at it, for both GPUs
-    monkeypatch.setattr(child, "FIRST_ANSWER_SECONDS", 100_000)
+def _gpu_1_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first report of GPU 1's first worker was its last, so long ago that it hangs."""
+    kill_if_hung, hung = child.Child.kill_if_hung, list[float]()
+
+    def late(worker: child.Child) -> bool:
+        if worker.gpu.name == "1" and worker.is_ready and not hung:
+            hung.append(worker._hangs_at)
+            assert worker._hangs_at <= time.monotonic() + child.HUNG_SECONDS
+            worker._hangs_at = 0.0
+        return kill_if_hung(worker)
+
+    monkeypatch.setattr(child.Child, "kill_if_hung", late)
 
 
-@pytest.mark.usefixtures("_ten_looks")
-@pytest.mark.parametrize(
-    ("answer", "work", "code", "times"),
-    [
-        ("pass", "until(lambda: len(answers) > 40)", 0, (1, 1)),
-        ("hang()", "hang()", 1, (3, 3)),
-    ],
-)
-async def test_a_worker_that_does_not_answer_is_started_again(
-    run: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    answer: str,
-    work: str,
-    code: int,
-    times: tuple[int, int],
+@pytest.mark.usefixtures("_gpu_1_hangs")
+async def test_a_worker_that_stops_reporting_is_started_again_and_others_go_on(
+    run: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(child, "ANSWER_SECONDS", 0.1 if code else 10)
-    serves = SERVES.format(answer=answer)
-    assert await run(f"{serves}\n{work}\nos._exit(0)") == code
-    assert runs(tmp_path) == times
+    worker = """
+control.sendall(b"ready\\n")
+if gpu == "1" and len(runs.read_text()) == 1: hang()
+again = pathlib.Path("runs-1")
+until(lambda: again.exists() and len(again.read_text()) == 2)
+"""
+    assert await run(worker) == 0
+    assert runs(tmp_path) == (1, 2)
+    assert "the worker of GPU 1 has not reported" in caplog.text
 
 
-async def test_a_worker_that_hangs_before_it_serves_anything_is_started_again(
+async def test_a_worker_that_hangs_before_its_first_report_is_started_again(
     run: Callable[..., Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(child, "FIRST_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(child, "FIRST_REPORT_SECONDS", 0.5)
     kill, killed = child.Child.kill, set[str]()
 
     def noting(worker: child.Child) -> None:
         kill(worker)
         killed.add(worker.gpu.name)
         if len(killed) == 2:  # the next ones may take as long to start as they need
-            monkeypatch.setattr(child, "FIRST_ANSWER_SECONDS", 300.0)
+            monkeypatch.setattr(child, "FIRST_REPORT_SECONDS", 300.0)
 
     monkeypatch.setattr(child.Child, "kill", noting)
     work = "until(lambda: len(runs.read_text()) > 1) if len(runs.read_text()) > 1 else hang()"
     assert await run(work) == 0
     assert min(runs(tmp_path)) > 1
     for gpu in "01":
-        assert f"the worker of GPU {gpu} has not answered" in caplog.text
+        assert f"the worker of GPU {gpu} has not reported" in caplog.text
 
 
-@pytest.mark.usefixtures("_ten_looks")
+@pytest.mark.usefixtures("_gpu_1_hangs")
 async def test_a_worker_that_cannot_be_killed_counts_as_down_and_does_not_keep_the_parent(
     run: Callable[..., Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As one whose driver hangs in the kernel; the other GPU's goes on until it is told to end."""
-    monkeypatch.setattr(child, "ANSWER_SECONDS", 0.5)
     monkeypatch.setattr(parent, "LAST_SECONDS", 0.1)
     monkeypatch.setattr(parent, "KILLS", 2)
     kill = child.Child.kill
@@ -264,9 +242,12 @@ async def test_a_worker_that_cannot_be_killed_counts_as_down_and_does_not_keep_t
     monkeypatch.setattr(
         parent.MachineMetrics, "is_down", lambda self, gpu: down.append(gpu)
     )
-    worker = SERVES.format(answer='gpu == "1" and hang()') + (
-        'pathlib.Path("ready-" + gpu).touch()\ngpu == "1" and hang()\nwords.readline()'
-    )
+    worker = """
+control.sendall(b"ready\\n")
+pathlib.Path("ready-" + gpu).touch()
+if gpu == "1": hang()
+words.readline()
+"""
     running = asyncio.create_task(run(worker, grace_seconds=0))
     await both_are(tmp_path, running, "ready")
     await polling.until(lambda: down)
