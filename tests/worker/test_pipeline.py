@@ -62,21 +62,6 @@ async def test_each_job_becomes_the_image_of_its_seed(
     assert await is_empty(storage)
 
 
-async def test_a_job_of_several_images_is_acknowledged_with_its_last(
-    storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
-) -> None:
-    await storage.queue.send(
-        [message(id="j", seed=7, batch_size=2, n_iter=3, campaign="c")]
-    )
-    pipeline = await run_pipeline(StandInEngine(capacity=4))
-    assert await blob_names(storage) == {
-        "c/j.png",
-        *(f"c/j~{index}.png" for index in range(1, 6)),
-    }
-    assert dict(pipeline.metrics.outcomes) == {"completed": 1}
-    assert pipeline.metrics.images_stored == 6
-
-
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
@@ -154,25 +139,6 @@ async def test_an_image_of_one_colour_is_retried_and_never_stored(
     assert pipeline.metrics.outcomes == {"retried": 1, "completed": 1}
 
 
-async def test_a_node_that_fails_image_after_image_stops(
-    storage: Storage,
-    run_pipeline: RunPipeline,
-    message: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("worker.node.watchdog.FAILURES_IN_A_ROW", 4)
-
-    def draw(_: contract.ImageRequest) -> contract.Pixels:
-        raise errors.TransientError("the image came out as NaN")
-
-    await storage.queue.send(message(id=f"j{number}") for number in range(8))
-    with pytest.raises(errors.NodeError, match="4 images in a row"):
-        await run_pipeline(StandInEngine(draw=draw))
-    assert (
-        await storage.queue.depth()
-    ).messages == 8  # handed back or waiting: none is lost
-
-
 async def test_a_broken_engine_hands_everything_back_for_another_worker(
     storage: Storage, run_pipeline: RunPipeline, message: Callable[..., str]
 ) -> None:
@@ -184,20 +150,6 @@ async def test_a_broken_engine_hands_everything_back_for_another_worker(
         await run_pipeline(StandInEngine(draw=draw), lease_seconds=300)
     messages = await storage.queue.receive(32, 30)
     assert len(messages) == 6  # at once, not after 300 s
-
-
-async def test_a_blob_that_exists_already_completes_the_job_as_a_duplicate(
-    storage: Storage,
-    run_pipeline: RunPipeline,
-    message: Callable[..., str],
-    store_images: Any,
-) -> None:
-    await store_images(message(id="j"), data=b"the first")
-    await storage.queue.send([message(id="j"), message(id="k")])
-    pipeline = await run_pipeline()
-    assert pipeline.metrics.outcomes == {"duplicate": 1, "completed": 1}
-    assert await storage.blobs.read("default/j.png") == b"the first"
-    assert await is_empty(storage)
 
 
 class FaultyBlobs:
@@ -271,41 +223,6 @@ async def test_storage_that_stays_down_retries_the_job_instead_of_losing_it(
     pipeline = await run_pipeline(opened=FaultyStorage(storage, faults=7))
     assert pipeline.metrics.outcomes == {"retried": 1, "completed": 1}
     assert await blob_names(storage) == {"default/j.png"}
-
-
-class LostReplies(FaultyBlobs):
-    """Blobs whose first writes are carried out, but their replies are lost on the way."""
-
-    async def create(
-        self,
-        name: str,
-        data: bytes,
-        content_type: str,
-        metadata: Mapping[str, str],
-        **more: Any,
-    ) -> bool:
-        written = await self._blobs.create(name, data, content_type, metadata, **more)
-        if written and self.faults:
-            self.faults -= 1
-            error = errors.TransientError("the connection was reset")
-            error.outcome_is_unknown = True
-            raise error
-        return written
-
-
-async def test_an_image_whose_reply_was_lost_is_the_workers_own_not_a_duplicate(
-    storage: Storage,
-    run_pipeline: RunPipeline,
-    message: Callable[..., str],
-    store_images: Any,
-) -> None:
-    await store_images(message(id="j2"), data=b"another worker's")
-    await storage.queue.send(message(id=f"j{number}") for number in range(3))
-    opened = FaultyStorage(storage, faults=0)
-    opened.blobs = LostReplies(storage.blobs, faults=3)
-    pipeline = await run_pipeline(opened=opened)
-    assert pipeline.metrics.outcomes == {"completed": 2, "duplicate": 1}
-    assert pipeline.metrics.images_stored == 2
 
 
 class WaitingBlobs(FaultyBlobs):

@@ -1,7 +1,6 @@
 """Which words name an embedding, where its file comes from, and what becomes of the job."""
 
 import asyncio
-import dataclasses
 import hashlib
 import json
 import shlex
@@ -16,10 +15,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from imagefleet import errors
-from imagefleet.files.kinds import EMBEDDING
 from imagefleet.records import reader
 from imagefleet.signing import SigningKey, TrustedKeys
-from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
 from worker.files import addresses, manifest
 from worker.files.library import EmbeddingLibrary, Source
@@ -167,12 +164,6 @@ async def test_a_storage_that_hangs_holds_up_no_job(
     assert await found.names() is names
 
 
-async def test_without_any_embedding_there_are_no_names(
-    storage: Storage, library: Library
-) -> None:
-    assert await library().names() == ()
-
-
 async def test_names_that_lead_out_of_the_folder_are_left_out(
     storage: Storage,
     library: Library,
@@ -184,34 +175,6 @@ async def test_names_that_lead_out_of_the_folder_are_left_out(
     await replace(storage, "embeddings/manifest.json", json.dumps(listed).encode())
     assert await library().names() == ("mist",)
     assert "'../../etc/x' is no name of an embedding" in caplog.text
-
-
-async def test_a_listed_file_that_is_missing_too_large_or_another_is_not_used(
-    storage: Storage,
-    library: Library,
-    lora_bytes: FileBytes,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    listed = {"gone": sha256(b""), "other": sha256(b""), "large": sha256(b"")}
-    await replace(storage, "embeddings/manifest.json", json.dumps(listed).encode())
-    await replace(storage, "embeddings/other.safetensors", lora_bytes("a"))
-    await replace(storage, "embeddings/large.safetensors", lora_bytes("a" * 2000))
-    monkeypatch.setattr(
-        "worker.files.library.EMBEDDING", dataclasses.replace(EMBEDDING, max_bytes=1000)
-    )
-    found = library()
-    with pytest.raises(
-        errors.MissingFileError, match=r"no embedding gone\.safetensors in .*embed"
-    ):
-        await found.resolve_hashed("gone")
-    with pytest.raises(
-        errors.TransientError, match=r"SHA-256 of the embedding other\.safetensors"
-    ):
-        await found.resolve_hashed("other")
-    with pytest.raises(
-        errors.UnusableFileError, match=r"large\.safetensors has .* at most 1,000"
-    ):
-        await found.resolve_hashed("large")
 
 
 @pytest.mark.parametrize(
@@ -320,22 +283,3 @@ async def test_an_image_and_its_record_tell_the_embeddings_of_their_prompts(
         "two": (("mist", mist), ("ash", ash)),
         "none": (),
     }
-
-
-async def test_a_job_that_names_an_unusable_embedding_goes_to_the_poison_queue(
-    storage: Storage, run_pipeline: RunPipeline, message: MakeMessage
-) -> None:
-    await put(storage, mist=b"<html>not found</html>")
-    await storage.queue.send(
-        [message(id="a", prompt="mist"), message(id="b", prompt="a tree")]
-    )
-    pipeline = await run_pipeline()
-    assert dict(pipeline.metrics.outcomes) == {"failed": 1, "completed": 1}
-    (record,) = [
-        dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()
-    ]
-    assert record is not None
-    assert record.attempts == 1
-    assert "the embedding mist.safetensors is not a safetensors file" in str(
-        record.reason
-    )

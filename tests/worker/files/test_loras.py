@@ -264,20 +264,6 @@ async def test_a_job_is_retried_between_the_replacements_of_a_lora_and_its_manif
     )
 
 
-async def test_with_a_broken_manifest_no_file_is_trusted(
-    storage: Storage, library: Library, lora_bytes: LoraBytes
-) -> None:
-    await put(storage, "style", lora_bytes("style"))
-    blobs = WatchedBlobs(storage)
-    loras = library(blobs)
-    await loras.resolve("style")
-    blobs.replaced["loras/manifest.json"] = b"{"
-    with pytest.raises(
-        errors.TransientError, match=r"manifest\.json in the container .* is not"
-    ):
-        await library(blobs).resolve("style")
-
-
 async def test_a_folder_may_have_a_manifest_too(
     storage: Storage, library: Library, lora_bytes: LoraBytes, tmp_path: Path
 ) -> None:
@@ -293,19 +279,6 @@ async def test_a_folder_may_have_a_manifest_too(
     (folder / "style.safetensors").write_bytes(lora_bytes("b"))
     os.utime(folder / "style.safetensors", ns=(0, 1))
     assert await loras.resolve("style") == folder / "style.safetensors"
-
-
-async def test_the_cache_stays_within_its_limit(
-    storage: Storage, library: Library, lora_bytes: LoraBytes, tmp_path: Path
-) -> None:
-    size = len(lora_bytes("1"))
-    loras = library(storage.files, cache_bytes=2 * size)
-    for name in "123":
-        await put(storage, name, lora_bytes(name))
-        path = await loras.resolve(name)
-        os.utime(path, ns=(int(name), path.stat().st_mtime_ns))
-    assert kept(tmp_path) == {"2", "3"}
-    assert (await loras.resolve("1")).read_bytes() == lora_bytes("1")
 
 
 class ReadingEngine(StandInEngine):

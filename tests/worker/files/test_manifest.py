@@ -156,12 +156,6 @@ async def test_a_manifest_that_is_not_signed_is_the_operators_fault_and_no_jobs(
             await strict(Source(content), key).sha256("a")
 
 
-async def test_a_manifest_of_models_is_none_of_loras(key: SigningKey) -> None:
-    source = Source(manifest.encode("models", {"a": "1"}, key))
-    with pytest.raises(errors.SetupError, match="another key signed it"):
-        await strict(source, key).sha256("a")
-
-
 async def test_a_jobs_signature_is_none_for_a_manifest(key: SigningKey) -> None:
     fields = {"folder": "loras", "files": {"a": "1"}}
     source = Source(

@@ -208,34 +208,6 @@ async def test_what_was_fetched_once_is_not_requested_again(
     assert len(server.ranges) == 1
 
 
-async def test_a_server_without_ranges_sends_all_of_it_again(
-    make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
-) -> None:
-    server.takes_ranges = False
-    server.breaks_after = [2_000_000]
-    assert (await fetch(make_settings(), blobs)).read_bytes() == CONTENT
-    assert server.sent_bytes == 2_000_000 + len(CONTENT)
-
-
-async def test_two_versions_of_a_model_are_not_mixed(
-    make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
-) -> None:
-    server.content, server.etag = file_of(data=os.urandom(2_500_000)), '"v0"'
-    server.breaks_after = [1_000_000, *[0] * 8]
-    with pytest.raises(errors.TransientError, match="broke off"):
-        await fetch(make_settings(), blobs)
-    server.content, server.etag, server.breaks_after = CONTENT, '"v1"', []
-    assert (await fetch(make_settings(), blobs)).read_bytes() == CONTENT
-
-
-async def test_without_a_version_the_rest_is_not_added_to_what_may_be_anothers(
-    make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
-) -> None:
-    server.etag, server.breaks_after = None, [1_000_000]
-    assert (await fetch(make_settings(), blobs)).read_bytes() == CONTENT
-    assert server.ranges == [None, None]
-
-
 async def test_another_hash_is_refused_with_both_named(
     make_settings: MakeSettings, blobs: BlobStore
 ) -> None:
@@ -442,14 +414,6 @@ async def test_a_disk_that_is_too_small_is_reported_before_it_is_full(
         await fetch(make_settings(), blobs)
 
 
-async def test_a_cache_that_cannot_be_written_is_for_the_operator(
-    make_settings: MakeSettings, blobs: BlobStore, tmp_path: Path
-) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(errors.FleetError, match="cannot be written"):
-        await fetch(make_settings(cache=tmp_path / "file"), blobs)
-
-
 # Folders in diffusers' format, as .tar
 
 
@@ -472,16 +436,6 @@ async def test_a_tar_becomes_the_folder_in_it(
     assert place.name == "sd15"
     assert (place / "unet" / "config.json").read_bytes() == b'{"a": 1}'
     assert kept_in(place.parent) == {"sd15"}
-
-
-async def test_what_is_no_tar_is_refused_whatever_its_address_says(
-    make_settings: MakeSettings, server: ModelServer, blobs: BlobStore
-) -> None:
-    server.content = b"no tar at all" * 1000
-    server.url = server.url.replace(".safetensors", ".tar")
-    sha256 = hashlib.sha256(server.content).hexdigest()
-    with pytest.raises(errors.SetupError, match=r"not a readable \.safetensors file"):
-        await fetch(make_settings(model=server.url, model_sha256=sha256), blobs)
 
 
 # models/ in the storage

@@ -11,7 +11,7 @@ from evaluation.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.job.passes.fields import Pass
 from imagefleet.storage.open import Storage
-from polling import until, until_in_thread
+from polling import until
 from worker.engine import contract
 from worker.metrics import WorkerMetrics
 from worker.node import watchdog
@@ -271,37 +271,3 @@ async def test_a_campaign_whose_images_fail_for_several_windows_costs_no_node(
     await running
     assert salad_metadata_service.reasons == []
     assert windows("imagefleet_node_watch_windows_total", {"result": "failed"}) == 0
-
-
-@local_only
-async def test_a_single_slow_image_costs_no_node(
-    storage: Storage, run_watched: Callable[..., Any], salad_metadata_service: Any
-) -> None:
-    drawn = 0
-
-    def ended_windows() -> float:
-        results = ("passed", "failed", "unknown")
-        return sum(
-            windows("imagefleet_node_watch_windows_total", {"result": result}) or 0
-            for result in results
-        )
-
-    def draw(request: contract.ImageRequest) -> contract.Pixels:
-        nonlocal drawn
-        drawn += 1
-        if drawn == 4:
-            before = ended_windows()
-            until_in_thread(lambda: ended_windows() > before + watchdog.FAILED_WINDOWS)
-        return draw_noise(request)
-
-    await fill(storage, 60)
-    stop = asyncio.Event()
-    engine = StandInEngine(capacity=1, size=(512, 512), tick_seconds=0.01, draw=draw)
-    pipeline, running = run_watched(engine, stop)
-    windows = pipeline.metrics.registry.get_sample_value
-    await until(lambda: pipeline.metrics.outcomes.total() == 60)
-    stop.set()
-    await running
-
-    assert salad_metadata_service.reasons == []
-    assert windows("imagefleet_node_watch_windows_total", {"result": "passed"})
