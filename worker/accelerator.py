@@ -20,16 +20,16 @@ from worker.settings import WorkerSettings
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a kind of accelerator draws with; the first sampler and guidance are the usual ones."""
+    """Samplers, guidance and steps of one kind of accelerator; the first are the usual ones."""
 
     title: str
     pattern: str
-    """Of the names of its files, in lower case."""
+    """What file names of this kind contain, in lower case."""
     samplers: tuple[str, ...]
     steps: tuple[int, int]
     guidance: tuple[float, float] = (1.0, 1.0)
     schedule: str = "SGM Uniform"
-    """Of timesteps that end where a step ends, such as 999, 749, 499 and 249."""
+    """True for samplers whose timesteps end where a step ends, such as 999, 749, 499 and 249."""
 
     @property
     def rows(self) -> int:
@@ -153,6 +153,6 @@ class Accelerator:
 
 
 def is_unguided(settings: WorkerSettings) -> bool:
-    """Whether a worker draws jobs that say nothing without guidance."""
+    """True if a worker draws without guidance the jobs that name no cfg_scale."""
     source = settings.accelerator
     return source is not None and Accelerator.of(source).kind.rows == 1

@@ -45,7 +45,8 @@ class GpuClock:
         reached = began_at, first_at, full_at, now
         for at, state in enumerate(("starting", "warming_up", "full_speed")):
             # The engine's thread may note a moment before that of the last call.
-            self._paid[state] = max(self._paid[state], reached[at + 1] - reached[at])
+            seconds = reached[at + 1] - reached[at]
+            self._paid[state] = max(self._paid[state], seconds)
         return self._paid.copy()
 
     def note_images(self, engine: contract.Engine, began_at: float, now: float) -> None:
@@ -59,5 +60,8 @@ class GpuClock:
             rows = getattr(engine, "unet_rows", 0)
             self.cold_rows_per_second = rows / max(self.busy_seconds, 1e-9)
             self.start_phases = phases.seconds.copy()
-            text = f"full speed {after}: {phases.described()}"
-            log.info(text, action="full_speed", phases=self.start_phases)
+            log.info(
+                f"full speed {after}: {phases.described()}",
+                action="full_speed",
+                phases=self.start_phases,
+            )

@@ -49,6 +49,9 @@ class Delivery:
     finished_at: float
 
 
+_Call = tuple[Callable[[], object], Future[Any]]
+"""A function for the engine's thread, and the answer that its caller waits for."""
+
 Take = Callable[[], bool]
 """Gives the engine another model; False, with nothing changed, if it cannot."""
 
@@ -62,7 +65,7 @@ class _Wanted:
     loaded: Future[contract.Engine]
 
     def is_taken(self) -> bool:
-        """Whether the engine stays, with this model."""
+        """Gives the engine this model if it can take it; False: it has to be loaded anew."""
         take, self.take = self.take, None
         try:
             return take is not None and take()
@@ -90,7 +93,7 @@ class EngineThread:
         """*backlog*: finished images that may wait to be encoded before the engine blocks."""
         self.clock = GpuClock()
         self.capacity = 0
-        """What the engine holds at most; it follows the engine's."""
+        """Most requests the engine holds at once; follows the engine's own."""
         self.engine: contract.Engine | None = None
         #: Called on the engine's thread for each job's ticket right before the engine begins it.
         self.is_cancelled: Callable[[int], bool] = lambda _ticket: False
@@ -99,7 +102,7 @@ class EngineThread:
         self._load = load
         self._why_idle = why_idle
         self._waiting: deque[tuple[int, contract.PreparedRequest]] = deque()
-        self._calls: deque[tuple[Callable[[], object], Future[Any]]] = deque()
+        self._calls: deque[_Call] = deque()
         self._drawing: dict[int, Future[Delivery | None]] = {}
         self._drawn_tickets = itertools.count(-1, -1)  # none of a job's
         self._wake = threading.Condition()
@@ -212,7 +215,7 @@ class EngineThread:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the engine has been in one call for longer than any call takes."""
+        """True once the engine has been in one call for longer than any call takes."""
         began_at = self.tick_began_at
         return began_at is not None and time.monotonic() - began_at > STALL_SECONDS
 
@@ -388,7 +391,7 @@ class EngineThread:
 
 
 def _answer() -> Future[Any]:
-    """What the engine's thread answers, though its caller may have been cancelled."""
+    """A future for the engine thread's answer, which its caller cannot cancel."""
     answer: Future[Any] = Future()
     answer.set_running_or_notify_cancel()
     return answer

@@ -127,9 +127,10 @@ class LeaseKeeper:
                 # Neither held nor lost: the reply may have been lost after the renewal.
                 self.on_renewal("unknown")
                 if self._warning.is_due():
-                    text = f"leases cannot be renewed, retrying: {error}"
                     log.warning(
-                        text, action="lease_unknown", in_flight=len(self._leases)
+                        f"leases cannot be renewed, retrying: {error}",
+                        action="lease_unknown",
+                        in_flight=len(self._leases),
                     )
             else:
                 lease.expires_at = asked_at + self.lease_seconds
@@ -138,5 +139,8 @@ class LeaseKeeper:
     def _mark_lost(self, lease: Lease) -> None:
         lease.is_lost = True
         self._leases.pop(lease, None)
-        text = f"the lease on message {lease.message.id} is lost"
-        log.warning(text, action="lease_lost", message_id=lease.message.id)
+        log.warning(
+            f"the lease on message {lease.message.id} is lost",
+            action="lease_lost",
+            message_id=lease.message.id,
+        )

@@ -42,7 +42,7 @@ Outcome = Literal[
     "handed_back",
     "moved",
 ]
-"""How a job ended here; `verified` and `unverified`: a second drawing is stored, or none is;
+"""A job's end in this worker; `verified` and `unverified`: a second drawing is stored, or none is;
 `moved`: to the queue of its model."""
 
 Stage = Literal[
@@ -74,7 +74,7 @@ NodeFault = Literal[
     "weights",
     "quarantined",
 ]
-"""What is wrong with a node; `engine`: loading the model or the first images failed."""
+"""A fault of a node; `engine`: loading the model or the first images failed."""
 
 LostImage = Literal["failed", "duplicate", "second_drawing"]
 """Why an image that the GPU generated is not stored by this worker as a job's."""
@@ -107,9 +107,9 @@ class WorkerMetrics:
             "campaign_images", "Images stored, by campaign.", "campaign"
         )
         self.campaigns: set[str] = set()
-        """Those with a series of their own: whoever may send jobs names campaigns."""
+        """Campaigns with a series of their own; bounded, as whoever sends jobs names campaigns."""
         self.chain_images = counter(
-            "chain_images", "Images of jobs with several stages.", "stage"
+            "chain_images", "Images stored of jobs with several stages.", "stage"
         )
         self.model_jobs = counter(
             "model_jobs", "Jobs by outcome and model.", "model", "outcome"
@@ -135,16 +135,18 @@ class WorkerMetrics:
             "lease_renewals", "Lease renewals by result.", "result"
         )
         self.failed_jobs = counter(
-            "failed_jobs", "Jobs sent to the poison queue.", "error"
+            "failed_jobs", "Jobs sent to the poison queue, by class of error.", "error"
         )
         self.node_windows = counter(
-            "node_watch_windows", "Node watchdog's windows.", "result"
+            "node_watch_windows", "Windows of the node watchdog by result.", "result"
         )
         self.reallocations = counter(
-            "node_reallocations", "Requests for another node.", "result"
+            "node_reallocations", "Requests for another node, by result.", "result"
         )
         self.node_faults = counter(
-            "node_faults", "Faults that this node's checks found.", "fault"
+            "node_faults",
+            "Faults of this node, found by its checks at the start and while it works.",
+            "fault",
         )
         self.suspect_images = counter(
             "suspect_images",
@@ -411,8 +413,10 @@ async def measure_depth(
                 # A worker's token may not allow it, and no job depends on it.
                 if queue.name not in unmeasured:
                     unmeasured.add(queue.name)
-                    text = f"the depth of {queue.name} is not measured: {error}"
-                    log.info(text, action="depth_unknown")
+                    log.info(
+                        f"the depth of {queue.name} is not measured: {error}",
+                        action="depth_unknown",
+                    )
             else:
                 metrics.queues.update(queue.name, depth)
                 if queue is jobs:

@@ -65,7 +65,7 @@ LAST_JOBS_SECONDS = 120.0
 class Machine:
     replica: Replica = UNKNOWN
     began_at: float | None = None
-    """When its bill began (monotonic seconds); None: with the pipeline."""
+    """Start of its bill (monotonic seconds); None: with the pipeline."""
     limits: NodeLimits = NO_LIMITS
     container: SaladMetadata | None = None
     """Asked for another node if this one does not meet the limits."""
@@ -402,8 +402,10 @@ class Pipeline:
             async with asyncio.timeout(HAND_BACK_SECONDS):
                 for result in await asyncio.gather(*calls, return_exceptions=True):
                     if isinstance(result, Exception):
-                        text = f"a job's lease will expire: {result}"
-                        log.warning(text, action="hand_back_failed")
+                        log.warning(
+                            f"a job's lease will expire: {result}",
+                            action="hand_back_failed",
+                        )
 
     async def _watch_node(self) -> None:
         """Finishes the jobs in flight on a broken node; works on if no other node is granted.

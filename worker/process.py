@@ -279,7 +279,7 @@ class _Worker:
         return models
 
     def _is_started(self) -> bool:
-        """Whether the start-up is over for SaladCloud; a node that waits is not a bad one."""
+        """True once the start-up is over for SaladCloud; a node that waits is not a bad one."""
         if self._pipeline is not None and self._pipeline.started:
             self._has_started = True
         return self._has_started

@@ -33,7 +33,7 @@ WINDOW_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What a worker has counted since its start; *dollars* None where its price is unknown."""
+    """A worker's counts since its start; *dollars* None where its price is unknown."""
 
     images: int = 0
     ended_jobs: int = 0
@@ -46,7 +46,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress(Counts):
-    """What one worker does and has done; None for what is not known (yet)."""
+    """One worker's phase and figures; None for those not known (yet)."""
 
     phase: Phase
     why_waiting: str | None
@@ -60,7 +60,7 @@ class Progress(Counts):
     seconds_left: float | None
     """Seconds until the queue is empty, at the pace it shrinks at, whoever draws from it."""
     is_own_pace: bool
-    """Whether `seconds_left` is at this worker's pace alone: the queue was measured only once."""
+    """True if `seconds_left` is at this worker's pace alone: the queue was measured only once."""
 
     @property
     def state(self) -> str:
@@ -216,8 +216,11 @@ class ProgressMeter:
 
 
 def log_progress(progress: Progress) -> None:
-    text = f"{progress.state}: {', '.join(progress.figures)}"
-    log.info(text, action="progress", **_rounded(asdict(progress)))
+    log.info(
+        f"{progress.state}: {', '.join(progress.figures)}",
+        action="progress",
+        **_rounded(asdict(progress)),
+    )
 
 
 def log_report(report: WorkerReport) -> None:
@@ -230,10 +233,11 @@ def log_report(report: WorkerReport) -> None:
     idle = f"the engine was idle {100 * report.engine_idle_fraction:.1f} % of the time"
     for name in ("failed_jobs", "images_per_second", "images_per_dollar"):
         fields[name] = getattr(report, name)
-    text = (
-        f"done: {report.images} images in {report.seconds:.0f} s, {idle}; jobs: {jobs}"
+    log.info(
+        f"done: {report.images} images in {report.seconds:.0f} s, {idle}; jobs: {jobs}",
+        action="stop",
+        **_rounded(fields),
     )
-    log.info(text, action="stop", **_rounded(fields))
 
 
 def _rounded(fields: Mapping[str, object]) -> dict[str, Any]:

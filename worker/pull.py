@@ -81,7 +81,7 @@ class Puller:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the queues had no jobs when they were last asked, and none is left here."""
+        """True if the queues had no jobs when they were last asked, and none is left here."""
         return self._queue_was_empty and not self._ahead
 
     @property
@@ -172,7 +172,7 @@ class Puller:
         await concurrency.gather(*map(self.settler.hand_back, surplus))
 
     async def _is_done(self) -> bool:
-        """Whether nothing is visible or in flight, nor hidden by a dead worker's lease."""
+        """True if nothing is visible or in flight, nor hidden by a dead worker's lease."""
         if not self.settler.settings.until_empty or self.settler.in_flight:
             return False
         return (await self.queue.depth()).messages == 0

@@ -55,8 +55,10 @@ def find_replica(settings: WorkerSettings) -> Replica:
                 gpu, settings.priority, table
             )
         except errors.SetupError as error:
-            text = f"no image has a cost: {error}; or set --price-per-hour"
-            log.warning(text, action="price_unknown")
+            log.warning(
+                f"no image has a cost: {error}; or set --price-per-hour",
+                action="price_unknown",
+            )
     storage = table.storage if settings.is_billed else prices.FREE_STORAGE
     return Replica(gpu, dollars_per_hour, storage)
 
@@ -85,7 +87,7 @@ def _gpu(settings: WorkerSettings, table: prices.PriceTable) -> str:
 
 
 def ask_driver(question: Callable[[], Answer]) -> Answer | Exception:
-    """What *question*, which calls NVML, returns or raises."""
+    """Calls *question*, which uses NVML; returns its result, or the error it raised."""
 
     def ask() -> Answer:
         pynvml.nvmlInit()

@@ -223,8 +223,11 @@ class Settler:
         if isinstance(error, (errors.LeaseLost, errors.TransientError)):
             self._lost(entry, error)
             return
-        text = f"{why} stays in the queue {entry.lease.message.queue}: {error.message}"
-        entry.log(logging.WARNING, text, "job_not_moved")
+        entry.log(
+            logging.WARNING,
+            f"{why} stays in the queue {entry.lease.message.queue}: {error.message}",
+            "job_not_moved",
+        )
         await self._end(
             entry, "handed_back", call=partial(self._release, entry, NOT_MOVED_SECONDS)
         )
@@ -413,8 +416,12 @@ class Settler:
             attempts - 1, FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS
         )
         attempt = f"attempt {attempts} of {self.settings.max_attempts}"
-        text = f"failed, {attempt}, retrying in {delay_seconds:.0f} s: {error}"
-        entry.log(logging.WARNING, text, "job_retried", error=type(error).__name__)
+        entry.log(
+            logging.WARNING,
+            f"failed, {attempt}, retrying in {delay_seconds:.0f} s: {error}",
+            "job_retried",
+            error=type(error).__name__,
+        )
         release = partial(self._release, entry, delay_seconds, failed=True)
         await self._end_after_records(entry, "retried", release)
 
@@ -479,8 +486,11 @@ class Settler:
     ) -> Outcome:
         """The job is delivered again, or was; what is stored stays stored."""
         if isinstance(error, errors.TransientError):
-            text = f"will be delivered again: the storage does not answer: {error}"
-            entry.log(logging.WARNING, text, "job_abandoned")
+            entry.log(
+                logging.WARNING,
+                f"will be delivered again: the storage does not answer: {error}",
+                "job_abandoned",
+            )
         self._ended(entry, "lost")
         return "lost"
 

@@ -1,4 +1,4 @@
-"""What `--model` may name: a path, or an address to fetch a checkpoint from."""
+"""Reads `--model`: a path on this machine, or an address to fetch a checkpoint from."""
 
 import hashlib
 import json
@@ -102,7 +102,7 @@ def of_model(settings: WorkerSettings) -> Address | None:
 
 
 def hub_advice(text: str) -> str | None:
-    """What to do with the id of a repository on Hugging Face; None if *text* is none."""
+    """Advice for the id of a repository on Hugging Face; None if *text* is none."""
     if not _HUB_ID.fullmatch(text):
         return None
     start = "if it is a model on Hugging Face, download it:"
@@ -113,7 +113,7 @@ def hub_advice(text: str) -> str | None:
 
 
 def pickle_advice(path: str, *, is_embedding: bool = False) -> str:
-    """How to convert a pickled checkpoint or embedding: one sentence with a command."""
+    """Advice that converts a pickled checkpoint or embedding: one sentence with a command."""
     new = str(PurePosixPath(path).with_suffix(".safetensors"))
     program = (
         "import torch; from safetensors.torch import save_file;"

@@ -1,4 +1,4 @@
-"""Whether `--model` can be right, told in milliseconds: before torch, the network and the weights.
+"""Checks `--model` in milliseconds: before torch, the network and the weights.
 
 The engine checks what only the weights tell.
 """
@@ -187,13 +187,14 @@ def read_header(
 
 
 def is_tar(path: Path) -> bool:
-    """Whether it begins as a .tar, or is an empty one, of zeros alone."""
+    """True for bytes that begin a .tar, or an empty one, of zeros alone."""
     head = _head(path)
-    return head[257:262] == b"ustar" or (len(head) == _HEAD_BYTES and not any(head))
+    is_empty_archive = len(head) == _HEAD_BYTES and not any(head)
+    return is_empty_archive or head[257:262] == b"ustar"
 
 
 def _what_else(path: Path, name: str) -> str | None:
-    """What a file is that is no checkpoint, and what to do, after 'it is'."""
+    """Names the kind of a file that is no checkpoint, and the remedy; follows 'it is'."""
     head = _head(path)
     if is_tar(path):
         return "a .tar archive: unpack it with tar -xf, and name the folder in it"
@@ -216,7 +217,7 @@ def _head(path: Path) -> bytes:
 
 
 def prediction_type(path: Path) -> str | None:
-    """What a single file's UNet predicts, by a .yaml beside it or its header; None: unknown.
+    """Prediction type of a single file's UNet, by a .yaml beside it or its header; None: unknown.
 
     Raises SetupError if the .yaml cannot be read.
     """
@@ -303,7 +304,7 @@ def _check_part(folder: Path) -> None:
 
 
 def _not_a_checkpoint(folder: Path) -> str:
-    """What to name instead of a folder without a checkpoint in diffusers format."""
+    """Advice for a folder without a checkpoint in diffusers format: the file to name instead."""
     files = sorted(folder.glob("*.safetensors"))
     start = f"{str(folder)!r} is not a checkpoint in diffusers format"
     found = [contents.identify(read_header(file)) for file in files]

@@ -181,7 +181,7 @@ Source = HttpSource | BlobSource
 
 
 class _State(BaseModel):
-    """What a partial file is of."""
+    """Identifies the download a partial file belongs to: its size, version and name."""
 
     total_bytes: int | None
     version: str | None
@@ -336,10 +336,12 @@ class Download:
         parts = (
             f"{size / 1e6:.0f} of {'?' if total is None else f'{total / 1e6:.0f}'} MB"
         )
-        text = (
-            f"fetching {self.source.label}: {parts}, {bytes_per_second / 1e6:.0f} MB/s"
+        log.info(
+            f"fetching {self.source.label}: {parts}, {bytes_per_second / 1e6:.0f} MB/s",
+            action="model_progress",
+            bytes=size,
+            total_bytes=total,
         )
-        log.info(text, action="model_progress", bytes=size, total_bytes=total)
 
     def _find_sha256(self) -> str:
         with self.cache.errors(), self.part.open("rb") as file:

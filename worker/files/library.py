@@ -147,8 +147,10 @@ class FileLibrary:
                 raise
             if len(files) > 1:
                 several = ", ".join(map(repr, sorted(files)[:3]))
-                text = f"{missing.message}; {name!r} is an alias of several: name {several}"
-                raise errors.MissingFileError(text) from None
+                raise errors.MissingFileError(
+                    f"{missing.message}; {name!r} is an alias of several: name"
+                    f" {several}"
+                ) from None
             (self._aliases[name],) = files
             return await self._resolve(self._aliases[name])
 
@@ -168,7 +170,7 @@ class FileLibrary:
         return path or await self._fetch(name)
 
     def identity(self, path: Path) -> Identity | None:
-        """What a file that `resolve` has returned was when it was checked."""
+        """Identity that a file returned by `resolve` had when it was checked."""
         checked = self._checked.get(path)
         return checked and checked[0]
 
@@ -388,8 +390,10 @@ class EmbeddingLibrary(FileLibrary):
         is_safe = is_safe_name(name)
         if not is_safe and name not in self._ignored:
             self._ignored.add(name)
-            text = f"{name[:80]!r} is no name of an embedding: {SAFE_NAMES}"
-            log.warning(text, action="embedding_left_out")
+            log.warning(
+                f"{name[:80]!r} is no name of an embedding: {SAFE_NAMES}",
+                action="embedding_left_out",
+            )
         return is_safe
 
     def _sha256(self, path: Path) -> str:

@@ -108,8 +108,10 @@ def _try(
         if isinstance(error, errors.UnsettledFileError) and read is hash_lora:
             raise  # its images are drawn anew, with the LoRA that is there then
         why = str(error) or "it is damaged"
-        text = f"the hash of {path.name} is left out of its images: {why}"
-        log.warning(text, action="hash_unknown")
+        log.warning(
+            f"the hash of {path.name} is left out of its images: {why}",
+            action="hash_unknown",
+        )
         return None
 
 
@@ -141,7 +143,7 @@ class DamagedError(errors.TransientError):
 class Contents:
     files: Mapping[str, str] = field(default_factory=dict)
     signed: Mapping[str, Any] = field(default_factory=dict)
-    """What its signature covers; empty where it is plain."""
+    """The fields its signature covers; empty where it is plain."""
     signature: object = None
 
     @property
@@ -156,7 +158,7 @@ class Contents:
 
 
 def parse(where: str, content: bytes) -> Contents:
-    """What a manifest says; raises DamagedError, or SetupError if it is too large."""
+    """Parses a manifest; raises DamagedError, or SetupError if it is too large."""
     if len(content) > MAX_BYTES:
         raise too_large(where)
     try:

@@ -91,11 +91,11 @@ async def fetch(
         with DiskCache(folder).errors():
             shutil.rmtree(found) if found.is_dir() else found.unlink(missing_ok=True)
     if settings.model_sha256 is None:
-        advice = (
-            "set --model-sha256, or --trusted-key with a signed list of several models"
+        log.warning(
+            f"{_source(address, None, blobs).label} is not verified: set --model-sha256,"
+            " or for several models --trusted-key with a signed list of them",
+            action="model_unchecked",
         )
-        text = f"{_source(address, None, blobs).label} is not verified: {advice}"
-        log.warning(text, action="model_unchecked")
     await fetch_to(
         folder, address, settings.model_sha256, blobs, retry_policy, wanted=wanted
     )

@@ -174,8 +174,12 @@ class _Parent:
             seconds = concurrency.backoff(
                 crashes - 1, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS
             )
-            text = f"GPU {gpu}: {_words(code)}; starting it again in {seconds:.0f} s"
-            log.error(text, action="worker_crashed", gpu=gpu, exit_code=code)
+            log.error(
+                f"GPU {gpu}: {_words(code)}; starting it again in {seconds:.0f} s",
+                action="worker_crashed",
+                gpu=gpu,
+                exit_code=code,
+            )
             await tasks.first_of(self._stop.wait(), timeout_seconds=seconds)
             if self._stop.is_set() or self._is_queue_empty():
                 self._codes.append(code)
@@ -183,7 +187,7 @@ class _Parent:
             self._metrics.restarts.labels(gpu).inc()
 
     def _is_queue_empty(self) -> bool:
-        """Whether a worker found nothing left, not even a lease of a dead worker."""
+        """True once a worker has found nothing left, not even a lease of a dead worker."""
         return self._settings.until_empty and not {DONE, JOBS_FAILED}.isdisjoint(
             self._codes
         )
@@ -192,8 +196,13 @@ class _Parent:
         self._codes.append(code)
         left = len(self._children) - len(self._codes)
         go_on = f"{left} of {len(self._children)} go on"
-        text = f"GPU {gpu} is left out, {go_on}: its worker ended with {_words(code)}, {why}"
-        log.error(text, action="gpu_left_out", gpu=gpu, exit_code=code)
+        log.error(
+            f"GPU {gpu} is left out, {go_on}: its worker ended with {_words(code)},"
+            f" {why}",
+            action="gpu_left_out",
+            gpu=gpu,
+            exit_code=code,
+        )
 
     def _exit_code(self) -> int:
         """The code of workers that did what they were told, else the class of what ended them."""

@@ -1,1 +1,1 @@
-"""What jobs are given beside prompts: images, masks, files of upscalers and ControlNets."""
+"""Inputs of jobs beside their prompts: images, masks, files of upscalers and ControlNets."""

@@ -54,7 +54,7 @@ _SAMPLE_NOISE = 0.1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Overlay:
-    """What stays of the image that a job was given, to be laid over what is drawn."""
+    """The kept part of the image that a job was given, to be laid over what is drawn."""
 
     image: Image.Image
     """RGBA, transparent where the drawing shows."""
@@ -148,7 +148,7 @@ def _init(job: Job, image: Image.Image, mask: Image.Image | None) -> InitImage:
 
 
 def sample(family: str, width: int, height: int) -> InitImage | None:
-    """What an image of this size begins with, drawn without a job; None for text alone."""
+    """A start image of this size, without a job; None for families that need only text."""
     if not families.find(family).enlarges:
         return None
     # Red grows to the right, green downwards, and blue is in squares.
@@ -185,7 +185,8 @@ def crop_box(mask: Mask, padding: int, size: tuple[int, int]) -> Box | None:
         return None
     (left, upper, right, lower), (height, width) = box, mask.shape
     left, upper = max(left - padding, 0), max(upper - padding, 0)
-    right, lower = min(right + padding, width), min(lower + padding, height)
+    right = min(right + padding, width)
+    lower = min(lower + padding, height)
     ratio = size[0] / size[1]
     if (right - left) / (lower - upper) > ratio:
         upper, lower = _widened(upper, lower, (right - left) / ratio, height)
@@ -197,7 +198,8 @@ def crop_box(mask: Mask, padding: int, size: tuple[int, int]) -> Box | None:
 def _widened(start: int, end: int, wanted: float, limit: int) -> tuple[int, int]:
     """Start and end with *wanted* pixels between them, as far as there are that many."""
     more = int(wanted - (end - start))
-    start, end = start - more // 2, end + more - more // 2
+    start -= more // 2
+    end += more - more // 2
     if end >= limit:
         start, end = start - (end - limit), limit
     if start < 0:

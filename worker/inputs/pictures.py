@@ -53,7 +53,8 @@ def read(what: str, data: bytes) -> Image.Image:
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - Pillow's parsers raise a dozen kinds
-        reason = printable(" ".join(str(error).split()))[:200] or type(error).__name__
+        text = printable(" ".join(str(error).split()))
+        reason = text[:200] or type(error).__name__
         raise errors.JobError(f"{what} is a damaged image: {reason}") from None
 
 
@@ -111,7 +112,8 @@ def resize(mode: int, image: Image.Image, size: Size) -> Image.Image:
     inner = inner_size(mode, image.size, size)
     stretched = _stretched(image, inner)
     resized = Image.new(image.mode, size)
-    left, upper = width // 2 - inner[0] // 2, height // 2 - inner[1] // 2
+    left = width // 2 - inner[0] // 2
+    upper = height // 2 - inner[1] // 2
     resized.paste(stretched, (left, upper))
     if mode == 1:
         return resized
@@ -129,7 +131,7 @@ def resize(mode: int, image: Image.Image, size: Size) -> Image.Image:
 
 
 def inner_size(mode: int, image_size: Size, size: Size) -> Size:
-    """What an image becomes before it is cut to *size* (mode 1), or filled up to it (2).
+    """The size an image is scaled to before it is cut to *size* (mode 1), or filled up to it (2).
 
     Raises JobError if too much of an image far longer than wide would be cut off.
     """
@@ -164,7 +166,10 @@ def _resampled(
 
 
 def control(image: Image.Image, mode: int, size: Size) -> Pixels:
-    """In *size*: stretched (0), cut (1), with borders of its colour (2); raises as `inner_size`."""
+    """Resizes to *size*: stretched (0), cut (1), with borders of its colour (2).
+
+    Raises as `inner_size`.
+    """
     image = image.convert("RGB")
     if image.size != size:
         differences.warn("control_size")
@@ -172,22 +177,28 @@ def control(image: Image.Image, mode: int, size: Size) -> Pixels:
         return np.asarray(_stretched_map(image, size))
     scales = size[0] / image.width, size[1] / image.height
     scale = min(scales) if mode == _FILL else max(scales)
-    inner = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+    inner_width = max(1, round(image.width * scale))
+    inner_height = max(1, round(image.height * scale))
+    inner = inner_width, inner_height
     refuse_too_long(image.size, inner, size)
     stretched = _stretched_map(image, inner)
     if mode != _FILL:
-        left, upper = (max(0, (inner[axis] - size[axis]) // 2) for axis in (0, 1))
+        left = max(0, (inner_width - size[0]) // 2)
+        upper = max(0, (inner_height - size[1]) // 2)
         return np.asarray(
             stretched.crop((left, upper, left + size[0], upper + size[1]))
         )
     filled = Image.new("RGB", size, _border_colour(np.asarray(image)))
-    left, upper = (max(0, (size[axis] - inner[axis]) // 2) for axis in (0, 1))
+    left = max(0, (size[0] - inner_width) // 2)
+    upper = max(0, (size[1] - inner_height) // 2)
     filled.paste(stretched, (left, upper))
     return np.asarray(filled)
 
 
 def _border_colour(image: Pixels) -> tuple[int, int, int]:
-    borders = np.concatenate([image[0], image[-1], image[:, 0], image[:, -1]])
+    upper, lower = image[0], image[-1]
+    left, right = image[:, 0], image[:, -1]
+    borders = np.concatenate([upper, lower, left, right])
     red, green, blue = np.median(borders, axis=0).astype(np.uint8).tolist()
     return red, green, blue
 

@@ -42,7 +42,7 @@ OWN = ("accelerator", "vae")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
-    """What the requests of a job have beside its prompts, and what is laid over their images."""
+    """Inputs of a job's requests beside its prompts, and the overlay of their images."""
 
     init: contract.InitImage | None = None
     hires: contract.HiresPass | None = None

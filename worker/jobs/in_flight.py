@@ -52,7 +52,7 @@ class InFlightJob:
     prepared: contract.PreparedRequest | None = None
     """The first of the requests, prepared."""
     ahead: int = 1
-    """How many of the job's images the engine has not finished."""
+    """Number of the job's images that the engine has not finished."""
     images_to_submit: int = 0
     images_to_store: int = 0
     images_written: int = 0
@@ -64,7 +64,7 @@ class InFlightJob:
     is_looked_up: bool = False  # which of its images are stored was asked for
     is_first_awaited: bool = False  # its first image is in the making, of several
     waiting: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
-    """What stores the images that wait for the first one to be stored."""
+    """Uploads of the images that wait for the first one to be stored."""
     failures: dict[int, errors.FleetError] = field(default_factory=dict)
     """Errors of the images that failed in this delivery, by index."""
     stored: set[int] = field(default_factory=set)
@@ -144,7 +144,7 @@ class InFlightJob:
 
     @property
     def deliveries(self) -> Deliveries:
-        """How the earlier deliveries of its message ended."""
+        """The record of how earlier deliveries of its message ended."""
         return Deliveries.of(self.lease.message)
 
     @property
@@ -157,11 +157,11 @@ class InFlightJob:
 
     @property
     def has_next_stage(self) -> bool:
-        """Whether its image is the input of a further stage."""
+        """True if its image is the input of a further stage."""
         return self.job is not None and self.job.stage < self.job.stages
 
     def is_of(self, cancelled: CancelledCampaigns) -> bool:
-        """Whether it or its campaign has been cancelled since it was sent."""
+        """True if it or its campaign has been cancelled since it was sent."""
         return self.job is not None and cancelled.includes(
             self.job.campaign, self.lease.message.enqueued_at, self.job.id
         )
@@ -205,7 +205,7 @@ class InFlightJob:
 
     @property
     def _may_be_stored(self) -> bool:
-        """Whether one of its images may be stored that is not in `stored`."""
+        """True if an image that is not in `stored` may be stored all the same."""
         in_doubt = (
             getattr(error, "outcome_is_unknown", False)
             for error in self.failures.values()

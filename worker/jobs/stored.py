@@ -1,4 +1,4 @@
-"""Whose image has the name of a job's: the job's own, of an earlier delivery, or another job's."""
+"""Finds out whether a stored image belongs to this job (an earlier delivery) or to another one."""
 
 import re
 from collections.abc import Iterable, Mapping

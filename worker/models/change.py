@@ -98,7 +98,7 @@ class ModelChoice:
 
     @property
     def may_leave(self) -> bool:
-        """Whether it has stayed long enough to leave jobs behind."""
+        """True once it has stayed long enough to leave jobs behind."""
         return self.clock() - self._since >= self.stay_seconds
 
     def following(
@@ -134,7 +134,7 @@ class Following:
 
     checkpoint: Checkpoint
     take: Take | None
-    """What the engine does, if it can, in place of a new one: it keeps what is compiled."""
+    """Gives the engine the model in place of a new one, if it can: what is compiled is kept."""
     prepared_at: float
 
 
@@ -179,8 +179,11 @@ class WorkerModels:
             waiting = await self._measured(queue)
             if name := first_to_serve(waiting, share):
                 chosen = self._checkpoints[name]
-                text = f"{waiting[name].jobs} jobs wait for {name}: beginning with it"
-                log.info(text, action="first_model", model=name)
+                log.info(
+                    f"{waiting[name].jobs} jobs wait for {name}: beginning with it",
+                    action="first_model",
+                    model=name,
+                )
         try:
             fetched = await self._fetch(chosen)
         except (errors.SetupError, errors.NodeError) as error:
@@ -213,14 +216,20 @@ class WorkerModels:
         while True:
             checkpoint = await self._choose(puller)
             name = checkpoint.name
-            text = f"the model {name} is next: its jobs have waited longest"
-            log.info(text, action="model_chosen", model=name)
+            log.info(
+                f"the model {name} is next: its jobs have waited longest",
+                action="model_chosen",
+                model=name,
+            )
             try:
                 take = await self.prepare(checkpoint)
                 return Following(self._checkpoints[name], take, time.monotonic())
             except errors.TransientError as error:
-                text = f"the model {name} is not there: {error}"
-                log.warning(text, action="model_not_fetched", model=name)
+                log.warning(
+                    f"the model {name} is not there: {error}",
+                    action="model_not_fetched",
+                    model=name,
+                )
             except (errors.SetupError, errors.NodeError, OSError) as error:
                 self.drop(checkpoint, error, puller.queue)
 
@@ -247,7 +256,7 @@ class WorkerModels:
                 return self._checkpoints[name]
 
     async def _measured(self, queue: RoutedQueue) -> dict[str, Waiting]:
-        """What waits for each model; nothing where the queues cannot be measured."""
+        """Depth of each model's queues; empty where they cannot be measured."""
         try:
             return {
                 name: await self._waiting(queue, name) for name in self._checkpoints
@@ -285,20 +294,27 @@ class WorkerModels:
         self._choice.changed(name, seconds)
         metrics.model_switches.labels(name).inc()
         metrics.model_switch_seconds.inc(seconds)
-        text = f"the model {name} is loaded in place of {before}, in {seconds:.1f} s"
-        log.info(text, action="model_switched", seconds=round(seconds, 3), model=name)
+        log.info(
+            f"the model {name} is loaded in place of {before}, in {seconds:.1f} s",
+            action="model_switched",
+            seconds=round(seconds, 3),
+            model=name,
+        )
 
     def drop(
         self, checkpoint: Checkpoint, error: Exception, queue: RoutedQueue
     ) -> None:
-        """Serves a model no more that cannot be loaded here; its jobs are for other workers."""
+        """Stops serving a model that failed to load; its jobs are left to other workers."""
         self._forget(checkpoint, error)
         queue.remove(checkpoint.name)
 
     def _forget(self, checkpoint: Checkpoint, error: Exception) -> None:
         name = checkpoint.name
-        text = f"the model {name} is not served here: {error}"
-        log.error(text, action="model_unusable", model=name)
+        log.error(
+            f"the model {name} is not served here: {error}",
+            action="model_unusable",
+            model=name,
+        )
         del self._checkpoints[name]
 
 

@@ -107,7 +107,7 @@ def refuse_unusable_names(checkpoints: Sequence[Checkpoint]) -> None:
 
 
 class OtherModels:
-    """Those that jobs name beside their own: refiners, and those of second passes.
+    """Finds the checkpoints that jobs name beside their own: refiners, and those of second passes.
 
     By name: of the worker's own models, else of the storage; each is fetched once.
     """

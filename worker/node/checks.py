@@ -112,7 +112,7 @@ class NodeChecks:
         raise errors.NodeError(f"this node draws wrong images: {fault}")
 
     async def diagnose(self, alarm: str) -> str | None:
-        """What is wrong with this node; None if its jobs are at fault, or the worker drains.
+        """Finds what is wrong with this node; None: its jobs are at fault, or the worker drains.
 
         A LoRA that gives NaN, or a size too large for a GPU class's memory, fails every image of a
         campaign on any node, and each node that is given up for it is kept from the group for 48

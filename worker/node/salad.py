@@ -106,13 +106,19 @@ class SaladMetadata:
             await self.reallocate(reason)
         except errors.TransientError as error:
             requests.labels("refused").inc()
-            text = f"requesting another node failed: {error}"
-            log.warning(text, action="reallocation_failed", reason=reason)
+            log.warning(
+                f"requesting another node failed: {error}",
+                action="reallocation_failed",
+                reason=reason,
+            )
             return False
         self._is_leaving = True
         requests.labels("granted").inc()
-        text = f"requested another node, waiting to be stopped: {reason}"
-        log.warning(text, action="reallocation", reason=reason)
+        log.warning(
+            f"requested another node, waiting to be stopped: {reason}",
+            action="reallocation",
+            reason=reason,
+        )
         return True
 
     async def _request(
@@ -192,10 +198,10 @@ async def _update(
                 await metadata.set_deletion_cost(cost)
             except errors.TransientError as error:
                 if warning.is_due():
-                    text = (
-                        f"the deletion cost is not updated, the work goes on: {error}"
+                    log.warning(
+                        f"the deletion cost is not updated, the work goes on: {error}",
+                        action="deletion_cost_failed",
                     )
-                    log.warning(text, action="deletion_cost_failed")
             else:
                 current = cost
         await asyncio.sleep(concurrency.jitter(COST_SECONDS, 0.8, 1.2))
@@ -229,14 +235,19 @@ async def retry_until_fixed(
             waited_seconds = time.monotonic() - waiting_since
             longest = min(FIRST_PAUSE_SECONDS * 2**pauses, LONGEST_PAUSE_SECONDS)
             if waited_seconds + longest > GIVE_UP_SECONDS:
-                text = f"giving up after {waited_seconds:.0f} s: {error}"
-                log.error(text, action="setup_given_up")  # noqa: TRY400 - its message says it all
+                log.error(  # noqa: TRY400 - its message says it all
+                    f"giving up after {waited_seconds:.0f} s: {error}",
+                    action="setup_given_up",
+                )
                 return None
             seconds = concurrency.backoff(
                 pauses, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS
             )
-            text = f"no node could work like this, retrying in {seconds:.0f} s: {error}"
-            log.error(text, action="setup_awaited", error=type(error).__name__)  # noqa: TRY400
+            log.error(  # noqa: TRY400
+                f"no node could work like this, retrying in {seconds:.0f} s: {error}",
+                action="setup_awaited",
+                error=type(error).__name__,
+            )
         set_waiting(True)
         await tasks.first_of(stop.wait(), timeout_seconds=seconds)
         set_waiting(False)

@@ -146,10 +146,9 @@ class StartUpCheck(Collector):
         self.findings["seconds"] = round(time.monotonic() - self._began_at, 3)
         level = logging.ERROR if failure else logging.INFO
         found = f"failed: {failure}" if failure else "passed"
-        text = f"the node check {found} after {self.findings['seconds']:.1f} s"
         log.log(
             level,
-            text,
+            f"the node check {found} after {self.findings['seconds']:.1f} s",
             action="node_check",
             **self.findings,
             limits=asdict(self._limits),
@@ -170,8 +169,10 @@ class StartUpCheck(Collector):
         free = self.findings["free_disk_bytes"] = shutil.disk_usage(existing).free
         if free < self._limits.free_disk_bytes:
             needed = f"a worker needs {self._limits.free_disk_bytes / 2**20:,.0f}"
-            text = f"the disk of {folder} has {free / 2**20:,.0f} MiB free; {needed}"
-            raise self._broken("disk", text)
+            raise self._broken(
+                "disk",
+                f"the disk of {folder} has {free / 2**20:,.0f} MiB free; {needed}",
+            )
 
     def _check_gpu(self) -> None:
         least, device = self._limits.free_gpu_bytes, self._settings.device
@@ -183,8 +184,9 @@ class StartUpCheck(Collector):
         free = self.findings["free_gpu_bytes"] = cuda_check.free_gpu_bytes(device)
         if free < least:
             needed = f"a worker needs {least / 2**20:,.0f}"
-            text = f"the GPU has {free / 2**20:,.0f} MiB free; {needed}"
-            raise self._broken("gpu_memory", text)
+            raise self._broken(
+                "gpu_memory", f"the GPU has {free / 2**20:,.0f} MiB free; {needed}"
+            )
 
     def _check_speed(self, engine: contract.Engine) -> None:
         """Generates batches until one is fast enough; the first also selects kernels."""

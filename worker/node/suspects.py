@@ -29,7 +29,7 @@ class Suspects:
     metrics: WorkerMetrics
     retry_policy: concurrency.RetryPolicy
     good_at: float = field(default_factory=time.monotonic)
-    """When the last check that passed began (monotonic seconds); before the first, the start."""
+    """Start of the last check that passed (monotonic seconds); before the first, of the worker."""
     # A dict of as many is copied as a whole now and then, which leaves megabytes of holes.
     _stored: deque[tuple[str, float]] = field(
         default_factory=lambda: deque(maxlen=MAX_IMAGES), init=False

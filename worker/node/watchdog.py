@@ -112,7 +112,7 @@ def broken_below(gpu: str) -> float:
 
 @dataclass(slots=True)
 class _Window:
-    """What happened since *began_at* (monotonic seconds), and the engine's clock at that time."""
+    """Counts since *began_at* (monotonic seconds), and the engine's clock at that time."""
 
     began_at: float
     busy_seconds: float
@@ -198,7 +198,7 @@ class NodeWatchdog:
                 return reason
 
     def _close_window(self) -> str | None:
-        """What was wrong in the window that ends now; None: nothing, or too little was measured."""
+        """Judges the window that ends now; None: nothing is wrong, or too little was measured."""
         self._count_uploading()
         window, self._window = self._window, self._new_window()
         seconds = self._window.began_at - window.began_at

@@ -189,7 +189,8 @@ def _filtered(pixels: Pixels) -> npt.NDArray[np.uint8]:
     filtered = np.empty((height, 1 + width * channels), np.uint8)
     filtered[:, 0] = FILTER_UP
     filtered[0, 1:] = rows[0]
-    np.subtract(rows[1:], rows[:-1], out=filtered[1:, 1:])
+    differences = filtered[1:, 1:]
+    np.subtract(rows[1:], rows[:-1], out=differences)
     return filtered
 
 

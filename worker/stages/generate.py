@@ -38,11 +38,11 @@ class GenerateStage:
         self.engine_thread.is_cancelled = self._is_cancelled
 
     def is_cancelled(self, entry: InFlightJob) -> bool:
-        """Whether the campaign of a job has been cancelled since it was sent."""
+        """True if the campaign of a job has been cancelled since it was sent."""
         return entry.is_of(self.settler.cancelled_campaigns)
 
     async def leave_out(self, entry: InFlightJob, images: int) -> None:
-        """Draws so many images of a job no more; those that are begun are stored."""
+        """Drops this many images that have not started; those in the engine are still stored."""
         entry.is_cancelled = entry.is_cancelled or self.is_cancelled(entry)
         self.puller.not_ahead(entry, images)
         await self.settler.less_to_store(entry, images)
@@ -105,7 +105,7 @@ class GenerateStage:
             )
 
     def _is_cancelled(self, ticket: int) -> bool:
-        """Whether an image is not to be begun; on the engine's thread."""
+        """True if an image is not to be begun; called on the engine's thread."""
         image = self._at_engine.get(ticket)
         if image is None:
             return False

@@ -142,7 +142,8 @@ def of_enlarged(job: Job, source: str) -> str:
         "Postprocess crop to": size if to_size and job.upscaling_crop else None,
         **dict(zip(upscalers, job.upscalers, strict=False)),
     }
-    text = ", ".join(f"{name}: {_quoted(fact)}" for name, fact in facts.items() if fact)
+    told = [f"{name}: {_quoted(fact)}" for name, fact in facts.items() if fact]
+    text = ", ".join(told)
     source = source.rstrip()
     if not source:
         return text

@@ -277,7 +277,7 @@ class PrepareStage:
         return job
 
     def _is_others(self, job: Job) -> bool:
-        """Whether a job asks for another model than the engine has."""
+        """True if a job asks for another model than the engine has."""
         return job.model not in {None, self._engine.model_name}
 
     async def _requests(

@@ -99,7 +99,7 @@ class RecordStage:
 
     @property
     def behind_seconds(self) -> float:
-        """How long a job with stored records has waited for the end of its message to begin."""
+        """Seconds that a job with stored records has waited for its message to be ended."""
         return time.monotonic() - self._stored_at[0] if self._stored_at else 0.0
 
     async def put(self, job: InFlightJob, finish: Finish, *more: Record) -> None:
@@ -184,7 +184,7 @@ class RecordStage:
 
     @property
     def _is_all(self) -> bool:
-        """Whether what waits is much, or no more can come."""
+        """True if what waits is much, or no more can come."""
         return self._records >= MAX_RECORDS or self.jobs >= self.in_flight()
 
     def _take(self) -> list[PendingRecords]:

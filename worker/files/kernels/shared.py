@@ -179,8 +179,12 @@ class SharedKernels:
         ):
             self._settled.add(number)
             self._note(sha256, names)
-            text = f"{blob} shares {len(names)} files, {len(data) / 1e6:,.1f} MB"
-            log.info(text, action="kernels_shared", bytes=len(data))
+            log.info(
+                f"{blob} has {len(names)} files, {len(data) / 1e6:,.1f} MB, for workers"
+                " with the same GPU",
+                action="kernels_shared",
+                bytes=len(data),
+            )
 
 
 def _graphs(names: Collection[str]) -> set[PurePosixPath]:
