@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from cli import console
 from evaluation.score import figures as curve
 
 _WIDTH, _HEIGHT = 560, 340
@@ -40,7 +41,7 @@ def scaling(rows: Sequence[Mapping[str, Any]]) -> str:
     parts = [
         f'<path d="M{_LEFT} {down(power):.1f}H{_WIDTH - _RIGHT}" stroke="currentColor"'
         f' opacity=".15"/><text x="{_LEFT - 8}" y="{down(power) + 4:.1f}" text-anchor="end">'
-        f"{curve.number_text(10.0**power)}</text>"
+        f"{console.significant(10.0**power)}</text>"
         for power in range(low, high + 1)
     ]
     parts += [
