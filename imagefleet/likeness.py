@@ -45,9 +45,11 @@ def fingerprint(pixels: npt.NDArray[np.uint8]) -> Fingerprint:
 
 def distance(a: Fingerprint, b: Fingerprint) -> float:
     """0 for the same pixels; below `SAME_BELOW` for two drawings of one job."""
-    colours = np.sqrt(((a[..., :3] - b[..., :3]) ** 2).mean(axis=2)).ravel()
+    differences = a[..., :3] - b[..., :3]
+    colours = np.sqrt((differences**2).mean(axis=2)).ravel()
     worst = np.partition(colours, -_WORST_CELLS)[-_WORST_CELLS:]
-    rough_a, rough_b = a[..., 3].ravel(), b[..., 3].ravel()
+    rough_a = a[..., 3].ravel()
+    rough_b = b[..., 3].ravel()
     smooth = np.argpartition(rough_a + rough_b, _SMOOTH_CELLS)[:_SMOOTH_CELLS]
     roughness = np.median(np.abs(rough_a[smooth] - rough_b[smooth]))
     return float(max(worst.mean(), _ROUGHNESS_WEIGHT * roughness))
@@ -72,9 +74,12 @@ def from_text(text: str) -> Fingerprint:
 def _cell_means(values: npt.NDArray[np.integer]) -> npt.NDArray[np.float32]:
     """The means of [height, width, channels] in SIDE x SIDE cells, as equal as can be."""
     height, width, _ = values.shape
-    rows, columns = (np.arange(SIDE + 1) * side // SIDE for side in (height, width))
+    borders = np.arange(SIDE + 1)
+    rows = borders * height // SIDE
+    columns = borders * width // SIDE
     # A loop over slices: five times as fast as `np.add.reduceat` on whole pictures.
-    sums = np.stack([values[top:end].sum(0, np.uint32) for top, end in pairwise(rows)])
-    sums = np.add.reduceat(sums, columns[:-1], axis=1)
-    sizes = np.diff(rows)[:, None, None] * np.diff(columns)[:, None]
+    of_rows = [values[top:end].sum(0, np.uint32) for top, end in pairwise(rows)]
+    sums = np.add.reduceat(np.stack(of_rows), columns[:-1], axis=1)
+    heights, widths = np.diff(rows), np.diff(columns)
+    sizes = heights[:, None, None] * widths[:, None]
     return np.asarray(sums / sizes, np.float32)

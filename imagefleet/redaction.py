@@ -55,9 +55,12 @@ _MAY_HOLD_SECRET = re.compile(r"(?i)key=|signature=|@|[?&]|sig=|bearer|basic|eyj
 def address(text: str) -> str:
     """A URL without user, password, query and fragment; of what is no URL, nothing."""
     found = _URL.match(text)
-    if not found or not _HOST.fullmatch(found[2]):
+    if not found:
         return MASKED
-    return message(f"{found[1].lower()}://{found[2]}{found[3]}"[:500])
+    scheme, host, path = found.group(1, 2, 3)
+    if not _HOST.fullmatch(host):
+        return MASKED
+    return message(f"{scheme.lower()}://{host}{path}"[:500])
 
 
 def message(text: str) -> str:
