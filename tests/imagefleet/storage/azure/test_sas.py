@@ -76,6 +76,11 @@ async def identity_token() -> str:
     return "a.signed.token"
 
 
+def opened(settings: StorageSettings) -> AzureStorage:
+    """The storage of a worker on SaladCloud, without retries."""
+    return AzureStorage(settings, concurrency.NEVER, identity_token=identity_token)
+
+
 def answer(body: str, **headers: str) -> web.Response:
     return web.Response(text=body, content_type="application/json", headers=headers)
 
@@ -111,7 +116,7 @@ async def test_a_request_with_expired_tokens_fails_until_there_are_new_ones(
     owner: Storage, settings: StorageSettings, file: Path, mint: Mint
 ) -> None:
     replace(file, mint())
-    async with AzureStorage(settings, concurrency.NEVER) as storage:
+    async with opened(settings) as storage:
         await storage.check()
         await owner.queue.send(["a job"])
         (message,) = await storage.queue.receive(1, LEASE_SECONDS)
@@ -140,7 +145,7 @@ async def test_new_tokens_are_used_before_the_old_ones_expire(
 ) -> None:
     caplog.set_level(logging.INFO, "imagefleet.storage.azure.credentials")
     replace(file, mint())
-    async with AzureStorage(settings, concurrency.NEVER) as storage:
+    async with opened(settings) as storage:
         await storage.check()
         first = caplog.text.count("new SAS tokens from the file")
         replace(file, mint(2 * ONE_HOUR))
@@ -167,7 +172,7 @@ async def test_an_updated_kubernetes_secret_is_read(
 
     mount(tmp_path / "..1", mint())
     await asyncio.to_thread(file.symlink_to, data / file.name)
-    async with AzureStorage(settings, concurrency.NEVER) as storage:
+    async with opened(settings) as storage:
         await storage.check()
         expire(storage, mint)
         mount(tmp_path / "..2", mint(2 * ONE_HOUR))
@@ -195,7 +200,7 @@ async def test_a_broken_file_leaves_the_last_good_tokens_and_is_logged_once(
     broken: Any,
 ) -> None:
     replace(file, mint())
-    async with AzureStorage(settings, concurrency.NEVER) as storage:
+    async with opened(settings) as storage:
         await storage.check()
         replace(file, broken)
         for _ in range(5):
@@ -211,7 +216,7 @@ async def test_a_broken_file_at_the_start_is_a_setup_error(
     settings: StorageSettings, file: Path, text: str | None
 ) -> None:
     replace(file, text)
-    async with AzureStorage(settings, concurrency.NEVER) as storage:
+    async with opened(settings) as storage:
         with pytest.raises(
             errors.SetupError, match=r"tokens\.json holds no SAS tokens: \w"
         ):
@@ -224,7 +229,7 @@ async def test_tokens_that_were_never_accepted_are_a_setup_error(
 ) -> None:
     text = mint(ENDED) if damage == "ended" else mint().replace("sig=", "sig=abc")
     replace(file, text)
-    async with AzureStorage(settings, concurrency.NEVER) as storage:
+    async with opened(settings) as storage:
         with pytest.raises(errors.SetupError, match=r"\(the token came from the file"):
             await storage.check()
 
@@ -233,7 +238,7 @@ async def test_a_missing_permission_is_not_waited_for(
     owner: Storage, settings: StorageSettings, file: Path, mint: Mint
 ) -> None:
     replace(file, mint())
-    async with AzureStorage(settings, concurrency.NEVER) as storage:
+    async with opened(settings) as storage:
         await storage.check()
         with pytest.raises(errors.SetupError, match="AuthorizationPermissionMismatch"):
             await storage.queue.send(["a job"])
@@ -246,9 +251,7 @@ async def test_a_broker_is_asked_once_while_its_tokens_are_valid(
     owner: Storage, broker_settings: StorageSettings, broker: Any, mint: Mint
 ) -> None:
     broker.answer = lambda: answer(mint())
-    async with AzureStorage(
-        broker_settings, concurrency.NEVER, identity_token=identity_token
-    ) as storage:
+    async with opened(broker_settings) as storage:
         await asyncio.gather(*(storage.queue.depth() for _ in range(20)))
         await storage.check()
     assert broker.identity_tokens == ["a.signed.token"]
@@ -258,9 +261,7 @@ async def test_a_broker_is_asked_again_before_its_tokens_expire(
     owner: Storage, broker_settings: StorageSettings, broker: Any, mint: Mint
 ) -> None:
     broker.answer = lambda: answer(mint())
-    async with AzureStorage(
-        broker_settings, concurrency.NEVER, identity_token=identity_token
-    ) as storage:
+    async with opened(broker_settings) as storage:
         await storage.check()
         source = tokens_of(storage).source
         assert 1_700 < source.due_at - time.monotonic() < 2_800
@@ -285,9 +286,7 @@ async def test_a_brokers_key_proves_what_its_machine_stores_and_is_not_shown(
     broker.answer = lambda: answer(
         json.dumps(json.loads(mint()) | {"machine": machine, "machine_key": key})
     )
-    async with AzureStorage(
-        broker_settings, concurrency.NEVER, identity_token=identity_token
-    ) as storage:
+    async with opened(broker_settings) as storage:
         assert storage.prover is None, "before the first tokens"
         await storage.check()
         assert storage.prover == Prover(machine, key)
@@ -329,9 +328,7 @@ async def test_while_a_broker_is_down_the_old_tokens_are_used_until_they_expire(
     monkeypatch.setattr(sas, "FIRST_PAUSE_SECONDS", 600.0)
     monkeypatch.setattr(sas, "LONGEST_PAUSE_SECONDS", 600.0)
     broker.answer = lambda: answer(mint())
-    async with AzureStorage(
-        broker_settings, concurrency.NEVER, identity_token=identity_token
-    ) as storage:
+    async with opened(broker_settings) as storage:
         await storage.check()
         broker.answer = lambda: web.Response(status=503)
         tokens_of(storage).source.due_at = 0.0
@@ -356,9 +353,7 @@ async def test_revoked_tokens_are_replaced_at_once(
 ) -> None:
     answers = iter((mint(), mint(2 * ONE_HOUR)))
     broker.answer = lambda: answer(next(answers))
-    async with AzureStorage(
-        broker_settings, concurrency.NEVER, identity_token=identity_token
-    ) as storage:
+    async with opened(broker_settings) as storage:
         await storage.check()
         tokens_of(storage).source.retry_at = 0.0  # the first pause is over
         expire(storage, mint)
@@ -391,9 +386,7 @@ async def test_an_invalid_answer_of_the_broker_is_a_transient_error(
     broker_settings: StorageSettings, broker: Any, body: str
 ) -> None:
     broker.answer = lambda: answer(body)
-    async with AzureStorage(
-        broker_settings, concurrency.NEVER, identity_token=identity_token
-    ) as storage:
+    async with opened(broker_settings) as storage:
         with pytest.raises(errors.TransientError, match="invalid answer of the broker"):
             await storage.check()
 
@@ -402,9 +395,7 @@ async def test_the_identity_token_is_not_sent_to_a_broker_with_an_untrusted_cert
     broker_settings: StorageSettings, broker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SSL_CERT_FILE")
-    async with AzureStorage(
-        broker_settings, concurrency.NEVER, identity_token=identity_token
-    ) as storage:
+    async with opened(broker_settings) as storage:
         with pytest.raises(
             errors.TransientError, match=r"broker: the certificate .* SSL_CERT_FILE"
         ):
