@@ -19,7 +19,7 @@ from worker.settings import WorkerSettings
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class AcceleratorKind:
     """Samplers, guidance and steps of one kind of accelerator; the first are the usual ones."""
 
     title: str
@@ -41,13 +41,15 @@ class Kind:
 #: are drawn with guidance, and DMD2 "will not behave" with other samplers than LCM, which takes its
 #: timesteps whole in Turbo alone.
 KINDS = (
-    Kind("Hyper-SD with CFG", r"hyper.*cfg", ("Euler", "TCD"), (8, 12), (5.0, 8.0)),
-    Kind("Hyper-SD", r"hyper", ("Euler", "TCD"), (1, 8)),
-    Kind("SDXL-Lightning", r"lightning", ("Euler",), (2, 8)),
-    Kind("DMD2", r"dmd", ("LCM",), (1, 8), (1.0, 2.0), "Turbo"),
-    Kind("PCM", r"pcm", ("Euler",), (2, 16), (1.0, 8.0)),
-    Kind("LCM", r"lcm", ("LCM", "Euler a"), (2, 8), (1.0, 2.0)),
-    Kind("few steps", r"few[-_ ]?steps", ("Euler",), (1, 8)),  # the demo's
+    AcceleratorKind(
+        "Hyper-SD with CFG", r"hyper.*cfg", ("Euler", "TCD"), (8, 12), (5.0, 8.0)
+    ),
+    AcceleratorKind("Hyper-SD", r"hyper", ("Euler", "TCD"), (1, 8)),
+    AcceleratorKind("SDXL-Lightning", r"lightning", ("Euler",), (2, 8)),
+    AcceleratorKind("DMD2", r"dmd", ("LCM",), (1, 8), (1.0, 2.0), "Turbo"),
+    AcceleratorKind("PCM", r"pcm", ("Euler",), (2, 16), (1.0, 8.0)),
+    AcceleratorKind("LCM", r"lcm", ("LCM", "Euler a"), (2, 8), (1.0, 2.0)),
+    AcceleratorKind("few steps", r"few[-_ ]?steps", ("Euler",), (1, 8)),  # the demo's
 )
 
 #: Where a file's name says nothing like "4step".
@@ -58,7 +60,7 @@ _STEPS = re.compile(r"(\d+)[-_ ]?steps?")
 @dataclass(frozen=True, slots=True)
 class Accelerator:
     name: str
-    kind: Kind
+    kind: AcceleratorKind
     steps: int
 
     @classmethod
