@@ -31,7 +31,7 @@ def measured(
             each["idle_fraction"] for each in by_gpu.values()
         ),
         "seconds": seconds,
-        "second_half_over_first": halves[1] / halves[0],
+        "second_half_over_first": halves[1] / halves[0] if halves[0] else None,
         "cores_used": (last.machine_cpu_seconds - first.machine_cpu_seconds) / seconds,
         "cores_used_by_workers": (last.worker_cpu_seconds - first.worker_cpu_seconds)
         / seconds,
