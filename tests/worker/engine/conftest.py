@@ -28,24 +28,9 @@ from worker.engine.contract import Settings
 from worker.engine.families.latents import of_latents
 from worker.engine.slots import engine as slots
 
-#: Few steps and the smallest size: an image takes some 30 ms.
-_REQUEST = contract.ImageRequest(
-    prompt="a photo of a jump rope",
-    negative_prompt="blurry",
-    loras=(),
-    sampler="euler_ancestral",
-    steps=4,
-    cfg_scale=7.0,
-    seed=1,
-    width=64,
-    height=64,
-)
-
 DEMO_MODEL = Path(__file__).parents[3] / "demo_model"
 
-MakeRequest = Callable[..., contract.ImageRequest]
 MakeEngine = Callable[..., batch_engine.BatchEngine]
-Draw = Callable[..., list[contract.Outcome]]
 
 
 @pytest.fixture(scope="session")
@@ -230,61 +215,11 @@ def make_engine(copy_checkpoint: Any) -> Iterator[MakeEngine]:
 
 
 @pytest.fixture(scope="session")
-def make_request() -> MakeRequest:
-    def make(**changes: Any) -> contract.ImageRequest:
-        return dataclasses.replace(_REQUEST, **changes)
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def draw() -> Draw:
-    """Draws requests as the pipeline does; returns the outcomes in their order."""
-
-    def run(
-        engine: contract.Engine, *requests: contract.ImageRequest
-    ) -> list[contract.Outcome]:
-        waiting = list(enumerate(requests))
-        outcomes: dict[int, contract.Outcome] = {}
-        while waiting or engine.busy:
-            while waiting and engine.free:
-                ticket, request = waiting.pop(0)
-                engine.admit(ticket, engine.prepare(request))
-            for finished in engine.tick():
-                assert finished.ticket not in outcomes
-                outcomes[finished.ticket] = finished.outcome
-        return [outcomes[ticket] for ticket in range(len(requests))]
-
-    return run
-
-
-@pytest.fixture(scope="session")
 def single_file(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
     """The tiny checkpoint as one file with the keys of SD1.5's original release."""
     path = tmp_path_factory.mktemp("single") / "tiny.safetensors"
     save_file(key_names.original_layout(checkpoint), path)
     return path
-
-
-@pytest.fixture(scope="session")
-def difference() -> Callable[[object, object], int]:
-    """The largest difference of two images in any channel of any pixel, out of 255."""
-
-    def largest(one: object, other: object) -> int:
-        assert isinstance(one, np.ndarray), one
-        assert isinstance(other, np.ndarray), other
-        assert one.shape == other.shape
-        return int(np.abs(one.astype(int) - other.astype(int)).max())
-
-    return largest
-
-
-@pytest.fixture(scope="session")
-def respell() -> Callable[
-    [Path, Path, str], tuple[dict[str, torch.Tensor], dict[str, str]]
-]:
-    """See `key_names.respell`."""
-    return key_names.respell
 
 
 @pytest.fixture(scope="session")

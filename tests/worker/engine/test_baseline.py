@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from drawing import difference, draw, make_request
 from evaluation.bench import baseline, machine
 from families import lora_kinds
 from imagefleet import errors
@@ -41,7 +42,7 @@ def loras(
 
 
 def test_plain_diffusers_matches_the_engine(
-    plain: Any, engine: Any, loras: Any, make_request: Any, draw: Any, difference: Any
+    plain: Any, engine: Any, loras: Any
 ) -> None:
     requests = [make_request(seed=seed) for seed in (1, 2)]
     with_lora = [dataclasses.replace(request, loras=(loras[seed],))
@@ -59,9 +60,7 @@ def test_plain_diffusers_matches_the_engine(
     assert difference(plain.draw(requests[:1])[0], both[0]) <= 1
 
 
-def test_a_sampler_without_a_scheduler_is_refused(
-    plain: Any, make_request: Any
-) -> None:
+def test_a_sampler_without_a_scheduler_is_refused(plain: Any) -> None:
     with pytest.raises(errors.SetupError, match="'ddim'"):
         plain.draw([make_request(sampler="ddim")])
 
@@ -80,9 +79,6 @@ def test_a_random_lora_of_each_kind_fits_and_changes_the_image(
     kind: lora_kinds.LoraFormat,
     checkpoint: Path,
     engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     tmp_path: Path,
 ) -> None:
     (name,) = lora_kinds.build(tmp_path, checkpoint, 1, CPU, rank=3, kind=kind)

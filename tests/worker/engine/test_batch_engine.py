@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from drawing import difference, draw, make_request
 from imagefleet import errors
 from worker.engine import contract
 from worker.engine.sampler import NoiseStream
@@ -40,7 +41,7 @@ def patch_noise(
 
 @pytest.mark.parametrize("position", range(4))
 def test_an_image_does_not_depend_on_its_batch_or_its_place_in_it(
-    engine: Any, make_request: Any, draw: Any, difference: Any, position: int
+    engine: Any, position: int
 ) -> None:
     alone = draw(engine, make_request(seed=5))
     others = [make_request(seed=100 + row, prompt=f"other {row}") for row in range(3)]
@@ -48,9 +49,7 @@ def test_an_image_does_not_depend_on_its_batch_or_its_place_in_it(
     assert difference(draw(engine, *batch)[position], alone[0]) <= ROUNDING
 
 
-def test_each_row_of_a_mixed_batch_reaches_its_own_ticket(
-    engine: Any, make_request: Any, draw: Any, difference: Any
-) -> None:
+def test_each_row_of_a_mixed_batch_reaches_its_own_ticket(engine: Any) -> None:
     requests = [
         make_request(seed=1, cfg_scale=1.0),
         make_request(seed=1, cfg_scale=12.0),
@@ -66,7 +65,7 @@ def test_each_row_of_a_mixed_batch_reaches_its_own_ticket(
 
 
 def test_only_requests_that_can_share_a_call_do_and_the_oldest_goes_first(
-    engine: Any, make_request: Any
+    engine: Any,
 ) -> None:
     requests = [
         make_request(steps=3),
@@ -83,9 +82,7 @@ def test_only_requests_that_can_share_a_call_do_and_the_oldest_goes_first(
     assert ticks == [[0, 2, 4], [1], [3]]
 
 
-def test_free_counts_down_from_capacity_and_comes_back(
-    engine: Any, make_request: Any
-) -> None:
+def test_free_counts_down_from_capacity_and_comes_back(engine: Any) -> None:
     assert engine.free == engine.capacity == 8
     prepared = engine.prepare(make_request(steps=1))
     for ticket in range(engine.capacity):
@@ -100,7 +97,7 @@ def test_free_counts_down_from_capacity_and_comes_back(
 
 
 def test_images_have_the_requested_size_and_the_native_size_is_known(
-    engine: Any, make_request: Any, draw: Any
+    engine: Any,
 ) -> None:
     assert engine.default_size == (64, 64)
     assert engine.model_name == "tiny"
@@ -110,9 +107,7 @@ def test_images_have_the_requested_size_and_the_native_size_is_known(
     assert image.std() > 20
 
 
-def test_only_a_nan_image_fails(
-    make_engine: Any, make_request: Any, draw: Any, difference: Any, monkeypatch: Any
-) -> None:
+def test_only_a_nan_image_fails(make_engine: Any, monkeypatch: Any) -> None:
     engine = make_engine()
     requests = [make_request(seed=seed) for seed in (1, NAN_SEED, 3)]
     sound = draw(engine, *requests)
@@ -129,9 +124,7 @@ def test_only_a_nan_image_fails(
     assert difference(last, sound[2]) == 0
 
 
-def test_the_third_chunk_of_a_long_prompt_counts(
-    engine: Any, make_request: Any, draw: Any, difference: Any
-) -> None:
+def test_the_third_chunk_of_a_long_prompt_counts(engine: Any) -> None:
     long = "a castle on a hill, " * 11
     prepared = engine.prepare(make_request(prompt=long + "red"))
     assert prepared.text_rows[0].length == 3
@@ -141,26 +134,24 @@ def test_the_third_chunk_of_a_long_prompt_counts(
     assert difference(red, blue) > ROUNDING
 
 
-def test_too_long_a_prompt_is_refused(engine: Any, make_request: Any) -> None:
+def test_too_long_a_prompt_is_refused(engine: Any) -> None:
     with pytest.raises(errors.JobError, match="chunks"):
         engine.prepare(make_request(negative_prompt="word " * 5000))
 
 
-def test_clip_skip_changes_the_image_and_is_limited(
-    engine: Any, make_request: Any, draw: Any, difference: Any
-) -> None:
+def test_clip_skip_changes_the_image_and_is_limited(engine: Any) -> None:
     plain, skipped = draw(engine, make_request(), make_request(clip_skip=2))
     assert difference(plain, skipped) > ROUNDING
     with pytest.raises(errors.JobError, match="clip_skip"):
         engine.prepare(make_request(clip_skip=5))
 
 
-def test_an_unknown_sampler_is_refused(engine: Any, make_request: Any) -> None:
+def test_an_unknown_sampler_is_refused(engine: Any) -> None:
     with pytest.raises(errors.JobError, match="huen"):
         engine.prepare(make_request(sampler="huen"))
 
 
-def test_prepare_is_thread_safe(engine: Any, make_request: Any) -> None:
+def test_prepare_is_thread_safe(engine: Any) -> None:
     texts = [f"photo number {number} " * 20 for number in range(40)]
     expected = [engine.prepare(make_request(prompt=text)).texts for text in texts]
     got: dict[str, object] = {}
@@ -183,9 +174,7 @@ def test_prepare_is_thread_safe(engine: Any, make_request: Any) -> None:
     # diffusers converts torch tensors to numpy in a way that numpy deprecates
     "ignore:__array__ implementation:DeprecationWarning"
 )
-def test_images_match_diffusers_own_pipeline(
-    engine: Any, checkpoint: Path, make_request: Any, draw: Any, difference: Any
-) -> None:
+def test_images_match_diffusers_own_pipeline(engine: Any, checkpoint: Path) -> None:
     from diffusers import EulerAncestralDiscreteScheduler, StableDiffusionPipeline
 
     scheduler = EulerAncestralDiscreteScheduler.from_pretrained(
@@ -214,9 +203,7 @@ def test_images_match_diffusers_own_pipeline(
         assert difference(image, (reference * 255).round().astype(np.uint8)) <= ROUNDING
 
 
-def test_a_closed_engine_holds_nothing(
-    checkpoint: Path, make_engine: Any, make_request: Any
-) -> None:
+def test_a_closed_engine_holds_nothing(checkpoint: Path, make_engine: Any) -> None:
     engine: contract.Engine = make_engine()
     engine.admit(1, engine.prepare(make_request()))
     engine.close()
@@ -227,7 +214,7 @@ def test_a_closed_engine_holds_nothing(
 
 
 @pytest.fixture
-def ask(make_request: Any) -> Callable[..., contract.ImageRequest]:
+def ask() -> Callable[..., contract.ImageRequest]:
     """At the model's native size, in a few steps."""
 
     def make(**changes: Any) -> contract.ImageRequest:
@@ -275,8 +262,6 @@ def test_an_image_is_the_same_with_seven_different_ones(
     others: list[contract.ImageRequest],
     ask: Any,
     demo_lora: Any,
-    draw: Any,
-    difference: Any,
     words: str,
     strength: float,
     at: int,
@@ -292,7 +277,7 @@ def test_an_image_is_the_same_with_seven_different_ones(
 
 
 def test_an_image_is_the_same_in_one_call_with_seven_of_other_lengths(
-    demo_engine: Any, ask: Any, demo_lora: Any, draw: Any, difference: Any
+    demo_engine: Any, ask: Any, demo_lora: Any
 ) -> None:
     """With the same LoRA, so that they share each UNet call."""
     words = [

@@ -17,6 +17,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 import batch_engine
 import key_names
 import tiny_model
+from drawing import difference, draw, make_request
 from imagefleet import errors
 from worker.engine import checkpoint as checkpoints
 from worker.engine.families.table import SD1
@@ -55,9 +56,6 @@ def test_a_single_file_draws_the_same_as_the_folder(
     engine: Any,
     checkpoint: Path,
     single_file: Path,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     single = batch_engine.load_batch_engine(single_file, config=checkpoint)
     assert single.model_name == "tiny"
@@ -191,9 +189,6 @@ def test_variants_of_single_files_draw_the_same(
     tmp_path: Path,
     engine: Any,
     checkpoint: Path,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "variant.safetensors"
@@ -286,7 +281,7 @@ def test_images_drawn_while_another_checkpoint_is_read_have_their_own_noise(
 
 
 def test_weights_in_several_files_are_read_and_no_other_files(
-    copy: Path, make_request: Any, draw: Any, engine: Any
+    copy: Path, engine: Any
 ) -> None:
     """SD1.5's own release has the same weights without their average beside the UNet's."""
     whole = copy / "unet" / "diffusion_pytorch_model.safetensors"
@@ -325,9 +320,7 @@ def test_a_folder_of_mixed_precision_is_of_one_on_its_device(copy: Path) -> None
     }
 
 
-def test_key_names_of_older_folders_are_read(
-    engine: Any, copy: Path, make_request: Any, draw: Any
-) -> None:
+def test_key_names_of_older_folders_are_read(engine: Any, copy: Path) -> None:
     """As in SD1.5's own release: the VAE's attention, and the text encoder's extra level."""
     renamed = {
         "vae/diffusion_pytorch_model.safetensors": [

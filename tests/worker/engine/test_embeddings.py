@@ -13,6 +13,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 from safetensors.torch import save, save_file
 
+from drawing import difference, draw, make_request
 from imagefleet import errors
 from imagefleet.job import prompt
 from imagefleet.job.clip import Chunk
@@ -267,9 +268,6 @@ def test_an_encoder_takes_its_own_vectors_of_an_embedding_for_two(
 def test_jobs_with_embeddings_loras_and_without_are_drawn_together_as_alone(
     slot_engine: Any,
     make_engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     lora_paths: list[Path],
     write: Write,
 ) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from drawing import difference, draw, make_request
 from imagefleet.job import samplers
 from imagefleet.job.noise import Noise
 from worker.engine import contract
@@ -208,7 +209,7 @@ OTHERS = [
 
 
 def test_every_option_changes_the_image_and_none_depends_on_its_company(
-    slot_engine: Any, engine: Any, make_request: MakeRequest, draw: Any, difference: Any
+    slot_engine: Any, engine: Any
 ) -> None:
     plain = make_request(seed=3, steps=2)
     requests = [plain, *(dataclasses.replace(plain, **changes) for changes in OTHERS)]

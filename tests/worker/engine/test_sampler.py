@@ -6,6 +6,7 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, EulerAncestralDiscreteScheduler, PNDMScheduler
 
+from drawing import difference, draw, make_request
 from imagefleet import errors
 from imagefleet.job import samplers
 from sampling import alphas_cumprod, noises, relative_difference, sample, stand_in
@@ -380,9 +381,7 @@ SAME_AS_OTHERS = (
 )
 
 
-def test_an_image_is_the_same_alone_and_with_other_samplers(
-    engine: Any, make_request: Any, draw: Any, difference: Any
-) -> None:
+def test_an_image_is_the_same_alone_and_with_other_samplers(engine: Any) -> None:
     # At these steps all make seven UNet calls, so that they share the batch.
     steps = {"plms": 6, "unipc": 7, "ddim": 7, "ddim_cfgpp": 7}
     names = [

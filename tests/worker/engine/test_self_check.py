@@ -4,11 +4,11 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from drawing import draw, make_request
 from imagefleet import concurrency, errors
 from imagefleet.storage.open import Storage
 from worker.engine import contract, load
@@ -62,8 +62,6 @@ def test_a_flipped_bit_is_found_in_what_is_made_of_the_weights(
 def test_merged_loras_are_no_fault_and_a_flipped_bit_beside_them_is(
     make_slot_engine: Callable[..., slots.SlotEngine],
     lora_paths: list[Path],
-    make_request: Any,
-    draw: Any,
 ) -> None:
     engine = make_slot_engine("float32")
     lora = contract.Lora("style", lora_paths[0], 1.0, 1.0)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from drawing import make_request
 from imagefleet import errors
 from worker.engine import text
 
@@ -131,7 +132,7 @@ def test_the_cache_key_has_everything_that_changes_the_vectors(
 
 
 def test_the_vectors_follow_the_loras_strength_and_the_base_is_restored(
-    demo_engine: Any, demo_lora: Any, make_request: Any, monkeypatch: pytest.MonkeyPatch
+    demo_engine: Any, demo_lora: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the engine, which passes the LoRAs' cache key."""
     contexts: list[torch.Tensor] = []

@@ -4,6 +4,7 @@ from typing import Any
 import numpy as np
 
 import tiny_model
+from drawing import draw, make_request
 
 
 def test_the_same_seed_builds_the_same_files(checkpoint: Path, tmp_path: Path) -> None:
@@ -16,9 +17,7 @@ def test_the_same_seed_builds_the_same_files(checkpoint: Path, tmp_path: Path) -
         assert (other / inside).read_bytes() != file.read_bytes()
 
 
-def test_its_images_are_colourful_and_distinct(
-    engine: Any, make_request: Any, draw: Any
-) -> None:
+def test_its_images_are_colourful_and_distinct(engine: Any) -> None:
     images = draw(engine, *(make_request(seed=seed, steps=15) for seed in range(4)))
     for image in images:
         assert image.std() > 30

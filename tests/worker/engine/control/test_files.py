@@ -9,6 +9,7 @@ import torch
 from diffusers import ControlNetModel
 from safetensors.torch import load_file, save_file
 
+from drawing import difference, draw, make_request
 from families import tiny_controlnets, tiny_families
 from imagefleet import errors
 from worker.engine.control import cache
@@ -96,9 +97,6 @@ def test_the_original_names_give_the_same_image(
     tensors: Any,
     write: Any,
     make_control: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     """Projections may be linear layers there; a whole checkpoint may be beside."""
     renamed = original_layout(tensors, prefix)
@@ -235,7 +233,6 @@ def test_damaged_files_and_other_files_are_refused_by_name(
     slot_engine: Any,
     tensors: Any,
     write: Any,
-    make_request: Any,
 ) -> None:
     control = write(change(tensors))
     for _ in range(2):
@@ -251,7 +248,6 @@ def test_another_familys_file_is_refused_with_the_families_names(
     sdxl_nets: Any,
     write: Any,
     make_control: Any,
-    make_request: Any,
 ) -> None:
     control = write(tiny_controlnets.make(sdxl).state_dict(), "large")
     with pytest.raises(
@@ -265,7 +261,7 @@ def test_another_familys_file_is_refused_with_the_families_names(
 
 
 def test_a_truncated_file_is_refused_and_a_missing_one_tried_again(
-    slot_engine: Any, make_control: Any, make_request: Any, tmp_path: Path
+    slot_engine: Any, make_control: Any, tmp_path: Path
 ) -> None:
     path = tmp_path / "half.safetensors"
     content = make_control().path.read_bytes()
@@ -284,9 +280,6 @@ def test_a_truncated_file_is_refused_and_a_missing_one_tried_again(
 def test_a_files_weights_are_read_once_and_again_only_if_they_are_needed(
     make_slot_engine: Any,
     make_control: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:

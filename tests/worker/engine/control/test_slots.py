@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from drawing import difference, draw, make_request
 from imagefleet import errors
 from sampling import alphas_cumprod
 from worker.engine import contract
@@ -23,7 +24,7 @@ ROUNDING = 2
 
 
 @pytest.fixture
-def mixed(make_request: Any, make_control: Any, lora_paths: list[Path]) -> list[Any]:
+def mixed(make_control: Any, lora_paths: list[Path]) -> list[Any]:
     """Requests of three ControlNets in all ways."""
     styles = [contract.Lora(path.stem, path, 1.0, 1.0) for path in lora_paths]
     pixels = make_control(image=9).pixels
@@ -52,7 +53,7 @@ def mixed(make_request: Any, make_control: Any, lora_paths: list[Path]) -> list[
 
 
 def test_an_image_beside_others_is_what_it_is_alone(
-    make_slot_engine: Any, mixed: list[Any], draw: Any, difference: Any
+    make_slot_engine: Any, mixed: list[Any]
 ) -> None:
     engine = make_slot_engine(slots=3)
     alone = [draw(engine, request)[0] for request in mixed]
@@ -67,10 +68,7 @@ def test_an_image_beside_others_is_what_it_is_alone(
 
 def test_the_next_images_of_a_job_use_its_embedded_control_image(
     make_slot_engine: Any,
-    make_request: Any,
     make_control: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=2)
@@ -124,10 +122,7 @@ def test_the_steps_are_those_of_sd_webui_controlnet(
 
 def test_controlnets_without_effect_take_no_lane_and_load_nothing_on_the_device(
     make_slot_engine: Any,
-    make_request: Any,
     make_control: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     engine = make_slot_engine(slots=2)
     idle = [make_control(seed, weight=0.0) for seed in range(4)]
@@ -137,14 +132,14 @@ def test_controlnets_without_effect_take_no_lane_and_load_nothing_on_the_device(
 
 
 def test_more_controlnets_than_work_at_once_are_refused(
-    slot_engine: Any, make_request: Any, make_control: Any
+    slot_engine: Any, make_control: Any
 ) -> None:
     with pytest.raises(errors.JobError, match="has 4 ControlNets; at most 3"):
         slot_engine.prepare(make_request(controls=(make_control(),) * 4))
 
 
 def test_threads_that_prepare_the_same_file_read_it_once(
-    make_slot_engine: Any, make_request: Any, make_control: Any, monkeypatch: Any
+    make_slot_engine: Any, make_control: Any, monkeypatch: Any
 ) -> None:
     engine = make_slot_engine(slots=2)
     reads, load = [], cache.ControlNets.load
@@ -168,10 +163,7 @@ def test_threads_that_prepare_the_same_file_read_it_once(
 def test_without_memory_unneeded_controlnets_are_dropped_before_slots(
     when: str,
     make_slot_engine: Any,
-    make_request: Any,
     make_control: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=4, blocks=2)
@@ -202,10 +194,7 @@ def test_without_memory_unneeded_controlnets_are_dropped_before_slots(
 
 def test_a_controlnet_that_has_no_room_beside_the_slots_gets_theirs(
     make_slot_engine: Any,
-    make_request: Any,
     make_control: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=4, blocks=1)
@@ -228,9 +217,7 @@ def test_a_controlnet_that_has_no_room_beside_the_slots_gets_theirs(
 
 def test_a_controlnet_that_fits_no_gpu_fails_its_own_jobs_alone(
     make_slot_engine: Any,
-    make_request: Any,
     make_control: Any,
-    draw: Any,
     monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=2)
@@ -254,7 +241,7 @@ def test_a_controlnet_that_fits_no_gpu_fails_its_own_jobs_alone(
 
 
 def test_their_memory_is_taken_from_the_room_for_the_next_jobs_loras(
-    make_slot_engine: Any, make_request: Any, make_control: Any, draw: Any
+    make_slot_engine: Any, make_control: Any
 ) -> None:
     engine = make_slot_engine(slots=2)
     draw(engine, make_request(controls=(make_control(),)))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 
+from drawing import difference, draw, make_request
 from families import lora_kinds
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract
@@ -43,9 +44,7 @@ def small_model(family_folder: Any, tmp_path_factory: pytest.TempPathFactory) ->
     return folder
 
 
-def test_a_larger_rank_compiles_once_more(
-    small_model: Path, make_request: Any, draw: Any, difference: Any, tmp_path: Path
-) -> None:
+def test_a_larger_rank_compiles_once_more(small_model: Path, tmp_path: Path) -> None:
     def load(**settings: Any) -> slot_engine.SlotEngine:
         loaded = checkpoints.load_checkpoint(
             small_model, torch.device("cpu"), torch.float32

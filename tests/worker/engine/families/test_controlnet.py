@@ -22,6 +22,7 @@ from diffusers import (
 from PIL import Image
 
 import a1111
+from drawing import difference, draw, make_request
 from families import tiny_controlnets
 from worker.engine import contract
 from worker.engine.passes import begin
@@ -100,7 +101,7 @@ def steered(make_control: Any, family_folder: Any) -> Any:
 
 
 @pytest.fixture
-def request_of(make_request: Any) -> Any:
+def request_of() -> Any:
     def make(*controls: contract.Control, **changes: Any) -> Any:
         settings = {
             "prompt": "a red circle",
@@ -123,9 +124,7 @@ def test_images_are_those_of_diffusers(
     network: Any,
     steered: Any,
     request_of: Any,
-    draw: Any,
     draw_in_diffusers: Any,
-    difference: Any,
 ) -> None:
     """Those whose latents do not halve evenly as well."""
 
@@ -151,9 +150,7 @@ def test_several_controlnets_are_those_of_diffusers(
     network: Any,
     steered: Any,
     request_of: Any,
-    draw: Any,
     draw_in_diffusers: Any,
-    difference: Any,
 ) -> None:
     controls = [steered(1, family, weight=0.6), steered(0, family, image=1, weight=0.9)]
     request = request_of(*controls)
@@ -174,9 +171,7 @@ def test_a_range_of_steps_is_that_of_diffusers_where_both_count_alike(
     network: Any,
     steered: Any,
     request_of: Any,
-    draw: Any,
     draw_in_diffusers: Any,
-    difference: Any,
 ) -> None:
     """Begun after two finished steps of 8 is begun in the fourth."""
     request = request_of(steered(0, "sd1", start=0.25, end=0.5), steps=8)
@@ -194,9 +189,7 @@ def test_shuffle_steers_the_prompt_alone_and_by_means(
     make_control: Any,
     family_folder: Any,
     request_of: Any,
-    draw: Any,
     draw_in_diffusers: Any,
-    difference: Any,
     tmp_path: Any,
 ) -> None:
     path = tmp_path / "control_v11e_sd15_shuffle.safetensors"
@@ -286,8 +279,6 @@ def test_img2img_is_steered_in_the_steps_that_automatic1111_counts(
     network: Any,
     steered: Any,
     request_of: Any,
-    draw: Any,
-    difference: Any,
     k_diffusion: Any,
 ) -> None:
     init = contract.InitImage(steered(0, family, image=7).pixels, 0.8)

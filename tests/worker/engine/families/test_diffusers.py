@@ -10,6 +10,7 @@ import torch
 from diffusers import UNet2DConditionModel
 
 import a1111
+from drawing import difference, draw, make_request
 from imagefleet import errors
 from imagefleet.job.prompt import read_prompt
 from imagefleet.job.samplers import Options
@@ -35,7 +36,7 @@ pytestmark = [
 
 
 @pytest.fixture
-def request_of(make_request: Any) -> Any:
+def request_of() -> Any:
     def make(**changes: Any) -> Any:
         return make_request(
             **{"prompt": WORDS, "negative_prompt": OTHERS, "seed": 5, **changes}
@@ -69,8 +70,6 @@ def test_images_are_those_of_diffusers(
     family_engine: Any,
     family_pipeline: Any,
     request_of: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     """Those without guidance as well, of which it draws one row, too."""
     request = request_of(cfg_scale=cfg_scale)
@@ -88,8 +87,6 @@ def test_an_lcm_models_image_depends_on_the_guidance_that_it_embeds(
     family_folder: Any,
     family_pipeline: Any,
     request_of: Any,
-    draw: Any,
-    difference: Any,
     tmp_path: Path,
 ) -> None:
     """And never takes a row for the negative prompt."""
@@ -124,8 +121,6 @@ def test_sdxls_image_depends_on_the_size_that_the_unet_is_told(
     family_engine: Any,
     family_pipeline: Any,
     request_of: Any,
-    draw: Any,
-    difference: Any,
     width: int,
 ) -> None:
     request = request_of(width=width)
@@ -140,8 +135,6 @@ def test_sdxls_empty_negative_prompt_is_zeros_as_in_automatic1111(
     family_engine: Any,
     family_pipeline: Any,
     request_of: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     """In diffusers only a missing one is."""
     request = request_of(negative_prompt="")
@@ -223,7 +216,7 @@ def test_unet_output_is_diffusers(
 
 @pytest.mark.parametrize("family", ["sd2", "sdxl"])
 def test_clip_skip_changes_nothing_where_automatic1111_ignores_it(
-    family: str, family_engine: Any, request_of: Any, draw: Any, difference: Any
+    family: str, family_engine: Any, request_of: Any
 ) -> None:
     engine = family_engine(family)
     plain, skipped = draw(engine, request_of(), request_of(clip_skip=12))
@@ -233,7 +226,7 @@ def test_clip_skip_changes_nothing_where_automatic1111_ignores_it(
 
 @pytest.mark.parametrize("family", ["sd2", "sdxl"])
 def test_an_image_in_company_is_the_image_alone(
-    family: str, family_engine: Any, request_of: Any, draw: Any, difference: Any
+    family: str, family_engine: Any, request_of: Any
 ) -> None:
     engine = family_engine(family)
     requests = [

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from drawing import difference, draw, make_request
 from imagefleet import errors
 from worker.engine import contract
 
@@ -34,9 +35,6 @@ def test_images_with_an_embedding_are_those_of_diffusers(
     family: str,
     family_engine: Any,
     family_pipeline: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     tmp_path: Path,
 ) -> None:
     pipeline = family_pipeline.__wrapped__(family)  # not the one that other tests share
@@ -77,7 +75,7 @@ def test_images_with_an_embedding_are_those_of_diffusers(
 
 
 def test_an_embedding_for_another_family_is_refused_by_name(
-    family_engine: Any, make_request: Any, tmp_path: Path
+    family_engine: Any, tmp_path: Path
 ) -> None:
     engine = family_engine("sdxl")
     for_sd1 = written(tmp_path / "e.safetensors", {"emb_params": torch.ones(2, 768)})

@@ -17,6 +17,7 @@ from PIL import Image
 
 import a1111
 import tiny_model
+from drawing import difference, draw, make_request
 from imagefleet.job.prompt import read_prompt
 from worker.engine import contract
 from worker.engine.passes import begin
@@ -35,7 +36,7 @@ pytestmark = [
 
 
 @pytest.fixture
-def request_of(make_request: Any) -> Any:
+def request_of() -> Any:
     def make(hires: dict[str, Any] | None = None, **changes: Any) -> Any:
         settings = {
             "prompt": "a red circle",
@@ -83,8 +84,6 @@ def test_latent_upscalers_are_two_of_diffusers_pipelines(
     family_engine: Any,
     family_pipeline: Any,
     request_of: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     request = request_of({"upscaler": upscaler, "width": 96, "height": 96})
     pipeline = family_pipeline(family)
@@ -122,8 +121,6 @@ def test_the_second_pass_may_have_another_sampler_prompt_and_guidance(
     family_pipeline: Any,
     k_diffusion: Any,
     request_of: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     changed = {
         "sampler": sampler,
@@ -162,8 +159,6 @@ def test_a_target_of_another_shape_is_cut_out_of_the_middle(
     family_pipeline: Any,
     k_diffusion: Any,
     request_of: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     """SDXL is told the size before that, which need not have whole cells of the latent."""
     request = request_of({"width": width, "height": height, "whole": size})
@@ -204,8 +199,6 @@ def test_other_upscalers_take_the_decoded_image(
     family_pipeline: Any,
     k_diffusion: Any,
     request_of: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     """An image of no whole cells is encoded as it is."""
     request = request_of({"upscaler": upscaler, "whole": whole})
@@ -242,8 +235,6 @@ def test_the_second_pass_is_drawn_with_the_loras_of_its_own_prompt_alone(
     k_diffusion: Any,
     request_of: Any,
     tmp_path: Path,
-    draw: Any,
-    difference: Any,
 ) -> None:
     """On its text states as well."""
     paths = [
@@ -279,8 +270,6 @@ def test_at_strength_0_the_upscaled_latents_stay_as_they_are(
     family_pipeline: Any,
     k_diffusion: Any,
     request_of: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     request = request_of({"denoising_strength": 0.0})
     pipeline = family_pipeline("sd1")

@@ -20,6 +20,7 @@ from diffusers import (
 from PIL import Image
 
 import a1111
+from drawing import difference, draw, make_request
 from worker.engine import contract
 from worker.engine.passes import begin
 from worker.engine.sampler import NoiseStream
@@ -38,7 +39,7 @@ pytestmark = [
 
 
 @pytest.fixture
-def request_of(make_request: Any, pixels: contract.Pixels) -> Any:
+def request_of(pixels: contract.Pixels) -> Any:
     def make(
         strength: float = 0.6, init: dict[str, Any] | None = None, **changes: Any
     ) -> Any:
@@ -77,8 +78,6 @@ def test_images_are_those_of_diffusers_pipeline(
     family_pipeline: Any,
     reference: Any,
     request_of: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     kinds: dict[str, Any] = {
         "euler_ancestral": EulerAncestralDiscreteScheduler,
@@ -119,8 +118,6 @@ def test_an_image_of_no_whole_cells_is_encoded_as_it_is_and_drawn_in_whole_ones(
     reference: Any,
     request_of: Any,
     pixels: contract.Pixels,
-    draw: Any,
-    difference: Any,
 ) -> None:
     """SDXL is told the size as it was asked for."""
     wide = np.asarray(Image.fromarray(pixels).resize((79, 69)))
@@ -138,8 +135,6 @@ def test_images_are_automatic1111s_with_every_sampler(
     family_engine: Any,
     reference: Any,
     request_of: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     request = request_of(sampler=sampler)
     (image,) = draw(family_engine(family), request)
@@ -154,8 +149,6 @@ def test_the_least_and_the_most_strength_are_automatic1111s(
     family_engine: Any,
     reference: Any,
     request_of: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     """DDIM and PLMS may have no step to take, and leave some noise."""
     request = request_of(strength, sampler=sampler)
@@ -178,8 +171,6 @@ def test_inpainting_is_automatic1111s(
     reference: Any,
     request_of: Any,
     mask: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     given = {"mask": mask, "masked_content": content}
     request = request_of(init=given, sampler=sampler, fill_seed=31)
@@ -217,7 +208,7 @@ def test_what_is_below_the_mask_is_filled_from_around_it(
 
 
 def test_img2img_draws_the_noise_that_the_request_asks_for(
-    family_engine: Any, request_of: Any, draw: Any, difference: Any
+    family_engine: Any, request_of: Any
 ) -> None:
     from imagefleet.job.noise import Noise
 

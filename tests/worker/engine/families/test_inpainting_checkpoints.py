@@ -30,6 +30,7 @@ from safetensors.torch import save_file
 
 import a1111
 import key_names
+from drawing import difference, draw, make_request
 from families import tiny_controlnets, tiny_families
 from imagefleet import errors
 from worker.engine import checkpoint as checkpoints
@@ -138,7 +139,7 @@ def draw_in_diffusers(pipeline: Any, encodes_means: None) -> Any:
 
 
 @pytest.fixture
-def request_of(make_request: Any) -> Any:
+def request_of() -> Any:
     def make(**changes: Any) -> Any:
         settings = {
             "prompt": "a red circle",
@@ -159,8 +160,6 @@ def test_txt2img_is_diffusers_with_all_of_an_image_below_the_mask(
     pixels: Any,
     draw_in_diffusers: Any,
     request_of: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     request = request_of(sampler=sampler, width=72)
     wide = np.asarray(Image.fromarray(pixels).resize((72, SIZE)))
@@ -180,8 +179,6 @@ def test_what_the_unet_sees_of_an_image_is_what_diffusers_shows_it(
     pixels: Any,
     draw_in_diffusers: Any,
     request_of: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     """With a mask that has holes: the UNet sees through them, and no whole latent is kept."""
     holes = np.full((SIZE, SIZE), 255, np.uint8)
@@ -217,8 +214,6 @@ def test_inpainting_is_automatic1111s(
     pixels: Any,
     mask: Any,
     request_of: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     init = contract.InitImage(pixels, 0.6, mask, content)
     request = request_of(init=init, sampler=sampler)
@@ -252,8 +247,6 @@ def test_img2img_without_a_mask_shows_the_unet_nothing_of_the_image(
     k_diffusion: Any,
     pixels: Any,
     request_of: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     """As in AUTOMATIC1111, where it begins with the image's latents all the same."""
     own = a1111.Reference(pipeline("sd1"), k_diffusion)
@@ -275,8 +268,6 @@ def test_a_second_pass_has_the_conditioning_of_its_own_size(
     pipeline: Any,
     k_diffusion: Any,
     request_of: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     """AUTOMATIC1111's has the first pass' after a latent upscaler, which its UNet cannot take."""
     hires = contract.HiresPass(
@@ -309,7 +300,7 @@ def test_a_second_pass_has_the_conditioning_of_its_own_size(
 
 @pytest.fixture(scope="session")
 def mixed(
-    make_request: Any, pixels: Any, mask: Any, lora_paths: list[Path]
+    pixels: Any, mask: Any, lora_paths: list[Path]
 ) -> list[contract.ImageRequest]:
     """With and without an image, a mask, LoRAs, and a second pass; one of another size."""
     style = contract.Lora("style", lora_paths[0], 1.0, 1.0)
@@ -357,8 +348,6 @@ def test_images_are_the_same_in_company_and_alone(
     weights: str,
     make_engine: Any,
     mixed: list[contract.ImageRequest],
-    draw: Any,
-    difference: Any,
 ) -> None:
     single = make_engine(slots=1, slot_weights=weights)
     alone = [draw(single, each)[0] for each in mixed]
@@ -369,7 +358,7 @@ def test_images_are_the_same_in_company_and_alone(
 
 
 def test_a_lora_changes_what_is_inpainted(
-    engine: Any, mixed: list[contract.ImageRequest], draw: Any, difference: Any
+    engine: Any, mixed: list[contract.ImageRequest]
 ) -> None:
     with_lora, without = draw(
         engine("sd1"), mixed[2], dataclasses.replace(mixed[2], loras=())
@@ -378,7 +367,7 @@ def test_a_lora_changes_what_is_inpainted(
 
 
 def test_compiled_ticks_read_what_is_written_into_the_slots_later(
-    make_engine: Any, mixed: list[contract.ImageRequest], draw: Any, difference: Any
+    make_engine: Any, mixed: list[contract.ImageRequest]
 ) -> None:
     requests = [each for each in mixed if not each.loras and not each.hires]
     plain = make_engine(slots=2)
@@ -413,8 +402,6 @@ def test_controlnets_see_the_latents_alone(
     tmp_path: Path,
     pixels: Any,
     encodes_means: None,
-    draw: Any,
-    difference: Any,
 ) -> None:
     path = tiny_controlnets.build(tmp_path / "net.safetensors", family_folder("sd1"), 0)
     network = tiny_controlnets.make(family_folder("sd1"), 0)
@@ -450,7 +437,6 @@ def test_a_single_file_is_told_by_its_first_layer(
     engine: Any,
     tmp_path: Path,
     request_of: Any,
-    draw: Any,
     monkeypatch: Any,
 ) -> None:
     """Without a configuration of its UNet, which says so as well."""

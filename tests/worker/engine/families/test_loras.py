@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from drawing import difference, draw, make_request
 from evaluation.bench import random_model
 from families import lora_kinds
 from imagefleet import errors
@@ -93,9 +94,6 @@ def test_loras_draw_as_in_diffusers_with_peft(
     family_engine: Any,
     family_pipeline: Any,
     family_checkpoint: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     tmp_path: Path,
 ) -> None:
     path = write_lora(
@@ -161,9 +159,6 @@ def as_loha(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def test_a_lycoris_file_for_sdxl_changes_the_unet_and_both_encoders(
     family_engine: Any,
     family_checkpoint: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     tmp_path: Path,
 ) -> None:
     lora = write_lora(

@@ -7,6 +7,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from drawing import difference, draw, make_request
 from families import lora_kinds
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract
@@ -88,9 +89,6 @@ def test_each_kind_draws_as_with_merged_weights(
     names: list[str],
     engines: dict[str, SlotEngine],
     loras: dict[str, contract.Lora],
-    make_request: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     request = make_request(loras=tuple(loras[each] for each in names), steps=3)
     plain = make_request(steps=3)
@@ -108,9 +106,6 @@ def test_each_kind_draws_as_with_merged_weights(
 def test_jobs_of_all_kinds_share_ticks_and_are_the_images_alone(
     engines: dict[str, SlotEngine],
     loras: dict[str, contract.Lora],
-    make_request: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     engine = engines["factors"]
     chosen: list[tuple[str, ...]] = [
@@ -136,8 +131,6 @@ def test_jobs_of_all_kinds_share_ticks_and_are_the_images_alone(
 def test_a_kind_without_low_rank_is_merged_and_undone_from_the_cpus_copy(
     engines: dict[str, SlotEngine],
     loras: dict[str, contract.Lora],
-    make_request: Any,
-    draw: Any,
 ) -> None:
     engine = engines["factors"]
     plain = make_request(steps=2)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import a1111
+from drawing import difference, draw, make_request
 from worker.engine import contract
 from worker.engine.passes import begin
 
@@ -38,10 +39,7 @@ def test_images_with_an_image_to_begin_with_are_automatic1111s_in_any_company(
     family: str,
     family_engine: Any,
     reference: Any,
-    make_request: Any,
     pixels: contract.Pixels,
-    draw: Any,
-    difference: Any,
 ) -> None:
     """Beside others of their size that do not tile, and that are drawn as alone."""
     init = contract.InitImage(pixels, 0.6)
@@ -62,9 +60,7 @@ def test_images_with_an_image_to_begin_with_are_automatic1111s_in_any_company(
     assert difference(drawn[0], drawn[1]) > 20, "or the test shows nothing"
 
 
-def test_both_passes_of_hires_fix_tile(
-    family_engine: Any, reference: Any, make_request: Any, draw: Any, difference: Any
-) -> None:
+def test_both_passes_of_hires_fix_tile(family_engine: Any, reference: Any) -> None:
     hires = contract.HiresPass(96, 96, 0.7, 4, "Latent")
     request = make_request(
         hires=hires, tiling=True, seed=5, prompt="a star", negative_prompt="x"
@@ -87,9 +83,7 @@ def test_both_passes_of_hires_fix_tile(
     assert difference(image, theirs.decode(latents)) <= ROUNDING
 
 
-def test_a_picture_begins_where_it_ends(
-    family_engine: Any, make_request: Any, draw: Any
-) -> None:
+def test_a_picture_begins_where_it_ends(family_engine: Any) -> None:
     """Its first and last rows and columns differ no more than those beside each other do."""
     drawn = {
         tiling: draw(

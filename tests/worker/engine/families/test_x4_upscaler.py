@@ -25,6 +25,7 @@ from transformers import CLIPTokenizer
 
 import a1111
 import tiny_model
+from drawing import difference, draw, make_request
 from families import tiny_families
 from imagefleet import errors
 from imagefleet.job import clip
@@ -125,7 +126,7 @@ def image_of(width: int, height: int, seed: int = 3) -> contract.Pixels:
 
 
 @pytest.fixture
-def request_of(make_request: Any) -> Any:
+def request_of() -> Any:
     def make(
         width: int = 16, height: int = 16, **changes: Any
     ) -> contract.ImageRequest:
@@ -171,8 +172,6 @@ def test_images_are_those_of_diffusers(
     engine: Any,
     eulers: Any,
     request_of: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     """Of sides that the UNet's blocks cannot halve three times as well."""
     request = request_of(*size, sampler=sampler)
@@ -188,8 +187,6 @@ def test_ddim_is_diffusers_up_to_the_timestep_that_automatic1111_leaves_out(
     folder: Path,
     pipeline: Any,
     request_of: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     request = request_of(sampler="ddim", steps=8)
     made = pipeline(DDIMScheduler.from_pretrained(folder / "scheduler"))
@@ -206,7 +203,7 @@ def test_ddim_is_diffusers_up_to_the_timestep_that_automatic1111_leaves_out(
 
 @pytest.mark.parametrize("level", [0, 20, 350])
 def test_the_noise_has_the_level_that_the_unet_is_told(
-    level: int, engine: Any, eulers: Any, request_of: Any, draw: Any, difference: Any
+    level: int, engine: Any, eulers: Any, request_of: Any
 ) -> None:
     init = contract.InitImage(image_of(16, 16), level / 1000)
     image, usual = draw(engine, request_of(init=init), request_of())
@@ -238,8 +235,6 @@ def test_a_lora_changes_the_image_as_in_diffusers(
     pipeline: Any,
     request_of: Any,
     lora: contract.Lora,
-    draw: Any,
-    difference: Any,
 ) -> None:
     """Those of the layers that attend to the prompt in the place of the image as well."""
     request = request_of(loras=(lora,))
@@ -303,8 +298,6 @@ def test_images_are_the_same_in_company_and_alone(
     make_engine: Any,
     mixed: list[dict[str, Any]],
     request_of: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     requests = [dataclasses.replace(request_of(), **each) for each in mixed]
     alone = [
@@ -316,7 +309,7 @@ def test_images_are_the_same_in_company_and_alone(
 
 
 def test_compiled_ticks_read_what_is_written_into_the_slots_later(
-    make_engine: Any, request_of: Any, draw: Any, difference: Any
+    make_engine: Any, request_of: Any
 ) -> None:
     other = contract.InitImage(image_of(16, 16, 8), 0.35)
     requests = [request_of(), request_of(init=other), request_of(seed=6)]

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from drawing import difference, draw, make_request
 from imagefleet import errors
 from imagefleet.job import differences
 from worker.engine import contract
@@ -142,9 +143,7 @@ def prefixed(path: str, parts: Tensors, prefix: str = "lora_unet_") -> dict[str,
     }
 
 
-def merged(
-    engine: Any, make_request: Any, lora: contract.Lora, *paths: str
-) -> list[Array]:
+def merged(engine: Any, lora: contract.Lora, *paths: str) -> list[Array]:
     """What the UNet's parameters are with a LoRA; the base's are restored bit-exactly."""
     found = {path: adaptable(engine.checkpoint.unet)[path] for path in paths}
     before = {path: each.detach().clone() for path, each in found.items()}
@@ -165,7 +164,6 @@ def base(engine: Any, path: str) -> Array:
 @pytest.mark.parametrize(("path", "kind"), KINDS)
 def test_each_kind_changes_the_weight_by_its_formula(
     engine: Any,
-    make_request: Any,
     tmp_path: Path,
     path: str,
     kind: Callable[[Array], tuple[Tensors, Array]],
@@ -173,7 +171,7 @@ def test_each_kind_changes_the_weight_by_its_formula(
     weight = base(engine, path)
     parts, change = kind(weight)
     lora = write(tmp_path / "x.safetensors", prefixed(path, parts))
-    (found,) = merged(engine, make_request, lora, path)
+    (found,) = merged(engine, lora, path)
     np.testing.assert_allclose(found, weight + STRENGTH * change, rtol=1e-5, atol=1e-5)
     assert np.abs(change).max() > 1e-2, "or the test shows nothing"
 
@@ -186,14 +184,14 @@ def test_each_kind_changes_the_weight_by_its_formula(
     ],
 )
 def test_a_bias_changes_with_its_weight_and_without_its_scale(
-    engine: Any, make_request: Any, tmp_path: Path, path: str, names: tuple[str, str]
+    engine: Any, tmp_path: Path, path: str, names: tuple[str, str]
 ) -> None:
     weight, bias = base(engine, path), base(engine, f"{path}.bias")
     parts = dict(zip(names, (drawn(*weight.shape), drawn(*bias.shape)), strict=True))
     lora = write(
         tmp_path / "x.safetensors", prefixed(path, {**parts, "scale": np.array(0.5)})
     )
-    found = merged(engine, make_request, lora, path, f"{path}.bias")
+    found = merged(engine, lora, path, f"{path}.bias")
     changed = (
         weight + STRENGTH * 0.5 * parts[names[0]],
         bias + STRENGTH * parts[names[1]],
@@ -203,7 +201,7 @@ def test_a_bias_changes_with_its_weight_and_without_its_scale(
 
 
 def test_scales_of_the_other_side_of_a_layer_are_refused(
-    engine: Any, make_request: Any, tmp_path: Path
+    engine: Any, tmp_path: Path
 ) -> None:
     path = f"{BLOCK}.ff.net.2"
     outer, inner = base(engine, path).shape
@@ -216,22 +214,17 @@ def test_scales_of_the_other_side_of_a_layer_are_refused(
             engine.prepare(make_request(loras=(lora,)))
 
 
-def test_kohyas_oft_has_a_prefix_of_its_own(
-    engine: Any, make_request: Any, tmp_path: Path
-) -> None:
+def test_kohyas_oft_has_a_prefix_of_its_own(engine: Any, tmp_path: Path) -> None:
     weight = base(engine, LINEAR)
     parts, change = oft(weight)
     lora = write(tmp_path / "x.safetensors", prefixed(LINEAR, parts, "oft_unet_"))
-    (found,) = merged(engine, make_request, lora, LINEAR)
+    (found,) = merged(engine, lora, LINEAR)
     np.testing.assert_allclose(found, weight + STRENGTH * change, rtol=1e-5, atol=1e-5)
 
 
 def test_jobs_with_every_kind_draw_in_slots_what_they_draw_alone(
     engine: Any,
     slot_engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     tmp_path: Path,
 ) -> None:
     """Norms and biases, which slots cannot hold, are merged for their jobs alone."""
@@ -275,7 +268,7 @@ def test_a_lora_of_a_plain_model_changes_the_same_inputs_of_one_for_inpainting(
 
 
 def test_what_the_model_has_no_layer_for_is_skipped_and_counted(
-    engine: Any, make_request: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    engine: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     weight = base(engine, LINEAR)
     parts, change = scaled(weight)
@@ -283,8 +276,8 @@ def test_what_the_model_has_no_layer_for_is_skipped_and_counted(
     used = prefixed(LINEAR, {**parts, "scalar": np.array(1.0), "diff_b": drawn(32)})
     lora = write(tmp_path / "x.safetensors", used | elsewhere)
     with caplog.at_level("WARNING"):
-        (found,) = merged(engine, make_request, lora, LINEAR)
-        merged(engine, make_request, lora, LINEAR)
+        (found,) = merged(engine, lora, LINEAR)
+        merged(engine, lora, LINEAR)
     np.testing.assert_allclose(found, weight + STRENGTH * change, rtol=1e-5, atol=1e-5)
     (warning,) = [
         each for each in caplog.records if "drawn without" in each.getMessage()
@@ -297,7 +290,6 @@ def test_what_the_model_has_no_layer_for_is_skipped_and_counted(
 )
 def test_a_dora_that_automatic1111_draws_otherwise_is_told(
     engine: Any,
-    make_request: Any,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     part: str,
@@ -307,7 +299,7 @@ def test_a_dora_that_automatic1111_draws_otherwise_is_told(
     lora = write(
         tmp_path / "x.safetensors", prefixed(LINEAR, {**parts, part: drawn(*shape)})
     )
-    merged(engine, make_request, lora, LINEAR)
+    merged(engine, lora, LINEAR)
     told = [
         each
         for each in caplog.records
@@ -328,7 +320,6 @@ def test_a_dora_that_automatic1111_draws_otherwise_is_told(
 )
 def test_loras_that_automatic1111_draws_otherwise_or_not_at_all_are_told(
     engine: Any,
-    make_request: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     kind: Callable[[Array], tuple[Tensors, Array]],
@@ -368,7 +359,7 @@ def test_sdxls_text_projection_is_no_layer_as_there(tmp_path: Path) -> None:
 
 
 def test_embeddings_in_a_loras_file_are_words_of_its_jobs(
-    slot_engine: Any, make_request: Any, draw: Any, difference: Any, tmp_path: Path
+    slot_engine: Any, tmp_path: Path
 ) -> None:
     """An embedding of the fleet goes before it, and one for another model is skipped."""
     parts, _ = scaled(base(slot_engine, LINEAR))

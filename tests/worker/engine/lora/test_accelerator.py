@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from drawing import difference, draw, make_request
 from imagefleet import errors
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract, load
@@ -26,9 +27,6 @@ def test_an_accelerator_is_as_a_lora_of_every_job(
     slot_engine: Any,
     accelerated: Any,
     lora_paths: list[Path],
-    make_request: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     shared, style, other = (
         contract.Lora(path.stem, path, 1.0, 1.0) for path in lora_paths
@@ -57,7 +55,7 @@ def test_the_sum_of_its_weights_is_of_what_it_draws_with(accelerated: Any) -> No
 
 
 def test_a_model_that_is_changed_to_has_the_accelerator_too(
-    accelerated: Any, slot_engine: Any, make_request: Any, draw: Any
+    accelerated: Any, slot_engine: Any
 ) -> None:
     engine = load.load_engine(accelerated)
     (expected,) = draw(engine, make_request())
@@ -70,9 +68,7 @@ def test_a_model_that_is_changed_to_has_the_accelerator_too(
 @pytest.mark.parametrize("has_style", [False, True])
 def test_one_that_many_prompts_name_is_merged_once_unless_each_has_a_style_beside_it(
     make_slot_engine: Any,
-    make_request: Any,
     lora_paths: list[Path],
-    draw: Any,
     monkeypatch: pytest.MonkeyPatch,
     has_style: bool,
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import Tensor, nn
 
+from drawing import difference, draw, make_request
 from imagefleet import errors
 from imagefleet.files import adapter, kinds
 from imagefleet.files.safetensors import UnusableError, identify
@@ -130,9 +131,6 @@ def test_an_adapter_in_a_slot_draws_what_it_does_alone(
     engine: Any,
     slot_engine: Any,
     save: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     _, folder = save("BOFT")
     packed = folder.with_suffix(".safetensors")

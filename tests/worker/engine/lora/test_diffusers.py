@@ -14,6 +14,8 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTokenizer
 
+import key_names
+from drawing import difference, draw, make_request
 from imagefleet.job import clip
 from worker.engine import contract
 
@@ -41,7 +43,7 @@ def tokenizer() -> CLIPTokenizer:
 
 
 @pytest.fixture(scope="module")
-def request_of(make_request: Any) -> Callable[..., contract.ImageRequest]:
+def request_of() -> Callable[..., contract.ImageRequest]:
     def make(*loras: contract.Lora) -> contract.ImageRequest:
         words = {
             "prompt": "a red circle above a blue square",
@@ -54,7 +56,7 @@ def request_of(make_request: Any) -> Callable[..., contract.ImageRequest]:
 
 
 @pytest.fixture(scope="module")
-def base(demo_engine: contract.Engine, request_of: Any, draw: Any) -> contract.Outcome:
+def base(demo_engine: contract.Engine, request_of: Any) -> contract.Outcome:
     """The image without a LoRA."""
     return draw(demo_engine, request_of())[0]  # type: ignore[no-any-return]
 
@@ -99,7 +101,7 @@ def draw_in_diffusers(
 
 
 def test_without_a_lora_the_image_is_that_of_diffusers(
-    base: Any, request_of: Any, difference: Any
+    base: Any, request_of: Any
 ) -> None:
     expected = draw_in_diffusers(load_in_diffusers([]), request_of())
     assert difference(base, expected) <= ROUNDING
@@ -114,9 +116,6 @@ def test_loras_in_three_key_formats_match_diffusers(
     demo_engine: contract.Engine,
     base: Any,
     request_of: Any,
-    respell: Any,
-    draw: Any,
-    difference: Any,
     tmp_path: Path,
     uses: Uses,
 ) -> None:
@@ -126,7 +125,7 @@ def test_loras_in_three_key_formats_match_diffusers(
         for name, text, unet in uses:
             path = DEMO_MODEL / "loras" / f"{name}.safetensors"
             if spelling != "kohya":
-                weights, metadata = respell(path, DEMO_MODEL, spelling)
+                weights, metadata = key_names.respell(path, DEMO_MODEL, spelling)
                 path = tmp_path / f"{name}-{spelling}.safetensors"
                 save_file(weights, path, metadata)
             loras.append(contract.Lora(name, path, text, unet))
@@ -143,8 +142,6 @@ def test_a_file_saved_by_diffusers_is_read_with_alpha_from_its_header(
     demo_engine: contract.Engine,
     base: Any,
     request_of: Any,
-    draw: Any,
-    difference: Any,
     tmp_path: Path,
     spell: Callable[[Any], dict[str, torch.Tensor]],
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from drawing import make_request
 from imagefleet import errors
 from worker.engine import contract
 
@@ -160,9 +161,7 @@ KINDS = [
 UNRANKED = (lokr_of_wholes, difference_of_weights)
 
 
-def merged(
-    engine: Any, make_request: Any, path: Path, layer: str, parts: Tensors
-) -> Array:
+def merged(engine: Any, path: Path, layer: str, parts: Tensors) -> Array:
     """The layer's weight with a LoRA of these tensors; the base's is restored bit-exactly."""
     tensors = {
         f"{layer}.{name}": torch.from_numpy(np.asarray(part, np.float32)).contiguous()
@@ -191,7 +190,6 @@ def weight_of(engine: Any, layer: str) -> torch.Tensor:
 @pytest.mark.parametrize("alpha", [None, 2.0])
 def test_each_kind_changes_the_weight_as_defined(
     engine: Any,
-    make_request: Any,
     tmp_path: Path,
     layer: tuple[str, tuple[int, ...]],
     kind: Callable[[Array], tuple[Tensors, Array]],
@@ -205,7 +203,7 @@ def test_each_kind_changes_the_weight_as_defined(
         parts = {**parts, "alpha": np.array(alpha)}
         if kind not in UNRANKED:
             delta = delta * alpha / RANK
-    found = merged(engine, make_request, tmp_path / "x.safetensors", name, parts)
+    found = merged(engine, tmp_path / "x.safetensors", name, parts)
     np.testing.assert_allclose(found, base + STRENGTH * delta, rtol=1e-5, atol=1e-5)
 
 
@@ -215,7 +213,6 @@ def test_each_kind_changes_the_weight_as_defined(
 @pytest.mark.parametrize("norms_of", ["outputs", "inputs", "peft"])
 def test_dora_rescales_the_changed_weight_to_its_norms(
     engine: Any,
-    make_request: Any,
     tmp_path: Path,
     layer: tuple[str, tuple[int, ...]],
     kind: Callable[[Array], tuple[Tensors, Array]],
@@ -243,7 +240,7 @@ def test_dora_rescales_the_changed_weight_to_its_norms(
             )
         },
     }[norms_of]
-    found = merged(engine, make_request, tmp_path / "x.safetensors", name, parts)
+    found = merged(engine, tmp_path / "x.safetensors", name, parts)
     np.testing.assert_allclose(
         found, base + STRENGTH * (expected - base), rtol=1e-4, atol=1e-4
     )
@@ -252,7 +249,6 @@ def test_dora_rescales_the_changed_weight_to_its_norms(
 @pytest.mark.parametrize(("layer", "kind"), KINDS)
 def test_missing_tensors_and_wrong_shapes_are_refused(
     engine: Any,
-    make_request: Any,
     tmp_path: Path,
     layer: tuple[str, tuple[int, ...]],
     kind: Callable[[Array], tuple[Tensors, Array]],
@@ -266,4 +262,4 @@ def test_missing_tensors_and_wrong_shapes_are_refused(
             with pytest.raises(
                 errors.UnusableFileError, match=r"'x' (does not fit|is damaged).*: for"
             ):
-                merged(engine, make_request, tmp_path / "x.safetensors", name, found)
+                merged(engine, tmp_path / "x.safetensors", name, found)

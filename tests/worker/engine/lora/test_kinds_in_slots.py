@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from drawing import difference, draw, make_request
 from families import lora_kinds
 from worker.engine import contract
 from worker.engine.lora.file import adaptable_layers
@@ -74,9 +75,6 @@ def test_jobs_with_every_kind_share_calls(
     slot_engine: Any,
     files: dict[str, Path],
     lora_paths: list[Path],
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sets = [(use(path),) for path in files.values()]
@@ -113,9 +111,6 @@ def test_no_kind_leaves_a_trace_in_its_slot_or_the_text_encoder(
     slot_engine: Any,
     files: dict[str, Path],
     lora_paths: list[Path],
-    make_request: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     text_encoder = slot_engine.checkpoint.text_encoder
     before = {name: value.clone() for name, value in text_encoder.state_dict().items()}
@@ -137,9 +132,6 @@ def test_no_kind_leaves_a_trace_in_its_slot_or_the_text_encoder(
 def test_a_loaded_slot_keeps_no_copy_of_its_loras_and_can_be_loaded_again(
     slot_engine: Any,
     lora_paths: list[Path],
-    make_request: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     requests = [make_request(loras=(use(path),), steps=3) for path in lora_paths[:2]]
     expected = draw(slot_engine, *requests)
@@ -159,9 +151,6 @@ def test_a_loaded_slot_keeps_no_copy_of_its_loras_and_can_be_loaded_again(
 def test_slots_weights_in_several_tensors_make_the_same_images(
     make_slot_engine: Any,
     files: dict[str, Path],
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     requests = [make_request(loras=(use(path),), steps=2) for path in files.values()]

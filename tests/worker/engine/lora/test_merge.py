@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import key_names
+from drawing import difference, draw, make_request
 from imagefleet import errors
 from worker.engine import contract
 from worker.engine.lora import file as lora_file
@@ -25,7 +27,7 @@ def use(
 
 
 def test_a_lora_changes_its_image_and_not_the_next(
-    engine: Any, lora_paths: list[Path], make_request: Any, draw: Any, difference: Any
+    engine: Any, lora_paths: list[Path]
 ) -> None:
     before = draw(engine, make_request())[0]
     styled = draw(engine, make_request(loras=(use(lora_paths[0]),)))[0]
@@ -39,7 +41,7 @@ def test_a_lora_changes_its_image_and_not_the_next(
 
 
 def test_different_loras_stay_with_their_own_tickets(
-    engine: Any, lora_paths: list[Path], make_request: Any, draw: Any, difference: Any
+    engine: Any, lora_paths: list[Path]
 ) -> None:
     first, second, _ = lora_paths
     sets: list[tuple[contract.Lora, ...]] = [
@@ -64,7 +66,7 @@ def test_different_loras_stay_with_their_own_tickets(
 
 
 def test_only_requests_with_the_same_loras_and_weights_share_a_call(
-    engine: Any, lora_paths: list[Path], make_request: Any
+    engine: Any, lora_paths: list[Path]
 ) -> None:
     first, second, _ = lora_paths
     sets: list[tuple[contract.Lora, ...]] = [
@@ -82,9 +84,7 @@ def test_only_requests_with_the_same_loras_and_weights_share_a_call(
     assert ticks == [[0, 2], [1], [3], [4]]
 
 
-def test_weight_zero_is_the_base_model(
-    engine: Any, lora_paths: list[Path], make_request: Any, draw: Any
-) -> None:
+def test_weight_zero_is_the_base_model(engine: Any, lora_paths: list[Path]) -> None:
     base, zero, opposed = draw(
         engine,
         make_request(),
@@ -95,9 +95,7 @@ def test_weight_zero_is_the_base_model(
     assert (base == opposed).all()
 
 
-def test_each_network_has_its_own_weight(
-    engine: Any, lora_paths: list[Path], make_request: Any, draw: Any, difference: Any
-) -> None:
+def test_each_network_has_its_own_weight(engine: Any, lora_paths: list[Path]) -> None:
     base, text_only, unet_only, both = draw(
         engine,
         make_request(),
@@ -115,13 +113,10 @@ def test_every_key_format_of_a_lora_draws_the_same_image(
     engine: Any,
     checkpoint: Path,
     lora_paths: list[Path],
-    make_request: Any,
-    draw: Any,
-    respell: Any,
     tmp_path: Path,
     spelling: str,
 ) -> None:
-    weights, metadata = respell(lora_paths[0], checkpoint, spelling)
+    weights, metadata = key_names.respell(lora_paths[0], checkpoint, spelling)
     other = tmp_path / "other.safetensors"
     save_file(weights, other, metadata)
     kohya, respelt = draw(
@@ -133,7 +128,7 @@ def test_every_key_format_of_a_lora_draws_the_same_image(
 
 
 def test_convolutions_and_different_ranks_are_merged_and_unmerged_bit_exactly(
-    engine: Any, make_request: Any, tmp_path: Path
+    engine: Any, tmp_path: Path
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     layers = {
@@ -165,7 +160,7 @@ def test_convolutions_and_different_ranks_are_merged_and_unmerged_bit_exactly(
 
 
 def test_a_hundred_merges_leave_the_checkpoints_weights_bit_exact(
-    engine: Any, lora_paths: list[Path], make_request: Any
+    engine: Any, lora_paths: list[Path]
 ) -> None:
     networks = (engine.checkpoint.unet, engine.checkpoint.text_encoder)
     engine.activate({})
@@ -189,7 +184,7 @@ def test_a_hundred_merges_leave_the_checkpoints_weights_bit_exact(
 
 
 def test_an_image_is_the_same_alone_and_with_seven_others_with_other_loras(
-    engine: Any, lora_paths: list[Path], make_request: Any, draw: Any, difference: Any
+    engine: Any, lora_paths: list[Path]
 ) -> None:
     one = make_request(loras=(use(lora_paths[0], 0.35),), seed=77)
     others = [
@@ -208,8 +203,6 @@ def test_an_image_is_the_same_alone_and_with_seven_others_with_other_loras(
 def test_a_failed_merge_affects_no_other_image(
     make_engine: Any,
     lora_paths: list[Path],
-    make_request: Any,
-    draw: Any,
     monkeypatch: Any,
 ) -> None:
     engine = make_engine()

@@ -10,6 +10,7 @@ import torch
 from diffusers import AutoencoderKL
 from PIL import Image
 
+from drawing import difference, draw, make_request
 from imagefleet import errors
 from tests.worker.engine.support import esrgan
 from worker.engine import contract, decoder
@@ -49,9 +50,7 @@ def hires(width: int = 96, height: int = 96, **changes: Any) -> contract.HiresPa
 
 
 @pytest.fixture
-def mixed(
-    make_request: Any, init: Any, lora_paths: list[Path]
-) -> list[contract.ImageRequest]:
+def mixed(init: Any, lora_paths: list[Path]) -> list[contract.ImageRequest]:
     style = contract.Lora("style", lora_paths[0], 1.0, 1.0)
     other = contract.Lora("other", lora_paths[1], 0.5, 1.5)
     return [
@@ -70,7 +69,7 @@ def mixed(
 
 
 def test_images_are_the_same_in_company_and_alone(
-    make_slot_engine: Any, mixed: list[Any], draw: Any, difference: Any
+    make_slot_engine: Any, mixed: list[Any]
 ) -> None:
     engine = make_slot_engine(slots=3, blocks=2)
     alone = [draw(engine, request)[0] for request in mixed]
@@ -81,7 +80,7 @@ def test_images_are_the_same_in_company_and_alone(
 
 
 def test_the_image_after_an_inpainted_one_in_a_slot_is_not_masked(
-    make_slot_engine: Any, make_request: Any, init: Any, draw: Any
+    make_slot_engine: Any, init: Any
 ) -> None:
     engine = make_slot_engine(slots=1)
     plain = draw(engine, make_request())[0]
@@ -92,7 +91,7 @@ def test_the_image_after_an_inpainted_one_in_a_slot_is_not_masked(
 
 
 def test_both_passes_share_calls_with_other_jobs_of_their_size(
-    make_slot_engine: Any, make_request: Any, init: Any, draw: Any, monkeypatch: Any
+    make_slot_engine: Any, init: Any, monkeypatch: Any
 ) -> None:
     engine = make_slot_engine(slots=3)
     calls: list[list[tuple[int, int]]] = []
@@ -121,7 +120,7 @@ def test_both_passes_share_calls_with_other_jobs_of_their_size(
 
 
 def test_a_job_with_two_passes_is_one_ticket_until_its_end(
-    make_slot_engine: Any, make_request: Any
+    make_slot_engine: Any,
 ) -> None:
     engine = make_slot_engine(slots=2)
     for ticket, upscaler in enumerate(["Latent", "Lanczos"]):
@@ -138,10 +137,7 @@ def test_a_job_with_two_passes_is_one_ticket_until_its_end(
 
 def test_loras_change_both_passes(
     make_slot_engine: Any,
-    make_request: Any,
     lora_paths: list[Path],
-    draw: Any,
-    difference: Any,
 ) -> None:
     """Merged for all when alone, in the slots' own weights in company."""
     engine = make_slot_engine(slots=2, blocks=2)
@@ -158,8 +154,7 @@ def test_loras_change_both_passes(
 
 
 def test_the_images_of_a_job_share_what_was_prepared_and_what_was_encoded(
-    make_slot_engine: Any, make_request: Any, init: Any, draw: Any, difference: Any,
-    monkeypatch: Any,
+    make_slot_engine: Any, init: Any, monkeypatch: Any,
 ) -> None:  # fmt: skip
     engine = make_slot_engine(slots=3)
     kinds = {"init": init()}, {"hires": hires()}
@@ -206,10 +201,7 @@ def test_out_of_memory_in_either_pass_fails_no_image(
     width: int,
     upscaler: str,
     make_slot_engine: Any,
-    make_request: Any,
     init: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=4, blocks=2)
@@ -236,10 +228,7 @@ def test_out_of_memory_in_either_pass_fails_no_image(
 def test_only_the_job_that_breaks_a_pass_fails(
     width: int,
     make_slot_engine: Any,
-    make_request: Any,
     init: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=3)
@@ -262,9 +251,6 @@ def test_only_the_job_that_breaks_a_pass_fails(
 def test_only_the_job_with_a_first_pass_of_nan_fails(
     upscaler: str,
     make_slot_engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=3)
@@ -287,7 +273,7 @@ def test_only_the_job_with_a_first_pass_of_nan_fails(
 
 
 def test_a_vae_that_overflows_in_float16_encodes_in_float32(
-    make_slot_engine: Any, make_request: Any, init: Any, draw: Any, monkeypatch: Any
+    make_slot_engine: Any, init: Any, monkeypatch: Any
 ) -> None:
     """Its decoder may go on in float16."""
     engine = make_slot_engine("float16", slots=2)
@@ -316,9 +302,6 @@ def test_a_vae_that_overflows_in_float16_encodes_in_float32(
 
 def test_a_first_pass_without_memory_to_decode_it_whole_is_decoded_in_stripes(
     make_slot_engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=2)
@@ -342,9 +325,6 @@ def test_a_first_pass_without_memory_to_decode_it_whole_is_decoded_in_stripes(
 
 def test_the_network_of_an_upscalers_file_enlarges_the_first_pass(
     make_slot_engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -365,7 +345,7 @@ def test_the_network_of_an_upscalers_file_enlarges_the_first_pass(
 
 
 def test_a_damaged_file_of_an_upscaler_is_refused_before_anything_is_drawn(
-    slot_engine: Any, make_request: Any, tmp_path: Path
+    slot_engine: Any, tmp_path: Path
 ) -> None:
     path = tmp_path / "4x.safetensors"
     path.write_bytes(b"no model")
@@ -382,7 +362,7 @@ def test_a_damaged_file_of_an_upscaler_is_refused_before_anything_is_drawn(
     ],
 )
 def test_requests_that_cannot_be_drawn_are_refused(
-    changes: dict[str, Any], reason: str, slot_engine: Any, make_request: Any
+    changes: dict[str, Any], reason: str, slot_engine: Any
 ) -> None:
     with pytest.raises(errors.JobError, match=reason):
         slot_engine.prepare(make_request(**changes))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from drawing import draw, make_request
 from imagefleet import errors
 from tests.worker.engine.support import esrgan
 from worker.engine import contract
@@ -36,9 +37,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.fixture
-def enlarging(
-    make_request: Callable[..., contract.ImageRequest], network: Any
-) -> Enlarging:
+def enlarging(network: Any) -> Enlarging:
     """A request that enlarges the picture four times."""
 
     def make(
@@ -62,14 +61,14 @@ def enlarging(
 
 
 def test_an_image_is_enlarged_as_by_spandrel_in_one_piece(
-    slot_engine: SlotEngine, draw: Any, enlarging: Enlarging, network: Any
+    slot_engine: SlotEngine, enlarging: Enlarging, network: Any
 ) -> None:
     (found,) = draw(slot_engine, enlarging())
     assert np.array_equal(found, esrgan.enlarge(network[1], picture()))
 
 
 def test_a_network_is_applied_until_the_size_is_reached(
-    slot_engine: SlotEngine, draw: Any, enlarging: Enlarging, network: Any
+    slot_engine: SlotEngine, enlarging: Enlarging, network: Any
 ) -> None:
     (found,) = draw(slot_engine, enlarging(whole=(240, 144), scale=6.0))
     twice = esrgan.enlarge(network[1], esrgan.enlarge(network[1], picture()))
@@ -78,7 +77,7 @@ def test_a_network_is_applied_until_the_size_is_reached(
 
 
 def test_a_network_of_restoration_runs_at_a_scale_of_one(
-    slot_engine: SlotEngine, draw: Any, enlarging: Enlarging, network: Any
+    slot_engine: SlotEngine, enlarging: Enlarging, network: Any
 ) -> None:
     (found,) = draw(slot_engine, enlarging(whole=(40, 24), scale=1.0))
     once = Image.fromarray(esrgan.enlarge(network[1], picture()))
@@ -91,7 +90,7 @@ def test_a_network_of_restoration_runs_at_a_scale_of_one(
 
 
 def test_two_upscalers_are_blended_and_cut_at_both_sides(
-    slot_engine: SlotEngine, draw: Any, enlarging: Enlarging, network: Any
+    slot_engine: SlotEngine, enlarging: Enlarging, network: Any
 ) -> None:
     upscalers = (("4x_Tiny", network[0]), ("Nearest", None))
     request = enlarging(upscalers=upscalers, blend=0.25, width=96, height=96)
@@ -103,7 +102,7 @@ def test_two_upscalers_are_blended_and_cut_at_both_sides(
 
 
 def test_images_are_drawn_and_enlarged_beside_each_other(
-    slot_engine: SlotEngine, draw: Any, enlarging: Enlarging, make_request: Any
+    slot_engine: SlotEngine, enlarging: Enlarging
 ) -> None:
     drawings = [make_request(seed=seed) for seed in range(3)]
     resize = enlarging(upscalers=(("Lanczos", None),))
@@ -142,7 +141,6 @@ def test_the_engine_holds_no_more_than_it_has_room_for_and_waits_only_briefly(
 
 def test_what_fails_is_the_images_own_outcome(
     slot_engine: SlotEngine,
-    draw: Any,
     enlarging: Enlarging,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -180,7 +178,7 @@ def test_a_file_that_is_no_upscaler_is_refused_before_the_request_waits(
 
 
 def test_requests_of_one_kind_share_nothing_with_the_next(
-    slot_engine: SlotEngine, draw: Any, enlarging: Enlarging
+    slot_engine: SlotEngine, enlarging: Enlarging
 ) -> None:
     requests = [enlarging(np.roll(picture(), shift, axis=1)) for shift in range(3)]
     together = draw(slot_engine, *requests)

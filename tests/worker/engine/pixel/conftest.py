@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers import IFPipeline, IFSuperResolutionPipeline
 
+from drawing import draw
 from pixel import tiny_cascade
 from worker.engine import contract
 from worker.engine.contract import Settings
@@ -115,9 +116,7 @@ def request_of(low_image: contract.Pixels) -> Callable[..., contract.ImageReques
 
 
 @pytest.fixture
-def draw_floats(
-    draw: Any, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., list[torch.Tensor]]:
+def draw_floats(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[torch.Tensor]]:
     """Draws requests; returns their images [3, height, width] before they are rounded."""
 
     def run(engine: SlotEngine, *requests: contract.ImageRequest) -> list[torch.Tensor]:

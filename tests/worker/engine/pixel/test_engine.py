@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from drawing import difference, draw
 from imagefleet import errors
 from imagefleet.job.noise import Noise
 from imagefleet.job.prompt import read_negative_prompt, read_prompt
@@ -22,7 +23,7 @@ ROUNDING = 2
 
 @pytest.mark.parametrize("name", ["base", "sr"])
 def test_an_image_does_not_depend_on_its_neighbours(
-    name: str, make_engine: Any, request_of: Any, draw: Any, difference: Any
+    name: str, make_engine: Any, request_of: Any
 ) -> None:
     engine = make_engine(name, slots=3)
     requests = [
@@ -42,7 +43,7 @@ def test_an_image_does_not_depend_on_its_neighbours(
 
 
 def test_prompts_guidance_and_seeds_change_the_image(
-    make_engine: Any, request_of: Any, draw: Any, difference: Any
+    make_engine: Any, request_of: Any
 ) -> None:
     engine = make_engine()
     first, *others = draw(
@@ -85,7 +86,7 @@ def test_jobs_are_admitted_up_to_the_capacity(
 
 
 def test_another_image_of_a_job_needs_no_other_preparation(
-    make_engine: Any, request_of: Any, difference: Any, draw: Any
+    make_engine: Any, request_of: Any
 ) -> None:
     engine = make_engine()
     prepared = engine.prepare(request_of(seed=1))
@@ -147,9 +148,7 @@ def test_what_a_stage_cannot_draw_is_refused(
         make_engine(name).prepare(request_of(name, **changes))
 
 
-def test_options_of_samplers_are_used(
-    make_engine: Any, request_of: Any, draw: Any, difference: Any
-) -> None:
+def test_options_of_samplers_are_used(make_engine: Any, request_of: Any) -> None:
     engine = make_engine()
     plain, churned, half = draw(
         engine,
@@ -189,7 +188,7 @@ def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[int]]]:
 
 
 def test_out_of_memory_reduces_the_slots_and_fails_no_image(
-    make_engine: Any, request_of: Any, draw: Any, difference: Any, fail: Any
+    make_engine: Any, request_of: Any, fail: Any
 ) -> None:
     engine = make_engine(slots=4)
     requests = [request_of(seed=seed, steps=2 + seed) for seed in range(5)]
@@ -204,7 +203,7 @@ def test_out_of_memory_reduces_the_slots_and_fails_no_image(
 
 
 def test_an_image_that_breaks_calls_fails_alone(
-    make_engine: Any, request_of: Any, draw: Any, difference: Any, fail: Any
+    make_engine: Any, request_of: Any, fail: Any
 ) -> None:
     engine = make_engine(slots=3)
     requests = [request_of(seed=seed, steps=3) for seed in range(4)]
@@ -231,7 +230,7 @@ def test_a_broken_gpu_ends_the_engine(
 
 
 def test_an_image_that_is_nan_is_drawn_again_elsewhere_and_spoils_no_other(
-    make_engine: Any, request_of: Any, draw: Any, difference: Any
+    make_engine: Any, request_of: Any
 ) -> None:
     engine = make_engine(slots=2)
     sound = draw(engine, request_of(seed=2), request_of(seed=3))
@@ -260,7 +259,7 @@ def compiled_tick(engine: SlotEngine) -> Any:
 
 @pytest.mark.parametrize("name", ["base", "sr"])
 def test_compiled_ticks_draw_the_same_images_and_are_compiled_once(
-    name: str, make_engine: Any, request_of: Any, draw: Any, difference: Any
+    name: str, make_engine: Any, request_of: Any
 ) -> None:
     requests = [request_of(name, seed=seed, steps=2 + seed) for seed in range(4)]
     expected = draw(make_engine(name, slots=2), *requests)
@@ -274,7 +273,7 @@ def test_compiled_ticks_draw_the_same_images_and_are_compiled_once(
 
 
 def test_images_in_slots_stay_while_a_tick_is_compiled_beside_them(
-    make_engine: Any, request_of: Any, draw: Any, difference: Any
+    make_engine: Any, request_of: Any
 ) -> None:
     expected = draw(make_engine(slots=2), request_of(steps=6))[0]
     engine = make_engine(slots=2, backend="eager")
@@ -291,7 +290,7 @@ def test_images_in_slots_stay_while_a_tick_is_compiled_beside_them(
 
 
 def test_a_compiled_tick_that_fails_is_dropped_and_fails_no_image(
-    make_engine: Any, request_of: Any, draw: Any, difference: Any, monkeypatch: Any
+    make_engine: Any, request_of: Any, monkeypatch: Any
 ) -> None:
     engine = make_engine(slots=2, backend="eager")
     engine.warm_up()
@@ -346,7 +345,7 @@ def test_the_jobs_of_a_closed_engine_are_gone(
 
 
 def test_a_stage_of_a_cascade_enlarges_images_as_well(
-    make_engine: Any, request_of: Any, draw: Any, low_image: contract.Pixels
+    make_engine: Any, request_of: Any, low_image: contract.Pixels
 ) -> None:
     height, width = low_image.shape[:2]
     size = 2 * width, 2 * height

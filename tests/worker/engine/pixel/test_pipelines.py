@@ -8,6 +8,7 @@ import torch
 from diffusers.pipelines.deepfloyd_if import fast27_timesteps, super27_timesteps
 from PIL import Image
 
+from drawing import difference, draw
 from pixel import tiny_cascade
 from worker.engine import contract
 
@@ -120,7 +121,7 @@ def test_a_super_resolution_image_is_that_of_diffusers(
 
 
 def test_a_cascade_of_both_stages_is_that_of_diffusers(
-    make_engine: Any, pipeline: Any, request_of: Any, draw: Any, difference: Any
+    make_engine: Any, pipeline: Any, request_of: Any
 ) -> None:
     (low,) = draw(make_engine(), request_of())
     given = contract.InitImage(low, 0.25)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from drawing import difference, draw
 from imagefleet import errors
 from pixel import tiny_cascade
 from worker.engine.pixel import text_stage, text_states
@@ -168,8 +169,6 @@ def test_a_stage_without_an_encoder_draws_from_files(
     request_of: Any,
     text: Any,
     tmp_path: Path,
-    draw: Any,
-    difference: Any,
 ) -> None:
     prompts = "a red house", "blurry"
     paths = tuple(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from drawing import difference, draw, make_request
 from families import tiny_families
 from fleet.files import making
 from imagefleet.storage import dead_letter
@@ -40,7 +41,7 @@ def upscaler(folder: Path) -> Iterator[slots.SlotEngine]:
 
 
 @pytest.fixture
-def request_of(make_request: Any) -> Any:
+def request_of() -> Any:
     def make(
         pixels: contract.Pixels, strength: float, **changes: Any
     ) -> contract.ImageRequest:
@@ -88,8 +89,6 @@ async def test_a_job_of_its_own_makes_four_times_its_image(
     folder: Path,
     pixels: Any,
     request_of: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     """Of several images each has its own seed, and so its own noise on the image."""
     fields = {
@@ -122,8 +121,6 @@ async def test_a_cascade_of_three_stages_ends_with_the_x4_upscaler(
     upscaler: Any,
     folder: Path,
     request_of: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     base, middle = make_engine(), make_engine("sr")
     fields: dict[str, Any] = {
@@ -186,7 +183,7 @@ async def test_a_job_that_it_cannot_draw_fails_with_what_to_change(
 
 
 def test_nodes_measure_their_speed_with_an_image_to_enlarge(
-    upscaler: Any, make_engine: Any, draw: Any
+    upscaler: Any, make_engine: Any
 ) -> None:
     for engine in (upscaler, make_engine("sr")):
         (image,) = draw(engine, start_up.plain_request(engine, seed=0))

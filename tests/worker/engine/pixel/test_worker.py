@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from drawing import difference, draw
 from imagefleet.files.kinds import TEXT
 from imagefleet.job.message import read_job
 from imagefleet.signing import JobSigner, SigningKey
@@ -30,8 +31,6 @@ async def test_a_worker_draws_jobs_with_a_base_stage(
     message: Any,
     make_engine: Any,
     request_of: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     fields: dict[str, Any] = {
         "prompt": "A red house",
@@ -62,8 +61,6 @@ async def test_the_second_stage_enlarges_the_stored_image_of_the_first(
     message: Any,
     make_engine: Any,
     request_of: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     base, upscaler = make_engine(), make_engine("sr")
     fields: dict[str, Any] = {
@@ -147,7 +144,6 @@ async def test_stages_without_a_text_encoder_draw_the_images_of_those_with_one(
     make_engine: Any,
     cascade: Folders,
     small_cascade: Folders,
-    difference: Any,
     made: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

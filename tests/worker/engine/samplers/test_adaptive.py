@@ -5,12 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from drawing import difference, draw, make_request
 from imagefleet import errors
 from imagefleet.job.samplers import Options
 from worker.engine import contract
 
 
-def requests(make_request: Any) -> list[contract.ImageRequest]:
+def requests() -> list[contract.ImageRequest]:
     return [
         make_request(seed=1, sampler="dpm_adaptive"),
         make_request(seed=2, sampler="dpm_adaptive", sampler_options=Options(eta=0.0)),
@@ -23,10 +24,8 @@ def requests(make_request: Any) -> list[contract.ImageRequest]:
     ]
 
 
-def test_an_image_of_unknown_calls_is_what_it_is_alone(
-    slot_engine: Any, make_request: Any, draw: Any, difference: Any
-) -> None:
-    asked = requests(make_request)
+def test_an_image_of_unknown_calls_is_what_it_is_alone(slot_engine: Any) -> None:
+    asked = requests()
     together = draw(slot_engine, *asked)
     assert len({image.tobytes() for image in together}) == len(asked)
     for request, image in zip(asked, together, strict=True):
@@ -38,7 +37,7 @@ def test_an_image_of_unknown_calls_is_what_it_is_alone(
 
 
 def test_its_second_pass_and_the_steps_that_are_given_change_what_they_change(
-    slot_engine: Any, make_request: Any, draw: Any
+    slot_engine: Any,
 ) -> None:
     hires = contract.HiresPass(
         96, 96, denoising_strength=0.6, steps=3, upscaler="Latent"
@@ -53,9 +52,7 @@ def test_its_second_pass_and_the_steps_that_are_given_change_what_they_change(
     assert enlarged.shape[:2] == (96, 96)
 
 
-def test_a_failed_image_begins_again_with_its_first_row(
-    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any
-) -> None:
+def test_a_failed_image_begins_again_with_its_first_row(make_slot_engine: Any) -> None:
     engine = make_slot_engine()
     request = make_request(seed=3, sampler="dpm_adaptive")
     (whole,) = draw(engine, request)
@@ -74,9 +71,7 @@ def test_a_failed_image_begins_again_with_its_first_row(
     assert difference(finished[0].outcome, whole) <= 2
 
 
-def test_it_cannot_be_controlled(
-    slot_engine: Any, make_request: Any, make_control: Any
-) -> None:
+def test_it_cannot_be_controlled(slot_engine: Any, make_control: Any) -> None:
     request = make_request(sampler="dpm_adaptive", controls=(make_control(0),))
     with pytest.raises(errors.JobError, match="DPM adaptive cannot be controlled"):
         slot_engine.prepare(request)

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 import batch_engine
 import polling
 import tiny_model
+from drawing import difference, draw, make_request
 from imagefleet.job.samplers import Options
 from rows.process import decibels
 from worker.engine import checkpoint as checkpoints
@@ -35,7 +36,7 @@ DRAWN_MEANWHILE = 20
 
 @pytest.fixture(scope="module")
 def drawn_meanwhile(
-    small_model: Path, make_request: Any, draw: Any
+    small_model: Path,
 ) -> tuple[slot_engine.SlotEngine, list[contract.Outcome], list[bool]]:
     """An engine, what it drew while it compiled, and whether its layers noticed.
 
@@ -74,7 +75,7 @@ def plain_engine(small_model: Path) -> contract.Engine:
 
 @pytest.mark.slow
 def test_images_drawn_while_torch_compiles_are_those_drawn_before_and_afterwards(
-    drawn_meanwhile: Any, plain_engine: contract.Engine, make_request: Any, draw: Any
+    drawn_meanwhile: Any, plain_engine: contract.Engine
 ) -> None:
     engine, images, noticed = drawn_meanwhile
     assert len(images) > 2
@@ -104,9 +105,6 @@ def test_no_job_causes_a_recompile_and_the_images_match(
     compiled_engine: slot_engine.SlotEngine,
     plain_engine: contract.Engine,
     small_model: Path,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     tmp_path: Path,
 ) -> None:
     paths = [
@@ -134,7 +132,7 @@ def test_no_job_causes_a_recompile_and_the_images_match(
 
 @pytest.mark.slow
 def test_slots_of_one_row_are_compiled_beside_those_of_two(
-    small_model: Path, plain_engine: contract.Engine, make_request: Any, draw: Any
+    small_model: Path, plain_engine: contract.Engine
 ) -> None:
     loaded = checkpoints.load_checkpoint(
         small_model, torch.device("cpu"), torch.float32
@@ -163,9 +161,6 @@ def test_slots_of_one_row_are_compiled_beside_those_of_two(
 def test_jobs_that_begin_with_an_image_cause_no_recompile(
     compiled_engine: slot_engine.SlotEngine,
     small_model: Path,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     """Nor do second passes; one of another size runs uncompiled, as other jobs of that size."""
     pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
@@ -202,10 +197,7 @@ def test_jobs_that_begin_with_an_image_cause_no_recompile(
 def test_controlnets_are_compiled_with_the_tick_and_cause_no_recompile(
     compiled_engine: slot_engine.SlotEngine,
     small_model: Path,
-    make_request: Any,
     make_control: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Other lanes keep their graphs and tensors.
@@ -266,9 +258,6 @@ def test_controlnets_are_compiled_with_the_tick_and_cause_no_recompile(
 def test_other_shapes_run_uncompiled(
     compiled_engine: slot_engine.SlotEngine,
     plain_engine: contract.Engine,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     size = {"width": 32, "height": 32}
     long = make_request(**size, prompt="a castle on a hill, " * 11)
@@ -320,9 +309,6 @@ def test_any_number_of_functions_can_be_compiled() -> None:
 def test_a_weight_mode_that_is_not_compiled_is_not_used(
     small_model: Path,
     plain_engine: contract.Engine,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     loaded = checkpoints.load_checkpoint(
         small_model, torch.device("cpu"), torch.float32
@@ -340,9 +326,7 @@ def test_a_weight_mode_that_is_not_compiled_is_not_used(
 
 
 @pytest.mark.slow
-def test_images_that_tile_have_a_graph_of_their_own(
-    small_model: Path, make_request: Any, draw: Any, difference: Any
-) -> None:
+def test_images_that_tile_have_a_graph_of_their_own(small_model: Path) -> None:
     """So have those whose latents do not halve evenly; both are those drawn uncompiled."""
     loaded = checkpoints.load_checkpoint(
         small_model, torch.device("cpu"), torch.float32
@@ -374,9 +358,6 @@ def test_images_that_tile_have_a_graph_of_their_own(
 def test_changes_of_convolutions_are_compiled_once_they_are_frequent(
     compiled_engine: slot_engine.SlotEngine,
     plain_engine: contract.Engine,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     tmp_path: Path,
     monkeypatch: Any,
 ) -> None:
@@ -420,9 +401,6 @@ def test_changes_of_convolutions_are_compiled_once_they_are_frequent(
 def test_a_frequent_size_is_compiled_meanwhile_and_fails_without_the_others(
     compiled_engine: slot_engine.SlotEngine,
     plain_engine: contract.Engine,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runner = compiled_engine._runner

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import polling
+from drawing import difference, draw, make_request
 from worker.engine import contract
 from worker.engine.kernels.compile import THREAD_NAME, Compiled
 from worker.engine.slots import compiling, step
@@ -90,9 +91,6 @@ def test_images_are_drawn_while_the_engine_compiles(
     engine: Any,
     slot_engine: Any,
     compiler: Compiler,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     engine.compile_in_background()
     requests = [
@@ -110,9 +108,6 @@ def test_what_the_first_jobs_need_is_compiled_first_and_taken_up_at_once(
     engine: Any,
     slot_engine: Any,
     compiler: Compiler,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     around: list[str] = []
 
@@ -144,8 +139,6 @@ def test_what_the_first_jobs_need_is_compiled_first_and_taken_up_at_once(
 def test_compiling_leaves_the_first_job_alone_but_waits_for_none(
     engine: Any,
     compiler: Compiler,
-    make_request: Any,
-    draw: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compiling, "_HEAD_START_SECONDS", 60.0)
@@ -158,8 +151,6 @@ def test_compiling_leaves_the_first_job_alone_but_waits_for_none(
 def test_a_worker_whose_jobs_are_without_guidance_compiles_for_those_first(
     engine: Any,
     compiler: Compiler,
-    make_request: Any,
-    draw: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compiling, "_HEAD_START_SECONDS", 60.0)
@@ -203,9 +194,6 @@ def test_a_compiler_that_fails_is_reported_and_images_are_drawn_without_it(
     engine: Any,
     slot_engine: Any,
     compiler: Compiler,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     compiler.fails = lambda name: RuntimeError("no compiler") if "VAE" in name else None
@@ -242,8 +230,6 @@ def test_out_of_memory_while_recording_costs_slots_or_that_mode_but_no_image(
     make_slot_engine: Any,
     slot_engine: Any,
     compiler: Compiler,
-    make_request: Any,
-    difference: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make_slot_engine(slots=4, backend="eager")
@@ -292,8 +278,6 @@ def test_closing_waits_for_no_compiler(engine: Any, compiler: Compiler) -> None:
 def test_a_broken_compiler_ends_compiling_not_the_worker(
     engine: Any,
     compiler: Compiler,
-    make_request: Any,
-    draw: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def break_down(*_: object) -> None:
@@ -312,9 +296,6 @@ def test_jobs_that_would_run_uncompiled_do_not_hold_up_the_compiled_ones(
     engine: Any,
     slot_engine: Any,
     compiler: Compiler,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
@@ -359,7 +340,7 @@ def test_jobs_that_would_run_uncompiled_do_not_hold_up_the_compiled_ones(
 
 
 def test_half_of_a_deep_queue_is_compiled_beside_the_ticks_and_a_rare_size_is_not(
-    make_slot_engine: Any, compiler: Compiler, make_request: Any, draw: Any
+    make_slot_engine: Any, compiler: Compiler
 ) -> None:
     engine = make_slot_engine(slots=2, backend="eager", queue_seconds=lambda: math.inf)
     engine.compile_in_background()
@@ -401,10 +382,7 @@ def test_a_bag_of_kinds_takes_one_graph_of_each_size_and_draws_what_each_job_dra
     make_slot_engine: Any,
     slot_engine: Any,
     slow_compiler: Compiler,
-    make_request: Any,
     lora_paths: list[Path],
-    draw: Any,
-    difference: Any,
     tmp_path: Path,
     every: int,
     mode: str,
@@ -437,9 +415,6 @@ def test_a_graph_that_takes_fewer_seconds_is_compiled_once_its_own_ticks_pay_for
     make_slot_engine: Any,
     slot_engine: Any,
     slow_compiler: Compiler,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     tmp_path: Path,
 ) -> None:
     """LoCons come at first and then no more; then no LoRAs come at all, for long."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from drawing import difference, draw, make_request
 from worker.engine import contract
 from worker.engine.lora import merge
 from worker.engine.lora.file import adaptable_layers
@@ -113,7 +114,6 @@ def test_slots_can_hold_a_change_of_every_layer_of_the_unet(
 @pytest.mark.parametrize(("height", "tiles"), [(8, False), (9, False), (9, True)])
 def test_a_slots_own_change_of_a_layer_computes_what_merging_it_does(
     slot_engine: slots.SlotEngine,
-    make_request: Any,
     write_lora: Write,
     path: str,
     height: int,
@@ -146,11 +146,8 @@ def test_a_slots_own_change_of_a_layer_computes_what_merging_it_does(
 def test_each_of_several_locons_draws_its_own_image_in_any_slot_and_company(
     slot_engine: slots.SlotEngine,
     engine: Any,
-    make_request: Any,
     write_lora: Write,
     lora_paths: list[Path],
-    draw: Any,
-    difference: Any,
 ) -> None:
     one, other = write_lora(rank=5), write_lora(rank=2, seed=1, weight=-0.7)
     style = contract.Lora("style", lora_paths[0], 1.0, 1.0)
@@ -170,10 +167,7 @@ def test_each_of_several_locons_draws_its_own_image_in_any_slot_and_company(
 def test_locons_of_two_sizes_take_turns(
     make_slot_engine: Any,
     engine: Any,
-    make_request: Any,
     write_lora: Write,
-    draw: Any,
-    difference: Any,
     blocks: int,
 ) -> None:
     """Both lanes' changes are in the same memory, or in blocks of their own that grow together."""
@@ -194,11 +188,8 @@ def test_locons_of_two_sizes_take_turns(
 
 def test_no_trace_of_a_slots_last_locon_is_left(
     make_slot_engine: Any,
-    make_request: Any,
     write_lora: Write,
     lora_paths: list[Path],
-    draw: Any,
-    difference: Any,
     modes: list[str],
 ) -> None:
     engine = make_slot_engine(slots=2)
@@ -225,10 +216,7 @@ def test_no_trace_of_a_slots_last_locon_is_left(
 def test_memory_is_taken_at_the_first_locon_and_grows_with_the_rank(
     make_slot_engine: Any,
     engine: Any,
-    make_request: Any,
     write_lora: Write,
-    draw: Any,
-    difference: Any,
 ) -> None:
     ours = make_slot_engine(slots=2)
     path = "mid_block.resnets.0.conv1"
@@ -256,10 +244,7 @@ def test_memory_is_taken_at_the_first_locon_and_grows_with_the_rank(
 def test_equal_locons_are_merged_once_for_all(
     slot_engine: slots.SlotEngine,
     engine: Any,
-    make_request: Any,
     write_lora: Write,
-    draw: Any,
-    difference: Any,
     modes: list[str],
 ) -> None:
     lora = write_lora()
@@ -314,10 +299,7 @@ def _dora(
 def test_a_change_that_is_not_of_low_rank_is_merged_instead(
     slot_engine: slots.SlotEngine,
     engine: Any,
-    make_request: Any,
     write_lora: Write,
-    draw: Any,
-    difference: Any,
     modes: list[str],
     make: Any,
     rank: int,
@@ -331,7 +313,7 @@ def test_a_change_that_is_not_of_low_rank_is_merged_instead(
 
 
 def test_loras_of_one_job_add_up_to_at_most_the_highest_rank(
-    slot_engine: slots.SlotEngine, make_request: Any, write_lora: Write
+    slot_engine: slots.SlotEngine, write_lora: Write
 ) -> None:
     path = "down_blocks.1.resnets.0.conv2"
     one, other = write_lora(path, rank=64), write_lora(path, rank=64, seed=1)
@@ -345,10 +327,7 @@ def test_loras_of_one_job_add_up_to_at_most_the_highest_rank(
 def test_a_job_runs_beside_others_when_memory_runs_out_for_its_change(
     make_slot_engine: Any,
     engine: Any,
-    make_request: Any,
     write_lora: Write,
-    draw: Any,
-    difference: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ours = make_slot_engine(slots=4)

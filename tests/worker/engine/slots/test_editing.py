@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from drawing import difference, draw, make_request
 from imagefleet import errors
 from imagefleet.job.prompt import read_negative_prompt, read_prompt
 from imagefleet.job.samplers import Options
@@ -23,9 +24,7 @@ EVERY_OTHER = Options(s_min_uncond=1000.0)
 
 
 @pytest.fixture
-def plain(
-    make_request: Any, make_control: Any, lora_paths: list[Path]
-) -> list[contract.ImageRequest]:
+def plain(make_control: Any, lora_paths: list[Path]) -> list[contract.ImageRequest]:
     style = contract.Lora("style", lora_paths[0], 1.0, 1.0)
     other = contract.Lora("other", lora_paths[1], 0.5, 1.5)
     hires = contract.HiresPass(
@@ -64,8 +63,6 @@ def changing(request: contract.ImageRequest) -> contract.ImageRequest:
 def test_texts_that_say_the_same_change_nothing_whatever_the_job(
     make_slot_engine: Any,
     plain: list[contract.ImageRequest],
-    draw: Any,
-    difference: Any,
     weights: str,
     slots: int,
 ) -> None:
@@ -82,7 +79,7 @@ def test_texts_that_say_the_same_change_nothing_whatever_the_job(
 
 
 def test_each_call_has_its_own_texts_and_no_image_its_neighbours(
-    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any
+    make_slot_engine: Any,
 ) -> None:
     engine = make_slot_engine(slots=2)
     words = [
@@ -105,7 +102,7 @@ def test_each_call_has_its_own_texts_and_no_image_its_neighbours(
     ("words", "rows"), [("a AND b", [3, 3, 3, 3]), ("a AND b AND c", [4] * 4)]
 )
 def test_what_and_joins_takes_rows_and_slots_become_fewer(
-    make_slot_engine: Any, make_request: Any, draw: Any, words: str, rows: list[int]
+    make_slot_engine: Any, words: str, rows: list[int]
 ) -> None:
     engine = make_slot_engine(slots=6)
     request = make_request(prompt=read_prompt(words, steps=4))
@@ -118,9 +115,6 @@ def test_what_and_joins_takes_rows_and_slots_become_fewer(
 
 def test_an_edited_image_begins_again_with_its_first_text(
     make_slot_engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=2)
@@ -140,9 +134,7 @@ def test_an_edited_image_begins_again_with_its_first_text(
         assert difference(image, expected) <= ROUNDING
 
 
-def test_a_second_pass_has_a_schedule_of_its_own(
-    make_slot_engine: Any, make_request: Any, draw: Any, difference: Any
-) -> None:
+def test_a_second_pass_has_a_schedule_of_its_own(make_slot_engine: Any) -> None:
     engine = make_slot_engine(slots=2)
     hires = contract.HiresPass(
         64, 64, denoising_strength=0.7, steps=4, upscaler="Latent"
@@ -167,7 +159,7 @@ def test_a_second_pass_has_a_schedule_of_its_own(
 
 
 def test_what_cannot_be_drawn_is_refused_by_name(
-    make_slot_engine: Any, make_request: Any, make_control: Any
+    make_slot_engine: Any, make_control: Any
 ) -> None:
     engine = make_slot_engine(slots=2)
     joined = read_prompt("a AND b", steps=4)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny_model
+from drawing import difference, draw, make_request
 from imagefleet import errors
 from worker.engine import contract
 from worker.engine.sampler import NoiseStream
@@ -29,9 +30,7 @@ def lora(
 
 
 @pytest.fixture(scope="session")
-def mixed_requests(
-    make_request: Any, lora_paths: list[Path]
-) -> list[contract.ImageRequest]:
+def mixed_requests(lora_paths: list[Path]) -> list[contract.ImageRequest]:
     """One to three chunks, every sampler, different steps, guidance scales and LoRAs."""
     soft, strong, both = (
         lora(lora_paths[0], 0.4),
@@ -86,7 +85,7 @@ def record_modes(
 
 
 def test_images_in_mixed_slots_match_the_oracle(
-    engine: Any, slot_engine: Any, mixed_requests: Any, draw: Any, difference: Any
+    engine: Any, slot_engine: Any, mixed_requests: Any
 ) -> None:
     together = draw(slot_engine, *mixed_requests)
     for request, image in zip(mixed_requests, together, strict=True):
@@ -94,7 +93,7 @@ def test_images_in_mixed_slots_match_the_oracle(
 
 
 def test_an_image_does_not_depend_on_its_slot_or_the_slots_last_image(
-    slot_engine: Any, mixed_requests: Any, draw: Any, difference: Any
+    slot_engine: Any, mixed_requests: Any
 ) -> None:
     alone = [draw(slot_engine, request)[0] for request in mixed_requests]
     order = [5, 2, 7, 0, 6, 3, 1, 4]
@@ -105,10 +104,7 @@ def test_an_image_does_not_depend_on_its_slot_or_the_slots_last_image(
 
 def test_a_strong_lora_does_not_affect_the_next_slot(
     slot_engine: Any,
-    make_request: Any,
     lora_paths: list[Path],
-    draw: Any,
-    difference: Any,
 ) -> None:
     plain, strong = (
         make_request(seed=1),
@@ -124,10 +120,7 @@ def test_a_strong_lora_does_not_affect_the_next_slot(
 
 def test_the_images_of_a_job_may_share_what_was_prepared_for_its_first(
     slot_engine: Any,
-    make_request: Any,
     lora_paths: list[Path],
-    draw: Any,
-    difference: Any,
 ) -> None:
     requests = [
         make_request(seed=seed, loras=(lora(lora_paths[0], 2.0),)) for seed in (1, 2, 3)
@@ -145,7 +138,7 @@ def test_the_images_of_a_job_may_share_what_was_prepared_for_its_first(
 
 
 def test_a_slot_is_refilled_the_tick_after_its_image_is_done(
-    make_slot_engine: Any, make_request: Any, draw: Any, monkeypatch: Any
+    make_slot_engine: Any, monkeypatch: Any
 ) -> None:
     engine = make_slot_engine(slots=2)
     calls = record_modes(monkeypatch, engine)
@@ -158,7 +151,7 @@ def test_a_slot_is_refilled_the_tick_after_its_image_is_done(
 
 
 def test_an_image_is_returned_as_soon_as_its_steps_are_done(
-    make_slot_engine: Any, make_request: Any
+    make_slot_engine: Any,
 ) -> None:
     engine = make_slot_engine(slots=3)
     for ticket, steps in enumerate([4, 1, 2]):
@@ -171,9 +164,7 @@ def test_an_image_is_returned_as_soon_as_its_steps_are_done(
 
 def test_equal_loras_use_shared_weights_and_mixed_ones_per_slot_weights(
     slot_engine: Any,
-    make_request: Any,
     lora_paths: list[Path],
-    draw: Any,
     monkeypatch: Any,
 ) -> None:
     calls = record_modes(monkeypatch, slot_engine)
@@ -194,10 +185,7 @@ def test_equal_loras_use_shared_weights_and_mixed_ones_per_slot_weights(
 
 def test_switching_weight_modes_leaves_the_checkpoints_weights(
     make_slot_engine: Any,
-    make_request: Any,
     lora_paths: list[Path],
-    draw: Any,
-    difference: Any,
 ) -> None:
     engine = make_slot_engine()
     weights = {
@@ -223,11 +211,8 @@ def test_switching_weight_modes_leaves_the_checkpoints_weights(
 def test_a_lora_that_cannot_be_packed_is_merged_and_drawn_without_a_break(
     make_slot_engine: Any,
     make_engine: Any,
-    make_request: Any,
     checkpoint: Path,
     lora_paths: list[Path],
-    draw: Any,
-    difference: Any,
     monkeypatch: Any,
     tmp_path: Path,
 ) -> None:
@@ -255,9 +240,7 @@ def test_a_lora_that_cannot_be_packed_is_merged_and_drawn_without_a_break(
         assert difference(image, draw(plain, request)[0]) <= ROUNDING
 
 
-def test_free_counts_down_from_capacity_and_comes_back(
-    make_slot_engine: Any, make_request: Any
-) -> None:
+def test_free_counts_down_from_capacity_and_comes_back(make_slot_engine: Any) -> None:
     engine = make_slot_engine(slots=2)
     assert engine.slots == 2
     assert engine.free == engine.capacity == 4
@@ -273,9 +256,6 @@ def test_free_counts_down_from_capacity_and_comes_back(
 
 def test_only_a_nan_image_fails_and_its_slot_recovers(
     make_slot_engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=2)
@@ -296,9 +276,7 @@ def test_only_a_nan_image_fails_and_its_slot_recovers(
     assert difference(images[3], sound[1]) <= ROUNDING
 
 
-def test_only_a_job_that_cannot_start_fails(
-    slot_engine: Any, make_request: Any, draw: Any, monkeypatch: Any
-) -> None:
+def test_only_a_job_that_cannot_start_fails(slot_engine: Any, monkeypatch: Any) -> None:
     original = slot_engine._stager._encode
 
     def encode(job: Any, *given: Any) -> Any:
@@ -314,9 +292,7 @@ def test_only_a_job_that_cannot_start_fails(
     assert failed == [1, 5]
 
 
-def test_a_closed_engine_holds_nothing(
-    make_slot_engine: Any, make_request: Any
-) -> None:
+def test_a_closed_engine_holds_nothing(make_slot_engine: Any) -> None:
     engine = make_slot_engine()
     engine.admit(1, engine.prepare(make_request()))
     engine.tick()
@@ -324,9 +300,7 @@ def test_a_closed_engine_holds_nothing(
     assert not engine.busy
 
 
-def test_images_have_the_requested_size(
-    slot_engine: Any, make_request: Any, draw: Any
-) -> None:
+def test_images_have_the_requested_size(slot_engine: Any) -> None:
     assert slot_engine.default_size == (64, 64)
     assert slot_engine.model_name == "tiny"
     (image,) = draw(slot_engine, make_request(width=88, height=40))
@@ -340,10 +314,7 @@ SIZES = ((64, 64), (64, 96), (96, 64))
 
 def test_images_of_mixed_sizes_match_each_drawn_alone(
     make_slot_engine: Any,
-    make_request: Any,
     lora_paths: list[Path],
-    draw: Any,
-    difference: Any,
 ) -> None:
     engine = make_slot_engine(blocks=3)
     requests = [
@@ -362,10 +333,7 @@ def test_images_of_mixed_sizes_match_each_drawn_alone(
 
 def test_lanes_that_share_weights_load_them_again_and_draw_the_same(
     make_slot_engine: Any,
-    make_request: Any,
     lora_paths: list[Path],
-    draw: Any,
-    difference: Any,
     monkeypatch: Any,
 ) -> None:
     monkeypatch.setattr(lane, "SHARED_TURN_TICKS", 1)
@@ -397,9 +365,7 @@ def test_lanes_that_share_weights_load_them_again_and_draw_the_same(
 
 def test_lanes_with_equal_loras_share_them_and_others_do_not_merge_in_turns(
     make_slot_engine: Any,
-    make_request: Any,
     lora_paths: list[Path],
-    draw: Any,
     monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(blocks=2)
@@ -434,9 +400,6 @@ def test_lanes_with_equal_loras_share_them_and_others_do_not_merge_in_turns(
 
 def test_prompts_of_any_length_share_calls_with_their_like(
     make_slot_engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=8, blocks=4)
@@ -455,9 +418,7 @@ def test_prompts_of_any_length_share_calls_with_their_like(
         assert difference(images[at], draw(engine, requests[at])[0]) <= ROUNDING
 
 
-def test_a_lane_of_large_images_has_fewer_slots(
-    make_slot_engine: Any, make_request: Any
-) -> None:
+def test_a_lane_of_large_images_has_fewer_slots(make_slot_engine: Any) -> None:
     engine = make_slot_engine(slots=6)
     long = make_request(prompt="a castle on a hill, " * 11)
     for ticket, request in enumerate(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from drawing import difference, draw, make_request
 from imagefleet import errors
 from worker.engine import contract, decoder
 from worker.engine.networks.linear import SlotLinear
@@ -39,9 +40,6 @@ def fail(
 
 def test_out_of_memory_in_a_tick_reduces_the_slots_and_fails_no_image(
     make_slot_engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=4)
@@ -60,7 +58,7 @@ def test_out_of_memory_in_a_tick_reduces_the_slots_and_fails_no_image(
 
 
 def test_slots_that_are_given_up_are_freed_before_fewer_are_allocated(
-    make_slot_engine: Any, make_request: Any, draw: Any, monkeypatch: Any
+    make_slot_engine: Any, monkeypatch: Any
 ) -> None:
     engine = make_slot_engine(slots=2)
     draw(engine, make_request())
@@ -90,9 +88,6 @@ def test_slots_that_are_given_up_are_freed_before_fewer_are_allocated(
 )
 def test_unfinished_images_restart_after_out_of_memory(
     make_slot_engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: Any,
     sampler: str,
     steps: int,
@@ -114,10 +109,7 @@ def test_unfinished_images_restart_after_out_of_memory(
 
 def test_out_of_memory_with_several_lanes_gives_up_their_weights_first_then_slots(
     make_slot_engine: Any,
-    make_request: Any,
     lora_paths: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=4, blocks=2)
@@ -142,9 +134,6 @@ def test_out_of_memory_with_several_lanes_gives_up_their_weights_first_then_slot
 
 def test_a_large_image_that_has_no_memory_beside_others_is_drawn_alone(
     make_slot_engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=2)
@@ -168,9 +157,6 @@ def test_a_large_image_that_has_no_memory_beside_others_is_drawn_alone(
 
 def test_a_failed_tick_restarts_no_image_of_another_lane(
     make_slot_engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=4, blocks=2)
@@ -192,7 +178,7 @@ def test_a_failed_tick_restarts_no_image_of_another_lane(
 
 
 def test_an_image_too_large_for_the_memory_is_a_transient_error(
-    make_slot_engine: Any, make_request: Any, draw: Any, monkeypatch: Any
+    make_slot_engine: Any, monkeypatch: Any
 ) -> None:
     engine = make_slot_engine(slots=2)
     memory = torch.cuda.OutOfMemoryError("CUDA out of memory")
@@ -207,9 +193,6 @@ def test_an_image_too_large_for_the_memory_is_a_transient_error(
 @pytest.mark.parametrize("is_frequent", [True, False])
 def test_a_large_image_without_memory_leaves_later_ones_compiled_once_that_pays(
     make_slot_engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: Any,
     small_model: Path,
     is_frequent: bool,
@@ -244,9 +227,6 @@ def test_a_large_image_without_memory_leaves_later_ones_compiled_once_that_pays(
 
 def test_only_the_image_that_breaks_a_tick_fails_with_the_reason(
     make_slot_engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=3)
@@ -266,9 +246,7 @@ def test_only_the_image_that_breaks_a_tick_fails_with_the_reason(
     assert [666] in ticks
 
 
-def test_a_broken_gpu_is_a_node_error(
-    make_slot_engine: Any, make_request: Any, draw: Any, monkeypatch: Any
-) -> None:
+def test_a_broken_gpu_is_a_node_error(make_slot_engine: Any, monkeypatch: Any) -> None:
     engine = make_slot_engine()
     broken = RuntimeError("CUDA error: an illegal memory access was encountered")
     fail(monkeypatch, engine, broken, lambda seeds: True)
@@ -278,10 +256,7 @@ def test_a_broken_gpu_is_a_node_error(
 
 def test_a_failed_merge_affects_no_other_image(
     make_slot_engine: Any,
-    make_request: Any,
     lora_paths: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: Any,
 ) -> None:
     from worker.engine.lora import shared as lora
@@ -306,9 +281,6 @@ def test_a_failed_merge_affects_no_other_image(
 
 def test_out_of_memory_while_decoding_reduces_the_slices(
     make_slot_engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: Any,
 ) -> None:
     from worker.engine import decoder
@@ -337,9 +309,6 @@ def test_out_of_memory_while_decoding_reduces_the_slices(
 
 def test_a_vae_that_overflows_in_float16_decodes_in_float32_from_then_on(
     make_slot_engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: Any,
 ) -> None:
     from worker.engine import decoder
@@ -360,9 +329,6 @@ def test_a_vae_that_overflows_in_float16_decodes_in_float32_from_then_on(
 
 def test_an_image_without_memory_to_decode_it_whole_is_decoded_in_stripes(
     make_slot_engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: Any,
 ) -> None:
     from worker.engine import decoder
@@ -386,9 +352,6 @@ def test_an_image_without_memory_to_decode_it_whole_is_decoded_in_stripes(
 
 def test_an_image_without_memory_for_its_stripes_takes_it_from_the_slots(
     make_slot_engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: Any,
 ) -> None:
     engine = make_slot_engine(slots=4)
@@ -412,9 +375,6 @@ def test_an_image_without_memory_for_its_stripes_takes_it_from_the_slots(
 
 def test_a_single_slot_runs_uncompiled_before_an_image_fails_for_want_of_memory(
     make_slot_engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: Any,
 ) -> None:
     (sound,) = draw(make_slot_engine(slots=1), make_request())
@@ -435,7 +395,7 @@ def test_a_single_slot_runs_uncompiled_before_an_image_fails_for_want_of_memory(
 
 
 def test_an_image_that_has_no_memory_with_one_slot_is_for_another_worker(
-    make_slot_engine: Any, make_request: Any, monkeypatch: Any
+    make_slot_engine: Any, monkeypatch: Any
 ) -> None:
     engine = make_slot_engine(slots=2)
 

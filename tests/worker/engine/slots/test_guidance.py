@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from drawing import difference, draw, make_request
 from imagefleet.job.samplers import Options
 from worker.engine import contract
 from worker.engine.slots import step
@@ -27,9 +28,7 @@ def decibels(one: Any, other: Any) -> float:
 
 
 @pytest.fixture
-def mixed(
-    make_request: Any, make_control: Any, lora_paths: list[Path]
-) -> list[contract.ImageRequest]:
+def mixed(make_control: Any, lora_paths: list[Path]) -> list[contract.ImageRequest]:
     style = contract.Lora("style", lora_paths[0], 1.0, 1.0)
     other = contract.Lora("other", lora_paths[1], 0.5, 1.5)
     hires = contract.HiresPass(
@@ -64,8 +63,6 @@ def mixed(
 def test_an_image_takes_a_row_less_of_each_call_without_guidance(
     make_slot_engine: Any,
     engine: Any,
-    make_request: Any,
-    draw: Any,
     changes: Any,
     rows: int,
 ) -> None:
@@ -93,8 +90,6 @@ def test_an_image_takes_a_row_less_of_each_call_without_guidance(
 def test_images_with_and_without_guidance_are_as_alone(
     make_slot_engine: Any,
     mixed: list[Any],
-    draw: Any,
-    difference: Any,
     weights: str,
     slots: int,
     blocks: int,
@@ -122,7 +117,7 @@ def calls(monkeypatch: Any) -> list[tuple[int, int]]:
 
 
 def test_calls_are_full_of_either_kind(
-    make_slot_engine: Any, make_request: Any, draw: Any, calls: list[tuple[int, int]]
+    make_slot_engine: Any, calls: list[tuple[int, int]]
 ) -> None:
     """Neither waits for the other to end, no row is drawn for nothing, and calls are as large."""
     scales = [7.0, 1.0, 1.0, 7.0] * 2
@@ -135,9 +130,6 @@ def test_calls_are_full_of_either_kind(
 @pytest.mark.parametrize(("blocks", "slots"), [(3, 2), (4, 4)])
 def test_images_of_one_row_with_loras_are_twice_as_many_if_weights_for_them_have_room(
     make_slot_engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     lora_paths: list[Path],
     calls: list[tuple[int, int]],
     blocks: int,
@@ -161,7 +153,7 @@ def test_images_of_one_row_with_loras_are_twice_as_many_if_weights_for_them_have
 
 
 def test_the_engine_asks_for_as_many_images_as_fill_its_calls(
-    make_slot_engine: Any, make_request: Any, calls: list[tuple[int, int]]
+    make_slot_engine: Any, calls: list[tuple[int, int]]
 ) -> None:
     engine, tickets, finished = make_slot_engine(slots=2), itertools.count(), 0
     prepared = engine.prepare(make_request(cfg_scale=1.0))
@@ -175,9 +167,6 @@ def test_the_engine_asks_for_as_many_images_as_fill_its_calls(
 
 def test_an_image_between_two_kinds_of_steps_begins_again_with_the_first(
     make_slot_engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: Any,
 ) -> None:
     """The memory ends in a step without guidance: the first one has guidance."""
@@ -202,7 +191,7 @@ def test_an_image_between_two_kinds_of_steps_begins_again_with_the_first(
 
 
 def test_the_negative_prompt_of_an_unguided_image_is_not_encoded(
-    make_slot_engine: Any, make_request: Any, draw: Any
+    make_slot_engine: Any,
 ) -> None:
     engine = make_slot_engine(slots=2)
     request = make_request(cfg_scale=1.0, negative_prompt=LONG * 3)

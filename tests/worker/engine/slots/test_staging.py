@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from drawing import difference, draw, make_request
 from worker.engine import contract
 
 #: Out of 255: see test_engine.py.
@@ -18,7 +19,7 @@ def lora(path: Path) -> contract.Lora:
 
 
 def test_ticks_do_not_wait_for_a_job_that_is_staged_ahead(
-    make_slot_engine: Any, make_request: Any, monkeypatch: Any
+    make_slot_engine: Any, monkeypatch: Any
 ) -> None:
     engine = make_slot_engine(slots=1)
     original, may_go_on = engine._stager._encode, threading.Event()
@@ -42,7 +43,7 @@ def test_ticks_do_not_wait_for_a_job_that_is_staged_ahead(
 
 
 def test_a_lane_that_is_half_full_draws_while_the_next_job_is_still_being_staged(
-    make_slot_engine: Any, make_request: Any, monkeypatch: Any
+    make_slot_engine: Any, monkeypatch: Any
 ) -> None:
     engine = make_slot_engine(slots=2)
     engine._draws_while_staging = True  # as on a GPU
@@ -66,7 +67,6 @@ def test_a_lane_that_is_half_full_draws_while_the_next_job_is_still_being_staged
 
 def test_loras_are_not_read_while_slots_are_filled(
     slot_engine: Any,
-    make_request: Any,
     lora_paths: list[Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -89,7 +89,6 @@ def test_loras_are_not_read_while_slots_are_filled(
 @pytest.mark.parametrize(("room", "begun"), [(0, 1), (2.5, 2), (9, 4)])
 def test_what_is_staged_ahead_takes_no_more_than_its_room(
     make_slot_engine: Any,
-    make_request: Any,
     lora_paths: list[Path],
     room: float,
     begun: int,
@@ -113,9 +112,7 @@ def test_what_is_staged_ahead_takes_no_more_than_its_room(
     ]
 
 
-def test_all_lanes_next_jobs_are_staged_ahead(
-    make_slot_engine: Any, make_request: Any
-) -> None:
+def test_all_lanes_next_jobs_are_staged_ahead(make_slot_engine: Any) -> None:
     engine = make_slot_engine(slots=2)
     for ticket in range(8):
         request = make_request(seed=ticket, width=(64, 32)[ticket % 2])
@@ -133,10 +130,7 @@ def test_all_lanes_next_jobs_are_staged_ahead(
 
 def test_loras_of_jobs_that_start_together_take_no_more_than_what_is_staged_ahead(
     make_slot_engine: Any,
-    make_request: Any,
     lora_paths: list[Path],
-    draw: Any,
-    difference: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make_slot_engine(slots=4)

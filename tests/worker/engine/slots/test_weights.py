@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import tiny_model
+from drawing import difference, draw, make_request
 from families import tiny_families
 from pixel import tiny_cascade
 from worker.engine import contract, load
@@ -91,9 +92,6 @@ def take(engine: slots.SlotEngine, folder: Path) -> None:
 )
 def test_an_engine_draws_the_images_of_the_model_that_it_took_and_then_of_its_own(
     tmp_path: Path,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     family: tiny_families.FamilyName,
     settings: dict[str, Any],
 ) -> None:
@@ -136,9 +134,7 @@ def test_an_engine_draws_the_images_of_the_model_that_it_took_and_then_of_its_ow
     engine.close()
 
 
-def test_a_model_is_not_taken_while_there_are_jobs(
-    tmp_path: Path, make_request: Any
-) -> None:
+def test_a_model_is_not_taken_while_there_are_jobs(tmp_path: Path) -> None:
     first, second = two_models(tmp_path, "sd1")
     engine = engine_of(first)
     engine.admit(0, engine.prepare(make_request()))
@@ -225,8 +221,6 @@ def draw_all(
 def test_weights_are_not_loaded_again_for_the_loras_that_they_hold(
     engine: slots.SlotEngine,
     styles: list[contract.Lora],
-    make_request: Any,
-    draw: Any,
     loads: list[bool],
 ) -> None:
     plain, (one, other) = (), styles
@@ -246,7 +240,6 @@ def test_weights_are_not_loaded_again_for_the_loras_that_they_hold(
 def test_a_job_with_the_loras_that_are_loaded_goes_before_an_older_one_but_not_for_ever(
     engine: slots.SlotEngine,
     styles: list[contract.Lora],
-    make_request: Any,
     loads: list[bool],
 ) -> None:
     own, other = ((style,) for style in styles)
@@ -262,9 +255,6 @@ def test_images_of_lanes_that_take_turns_are_those_alone(
     engine: slots.SlotEngine,
     make_slot_engine: Callable[..., slots.SlotEngine],
     styles: list[contract.Lora],
-    make_request: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     requests = [
         make_request(
@@ -281,9 +271,6 @@ def test_what_slots_cannot_hold_is_merged_below_the_slot_and_undone(
     engine: slots.SlotEngine,
     make_slot_engine: Callable[..., slots.SlotEngine],
     styles: list[contract.Lora],
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     tmp_path: Path,
 ) -> None:
     layer = engine.checkpoint.unet.get_submodule("down_blocks.1.resnets.0.conv2")
@@ -309,8 +296,6 @@ def test_what_slots_cannot_hold_is_merged_below_the_slot_and_undone(
 def test_weights_that_could_not_be_loaded_are_loaded_again(
     engine: slots.SlotEngine,
     styles: list[contract.Lora],
-    make_request: Any,
-    draw: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     requests = [make_request(loras=(styles[0],)), make_request(seed=2)]
@@ -334,8 +319,6 @@ def test_weights_that_could_not_be_loaded_are_loaded_again(
 def test_a_bit_that_flips_is_found_where_the_layers_compute_and_in_the_hosts_memory(
     engine: slots.SlotEngine,
     styles: list[contract.Lora],
-    make_request: Any,
-    draw: Any,
     place: str,
 ) -> None:
     check = engine.self_check
@@ -355,7 +338,7 @@ def test_a_bit_that_flips_is_found_where_the_layers_compute_and_in_the_hosts_mem
 
 
 def test_a_check_of_the_weights_leaves_images_in_flight_as_they_are(
-    engine: slots.SlotEngine, styles: list[contract.Lora], make_request: Any, draw: Any
+    engine: slots.SlotEngine, styles: list[contract.Lora]
 ) -> None:
     request = make_request(loras=(styles[0],))
     (expected,) = draw(engine, request)

@@ -19,6 +19,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import a1111
+from drawing import difference, draw, make_request
 from families import tiny_families
 from imagefleet import errors
 from imagefleet.job.prompt import read_prompt
@@ -136,9 +137,6 @@ def test_another_checkpoint_goes_on_with_the_same_run_beside_plain_jobs(
     pipelines: Any,
     k_diffusion: Any,
     family_engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     """With its own text states, to 1e-5 of the latents, and its own VAE."""
     request = make_request(
@@ -179,9 +177,6 @@ def test_inpainting_is_the_same_with_its_first_checkpoints_latents_where_it_keep
     k_diffusion: Any,
     pixels: contract.Pixels,
     family_engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     mask = np.zeros(pixels.shape[:2], np.uint8)
     mask[:, 32:] = 255
@@ -217,9 +212,6 @@ def test_hires_fix_goes_on_with_another_checkpoint_and_its_vae(
     pipelines: Any,
     k_diffusion: Any,
     family_engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     hires = contract.HiresPass(
         96, 96, 0.7, 4, upscaler, checkpoint=other_folder(family)
@@ -246,9 +238,6 @@ def test_from_the_first_call_on_it_draws_as_an_engine_of_that_checkpoint_with_th
     family: str,
     slot_weights: Any,
     family_checkpoint: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     family_folder: Any,
     other_folder: Any,
     tmp_path: Path,
@@ -295,7 +284,7 @@ def engine(family_folder: Any) -> Any:
 
 
 @pytest.fixture
-def mixed(make_request: Any, other_folder: Any) -> list[contract.ImageRequest]:
+def mixed(other_folder: Any) -> list[contract.ImageRequest]:
     """Jobs in all parts of which noise is drawn, with one and two rows, and one without others."""
     refiner = contract.Refiner(other_folder("sd1"), 0.5)
     another = contract.Refiner(other_folder("sd1", 2), 0.3, by_steps=True)
@@ -318,8 +307,6 @@ def mixed(make_request: Any, other_folder: Any) -> list[contract.ImageRequest]:
 def test_images_are_the_same_in_company_and_alone_whatever_fails_once(
     engine: Any,
     mixed: list[Any],
-    draw: Any,
-    difference: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What another checkpoint goes on with is begun again where it took over, with its noise."""
@@ -351,7 +338,7 @@ def test_images_are_the_same_in_company_and_alone_whatever_fails_once(
 
 
 def test_a_check_of_the_weights_in_between_finds_the_checkpoints_own(
-    engine: Any, mixed: list[Any], draw: Any, difference: Any
+    engine: Any, mixed: list[Any]
 ) -> None:
     alone = draw(engine, mixed[0])[0]
     engine.admit(0, engine.prepare(mixed[0]))
@@ -370,9 +357,6 @@ def test_they_are_dropped_once_no_job_needs_them_and_the_engine_may_take_another
     engine: Any,
     mixed: list[Any],
     other_folder: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     held = engine._stager._checkpoints
     held.kept_bytes = 0
@@ -398,7 +382,6 @@ def test_a_checkpoint_that_does_not_fit_fails_its_job_alone_and_says_why(
     engine: Any,
     family_folder: Any,
     other_folder: Any,
-    make_request: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -17,6 +17,7 @@ from transformers import CLIPTokenizer
 
 import a1111
 import key_names
+from drawing import difference, draw, make_request
 from families import tiny_families
 from imagefleet import errors
 from imagefleet.job import clip
@@ -128,9 +129,6 @@ def test_it_goes_on_with_its_own_unet_texts_scores_and_vae_beside_jobs_without(
     family_pipeline: Any,
     k_diffusion: Any,
     family_engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     """To 1e-5 of the largest latent, as those that it has nothing to do with."""
     width, height = size
@@ -165,8 +163,6 @@ def test_from_the_first_call_on_it_draws_all(
     pipeline: Any,
     k_diffusion: Any,
     family_engine: Any,
-    make_request: Any,
-    draw: Any,
 ) -> None:
     request = make_request(
         prompt="a star", negative_prompt="red", sampler="euler", steps=5
@@ -185,9 +181,6 @@ def test_a_lora_changes_what_it_goes_on_with_and_nothing_after(
     refiner_folder: Path,
     family_folder: Any,
     family_checkpoint: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     tmp_path: Path,
 ) -> None:
     """AUTOMATIC1111 adds it to layers of the same name, of which none has its shape."""
@@ -223,9 +216,6 @@ def test_a_lora_changes_what_it_goes_on_with_and_nothing_after(
 def test_words_of_embeddings_are_words_for_it(
     refiner_folder: Path,
     family_engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     tmp_path: Path,
 ) -> None:
     """AUTOMATIC1111 skips those whose width is not its text encoder's, SDXL's among them."""
@@ -248,7 +238,7 @@ def test_words_of_embeddings_are_words_for_it(
 
 
 @pytest.fixture
-def mixed(make_request: Any, refiner_folder: Path) -> list[contract.ImageRequest]:
+def mixed(refiner_folder: Path) -> list[contract.ImageRequest]:
     """Jobs of one, two and three rows, with noise in all parts, and one without a refiner."""
     late, early = (contract.Refiner(refiner_folder, at) for at in (0.5, 0.3))
     hires = contract.HiresPass(96, 96, 0.8, 5, "Lanczos")
@@ -269,8 +259,6 @@ def mixed(make_request: Any, refiner_folder: Path) -> list[contract.ImageRequest
 def test_images_are_the_same_in_company_and_alone_whatever_fails_once(
     engine: Any,
     mixed: list[Any],
-    draw: Any,
-    difference: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alone = [draw(engine, request)[0] for request in mixed]
@@ -292,7 +280,7 @@ def test_images_are_the_same_in_company_and_alone_whatever_fails_once(
 
 
 def test_its_unet_leaves_the_device_once_no_job_needs_it(
-    engine: Any, mixed: list[Any], make_request: Any, draw: Any
+    engine: Any, mixed: list[Any]
 ) -> None:
     held = engine._stager._checkpoints
     draw(engine, mixed[0])
@@ -311,7 +299,6 @@ def test_it_is_no_model_of_its_own_and_fits_sdxls_alone(
     engine: Any,
     refiner: contract.Refiner,
     family_engine: Any,
-    make_request: Any,
 ) -> None:
     with pytest.raises(
         errors.SetupError, match="is an SDXL refiner checkpoint; imagefleet gen"

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import key_names
 import tiny_model
+from drawing import difference, draw, make_request
 from imagefleet import errors
 from worker.engine import contract, load
 
@@ -71,9 +72,6 @@ def test_images_are_those_that_it_makes_of_the_same_latents(
     vaes: Any,
     latents: list[torch.Tensor],
     family_engine: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     """In company of images that are decoded by the checkpoint's own."""
     named, vae = vaes(family, layout)
@@ -98,8 +96,6 @@ def test_it_encodes_what_a_job_begins_with_and_what_is_enlarged(
     pixels: contract.Pixels,
     family_engine: Any,
     family_folder: Any,
-    make_request: Any,
-    draw: Any,
 ) -> None:
     """Drawn without noise, the latents are those that were encoded."""
     named, vae = vaes(family)
@@ -129,9 +125,7 @@ def test_it_encodes_what_a_job_begins_with_and_what_is_enlarged(
         assert (latents[0] - latents[1]).abs().max() > 0.05
 
 
-def test_what_no_job_needs_is_dropped_for_others(
-    vaes: Any, family_engine: Any, make_request: Any, draw: Any
-) -> None:
+def test_what_no_job_needs_is_dropped_for_others(vaes: Any, family_engine: Any) -> None:
     engine = family_engine("sd1")
     held = engine._stager._vaes
     held.keep_only(())
@@ -170,7 +164,6 @@ def test_a_file_that_does_not_fit_fails_its_job_alone(
     reason: str,
     vaes: Any,
     family_engine: Any,
-    make_request: Any,
     tmp_path: Path,
 ) -> None:
     named, _ = vaes("sd1")
@@ -187,9 +180,6 @@ def test_taesd_decodes_in_its_place_unless_the_job_says_full(
     family_folder: Any,
     family_engine: Any,
     latents: list[torch.Tensor],
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     build_taesd: Any,
 ) -> None:
     named, vae = vaes("sd1")
@@ -212,9 +202,6 @@ def test_a_workers_own_is_that_of_all_jobs_that_name_none(
     pixels: contract.Pixels,
     family_engine: Any,
     family_folder: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
 ) -> None:
     """Of those that begin with an image, too, and of a model that is changed to."""
     (own, _), (other, _) = vaes(family, "original"), vaes(family, seed=8)

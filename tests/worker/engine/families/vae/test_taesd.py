@@ -9,6 +9,7 @@ import pytest
 import torch
 from diffusers import AutoencoderTiny
 
+from drawing import difference, draw, make_request
 from imagefleet import errors
 from worker.engine import contract, load
 
@@ -34,9 +35,6 @@ def with_taesd(family_folder: Any, family_engine: Any, build_taesd: Any) -> Any:
 def test_images_are_those_that_the_tiny_decoder_makes_of_the_latents(
     family: str,
     with_taesd: Any,
-    make_request: Any,
-    draw: Any,
-    difference: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, folder, plain = with_taesd(family)
@@ -64,9 +62,7 @@ def test_images_are_those_that_the_tiny_decoder_makes_of_the_latents(
         torch.testing.assert_close(one, other, rtol=0, atol=1e-3)
 
 
-def test_a_request_has_the_decoder_that_it_asks_for(
-    with_taesd: Any, make_request: Any, draw: Any, difference: Any
-) -> None:
+def test_a_request_has_the_decoder_that_it_asks_for(with_taesd: Any) -> None:
     (engine, _, plain), hires = (
         with_taesd("sd1"),
         contract.HiresPass(96, 96, 0.5, 2, "Lanczos"),

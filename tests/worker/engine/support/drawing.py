@@ -1,0 +1,47 @@
+"""Requests for tiny models, their images, and how far two images are apart."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from worker.engine import contract
+
+#: Few steps and the smallest size: an image takes some 30 ms.
+_REQUEST = contract.ImageRequest(
+    prompt="a photo of a jump rope",
+    negative_prompt="blurry",
+    loras=(),
+    sampler="euler_ancestral",
+    steps=4,
+    cfg_scale=7.0,
+    seed=1,
+    width=64,
+    height=64,
+)
+
+
+def make_request(**changes: Any) -> contract.ImageRequest:
+    return dataclasses.replace(_REQUEST, **changes)
+
+
+def draw(engine: contract.Engine, *requests: contract.ImageRequest) -> list[Any]:
+    """Draws requests as the pipeline does; returns the outcomes in their order."""
+    waiting = list(enumerate(requests))
+    outcomes: dict[int, contract.Outcome] = {}
+    while waiting or engine.busy:
+        while waiting and engine.free:
+            ticket, request = waiting.pop(0)
+            engine.admit(ticket, engine.prepare(request))
+        for finished in engine.tick():
+            assert finished.ticket not in outcomes
+            outcomes[finished.ticket] = finished.outcome
+    return [outcomes[ticket] for ticket in range(len(requests))]
+
+
+def difference(one: object, other: object) -> int:
+    """The largest difference of two images in any channel of any pixel, out of 255."""
+    assert isinstance(one, np.ndarray), one
+    assert isinstance(other, np.ndarray), other
+    assert one.shape == other.shape
+    return int(np.abs(one.astype(int) - other.astype(int)).max())
