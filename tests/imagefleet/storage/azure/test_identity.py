@@ -92,7 +92,8 @@ class FakeCloud:
             )
         if request.query.get("comp") == "list":
             return web.Response(
-                text="<EnumerationResults><Blobs/></EnumerationResults>",
+                text='<EnumerationResults ServiceEndpoint="https://a/" ContainerName="images">'
+                "<Blobs/><NextMarker/></EnumerationResults>",
                 content_type="application/xml",
             )
         return web.Response(headers={"x-ms-approximate-messages-count": "7"})
