@@ -14,6 +14,7 @@ from PIL import Image
 
 import forks
 import polling
+from fleet.demo import command as contact_sheet
 from imagefleet.files import demo as demo_files
 from imagefleet.signing import SigningKey
 from pixel import tiny_cascade
@@ -31,7 +32,7 @@ KEYS = [
         "images_per_second",
         "engine_idle_fraction",
     ),
-    *("dollars", "images_per_dollar"),
+    *("dollars", "images_per_dollar", "contact_sheet"),
 ]
 
 
@@ -85,6 +86,8 @@ def test_the_demo_runs_end_to_end_and_starts_anew_after_ctrl_c(
     pictures = list((tmp_path / "demo-output" / "storage" / "images").glob("*/*.png"))
     assert len(pictures) == 22
     assert "demo-output/storage/images" in result.stdout
+    with Image.open(tmp_path / report["contact_sheet"]) as sheet:
+        assert sheet.width > 1000
 
     shown = result.stdout.splitlines()[-1].strip()
     failed = run(*shlex.split(shown), "--json", cwd=tmp_path)
@@ -121,10 +124,15 @@ entry.main()
     folder = tmp_path / "demo-output" / "storage" / "images" / "demo-cascade"
     assert len(list(folder.iterdir())) == 2 * count
     with (
+        Image.open(tmp_path / report["contact_sheet"]) as sheet,
         Image.open(folder / "01.png") as small,
         Image.open(folder / "01~s2.png") as large,
     ):
         assert (small.size, large.size) == ((16, 16), (32, 32))
+        for left, name in ((12, "01.png"), (12 + 188, "01~s2.png")):
+            shown = sheet.crop((left, 12, left + 176, 12 + 176))
+            tile = contact_sheet.read_tile((folder / name).read_bytes())
+            assert shown.tobytes() == tile.tobytes()
 
 
 def test_the_demos_jobs_are_drawn_in_four_steps_too(
