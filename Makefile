@@ -24,7 +24,7 @@ demo: $(INSTALLED)
 # of processes begin, each with one thread for numpy and torch: several spin while they wait for a
 # core, which another process has.
 PYTEST := PYTHONDONTWRITEBYTECODE= IMAGEFLEET_REQUIRE_AZURITE=1 OMP_NUM_THREADS=1 \
-  $(BIN)/pytest --numprocesses $(PROCESSES) --dist loadgroup --no-loadscope-reorder
+  $(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test: check $(AZURITE) $(PROMETHEUS)
 	$(PYTEST) -m "not slow"

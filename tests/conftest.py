@@ -66,6 +66,21 @@ PROMETHEUS_REQUIRED = bool(
 collect_ignore = ["azurite/node_modules", "dashboards/debian", "deploy/debian"]
 
 
+#: Files on the process of another one: what takes long to build, or torch to import, is there once.
+JOINED_FILES = {
+    "tests/deploy/test_ten_commands.py": "tests/deploy/test_container.py",
+    **dict.fromkeys(
+        (
+            "tests/end_to_end/test_cascade_curve.py",
+            "tests/end_to_end/test_demo.py",
+            "tests/end_to_end/test_job_mode.py",
+            "tests/end_to_end/test_models.py",
+        ),
+        "tests/end_to_end/test_worker_process.py",
+    ),
+}
+
+
 @dataclass(frozen=True)
 class VictoriaMetrics:
     """Takes pushed text and answers PromQL."""
@@ -221,20 +236,29 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile`, with `JOINED_FILES`: xdist 3.8 loses its own groups with pytest 9.2."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            scope: str = super()._split_scope(nodeid)
+            return JOINED_FILES.get(scope, scope)
+
+    return Scheduling(config, log)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives slow tests their longer limit, and keeps a file's tests on one process.
-
-    Files whose tests share what is built once name an `xdist_group` of their own.
-    """
+    """Gives slow tests their longer limit; what takes long is begun first, not last."""
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1200))
-        if not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     if "PYTEST_XDIST_WORKER" in os.environ:
         tests = Counter(item.path for item in items)
-        # What takes long is begun first, so that it is not the last.
         items.sort(
             key=lambda item: (
                 item.get_closest_marker("long") is None,

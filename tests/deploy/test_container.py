@@ -14,7 +14,7 @@ from referencing import Registry, Resource
 
 from worker.settings import WorkerSettings
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("container images")]
+pytestmark = pytest.mark.slow
 
 #: The first test builds the images.
 BUILDS = pytest.mark.timeout(600)

@@ -34,7 +34,7 @@ import polling
 from fleet.settings import BrokerSettings
 from imagefleet.storage.azure.storage import API_VERSION
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("container images")]
+pytestmark = pytest.mark.slow
 
 #: What takes minutes in production is made short; the commands' own code is as it is.
 IMAGEFLEET = """

@@ -9,7 +9,7 @@ import pytest
 import forks
 from pixel import tiny_cascade
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("worker processes")]
+pytestmark = pytest.mark.slow
 
 CAPTIONS = ("a red house", "two blue stars", "a green tree")
 

@@ -19,7 +19,7 @@ from imagefleet.files import demo as demo_files
 from imagefleet.signing import SigningKey
 from pixel import tiny_cascade
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("worker processes")]
+pytestmark = pytest.mark.slow
 
 COMMAND = Path(sys.executable).with_name("imagefleet")
 

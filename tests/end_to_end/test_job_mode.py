@@ -11,7 +11,7 @@ import forks
 import polling
 from imagefleet.storage.open import Storage
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("worker processes")]
+pytestmark = pytest.mark.slow
 
 Start = Callable[..., forks.Fork]  # the fixture of conftest.py
 

@@ -18,7 +18,7 @@ import forks
 import tiny_model as tiny
 from imagefleet.storage.open import Storage
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("worker processes")]
+pytestmark = pytest.mark.slow
 
 JOBS = 4
 MODELS = ("tiny", "other")

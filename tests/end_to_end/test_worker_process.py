@@ -16,7 +16,7 @@ import forks
 import polling
 from imagefleet.storage.open import Storage
 
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("worker processes")]
+pytestmark = pytest.mark.long
 
 JOBS = 24
 LEASE_SECONDS = "3"
