@@ -95,8 +95,10 @@ class VictoriaMetrics:
         """Returns when all that was pushed so far can be queried: what is pushed last can."""
         last = f"last_{uuid.uuid4().hex}"
         async with aiohttp.ClientSession() as client:
-            await client.post(self.push_url, data=f"{last} 1\n")
-            await client.get(f"{self.url}/internal/force_flush")
+            async with client.post(self.push_url, data=f"{last} 1\n"):
+                pass
+            async with client.get(f"{self.url}/internal/force_flush"):
+                pass
         await polling.until(lambda: self.ask(last))
 
     async def ask(self, query: str) -> list[dict[str, Any]]:
