@@ -95,7 +95,6 @@ COMMANDS: dict[str, Case] = {
     "sweep": Case(
         "captions.txt --campaign curve --dry-run", r"2 captions x 1 group: 2 jobs"
     ),
-    "job": Case("spring/0001", r"state +completed"),
     "cancel": Case("--all --dry-run", r"0 messages of the queue jobs would be deleted"),
     "status": Case("--json", r'"messages": 0'),
     "report": Case("spring", r"Report: spring-report\.html"),
