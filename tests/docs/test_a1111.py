@@ -60,13 +60,18 @@ def silent_differences() -> list[str]:
     return found
 
 
+def passes_of(job: str) -> set[str]:
+    """A second pass comes after a first one, which takes fields and settings as well."""
+    return {job, "txt2img"} if job == "hires" else {job}
+
+
 def is_silent(kind: str, plain: dict[str, Any], name: str) -> bool:
     """Whether a setting that has a row for a pass is taken, and draws what it draws without."""
     if name.startswith(settings_table.FAMILIES):
         return False
     row = settings_table.SETTINGS[name]
     of_others = {"eta_ddim", "refiner_switch_by_sample_steps"}  # DDIM, and a refiner
-    if row.passes.isdisjoint(test_txt2img.passes_of(kind)) or name in of_others:
+    if row.passes.isdisjoint(passes_of(kind)) or name in of_others:
         return False
     values = [
         value
