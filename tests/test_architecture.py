@@ -158,3 +158,17 @@ def test_every_package_says_what_it_is() -> None:
 
 def test_a_worker_has_no_more_settings_than_anyone_reads() -> None:
     assert len(WorkerSettings.model_fields) <= WORKER_SETTINGS
+
+
+def test_the_files_that_share_a_process_exist() -> None:
+    """A file that was moved would be on a process of its own again, unnoticed."""
+    tree = ast.parse((ROOT / "tests" / "conftest.py").read_text(encoding="utf-8"))
+    (table,) = (
+        statement.value
+        for statement in tree.body
+        if isinstance(statement, ast.Assign)
+        and ast.unparse(statement.targets[0]) == "JOINED_FILES"
+    )
+    places = [node.value for node in ast.walk(table) if isinstance(node, ast.Constant)]
+    assert places
+    assert [place for place in places if not (ROOT / str(place)).exists()] == []

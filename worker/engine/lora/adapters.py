@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from imagefleet.files import lora
 from imagefleet.files.safetensors import UnusableError
+from worker.engine.lora import kinds
 
 #: The most memory that an adapter's whole differences take.
 MAX_BYTES = 2**30
@@ -166,11 +167,8 @@ class _PeftLayers:
         inputs = self._random(torch.Size((_TRIALS, *weight.shape[1:])))
         base.weight.data = weight.clone()
         found = layer(inputs)
-        changed = weight
-        if "turn" in parts:
-            turned = weight.flatten(1) @ parts["turn"] * parts["turn_scale"][:, None]
-            changed = turned.view_as(weight)
-        base.weight.data = changed + parts.get("diff", 0)
+        stacked = {part: tensor[None] for part, tensor in parts.items()}
+        base.weight.data = weight + kinds.compute(stacked, 1.0, weight[None])[0]
         expected = base(inputs)
         most = _TOLERANCE * expected.abs().max()
         return bool((found - expected).abs().max() <= most)
