@@ -251,7 +251,7 @@ async def test_the_budget_holds_across_restarts(salad: Any, scaling: Any) -> Non
         clock.now += 60
 
     again = make(goal)
-    for _ in range(200):
+    for _ in range(600):
         record = await again.step()
         clock.now += 60
 
