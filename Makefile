@@ -23,7 +23,7 @@ demo: $(INSTALLED)
 # Three files of tests at a time: much of their time is waiting. What is compiled is kept, as hundreds
 # of processes begin, each with one thread for numpy and torch: several spin while they wait for a
 # core, which another process has.
-PYTEST := PYTHONDONTWRITEBYTECODE= IMAGEFLEET_REQUIRE_AZURITE=1 OMP_NUM_THREADS=1 \
+PYTEST := PYTHONDONTWRITEBYTECODE= REQUIRE_AZURITE=1 OMP_NUM_THREADS=1 \
   $(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test: check $(AZURITE) $(PROMETHEUS)
@@ -36,7 +36,7 @@ test-slow: $(INSTALLED) $(AZURITE) $(PROMETHEUS) $(CONTAINER)
 
 # What failed in the last run, once more and one test after the other.
 test-failed: $(INSTALLED) $(AZURITE)
-	IMAGEFLEET_REQUIRE_AZURITE=1 OMP_NUM_THREADS=1 \
+	REQUIRE_AZURITE=1 OMP_NUM_THREADS=1 \
 	  $(BIN)/pytest --verbose --last-failed --last-failed-no-failures none
 
 check: $(INSTALLED)
@@ -58,7 +58,7 @@ chaos: $(INSTALLED) $(AZURITE)
 # Both container images built and run, and the ten commands of deploy/README.md with them: some minutes.
 # `make test-slow` has the light image, without torch.
 images: $(INSTALLED) $(AZURITE) $(CONTAINER)
-	BUILD_WORKER_IMAGE=1 IMAGEFLEET_REQUIRE_CONTAINER=1 IMAGEFLEET_REQUIRE_AZURITE=1 \
+	BUILD_WORKER_IMAGE=1 REQUIRE_CONTAINER=1 REQUIRE_AZURITE=1 \
 	  $(BIN)/pytest --quiet tests/deploy/test_container.py tests/deploy/test_ten_commands.py
 
 # Everything that reads what others wrote, with damaged examples; and every command under every failure
@@ -93,7 +93,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 # Prometheus and vmagent are unpacked from Debian's packages, not installed: no root is needed.
-# Elsewhere their tests take those on the PATH, or are skipped; IMAGEFLEET_REQUIRE_PROMETHEUS says
+# Elsewhere their tests take those on the PATH, or are skipped; REQUIRE_PROMETHEUS says
 # that they must not be.
 $(PROMETHEUS):
 	@mkdir -p $(@D)

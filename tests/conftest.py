@@ -49,17 +49,13 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("any machine")
 
 #: Without Azurite, half of the tests are skipped: acceptable on a laptop, an error in CI.
-AZURITE_REQUIRED = bool(
-    os.environ.get("CI") or os.environ.get("IMAGEFLEET_REQUIRE_AZURITE")
-)
+AZURITE_REQUIRED = bool(os.environ.get("CI") or os.environ.get("REQUIRE_AZURITE"))
 
 #: Where `make test` unpacks Prometheus and VictoriaMetrics; nothing is installed on the machine.
 DEBIAN = Path(__file__).parent / "dashboards" / "debian" / "usr" / "bin"
 
 #: Likewise without Prometheus and VictoriaMetrics.
-PROMETHEUS_REQUIRED = bool(
-    os.environ.get("CI") or os.environ.get("IMAGEFLEET_REQUIRE_PROMETHEUS")
-)
+PROMETHEUS_REQUIRED = bool(os.environ.get("CI") or os.environ.get("REQUIRE_PROMETHEUS"))
 
 #: What `make test` unpacks. One is a whole Debian, whose links lead to this machine's own /run,
 #: where files come and go while pytest looks for tests.

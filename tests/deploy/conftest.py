@@ -33,7 +33,7 @@ from worker.settings import MachineSettings
 
 REPOSITORY = Path(__file__).parents[2]
 DEBIAN = Path(__file__).parent / "debian"
-REQUIRED = bool(os.environ.get("IMAGEFLEET_REQUIRE_CONTAINER"))
+REQUIRED = bool(os.environ.get("REQUIRE_CONTAINER"))
 
 #: The worker's, which takes more time than all other tests of these files: `make images`.
 IS_WORKER_BUILT = bool(os.environ.get("BUILD_WORKER_IMAGE"))

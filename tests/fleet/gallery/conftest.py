@@ -19,7 +19,7 @@ from imagefleet.telemetry import probes
 from in_browser import browser
 
 #: Without a browser its tests are skipped, except where it must be there.
-BROWSER_REQUIRED = bool(os.environ.get("IMAGEFLEET_REQUIRE_BROWSER"))
+BROWSER_REQUIRED = bool(os.environ.get("REQUIRE_BROWSER"))
 
 
 @dataclass(frozen=True)
