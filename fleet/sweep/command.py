@@ -2,28 +2,22 @@
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cli import console, options, target
 from cli.options import argument, option
 from fleet import filling
-from fleet.plan import command as planning
-from fleet.plan import estimate
-from fleet.plan.command import Machines
-from fleet.plan.work import ModelJobs, Models, add_stages
 from imagefleet import errors
 from imagefleet import sweep as swept
 from imagefleet.job.change import Change
-from imagefleet.pricing import families, prices
 from imagefleet.storage import enqueue
 from imagefleet.storage.open import open_storage, signer_of
 from imagefleet.sweep import Group
 from loadgen import caption_sweep, sweep
 from loadgen.caption_sweep import CaptionFile, SweepSource
 from loadgen.settings import LoadSettings
-from worker.accelerator import Accelerator
 
 #: The fields that may have several values, and their values by default.
 _COMBINED = {
@@ -71,14 +65,13 @@ class Captions:
 
 @dataclass(frozen=True, slots=True)
 class Sending(filling.Sending):
-    dry_run: bool = options.dry_run("the groups, the hours and the price")
+    dry_run: bool = options.dry_run("the groups")
 
 
 @options.flat
 def command(
     settings: LoadSettings,
     captions: Captions,
-    machines: Machines,
     sending: Sending,
     fields: list[str] | None = option(
         "Values with commas of cfg_scale, sampler_name, steps or lora_strength, which are"
@@ -89,14 +82,8 @@ def command(
         metavar="FIELD=VALUES",
     ),
     models: str | None = option(
-        "Models: dreams,xl=sdxl, with their families for the price; by default that of the"
-        " worker that draws.",
+        "Models, with commas: dreams,xl; by default that of the worker that draws.",
         metavar="LIST",
-    ),
-    family: str = option(
-        "Of models without one in --models, for the price.",
-        families.SD1.slug,
-        metavar="|".join(families.FAMILIES),
     ),
     as_json: options.AsJson = False,
 ) -> None:
@@ -113,12 +100,10 @@ def command(
     target.check_name("--campaign", captions.campaign)
     is_shown = not (sending.quiet or as_json)
     reading = functools.partial(filling.reading, captions.file, is_shown=is_shown)
-    known = _models(models, family, machines.accelerator)
-    groups, shared = _groups_and_shared(fields or [], list(known.by_name) or [None])
-    drawn_with = {
-        *known.by_name,
-        *(stage.get("model") for stage in shared.get("then", [])),
-    }
+    named = _models(models)
+    groups, shared = _groups_and_shared(fields or [], named or [None])
+    of_stages = [stage.get("model") for stage in shared.get("then", [])]
+    drawn_with = {*named, *of_stages}
     for name in sending.model or []:
         if name not in drawn_with:
             raise errors.SetupError(
@@ -138,12 +123,10 @@ def command(
     with reading("checking"):
         source.check(0)
     if sending.dry_run:
-        _show_plan(source, *_plan(source, machines, known), as_json=as_json)
+        _show_groups(source, as_json=as_json)
         return
     if is_shown:
-        console.print_note(
-            f"{source.describe()}; {_hours_and_price(source, machines, known)}"
-        )
+        console.print_note(source.describe())
     console.run(_note(settings, source, sending))
     name, facts = str(source.path), functools.partial(_facts, source)
     filling.fill(settings, source, name, None, sending, as_json=as_json, facts=facts)
@@ -167,15 +150,13 @@ async def _note(settings: LoadSettings, source: SweepSource, sending: Sending) -
         await swept.write(storage, source.sweep)
 
 
-def _models(models: str | None, family: str, accelerator: str | None) -> Models:
-    found: dict[str, families.Family] = {}
-    for model in models.split(",") if models else []:
-        name, _, slug = model.strip().partition("=")
-        if name in found:
+def _models(models: str | None) -> list[str]:
+    """The names in --models; raises SetupError for one that is there twice."""
+    names = [name.strip() for name in models.split(",")] if models else []
+    for name in names:
+        if names.count(name) > 1:
             raise errors.SetupError(f"--models: {name[:60]} is there twice")
-        found[name] = families.find(slug or family)
-    made = Accelerator.of(accelerator) if accelerator else None
-    return Models(found, families.find(family), made)
+    return names
 
 
 def _groups_and_shared(
@@ -225,47 +206,15 @@ def _given(texts: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _plan(
-    source: SweepSource, machines: Machines, models: Models
-) -> tuple[estimate.BatchPlan, prices.PriceTable]:
-    """The sweep on machines, by the families of *models*; SetupError for what is not known."""
-    found: dict[str | None, ModelJobs] = {}
-    for job in source.first_jobs():
-        try:
-            add_stages(found, models, job, source.sweep.captions.count)
-        except errors.JobError as error:
-            raise errors.SetupError(error.message) from None
-    return planning.planned(list(found.values()), machines)
-
-
-def _hours_and_price(source: SweepSource, machines: Machines, models: Models) -> str:
-    """The note of hours and price; an unknown price does not keep anybody from sending."""
-    try:
-        plan, _ = _plan(source, machines, models)
-    except errors.SetupError as error:
-        return f"its price is not known: {error.message}"
-    machines_ = ", ".join(f"{part.replicas:,} x {part.gpu}" for part in plan.mix)
-    return (
-        f"some {plan.hours:,.1f} hours on {machines_}, ${plan.dollars:,.2f}; --dry-run says how"
-        " that was found"
-    )
-
-
 def _facts(source: SweepSource) -> dict[str, Any]:
     told = source.sweep.model_dump(include={"campaign", "captions", "seed", "groups"})
     return {**told, "images": source.sweep.images}
 
 
-def _show_plan(
-    source: SweepSource,
-    plan: estimate.BatchPlan,
-    table: prices.PriceTable,
-    *,
-    as_json: bool,
-) -> None:
+def _show_groups(source: SweepSource, *, as_json: bool) -> None:
     sweep = source.sweep
     if as_json:
-        console.print_json({**_facts(source), "plan": asdict(plan)})
+        console.print_json(_facts(source))
         return
     console.print_plain(source.describe())
     console.print_plain(f"captions' SHA-256: {sweep.captions.sha256}")
@@ -279,5 +228,3 @@ def _show_plan(
     )
     console.print_tables("", shown)
     console.print_more(len(sweep.groups) - _SHOWN_GROUPS, "more")
-    console.print_tables("")
-    planning.show(plan, table)

@@ -1,4 +1,4 @@
-"""`imagefleet sweep`: one campaign of captions x settings, priced first and sent once."""
+"""`imagefleet sweep`: one campaign of captions x settings, sent once."""
 
 import asyncio
 import json
@@ -17,7 +17,6 @@ import polling
 from cli import console, options
 from fleet.keys import mint
 from imagefleet import sweep
-from imagefleet.pricing import families
 from imagefleet.records import ledger, reader
 from imagefleet.storage.azure.roles import ROLES
 from imagefleet.storage.open import Storage, open_storage
@@ -60,72 +59,22 @@ def local(folder: Path) -> StorageSettings:
     return StorageSettings(storage=f"local:{folder / 'imagefleet-data'}")
 
 
-def test_a_dry_run_says_groups_hours_and_price_and_touches_nothing(
+def test_a_dry_run_says_the_groups_and_touches_nothing(
     in_process: Imagefleet, captions: Path, tmp_path: Path
 ) -> None:
-    known = (
-        "--images-per-second",
-        "4.6",
-        "--price-per-hour",
-        "0.16",
-        "--gpu",
-        "my own",
-    )
-    shown = in_process("sweep", "c.txt", *SWEEP, *known, "--dry-run")
-    found = json.loads(
-        in_process("sweep", "c.txt", *SWEEP, *known, "--dry-run", "--json").stdout
-    )
+    shown = in_process("sweep", "c.txt", *SWEEP, "--dry-run")
+    as_json = in_process("sweep", "c.txt", *SWEEP, "--dry-run", "--json")
 
     assert shown.returncode == console.EXIT_DONE, shown.stderr
     assert "3 captions x 2 groups: 6 jobs" in shown.stdout
     assert "cfg-1.5" in shown.stdout
-    assert "my own: 4.6 images/s: given" in shown.stdout
+    found = json.loads(as_json.stdout)
     assert [each["name"] for each in found["groups"]] == ["cfg-1.5", "cfg-7.0"]
     assert found["captions"]["sha256"] in shown.stdout
-    assert found["plan"]["hours"] == pytest.approx(6 / 4.6 / 3600)
-    assert found["plan"]["gpu_dollars"] == pytest.approx(6 / 4.6 / 3600 * 0.16)
     assert list(tmp_path.iterdir()) == [captions]
 
 
-def test_more_steps_take_longer_by_the_speed_that_is_known(
-    in_process: Imagefleet, captions: Path
-) -> None:
-    def hours(steps: str, *more: str) -> float:
-        arguments = (
-            "sweep",
-            "c.txt",
-            "--campaign",
-            "x",
-            "--set",
-            f"steps={steps}",
-            *more,
-        )
-        result = in_process(*arguments, "--dry-run", "--json")
-        return float(json.loads(result.stdout)["plan"]["hours"])
-
-    assert hours("15") == pytest.approx(3 / 0.83 / 3600)
-    tflop = {steps: families.SD1.image_tflop(None, None, steps) for steps in (15, 50)}
-    assert hours("50") == pytest.approx(hours("15") * tflop[50] / tflop[15])
-    assert hours("15", "--set", "size=1024x1024") > 4 * hours("15")
-    of_two = hours("15", "--models", "dreams,xl=sdxl", "--gpu", "RTX 4090")
-    assert of_two > 4 * hours("15", "--gpu", "RTX 4090")
-    assert hours("10,50") == pytest.approx(hours("10") + hours("50"))
-    assert hours("20", "--accelerator", "lcm") < hours("20") / 6
-    report = {
-        "hardware": {"device": "NVIDIA GeForce RTX 4090", "memory_bytes": 24 * 2**30},
-        "worker_images_per_second": 2.0,
-        "ready_seconds": 36.0,
-        "width": 512,
-        "height": 512,
-        "steps": 50,
-        "model": "m",
-    }
-    captions.with_name("bench.json").write_text(json.dumps(report))
-    measured = hours("50", "--bench", "bench.json", "--replicas", "2")
-    assert measured == pytest.approx((3 / 2 / 2 + 36) / 3600)
-
-
-def test_the_stages_of_a_chain_are_in_each_job_and_in_hours_and_price(
+def test_the_stages_of_a_chain_are_in_each_job(
     in_process: Imagefleet, captions: Path, tmp_path: Path
 ) -> None:
     stages = [
@@ -133,27 +82,13 @@ def test_the_stages_of_a_chain_are_in_each_job_and_in_hours_and_price(
     ]
     chained = ("--models", "base", "--set", f"then={json.dumps(stages)}")
     elsewhere = ("--model", "base", "--model", "upscaler")
-    known = (
-        "--images-per-second",
-        "2",
-        "--price-per-hour",
-        "0.16",
-        "--dry-run",
-        "--json",
-    )
-
     models = tmp_path / "imagefleet-data" / "files" / "models"
     models.mkdir(parents=True)
     (models / "sdxl.safetensors").touch()
 
-    plain = json.loads(in_process("sweep", "c.txt", *SWEEP, *known).stdout)["plan"]
-    priced = json.loads(in_process("sweep", "c.txt", *SWEEP, *chained, *known).stdout)[
-        "plan"
-    ]
     unknown = in_process("sweep", "c.txt", *SWEEP, *chained, "--model", "base")
     result = in_process("sweep", "c.txt", *SWEEP, *chained, *elsewhere, "--json")
 
-    assert priced["hours"] == pytest.approx(2 * plain["hours"])
     assert "no worker can have the model 'upscaler'" in unknown.stderr
     assert result.returncode == console.EXIT_DONE, result.stderr
     assert json.loads(result.stdout)["sent"] == 6
@@ -180,7 +115,6 @@ def test_a_sweep_fills_the_queue_and_leaves_its_manifest(
 
     assert result.returncode == console.EXIT_DONE, result.stderr
     assert "6 jobs sent" in result.stderr
-    assert "hours on 1 x RTX 3060 Ti 8GB, $" in result.stderr
     assert {job["id"] for job in jobs} == {
         sweep.job_id(group, number)
         for group in ("cfg-1.5", "cfg-7.0")
@@ -337,9 +271,7 @@ async def test_the_images_of_a_sweep_say_their_group_in_their_records(
         (("--model", "sd15"), "--model sd15 is none of --models"),
         (("--set", "size=64"), "--set size: should be WIDTHxHEIGHT"),
         (("--campaign", "../x"), "--campaign: use 1 to 128 letters"),
-        (("--gpu", "RTX 9999", "--dry-run"), "unknown GPU class 'RTX 9999'"),
-        (("--models", "a,b=sdxl,a"), "--models: a is there twice"),
-        (("--models", "a=sd9"), "unknown model family 'sd9'"),
+        (("--models", "a,b,a"), "--models: a is there twice"),
         (("--set", "then=x"), "--set then: should be"),
         (("--set", 'then=[{"model": "a", "id": "b"}]'), "stage 2: id is the job's"),
         (("--models", "none"), "no worker can have the model 'none'"),
