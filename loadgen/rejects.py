@@ -8,12 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
-
-from imagefleet import redaction, validation
+from imagefleet import redaction
 from imagefleet.job import message
-from imagefleet.job.message import DELIVERIES_FIELD, DIGEST_FIELD, FAILURE_FIELD, Job
-from imagefleet.signing import SIGNATURE_FIELD
+from imagefleet.job.message import FAILURE_FIELD
 from loadgen.formats.lines import Entry
 
 #: Rows that are shown; the others are counted.
@@ -21,19 +18,8 @@ MOST_SHOWN = 10
 
 _SHOWN_CHARACTERS = 80
 
-#: Names of pydantic's bounds, in words.
-_LIMITS = {
-    "ge": "at least {}",
-    "gt": "more than {}",
-    "le": "at most {}",
-    "lt": "less than {}",
-    "max_length": "at most {} characters or elements",
-    "expected": "{}",
-}
-
 #: A reason of several fields, or of the job as a whole, begins with the first of them.
 _FIELD = re.compile(r"([a-z_][\w.\[\]]*): ")
-_LOOK_ALIKE = re.compile(r"did you mean '([^']+)'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +36,15 @@ class Rejected:
     @classmethod
     def of(cls, entry: Entry, reason: str) -> Rejected:
         job = message.fields_if_any(entry.text)
-        named, value, limit = _first_error(job) if job else (None, None, None)
-        if named is None and (match := _FIELD.match(reason)):
-            named, value = match[1], job.get(match[1])
+        match = _FIELD.match(reason)
+        named = match[1] if match else None
         text = "" if job else entry.source or entry.text
-        alike = _LOOK_ALIKE.search(reason)
-        value = text if named is None and text else value
+        value = job.get(named) if named else text or None
         facts = {
             "place": entry.place,
             "line": entry.line,
             "field": named,
             "value": None if value is None else _shown(value),
-            "limit": limit,
-            "look_alike": alike and alike[1],
             "reason": reason,
             "row": text or None,
         }
@@ -86,29 +68,6 @@ class Rejected:
 def is_rejected(failure: object) -> bool:
     """Whether a job's key `failure` says that it was refused, so that it was never sent."""
     return isinstance(failure, dict) and "place" in failure
-
-
-def _first_error(job: Mapping[str, Any]) -> tuple[str | None, Any, str | None]:
-    """The first field that is wrong, its value and its limit."""
-    besides = {DELIVERIES_FIELD, DIGEST_FIELD, FAILURE_FIELD, SIGNATURE_FIELD}
-    try:
-        Job.model_validate(
-            {name: each for name, each in job.items() if name not in besides}
-        )
-    except ValidationError as error:
-        detail = error.errors(include_url=False)[0]
-        context = detail.get("ctx", {})
-        limits = [
-            text.format(context[key]) for key, text in _LIMITS.items() if key in context
-        ]
-        value = None if detail["type"] == "missing" else detail["input"]
-        if detail["loc"]:
-            return (
-                validation.location(detail["loc"]),
-                value,
-                limits[0] if limits else None,
-            )
-    return None, None, None
 
 
 def _shown(value: object) -> str:

@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import re
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, get_args
 
@@ -133,50 +132,50 @@ def _value(field: str, cell: Any) -> Any:
 #: The one that the first row has most of, or else the first.
 DELIMITERS = ",;\t"
 
-_IN_QUOTES = re.compile(r'"((?:[^"]|"")*)"')
-
-#: Lines in the middle of a cell that may be rows: few if each has a row's separators, or many.
+#: Lines within a cell that may be rows: few if each has a row's separators, or many.
 _FEW_LINES, _MANY_LINES = 3, 100
 
 
-#: What a row's entry has but for its place and its job, and the row's cells.
-_ReadRow = tuple[Entry, Sequence[str]]
-
-
 class CsvRows(Format):
-    """Rows as spreadsheets write them (RFC 4180): a quote within quotes is doubled.
-
-    Between tabs, a quote that does not close in its cell is a letter,
-    as most programs write it.
-    """
+    """Rows as spreadsheets write them (RFC 4180): a quote within quotes is doubled."""
 
     name = "csv"
     suffixes = (".csv", ".tsv")
     unit = "row"
 
     def count(self, stream: BinaryIO) -> int:
-        _, rows = _open(stream)
+        _, _, rows = _open(stream)
         return sum(1 for _ in rows)
 
     def entries(self, stream: BinaryIO, start: int) -> Iterator[Entry]:
-        columns, rows = _open(stream)
+        columns, delimiter, rows = _open(stream)
         # The names are row 1.
-        for number, (row, cells) in enumerate(
+        for number, (line, cells) in enumerate(
             itertools.islice(rows, start, None), start + 2
         ):
             place = f"row {number}"
-            if row.line != number:
-                place += f", line {row.line}"
-            job = row if row.problem else columns.entry(place, cells)
-            yield row._replace(place=place, text=job.text, problem=job.problem)
+            if line != number:
+                place += f", line {line}"
+            source = delimiter.join(cells)
+            if _BYTES.search(source):
+                shown = source.encode(errors="replace").decode()
+                yield Entry(place, problem="not UTF-8", line=line, source=shown)
+                continue
+            notice = _notice(cells, delimiter)
+            entry = columns.entry(place, cells)
+            yield entry._replace(line=line, source=source, notice=notice)
 
 
-def _open(stream: BinaryIO) -> tuple[Columns, Iterator[_ReadRow]]:
-    """The columns, and the rows after the first."""
+#: Bytes that are not UTF-8, as `surrogateescape` decodes them.
+_BYTES = re.compile("[\ud800-\udfff]")
+
+
+def _open(stream: BinaryIO) -> tuple[Columns, str, Iterator[tuple[int, list[str]]]]:
+    """The columns, the delimiter, and the rows after the first."""
     given = lines(stream)
     first = next(given, b"")
     if not first:
-        return Columns(["prompt"]), iter(())
+        return Columns(["prompt"]), ",", iter(())
     try:
         header = first.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -184,88 +183,34 @@ def _open(stream: BinaryIO) -> tuple[Columns, Iterator[_ReadRow]]:
             "the first row is not UTF-8: save the file as 'CSV UTF-8'"
         ) from None
     delimiter = max(DELIMITERS, key=header.count)
-    # Bytes that are not UTF-8 become halves of surrogate pairs, which `_rows` finds in their row.
     others = (line.decode("utf-8", "surrogateescape") for line in given)
-    rows = _rows(_Lines(itertools.chain([header], others)), delimiter)
-    row, names = next(rows)
-    if row.problem:
-        raise FormatError(f"the first row: {row.problem}")
-    return Columns(names), rows
+    rows = _rows(itertools.chain([header], others), delimiter)
+    _, names = next(rows)
+    return Columns(names), delimiter, rows
 
 
-class _Lines(Iterator[str]):
-    """The lines of a file, of which those that a row took in vain can be given back."""
-
-    def __init__(self, given: Iterator[str]) -> None:
-        self._given = given
-        self._back: deque[str] = deque()
-        self.taken: list[str] = []
-        """The lines of the row that is being read."""
-
-    def __next__(self) -> str:
-        line = self._back.popleft() if self._back else next(self._given)
-        self.taken.append(line)
-        return line
-
-    def keep_first(self) -> None:
-        self._back.extendleft(reversed(self.taken[1:]))
-        del self.taken[1:]
-
-
-def _rows(text: _Lines, delimiter: str) -> Iterator[_ReadRow]:
-    """The rows; after a line that begins none it goes on with the next line."""
-    read: Iterator[list[str]] = (
-        map(_between_tabs, text)
-        if delimiter == "\t"
-        else csv.reader(text, delimiter=delimiter, strict=True)
-    )
-    line, columns = 1, 0
-    while True:
-        text.taken.clear()
-        cells: list[str] = []
-        problem = notice = ""
+def _rows(text: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Each row's first line and its cells; raises FormatError where a quote is missing."""
+    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    for number in itertools.count(1):
+        line = reader.line_num + 1
         try:
-            cells = next(read)
-            "".join(cells).encode()
-        except StopIteration:
-            return
-        except UnicodeEncodeError:
-            problem = "not UTF-8"
+            cells = next(reader, None)
         except csv.Error as error:
-            text.keep_first()
-            problem = str(error)
-            if "field limit" in problem:
-                limit = f"{csv.field_size_limit():,} characters"
-                problem = f"a cell does not end within {limit}"
-            problem += "; is a quote missing, or not doubled?"
-        else:
-            columns = columns or len(cells)
-            notice = _notice(text.taken[1:-1], delimiter, columns)
-        source = "".join(text.taken)
-        yield Entry("", "", problem, line=line, source=source, notice=notice), cells
-        line += len(text.taken)
+            raise FormatError(
+                f"row {number}, which begins in line {line}: {error}; is a quote missing, or"
+                " not doubled?"
+            ) from None
+        if cells is None:
+            return
+        yield line, cells
 
 
-def _between_tabs(line: str) -> list[str]:
-    """The cells of a line; raises csv.Error for one that may go on in the next line."""
-    cells = line.rstrip("\r\n").split("\t")
-    if cells[-1].startswith('"') and cells[-1].count('"') % 2:
-        raise csv.Error(
-            "the last cell opens a quote that its line does not close: save cells of several lines"
-            " as .csv"
-        )
-    quoted = [_IN_QUOTES.fullmatch(cell) for cell in cells]
-    return [
-        cell if match is None else match[1].replace('""', '"')
-        for cell, match in zip(cells, quoted, strict=True)
-    ]
-
-
-def _notice(middle: Sequence[str], delimiter: str, columns: int) -> str:
-    """Warning about a row whose cells hold many whole lines; empty for a usual one."""
-    look_like_rows = columns > 1 and {line.count(delimiter) for line in middle} == {
-        columns - 1
-    }
+def _notice(cells: Sequence[str], delimiter: str) -> str:
+    """Warning about a cell that holds many whole lines; empty for a usual row."""
+    middle = max(cells, key=len, default="").split("\n")[1:-1]
+    separators = {line.count(delimiter) for line in middle}
+    look_like_rows = len(cells) > 1 and separators == {len(cells) - 1}
     if len(middle) < (_FEW_LINES if look_like_rows else _MANY_LINES):
         return ""
     return f"a quoted cell holds {len(middle):,} lines that look like rows: is a quote missing?"

