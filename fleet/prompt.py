@@ -1,15 +1,13 @@
 """`imagefleet prompt`: shows how a prompt is parsed and tokenized, without torch."""
 
-import contextlib
 import functools
 import itertools
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import tokenizers
 import typer
@@ -17,8 +15,6 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from cli import console, options
 from cli.options import argument, option
-from fleet.files import known
-from fleet.files.known import Known
 from imagefleet import errors
 from imagefleet.job import clip
 from imagefleet.job import prompt as prompts
@@ -34,45 +30,21 @@ _WORD = (
 def command(
     text: str = argument("The prompt.", metavar="TEXT", show_default=False),
     negative: str = option("The negative prompt.", ""),
-    embedding_directory: Path | None = option(
-        "A folder of textual inversion embeddings, as the worker's."
-        f" [env: {options.variable('embedding_directory')}]",
-        metavar="PATH",
-        envvar=options.variable("embedding_directory"),
-        show_envvar=False,
-    ),
-    storage: str | None = option(
-        "Also the embeddings and LoRAs in this storage, local:PATH say.", metavar="URL"
-    ),
     steps: int = option("Steps, which prompt editing counts.", 20, min=1, max=150),
     as_json: options.AsJson = False,
 ) -> None:
-    """Shows a prompt's tokens, weights, LoRAs and embeddings.
+    """Shows a prompt's tokens, weights and LoRAs.
 
-    Of prompt editing it shows the words of each step, with a sampler of one call a step. Without
-    --embedding-directory or --storage the names of embeddings are words. Exit code 2 if it uses
-    unsupported syntax, or an embedding that cannot be used.
+    Of prompt editing it shows the words of each step, with a sampler of one call a step. The names
+    of embeddings are words here. Exit code 2 if it uses unsupported syntax.
 
     imagefleet prompt 'a (red:1.3) castle, <lora:night-palette:0.8>' --negative 'blurry'
-
-    imagefleet prompt 'a castle' --negative 'EasyNegative' --storage local:./imagefleet-data
     """
     readers = {
         "prompt": partial(prompts.read_prompt, text, steps=steps),
         "negative": partial(prompts.read_negative_prompt, negative, steps=steps),
     }
-    found, loras = list[Known](), None
-    if embedding_directory or storage:
-        texts = [*_readable(readers.values())]
-        found, loras = console.run(
-            known.find(texts, _tokenise, embedding_directory, storage)
-        )
-    named = clip.Names[clip.Embedding](
-        zip(_tokenise([each.name for each in found]), found, strict=True)
-    )
-    readings = {
-        name: _read(read, named, steps, loras) for name, read in readers.items()
-    }
+    readings = {name: _read(read, steps) for name, read in readers.items()}
     for name, written in (("prompt", text), ("negative", negative)):
         readings[name]["comments"] = re.findall("#.*", written)
     if as_json:
@@ -80,12 +52,6 @@ def command(
     else:
         for name, reading in readings.items():
             _print(name, reading)
-        if embedding_directory or storage:
-            for name in known.missing(f"{text} {negative}", found):
-                console.print_note(
-                    f"'embedding:{name}' is ComfyUI's, and there is no embedding {name!r} here:"
-                    " words"
-                )
         if "<lora:" in negative.lower():
             console.print_plain("a LoRA tag in a negative prompt is plain text")
     unsupported = {
@@ -97,14 +63,6 @@ def command(
         raise typer.Exit(console.EXIT_OPERATOR_MUST_ACT)
 
 
-def _readable(
-    readers: Iterable[Callable[[], prompts.Prompt]],
-) -> Iterator[prompts.Prompt]:
-    for read in readers:
-        with contextlib.suppress(errors.JobError):
-            yield read()
-
-
 def _tokenise(texts: Sequence[str]) -> list[list[int]]:
     cleaned = [clip.cleaned(each) for each in texts]
     return [
@@ -112,61 +70,37 @@ def _tokenise(texts: Sequence[str]) -> list[list[int]]:
     ]
 
 
-def _read(
-    read: Callable[[], prompts.Prompt],
-    named: clip.Names[clip.Embedding],
-    steps: int,
-    stored: Collection[str] | None,
-) -> dict[str, Any]:
+def _read(read: Callable[[], prompts.Prompt], steps: int) -> dict[str, Any]:
     """The prompt as JSON, or the reason why it is not supported."""
     try:
         parsed = read()
-        texts = [
-            {"part": number, "weight": part.weight, **_text(state, named)}
-            | {
-                "steps": [
-                    call + 1
-                    for call in range(steps)
-                    if part.at(call).text == state.text
-                ]
-            }
-            for number, part in enumerate(parsed.subprompts, start=1)
-            for state in {state.text: state for state in part.states}.values()
-        ]
+        texts = []
+        for number, part in enumerate(parsed.subprompts, start=1):
+            drawn = [part.at(call) for call in range(steps)]
+            for state in {state.text: state for state in part.states}.values():
+                calls = enumerate(drawn, start=1)
+                own = [step for step, at in calls if at.text == state.text]
+                weight = {"part": number, "weight": part.weight}
+                texts.append({**weight, **_text(state), "steps": own})
     except errors.JobError as error:
         return {"texts": [], "loras": [], "unsupported": error.message}
-    reasons = (each["reason"] for text in texts for each in text["embeddings"])
-    loras = [
-        {**asdict(lora), "is_stored": None if stored is None else lora.name in stored}
-        for lora in parsed.loras
-    ]
-    return {
-        "texts": texts,
-        "loras": loras,
-        "unsupported": next(filter(None, reasons), None),
-    }
+    loras = [asdict(lora) for lora in parsed.loras]
+    return {"texts": texts, "loras": loras, "unsupported": None}
 
 
-def _text(state: prompts.State, named: clip.Names[clip.Embedding]) -> dict[str, Any]:
-    cut = clip.cut_into_chunks(
-        state, _tokenise, tokenizer().token_to_id(",</w>"), named
-    )
-    used = [
-        {**asdict(cast(Known, insert.embedding)), "chunk": number, "at": insert.at}
-        for number, chunk in enumerate(cut, start=1)
-        for insert in chunk.inserts
-    ]
+def _text(state: prompts.State) -> dict[str, Any]:
+    comma = tokenizer().token_to_id(",</w>")
+    cut = clip.cut_into_chunks(state, _tokenise, comma)
     name = tokenizer().id_to_token
     chunks = [
         {
-            "tokens": [*map(name, each.tokens)],
-            "ids": each.tokens,
-            "weights": each.weights,
+            "tokens": [name(token) for token in chunk.tokens],
+            "ids": chunk.tokens,
+            "weights": chunk.weights,
         }
-        for each in cut
+        for chunk in cut
     ]
-    tokens = sum(len(chunk.tokens) for chunk in cut)
-    return {"tokens": tokens, "chunks": chunks, "embeddings": used}
+    return {"tokens": sum(len(chunk.tokens) for chunk in cut), "chunks": chunks}
 
 
 @functools.cache
@@ -208,28 +142,16 @@ def _print(name: str, reading: dict[str, Any]) -> None:
                 f"  chunk {number}, {console.counted(len(chunk['ids']), 'token')}",
                 "dim",
             )
-            named = {
-                each["at"]: each
-                for each in text["embeddings"]
-                if each["chunk"] == number
-            }
-            for weight, words in _words(chunk, named):
+            for weight, words in _words(chunk):
                 style = "green" if weight > 1 else "yellow" if weight < 1 else ""
                 _print_line(f"    {weight:<6.4g} {words}", style)
-            for found in named.values():
-                tokens = console.counted(found["length"], "token")
-                _print_line(
-                    f"    embedding {found['name']} ({found['family']}): {tokens}",
-                    "cyan",
-                )
         if text["weight"] != 1:
             _print_line(f"  weight of the prompt as a whole: {text['weight']:g}")
     for lora in reading["loras"]:
-        missing = ": not in this storage" * (lora["is_stored"] is False)
         _print_line(
             f"  LoRA {lora['name']}: {lora['unet_weight']:g} on the UNet,"
-            f" {lora['text_encoder_weight']:g} on the text encoder{missing}",
-            "red" if missing else "cyan",
+            f" {lora['text_encoder_weight']:g} on the text encoder",
+            "cyan",
         )
     for comment in reading["comments"]:
         _print_line(f"  left out: {comment}", "dim")
@@ -253,16 +175,9 @@ def _ranges(steps: Sequence[int]) -> str:
     return ", ".join(shown) + "..." * (len(runs) > len(shown))
 
 
-def _words(
-    chunk: Mapping[str, Any], named: Mapping[int, Mapping[str, Any]]
-) -> Iterator[tuple[float, str]]:
-    """The words of each weight, with the names of embeddings in place of theirs."""
-    parts = [*zip(chunk["weights"], chunk["tokens"], strict=True)]
-    for at, embedding in sorted(named.items(), reverse=True):
-        # The space, which is in no token, has the decoder leave a name of any letters as it is.
-        parts[at : at + embedding["length"]] = [
-            (parts[at][0], f" [{embedding['name']}]</w>")
-        ]
+def _words(chunk: Mapping[str, Any]) -> Iterator[tuple[float, str]]:
+    """The words of each weight."""
+    parts = zip(chunk["weights"], chunk["tokens"], strict=True)
     for weight, run in itertools.groupby(parts, key=operator.itemgetter(0)):
         text = tokenizer().decoder.decode([token for _, token in run])
         yield weight, " ".join(text.replace("</w>", " ").split())

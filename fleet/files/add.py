@@ -1,6 +1,6 @@
 """Stores files of one kind: all are checked first, then stored, then listed.
 
-A checkpoint is tried on this machine before, and a folder of one is packed.
+A folder of a checkpoint is packed.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ import typer
 
 from cli import console
 from cli.options import option
-from fleet.files import making, stored
+from fleet.files import stored
 from fleet.files.stored import Listing, Ready, Report
 from imagefleet import concurrency, errors
 from imagefleet.files import adapter, contents, kinds, lora
@@ -75,9 +75,6 @@ class AddOptions:
         Path("~/.cache/imagefleet"),
         metavar="FOLDER",
     )
-    test: bool = option(
-        "Draw a model's images first, if torch is there.", True, "--test/--no-test"
-    )
     replace: bool = option("Replace other kernels for the same GPU.", default=False)
     manifest: Manifest = False
 
@@ -98,11 +95,7 @@ async def add(
     # Signing what others have listed needs --manifest.
     create = given.manifest or (kind.needs_list and not keys.signing)
     async with AsyncExitStack() as stack:
-        is_tried = given.test and not dry_run
-        ready = [
-            await _ready(stack, kind, each, given, is_tried=is_tried)
-            for each in sources
-        ]
+        ready = [await _ready(stack, kind, each, given) for each in sources]
         storage = await stack.enter_async_context(open_storage(settings))
         create = create or bool(not keys.signing and any(file.alias for file in ready))
         listing = Listing(storage, kind.folder, keys, create=create)
@@ -122,7 +115,7 @@ async def add(
             is_refiner = file.content == contents.REFINER.family
             shown = kinds.OTHER_MODEL if is_refiner else kind
             facts = {name: getattr(file, name) for name in stored.REPORTED}
-            rows.append({"name": stem, "blob": blob, **facts, **file.facts})
+            rows.append({"name": stem, "blob": blob, **facts})
             would = "would be " if dry_run and file.change != "was there" else ""
             notes.append(
                 f"{blob}: {would}{file.change}: {file.content}, {file.bytes / 1e6:,.1f} MB,"
@@ -211,15 +204,13 @@ async def _ready(
     kind: FileKind,
     source: str,
     given: AddOptions,
-    *,
-    is_tried: bool,
 ) -> Ready:
     """The checked file, which is there as long as the *stack*; raises SetupError."""
     wanted = kinds.OTHER_MODEL if kind is MODEL else kind
     local = stored.local_file(source, given.sha256, wanted, given.cache)
     path = await stack.enter_async_context(local)
     if kind is kinds.MODEL:
-        return await _model(stack, path, given, is_tried=is_tried)
+        return await _model(stack, path, given)
     if kind is kinds.KERNELS:
         key, _ = archive.check(path)
         return Ready(
@@ -253,9 +244,7 @@ def _name(kind: FileKind, path: Path, name: str | None) -> str:
     return stem + suffix
 
 
-async def _model(
-    stack: AsyncExitStack, path: Path, given: AddOptions, *, is_tried: bool
-) -> Ready:
+async def _model(stack: AsyncExitStack, path: Path, given: AddOptions) -> Ready:
     """The checkpoint as one file; raises SetupError if it is unusable."""
     check.check_path(path, kinds.OTHER_MODEL)
     content, file = check.family(path), path
@@ -267,17 +256,12 @@ async def _model(
                 f"{str(path)!r} predicts v, as the .yaml beside it says, and a stored file has none"
                 " beside it: write it into the file first (see 'v-prediction' in docs/models.md)"
             )
-    facts: dict[str, object] = {"image": None}
-    if is_tried and content != contents.REFINER.family and making.can_draw():
-        console.print_note("drawing a test image; --no-test skips it")
-        target = Path(f"{MODEL.stem(file_name)}.png")
-        facts["image"] = await asyncio.to_thread(making.test_image, path, target)
     if size := sum(part.stat().st_size for part in files_of(path)):
         room = tempfile.TemporaryDirectory(dir=stored.room_for(given.cache, size))
         file = Path(stack.enter_context(room), "model.tar")
         with stored.showing("packing") as show:
             await asyncio.to_thread(pack, path, file, show)
-    return Ready(file, file_name, content, facts)
+    return Ready(file, file_name, content)
 
 
 def files_of(folder: Path) -> list[Path]:

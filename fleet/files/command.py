@@ -31,7 +31,6 @@ KindName = Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(KINDS
 #: Options of `files add` that not all kinds take, with those that do.
 _ADD: Mapping[str, Collection[str]] = {
     **dict.fromkeys(("name", "sha256", "cache"), BROUGHT),
-    "test": ("model",),
     "replace": ("kernels",),
 }
 
@@ -66,8 +65,7 @@ def add_command(
 
     Each is checked first. Its hash is listed in the folder's manifest.json if there is one, or a
     signing key: workers refuse another file of its name. An interrupted download or upload goes on
-    where it was. Of a model, a test image is drawn on this machine and written to the current
-    folder. Kernels are programs: add only what you have made yourself, on a machine that you
+    where it was. Kernels are programs: add only what you have made yourself, on a machine that you
     trust.
 
     imagefleet files add lora magic-fantasy-forest-v2.safetensors

@@ -1,14 +1,7 @@
-"""Makes a test image or kernels of a model on this machine."""
+"""Makes kernels of a model on this machine."""
 
-import contextlib
-import importlib.util
-import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-from PIL import Image
 
 from cli import console
 from fleet.files import stored
@@ -16,61 +9,10 @@ from fleet.files.stored import Report
 from imagefleet import errors
 from imagefleet.storage.open import open_storage
 from worker.accelerator import is_unguided
-from worker.engine import contract, load
+from worker.engine import load
 from worker.files import check, model
 from worker.files.kernels import archive
 from worker.settings import WorkerSettings, require_libraries
-
-
-def can_draw() -> bool:
-    """Whether the libraries of the extra `worker` are installed."""
-    return importlib.util.find_spec("torch") is not None
-
-
-def _engine(model: Path, **settings: Any) -> contract.Engine:
-    found = check.prediction_type(model)
-    return load.load_engine(
-        load.EngineSettings(model, prediction_type=found, **settings)
-    )
-
-
-def test_image(model: Path, target: Path) -> dict[str, object]:
-    """Draws one image as a PNG; returns facts about it. Raises SetupError if it is one colour."""
-    # Both need the extra `worker`.
-    from worker.node.start_up import plain_request
-    from worker.stages import encode
-
-    began = time.monotonic()
-    engine = _engine(model, slots=1, compile="off")
-    request = plain_request(engine, seed=1)
-    finished: list[contract.Finished] = []
-    with _drawing(model):
-        engine.admit(0, engine.prepare(request))
-        while engine.busy:
-            finished += engine.tick()
-        engine.close()
-        outcome = finished[0].outcome
-        if isinstance(outcome, errors.FleetError):
-            raise outcome
-        encode.refuse_one_colour(outcome)
-    Image.fromarray(outcome).save(target)
-    seconds = time.monotonic() - began
-    facts = {"width": request.width, "height": request.height, "steps": request.steps}
-    console.print_note(
-        f"test image: {target} ({request.width}x{request.height}, {request.steps} steps,"
-        f" {seconds:.0f} s with loading)"
-    )
-    return {"path": str(target), **facts, "seconds": seconds}
-
-
-@contextlib.contextmanager
-def _drawing(model: Path) -> Iterator[None]:
-    try:
-        yield
-    except errors.FleetError as error:
-        raise errors.SetupError(
-            f"{str(model)!r} loads, but draws no image: {error.message}"
-        ) from error
 
 
 def make_kernels(settings: WorkerSettings, output: Path, *, dry_run: bool) -> Report:
@@ -128,7 +70,14 @@ def _compile(settings: WorkerSettings, folder: Path) -> None:
         "file_positions",
     )
     own = {name: getattr(settings, name) for name in names}
-    _engine(path, compile="auto", is_unguided=is_unguided(settings), **own).close()
+    engine_settings = load.EngineSettings(
+        path,
+        prediction_type=check.prediction_type(path),
+        compile="auto",
+        is_unguided=is_unguided(settings),
+        **own,
+    )
+    load.load_engine(engine_settings).close()
     if not any(folder.glob("fxgraph/*/*/*")):
         raise errors.SetupError(
             f"torch kept no kernels in {folder}: it could not compile (the warnings above say why),"

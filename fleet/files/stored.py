@@ -12,7 +12,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -48,8 +48,6 @@ class Ready:
     path: Path
     name: str
     content: str
-    facts: Mapping[str, object] = field(default_factory=dict)
-    """Further facts about it, for JSON."""
     alias: str = ""
     """Another name of a LoRA's: see `lora.alias_of`."""
     sha256: str = ""

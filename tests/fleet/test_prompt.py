@@ -36,7 +36,6 @@ def test_the_reference_message_has_77_and_70_tokens(in_process: Imagefleet) -> N
             "name": "magic-fantasy-forest-v2",
             "text_encoder_weight": 0.35,
             "unet_weight": 0.35,
-            "is_stored": None,
         }
     ]
     assert read["negative"]["loras"] == []

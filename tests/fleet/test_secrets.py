@@ -74,7 +74,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "plan": ("--jobs", "10", "--price-file", "secret.txt"),
     "report": ("--price-file", "prices.yaml"),
     "scale": ("--max-dollars", "1", "--dollars-per-hour", "1", "--once", "--yes"),
-    "prompt": ("a cat", "--embedding-directory", "secret.txt"),
+    "prompt": ("a cat",),
     "health": ("live", "--port", "{port}"),
     "failed": (),
     "replay": ("--all",),

@@ -141,7 +141,7 @@ def test_a_name_that_two_files_have_is_to_be_given_with_its_suffix(
             "make lora --model m",
             "unknown kind 'lora': give one of text, kernels",
         ),
-        ("add lora x.safetensors --no-test", "--test is for model, not for lora"),
+        ("add lora x.safetensors --replace", "--replace is for kernels, not for lora"),
         (
             "add model x.safetensors --replace",
             "--replace is for kernels, not for model",

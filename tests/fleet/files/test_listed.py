@@ -130,9 +130,7 @@ def test_add_lists_loras_and_models_and_signs_the_lists(
 
     added = in_process("files", "add", "lora", "rocket.safetensors")
     assert "listed and signed in loras/manifest.json" in added.stderr
-    added = in_process(
-        "files", "add", "model", "dreams.safetensors", "--no-test", "--json"
-    )
+    added = in_process("files", "add", "model", "dreams.safetensors", "--json")
     assert json.loads(added.stdout)["files"][0]["in_manifest"] is True
 
     async def read() -> list[manifest.Contents]:
