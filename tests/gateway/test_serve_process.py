@@ -121,8 +121,12 @@ async def test_a_storm_of_clients_and_kills_loses_and_doubles_nothing(
         flags = ("--model", ROOT / "demo_model", "--lease-seconds", "10", "--port", "0")
         return start("-c", WORKER, "worker", *flags)
 
-    serving, workers = gateway(), [worker(), worker()]
+    serving = gateway()
     await until(lambda: is_live(port))
+    workers = [
+        worker(),
+        worker(),
+    ]  # the gateway has made the queue, without which they end
     answers: Counter[str] = Counter()
     answered: set[str] = set()
     numbers = iter(range(REQUESTS))
