@@ -14,7 +14,7 @@ import pytest
 
 import polling
 import signers
-from cli import console, options
+from cli import console
 from imagefleet.job.message import Job, read_job
 from imagefleet.signing import SigningKey
 from imagefleet.storage.open import open_storage
@@ -22,6 +22,7 @@ from imagefleet.storage.protocol import MAX_RECEIVE
 from imagefleet.storage.settings import StorageSettings, job_queue
 from imagefleet.submit import BATCH
 from loadgen.load import Checkpoint
+from storage_flags import flags
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,11 +54,6 @@ def ids_in(settings: StorageSettings) -> Counter[str]:
 
 def settings_for(folder: Path) -> StorageSettings:
     return StorageSettings(storage=f"local:{folder / 'imagefleet-data'}")
-
-
-def flags(settings: StorageSettings) -> list[str]:
-    names = ("storage", "queue", "container", "files_container")
-    return [f"{options.flag(name)}={getattr(settings, name)}" for name in names]
 
 
 def test_a_template_fills_the_queue(

@@ -123,21 +123,6 @@ async def test_no_more_batches_than_allowed_are_in_threads(
     assert sorted(await asyncio.gather(*calls)) == [0, 2, 4, 6, 8]
 
 
-async def test_calls_that_do_not_wait_for_long_wake_no_other_thread(
-    work: Work, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(concurrency, "_PATIENCE_SECONDS", 60.0)
-    batches = Batches(work, threads, most=1, at_once=2)
-    calls = await waiting(batches, work, range(5))
-    batches._look(asyncio.get_running_loop())
-    await asyncio.to_thread(
-        threads.submit(list).result
-    )  # another one would have begun by then
-    assert work.batches == [[0]]
-    work.may_end.set()
-    assert await asyncio.gather(*calls) == [0, 2, 4, 6, 8]
-
-
 async def test_a_call_that_no_thread_takes_after_a_shutdown_is_no_error_of_the_loop(
     work: Work, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

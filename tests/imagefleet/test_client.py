@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import hashlib
 import json
-import pydoc
 import re
 import subprocess
 import sys
@@ -122,34 +121,6 @@ async def test_an_old_failure_does_not_count_for_a_resubmitted_job(
     assert (await collect(batch))["a"].status == "failed"
 
 
-async def test_another_job_of_an_id_that_was_sent_is_refused(
-    fleet: aio.Fleet, work: Work
-) -> None:
-    await fleet.submit([Job(prompt="a house", id="a")])
-    await work()
-    with pytest.raises(
-        errors.NameTakenError, match="job default/a is not the one that was sent"
-    ):
-        await fleet.submit(
-            [Job(prompt="a new one", id="b"), Job(prompt="a tree", id="a")]
-        )
-    assert (await fleet.depth()).queue.messages == 0, "nothing of the batch is sent"
-
-
-async def test_a_batch_submitted_twice_gives_the_same_images(
-    fleet: aio.Fleet, work: Work
-) -> None:
-    jobs = [Job(prompt="a house", id=f"{number}") for number in range(3)]
-    first, again = await fleet.submit(jobs), await fleet.submit(jobs)
-    await work()
-
-    results = await collect(first)
-    assert results == await collect(again)
-    assert sorted(blob for result in results.values() for blob in result.blobs) == [
-        f"default/{number}.png" for number in range(3)
-    ]
-
-
 async def test_the_same_jobs_without_ids_are_different_images(fleet: aio.Fleet) -> None:
     batches = [await fleet.submit([Job(prompt="a house")] * 2) for _ in range(2)]
 
@@ -224,26 +195,6 @@ async def test_a_job_that_fails_while_it_is_waited_for(
         "failed",
         "the prompt is broken",
     )
-
-
-async def test_two_clients_see_only_their_own_batches(
-    connect_options: dict[str, Any], work: Work
-) -> None:
-    async with (
-        aio.connect(**connect_options) as one,
-        aio.connect(**connect_options) as other,
-    ):
-        batches = [
-            await client.submit([Job(prompt=prompt) for prompt in ("good", "broken")])
-            for client in (one, other)
-        ]
-        _, *results = await asyncio.gather(work(), *map(collect, batches))
-
-    assert [set(each) for each in results] == [set(batch.ids) for batch in batches]
-    assert [sorted(each.status for each in one.values()) for one in results] == [
-        ["completed", "failed"],
-        ["completed", "failed"],
-    ]
 
 
 async def test_closing_ends_pending_calls(connect_options: dict[str, Any]) -> None:
@@ -353,13 +304,6 @@ def test_settings_come_from_the_environment(
     with imagefleet.connect() as fleet:
         fleet.submit([])  # which creates the queue
         assert fleet.depth().queue.messages == 0
-
-
-def test_help_shows_the_client() -> None:
-    shown = pydoc.plain(pydoc.render_doc(imagefleet))
-
-    for name in ("class Fleet", "class Batch", "class Job(", "connect(storage"):
-        assert name in shown
 
 
 def test_the_sync_client_does_all_that_the_async_one_does(

@@ -37,13 +37,6 @@ async def test_every_job_is_sent_once(storage: Storage) -> None:
     assert await numbers_in(storage) == wanted(0, 350)
 
 
-async def test_positions_count_from_the_start_position(storage: Storage) -> None:
-    progress = await BulkSender(storage.queue.send, numbers(123, 350), start=123).run()
-
-    assert progress.confirmed == 350
-    assert await numbers_in(storage) == wanted(123, 350)
-
-
 async def test_confirmations_stop_at_the_first_gap(storage: Storage) -> None:
     send = storage.queue.send
     confirmed: list[int] = []

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import polling
 from imagefleet import cancelled, errors, submit
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage, open_storage
@@ -124,20 +123,6 @@ async def test_a_template_of_a_cancelled_campaign_ends_and_stays_ended_until_it_
     template.write_text(TEMPLATE.replace("1000000", "100"))
     again = await run(load_of(storage, template, restart=True))
     assert (again.sent, again.cancelled) == (100, {}), "a later load just runs"
-
-
-async def test_a_load_that_is_killed_at_once_has_its_count(
-    storage: Storage, both: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(submit, "NOTE_SECONDS", 0.1)
-    running = asyncio.create_task(run(load_of(storage, both, rate=200)))
-    counts = await polling.until(
-        lambda: reader.counts(storage, "autumn"), lambda counts: counts.sent is not None
-    )
-    running.cancel()
-    await asyncio.wait({running})
-    assert running.cancelled()
-    assert 0 < (counts.pending or 0) <= (await in_queue(storage))["autumn"]
 
 
 async def test_a_load_that_the_storage_ends_has_its_count(

@@ -109,28 +109,6 @@ def test_what_is_no_file_of_captions_is_named_with_its_place(
         CaptionFile(tmp_path / name)
 
 
-def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "c.txt").write_text("a")
-
-    with pytest.raises(
-        errors.SetupError, match=r"--format word: should be coco\|jsonl\|txt"
-    ):
-        CaptionFile(tmp_path / "c.txt", form="word")
-    assert CaptionFile(tmp_path / "c.txt", form="txt").facts.count == 1
-
-
-def test_a_file_that_changes_after_it_was_counted_is_not_read_on(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "c.txt"
-    path.write_text("a\nb\n")
-    found = CaptionFile(path)
-    path.write_text("a\nc\nd\n")
-
-    with pytest.raises(errors.SetupError, match="has changed while it was being read"):
-        list(found.read())
-
-
 def test_captions_take_the_memory_of_one_however_many_there_are(tmp_path: Path) -> None:
     path = tmp_path / "c.txt"
     path.write_text("".join(f"caption {n} {'x' * 2_000}\n" for n in range(3_000)))

@@ -74,21 +74,6 @@ def test_a_seed_is_the_captions_alone_whatever_else_is_swept(path: Path) -> None
     assert {job.seed for job in jobs(source_of(path, seed=1))}.isdisjoint(one.values())
 
 
-def test_the_same_command_gives_the_same_jobs_and_another_one_another_load(
-    path: Path,
-) -> None:
-    here, again = source_of(path), source_of(path)
-
-    assert list(here.bodies(0)) == list(again.bodies(0))
-    assert here.identity == again.identity
-    others = [
-        source_of(path, [1.5, 8]),
-        source_of(path, seed=1),
-        source_of(path, job={"width": 64}),
-    ]
-    assert len({here.identity, *(each.identity for each in others)}) == 4
-
-
 def test_a_name_says_what_differs_between_the_groups() -> None:
     names = [
         each.name

@@ -1,8 +1,5 @@
 import itertools
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +8,7 @@ import pytest
 
 from imagefleet import errors
 from imagefleet.job.message import read_job
-from loadgen import rejects, sources
+from loadgen import sources
 from loadgen.file_source import FileSource
 from loadgen.rejects import Report
 from loadgen.sources import TemplateSource
@@ -65,29 +62,6 @@ def test_the_jobs_of_a_template_never_change(path: Path) -> None:
     assert [job["id"] for job in jobs] == IDS
 
 
-def test_the_jobs_are_the_same_in_a_process_with_another_hash_seed(path: Path) -> None:
-    program = (
-        "from pathlib import Path; from loadgen.sources import TemplateSource;"
-        f"print(TemplateSource(Path({str(path)!r})).body(4321))"
-    )
-    printed = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONHASHSEED": "77"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-
-    assert printed.stdout.strip() == TemplateSource(path).body(4321)
-
-
-def test_a_job_does_not_depend_on_those_before_it(path: Path) -> None:
-    source = TemplateSource(path)
-
-    assert source.body(700) == next(itertools.islice(source.bodies(0), 700, None))
-    assert source.body(700) == next(source.bodies(700))
-
-
 def test_a_longer_run_begins_with_the_jobs_of_the_shorter_one(path: Path) -> None:
     short, long = TemplateSource(path, count=10), TemplateSource(path, count=1_000_000)
 
@@ -104,21 +78,6 @@ def test_another_seed_or_another_content_gives_other_jobs(path: Path) -> None:
     ids = [json.loads(source.body(0))["id"] for source in (here, reseeded, edited)]
     assert len(set(ids)) == 3
     assert len({here.identity, reseeded.identity, edited.identity}) == 3
-
-
-def test_ids_are_unique_and_spread_over_the_partitions(path: Path) -> None:
-    ids = [json.loads(body)["id"] for body in TemplateSource(path).bodies(0)]
-
-    assert len(set(ids)) == 5000
-    beginnings = Counter(each[0] for each in ids)
-    assert len(beginnings) == 16
-    assert max(beginnings.values()) < 2 * min(beginnings.values())
-
-
-def test_every_job_is_valid_and_carries_the_fixed_fields(path: Path) -> None:
-    for body in itertools.islice(TemplateSource(path).bodies(0), 100):
-        job = read_job(body, "unused")
-        assert (job.steps, job.campaign, job.metadata["number"]) == (15, "spring", 7)
 
 
 def test_a_placeholder_has_one_value_in_a_job_and_its_second_draw_another(
@@ -144,14 +103,6 @@ def test_weights_are_how_often_an_entry_is_drawn(path: Path) -> None:
 
     assert 0.22 < nouns["cat"] / 5000 < 0.28
     assert 0.47 < nouns["fox"] / 5000 < 0.53
-
-
-def test_neighbouring_jobs_are_drawn_independently(path: Path) -> None:
-    source = TemplateSource(path)
-    nouns = [json.loads(body)["metadata"]["noun"] for body in source.bodies(0)]
-    repeats = sum(one == other for one, other in itertools.pairwise(nouns))
-
-    assert 0.34 < repeats / 5000 < 0.41  # 1/16 + 1/16 + 1/4
 
 
 def test_a_lora_has_a_strength_in_its_range_and_its_trigger_words(path: Path) -> None:
@@ -240,14 +191,6 @@ def test_lines_without_an_id_get_one_that_is_the_same_each_time(tmp_path: Path) 
     assert first[2] == "mine"
 
 
-def test_reading_from_the_middle_gives_the_same_jobs(tmp_path: Path) -> None:
-    source = lines(
-        tmp_path, "".join(f'{{"prompt":"{number}"}}\n' for number in range(9))
-    )
-
-    assert list(source.bodies(4)) == list(source.bodies(0))[4:]
-
-
 def test_empty_lines_carriage_returns_and_a_byte_order_mark_are_accepted(
     tmp_path: Path,
 ) -> None:
@@ -275,37 +218,6 @@ def test_invalid_lines_are_refused_by_number_before_anything_is_sent(
         "line 4",
         "line 5",
     ]
-
-
-def test_invalid_lines_are_skipped_on_request(tmp_path: Path) -> None:
-    reported: list[str] = []
-    source = lines(
-        tmp_path,
-        'bad\n{"prompt":"a"}\n{"prompt":"' + "x" * 65_530 + '"}\n',
-        report=Report(skips=True, on_rejected=lambda row: reported.append(row.place)),
-    )
-    source.check(0)
-
-    assert [body is None for body in source.bodies(0)] == [True, False, True]
-    assert reported == ["line 1", "line 3"]
-
-
-def test_ten_of_many_invalid_lines_are_reported(tmp_path: Path) -> None:
-    with pytest.raises(errors.SetupError) as caught:
-        lines(tmp_path, "bad\n" * 10_000).check(0)
-
-    assert len(caught.value.message.splitlines()) == 1 + rejects.MOST_SHOWN
-    assert "showing 10 of 10,000; --rejects FILE" in caught.value.message
-
-
-def test_a_changed_file_is_another_source(tmp_path: Path) -> None:
-    one = lines(tmp_path, '{"prompt":"a"}\n').identity
-
-    assert lines(tmp_path, '{"prompt":"b"}\n').identity != one
-
-
-def test_a_count_ends_a_file_early(tmp_path: Path) -> None:
-    assert len(list(lines(tmp_path, '{"prompt":"a"}\n' * 5, count=2).bodies(0))) == 2
 
 
 def test_the_same_standard_input_twice_makes_new_jobs(

@@ -112,15 +112,6 @@ def test_a_sweep_is_the_same_each_time_and_resumes_anywhere(tmp_path: Path) -> N
     )
 
 
-def test_the_order_of_fields_in_the_file_changes_nothing(tmp_path: Path) -> None:
-    """The identity is that of the content, whatever its layout."""
-    one = source_of(tmp_path, "prompt: a\njob: {steps: [5, 9], model: [x, y]}")
-    other = source_of(tmp_path, "prompt: a\njob: {model: [x, y], steps: [5, 9]}")
-
-    assert one.identity == other.identity
-    assert list(one.bodies(0)) == list(other.bodies(0))
-
-
 def test_a_sweep_of_a_million_is_described_without_making_it(tmp_path: Path) -> None:
     text = "prompt: a\njob: {seed: {from: 1, to: 1000000}, steps: [20, 30]}"
     source = source_of(tmp_path, text)
@@ -141,15 +132,6 @@ def test_the_decimals_of_a_range_are_those_that_are_written(tmp_path: Path) -> N
     )
 
     assert [job.cfg_scale for job in jobs_of(source)] == [5 + n / 10 for n in range(11)]
-
-
-def test_toml_has_sweeps_too(tmp_path: Path) -> None:
-    path = tmp_path / "t.toml"
-    path.write_text(
-        'prompt = "a"\n[job]\nsteps = [5, 9]\ncfg_scale = {from = 5.5, to = 6.5, step = 0.5}\n'
-    )
-
-    assert TemplateSource(path).count == 6
 
 
 HUGE = "job: {seed: {from: 0, to: 4000000000}, steps: {from: 1, to: 150}, clip_skip: [1, 2]}"

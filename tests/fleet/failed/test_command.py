@@ -344,28 +344,6 @@ def test_the_list_says_which_failed_jobs_are_signed(
     assert re.search(r"^spring/cat .* NO *$", shown, re.MULTILINE)
 
 
-def test_signed_jobs_stay_when_the_unsigned_are_discarded(
-    in_process: Imagefleet,
-    signed_jobs: tuple[StorageSettings, SigningKey],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    refused = in_process("discard", "--unsigned", "--yes")
-    assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "set IMAGEFLEET_SIGNING_KEY or IMAGEFLEET_TRUSTED_KEY" in refused.stderr
-    assert depths(signed_jobs[0]) == (0, 13)
-    monkeypatch.setenv("IMAGEFLEET_TRUSTED_KEY", signed_jobs[1].public)
-    in_process("discard", "--unsigned", "--yes")
-    listed = read(in_process("failed", "--json"))["jobs"]
-    assert sorted(job["id"] for job in listed) == ["fox", "owl"]
-
-
-def test_missing_storage_is_one_line_and_exit_code_2(in_process: Imagefleet) -> None:
-    result = in_process("failed", "--storage", "local:none")
-
-    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert len(result.stderr.splitlines()) == 1
-
-
 def test_a_replay_chooses_the_priority_and_is_normal_without(
     in_process: Imagefleet, failed_jobs: StorageSettings
 ) -> None:

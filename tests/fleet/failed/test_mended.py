@@ -11,12 +11,11 @@ from typing import Any, TypeVar
 
 import pytest
 
-import sent_jobs
 import signers
 from cli import console
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
-from imagefleet.records import ledger, reader
+from imagefleet.records import ledger
 from imagefleet.records.log import RecordLog
 from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage import dead_letter
@@ -139,21 +138,6 @@ def test_a_mended_job_leaves_the_list_once_it_is_completed(
     listing = json.loads(in_process("failed", "--json").stdout)
     assert [each["id"] for each in listing["jobs"]] == ["dog"]
     assert listing["unrecorded"] == 0
-
-
-def test_a_loaded_and_discarded_job_is_not_pending_for_ever(
-    within: Within[Any],
-) -> None:
-    async def counts(storage: Storage) -> reader.Counts:
-        await fail(storage, TOO_MANY_STEPS)
-        (failed,) = [each async for each in reader.ended(storage)]
-        await sent_jobs.note(storage, "spring", 1, ids=[failed.id])
-        discarded = failed.model_copy(update={"outcome": "discarded"})
-        await RecordLog(storage.files, "operator").add([discarded])
-        return await reader.counts(storage, "spring")
-
-    counted = within(counts)
-    assert (counted.failed, counted.discarded, counted.pending) == (0, 1, 0)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cli import console, options
+from cli import console
 from header_files import lora_of
 from imagefleet.signing import SigningKey
 from imagefleet.storage.open import open_storage
@@ -18,13 +18,6 @@ from worker.files import manifest
 Imagefleet = Callable[
     ..., "subprocess.CompletedProcess[str]"
 ]  # the fixture of conftest.py
-
-
-@pytest.fixture
-def flags(storage_settings: StorageSettings) -> list[str]:
-    """The storage as flags: a folder, then Azurite."""
-    names = ("storage", "queue", "container", "files_container")
-    return [f"{options.flag(name)}={getattr(storage_settings, name)}" for name in names]
 
 
 @pytest.fixture

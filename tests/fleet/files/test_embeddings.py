@@ -22,16 +22,6 @@ Imagefleet = Callable[
 ]  # the fixture of conftest.py
 
 
-@pytest.fixture
-def flags(storage_settings: StorageSettings) -> list[str]:
-    """The storage as flags: a folder, then Azurite."""
-    names = ("storage", "queue", "container", "files_container")
-    return [
-        f"--{name.replace('_', '-')}={getattr(storage_settings, name)}"
-        for name in names
-    ]
-
-
 def used(
     settings: StorageSettings, cache: Path, trusted: str | None = None
 ) -> dict[str, str]:

@@ -32,16 +32,6 @@ DEMO = Path(__file__).parents[3] / "demo_model"
 
 
 @pytest.fixture
-def flags(storage_settings: StorageSettings) -> list[str]:
-    """The storage as flags: a folder, then Azurite."""
-    names = ("storage", "queue", "container", "files_container")
-    return [
-        f"--{name.replace('_', '-')}={getattr(storage_settings, name)}"
-        for name in names
-    ]
-
-
-@pytest.fixture
 def packed(tmp_path: Path) -> Path:
     archive.pack(compile_into(tmp_path / "compiled"), KEY, tmp_path / "kernels" / NAME)
     return tmp_path / "kernels" / NAME

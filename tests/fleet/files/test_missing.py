@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from cli import console, options
+from cli import console
 from fleet.files import meant
 from fleet.files.stored import Listing
 from header_files import lora_of, shaped
 from imagefleet.signing import SigningKey
-from imagefleet.storage.open import Storage, open_storage
+from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
+from storage_flags import flags
 
 Imagefleet = Callable[
     ..., "subprocess.CompletedProcess[str]"
@@ -56,11 +57,6 @@ def in_storage(settings: StorageSettings, *names: str) -> None:
                 )
 
     asyncio.run(fill())
-
-
-def flags(settings: StorageSettings) -> list[str]:
-    names = ("storage", "queue", "container", "files_container")
-    return [f"{options.flag(name)}={getattr(settings, name)}" for name in names]
 
 
 @pytest.fixture
@@ -154,33 +150,6 @@ def test_a_person_reads_a_table_and_programs_the_exit_code(
     assert "1 job with 1 LoRA, 1 model: none is missing" in complete.stderr
 
 
-def test_each_folder_is_listed_once_and_only_if_it_is_named(
-    in_process: Imagefleet,
-    tmp_path: Path,
-    local_settings: StorageSettings,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    in_storage(local_settings, *STORED)
-    lines = [f'{{"prompt": "<lora:l{number}:1>"}}\n' for number in range(500)]
-    (tmp_path / "jobs.jsonl").write_text("".join(lines))
-    opened: list[Storage] = []
-
-    def open_once(settings: StorageSettings) -> Storage:
-        opened.append(open_storage(settings))
-        return opened[-1]
-
-    monkeypatch.setattr("fleet.files.missing.open_storage", open_once)
-    result = in_process(
-        "load", "jobs.jsonl", "--check", "--json", *flags(local_settings)
-    )
-
-    assert len(missing(result)) == 500
-    (storage,) = opened
-    assert storage.operations.blob_writes + storage.operations.blob_reads == 2, (
-        "a list, and a manifest, where aliases of LoRAs are"
-    )
-
-
 def test_a_folder_of_loras_and_models_from_elsewhere_count(
     in_process: Imagefleet,
     tmp_path: Path,
@@ -258,32 +227,6 @@ def test_with_a_signing_key_a_file_must_be_in_the_signed_list(
         "not listed in loras/manifest.json, which is signed"
         in found["LoRA", "stored"]["reason"]
     )
-
-
-def test_invalid_jobs_are_refused_or_counted(
-    in_process: Imagefleet, tmp_path: Path, local_settings: StorageSettings
-) -> None:
-    (tmp_path / "jobs.csv").write_text("prompt,steps\na <lora:x:1>,5\nb,many\n")
-    in_storage(local_settings, "loras/x.safetensors")
-    check = ("load", "jobs.csv", "--check", "--json", *flags(local_settings))
-
-    refused = in_process(*check)
-    assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "row 3: steps: should be a valid integer" in refused.stderr
-    skipped = in_process(*check, "--skip-invalid")
-    assert skipped.returncode == console.EXIT_DONE
-    assert json.loads(skipped.stdout)["invalid"] == 1
-
-
-def test_a_check_before_the_first_load_creates_no_storage(
-    in_process: Imagefleet, tmp_path: Path
-) -> None:
-    (tmp_path / "jobs.txt").write_text("<lora:x:1>\n")
-    result = in_process("load", "jobs.txt", "--check")
-
-    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "not in loras/" in result.stdout
-    assert [each.name for each in tmp_path.iterdir()] == ["jobs.txt"]
 
 
 def test_images_and_files_of_their_passes_are_looked_for_as_well(

@@ -45,16 +45,6 @@ def lora(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def flags(storage_settings: StorageSettings) -> list[str]:
-    """The storage as flags: a folder, then Azurite."""
-    names = ("storage", "queue", "container", "files_container")
-    return [
-        f"--{name.replace('_', '-')}={getattr(storage_settings, name)}"
-        for name in names
-    ]
-
-
 def blobs_in(settings: StorageSettings, *names: str) -> list[bytes | None]:
     async def read() -> list[bytes | None]:
         async with open_storage(settings) as storage:
@@ -290,40 +280,6 @@ def test_a_lora_is_stored_with_its_hash_in_the_manifest_if_there_is_one(
         "night (v2).safetensors",
         "rocket.safetensors",
     ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (
-            ["dreams.safetensors"],
-            "is a Stable Diffusion 1.x checkpoint; `imagefleet files add model`",
-        ),
-        (
-            ["flux.safetensors"],
-            "is a LoRA for another architecture (Flux, SD3 or similar); imagef",
-        ),
-        (["rocket.safetensors", "--name", "a:b"], "the name 'a:b' is refused"),
-        (["gone.safetensors"], "does not exist"),
-        (["old.pt"], "is a pickle"),
-    ],
-)
-def test_what_is_no_lora_for_sd1_never_reaches_the_storage(
-    arguments: list[str],
-    reason: str,
-    in_process: Imagefleet,
-    checkpoint: Path,
-    lora: Path,
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "old.pt").touch()
-    (tmp_path / "flux.safetensors").write_bytes(
-        file_of("lora_unet_double_blocks_0.alpha")
-    )
-    result = in_process("files", "add", "lora", *arguments)
-    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert reason in result.stderr
-    assert not (tmp_path / "imagefleet-data").exists()
 
 
 # Lists

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from cli import console, options
+from cli import console
 from imagefleet.files.kinds import KINDS
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from storage_flags import flags
 from worker.files.library import FileLibrary, Source
 
 Imagefleet = Callable[
@@ -37,11 +38,6 @@ def network(path: Path, kind: str) -> Path:
     )
     path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(size))
     return path
-
-
-def flags(settings: StorageSettings) -> list[str]:
-    names = ("storage", "queue", "container", "files_container")
-    return [f"{options.flag(name)}={getattr(settings, name)}" for name in names]
 
 
 @pytest.mark.parametrize("kind", ["upscaler", "controlnet", "vae"])

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from cli import console, options
+from cli import console
 from fleet.files import texts
 from imagefleet.files.kinds import TEXT
 from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from pixel import tiny_cascade
+from storage_flags import flags
 from worker.engine.pixel import text_stage, text_states
 from worker.files import manifest
 from worker.files.library import FileLibrary, Source
@@ -58,11 +59,6 @@ def signing_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SigningKey:
     key = SigningKey.create(tmp_path / "key.pem")
     monkeypatch.setenv("IMAGEFLEET_SIGNING_KEY", str(tmp_path / "key.pem"))
     return key
-
-
-def flags(settings: StorageSettings) -> list[str]:
-    names = ("storage", "queue", "container", "files_container")
-    return [f"{options.flag(name)}={getattr(settings, name)}" for name in names]
 
 
 def stored(settings: StorageSettings) -> set[str]:
@@ -261,29 +257,6 @@ def test_with_a_signing_key_all_are_listed_and_what_others_stored_is_replaced(
         "what a stranger stored"
     )
     assert json.loads(in_process(*command).stdout)["stored"] == 0
-
-
-def test_a_list_that_would_become_too_large_is_refused_before_the_work(
-    in_process: Imagefleet,
-    jobs: Path,
-    model: Path,
-    local_settings: StorageSettings,
-    signing_key: SigningKey,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(manifest, "MAX_FILES", len(PROMPTS) - 1)
-    result = in_process(
-        "files",
-        "make",
-        "text",
-        str(jobs),
-        "--model",
-        str(model),
-        *flags(local_settings),
-    )
-    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "text-states/manifest.json is too large" in result.stderr
-    assert stored(local_settings) == set()
 
 
 def test_states_made_on_another_machine_are_stored_as_they_are(

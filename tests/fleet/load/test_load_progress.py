@@ -109,18 +109,6 @@ def test_ctrl_c_ends_a_long_check_and_nothing_is_sent(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["long.jsonl"]
 
 
-def test_for_programs_a_long_check_shows_nothing(tmp_path: Path) -> None:
-    file = long_file(tmp_path, beginning="no job\n" * 10)
-
-    assert "checking" in on_a_terminal(tmp_path, file)[1]
-    for flag in ("--json", "--quiet"):
-        code, output = on_a_terminal(tmp_path, file, flag)
-
-        assert code == console.EXIT_OPERATOR_MUST_ACT
-        assert "checking" not in output
-        assert "line 10: the message is not JSON" in output
-
-
 def test_a_long_check_shows_nothing_in_a_pipe(
     in_process: Imagefleet, tmp_path: Path
 ) -> None:

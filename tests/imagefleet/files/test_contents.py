@@ -134,12 +134,9 @@ def test_checkpoints_of_other_families_are_accepted(
             SDXL | {"edm_mean": [1, 4, 1, 1], "edm_std": [1, 4, 1, 1]},
             "of another noise",
         ),
-        (SDXL | {"edm_vpred.sigma_max": [], "v_pred": []}, "of another noise"),
         (SDXL | {"scaled_fp8": [2]}, "quantised"),
-        (SD1 | {CROSS.replace("weight", "scale_weight"): [1]}, "quantised"),
         (without(VAE), "without its VAE"),
         (without(TEXT), "without its text encoder"),
-        ({CONV_IN: [320, 4, 3, 3], CROSS: [320, 768]}, "without its text encoder"),
         ({"model_ema.diffusion_modelout2weight": [4], VAE: [1], TEXT: [1]}, r"\(EMA\)"),
         (
             {
@@ -147,20 +144,6 @@ def test_checkpoints_of_other_families_are_accepted(
                 "cond_stage_model.model.positional_embedding": [77, 1024],
             },
             "Stable Diffusion 2.x checkpoint",
-        ),
-        (
-            {
-                f"{UNET}input_blocks.4.1.transformer_blocks.0.attn2.to_k.weight": [
-                    640,
-                    2048,
-                ],
-                "conditioner.embedders.0.transformer.text_model.embeddings.x": [
-                    77,
-                    768,
-                ],
-                "conditioner.embedders.1.model.positional_embedding": [77, 1280],
-            },
-            "an SDXL checkpoint",
         ),
         (
             {name: shape for name, shape in REFINER.items() if name != VAE},
@@ -175,82 +158,22 @@ def test_checkpoints_of_other_families_are_accepted(
             "SDXL refiner",
         ),
         (
-            {
-                f"{UNET}input_blocks.4.1.transformer_blocks.0.attn2.to_k.weight": [
-                    640,
-                    2048,
-                ]
-            },
-            "SDXL",
-        ),
-        (
-            {f"{UNET}joint_blocks.0.x_block.attn.qkv.weight": [4608, 1536]},
-            "Stable Diffusion 3",
-        ),
-        (
             {f"{UNET}double_blocks.0.img_attn.qkv.weight": [9216, 3072]},
             "a Flux checkpoint",
         ),
-        ({"double_blocks.0.img_attn.norm.key_norm.scale": [128]}, "a Flux checkpoint"),
-        (
-            {"single_transformer_blocks.0.norm.linear.weight": [1, 1]},
-            "a Flux checkpoint",
-        ),
-        ({f"{UNET}txt_in.individual_token_refiner.blocks.0.x": [1]}, "HunyuanVideo"),
-        ({f"{UNET}clip_txt_mapper.weight": [2048, 1280]}, "Stable Cascade"),
         ({f"{UNET}cap_embedder.0.weight": [2560]}, "diffusion transformer"),
-        (
-            {"blocks.0.self_attn.q.weight": [1536, 1536], "head.modulation": [1]},
-            "transformer",
-        ),
         ({"input_blocks.0.0.weight": [320, 4, 3, 3]}, "UNet of a checkpoint alone"),
-        (
-            {"time_embedding.linear_1.weight": [1280, 320], "conv_in.weight": [320]},
-            "UNet",
-        ),
         ({VAE: [512, 4, 3, 3]}, "a VAE"),
         ({VAE: [512, 16, 3, 3]}, "a VAE of another model"),
-        ({"taesd_decoder.1.weight": [64, 4, 3, 3]}, "a tiny VAE"),
-        (
-            {"encoder.conv_in.weight": [128, 3, 3, 3], "post_quant_conv.bias": [4]},
-            "a part of a VAE",
-        ),
-        (
-            {"text_model.embeddings.position_embedding.weight": [77, 768]},
-            "a text encoder",
-        ),
         ({TEXT: [3072, 768]}, "a text encoder"),
-        (
-            {"encoder.block.0.layer.0.SelfAttention.k.weight": [4096, 4096]},
-            "a text encoder",
-        ),
         ({"emb_params": [8, 768]}, "textual inversion"),
-        ({"<my-style>": [2, 768]}, "textual inversion"),
         ({"clip_g": [8, 1280], "clip_l": [8, 768]}, "textual inversion"),
         (
             {"text_encoders_0": [8, 768], "text_encoders_1": [8, 1280]},
             "textual inversion",
         ),
-        ({"<one-vector>": [1024]}, "textual inversion"),
         ({"control_model.input_hint_block.0.weight": [16, 3, 3, 3]}, "a ControlNet"),
-        (
-            {
-                "controlnet_cond_embedding.conv_in.weight": [16],
-                "time_embedding.linear_1.bias": [9],
-            },
-            "a ControlNet",
-        ),
-        (
-            {"lora_controlnet": [], "input_blocks.1.0.emb_layers.1.up": [1]},
-            "a ControlNet",
-        ),
         ({"image_proj.proj.weight": [3072, 1024]}, "an IP-Adapter"),
-        ({"adapter.body.0.resnets.0.block1.weight": [1]}, "a T2I-Adapter"),
-        (
-            {"down_blocks.0.motion_modules.0.temporal_transformer.norm.bias": [1]},
-            "motion module",
-        ),
-        ({"vision_model.embeddings.class_embedding": [1024]}, "an image encoder"),
         (
             {"body.0.rdb1.conv1.weight": [32, 64, 3, 3], "conv_first.weight": [64]},
             "an upscaler",

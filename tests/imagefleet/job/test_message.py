@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from imagefleet import errors
-from imagefleet.job import prompt, samplers, settings_table, sizes
+from imagefleet.job import samplers, settings_table, sizes
 from imagefleet.job.message import Job, read_job
 from imagefleet.job.noise import Noise
 from imagefleet.job.sizes import MAX_IMAGES_PER_JOB
@@ -142,32 +142,6 @@ def test_a_job_survives_the_way_through_its_message(job: Job) -> None:
     assert read_job(f" {encoded}\n", "another-message") == job
 
 
-def test_a_job_keeps_its_parsed_prompts() -> None:
-    job = read(prompt="a (red:1.2) cat <lora:x:0.5>", negative_prompt="(blurry)")
-
-    assert job.parsed_prompt == prompt.read_prompt(job.prompt)
-    assert job.parsed_negative_prompt == prompt.read_negative_prompt(
-        job.negative_prompt
-    )
-
-
-def test_the_reference_message_is_a_job() -> None:
-    job = read(
-        prompt="photo of a jump rope, <lora:magic-fantasy-forest-v2:0.35>, ((best quality))",
-        negative_prompt="(deformed, distorted, disfigured:1.3)",
-        sampler_name="k_euler_a",
-        steps=15,
-        cfg_scale=7,
-    )
-
-    assert (job.sampler, job.steps, job.cfg_scale, job.images) == (
-        "euler_ancestral",
-        15,
-        7,
-        1,
-    )
-
-
 def test_a_job_without_an_id_takes_its_messages_and_always_the_same_seed() -> None:
     first, again = read(), read()
 
@@ -268,12 +242,6 @@ def test_the_checkpoint_of_override_settings_is_the_model(title: str) -> None:
 
     assert (job.model, job.clip_skip) == ("dreamshaper_8", 2)
     assert job == read(model="dreamshaper_8", clip_skip=2)
-
-
-def test_override_settings_that_agree_with_the_fields_are_accepted() -> None:
-    settings = {"sd_model_checkpoint": "a.safetensors", "CLIP_stop_at_last_layers": 2}
-
-    assert read(model="a", clip_skip=2, override_settings=settings).model == "a"
 
 
 @pytest.mark.parametrize(
@@ -480,14 +448,6 @@ def test_any_override_settings_raise_only_invalid_message(settings: object) -> N
 )
 def test_a_refusal_uses_the_words_of_json(body: str, expected: str) -> None:
     assert refusal(body) == expected
-
-
-@pytest.mark.parametrize("field", ["id", "campaign", "model"])
-def test_an_unsafe_name_is_refused_with_what_is_allowed(field: str) -> None:
-    with pytest.raises(
-        errors.InvalidMessageError, match=rf"{field}: use 1 to 128 letters, digits"
-    ):
-        read(**{field: "../etc"})
 
 
 def test_a_reason_is_bounded_however_long_the_message() -> None:

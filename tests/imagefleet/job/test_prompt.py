@@ -223,11 +223,6 @@ def test_comments_are_taken_out(text: str, stripped: str) -> None:
         assert "#" in prompt.read_negative_prompt(text, comments=False).text
 
 
-def test_what_is_in_a_comment_is_neither_drawn_nor_refused() -> None:
-    read = prompt.read_prompt("a cat # <lora:night:1> AND [a|b]\n<lora:day:0.5>")
-    assert [lora.name for lora in read.loras] == ["day"]
-
-
 @pytest.mark.parametrize(
     ("text", "words", "weight"),
     [
@@ -282,19 +277,6 @@ def test_no_words_are_lost_or_added(text: str) -> None:
         weights = [part.weight for part in section]
         assert all(abs(weight) <= prompt.EMPHASIS_LIMIT for weight in weights)
         assert all(part.text for part in section)
-
-
-@given(st.text(st.characters(exclude_characters="()[]\\:")))
-def test_words_without_signs_are_one_part_of_weight_1(text: str) -> None:
-    if "BREAK" not in text:
-        assert parts(text) == [[(text, 1.0)] if text else []]
-
-
-@given(prompts)
-def test_both_prompts_are_read_or_refused_and_never_fail(text: str) -> None:
-    for read in (prompt.read_prompt, prompt.read_negative_prompt):
-        with contextlib.suppress(errors.JobError):
-            prompt.weighted_parts(read(text).text)
 
 
 def states(read: prompt.Prompt) -> list[list[tuple[int, str]]]:
