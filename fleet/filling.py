@@ -2,22 +2,20 @@
 
 import asyncio
 import contextlib
-import io
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import typer
-from rich import progress
+from rich import markup, progress
 
 from cli import console, options
 from cli.options import option
 from imagefleet import errors
 from imagefleet.storage.open import Storage, open_storage
-from loadgen import file_source
 from loadgen.campaigns import changes_of, shown
 from loadgen.caption_sweep import SweepSource
 from loadgen.file_source import FileSource
@@ -28,9 +26,6 @@ from worker.progress import duration
 
 #: Seconds between two lines of progress where there is no terminal.
 SECONDS_BETWEEN_LINES = 5.0
-
-#: Bytes of a file that is read at once, and shown.
-_BUFFER_BYTES = 2**18
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,36 +48,14 @@ Reading = Callable[[str], contextlib.AbstractContextManager[None]]
 
 @contextlib.contextmanager
 def reading(path: Path, doing: str, *, is_shown: bool) -> Iterator[None]:
-    """Shows on a terminal how much of a file is read, in bytes; Ctrl-C ends it with a note."""
-    columns = (
-        progress.TextColumn("{task.description}", markup=False),
-        *(
-            progress.BarColumn(),
-            progress.DownloadColumn(),
-            progress.TimeRemainingColumn(),
-        ),
-    )
-    is_shown = is_shown and console.stderr.is_terminal
-    bar = progress.Progress(
-        *columns, console=console.stderr, transient=True, disable=not is_shown
-    )
-    task = bar.add_task(console.untrusted(f"{doing} {path.name}").plain, total=None)
-
-    def shown(file: BinaryIO, size: int) -> BinaryIO:
-        bar.reset(task, total=size)
-        through: Any = bar.wrap_file(file, task_id=task)
-        return io.BufferedReader(through, _BUFFER_BYTES)
-
-    token = file_source.shown_by.set(shown) if is_shown else None
+    """Shows on a terminal that a file is read; Ctrl-C ends it with a note."""
+    shown = markup.escape(f"{doing} {path.name}")
     try:
-        with bar:
+        with console.counting(shown, None, quiet=not is_shown):
             yield
     except KeyboardInterrupt:
         console.print_note(f"stopped while {doing} {path}; nothing was sent")
         raise
-    finally:
-        if token is not None:
-            file_source.shown_by.reset(token)
 
 
 def fill(

@@ -14,10 +14,9 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, TypedDict, Unpack, cast
+from typing import TypedDict, Unpack, cast
 
 from imagefleet import errors
 from imagefleet.job import message, settings_table, sizes
@@ -93,13 +92,6 @@ def digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=ID_BYTES).hexdigest()
 
 
-#: What shows how much of a file is read: takes it and its size, and returns it.
-Wrap = Callable[[BinaryIO, int], BinaryIO]
-
-#: That of the files which are opened in a context.
-shown_by: ContextVar[Wrap] = ContextVar("shown_by", default=lambda file, _: file)
-
-
 class UnchangedFile:
     """A file that is read several times; raises SetupError if it is written in between."""
 
@@ -116,9 +108,7 @@ class UnchangedFile:
         try:
             with self._path.open("rb") as file:
                 self._check_version(file)
-                size = os.fstat(file.fileno()).st_size
-                shown = cast("io.BufferedReader", shown_by.get()(file, size))
-                yield decompressed(shown) if self._form.is_stream else shown
+                yield decompressed(file) if self._form.is_stream else file
                 self._check_version(file)
         except (EOFError, zlib.error):
             why = "cannot be read: it is gzip that is damaged or incomplete"

@@ -157,7 +157,7 @@ def test_a_dry_run_of_a_sweep_says_how_many_jobs_it_is(
     in_process: Imagefleet, tmp_path: Path
 ) -> None:
     (tmp_path / "sweep.yaml").write_text(
-        "prompt: a\njob: {steps: {from: 10, to: 50, step: 10}, cfg_scale: [5, 7], size: 512x512}"
+        "prompt: a\njob: {steps: [10, 20, 30, 40, 50], cfg_scale: [5, 7], size: 512x512}"
     )
     result = in_process("load", "sweep.yaml", "--dry-run")
 

@@ -13,9 +13,9 @@ from pydantic import (
     model_validator,
 )
 
-from imagefleet import errors
-from imagefleet.job import clip, samplers
+from imagefleet import validation
 from imagefleet.job import prompt as prompts
+from imagefleet.job import samplers
 from imagefleet.job.noise import PHILOX, Noise, NoiseSource
 from imagefleet.job.prompt import Prompt
 from imagefleet.job.sizes import MAX_IMAGES_PER_JOB, MAX_SIDE, MIN_SIDE
@@ -113,11 +113,10 @@ class FirstPass(BaseModel):
                 f"seed: the seeds of {self.images} images from {self.seed} on go beyond 32 bits,"
                 f" which with randn_source {self.randn_source} are no longer those of this job"
             )
-        for field in ("prompt", "negative_prompt"):
-            try:
-                clip.check_length(getattr(self, f"parsed_{field}"))
-            except errors.JobError as error:
-                raise ValueError(f"{field}: {error.message}") from None
+        with validation.as_error(ValueError, "prompt: "):
+            _ = self.parsed_prompt
+        with validation.as_error(ValueError, "negative_prompt: "):
+            _ = self.parsed_negative_prompt
         check_guidance(self.cfg_scale, self.parsed_prompt)
         return self
 

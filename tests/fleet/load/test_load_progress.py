@@ -1,5 +1,4 @@
 import codecs
-import gzip
 import json
 import os
 import pty
@@ -116,22 +115,3 @@ def test_a_long_check_shows_nothing_in_a_pipe(
 
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "checking" not in result.stderr
-
-
-@pytest.mark.parametrize("name", ["long.jsonl", "long.jsonl.gz"])
-def test_a_terminal_shows_the_bytes_of_the_file_that_are_read(
-    tmp_path: Path, name: str
-) -> None:
-    """Those of the file as it lies there: a compressed one's are known, its lines' are not."""
-    lines = "".join(
-        LINE.replace("a red", f"{number:x} red") for number in range(10_000)
-    ).encode()
-    lines += b"no job\n" * 10  # so that nothing is sent or printed
-    data = gzip.compress(lines, 1) if name.endswith(".gz") else lines
-    (tmp_path / name).write_bytes(data)
-    _, output = on_a_terminal(tmp_path, name)
-
-    plain = re.sub(r"\x1b\[[?\d;]*\w", "", output)
-    size = len(data) / 1e6 if len(data) >= 1e6 else len(data) / 1e3
-    assert f"{size:.1f}/{size:.1f} " in plain or f"/{size:.1f} " in plain
-    assert f"checking {name}" in plain
