@@ -40,6 +40,13 @@ MAX_CHUNKS = 32
 #: Those of all texts of an edited prompt, which a job holds on the device: of SDXL 80 MB.
 _MOST_CHUNKS = 256
 
+#: What no token goes across: words, signs that may be in an embedding's name, and others.
+_TOKEN = re.compile(
+    r"(?P<other>'(?:s|t|re|ve|m|ll|d))|(?P<word>[^\W\d_]+)"
+    r"|(?P<sign>\d|[_.+()-]+(?![^\w\s]|_))|(?P<others>(?:[^\w\s]|_)+)"
+)
+_SPECIAL = re.compile(r"<\|(?:start|end)oftext\|>")
+
 Tokenise = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 """The token ids of each text, without start and end tokens."""
 
@@ -250,6 +257,34 @@ def level(
         company = tuple(zip(place, counts, strict=True)) if is_weighted else ()
         columns.append([replace(chunk, company=company) for chunk in place])
     return list(zip(*columns, strict=True))
+
+
+def check_length(prompt: Prompt) -> None:
+    """Raises JobError for a prompt that is too long whatever the tokenizer and the embeddings.
+
+    Each word, digit and row of signs is a token at least, or begins the name of an embedding, which
+    has no two words side by side. `cut_into_chunks` refuses what is shorter and yet too long.
+    """
+    for _, text, sections in prompt.states:
+        # The most that there can be, which nearly no prompt comes near.
+        if len(sections) + len(text) // CHUNK_TOKENS <= MAX_CHUNKS:
+            continue
+        *others, last = (
+            -(-sum(_fewest_tokens(part.text) for part in section) // CHUNK_TOKENS)
+            for section in sections
+        )
+        _refuse_more(sum(max(1, chunks) for chunks in others) + last, "at least ")
+
+
+def _fewest_tokens(text: str) -> int:
+    tokens, before = 0, None
+    text = unicodedata.normalize("NFC", cleaned(text)).lower()
+    for match in _TOKEN.finditer(_SPECIAL.sub(" , ", text)):
+        kind = match.lastgroup
+        is_in_name = {before, kind} in ({"word", "sign"}, {"sign"})
+        tokens += not is_in_name
+        before = kind
+    return tokens
 
 
 def _refuse_more(chunks: int, about: str = "", most: int = MAX_CHUNKS) -> None:

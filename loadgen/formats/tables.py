@@ -132,12 +132,18 @@ def _value(field: str, cell: Any) -> Any:
 #: The one that the first row has most of, or else the first.
 DELIMITERS = ",;\t"
 
+_IN_QUOTES = re.compile(r'"(?:[^"]|"")*"')
+
 #: Lines within a cell that may be rows: few if each has a row's separators, or many.
 _FEW_LINES, _MANY_LINES = 3, 100
 
 
 class CsvRows(Format):
-    """Rows as spreadsheets write them (RFC 4180): a quote within quotes is doubled."""
+    """Rows as spreadsheets write them (RFC 4180): a quote within quotes is doubled.
+
+    Between tabs, a quote that does not close in its cell is a letter,
+    as most programs write it.
+    """
 
     name = "csv"
     suffixes = (".csv", ".tsv")
@@ -191,6 +197,9 @@ def _open(stream: BinaryIO) -> tuple[Columns, str, Iterator[tuple[int, list[str]
 
 def _rows(text: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """Each row's first line and its cells; raises FormatError where a quote is missing."""
+    if delimiter == "\t":
+        yield from enumerate(map(_between_tabs, text), start=1)
+        return
     reader = csv.reader(text, delimiter=delimiter, strict=True)
     for number in itertools.count(1):
         line = reader.line_num + 1
@@ -204,6 +213,20 @@ def _rows(text: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]
         if cells is None:
             return
         yield line, cells
+
+
+def _between_tabs(line: str) -> list[str]:
+    """The cells of a line; raises FormatError for one that may go on in the next line."""
+    cells = line.rstrip("\r\n").split("\t")
+    if cells[-1].startswith('"') and cells[-1].count('"') % 2:
+        raise FormatError(
+            f"the last cell of the line {line[:40]!r} opens a quote that the line does not close:"
+            " save cells of several lines as .csv"
+        )
+    return [
+        cell[1:-1].replace('""', '"') if _IN_QUOTES.fullmatch(cell) else cell
+        for cell in cells
+    ]
 
 
 def _notice(cells: Sequence[str], delimiter: str) -> str:

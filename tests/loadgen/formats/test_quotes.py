@@ -37,6 +37,26 @@ def test_a_quote_that_closes_many_rows_later_is_named() -> None:
     assert (letter.problem, letter.notice) == ("", "")
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            't1\t"hello there\ts\nt2\ta fish\ts\nt3\tworld"\ts\n',
+            ['"hello there', "a fish", 'world"'],
+        ),
+        ('1\t"say ""hi"""\n2\t5" nails\n3\t"a" b\n', ['say "hi"', '5" nails', '"a" b']),
+    ],
+)
+def test_a_quote_between_tabs_is_a_letter_unless_it_closes_in_its_cell(
+    text: str, expected: list[str]
+) -> None:
+    found = entries("id\tprompt\tcampaign\n" + text)
+    assert [json.loads(entry.text)["prompt"] for entry in found] == expected
+
+    with pytest.raises(FormatError, match=r"save cells of several lines as \.csv"):
+        entries('id\tprompt\n1\t"a\nb"\n3\tc\n')
+
+
 @given(
     st.lists(st.text(st.sampled_from('a" ,;\t\n'), min_size=1, max_size=9), min_size=1),
     st.sampled_from(["excel", "excel-tab"]),
@@ -44,6 +64,8 @@ def test_a_quote_that_closes_many_rows_later_is_named() -> None:
 def test_what_a_program_has_quoted_is_read_as_it_was(
     cells: list[str], dialect: str
 ) -> None:
+    if dialect == "excel-tab":  # a tab or a line's end ends a cell, in quotes, too
+        cells = [" ".join(cell.split("\t")).replace("\n", " ") for cell in cells]
     written = io.StringIO()
     writer = csv.writer(written, dialect, lineterminator="\n")
     writer.writerow(["id", "prompt"])

@@ -144,7 +144,7 @@ def wanted(models: Mapping[str, Any]) -> set[tuple[str, str | None, str | None]]
 
 
 def test_the_cases_are_thirty_and_all_are_here() -> None:
-    assert len(EXPECTED) == 27
+    assert len(EXPECTED) == 30
     assert EXPECTED.keys() == {each.name for each in CASES.iterdir()} - {
         "README.md",
         "expected.jsonl",
