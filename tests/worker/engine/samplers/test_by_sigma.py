@@ -69,8 +69,19 @@ def check(
     )
 
 
-@pytest.mark.parametrize("steps", [2, 4, 20])
-@pytest.mark.parametrize("method", METHODS)
+#: Multistep methods of k-diffusion end with an error after a single step.
+_OF_SEVERAL_STEPS = ("dpmpp_2m_sde", "dpmpp_2m_sde_heun", "dpmpp_3m_sde")
+
+
+@pytest.mark.parametrize(
+    ("method", "steps"),
+    [
+        (method, steps)
+        for method in METHODS
+        for steps in (1, 2, 4, 20)
+        if steps > 1 or method not in _OF_SEVERAL_STEPS
+    ],
+)
 def test_each_sampler_is_k_diffusions(theirs: Any, method: str, steps: int) -> None:
     # Heun's step from sigma 14.6 to 0.03 has 250 times the rounding of the latents, there and here.
     bound = 3e-5 if (method, steps) == ("heun", 2) else 1e-5
