@@ -77,7 +77,10 @@ def fill(
     refusals = Refusals()
     storage = open_storage(settings, refusals.policy)
     load = Load(
-        *(storage, source, settings, path),
+        storage,
+        source,
+        settings,
+        path,
         refusals=refusals,
         on_notice=console.print_note,
         restart=sending.restart,
@@ -91,9 +94,7 @@ def fill(
             load.check()  # before the event loop begins: Ctrl-C can interrupt a long file
     is_live = console.stderr.is_terminal and not as_json
     quiet = sending.quiet
-    with showing(
-        load, source.count, is_live=is_live, quiet=quiet, as_json=as_json
-    ) as show:
+    with showing(load, source.count, is_live=is_live, quiet=quiet) as show:
         summary = console.run(_send(storage, load, show))
     told = facts()
     if as_json:
@@ -164,9 +165,9 @@ def _announce(load: Load, file: str, path: Path | None) -> None:
 
 @contextlib.contextmanager
 def showing(
-    load: Load, total: int, *, is_live: bool, quiet: bool, as_json: bool = False
+    load: Load, total: int, *, is_live: bool, quiet: bool
 ) -> Iterator[Callable[[int], None]]:
-    """A bar if *is_live*, else occasional lines on stderr, of JSON with *as_json*."""
+    """A bar if *is_live*, else occasional lines on stderr."""
     said_at = time.monotonic()
     columns = (
         progress.BarColumn(),
@@ -200,15 +201,6 @@ def showing(
             rate += f", slowed down by the storage {refused:,} times"
         if is_live:
             task.fields["rate"] = rate
-        elif as_json:
-            facts = {
-                "confirmed": confirmed,
-                "total": total,
-                "jobs_per_second": task.speed and round(task.speed, 1),
-                "seconds_left": left,
-                "refusals": refused,
-            }
-            console.print_note(console.json_text(facts, indent=None).rstrip())
         else:
             ends = "" if left is None else f", {duration(left)} left"
             console.print_note(f"{confirmed:,} of {total:,} jobs sent, {rate}{ends}")

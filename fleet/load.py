@@ -140,7 +140,12 @@ def command(
             in_use = f"another `imagefleet load` is at work with the checkpoint {path}"
             with console.only_one(path, in_use) if path else contextlib.nullcontext():
                 filling.fill(
-                    *(settings, source, jobs.file, path, sending, read),
+                    settings,
+                    source,
+                    jobs.file,
+                    path,
+                    sending,
+                    read,
                     as_json=as_json,
                     # A template has nothing besides its jobs.
                     facts=lambda: {

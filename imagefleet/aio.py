@@ -63,7 +63,7 @@ class ConnectOptions(TypedDict, total=False):
     trusted_key: str
 
 
-class Which(TypedDict, total=False):
+class FailedJobFilter(TypedDict, total=False):
     """Selection of failed jobs: *error* is part of the error's class or reason; all must hold."""
 
     error: str | None
@@ -253,7 +253,7 @@ class Fleet:
         queue, failed = self.storage.queue, self.storage.poison
         return Depth(await self.run(queue.depth()), await self.run(failed.depth()))
 
-    def failed(self, **which: Unpack[Which]) -> Results:
+    def failed(self, **which: Unpack[FailedJobFilter]) -> Results:
         """The jobs that have failed and were neither replayed nor discarded since."""
         entries = dead_letter_queue.recorded(self.storage, Selection(**which))
         records = (entry.record async for entry in entries if entry.record)
@@ -267,7 +267,7 @@ class Fleet:
         *,
         set: Mapping[str, Any] | None = None,  # noqa: A002 - as `--set`
         priority: Priority = "normal",
-        **which: Unpack[Which],
+        **which: Unpack[FailedJobFilter],
     ) -> Swept:
         """Puts failed jobs back into the job queue of *priority*; without a condition, all of them.
 
@@ -297,7 +297,7 @@ class Fleet:
         *,
         unsigned: bool = False,
         completed: bool = False,
-        **which: Unpack[Which],
+        **which: Unpack[FailedJobFilter],
     ) -> Swept:
         """Deletes failed jobs for good; without a condition, all of them.
 

@@ -102,14 +102,6 @@ def command(
     reading = functools.partial(filling.reading, captions.file, is_shown=is_shown)
     named = _models(models)
     groups, shared = _groups_and_shared(fields or [], named or [None])
-    of_stages = [stage.get("model") for stage in shared.get("then", [])]
-    drawn_with = {*named, *of_stages}
-    for name in sending.model or []:
-        if name not in drawn_with:
-            raise errors.SetupError(
-                f"--model {name[:60]} is none of --models, nor of a stage's in `then`: it says"
-                " that workers have a model from elsewhere; they say what is drawn with"
-            )
     with reading("reading"):
         file = CaptionFile(captions.file, form=captions.form, count=captions.count)
     source = SweepSource(
@@ -120,6 +112,13 @@ def command(
         job=shared,
         signer=signer_of(settings),
     )
+    drawn_with = _models_of(source)
+    for name in sending.model or []:
+        if name not in drawn_with:
+            raise errors.SetupError(
+                f"--model {name[:60]} is none of --models, nor of a stage's in `then`: it says"
+                " that workers have a model from elsewhere; they say what is drawn with"
+            )
     with reading("checking"):
         source.check(0)
     if sending.dry_run:
@@ -141,13 +140,17 @@ async def _note(settings: LoadSettings, source: SweepSource, sending: Sending) -
     async with open_storage(settings) as storage:
         await storage.create()
         # A name that is mistyped must not be the campaign's for ever.
-        stages = (stage for job in source.first_jobs() for stage in job.stages_left())
-        names = {stage.model for stage in stages if stage.model}
         elsewhere = sending.model or ()
         await enqueue.JobSender(storage, sending.priority, elsewhere=elsewhere).check(
-            names
+            _models_of(source)
         )
         await swept.write(storage, source.sweep)
+
+
+def _models_of(source: SweepSource) -> set[str]:
+    """The models that its jobs name, in all their stages."""
+    stages = (stage for job in source.first_jobs() for stage in job.stages_left())
+    return {stage.model for stage in stages if stage.model}
 
 
 def _models(models: str | None) -> list[str]:

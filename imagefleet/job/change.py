@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Self, get_args
 
-from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
 
 from imagefleet import errors, validation
@@ -28,32 +27,16 @@ _FIELDS = sorted(Job.model_fields.keys() - _FIXED)
 _DEFAULTS: Mapping[str, Any] = Job(prompt="").model_dump(mode="json")
 
 
-_IMAGE = {chain.INPUT_FIELD: ["image.png"]}
-
-#: Jobs of txt2img, of img2img, and one that only enlarges: some fields are of one of them alone.
-_JOBS: tuple[Mapping[str, Any], ...] = (
-    {"prompt": ""},
-    {"prompt": "", **_IMAGE},
-    {"upscaler_1": "Lanczos", **_IMAGE},
-)
-
-
 class Change:
     """New values of some fields, for each job."""
 
     def __init__(
-        self,
-        values: Mapping[str, Any],
-        signer: JobSigner | None = None,
-        option: str = "set",
+        self, values: Mapping[str, Any], signer: JobSigner | None = None
     ) -> None:
-        """Signed by *signer*; a SetupError begins with *option* and names what no job can have."""
+        """Changed jobs are signed by *signer*; raises SetupError for a field that no job has."""
         self._signer = signer
         for name in values:
-            _check_name(name, option)
-        faults = [*filter(None, (_fault({**fields, **values}) for fields in _JOBS))]
-        if len(faults) == len(_JOBS):
-            raise errors.SetupError(f"{option} {faults[0]}")
+            _check_name(name)
         self.values: dict[str, Any] = to_jsonable_python(dict(values))
 
     @classmethod
@@ -66,9 +49,9 @@ class Change:
                 raise errors.SetupError(
                     f"--set {text[:80]}: should be NAME=VALUE, say steps=20"
                 )
-            _check_name(name, "--set")
+            _check_name(name)
             values[name] = _value(name, value)
-        return cls(values, signer, "--set")
+        return cls(values, signer)
 
     def apply(self, body: str, job_id: str) -> tuple[str, Job]:
         """The changed job's message, and the job; JobError says why it cannot be."""
@@ -112,23 +95,15 @@ class Change:
         }
 
 
-def _fault(fields: Mapping[str, Any]) -> str | None:
-    try:
-        Job.model_validate(fields)
-    except ValidationError as error:
-        return validation.sentence(error)
-    return None
-
-
-def _check_name(name: str, option: str) -> None:
+def _check_name(name: str) -> None:
     if name in _FIXED:
         raise errors.SetupError(
-            f"{option} {name}: a replay keeps it; for another, `imagefleet failed --export` the"
+            f"set {name}: a replay keeps it; for another, `imagefleet failed --export` the"
             " jobs and load them"
         )
     if name not in _FIELDS:
         hint = validation.suggestion(name, _FIELDS)
-        raise errors.SetupError(f"{option} {name[:80]}: a job has no such field{hint}")
+        raise errors.SetupError(f"set {name[:80]}: a job has no such field{hint}")
 
 
 def _value(name: str, text: str) -> Any:

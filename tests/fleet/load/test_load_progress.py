@@ -1,5 +1,4 @@
 import codecs
-import json
 import os
 import pty
 import re
@@ -40,23 +39,6 @@ def test_a_line_says_the_rate_the_time_left_and_that_the_storage_is_busy(
     assert calm.endswith("left")
     assert "slowed down" not in calm
     assert "slowed down by the storage 12 times" in busy
-
-
-def test_for_programs_progress_is_a_json_object_a_line(
-    load: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with filling.showing(load, None, is_live=False, quiet=False, as_json=True) as show:
-        show(500)
-        show(1_000)
-    _, line = capsys.readouterr().err.splitlines()
-    found = json.loads(line)
-    assert (found["confirmed"], found["total"], found["seconds_left"]) == (
-        1_000,
-        None,
-        None,
-    )
-    assert found["jobs_per_second"] > 0
-    assert found["refusals"] == 0
 
 
 LINE = '{"prompt":"a red house in a forest, digital art, no ' + "x" * 400 + '"}\n'
