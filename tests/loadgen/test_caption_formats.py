@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -107,20 +106,6 @@ def test_what_is_no_file_of_captions_is_named_with_its_place(
         return
     with pytest.raises(errors.SetupError, match=sentence):
         CaptionFile(tmp_path / name)
-
-
-def test_captions_take_the_memory_of_one_however_many_there_are(tmp_path: Path) -> None:
-    path = tmp_path / "c.txt"
-    path.write_text("".join(f"caption {n} {'x' * 2_000}\n" for n in range(3_000)))
-    tracemalloc.start()
-    try:
-        assert CaptionFile(path).facts.count == 3_000
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-
-    assert path.stat().st_size > 5_000_000
-    assert peak < 3_500_000, "of which the buffers are most"
 
 
 @example("a [dog|cat] and (red:1.3) AND more")

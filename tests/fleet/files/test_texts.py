@@ -61,6 +61,11 @@ def signing_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SigningKey:
     return key
 
 
+def make_text(jobs: Path, model: Path, settings: StorageSettings) -> list[str]:
+    command = ["files", "make", "text", str(jobs), "--model", str(model)]
+    return [*command, *flags(settings)]
+
+
 def stored(settings: StorageSettings) -> set[str]:
     async def names() -> set[str]:
         async with open_storage(settings) as storage:
@@ -106,16 +111,7 @@ def test_workers_find_the_states_of_all_prompts_of_all_stages(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    command = [
-        "files",
-        "make",
-        "text",
-        str(jobs),
-        "--model",
-        str(model),
-        "--json",
-        *flags(storage_settings),
-    ]
+    command = [*make_text(jobs, model, storage_settings), "--json"]
     added = in_process(*command)
     assert added.returncode == console.EXIT_DONE, added.stderr
     assert json.loads(added.stdout) == {
@@ -165,15 +161,7 @@ def test_an_interrupted_command_goes_on_where_it_was(
         return encode(self, prompts)
 
     monkeypatch.setattr(text_stage.TextStage, "encode", fail_at_the_third)
-    command = [
-        "files",
-        "make",
-        "text",
-        str(jobs),
-        "--model",
-        str(model),
-        *flags(storage_settings),
-    ]
+    command = make_text(jobs, model, storage_settings)
     assert in_process(*command).returncode != console.EXIT_DONE
     there = stored(storage_settings)
     assert len(there) == 2
@@ -196,19 +184,7 @@ def test_an_interrupted_command_goes_on_where_it_was(
 def test_a_dry_run_needs_no_storage(
     in_process: Imagefleet, jobs: Path, model: Path, local_settings: StorageSettings
 ) -> None:
-    dry = in_process(
-        *(
-            "files",
-            "make",
-            "text",
-            str(jobs),
-            "--model",
-            str(model),
-            "--dry-run",
-            "--json",
-        ),
-        *flags(local_settings),
-    )
+    dry = in_process(*make_text(jobs, model, local_settings), "--dry-run", "--json")
     assert dry.returncode == console.EXIT_DONE, dry.stderr
     found = json.loads(dry.stdout)
     assert (found["missing"], found["stored"]) == (len(PROMPTS), 0)
@@ -236,16 +212,7 @@ def test_with_a_signing_key_all_are_listed_and_what_others_stored_is_replaced(
             await storage.files.create(blob, foreign, "application/octet-stream", {})
 
     asyncio.run(put())
-    command = [
-        "files",
-        "make",
-        "text",
-        str(jobs),
-        "--model",
-        str(model),
-        "--json",
-        *flags(storage_settings),
-    ]
+    command = [*make_text(jobs, model, storage_settings), "--json"]
     added = in_process(*command)
     assert added.returncode == console.EXIT_DONE, added.stderr
     found = json.loads(added.stdout)

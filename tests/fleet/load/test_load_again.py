@@ -14,6 +14,7 @@ from imagefleet.job.message import fields_if_any
 from imagefleet.records import ledger
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
+from storage_flags import flags
 
 Imagefleet = Callable[..., "subprocess.CompletedProcess[str]"]
 Load = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -30,13 +31,8 @@ def load(
 
     def load(name: str, text: str, *options: str) -> subprocess.CompletedProcess[str]:
         (tmp_path / name).write_text(text)
-        names = ("storage", "queue", "container", "files_container")
-        flags = [
-            f"--{each.replace('_', '-')}={getattr(storage_settings, each)}"
-            for each in names
-        ]
-        flags += ["--verify-share=0", "--campaign=spring"]
-        return in_process("load", name, *options, *flags)
+        ours = ("--verify-share=0", "--campaign=spring", *flags(storage_settings))
+        return in_process("load", name, *options, *ours)
 
     return load
 

@@ -87,18 +87,12 @@ def test_the_second_upscaler_counts_only_where_it_shows() -> None:
             {"resize_mode": 2},
             "resize_mode: with upscaler_1 it should be 0 (by upscaling_resize)",
         ),
-        ({"upscaling_resize": 0}, "upscaling_resize"),
-        ({"upscaling_resize": 9}, "upscaling_resize"),
-        ({"upscaling_resize_w": 32}, "upscaling_resize_w"),
-        ({"extras_upscaler_2_visibility": 2}, "extras_upscaler_2_visibility"),
         ({"gfpgan_visibility": 0.5}, "gfpgan_visibility is not supported"),
-        ({"codeformer_visibility": 1}, "codeformer_visibility is not supported"),
         ({"image": "b.png"}, "image and init_images are the same field"),
         (
             {"denoising_strength": 0.4},
             "denoising_strength: a job with upscaler_1 only enlarges",
         ),
-        ({"mask": "b.png"}, "mask: a job with upscaler_1 only enlarges"),
         ({"enable_hr": True}, "enable_hr: is for txt2img"),
         (
             {"batch_size": 2},
@@ -216,14 +210,6 @@ def test_the_image_of_a_stage_cannot_be_given() -> None:
         errors.InvalidMessageError, match="stage 2: image is the image of"
     ):
         read_job(json.dumps(body), "m")
-
-
-def test_an_enlarged_image_may_be_drawn_over() -> None:
-    body = {"init_images": ["a.png"], "upscaler_1": "Lanczos", "prompt": "a hut"}
-    body["then"] = [{"denoising_strength": 0.3, "width": 512, "height": 512}]
-    first, second = read_job(json.dumps(body), "m").stages_left()
-    assert (first.only_upscales, second.only_upscales) == (True, False)
-    assert (second.prompt, second.final_size) == ("a hut", (512, 512))
 
 
 def test_a_network_that_is_applied_twice_costs_what_it_takes() -> None:
