@@ -44,8 +44,8 @@ Third = TypeVar("Third")
 Result = TypeVar("Result")
 Item = TypeVar("Item")
 
-#: A call that has waited for so long wakes another thread. To wake one, and to answer a loop, takes
-#: longer than many a call: a thread that runs leaves Python to another after 5 ms.
+#: Calls that have ended wait so long for others to be answered with them: to answer a loop takes
+#: longer than many a call, as a thread that runs leaves Python to another after 5 ms.
 _PATIENCE_SECONDS = 0.006
 
 
@@ -125,8 +125,6 @@ class _Call(NamedTuple, Generic[Item, Result]):
     item: Item
     loop: asyncio.AbstractEventLoop
     done: asyncio.Future[Result]
-    at: float
-    """Monotonic seconds."""
 
 
 _Ended = tuple["asyncio.Future[Any]", object]
@@ -134,65 +132,42 @@ _Ended = tuple["asyncio.Future[Any]", object]
 
 @dataclass(eq=False)
 class Batches(Generic[Item, Result]):
-    """Does the items of many calls in threads, together, in the order of the calls.
+    """Does the items of many calls in a thread, together, in the order of the calls.
 
     One that comes alone is done at once. Under load, calls share their way to the thread and back,
     and whatever *work*, which returns results and errors, shares among its items: a transaction, or
-    the sync of a folder. It gets *most* items a batch, and *at_once* batches in the threads.
+    the sync of a folder. It gets *most* items a batch, and one batch at a time.
     """
 
     work: Callable[[Sequence[Item]], Sequence[Result | Exception]]
-    threads: Executor
+    thread: Executor
     most: int
-    at_once: int = 1
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: deque[_Call[Item, Result]] = deque()
-        self._running = 0
-        self._looks_at = 0.0
+        self._is_running = False
 
     async def __call__(self, item: Item) -> Result:
         loop = asyncio.get_running_loop()
-        call: _Call[Item, Result] = _Call(
-            item, loop, loop.create_future(), time.monotonic()
-        )
+        call: _Call[Item, Result] = _Call(item, loop, loop.create_future())
         with self._lock:
             self._waiting.append(call)
-            if not self._running:
-                self._running = 1
+            if not self._is_running:
+                self._is_running = True
                 # What else the loop has to do now may call as well, and shares the way.
                 loop.call_soon(self._begin)
-            elif self._running < self.at_once and call.at >= self._looks_at:
-                self._look_later(loop)
         return await call.done
 
     def _begin(self) -> None:
         try:
-            self.threads.submit(self._run)
-        except RuntimeError as error:  # they are shut down
+            self.thread.submit(self._run)
+        except RuntimeError as error:  # it is shut down
             with self._lock:
-                self._running = 0
+                self._is_running = False
                 calls = list(self._waiting)
                 self._waiting.clear()
             _answer((call, error) for call in calls)
-
-    def _look_later(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._looks_at = time.monotonic() + _PATIENCE_SECONDS
-        loop.call_later(_PATIENCE_SECONDS, self._look, loop)
-
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Wakes another thread if those that run do not keep up."""
-        with self._lock:
-            if not self._waiting or self._running >= self.at_once:
-                return
-            if self._waiting[0].at <= time.monotonic() - _PATIENCE_SECONDS:
-                with contextlib.suppress(
-                    RuntimeError
-                ):  # they are shut down: nobody waits
-                    self.threads.submit(self._run)
-                    self._running += 1
-            self._look_later(loop)
 
     def _run(self) -> None:
         ended: list[tuple[_Call[Item, Result], object]] = []
@@ -210,29 +185,15 @@ class Batches(Generic[Item, Result]):
         _answer(ended)
 
     def _next(self) -> list[_Call[Item, Result]]:
-        """The next batch; empty: nothing waits, and this thread is done."""
+        """The next batch; empty: nothing waits, and the thread is done."""
         batch: list[_Call[Item, Result]] = []
         with self._lock:
             while self._waiting and len(batch) < self.most:
                 call = self._waiting.popleft()
                 if not call.done.cancelled():
                     batch.append(call)
-            self._running -= not batch
+            self._is_running = bool(batch)
         return batch
-
-
-def one_by_one(
-    work: Callable[[Item], Result],
-) -> Callable[[Sequence[Item]], list[Result | Exception]]:
-    """*work* for `Batches`, whose items share only their way to the thread and back."""
-
-    def each(item: Item) -> Result | Exception:
-        try:
-            return work(item)
-        except Exception as error:  # noqa: BLE001 - raised again by the call
-            return error
-
-    return lambda items: [each(item) for item in items]
 
 
 def _answer(ended: Iterable[tuple[_Call[Any, Any], object]]) -> None:

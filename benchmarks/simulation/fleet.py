@@ -26,7 +26,6 @@ from simulation.nodes import (
     Weather,
     seconds_until_replaced,
 )
-from simulation.threads import SimulatedBatches
 from worker import pipeline
 from worker.metrics import WorkerMetrics
 from worker.pipeline import Machine, Pipeline
@@ -277,7 +276,6 @@ def stand_ins() -> Iterator[None]:
         with (
             mock.patch.object(pipeline, "EngineThread", engine.SimulatedEngineThread),
             mock.patch.object(encode, "encode", engine.encode),
-            mock.patch.object(concurrency, "Batches", SimulatedBatches),
         ):
             yield
     finally:

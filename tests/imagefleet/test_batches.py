@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import polling
-from imagefleet import concurrency
-from imagefleet.concurrency import Batches, one_by_one
+from imagefleet.concurrency import Batches
 
 
 class Work:
@@ -105,51 +104,6 @@ async def test_a_call_that_was_cancelled_is_not_done_and_holds_up_no_other(
     assert await last == 6
     assert work.batches == [[1], [3]]
     assert await batches(4) == 8
-
-
-async def test_no_more_batches_than_allowed_are_in_threads(
-    work: Work, threads: ThreadPoolExecutor
-) -> None:
-    batches = Batches(work, threads, most=1, at_once=2)
-    calls = await waiting(batches, work, range(5))
-    await polling.until(lambda: len(work.batches) >= 2)
-    for _ in range(3):  # more looks, which wake no third one
-        batches._look(asyncio.get_running_loop())
-    await asyncio.to_thread(
-        threads.submit(list).result
-    )  # a third one would have begun by then
-    assert len(work.batches) == 2
-    work.may_end.set()
-    assert sorted(await asyncio.gather(*calls)) == [0, 2, 4, 6, 8]
-
-
-async def test_a_call_that_no_thread_takes_after_a_shutdown_is_no_error_of_the_loop(
-    work: Work, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(
-        lambda _, context: found.append(context)
-    )
-    batches = Batches(work, threads, most=1, at_once=2)
-    calls = await waiting(batches, work, [1, 2])
-    threads.shutdown(wait=False, cancel_futures=True)
-    monkeypatch.setattr(concurrency, "_PATIENCE_SECONDS", 0.0)
-    batches._look(asyncio.get_running_loop())  # the patience with the second is over
-    await polling.turn()
-    work.may_end.set()
-    assert await asyncio.gather(*calls) == [2, 4]
-    assert found == []
-
-
-async def test_one_by_one_an_error_is_its_items_alone(
-    threads: ThreadPoolExecutor,
-) -> None:
-    def inverse(number: int) -> float:
-        return 1 / number
-
-    inverted = Batches(one_by_one(inverse), threads, most=8)
-    results = await asyncio.gather(*map(inverted, (1, 0, 2)), return_exceptions=True)
-    assert [results[0], type(results[1]), results[2]] == [1, ZeroDivisionError, 0.5]
 
 
 def test_event_loops_one_after_the_other_and_at_the_same_time_may_call(

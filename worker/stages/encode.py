@@ -21,7 +21,7 @@ import numpy.typing as npt
 from isal import isal_zlib
 from PIL import ExifTags, Image, PngImagePlugin
 
-from imagefleet import concurrency, errors
+from imagefleet import errors
 from imagefleet.files.picture import PNG_KEYWORD
 from imagefleet.job import sizes
 from imagefleet.job.message import Output, text_for_image
@@ -61,9 +61,6 @@ class EncodeStage:
             ENCODERS
         )
         self._threads = ThreadPoolExecutor(ENCODERS, "encode")
-        self._files = concurrency.Batches(
-            concurrency.one_by_one(_encoded), self._threads, most=1, at_once=ENCODERS
-        )
 
     async def run(self) -> NoReturn:
         while True:
@@ -107,7 +104,8 @@ class EncodeStage:
         try:
             with self.settler.metrics.stage_seconds["encode"].time():
                 drawn = pixels, image.owner.overlay, image.job.output, text, job
-                file = await self._files(drawn)
+                loop = asyncio.get_running_loop()
+                file = await loop.run_in_executor(self._threads, _encoded, drawn)
         except (
             errors.TransientError
         ) as error:  # an image of one colour is the engine's failure

@@ -87,12 +87,7 @@ class AsyncEngine:
         await storage.create()
         files = JobFiles(storage, self._settings)
         self._reader = RequestReader(self._engine, files, threads)
-        self._prepared = concurrency.Batches(
-            concurrency.one_by_one(self._engine.prepare),
-            threads,
-            most=1,
-            at_once=PREPARERS,
-        )
+        self._threads = threads
         self._watching = asyncio.create_task(self._thread.watch())
         return self
 
@@ -161,7 +156,9 @@ class AsyncEngine:
             )
 
     async def _pixels(self, request: contract.ImageRequest) -> contract.Pixels:
-        prepared = await self._prepared(request)
+        loop = asyncio.get_running_loop()
+        prepare = self._engine.prepare
+        prepared = await loop.run_in_executor(self._threads, prepare, request)
         drawing = asyncio.ensure_future(self._thread.draw(prepared))
         await tasks.first_of(
             drawing, asyncio.shield(self._watching)

@@ -107,12 +107,6 @@ class PrepareStage:
         self._drawn_here: FIFOCache[str, None] = FIFOCache(REMEMBERED)
         self._threads = ThreadPoolExecutor(PREPARERS, "prepare")
         self._reader = RequestReader(engine, files, self._threads)
-        self._prepared = concurrency.Batches(
-            concurrency.one_by_one(engine.prepare),
-            self._threads,
-            most=1,
-            at_once=PREPARERS,
-        )
 
     async def run(self) -> NoReturn:
         while True:
@@ -194,7 +188,9 @@ class PrepareStage:
             if self._files.accelerator is not None and not job.only_upscales:
                 job = self._files.accelerator.fit(job)
             requests = await self._requests(entry, job, images)
-            prepared = await self._prepared(requests[0])
+            loop = asyncio.get_running_loop()
+            prepare = self._engine.prepare
+            prepared = await loop.run_in_executor(self._threads, prepare, requests[0])
         if entry.settled:
             return  # handed back meanwhile
         entry.images_to_submit = entry.images_to_store = len(images)

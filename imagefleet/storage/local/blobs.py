@@ -44,9 +44,7 @@ _ABANDONED_SECONDS = 86_400.0
 
 _NOT_THERE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
-#: Threads that create blobs, each several at once: few, as threads keep each other from Python, but
-#: enough to share a slow disk's syncs.
-_CREATORS = 3
+#: Blobs that are created together, and share the syncs of a slow disk.
 _MOST_AT_ONCE = 16
 
 _Result = TypeVar("_Result")
@@ -69,9 +67,9 @@ class LocalBlobs(protocol.BlobStore):
         self._address = folder.absolute().as_uri()
         self._operations = operations
         self._new = NewBlobs(folder)
-        threads = ThreadPoolExecutor(_CREATORS, thread_name_prefix="new-blobs")
+        thread = ThreadPoolExecutor(1, thread_name_prefix="new-blobs")
         self._creations: Batches[NewBlob, bool] = Batches(
-            self._new.create, threads, most=_MOST_AT_ONCE, at_once=_CREATORS
+            self._new.create, thread, most=_MOST_AT_ONCE
         )
 
     async def create_folder(self) -> None:
