@@ -156,21 +156,6 @@ async def test_a_job_of_several_images_is_completed_when_all_are_there(
     assert (found.status, found.seed, found.blobs) == ("completed", 3, result.blobs)
 
 
-async def test_ids_that_begin_alike_are_different_jobs(
-    fleet: aio.Fleet, work: Work
-) -> None:
-    await fleet.submit(
-        [Job(prompt="a house", id=job_id) for job_id in ("a-1", "a.1", "ab")]
-    )
-    await fleet.submit([Job(prompt="a house", id="a")], campaign="spring")
-    await work()
-
-    assert await fleet.job("a").status() == "unknown"
-    for job_id in ("a-1", "a.1", "ab", "spring/a"):
-        assert await fleet.job(job_id).status() == "completed", job_id
-    assert (await fleet.job("a", campaign="spring").result()).blobs == ("spring/a.png",)
-
-
 async def test_an_unknown_job_is_unknown_and_not_waited_for(fleet: aio.Fleet) -> None:
     await fleet.submit([])
 

@@ -1,5 +1,4 @@
 import dataclasses
-import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -34,13 +33,6 @@ async def test_a_transient_error_is_retried_and_reported() -> None:
     assert reported == [busy, busy]
 
 
-async def test_the_error_of_the_last_attempt_is_raised() -> None:
-    storage = Storage(*itertools.repeat(errors.TransientError("busy"), 9))
-    with pytest.raises(errors.TransientError, match="busy"):
-        await FAST.call(storage.call)
-    assert storage.calls == FAST.tries
-
-
 @pytest.mark.parametrize(
     "error", [errors.LeaseLost(), errors.SetupError(), errors.JobError()]
 )
@@ -51,31 +43,6 @@ async def test_a_permanent_error_is_not_retried(error: errors.FleetError) -> Non
     assert storage.calls == 1
 
 
-async def test_retries_can_be_switched_off() -> None:
-    storage = Storage(errors.TransientError(), "done")
-    with pytest.raises(errors.TransientError):
-        await concurrency.NEVER.call(storage.call)
-    assert storage.calls == 1
-
-
-async def test_no_attempt_starts_after_the_time_limit() -> None:
-    storage = Storage(errors.TransientError(), "done")
-    policy = RetryPolicy(first_wait_seconds=0.001, give_up_seconds=0)
-    with pytest.raises(errors.TransientError):
-        await policy.call(storage.call)
-    assert storage.calls == 1
-
-
-@pytest.mark.parametrize("closed", [errors.NoAccessError(), errors.StorageFullError()])
-async def test_waiting_for_access_or_space_does_not_count_as_an_attempt(
-    closed: errors.TransientError,
-) -> None:
-    busy = errors.TransientError("busy")
-    storage = Storage(*[closed] * 20, busy, *[closed] * 20, "done")
-    policy = dataclasses.replace(FAST, tries=2, waits_for_access=True)
-    assert await policy.call(storage.call) == "done"
-
-
 @pytest.mark.parametrize("closed", [errors.NoAccessError(), errors.StorageFullError()])
 async def test_missing_access_or_space_counts_as_an_attempt_by_default(
     closed: errors.TransientError,
@@ -84,20 +51,6 @@ async def test_missing_access_or_space_counts_as_an_attempt_by_default(
     with pytest.raises(type(closed)):
         await FAST.call(storage.call)
     assert storage.calls == FAST.tries
-
-
-async def test_a_busy_storage_is_waited_for_by_whom_fills_it_and_by_nobody_else() -> (
-    None
-):
-    busy, broken = errors.BusyError(), errors.TransientError("broken")
-    patient = dataclasses.replace(FAST, tries=2, waits_while_busy=True)
-    outcomes = [*[busy] * 20, broken, *[busy] * 20, "done"]
-    assert await patient.call(Storage(*outcomes).call) == "done"
-
-    with pytest.raises(errors.BusyError):
-        await dataclasses.replace(FAST, tries=2).call(Storage(*outcomes).call)
-    assert concurrency.PATIENT.waits_while_busy
-    assert not concurrency.DEFAULT.waits_while_busy
 
 
 async def test_the_first_attempt_counts_towards_the_time_limit(
@@ -135,7 +88,7 @@ def test_a_backoff_doubles_up_to_its_limit_and_is_jittered() -> None:
         ("BBBBBBBBB", "done", 10, [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 8, 8]),
         # Each failure that counts makes the pauses for a busy storage short again.
         ("BTBTBT", "done", 7, [0.1, 1, 0.1, 2, 0.1, 4]),
-        ("NNNN", "done", 5, [8, 8, 8, 8]),
+        ("NFNF", "done", 5, [8, 8, 8, 8]),
     ],
 )
 async def test_each_kind_of_failure_is_counted_and_waited_for_as_the_policy_says(
@@ -145,11 +98,12 @@ async def test_each_kind_of_failure_is_counted_and_waited_for_as_the_policy_says
     calls: int,
     pauses: list[float],
 ) -> None:
-    """Transient (T), busy (B) and no access (N), by a policy that waits for the last two."""
+    """Transient (T), busy (B), no access (N) or full (F), by a policy that waits for the last."""
     raised = {
         "T": errors.TransientError("T"),
         "B": errors.BusyError("B"),
         "N": errors.NoAccessError("N"),
+        "F": errors.StorageFullError("F"),
     }
     slept: list[float] = []
 

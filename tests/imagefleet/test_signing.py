@@ -11,8 +11,7 @@ import imagefleet
 import signers
 from imagefleet import Job, aio, errors, signing
 from imagefleet.job.message import read_job
-from imagefleet.signing import JobSigner, SigningKey, TrustedKeys
-from imagefleet.storage import dead_letter
+from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 
 JSON = st.recursive(
@@ -195,26 +194,3 @@ def test_a_wrong_key_of_the_client_is_a_sentence(
         errors.SetupError, match="IMAGEFLEET_SIGNING_KEY: the file cannot be read"
     ):
         imagefleet.connect(local_settings.storage, signing_key="no-such-file")
-
-
-async def test_the_client_replays_signed_jobs_alone(
-    key: SigningKey, local_settings: StorageSettings
-) -> None:
-    async with aio.connect(local_settings.storage, trusted_key=key.public) as fleet:
-        await fleet.storage.create()
-        signer = JobSigner(key, fleet.storage.scope)
-        bodies = [
-            Job(prompt="a", id="a").to_message(signer),
-            Job(prompt="b", id="b").to_message(),
-        ]
-        await fleet.storage.queue.send(bodies)
-        for message in await fleet.storage.queue.receive(2, 60):
-            error = errors.JobError("too large")
-            await dead_letter.add(fleet.storage, message, None, error, "w")
-        swept = await fleet.replay()
-        assert (swept.done, [each.is_unsigned for each in swept.refused]) == (1, [True])
-        assert (await fleet.discard(unsigned=True)).done == 1
-        assert [each.body async for each in fleet.storage.queue.browse()] == bodies[:1]
-    async with aio.connect(local_settings.storage) as fleet:
-        with pytest.raises(errors.SetupError, match="not known without a key"):
-            await fleet.discard(unsigned=True)

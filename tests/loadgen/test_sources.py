@@ -62,13 +62,6 @@ def test_the_jobs_of_a_template_never_change(path: Path) -> None:
     assert [job["id"] for job in jobs] == IDS
 
 
-def test_a_longer_run_begins_with_the_jobs_of_the_shorter_one(path: Path) -> None:
-    short, long = TemplateSource(path, count=10), TemplateSource(path, count=1_000_000)
-
-    assert short.identity == long.identity
-    assert list(short.bodies(0)) == list(itertools.islice(long.bodies(0), 10))
-
-
 def test_another_seed_or_another_content_gives_other_jobs(path: Path) -> None:
     here = TemplateSource(path)
     reseeded = TemplateSource(path, seed=4)
@@ -200,24 +193,6 @@ def test_empty_lines_carriage_returns_and_a_byte_order_mark_are_accepted(
     bodies = list(source.bodies(0))
     assert source.count == len(bodies) == 4
     assert [body is None for body in bodies] == [False, True, True, False]
-
-
-def test_invalid_lines_are_refused_by_number_before_anything_is_sent(
-    tmp_path: Path,
-) -> None:
-    source = lines(
-        tmp_path, b'{"prompt":"a"}\nnonsense\n{"prompt":5}\n\xff\n{"prmpt":"a"}\n'
-    )
-
-    with pytest.raises(errors.SetupError) as caught:
-        source.check(0)
-
-    assert [line.split(":")[0] for line in caught.value.message.splitlines()[1:]] == [
-        "line 2",
-        "line 3",
-        "line 4",
-        "line 5",
-    ]
 
 
 def test_the_same_standard_input_twice_makes_new_jobs(

@@ -290,41 +290,6 @@ def test_a_job_that_stays_invalid_with_the_change_stays(
     assert within(queued) == []
 
 
-@pytest.mark.parametrize(
-    ("failed", "changes", "is_stage"),
-    [
-        (
-            {"upscaler_1": "8x_Gone"},
-            {"upscaler_1": "Lanczos", "upscaling_resize": 1.5},
-            True,
-        ),
-        (
-            {"prompt": "a cat"},
-            {"mask": "b.png", "mask_blur": 2, "resize_mode": 1},
-            False,
-        ),
-    ],
-)
-def test_fields_that_only_some_jobs_have_are_set_in_these(
-    in_process: Imagefleet,
-    within: Within[Any],
-    failed: dict[str, Any],
-    changes: dict[str, Any],
-    is_stage: bool,
-) -> None:
-    job = {**failed, "init_images": ["a.png"], "id": "cat"}
-    if is_stage:
-        job = {"prompt": "a cat", "id": "cat", "then": [failed], "stage": {"number": 2}}
-    within(lambda storage: fail(storage, json.dumps(job)))
-    words = [
-        word for each in changes.items() for word in ("--set", "=".join(map(str, each)))
-    ]
-    ended = in_process("replay", "--all", "--yes", *words)
-    assert ended.returncode == 0, ended.stderr
-    (queued_job,) = within(queued)
-    assert {name: getattr(queued_job, name) for name in changes} == changes
-
-
 def test_a_changed_job_is_signed_again_or_stays(
     in_process: Imagefleet,
     within: Within[Any],

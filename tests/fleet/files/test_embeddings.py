@@ -12,7 +12,7 @@ import pytest
 
 from cli import console
 from header_files import LORA, file_of, shaped
-from imagefleet.signing import SigningKey, TrustedKeys
+from imagefleet.signing import TrustedKeys
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from worker.files.library import EmbeddingLibrary, Source
@@ -72,30 +72,6 @@ def test_workers_use_what_was_added(
         ("bad-hands-5.safetensors", "SDXL embedding, 3 vectors"),
         ("fog.safetensors", "SD 2.x embedding, 1 vector"),
     ]
-
-
-def test_with_a_signing_key_the_list_is_signed(
-    in_process: Imagefleet,
-    flags: list[str],
-    storage_settings: StorageSettings,
-    tmp_path: Path,
-) -> None:
-    key = SigningKey.create(tmp_path / "key.pem")
-    (tmp_path / "mist.safetensors").write_bytes(shaped(v=[1, 768]))
-    (tmp_path / "fog.safetensors").write_bytes(shaped(v=[2, 768]))
-    in_process("files", "add", "embedding", "mist.safetensors", *flags)
-    signed = ("--signing-key", "key.pem", *flags)
-    refused = in_process("files", "add", "embedding", "fog.safetensors", *signed)
-    assert refused.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "is not signed, and lists 1 file" in refused.stderr
-    added = in_process(
-        "files", "add", "embedding", "fog.safetensors", "--manifest", *signed
-    )
-    assert "listed and signed in embeddings/manifest.json" in added.stderr
-    assert set(used(storage_settings, tmp_path / "cache", key.public)) == {
-        "mist",
-        "fog",
-    }
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

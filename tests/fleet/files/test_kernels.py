@@ -5,7 +5,7 @@ import json
 import re
 import subprocess
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +14,10 @@ import pytest
 
 from cli import console
 from imagefleet import concurrency
-from imagefleet.signing import SigningKey, TrustedKeys
+from imagefleet.signing import TrustedKeys
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
-from kernel_files import GRAPH, KEY, OTHER, compile_into
+from kernel_files import GRAPH, KEY, compile_into
 from worker.engine import load
 from worker.files.kernels import archive, cache
 from worker.files.kernels.cache import KernelCache
@@ -100,24 +100,6 @@ def test_other_kernels_for_the_same_gpu_are_replaced_only_if_asked(
     assert f"kernels/{NAME}: replaced" in replaced.stderr
     assert origin_of(storage_settings, tmp_path / "worker") == "store"
     assert (tmp_path / "worker" / GRAPH).read_bytes() == b"a newer graph"
-
-
-def test_with_a_signing_key_the_list_is_signed_for_workers_that_trust_it(
-    in_process: Imagefleet,
-    packed: Path,
-    flags: list[str],
-    storage_settings: StorageSettings,
-    tmp_path: Path,
-) -> None:
-    key = SigningKey.create(tmp_path / "key.pem")
-    added = in_process(
-        "files", "add", "kernels", "kernels", "--signing-key", "key.pem", *flags
-    )
-    assert added.returncode == console.EXIT_DONE, added.stderr
-    trusted = TrustedKeys.read(key.public)
-    assert origin_of(storage_settings, tmp_path / "worker", trusted) == "store"
-    other = TrustedKeys.read(SigningKey.create(tmp_path / "other.pem").public)
-    assert origin_of(storage_settings, tmp_path / "stranger", other) is None
 
 
 @pytest.mark.parametrize(
@@ -247,19 +229,3 @@ def test_without_a_gpu_nothing_is_built(in_process: Imagefleet, tmp_path: Path) 
     assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
     assert "compiled for NVIDIA GPUs, and here is none" in result.stderr
     assert not (tmp_path / "kernels").exists()
-
-
-def test_a_build_for_another_gpu_is_stored_beside_the_first(
-    in_process: Imagefleet, packed: Path, tmp_path: Path
-) -> None:
-    for key in (OTHER, replace(KEY, gpu="NVIDIA GeForce RTX 4090", capability="8.9")):
-        archive.pack(
-            tmp_path / "compiled", key, tmp_path / "kernels" / f"{key.name}.tar.xz"
-        )
-    assert (
-        in_process("files", "add", "kernels", "kernels").stderr.count(": stored: ") == 3
-    )
-    assert (
-        "NVIDIA GeForce RTX 4090, torch 2.11.0"
-        in in_process("files", "list", "kernels").stdout
-    )

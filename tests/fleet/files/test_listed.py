@@ -66,18 +66,6 @@ async def test_a_manifest_that_others_change_meanwhile_keeps_their_hashes(
     assert json.loads(content or b"") == {"a": "1", "b": "2", "c": "2", "z": "3"}
 
 
-async def test_with_a_key_every_file_is_listed_and_the_list_signed(
-    storage: Storage, key: SigningKey
-) -> None:
-    keys = keys_of(key)
-    assert await Listing(storage, "loras", keys).change({"a": "1"})
-    assert await Listing(storage, "loras", keys).change({"b": "2"})
-    found = await contents(storage)
-    assert found.files == {"a": "1", "b": "2"}
-    assert found.is_signed_by(keys.trusted, "loras")
-    assert not found.is_signed_by(keys.trusted, "models")
-
-
 async def test_a_plain_list_is_signed_only_when_told_to(
     storage: Storage, key: SigningKey
 ) -> None:

@@ -134,16 +134,6 @@ def test_an_alias_finds_its_file_and_a_files_name_goes_before_it(
     assert "no LoRA Magic, forest.safetensors" in str(gone)
 
 
-def test_a_file_that_is_called_as_its_trainer_called_it_needs_no_list(
-    in_process: Imagefleet, flags: list[str], tmp_path: Path
-) -> None:
-    (tmp_path / "style.safetensors").write_bytes(with_alias("style"))
-    added = in_process("files", "add", "lora", "style.safetensors", "--json", *flags)
-    (row,) = json.loads(added.stdout)["files"]
-    assert not row["in_manifest"]
-    assert "alias" not in added.stderr
-
-
 def test_an_alias_is_signed_with_its_file(
     in_process: Imagefleet,
     flags: list[str],

@@ -16,7 +16,6 @@ from cli import console
 from families import tiny_families
 from fleet.files import add, stored
 from header_files import REFINER, SD1, file_of, lora_of
-from imagefleet import errors
 from imagefleet.files import kinds
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
@@ -231,15 +230,6 @@ async def test_a_download_has_the_servers_name_and_is_removed_once_it_is_stored(
         assert again == path
         assert path.name == "dreams.safetensors"
     assert not path.exists()
-
-
-async def test_a_download_of_another_kind_is_refused(
-    address: str, tmp_path: Path
-) -> None:
-    expected = sha256(file_of())
-    with pytest.raises(errors.SetupError, match="is a Stable Diffusion"):
-        async with stored.local_file(address, expected, kinds.LORA, tmp_path):
-            pass
 
 
 # LoRAs

@@ -68,19 +68,3 @@ def test_a_file_is_stored_signed_listed_and_found_by_workers(
 
     trusted = TrustedKeys.read(key.public)
     assert asyncio.run(resolved(trusted)) == path.read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("command", "kind"), [("controlnet", "lora"), ("upscaler", "lora"), ("vae", "lora")]
-)
-def test_a_file_of_another_kind_is_refused(
-    in_process: Imagefleet,
-    tmp_path: Path,
-    local_settings: StorageSettings,
-    command: str,
-    kind: str,
-) -> None:
-    path = network(tmp_path / "x.safetensors", kind)
-    result = in_process("files", "add", command, str(path), *flags(local_settings))
-    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "a LoRA for" in result.stderr

@@ -181,16 +181,6 @@ def test_an_interrupted_command_goes_on_where_it_was(
     assert stored(storage_settings) == names_of(PROMPTS)
 
 
-def test_a_dry_run_needs_no_storage(
-    in_process: Imagefleet, jobs: Path, model: Path, local_settings: StorageSettings
-) -> None:
-    dry = in_process(*make_text(jobs, model, local_settings), "--dry-run", "--json")
-    assert dry.returncode == console.EXIT_DONE, dry.stderr
-    found = json.loads(dry.stdout)
-    assert (found["missing"], found["stored"]) == (len(PROMPTS), 0)
-    assert not Path(local_settings.storage.removeprefix("local:")).exists()
-
-
 def test_with_a_signing_key_all_are_listed_and_what_others_stored_is_replaced(
     in_process: Imagefleet,
     jobs: Path,
@@ -254,42 +244,6 @@ def test_states_made_on_another_machine_are_stored_as_they_are(
     assert again.stderr.count(": was there: tiny-t5, ") == len(PROMPTS)
     (left,) = found_by_workers(storage_settings, ["blurry"], tmp_path / "cache2")
     assert left.any(), "one that another machine computed stays"
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (None, "there is no .safetensors in "),
-        (b"PK\x03\x04", "is a pickle"),
-        ("a LoRA", "is no known kind of model"),
-        ("cut off", "is cut off"),
-    ],
-)
-def test_a_folder_of_something_else_is_refused(
-    content: bytes | str | None,
-    said: str,
-    in_process: Imagefleet,
-    local_settings: StorageSettings,
-    tmp_path: Path,
-    lora_content: bytes,
-) -> None:
-    made = tmp_path / "states"
-    made.mkdir()
-    whole = text_states.content("a", tiny_cascade.ENCODER, torch.zeros(77, WIDTH))
-    data = {"a LoRA": lora_content, "cut off": whole[:-8]}.get(str(content), content)
-    if isinstance(data, bytes):
-        (made / "x.safetensors").write_bytes(data)
-    result = in_process("files", "add", "text", str(made), *flags(local_settings))
-    assert result.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert said in result.stderr
-
-
-@pytest.fixture
-def lora_content() -> bytes:
-    header = json.dumps(
-        {"x": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}
-    ).encode()
-    return len(header).to_bytes(8, "little") + header + b"x"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from cli import files
 from fleet.redo import replace
-from fleet.webhooks import events
 from imagefleet.job.message import Job
 from imagefleet.job.names import REPLACED, duplicate_name
 from imagefleet.records.record import Record, of_job
@@ -108,16 +107,6 @@ def test_the_console_takes_a_record_for_its_own_jobs_image_alone(
     assert replace.draws(job, name_of(other)) == any(
         job.blob_name(index) == name_of(other) for index in range(job.images)
     )
-
-
-@given(ids, ids, st.integers(1, 20), formats)
-def test_a_webhook_names_all_images_of_a_job_by_its_last(
-    campaign: str, job_id: str, count: int, form: str
-) -> None:
-    job = jobs_of(Image(campaign, job_id, count - 1, 1, form))
-    event = events.job_ended("acme/jobs", record_of(job, count - 1))
-    assert event is not None
-    assert event.data["images"] == [job.blob_name(index) for index in range(count)]
 
 
 @given(st.text(string.printable, max_size=30), st.text(string.printable, max_size=30))

@@ -131,22 +131,6 @@ def test_a_load_resumes_in_the_middle_of_every_format(
     assert len(list(opened(tmp_path / name, count=4).bodies(1))) == 3
 
 
-@pytest.mark.parametrize("name", ["jobs.jsonl", "jobs.json", "jobs.csv"])
-def test_a_compressed_file_gives_the_jobs_of_the_plain_one(
-    tmp_path: Path, name: str
-) -> None:
-    plain = opened(write(tmp_path, name, JOBS))
-    compressed = opened(write(tmp_path, f"{name}.gz", JOBS))
-    # As a browser saves it.
-    (tmp_path / f"again.{name}.gz").write_bytes((tmp_path / name).read_bytes())
-
-    assert compressed.identity == plain.identity
-    assert list(compressed.bodies(0)) == list(plain.bodies(0))
-    assert list(opened(tmp_path / f"again.{name}.gz").bodies(0)) == list(
-        plain.bodies(0)
-    )
-
-
 def test_the_same_bytes_in_another_format_are_other_jobs(tmp_path: Path) -> None:
     text = "prompt\na\nb\n"
     table = source_of(tmp_path, "a.csv", text)
@@ -516,16 +500,3 @@ def test_a_table_has_columns_for_images_and_the_second_pass(tmp_path: Path) -> N
         "a dog",
         "",
     )
-
-
-def test_a_table_of_images_that_are_only_enlarged_needs_no_prompts(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "jobs.csv"
-    path.write_text(
-        'image,upscaler_1,upscaling_resize,upscaling_crop\ncats/1.png,4x,"2,5",TRUE\n'
-    )
-    (body,) = sources.open_source(str(path)).bodies(0)
-    job = read_job(body or "", "m")
-    assert (job.init_images, job.upscaler_1) == (("cats/1.png",), "4x")
-    assert (job.upscaling_resize, job.upscaling_crop) == (2.5, True)
