@@ -214,9 +214,14 @@ class Move(NamedTuple):
     finished: int = 0
     """Steps that are finished at the call, as AUTOMATIC1111 counts them; -1 and -2 are 0."""
     estimate: tuple[float, float] = (1.0, 0.0)
-    """Coefficients of latents and output in the estimate, for samplers of timesteps."""
+    """Coefficients of latents and output in the estimate."""
     from_uncond: float = 0.0
     """Weight of the output without the prompt, less the one with guidance."""
+    timestep: float | None = None
+    """What the UNet is told; None: the level is a timestep."""
+    input_scale: float = 1.0
+    kept: tuple[float, float] = (1.0, 0.0)
+    """Coefficients of the estimate inside the kept area: of the original and of the latents."""
 
 
 def towards(ratio: float, estimate: Combination = ESTIMATES[0]) -> Combination:

@@ -154,7 +154,7 @@ def _edm(steps: int, noise: DDPMScheduler) -> Schedule:
     largest, smallest = known.ends
     ends = min(_SIGMAS[0], largest), max(_SIGMAS[1], smallest)
     sigmas = [*karras(*ends, steps).tolist(), 0.0]
-    moves = list(by_sigma.SAMPLERS["heun"](sigmas, samplers.DEFAULT_OPTIONS))
+    moves = by_sigma.make_moves("heun", sigmas, samplers.DEFAULT_OPTIONS)
     made = schedule.of_moves(samplers.SAMPLERS["heun"], moves, known, predicted)
     return replace(made, initial_scale=sigmas[0])
 

@@ -55,9 +55,9 @@ class Try:
 
     def moves(self) -> Iterator[Move]:
         """The three calls; after the last one the latents are those of the second."""
-        *first, third = solver_step(3, self.sigma, self._ends[1])
-        yield from (move._replace(finished=self.number - 1) for move in first)
-        yield third._replace(latents=BEFORE, finished=self.number - 1)
+        first, second, third = solver_step(3, self.sigma, self._ends[1])
+        for move in (first, second, third._replace(latents=BEFORE)):
+            yield move._replace(finished=self.number - 1)
 
     def finish(
         self,

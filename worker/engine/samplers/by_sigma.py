@@ -7,7 +7,7 @@ AUTOMATIC1111 steps through them. LMS weighs estimates of the noise, (latents - 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 import numpy as np
 import torch
@@ -17,7 +17,11 @@ from imagefleet.job.samplers import Options
 from worker.engine.sampler import BEFORE, ESTIMATES, LATENTS, Combination, Move, towards
 
 Sigmas = Sequence[float]
-_Moves = Iterator[Move]
+_Step = Sequence[Move]
+"""The calls of one step."""
+_Steps = Iterator[_Step]
+_Intervals = Iterator[tuple[float, float, float | None]]
+"""The sigmas that a step begins and ends at, and the noise that follows on it."""
 _Bend = Callable[[Combination, float, Sequence[float]], Combination]
 
 NEW, LAST = ESTIMATES[:2]
@@ -55,51 +59,16 @@ def churn_noise(sigma: float, hat: float, options: Options) -> float:
     return options.s_noise * math.sqrt(hat**2 - sigma**2)
 
 
-def _with_churn(
-    sigmas: Sigmas, options: Options
-) -> Iterator[tuple[int, float, float, float | None]]:
-    """Each step's number, sigmas after churn and at the end, and the following step's churn.
+def _with_churn(sigmas: Sigmas, options: Options) -> _Intervals:
+    """Each step from its sigma after churn, with the noise of the following step's churn.
 
     k-diffusion draws the noise of churn at each step, whether it is used or not.
     """
     hats = churned(sigmas, options)
-    for at, following in enumerate(sigmas[1:]):
+    for hat, following, following_hat in zip(hats, sigmas[1:], hats[1:], strict=False):
         has_noise = options.s_churn > 0 and following > 0
-        noise = churn_noise(following, hats[at + 1], options) if has_noise else None
-        yield at, hats[at], following, noise
-
-
-def _euler(sigmas: Sigmas, options: Options) -> _Moves:
-    for at, sigma, following, noise in _with_churn(sigmas, options):
-        yield Move(sigma, towards(following / sigma), noise, finished=at - 1)
-
-
-def _heun_step(at: int, sigma: float, following: float, noise: float | None) -> _Moves:
-    if following == 0:
-        yield Move(sigma, towards(0.0), noise, finished=at - 1)
-        return
-    yield Move(sigma, towards(following / sigma), finished=at - 1)
-    slopes = (BEFORE - LAST) / sigma + (LATENTS - NEW) / following
-    yield Move(following, BEFORE + (following - sigma) / 2 * slopes, noise, finished=at)
-
-
-def _of_two_calls(
-    sigmas: Sigmas, options: Options, *, step: Callable[..., _Moves]
-) -> _Moves:
-    for churned_step in _with_churn(sigmas, options):
-        yield from step(*churned_step)
-
-
-def _midpoint_step(
-    at: int, sigma: float, following: float, noise: float | None
-) -> _Moves:
-    if following == 0:
-        yield Move(sigma, towards(0.0), noise, finished=at - 1)
-        return
-    middle = math.sqrt(sigma * following)
-    yield Move(sigma, towards(middle / sigma), finished=at - 1)
-    slope = (LATENTS - NEW) / middle
-    yield Move(middle, BEFORE + (following - sigma) * slope, noise, finished=at)
+        noise = churn_noise(following, following_hat, options) if has_noise else None
+        yield hat, following, noise
 
 
 def ancestral(sigma: float, following: float, options: Options) -> tuple[float, float]:
@@ -110,36 +79,65 @@ def ancestral(sigma: float, following: float, options: Options) -> tuple[float, 
     return math.sqrt(following**2 - up**2), up
 
 
-def _euler_ancestral(sigmas: Sigmas, options: Options) -> _Moves:
-    """AUTOMATIC1111 does not pass `s_noise` on to it."""
-    for at, (sigma, following) in enumerate(pairwise(sigmas)):
+def _ancestral(sigmas: Sigmas, options: Options) -> _Intervals:
+    """Each step down, with the noise that raises its end to the following sigma."""
+    for sigma, following in pairwise(sigmas):
         down, up = ancestral(sigma, following, options)
-        yield Move(sigma, towards(down / sigma), up or None, finished=at - 1)
+        yield sigma, down, options.s_noise * up or None
 
 
-def _dpm_2_ancestral(sigmas: Sigmas, options: Options) -> _Moves:
-    for at, (sigma, following) in enumerate(pairwise(sigmas)):
-        down, up = ancestral(sigma, following, options)
-        yield from _midpoint_step(at, sigma, down, options.s_noise * up or None)
+def _to_image(sigmas: Sigmas, _: Options) -> _Intervals:
+    """Each step to the image (LCM, Luo et al. 2023), with the noise of the following sigma."""
+    for sigma, following in pairwise(sigmas):
+        yield sigma, 0.0, following or None
 
 
-def _dpmpp_2s_ancestral(sigmas: Sigmas, options: Options) -> _Moves:
-    for at, (sigma, following) in enumerate(pairwise(sigmas)):
-        down, up = ancestral(sigma, following, options)
-        noise = options.s_noise * up or None
-        if down == 0:
-            yield Move(sigma, towards(0.0), noise, finished=at - 1)
-            continue
-        middle = math.sqrt(sigma * down)
-        yield Move(sigma, towards(middle / sigma), finished=at - 1)
-        ratio = down / sigma
-        yield Move(middle, ratio * BEFORE + (1 - ratio) * NEW, noise, finished=at)
+def _euler_step(sigma: float, following: float, noise: float | None) -> _Step:
+    return [Move(sigma, towards(following / sigma), noise)]
 
 
-def _dpmpp_sde(sigmas: Sigmas, options: Options) -> _Moves:
-    for at, (sigma, following) in enumerate(pairwise(sigmas)):
+def _heun_step(sigma: float, following: float, noise: float | None) -> _Step:
+    slopes = (BEFORE - LAST) / sigma + (LATENTS - NEW) / following
+    return [
+        Move(sigma, towards(following / sigma)),
+        Move(following, BEFORE + (following - sigma) / 2 * slopes, noise),
+    ]
+
+
+def _midpoint_step(sigma: float, following: float, noise: float | None) -> _Step:
+    middle = math.sqrt(sigma * following)
+    slope = (LATENTS - NEW) / middle
+    return [
+        Move(sigma, towards(middle / sigma)),
+        Move(middle, BEFORE + (following - sigma) * slope, noise),
+    ]
+
+
+def _dpmpp_2s_step(sigma: float, following: float, noise: float | None) -> _Step:
+    middle = math.sqrt(sigma * following)
+    ratio = following / sigma
+    return [
+        Move(sigma, towards(middle / sigma)),
+        Move(middle, ratio * BEFORE + (1 - ratio) * NEW, noise),
+    ]
+
+
+def _in_steps(
+    sigmas: Sigmas,
+    options: Options,
+    *,
+    intervals: Callable[[Sigmas, Options], _Intervals],
+    step: Callable[[float, float, float | None], _Step],
+) -> _Steps:
+    """The same *step* over each of the *intervals*, but Euler's to sigma 0."""
+    for sigma, following, noise in intervals(sigmas, options):
+        yield (step if following else _euler_step)(sigma, following, noise)
+
+
+def _dpmpp_sde(sigmas: Sigmas, options: Options) -> _Steps:
+    for sigma, following in pairwise(sigmas):
         if following == 0:
-            yield Move(sigma, towards(0.0), finished=at - 1)
+            yield _euler_step(sigma, following, None)
             continue
         # The Brownian motion is asked for at these sigmas as k-diffusion rounds them.
         start, end = (-torch.tensor(each).log() for each in (sigma, following))
@@ -147,17 +145,15 @@ def _dpmpp_sde(sigmas: Sigmas, options: Options) -> _Moves:
         start_sigma, middle, end_sigma = (float(time.neg().exp()) for time in times)
         down, up = ancestral(sigma, middle, options)
         noise = options.s_noise * up or None
-        interval = start_sigma, middle
-        yield Move(sigma, towards(down / sigma), noise, interval, finished=at - 1)
+        first = Move(sigma, towards(down / sigma), noise, (start_sigma, middle))
         down, up = ancestral(sigma, following, options)
         noise = options.s_noise * up or None
-        interval = start_sigma, end_sigma
         ratio = down / sigma
         latents = ratio * BEFORE + (1 - ratio) * NEW
-        yield Move(middle, latents, noise, interval, finished=at)
+        yield first, Move(middle, latents, noise, (start_sigma, end_sigma))
 
 
-def _dpmpp_2m(sigmas: Sigmas, _: Options) -> _Moves:
+def _dpmpp_2m(sigmas: Sigmas, _: Options) -> _Steps:
     """First order at the first step, without an earlier estimate, and at the last, to sigma 0."""
     for at, (sigma, following) in enumerate(pairwise(sigmas)):
         ratio = following / sigma
@@ -166,28 +162,28 @@ def _dpmpp_2m(sigmas: Sigmas, _: Options) -> _Moves:
             length_before = math.log(sigmas[at - 1] / sigma)
             last = length_before / math.log(sigma / following)
             move = move + (1 - ratio) / (2 * last) * (NEW - LAST)
-        yield Move(sigma, move, finished=at - 1)
+        yield [Move(sigma, move)]
 
 
-def _dpmpp_multistep_sde(sigmas: Sigmas, options: Options, *, bend: _Bend) -> _Moves:
+def _dpmpp_multistep_sde(sigmas: Sigmas, options: Options, *, bend: _Bend) -> _Steps:
     """The SDE's first order steps, which *bend* corrects by the estimates of earlier ones.
 
     The length of a step is h in log sigma, and h + eta h with noise.
     """
     eta = 1.0 if options.eta is None else options.eta
     lengths: list[float] = []
-    for at, (sigma, following) in enumerate(pairwise(sigmas)):
+    for sigma, following in pairwise(sigmas):
         if following == 0:
-            yield Move(sigma, NEW, finished=at - 1)
+            yield _euler_step(sigma, following, None)
             continue
         length = math.log(sigma / following)
         lengths.append(length)
         variance = -math.expm1(-2 * eta * length)
         noise = following * math.sqrt(variance) * options.s_noise
         latents = towards(math.exp(-length * (1 + eta)))
-        if at > 0:
+        if len(lengths) > 1:
             latents = bend(latents, length * (1 + eta), lengths)
-        yield Move(sigma, latents, noise or None, (sigma, following), finished=at - 1)
+        yield [Move(sigma, latents, noise or None, (sigma, following))]
 
 
 def _second_order(
@@ -218,7 +214,7 @@ def _third_order(
     return latents + phi_2 * slope
 
 
-def _lms(sigmas: Sigmas, _: Options) -> _Moves:
+def _lms(sigmas: Sigmas, _: Options) -> _Steps:
     """Adams-Bashforth's method of the noise, over uneven steps: two points are exact for cubics."""
     points, weights = np.polynomial.legendre.leggauss(2)
     for at, (sigma, following) in enumerate(pairwise(sigmas)):
@@ -232,64 +228,54 @@ def _lms(sigmas: Sigmas, _: Options) -> _Moves:
             factors = [(places - other) / (this - other) for other in others]
             basis = np.prod([points**0, *factors], axis=0)
             latents = latents + half * (weights @ basis) * estimate
-        yield Move(sigma, latents, finished=at - 1)
+        yield [Move(sigma, latents)]
 
 
-def _dpm_fast(sigmas: Sigmas, options: Options) -> _Moves:
+def _dpm_fast(sigmas: Sigmas, options: Options) -> _Steps:
     """DPM-Solver-Fast (Lu et al. 2022): steps of three calls, of equal lengths in log sigma.
 
     Of the sigmas only the number and the ends count.
     """
     if not sigmas:
         return
-    largest = sigmas[0]
     smallest = sigmas[-1]
     calls = len(sigmas) - 1
     count = calls // 3 + 1
     rest = calls % 3
     last_orders = [rest] if rest else [2, 1]
     orders = [3] * (count - len(last_orders)) + last_orders
-    places = np.linspace(math.log(largest), math.log(smallest), count + 1)
-    for at, (order, start, end) in enumerate(
-        zip(orders, places, places[1:], strict=False)
-    ):
-        sigma = math.exp(start)
-        following = math.exp(end)
+    places = np.linspace(math.log(sigmas[0]), math.log(smallest), count + 1)
+    ends = map(math.exp, places)
+    for order, (sigma, following) in zip(orders, pairwise(ends), strict=False):
         down, _ = ancestral(sigma, following, options)
         down = max(smallest, down)
-        has_noise = options.eta is None or options.eta > 0
+        if options.eta is not None and options.eta <= 0:
+            yield solver_step(order, sigma, following)
+            continue
         noise = options.s_noise * math.sqrt(max(0.0, following**2 - down**2))
-        *first, last = solver_step(order, sigma, down if has_noise else following)
-        yield from (
-            move._replace(finished=at - (call == 0)) for call, move in enumerate(first)
-        )
-        yield last._replace(
-            noise=noise if has_noise else None, finished=at - (order == 1)
-        )
+        *first, last = solver_step(order, sigma, down)
+        yield [*first, last._replace(noise=noise)]
 
 
-def solver_step(order: int, sigma: float, end: float) -> _Moves:
+def solver_step(order: int, sigma: float, end: float) -> _Step:
     """The calls of DPM-Solver's singlestep of an order, by its section 3; the last one arrives."""
     if order == 1:
-        yield Move(sigma, towards(end / sigma))
-        return
+        return _euler_step(sigma, end, None)
     length = math.log(sigma / end)
     first = sigma * math.exp(-length / order)
-    yield Move(sigma, towards(first / sigma))
+    begun = Move(sigma, towards(first / sigma))
     if order == 2:  # noqa: PLR2004
-        yield Move(first, BEFORE + (end - sigma) * (LATENTS - NEW) / first)
-        return
+        return [begun, Move(first, BEFORE + (end - sigma) * (LATENTS - NEW) / first)]
     second = sigma * math.exp(-2 * length / 3)
     slope = (BEFORE - LAST) / sigma
     change = (LATENTS - NEW) / first - slope
     straight = BEFORE + (second - sigma) * slope
     bent = second * 2 * bend(2 * length / 3)
-    yield Move(first, straight - bent * change)
+    middle = Move(first, straight - bent * change)
     slope = (BEFORE - ESTIMATES[2]) / first  # the same: its call's step went along it
     change = (LATENTS - NEW) / second - slope
-    begun = BEFORE + (sigma - first) * slope
-    straight = begun + (end - sigma) * slope
-    yield Move(second, straight - end * 1.5 * bend(length) * change)
+    straight = BEFORE + (sigma - first) * slope + (end - sigma) * slope
+    return [begun, middle, Move(second, straight - end * 1.5 * bend(length) * change)]
 
 
 def bend(length: float) -> float:
@@ -299,20 +285,15 @@ def bend(length: float) -> float:
     return 0.0
 
 
-def _lcm(sigmas: Sigmas, _: Options) -> _Moves:
-    """Luo et al. (2023): the image that the consistency model sees, with the noise of the next."""
-    for at, (sigma, following) in enumerate(pairwise(sigmas)):
-        yield Move(sigma, NEW, following or None, finished=at - 1)
-
-
-def _restart(sigmas: Sigmas, _: Options) -> _Moves:
-    """Heun's method, which goes back by noise (Xu et al. 2023), by AUTOMATIC1111's rule."""
+def _restart(sigmas: Sigmas, _: Options) -> _Intervals:
+    """Steps that go back by noise (Xu et al. 2023), by AUTOMATIC1111's rule."""
     steps = _restart_steps(list(sigmas))
-    for at, (sigma, following) in enumerate(steps):
-        noise = None
-        if at + 1 < len(steps) and (begin := steps[at + 1][0]) > following:
-            noise = math.sqrt(begin**2 - following**2)
-        yield from _heun_step(at, sigma, following, noise)
+    for (sigma, following), (begin, _) in zip_longest(
+        steps, steps[1:], fillvalue=(0.0, 0.0)
+    ):
+        goes_back = begin > following
+        noise = math.sqrt(begin**2 - following**2) if goes_back else None
+        yield sigma, following, noise
 
 
 def _restart_steps(sigmas: list[float]) -> list[tuple[float, float]]:
@@ -333,23 +314,32 @@ def _restart_steps(sigmas: list[float]) -> list[tuple[float, float]]:
     return [*whole[:low], *again, *whole[low:]]
 
 
-#: The moves of a sampler, by its key, from its sigmas.
-SAMPLERS: Mapping[str, Callable[[Sigmas, Options], _Moves]] = {
-    "euler_ancestral": _euler_ancestral,
-    "euler": _euler,
+#: The steps of a sampler, by its key, from its sigmas.
+_SAMPLERS: Mapping[str, Callable[[Sigmas, Options], _Steps]] = {
+    "euler_ancestral": partial(_in_steps, intervals=_ancestral, step=_euler_step),
+    "euler": partial(_in_steps, intervals=_with_churn, step=_euler_step),
     "dpmpp_2m": _dpmpp_2m,
     "dpmpp_sde": _dpmpp_sde,
     "dpmpp_2m_sde": partial(_dpmpp_multistep_sde, bend=_second_order),
     "dpmpp_2m_sde_heun": partial(
         _dpmpp_multistep_sde, bend=partial(_second_order, is_heun=True)
     ),
-    "dpmpp_2s_ancestral": _dpmpp_2s_ancestral,
+    "dpmpp_2s_ancestral": partial(_in_steps, intervals=_ancestral, step=_dpmpp_2s_step),
     "dpmpp_3m_sde": partial(_dpmpp_multistep_sde, bend=_third_order),
     "lms": _lms,
-    "heun": partial(_of_two_calls, step=_heun_step),
-    "dpm_2": partial(_of_two_calls, step=_midpoint_step),
-    "dpm_2_ancestral": _dpm_2_ancestral,
+    "heun": partial(_in_steps, intervals=_with_churn, step=_heun_step),
+    "dpm_2": partial(_in_steps, intervals=_with_churn, step=_midpoint_step),
+    "dpm_2_ancestral": partial(_in_steps, intervals=_ancestral, step=_midpoint_step),
     "dpm_fast": _dpm_fast,
-    "restart": _restart,
-    "lcm": _lcm,
+    "restart": partial(_in_steps, intervals=_restart, step=_heun_step),
+    "lcm": partial(_in_steps, intervals=_to_image, step=_euler_step),
 }
+
+
+def make_moves(method: str, sigmas: Sigmas, options: Options) -> list[Move]:
+    """A sampler's moves by its key; all calls of a step but the first count it as finished."""
+    return [
+        move._replace(finished=at - (call == 0))
+        for at, calls in enumerate(_SAMPLERS[method](sigmas, options))
+        for call, move in enumerate(calls)
+    ]

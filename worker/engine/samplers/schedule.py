@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,19 +26,8 @@ from worker.engine.samplers.adaptive import Try
 _LCM_DATA, _LCM_SCALE = 0.5, 10.0
 
 
-class _Call(NamedTuple):
-    """One row: a move, how the UNet is called, and what is made of its output."""
-
-    timestep: float
-    input_scale: float
-    estimate: tuple[float, float]
-    move: Move
-    kept: tuple[float, float] = (1.0, 0.0)
-    """Coefficients of the estimate inside the kept area: of the original and of the latents."""
-
-
 #: Latents stay as they are.
-_NO_STEP = _Call(0.0, 1.0, (0.0, 0.0), Move(0.0, LATENTS))
+_NO_STEP = Move(0.0, LATENTS, estimate=(0.0, 0.0))
 
 
 def make_schedule(
@@ -69,19 +57,17 @@ def make_schedule(
         known = levels(rounded, is_xl=is_xl)
         return _of_sigmas(sampler, steps, known, prediction_type, options, t_enc)
     start = by_timestep.Start(1.0, 0.0)
-    moves = []
+    moves = [_NO_STEP]
     if steps:
         alphas = alphas_cumprod.double().numpy()
         start, path = by_timestep.make_path(
             sampler.method, steps, t_enc, alphas, prediction_type, options
         )
-        moves = list(path)
-    calls = [_Call(move.level, 1.0, move.estimate, move) for move in moves]
-    made = _tabulate(calls, options, masks_input=True)
+        moves = list(path) or moves
     extra = 0.0 if t_enc is None else options.extra_noise
     return replace(
-        made,
-        timesteps=tuple(int(call.timestep) for call in calls or [_NO_STEP]),
+        _tabulate(moves, options, masks_input=True),
+        timesteps=tuple(int(move.level) for move in moves),
         initial_scale=start.noise_scale + extra,
         image_scale=start.image_scale,
         guidance_share=sampler.guidance_share,
@@ -113,13 +99,15 @@ def _of_sigmas(
             last = max(-2, -len(sigmas))
             ends = sigmas[0], sigmas[last]
         taken = np.geomspace(*ends, count + 1).tolist() if count > 0 else []
+    own = Options(**{name: getattr(options, name) for name in sampler.options})
     moves: list[Move] = []
     if not sampler.is_adaptive:
-        moves = list(by_sigma.SAMPLERS[sampler.method](taken, options))
-    made = of_moves(sampler, moves, known, prediction_type, options)
+        moves = by_sigma.make_moves(sampler.method, taken, own)
     if sampler.is_adaptive and taken and taken[0] > taken[-1]:
         first = Try(taken[0], taken[-1], options)
         made = _of_tries(sampler, first, (), known, prediction_type)
+    else:
+        made = of_moves(sampler, moves, known, prediction_type, options)
     churn = None
     if "s_churn" in sampler.options and options.s_churn > 0:
         churned = by_sigma.churned(sigmas, options)
@@ -142,14 +130,14 @@ def _of_sigmas(
 def _of_tries(
     sampler: Sampler,
     attempt: Try,
-    before: Sequence[_Call],
+    before: Sequence[Move],
     known: Levels,
     prediction_type: str,
 ) -> Schedule:
     """The calls before a try and its own; the schedule is extended by the next one."""
-    own = [_call_of(sampler, move, known, prediction_type) for move in attempt.moves()]
-    calls = [*before, *own]
-    made = _tabulate(calls, attempt.options)
+    own = [_called(sampler, move, known, prediction_type) for move in attempt.moves()]
+    moves = [*before, *own]
+    made = _tabulate(moves, attempt.options)
 
     def extend(
         latents: Tensor,
@@ -159,7 +147,7 @@ def _of_tries(
         following = attempt.finish(latents, history, draw)
         if following.is_done:
             return made
-        return _of_tries(sampler, following, calls, known, prediction_type)
+        return _of_tries(sampler, following, moves, known, prediction_type)
 
     return replace(made, extend=extend)
 
@@ -172,50 +160,52 @@ def of_moves(
     options: Options = samplers.DEFAULT_OPTIONS,
 ) -> Schedule:
     """The table of a sampler's moves between sigmas; the first latents are left to the caller."""
-    calls = [_call_of(sampler, move, known, prediction_type) for move in moves]
+    called = [_called(sampler, move, known, prediction_type) for move in moves]
+    called = called or [_NO_STEP]
     # In AUTOMATIC1111, LCM's are places among its fifty sigmas as well.
-    nearest = [
-        int((known.sigmas - move.level).abs().argmin())
-        for move in moves or [_NO_STEP.move]
-    ]
-    return replace(_tabulate(calls, options), timesteps=tuple(nearest))
+    nearest = [int((known.sigmas - move.level).abs().argmin()) for move in called]
+    return replace(_tabulate(called, options), timesteps=tuple(nearest))
 
 
-def _call_of(
-    sampler: Sampler, move: Move, known: Levels, prediction_type: str
-) -> _Call:
+def _called(sampler: Sampler, move: Move, known: Levels, prediction_type: str) -> Move:
+    """A move between sigmas with how the UNet is called, and what is made of its output."""
     sigma = move.level
     variance = sigma**2 + 1
     timestep = known.timestep(sigma)
-    input_scale = 1 / math.sqrt(variance)
     from_latents = 1.0
     from_output = -sigma
+    kept = move.kept
     if prediction_type == "v_prediction":
         from_latents = 1 / variance
         from_output = -sigma / math.sqrt(variance)
     if sampler.estimates == "noise":
-        estimate = (1 - from_latents) / sigma, -from_output / sigma
+        from_latents = (1 - from_latents) / sigma
+        from_output = -from_output / sigma
         kept = -1 / sigma, 1 / sigma
-        return _Call(timestep, input_scale, estimate, move, kept)
     if sampler.estimates == "consistency":
         size = math.hypot(_LCM_SCALE * timestep, _LCM_DATA)
         image = _LCM_SCALE * timestep / size
-        skipped = (_LCM_DATA / size) ** 2
-        from_latents = image * from_latents + skipped
+        from_latents = image * from_latents + (_LCM_DATA / size) ** 2
         from_output = image * from_output
-    return _Call(timestep, input_scale, (from_latents, from_output), move)
+    return move._replace(
+        timestep=timestep,
+        input_scale=1 / math.sqrt(variance),
+        estimate=(from_latents, from_output),
+        kept=kept,
+    )
 
 
 def _tabulate(
-    calls: Sequence[_Call], options: Options, *, masks_input: bool = False
+    moves: Sequence[Move], options: Options, *, masks_input: bool = False
 ) -> Schedule:
-    """The table of calls; the first latents are left to others."""
+    """The table of one or more calls; the first latents are left to others."""
     rows = []
-    for timestep, input_scale, estimate, move, kept in calls or [_NO_STEP]:
+    for move in moves:
         keep, *weights = move.latents
-        rest = (float(masks_input), move.from_uncond, *kept, 0.0, 0.0, *weights)
-        rows.append([timestep, input_scale, *estimate, keep, move.noise or 0.0, *rest])
-    moves = [call.move for call in calls or [_NO_STEP]]
+        timestep = move.level if move.timestep is None else move.timestep
+        row = [timestep, move.input_scale, *move.estimate, keep, move.noise or 0.0]
+        row += [float(masks_input), move.from_uncond, *move.kept, 0.0, 0.0, *weights]
+        rows.append(row)
     return Schedule(
         0.0,
         torch.tensor(np.array(rows), dtype=torch.float32),
@@ -223,8 +213,8 @@ def _tabulate(
         # AUTOMATIC1111's "negative guidance minimum sigma": every other call below it. Its timestep
         # samplers compare their timesteps with it.
         unguided=tuple(
-            at % 2 == 1 and call.move.level < options.s_min_uncond
-            for at, call in enumerate(calls)
+            at % 2 == 1 and move.level < options.s_min_uncond
+            for at, move in enumerate(moves)
         ),
         finished=tuple(max(0, move.finished) for move in moves),
     )
