@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from worker.engine import contract
 from worker.engine.networks.linear import SlotLinear
-from worker.engine.networks.transformer import Call, SlotPrompts, repeat_rows
+from worker.engine.networks.transformer import Call, repeat_rows
 from worker.engine.networks.unet import SlotEncoder
 
 
@@ -143,9 +143,7 @@ class ControlState(NamedTuple):
         rows = slice(slot * self.slot_rows, (slot + 1) * self.slot_rows)
         self.hints[slot].copy_(hint)
         added_rows = None if self.added is None else self.added[rows]
-        self.network.compute_prompt(
-            SlotPrompts(vectors, added, {}, self.context[rows], added_rows)
-        )
+        self.network.compute_prompt(vectors, added, {}, self.context[rows], added_rows)
 
 
 def residuals(

@@ -312,21 +312,6 @@ class SlotState(NamedTuple):
         return SlotState(*views)._replace(history=self.history[:, :slots])
 
 
-class SlotPrompts(NamedTuple):
-    """A slot's prompts, and what is computed of them: the last two fields."""
-
-    vectors: Tensor
-    """Text vectors of the prompt, and of the negative one if it has a row [rows, tokens, width]."""
-    added: tuple[Tensor, ...] | None
-    """Pooled vectors and size ids by row; of an image that is enlarged, its level of noise [1]."""
-    changes: Mapping[Group, StackedChange]
-    """LoRA changes of the slot."""
-    context: Tensor
-    """The keys and values of all cross-attentions [slot rows, tokens, `context_width`]."""
-    added_rows: Tensor | None
-    """Output: rows added to the embedded timesteps [`added_rows`, `added_width`]."""
-
-
 class SlotNetwork(nn.Module):
     """A network with one or more rows per slot, and the weights that slots have of their own."""
 
@@ -351,8 +336,22 @@ class SlotNetwork(nn.Module):
         self._upsamplers: list[Upsampler] = []
         self._block = 0
 
-    def compute_prompt(self, prompts: SlotPrompts) -> None:
-        """Computes what a slot's calls take of its prompts."""
+    def compute_prompt(
+        self,
+        vectors: Tensor,
+        added: tuple[Tensor, ...] | None,
+        changes: Mapping[Group, StackedChange],
+        context: Tensor,
+        added_rows: Tensor | None,
+    ) -> None:
+        """Computes what a slot's calls take of its prompts, into the last two tensors.
+
+        *vectors* [rows, tokens, width] of the prompt, and of the negative one if it has a row;
+        *added*: pooled vectors and size ids by row, or of an image that is enlarged its level of
+        noise [1]; LoRA *changes* of the slot; *context* [slot rows, tokens, `context_width`]: the
+        keys and values of all cross-attentions; *added_rows* [`added_rows`, `added_width`] are
+        added to the embedded timesteps.
+        """
         raise NotImplementedError
 
     @property

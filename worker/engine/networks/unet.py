@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from imagefleet import errors
 from worker.engine.kernels.layers import Upsampler, normalise_and_activate
-from worker.engine.lora.merge import Group
+from worker.engine.lora.merge import Group, StackedChange
 from worker.engine.networks.convolution import LowRankChange, SlotChanges, SlotConv
 from worker.engine.networks.linear import (
     ReloadedStack,
@@ -38,7 +38,6 @@ from worker.engine.networks.transformer import (
     ModulePaths,
     SelfAttention,
     SlotNetwork,
-    SlotPrompts,
     Transformer,
     repeat_rows,
 )
@@ -87,14 +86,17 @@ class SlotEncoder(SlotNetwork):
         self.context_width = self.keys_values.width
 
     @torch.no_grad()
-    def compute_prompt(self, prompts: SlotPrompts) -> None:
-        self.keys_values.compute(prompts.vectors, prompts.changes, prompts.context)
-        if (
-            self.added is not None
-            and prompts.added is not None
-            and prompts.added_rows is not None
-        ):
-            prompts.added_rows.copy_(self.added(*prompts.added))
+    def compute_prompt(
+        self,
+        vectors: Tensor,
+        added: tuple[Tensor, ...] | None,
+        changes: Mapping[Group, StackedChange],
+        context: Tensor,
+        added_rows: Tensor | None,
+    ) -> None:
+        self.keys_values.compute(vectors, changes, context)
+        if self.added is not None and added is not None and added_rows is not None:
+            added_rows.copy_(self.added(*added))
 
     def encode(
         self,

@@ -13,7 +13,7 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from worker.engine.kernels import layers
-from worker.engine.networks.transformer import SlotNetwork, SlotPrompts, repeat_rows
+from worker.engine.networks.transformer import SlotNetwork, repeat_rows
 
 
 class TextAttention(nn.Module):
@@ -95,9 +95,15 @@ class PixelUnet(SlotNetwork):
             layers.replace_modules(unet, layers.group_norm)
 
     @torch.no_grad()
-    def compute_prompt(self, prompts: SlotPrompts) -> None:
+    def compute_prompt(
+        self,
+        vectors: Tensor,
+        added: tuple[Tensor, ...] | None,
+        _changes: object,
+        context: Tensor,
+        added_rows: Tensor | None,
+    ) -> None:
         """See `SlotNetwork.compute_prompt`; of text states [slot rows, tokens, width]."""
-        vectors, added, _, context, added_rows = prompts
         embedded = self.unet.add_embedding(vectors)
         if added is not None:
             (level,) = added

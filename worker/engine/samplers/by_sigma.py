@@ -7,7 +7,7 @@ AUTOMATIC1111 steps through them. LMS weighs estimates of the noise, (latents - 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -288,9 +288,8 @@ def bend(length: float) -> float:
 def _restart(sigmas: Sigmas, _: Options) -> _Intervals:
     """Steps that go back by noise (Xu et al. 2023), by AUTOMATIC1111's rule."""
     steps = _restart_steps(list(sigmas))
-    for (sigma, following), (begin, _) in zip_longest(
-        steps, steps[1:], fillvalue=(0.0, 0.0)
-    ):
+    begins = [begin for begin, _ in steps[1:]]
+    for (sigma, following), begin in zip(steps, [*begins, 0.0], strict=True):
         goes_back = begin > following
         noise = math.sqrt(begin**2 - following**2) if goes_back else None
         yield sigma, following, noise

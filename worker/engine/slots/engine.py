@@ -25,7 +25,6 @@ from worker.engine.files.network_cache import KEPT_BYTES
 from worker.engine.kernels.compile import Around
 from worker.engine.lora.merge import NO_CHANGES
 from worker.engine.networks.convolution import USUAL_RANK
-from worker.engine.networks.transformer import SlotPrompts
 from worker.engine.passes.upscale_thread import PreparedUpscale, UpscaleThread
 from worker.engine.self_check import SelfCheck
 from worker.engine.slots import memory, weights
@@ -33,7 +32,7 @@ from worker.engine.slots.compiling import Compilation
 from worker.engine.slots.lane import MAX_LANES, Lane, Lanes
 from worker.engine.slots.parts import Parts
 from worker.engine.slots.prepare import PreparedRequest
-from worker.engine.slots.queue import BatchKey, FirstPass, SlotJob, Staged
+from worker.engine.slots.queue import BatchKey, SlotJob, Staged
 from worker.engine.slots.recovery import Recovery
 from worker.engine.slots.step import Step, StepRunner
 
@@ -131,8 +130,12 @@ class SlotEngine:
 
     @property
     def busy(self) -> bool:
-        draws = self._lanes.jobs or self._decoder.busy
-        return bool(draws or self._upscales.begun or self._compilation.is_due)
+        return bool(
+            self._lanes.jobs
+            or self._decoder.busy
+            or self._upscales.begun
+            or self._compilation.is_due
+        )
 
     def prepare(
         self, request: contract.ImageRequest
@@ -360,17 +363,17 @@ class SlotEngine:
         if staged is None:
             raise RuntimeError("a job starts only once it is staged")
         state.latents[slot].copy_(staged.latents)
-        if staged.history is None:
-            # An earlier image's history has weight 0, but 0 times NaN would still be NaN.
-            state.history[:, slot].zero_()
-        else:
-            state.history[:, slot].copy_(staged.history)
-        if staged.inpainting is None:
-            state.kept[slot].zero_()
-            state.original[slot].zero_()  # 0 times NaN, too
-        else:
-            state.kept[slot].copy_(staged.inpainting.kept)
-            state.original[slot].copy_(staged.inpainting.original)
+        kept, original = staged.inpainting or (None, None)
+        for held, own in (
+            (state.history[:, slot], staged.history),
+            (state.kept[slot], kept),
+            (state.original[slot], original),
+        ):
+            if own is None:
+                # An earlier image's numbers have weight 0, but 0 times NaN would still be NaN.
+                held.zero_()
+            else:
+                held.copy_(own)
         if state.conditioning is not None and staged.conditioning is not None:
             state.conditioning[slot].copy_(staged.conditioning)
         self._write_texts(lane, step, slot, staged)
@@ -401,8 +404,7 @@ class SlotEngine:
             ]
         is_shared = lane.weight_mode == "shared"
         changes = {} if is_shared else self._stager.changes_of(job).stacked
-        prompts = SlotPrompts(vectors, added, changes, state.context[rows], embedded)
-        step.unet.compute_prompt(prompts)
+        step.unet.compute_prompt(vectors, added, changes, state.context[rows], embedded)
         for control, hint in zip(step.controls, staged.hints, strict=True):
             control.fill(slot, hint, vectors, added)
 
@@ -419,7 +421,7 @@ class SlotEngine:
             row = table[slot]
             columns = schedule.table.shape[1]
             row[:columns] = schedule.table.numpy()[job.call]
-            scales = job.prepared.scales(job.call, lane.batch_key.slot_rows)
+            scales = job.prepared.scales(job.call)
             row[columns : columns + len(scales)] = scales
             columns += lane.batch_key.slot_rows
             for at, control in enumerate(job.prepared.controls, columns):
@@ -470,14 +472,18 @@ class SlotEngine:
                 self._has_drawn_job = True
                 self._runner.native = self._runner.native.at(job.prepared, 0)
             return
-        staged = replace(
-            staged, history=history.clone(), loras=None, changes=NO_CHANGES
+        drawn_with = replace(
+            staged,
+            latents=latents,
+            history=history.clone(),
+            loras=None,
+            changes=NO_CHANGES,
         )
-        drawn = torch.cuda.current_stream().record_event() if self._on_gpu else None
         # Still alone if the first pass was.
         batch_key = BatchKey.of(following)._replace(isolated=job.batch_key.isolated)
-        first_pass = FirstPass(latents, drawn, staged)
-        going_on = SlotJob(job.ticket, following, batch_key, first_pass=first_pass)
+        going_on = SlotJob(job.ticket, following, batch_key, first_pass=drawn_with)
+        if self._on_gpu:
+            going_on.drawn = torch.cuda.current_stream().record_event()
         going_on.call = following.begins
         self._add(going_on)
 
@@ -486,12 +492,10 @@ class SlotEngine:
 
         Each lane's, for all of its slots: lanes that take turns also end their images together.
         """
-        lanes = [lane for lane in self._lanes if lane.waiting]
-        lanes.sort(key=self._lanes.urgency, reverse=True)
-        nexts = itertools.zip_longest(*(lane.waiting[: lane.slots] for lane in lanes))
-        self._stager.begin_within(
-            [job for each in nexts for job in each if job is not None]
-        )
+        lanes = sorted(self._lanes, key=self._lanes.urgency, reverse=True)
+        waiting = [lane.waiting[: lane.slots] for lane in lanes]
+        nexts = itertools.chain.from_iterable(itertools.zip_longest(*waiting))
+        self._stager.begin_within(list(filter(None, nexts)))
 
     @torch.no_grad()
     def _fit_memory(self, parts: Parts) -> int:

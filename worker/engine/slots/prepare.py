@@ -127,23 +127,19 @@ class PreparedRequest:
             return prompt.weights[::-1]
         return (1.0,)
 
-    def scales(self, call: int, rows: int | None = None) -> tuple[float, ...]:
-        """Guidance weights of the slot's *rows* in a UNet call; the last row has the rest.
+    def scales(self, call: int) -> tuple[float, ...]:
+        """Guidance weights of all rows but the negative prompt's in a UNet call.
 
-        By default of all but the negative prompt's. Without guidance, AUTOMATIC1111 takes the first
+        Without guidance, AUTOMATIC1111 takes the first
         prompt that AND joins for it, at a scale of 1 (`CFGDenoiser.forward`).
         """
         if self.embeds_guidance:
             return (self.request.cfg_scale * self.weights[0],)
         if any(self.schedule.unguided[call : call + 1]):
             *others, _ = self.weights
-            scales = (*others, 1.0 - sum(others))
-        else:
-            scale = self.request.cfg_scale * self.schedule.guidance_share
-            scales = tuple(scale * weight for weight in self.weights)
-        if rows is None:
-            return scales
-        return scales[: rows - 1]
+            return (*others, 1.0 - sum(others))
+        scale = self.request.cfg_scale * self.schedule.guidance_share
+        return tuple(scale * weight for weight in self.weights)
 
     def rows(self, call: int) -> int:
         """The rows of a UNet call: the prompt's, and with guidance the negative prompt's."""

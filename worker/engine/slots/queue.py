@@ -140,18 +140,6 @@ class Staged:
         return [tensor for tensor in found if tensor is not None]
 
 
-@dataclass(frozen=True, slots=True)
-class FirstPass:
-    """Result of a first pass that the next one begins with."""
-
-    latents: Tensor
-    """[4, height, width] on the device, of the first pass' size."""
-    drawn: torch.cuda.Event | None
-    """The event after the tick that drew the latents."""
-    staged: Staged
-    """Device data that the first pass was drawn with."""
-
-
 @dataclass(slots=True, eq=False)
 class SlotJob:
     """One admitted request."""
@@ -167,8 +155,10 @@ class SlotJob:
     """Begun; the engine has not taken the result yet."""
     staged: Staged | None = None
     call: int = 0
-    first_pass: FirstPass | None = None
-    """The first pass of a job in its second pass."""
+    first_pass: Staged | None = None
+    """What the pass before was drawn with, and its latents; None in a first pass."""
+    drawn: torch.cuda.Event | None = None
+    """The event after the tick that drew these latents."""
     begun_with: PreparedRequest | None = None
     """The original of `prepared`, before its schedule was extended."""
     has_weights: bool = False
@@ -184,10 +174,7 @@ class SlotJob:
 
         Where slots have no linear weights of their own, of its changes of these as well.
         """
-        packed = self.prepared.pack
-        if packed:
-            return packed.ranks
-        return {}
+        return self.prepared.pack.ranks if self.prepared.pack else {}
 
     @property
     def changes_convolutions(self) -> bool:
@@ -243,9 +230,7 @@ class Costs:
 
 def own_mode(convolutions: bool) -> WeightMode:
     """The mode of slots with weights of their own, and with changes of *convolutions*, if any."""
-    if convolutions:
-        return "per_slot_convolutions"
-    return "per_slot"
+    return "per_slot_convolutions" if convolutions else "per_slot"
 
 
 def choose_mode(
@@ -261,15 +246,13 @@ def choose_mode(
     *merged* is what the shared weights hold now, None if unknown; *ticks* is for how long the slots
     are expected to keep these LoRAs. *convolutions*: some of them change convolutions.
     """
-    own, (key, *others) = own_mode(convolutions), set(keys)
-    if others:
-        return own, ()
-    if key in (merged, ()):
-        return "shared", key
+    own = own_mode(convolutions)
+    key, *others = set(keys)
     saved_seconds = ticks * (costs.seconds(own) - costs.shared_seconds)
-    if saved_seconds > costs.merge_seconds:
-        return ("shared", key)
-    return (own, ())
+    is_worth_merging = key in (merged, ()) or saved_seconds > costs.merge_seconds
+    if is_worth_merging and not others:
+        return "shared", key
+    return own, ()
 
 
 def ticks_until_change(

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import math
 import threading
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,7 +37,6 @@ from worker.engine.slots.prepare import PreparedRequest
 from worker.engine.slots.queue import (
     AddedInputs,
     AssembledLoras,
-    FirstPass,
     SlotJob,
     Staged,
 )
@@ -78,20 +78,14 @@ class Stager:
         self.text_encoder_lock = threading.Lock()
         """Held while LoRAs may be merged into the text encoder."""
 
-    def first_with_room(self, jobs: Iterable[SlotJob]) -> list[SlotJob]:
+    def first_with_room(self, jobs: Sequence[SlotJob]) -> Sequence[SlotJob]:
         """The first of *jobs* whose LoRAs have room on the device together; at least one."""
         held_bytes = self._control_nets.held_bytes + (
             self._vaes.held_bytes if self._vaes else 0
         )
         room_bytes = max(0.0, self.room_bytes - held_bytes)
-        taken = 0
-        first = list[SlotJob]()
-        for job in jobs:
-            taken += job.prepared.lora_bytes
-            if taken > room_bytes and first:
-                break
-            first.append(job)
-        return first
+        taken = itertools.accumulate(job.prepared.lora_bytes for job in jobs)
+        return jobs[: max(1, bisect_right(list(taken), room_bytes))]
 
     def begin(self, jobs: Iterable[SlotJob]) -> None:
         """Starts to stage jobs; their prompts are encoded together."""
@@ -273,17 +267,15 @@ class LatentStager(Stager):
         coder = self._coder_of(prepared, prepared.checkpoint)
         if job.first_pass is not None and prepared.begins:
             self._spend(noise, prepared)
-            before = job.first_pass.staged
             return replace(
-                before,
-                latents=job.first_pass.latents,
+                job.first_pass,
                 vectors=vectors,
                 noise=noise,
                 mask=mask,
                 added=added,
                 loras=copied,
                 changes=changes,
-                hints=before.hints[: len(prepared.controls)],
+                hints=job.first_pass.hints[: len(prepared.controls)],
                 coder=coder,
                 checkpoint=other,
             )
@@ -343,8 +335,8 @@ class LatentStager(Stager):
         """The latents [4, height, width] that a job begins with beside noise, if any."""
         prepared = job.prepared
         if job.first_pass is not None and prepared.upscaling is not None:
-            if self._stream is not None and job.first_pass.drawn is not None:
-                self._stream.wait_event(job.first_pass.drawn)
+            if self._stream is not None and job.drawn is not None:
+                self._stream.wait_event(job.drawn)
             tiny = self._tiny if prepared.request.decoder != "Full" else None
             return self._upscale(job.first_pass, prepared.upscaling, images, tiny)
         if prepared.image is None:
@@ -354,16 +346,15 @@ class LatentStager(Stager):
 
     def _upscale(
         self,
-        drawn: FirstPass,
+        drawn: Staged,
         upscaling: Upscaling,
         images: ImageCoder,
         tiny: AutoencoderTiny | None,
     ) -> Tensor:
-        latents = drawn.latents
         if upscaling.latent_mode is not None:
-            latents = upscaling.enlarge_latents(latents, self._factor)
+            latents = upscaling.enlarge_latents(drawn.latents, self._factor)
         else:
-            pixels = (drawn.staged.coder or self._images).decode(latents, tiny)
+            pixels = (drawn.coder or self._images).decode(drawn.latents, tiny)
             latents = images.encode(upscaling.enlarge_pixels(pixels))
         return upscaling.crop(latents, self._factor)
 

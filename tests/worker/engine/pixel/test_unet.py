@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from pixel import tiny_cascade
-from worker.engine.networks.transformer import SlotPrompts
 from worker.engine.pixel.unet import PixelUnet
 
 pytestmark = pytest.mark.slow
@@ -29,7 +28,7 @@ def test_each_slot_gets_what_the_whole_unet_gives_alone(
     level = None if noise_level is None else (torch.tensor([noise_level]),)
     for slot, own in enumerate(states):
         rows = slice(2 * slot, 2 * slot + 2)
-        unet.compute_prompt(SlotPrompts(own, level, {}, context[rows], added[rows]))
+        unet.compute_prompt(own, level, {}, context[rows], added[rows])
     with torch.no_grad():
         found = unet(x, times, context, added)
         for slot, at in enumerate(times):
