@@ -289,7 +289,7 @@ def _restart(sigmas: Sigmas, _: Options) -> _Intervals:
     """Steps that go back by noise (Xu et al. 2023), by AUTOMATIC1111's rule."""
     steps = _restart_steps(list(sigmas))
     begins = [begin for begin, _ in steps[1:]]
-    for (sigma, following), begin in zip(steps, [*begins, 0.0], strict=True):
+    for (sigma, following), begin in zip(steps, [*begins, 0.0], strict=False):
         goes_back = begin > following
         noise = math.sqrt(begin**2 - following**2) if goes_back else None
         yield sigma, following, noise
