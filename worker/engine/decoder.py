@@ -49,11 +49,7 @@ class _FinishedLatents(NamedTuple):
     ticket: int
     latents: Tensor
     since_tick: int
-    vae: Vae | None
-
-    @property
-    def slice_key(self) -> _SliceKey:
-        return self.vae, self.latents.shape
+    slice_key: _SliceKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +83,10 @@ class HostCopy:
         """The images, once they have reached the host; None for one with NaN or infinity."""
         if self.copied is not None:
             self.copied.synchronize()
-        images = zip(self.pixels.numpy(), self.is_finite.tolist(), strict=True)
-        return [pixels if is_finite else None for pixels, is_finite in images]
+        images: list[contract.Pixels | None] = list(self.pixels.numpy())
+        for at in (~self.is_finite).nonzero():
+            images[at] = None
+        return images
 
 
 class Decoder:
@@ -105,6 +103,7 @@ class Decoder:
         """*factor*: pixels for each of the latents' rows. *tiny* decodes unless the VAE is to."""
         self._vae = vae
         self._usual = tiny or vae
+        self.has_tiny = tiny is not None
         self._pixels_per_latent = factor**2
         self.slice_pixels = _SLICE_PIXELS
         self.max_images = _MAX_IMAGES
@@ -113,7 +112,7 @@ class Decoder:
 
         self._backend = backend
         self._pool = pool
-        self._queue: deque[_FinishedLatents] = deque()
+        self._queue: dict[_SliceKey, list[_FinishedLatents]] = {}
         self._copies: deque[tuple[Sequence[_FinishedLatents], HostCopy]] = deque()
         self._failed: list[Finished] = []
         self._compiled: dict[_SliceKey, tuple[Tensor, Compiled]] = {}
@@ -129,10 +128,6 @@ class Decoder:
     def recompiles(self) -> int:
         return sum(compiled.recompiles for _, compiled in self._compiled.values())
 
-    @property
-    def has_tiny(self) -> bool:
-        return self._usual is not self._vae
-
     def add(
         self,
         ticket: int,
@@ -145,7 +140,9 @@ class Decoder:
         *named* is what it asks for in place of the checkpoint's own VAE; it is not compiled.
         """
         vae = self._usual if self.has_tiny and by != "Full" else named or self._vae
-        self._queue.append(_FinishedLatents(ticket, latents, self._tick, vae))
+        key = vae, latents.shape
+        drawn = _FinishedLatents(ticket, latents, self._tick, key)
+        self._queue.setdefault(key, []).append(drawn)
 
     def compile(self, shape: torch.Size) -> Iterator[Compiled]:
         """Compiles for latents of *shape* [4, height, width]; nothing without a backend.
@@ -194,18 +191,19 @@ class Decoder:
         even one image's stripes fit.
         """
         self._tick += 1
-        for key in dict.fromkeys(drawn.slice_key for drawn in self._queue):
+        for key, waiting in list(self._queue.items()):
             size = self._slice_size(key[1])
             is_urgent = flush or key not in self._compiled
-            while part := [each for each in self._queue if each.slice_key == key]:
-                part = part[:size]
-                waited = self._tick - part[0].since_tick
+            while waiting:
+                waited = self._tick - waiting[0].since_tick
                 is_overdue = waited >= lanes * _MAX_WAIT_TICKS
-                if not (len(part) == size or is_urgent or is_overdue):
+                if not (len(waiting) >= size or is_urgent or is_overdue):
                     break
-                for drawn in part:
-                    self._queue.remove(drawn)
+                part = waiting[:size]
+                del waiting[:size]
                 self._decode_or_share(part, free_memory)
+            if not waiting:
+                del self._queue[key]
 
     def decode(self, latents: Tensor, vae: Vae | None = None) -> tuple[Tensor, Tensor]:
         """Decodes latents [images, 4, height, width] at once, uncompiled."""
@@ -267,9 +265,9 @@ class Decoder:
                 action="decode_failed",
             )
         # Outside the handler, where the error's traceback no longer holds any tensors.
-        shape = part[0].latents.shape
-        if part[0].slice_key in self._compiled:
-            self._compiled.pop(part[0].slice_key)[1].release()
+        _, shape = key = part[0].slice_key
+        if key in self._compiled:
+            self._compiled.pop(key)[1].release()
         torch.cuda.empty_cache()
         if half := len(part) // 2:
             if out_of_memory:
@@ -301,7 +299,8 @@ class Decoder:
 
     def _retry_in_float32(self, drawn: _FinishedLatents) -> contract.Outcome:
         """Decodes in float32, from then on, with a VAE that overflows in float16 as some do."""
-        if (vae := drawn.vae) is None:
+        vae, _ = drawn.slice_key
+        if vae is None:
             return errors.TransientError("the image is NaN")
         if vae.dtype == torch.float16 and drawn.latents.isfinite().all():
             log.warning(
@@ -418,7 +417,7 @@ def _add_resnet(resnet: Any, image: _Image) -> Tensor:
 
 def _join(parts: Iterator[tuple[int, Tensor]], image: _Image) -> Tensor:
     """The whole of what is computed a stripe at a time, as high as *image*."""
-    output: Tensor | None = None
+    output = None
     for top, part in parts:
         if output is None:
             is_last = part.is_contiguous(memory_format=torch.channels_last)

@@ -260,7 +260,7 @@ class Encoder:
     def _look_up(
         self, chunks: Iterable[Chunk], clip_skip: int, loras: Hashable
     ) -> dict[Chunk, _Encoded]:
-        encoded: dict[Chunk, _Encoded] = {}
+        encoded = {}
         missing = []
         for chunk in chunks:
             cached = self._cache.get((_key(chunk), clip_skip, loras))

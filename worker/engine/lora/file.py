@@ -452,11 +452,11 @@ def _read_adapter(
     deltas: dict[Network, dict[str, WeightDelta]] = {
         network: {} for network in get_args(Network)
     }
-    skipped: list[str] = []
+    skipped = []
     size_bytes = 0
     for network in get_args(Network):
-        tensors: dict[str, Tensor] = {}
-        found: dict[str, LayerId] = {}
+        tensors = {}
+        found = {}
         for key, place in places.items():
             if not key.startswith(f"{network}."):
                 continue

@@ -254,8 +254,8 @@ class LowRank:
         if len(ranks) < layers or min(ranks) < rank:
             up.zero_()
             down.zero_()
-        parts: dict[tuple[int, int], _Unbound] = {}
-        copies: list[tuple[Tensor, Tensor]] = []
+        parts = {}
+        copies = []
         for layer, changes in self.by_layer.items():
             begin = 0
             for strength, (outer, inner) in changes:
@@ -337,24 +337,16 @@ class PackedLoras:
     """
 
     size_bytes: int
-    _low_rank: Mapping[Group | Shape, LowRank]
+    _low_rank: Mapping[Group, LowRank]
     _stacks: Mapping[Group, Sequence[StackPlaces]]
-
-    @property
-    def ranks(self) -> dict[Shape, int]:
-        """The ranks of the changes that slots hold beside the weights."""
-        return {shape: change.up.shape[2] for shape, change in self._beside.items()}
-
-    @property
-    def _beside(self) -> dict[Shape, LowRank]:
-        return {
-            key: each for key, each in self._low_rank.items() if isinstance(key, Shape)
-        }
+    _beside: Mapping[Shape, LowRank]
+    ranks: Mapping[Shape, int]
+    """The ranks of the changes that slots hold beside the weights."""
 
     def assemble(self) -> Tensor:
         """The tensor [size_bytes] in host memory."""
         flat = safetensors.packs.take(self.size_bytes)
-        for plain in self._low_rank.values():
+        for plain in (*self._low_rank.values(), *self._beside.values()):
             plain.fill(flat)
         for places in itertools.chain.from_iterable(self._stacks.values()):
             places.fill(flat)
@@ -364,17 +356,14 @@ class PackedLoras:
         """Views of *flat*, a copy on any device."""
         stacked = {}
         for group in dict.fromkeys([*self._low_rank, *self._stacks]):
-            if isinstance(group, Shape):
-                continue
             plain = self._low_rank.get(group)
             stacked[group] = StackedChange(
                 plain.of(flat) if plain else None,
                 plain.strength if plain else 1.0,
                 [each.of(flat) for each in self._stacks.get(group, ())],
             )
-        return LoraChanges(
-            stacked, {shape: each.of(flat) for shape, each in self._beside.items()}
-        )
+        beside = {shape: each.of(flat) for shape, each in self._beside.items()}
+        return LoraChanges(stacked, beside)
 
 
 def pack(
@@ -413,22 +402,25 @@ def pack(
             of_low_rank[group][at].append((strength, factors))
     room = Room()
     low_rank = {}
+    beside = {}
+    ranks = {}
     for group, changes in of_low_rank.items():
+        layers = len(groups[group])
+        if isinstance(group, Shape):
+            beside[group] = placed = room.place_low_rank(dtype, layers, changes, 1.0)
+            ranks[group] = placed.up.shape[2]
+            if ranks[group] > group.max_rank:
+                return None
+            continue
         # The device multiplies by the largest, so that most jobs' factors are copied as they are.
         strengths = [strength for each in changes.values() for strength, _ in each]
-        largest = 1.0 if isinstance(group, Shape) else max(strengths, key=abs) or 1.0
-        low_rank[group] = room.place_low_rank(
-            dtype, len(groups[group]), changes, largest
-        )
+        largest = max(strengths, key=abs) or 1.0
+        low_rank[group] = room.place_low_rank(dtype, layers, changes, largest)
     stacks = {
         group: [room.place_stack(alike) for alike in _alike(by_layer)]
         for group, by_layer in others.items()
     }
-    packed = PackedLoras(room.size_bytes, low_rank, stacks)
-    fits = all(rank <= shape.max_rank for shape, rank in packed.ranks.items())
-    if fits:
-        return packed
-    return None
+    return PackedLoras(room.size_bytes, low_rank, stacks, beside, ranks)
 
 
 def _alike(

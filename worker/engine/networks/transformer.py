@@ -73,7 +73,7 @@ class KeysValues:
         layers = [layer for cross in crosses for layer in (cross.to_k, cross.to_v)]
         linears = (SlotLinear({paths[each]: each}) for each in layers)
         self.stacks = stack_by_shape(WeightStack, "prompt", linears)
-        slices: dict[str, slice] = {}
+        slices = {}
         self.width = 0
         for (_, width, _), stack in self.stacks.items():
             for path in stack.paths:

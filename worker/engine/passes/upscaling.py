@@ -122,7 +122,7 @@ def enlarge(
     """
     height, width = pixels.shape[:2]
     is_smaller = width < upscale.whole[0] or height < upscale.whole[1]
-    found: list[Pixels] = []
+    found = []
     for upscaler in upscalers:
         if is_smaller or upscale.scale == 1:
             found.append(_apply(upscaler, pixels, upscale.scale, *upscale.whole))

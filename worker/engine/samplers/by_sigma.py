@@ -171,7 +171,7 @@ def _dpmpp_multistep_sde(sigmas: Sigmas, options: Options, *, bend: _Bend) -> _S
     The length of a step is h in log sigma, and h + eta h with noise.
     """
     eta = 1.0 if options.eta is None else options.eta
-    lengths: list[float] = []
+    lengths = []
     for sigma, following in pairwise(sigmas):
         if following == 0:
             yield _euler_step(sigma, following, None)

@@ -100,7 +100,7 @@ def _of_sigmas(
             ends = sigmas[0], sigmas[last]
         taken = np.geomspace(*ends, count + 1).tolist() if count > 0 else []
     own = Options(**{name: getattr(options, name) for name in sampler.options})
-    moves: list[Move] = []
+    moves = []
     if not sampler.is_adaptive:
         moves = by_sigma.make_moves(sampler.method, taken, own)
     if sampler.is_adaptive and taken and taken[0] > taken[-1]:

@@ -157,6 +157,8 @@ class Compilation:
 
     def _next(self) -> BatchKey | None:
         """Key that is compiled next, once the compiler is free."""
+        if not self._runner.may_compile:
+            return None
         asked = [self._asked] if self._asked else []
         held = [
             lane.batch_key._replace(is_apart=False) for lane in self._lanes if lane.held
@@ -165,10 +167,10 @@ class Compilation:
             key=lambda key: self._runner.outlook.share(GraphKey(key)), reverse=True
         )
         keys = [*asked, self._runner.native, *held]
-        return next((each for each in keys if self._runner.should_compile(each)), None)
+        return next(filter(self._runner.should_compile, keys), None)
 
     def _go_on(self, batch_key: BatchKey | None) -> None:
-        compiled: Compiled | None = None
+        compiled = None
         try:
             if self._tracing is not None:
                 (_, traced), self._tracing = self._tracing, None

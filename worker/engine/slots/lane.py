@@ -65,13 +65,9 @@ class Lane:
         return len(self.active) + len(self.waiting)
 
     @property
-    def is_exclusive(self) -> bool:
-        """True if it changes the shared weights, so that no other lane may run meanwhile."""
-        return self.batch_key.changes_shared_weights
-
-    @property
-    def may_close(self) -> bool:
-        return self.step is not None and not (self.active or self.step.is_kept)
+    def is_kept(self) -> bool:
+        """True while it stays open: what is compiled is bound to its tensors."""
+        return self.step is not None and self.step.is_kept
 
     def take(self, preferred: LoraKey | None = None) -> SlotJob | None:
         """Removes the next job, one with the LoRAs *preferred* if it may overtake the others."""
@@ -118,7 +114,7 @@ class Lanes:
 
     @property
     def jobs(self) -> int:
-        return sum(lane.held for lane in self)
+        return len(self.held)
 
     @property
     def held(self) -> list[SlotJob]:
@@ -155,9 +151,12 @@ class Lanes:
         busy.sort(key=lambda lane: lane.step is None)
         inside = busy[: self.max_open]
         outside = busy[self.max_open :]
-        beyond = sum(max(0, lane.held - lane.slots) for lane in inside)
-        beyond += sum(lane.held for lane in outside)
-        room = 0 if outside else min(max(0, lane.slots - lane.held) for lane in inside)
+        beyond = sum(lane.held for lane in outside)
+        rooms = []
+        for lane in inside:
+            beyond += max(0, lane.held - lane.slots)
+            rooms.append(max(0, lane.slots - lane.held))
+        room = 0 if outside else min(rooms)
         ready = max(self.slots, *(lane.slots for lane in inside))
         ready *= len(inside) if self._turn_ticks > 1 else 1
         return max(0, ready + room - beyond)
@@ -217,9 +216,7 @@ class Lanes:
         if chosen is None or not self._goes_on(chosen):
             chosen = max(busy, key=self.urgency)
             if chosen.step is None and not self._make_room():
-                closable = [
-                    lane for lane in busy if lane.step and not lane.step.is_kept
-                ]
+                closable = [lane for lane in busy if lane.step and not lane.is_kept]
                 if closable:
                     chosen = min(closable, key=lambda lane: len(lane.active))
                     chosen.is_closing = True
@@ -240,7 +237,8 @@ class Lanes:
     def takes_jobs(self, lane: Lane) -> bool:
         """False for a lane that has to end for the others' sake."""
         is_long = (
-            lane.is_exclusive and self._tick - self._turn_began_at > PATIENCE_TICKS
+            lane.batch_key.changes_shared_weights
+            and self._tick - self._turn_began_at > PATIENCE_TICKS
         )
         return not (lane.is_closing or is_long)
 
@@ -263,7 +261,7 @@ class Lanes:
         """True if the lane of the last tick also runs in the next one."""
         if lane.step is None or not lane.held:
             return False
-        if lane.is_exclusive or lane.is_closing:
+        if lane.batch_key.changes_shared_weights or lane.is_closing:
             return bool(lane.active) or self.takes_jobs(lane)
         return self._tick - self._turn_began_at < self._turn_ticks
 
@@ -278,10 +276,10 @@ class Lanes:
 
     def _make_room(self) -> bool:
         """Makes room for another lane, if need be by closing an idle one; False if none is idle."""
-        opened = [lane for lane in self if lane.step is not None]
+        opened = [lane for lane in self if lane.step]
         if len(opened) < self.max_open:
             return True
-        closable = [lane for lane in opened if lane.may_close]
+        closable = [lane for lane in opened if not (lane.active or lane.is_kept)]
         if closable:
             min(closable, key=lambda lane: (lane.held, lane.ran_at)).close()
         return bool(closable)

@@ -501,7 +501,7 @@ class RequestPreparer(Preparer):
         """Each network's LoRAs; weights of one that is named twice add up, in whatever order."""
         family = self._checkpoint.family
         networks = [family.backbone, *family.networks]
-        files: dict[Identity, lora_file.LoraFile] = {}
+        files = {}
         weights = defaultdict[tuple[Network, Identity], float](float)
         for lora in loras:
             self._may_go_on.wait()

@@ -169,7 +169,7 @@ class SlotJob:
         return self.staging is not None and not self.staging.done()
 
     @property
-    def ranks(self) -> dict[Shape, int]:
+    def ranks(self) -> Mapping[Shape, int]:
         """Ranks of what its slot holds beside the weights: changes of convolutions, if any.
 
         Where slots have no linear weights of their own, of its changes of these as well.

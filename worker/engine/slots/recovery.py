@@ -49,7 +49,7 @@ class Recovery:
         others = len(self._lanes.active) - len(lane.active)
         lane.waiting = [job for job in lane.waiting if job not in jobs]
         lane.active.clear()
-        again: list[SlotJob] = []
+        again = []
         if out_of_memory:
             self.restart_all()
             again = self._with_more_memory(lane, jobs, in_call, has_others=others > 0)
@@ -70,7 +70,7 @@ class Recovery:
 
     def restart_all(self) -> None:
         """Frees the tensors of all lanes; their images start again."""
-        jobs: list[SlotJob] = []
+        jobs = []
         for lane in self._lanes:
             jobs += [*lane.active.values(), *lane.waiting]
             lane.active.clear()

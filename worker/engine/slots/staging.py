@@ -89,7 +89,7 @@ class Stager:
 
     def begin(self, jobs: Iterable[SlotJob]) -> None:
         """Starts to stage jobs; their prompts are encoded together."""
-        begun: list[_Begun] = []
+        begun = []
         for job in jobs:
             if not (job.staged or job.staging):
                 job.staging = Future()
@@ -279,7 +279,7 @@ class LatentStager(Stager):
                 coder=coder,
                 checkpoint=other,
             )
-        conditioning: Tensor | None = None
+        conditioning = None
         if prepared.enlarged is not None:
             drawn = noise.draw(prepared.enlarged.image.shape)
             conditioning, added = self._copy_enlarged(prepared.enlarged, drawn)

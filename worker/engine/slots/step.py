@@ -261,7 +261,7 @@ class StepRunner:
         self._to_compile |= {(batch_key, mode) for mode in [None, *modes]}
 
     def should_compile(self, batch_key: BatchKey) -> bool:
-        if not self.may_compile or batch_key.is_rare:
+        if batch_key.is_rare:
             return False
         if step := self._compiled.get(batch_key):
             return bool(self.missing_modes(step))

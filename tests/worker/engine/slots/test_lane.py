@@ -231,7 +231,10 @@ def test_jobs_that_change_the_shared_weights_have_the_unet_to_themselves() -> No
     assert len(drawing.drawn_at) == 100
     drawn_by_others = 0
     for one, following in itertools.pairwise(drawing.ran):
-        if one.is_exclusive and not following.is_exclusive:
+        if (
+            one.batch_key.changes_shared_weights
+            and not following.batch_key.changes_shared_weights
+        ):
             assert not one.active
             drawn_by_others += 1
     assert drawn_by_others > 1
