@@ -26,6 +26,7 @@ from worker.engine.contract import ImageRequest
 from worker.engine.control.cache import ControlNets
 from worker.engine.families.table import Family
 from worker.engine.files import safetensors
+from worker.engine.files.network_cache import NetworkCache
 from worker.engine.files.safetensors import ReadOnce
 from worker.engine.lora import file as lora_file
 from worker.engine.lora import merge
@@ -115,17 +116,13 @@ class PreparedRequest:
 
     @property
     def lora_bytes(self) -> int:
-        if self.pack:
-            return self.pack.size_bytes
-        return 0
+        return self.pack.size_bytes if self.pack else 0
 
     @property
     def weights(self) -> tuple[float, ...]:
         """Factors of the guidance scale for each row but the negative prompt's."""
         prompt = self.request.prompt
-        if isinstance(prompt, Prompt):
-            return prompt.weights[::-1]
-        return (1.0,)
+        return prompt.weights[::-1] if isinstance(prompt, Prompt) else (1.0,)
 
     def scales(self, call: int) -> tuple[float, ...]:
         """Guidance weights of all rows but the negative prompt's in a UNet call.
@@ -152,7 +149,7 @@ class PreparedRequest:
     @property
     def texts(self) -> list[tuple[tuple[Chunk, ...], int]]:
         """The texts of all rows that are drawn, one after the other, and what each fills."""
-        most_rows = max(self.rows(call) for call in range(len(self.schedule.table)))
+        most_rows = max(map(self.rows, range(len(self.schedule.table))))
         drawn = self.text_rows[:most_rows]
         return [(chunks, row.length) for row in drawn for chunks in row.texts.values()]
 
@@ -160,13 +157,12 @@ class PreparedRequest:
         """The numbers of each row's text in a call, of `texts` or of the states."""
         if self.states is not None:
             return list(range(len(self.states)))
-        before = itertools.accumulate(
-            (len(row.texts) for row in self.text_rows), initial=0
-        )
-        return [
-            start + row.at(call)
-            for start, row in zip(before, self.text_rows, strict=False)
-        ]
+        at = 0
+        numbers = []
+        for row in self.text_rows:
+            numbers.append(at + row.at(call))
+            at += len(row.texts)
+        return numbers
 
     @property
     def is_edited(self) -> bool:
@@ -324,6 +320,7 @@ class RequestPreparer(Preparer):
         loras = self._read_loras(request.loras)
         rows = self._text_rows(request, named)
         self._may_go_on.wait()
+        vae = request.vae
         prepared = PreparedRequest(
             request,
             self._checkpoint.family,
@@ -334,7 +331,7 @@ class RequestPreparer(Preparer):
             image=image,
             controls=self._controls(request, schedule, steps),
             enlarged=enlarged,
-            vae=self._check_vae(request.vae),
+            vae=self._check_file(self._vaes, vae.name, vae.path) if vae else None,
             embeds_guidance=self._checkpoint.unet.config.time_cond_proj_dim is not None,
         )
         if request.hires is None:
@@ -417,10 +414,7 @@ class RequestPreparer(Preparer):
         return rest
 
     def _check_checkpoint(self, path: Path | None) -> Identity | None:
-        if path is None or self._checkpoints is None:
-            return None
-        self._may_go_on.wait()
-        return self._checkpoints.check_file(path.stem, path)
+        return self._check_file(self._checkpoints, path.stem, path) if path else None
 
     def _is_sdxls_refiner(self, checkpoint: Identity | None) -> bool:
         return self._checkpoints is not None and self._checkpoints.is_refiner(
@@ -431,11 +425,7 @@ class RequestPreparer(Preparer):
         self, request: ImageRequest, named: Sequence[embeddings.Embedding]
     ) -> tuple[text.Row, ...]:
         """The rows of a pass, whose words are also those that its own LoRAs bundle."""
-        dtype = self._dtypes["text_encoder"]
-        named = [
-            *named,
-            *self._bundled(request.loras, {each.name for each in named}, dtype),
-        ]
+        named = self._with_bundled(named, request.loras)
         rows = self.tokenizer.rows(request.prompt, named)
         if (
             len(rows) > 1
@@ -478,11 +468,13 @@ class RequestPreparer(Preparer):
             is_xl=self._checkpoint.family.has_sdxl_steps,
         )
 
-    def _check_vae(self, vae: contract.Vae | None) -> Identity | None:
-        if vae is None or self._vaes is None:
+    def _check_file(
+        self, cache: NetworkCache[Any] | None, name: str, path: Path
+    ) -> Identity | None:
+        if cache is None:
             return None
         self._may_go_on.wait()
-        return self._vaes.check_file(vae.name, vae.path)
+        return cache.check_file(name, path)
 
     def _check_clip_skip(self, clip_skip: int) -> None:
         layers = self._checkpoint.text_encoder.config.num_hidden_layers
@@ -497,46 +489,44 @@ class RequestPreparer(Preparer):
 
     def _read_loras(
         self, loras: Sequence[contract.Lora]
-    ) -> dict[Network, list[AppliedLora]]:
-        """Each network's LoRAs; weights of one that is named twice add up, in whatever order."""
+    ) -> Mapping[Network, Sequence[AppliedLora]]:
+        """Each network's LoRAs, if any; weights of one that is named twice add up, in any order."""
         family = self._checkpoint.family
-        networks = [family.backbone, *family.networks]
         files = {}
         weights = defaultdict[tuple[Network, Identity], float](float)
         for lora in loras:
             self._may_go_on.wait()
             file = self._lora_cache.get(lora)
             files[file.identity] = file
-            for network in networks:
-                draws = network == family.backbone
-                weight = lora.unet_weight if draws else lora.text_encoder_weight
-                weights[network, file.identity] += weight
+            weights[family.backbone, file.identity] += lora.unet_weight
+            for network in family.networks:
+                weights[network, file.identity] += lora.text_encoder_weight
         if len(files) > 1 and any(file.depends_on_weights for file in files.values()):
             differences.warn("mixed_loras")
-        return {
-            network: [
-                AppliedLora(identity, files[identity].deltas[network], weight)
-                for identity in sorted(files)
-                if (weight := weights[network, identity])
-                and files[identity].deltas[network]
-            ]
-            for network in networks
-        }
+        applied = defaultdict[Network, list[AppliedLora]](list)
+        for (network, identity), weight in sorted(weights.items()):
+            deltas = files[identity].deltas[network]
+            if weight and deltas:
+                applied[network].append(AppliedLora(identity, deltas, weight))
+        return applied
 
-    def _bundled(
-        self, loras: Sequence[contract.Lora], known: Collection[str], dtype: torch.dtype
-    ) -> Iterator[embeddings.Embedding]:
-        """The embeddings in LoRAs' files; as in AUTOMATIC1111, *known* ones go before them."""
-        files = map(self._lora_cache.get, dict.fromkeys(loras))
-        for file in files:
-            for name in file.embeddings.keys() - known:
-                with safetensors.named(
-                    f"the LoRA {file.identity[0]!r}, for the word {name!r},"
-                ):
+    def _with_bundled(
+        self, named: Sequence[embeddings.Embedding], loras: Sequence[contract.Lora]
+    ) -> Sequence[embeddings.Embedding]:
+        """Embeddings, and those in LoRAs' files; *named* ones go first, as in AUTOMATIC1111."""
+        found = {each.name: each for each in named}
+        for file in map(self._lora_cache.get, dict.fromkeys(loras)):
+            what = f"the LoRA {file.identity[0]!r}, for the word"
+            for name in file.embeddings.keys() - found:
+                with safetensors.named(f"{what} {name!r},"):
                     vectors = embeddings.vectors_of(
-                        file.embeddings[name], self._widths, dtype
+                        file.embeddings[name],
+                        self._widths,
+                        self._dtypes["text_encoder"],
                     )
-                yield embeddings.Embedding(name, f"{file.identity} {name}", vectors)
+                identity = f"{file.identity} {name}"
+                found[name] = embeddings.Embedding(name, identity, vectors)
+        return [*found.values()]
 
     def _pack(
         self, loras: Mapping[Network, Sequence[AppliedLora]]

@@ -411,9 +411,9 @@ class LatentStager(Stager):
     ) -> Iterator[None]:
         """The text encoders with a request's LoRAs merged in."""
         with contextlib.ExitStack() as merged:
-            for network, own in coders.loras.items():
+            for network in prepared.packs.keys() & coders.loras.keys():
+                own = coders.loras[network]
                 flat = loras[network].to(own.device, non_blocking=True)
-                merged.enter_context(
-                    own.merged(prepared.packs[network].of(flat).stacked)
-                )
+                changes = prepared.packs[network].of(flat).stacked
+                merged.enter_context(own.merged(changes))
             yield
