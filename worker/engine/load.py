@@ -192,7 +192,7 @@ def _use_own(
 
     try:
         if settings.accelerator is not None and family is not table.REFINER:
-            shared.merge_for_good(settings.accelerator, networks)
+            shared.merge_for_good(settings.accelerator, family, networks)
         if settings.vae is not None:
             overflows = family.overflows_in_float16
             images.load_for_good(settings.vae, networks["vae"], overflows=overflows)

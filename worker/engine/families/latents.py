@@ -80,7 +80,7 @@ def of_latents(
     preparer = RequestPreparer(
         checkpoint,
         {
-            "unet": {**unet.groups, **unet.changes.groups},
+            checkpoint.family.backbone: {**unet.groups, **unet.changes.groups},
             **{
                 name: linear.group_by_shape(text_encoder)
                 for name, text_encoder in checkpoint.text_encoders.items()

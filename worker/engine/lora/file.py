@@ -45,7 +45,13 @@ LayerId = tuple[Network, str]
 class Layers:
     """The layers of a model that LoRAs can change, by every name that files use; thread-safe."""
 
-    def __init__(self, unet: nn.Module, text_encoders: Mapping[Network, Any]) -> None:
+    def __init__(
+        self,
+        unet: nn.Module,
+        text_encoders: Mapping[Network, Any],
+        backbone: Network = "unet",
+    ) -> None:
+        """*backbone* is the name of the network that draws."""
         self.shapes: dict[LayerId, torch.Size] = {}
         self._by_name: dict[str, LayerId] = {}
         self._layouts = functools.lru_cache(_MAX_LAYOUTS)(self._make)
@@ -54,14 +60,14 @@ class Layers:
             each.get_input_embeddings().weight.shape[1]
             for each in text_encoders.values()
         )
-        layers = self._weights("unet", unet)
+        layers = self._weights(backbone, unet)
         originals = original_names(layers)
         for path in layers:
             dotted = {path, path.removesuffix(".0")}  # `to_out.0` was once `to_out`
             original = originals.get(path, path)
-            self._name("unet", path, ("", "unet.", "lora_unet."), dotted)
-            self._name("unet", path, ("diffusion_model.",), [original])
-            self._name("unet", path, ("lora_unet_", "oft_unet_"), {path, original})
+            self._name(backbone, path, ("", "unet.", "lora_unet."), dotted)
+            self._name(backbone, path, ("diffusion_model.",), [original])
+            self._name(backbone, path, ("lora_unet_", "oft_unet_"), {path, original})
         for network, text_encoder in text_encoders.items():
             dots, flats = _TEXT_PREFIXES[network]
             for path in self._weights(network, text_encoder):

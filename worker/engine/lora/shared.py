@@ -6,15 +6,16 @@ rounding in the next image.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from imagefleet import errors
 from imagefleet.files.safetensors import identify
+from worker.engine.families.table import Family
 from worker.engine.files import safetensors
-from worker.engine.lora.file import Layers, Network, adaptable, read_lora
+from worker.engine.lora.file import Layers, adaptable, read_lora
 from worker.engine.lora.merge import AppliedLora, LoraKey, Weighted, key_of
 
 
@@ -75,15 +76,13 @@ class Merger:
 
 
 @torch.no_grad()
-def merge_for_good(path: Path, networks: Mapping[str, Any]) -> None:
+def merge_for_good(path: Path, family: Family, networks: Mapping[str, Any]) -> None:
     """Merges a LoRA into a checkpoint just read, not summed yet; raises as `safetensors.named`."""
-    encoders = {
-        name: each for name, each in networks.items() if name not in {"unet", "vae"}
-    }
-    layers = Layers(networks["unet"], cast("Mapping[Network, Any]", encoders))
+    encoders = {name: networks[name] for name in family.networks}
+    layers = Layers(networks[family.backbone], encoders, family.backbone)
     with safetensors.named(f"the accelerator {path.name!r}"):
         found = read_lora(path, identify(path), layers)
-    if not found.deltas.get("unet"):
+    if not found.deltas.get(family.backbone):
         raise errors.SetupError(
             f"the accelerator {path.name!r} changes nothing of the UNet"
         )

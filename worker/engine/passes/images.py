@@ -40,9 +40,10 @@ class ImageCoder:
     """The VAE between passes; for one thread."""
 
     def __init__(self, vae: AutoencoderKL) -> None:
-        self.vae = self._vae = vae
+        self.vae = vae
+        self._vae = vae
+        """What computes: the VAE, or a copy in float32."""
         self.size_bytes = sum(each.nbytes for each in vae.parameters())
-        self._wide: AutoencoderKL | None = None
         self._known: LRUCache[object, Tensor] = LRUCache(_REMEMBERED)
 
     @functools.cached_property
@@ -107,24 +108,20 @@ class ImageCoder:
 
     def clear(self) -> None:
         self._known.clear()
-        self._wide = None
+        self._vae = self.vae
         self.__dict__.pop("tiling", None)
 
     def _finite(self, compute: Callable[[AutoencoderKL], Tensor], what: str) -> Tensor:
         """Runs the VAE; in float32 from the first time on that its output is not finite."""
-        found = compute(self._wide or self._vae)
-        if (
-            not found.isfinite().all()
-            and self._wide is None
-            and self._vae.dtype != torch.float32
-        ):
+        found = compute(self._vae)
+        if not found.isfinite().all() and self._vae.dtype != torch.float32:
             log.warning(
                 f"the VAE overflows in {self._vae.dtype}: between passes it computes in float32"
                 " from now on",
                 action="vae_widened",
             )
-            self._wide = copy.deepcopy(self._vae).float()
-            found = compute(self._wide)
+            self._vae = copy.deepcopy(self.vae).float()
+            found = compute(self._vae)
         if not found.isfinite().all():
             raise errors.TransientError(f"{what} NaN")
         return found

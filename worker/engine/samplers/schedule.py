@@ -83,7 +83,9 @@ def _of_sigmas(
     t_enc: int | None,
 ) -> Schedule:
     schedule = sampler.schedule or "uniform"
-    if schedule != "turbo":  # whose timesteps are DMD2's
+    if (
+        sampler.distilled_stride > 1 and schedule != "turbo"
+    ):  # whose timesteps are DMD2's
         known = known.of_every(sampler.distilled_stride)
     leaves_out = steps > 0 and sampler.skips_next_to_last
     whole = make_sigmas(schedule, known, steps + leaves_out)
@@ -281,8 +283,6 @@ class Levels:
 
     def of_every(self, stride: int) -> Levels:
         """The levels at which a model that was distilled on every *stride*th timestep is called."""
-        if stride == 1:
-            return self
         part = slice(stride - 1, None, stride)
         sigmas = self.sigmas[part]
         timesteps = self.timesteps[part]

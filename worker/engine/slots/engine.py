@@ -411,7 +411,7 @@ class SlotEngine:
     def _step(self, lane: Lane) -> None:
         """Runs one step of a lane's slots and passes finished latents to the decoder."""
         step = self._open(lane)
-        rows, noise = step.feeder.next_inputs()
+        rows, noise = next(step.feeder.inputs)
         # In numpy: each of torch's calls lets go of the interpreter, and waits for it again.
         table = rows.numpy()
         table.fill(0)

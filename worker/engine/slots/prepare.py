@@ -275,7 +275,9 @@ class RequestPreparer(Preparer):
         self._embeddings = ReadOnce[embeddings.Embedding](
             _EMBEDDING_CACHE_BYTES, lambda embedding: embedding.size_bytes
         )
-        layers = lora_file.Layers(checkpoint.unet, checkpoint.text_encoders)
+        layers = lora_file.Layers(
+            checkpoint.unet, checkpoint.text_encoders, checkpoint.family.backbone
+        )
         self._lora_cache = lora_file.LoraCache(layers, _LORA_CACHE_BYTES)
         self.lora_lookups = self._lora_cache.lookups
 

@@ -104,16 +104,15 @@ class InputFeeder:
         self._state = state
         self._copied = copied
         self._pinned = state.rows.device.type == "cuda"
-        self._inputs = [
-            (self._host_copy(state.rows), self._host_copy(state.noise))
+        host_copy = functools.partial(
+            torch.zeros_like, device="cpu", pin_memory=self._pinned
+        )
+        buffers = [
+            (host_copy(state.rows), host_copy(state.noise))
             for _ in range(_MAX_TICKS_AHEAD + 1 if self._pinned else 1)
         ]
-        self._at = 0
-
-    def next_inputs(self) -> Inputs:
-        """Buffers to fill and send."""
-        self._at = (self._at + 1) % len(self._inputs)
-        return self._inputs[self._at]
+        self.inputs: Iterator[Inputs] = itertools.cycle(buffers)
+        """Buffers to fill and send, in turn."""
 
     def send(self, rows: Tensor, noise: Tensor | None) -> None:
         if len(self._copied) == _MAX_TICKS_AHEAD:
@@ -136,9 +135,6 @@ class InputFeeder:
             event.record()
             self._copied.append(event)
 
-    def _host_copy(self, tensor: Tensor) -> Tensor:
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=self._pinned)
-
 
 @dataclass(slots=True, eq=False)
 class Step:
@@ -160,8 +156,10 @@ class Step:
 
     def mode_for(self, wanted: WeightMode) -> WeightMode:
         """The compiled mode that serves instead of another; that one itself if none does."""
-        serving = WEIGHT_MODES[WEIGHT_MODES.index(wanted) :]
-        return next((mode for mode in serving if mode in self.compiled), wanted)
+        for mode in WEIGHT_MODES[WEIGHT_MODES.index(wanted) :]:
+            if mode in self.compiled:
+                return mode
+        return wanted
 
     @property
     def is_kept(self) -> bool:

@@ -61,19 +61,20 @@ class Weights:
         self._loaded: dict[int, Lane] = {}
         # Reloaded: what the slot's weights are made of; None if unknown.
         self._held: _Held | None = _Held((), ())
+        self._is_reloaded = unet.weights == "reloaded"
         self._stream: torch.cuda.Stream | None = None
         self._last_step: torch.cuda.Event | None = None
         self._is_loading = False
         if self._is_reloaded and unet.device.type == "cuda":
             self._stream = torch.cuda.Stream(unet.device)  # type: ignore[no-untyped-call]
+        self.loads_while_decoding = self._stream is not None
+        """True if the next job should start as soon as a slot is free, not with the next tick."""
 
     @property
     def preferred(self) -> merge.LoraKey | None:
         """The LoRAs that the next job need not wait for, if any are merged."""
         if self._is_reloaded:
-            if self._held:
-                return self._held.own or None
-            return None
+            return (self._held and self._held.own) or None
         return self.merged or None
 
     def resize(self, block_slots: Sequence[int]) -> None:
@@ -209,11 +210,6 @@ class Weights:
             rows < held and not (is_merged and job.prepared.lora_key)
         )
 
-    @property
-    def loads_while_decoding(self) -> bool:
-        """True if the next job should start as soon as a slot is free, not with the next tick."""
-        return self._stream is not None
-
     def finish_loading(self) -> None:
         """Makes the next step wait for weights that are being loaded."""
         if self._stream is not None and self._is_loading:
@@ -266,10 +262,6 @@ class Weights:
         if checkpoint is None or self._checkpoints is None:
             return None
         return self._checkpoints.get(checkpoint)
-
-    @property
-    def _is_reloaded(self) -> bool:
-        return self._unet.weights == "reloaded"
 
     def _forget(self) -> None:
         self._loaded.clear()

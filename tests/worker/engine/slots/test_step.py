@@ -41,7 +41,7 @@ def feeder() -> step.InputFeeder:
 
 
 def draw(feeder: step.InputFeeder, log: list[str], *, has_room: bool) -> None:
-    feeder.send(feeder.next_inputs()[0], None)
+    feeder.send(next(feeder.inputs)[0], None)
     log.append("tick")
     if not has_room:
         feeder.wait_for_tick()
