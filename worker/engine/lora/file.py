@@ -261,7 +261,11 @@ class Layout:
             dtype: data[: len(data) - len(data) % dtype.itemsize].view(dtype)
             for dtype in self._dtypes
         }
-        self._refuse_damaged(data, numbers)
+        # All numbers at once where they are of one type, as in most files.
+        if len(numbers) > 1 or not all(map(safetensors.is_finite, numbers.values())):
+            safetensors.refuse_damaged(
+                {name: place.of(data) for name, place in self.places.items()}
+            )
         for layer, found in self._layers.items():
             views = {}
             for view in found:
@@ -276,16 +280,6 @@ class Layout:
                     tensor = F.pad(tensor, (0, 0, 0, 0, 0, missing))
                 views[view.name] = tensor
             yield layer, views
-
-    def _refuse_damaged(
-        self, data: Tensor, numbers: Mapping[torch.dtype, Tensor]
-    ) -> None:
-        """Checks all numbers at once where they are of one type, as in most files."""
-        if len(numbers) == 1 and all(map(safetensors.is_finite, numbers.values())):
-            return
-        for name, place in self.places.items():
-            if not safetensors.is_finite(place.of(data)):
-                raise lora.damaged(name)
 
 
 #: Inputs of the first layer of a model for inpainting, and of others: as AUTOMATIC1111 1.10, LoRAs
@@ -455,38 +449,33 @@ def _read_adapter(
 ) -> LoraFile:
     """Reads what only peft computes, as whole changes of the layers' weights."""
     places = safetensors.places(content.header, len(content.data))
+    tensors = {key: place.of(content.data) for key, place in places.items()}
+    safetensors.refuse_damaged(tensors)
     deltas: dict[Network, dict[str, WeightDelta]] = {
         network: {} for network in get_args(Network)
     }
     skipped = []
     size_bytes = 0
-    for network in get_args(Network):
-        tensors = {}
+    for network, own in deltas.items():
+        adapted = {}
         found = {}
-        for key, place in places.items():
-            if not key.startswith(f"{network}."):
-                continue
+        for key, tensor in tensors.items():
             name = key.removeprefix(f"{network}.")
-            tensor = place.of(content.data)
-            if not safetensors.is_finite(tensor):
-                raise lora.damaged(key)
+            if name == key:
+                continue
             if name.startswith(lora.PEFT_PREFIX):  # of all layers
-                tensors[name] = tensor
+                adapted[name] = tensor
             elif (layer := _layer_of(network, name, layers)) is None:
                 skipped.append(key)
             else:
                 found[layer[0]] = layer[1]
-                tensors[f"{lora.PEFT_LAYER_PREFIX}{name}"] = tensor
+                adapted[f"{lora.PEFT_LAYER_PREFIX}{name}"] = tensor
         if not found:
             continue
         shapes = {name: layers.shapes[layer] for name, layer in found.items()}
-        read = adapters.read(configs[network], tensors, shapes)
-        deltas[network] = {
-            found[name][1]: WeightDelta(parts, 1.0) for name, parts in read.items()
-        }
-        size_bytes += sum(
-            part.nbytes for parts in read.values() for part in parts.values()
-        )
+        for name, parts in adapters.read(configs[network], adapted, shapes).items():
+            own[found[name][1]] = WeightDelta(parts, 1.0)
+            size_bytes += sum(part.nbytes for part in parts.values())
     if not any(deltas.values()):
         raise UnusableError(
             "does not fit this model: it changes no layer of the model's"
