@@ -32,7 +32,7 @@ from worker.engine.slots.compiling import Compilation
 from worker.engine.slots.lane import MAX_LANES, Lane, Lanes
 from worker.engine.slots.parts import Parts
 from worker.engine.slots.prepare import PreparedRequest
-from worker.engine.slots.queue import BatchKey, SlotJob, Staged
+from worker.engine.slots.queue import BatchKey, SlotJob
 from worker.engine.slots.recovery import Recovery
 from worker.engine.slots.step import Step, StepRunner
 
@@ -359,9 +359,7 @@ class SlotEngine:
     def _start(self, lane: Lane, step: Step, slot: int) -> None:
         """Copies a staged job into its slot."""
         state = step.state
-        staged = lane.active[slot].staged
-        if staged is None:
-            raise RuntimeError("a job starts only once it is staged")
+        staged = lane.active[slot].data
         state.latents[slot].copy_(staged.latents)
         kept, original = staged.inpainting or (None, None)
         for held, own in (
@@ -376,13 +374,14 @@ class SlotEngine:
                 held.copy_(own)
         if state.conditioning is not None and staged.conditioning is not None:
             state.conditioning[slot].copy_(staged.conditioning)
-        self._write_texts(lane, step, slot, staged)
+        self._write_texts(lane, step, slot)
 
     @torch.no_grad()
-    def _write_texts(self, lane: Lane, step: Step, slot: int, staged: Staged) -> None:
+    def _write_texts(self, lane: Lane, step: Step, slot: int) -> None:
         """Sets what the slot's next call takes of its job's texts."""
         state = step.state
         job = lane.active[slot]
+        staged = job.data
         count = state.slot_rows
         rows = slice(count * slot, count * (slot + 1))
         at = job.prepared.texts_at(job.call)[:count]
@@ -426,10 +425,10 @@ class SlotEngine:
             columns += lane.batch_key.slot_rows
             for at, control in enumerate(job.prepared.controls, columns):
                 row[at] = control.weights[job.call]
-            if job.staged is not None and job.prepared.changes_texts(job.call):
-                self._write_texts(lane, step, slot, job.staged)
-            if schedule.noisy[job.call] and job.staged is not None:
-                job.staged.noise.fill(noise[slot])
+            if job.prepared.changes_texts(job.call):
+                self._write_texts(lane, step, slot)
+            if schedule.noisy[job.call]:
+                job.data.noise.fill(noise[slot])
                 noisy = True
         step.feeder.send(rows, noise if noisy else None)
         self._weights.finish_loading()
@@ -453,16 +452,14 @@ class SlotEngine:
         """Passes an image on to the lane whose slots have the rows of its next call."""
         latents = step.state.latents[slot].clone()
         history = step.state.history[:, slot].clone()
-        if job.staged is not None:
-            job.staged = replace(job.staged, latents=latents, history=history)
+        job.staged = replace(job.data, latents=latents, history=history)
         job.has_weights = False
         job.batch_key = job.batch_key.at(job.prepared, job.call)
         self._lanes.add(job.batch_key, [job], first=True)
 
     def _end_pass(self, job: SlotJob, latents: Tensor, history: Tensor) -> None:
         """Passes latents on: to the decoder, or to the lane of the job's next pass."""
-        if (staged := job.staged) is None:
-            raise RuntimeError("a pass ends only once it is staged")
+        staged = job.data
         if staged.inpainting is not None and job.prepared.ends is None:
             latents = sampler.restore(latents, staged.inpainting)
         if (following := job.prepared.next_pass) is None:

@@ -165,6 +165,13 @@ class SlotJob:
     """True once its slot holds its weights; not needed while the shared ones serve all slots."""
 
     @property
+    def data(self) -> Staged:
+        """What it is drawn with, on the device."""
+        if self.staged is None:
+            raise RuntimeError("a job is drawn only once it is staged")
+        return self.staged
+
+    @property
     def is_being_staged(self) -> bool:
         return self.staging is not None and not self.staging.done()
 
@@ -188,15 +195,15 @@ class SlotJob:
     def extend(self, latents: Tensor, history: Tensor) -> None:
         """Makes its schedule longer after the last call, if that depends on its latents."""
         extend = self.prepared.schedule.extend
-        if extend is not None and self.staged is not None:
+        if extend is not None:
             self.begun_with = self.begun_with or self.prepared
-            schedule = extend(latents, history, self.staged.noise.fill)
+            schedule = extend(latents, history, self.data.noise.fill)
             self.prepared = replace(self.prepared, schedule=schedule)
 
     def forget_loras(self) -> None:
         """Frees the copy of what its slot holds now; not if its texts change, which take it too."""
-        if self.staged is not None and not self.prepared.is_edited:
-            self.staged = replace(self.staged, loras=None, changes=NO_CHANGES)
+        if not self.prepared.is_edited:
+            self.staged = replace(self.data, loras=None, changes=NO_CHANGES)
 
     def restart(self) -> None:
         """Back to the seed; in the second pass to that pass' beginning."""

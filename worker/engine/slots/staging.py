@@ -131,10 +131,8 @@ class Stager:
     def changes_of(self, job: SlotJob) -> LoraChanges:
         """A job's changes of the UNet; copied again if a slot held them already."""
         packed = job.prepared.pack
-        if packed is None or (job.staged and job.staged.loras is not None):
-            if job.staged:
-                return job.staged.changes
-            return NO_CHANGES
+        if packed is None or job.data.loras is not None:
+            return job.data.changes
         return packed.of(packed.assemble().to(self._device))
 
     def forget(self) -> None:

@@ -183,7 +183,7 @@ class Weights:
             for job in lane.active.values():
                 job.has_weights = False
         for slot, job in lane.active.items():
-            if not job.has_weights and job.staged is not None:
+            if not job.has_weights:
                 self._unet.load_slot(slot, self._stager.changes_of(job))
                 job.has_weights = True
                 job.forget_loras()
@@ -225,12 +225,10 @@ class Weights:
 
     def _reload(self, lane: Lane) -> None:
         for job in lane.active.values():  # one at most
-            if job.staged is None:
-                continue
             own = () if lane.weight_mode == "shared" else job.prepared.lora_key
             self._hold(_Held(self.merged, own), job)
-            if self._stream is not None and job.staged.loras is not None:
-                job.staged.loras.record_stream(self._stream)
+            if self._stream is not None and job.data.loras is not None:
+                job.data.loras.record_stream(self._stream)
             job.forget_loras()
 
     def _hold(self, needed: _Held, job: SlotJob | None = None) -> None:
