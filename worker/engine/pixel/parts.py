@@ -28,8 +28,8 @@ from worker.engine.pixel.checkpoint import CHANNELS, PixelCheckpoint
 from worker.engine.pixel.unet import PixelUnet
 from worker.engine.slots.memory import WeightMode
 from worker.engine.slots.parts import Parts
-from worker.engine.slots.prepare import PreparedRequest, Preparer
-from worker.engine.slots.queue import AssembledLoras, Costs, SlotJob, Staged
+from worker.engine.slots.prepare import AssembledLoras, PreparedRequest, Preparer
+from worker.engine.slots.queue import Costs, SlotJob, Staged
 from worker.engine.slots.staging import Stager
 
 #: Prompts whose states stay in memory: some 1.3 MB each.

@@ -9,7 +9,6 @@ tracks every slot's step, so a tick reads nothing back from the GPU.
 import functools
 import gc
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -306,7 +305,16 @@ class SlotEngine:
         if lane.weight_mode != "shared":
             self._weights.make_room(lane, self._lanes.held)
         self.weight_mode = lane.weight_mode
-        self._start_together(lane, step, started, finished)
+        # Their LoRAs are on the device at the same time.
+        for slot in started:
+            if failure := self._stager.try_to_stage(lane.active[slot]):
+                finished.append(failure)
+                del lane.active[slot]
+        with self._preparer.paused():
+            for slot in started:
+                if slot in lane.active:
+                    self._start(lane, step, slot)
+            self._weights.load(lane)
 
     def _fill(self, lane: Lane, *, waits: bool) -> list[int]:
         """Assigns jobs to the free slots; returns these slots.
@@ -333,27 +341,6 @@ class SlotEngine:
             ready += not job.is_being_staged
         lane.active |= dict(zip(free, started, strict=False))
         return free[: len(started)]
-
-    def _start_together(
-        self,
-        lane: Lane,
-        step: Step,
-        slots: Sequence[int],
-        finished: list[Finished],
-    ) -> None:
-        """Starts the jobs of some slots, and loads the weights that the lane's slots lack.
-
-        The jobs' LoRAs are on the device at the same time.
-        """
-        for slot in slots:
-            if failure := self._stager.try_to_stage(lane.active[slot]):
-                finished.append(failure)
-                del lane.active[slot]
-        with self._preparer.paused():
-            for slot in slots:
-                if slot in lane.active:
-                    self._start(lane, step, slot)
-            self._weights.load(lane)
 
     @torch.no_grad()
     def _start(self, lane: Lane, step: Step, slot: int) -> None:

@@ -80,9 +80,7 @@ class Lane:
                 break
         for older in self.waiting[:at]:
             older.overtakes += 1
-        if self.waiting:
-            return self.waiting.pop(at)
-        return None
+        return self.waiting.pop(at) if self.waiting else None
 
     def close(self) -> None:
         """Frees its tensors; its waiting jobs stay."""
@@ -113,6 +111,11 @@ class Lanes:
         return iter(self._lanes.values())
 
     @property
+    def busy(self) -> list[Lane]:
+        """The lanes with jobs."""
+        return [lane for lane in self if lane.held]
+
+    @property
     def jobs(self) -> int:
         return len(self.held)
 
@@ -127,9 +130,7 @@ class Lanes:
 
     @property
     def max_open(self) -> int:
-        if self.blocks > 1:
-            return MAX_LANES
-        return MAX_LANES_SHARING
+        return MAX_LANES if self.blocks > 1 else MAX_LANES_SHARING
 
     @property
     def block_slots(self) -> list[int]:
@@ -145,10 +146,9 @@ class Lanes:
         All slots of the lanes that have jobs, and one job ready for each slot of one lane: then
         some lane is always full. Where lanes take long turns, each needs as many jobs ready.
         """
-        busy = [lane for lane in self if lane.held]
+        busy = sorted(self.busy, key=lambda lane: lane.step is None)
         if not busy:
             return 2 * self.slots
-        busy.sort(key=lambda lane: lane.step is None)
         inside = busy[: self.max_open]
         outside = busy[self.max_open :]
         beyond = sum(lane.held for lane in outside)
@@ -208,7 +208,7 @@ class Lanes:
                 lane.close()
             if lane.step is None and not lane.held:
                 del self._lanes[lane.batch_key]
-        busy = [lane for lane in self if lane.held]
+        busy = self.busy
         if not busy:
             self._current = None
             return None
@@ -268,11 +268,9 @@ class Lanes:
     @property
     def _turn_ticks(self) -> int:
         """Ticks of a lane before another's turn."""
-        loading = [lane for lane in self if lane.held and lane.weight_mode != "shared"]
+        loading = [lane for lane in self.busy if lane.weight_mode != "shared"]
         used = [lane.block for lane in loading if lane.step is not None]
-        if len(set(used)) == len(used):
-            return 1
-        return SHARED_TURN_TICKS
+        return 1 if len(set(used)) == len(used) else SHARED_TURN_TICKS
 
     def _make_room(self) -> bool:
         """Makes room for another lane, if need be by closing an idle one; False if none is idle."""

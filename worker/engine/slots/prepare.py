@@ -50,6 +50,10 @@ _EMBEDDING_CACHE_BYTES = 64 * 2**20
 _make_schedule = functools.lru_cache(maxsize=256)(schedules.make_schedule)
 
 
+AssembledLoras = Mapping[Network, Tensor]
+"""A job's LoRAs in host memory, by the network that they change."""
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
     """A request that the engine can start at once."""
@@ -113,6 +117,10 @@ class PreparedRequest:
     def pack(self) -> PackedLoras | None:
         """LoRAs of the drawing network for a slot; None if they must be merged for all slots."""
         return self.packs.get(self.family.backbone)
+
+    def assemble(self) -> AssembledLoras:
+        """Its LoRAs in host memory, ready to be copied."""
+        return {network: packed.assemble() for network, packed in self.packs.items()}
 
     @property
     def lora_bytes(self) -> int:

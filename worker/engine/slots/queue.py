@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from imagefleet.files.safetensors import Identity
-from worker.engine.lora.file import Network
 from worker.engine.lora.merge import NO_CHANGES, LoraChanges, LoraKey, Shape
 from worker.engine.passes.checkpoints import CachedCheckpoint
 from worker.engine.passes.images import ImageCoder
 from worker.engine.sampler import Inpainting, NoiseStream
 from worker.engine.slots.memory import WeightMode
-from worker.engine.slots.prepare import PreparedRequest
+from worker.engine.slots.prepare import AssembledLoras, PreparedRequest
 
 
 class BatchKey(NamedTuple):
@@ -85,10 +84,6 @@ class BatchKey(NamedTuple):
 AddedInputs = tuple[Tensor, ...]
 """Extra inputs of some UNets beside the texts' vectors: pooled vectors [texts, width] and
 `Family.size_ids` [texts, numbers]; or the level [1] of the noise on an enlarged image."""
-
-
-AssembledLoras = Mapping[Network, Tensor]
-"""A job's LoRAs in host memory, ready to be copied."""
 
 
 @dataclass(frozen=True, slots=True)

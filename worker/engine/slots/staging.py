@@ -33,10 +33,9 @@ from worker.engine.passes.checkpoints import CheckpointCache, Coders
 from worker.engine.passes.images import ImageCoder, Vaes
 from worker.engine.passes.upscaling import Upscaling
 from worker.engine.sampler import Inpainting, NoiseStream
-from worker.engine.slots.prepare import PreparedRequest
+from worker.engine.slots.prepare import AssembledLoras, PreparedRequest
 from worker.engine.slots.queue import (
     AddedInputs,
-    AssembledLoras,
     SlotJob,
     Staged,
 )
@@ -184,10 +183,7 @@ class Stager:
             yield ahead.popleft()
 
     def _assemble(self, job: SlotJob) -> Future[AssembledLoras]:
-        packs = job.prepared.packs
-        return self._assemblers.submit(
-            lambda: {network: packed.assemble() for network, packed in packs.items()}
-        )
+        return self._assemblers.submit(job.prepared.assemble)
 
     def _load(self, job: SlotJob, loras: AssembledLoras) -> Staged:
         """Begins to copy a job's data, and computes what it starts from."""
