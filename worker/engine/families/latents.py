@@ -103,7 +103,7 @@ def of_latents(
         tick=step.tick,
         preparer=preparer,
         control_nets=control_nets,
-        vaes=vaes,
+        caches=[each for each in (control_nets, vaes, checkpoints) if each],
         checkpoints=checkpoints,
         stager=stager,
         merger=merger,

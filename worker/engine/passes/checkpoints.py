@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from imagefleet import errors
 from imagefleet.files.safetensors import Identity, UnusableError
 from imagefleet.telemetry import host
-from worker.engine import checksums, embeddings, text
+from worker.engine import embeddings, text
 from worker.engine.checkpoint import Checkpoint
 from worker.engine.families import table
 from worker.engine.files.network_cache import MOST_CHECKED, NetworkCache
@@ -90,7 +90,7 @@ class CachedCheckpoint:
 
         Raises torch.cuda.OutOfMemoryError before anything is changed.
         """
-        owns = _parameters(unet)
+        owns = dict(unet.named_parameters())
         largest = {own.device: own for own in sorted(owns.values(), key=_extent)}
         rooms = {device: own.new_empty(_extent(own)) for device, own in largest.items()}
         for own, other in ((own, self._weights[name]) for name, own in owns.items()):
@@ -178,17 +178,13 @@ class CheckpointCache(NetworkCache[CachedCheckpoint]):
             if self._has_own_layers:
                 own_unet.fold()
             return CachedCheckpoint(checkpoint, unet=own_unet)
-        read = _parameters(checkpoint.unet)
+        read = dict(checkpoint.unet.named_parameters())
         unet = {}
-        for name, own in _parameters(self._own.unet).items():
+        for name, own in self._own.unet.named_parameters():
             unet[name] = torch.empty_like(own, device="cpu", pin_memory=own.is_cuda)
             unet[name].copy_(read.pop(name))
         checkpoint.unet.to("meta")
         return CachedCheckpoint(checkpoint, unet)
-
-
-def _parameters(unet: nn.Module) -> dict[str, Tensor]:
-    return checksums.named_parameters({"unet": unet})
 
 
 def _extent(tensor: Tensor) -> int:

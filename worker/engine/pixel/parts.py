@@ -206,7 +206,7 @@ def of_pixels(checkpoint: PixelCheckpoint, settings: Settings) -> Parts:
         ),
         tick=tick,
         preparer=StagePreparer(checkpoint),
-        vaes=None,
+        caches=[control_nets],
         checkpoints=None,
         control_nets=control_nets,
         stager=PixelStager(checkpoint, control_nets),

@@ -1,6 +1,6 @@
 """Parts of a slot engine that depend on its model's family."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ from worker.engine.kernels.compile import GraphPool
 from worker.engine.lora.shared import Merger
 from worker.engine.networks.transformer import SlotNetwork, SlotState
 from worker.engine.passes.checkpoints import CheckpointCache
-from worker.engine.passes.images import Vaes
 from worker.engine.slots.memory import WeightMode
 from worker.engine.slots.prepare import Preparer
 from worker.engine.slots.queue import Costs
@@ -34,8 +33,8 @@ class Parts:
     tick: Tick
     preparer: Preparer
     control_nets: ControlNets
-    vaes: Vaes | None
-    """None: it draws pixels."""
+    caches: Sequence[NetworkCache[Any]]
+    """The networks of files that jobs name."""
     checkpoints: CheckpointCache | None
     """None: it draws with its own alone."""
     stager: Stager
@@ -44,9 +43,3 @@ class Parts:
     pool: GraphPool | None
     costs: Costs
     """Guesses, until ticks and merging have been timed."""
-
-    @property
-    def caches(self) -> list[NetworkCache[Any]]:
-        """The networks of files that jobs name."""
-        found = (self.control_nets, self.vaes, self.checkpoints)
-        return [cache for cache in found if cache is not None]
