@@ -108,17 +108,11 @@ def _balanced(up: Tensor, down: Tensor) -> Factors:
 
 
 def _lokr(tensors: Tensors, _: Tensor) -> Tensor:
-    first = _half(tensors, "lokr", "1")
-    second = _half(tensors, "lokr", "2")
+    first = multiply(*_half_factors(tensors, "lokr", "1"))
+    second = multiply(*_half_factors(tensors, "lokr", "2"))
     # Kronecker products; the second half's columns end with the kernel, as a weight's do.
     blocks = first[:, :, None, :, None] * second[:, None, :, None, :]
     return blocks.flatten(3, 4).flatten(1, 2)
-
-
-def _half(tensors: Tensors, kind: str, half: str) -> Tensor:
-    if (whole := tensors.get(f"{kind}_w{half}")) is not None:
-        return whole.float().flatten(2)
-    return multiply(*_half_factors(tensors, kind, half))
 
 
 def _lora_factors(tensors: Tensors) -> Factors:
@@ -223,8 +217,8 @@ def _kind(tensors: Tensors) -> str:
 #: What computes a change of each kind, of the tensors and the weights.
 _PRODUCTS: Mapping[str, Callable[[Tensors, Tensor], Tensor]] = {
     "lora": lambda tensors, _: multiply(*_lora_factors(tensors)),
-    "loha": lambda tensors, _: _half(tensors, "hada", "1").mul_(
-        _half(tensors, "hada", "2")
+    "loha": lambda tensors, _: multiply(*_half_factors(tensors, "hada", "1")).mul_(
+        multiply(*_half_factors(tensors, "hada", "2"))
     ),
     "lokr": _lokr,
     "full": lambda tensors, _: tensors["diff"].to(torch.float32, copy=True),

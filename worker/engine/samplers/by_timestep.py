@@ -261,18 +261,6 @@ def _weighed(
     )
 
 
-def make_path(
-    name: str,
-    steps: int,
-    t_enc: int | None,
-    alphas: Alphas,
-    prediction: str,
-    options: Options,
-) -> Path:
-    """The path of a sampler by its key; see `schedule.make_schedule`."""
-    return _SAMPLERS[name](steps, t_enc, alphas, prediction, options)
-
-
 def _of_ddim_timesteps(
     steps: int,
     t_enc: int | None,
@@ -290,8 +278,8 @@ def _of_ddim_timesteps(
     return start, moves(known, alphas, prediction, options)
 
 
-#: The path of a sampler, by its key.
-_SAMPLERS: Mapping[str, Callable[[int, int | None, Alphas, str, Options], Path]] = {
+#: The path of a sampler, by its key; see `schedule.make_schedule`.
+SAMPLERS: Mapping[str, Callable[[int, int | None, Alphas, str, Options], Path]] = {
     "ddim": partial(_of_ddim_timesteps, moves=_ddim),
     "ddim_cfgpp": partial(_of_ddim_timesteps, moves=partial(_ddim, is_cfgpp=True)),
     "plms": partial(_of_ddim_timesteps, moves=_plms),

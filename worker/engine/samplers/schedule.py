@@ -60,9 +60,8 @@ def make_schedule(
     moves = [_NO_STEP]
     if steps:
         alphas = alphas_cumprod.double().numpy()
-        start, path = by_timestep.make_path(
-            sampler.method, steps, t_enc, alphas, prediction_type, options
-        )
+        make_path = by_timestep.SAMPLERS[sampler.method]
+        start, path = make_path(steps, t_enc, alphas, prediction_type, options)
         moves = list(path) or moves
     extra = 0.0 if t_enc is None else options.extra_noise
     return replace(
