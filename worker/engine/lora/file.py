@@ -69,7 +69,6 @@ class Layers:
             self._name(backbone, path, ("diffusion_model.",), [original])
             self._name(backbone, path, ("lora_unet_", "oft_unet_"), {path, original})
         for network, text_encoder in text_encoders.items():
-            dots, flats = _TEXT_PREFIXES[network]
             for path in self._weights(network, text_encoder):
                 # transformers 5.6 dropped the level; files may have it.
                 short = path.removeprefix("text_model.")
@@ -82,8 +81,7 @@ class Layers:
                     for level in ("", "text_model.")
                     for name in (short, old, both)
                 }
-                self._name(network, path, dots, names)
-                self._name(network, path, flats, names)
+                self._name(network, path, _TEXT_PREFIXES[network], names)
 
     def _weights(self, network: Network, module: nn.Module) -> list[str]:
         """Notes the shapes of a network's weights and biases; returns the paths of its layers."""
@@ -122,16 +120,19 @@ class Layers:
         return self._by_name.get(plain)
 
 
-#: How names of the text encoders' layers begin, with dots and without.
-_TEXT_PREFIXES: Mapping[Network, tuple[Sequence[str], Sequence[str]]] = {
-    # The first of two has a number, too.
+#: How names of the text encoders' layers begin; after an underscore they have no dots.
+_TEXT_PREFIXES: Mapping[Network, Sequence[str]] = {
     "text_encoder": (
-        ("text_encoder.", "text_encoders.clip_l.transformer."),
-        ("lora_te_", "lora_te1_", "lora_te_wrapped_transformer_"),
+        "text_encoder.",
+        "text_encoders.clip_l.transformer.",
+        "lora_te_",
+        "lora_te1_",  # the first of two has a number, too
+        "lora_te_wrapped_transformer_",
     ),
     "text_encoder_2": (
-        ("text_encoder_2.", "text_encoders.clip_g.transformer."),
-        ("lora_te2_",),
+        "text_encoder_2.",
+        "text_encoders.clip_g.transformer.",
+        "lora_te2_",
     ),
 }
 

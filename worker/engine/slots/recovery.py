@@ -54,8 +54,10 @@ class Recovery:
             self.restart_all()
             again = self._with_more_memory(lane, jobs, in_call, has_others=others > 0)
         elif compiled and lane.step is not None:
-            text = "compilation is off from now on: a compiled tick failed"
-            log.warning(text, action="compile_dropped")
+            log.warning(
+                "compilation is off from now on: a compiled tick failed",
+                action="compile_dropped",
+            )
             self._runner.drop(lane.step)
             again = jobs
         elif in_call > 1:
@@ -161,8 +163,10 @@ class Recovery:
         return job
 
     def _share_block(self) -> None:
-        text = "out of memory: all sizes share the slots' weights from now on"
-        log.warning(text, action="blocks_dropped")
+        log.warning(
+            "out of memory: all sizes share the slots' weights from now on",
+            action="blocks_dropped",
+        )
         self._lanes.blocks = 1
         self._stager.room_bytes = self._unet.slot_bytes
         self._runner.max_compiled = self._lanes.max_open - 1
