@@ -216,9 +216,7 @@ class Encoder:
         self._end = end
         self._cache: LRUCache[Hashable, _Encoded] = LRUCache(
             cache_bytes * len(readers),
-            getsizeof=lambda encoded: sum(
-                each.nbytes for each in encoded if each is not None
-            ),
+            getsizeof=lambda encoded: encoded.vectors.nbytes,
         )
 
     def encode(

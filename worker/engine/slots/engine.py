@@ -281,9 +281,7 @@ class SlotEngine:
             if unet is self._unet:
                 lane.block = self._lanes.choose_block(lane)
                 unet.use_block(lane.block)
-            networks = [
-                self._control_nets.get(each) for each in lane.batch_key.controls
-            ]
+            networks = list(map(self._control_nets.get, lane.batch_key.controls))
             lane.step = self._runner.make_step(
                 lane.batch_key, lane.slots, unet, networks
             )

@@ -286,7 +286,7 @@ class LatentStager(Stager):
             latents = latents + prepared.schedule.image_scale * original
             if image is not None and image.kept is not None:
                 kept = Inpainting(self._copy(image.kept), original)
-        hints = [self._control_nets.embed(control) for control in prepared.controls]
+        hints = list(map(self._control_nets.embed, prepared.controls))
         if self._is_inpainting:
             request = prepared.request
             # A second pass has no mask: as in AUTOMATIC1111, it sees nothing of the first image.

@@ -430,9 +430,7 @@ class StepRunner:
         sides = batch_key.height // model.factor, batch_key.width // model.factor
         shape = (slots, model.channels, *sides)
 
-        def zeros(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=self._device)
-
+        zeros = functools.partial(torch.zeros, dtype=torch.float32, device=self._device)
         conditioning = None
         if model.conditioning_channels:
             conditioning = zeros(
