@@ -171,7 +171,9 @@ def _ranges(steps: Sequence[int]) -> str:
             enumerate(steps), lambda each: each[1] - each[0]
         )
     ]
-    shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs[:3]]
+    shown = [
+        str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:3]
+    ]
     return ", ".join(shown) + "..." * (len(runs) > len(shown))
 
 

@@ -34,7 +34,7 @@ from imagefleet.records.outcomes import JobFacts, Status
 from imagefleet.records.overview import Counts
 from imagefleet.storage import dead_letter_queue, enqueue, protocol
 from imagefleet.storage.dead_letter import Check, Selection
-from imagefleet.storage.dead_letter_queue import Discard, OnProgress, Swept
+from imagefleet.storage.dead_letter_queue import OnProgress, Swept
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.routing.models import models_of
 from imagefleet.storage.settings import Priority, SignerSettings, checked_priority
@@ -271,7 +271,7 @@ class Fleet:
     ) -> Swept:
         """Puts failed jobs back into the job queue of *priority*; without a condition, all of them.
 
-        *set* has new values of fields: `{"steps": 20}`. Raises SetupError if no job can have them.
+        *set* has new values of fields: `{"steps": 20}`. Raises SetupError for a field that no job has.
         With a key only signed jobs; what is changed is signed again.
         """
         check = self.check(Change(set, self.signer) if set else None)
@@ -292,21 +292,12 @@ class Fleet:
         return Check(trusted, change, self.signer)
 
     async def discard(
-        self,
-        on_progress: OnProgress | None = None,
-        *,
-        unsigned: bool = False,
-        completed: bool = False,
-        **which: Unpack[FailedJobFilter],
+        self, on_progress: OnProgress | None = None, **which: Unpack[FailedJobFilter]
     ) -> Swept:
-        """Deletes failed jobs for good; without a condition, all of them.
-
-        Only those *unsigned* with a key of this fleet, or sent again since and *completed*.
-        """
-        choice = Discard(self.checks_signatures() if unsigned else None, completed)
+        """Deletes failed jobs for good; without a condition, all of them."""
         selection = Selection(**which)
         return await self.run(
-            dead_letter_queue.discard(self.storage, selection, on_progress, choice)
+            dead_letter_queue.discard(self.storage, selection, on_progress)
         )
 
     def checks_signatures(self) -> Check:

@@ -134,7 +134,7 @@ class LoadedCampaigns:
     total: int
     sends_again: bool
     skips_changed: bool
-    """Whether an id that was sent with another content is left out, or ends the load."""
+    """True if an id that was sent with another content is left out, or ends the load."""
     position: int = 0
     counts: Counter[Compared] = field(default_factory=Counter, init=False)
     left_out: Counter[str] = field(default_factory=Counter, init=False)
@@ -149,7 +149,7 @@ class LoadedCampaigns:
     _is_refused: bool = field(default=False, init=False)
 
     def is_cancelled(self, campaign: str) -> bool:
-        """Whether it was cancelled since this load began."""
+        """True if it was cancelled since this load began."""
         cancelled_at = self.cancelled.times.get(campaign)
         return cancelled_at is not None and cancelled_at != self.known.get(campaign)
 

@@ -66,7 +66,7 @@ class Rejected:
 
 
 def is_rejected(failure: object) -> bool:
-    """Whether a job's key `failure` says that it was refused, so that it was never sent."""
+    """True if a job's key `failure` says that it was refused, so that it was never sent."""
     return isinstance(failure, dict) and "place" in failure
 
 
@@ -81,7 +81,7 @@ class Report:
     """Counts the rows that are refused, each once however often the file is read."""
 
     skips: bool = False
-    """Whether they are left out, so that the others are sent."""
+    """True if they are left out, so that the others are sent."""
     on_rejected: Callable[[Rejected], object] = lambda _: None
     on_notice: Callable[[str], object] = lambda _: None
     """Called with a warning about a row that is a valid job, but may not be meant as it is."""

@@ -97,20 +97,19 @@ async def list_command(
         "content",
         console.number_column("MB"),
         "added",
+        "SHA-256",
     )
     cells = (
         (
-            *(
-                row.name,
-                row.content,
-                f"{row.bytes / 1e6:,.1f}",
-                f"{row.added_at:%Y-%m-%d %H:%M}",
-            ),
+            row.name,
+            row.content,
+            f"{row.bytes / 1e6:,.1f}",
+            f"{row.added_at:%Y-%m-%d %H:%M}",
             row.sha256 and row.sha256[:12],
         )
         for row in rows
     )
-    table = [console.table(*columns, "SHA-256", rows=cells)] if rows else []
+    table = [console.table(*columns, rows=cells)] if rows else []
     console.show({"files": [asdict(row) for row in rows]}, *table, as_json=as_json)
     if not rows and not as_json:
         console.print_note(

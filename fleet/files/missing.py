@@ -217,12 +217,10 @@ def show(uses: Uses, found: list[Use], to: Console = console.stdout) -> None:
     """Prints a table of what is missing, and the numbers of what is named, on stderr."""
     if found:
         columns = (
-            *(
-                "kind",
-                console.name_column("name"),
-                console.number_column("jobs"),
-                "first in",
-            ),
+            "kind",
+            console.name_column("name"),
+            console.number_column("jobs"),
+            "first in",
             Column("why", overflow="fold"),
         )
         rows = (

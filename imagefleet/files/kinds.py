@@ -34,17 +34,17 @@ class FileKind:
     cached_bytes: int = sys.maxsize
     """The most that a worker keeps on disk, where its settings allow more."""
     needs_list: bool = False
-    """Whether workers use only what the folder's manifest lists, signed or not."""
+    """True if workers use only what the folder's manifest lists, signed or not."""
     stops_without_list: bool = False
-    """Whether a worker with a trusted key stops, and fails no job, where there is no manifest."""
+    """True if a worker with a trusted key stops, and fails no job, where there is no manifest."""
     lists_suffixes: bool = False
-    """Whether the manifest has names with their suffix."""
+    """True if the manifest has names with their suffix."""
     is_made: bool = False
-    """Whether `files make` makes them, under names that follow from their content."""
+    """True if `files make` makes them, under names that follow from their content."""
     takes_unknown: bool = False
-    """Whether files pass whose tensors are of no known kind."""
+    """True if files pass whose tensors are of no known kind."""
     takes_refiner: bool = False
-    """Whether SDXL's refiner passes, which draws no image from the beginning."""
+    """True if SDXL's refiner passes, which draws no image from the beginning."""
 
     @property
     def add_command(self) -> str:

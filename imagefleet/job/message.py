@@ -118,7 +118,7 @@ class Job(
     verify: bool = False
     """A second drawing of the job's first image, to be compared; it is no result of the job."""
     awaited: bool = False
-    """Whether a client waits for its end, which its worker then records at once."""
+    """True if a client waits for its end, which its worker then records at once."""
     then: tuple[dict[str, JsonValue], ...] = Field(
         default=(), max_length=chain.MAX_STAGES - 1
     )
@@ -453,7 +453,7 @@ def images_of(body: str) -> int:
 
 
 def is_signed(body: str) -> bool:
-    """Whether a message carries a signature, which may be anyone's."""
+    """True if a message carries a signature, which may be anyone's."""
     if body.startswith("{") and SIGNATURE_FIELD not in body:
         return False  # the most common case, without parsing it
     return SIGNATURE_FIELD in fields_if_any(body)

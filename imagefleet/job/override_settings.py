@@ -80,7 +80,7 @@ def _field(field: str, value: object, settings: Mapping[str, Any]) -> object:
 
 
 def _is_others_eta(name: str, payload: Mapping[str, Any]) -> bool:
-    """Whether a setting is eta, but another sampler's, or the payload has its own."""
+    """True if a setting is eta, but another sampler's, or the payload has its own."""
     if name not in {*_ETA.values(), _USUAL_ETA}:
         return False
     sampler = samplers.NAMES.get(str(payload.get("sampler_name")).lower())

@@ -148,7 +148,7 @@ SAFE_NAMES = (
 
 
 def is_safe_name(name: str) -> bool:
-    """Whether a LoRA or an embedding may have this name, of letters and signs of any language."""
+    """True if a LoRA or an embedding may have this name, of letters and signs of any language."""
     is_short = 0 < len(name.encode(errors="replace")) <= _MAX_NAME_BYTES
     return is_short and name.isprintable() and not _UNSAFE.search(name)
 

@@ -32,7 +32,7 @@ class Options:
     extra_noise: float = 0.0
     """Share of noise that is added to the first noise of a pass that begins with an image."""
     is_downcast: bool = False
-    """Whether the noise schedule and its sigmas are rounded to half precision."""
+    """True if the noise schedule and its sigmas are rounded to half precision."""
 
 
 DEFAULT_OPTIONS = Options()
@@ -72,7 +72,7 @@ class Sampler:
     schedule: str | None = "uniform"
     """A key of SCHEDULES; None for a sampler that has its own timesteps."""
     is_bare: bool = True
-    """Whether its name goes without that of its schedule."""
+    """True if its name goes without that of its schedule."""
     automatic: str = "uniform"
     """The schedule that AUTOMATIC1111's 'Automatic' is for it."""
     options: tuple[str, ...] = ()
@@ -84,9 +84,9 @@ class Sampler:
     least_steps: int = 1
     """2 if the last of its timesteps takes no step: one step would draw nothing but noise."""
     skips_next_to_last: bool = False
-    """Whether it asks for one sigma more, and leaves the last but one out."""
+    """True if it asks for one sigma more, and leaves the last but one out."""
     is_between_ends: bool = False
-    """Whether it takes steps of its own between the ends of a schedule."""
+    """True if it takes steps of its own between the ends of a schedule."""
     distilled_stride: int = 1
     """The UNet is called at every so many-th timestep alone, on which it was distilled."""
     estimates: Literal["image", "noise", "consistency"] = "image"
@@ -94,7 +94,7 @@ class Sampler:
     guidance_share: float = 1.0
     """The share of `cfg_scale` that guides it."""
     draws_pixels: bool = False
-    """Whether models of pixels take it as well."""
+    """True if models of pixels take it as well."""
 
     @property
     def key(self) -> str:
@@ -117,7 +117,7 @@ class Sampler:
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether the image decides how many steps are taken."""
+        """True if the image decides how many steps are taken."""
         return self.calls_in_all > 0
 
 

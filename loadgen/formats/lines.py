@@ -36,7 +36,7 @@ class Format(abc.ABC):
     unit: str
     """The noun for an entry in messages, such as "row"."""
     is_stream = True
-    """Whether it is read from its first byte to its last, so that it can come from a pipe."""
+    """True if it is read from its first byte to its last, so that it can come from a pipe."""
 
     @abc.abstractmethod
     def entries(self, stream: BinaryIO, start: int) -> Iterator[Entry]:

@@ -30,32 +30,57 @@ LORA = re.compile(r"<lora:([^:>]+)", re.IGNORECASE)
 #: Digits of the hash that A1111 wrote before 2023, of 64 KiB of a checkpoint.
 _OLD_DIGITS = 8
 
-#: Fields of payloads and names of settings, by the words of the text.
-_FIELDS, _SETTINGS = (
-    dict(" ".join(pair.split()).split(": ") for pair in words.split(","))
-    for words in (
-        """Steps: steps, CFG scale: cfg_scale, Seed: seed, Tiling: tiling, Variation seed: subseed,
-        Variation seed strength: subseed_strength, Refiner: refiner_checkpoint,
-        Refiner switch at: refiner_switch_at, Hires upscale: hr_scale, Hires upscaler: hr_upscaler,
-        Hires steps: hr_second_pass_steps, Hires checkpoint: hr_checkpoint_name,
-        Hires prompt: hr_prompt, Hires negative prompt: hr_negative_prompt, Size: width height,
-        Hires resize: hr_resize_x hr_resize_y, Seed resize from: seed_resize_from_w
-        seed_resize_from_h""",
-        """Clip skip: CLIP_stop_at_last_layers, ENSD: eta_noise_seed_delta, RNG: randn_source,
-        Eta: eta_ancestral, Eta DDIM: eta_ddim, Sigma churn: s_churn, Sigma tmin: s_tmin,
-        Sigma tmax: s_tmax, Sigma noise: s_noise, NGMS: s_min_uncond, Emphasis: emphasis,
-        Pad conds: pad_cond_uncond, Pad conds v0: pad_cond_uncond_v0, VAE: sd_vae,
-        Module 1: sd_vae, Token merging ratio: token_merging_ratio,
-        Token merging ratio hr: token_merging_ratio_hr, Extra noise: img2img_extra_noise,
-        Noise multiplier: initial_noise_multiplier, VAE Decoder: sd_vae_decode_method,
-        Face restoration: face_restoration_model, Conditional mask weight: inpainting_mask_weight,
-        Discard penultimate sigma: always_discard_next_to_last_sigma,
-        Downcast alphas_cumprod: use_downcasted_alpha_bar,
-        Old prompt editing timelines: use_old_scheduling,
-        Hires refiner: hires_fix_refiner_pass,
-        Refiner switch by sampling steps: refiner_switch_by_sample_steps""",
-    )
-)
+#: Fields of payloads by the words of the text; of a value with an x, both fields.
+_FIELDS = {
+    "Steps": "steps",
+    "CFG scale": "cfg_scale",
+    "Seed": "seed",
+    "Tiling": "tiling",
+    "Variation seed": "subseed",
+    "Variation seed strength": "subseed_strength",
+    "Refiner": "refiner_checkpoint",
+    "Refiner switch at": "refiner_switch_at",
+    "Hires upscale": "hr_scale",
+    "Hires upscaler": "hr_upscaler",
+    "Hires steps": "hr_second_pass_steps",
+    "Hires checkpoint": "hr_checkpoint_name",
+    "Hires prompt": "hr_prompt",
+    "Hires negative prompt": "hr_negative_prompt",
+    "Size": "width height",
+    "Hires resize": "hr_resize_x hr_resize_y",
+    "Seed resize from": "seed_resize_from_w seed_resize_from_h",
+}
+
+#: Names of settings by the words of the text.
+_SETTINGS = {
+    "Clip skip": "CLIP_stop_at_last_layers",
+    "ENSD": "eta_noise_seed_delta",
+    "RNG": "randn_source",
+    "Eta": "eta_ancestral",
+    "Eta DDIM": "eta_ddim",
+    "Sigma churn": "s_churn",
+    "Sigma tmin": "s_tmin",
+    "Sigma tmax": "s_tmax",
+    "Sigma noise": "s_noise",
+    "NGMS": "s_min_uncond",
+    "Emphasis": "emphasis",
+    "Pad conds": "pad_cond_uncond",
+    "Pad conds v0": "pad_cond_uncond_v0",
+    "VAE": "sd_vae",
+    "Module 1": "sd_vae",
+    "Token merging ratio": "token_merging_ratio",
+    "Token merging ratio hr": "token_merging_ratio_hr",
+    "Extra noise": "img2img_extra_noise",
+    "Noise multiplier": "initial_noise_multiplier",
+    "VAE Decoder": "sd_vae_decode_method",
+    "Face restoration": "face_restoration_model",
+    "Conditional mask weight": "inpainting_mask_weight",
+    "Discard penultimate sigma": "always_discard_next_to_last_sigma",
+    "Downcast alphas_cumprod": "use_downcasted_alpha_bar",
+    "Old prompt editing timelines": "use_old_scheduling",
+    "Hires refiner": "hires_fix_refiner_pass",
+    "Refiner switch by sampling steps": "refiner_switch_by_sample_steps",
+}
 
 #: Words that stay text where they look like a number.
 _TEXTS = {"hr_prompt", "hr_negative_prompt", "hr_upscaler", "sd_vae"}
@@ -72,31 +97,25 @@ _MASKED_CONTENT = {"fill": 0, "original": 1, "latent noise": 2, "latent nothing"
 
 #: What is read by rules of its own, or decides nothing of one picture.
 _OTHERS = {
-    *(
-        "Sampler",
-        "Schedule type",
-        "Model",
-        "Model hash",
-        "VAE hash",
-        "Version",
-        "User",
-        *_MASK,
-    ),
-    *(
-        "Denoising strength",
-        "Hires sampler",
-        "Hires schedule type",
-        "Hires CFG Scale",
-        "Hashes",
-    ),
-    *(
-        "Batch size",
-        "Batch pos",
-        "Init image hash",
-        "Lora hashes",
-        "TI hashes",
-        OWN_WORD,
-    ),
+    "Sampler",
+    "Schedule type",
+    "Model",
+    "Model hash",
+    "VAE hash",
+    "Version",
+    "User",
+    "Denoising strength",
+    "Hires sampler",
+    "Hires schedule type",
+    "Hires CFG Scale",
+    "Hashes",
+    "Batch size",
+    "Batch pos",
+    "Init image hash",
+    "Lora hashes",
+    "TI hashes",
+    OWN_WORD,
+    *_MASK,
 }
 
 

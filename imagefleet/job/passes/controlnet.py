@@ -163,7 +163,7 @@ def fields_of_scripts(scripts: object, seed: object = None) -> dict[str, Any]:
 
 
 def _is_neutral(name: str, script: object, seed: object) -> bool:
-    """Whether a script of AUTOMATIC1111's own changes nothing beside the payload with this seed."""
+    """True if a script of AUTOMATIC1111's own changes nothing beside the payload with this seed."""
     args = (script.get("args") if isinstance(script, dict) else None) or [None]
     if name == "seed":
         return args[0] in {None, -1, seed} and not any(args[1:2])

@@ -25,9 +25,9 @@ class Pass:
     calls: int
     controls: int = 0
     encodes: bool = False
-    """Whether the pass begins with pixels, which the VAE encodes."""
+    """True if the pass begins with pixels, which the VAE encodes."""
     decodes: bool = True
-    """Whether the pass ends with pixels, which the VAE decodes."""
+    """True if the pass ends with pixels, which the VAE decodes."""
     enlarged: int = 0
     """Pixels that networks enlarge before it, or in its place."""
     rows: int = 2
@@ -56,7 +56,7 @@ class PassFields(Hires, Extras):
     refiner_switch_at: float | None = Field(default=None, ge=0, le=1)
     """The share of the model's timesteps after which it does; None: from the beginning."""
     refiner_switch_by_sample_steps: bool = False
-    """Whether that is a share of the steps, as up to AUTOMATIC1111 1.7."""
+    """True if that is a share of the steps, as up to AUTOMATIC1111 1.7."""
 
     @model_validator(mode="after")
     def _passes_are_possible(self) -> Self:
@@ -108,7 +108,7 @@ class PassFields(Hires, Extras):
 
     @property
     def has_inputs(self) -> bool:
-        """Whether a worker has to read more for it than what its prompts name."""
+        """True if a worker has to read more for it than what its prompts name."""
         named = self.sd_vae or self.refiner_checkpoint
         return bool(self.init_images or self.enable_hr or self.controls or named)
 
@@ -143,7 +143,7 @@ class PassFields(Hires, Extras):
 
     @property
     def only_upscales(self) -> bool:
-        """Whether nothing is drawn: the job's image is one that it is given, enlarged."""
+        """True if nothing is drawn: the job's image is one that it is given, enlarged."""
         return self.upscaler_1 is not None
 
     @property
@@ -283,7 +283,7 @@ def _taken(payload: Mapping[str, Any], passes: frozenset[str]) -> dict[str, Any]
 
 
 def only_upscales(payload: Mapping[str, Any]) -> bool:
-    """Whether a payload is one of extras, which enlarges an image and draws none."""
+    """True if a payload is one of extras, which enlarges an image and draws none."""
     return payload.get("upscaler_1") not in (None, "", "None")
 
 
