@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from drawing import difference, draw, make_request
+from drawing import ROUNDING, difference, draw, draw_alone, make_request
 from imagefleet import errors
 from worker.engine import contract
 from worker.engine.sampler import NoiseStream
@@ -15,9 +15,6 @@ from worker.engine.slots.prepare import PreparedRequest
 
 pytestmark = pytest.mark.slow
 
-#: Out of 255. Another batch size means another order of float32 sums, which may change the rounding
-#: to 8 bits. Rows mixed up would differ by 100 and more.
-ROUNDING = 2
 
 NAN_SEED = 666
 
@@ -57,7 +54,7 @@ def test_each_row_of_a_mixed_batch_reaches_its_own_ticket(engine: Any) -> None:
         make_request(seed=2, negative_prompt="a red castle"),
     ]
     together = draw(engine, *requests)
-    alone = [draw(engine, request)[0] for request in requests]
+    alone = draw_alone(engine, requests)
     for row in range(4):
         assert [difference(together[row], image) <= ROUNDING for image in alone] == [
             other == row for other in range(4)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from drawing import difference, draw, make_request
+from drawing import ROUNDING, assert_alike, difference, draw, draw_alone, make_request
 from imagefleet import errors
 from sampling import alphas_cumprod
 from worker.engine import contract
@@ -19,8 +19,6 @@ from worker.engine.passes import begin
 from worker.engine.samplers.schedule import make_schedule
 
 pytestmark = pytest.mark.slow
-
-ROUNDING = 2
 
 
 @pytest.fixture
@@ -56,9 +54,8 @@ def test_an_image_beside_others_is_what_it_is_alone(
     make_slot_engine: Any, mixed: list[Any]
 ) -> None:
     engine = make_slot_engine(slots=3)
-    alone = [draw(engine, request)[0] for request in mixed]
-    for image, expected in zip(draw(engine, *mixed), alone, strict=True):
-        assert difference(image, expected) <= ROUNDING
+    alone = draw_alone(engine, mixed)
+    assert_alike(draw(engine, *mixed), alone)
     keys = {len(engine.prepare(each).controls) for each in mixed}
     assert keys == {0, 1, 2}
     plain = [dataclasses.replace(request, controls=()) for request in mixed]
@@ -75,7 +72,7 @@ def test_the_next_images_of_a_job_use_its_embedded_control_image(
     requests = [
         make_request(seed=seed, controls=(make_control(),)) for seed in range(4)
     ]
-    apart = [draw(engine, request)[0] for request in requests]
+    apart = draw_alone(engine, requests)
     embedded, embed = [], network.SlotControlNet.embed
     monkeypatch.setattr(
         network.SlotControlNet,
@@ -185,8 +182,7 @@ def test_without_memory_unneeded_controlnets_are_dropped_before_slots(
 
     where, name = (nets, "_copy") if when == "copying" else (engine._runner, "run")
     monkeypatch.setattr(where, name, fail_once(getattr(where, name)))
-    for image, expected in zip(draw(engine, *requests), sound, strict=True):
-        assert difference(image, expected) <= ROUNDING
+    assert_alike(draw(engine, *requests), sound)
     assert next(failures, None) is None, "or the test shows nothing"
     assert not unneeded & set(nets._alive)
     assert (engine._lanes.blocks, engine.slots) == (2, 4)

@@ -22,13 +22,10 @@ from diffusers import (
 from PIL import Image
 
 import a1111
-from drawing import difference, draw, make_request
+from drawing import ROUNDING, difference, draw, make_request
 from families import tiny_controlnets
 from worker.engine import contract
 from worker.engine.passes import begin
-
-#: Out of 255: another batch size and other products mean another order of float32 sums.
-ROUNDING = 2
 
 #: Steered images that are no more different than this would show nothing.
 VISIBLE = 20

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from drawing import difference, draw, make_request
+from drawing import ROUNDING, difference, draw, make_request
 from imagefleet import errors
 from worker.engine import contract
 
@@ -17,8 +17,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
 ]
 
-#: Out of 255: another batch size and other products mean another order of float32 sums.
-ROUNDING = 2
 
 NAMES = {"text_encoder": "clip_l", "text_encoder_2": "clip_g"}
 

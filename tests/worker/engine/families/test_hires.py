@@ -17,13 +17,10 @@ from PIL import Image
 
 import a1111
 import tiny_model
-from drawing import difference, draw, make_request
+from drawing import ROUNDING, difference, draw, make_request
 from imagefleet.job.prompt import read_prompt
 from worker.engine import contract
 from worker.engine.passes import begin
-
-#: Out of 255: another batch size and other products mean another order of float32 sums.
-ROUNDING = 2
 
 HIRES = contract.HiresPass(
     width=128, height=128, denoising_strength=0.7, steps=5, upscaler="Latent"

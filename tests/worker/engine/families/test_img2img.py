@@ -20,13 +20,10 @@ from diffusers import (
 from PIL import Image
 
 import a1111
-from drawing import difference, draw, make_request
+from drawing import ROUNDING, difference, draw, make_request
 from worker.engine import contract
 from worker.engine.passes import begin
 from worker.engine.sampler import NoiseStream
-
-#: Out of 255: another batch size and other products mean another order of float32 sums.
-ROUNDING = 2
 
 SIZE = 64
 

@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 
 import a1111
 import key_names
-from drawing import difference, draw, make_request
+from drawing import ROUNDING, assert_alike, difference, draw, draw_alone, make_request
 from families import tiny_controlnets, tiny_families
 from imagefleet import errors
 from worker.engine import checkpoint as checkpoints
@@ -41,9 +41,6 @@ from worker.engine.families.latents import of_latents
 from worker.engine.families.table import SD1, find_prediction
 from worker.engine.passes import begin
 from worker.engine.slots import engine as slots
-
-#: Out of 255: another batch size and other products mean another order of float32 sums.
-ROUNDING = 2
 
 #: Images that are no more different than this would show nothing.
 VISIBLE = 20
@@ -350,10 +347,9 @@ def test_images_are_the_same_in_company_and_alone(
     mixed: list[contract.ImageRequest],
 ) -> None:
     single = make_engine(slots=1, slot_weights=weights)
-    alone = [draw(single, each)[0] for each in mixed]
+    alone = draw_alone(single, mixed)
     together = draw(make_engine(slot_weights=weights), *mixed, *reversed(mixed))
-    for image, expected in zip(together, [*alone, *reversed(alone)], strict=True):
-        assert difference(image, expected) <= ROUNDING
+    assert_alike(together, [*alone, *reversed(alone)])
     assert difference(alone[2], alone[0]) > VISIBLE
 
 
@@ -373,10 +369,7 @@ def test_compiled_ticks_read_what_is_written_into_the_slots_later(
     plain = make_engine(slots=2)
     compiled = make_engine(slots=2, backend="eager", compiled_modes=("shared",))
     compiled.warm_up(requests[0])
-    for expected, image in zip(
-        draw(plain, *requests), draw(compiled, *requests), strict=True
-    ):
-        assert difference(image, expected) <= ROUNDING
+    assert_alike(draw(compiled, *requests), draw(plain, *requests))
     assert compiled.recompiles == 0
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drawing import difference, draw, make_request
+from drawing import ROUNDING, difference, draw, make_request
 from evaluation.bench import random_model
 from families import lora_kinds
 from imagefleet import errors
@@ -16,8 +16,6 @@ from worker.engine import contract
 from worker.engine.lora import file as lora_file
 from worker.engine.lora.file import adaptable_layers
 from worker.engine.lora.original_names import original_names
-
-ROUNDING = 2
 
 _ADAPTED = (
     *(

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from drawing import difference, draw, make_request
+from drawing import ROUNDING, difference, draw, make_request
 from families import lora_kinds
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract
@@ -18,8 +18,6 @@ from worker.engine.slots import memory
 from worker.engine.slots.engine import SlotEngine
 
 pytestmark = pytest.mark.slow
-
-ROUNDING = 2
 
 
 @pytest.fixture(scope="module")

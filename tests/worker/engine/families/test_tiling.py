@@ -8,12 +8,9 @@ import torch
 from torch import nn
 
 import a1111
-from drawing import difference, draw, make_request
+from drawing import ROUNDING, difference, draw, make_request
 from worker.engine import contract
 from worker.engine.passes import begin
-
-#: Out of 255: another batch size and other products mean another order of float32 sums.
-ROUNDING = 2
 
 pytestmark = [
     pytest.mark.slow,

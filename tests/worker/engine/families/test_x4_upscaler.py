@@ -25,7 +25,7 @@ from transformers import CLIPTokenizer
 
 import a1111
 import tiny_model
-from drawing import difference, draw, make_request
+from drawing import ROUNDING, assert_alike, difference, draw, make_request
 from families import tiny_families
 from imagefleet import errors
 from imagefleet.job import clip
@@ -41,9 +41,6 @@ from worker.engine.networks.unet import SlotUnet
 from worker.engine.sampler import NoiseStream
 from worker.engine.samplers.philox import Philox
 from worker.engine.slots import engine as slots
-
-#: Out of 255: another batch size and other products mean another order of float32 sums.
-ROUNDING = 2
 
 #: Images that are no more different than this would show nothing.
 VISIBLE = 20
@@ -304,8 +301,7 @@ def test_images_are_the_same_in_company_and_alone(
         draw(make_engine(slots=1, slot_weights=weights), each)[0] for each in requests
     ]
     together = draw(make_engine(slot_weights=weights), *requests, *reversed(requests))
-    for image, expected in zip(together, [*alone, *reversed(alone)], strict=True):
-        assert difference(image, expected) <= ROUNDING
+    assert_alike(together, [*alone, *reversed(alone)])
 
 
 def test_compiled_ticks_read_what_is_written_into_the_slots_later(
@@ -316,10 +312,7 @@ def test_compiled_ticks_read_what_is_written_into_the_slots_later(
     plain = make_engine(slots=2)
     compiled = make_engine(slots=2, backend="eager", compiled_modes=("shared",))
     compiled.warm_up(requests[0])
-    for expected, image in zip(
-        draw(plain, *requests), draw(compiled, *requests), strict=True
-    ):
-        assert difference(image, expected) <= ROUNDING
+    assert_alike(draw(compiled, *requests), draw(plain, *requests))
     assert compiled.recompiles == 0
 
 

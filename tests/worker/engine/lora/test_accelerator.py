@@ -8,14 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drawing import difference, draw, make_request
+from drawing import ROUNDING, difference, draw, make_request
 from imagefleet import errors
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract, load
 from worker.engine.lora.shared import Merger
 from worker.engine.slots import step
-
-ROUNDING = 2
 
 
 @pytest.fixture

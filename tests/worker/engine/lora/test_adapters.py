@@ -13,7 +13,7 @@ import torch
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import Tensor, nn
 
-from drawing import difference, draw, make_request
+from drawing import ROUNDING, difference, draw, draw_alone, make_request
 from imagefleet import errors
 from imagefleet.files import adapter, kinds
 from imagefleet.files.safetensors import UnusableError, identify
@@ -28,8 +28,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
-#: See test_engine.
-ROUNDING = 2
 
 ATTENTION = ["to_q", "to_v", "ff.net.2"]
 
@@ -140,7 +138,7 @@ def test_an_adapter_in_a_slot_draws_what_it_does_alone(
         for weight in (1.0, 0.5)
     ]
     plain = make_request(steps=2)
-    expected = [draw(engine, request)[0] for request in (*requests, plain)]
+    expected = draw_alone(engine, (*requests, plain))
     found = draw(slot_engine, *requests, plain)
     assert max(map(difference, found, expected)) <= ROUNDING
     assert difference(found[0], found[2]) > ROUNDING

@@ -15,12 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTokenizer
 
 import key_names
-from drawing import difference, draw, make_request
+from drawing import ROUNDING, difference, draw, make_request
 from imagefleet.job import clip
 from worker.engine import contract
 
 DEMO_MODEL = Path(__file__).parents[4] / "demo_model"
-ROUNDING = 2
 
 #: Name, and strength on the text encoder and on the UNet.
 Uses = list[tuple[str, float, float]]

@@ -7,16 +7,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from drawing import difference, draw, make_request
+from drawing import ROUNDING, difference, draw, make_request
 from families import lora_kinds
 from worker.engine import contract
 from worker.engine.lora.file import adaptable_layers
 from worker.engine.lora.merge import Shape
 from worker.engine.networks import linear
 from worker.engine.slots import queue, step
-
-#: See test_engine.
-ROUNDING = 2
 
 #: Kind and rank; the tiny UNet's narrowest layer has 32 inputs.
 FILES = {

@@ -9,13 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 import key_names
-from drawing import difference, draw, make_request
+from drawing import ROUNDING, assert_alike, difference, draw, draw_alone, make_request
 from imagefleet import errors
 from worker.engine import contract
 from worker.engine.lora import file as lora_file
-
-#: See test_batch_engine.
-ROUNDING = 2
 
 
 def use(
@@ -55,8 +52,7 @@ def test_different_loras_stay_with_their_own_tickets(
     ]
     requests = [make_request(loras=loras) for loras in sets]
     together = draw(engine, *requests)
-    for request, image in zip(requests, together, strict=True):
-        assert difference(image, draw(engine, request)[0]) <= ROUNDING
+    assert_alike(together, draw_alone(engine, requests))
     distinct = [together[at] for at in (0, 1, 2, 4, 5)]
     for at, image in enumerate(distinct):
         assert all(difference(image, other) > 10 for other in distinct[:at])

@@ -10,16 +10,13 @@ import torch
 from diffusers import AutoencoderKL
 from PIL import Image
 
-from drawing import difference, draw, make_request
+from drawing import ROUNDING, assert_alike, difference, draw, draw_alone, make_request
 from imagefleet import errors
 from tests.worker.engine.support import esrgan
 from worker.engine import contract, decoder
 from worker.engine.passes import upscaling
 from worker.engine.passes.images import ImageCoder
 from worker.engine.slots import queue, step
-
-#: Out of 255. Another number of rows means another order of float32 sums.
-ROUNDING = 2
 
 
 @pytest.fixture(scope="session")
@@ -72,7 +69,7 @@ def test_images_are_the_same_in_company_and_alone(
     make_slot_engine: Any, mixed: list[Any]
 ) -> None:
     engine = make_slot_engine(slots=3, blocks=2)
-    alone = [draw(engine, request)[0] for request in mixed]
+    alone = draw_alone(engine, mixed)
     for order in ([4, 8, 0, 2, 6, 1, 3, 7, 5], [3, 6, 7, 1, 2, 0, 5, 8, 4]):
         together = draw(engine, *(mixed[at] for at in order))
         for at, image in zip(order, together, strict=True):
@@ -146,9 +143,8 @@ def test_loras_change_both_passes(
         make_request(seed=1, steps=6, loras=(styled,), hires=hires(steps=6))
         for styled in styles
     ]
-    merged = [draw(engine, request)[0] for request in requests]
-    for image, expected in zip(draw(engine, *requests), merged, strict=True):
-        assert difference(image, expected) <= ROUNDING
+    merged = draw_alone(engine, requests)
+    assert_alike(draw(engine, *requests), merged)
     plain = dataclasses.replace(requests[0], loras=())
     assert difference(merged[0], draw(engine, plain)[0]) > 20
 
@@ -161,7 +157,7 @@ def test_the_images_of_a_job_share_what_was_prepared_and_what_was_encoded(
     requests = [
         [make_request(seed=seed, **kind) for seed in (1, 2, 3)] for kind in kinds
     ]
-    apart = [[draw(engine, request)[0] for request in each] for each in requests]
+    apart = [draw_alone(engine, each) for each in requests]
     encoded, encode = [], ImageCoder.encode
     monkeypatch.setattr(
         ImageCoder,
@@ -218,8 +214,7 @@ def test_out_of_memory_in_either_pass_fails_no_image(
         memory,
         lambda _, lane: lane == width and next(failures) in (1, 3),
     )
-    for image, expected in zip(draw(engine, *requests), sound, strict=True):
-        assert difference(image, expected) <= ROUNDING
+    assert_alike(draw(engine, *requests), sound)
     assert engine._lanes.blocks == 1
     assert next(failures) > 3, "or the test shows nothing"
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from drawing import difference, draw
+from drawing import ROUNDING, assert_alike, difference, draw, draw_alone
 from imagefleet import errors
 from imagefleet.job.noise import Noise
 from imagefleet.job.prompt import read_negative_prompt, read_prompt
@@ -16,9 +16,6 @@ from worker.engine import contract, load
 from worker.engine.slots.engine import SlotEngine
 
 pytestmark = pytest.mark.slow
-
-#: Calls of another size are rounded in another way; over an image that is a level or two of 255.
-ROUNDING = 2
 
 
 @pytest.mark.parametrize("name", ["base", "sr"])
@@ -36,8 +33,7 @@ def test_an_image_does_not_depend_on_its_neighbours(
         request_of(name, seed=6, noise=Noise(source="NV")),
     ]
     together = draw(engine, *requests)
-    for request, image in zip(requests, together, strict=True):
-        assert difference(image, draw(engine, request)[0]) <= ROUNDING
+    assert_alike(together, draw_alone(engine, requests))
     assert difference(together[0], together[4]) <= ROUNDING, "whatever the slot"
     assert len({image.tobytes() for image in together}) >= 6
 
@@ -198,8 +194,7 @@ def test_out_of_memory_reduces_the_slots_and_fails_no_image(
     images = draw(engine, *requests)
     assert (engine.slots, engine.capacity) == (2, 4)
     assert [len(seeds) for seeds in ticks[:3]] == [4, 3, 2]
-    for image, expected in zip(images, sound, strict=True):
-        assert difference(image, expected) <= ROUNDING
+    assert_alike(images, sound)
 
 
 def test_an_image_that_breaks_calls_fails_alone(
@@ -265,8 +260,7 @@ def test_compiled_ticks_draw_the_same_images_and_are_compiled_once(
     expected = draw(make_engine(name, slots=2), *requests)
     engine = make_engine(name, slots=2, backend="aot_eager")
     engine.warm_up()
-    for image, own in zip(draw(engine, *requests), expected, strict=True):
-        assert difference(image, own) <= ROUNDING
+    assert_alike(draw(engine, *requests), expected)
     compiled = compiled_tick(engine)
     assert compiled.is_compiled
     assert (compiled.graphs, engine.recompiles) == (1, 0)
@@ -302,8 +296,7 @@ def test_a_compiled_tick_that_fails_is_dropped_and_fails_no_image(
     monkeypatch.setattr(type(compiled_tick(engine)), "__call__", break_down)
     images = draw(engine, request_of(), request_of(seed=2))
     assert not engine._runner._compiled
-    for image, own in zip(images, expected, strict=True):
-        assert difference(image, own) <= ROUNDING
+    assert_alike(images, expected)
 
 
 # Loading.

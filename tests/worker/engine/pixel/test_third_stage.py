@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from drawing import difference, draw, make_request
+from drawing import ROUNDING, difference, draw, make_request
 from families import tiny_families
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
@@ -22,8 +22,6 @@ from worker.files import check
 from worker.node import start_up
 
 pytestmark = pytest.mark.slow
-
-ROUNDING = 2
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 import batch_engine
 import polling
 import tiny_model
-from drawing import difference, draw, make_request
+from drawing import ROUNDING, assert_alike, difference, draw, draw_alone, make_request
 from imagefleet.job.samplers import Options
 from rows.process import decibels
 from worker.engine import checkpoint as checkpoints
@@ -24,7 +24,6 @@ from worker.engine.slots import engine as slot_engine
 
 pytestmark = pytest.mark.slow
 
-ROUNDING = 2
 
 #: Uncompiled against compiled images, in float32; one level at every pixel would be 48 dB.
 LEAST_DECIBELS = 50.0
@@ -126,8 +125,7 @@ def test_no_job_causes_a_recompile_and_the_images_match(
     ]
     images = draw(compiled_engine, *requests)
     assert compiled_engine.recompiles == 0
-    for request, image in zip(requests, images, strict=True):
-        assert difference(image, draw(plain_engine, request)[0]) <= ROUNDING
+    assert_alike(images, draw_alone(plain_engine, requests))
 
 
 @pytest.mark.slow
@@ -188,8 +186,7 @@ def test_jobs_that_begin_with_an_image_cause_no_recompile(
         small_model, torch.device("cpu"), torch.float32
     )
     uncompiled = slot_engine.SlotEngine(of_latents(loaded, Settings(slots=2)))
-    for request, image in zip(requests, images, strict=True):
-        assert difference(image, draw(uncompiled, request)[0]) <= ROUNDING
+    assert_alike(images, draw_alone(uncompiled, requests))
     uncompiled.close()
 
 
@@ -264,8 +261,7 @@ def test_other_shapes_run_uncompiled(
     requests = [long, make_request(width=40, height=24)]
     images = draw(compiled_engine, *requests)
     assert compiled_engine.recompiles == 0
-    for request, image in zip(requests, images, strict=True):
-        assert difference(image, draw(plain_engine, request)[0]) <= ROUNDING
+    assert_alike(images, draw_alone(plain_engine, requests))
 
 
 def _double(x: torch.Tensor) -> torch.Tensor:
@@ -347,8 +343,7 @@ def test_images_that_tile_have_a_graph_of_their_own(small_model: Path) -> None:
     images = draw(engine, *requests)
     assert engine.recompiles == 0
     assert len(engine._runner._compiled) == 2
-    for request, image in zip(requests, images, strict=True):
-        assert difference(image, draw(uncompiled, request)[0]) <= ROUNDING
+    assert_alike(images, draw_alone(uncompiled, requests))
     assert difference(images[0], images[1]) > 20
     for each in (engine, uncompiled):
         each.close()
@@ -392,8 +387,7 @@ def test_changes_of_convolutions_are_compiled_once_they_are_frequent(
     images += draw(engine, requests[-1], make_request(width=32, height=32))[:1]
     assert compiled_modes() == {"per_slot", "shared"}, "its tensors were replaced"
     assert engine.recompiles == 0
-    for wanted, image in zip(requests, images, strict=True):
-        assert difference(image, draw(plain_engine, wanted)[0]) <= ROUNDING
+    assert_alike(images, draw_alone(plain_engine, requests))
     engine._unet.changes.clear()
 
 
@@ -422,13 +416,10 @@ def test_a_frequent_size_is_compiled_meanwhile_and_fails_without_the_others(
         )
         for seed in range(6)
     ]
-    expected = [draw(plain_engine, request)[0] for request in requests]
+    expected = draw_alone(plain_engine, requests)
     for turn in range(2):
         monkeypatch.setattr(runner.outlook, "_clock", lambda at=turn: 1e6 * (1 + at))
-        for image, sound in zip(
-            draw(compiled_engine, *requests), expected, strict=True
-        ):
-            assert difference(image, sound) <= ROUNDING
+        assert_alike(draw(compiled_engine, *requests), expected)
         compiled_engine._compilation.finish()
         assert compiled_engine.slots == 2, "a size that is not compiled costs no slots"
     (first, second) = runner._compiled.values()

@@ -15,13 +15,11 @@ import torch
 from safetensors.torch import save_file
 
 import polling
-from drawing import difference, draw, make_request
+from drawing import ROUNDING, assert_alike, difference, draw, make_request
 from worker.engine import contract
 from worker.engine.kernels.compile import THREAD_NAME, Compiled
 from worker.engine.slots import compiling, step
 from worker.node import start_up
-
-ROUNDING = 2
 
 
 class Compiler:
@@ -96,10 +94,7 @@ def test_images_are_drawn_while_the_engine_compiles(
     requests = [
         make_request(seed=seed, width=64 + 32 * (seed % 2)) for seed in range(3)
     ]
-    for image, expected in zip(
-        draw(engine, *requests), draw(slot_engine, *requests), strict=True
-    ):
-        assert difference(image, expected) <= ROUNDING
+    assert_alike(draw(engine, *requests), draw(slot_engine, *requests))
     assert (engine.is_compiling, compiled_modes(engine)) == (True, [])
     assert not engine.busy, "nothing is taken up before it is compiled"
 
@@ -324,8 +319,7 @@ def test_jobs_that_would_run_uncompiled_do_not_hold_up_the_compiled_ones(
     monkeypatch.setattr(step.StepRunner, "run", run)
     compiler.end(3)
     engine.warm_up(requests[0])
-    for image, sound in zip(draw(engine, *requests), expected, strict=True):
-        assert difference(image, sound) <= ROUNDING
+    assert_alike(draw(engine, *requests), expected)
     assert {(compiled, *changes) for compiled, changes in ran} == {
         (True, False),
         (False, True),
@@ -333,8 +327,7 @@ def test_jobs_that_would_run_uncompiled_do_not_hold_up_the_compiled_ones(
     compiler.end(1)
     engine.warm_up(requests[1])
     ran.clear()
-    for image, sound in zip(draw(engine, *requests), expected, strict=True):
-        assert difference(image, sound) <= ROUNDING
+    assert_alike(draw(engine, *requests), expected)
     assert all(compiled for compiled, _ in ran)
     assert any(len(changes) == 2 for _, changes in ran), "in one lane again"
 

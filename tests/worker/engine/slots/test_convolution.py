@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from drawing import difference, draw, make_request
+from drawing import ROUNDING, assert_alike, difference, draw, draw_alone, make_request
 from worker.engine import contract
 from worker.engine.lora import merge
 from worker.engine.lora.file import adaptable_layers
@@ -20,7 +20,6 @@ from worker.engine.slots import step
 
 pytestmark = pytest.mark.slow
 
-ROUNDING = 2
 
 Write = Callable[..., contract.Lora]
 
@@ -156,7 +155,7 @@ def test_each_of_several_locons_draws_its_own_image_in_any_slot_and_company(
         make_request(seed=seed, loras=each, steps=2 + seed % 3)
         for seed, each in enumerate(loras)
     ]
-    alone = [draw(engine, request)[0] for request in requests]
+    alone = draw_alone(engine, requests)
     for order in ([0, 1, 2, 3, 4, 5], [5, 3, 4, 0, 2, 1]):
         images = draw(slot_engine, *(requests[at] for at in order))
         for at, image in zip(order, images, strict=True):
@@ -182,8 +181,7 @@ def test_locons_of_two_sizes_take_turns(
         make_request(seed=5, loras=(large,), steps=4, width=72),
     ]
     images = draw(ours, *requests)
-    for request, image in zip(requests, images, strict=True):
-        assert difference(image, draw(engine, request)[0]) <= ROUNDING
+    assert_alike(images, draw_alone(engine, requests))
 
 
 def test_no_trace_of_a_slots_last_locon_is_left(
@@ -237,8 +235,7 @@ def test_memory_is_taken_at_the_first_locon_and_grows_with_the_rank(
     requests[2] = make_request(steps=4, seed=3, loras=(write_lora(path, rank=17),))
     images = draw(ours, *requests)
     assert ours._unet.slot_bytes == before + 2 * size
-    for request, image in zip(requests, images, strict=True):
-        assert difference(image, draw(engine, request)[0]) <= ROUNDING
+    assert_alike(images, draw_alone(engine, requests))
 
 
 def test_equal_locons_are_merged_once_for_all(
@@ -345,8 +342,7 @@ def test_a_job_runs_beside_others_when_memory_runs_out_for_its_change(
     ]
     images = draw(ours, *requests)
     assert ours.slots == 2
-    for request, image in zip(requests, images, strict=True):
-        assert difference(image, draw(engine, request)[0]) <= ROUNDING
+    assert_alike(images, draw_alone(engine, requests))
 
 
 def test_changes_of_no_layer_take_no_memory(slot_engine: slots.SlotEngine) -> None:

@@ -8,15 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from drawing import difference, draw, make_request
+from drawing import ROUNDING, assert_alike, difference, draw, draw_alone, make_request
 from imagefleet import errors
 from imagefleet.job.prompt import read_negative_prompt, read_prompt
 from imagefleet.job.samplers import Options
 from worker.engine import contract
 from worker.engine.slots import step
-
-#: A level of 255 in every value.
-ROUNDING = 2
 
 LONG = "a red house in a meadow, (under a blue sky:1.2), " * 5
 
@@ -71,8 +68,7 @@ def test_texts_that_say_the_same_change_nothing_whatever_the_job(
     expected = draw(engine, *plain)
     edited = [changing(each) for each in plain]
     assert all(engine.prepare(each).is_edited for each in edited)
-    for image, other in zip(draw(engine, *edited), expected, strict=True):
-        assert difference(image, other) <= ROUNDING
+    assert_alike(draw(engine, *edited), expected)
     mixed = [each for pair in zip(edited, plain, strict=True) for each in pair]
     for at, image in enumerate(draw(engine, *mixed)):
         assert difference(image, expected[at // 2]) <= ROUNDING
@@ -89,7 +85,7 @@ def test_each_call_has_its_own_texts_and_no_image_its_neighbours(
         "a cat AND a hut:0.5",
     ]
     requests = [make_request(prompt=read_prompt(each, steps=4)) for each in words]
-    alone = [draw(engine, request)[0] for request in requests]
+    alone = draw_alone(engine, requests)
     assert len({image.tobytes() for image in alone}) == len(words)
     for order in ([3, 1, 0, 2, 1, 3], [2, 2, 3, 0, 1]):
         for at, image in zip(
@@ -130,8 +126,7 @@ def test_an_edited_image_begins_again_with_its_first_text(
         run(self, used, weight_mode, slots)
 
     monkeypatch.setattr(step.StepRunner, "run", fail_once)
-    for image, expected in zip(draw(engine, *requests), sound, strict=True):
-        assert difference(image, expected) <= ROUNDING
+    assert_alike(draw(engine, *requests), sound)
 
 
 def test_a_second_pass_has_a_schedule_of_its_own(make_slot_engine: Any) -> None:

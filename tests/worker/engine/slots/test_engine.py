@@ -9,17 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny_model
-from drawing import difference, draw, make_request
+from drawing import ROUNDING, assert_alike, difference, draw, draw_alone, make_request
 from imagefleet import errors
 from worker.engine import contract
 from worker.engine.sampler import NoiseStream
 from worker.engine.slots import engine as slots
 from worker.engine.slots import lane, queue, step
 from worker.engine.slots.prepare import PreparedRequest
-
-#: Out of 255. Another number of rows means another order of float32 sums, which may change the
-#: rounding to 8 bits. Slots mixed up would differ by 100 and more.
-ROUNDING = 2
 
 
 def lora(
@@ -88,14 +84,13 @@ def test_images_in_mixed_slots_match_the_oracle(
     engine: Any, slot_engine: Any, mixed_requests: Any
 ) -> None:
     together = draw(slot_engine, *mixed_requests)
-    for request, image in zip(mixed_requests, together, strict=True):
-        assert difference(image, draw(engine, request)[0]) <= ROUNDING
+    assert_alike(together, draw_alone(engine, mixed_requests))
 
 
 def test_an_image_does_not_depend_on_its_slot_or_the_slots_last_image(
     slot_engine: Any, mixed_requests: Any
 ) -> None:
-    alone = [draw(slot_engine, request)[0] for request in mixed_requests]
+    alone = draw_alone(slot_engine, mixed_requests)
     order = [5, 2, 7, 0, 6, 3, 1, 4]
     again = draw(slot_engine, *(mixed_requests[at] for at in order))
     for at, image in zip(order, again, strict=True):
@@ -236,8 +231,7 @@ def test_a_lora_that_cannot_be_packed_is_merged_and_drawn_without_a_break(
     assert calls[first : first + 4] == [("shared", 2)] * 4, "the others wait meanwhile"
     assert calls[:first] + calls[first + 4 :] == [("per_slot", 2)] * 4
     plain = make_engine()
-    for request, image in zip(requests, images, strict=True):
-        assert difference(image, draw(plain, request)[0]) <= ROUNDING
+    assert_alike(images, draw_alone(plain, requests))
 
 
 def test_free_counts_down_from_capacity_and_comes_back(make_slot_engine: Any) -> None:
@@ -327,8 +321,7 @@ def test_images_of_mixed_sizes_match_each_drawn_alone(
     ]
     together = draw(engine, *requests)
     assert engine._unet._block in range(3)
-    for request, image in zip(requests, together, strict=True):
-        assert difference(image, draw(engine, request)[0]) <= ROUNDING
+    assert_alike(together, draw_alone(engine, requests))
 
 
 def test_lanes_that_share_weights_load_them_again_and_draw_the_same(
@@ -359,8 +352,7 @@ def test_lanes_that_share_weights_load_them_again_and_draw_the_same(
         monkeypatch.setattr(engine._unet, "load_slot", count)
         images[blocks] = draw(engine, *requests)
         assert (len(loads) > len(requests)) == (blocks == 1)
-    for shared, own in zip(images[1], images[2], strict=True):
-        assert difference(shared, own) <= ROUNDING
+    assert_alike(images[1], images[2])
 
 
 def test_lanes_with_equal_loras_share_them_and_others_do_not_merge_in_turns(

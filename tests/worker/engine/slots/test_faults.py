@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from drawing import difference, draw, make_request
+from drawing import ROUNDING, assert_alike, difference, draw, make_request
 from imagefleet import errors
 from worker.engine import contract, decoder
 from worker.engine.networks.linear import SlotLinear
 from worker.engine.slots import queue, step
 from worker.engine.slots.weights import Weights
-
-ROUNDING = 2
 
 
 def fail(
@@ -53,8 +51,7 @@ def test_out_of_memory_in_a_tick_reduces_the_slots_and_fails_no_image(
     # One fewer at a time: whatever is given up is given up for good.
     assert [len(seeds) for seeds in ticks[:3]] == [4, 3, 2]
     assert max(len(seeds) for seeds in ticks[2:]) == 2
-    for image, expected in zip(images, sound, strict=True):
-        assert difference(image, expected) <= ROUNDING
+    assert_alike(images, sound)
 
 
 def test_slots_that_are_given_up_are_freed_before_fewer_are_allocated(
@@ -128,8 +125,7 @@ def test_out_of_memory_with_several_lanes_gives_up_their_weights_first_then_slot
     images = draw(engine, *requests)
     assert engine._lanes.blocks == 1
     assert engine.slots == 3
-    for image, expected in zip(images, sound, strict=True):
-        assert difference(image, expected) <= ROUNDING
+    assert_alike(images, sound)
 
 
 def test_a_large_image_that_has_no_memory_beside_others_is_drawn_alone(
@@ -151,8 +147,7 @@ def test_a_large_image_that_has_no_memory_beside_others_is_drawn_alone(
     fail(monkeypatch, engine, memory, is_too_much)
     images = draw(engine, *requests)
     assert engine.slots == 2
-    for image, expected in zip(images, sound, strict=True):
-        assert difference(image, expected) <= ROUNDING
+    assert_alike(images, sound)
 
 
 def test_a_failed_tick_restarts_no_image_of_another_lane(
@@ -173,8 +168,7 @@ def test_a_failed_tick_restarts_no_image_of_another_lane(
     images = draw(engine, *requests)
     assert [0 in seeds for seeds in ticks].count(True) == 3, "not restarted"
     assert [1 in seeds for seeds in ticks].count(True) == 2 + 3
-    for image, expected in zip(images, sound, strict=True):
-        assert difference(image, expected) <= ROUNDING
+    assert_alike(images, sound)
 
 
 def test_an_image_too_large_for_the_memory_is_a_transient_error(
@@ -369,8 +363,7 @@ def test_an_image_without_memory_for_its_stripes_takes_it_from_the_slots(
     monkeypatch.setattr(decoder, "to_images", to_images)
     images = draw(engine, *requests)
     assert engine.slots == 2
-    for image, expected in zip(images, sound, strict=True):
-        assert difference(image, expected) <= ROUNDING
+    assert_alike(images, sound)
 
 
 def test_a_single_slot_runs_uncompiled_before_an_image_fails_for_want_of_memory(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from drawing import difference, draw, make_request
+from drawing import assert_alike, difference, draw, draw_alone, make_request
 from imagefleet.job.samplers import Options
 from worker.engine import contract
 from worker.engine.slots import step
@@ -95,7 +95,7 @@ def test_images_with_and_without_guidance_are_as_alone(
     blocks: int,
 ) -> None:
     engine = make_slot_engine(slots=slots, blocks=blocks, slot_weights=weights)
-    alone = [draw(engine, request)[0] for request in mixed]
+    alone = draw_alone(engine, mixed)
     for order in ([4, 8, 0, 2, 6, 1, 3, 7, 5], [3, 6, 7, 1, 2, 0, 5, 8, 4]):
         together = draw(engine, *(mixed[at] for at in order))
         for at, image in zip(order, together, strict=True):
@@ -144,12 +144,11 @@ def test_images_of_one_row_with_loras_are_twice_as_many_if_weights_for_them_have
             zip(lora_paths[:2] * 2, (0.5, 1.0, 1.5, 2.0), strict=True)
         )
     ]
-    alone = [draw(engine, request)[0] for request in requests]
+    alone = draw_alone(engine, requests)
     calls.clear()
     images = draw(engine, *requests)
     assert set(calls) == {(slots, 1)}
-    for image, expected in zip(images, alone, strict=True):
-        assert difference(image, expected) <= ROUNDING
+    assert_alike(images, alone, within=ROUNDING)
 
 
 def test_the_engine_asks_for_as_many_images_as_fill_its_calls(
@@ -186,8 +185,7 @@ def test_an_image_between_two_kinds_of_steps_begins_again_with_the_first(
     monkeypatch.setattr(step.StepRunner, "run", fail_once)
     images = draw(engine, *requests)
     assert failed == [3]
-    for image, expected in zip(images, sound, strict=True):
-        assert difference(image, expected) <= ROUNDING
+    assert_alike(images, sound, within=ROUNDING)
 
 
 def test_the_negative_prompt_of_an_unguided_image_is_not_encoded(

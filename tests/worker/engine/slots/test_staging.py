@@ -7,11 +7,8 @@ from typing import Any
 
 import pytest
 
-from drawing import difference, draw, make_request
+from drawing import ROUNDING, difference, draw, make_request
 from worker.engine import contract
-
-#: Out of 255: see test_engine.py.
-ROUNDING = 2
 
 
 def lora(path: Path) -> contract.Lora:

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import tiny_model
-from drawing import difference, draw, make_request
+from drawing import ROUNDING, difference, draw, make_request
 from families import tiny_families
 from pixel import tiny_cascade
 from worker.engine import contract, load
@@ -25,7 +25,6 @@ from worker.engine.slots import engine as slots
 
 CPU = torch.device("cpu")
 
-ROUNDING = 2
 
 #: A change that is clearly seen.
 VISIBLE = 20

@@ -1,11 +1,15 @@
 """Requests for tiny models, their images, and how far two images are apart."""
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from worker.engine import contract
+
+#: Out of 255: calls of another size are rounded in another way, a level or two over an image.
+ROUNDING = 2
 
 #: Few steps and the smallest size: an image takes some 30 ms.
 _REQUEST = contract.ImageRequest(
@@ -37,6 +41,22 @@ def draw(engine: contract.Engine, *requests: contract.ImageRequest) -> list[Any]
             assert finished.ticket not in outcomes
             outcomes[finished.ticket] = finished.outcome
     return [outcomes[ticket] for ticket in range(len(requests))]
+
+
+def draw_alone(
+    engine: contract.Engine, requests: Iterable[contract.ImageRequest]
+) -> list[Any]:
+    """Draws each request in an empty engine."""
+    return [draw(engine, request)[0] for request in requests]
+
+
+def assert_alike(
+    images: Sequence[object], expected: Sequence[object], within: int = ROUNDING
+) -> None:
+    """Each image is the one at its place among the *expected*."""
+    pairs = zip(images, expected, strict=True)
+    found = [difference(*pair) for pair in pairs]
+    assert max(found) <= within, found
 
 
 def difference(one: object, other: object) -> int:

@@ -19,7 +19,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import a1111
-from drawing import difference, draw, make_request
+from drawing import ROUNDING, assert_alike, difference, draw, draw_alone, make_request
 from families import tiny_families
 from imagefleet import errors
 from imagefleet.job.prompt import read_prompt
@@ -30,9 +30,6 @@ from worker.engine import contract, load
 from worker.engine.passes import begin
 from worker.engine.passes.checkpoints import CachedCheckpoint
 from worker.engine.slots import step
-
-#: Out of 255: another batch size and other products mean another order of float32 sums.
-ROUNDING = 2
 
 pytestmark = [
     pytest.mark.slow,
@@ -148,7 +145,7 @@ def test_another_checkpoint_goes_on_with_the_same_run_beside_plain_jobs(
     refined = dataclasses.replace(request, refiner=refiner)
     images = draw(engine, plain[0], refined, plain[1])
     drawn = list(latents)
-    alone = [draw(engine, each)[0] for each in plain]
+    alone = draw_alone(engine, plain)
     one, two = pipelines(family)
     theirs = Refined(one, k_diffusion, second=two, switch_at=0.6)
     factor = one.vae_scale_factor
@@ -160,8 +157,7 @@ def test_another_checkpoint_goes_on_with_the_same_run_beside_plain_jobs(
         difference(images[1], a1111.Reference(two, k_diffusion).decode(expected))
         <= ROUNDING
     )
-    for image, again in zip((images[0], images[2]), alone, strict=True):
-        assert difference(image, again) <= ROUNDING
+    assert_alike((images[0], images[2]), alone)
     assert difference(images[1], draw(engine, request)[0]) > 20, (
         "or the test shows nothing"
     )
@@ -310,7 +306,7 @@ def test_images_are_the_same_in_company_and_alone_whatever_fails_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What another checkpoint goes on with is begun again where it took over, with its noise."""
-    alone = [draw(engine, request)[0] for request in mixed]
+    alone = draw_alone(engine, mixed)
     failing = iter((*[False] * 3, True))
     run, exchange = step.StepRunner.run, CachedCheckpoint.exchange
 

@@ -17,7 +17,7 @@ from transformers import CLIPTokenizer
 
 import a1111
 import key_names
-from drawing import difference, draw, make_request
+from drawing import assert_alike, difference, draw, draw_alone, make_request
 from families import tiny_families
 from imagefleet import errors
 from imagefleet.job import clip
@@ -207,8 +207,9 @@ def test_a_lora_changes_what_it_goes_on_with_and_nothing_after(
     assert difference(one[0], other[0]) == 0
     assert difference(one[1], other[1]) > ROUNDING
     assert difference(one[2], other[2]) > ROUNDING
-    for request, image in zip((*plain, *with_lora), (*one, *other), strict=True):
-        assert difference(image, draw(engine, request)[0]) <= ROUNDING
+    assert_alike(
+        (*one, *other), draw_alone(engine, (*plain, *with_lora)), within=ROUNDING
+    )
     assert engine.self_check.find_fault() is None
     engine.close()
 
@@ -261,7 +262,7 @@ def test_images_are_the_same_in_company_and_alone_whatever_fails_once(
     mixed: list[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    alone = [draw(engine, request)[0] for request in mixed]
+    alone = draw_alone(engine, mixed)
     failing = iter((*[False] * 3, True, False, True))
     run = step.StepRunner.run
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import key_names
 import tiny_model
-from drawing import difference, draw, make_request
+from drawing import assert_alike, difference, draw, draw_alone, make_request
 from imagefleet import errors
 from worker.engine import contract, load
 
@@ -83,8 +83,7 @@ def test_images_are_those_that_it_makes_of_the_same_latents(
     torch.testing.assert_close(latents[0], latents[1], rtol=0, atol=1e-4)
     for image, drawn in zip(images[::2], latents[::2], strict=True):
         assert difference(image, decoded(vae, drawn)) <= 1
-    for image, request in zip(images[1::2], requests[1::2], strict=True):
-        assert difference(image, draw(engine, request)[0]) <= 1
+    assert_alike(images[1::2], draw_alone(engine, requests[1::2]), within=1)
     assert difference(images[0], images[1]) > 20, "or the test shows nothing"
 
 
@@ -214,8 +213,7 @@ def test_a_workers_own_is_that_of_all_jobs_that_name_none(
     for take in (lambda: True, load.read_beside(engine, settings)):
         assert take is not None
         assert take()
-        for image, same in zip(draw(engine, *requests), expected, strict=True):
-            assert difference(image, same) <= 1
+        assert_alike(draw(engine, *requests), expected, within=1)
     assert difference(expected[0], draw(usual, requests[0])[0]) > 20, (
         "or the test shows nothing"
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import AutoencoderTiny
 
-from drawing import difference, draw, make_request
+from drawing import difference, draw, draw_alone, make_request
 from imagefleet import errors
 from worker.engine import contract, load
 
@@ -46,7 +46,7 @@ def test_images_are_those_that_the_tiny_decoder_makes_of_the_latents(
         lambda *given: seen.append(given[2]) or add(*given),
     )
     requests = [make_request(seed=1), make_request(init=contract.InitImage(init, 0.5))]
-    images = [draw(engine, request)[0] for request in requests]
+    images = draw_alone(engine, requests)
     for image, latents in zip(images, list(seen), strict=True):
         with torch.no_grad():
             made = (
