@@ -271,8 +271,8 @@ class Fleet:
     ) -> Swept:
         """Puts failed jobs back into the job queue of *priority*; without a condition, all of them.
 
-        *set* has new values of fields: `{"steps": 20}`. Raises SetupError for a field that no job has.
-        With a key only signed jobs; what is changed is signed again.
+        *set* has new values of fields: `{"steps": 20}`; raises SetupError for a field that no job
+        has. With a key only signed jobs; what is changed is signed again.
         """
         check = self.check(Change(set, self.signer) if set else None)
         selection = Selection(**which)
