@@ -136,8 +136,7 @@ class SlotConv(nn.Module):
         products = products.reshape(slots, -1, up.shape[2])
         changed = torch.bmm(products, up[:slots, 0])
         changed = changed.view(rows, *output.shape[2:], -1).permute(0, 3, 1, 2)
-        summed: Tensor = output + changed
-        return summed
+        return output + changed
 
 
 def _add_taps(

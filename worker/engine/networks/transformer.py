@@ -143,8 +143,7 @@ class Transformer(nn.Module):
             x = repeat_rows(x, rows)
         tokens = self.proj_out(tokens, call.per_slot)
         changed = tokens.view(rows, height, width, channels).permute(0, 3, 1, 2)
-        output: Tensor = changed + x
-        return output
+        return changed + x
 
 
 class _Block(nn.Module):
@@ -179,8 +178,7 @@ class _Block(nn.Module):
             x = x + first(self.norm1(x), call)
         x = x + self.attend_prompt(self.norm2(x), call)
         gated = gate(self.gate(self.norm3(x), per_slot))
-        output: Tensor = x + self.out(gated, per_slot)
-        return output
+        return x + self.out(gated, per_slot)
 
 
 class SelfAttention(nn.Module):
@@ -197,8 +195,7 @@ class SelfAttention(nn.Module):
             for each in self.qkv(x, per_slot).chunk(3, dim=-1)
         )
         attended = _merge_heads(self.kernel(q, k, v), len(x))
-        output: Tensor = self.out(attended, per_slot)
-        return output
+        return self.out(attended, per_slot)
 
     def select_and_attend(
         self,
@@ -232,8 +229,7 @@ class CrossAttention(nn.Module):
         k = context[..., self.keys].view(shape).transpose(1, 2)
         v = context[..., self.values].view(shape).transpose(1, 2)
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=call.mask)
-        output: Tensor = self.out(_merge_heads(attended, len(x)), call.per_slot)
-        return output
+        return self.out(_merge_heads(attended, len(x)), call.per_slot)
 
 
 def _linear(paths: ModulePaths, *layers: Layer) -> SlotLinear:

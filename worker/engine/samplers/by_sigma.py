@@ -40,8 +40,7 @@ def karras(largest: float, smallest: float, steps: int) -> Tensor:
     """Karras et al. (2022), equation 5."""
     low = smallest ** (1 / _RHO)
     high = largest ** (1 / _RHO)
-    sigmas: Tensor = (high + torch.linspace(0, 1, steps) * (low - high)) ** _RHO
-    return sigmas
+    return (high + torch.linspace(0, 1, steps) * (low - high)) ** _RHO
 
 
 def churned(sigmas: Sigmas, options: Options) -> list[float]:

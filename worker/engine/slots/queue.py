@@ -226,8 +226,7 @@ class Costs:
     """Share of an uncompiled tick's seconds that compiling it saves."""
 
     def seconds(self, mode: WeightMode) -> float:
-        found: float = getattr(self, f"{mode}_seconds")
-        return found
+        return getattr(self, f"{mode}_seconds")
 
 
 def own_mode(convolutions: bool) -> WeightMode:
