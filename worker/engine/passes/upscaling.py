@@ -105,11 +105,15 @@ class Upscaling:
         return _resize(pixels, width, height, Image.Resampling.LANCZOS)
 
     def crop(self, latents: Tensor, factor: int) -> Tensor:
-        """Cuts latents [4, height, width] of the size down to the target."""
-        columns, rows = (
-            _kept((size - target) // factor, size // factor)
-            for size, target in zip(self.size, self.target, strict=True)
-        )
+        """Cuts latents [4, height, width] of the size down to the target.
+
+        Of an odd excess, a side's end loses more.
+        """
+        kept = []
+        for size, target in zip(self.size, self.target, strict=True):
+            excess = (size - target) // factor
+            kept.append(slice(excess // 2, size // factor - (excess + 1) // 2))
+        columns, rows = kept
         return latents[:, rows, columns]
 
 
@@ -152,11 +156,6 @@ def find(hires: contract.HiresPass, load: Callable[[Path], Enlarge]) -> Upscalin
     return Upscaling(
         target, size, LATENT_UPSCALERS.get(name), IMAGE_UPSCALERS.get(name)
     )
-
-
-def _kept(excess: int, length: int) -> slice:
-    """Part of a side's *length* that is kept; of an odd excess, the end loses more."""
-    return slice(excess // 2, length - (excess + 1) // 2)
 
 
 def _apply(

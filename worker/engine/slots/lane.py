@@ -251,7 +251,7 @@ class Lanes:
         ]
         slots = self.block_slots
         fitting = [block for block in range(len(slots)) if slots[block] >= lane.slots]
-        return min(fitting, key=lambda block: (users.count(block), block))
+        return min(fitting, key=users.count)
 
     def clear(self) -> None:
         self._lanes.clear()
