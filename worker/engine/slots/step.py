@@ -104,9 +104,10 @@ class InputFeeder:
         self._state = state
         self._copied = copied
         self._pinned = state.rows.device.type == "cuda"
-        host_copy = functools.partial(
-            torch.zeros_like, device="cpu", pin_memory=self._pinned
-        )
+
+        def host_copy(of: Tensor) -> Tensor:
+            return torch.zeros(of.shape, dtype=of.dtype, pin_memory=self._pinned)
+
         buffers = [
             (host_copy(state.rows), host_copy(state.noise))
             for _ in range(_MAX_TICKS_AHEAD + 1 if self._pinned else 1)
