@@ -1,16 +1,14 @@
 """Fuzzes every target for as long as you like, and prints counts and the inputs that were found.
 
     python tests/fuzz/run.py --seconds 600
-    python tests/fuzz/run.py --target prompt --seconds 60 --engine atheris
+    python tests/fuzz/run.py --target prompt --seconds 60
 
-`--engine atheris` also follows the coverage of this project's code (pip install atheris; one target
-at a time). The last line is one JSON object. Exit code 1 if anything was found.
+The last line is one JSON object. Exit code 1 if anything was found.
 """
 
 import argparse
 import json
 import logging
-import os
 import random
 import resource
 import sys
@@ -48,16 +46,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--target", action="append")
     parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument(
-        "--engine", choices=("mutations", "atheris"), default="mutations"
-    )
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    if given.engine == "atheris":
-        _with_atheris(given.target, given.seconds)
-    else:
-        _with_mutations(given.target, given.seconds, given.seed)
+    _with_mutations(given.target, given.seconds, given.seed)
 
 
 def _with_mutations(names: list[str] | None, seconds: float, seed: int | None) -> None:
@@ -123,43 +115,7 @@ def _report(tallies: dict[str, Tally], seconds: float, seed: int | None) -> None
         "found": sum(len(each.found) for each in tallies.values()),
     }
     print(json.dumps(totals), flush=True)
-    # libFuzzer would take sys.exit() for a crash.
-    os._exit(1 if totals["found"] else 0)
-
-
-def _with_atheris(names: list[str] | None, seconds: float) -> None:
-    import atheris
-
-    ours = ["cli", "evaluation", "fleet", "imagefleet", "loadgen", "worker"]
-    with atheris.instrument_imports(include=ours):
-        import targets
-    import mutations
-
-    if not names or len(names) != 1:
-        sys.exit(f"atheris takes one --target: {', '.join(targets.TARGETS)}")
-    target, tally, began = targets.TARGETS[names[0]], Tally(), time.monotonic()
-
-    def custom_mutator(data: bytes, max_size: int, seed: int) -> bytes:
-        source = random.Random(seed)
-        own = mutations.mutated(source, (data, *target.seeds))
-        return (own if source.random() < 0.7 else atheris.Mutate(data, max_size))[
-            :max_size
-        ]
-
-    def one_input(data: bytes) -> None:
-        _try(target, data, tally)
-        if time.monotonic() - began > seconds:
-            _report({names[0]: tally}, seconds, None)
-
-    arguments = [
-        sys.argv[0],
-        "-max_len=20000",
-        "-len_control=0",
-        "-rss_limit_mb=0",
-        "-timeout=30",
-    ]
-    atheris.Setup(arguments, one_input, custom_mutator=custom_mutator)
-    atheris.Fuzz()
+    sys.exit(bool(totals["found"]))
 
 
 if __name__ == "__main__":
