@@ -212,7 +212,9 @@ class Scaler:
             ]
             self._messages = sum(messages for _, messages in counted)
             self._jobs_of_first = self._speeds.jobs_of_first(counted)
-        except errors.TransientError as error:
+        except (errors.TransientError, errors.SetupError) as error:
+            if isinstance(error, errors.SetupError) and self._known is None:
+                raise
             log.warning(f"the queue does not answer: {error}", action="queue_unknown")
             self._empty_since = None
             return False

@@ -128,7 +128,8 @@ class KilledScaler:
 
     async def _check(self, code: int) -> None:
         if code:
-            self.errors.append(f"after the storm the scaler fails with {code}")
+            said = (self.folder / "workers.log").read_text()[-500:]
+            self.errors.append(f"after the storm the scaler fails with {code}: {said}")
             return
         counted = ledger.read(self._ledger, "storm", time.time())
         seconds = max(0.0, self._replica_seconds - _UNSEEN_SECONDS)

@@ -210,18 +210,25 @@ async def test_an_outage_leaves_the_replicas_and_the_change_is_retried(
     assert [group.replicas for group in salad.groups.values()] == [6, 6]
 
 
+@pytest.mark.parametrize("error", [errors.TransientError, errors.SetupError])
 async def test_the_budget_is_watched_while_the_queue_does_not_answer(
-    salad: Any, scaling: Any, monkeypatch: pytest.MonkeyPatch
+    salad: Any,
+    scaling: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[errors.FleetError],
 ) -> None:
+    """A refusal, of a token that has expired say, is no reason to let the fleet run for ever."""
     make, clock, storage = scaling
+    scaler_ = make(replace(GOAL, max_dollars=10))
+    await scaler_.step()
 
     async def silent() -> None:
-        raise errors.TransientError("no answer")
+        raise error("no answer")
 
     for group in salad.groups.values():
         group.body["replicas"] = 200
     monkeypatch.setattr(storage.queue, "depth", silent)
-    scaler_ = make(replace(GOAL, max_dollars=10))
+    clock.now += 900
     records = []
     for _ in range(120):
         records.append(await scaler_.step())
