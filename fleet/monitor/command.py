@@ -148,12 +148,7 @@ def status_screen(
             "$/h": console.number(fleet["dollars_per_hour"], 2),
             "GPU idle": console.percent(fleet["gpu_idle_fraction"]),
         }
-        off = (
-            f"the clock of {worker} is {abs(seconds):,.0f} seconds"
-            f" {'ahead of' if seconds > 0 else 'behind'} the storage's: set it"
-            for worker, seconds in fleet["clocks_off"].items()
-        )
-        parts += [console.totals(rows), *_notes(*off)]
+        parts.append(console.totals(rows))
     if campaigns is None:
         return Group(*parts)
     if campaigns.rows:

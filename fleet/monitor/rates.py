@@ -4,16 +4,15 @@ The queries use the workers' own series: they need no recording rules. All funct
 errors of `Prometheus.at`.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, BeforeValidator
 
 from cli import console
-from fleet.monitor.prometheus import Prometheus, Series
+from fleet.monitor.prometheus import Prometheus
 from imagefleet import concurrency, errors, validation
-from imagefleet.storage.protocol import NOTABLE_OFFSET_SECONDS as _OFF
 from imagefleet.telemetry import logs
 
 log = logs.EventLog(__name__)
@@ -30,7 +29,6 @@ _IDLE = f"rate(imagefleet_gpu_idle_seconds_total{{$fleet}}[{WINDOW}])"
 _OUTCOMES = 'outcome=~"completed|duplicate|failed|verified|unverified"'
 _ENDED = f"rate(imagefleet_jobs_total{{{_OUTCOMES},$fleet}}[{WINDOW}])"
 _MODEL_ENDED = f"rate(imagefleet_model_jobs_total{{{_OUTCOMES},$fleet}}[{WINDOW}])"
-_CLOCK = "imagefleet_clock_offset_seconds{$fleet}"
 
 #: Queries of the figures of a fleet.
 _FIGURES = {
@@ -44,9 +42,6 @@ _FIGURES = {
     "dollars_per_hour": f"3600 * sum({_DOLLARS})",
     "images_per_dollar_gpu_only": f"sum({_IMAGES}) / sum({_GPU_DOLLARS})",
 }
-
-#: Labels that tell a worker from all others; `device` is one of several GPUs of its machine.
-_WORKER = ("instance", "device")
 
 #: Days in which a fleet counts as known: a server may keep no more than two weeks.
 KNOWN_DAYS = 7
@@ -69,8 +64,6 @@ class FleetRates(BaseModel, frozen=True):
     images_per_dollar: float | None = None
     replicas: _Count = 0
     """Machines: each has one worker, or one for each of its GPUs."""
-    clocks_off: Mapping[str, float] = {}
-    """Seconds that a worker's clock is ahead of the storage's; only clocks a minute off."""
 
 
 async def fleet_rates(prometheus: Prometheus) -> FleetRates:
@@ -78,23 +71,7 @@ async def fleet_rates(prometheus: Prometheus) -> FleetRates:
     asked = (prometheus.at(query, now) for query in _FIGURES.values())
     answers = zip(_FIGURES, await concurrency.gather(*asked), strict=True)
     figures = {name: series[0].last for name, series in answers if series}
-    return FleetRates.model_validate(
-        figures | {"clocks_off": await _off(prometheus, now)}
-    )
-
-
-async def _off(prometheus: Prometheus, now: datetime) -> dict[str, float]:
-    """Seconds that wrong clocks are ahead, by the name of their worker."""
-    found = await prometheus.at(f"{_CLOCK} > {_OFF} or {_CLOCK} < -{_OFF}", now)
-    infos = await prometheus.at(_INFO, now) if found else []
-    names = {_labels(info, _WORKER): info.labels.get("worker", "") for info in infos}
-    return {
-        names.get(key := _labels(each, _WORKER)) or key[0]: each.last for each in found
-    }
-
-
-def _labels(series: Series, names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(series.labels.get(name, "") for name in names)
+    return FleetRates.model_validate(figures)
 
 
 async def ask(

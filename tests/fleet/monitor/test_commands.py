@@ -35,7 +35,6 @@ def history(
     price: float,
     fleet: str,
     instance: str = "",
-    ahead: float = 0.0,
 ) -> str:
     """A worker's pushes over the last 150 s, ten seconds apart."""
     now = int(time.time() * 1000)
@@ -62,7 +61,6 @@ def history(
             f'imagefleet_jobs_total{{{labels},outcome="completed"}}': images_per_second
             * seconds,
             f'imagefleet_failed_jobs_total{{{labels},error="JobError"}}': 0,
-            f"imagefleet_clock_offset_seconds{{{labels}}}": ahead,
         }
         lines += [f"{name} {value} {at}" for name, value in values.items()]
     return "\n".join(lines) + "\n"
@@ -126,35 +124,6 @@ async def test_status_shows_images_per_second_and_per_dollar(
     text = " ".join((await asyncio.to_thread(imagefleet, *arguments)).stdout.split())
     assert re.search(r"images per dollar, all in 6[45],\d{3}", text), text
     assert "GPU idle 25.0 %" in text
-
-
-async def test_workers_whose_clock_is_off_are_named(
-    victoria_metrics: Any, tmp_path: Path, imagefleet: Imagefleet
-) -> None:
-    name = uuid.uuid4().hex[:12]
-    fleet, address = f"{name}/jobs", f"local:{tmp_path}/{name}"
-    clocks = enumerate((-3600, 0.4, 61))
-    await pushed(
-        victoria_metrics,
-        "".join(
-            history(f"worker-{n}", "H200", 1, 1, fleet, ahead=ahead)
-            for n, ahead in clocks
-        ),
-    )
-    async with open_storage(StorageSettings(storage=address)) as storage:
-        await storage.create()
-    arguments = ("status", "--storage", address, "--prometheus", victoria_metrics.url)
-    shown = await asyncio.to_thread(imagefleet, *arguments, COLUMNS="160")
-
-    assert (
-        "the clock of worker-0 is 3,600 seconds behind the storage's: set it"
-        in shown.stdout
-    )
-    assert (
-        "the clock of worker-2 is 61 seconds ahead of the storage's: set it"
-        in shown.stdout
-    )
-    assert "worker-1" not in shown.stdout
 
 
 async def test_two_gpus_of_a_machine_are_two_workers_and_one_replica(
