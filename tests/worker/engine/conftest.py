@@ -149,17 +149,6 @@ def encoder(clip: checkpoints.Checkpoint) -> text.Encoder:
 
 
 @pytest.fixture(scope="session")
-def demo_lora() -> Callable[[str, float, float], contract.Lora]:
-    """A LoRA of the demo model, by name and strengths on the text encoder and the UNet."""
-
-    def use(name: str, text_encoder: float, unet: float) -> contract.Lora:
-        path = DEMO_MODEL / "loras" / f"{name}.safetensors"
-        return contract.Lora(name, path, text_encoder, unet)
-
-    return use
-
-
-@pytest.fixture(scope="session")
 def slot_engine(checkpoint: Path) -> slots.SlotEngine:
     """Shared by tests that leave it unchanged."""
     return load.load_engine(load.EngineSettings(checkpoint, "cpu", slots=3))

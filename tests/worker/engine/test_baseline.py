@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from drawing import assert_alike, difference, draw, draw_alone, make_request
 from evaluation.bench import baseline, machine
@@ -64,41 +63,9 @@ def test_a_sampler_without_a_scheduler_is_refused(plain: Any) -> None:
         plain.draw([make_request(sampler="ddim")])
 
 
-def test_random_loras_change_the_twelve_linear_layers_of_each_transformer(
-    loras: list[contract.Lora],
-) -> None:
-    layers = {key.split(".")[0] for key in load_file(loras[0].path)}
-    transformers = [layer for layer in layers if layer.endswith("_proj_in")]
-    assert len(layers) == 12 * len(transformers) > 0
-    assert all(layer.startswith("lora_unet_") for layer in layers)
-
-
-@pytest.mark.parametrize("kind", ["lora", "locon", "loha", "lokr", "dora"])
-def test_a_random_lora_of_each_kind_fits_and_changes_the_image(
-    kind: lora_kinds.LoraFormat,
-    checkpoint: Path,
-    engine: Any,
-    tmp_path: Path,
-) -> None:
-    (name,) = lora_kinds.build(tmp_path, checkpoint, 1, CPU, rank=3, kind=kind)
-    lora = contract.Lora(name, tmp_path / f"{name}.safetensors", 0.0, 0.3)
-    changed = engine.prepare(make_request(loras=(lora,))).loras["unet"][0].deltas
-    has_convolutions = any(
-        path.endswith(("conv1", "samplers.0.conv")) for path in changed
-    )
-    assert has_convolutions == (kind == "locon")
-    without, image = draw(engine, make_request(), make_request(loras=(lora,)))
-    assert difference(image, without) > 10
-
-
 def test_an_image_of_sd15_takes_26_64_tflop(tmp_path: Path) -> None:
     flops = machine.count_image_flops(tmp_path / "no folder: SD1.5", 512, 512, 15)
     assert flops == pytest.approx(26.64e12, rel=1e-3)
-
-
-def test_the_matrix_rate_is_plausible() -> None:
-    rate = machine.measure_matrix_rate(CPU, torch.float32)
-    assert 1e9 < rate < 1e14
 
 
 def test_the_machine_is_described() -> None:

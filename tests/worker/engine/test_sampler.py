@@ -126,43 +126,6 @@ def test_every_other_call_below_s_min_uncond_is_unguided() -> None:
     )
 
 
-def test_sd15_starts_at_its_largest_sigma_and_ends_at_timestep_0() -> None:
-    schedule = schedules.make_schedule(
-        "euler_ancestral", 15, alphas_cumprod(), "epsilon"
-    )
-    assert schedule.initial_scale == pytest.approx(14.6146, abs=1e-4)
-    timesteps = schedule.table[:, sampler.TIMESTEP].tolist()
-    assert timesteps == pytest.approx(
-        [999 * at / 14 for at in range(14, -1, -1)], abs=1e-4
-    )
-
-
-WITH_NOISE = (
-    *("euler_ancestral", "dpm_2_ancestral", "dpmpp_2s_ancestral", "dpmpp_2m_sde"),
-    *("dpmpp_2m_sde_heun", "dpmpp_3m_sde", "dpmpp_sde", "lcm"),
-)
-
-
-@pytest.mark.parametrize("name", samplers.SAMPLERS)
-def test_ancestral_and_sde_samplers_alone_use_noise_and_not_to_sigma_0(
-    name: str,
-) -> None:
-    made = schedules.make_schedule(name, 5, alphas_cumprod(), "epsilon")
-    method, ends = samplers.SAMPLERS[name].method, "kl_optimal" not in name
-    if method in ("dpm_fast", "dpm_adaptive", "tcd"):
-        return
-    assert any(made.noisy) == (method in WITH_NOISE)
-    assert not (made.noisy[-1] and ends)
-    assert (made.brownian is not None) == ("_sde" in method)
-    if made.brownian is not None:
-        low, high = made.brownian.span
-        assert len(made.brownian.intervals) == sum(made.noisy)
-        assert all(
-            low - 1e-5 <= end < begin <= high + 1e-5
-            for begin, end in made.brownian.intervals
-        )
-
-
 def assert_finite(name: str, steps: int) -> None:
     made = schedules.make_schedule(name, steps, alphas_cumprod(), "epsilon")
     assert made.table.isfinite().all()
@@ -179,12 +142,6 @@ def assert_finite(name: str, steps: int) -> None:
         assert len(made.table) == expected
 
 
-@pytest.mark.parametrize("name", samplers.SAMPLERS)
-def test_every_sampler_with_every_schedule_has_finite_rows(name: str) -> None:
-    for steps in (samplers.SAMPLERS[name].least_steps, 3, 20, 37):
-        assert_finite(name, steps)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", samplers.SAMPLERS)
 def test_every_sampler_has_finite_rows_for_any_number_of_steps(name: str) -> None:
@@ -198,36 +155,6 @@ def test_an_unknown_sampler_is_refused_listing_the_known_ones(name: str) -> None
         errors.JobError, match="models of latents: Euler a, Euler, DPM\\+\\+ 2M, "
     ):
         schedules.make_schedule(name, 5, alphas_cumprod(), "epsilon")
-
-
-def test_rows_of_different_samplers_are_independent() -> None:
-    names = [
-        "euler_ancestral",
-        "ddim",
-        "dpmpp_2m_karras",
-        "euler",
-        "lms",
-        "dpmpp_3m_sde",
-        "tcd",
-    ]
-    made = [
-        schedules.make_schedule(name, 6, alphas_cumprod(), "epsilon") for name in names
-    ]
-    starts, *fresh = (
-        torch.cat([noise, noise + 1, noise - 1, -noise])[:7] for noise in noises(7)
-    )
-    latents = starts * torch.tensor([each.initial_scale for each in made]).view(
-        -1, 1, 1, 1
-    )
-    history = latents.new_zeros((sampler.HISTORY, *latents.shape))
-    for call, rows in enumerate(torch.stack([each.table for each in made], dim=1)):
-        output = stand_in(sampler.scale_input(rows, latents), rows[:, sampler.TIMESTEP])
-        latents, history = sampler.step(rows, latents, output, history, fresh[call])
-    for at, schedule in enumerate(made):
-        alone = sample(
-            schedule, [noise[at : at + 1] for noise in (starts, *fresh)], stand_in
-        )
-        torch.testing.assert_close(latents[at : at + 1], alone, rtol=1e-6, atol=1e-6)
 
 
 #: Restart is Heun's method below 20 steps, and DPM fast goes its own way whatever its schedule.

@@ -1,13 +1,11 @@
 """Embeddings: cached, batched at any length, and masked exactly."""
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from drawing import make_request
 from imagefleet import errors
 from worker.engine import text
 
@@ -129,37 +127,6 @@ def test_the_cache_key_has_everything_that_changes_the_vectors(
         for prompt, clip_skip, loras in variants:
             encoder.encode([tokenizer.chunks(prompt)], clip_skip, loras)
     assert counter.chunks == len(variants)
-
-
-def test_the_vectors_follow_the_loras_strength_and_the_base_is_restored(
-    demo_engine: Any, demo_lora: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Through the engine, which passes the LoRAs' cache key."""
-    contexts: list[torch.Tensor] = []
-    encode = demo_engine._encode_prompts
-    monkeypatch.setattr(
-        demo_engine,
-        "_encode_prompts",
-        lambda batch: contexts.append((found := encode(batch)).vectors) or found,
-    )
-    name = "magic-fantasy-forest-v2"
-    sets: Sequence[tuple[Any, ...]] = [
-        (),
-        (demo_lora(name, 0.5, 1.0),),
-        (demo_lora(name, 1.0, 1.0),),
-        (demo_lora(name, 0.0, 1.0),),
-        (demo_lora(name, 0.5, 0.1),),
-        (),
-    ]
-    for loras in sets:
-        demo_engine.admit(0, demo_engine.prepare(make_request(loras=loras, steps=1)))
-        demo_engine.tick()
-    base, half, whole, none, same, after = contexts
-    assert not torch.allclose(base, half, atol=1e-3)
-    assert not torch.allclose(half, whole, atol=1e-3)
-    assert torch.equal(base, none)
-    assert torch.equal(half, same)
-    assert torch.equal(base, after)
 
 
 @torch.inference_mode()

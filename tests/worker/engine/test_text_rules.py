@@ -253,33 +253,6 @@ def test_the_reference_message_has_77_and_70_tokens(tokenizer: text.Tokenizer) -
     assert [len(chunk.tokens) for chunk in negative] == [70]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "lengths"),
-    [
-        ("", [0]),
-        ("cat " * 75, [75]),
-        ("cat " * 76, [75, 1]),
-        ("cat " * 151, [75, 75, 1]),
-        ("cat " * 54 + "," + " cat" * 21, [75, 1]),
-        ("cat " * 55 + "," + " cat" * 20, [56, 20]),
-        ("cat " * 60 + ", " + "cat " * 8 + "," + " cat" * 6, [70, 6]),
-        ("cat " * 74 + "," + " cat", [75, 1]),
-        ("cat " * 75 + ", cat", [75, 2]),
-        ("cat " * 60 + "," + " cat" * 14 + ", cat", [75, 2]),
-        ("BREAK", [0]),
-        ("cat BREAK", [1]),
-        ("BREAK cat", [0, 1]),
-        ("cat BREAK BREAK cat", [1, 0, 1]),
-        ("cat " * 75 + "BREAK cat", [75, 1]),
-        ("cat " * 80 + "BREAK", [75, 5]),
-    ],
-)
-def test_chunk_lengths(
-    tokenizer: text.Tokenizer, prompt: str, lengths: list[int]
-) -> None:
-    assert [len(chunk.tokens) for chunk in tokenizer.chunks(prompt)] == lengths
-
-
 def test_a_prompt_has_32_chunks_at_most(tokenizer: text.Tokenizer) -> None:
     assert len(tokenizer.chunks("cat " * 2400)) == 32
     with pytest.raises(errors.JobError, match="33 chunks of 75 tokens; 32 at most"):

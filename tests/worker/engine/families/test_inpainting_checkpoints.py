@@ -353,26 +353,6 @@ def test_images_are_the_same_in_company_and_alone(
     assert difference(alone[2], alone[0]) > VISIBLE
 
 
-def test_a_lora_changes_what_is_inpainted(
-    engine: Any, mixed: list[contract.ImageRequest]
-) -> None:
-    with_lora, without = draw(
-        engine("sd1"), mixed[2], dataclasses.replace(mixed[2], loras=())
-    )
-    assert difference(with_lora, without) > VISIBLE
-
-
-def test_compiled_ticks_read_what_is_written_into_the_slots_later(
-    make_engine: Any, mixed: list[contract.ImageRequest]
-) -> None:
-    requests = [each for each in mixed if not each.loras and not each.hires]
-    plain = make_engine(slots=2)
-    compiled = make_engine(slots=2, backend="eager", compiled_modes=("shared",))
-    compiled.warm_up(requests[0])
-    assert_alike(draw(compiled, *requests), draw(plain, *requests))
-    assert compiled.recompiles == 0
-
-
 def test_the_memory_of_a_slot_counts_what_the_unet_takes_beside_the_latents(
     make_engine: Any, make_slot_engine: Any
 ) -> None:

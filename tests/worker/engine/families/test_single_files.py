@@ -13,7 +13,7 @@ import key_names
 from families import tiny_families
 from imagefleet import errors
 from worker.engine.families import reading
-from worker.engine.families.table import FAMILIES, REFINER, SD1, SD2, SDXL, X4_UPSCALER
+from worker.engine.families.table import REFINER, SD1, SD2, SDXL, X4_UPSCALER
 from worker.engine.lora import original_names
 from worker.engine.lora.file import adaptable_layers
 from worker.files import check
@@ -153,6 +153,9 @@ def test_the_built_in_configurations_are_the_published_ones() -> None:
 
     with torch.device("meta"):
         networks = [
+            UNet2DConditionModel.from_config(SD1.unet_config),
+            AutoencoderKL.from_config(SD1.vae_config),
+            CLIPTextModel(CLIPTextConfig(**SD1.text_encoders[0].config)),
             UNet2DConditionModel.from_config(SD2.unet_config),
             CLIPTextModel(CLIPTextConfig(**SD2.text_encoders[0].config)),
             UNet2DConditionModel.from_config(SDXL.unet_config),
@@ -162,7 +165,7 @@ def test_the_built_in_configurations_are_the_published_ones() -> None:
             UNet2DConditionModel.from_config(REFINER.unet_config),
         ]
     sizes = [sum(each.numel() for each in network.parameters()) for network in networks]
-    expected = [865.9, 340.4, 2567.5, 694.7, 473.4, 55.3, 2259.5]
+    expected = [859.5, 83.7, 123.1, 865.9, 340.4, 2567.5, 694.7, 473.4, 55.3, 2259.5]
     assert [round(size / 1e6, 1) for size in sizes] == expected
 
 
@@ -268,11 +271,6 @@ def test_what_an_unmarked_sd2_predicts_shows_in_its_answer(
         family_checkpoint("sd2", path=path, **settings).prediction_type
         == "v_prediction"
     )
-
-
-def test_sd2s_native_size_follows_from_what_it_predicts() -> None:
-    assert SD2.native_sides == {"epsilon": 512, "v_prediction": 768}
-    assert all(not family.native_sides for family in FAMILIES if family is not SD2)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from worker.engine import checkpoint as checkpoints
 from worker.engine import contract
 from worker.engine.contract import Settings
 from worker.engine.families.latents import of_latents
-from worker.engine.families.table import FAMILIES
 from worker.engine.slots import memory
 from worker.engine.slots.engine import SlotEngine
 
@@ -141,7 +140,3 @@ def test_a_kind_without_low_rank_is_merged_and_undone_from_the_cpus_copy(
     assert all(each.device.type == "cpu" for each in engine._merger.originals.values())
     assert (draw(engine, plain)[0] == before).all(), "to the bit"
     assert engine.self_check.find_fault() is None
-
-
-def test_only_sdxl_saves_memory_at_this_price() -> None:
-    assert [each.name for each in FAMILIES if each.has_large_layers] == ["SDXL"]

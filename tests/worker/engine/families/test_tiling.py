@@ -78,18 +78,3 @@ def test_both_passes_of_hires_fix_tile(family_engine: Any, reference: Any) -> No
     larger = a1111.interpolate(small, 96, 96, mode="bilinear")
     latents = theirs.img2img(request, larger, **begin.second_pass(4, 0.7)._asdict())
     assert difference(image, theirs.decode(latents)) <= ROUNDING
-
-
-def test_a_picture_begins_where_it_ends(family_engine: Any) -> None:
-    """Its first and last rows and columns differ no more than those beside each other do."""
-    drawn = {
-        tiling: draw(
-            family_engine("sd1"), make_request(tiling=tiling, seed=2, steps=8)
-        )[0]
-        for tiling in (True, False)
-    }
-    for axis in (0, 1):
-        image = drawn[True].astype(int)
-        seam = abs(image.take(0, axis) - image.take(-1, axis)).mean()
-        inside = abs(image.take(31, axis) - image.take(32, axis)).mean()
-        assert seam < 2 * inside + 2

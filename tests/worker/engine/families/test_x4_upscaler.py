@@ -403,16 +403,6 @@ def test_no_level_is_beyond_those_that_the_unet_knows(changed: Any) -> None:
     assert loaded.image_noise.max_level == 999
 
 
-def test_a_unet_with_other_inputs_is_refused(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder, tmp_path / "x4")
-    part = tmp_path / "x4" / "unet"
-    config = json.loads((part / "config.json").read_text())
-    unet = checkpoints.UNet2DConditionModel.from_config({**config, "in_channels": 8})
-    unet.save_pretrained(part)
-    with pytest.raises(errors.SetupError, match="x4 upscaler's architecture"):
-        load.load_engine(load.EngineSettings(tmp_path / "x4", "cpu", slots=1))
-
-
 def test_the_published_sizes_make_four_times_the_image() -> None:
     """Of the family's configurations, which are the published checkpoint's."""
     with torch.device("meta"):

@@ -118,3 +118,11 @@ def test_what_is_released_keeps_no_memory_even_where_the_collector_passes_over_i
         assert kept() is None
     finally:
         gc.unfreeze()
+
+
+def test_any_number_of_functions_can_be_compiled() -> None:
+    for size in range(12):
+        tensors = (torch.ones(size + 2),)
+        compiled = Compiled("it", torch_double, tensors, backend="eager", pool=None)
+        compiled()
+        assert compiled.is_compiled

@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from calls import watch_calls
 from drawing import ROUNDING, difference, draw, make_request
 from imagefleet import errors
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract, load
 from worker.engine.lora.shared import Merger
-from worker.engine.slots import step
 
 
 @pytest.fixture
@@ -70,14 +70,8 @@ def test_one_that_many_prompts_name_is_merged_once_unless_each_has_a_style_besid
     monkeypatch: pytest.MonkeyPatch,
     has_style: bool,
 ) -> None:
-    calls, merged = set[tuple[str, int]](), list[int]()
-    run, activate = step.StepRunner.run, Merger.activate
+    merged, activate = list[int](), Merger.activate
 
-    def note(self: Any, used: step.Step, weight_mode: Any, slots: int) -> None:
-        calls.add((weight_mode, used.state.slot_rows))
-        run(self, used, weight_mode, slots)
-
-    monkeypatch.setattr(step.StepRunner, "run", note)
     monkeypatch.setattr(
         Merger,
         "activate",
@@ -94,9 +88,11 @@ def test_one_that_many_prompts_name_is_merged_once_unless_each_has_a_style_besid
         make_request(seed=seed, cfg_scale=1.0, steps=4, loras=(shared, *own))
         for seed, own in enumerate(styles)
     ]
-    draw(make_slot_engine(slots=2), *requests)
+    engine = make_slot_engine(slots=2)
+    calls = watch_calls(monkeypatch, engine)
+    draw(engine, *requests)
     mode, merges = ("per_slot", []) if has_style else ("shared", [1])
-    assert calls == {(mode, 1)}
+    assert {(call.mode, call.slot_rows) for call in calls} == {(mode, 1)}
     assert merged == merges
 
 

@@ -246,21 +246,6 @@ def test_finite_numbers_whose_sum_is_infinite_are_no_damage(
     assert not cache.get(named(path)).is_zero
 
 
-def test_a_number_type_unknown_to_torch_is_refused(
-    cache: lora_file.LoraCache, tmp_path: Path
-) -> None:
-    path = tmp_path / "x.safetensors"
-    key = "lora_unet_conv_in.lora_down.weight"
-    header = json.dumps(
-        {key: {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}
-    ).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + b"0")
-    with pytest.raises(
-        errors.UnusableFileError, match=r"'some-style' holds numbers of .* 'F4'"
-    ):
-        cache.get(named(path))
-
-
 @pytest.mark.parametrize(
     ("config", "reason"),
     [

@@ -7,13 +7,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from calls import watch_calls
 from drawing import ROUNDING, difference, draw, make_request
 from families import lora_kinds
 from worker.engine import contract
 from worker.engine.lora.file import adaptable_layers
 from worker.engine.lora.merge import Shape
 from worker.engine.networks import linear
-from worker.engine.slots import queue, step
 
 #: Kind and rank; the tiny UNet's narrowest layer has 32 inputs.
 FILES = {
@@ -86,17 +86,9 @@ def test_jobs_with_every_kind_share_calls(
         (use(files["lokr"], 0.0, 0.5),),
     ]
     requests = [make_request(loras=loras, steps=2) for loras in sets]
-    modes = []
-    run = step.StepRunner.run
-
-    def record(
-        self: Any, used: step.Step, weight_mode: queue.WeightMode, slots: int
-    ) -> None:
-        modes.append((weight_mode, slots))
-        run(self, used, weight_mode, slots)
-
-    monkeypatch.setattr(step.StepRunner, "run", record)
+    calls = watch_calls(monkeypatch, slot_engine)
     together = draw(slot_engine, *requests)
+    modes = [(call.mode, call.slots) for call in calls]
     assert modes == [("per_slot", 3)] * (len(requests) // 3 * requests[0].steps)
     plain = together[len(files)]
     for request, image in zip(requests, together, strict=True):

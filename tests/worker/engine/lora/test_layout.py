@@ -88,18 +88,6 @@ def test_the_largest_numbers_of_a_type_are_finite(
     cache.get(named(tmp_path / "a.safetensors"))
 
 
-def test_a_file_that_ends_early_is_refused_though_its_layout_is_known(
-    cache: lora_file.LoraCache, weights: Weights, tmp_path: Path
-) -> None:
-    whole = tmp_path / "whole.safetensors"
-    save_file(weights, whole)
-    cache.get(named(whole))
-    cut = tmp_path / "cut.safetensors"
-    cut.write_bytes(whole.read_bytes()[:-2])
-    with pytest.raises(errors.UnusableFileError, match="'cut' is not a complete"):
-        cache.get(named(cut))
-
-
 def test_tensors_that_are_not_aligned_are_read(
     cache: lora_file.LoraCache, weights: Weights, tmp_path: Path
 ) -> None:

@@ -10,13 +10,13 @@ import torch
 from diffusers import AutoencoderKL
 from PIL import Image
 
+from calls import watch_calls
 from drawing import ROUNDING, assert_alike, difference, draw, draw_alone, make_request
 from imagefleet import errors
 from tests.worker.engine.support import esrgan
 from worker.engine import contract, decoder
 from worker.engine.passes import upscaling
 from worker.engine.passes.images import ImageCoder
-from worker.engine.slots import queue, step
 
 
 @pytest.fixture(scope="session")
@@ -91,17 +91,7 @@ def test_both_passes_share_calls_with_other_jobs_of_their_size(
     make_slot_engine: Any, init: Any, monkeypatch: Any
 ) -> None:
     engine = make_slot_engine(slots=3)
-    calls: list[list[tuple[int, int]]] = []
-    original = step.StepRunner.run
-
-    def run(self: Any, used: step.Step, mode: queue.WeightMode, slots: int) -> None:
-        lane = next(lane for lane in engine._lanes if lane.step is used)
-        calls.append(
-            [(job.ticket, lane.batch_key.width) for job in lane.active.values()]
-        )
-        original(self, used, mode, slots)
-
-    monkeypatch.setattr(step.StepRunner, "run", run)
+    watched = watch_calls(monkeypatch, engine)
     requests = [
         make_request(hires=hires(72, 64), steps=3),
         make_request(seed=2, init=init(), steps=8),
@@ -109,6 +99,7 @@ def test_both_passes_share_calls_with_other_jobs_of_their_size(
     ]
     images = draw(engine, *requests)
     assert [image.shape[1] for image in images] == [72, 64, 72]
+    calls = [[(job.ticket, call.key.width) for job in call.jobs] for call in watched]
     assert any({(0, 64), (1, 64)} == set(call) for call in calls)
     assert any({(0, 72), (2, 72)} == set(call) for call in calls)
     in_first = [call for call in calls if (0, 64) in call]
@@ -176,22 +167,6 @@ def test_the_images_of_a_job_share_what_was_prepared_and_what_was_encoded(
     assert len(encoded) == 1
 
 
-def fail(
-    monkeypatch: pytest.MonkeyPatch, engine: Any, error: Exception, when: Any
-) -> None:
-    """Makes ticks fail, by the seeds and the width of their images."""
-    original = step.StepRunner.run
-
-    def run(self: Any, used: step.Step, mode: queue.WeightMode, slots: int) -> None:
-        lane = next(lane for lane in engine._lanes if lane.step is used)
-        seeds = [job.prepared.request.seed for job in lane.active.values()]
-        if when(seeds, lane.batch_key.width):
-            raise error
-        original(self, used, mode, slots)
-
-    monkeypatch.setattr(step.StepRunner, "run", run)
-
-
 @pytest.mark.parametrize(("width", "upscaler"), [(64, "Latent"), (96, "Nearest")])
 def test_out_of_memory_in_either_pass_fails_no_image(
     width: int,
@@ -207,12 +182,10 @@ def test_out_of_memory_in_either_pass_fails_no_image(
     requests.append(make_request(seed=4, init=init(masked=True)))
     sound = draw(engine, *requests)
     failures = iter(range(100))
-    memory = torch.cuda.OutOfMemoryError("CUDA out of memory")
-    fail(
+    watch_calls(
         monkeypatch,
         engine,
-        memory,
-        lambda _, lane: lane == width and next(failures) in (1, 3),
+        lambda call: call.key.width == width and next(failures) in (1, 3),
     )
     assert_alike(draw(engine, *requests), sound)
     assert engine._lanes.blocks == 1
@@ -230,11 +203,11 @@ def test_only_the_job_that_breaks_a_pass_fails(
     requests = [make_request(seed=seed, hires=hires()) for seed in (1, 666, 3)]
     requests.append(make_request(seed=4, init=init(masked=True)))
     sound = draw(engine, *requests)
-    fail(
+    watch_calls(
         monkeypatch,
         engine,
+        lambda call: call.key.width == width and 666 in call.seeds,
         RuntimeError("no kernel for this"),
-        lambda seeds, lane: lane == width and 666 in seeds,
     )
     images = draw(engine, *requests)
     assert isinstance(images[1], errors.TransientError)

@@ -1,6 +1,5 @@
 """Requests that only enlarge an image: as spandrel does it in one piece, beside what is drawn."""
 
-import dataclasses
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -58,13 +57,6 @@ def enlarging(network: Any) -> Enlarging:
         return make_request(init=init, upscale=upscale, width=width, height=height)
 
     return make
-
-
-def test_an_image_is_enlarged_as_by_spandrel_in_one_piece(
-    slot_engine: SlotEngine, enlarging: Enlarging, network: Any
-) -> None:
-    (found,) = draw(slot_engine, enlarging())
-    assert np.array_equal(found, esrgan.enlarge(network[1], picture()))
 
 
 def test_a_network_is_applied_until_the_size_is_reached(
@@ -175,12 +167,3 @@ def test_a_file_that_is_no_upscaler_is_refused_before_the_request_waits(
     damaged.write_bytes(b"none")
     with pytest.raises(errors.UnusableFileError, match="'damaged' is not a complete"):
         slot_engine.prepare(enlarging(upscalers=(("damaged", damaged),)))
-
-
-def test_requests_of_one_kind_share_nothing_with_the_next(
-    slot_engine: SlotEngine, enlarging: Enlarging
-) -> None:
-    requests = [enlarging(np.roll(picture(), shift, axis=1)) for shift in range(3)]
-    together = draw(slot_engine, *requests)
-    for request, found in zip(requests, together, strict=True):
-        assert np.array_equal(found, draw(slot_engine, dataclasses.replace(request))[0])

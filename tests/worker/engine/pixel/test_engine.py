@@ -1,11 +1,8 @@
-import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from drawing import ROUNDING, assert_alike, difference, draw, draw_alone
 from imagefleet import errors
@@ -36,59 +33,6 @@ def test_an_image_does_not_depend_on_its_neighbours(
     assert_alike(together, draw_alone(engine, requests))
     assert difference(together[0], together[4]) <= ROUNDING, "whatever the slot"
     assert len({image.tobytes() for image in together}) >= 6
-
-
-def test_prompts_guidance_and_seeds_change_the_image(
-    make_engine: Any, request_of: Any
-) -> None:
-    engine = make_engine()
-    first, *others = draw(
-        engine,
-        request_of(),
-        request_of(prompt="two dogs"),
-        request_of(negative_prompt=""),
-        request_of(cfg_scale=2.0),
-        request_of(seed=2),
-        request_of(steps=9),
-    )
-    for other in others:
-        assert difference(first, other) > 10
-
-
-def test_the_strength_is_the_noise_on_the_image_that_is_upscaled(
-    make_engine: Any, request_of: Any, low_image: Any
-) -> None:
-    engine = make_engine("sr")
-    for strength, level in ((0.0, 0), (0.25, 250), (1.0, 999)):
-        prepared = engine.prepare(
-            request_of("sr", init=contract.InitImage(low_image, strength))
-        )
-        assert prepared.enlarged.level == level
-
-
-def test_jobs_are_admitted_up_to_the_capacity(
-    make_engine: Any, request_of: Any
-) -> None:
-    engine = make_engine(slots=2)
-    assert (engine.capacity, engine.free, engine.busy) == (4, 4, False)
-    for ticket in range(4):
-        engine.admit(ticket, engine.prepare(request_of(seed=ticket, steps=2)))
-    assert engine.free == 0
-    engine.tick()
-    assert (engine.free, engine.busy) == (0, True)
-    tickets = [each.ticket for _ in range(9) for each in engine.tick()]
-    assert tickets == [0, 1, 2, 3]
-    assert (engine.free, engine.busy) == (4, False)
-
-
-def test_another_image_of_a_job_needs_no_other_preparation(
-    make_engine: Any, request_of: Any
-) -> None:
-    engine = make_engine()
-    prepared = engine.prepare(request_of(seed=1))
-    engine.admit(0, dataclasses.replace(prepared, request=request_of(seed=2)))
-    (finished,) = [each for _ in range(9) for each in engine.tick()]
-    assert difference(finished.outcome, draw(engine, request_of(seed=2))[0]) <= ROUNDING
 
 
 @pytest.mark.parametrize(
@@ -159,71 +103,6 @@ def test_options_of_samplers_are_used(make_engine: Any, request_of: Any) -> None
 # Faults.
 
 
-@pytest.fixture
-def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[int]]]:
-    """Makes ticks fail; returns the seeds of each tick, failed ones included."""
-
-    def apply(
-        engine: Any, error: Exception, when: Callable[[list[int]], bool]
-    ) -> list[list[int]]:
-        ticks: list[list[int]] = []
-        original = engine._runner.run
-
-        def run(step: Any, weight_mode: Any, slots: int) -> None:
-            (lane,) = (each for each in engine._lanes if each.step is step)
-            seeds = [job.prepared.request.seed for job in lane.active.values()]
-            ticks.append(seeds)
-            if when(seeds):
-                raise error
-            original(step, weight_mode, slots)
-
-        monkeypatch.setattr(engine._runner, "run", run)
-        return ticks
-
-    return apply
-
-
-def test_out_of_memory_reduces_the_slots_and_fails_no_image(
-    make_engine: Any, request_of: Any, fail: Any
-) -> None:
-    engine = make_engine(slots=4)
-    requests = [request_of(seed=seed, steps=2 + seed) for seed in range(5)]
-    sound = draw(engine, *requests)
-    memory = torch.cuda.OutOfMemoryError("CUDA out of memory")
-    ticks = fail(engine, memory, lambda seeds: len(seeds) > 2)
-    images = draw(engine, *requests)
-    assert (engine.slots, engine.capacity) == (2, 4)
-    assert [len(seeds) for seeds in ticks[:3]] == [4, 3, 2]
-    assert_alike(images, sound)
-
-
-def test_an_image_that_breaks_calls_fails_alone(
-    make_engine: Any, request_of: Any, fail: Any
-) -> None:
-    engine = make_engine(slots=3)
-    requests = [request_of(seed=seed, steps=3) for seed in range(4)]
-    sound = draw(engine, *requests)
-    fail(engine, RuntimeError("a bad kernel"), lambda seeds: 1 in seeds)
-    for seed, (image, expected) in enumerate(
-        zip(draw(engine, *requests), sound, strict=True)
-    ):
-        if seed == 1:
-            assert isinstance(image, errors.TransientError)
-            assert "a bad kernel" in image.message
-        else:
-            assert difference(image, expected) <= ROUNDING
-
-
-def test_a_broken_gpu_ends_the_engine(
-    make_engine: Any, request_of: Any, fail: Any
-) -> None:
-    engine = make_engine()
-    engine.admit(0, engine.prepare(request_of()))
-    fail(engine, RuntimeError("CUDA error: an illegal memory access"), lambda _: True)
-    with pytest.raises(errors.NodeError, match="the GPU is broken"):
-        engine.tick()
-
-
 def test_an_image_that_is_nan_is_drawn_again_elsewhere_and_spoils_no_other(
     make_engine: Any, request_of: Any
 ) -> None:
@@ -266,39 +145,6 @@ def test_compiled_ticks_draw_the_same_images_and_are_compiled_once(
     assert (compiled.graphs, engine.recompiles) == (1, 0)
 
 
-def test_images_in_slots_stay_while_a_tick_is_compiled_beside_them(
-    make_engine: Any, request_of: Any
-) -> None:
-    expected = draw(make_engine(slots=2), request_of(steps=6))[0]
-    engine = make_engine(slots=2, backend="eager")
-    engine.admit(0, engine.prepare(request_of(steps=6)))
-    engine.tick()
-    engine.compile_in_background()
-    engine.tick()
-    engine._compilation.finish()
-    assert compiled_tick(engine).is_compiled
-    assert not engine.is_compiling
-    (finished,) = [each for _ in range(6) for each in engine.tick()]
-    assert difference(finished.outcome, expected) <= ROUNDING
-    assert not engine.busy
-
-
-def test_a_compiled_tick_that_fails_is_dropped_and_fails_no_image(
-    make_engine: Any, request_of: Any, monkeypatch: Any
-) -> None:
-    engine = make_engine(slots=2, backend="eager")
-    engine.warm_up()
-    expected = draw(engine, request_of(), request_of(seed=2))
-
-    def break_down(_: Any) -> None:
-        raise RuntimeError("a kernel that does not run")
-
-    monkeypatch.setattr(type(compiled_tick(engine)), "__call__", break_down)
-    images = draw(engine, request_of(), request_of(seed=2))
-    assert not engine._runner._compiled
-    assert_alike(images, expected)
-
-
 # Loading.
 
 
@@ -326,15 +172,6 @@ def test_requests_of_another_engine_are_refused(
 ) -> None:
     with pytest.raises(TypeError, match="prepared by another engine"):
         make_engine().admit(0, object())
-
-
-def test_the_jobs_of_a_closed_engine_are_gone(
-    make_engine: Any, request_of: Any
-) -> None:
-    engine: SlotEngine = make_engine()
-    engine.admit(0, engine.prepare(request_of()))
-    engine.close()
-    assert not engine.busy
 
 
 def test_a_stage_of_a_cascade_enlarges_images_as_well(

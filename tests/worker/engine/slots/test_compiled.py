@@ -18,7 +18,6 @@ from worker.engine import checkpoint as checkpoints
 from worker.engine import contract
 from worker.engine.contract import Settings
 from worker.engine.families.latents import of_latents
-from worker.engine.kernels import compile as compiling
 from worker.engine.slots import compile_policy
 from worker.engine.slots import engine as slot_engine
 
@@ -262,43 +261,6 @@ def test_other_shapes_run_uncompiled(
     images = draw(compiled_engine, *requests)
     assert compiled_engine.recompiles == 0
     assert_alike(images, draw_alone(plain_engine, requests))
-
-
-def _double(x: torch.Tensor) -> torch.Tensor:
-    return x.mul_(2)
-
-
-def _break_the_graph(x: torch.Tensor) -> torch.Tensor:
-    print(x)  # noqa: T201 - cannot be compiled
-    return x.mul_(2)
-
-
-def test_the_warm_up_restores_its_tensors() -> None:
-    x = torch.ones(3)
-    call = compiling.Compiled("it", _double, (x,), backend="eager", pool=None)
-    assert call().tolist() == [2.0] * 3
-    assert call().tolist() == [4.0] * 3
-    assert call.graphs == 1
-
-
-def test_a_function_that_cannot_be_compiled_runs_uncompiled(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    x = torch.ones(3)
-    call = compiling.Compiled("it", _break_the_graph, (x,), backend="eager", pool=None)
-    assert call().tolist() == [2.0] * 3
-    assert not call.is_compiled
-    assert "it runs uncompiled" in caplog.text
-
-
-@pytest.mark.slow
-def test_any_number_of_functions_can_be_compiled() -> None:
-    for size in range(12):
-        call = compiling.Compiled(
-            "it", _double, (torch.ones(size + 2),), backend="eager", pool=None
-        )
-        call()
-        assert call.is_compiled
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import polling
+from calls import watch_calls
 from drawing import ROUNDING, assert_alike, difference, draw, make_request
 from worker.engine import contract
 from worker.engine.kernels.compile import THREAD_NAME, Compiled
@@ -303,33 +304,27 @@ def test_jobs_that_would_run_uncompiled_do_not_hold_up_the_compiled_ones(
         for seed in range(6)
     ]
     expected = draw(slot_engine, *requests)
-    ran: list[tuple[bool, set[bool]]] = []
-    original = step.StepRunner.run
+    calls = watch_calls(monkeypatch, engine)
 
-    def run(self: Any, used: step.Step, mode: Any, slots: int) -> None:
-        (lane,) = (each for each in engine._lanes if each.step is used)
-        ran.append(
-            (
-                mode in used.compiled,
-                {j.changes_convolutions for j in lane.active.values()},
-            )
-        )
-        original(self, used, mode, slots)
+    def changes() -> list[tuple[bool, set[bool]]]:
+        return [
+            (call.is_compiled, {job.changes_convolutions for job in call.jobs})
+            for call in calls
+        ]
 
-    monkeypatch.setattr(step.StepRunner, "run", run)
     compiler.end(3)
     engine.warm_up(requests[0])
     assert_alike(draw(engine, *requests), expected)
-    assert {(compiled, *changes) for compiled, changes in ran} == {
+    assert {(compiled, *found) for compiled, found in changes()} == {
         (True, False),
         (False, True),
     }
     compiler.end(1)
     engine.warm_up(requests[1])
-    ran.clear()
+    calls.clear()
     assert_alike(draw(engine, *requests), expected)
-    assert all(compiled for compiled, _ in ran)
-    assert any(len(changes) == 2 for _, changes in ran), "in one lane again"
+    assert all(call.is_compiled for call in calls)
+    assert any(len(found) == 2 for _, found in changes()), "in one lane again"
 
 
 def test_half_of_a_deep_queue_is_compiled_beside_the_ticks_and_a_rare_size_is_not(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from calls import watch_calls
 from drawing import ROUNDING, assert_alike, difference, draw, draw_alone, make_request
 from worker.engine import contract
 from worker.engine.lora import merge
@@ -16,7 +17,6 @@ from worker.engine.lora.file import adaptable_layers
 from worker.engine.lora.merge import NO_CHANGES
 from worker.engine.networks.transformer import Call
 from worker.engine.slots import engine as slots
-from worker.engine.slots import step
 
 pytestmark = pytest.mark.slow
 
@@ -64,22 +64,6 @@ def write_lora(slot_engine: slots.SlotEngine, tmp_path: Path) -> Write:
 
 def every_path(engine: slots.SlotEngine) -> set[str]:
     return set(itertools.chain.from_iterable(engine._unet.changes.groups.values()))
-
-
-@pytest.fixture
-def modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The weight mode of each call from now on."""
-    seen: list[str] = []
-    original = step.StepRunner.run
-
-    def run(
-        self: step.StepRunner, used: step.Step, weight_mode: Any, count: int
-    ) -> None:
-        seen.append(weight_mode)
-        original(self, used, weight_mode, count)
-
-    monkeypatch.setattr(step.StepRunner, "run", run)
-    return seen
 
 
 def test_slots_can_hold_a_change_of_every_layer_of_the_unet(
@@ -188,9 +172,10 @@ def test_no_trace_of_a_slots_last_locon_is_left(
     make_slot_engine: Any,
     write_lora: Write,
     lora_paths: list[Path],
-    modes: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make_slot_engine(slots=2)
+    calls = watch_calls(monkeypatch, engine)
     styles = [contract.Lora(path.stem, path, 1.0, 1.0) for path in lora_paths]
     mixed = [make_request(seed=seed, loras=(styles[seed],)) for seed in range(2)]
     before = draw(engine, *mixed)
@@ -201,14 +186,14 @@ def test_no_trace_of_a_slots_last_locon_is_left(
         make_request(loras=(strong,)),
         make_request(seed=2, loras=(weak, strong)),
     )
-    modes.clear()
+    calls.clear()
     beside, _ = draw(engine, mixed[0], make_request(loras=(weak,)))
-    assert set(modes) == {"per_slot_convolutions"}
+    assert {call.mode for call in calls} == {"per_slot_convolutions"}
     assert difference(beside, before[0]) <= ROUNDING
-    modes.clear()
+    calls.clear()
     for image, expected in zip(draw(engine, *mixed), before, strict=True):
         assert difference(image, expected) == 0
-    assert "per_slot_convolutions" not in modes
+    assert "per_slot_convolutions" not in {call.mode for call in calls}
 
 
 def test_memory_is_taken_at_the_first_locon_and_grows_with_the_rank(
@@ -242,12 +227,13 @@ def test_equal_locons_are_merged_once_for_all(
     slot_engine: slots.SlotEngine,
     engine: Any,
     write_lora: Write,
-    modes: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lora = write_lora()
     requests = [make_request(seed=seed, loras=(lora,), steps=9) for seed in range(3)]
+    calls = watch_calls(monkeypatch, slot_engine)
     images = draw(slot_engine, *requests)
-    assert set(modes) == {"shared"}
+    assert {call.mode for call in calls} == {"shared"}
     assert difference(images[1], draw(engine, requests[1])[0]) <= ROUNDING
 
 
@@ -297,15 +283,16 @@ def test_a_change_that_is_not_of_low_rank_is_merged_instead(
     slot_engine: slots.SlotEngine,
     engine: Any,
     write_lora: Write,
-    modes: list[str],
+    monkeypatch: pytest.MonkeyPatch,
     make: Any,
     rank: int,
     mode: str,
 ) -> None:
     lora = write_lora("down_blocks.1.resnets.0.conv2", rank=rank, make=make)
     request = make_request(loras=(lora,), steps=3)
+    calls = watch_calls(monkeypatch, slot_engine)
     image, _ = draw(slot_engine, request, make_request(seed=2, steps=3))
-    assert mode in modes
+    assert mode in {call.mode for call in calls}
     assert difference(image, draw(engine, request)[0]) <= ROUNDING
 
 

@@ -1,19 +1,19 @@
 """Slots whose texts change between calls, and those with rows for what AND joins."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
+from calls import watch_calls
 from drawing import ROUNDING, assert_alike, difference, draw, draw_alone, make_request
 from imagefleet import errors
 from imagefleet.job.prompt import read_negative_prompt, read_prompt
 from imagefleet.job.samplers import Options
 from worker.engine import contract
-from worker.engine.slots import step
 
 LONG = "a red house in a meadow, (under a blue sky:1.2), " * 5
 
@@ -117,15 +117,8 @@ def test_an_edited_image_begins_again_with_its_first_text(
     words = ("[a cat:a hut:1]", "a [b|c]", "a AND [b:c:2]")
     requests = [make_request(prompt=read_prompt(each, steps=4)) for each in words]
     sound = draw(engine, *requests)
-    run, calls = step.StepRunner.run, list[int]()
-
-    def fail_once(self: Any, used: step.Step, weight_mode: Any, slots: int) -> None:
-        calls.append(slots)
-        if len(calls) == 4:
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        run(self, used, weight_mode, slots)
-
-    monkeypatch.setattr(step.StepRunner, "run", fail_once)
+    count = itertools.count(1)
+    watch_calls(monkeypatch, engine, lambda call: next(count) == 4)
     assert_alike(draw(engine, *requests), sound)
 
 

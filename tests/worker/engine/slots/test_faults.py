@@ -7,33 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from calls import watch_calls
 from drawing import ROUNDING, assert_alike, difference, draw, make_request
 from imagefleet import errors
 from worker.engine import contract, decoder
 from worker.engine.networks.linear import SlotLinear
-from worker.engine.slots import queue, step
 from worker.engine.slots.weights import Weights
-
-
-def fail(
-    monkeypatch: pytest.MonkeyPatch, engine: Any, error: Exception, when: Any
-) -> list[list[int]]:
-    """Makes ticks fail; returns the seeds of each tick, failed ones included."""
-    ticks: list[list[int]] = []
-    original = step.StepRunner.run
-
-    def run(
-        self: Any, used: step.Step, weight_mode: queue.WeightMode, slots: int
-    ) -> None:
-        lane = next(lane for lane in engine._lanes if lane.step is used)
-        seeds = [job.prepared.request.seed for job in lane.active.values()]
-        ticks.append(seeds)
-        if when(seeds):
-            raise error
-        original(self, used, weight_mode, slots)
-
-    monkeypatch.setattr(step.StepRunner, "run", run)
-    return ticks
 
 
 def test_out_of_memory_in_a_tick_reduces_the_slots_and_fails_no_image(
@@ -43,14 +22,13 @@ def test_out_of_memory_in_a_tick_reduces_the_slots_and_fails_no_image(
     engine = make_slot_engine(slots=4)
     requests = [make_request(seed=seed, steps=2 + seed) for seed in range(5)]
     sound = draw(engine, *requests)
-    memory = torch.cuda.OutOfMemoryError("CUDA out of memory")
-    ticks = fail(monkeypatch, engine, memory, lambda seeds: len(seeds) > 2)
+    ticks = watch_calls(monkeypatch, engine, lambda call: len(call.seeds) > 2)
     images = draw(engine, *requests)
     assert engine.slots == 2
     assert engine.capacity == 4
     # One fewer at a time: whatever is given up is given up for good.
-    assert [len(seeds) for seeds in ticks[:3]] == [4, 3, 2]
-    assert max(len(seeds) for seeds in ticks[2:]) == 2
+    assert [len(call.jobs) for call in ticks[:3]] == [4, 3, 2]
+    assert max(len(call.jobs) for call in ticks[2:]) == 2
     assert_alike(images, sound)
 
 
@@ -72,8 +50,7 @@ def test_slots_that_are_given_up_are_freed_before_fewer_are_allocated(
         resize(weights, slots)
 
     monkeypatch.setattr(Weights, "resize", note)
-    memory = torch.cuda.OutOfMemoryError("CUDA out of memory")
-    fail(monkeypatch, engine, memory, lambda seeds: len(seeds) > 1)
+    watch_calls(monkeypatch, engine, lambda call: len(call.seeds) > 1)
     draw(engine, make_request(seed=1), make_request(seed=2))
     assert engine.slots == 1
     assert len(held) == len(former) > 0
@@ -95,8 +72,7 @@ def test_unfinished_images_restart_after_out_of_memory(
     ]
     sound = draw(engine, *requests)
     count = iter(range(100))
-    memory = torch.cuda.OutOfMemoryError("CUDA out of memory")
-    fail(monkeypatch, engine, memory, lambda seeds: next(count) == steps - 2)
+    watch_calls(monkeypatch, engine, lambda call: next(count) == steps - 2)
     images = draw(engine, *requests)
     assert engine.slots == 1
     assert [
@@ -120,8 +96,7 @@ def test_out_of_memory_with_several_lanes_gives_up_their_weights_first_then_slot
     sound = draw(engine, *requests)
     assert engine._lanes.blocks == 2
     count = iter(range(1000))
-    memory = torch.cuda.OutOfMemoryError("CUDA out of memory")
-    fail(monkeypatch, engine, memory, lambda seeds: next(count) in (2, 5))
+    watch_calls(monkeypatch, engine, lambda call: next(count) in (2, 5))
     images = draw(engine, *requests)
     assert engine._lanes.blocks == 1
     assert engine.slots == 3
@@ -137,14 +112,13 @@ def test_a_large_image_that_has_no_memory_beside_others_is_drawn_alone(
         make_request(seed=seed, width=128 if seed == 1 else 64) for seed in (1, 2, 3)
     ]
     sound = draw(engine, *requests)
-    memory = torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    def is_too_much(seeds: list[int]) -> bool:
+    def is_too_much(call: Any) -> bool:
         drawing = sum(1 for lane in engine._lanes if lane.active)
         isolated = any(lane.batch_key.isolated == 0 for lane in engine._lanes)
-        return drawing > 1 and 1 in seeds and not isolated
+        return drawing > 1 and 1 in call.seeds and not isolated
 
-    fail(monkeypatch, engine, memory, is_too_much)
+    watch_calls(monkeypatch, engine, is_too_much)
     images = draw(engine, *requests)
     assert engine.slots == 2
     assert_alike(images, sound)
@@ -162,12 +136,12 @@ def test_a_failed_tick_restarts_no_image_of_another_lane(
     sound = draw(engine, *requests)
     count = iter(range(1000))
     once = RuntimeError("no kernel for this")
-    ticks = fail(
-        monkeypatch, engine, once, lambda seeds: 1 in seeds and next(count) == 1
+    ticks = watch_calls(
+        monkeypatch, engine, lambda call: 1 in call.seeds and next(count) == 1, once
     )
     images = draw(engine, *requests)
-    assert [0 in seeds for seeds in ticks].count(True) == 3, "not restarted"
-    assert [1 in seeds for seeds in ticks].count(True) == 2 + 3
+    assert [0 in call.seeds for call in ticks].count(True) == 3, "not restarted"
+    assert [1 in call.seeds for call in ticks].count(True) == 2 + 3
     assert_alike(images, sound)
 
 
@@ -175,8 +149,7 @@ def test_an_image_too_large_for_the_memory_is_a_transient_error(
     make_slot_engine: Any, monkeypatch: Any
 ) -> None:
     engine = make_slot_engine(slots=2)
-    memory = torch.cuda.OutOfMemoryError("CUDA out of memory")
-    fail(monkeypatch, engine, memory, lambda seeds: True)
+    watch_calls(monkeypatch, engine, lambda call: True)
     (outcome,) = draw(engine, make_request())
     assert isinstance(outcome, errors.TransientError)
     assert "memory" in outcome.message
@@ -203,14 +176,13 @@ def test_a_large_image_without_memory_leaves_later_ones_compiled_once_that_pays(
     if is_frequent:  # else a large image comes as soon as it is compiled
         hour_later = engine._runner.outlook._clock() + 3600
         monkeypatch.setattr(engine._runner.outlook, "_clock", lambda: hour_later)
-    memory = torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    def is_too_much(_: list[int]) -> bool:
+    def is_too_much(_: object) -> bool:
         return engine._runner.may_compile and any(
             lane.active for lane in engine._lanes if lane.batch_key.width == 128
         )
 
-    fail(monkeypatch, engine, memory, is_too_much)
+    watch_calls(monkeypatch, engine, is_too_much)
     (image,) = draw(engine, large)
     assert difference(image, sound) <= ROUNDING
     draw(engine, ordinary)
@@ -226,24 +198,24 @@ def test_only_the_image_that_breaks_a_tick_fails_with_the_reason(
     engine = make_slot_engine(slots=3)
     requests = [make_request(seed=seed) for seed in (1, 666, 3, 4)]
     sound = draw(engine, *requests)
-    ticks = fail(
+    ticks = watch_calls(
         monkeypatch,
         engine,
+        lambda call: 666 in call.seeds,
         RuntimeError("no kernel for this"),
-        lambda seeds: 666 in seeds,
     )
     images = draw(engine, *requests)
     assert isinstance(images[1], errors.TransientError)
     assert "no kernel for this" in images[1].message
     for at in (0, 2, 3):
         assert difference(images[at], sound[at]) <= ROUNDING
-    assert [666] in ticks
+    assert [666] in [call.seeds for call in ticks]
 
 
 def test_a_broken_gpu_is_a_node_error(make_slot_engine: Any, monkeypatch: Any) -> None:
     engine = make_slot_engine()
     broken = RuntimeError("CUDA error: an illegal memory access was encountered")
-    fail(monkeypatch, engine, broken, lambda seeds: True)
+    watch_calls(monkeypatch, engine, lambda call: True, broken)
     with pytest.raises(errors.NodeError, match="illegal memory access"):
         draw(engine, make_request())
 

@@ -1,17 +1,17 @@
 """Images and steps without guidance take one row of a call, beside those with guidance."""
 
 import itertools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
+from calls import watch_calls
 from drawing import assert_alike, difference, draw, draw_alone, make_request
 from imagefleet.job.samplers import Options
+from rows.process import decibels
 from worker.engine import contract
-from worker.engine.slots import step
 
 LONG = "a red house in a meadow, (under a blue sky:1.2), " * 5
 
@@ -20,11 +20,6 @@ EVERY_OTHER = Options(s_min_uncond=1000.0)
 
 #: A level of 255 in every value; images in company are to be within 50 dB of those alone.
 ROUNDING, LEAST_DECIBELS = 2, 50
-
-
-def decibels(one: Any, other: Any) -> float:
-    error = np.square(one.astype(float) - other).mean()
-    return float("inf") if error == 0 else float(10 * np.log10(255**2 / error))
 
 
 @pytest.fixture
@@ -103,35 +98,22 @@ def test_images_with_and_without_guidance_are_as_alone(
             assert decibels(image, alone[at]) >= LEAST_DECIBELS
 
 
-@pytest.fixture
-def calls(monkeypatch: Any) -> list[tuple[int, int]]:
-    """Of each call, the slots and their rows."""
-    noted, run = list[tuple[int, int]](), step.StepRunner.run
-
-    def note(self: Any, used: step.Step, weight_mode: Any, slots: int) -> None:
-        noted.append((slots, used.state.slot_rows))
-        run(self, used, weight_mode, slots)
-
-    monkeypatch.setattr(step.StepRunner, "run", note)
-    return noted
-
-
-def test_calls_are_full_of_either_kind(
-    make_slot_engine: Any, calls: list[tuple[int, int]]
-) -> None:
+def test_calls_are_full_of_either_kind(make_slot_engine: Any, monkeypatch: Any) -> None:
     """Neither waits for the other to end, no row is drawn for nothing, and calls are as large."""
     scales = [7.0, 1.0, 1.0, 7.0] * 2
     requests = [make_request(seed=at, cfg_scale=each) for at, each in enumerate(scales)]
-    draw(make_slot_engine(slots=2), *requests)
-    assert sorted(set(calls)) == [(2, 2), (4, 1)]
-    assert (calls.count((2, 2)), calls.count((4, 1))) == (8, 4)
+    engine = make_slot_engine(slots=2)
+    calls = watch_calls(monkeypatch, engine)
+    draw(engine, *requests)
+    counts = Counter((call.slots, call.slot_rows) for call in calls)
+    assert counts == {(2, 2): 8, (4, 1): 4}
 
 
 @pytest.mark.parametrize(("blocks", "slots"), [(3, 2), (4, 4)])
 def test_images_of_one_row_with_loras_are_twice_as_many_if_weights_for_them_have_room(
     make_slot_engine: Any,
     lora_paths: list[Path],
-    calls: list[tuple[int, int]],
+    monkeypatch: Any,
     blocks: int,
     slots: int,
 ) -> None:
@@ -145,23 +127,24 @@ def test_images_of_one_row_with_loras_are_twice_as_many_if_weights_for_them_have
         )
     ]
     alone = draw_alone(engine, requests)
-    calls.clear()
+    calls = watch_calls(monkeypatch, engine)
     images = draw(engine, *requests)
-    assert set(calls) == {(slots, 1)}
+    assert {(call.slots, call.slot_rows) for call in calls} == {(slots, 1)}
     assert_alike(images, alone, within=ROUNDING)
 
 
 def test_the_engine_asks_for_as_many_images_as_fill_its_calls(
-    make_slot_engine: Any, calls: list[tuple[int, int]]
+    make_slot_engine: Any, monkeypatch: Any
 ) -> None:
     engine, tickets, finished = make_slot_engine(slots=2), itertools.count(), 0
     prepared = engine.prepare(make_request(cfg_scale=1.0))
+    calls = watch_calls(monkeypatch, engine)
     while finished < 24:
         while engine.free:
             engine.admit(next(tickets), prepared)
         finished += len(engine.tick())
     assert engine.capacity == 8, "one more ready for each of four slots"
-    assert set(calls) == {(4, 1)}
+    assert {(call.slots, call.slot_rows) for call in calls} == {(4, 1)}
 
 
 def test_an_image_between_two_kinds_of_steps_begins_again_with_the_first(
@@ -174,17 +157,12 @@ def test_an_image_between_two_kinds_of_steps_begins_again_with_the_first(
         make_request(seed=seed, sampler_options=EVERY_OTHER) for seed in range(3)
     ]
     sound = draw(engine, *requests)
-    run, failed = step.StepRunner.run, list[int]()
-
-    def fail_once(self: Any, used: step.Step, weight_mode: Any, slots: int) -> None:
-        if used.state.slot_rows == 1 and not failed:
-            failed.append(slots)
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        run(self, used, weight_mode, slots)
-
-    monkeypatch.setattr(step.StepRunner, "run", fail_once)
+    failures = iter([True])
+    calls = watch_calls(
+        monkeypatch, engine, lambda call: call.slot_rows == 1 and next(failures, False)
+    )
     images = draw(engine, *requests)
-    assert failed == [3]
+    assert next(call.slots for call in calls if call.slot_rows == 1) == 3
     assert_alike(images, sound, within=ROUNDING)
 
 

@@ -132,17 +132,6 @@ def test_slots_of_low_rank_leave_room_for_the_loras_of_the_next_jobs(
         assert fit.slots * (0.48 + 0.25) + fit.staged_bytes / GIB < free
 
 
-@pytest.mark.parametrize(
-    ("slots", "kept"), [(16, 12), (7, 6), (6, 5), (3, 2), (2, 1), (1, 1)]
-)
-def test_after_too_many_slots_a_quarter_fewer_are_tried(slots: int, kept: int) -> None:
-    assert memory.fewer(slots) == kept
-
-
-def test_given_slots_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find(monkeypatch, 21, slots=4)[:3] == (4, 3, 6)
-
-
 def choose(
     monkeypatch: pytest.MonkeyPatch,
     free: float,
@@ -157,21 +146,6 @@ def choose(
     monkeypatch.setattr(memory, "copy_rate", lambda _: rate)
     monkeypatch.setattr(host, "free_memory_bytes", lambda: int(host_gib * GIB))
     return memory.choose_weights(torch.device(device), int(3.48 * GIB), slots)
-
-
-@pytest.mark.parametrize(
-    ("free", "weights"),
-    [
-        *[(free, "merged") for free in (132, 72, 33, 17, 8.1)],
-        *[(free, "reloaded") for free in (6, 4.3, 2)],
-    ],
-)
-def test_a_slot_of_a_large_model_is_reloaded_where_no_copy_fits(
-    monkeypatch: pytest.MonkeyPatch, free: float, weights: memory.SlotWeights
-) -> None:
-    """SDXL on an H200, and on cards of 80, 40, 24, 16, 12 and 8 GB."""
-    assert choose(monkeypatch, free) == weights
-    assert choose(monkeypatch, free, device="cpu") == "merged"
 
 
 @pytest.mark.parametrize("short", [{"rate": 2e9}, {"host_gib": 5}, {"slots": 4}])
@@ -193,29 +167,6 @@ def test_copies_of_merged_layers_are_on_the_gpu_only_where_slots_leave_room_for_
     gpu = torch.device("cuda", 0)
     assert memory.has_no_room_for_originals(gpu, int(3.48 * GIB)) == have_none
     assert not memory.has_no_room_for_originals(torch.device("cpu"), int(3.48 * GIB))
-
-
-@pytest.mark.parametrize(
-    ("free", "stays"), [(23, False), (15, False), (11, False), (7.4, True)]
-)
-def test_text_encoders_stay_on_the_cpu_where_the_gpu_is_small(
-    monkeypatch: pytest.MonkeyPatch, free: float, stays: bool
-) -> None:
-    """SDXL's take 1.5 GiB, its UNet and VAE 4.9."""
-    monkeypatch.setattr(memory, "free_bytes", lambda _: int(free * GIB))
-    sizes = int(1.53 * GIB), int(4.94 * GIB)
-    assert memory.has_no_room_for_text(torch.device("cuda", 0), *sizes) == stays
-
-
-@pytest.mark.parametrize(
-    ("free", "is_striped"), [(16.5, False), (6, True), (2.4, True)]
-)
-def test_an_image_is_decoded_in_stripes_where_it_takes_much_of_the_memory(
-    monkeypatch: pytest.MonkeyPatch, free: float, is_striped: bool
-) -> None:
-    monkeypatch.setattr(memory, "_peak_bytes", lambda *_: int(2.7 * GIB))
-    monkeypatch.setattr(memory, "free_bytes", lambda _: int(free * GIB))
-    assert memory.is_too_large(torch.device("cpu"), lambda: None) == is_striped
 
 
 def test_running_out_of_memory_means_stripes_first_and_then_a_plain_error(

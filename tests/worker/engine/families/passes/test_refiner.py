@@ -19,6 +19,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import a1111
+from calls import watch_calls
 from drawing import ROUNDING, assert_alike, difference, draw, draw_alone, make_request
 from families import tiny_families
 from imagefleet import errors
@@ -29,7 +30,6 @@ from tests.worker.engine.families.test_loras import write_lora
 from worker.engine import contract, load
 from worker.engine.passes import begin
 from worker.engine.passes.checkpoints import CachedCheckpoint
-from worker.engine.slots import step
 
 pytestmark = [
     pytest.mark.slow,
@@ -308,12 +308,7 @@ def test_images_are_the_same_in_company_and_alone_whatever_fails_once(
     """What another checkpoint goes on with is begun again where it took over, with its noise."""
     alone = draw_alone(engine, mixed)
     failing = iter((*[False] * 3, True))
-    run, exchange = step.StepRunner.run, CachedCheckpoint.exchange
-
-    def fail_tick(self: Any, used: step.Step, *given: Any) -> None:
-        if used.batch_key.checkpoint is not None and next(failing, False):
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        run(self, used, *given)
+    exchange = CachedCheckpoint.exchange
 
     failures = iter((False, True))
 
@@ -322,7 +317,11 @@ def test_images_are_the_same_in_company_and_alone_whatever_fails_once(
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         exchange(self, unet)
 
-    monkeypatch.setattr(step.StepRunner, "run", fail_tick)
+    watch_calls(
+        monkeypatch,
+        engine,
+        lambda call: call.key.checkpoint is not None and next(failing, False),
+    )
     for order in ([0, 1, 2, 3, 4], [4, 3, 1, 0, 2]):
         images = draw(engine, *(mixed[at] for at in order))
         for at, image in zip(order, images, strict=True):

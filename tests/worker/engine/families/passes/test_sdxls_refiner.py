@@ -21,13 +21,11 @@ from drawing import assert_alike, difference, draw, draw_alone, make_request
 from families import tiny_families
 from imagefleet import errors
 from imagefleet.job import clip
-from imagefleet.job.prompt import read_prompt
 from tests.worker.engine.families.passes.test_refiner import ROUNDING, Refined
 from tests.worker.engine.families.test_family_embeddings import written
 from tests.worker.engine.families.test_loras import write_lora
 from tests.worker.engine.families.test_single_files import open_clip, unet_of
 from worker.engine import contract, load
-from worker.engine.slots import step
 
 SWITCH_AT = 0.6
 
@@ -157,24 +155,6 @@ def test_it_goes_on_with_its_own_unet_texts_scores_and_vae_beside_jobs_without(
     )
 
 
-def test_from_the_first_call_on_it_draws_all(
-    refiner: contract.Refiner,
-    latents: list[torch.Tensor],
-    pipeline: Any,
-    k_diffusion: Any,
-    family_engine: Any,
-) -> None:
-    request = make_request(
-        prompt="a star", negative_prompt="red", sampler="euler", steps=5
-    )
-    draw(
-        family_engine("sdxl"),
-        dataclasses.replace(request, refiner=contract.Refiner(refiner.path)),
-    )
-    expected = expected_of(a1111.Reference(pipeline, k_diffusion), request)
-    assert (latents[0] - expected[0]).abs().max() <= 1e-5 * expected.abs().max()
-
-
 @pytest.mark.parametrize("slot_weights", ["merged", "factors", "reloaded"])
 def test_a_lora_changes_what_it_goes_on_with_and_nothing_after(
     slot_weights: Any,
@@ -238,53 +218,11 @@ def test_words_of_embeddings_are_words_for_it(
     assert difference(one[1], other[1]) > ROUNDING, "or the embedding is none"
 
 
-@pytest.fixture
-def mixed(refiner_folder: Path) -> list[contract.ImageRequest]:
-    """Jobs of one, two and three rows, with noise in all parts, and one without a refiner."""
-    late, early = (contract.Refiner(refiner_folder, at) for at in (0.5, 0.3))
-    hires = contract.HiresPass(96, 96, 0.8, 5, "Lanczos")
-    few = dataclasses.replace(make_request().sampler_options, s_min_uncond=1.5)
-    return [
-        make_request(seed=1, steps=8, refiner=late),
-        make_request(seed=2, steps=8, prompt=read_prompt("a [cat:dog:5]", steps=8)),
-        make_request(seed=3, steps=8, refiner=late, sampler_options=few),
-        make_request(
-            seed=4, steps=6, hires=hires, refiner=late, sampler="dpmpp_2m_sde"
-        ),
-        make_request(
-            seed=5, refiner=early, prompt=read_prompt("a [cat:dog:3] AND x", steps=4)
-        ),
-    ]
-
-
-def test_images_are_the_same_in_company_and_alone_whatever_fails_once(
-    engine: Any,
-    mixed: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    alone = draw_alone(engine, mixed)
-    failing = iter((*[False] * 3, True, False, True))
-    run = step.StepRunner.run
-
-    def fail(self: Any, used: step.Step, *given: Any) -> None:
-        if used.batch_key.checkpoint is not None and next(failing, False):
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        run(self, used, *given)
-
-    monkeypatch.setattr(step.StepRunner, "run", fail)
-    for order in ([0, 1, 2, 3, 4], [4, 3, 1, 0, 2]):
-        images = draw(engine, *(mixed[at] for at in order))
-        for at, image in zip(order, images, strict=True):
-            assert difference(image, alone[at]) <= ROUNDING
-    assert next(failing, None) is None, "all failures came"
-    assert engine.self_check.find_fault() is None
-
-
 def test_its_unet_leaves_the_device_once_no_job_needs_it(
-    engine: Any, mixed: list[Any]
+    engine: Any, refiner_folder: Path
 ) -> None:
     held = engine._stager._checkpoints
-    draw(engine, mixed[0])
+    draw(engine, make_request(refiner=contract.Refiner(refiner_folder, SWITCH_AT)))
     unet = sum(
         each.numel() * 4 for each in next(iter(held._alive.values())).unet.parameters()
     )
