@@ -13,8 +13,6 @@ import pytest
 import torch
 from diffusers import (
     ControlNetModel,
-    EulerAncestralDiscreteScheduler,
-    EulerDiscreteScheduler,
     MultiControlNetModel,
     StableDiffusionControlNetPipeline,
     StableDiffusionXLControlNetPipeline,
@@ -22,6 +20,7 @@ from diffusers import (
 from PIL import Image
 
 import a1111
+from diffusers_pipelines import EULERS, draw_in_diffusers, with_parts_of
 from drawing import ROUNDING, difference, draw, make_request
 from families import tiny_controlnets
 from worker.engine import contract
@@ -29,11 +28,6 @@ from worker.engine.passes import begin
 
 #: Steered images that are no more different than this would show nothing.
 VISIBLE = 20
-
-KINDS: dict[str, Any] = {
-    "euler_ancestral": EulerAncestralDiscreteScheduler,
-    "euler": EulerDiscreteScheduler,
-}
 
 pytestmark = [
     pytest.mark.slow,
@@ -51,41 +45,24 @@ def network(family_folder: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def draw_in_diffusers(family_pipeline: Any) -> Any:
-    def draw(
-        family: str, network: Any, request: contract.ImageRequest, **changes: Any
-    ) -> np.ndarray[Any, Any]:
-        parts = dict(family_pipeline(family).components)
-        parts["scheduler"] = KINDS[request.sampler].from_config(
-            parts["scheduler"].config, timestep_spacing="linspace"
+def draw_steered(family_pipeline: Any) -> Any:
+    def draw(family: str, network: Any, request: Any, **changes: Any) -> Any:
+        xl = StableDiffusionXLControlNetPipeline
+        kind = xl if family == "sdxl" else StableDiffusionControlNetPipeline
+        pipeline = with_parts_of(
+            family_pipeline(family), kind, request.sampler, controlnet=network
         )
-        if family == "sdxl":
-            pipeline: Any = StableDiffusionXLControlNetPipeline(
-                **parts, controlnet=network, add_watermarker=False
-            )
-        else:
-            pipeline = StableDiffusionControlNetPipeline(
-                **parts, controlnet=network, requires_safety_checker=False
-            )
-        pipeline.set_progress_bar_config(disable=True)
         images: Any = [Image.fromarray(each.pixels) for each in request.controls]
         scales: Any = [each.weight for each in request.controls]
         if not isinstance(network, MultiControlNetModel):
             (images,), (scales,) = images, scales
-        settings = {
-            "image": images,
-            "controlnet_conditioning_scale": scales,
-            "negative_prompt": request.negative_prompt,
-            "num_inference_steps": request.steps,
-            "guidance_scale": request.cfg_scale,
-            "width": request.width,
-            "height": request.height,
-            "generator": torch.Generator().manual_seed(request.seed),
-            "output_type": "np",
+        return draw_in_diffusers(
+            pipeline,
+            request,
+            image=images,
+            controlnet_conditioning_scale=scales,
             **changes,
-        }
-        image = pipeline(request.prompt, **settings).images[0]
-        return np.asarray((image * 255).round().astype("uint8"))
+        )
 
     return draw
 
@@ -97,21 +74,13 @@ def steered(make_control: Any, family_folder: Any) -> Any:
     )
 
 
-@pytest.fixture
-def request_of() -> Any:
-    def make(*controls: contract.Control, **changes: Any) -> Any:
-        settings = {
-            "prompt": "a red circle",
-            "negative_prompt": "dull, grey",
-            "seed": 5,
-        }
-        return make_request(**{**settings, "controls": controls, **changes})
-
-    return make
+def request_of(*controls: contract.Control, **changes: Any) -> contract.ImageRequest:
+    words = {"prompt": "a red circle", "negative_prompt": "dull, grey"}
+    return make_request(**words, **{"seed": 5, **changes}, controls=controls)
 
 
 @pytest.mark.parametrize("width", [64, 72])
-@pytest.mark.parametrize("sampler", KINDS)
+@pytest.mark.parametrize("sampler", EULERS)
 @pytest.mark.parametrize("family", ["sd1", "sdxl"])
 def test_images_are_those_of_diffusers(
     family: str,
@@ -120,8 +89,7 @@ def test_images_are_those_of_diffusers(
     family_engine: Any,
     network: Any,
     steered: Any,
-    request_of: Any,
-    draw_in_diffusers: Any,
+    draw_steered: Any,
 ) -> None:
     """Those whose latents do not halve evenly as well."""
 
@@ -132,7 +100,7 @@ def test_images_are_those_of_diffusers(
 
     request = made(steered(0, family, weight=0.8))
     (image,) = draw(family_engine(family), request)
-    theirs = draw_in_diffusers(family, network(family), request)
+    theirs = draw_steered(family, network(family), request)
     assert difference(image, theirs) <= ROUNDING
     other = made(steered(0, family, image=1, weight=0.8))
     plain, other_image = draw(family_engine(family), made(), other)
@@ -146,14 +114,13 @@ def test_several_controlnets_are_those_of_diffusers(
     family_engine: Any,
     network: Any,
     steered: Any,
-    request_of: Any,
-    draw_in_diffusers: Any,
+    draw_steered: Any,
 ) -> None:
     controls = [steered(1, family, weight=0.6), steered(0, family, image=1, weight=0.9)]
     request = request_of(*controls)
     (image,) = draw(family_engine(family), request)
     both = MultiControlNetModel([network(family, 1), network(family, 0)])
-    assert difference(image, draw_in_diffusers(family, both, request)) <= ROUNDING
+    assert difference(image, draw_steered(family, both, request)) <= ROUNDING
     (one,) = draw(family_engine(family), request_of(controls[0]))
     assert difference(image, one) > VISIBLE
     (turned,) = draw(family_engine(family), request_of(*reversed(controls)))
@@ -167,16 +134,15 @@ def test_a_range_of_steps_is_that_of_diffusers_where_both_count_alike(
     family_engine: Any,
     network: Any,
     steered: Any,
-    request_of: Any,
-    draw_in_diffusers: Any,
+    draw_steered: Any,
 ) -> None:
     """Begun after two finished steps of 8 is begun in the fourth."""
     request = request_of(steered(0, "sd1", start=0.25, end=0.5), steps=8)
     (image,) = draw(family_engine("sd1"), request)
     window = {"control_guidance_start": 3 / 8, "control_guidance_end": 6 / 8}
-    theirs = draw_in_diffusers("sd1", network("sd1"), request, **window)
+    theirs = draw_steered("sd1", network("sd1"), request, **window)
     assert difference(image, theirs) <= ROUNDING
-    whole = draw_in_diffusers("sd1", network("sd1"), request)
+    whole = draw_steered("sd1", network("sd1"), request)
     assert difference(image, whole) > ROUNDING
 
 
@@ -185,8 +151,7 @@ def test_shuffle_steers_the_prompt_alone_and_by_means(
     network: Any,
     make_control: Any,
     family_folder: Any,
-    request_of: Any,
-    draw_in_diffusers: Any,
+    draw_steered: Any,
     tmp_path: Any,
 ) -> None:
     path = tmp_path / "control_v11e_sd15_shuffle.safetensors"
@@ -195,8 +160,8 @@ def test_shuffle_steers_the_prompt_alone_and_by_means(
     (image,) = draw(family_engine("sd1"), request)
     pooled = tiny_controlnets.make(family_folder("sd1"))
     pooled.register_to_config(global_pool_conditions=True)
-    assert difference(image, draw_in_diffusers("sd1", pooled, request)) <= ROUNDING
-    plain = draw_in_diffusers("sd1", network("sd1"), request)
+    assert difference(image, draw_steered("sd1", pooled, request)) <= ROUNDING
+    plain = draw_steered("sd1", network("sd1"), request)
     assert difference(image, plain) > ROUNDING
 
 
@@ -275,7 +240,6 @@ def test_img2img_is_steered_in_the_steps_that_automatic1111_counts(
     family_pipeline: Any,
     network: Any,
     steered: Any,
-    request_of: Any,
     k_diffusion: Any,
 ) -> None:
     init = contract.InitImage(steered(0, family, image=7).pixels, 0.8)

@@ -1,15 +1,16 @@
 """Text states, UNet output and whole images of each family are those of diffusers."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
 
 import a1111
+from diffusers_pipelines import draw_in_diffusers
 from drawing import ROUNDING, assert_alike, difference, draw, draw_alone, make_request
 from imagefleet import errors
 from imagefleet.job.prompt import read_prompt
@@ -33,31 +34,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def request_of() -> Any:
-    def make(**changes: Any) -> Any:
-        return make_request(
-            **{"prompt": WORDS, "negative_prompt": OTHERS, "seed": 5, **changes}
-        )
-
-    return make
-
-
-def draw_in_diffusers(
-    pipeline: Any, request: Any, **changes: Any
-) -> np.ndarray[Any, Any]:
-    settings = {
-        "prompt": request.prompt,
-        "negative_prompt": request.negative_prompt,
-        "num_inference_steps": request.steps,
-        "guidance_scale": request.cfg_scale,
-        "width": request.width,
-        "height": request.height,
-        "generator": torch.Generator().manual_seed(request.seed),
-        "output_type": "np",
-        **changes,
-    }
-    return np.asarray((pipeline(**settings).images[0] * 255).round().astype("uint8"))
+request_of = partial(make_request, prompt=WORDS, negative_prompt=OTHERS, seed=5)
 
 
 @pytest.mark.parametrize("cfg_scale", [7.0, 1.0])
@@ -67,7 +44,6 @@ def test_images_are_those_of_diffusers(
     cfg_scale: float,
     family_engine: Any,
     family_pipeline: Any,
-    request_of: Any,
 ) -> None:
     """Those without guidance as well, of which it draws one row, too."""
     request = request_of(cfg_scale=cfg_scale)
@@ -84,7 +60,6 @@ def test_an_lcm_models_image_depends_on_the_guidance_that_it_embeds(
     family: str,
     family_folder: Any,
     family_pipeline: Any,
-    request_of: Any,
     tmp_path: Path,
 ) -> None:
     """And never takes a row for the negative prompt."""
@@ -118,7 +93,6 @@ def test_an_lcm_models_image_depends_on_the_guidance_that_it_embeds(
 def test_sdxls_image_depends_on_the_size_that_the_unet_is_told(
     family_engine: Any,
     family_pipeline: Any,
-    request_of: Any,
     width: int,
 ) -> None:
     request = request_of(width=width)
@@ -132,7 +106,6 @@ def test_sdxls_image_depends_on_the_size_that_the_unet_is_told(
 def test_sdxls_empty_negative_prompt_is_zeros_as_in_automatic1111(
     family_engine: Any,
     family_pipeline: Any,
-    request_of: Any,
 ) -> None:
     """In diffusers only a missing one is."""
     request = request_of(negative_prompt="")
@@ -214,7 +187,7 @@ def test_unet_output_is_diffusers(
 
 @pytest.mark.parametrize("family", ["sd2", "sdxl"])
 def test_clip_skip_changes_nothing_where_automatic1111_ignores_it(
-    family: str, family_engine: Any, request_of: Any
+    family: str, family_engine: Any
 ) -> None:
     engine = family_engine(family)
     plain, skipped = draw(engine, request_of(), request_of(clip_skip=12))
@@ -224,7 +197,7 @@ def test_clip_skip_changes_nothing_where_automatic1111_ignores_it(
 
 @pytest.mark.parametrize("family", ["sd2", "sdxl"])
 def test_an_image_in_company_is_the_image_alone(
-    family: str, family_engine: Any, request_of: Any
+    family: str, family_engine: Any
 ) -> None:
     engine = family_engine(family)
     requests = [

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from diffusers_pipelines import draw_in_diffusers
 from drawing import ROUNDING, difference, draw, make_request
 from imagefleet import errors
 from worker.engine import contract
@@ -57,17 +58,8 @@ def test_images_with_an_embedding_are_those_of_diffusers(
     }
     request = make_request(**settings, embeddings=(embedding,))
     (image,) = draw(family_engine(family), request)
-    expected = pipeline(
-        settings["prompt"],
-        negative_prompt=settings["negative_prompt"],
-        num_inference_steps=2,
-        guidance_scale=request.cfg_scale,
-        width=request.width,
-        height=request.height,
-        generator=torch.Generator().manual_seed(request.seed),
-        output_type="np",
-    ).images[0]
-    assert difference(image, (expected * 255).round().astype("uint8")) <= ROUNDING
+    expected = draw_in_diffusers(pipeline, request)
+    assert difference(image, expected) <= ROUNDING
     (other,) = draw(family_engine(family), make_request(**settings))
     assert difference(image, other) > ROUNDING, "or the test shows nothing"
 

@@ -17,6 +17,7 @@ from PIL import Image
 
 import a1111
 import tiny_model
+from diffusers_pipelines import draw_in_diffusers, with_parts_of
 from drawing import ROUNDING, difference, draw, make_request
 from imagefleet.job.prompt import read_prompt
 from worker.engine import contract
@@ -32,33 +33,15 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def request_of() -> Any:
-    def make(hires: dict[str, Any] | None = None, **changes: Any) -> Any:
-        settings = {
-            "prompt": "a red circle",
-            "negative_prompt": "green, blurry",
-            "seed": 5,
-        }
-        second = dataclasses.replace(HIRES, **(hires or {}))
-        return make_request(**{**settings, "hires": second, **changes})
-
-    return make
+def request_of(hires: dict[str, Any] | None = None, **changes: Any) -> Any:
+    words = {"prompt": "a red circle", "negative_prompt": "green, blurry"}
+    second = dataclasses.replace(HIRES, **(hires or {}))
+    return make_request(**words, **{"seed": 5, "hires": second, **changes})
 
 
-@torch.no_grad()
 def first_pass(pipeline: Any, request: Any) -> torch.Tensor:
     """Latents [1, 4, height, width]."""
-    latents: torch.Tensor = pipeline(
-        request.prompt,
-        negative_prompt=request.negative_prompt,
-        num_inference_steps=request.steps,
-        guidance_scale=request.cfg_scale,
-        width=request.width,
-        height=request.height,
-        generator=torch.Generator().manual_seed(request.seed),
-        output_type="latent",
-    ).images
+    latents: torch.Tensor = draw_in_diffusers(pipeline, request, output_type="latent")
     return latents
 
 
@@ -80,35 +63,20 @@ def test_latent_upscalers_are_two_of_diffusers_pipelines(
     how: dict[str, Any],
     family_engine: Any,
     family_pipeline: Any,
-    request_of: Any,
 ) -> None:
     request = request_of({"upscaler": upscaler, "width": 96, "height": 96})
     pipeline = family_pipeline(family)
     upscaled = a1111.interpolate(first_pass(pipeline, request), 96, 96, **how)
-    if family == "sdxl":
-        second: Any = StableDiffusionXLImg2ImgPipeline(
-            **pipeline.components, add_watermarker=False
-        )
-    else:
-        second = StableDiffusionImg2ImgPipeline(
-            **pipeline.components, requires_safety_checker=False
-        )
-    second.set_progress_bar_config(disable=True)
+    xl = StableDiffusionXLImg2ImgPipeline
+    kind = xl if family == "sdxl" else StableDiffusionImg2ImgPipeline
     taken = begin.second_pass(5, 0.7)
     assert taken == (7, 4)
-    theirs = second(
-        request.prompt,
-        image=upscaled,
-        strength=5.01 / 7,
-        negative_prompt=request.negative_prompt,
-        num_inference_steps=7,
-        guidance_scale=request.cfg_scale,
-        generator=torch.Generator().manual_seed(request.seed),
-        output_type="np",
-    ).images[0]
+    second = with_parts_of(pipeline, kind)
+    larger = dataclasses.replace(request, steps=7, width=96, height=96)
+    theirs = draw_in_diffusers(second, larger, image=upscaled, strength=5.01 / 7)
     (image,) = draw(family_engine(family), request)
     assert image.shape == (96, 96, 3)
-    assert difference(image, (theirs * 255).round().astype("uint8")) <= ROUNDING
+    assert difference(image, theirs) <= ROUNDING
 
 
 @pytest.mark.parametrize("sampler", ["dpmpp_2m_karras", "euler", "ddim", "plms"])
@@ -117,7 +85,6 @@ def test_the_second_pass_may_have_another_sampler_prompt_and_guidance(
     family_engine: Any,
     family_pipeline: Any,
     k_diffusion: Any,
-    request_of: Any,
 ) -> None:
     changed = {
         "sampler": sampler,
@@ -155,7 +122,6 @@ def test_a_target_of_another_shape_is_cut_out_of_the_middle(
     family_engine: Any,
     family_pipeline: Any,
     k_diffusion: Any,
-    request_of: Any,
 ) -> None:
     """SDXL is told the size before that, which need not have whole cells of the latent."""
     request = request_of({"width": width, "height": height, "whole": size})
@@ -195,7 +161,6 @@ def test_other_upscalers_take_the_decoded_image(
     family_engine: Any,
     family_pipeline: Any,
     k_diffusion: Any,
-    request_of: Any,
 ) -> None:
     """An image of no whole cells is encoded as it is."""
     request = request_of({"upscaler": upscaler, "whole": whole})
@@ -230,7 +195,6 @@ def test_the_second_pass_is_drawn_with_the_loras_of_its_own_prompt_alone(
     family_engine: Any,
     family_pipeline: Any,
     k_diffusion: Any,
-    request_of: Any,
     tmp_path: Path,
 ) -> None:
     """On its text states as well."""
@@ -266,7 +230,6 @@ def test_at_strength_0_the_upscaled_latents_stay_as_they_are(
     family_engine: Any,
     family_pipeline: Any,
     k_diffusion: Any,
-    request_of: Any,
 ) -> None:
     request = request_of({"denoising_strength": 0.0})
     pipeline = family_pipeline("sd1")

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 import torch
 from diffusers import (
-    EulerAncestralDiscreteScheduler,
-    EulerDiscreteScheduler,
     StableDiffusionImg2ImgPipeline,
     StableDiffusionXLImg2ImgPipeline,
 )
 from PIL import Image
 
 import a1111
+from diffusers_pipelines import EULERS, draw_in_diffusers, with_parts_of
 from drawing import ROUNDING, difference, draw, make_request
 from worker.engine import contract
 from worker.engine.passes import begin
@@ -66,7 +65,7 @@ def expected(
     return reference.decode(latents)
 
 
-@pytest.mark.parametrize("sampler", ["euler_ancestral", "euler"])
+@pytest.mark.parametrize("sampler", EULERS)
 @pytest.mark.parametrize("family", ["sd1", "sdxl"])
 def test_images_are_those_of_diffusers_pipeline(
     family: str,
@@ -76,35 +75,16 @@ def test_images_are_those_of_diffusers_pipeline(
     reference: Any,
     request_of: Any,
 ) -> None:
-    kinds: dict[str, Any] = {
-        "euler_ancestral": EulerAncestralDiscreteScheduler,
-        "euler": EulerDiscreteScheduler,
-    }
-    parts = dict(family_pipeline(family).components)
-    parts["scheduler"] = kinds[sampler].from_config(
-        parts["scheduler"].config, timestep_spacing="linspace"
-    )
-    if family == "sdxl":
-        pipeline: Any = StableDiffusionXLImg2ImgPipeline(**parts, add_watermarker=False)
-    else:
-        pipeline = StableDiffusionImg2ImgPipeline(
-            **parts, requires_safety_checker=False
-        )
-    pipeline.set_progress_bar_config(disable=True)
+    xl = StableDiffusionXLImg2ImgPipeline
+    kind = xl if family == "sdxl" else StableDiffusionImg2ImgPipeline
+    pipeline = with_parts_of(family_pipeline(family), kind, sampler)
     request = request_of(0.6, sampler=sampler)
-    theirs = pipeline(
-        request.prompt,
-        # Latents: diffusers would draw those of pixels from the VAE's distribution.
-        image=reference(family).encode(request.init.pixels),
-        strength=5.01 / 8,  # int(0.6 * 8) is 4, and one more
-        negative_prompt=request.negative_prompt,
-        num_inference_steps=8,
-        guidance_scale=request.cfg_scale,
-        generator=torch.Generator().manual_seed(request.seed),
-        output_type="np",
-    ).images[0]
+    # Latents: diffusers would draw those of pixels from the VAE's distribution.
+    image = reference(family).encode(request.init.pixels)
+    # int(0.6 * 8) is 4, and one more
+    theirs = draw_in_diffusers(pipeline, request, image=image, strength=5.01 / 8)
     (image,) = draw(family_engine(family), request)
-    assert difference(image, (theirs * 255).round().astype("uint8")) <= ROUNDING
+    assert difference(image, theirs) <= ROUNDING
     assert difference(image, request.init.pixels) > 20, "or the test shows nothing"
 
 

@@ -9,7 +9,7 @@ latents of images are drawn from the VAE's distribution, as diffusers' are; here
 import dataclasses
 import json
 import shutil
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,6 @@ import numpy as np
 import pytest
 import torch
 from diffusers import (
-    EulerAncestralDiscreteScheduler,
-    EulerDiscreteScheduler,
     StableDiffusionControlNetInpaintPipeline,
     StableDiffusionInpaintPipeline,
     StableDiffusionXLInpaintPipeline,
@@ -30,14 +28,13 @@ from safetensors.torch import save_file
 
 import a1111
 import key_names
+from diffusers_pipelines import EULERS, draw_in_diffusers, with_parts_of
 from drawing import ROUNDING, assert_alike, difference, draw, draw_alone, make_request
 from families import tiny_controlnets, tiny_families
 from imagefleet import errors
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract, load
-from worker.engine.contract import Settings
 from worker.engine.families import reading
-from worker.engine.families.latents import of_latents
 from worker.engine.families.table import SD1, find_prediction
 from worker.engine.passes import begin
 from worker.engine.slots import engine as slots
@@ -46,11 +43,6 @@ from worker.engine.slots import engine as slots
 VISIBLE = 20
 
 SIZE = 64
-
-KINDS: dict[str, Any] = {
-    "euler_ancestral": EulerAncestralDiscreteScheduler,
-    "euler": EulerDiscreteScheduler,
-}
 
 pytestmark = [
     pytest.mark.slow,
@@ -82,19 +74,11 @@ def pipeline(folder: Any, family_pipeline: Any) -> Any:
     """Diffusers' pipeline for such checkpoints, in float32."""
 
     def build(family: str, sampler: str = "euler_ancestral") -> Any:
-        parts = dict(family_pipeline(family).components)
-        unet = type(parts["unet"]).from_pretrained(folder(family) / "unet")
-        scheduler = KINDS[sampler].from_config(
-            parts["scheduler"].config, timestep_spacing="linspace"
-        )
-        parts |= {"unet": unet, "scheduler": scheduler}
-        if family == "sdxl":
-            made: Any = StableDiffusionXLInpaintPipeline(**parts, add_watermarker=False)
-        else:
-            made = StableDiffusionInpaintPipeline(
-                **parts, requires_safety_checker=False
-            )
-        made.set_progress_bar_config(disable=True)
+        xl = StableDiffusionXLInpaintPipeline
+        kind = xl if family == "sdxl" else StableDiffusionInpaintPipeline
+        known = family_pipeline(family)
+        unet = type(known.unet).from_pretrained(folder(family) / "unet")
+        made = with_parts_of(known, kind, sampler, unet=unet)
         a1111.resize_last(made.unet)
         return made
 
@@ -108,74 +92,47 @@ def encodes_means(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DiagonalGaussianDistribution, "sample", mean)
 
 
-@pytest.fixture
-def draw_in_diffusers(pipeline: Any, encodes_means: None) -> Any:
-    def draw(
-        family: str,
-        request: contract.ImageRequest,
-        pixels: contract.Pixels,
-        mask: np.ndarray[Any, Any],
-        strength: float,
-    ) -> np.ndarray[Any, Any]:
-        image = pipeline(family, request.sampler)(
-            request.prompt,
-            image=Image.fromarray(pixels),
-            mask_image=Image.fromarray(mask),
-            strength=strength,
-            negative_prompt=request.negative_prompt,
-            num_inference_steps=request.steps,
-            guidance_scale=request.cfg_scale,
-            width=request.width,
-            height=request.height,
-            generator=torch.Generator().manual_seed(request.seed),
-            output_type="np",
-        ).images[0]
-        return np.asarray((image * 255).round().astype("uint8"))
-
-    return draw
+request_of = partial(
+    make_request,
+    prompt="a red circle",
+    negative_prompt="green, blurry",
+    steps=8,
+    seed=5,
+)
 
 
-@pytest.fixture
-def request_of() -> Any:
-    def make(**changes: Any) -> Any:
-        settings = {
-            "prompt": "a red circle",
-            "negative_prompt": "green, blurry",
-            "steps": 8,
-        }
-        return make_request(**{**settings, "seed": 5, **changes})
-
-    return make
-
-
-@pytest.mark.parametrize("sampler", KINDS)
+@pytest.mark.parametrize("sampler", EULERS)
 @pytest.mark.parametrize("family", ["sd1", "sd2", "sdxl"])
 def test_txt2img_is_diffusers_with_all_of_an_image_below_the_mask(
     family: str,
     sampler: str,
     engine: Any,
     pixels: Any,
-    draw_in_diffusers: Any,
-    request_of: Any,
+    pipeline: Any,
+    encodes_means: None,
 ) -> None:
     request = request_of(sampler=sampler, width=72)
     wide = np.asarray(Image.fromarray(pixels).resize((72, SIZE)))
     theirs = draw_in_diffusers(
-        family, request, wide, np.full((SIZE, 72), 255, np.uint8), 1.0
+        pipeline(family, sampler),
+        request,
+        image=Image.fromarray(wide),
+        mask_image=Image.new("L", (72, SIZE), 255),
+        strength=1.0,
     )
     (image,) = draw(engine(family), request)
     assert difference(image, theirs) <= ROUNDING
 
 
-@pytest.mark.parametrize("sampler", KINDS)
+@pytest.mark.parametrize("sampler", EULERS)
 @pytest.mark.parametrize("family", ["sd1", "sd2", "sdxl"])
 def test_what_the_unet_sees_of_an_image_is_what_diffusers_shows_it(
     family: str,
     sampler: str,
     engine: Any,
     pixels: Any,
-    draw_in_diffusers: Any,
-    request_of: Any,
+    pipeline: Any,
+    encodes_means: None,
 ) -> None:
     """With a mask that has holes: the UNet sees through them, and no whole latent is kept."""
     holes = np.full((SIZE, SIZE), 255, np.uint8)
@@ -186,7 +143,13 @@ def test_what_the_unet_sees_of_an_image_is_what_diffusers_shows_it(
     assert begin.prepare_image(init, 8).kept.max() == 0
     request = request_of(init=init, sampler=sampler)
     # diffusers takes int(steps * strength) steps: int(0.6 * 8) is 4, and AUTOMATIC1111 one more
-    theirs = draw_in_diffusers(family, request, pixels, holes, 5.01 / 8)
+    theirs = draw_in_diffusers(
+        pipeline(family, sampler),
+        request,
+        image=Image.fromarray(pixels),
+        mask_image=Image.fromarray(holes),
+        strength=5.01 / 8,
+    )
     (image,) = draw(engine(family), request)
     assert difference(image, theirs) <= ROUNDING
     (unseen,) = draw(
@@ -210,7 +173,6 @@ def test_inpainting_is_automatic1111s(
     k_diffusion: Any,
     pixels: Any,
     mask: Any,
-    request_of: Any,
 ) -> None:
     init = contract.InitImage(pixels, 0.6, mask, content)
     request = request_of(init=init, sampler=sampler)
@@ -243,7 +205,6 @@ def test_img2img_without_a_mask_shows_the_unet_nothing_of_the_image(
     pipeline: Any,
     k_diffusion: Any,
     pixels: Any,
-    request_of: Any,
 ) -> None:
     """As in AUTOMATIC1111, where it begins with the image's latents all the same."""
     own = a1111.Reference(pipeline("sd1"), k_diffusion)
@@ -264,7 +225,6 @@ def test_a_second_pass_has_the_conditioning_of_its_own_size(
     encodes_means: None,
     pipeline: Any,
     k_diffusion: Any,
-    request_of: Any,
 ) -> None:
     """AUTOMATIC1111's has the first pass' after a latent upscaler, which its UNet cannot take."""
     hires = contract.HiresPass(
@@ -272,20 +232,15 @@ def test_a_second_pass_has_the_conditioning_of_its_own_size(
     )
     request = request_of(hires=hires)
     made = pipeline("sd1")
-    all_drawn = Image.fromarray(np.full((SIZE, SIZE), 255, np.uint8))
-    first = made(
-        request.prompt,
+    all_drawn = Image.new("L", (SIZE, SIZE), 255)
+    first = draw_in_diffusers(
+        made,
+        request,
         image=all_drawn.convert("RGB"),
         mask_image=all_drawn,
         strength=1.0,
-        negative_prompt=request.negative_prompt,
-        num_inference_steps=request.steps,
-        guidance_scale=request.cfg_scale,
-        width=SIZE,
-        height=SIZE,
-        generator=torch.Generator().manual_seed(request.seed),
         output_type="latent",
-    ).images
+    )
     own = a1111.Reference(made, k_diffusion)
     own = dataclasses.replace(own, conditioning=own.txt2img_image_conditioning(96, 96))
     enlarged = a1111.interpolate(first, 96, 96, mode="bilinear")
@@ -322,22 +277,9 @@ def mixed(
 
 
 @pytest.fixture
-def make_engine(folder: Any) -> Any:
+def make_engine(folder: Any, make_slot_engine: Any) -> Any:
     """On the tiny SD1, whose LoRAs the tests have."""
-    made = []
-
-    def make(**settings: Any) -> slots.SlotEngine:
-        loaded = checkpoints.load_checkpoint(
-            folder("sd1"), torch.device("cpu"), torch.float32
-        )
-        made.append(
-            slots.SlotEngine(of_latents(loaded, Settings(**{"slots": 3, **settings})))
-        )
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+    return partial(make_slot_engine, model=folder("sd1"))
 
 
 @pytest.mark.parametrize("weights", ["merged", "factors", "reloaded"])
@@ -370,7 +312,6 @@ def test_controlnets_see_the_latents_alone(
     engine: Any,
     folder: Any,
     pipeline: Any,
-    request_of: Any,
     family_folder: Any,
     tmp_path: Path,
     pixels: Any,
@@ -380,28 +321,18 @@ def test_controlnets_see_the_latents_alone(
     network = tiny_controlnets.make(family_folder("sd1"), 0)
     control = contract.Control("net", path, pixels)
     request = request_of(controls=(control,))
-    made: Any = StableDiffusionControlNetInpaintPipeline(
-        **pipeline("sd1").components, controlnet=network, requires_safety_checker=False
-    )
-    made.set_progress_bar_config(disable=True)
-    all_drawn = Image.fromarray(np.full((SIZE, SIZE), 255, np.uint8))
-    theirs = made(
-        request.prompt,
+    kind = StableDiffusionControlNetInpaintPipeline
+    theirs = draw_in_diffusers(
+        with_parts_of(pipeline("sd1"), kind, controlnet=network),
+        request,
         image=Image.fromarray(pixels),
-        mask_image=all_drawn,
+        mask_image=Image.new("L", (SIZE, SIZE), 255),
         control_image=Image.fromarray(pixels),
         strength=1.0,
         controlnet_conditioning_scale=1.0,
-        negative_prompt=request.negative_prompt,
-        num_inference_steps=request.steps,
-        guidance_scale=request.cfg_scale,
-        width=SIZE,
-        height=SIZE,
-        generator=torch.Generator().manual_seed(request.seed),
-        output_type="np",
-    ).images[0]
+    )
     image, plain = draw(engine("sd1"), request, request_of())
-    assert difference(image, (theirs * 255).round().astype("uint8")) <= ROUNDING
+    assert difference(image, theirs) <= ROUNDING
     assert difference(image, plain) > VISIBLE
 
 
@@ -409,7 +340,6 @@ def test_a_single_file_is_told_by_its_first_layer(
     folder: Any,
     engine: Any,
     tmp_path: Path,
-    request_of: Any,
     monkeypatch: Any,
 ) -> None:
     """Without a configuration of its UNet, which says so as well."""

@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from diffusers_pipelines import draw_in_diffusers
 from drawing import ROUNDING, difference, draw, make_request
 from evaluation.bench import random_model
 from families import lora_kinds
@@ -111,22 +111,10 @@ def test_loras_draw_as_in_diffusers_with_peft(
     parts = dict.fromkeys(engine.checkpoint.text_encoders, 0.5) | {"unet": 0.3}
     pipeline.set_adapters(["style"], [parts])
     try:
-        expected = pipeline(
-            request.prompt,
-            negative_prompt=request.negative_prompt,
-            num_inference_steps=request.steps,
-            guidance_scale=request.cfg_scale,
-            width=request.width,
-            height=request.height,
-            generator=torch.Generator().manual_seed(request.seed),
-            output_type="np",
-        ).images[0]
+        expected = draw_in_diffusers(pipeline, request)
     finally:
         pipeline.unload_lora_weights()
-    assert (
-        difference(image, np.asarray((expected * 255).round().astype("uint8")))
-        <= ROUNDING
-    )
+    assert difference(image, expected) <= ROUNDING
     assert difference(image, draw(engine, make_request(**words))[0]) > 20
     apart = [
         contract.Lora("style", path, *weights) for weights in ((0.5, 0.0), (0.0, 0.3))

@@ -4,11 +4,11 @@ import copy
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 import a1111
 from drawing import ROUNDING, difference, draw, make_request
+from tests.worker.engine.families.test_hires import first_pass
 from worker.engine import contract
 from worker.engine.passes import begin
 
@@ -64,17 +64,7 @@ def test_both_passes_of_hires_fix_tile(family_engine: Any, reference: Any) -> No
     )
     (image,) = draw(family_engine("sd1"), request)
     theirs = reference("sd1")
-    with torch.no_grad():
-        small = theirs.pipeline(
-            request.prompt,
-            negative_prompt=request.negative_prompt,
-            num_inference_steps=request.steps,
-            guidance_scale=request.cfg_scale,
-            width=64,
-            height=64,
-            generator=torch.Generator().manual_seed(request.seed),
-            output_type="latent",
-        ).images
+    small = first_pass(theirs.pipeline, request)
     larger = a1111.interpolate(small, 96, 96, mode="bilinear")
     latents = theirs.img2img(request, larger, **begin.second_pass(4, 0.7)._asdict())
     assert difference(image, theirs.decode(latents)) <= ROUNDING

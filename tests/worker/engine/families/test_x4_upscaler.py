@@ -7,7 +7,7 @@ image, and transformers that attend to the prompt alone.
 import dataclasses
 import json
 import shutil
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 from diffusers import (
     DDIMScheduler,
     EulerAncestralDiscreteScheduler,
-    EulerDiscreteScheduler,
     StableDiffusionUpscalePipeline,
 )
 from PIL import Image
@@ -25,6 +24,7 @@ from transformers import CLIPTokenizer
 
 import a1111
 import tiny_model
+from diffusers_pipelines import EULERS, draw_in_diffusers, levels
 from drawing import ROUNDING, assert_alike, difference, draw, make_request
 from families import tiny_families
 from imagefleet import errors
@@ -32,8 +32,6 @@ from imagefleet.job import clip
 from imagefleet.job.noise import Noise
 from worker.engine import checkpoint as checkpoints
 from worker.engine import contract, load
-from worker.engine.contract import Settings
-from worker.engine.families.latents import of_latents
 from worker.engine.families.table import X4_UPSCALER, of_folder
 from worker.engine.lora.merge import NO_CHANGES
 from worker.engine.networks.transformer import Call
@@ -44,11 +42,6 @@ from worker.engine.slots import engine as slots
 
 #: Images that are no more different than this would show nothing.
 VISIBLE = 20
-
-EULERS: dict[str, Any] = {
-    "euler_ancestral": EulerAncestralDiscreteScheduler,
-    "euler": EulerDiscreteScheduler,
-}
 
 pytestmark = [
     pytest.mark.slow,
@@ -69,19 +62,8 @@ def engine(folder: Path) -> slots.SlotEngine:
 
 
 @pytest.fixture
-def make_engine(folder: Path) -> Any:
-    made = []
-
-    def make(path: Path = folder, **settings: Any) -> slots.SlotEngine:
-        loaded = checkpoints.load_checkpoint(path, torch.device("cpu"), torch.float32)
-        made.append(
-            slots.SlotEngine(of_latents(loaded, Settings(**{"slots": 3, **settings})))
-        )
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+def make_engine(folder: Path, make_slot_engine: Any) -> Any:
+    return partial(make_slot_engine, model=folder)
 
 
 @pytest.fixture(scope="session")
@@ -122,43 +104,21 @@ def image_of(width: int, height: int, seed: int = 3) -> contract.Pixels:
     )
 
 
-@pytest.fixture
-def request_of() -> Any:
-    def make(
-        width: int = 16, height: int = 16, **changes: Any
-    ) -> contract.ImageRequest:
-        settings: dict[str, Any] = {
-            "prompt": "a red circle",
-            "negative_prompt": "green, blurry",
-        }
-        settings |= {"steps": 6, "seed": 5, "width": 4 * width, "height": 4 * height}
-        init = contract.InitImage(image_of(width, height), 0.1)
-        made: contract.ImageRequest = make_request(
-            **{**settings, "init": init, **changes}
-        )
-        return made
-
-    return make
-
-
-def draw_in_diffusers(
-    pipeline: Any, request: contract.ImageRequest, level: int = 100, **changes: Any
-) -> np.ndarray[Any, Any]:
-    settings = {
-        "image": Image.fromarray(request.init.pixels),
-        "noise_level": level,
-        "negative_prompt": request.negative_prompt,
-        "num_inference_steps": request.steps,
-        "guidance_scale": request.cfg_scale,
-        "generator": torch.Generator().manual_seed(request.seed),
-        "output_type": "np",
-        **changes,
+def request_of(width: int = 16, height: int = 16, **changes: Any) -> Any:
+    settings: dict[str, Any] = {
+        "prompt": "a red circle",
+        "negative_prompt": "green, blurry",
+        "init": contract.InitImage(image_of(width, height), 0.1),
     }
-    return levels(pipeline(request.prompt, **settings).images[0])
+    settings |= {"steps": 6, "seed": 5, "width": 4 * width, "height": 4 * height}
+    return make_request(**{**settings, **changes})
 
 
-def levels(image: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return np.asarray((image * 255).round().astype("uint8"))
+def draw_upscaled(pipeline: Any, request: Any, level: int = 100, **changes: Any) -> Any:
+    image = Image.fromarray(request.init.pixels)
+    return draw_in_diffusers(
+        pipeline, request, image=image, noise_level=level, **changes
+    )
 
 
 @pytest.mark.parametrize("sampler", EULERS)
@@ -168,13 +128,12 @@ def test_images_are_those_of_diffusers(
     size: tuple[int, int],
     engine: Any,
     eulers: Any,
-    request_of: Any,
 ) -> None:
     """Of sides that the UNet's blocks cannot halve three times as well."""
     request = request_of(*size, sampler=sampler)
     image, other = draw(engine, request, dataclasses.replace(request, prompt="a boat"))
     assert image.shape == (4 * size[1], 4 * size[0], 3)
-    assert difference(image, draw_in_diffusers(eulers(sampler), request)) <= ROUNDING
+    assert difference(image, draw_upscaled(eulers(sampler), request)) <= ROUNDING
     assert image.std() > VISIBLE, "not a uniform image"
     assert difference(image, other) > VISIBLE, "or the test shows nothing"
 
@@ -183,14 +142,11 @@ def test_ddim_is_diffusers_up_to_the_timestep_that_automatic1111_leaves_out(
     engine: Any,
     folder: Path,
     pipeline: Any,
-    request_of: Any,
 ) -> None:
     request = request_of(sampler="ddim", steps=8)
     made = pipeline(DDIMScheduler.from_pretrained(folder / "scheduler"))
     seen = []
-    draw_in_diffusers(
-        made, request, callback=lambda *given: seen.append(given[2].clone())
-    )
+    draw_upscaled(made, request, callback=lambda *given: seen.append(given[2].clone()))
     with torch.no_grad():
         decoded = made.vae.decode(seen[-2] / made.vae.config.scaling_factor).sample
     theirs = levels(made.image_processor.postprocess(decoded, output_type="np")[0])
@@ -200,11 +156,11 @@ def test_ddim_is_diffusers_up_to_the_timestep_that_automatic1111_leaves_out(
 
 @pytest.mark.parametrize("level", [0, 20, 350])
 def test_the_noise_has_the_level_that_the_unet_is_told(
-    level: int, engine: Any, eulers: Any, request_of: Any
+    level: int, engine: Any, eulers: Any
 ) -> None:
     init = contract.InitImage(image_of(16, 16), level / 1000)
     image, usual = draw(engine, request_of(init=init), request_of())
-    theirs = draw_in_diffusers(eulers("euler_ancestral"), request_of(), level)
+    theirs = draw_upscaled(eulers("euler_ancestral"), request_of(), level)
     assert difference(image, theirs) <= ROUNDING
     assert difference(image, usual) > ROUNDING, "or the test shows nothing"
 
@@ -230,7 +186,6 @@ def test_a_lora_changes_the_image_as_in_diffusers(
     engine: Any,
     folder: Path,
     pipeline: Any,
-    request_of: Any,
     lora: contract.Lora,
 ) -> None:
     """Those of the layers that attend to the prompt in the place of the image as well."""
@@ -241,7 +196,7 @@ def test_a_lora_changes_the_image_as_in_diffusers(
     )
     made = pipeline(scheduler)
     made.load_lora_weights(lora.path.parent, weight_name=lora.path.name)
-    theirs = draw_in_diffusers(made, request)
+    theirs = draw_upscaled(made, request)
     image, plain = draw(engine, request, request_of())
     assert difference(image, theirs) <= ROUNDING
     assert difference(image, plain) > VISIBLE
@@ -294,7 +249,6 @@ def test_images_are_the_same_in_company_and_alone(
     weights: str,
     make_engine: Any,
     mixed: list[dict[str, Any]],
-    request_of: Any,
 ) -> None:
     requests = [dataclasses.replace(request_of(), **each) for each in mixed]
     alone = [
@@ -305,7 +259,7 @@ def test_images_are_the_same_in_company_and_alone(
 
 
 def test_compiled_ticks_read_what_is_written_into_the_slots_later(
-    make_engine: Any, request_of: Any
+    make_engine: Any,
 ) -> None:
     other = contract.InitImage(image_of(16, 16, 8), 0.35)
     requests = [request_of(), request_of(init=other), request_of(seed=6)]
@@ -364,7 +318,7 @@ MASK = np.zeros((16, 16), np.uint8)
     ],
 )
 def test_a_request_that_cannot_be_drawn_is_refused_with_what_to_do(
-    changes: dict[str, Any], sentence: str, engine: Any, request_of: Any
+    changes: dict[str, Any], sentence: str, engine: Any
 ) -> None:
     with pytest.raises(errors.JobError, match=sentence):
         engine.prepare(request_of(**changes))
@@ -389,9 +343,9 @@ def changed(folder: Path, tmp_path: Path) -> Any:
 
 
 def test_the_highest_level_is_the_checkpoints_own(
-    changed: Any, make_engine: Any, request_of: Any
+    changed: Any, make_engine: Any
 ) -> None:
-    made = make_engine(changed("model_index.json", max_noise_level=99))
+    made = make_engine(model=changed("model_index.json", max_noise_level=99))
     with pytest.raises(errors.JobError, match="levels up to 99"):
         made.prepare(request_of())
 

@@ -5,7 +5,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from diffusers import EulerAncestralDiscreteScheduler, StableDiffusionPipeline
@@ -15,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTokenizer
 
 import key_names
+from diffusers_pipelines import draw_in_diffusers
 from drawing import ROUNDING, difference, draw, make_request
 from imagefleet.job import clip
 from worker.engine import contract
@@ -41,23 +41,18 @@ def tokenizer() -> CLIPTokenizer:
     return CLIPTokenizer.from_pretrained(clip.TOKENIZER)
 
 
-@pytest.fixture(scope="module")
-def request_of() -> Callable[..., contract.ImageRequest]:
-    def make(*loras: contract.Lora) -> contract.ImageRequest:
-        words = {
-            "prompt": "a red circle above a blue square",
-            "negative_prompt": "green",
-        }
-        size = {"width": 128, "height": 128}
-        return make_request(**words, **size, steps=4, seed=5, loras=loras)  # type: ignore[no-any-return]
-
-    return make
+def request_of(*loras: contract.Lora) -> contract.ImageRequest:
+    words = {
+        "prompt": "a red circle above a blue square",
+        "negative_prompt": "green",
+    }
+    return make_request(**words, width=128, height=128, seed=5, loras=loras)
 
 
 @pytest.fixture(scope="module")
-def base(demo_engine: contract.Engine, request_of: Any) -> contract.Outcome:
+def base(demo_engine: contract.Engine) -> contract.Outcome:
     """The image without a LoRA."""
-    return draw(demo_engine, request_of())[0]  # type: ignore[no-any-return]
+    return draw(demo_engine, request_of())[0]
 
 
 def load_in_diffusers(uses: Uses) -> StableDiffusionPipeline:
@@ -83,25 +78,7 @@ def load_in_diffusers(uses: Uses) -> StableDiffusionPipeline:
     return pipeline
 
 
-def draw_in_diffusers(
-    pipeline: StableDiffusionPipeline, request: contract.ImageRequest
-) -> np.ndarray[Any, Any]:
-    image = pipeline(
-        request.prompt,
-        negative_prompt=request.negative_prompt,
-        num_inference_steps=request.steps,
-        guidance_scale=request.cfg_scale,
-        width=request.width,
-        height=request.height,
-        generator=torch.Generator().manual_seed(request.seed),
-        output_type="np",
-    ).images[0]
-    return np.asarray((image * 255).round().astype("uint8"))
-
-
-def test_without_a_lora_the_image_is_that_of_diffusers(
-    base: Any, request_of: Any
-) -> None:
+def test_without_a_lora_the_image_is_that_of_diffusers(base: Any) -> None:
     expected = draw_in_diffusers(load_in_diffusers([]), request_of())
     assert difference(base, expected) <= ROUNDING
 
@@ -114,7 +91,6 @@ def test_without_a_lora_the_image_is_that_of_diffusers(
 def test_loras_in_three_key_formats_match_diffusers(
     demo_engine: contract.Engine,
     base: Any,
-    request_of: Any,
     tmp_path: Path,
     uses: Uses,
 ) -> None:
@@ -140,7 +116,6 @@ def test_loras_in_three_key_formats_match_diffusers(
 def test_a_file_saved_by_diffusers_is_read_with_alpha_from_its_header(
     demo_engine: contract.Engine,
     base: Any,
-    request_of: Any,
     tmp_path: Path,
     spell: Callable[[Any], dict[str, torch.Tensor]],
 ) -> None:
