@@ -30,8 +30,6 @@ from worker.engine.slots import engine as slots
 
 DEMO_MODEL = Path(__file__).parents[3] / "demo_model"
 
-MakeEngine = Callable[..., batch_engine.BatchEngine]
-
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -181,21 +179,6 @@ def make_slot_engine(
         # What compiles does not depend on how long a test takes.
         given = {"slots": 3, "queue_seconds": lambda: 0.0, **settings}
         made.append(slots.SlotEngine(of_latents(copied, Settings(**given))))
-        return made[-1]
-
-    yield make
-    for loaded in made:
-        loaded.close()
-
-
-@pytest.fixture
-def make_engine(copy_checkpoint: Any) -> Iterator[MakeEngine]:
-    made = []
-
-    def make(
-        max_batch: int = 4, precision: device.Precision = "auto"
-    ) -> batch_engine.BatchEngine:
-        made.append(batch_engine.BatchEngine(copy_checkpoint(precision), max_batch))
         return made[-1]
 
     yield make

@@ -13,7 +13,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 from safetensors.torch import save, save_file
 
-from drawing import assert_alike, difference, draw, make_request
+from drawing import assert_alike, difference, draw, draw_alone, make_request
 from imagefleet import errors
 from imagefleet.job import prompt
 from imagefleet.job.clip import Chunk
@@ -267,7 +267,7 @@ def test_an_encoder_takes_its_own_vectors_of_an_embedding_for_two(
 
 def test_jobs_with_embeddings_loras_and_without_are_drawn_together_as_alone(
     slot_engine: Any,
-    make_engine: Any,
+    engine: Any,
     lora_paths: list[Path],
     write: Write,
 ) -> None:
@@ -287,8 +287,7 @@ def test_jobs_with_embeddings_loras_and_without_are_drawn_together_as_alone(
         ),
     ]
     together = draw(slot_engine, *requests)
-    alone = [draw(make_engine(max_batch=1), each)[0] for each in requests]
-    assert_alike(together, alone)
+    assert_alike(together, draw_alone(engine, requests))
     for image in together[1:]:
         assert difference(image, together[0]) > 2
 

@@ -1,5 +1,6 @@
 import dataclasses
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ pytestmark = pytest.mark.slow
 LEAST_DECIBELS = 50.0
 
 
+small_request = partial(make_request, width=32, height=32)
+
 #: Images while it compiles: more would only keep the compiler from the processor.
 DRAWN_MEANWHILE = 20
 
@@ -52,7 +55,7 @@ def drawn_meanwhile(
 
     def has_compiled() -> bool:
         if len(images) < DRAWN_MEANWHILE or engine._compilation.is_due:
-            images.extend(draw(engine, make_request(width=32, height=32)))
+            images.extend(draw(engine, small_request()))
             noticed.append(torch.compiler.is_compiling())
         return not engine.is_compiling
 
@@ -71,15 +74,14 @@ def plain_engine(small_model: Path) -> contract.Engine:
     return batch_engine.load_batch_engine(small_model)
 
 
-@pytest.mark.slow
 def test_images_drawn_while_torch_compiles_are_those_drawn_before_and_afterwards(
     drawn_meanwhile: Any, plain_engine: contract.Engine
 ) -> None:
     engine, images, noticed = drawn_meanwhile
     assert len(images) > 2
     assert not any(noticed), "layers would act as if they were compiled"
-    (expected,) = draw(plain_engine, make_request(width=32, height=32))
-    images += draw(engine, make_request(width=32, height=32))
+    (expected,) = draw(plain_engine, small_request())
+    images += draw(engine, small_request())
     assert min(decibels(image, expected) for image in images) > LEAST_DECIBELS
 
 
@@ -112,37 +114,27 @@ def test_no_job_causes_a_recompile_and_the_images_match(
         for rank in (2, 4, 9)
     ]
     style = [contract.Lora(path.stem, path, 1.0, 1.0) for path in paths]
-    size = {"width": 32, "height": 32}
     requests = [
-        make_request(**size),
-        make_request(**size, seed=2, loras=(style[0],), steps=6, cfg_scale=3.0),
-        make_request(
-            **size, seed=3, loras=(style[1], style[2]), prompt="a castle, " * 12
-        ),
-        make_request(**size, seed=4, sampler="plms", steps=5),
-        make_request(**size, seed=5, sampler="ddim", loras=(style[2],)),
+        small_request(),
+        small_request(seed=2, loras=(style[0],), steps=6, cfg_scale=3.0),
+        small_request(seed=3, loras=(style[1], style[2]), prompt="a castle, " * 12),
+        small_request(seed=4, sampler="plms", steps=5),
+        small_request(seed=5, sampler="ddim", loras=(style[2],)),
     ]
     images = draw(compiled_engine, *requests)
     assert compiled_engine.recompiles == 0
     assert_alike(images, draw_alone(plain_engine, requests))
 
 
-@pytest.mark.slow
 def test_slots_of_one_row_are_compiled_beside_those_of_two(
-    small_model: Path, plain_engine: contract.Engine
+    small_model: Path, make_slot_engine: Any, plain_engine: contract.Engine
 ) -> None:
-    loaded = checkpoints.load_checkpoint(
-        small_model, torch.device("cpu"), torch.float32
-    )
-    engine = slot_engine.SlotEngine(
-        of_latents(loaded, Settings(slots=2, backend="eager"))
-    )
-    size = {"width": 32, "height": 32}
+    engine = make_slot_engine(model=small_model, slots=2, backend="eager")
     every_other = Options(s_min_uncond=1000.0)
     requests = [
-        make_request(**size, seed=1),
-        make_request(**size, seed=2, cfg_scale=1.0),
-        make_request(**size, seed=3, sampler_options=every_other),
+        small_request(seed=1),
+        small_request(seed=2, cfg_scale=1.0),
+        small_request(seed=3, sampler_options=every_other),
     ]
     for request in requests[:2]:
         engine.warm_up(request)
@@ -154,45 +146,40 @@ def test_slots_of_one_row_are_compiled_beside_those_of_two(
     assert engine.recompiles == 0
 
 
-@pytest.mark.slow
 def test_jobs_that_begin_with_an_image_cause_no_recompile(
     compiled_engine: slot_engine.SlotEngine,
     small_model: Path,
+    make_slot_engine: Any,
 ) -> None:
     """Nor do second passes; one of another size runs uncompiled, as other jobs of that size."""
     pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
     mask = np.zeros((32, 32), np.uint8)
     mask[:, 16:] = 255
-    size = {"width": 32, "height": 32}
     second = {"denoising_strength": 0.7, "steps": 3, "upscaler": "Latent"}
     requests = [
-        make_request(**size),
-        make_request(**size, seed=2, init=contract.InitImage(pixels, 0.6)),
-        make_request(
-            **size, seed=3, init=contract.InitImage(pixels, 0.8, mask), sampler="plms"
+        small_request(),
+        small_request(seed=2, init=contract.InitImage(pixels, 0.6)),
+        small_request(
+            seed=3, init=contract.InitImage(pixels, 0.8, mask), sampler="plms"
         ),
-        make_request(**size, seed=4, init=contract.InitImage(pixels, 0.8, mask)),
+        small_request(seed=4, init=contract.InitImage(pixels, 0.8, mask)),
         make_request(
-            width=24, height=24, seed=5, hires=contract.HiresPass(**size, **second)
+            width=24, height=24, seed=5, hires=contract.HiresPass(32, 32, **second)
         ),
-        make_request(**size, seed=6, hires=contract.HiresPass(40, 40, **second)),
+        small_request(seed=6, hires=contract.HiresPass(40, 40, **second)),
     ]
     images = draw(compiled_engine, *requests)
     assert compiled_engine.recompiles == 0
     (call,) = compiled_engine._runner._compiled.values()
     assert call.compiled["shared"].is_compiled
-    loaded = checkpoints.load_checkpoint(
-        small_model, torch.device("cpu"), torch.float32
-    )
-    uncompiled = slot_engine.SlotEngine(of_latents(loaded, Settings(slots=2)))
+    uncompiled = make_slot_engine(model=small_model, slots=2)
     assert_alike(images, draw_alone(uncompiled, requests))
-    uncompiled.close()
 
 
-@pytest.mark.slow
 def test_controlnets_are_compiled_with_the_tick_and_cause_no_recompile(
     compiled_engine: slot_engine.SlotEngine,
     small_model: Path,
+    make_slot_engine: Any,
     make_control: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -212,16 +199,13 @@ def test_controlnets_are_compiled_with_the_tick_and_cause_no_recompile(
         pixels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), np.uint8)
         return make_control(0, small_model, pixels=pixels, **changes)
 
-    size = {"width": 32, "height": 32}
     requests = [
-        make_request(**size, controls=(control(1, weight=60),)),
-        make_request(
-            **size, seed=2, controls=(control(2, weight=90, end=0.4),), steps=6
+        small_request(controls=(control(1, weight=60),)),
+        small_request(seed=2, controls=(control(2, weight=90, end=0.4),), steps=6),
+        small_request(
+            seed=3, controls=(control(3, weight=60, end=0.7),), sampler="plms"
         ),
-        make_request(
-            **size, seed=3, controls=(control(3, weight=60, end=0.7),), sampler="plms"
-        ),
-        make_request(**size, seed=4),
+        small_request(seed=4),
     ]
     engine.warm_up(requests[0])
     first, steered = engine._runner._compiled.values()
@@ -234,67 +218,52 @@ def test_controlnets_are_compiled_with_the_tick_and_cause_no_recompile(
         each.data_ptr() for each in before.state if isinstance(each, torch.Tensor)
     ] == tensors
     assert before.compiled == graphs
-    loaded = checkpoints.load_checkpoint(
-        small_model, torch.device("cpu"), torch.float32
-    )
-    uncompiled = slot_engine.SlotEngine(of_latents(loaded, Settings(slots=2)))
+    uncompiled = make_slot_engine(model=small_model, slots=2)
     for request, image in zip(requests, images, strict=True):
         assert difference(image, draw(uncompiled, request)[0]) <= ROUNDING
         if request.controls:
             plain = dataclasses.replace(request, controls=())
             assert difference(image, draw(uncompiled, plain)[0]) > 20
-    uncompiled.close()
     # The next tests count the engine's graphs.
     (lane,) = (each for each in engine._lanes if each.batch_key.controls)
     lane.close()
     engine._runner._compiled.pop(lane.batch_key)
 
 
-@pytest.mark.slow
 def test_other_shapes_run_uncompiled(
     compiled_engine: slot_engine.SlotEngine,
     plain_engine: contract.Engine,
 ) -> None:
-    size = {"width": 32, "height": 32}
-    long = make_request(**size, prompt="a castle on a hill, " * 11)
+    long = small_request(prompt="a castle on a hill, " * 11)
     requests = [long, make_request(width=40, height=24)]
     images = draw(compiled_engine, *requests)
     assert compiled_engine.recompiles == 0
     assert_alike(images, draw_alone(plain_engine, requests))
 
 
-@pytest.mark.slow
 def test_a_weight_mode_that_is_not_compiled_is_not_used(
     small_model: Path,
+    make_slot_engine: Any,
     plain_engine: contract.Engine,
 ) -> None:
-    loaded = checkpoints.load_checkpoint(
-        small_model, torch.device("cpu"), torch.float32
-    )
-    engine = slot_engine.SlotEngine(
-        of_latents(
-            loaded, Settings(slots=2, backend="eager", compiled_modes=("per_slot",))
-        )
+    engine = make_slot_engine(
+        model=small_model, slots=2, backend="eager", compiled_modes=("per_slot",)
     )
     engine.warm_up()
-    request = make_request(width=32, height=32)
+    request = small_request()
     (image,) = draw(engine, request)
     assert engine.weight_mode == "per_slot"
     assert difference(image, draw(plain_engine, request)[0]) <= ROUNDING
 
 
-@pytest.mark.slow
-def test_images_that_tile_have_a_graph_of_their_own(small_model: Path) -> None:
+def test_images_that_tile_have_a_graph_of_their_own(
+    small_model: Path, make_slot_engine: Any
+) -> None:
     """So have those whose latents do not halve evenly; both are those drawn uncompiled."""
-    loaded = checkpoints.load_checkpoint(
-        small_model, torch.device("cpu"), torch.float32
+    engine = make_slot_engine(
+        model=small_model, slots=2, backend="eager", compiled_modes=("shared",)
     )
-    modes = Settings(slots=2, backend="eager", compiled_modes=("shared",))
-    engine = slot_engine.SlotEngine(of_latents(loaded, modes))
-    loaded = checkpoints.load_checkpoint(
-        small_model, torch.device("cpu"), torch.float32
-    )
-    uncompiled = slot_engine.SlotEngine(of_latents(loaded, Settings(slots=2)))
+    uncompiled = make_slot_engine(model=small_model, slots=2)
     requests = [
         make_request(width=40, height=24, seed=seed, tiling=tiling)
         for seed in (1, 2)
@@ -307,11 +276,8 @@ def test_images_that_tile_have_a_graph_of_their_own(small_model: Path) -> None:
     assert len(engine._runner._compiled) == 2
     assert_alike(images, draw_alone(uncompiled, requests))
     assert difference(images[0], images[1]) > 20
-    for each in (engine, uncompiled):
-        each.close()
 
 
-@pytest.mark.slow
 def test_changes_of_convolutions_are_compiled_once_they_are_frequent(
     compiled_engine: slot_engine.SlotEngine,
     plain_engine: contract.Engine,
@@ -329,7 +295,7 @@ def test_changes_of_convolutions_are_compiled_once_they_are_frequent(
         }
         save_file(tensors, path)
         lora = contract.Lora(path.stem, path, 0.0, 1.0)
-        return make_request(width=32, height=32, seed=seed, steps=2, loras=(lora,))
+        return small_request(seed=seed, steps=2, loras=(lora,))
 
     def compiled_modes() -> set[str]:
         ((_, active),) = engine._runner._compiled.items()
@@ -346,14 +312,13 @@ def test_changes_of_convolutions_are_compiled_once_they_are_frequent(
     requests.append(requests[0])
     assert engine.recompiles == 0
     requests.append(request(6, 20))
-    images += draw(engine, requests[-1], make_request(width=32, height=32))[:1]
+    images += draw(engine, requests[-1], small_request())[:1]
     assert compiled_modes() == {"per_slot", "shared"}, "its tensors were replaced"
     assert engine.recompiles == 0
     assert_alike(images, draw_alone(plain_engine, requests))
     engine._unet.changes.clear()
 
 
-@pytest.mark.slow
 def test_a_frequent_size_is_compiled_meanwhile_and_fails_without_the_others(
     compiled_engine: slot_engine.SlotEngine,
     plain_engine: contract.Engine,

@@ -134,7 +134,7 @@ def test_switching_weight_modes_leaves_the_checkpoints_weights(
 
 def test_a_lora_that_cannot_be_packed_is_merged_and_drawn_without_a_break(
     make_slot_engine: Any,
-    make_engine: Any,
+    engine: Any,
     checkpoint: Path,
     lora_paths: list[Path],
     monkeypatch: Any,
@@ -147,21 +147,20 @@ def test_a_lora_that_cannot_be_packed_is_merged_and_drawn_without_a_break(
     # A full difference of a 3x3 convolution: only linear layers' weights are held by slot.
     tensors["lora_unet_conv_in.diff"] = torch.randn(32, 4, 3, 3) / 10
     save_file(tensors, path)
-    engine = make_slot_engine()
-    calls = watch_calls(monkeypatch, engine)
+    ours = make_slot_engine()
+    calls = watch_calls(monkeypatch, ours)
     requests = [
         make_request(seed=1, loras=(lora(lora_paths[0]),)),
         make_request(seed=2, loras=(lora(path),)),
         make_request(seed=3),
         make_request(seed=4, loras=(lora(path),)),
     ]
-    images = draw(engine, *requests)
+    images = draw(ours, *requests)
     modes = [(call.mode, len(call.jobs)) for call in calls]
     first = modes.index(("shared", 2))
     assert modes[first : first + 4] == [("shared", 2)] * 4, "the others wait meanwhile"
     assert modes[:first] + modes[first + 4 :] == [("per_slot", 2)] * 4
-    plain = make_engine()
-    assert_alike(images, draw_alone(plain, requests))
+    assert_alike(images, draw_alone(engine, requests))
 
 
 def test_free_counts_down_from_capacity_and_comes_back(make_slot_engine: Any) -> None:

@@ -6,7 +6,7 @@ arithmetic that the slot engine is compared with.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +14,6 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 
 import a1111
 from imagefleet import errors
-from imagefleet.job.prompt import Prompt
 from worker.engine import checkpoint, contract, device, sampler, text
 from worker.engine import errors as engine_errors
 from worker.engine.control.cache import ControlNets
@@ -52,10 +51,7 @@ def group(prepared: PreparedRequest) -> tuple[object, ...]:
 
 
 class BatchEngine:
-    """A `contract.Engine` whose images start and finish together, at most *max_batch* of them."""
-
-    self_check = None
-    text_encoder = None
+    """Draws as a `contract.Engine` does; at most *max_batch* images start and finish together."""
 
     def __init__(self, loaded: checkpoint.Checkpoint, max_batch: int) -> None:
         self.checkpoint = loaded
@@ -77,14 +73,6 @@ class BatchEngine:
         return self.checkpoint.name
 
     @property
-    def family(self) -> str:
-        return self.checkpoint.family.slug
-
-    @property
-    def default_size(self) -> tuple[int, int]:
-        return self.checkpoint.default_size
-
-    @property
     def capacity(self) -> int:
         return self._max_batch * _LOOKAHEAD_BATCHES
 
@@ -96,21 +84,10 @@ class BatchEngine:
     def busy(self) -> bool:
         return bool(self._pending)
 
-    @property
-    def lora_lookups(self) -> Mapping[str, int]:
-        return self._preparer.lora_lookups
-
-    def find_embeddings(
-        self, prompts: Iterable[Prompt | str], names: Collection[str]
-    ) -> tuple[str, ...]:
-        return self._preparer.tokenizer.find_names(prompts, names)
-
     def prepare(self, request: contract.ImageRequest) -> PreparedRequest:
         return self._preparer.prepare(request)
 
-    def admit(self, ticket: int, prepared: contract.PreparedRequest) -> None:
-        if not isinstance(prepared, PreparedRequest):
-            raise TypeError("prepared by another engine")
+    def admit(self, ticket: int, prepared: PreparedRequest) -> None:
         self._pending[ticket] = prepared
 
     def tick(self) -> list[contract.Finished]:
@@ -121,18 +98,6 @@ class BatchEngine:
         return [
             contract.Finished(*pair) for pair in zip(tickets, outcomes, strict=True)
         ]
-
-    def close(self) -> None:
-        self._pending.clear()
-        self._encoder.clear()
-        for merger in self._mergers.values():
-            merger.reset()
-        for network in (
-            self.checkpoint.unet,
-            self.checkpoint.vae,
-            self.checkpoint.text_encoder,
-        ):
-            network.to("meta")
 
     def activate(self, loras: Mapping[Network, Sequence[merge.AppliedLora]]) -> None:
         """Merges LoRAs into the networks; none restores them."""

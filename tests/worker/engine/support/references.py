@@ -76,12 +76,13 @@ class Reference:
         steps: int,
         t_enc: int,
         noise: Sequence[torch.Tensor],
+        **options: Any,
     ) -> torch.Tensor:
         """The last `t_enc` + 1 steps of the uniform schedule, on an image."""
         sigmas = self._taken(method, "uniform", steps)[steps - t_enc - 1 :]
         ends = sigmas[-2].item(), sigmas[0].item(), len(sigmas) - 1
         path = {"dpm_fast": ends, "dpm_adaptive": ends[:2]}.get(method, (sigmas,))
-        return self._run(method, denoise, image + noise[0] * sigmas[0], path, {})
+        return self._run(method, denoise, image + noise[0] * sigmas[0], path, options)
 
     def _taken(self, method: str, schedule: str, steps: int) -> torch.Tensor:
         if method not in ("dpm_2", "dpm_2_ancestral", "dpmpp_3m_sde"):
