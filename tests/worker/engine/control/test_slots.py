@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from drawing import ROUNDING, assert_alike, difference, draw, draw_alone, make_request
+from drawing import (
+    ROUNDING,
+    assert_alike,
+    difference,
+    draw,
+    draw_alone,
+    draw_prepared,
+    make_request,
+)
 from imagefleet import errors
 from sampling import alphas_cumprod
 from worker.engine import contract
@@ -79,14 +87,7 @@ def test_the_next_images_of_a_job_use_its_embedded_control_image(
         "embed",
         lambda self, pixels: embed(self, embedded.append(pixels) or pixels),
     )
-    first = engine.prepare(requests[0])
-    for ticket, request in enumerate(requests):
-        engine.admit(ticket, dataclasses.replace(first, request=request))
-    images: dict[int, Any] = {}
-    while engine.busy:
-        images.update({done.ticket: done.outcome for done in engine.tick()})
-    for ticket, expected in enumerate(apart):
-        assert difference(images[ticket], expected) <= ROUNDING
+    assert_alike(draw_prepared(engine, requests), apart)
     assert len(embedded) == 1
 
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from calls import watch_calls
-from drawing import ROUNDING, difference, draw, make_request
+from drawing import ROUNDING, assert_alike, difference, draw, make_request
 from families import lora_kinds
 from worker.engine import contract
 from worker.engine.lora.file import adaptable_layers
@@ -148,5 +148,4 @@ def test_slots_weights_in_several_tensors_make_the_same_images(
     engine = make_slot_engine(slots=3)
     parts = [len(stack._parts) for stack in engine._unet._stacks.values()]
     assert max(parts) > 1
-    for pair in zip(draw(engine, *requests), whole, strict=True):
-        assert difference(*pair) <= ROUNDING
+    assert_alike(draw(engine, *requests), whole)

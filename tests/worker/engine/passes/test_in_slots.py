@@ -11,7 +11,15 @@ from diffusers import AutoencoderKL
 from PIL import Image
 
 from calls import watch_calls
-from drawing import ROUNDING, assert_alike, difference, draw, draw_alone, make_request
+from drawing import (
+    ROUNDING,
+    assert_alike,
+    difference,
+    draw,
+    draw_alone,
+    draw_prepared,
+    make_request,
+)
 from imagefleet import errors
 from tests.worker.engine.support import esrgan
 from worker.engine import contract, decoder
@@ -72,8 +80,7 @@ def test_images_are_the_same_in_company_and_alone(
     alone = draw_alone(engine, mixed)
     for order in ([4, 8, 0, 2, 6, 1, 3, 7, 5], [3, 6, 7, 1, 2, 0, 5, 8, 4]):
         together = draw(engine, *(mixed[at] for at in order))
-        for at, image in zip(order, together, strict=True):
-            assert difference(image, alone[at]) <= ROUNDING
+        assert_alike(together, [alone[at] for at in order])
 
 
 def test_the_image_after_an_inpainted_one_in_a_slot_is_not_masked(
@@ -156,14 +163,7 @@ def test_the_images_of_a_job_share_what_was_prepared_and_what_was_encoded(
         lambda self, pixels: encode(self, encoded.append(pixels) or pixels),
     )
     for each, expected in zip(requests, apart, strict=True):
-        first = engine.prepare(each[0])
-        for ticket, request in enumerate(each):
-            engine.admit(ticket, dataclasses.replace(first, request=request))
-        images: dict[int, Any] = {}
-        while engine.busy:
-            images.update({done.ticket: done.outcome for done in engine.tick()})
-        for ticket, image in enumerate(expected):
-            assert difference(images[ticket], image) <= ROUNDING
+        assert_alike(draw_prepared(engine, each), expected)
     assert len(encoded) == 1
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import polling
 from calls import watch_calls
-from drawing import ROUNDING, assert_alike, difference, draw, make_request
+from drawing import ROUNDING, assert_alike, difference, draw, finish, make_request
 from worker.engine import contract
 from worker.engine.kernels.compile import THREAD_NAME, Compiled
 from worker.engine.slots import compiling, step
@@ -243,15 +243,8 @@ def test_out_of_memory_while_recording_costs_slots_or_that_mode_but_no_image(
     engine.tick()
     compiler.end(5)
     engine._compilation.finish()
-    finished: list[contract.Finished] = []
-    while not finished:
-        finished = engine.tick()
-    alone = slot_engine
-    alone.admit(0, alone.prepare(make_request(steps=8)))
-    expected: list[contract.Finished] = []
-    while not expected:
-        expected = alone.tick()
-    assert difference(finished[0].outcome, expected[0].outcome) <= ROUNDING
+    (expected,) = draw(slot_engine, make_request(steps=8))
+    assert difference(finish(engine)[0], expected) <= ROUNDING
     assert not engine.is_compiling
     if full_at == "per_slot":  # nothing runs compiled with so many
         assert engine.slots == 3

@@ -1,4 +1,3 @@
-import dataclasses
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +10,15 @@ from safetensors.torch import load_file, save_file
 
 import tiny_model
 from calls import watch_calls
-from drawing import ROUNDING, assert_alike, difference, draw, draw_alone, make_request
+from drawing import (
+    ROUNDING,
+    assert_alike,
+    difference,
+    draw,
+    draw_alone,
+    draw_prepared,
+    make_request,
+)
 from imagefleet import errors
 from worker.engine import contract
 from worker.engine.sampler import NoiseStream
@@ -71,14 +78,8 @@ def test_the_images_of_a_job_may_share_what_was_prepared_for_its_first(
         make_request(seed=seed, loras=(lora(lora_paths[0], 2.0),)) for seed in (1, 2, 3)
     ]
     apart = draw(slot_engine, *requests)
-    first = slot_engine.prepare(requests[0])
-    for ticket, request in enumerate(requests):
-        slot_engine.admit(ticket, dataclasses.replace(first, request=request))
-    shared: dict[int, Any] = {}
-    while slot_engine.busy:
-        shared.update({each.ticket: each.outcome for each in slot_engine.tick()})
-    for ticket, image in enumerate(apart):
-        assert difference(shared[ticket], image) <= ROUNDING
+    shared = draw_prepared(slot_engine, requests)
+    assert_alike(shared, apart)
     assert difference(shared[0], shared[1]) > 30
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from calls import watch_calls
-from drawing import ROUNDING, assert_alike, difference, draw, make_request
+from drawing import ROUNDING, assert_alike, difference, draw, finish, make_request
 from imagefleet import errors
 from worker.engine import contract, decoder
 from worker.engine.networks.linear import SlotLinear
@@ -75,9 +75,7 @@ def test_unfinished_images_restart_after_out_of_memory(
     watch_calls(monkeypatch, engine, lambda call: next(count) == steps - 2)
     images = draw(engine, *requests)
     assert engine.slots == 1
-    assert [
-        difference(*pair) <= ROUNDING for pair in zip(images, sound, strict=True)
-    ] == [True] * 2
+    assert_alike(images, sound)
 
 
 def test_out_of_memory_with_several_lanes_gives_up_their_weights_first_then_slots(
@@ -265,9 +263,7 @@ def test_out_of_memory_while_decoding_reduces_the_slices(
 
     monkeypatch.setattr(decoder, "decode", decode)
     images = draw(engine, *requests)
-    assert [difference(*pair) for pair in zip(images, sound, strict=True)] <= [
-        ROUNDING
-    ] * 3
+    assert_alike(images, sound)
     assert sizes[0] == 3
     draw(engine, *requests)
     assert sizes[-3:] == [1, 1, 1]
@@ -311,8 +307,7 @@ def test_an_image_without_memory_to_decode_it_whole_is_decoded_in_stripes(
 
     monkeypatch.setattr(decoder, "decode", decode)
     images = draw(engine, *requests)
-    for pair in zip(images, sound, strict=True):
-        assert difference(*pair) <= ROUNDING
+    assert_alike(images, sound)
     assert not engine._decoder.is_striped, "other sizes are decoded whole"
 
 
@@ -369,9 +364,5 @@ def test_an_image_that_has_no_memory_with_one_slot_is_for_another_worker(
 
     monkeypatch.setattr(decoder, "to_images", fail)
     engine.admit(0, engine.prepare(make_request()))
-    finished: list[contract.Finished] = []
-    while engine.busy:
-        finished += engine.tick()
-    (only,) = finished
-    assert isinstance(only.outcome, errors.TransientError)
+    assert isinstance(finish(engine)[0], errors.TransientError)
     assert engine.slots == 1

@@ -7,59 +7,50 @@ from typing import Any
 
 import pytest
 
-from drawing import ROUNDING, difference, draw, make_request
+from drawing import assert_alike, draw, finish, make_request
 from worker.engine import contract
+from worker.engine.slots.staging import LatentStager
 
 
 def lora(path: Path) -> contract.Lora:
     return contract.Lora(path.stem, path, 1.0, 1.0)
 
 
+@pytest.fixture
+def second_may_go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The second job's prompt is not encoded before this is set."""
+    encode, may_go_on = LatentStager._encode, threading.Event()
+
+    def wait(self: LatentStager, job: Any, *given: Any) -> Any:
+        assert job.ticket == 0 or may_go_on.wait()
+        return encode(self, job, *given)
+
+    monkeypatch.setattr(LatentStager, "_encode", wait)
+    return may_go_on
+
+
 def test_ticks_do_not_wait_for_a_job_that_is_staged_ahead(
-    make_slot_engine: Any, monkeypatch: Any
+    make_slot_engine: Any, second_may_go_on: threading.Event
 ) -> None:
     engine = make_slot_engine(slots=1)
-    original, may_go_on = engine._stager._encode, threading.Event()
-
-    def encode(job: Any, *given: Any) -> Any:
-        if job.ticket == 1:
-            assert may_go_on.wait()
-        return original(job, *given)
-
-    monkeypatch.setattr(engine._stager, "_encode", encode)
     for ticket in range(2):
         engine.admit(ticket, engine.prepare(make_request(steps=3, seed=ticket)))
-    finished: list[int] = []
-    for _ in range(3):
-        finished += [each.ticket for each in engine.tick()]
-    assert finished == [0]
-    may_go_on.set()
-    while engine.busy:
-        finished += [each.ticket for each in engine.tick()]
-    assert finished == [0, 1]
+    assert [each.ticket for _ in range(3) for each in engine.tick()] == [0]
+    second_may_go_on.set()
+    assert list(finish(engine)) == [1]
 
 
 def test_a_lane_that_is_half_full_draws_while_the_next_job_is_still_being_staged(
-    make_slot_engine: Any, monkeypatch: Any
+    make_slot_engine: Any, second_may_go_on: threading.Event
 ) -> None:
     engine = make_slot_engine(slots=2)
     engine._draws_while_staging = True  # as on a GPU
-    original, may_go_on = engine._stager._encode, threading.Event()
-
-    def encode(job: Any, *given: Any) -> Any:
-        assert job.ticket == 0 or may_go_on.wait()
-        return original(job, *given)
-
-    monkeypatch.setattr(engine._stager, "_encode", encode)
     engine.admit(0, engine.prepare(make_request(steps=4)))
     engine.tick()
     engine.admit(1, engine.prepare(make_request(steps=4, seed=1)))
-    finished = [each.ticket for _ in range(3) for each in engine.tick()]
-    assert finished == [0]
-    may_go_on.set()
-    while engine.busy:
-        finished += [each.ticket for each in engine.tick()]
-    assert finished == [0, 1]
+    assert [each.ticket for _ in range(3) for each in engine.tick()] == [0]
+    second_may_go_on.set()
+    assert list(finish(engine)) == [1]
 
 
 def test_loras_are_not_read_while_slots_are_filled(
@@ -80,7 +71,7 @@ def test_loras_are_not_read_while_slots_are_filled(
     with ThreadPoolExecutor(1) as threads:
         slot_engine.admit(0, slot_engine.prepare(make_request(steps=1)))
         slot_engine.tick()
-        assert reading[0].result(timeout=1100).lora_key
+        assert reading[0].result().lora_key
 
 
 @pytest.mark.parametrize(("room", "begun"), [(0, 1), (2.5, 2), (9, 4)])
@@ -161,5 +152,4 @@ def test_loras_of_jobs_that_start_together_take_no_more_than_what_is_staged_ahea
     for drawing in (2, 4):  # the others' LoRAs are staged meanwhile
         engine.tick()
         assert len(only.active) == drawing
-    for pair in zip(images, expected, strict=True):
-        assert difference(*pair) <= ROUNDING
+    assert_alike(images, expected)

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import tiny_model
-from drawing import ROUNDING, difference, draw, make_request
+from drawing import ROUNDING, assert_alike, difference, draw, finish, make_request
 from families import tiny_families
 from pixel import tiny_cascade
 from worker.engine import contract, load
@@ -123,8 +123,7 @@ def test_an_engine_draws_the_images_of_the_model_that_it_took_and_then_of_its_ow
                 "shared",
                 True,
             )
-        for pair in zip(images, expected[folder], strict=True):
-            assert difference(*pair) <= 1
+        assert_alike(images, expected[folder], within=1)
         fresh = engine_of(folder)
         assert engine.self_check is not None
         assert engine.self_check.find_fault() is None
@@ -207,14 +206,11 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def draw_all(
     engine: slots.SlotEngine, requests: list[contract.ImageRequest]
-) -> list[contract.Finished]:
+) -> dict[int, Any]:
     """All admitted at once, in the order in which they are done."""
     for ticket, request in enumerate(requests):
         engine.admit(ticket, engine.prepare(request))
-    finished: list[contract.Finished] = []
-    while engine.busy:
-        finished += engine.tick()
-    return finished
+    return finish(engine)
 
 
 def test_weights_are_not_loaded_again_for_the_loras_that_they_hold(
@@ -244,7 +240,7 @@ def test_a_job_with_the_loras_that_are_loaded_goes_before_an_older_one_but_not_f
     own, other = ((style,) for style in styles)
     requests = [make_request(steps=2, loras=own), make_request(steps=2, loras=other)]
     requests += [make_request(steps=2, loras=own) for _ in range(20)]
-    order = [finished.ticket for finished in draw_all(engine, requests)]
+    order = list(draw_all(engine, requests))
     assert sorted(order) == list(range(22))
     assert 2 <= order.index(1) <= 8
     assert loads == [True, True, True], "own, the other one, own again"
@@ -261,7 +257,7 @@ def test_images_of_lanes_that_take_turns_are_those_alone(
         )
         for seed in range(4)
     ]
-    together = {each.ticket: each.outcome for each in draw_all(engine, requests)}
+    together = draw_all(engine, requests)
     for ticket, expected in enumerate(draw(make_slot_engine(), *requests)):
         assert difference(together[ticket], expected) <= ROUNDING
 
@@ -287,7 +283,7 @@ def test_what_slots_cannot_hold_is_merged_below_the_slot_and_undone(
     assert difference(changed, draw(make_slot_engine(), merged)[0]) <= ROUNDING
     assert difference(changed, before[1]) > VISIBLE
     after = draw(engine, plain, styled)
-    assert all((one == other).all() for one, other in zip(before, after, strict=True))
+    assert_alike(after, before, within=0)
     assert engine.self_check is not None
     assert engine.self_check.find_fault() is None
 
@@ -311,7 +307,7 @@ def test_weights_that_could_not_be_loaded_are_loaded_again(
     engine._runner._backend = "eager"  # what is given up first
     images = draw(engine, *requests)
     assert failed
-    assert all((one == other).all() for one, other in zip(images, sound, strict=True))
+    assert_alike(images, sound, within=0)
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
@@ -345,10 +341,7 @@ def test_a_check_of_the_weights_leaves_images_in_flight_as_they_are(
     engine.tick()
     assert engine.self_check is not None
     assert engine.self_check.find_fault() is None
-    outcomes = []
-    while engine.busy:
-        outcomes += [each.outcome for each in engine.tick()]
-    assert (outcomes[0] == expected).all()
+    assert (finish(engine)[0] == expected).all()
 
 
 def test_the_layers_of_a_model_are_once_on_the_device_and_once_in_the_hosts_memory() -> (

@@ -43,6 +43,25 @@ def draw(engine: contract.Engine, *requests: contract.ImageRequest) -> list[Any]
     return [outcomes[ticket] for ticket in range(len(requests))]
 
 
+def finish(engine: contract.Engine) -> dict[int, Any]:
+    """The outcomes of all that was admitted, by ticket and in the order they are done."""
+    outcomes: dict[int, Any] = {}
+    while engine.busy:
+        outcomes |= {each.ticket: each.outcome for each in engine.tick()}
+    return outcomes
+
+
+def draw_prepared(
+    engine: contract.Engine, requests: Sequence[contract.ImageRequest]
+) -> list[Any]:
+    """Draws the images of a job by what was prepared for its first."""
+    first = engine.prepare(requests[0])
+    for ticket, request in enumerate(requests):
+        engine.admit(ticket, dataclasses.replace(first, request=request))
+    outcomes = finish(engine)
+    return [outcomes[ticket] for ticket in range(len(requests))]
+
+
 def draw_alone(
     engine: contract.Engine, requests: Iterable[contract.ImageRequest]
 ) -> list[Any]:
