@@ -11,7 +11,7 @@ from diffusers import UNet2DConditionModel
 
 import a1111
 from diffusers_pipelines import draw_in_diffusers
-from drawing import ROUNDING, assert_alike, difference, draw, draw_alone, make_request
+from drawing import ROUNDING, difference, draw, make_request
 from imagefleet import errors
 from imagefleet.job.prompt import read_prompt
 from imagefleet.job.samplers import Options
@@ -193,20 +193,3 @@ def test_clip_skip_changes_nothing_where_automatic1111_ignores_it(
     plain, skipped = draw(engine, request_of(), request_of(clip_skip=12))
     # A prompt that was encoded in other company may be rounded in another way.
     assert difference(plain, skipped) <= ROUNDING
-
-
-@pytest.mark.parametrize("family", ["sd2", "sdxl"])
-def test_an_image_in_company_is_the_image_alone(
-    family: str, family_engine: Any
-) -> None:
-    engine = family_engine(family)
-    requests = [
-        request_of(prompt="a (red:1.3) star", negative_prompt=""),
-        request_of(
-            seed=6, prompt="a cat, " * 40, sampler="dpmpp_2m_karras", cfg_scale=3.0
-        ),
-        request_of(seed=7, steps=2, width=96),
-        request_of(seed=8, negative_prompt="x " * 90),
-    ]
-    together = draw(engine, *requests)
-    assert_alike(together, draw_alone(engine, requests))

@@ -1,6 +1,5 @@
 """Jobs that begin with an image, and those with a second pass, in slots beside others."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +82,6 @@ def test_images_are_the_same_in_company_and_alone(
         assert_alike(together, [alone[at] for at in order])
 
 
-def test_the_image_after_an_inpainted_one_in_a_slot_is_not_masked(
-    make_slot_engine: Any, init: Any
-) -> None:
-    engine = make_slot_engine(slots=1)
-    plain = draw(engine, make_request())[0]
-    inpainted = make_request(seed=2, init=init(masked=True))
-    image, again = draw(engine, inpainted, make_request())
-    assert (plain == again).all()
-    assert not (image == plain).all()
-
-
 def test_both_passes_share_calls_with_other_jobs_of_their_size(
     make_slot_engine: Any, init: Any, monkeypatch: Any
 ) -> None:
@@ -128,23 +116,6 @@ def test_a_job_with_two_passes_is_one_ticket_until_its_end(
     assert sorted(each.ticket for each in finished) == [0, 1]
     assert held[:4] == [2] * 4, "both are held while they change lanes"
     assert all(isinstance(each.outcome, np.ndarray) for each in finished)
-
-
-def test_loras_change_both_passes(
-    make_slot_engine: Any,
-    lora_paths: list[Path],
-) -> None:
-    """Merged for all when alone, in the slots' own weights in company."""
-    engine = make_slot_engine(slots=2, blocks=2)
-    styles = [contract.Lora(path.stem, path, 1.0, 1.5) for path in lora_paths[:2]]
-    requests = [
-        make_request(seed=1, steps=6, loras=(styled,), hires=hires(steps=6))
-        for styled in styles
-    ]
-    merged = draw_alone(engine, requests)
-    assert_alike(draw(engine, *requests), merged)
-    plain = dataclasses.replace(requests[0], loras=())
-    assert difference(merged[0], draw(engine, plain)[0]) > 20
 
 
 def test_the_images_of_a_job_share_what_was_prepared_and_what_was_encoded(

@@ -1,14 +1,12 @@
 """Slots whose texts change between calls, and those with rows for what AND joins."""
 
 import dataclasses
-import itertools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from calls import watch_calls
 from drawing import ROUNDING, assert_alike, difference, draw, draw_alone, make_request
 from imagefleet import errors
 from imagefleet.job.prompt import read_negative_prompt, read_prompt
@@ -107,19 +105,6 @@ def test_what_and_joins_takes_rows_and_slots_become_fewer(
     assert engine.slots_for(request) == 12 // rows[0]
     draw(engine, request)
     assert engine.unet_rows == sum(rows)
-
-
-def test_an_edited_image_begins_again_with_its_first_text(
-    make_slot_engine: Any,
-    monkeypatch: Any,
-) -> None:
-    engine = make_slot_engine(slots=2)
-    words = ("[a cat:a hut:1]", "a [b|c]", "a AND [b:c:2]")
-    requests = [make_request(prompt=read_prompt(each, steps=4)) for each in words]
-    sound = draw(engine, *requests)
-    count = itertools.count(1)
-    watch_calls(monkeypatch, engine, lambda call: next(count) == 4)
-    assert_alike(draw(engine, *requests), sound)
 
 
 def test_a_second_pass_has_a_schedule_of_its_own(make_slot_engine: Any) -> None:

@@ -108,31 +108,6 @@ def test_an_image_is_returned_as_soon_as_its_steps_are_done(
     assert ticks == [[1], [2], [], [0]]
 
 
-def test_switching_weight_modes_leaves_the_checkpoints_weights(
-    make_slot_engine: Any,
-    lora_paths: list[Path],
-) -> None:
-    engine = make_slot_engine()
-    weights = {
-        name: value.clone()
-        for name, value in engine.checkpoint.unet.state_dict().items()
-    }
-    (plain,) = draw(engine, make_request())
-    one, other = lora(lora_paths[0]), lora(lora_paths[1])
-    alone = draw(engine, make_request(loras=(one,), steps=12))[0]
-    beside = draw(
-        engine,
-        make_request(loras=(one,), steps=12),
-        make_request(loras=(one,), steps=5),
-        make_request(loras=(one,), steps=3),
-        make_request(loras=(other,), steps=2),
-    )
-    assert difference(beside[0], alone) <= ROUNDING
-    assert difference(draw(engine, make_request())[0], plain) == 0
-    for name, value in engine.checkpoint.unet.state_dict().items():
-        assert torch.equal(value, weights[name]), name
-
-
 def test_a_lora_that_cannot_be_packed_is_merged_and_drawn_without_a_break(
     make_slot_engine: Any,
     engine: Any,
