@@ -385,7 +385,7 @@ def test_the_command_that_refuses_a_pickle_converts_it(
     with pytest.raises(errors.SetupError) as refused:
         check.check_path(path)
     command = shlex.split(refused.value.message.partition("convert it: ")[2])
-    subprocess.run([sys.executable, *command[1:]], check=True, timeout=1100)
+    subprocess.run([sys.executable, *command[1:]], check=True)
     check.check_path(path.with_suffix(".safetensors"))
 
 

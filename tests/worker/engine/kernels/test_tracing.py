@@ -28,9 +28,7 @@ def during(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], 
             compile.Compiled, "trace", lambda _compiled: seen.append(look())
         )
         seen: list[Any] = []
-        compile.trace_on_thread(make(torch.ones(2)), torch.device("cpu")).result(
-            timeout=1100
-        )
+        compile.trace_on_thread(make(torch.ones(2)), torch.device("cpu")).result()
         return seen[0]
 
     return run
@@ -82,6 +80,6 @@ def test_what_is_abandoned_is_not_compiled_and_not_reported(
 ) -> None:
     compiled = make(torch.ones(2))
     compiled.abandon()
-    compile.trace_on_thread(compiled, torch.device("cpu")).result(timeout=1100)
+    compile.trace_on_thread(compiled, torch.device("cpu")).result()
     assert compiled.graphs == 0
     assert not caplog.records

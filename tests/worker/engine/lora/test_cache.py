@@ -86,7 +86,7 @@ def test_concurrent_reads_of_a_bad_file_all_fail_and_the_next_read_retries(
 def test_different_files_are_read_concurrently(
     cache: lora_file.LoraCache, lora_paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meeting = threading.Barrier(2, timeout=1100)
+    meeting = threading.Barrier(2)
     read = lora_file.read_lora
 
     def read_together(*arguments: Any) -> lora_file.LoraFile:
