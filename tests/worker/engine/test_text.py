@@ -24,17 +24,6 @@ def test_a_short_prompt_without_weights_is_clips_own_output(
 
 
 @torch.inference_mode()
-def test_prompts_of_equal_length_have_no_padding(
-    tokenizer: text.Tokenizer, encoder: text.Encoder
-) -> None:
-    context = encoder.encode(
-        [tokenizer.chunks("a BREAK b"), tokenizer.chunks("cat " * 76)], 1
-    )
-    assert context.vectors.shape == (2, 154, context.vectors.shape[2])
-    assert context.mask.all()
-
-
-@torch.inference_mode()
 def test_prompts_of_different_lengths_in_one_call_match_separate_calls(
     clip: Any, tokenizer: text.Tokenizer, encoder: text.Encoder
 ) -> None:
@@ -148,18 +137,6 @@ def test_the_cache_evicts_the_least_recently_used_above_its_size(
     before = counter.chunks
     encoder.encode([a], 1)
     assert counter.chunks == before + 1
-
-
-@torch.inference_mode()
-def test_many_chunks_go_through_the_text_encoder_in_several_calls(
-    clip: Any, tokenizer: text.Tokenizer, encoder: text.Encoder
-) -> None:
-    prompts = [tokenizer.chunks(f"{number}") for number in range(40)]
-    for row, prompt in zip(encoder.encode(prompts, 1).vectors, prompts, strict=True):
-        alone = text.Encoder([text.Reader(clip.text_encoder)], START, END).encode(
-            [prompt], 1
-        )
-        torch.testing.assert_close(row, alone.vectors[0], rtol=1e-4, atol=1e-5)
 
 
 class OpposedEncoder:

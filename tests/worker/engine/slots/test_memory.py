@@ -258,20 +258,3 @@ def test_a_worker_says_what_of_sdxl_fits_its_gpu(
     said = sdxl_on(monkeypatch, gigabytes)
     at_once = f"{images} image{'s' * (images > 1)} at once"
     assert re.fullmatch(at_once + (f"; {saved}" if saved else ""), said), said
-
-
-@pytest.mark.parametrize(("gigabytes", "images"), [(8, 1), (12, 3)])
-def test_a_card_to_which_copies_are_slow_holds_factors(
-    monkeypatch: pytest.MonkeyPatch, gigabytes: int, images: int
-) -> None:
-    said = sdxl_on(monkeypatch, gigabytes, rate=1e9)
-    assert said.startswith(
-        f"{images} image{'s' * (images > 1)} at once; LoRAs are factors "
-    ), said
-
-
-def test_a_card_of_6_gb_is_refused_for_sdxl(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        errors.SetupError, match="use a GPU with more memory, or a smaller model"
-    ):
-        sdxl_on(monkeypatch, 6)

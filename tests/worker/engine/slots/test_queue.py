@@ -43,11 +43,6 @@ def test_a_job_at_its_limit_blocks_younger_jobs() -> None:
     assert tickets(waiting, ONE) == [0, 1, 2]
 
 
-def test_preferred_loras_go_first_up_to_the_limit() -> None:
-    waiting = queue((), *[ONE] * 4, max_overtakes=3)
-    assert tickets(waiting, ONE) == [1, 2, 3, 0, 4]
-
-
 def test_the_cheaper_weight_mode_is_chosen() -> None:
     costs = slot_queue.Costs(
         per_slot_seconds=1.1, shared_seconds=1.0, merge_seconds=1.0
