@@ -310,7 +310,6 @@ def test_the_memory_of_a_slot_counts_what_the_unet_takes_beside_the_latents(
 
 def test_controlnets_see_the_latents_alone(
     engine: Any,
-    folder: Any,
     pipeline: Any,
     family_folder: Any,
     tmp_path: Path,

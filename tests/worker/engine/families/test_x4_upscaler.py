@@ -271,7 +271,7 @@ def test_compiled_ticks_read_what_is_written_into_the_slots_later(
 
 
 def test_the_memory_of_a_slot_counts_the_image_and_one_row_for_its_level(
-    make_engine: Any, folder: Path
+    make_engine: Any,
 ) -> None:
     made = make_engine()
     assert made.default_size == (64, 64)

@@ -52,9 +52,7 @@ def test_the_sum_of_its_weights_is_of_what_it_draws_with(accelerated: Any) -> No
     assert engine.checkpoint.weight_sums != plain.weight_sums
 
 
-def test_a_model_that_is_changed_to_has_the_accelerator_too(
-    accelerated: Any, slot_engine: Any
-) -> None:
+def test_a_model_that_is_changed_to_has_the_accelerator_too(accelerated: Any) -> None:
     engine = load.load_engine(accelerated)
     (expected,) = draw(engine, make_request())
     take = load.read_beside(engine, accelerated)

@@ -1,5 +1,6 @@
 import math
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +8,28 @@ import numpy as np
 import pytest
 import torch
 
-from calls import watch_calls
+from calls import OUT_OF_MEMORY, watch_calls
 from drawing import ROUNDING, assert_alike, difference, draw, finish, make_request
 from imagefleet import errors
 from worker.engine import contract, decoder
 from worker.engine.networks.linear import SlotLinear
 from worker.engine.slots.weights import Weights
+
+
+def limit_decoding(
+    monkeypatch: pytest.MonkeyPatch,
+    fails: Callable[[torch.Tensor, bool], bool],
+    name: str = "to_images",
+) -> None:
+    """Decoding has no memory if *fails* says so of the latents and whether in stripes."""
+    original = getattr(decoder, name)
+
+    def limited(vae: Any, latents: torch.Tensor, *, in_stripes: bool = False) -> Any:
+        if fails(latents, in_stripes):
+            raise OUT_OF_MEMORY
+        return original(vae, latents, in_stripes=in_stripes)
+
+    monkeypatch.setattr(decoder, name, limited)
 
 
 def test_out_of_memory_in_a_tick_reduces_the_slots_and_fails_no_image(
@@ -247,21 +264,16 @@ def test_out_of_memory_while_decoding_reduces_the_slices(
     make_slot_engine: Any,
     monkeypatch: Any,
 ) -> None:
-    from worker.engine import decoder
-
     engine = make_slot_engine(slots=3)
     requests = [make_request(seed=seed) for seed in range(3)]
     sound = draw(engine, *requests)
-    sizes = []
-    original = decoder.decode
+    sizes: list[int] = []
 
-    def decode(vae: Any, latents: torch.Tensor, **how: Any) -> Any:
+    def fails(latents: torch.Tensor, _in_stripes: bool) -> bool:
         sizes.append(len(latents))
-        if len(latents) > 1:
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        return original(vae, latents, **how)
+        return len(latents) > 1
 
-    monkeypatch.setattr(decoder, "decode", decode)
+    limit_decoding(monkeypatch, fails, "decode")
     images = draw(engine, *requests)
     assert_alike(images, sound)
     assert sizes[0] == 3
@@ -273,8 +285,6 @@ def test_a_vae_that_overflows_in_float16_decodes_in_float32_from_then_on(
     make_slot_engine: Any,
     monkeypatch: Any,
 ) -> None:
-    from worker.engine import decoder
-
     engine = make_slot_engine(precision="float16")
     sound = draw(engine, make_request())
     original = decoder.decode
@@ -293,19 +303,15 @@ def test_an_image_without_memory_to_decode_it_whole_is_decoded_in_stripes(
     make_slot_engine: Any,
     monkeypatch: Any,
 ) -> None:
-    from worker.engine import decoder
-
     engine = make_slot_engine(slots=2)
     requests = [make_request(seed=1, height=96), make_request(seed=2)]
     sound = draw(engine, *requests)
-    original = decoder.decode
-
-    def decode(vae: Any, latents: torch.Tensor, *, in_stripes: bool = False) -> Any:
-        if latents.shape[2] > latents.shape[3] and not in_stripes:
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        return original(vae, latents, in_stripes=in_stripes)
-
-    monkeypatch.setattr(decoder, "decode", decode)
+    limit_decoding(
+        monkeypatch,
+        lambda latents, in_stripes: (
+            latents.shape[2] > latents.shape[3] and not in_stripes
+        ),
+    )
     images = draw(engine, *requests)
     assert_alike(images, sound)
     assert not engine._decoder.is_striped, "other sizes are decoded whole"
@@ -318,16 +324,9 @@ def test_an_image_without_memory_for_its_stripes_takes_it_from_the_slots(
     engine = make_slot_engine(slots=4)
     requests = [make_request(seed=seed, steps=2 + seed % 3) for seed in range(6)]
     sound = draw(engine, *requests)
-    original = decoder.to_images
-
-    def to_images(
-        vae: Any, latents: torch.Tensor, *, in_stripes: bool = False
-    ) -> torch.Tensor:
-        if engine.slots > 2 or not in_stripes:
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        return original(vae, latents, in_stripes=in_stripes)
-
-    monkeypatch.setattr(decoder, "to_images", to_images)
+    limit_decoding(
+        monkeypatch, lambda _, in_stripes: engine.slots > 2 or not in_stripes
+    )
     images = draw(engine, *requests)
     assert engine.slots == 2
     assert_alike(images, sound)
@@ -339,16 +338,7 @@ def test_a_single_slot_runs_uncompiled_before_an_image_fails_for_want_of_memory(
 ) -> None:
     (sound,) = draw(make_slot_engine(slots=1), make_request())
     engine = make_slot_engine(slots=1, backend="eager")
-    original = decoder.to_images
-
-    def to_images(
-        vae: Any, latents: torch.Tensor, *, in_stripes: bool = False
-    ) -> torch.Tensor:
-        if engine._runner.may_compile:
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        return original(vae, latents, in_stripes=in_stripes)
-
-    monkeypatch.setattr(decoder, "to_images", to_images)
+    limit_decoding(monkeypatch, lambda *_: engine._runner.may_compile)
     (image,) = draw(engine, make_request())
     assert not engine._runner.may_compile
     assert difference(image, sound) <= ROUNDING
@@ -359,10 +349,7 @@ def test_an_image_that_has_no_memory_with_one_slot_is_for_another_worker(
 ) -> None:
     engine = make_slot_engine(slots=2)
 
-    def fail(*_: object, **__: object) -> None:
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(decoder, "to_images", fail)
+    limit_decoding(monkeypatch, lambda *_: True)
     engine.admit(0, engine.prepare(make_request()))
     assert isinstance(finish(engine)[0], errors.TransientError)
     assert engine.slots == 1

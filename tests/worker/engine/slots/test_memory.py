@@ -206,12 +206,10 @@ MODEL, TEXT, COPY, FACTORS, TICK, WHOLE, STRIPES = (
 CONTEXT = 0.055
 
 
-def sdxl_on(
-    monkeypatch: pytest.MonkeyPatch, gigabytes: int, *, rate: float = 12e9
-) -> str:
+def sdxl_on(monkeypatch: pytest.MonkeyPatch, gigabytes: int) -> str:
     """What a worker says on a card of that size: of 8 GB a process has 7.4 GiB."""
     free = 0.925 * gigabytes
-    monkeypatch.setattr(memory, "copy_rate", lambda _: rate)
+    monkeypatch.setattr(memory, "copy_rate", lambda _: 12e9)
     monkeypatch.setattr(host, "free_memory_bytes", lambda: 12 * GIB)
     gpu = torch.device("cuda", 0)
 
