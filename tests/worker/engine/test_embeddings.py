@@ -148,11 +148,6 @@ def test_an_embedding_is_never_cut_at_a_chunks_end(
     assert found == places
 
 
-def test_75_vectors_fill_a_chunk_of_their_own(tokenizer: text.Tokenizer) -> None:
-    chunks = tokenizer.chunks("a mist b", [embedding("mist", 75)])
-    assert [len(chunk.tokens) for chunk in chunks] == [1, 75, 1]
-
-
 # What is encoded.
 
 
@@ -292,13 +287,6 @@ def test_jobs_with_embeddings_loras_and_without_are_drawn_together_as_alone(
         assert difference(image, together[0]) > 2
 
 
-def test_the_engine_finds_names_for_the_pipeline(slot_engine: Any) -> None:
-    assert slot_engine.find_embeddings(["a mist", "Ash"], ("ash", "mist", "fog")) == (
-        "mist",
-        "ash",
-    )
-
-
 # Files.
 
 BROKEN: dict[str, tuple[Any, str]] = {
@@ -338,16 +326,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
         "has 76 vectors; a prompt's chunk holds 75",
     ),
     "NaN": ({"v": torch.tensor([[1.0] * 7 + [float("nan")]])}, "NaN, infinity"),
-    "a pickle": (b"PK\x03\x04", "not a complete .safetensors file"),
-    "a page": (b"<html>not found</html>", "not a complete .safetensors file"),
-    "nothing": (b"", "not a complete .safetensors file"),
     "cut off": (save({"v": torch.ones(2, 8)})[:-1], "not a complete .safetensors file"),
-    "numbers of 0.5 bytes": (
-        b'E\0\0\0\0\0\0\0{"v":{"dtype":"F4","shape":[2,8],"data_offsets":[0,8]}}'.ljust(
-            85
-        ),
-        "holds numbers of the type 'F4', which is not supported",
-    ),
 }
 
 

@@ -5,33 +5,33 @@ network_norm and network_full, and `NetworkModule.calc_scale`.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from changed_weights import (
+    STRENGTH,
+    Array,
+    Tensors,
+    base,
+    drawn,
+    merged,
+    prefixed,
+    write,
+)
 from drawing import difference, draw, make_request
 from imagefleet import errors
 from imagefleet.job import differences
 from worker.engine import contract
 from worker.engine.lora import file as lora_file
-from worker.engine.lora.file import adaptable
 
-Array = npt.NDArray[np.float64]
-Tensors = Mapping[str, Any]
-STRENGTH = 0.7
 BLOCK = "down_blocks.0.attentions.0.transformer_blocks.0"
 LINEAR, CONV = f"{BLOCK}.attn1.to_k", "down_blocks.0.resnets.0.conv1"
-
-
-def drawn(*shape: int) -> Array:
-    random = np.random.default_rng(sum(shape))
-    return random.standard_normal(shape).astype(np.float32).astype(np.float64)
 
 
 def ia3_of_outputs(weight: Array) -> tuple[Tensors, Array]:
@@ -113,52 +113,17 @@ def vector(weight: Array) -> tuple[Tensors, Array]:
 
 
 KINDS = [
-    *(
-        (LINEAR, kind)
-        for kind in (ia3_of_outputs, ia3_of_inputs, glora, scaled, with_whole_alpha)
-    ),
-    *((path, kind) for path in (LINEAR, CONV) for kind in (oft, oft_with_a_limit)),
-    *((path, oft_diag_rescaled) for path in (LINEAR, CONV)),
+    (LINEAR, ia3_of_outputs),
+    (LINEAR, ia3_of_inputs),
+    (LINEAR, glora),
+    (LINEAR, scaled),
+    (LINEAR, with_whole_alpha),
+    (LINEAR, oft),
+    (CONV, oft_with_a_limit),
+    (CONV, oft_diag_rescaled),
     ("down_blocks.0.resnets.0.norm1", vector),
     (f"{BLOCK}.norm2", vector),
 ]
-
-
-def write(path: Path, tensors: Mapping[str, Any]) -> contract.Lora:
-    found = {
-        key: each.clone()
-        if torch.is_tensor(each)
-        else torch.from_numpy(np.asarray(each))
-        if np.asarray(each).dtype == bool
-        else torch.from_numpy(np.asarray(each, np.float32)).contiguous()
-        for key, each in tensors.items()
-    }
-    save_file(found, path)
-    return contract.Lora(path.stem, path, STRENGTH, STRENGTH)
-
-
-def prefixed(path: str, parts: Tensors, prefix: str = "lora_unet_") -> dict[str, Any]:
-    return {
-        f"{prefix}{path.replace('.', '_')}.{name}": each for name, each in parts.items()
-    }
-
-
-def merged(engine: Any, lora: contract.Lora, *paths: str) -> list[Array]:
-    """What the UNet's parameters are with a LoRA; the base's are restored bit-exactly."""
-    found = {path: adaptable(engine.checkpoint.unet)[path] for path in paths}
-    before = {path: each.detach().clone() for path, each in found.items()}
-    engine.activate(engine.prepare(make_request(loras=(lora,))).loras)
-    after = [each.detach().double().numpy().copy() for each in found.values()]
-    engine.activate({})
-    assert all(torch.equal(each, before[path]) for path, each in found.items())
-    return after
-
-
-def base(engine: Any, path: str) -> Array:
-    found: Array = (
-        adaptable(engine.checkpoint.unet)[path].detach().double().numpy().copy()
-    )
-    return found
 
 
 @pytest.mark.parametrize(("path", "kind"), KINDS)
@@ -285,19 +250,17 @@ def test_what_the_model_has_no_layer_for_is_skipped_and_counted(
     assert "drawn without 7 of its tensors" in warning.getMessage()
 
 
-@pytest.mark.parametrize(
-    ("part", "shape"), [("dora_scale", (32, 1)), ("dora_scale", (1, 32))]
-)
+@pytest.mark.parametrize("shape", [(32, 1), (1, 32)])
 def test_a_dora_that_automatic1111_draws_otherwise_is_told(
     engine: Any,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-    part: str,
     shape: tuple[int, ...],
 ) -> None:
     parts, _ = scaled(base(engine, LINEAR))
     lora = write(
-        tmp_path / "x.safetensors", prefixed(LINEAR, {**parts, part: drawn(*shape)})
+        tmp_path / "x.safetensors",
+        prefixed(LINEAR, {**parts, "dora_scale": drawn(*shape)}),
     )
     merged(engine, lora, LINEAR)
     told = [
@@ -340,22 +303,6 @@ def test_loras_that_automatic1111_draws_otherwise_or_not_at_all_are_told(
         )
     engine.prepare(make_request(loras=tuple(loras)))
     assert found == told
-
-
-def test_sdxls_text_projection_is_no_layer_as_there(tmp_path: Path) -> None:
-    text_encoder = torch.nn.Module()
-    text_encoder.text_projection = torch.nn.Linear(8, 8, bias=False)
-    text_encoder.fc1 = torch.nn.Linear(8, 8)
-    text_encoder.get_input_embeddings = lambda: torch.nn.Embedding(4, 8)  # type: ignore[assignment]
-    layers = lora_file.Layers(torch.nn.Module(), {"text_encoder_2": text_encoder})
-    parts = {"lora_down.weight": drawn(2, 8), "lora_up.weight": drawn(8, 2)}
-    tensors = [
-        prefixed(name, parts, "lora_te2_") for name in ("fc1", "text_projection")
-    ]
-    lora = write(tmp_path / "x.safetensors", tensors[0] | tensors[1])
-    file = lora_file.LoraCache(layers, 10**9).get(lora)
-    assert [*file.deltas["text_encoder_2"]] == ["fc1"]
-    assert len(file.skipped) == 2
 
 
 def test_embeddings_in_a_loras_file_are_words_of_its_jobs(

@@ -5,24 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-import torch
-from safetensors.torch import save_file
 
+from changed_weights import STRENGTH, Array, base, merged, prefixed, write
 from drawing import make_request
 from imagefleet import errors
-from worker.engine import contract
 
-Array = npt.NDArray[np.float64]
 Tensors = dict[str, Array]
-CONV = ("lora_unet_conv_in", (32, 4, 3, 3))
-LINEAR = (
-    "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_ff_net_2",
-    (32, 128),
-)
+CONV = "conv_in"
+LINEAR = "down_blocks.0.attentions.0.transformer_blocks.0.ff.net.2"
 RANK = 3
-STRENGTH = 0.7
 
 
 def numbers(*shapes: tuple[int, ...]) -> list[Array]:
@@ -46,7 +38,7 @@ def tucker(core: Array, outer: Array, inner: Array) -> Array:
     return result
 
 
-def lora(weight: Array) -> tuple[Tensors, Array]:
+def plain(weight: Array) -> tuple[Tensors, Array]:
     outer, inner = weight.shape
     down, up = numbers((RANK, inner), (outer, RANK))
     return {"lora_down.weight": down, "lora_up.weight": up}, up @ down
@@ -142,7 +134,7 @@ def difference_of_weights(weight: Array) -> tuple[Tensors, Array]:
 
 
 KINDS = [
-    (LINEAR, lora),
+    (LINEAR, plain),
     (CONV, locon),
     (CONV, locon_in_tucker_form),
     (LINEAR, loha),
@@ -161,67 +153,40 @@ KINDS = [
 UNRANKED = (lokr_of_wholes, difference_of_weights)
 
 
-def merged(engine: Any, path: Path, layer: str, parts: Tensors) -> Array:
-    """The layer's weight with a LoRA of these tensors; the base's is restored bit-exactly."""
-    tensors = {
-        f"{layer}.{name}": torch.from_numpy(np.asarray(part, np.float32)).contiguous()
-        for name, part in parts.items()
-    }
-    save_file(tensors, path)
-    weight = weight_of(engine, layer)
-    before = weight.clone()
-    use = contract.Lora(path.stem, path, STRENGTH, STRENGTH)
-    engine.activate(engine.prepare(make_request(loras=(use,))).loras)
-    after = weight.double().numpy()
-    engine.activate({})
-    assert torch.equal(weight, before)
-    return np.array(after)
-
-
-def weight_of(engine: Any, layer: str) -> torch.Tensor:
-    unet = engine.checkpoint.unet
-    module = unet.conv_in if layer == CONV[0] else None
-    module = module or unet.down_blocks[0].attentions[0].transformer_blocks[0].ff.net[2]
-    weight: torch.Tensor = module.weight.detach()
-    return weight
-
-
 @pytest.mark.parametrize(("layer", "kind"), KINDS)
 @pytest.mark.parametrize("alpha", [None, 2.0])
 def test_each_kind_changes_the_weight_as_defined(
     engine: Any,
     tmp_path: Path,
-    layer: tuple[str, tuple[int, ...]],
+    layer: str,
     kind: Callable[[Array], tuple[Tensors, Array]],
     alpha: float | None,
 ) -> None:
-    name, shape = layer
-    base = weight_of(engine, name).double().numpy().copy()
-    assert base.shape == shape
-    parts, delta = kind(base)
+    weight = base(engine, layer)
+    parts, delta = kind(weight)
     if alpha is not None:
         parts = {**parts, "alpha": np.array(alpha)}
         if kind not in UNRANKED:
             delta = delta * alpha / RANK
-    found = merged(engine, tmp_path / "x.safetensors", name, parts)
-    np.testing.assert_allclose(found, base + STRENGTH * delta, rtol=1e-5, atol=1e-5)
+    lora = write(tmp_path / "x.safetensors", prefixed(layer, parts))
+    (found,) = merged(engine, lora, layer)
+    np.testing.assert_allclose(found, weight + STRENGTH * delta, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("layer", "kind"), [(LINEAR, lora), (CONV, locon), (LINEAR, lokr)]
+    ("layer", "kind"), [(LINEAR, plain), (CONV, locon), (LINEAR, lokr)]
 )
 @pytest.mark.parametrize("norms_of", ["outputs", "inputs", "peft"])
 def test_dora_rescales_the_changed_weight_to_its_norms(
     engine: Any,
     tmp_path: Path,
-    layer: tuple[str, tuple[int, ...]],
+    layer: str,
     kind: Callable[[Array], tuple[Tensors, Array]],
     norms_of: str,
 ) -> None:
-    name, shape = layer
-    base = weight_of(engine, name).double().numpy().copy()
-    parts, delta = kind(base)
-    changed = base + delta
+    weight = base(engine, layer)
+    parts, delta = kind(weight)
+    changed, shape = weight + delta, weight.shape
     expected = np.empty(shape)
     axis = 1 if norms_of == "inputs" else 0
     (magnitudes,) = numbers((shape[axis],))
@@ -240,9 +205,10 @@ def test_dora_rescales_the_changed_weight_to_its_norms(
             )
         },
     }[norms_of]
-    found = merged(engine, tmp_path / "x.safetensors", name, parts)
+    lora = write(tmp_path / "x.safetensors", prefixed(layer, parts))
+    (found,) = merged(engine, lora, layer)
     np.testing.assert_allclose(
-        found, base + STRENGTH * (expected - base), rtol=1e-4, atol=1e-4
+        found, weight + STRENGTH * (expected - weight), rtol=1e-4, atol=1e-4
     )
 
 
@@ -250,16 +216,16 @@ def test_dora_rescales_the_changed_weight_to_its_norms(
 def test_missing_tensors_and_wrong_shapes_are_refused(
     engine: Any,
     tmp_path: Path,
-    layer: tuple[str, tuple[int, ...]],
+    layer: str,
     kind: Callable[[Array], tuple[Tensors, Array]],
 ) -> None:
-    name, shape = layer
-    parts, _ = kind(np.empty(shape))
+    parts, _ = kind(base(engine, layer))
     for part, values in parts.items():
         others = {other: value for other, value in parts.items() if other != part}
         failed_image = [{**others, part: values[:-1]}, {**others, part: values[:0]}]
         for found in [others, *failed_image] if others else failed_image:
+            lora = write(tmp_path / "x.safetensors", prefixed(layer, found))
             with pytest.raises(
                 errors.UnusableFileError, match=r"'x' (does not fit|is damaged).*: for"
             ):
-                merged(engine, tmp_path / "x.safetensors", name, found)
+                engine.prepare(make_request(loras=(lora,)))

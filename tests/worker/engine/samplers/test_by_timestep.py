@@ -67,16 +67,6 @@ def test_unipc_is_diffusers_where_its_times_are_whole_timesteps(
     assert relative_difference(sample(made, [noise], stand_in), theirs) < 1e-5
 
 
-@pytest.mark.parametrize("steps", COUNTS)
-def test_unipc_has_even_times_and_one_call_each(steps: int) -> None:
-    made = make_schedule("unipc", steps, alphas_cumprod(), "epsilon")
-    count = len(range(0, 1000, 1000 // steps))
-    expected = torch.linspace(999, 0, count + 1)[:-1]
-    torch.testing.assert_close(
-        made.table[:, sampler.TIMESTEP], expected, rtol=1e-6, atol=1e-4
-    )
-
-
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 @pytest.mark.parametrize("eta", [0.0, None, 1.0])
 @pytest.mark.parametrize("steps", COUNTS)
