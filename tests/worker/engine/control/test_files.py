@@ -9,6 +9,7 @@ import torch
 from diffusers import ControlNetModel
 from safetensors.torch import load_file, save_file
 
+import key_names
 from drawing import difference, draw, make_request
 from families import tiny_controlnets, tiny_families
 from imagefleet import errors
@@ -19,27 +20,14 @@ pytestmark = pytest.mark.slow
 
 ROUNDING = 1
 
-_RESNET = {
-    "norm1": "in_layers.0",
-    "conv1": "in_layers.2",
-    "time_emb_proj": "emb_layers.1",
-    "norm2": "out_layers.0",
-    "conv2": "out_layers.3",
-    "conv_shortcut": "skip_connection",
-}
-
 
 def original_layout(
     tensors: dict[str, torch.Tensor], prefix: str, layers: int = 1
 ) -> dict[str, torch.Tensor]:
     """A ControlNet in the original names, with blocks of *layers* layers."""
-    names = {
-        "time_embedding.linear_1.": "time_embed.0.",
-        "time_embedding.linear_2.": "time_embed.2.",
+    names = key_names.unet_names(layers) | {
         "add_embedding.linear_1.": "label_emb.0.0.",
         "add_embedding.linear_2.": "label_emb.0.2.",
-        "conv_in.": "input_blocks.0.0.",
-        "mid_block.attentions.0.": "middle_block.1.",
         "controlnet_mid_block.": "middle_block_out.0.",
         "controlnet_cond_embedding.conv_in.": "input_hint_block.0.",
         "controlnet_cond_embedding.conv_out.": "input_hint_block.14.",
@@ -50,23 +38,6 @@ def original_layout(
     }
     names |= {
         f"controlnet_down_blocks.{at}.": f"zero_convs.{at}.0." for at in range(12)
-    }
-    places = {
-        "mid_block.resnets.0": "middle_block.0",
-        "mid_block.resnets.1": "middle_block.2",
-    }
-    for block in range(4):
-        for layer in range(layers):
-            at = 1 + (layers + 1) * block + layer
-            places[f"down_blocks.{block}.resnets.{layer}"] = f"input_blocks.{at}.0"
-            names[f"down_blocks.{block}.attentions.{layer}."] = f"input_blocks.{at}.1."
-        names[f"down_blocks.{block}.downsamplers.0.conv."] = (
-            f"input_blocks.{(layers + 1) * (block + 1)}.0.op."
-        )
-    names |= {
-        f"{place}.{part}.": f"{original}.{theirs}."
-        for place, original in places.items()
-        for part, theirs in _RESNET.items()
     }
     renamed = {}
     for key, tensor in tensors.items():

@@ -120,29 +120,28 @@ def test_a_file_of_something_else_is_refused_by_name(tmp_path: Path) -> None:
         model.UpscalerCache(CPU).get(path)
 
 
-def test_a_network_with_a_layer_missing_is_refused(
-    build: Build, tmp_path: Path
-) -> None:
-    path, network = build()
-    tensors = network.state_dict()
-    del tensors["model.1.sub.0.RDB2.conv3.0.weight"]
-    save_file(tensors, path)
-    with pytest.raises(errors.UnusableFileError, match="has tensors"):
-        model.UpscalerCache(CPU).get(path)
-
-
 def test_a_network_for_grey_images_is_refused(build: Build) -> None:
     path, _ = build(channels=1)
     with pytest.raises(errors.UnusableFileError, match="does not enlarge RGB images"):
         model.UpscalerCache(CPU).get(path)
 
 
-def test_weights_that_are_not_numbers_are_refused(build: Build) -> None:
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (
+            lambda tensors: tensors.pop("model.1.sub.0.RDB2.conv3.0.weight"),
+            "has tensors",
+        ),
+        (lambda tensors: tensors["model.0.bias"].fill_(torch.nan), "NaN, infinity"),
+    ],
+)
+def test_damaged_weights_are_refused(build: Build, damage: Any, reason: str) -> None:
     path, network = build()
     tensors = network.state_dict()
-    next(iter(tensors.values()))[0] = torch.nan
+    damage(tensors)
     save_file(tensors, path)
-    with pytest.raises(errors.UnusableFileError, match="NaN, infinity"):
+    with pytest.raises(errors.UnusableFileError, match=reason):
         model.UpscalerCache(CPU).get(path)
 
 

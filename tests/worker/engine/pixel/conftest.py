@@ -1,8 +1,9 @@
 """Tiny stages of DeepFloyd IF's architecture, engines on them, and diffusers' pipelines."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import cache
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import numpy as np
 import pytest
 import torch
 from diffusers import IFPipeline, IFSuperResolutionPipeline
+from PIL import Image
 
 from drawing import draw
+from imagefleet.storage import dead_letter
+from imagefleet.storage.open import Storage
 from pixel import tiny_cascade
 from worker.engine import contract
 from worker.engine.contract import Settings
@@ -39,13 +43,51 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def without_encoder(stage: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny base as an 8 GB card has it."""
-    folder = tmp_path_factory.mktemp("small") / "base"
-    shutil.copytree(stage("base"), folder)
-    (folder / "text_encoder" / "model.safetensors").unlink()
-    shutil.rmtree(folder / "tokenizer")
-    return folder
+def remove_encoder() -> Callable[[Path, Path], Path]:
+    """Copies a stage to a folder without its text encoder, as an 8 GB card has it."""
+
+    def copy(whole: Path, folder: Path) -> Path:
+        shutil.copytree(whole, folder)
+        (folder / "text_encoder" / "model.safetensors").unlink()
+        shutil.rmtree(folder / "tokenizer")
+        return folder
+
+    return copy
+
+
+@pytest.fixture(scope="session")
+def without_encoder(
+    stage: Any, remove_encoder: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    folder: Path = tmp_path_factory.mktemp("small") / "base"
+    return remove_encoder(stage("base"), folder)  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def stored(storage: Storage) -> Callable[[str], Awaitable[tuple[contract.Pixels, str]]]:
+    """Reads an image from the storage, and its parameters."""
+
+    async def read(name: str) -> tuple[contract.Pixels, str]:
+        data = await storage.blobs.read(f"default/{name}.png", max_bytes=2**20)
+        assert data is not None
+        with Image.open(BytesIO(data)) as image:
+            return np.asarray(image.convert("RGB")), image.info["parameters"]
+
+    return read
+
+
+@pytest.fixture
+def failures(storage: Storage) -> Callable[[], Awaitable[dict[str, str]]]:
+    """The reasons of the jobs that failed, by the jobs' ids."""
+
+    async def read() -> dict[str, str]:
+        found = [
+            dead_letter.FailedJob.parse(each.body)
+            async for each in storage.poison.browse()
+        ]
+        return {each.id: each.reason for each in found if each is not None}
+
+    return read
 
 
 @pytest.fixture

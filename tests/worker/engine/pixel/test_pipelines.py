@@ -2,13 +2,11 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from diffusers.pipelines.deepfloyd_if import fast27_timesteps, super27_timesteps
 from PIL import Image
 
-from drawing import difference, draw
 from pixel import tiny_cascade
 from worker.engine import contract
 
@@ -118,20 +116,3 @@ def test_a_super_resolution_image_is_that_of_diffusers(
         assert torch.allclose(image, expected, atol=ROUNDING), (
             (image - expected).abs().max()
         )
-
-
-def test_a_cascade_of_both_stages_is_that_of_diffusers(
-    make_engine: Any, pipeline: Any, request_of: Any
-) -> None:
-    (low,) = draw(make_engine(), request_of())
-    given = contract.InitImage(low, 0.25)
-    (image,) = draw(make_engine("sr"), request_of("sr", init=given))
-    first, second = pipeline("base"), pipeline("sr")
-    asked: dict[str, Any] = {"negative_prompt": NEGATIVE, "num_inference_steps": 8}
-    asked |= {"clean_caption": False}
-    small = first(PROMPT, generator=torch.Generator().manual_seed(1), **asked).images[0]
-    large = second(
-        PROMPT, image=small, generator=torch.Generator().manual_seed(1), **asked
-    )
-    assert difference(low, np.asarray(small)) <= 1
-    assert difference(image, np.asarray(large.images[0])) <= 2

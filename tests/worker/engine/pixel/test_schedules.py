@@ -9,7 +9,6 @@ from diffusers import DDPMScheduler
 from diffusers.pipelines import deepfloyd_if
 
 from imagefleet import errors
-from imagefleet.job import samplers
 from imagefleet.job.samplers import Options
 from pixel import tiny_cascade
 from worker.engine import sampler
@@ -53,13 +52,6 @@ def test_the_named_lists_of_timesteps_are_those_of_diffusers(
     assert len(found) == steps
     assert found[0] == 999
     assert found[-1] == 0
-
-
-def test_jobs_know_the_samplers_of_pixels_by_name() -> None:
-    assert len(schedules.LISTS) == 8
-    own = {schedules.DDPM, schedules.EDM, *schedules.LISTS}
-    assert {each.key for each in samplers.NAMES.values()} - {*samplers.SAMPLERS} == own
-    assert {samplers.find(name.upper()).key for name in own} == own
 
 
 @pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])

@@ -13,7 +13,6 @@ from PIL import Image
 
 from drawing import ROUNDING, difference, draw, make_request
 from families import tiny_families
-from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
 from pixel import tiny_cascade
 from worker.engine import contract, load
@@ -70,14 +69,6 @@ def encoded(pixels: contract.Pixels) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-async def read(storage: Storage, name: str) -> tuple[contract.Pixels, str]:
-    """An image and its parameters."""
-    data = await storage.blobs.read(name, max_bytes=2**20)
-    assert data is not None
-    with Image.open(BytesIO(data)) as image:
-        return np.asarray(image.convert("RGB")), image.info["parameters"]
-
-
 async def test_a_job_of_its_own_makes_four_times_its_image(
     storage: Storage,
     run_pipeline: Any,
@@ -86,6 +77,7 @@ async def test_a_job_of_its_own_makes_four_times_its_image(
     folder: Path,
     pixels: Any,
     request_of: Any,
+    stored: Any,
 ) -> None:
     """Of several images each has its own seed, and so its own noise on the image."""
     fields = {
@@ -102,9 +94,9 @@ async def test_a_job_of_its_own_makes_four_times_its_image(
     expected = draw(again, *(request_of(pixels, 0.1, seed=seed) for seed in (1, 2, 1)))
     again.close()
     for name, image in zip(("one", "one~1", "sized"), expected, strict=True):
-        stored, text = await read(storage, f"default/{name}.png")
-        assert stored.shape == (64, 96, 3)
-        assert difference(stored, image) <= ROUNDING
+        drawn, text = await stored(name)
+        assert drawn.shape == (64, 96, 3)
+        assert difference(drawn, image) <= ROUNDING
         assert "Size: 96x64" in text
         assert "Denoising strength: 0.1" in text
     assert difference(expected[0], expected[1]) > ROUNDING
@@ -118,6 +110,7 @@ async def test_a_cascade_of_three_stages_ends_with_the_x4_upscaler(
     upscaler: Any,
     folder: Path,
     request_of: Any,
+    stored: Any,
 ) -> None:
     base, middle = make_engine(), make_engine("sr")
     fields: dict[str, Any] = {
@@ -139,9 +132,7 @@ async def test_a_cascade_of_three_stages_ends_with_the_x4_upscaler(
     )
     for engine in (base, middle, upscaler):
         await run_pipeline(engine)
-    (small, _), (large, _) = [
-        await read(storage, f"default/one~s{at}.png") for at in (2, 3)
-    ]
+    (small, _), (large, _) = [await stored(f"one~s{at}") for at in (2, 3)]
     assert small.shape[:2] == (tiny_cascade.SR_SIDE, tiny_cascade.SR_SIDE)
     assert large.shape[:2] == (4 * tiny_cascade.SR_SIDE, 4 * tiny_cascade.SR_SIDE)
     again = load.load_engine(load.EngineSettings(folder, "cpu", slots=3))
@@ -151,7 +142,12 @@ async def test_a_cascade_of_three_stages_ends_with_the_x4_upscaler(
 
 
 async def test_a_job_that_it_cannot_draw_fails_with_what_to_change(
-    storage: Storage, run_pipeline: Any, message: Any, upscaler: Any, pixels: Any
+    storage: Storage,
+    run_pipeline: Any,
+    message: Any,
+    upscaler: Any,
+    pixels: Any,
+    failures: Any,
 ) -> None:
     fields = {
         "seed": 1,
@@ -168,10 +164,7 @@ async def test_a_job_that_it_cannot_draw_fails_with_what_to_change(
         ]
     )
     await run_pipeline(upscaler)
-    failed = [
-        dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()
-    ]
-    reasons = {each.id: each.reason for each in failed if each is not None}
+    reasons = await failures()
     assert "the job needs init_images" in reasons["text"]
     assert "it has 24x16 pixels, the job asks for 128x128" in reasons["small"]
     assert "asks for 128x128: leave width and height out, or" in reasons["small"]

@@ -38,11 +38,3 @@ def test_each_slot_gets_what_the_whole_unet_gives_alone(
             ).sample
             rows = found[2 * slot : 2 * slot + 2]
             assert torch.allclose(rows, expected, rtol=0, atol=1e-11)
-
-
-def test_the_context_has_the_keys_and_values_of_all_attentions() -> None:
-    unet = PixelUnet(tiny_cascade.make_unet("base"))
-    assert len(unet.attentions) == 4, "one down, one in the middle, two up"
-    starts = [each.start for each in unet.attentions]
-    assert starts == sorted(set(starts))
-    assert unet.context_width == starts[-1] + 2 * unet.attentions[-1].width

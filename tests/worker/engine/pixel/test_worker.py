@@ -2,27 +2,29 @@
 
 import hashlib
 import shutil
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from drawing import difference, draw
 from imagefleet.files.kinds import TEXT
 from imagefleet.job.message import read_job
 from imagefleet.signing import JobSigner, SigningKey
-from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
 from pixel import tiny_cascade
-from worker.engine import contract
 from worker.engine.pixel import text_stage, text_states
 from worker.files import manifest
 
 pytestmark = pytest.mark.slow
+
+FEW_STEPS: dict[str, Any] = {
+    "seed": 1,
+    "steps": 2,
+    "cfg_scale": 7,
+    "sampler_name": "DDPM",
+}
 
 
 async def test_a_worker_draws_jobs_with_a_base_stage(
@@ -31,56 +33,27 @@ async def test_a_worker_draws_jobs_with_a_base_stage(
     message: Any,
     make_engine: Any,
     request_of: Any,
+    stored: Any,
 ) -> None:
-    fields: dict[str, Any] = {
-        "prompt": "A red house",
-        "negative_prompt": "blurry",
-        "seed": 1,
-    }
-    fields |= {"steps": 8, "cfg_scale": 7}
+    fields = {**FEW_STEPS, "prompt": "A red house", "negative_prompt": "blurry"}
+    fields |= {"steps": 8}
     for name, sampler in (("one", "DDPM"), ("two", "Fast27"), ("three", "k_euler_a")):
-        await storage.queue.send([message(**fields, id=name, sampler_name=sampler)])
-    await storage.queue.send([message(**fields, id="bad", sampler_name="DDIM")])
+        await storage.queue.send(
+            [message(**{**fields, "id": name, "sampler_name": sampler})]
+        )
+    await storage.queue.send(
+        [message(**{**fields, "id": "bad", "sampler_name": "DDIM"})]
+    )
     await run_pipeline(make_engine())
     expected = draw(
         make_engine(),
         *(request_of(sampler=each) for each in ("ddpm", "fast27", "euler_ancestral")),
     )
     for name, image in zip(("one", "two", "three"), expected, strict=True):
-        data = await storage.blobs.read(f"default/{name}.png", max_bytes=2**20)
-        assert data is not None
-        with Image.open(BytesIO(data)) as read:
-            assert difference(np.asarray(read.convert("RGB")), image) <= 2
-            assert "Sampler: " in read.info["parameters"]
+        drawn, parameters = await stored(name)
+        assert difference(drawn, image) <= 2
+        assert "Sampler: " in parameters
     assert await storage.blobs.read("default/bad.png", max_bytes=2**20) is None
-
-
-async def test_the_second_stage_enlarges_the_stored_image_of_the_first(
-    storage: Storage,
-    run_pipeline: Any,
-    message: Any,
-    make_engine: Any,
-    request_of: Any,
-) -> None:
-    base, upscaler = make_engine(), make_engine("sr")
-    fields: dict[str, Any] = {
-        "prompt": "A red house",
-        "negative_prompt": "blurry",
-        "seed": 1,
-    }
-    fields |= {"steps": 6, "cfg_scale": 7, "sampler_name": "DDPM"}
-    enlarge = {"model": upscaler.model_name, "denoising_strength": 0.25}
-    job = message(**fields, id="one", model=base.model_name, then=[enlarge])
-    await storage.models.send([job])
-    for engine in (base, upscaler):
-        await run_pipeline(engine)
-    names = ("default/one.png", "default/one~s2.png")
-    small, large = [await read(storage, name) for name in names]
-    assert small.shape[:2] == (tiny_cascade.BASE_SIDE, tiny_cascade.BASE_SIDE)
-    init = contract.InitImage(small, 0.25)
-    request = request_of("sr", init=init, steps=6, sampler="ddpm", cfg_scale=7.0)
-    (expected,) = draw(make_engine("sr"), request)
-    assert difference(large, expected) <= 2
 
 
 Folders = dict[str, Path]
@@ -102,15 +75,13 @@ def cascade(stage: Any, tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 @pytest.fixture(scope="session")
 def small_cascade(
-    cascade: Folders, tmp_path_factory: pytest.TempPathFactory
+    cascade: Folders, remove_encoder: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Folders:
     """The same as 8 GB cards have them: without a text encoder."""
     folder = tmp_path_factory.mktemp("small")
-    for name, whole in cascade.items():
-        shutil.copytree(whole, folder / name)
-        (folder / name / "text_encoder" / "model.safetensors").unlink()
-        shutil.rmtree(folder / name / "tokenizer")
-    return {name: folder / name for name in cascade}
+    return {
+        name: remove_encoder(whole, folder / name) for name, whole in cascade.items()
+    }
 
 
 @pytest.fixture
@@ -147,18 +118,15 @@ async def test_stages_without_a_text_encoder_draw_the_images_of_those_with_one(
     made: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    stored: Any,
 ) -> None:
     # As files have them; random weights would enlarge the rounding from step to step.
     encode = text_stage.TextStage.encode
     monkeypatch.setattr(
         text_stage.TextStage, "encode", lambda *given: encode(*given).half().float()
     )
-    fields: dict[str, Any] = {
-        "prompt": "A red (house)",
-        "negative_prompt": "blurry",
-        "seed": 1,
-    }
-    fields |= {"steps": 6, "cfg_scale": 7, "sampler_name": "DDPM"}
+    fields = {**FEW_STEPS, "prompt": "A red (house)", "negative_prompt": "blurry"}
+    fields |= {"steps": 6}
     stems = await store_states(
         storage, cascade["base"], made, "a red (house)", "blurry"
     )
@@ -172,9 +140,7 @@ async def test_stages_without_a_text_encoder_draw_the_images_of_those_with_one(
         )
         for engine in engines:
             await run_pipeline(engine)
-        drawn[name] = [
-            await read(storage, f"default/{name}{end}.png") for end in ("", "~s2")
-        ]
+        drawn[name] = [(await stored(f"{name}{end}"))[0] for end in ("", "~s2")]
     for small, whole in zip(drawn["small"], drawn["whole"], strict=True):
         assert difference(small, whole) == 0
     cache = tmp_path / "cache" / TEXT.folder
@@ -189,31 +155,23 @@ async def test_a_job_whose_text_states_are_missing_fails_with_the_command_that_m
     cascade: Folders,
     small_cascade: Folders,
     made: Path,
+    failures: Any,
 ) -> None:
     await store_states(storage, cascade["base"], made, "a red house", "")
-    fields: dict[str, Any] = {
-        "seed": 1,
-        "steps": 2,
-        "cfg_scale": 7,
-        "sampler_name": "DDPM",
-    }
     jobs = {
         "good": {"prompt": "a red house"},
         "lost": {"prompt": "a blue house"},
         "half": {"prompt": "a red house", "negative_prompt": "blurry"},
     }
     await storage.queue.send(
-        [message(**fields, **jobs[name], id=name) for name in jobs]
+        [message(**FEW_STEPS, **jobs[name], id=name) for name in jobs]
     )
     engine = make_engine("base", folder=small_cascade["base"])
     on_engine: list[Any] = []
     prepare = engine.prepare
     engine.prepare = lambda request: (on_engine.append(request), prepare(request))[1]
     await run_pipeline(engine)
-    failed = [
-        dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()
-    ]
-    reasons = {each.id: each.reason for each in failed if each is not None}
+    reasons = await failures()
     assert reasons.keys() == {"lost", "half"}
     assert (
         "the text states of the prompt by 'tiny-t5' are not in the storage"
@@ -239,6 +197,7 @@ async def test_with_a_trusted_key_only_listed_text_states_are_used(
     small_cascade: Folders,
     made: Path,
     tmp_path: Path,
+    failures: Any,
 ) -> None:
     key = SigningKey.create(tmp_path / "key.pem")
     await store_states(
@@ -253,30 +212,12 @@ async def test_with_a_trusted_key_only_listed_text_states_are_used(
     content = manifest.encode(TEXT.folder, listed, key)
     name = f"{TEXT.folder}/{manifest.NAME}"
     assert await storage.files.create(name, content, "application/json", {})
-    fields: dict[str, Any] = {
-        "seed": 1,
-        "steps": 2,
-        "cfg_scale": 7,
-        "sampler_name": "DDPM",
-    }
     for job_id, prompt in (("good", "a red house"), ("unlisted", "a blue house")):
-        job = read_job(message(**fields, prompt=prompt, id=job_id), job_id)
+        job = read_job(message(**FEW_STEPS, prompt=prompt, id=job_id), job_id)
         await storage.queue.send([job.to_message(JobSigner(key, storage.scope))])
     await run_pipeline(
         make_engine(folder=small_cascade["base"]), trusted_key=key.public
     )
-    failed = [
-        dead_letter.FailedJob.parse(each.body) async for each in storage.poison.browse()
-    ]
-    ((job_id, reason),) = (
-        (each.id, each.reason) for each in failed if each is not None
-    )
+    ((job_id, reason),) = (await failures()).items()
     assert (job_id, "which is signed, does not list" in reason) == ("unlisted", True)
     assert await storage.blobs.read("default/good.png") is not None
-
-
-async def read(storage: Storage, name: str) -> contract.Pixels:
-    data = await storage.blobs.read(name, max_bytes=2**20)
-    assert data is not None
-    with Image.open(BytesIO(data)) as image:
-        return np.asarray(image.convert("RGB"))

@@ -13,7 +13,7 @@ _PEFT_SIDES = {"down": "A", "up": "B"}
 def original_layout(checkpoint: Path) -> dict[str, torch.Tensor]:
     """A diffusers checkpoint's weights with the keys of SD1.5's original release."""
     return {
-        **_renamed(checkpoint / "unet", "model.diffusion_model.", _unet_names()),
+        **_renamed(checkpoint / "unet", "model.diffusion_model.", unet_names()),
         **vae_layout(checkpoint),
         **_renamed(
             checkpoint / "text_encoder", "cond_stage_model.transformer.text_model.", {}
@@ -51,8 +51,8 @@ _RESNET = {
 }
 
 
-def _unet_names() -> dict[str, str]:
-    """Diffusers' prefixes to the original ones, for four blocks of one layer each."""
+def unet_names(layers: int = 1) -> dict[str, str]:
+    """Diffusers' prefixes to the original ones, for four blocks; those up have one layer."""
     places = {
         "mid_block.resnets.0": "middle_block.0",
         "mid_block.resnets.1": "middle_block.2",
@@ -66,11 +66,13 @@ def _unet_names() -> dict[str, str]:
         "mid_block.attentions.0.": "middle_block.1.",
     }
     for block in range(4):
-        down, up = 1 + 2 * block, 2 * block
-        places[f"down_blocks.{block}.resnets.0"] = f"input_blocks.{down}.0"
-        names[f"down_blocks.{block}.attentions.0."] = f"input_blocks.{down}.1."
+        down, up = (layers + 1) * block, 2 * block
+        for layer in range(layers):
+            at = down + 1 + layer
+            places[f"down_blocks.{block}.resnets.{layer}"] = f"input_blocks.{at}.0"
+            names[f"down_blocks.{block}.attentions.{layer}."] = f"input_blocks.{at}.1."
         names[f"down_blocks.{block}.downsamplers.0.conv."] = (
-            f"input_blocks.{down + 1}.0.op."
+            f"input_blocks.{down + layers + 1}.0.op."
         )
         for layer in range(2):
             places[f"up_blocks.{block}.resnets.{layer}"] = (
