@@ -88,8 +88,10 @@ class CancelledCampaigns:
         self, campaign: str | None, sent_at: datetime, job_id: str | None = None
     ) -> bool:
         """True if a campaign is cancelled, or a job of it, whose message was sent then."""
-        names = campaign or DEFAULT_CAMPAIGN, job_key(campaign, job_id)
-        return any(sent_at <= at for name in names if (at := self.times.get(name)))
+        for name in (campaign or DEFAULT_CAMPAIGN, job_key(campaign, job_id)):
+            if (at := self.times.get(name)) and sent_at <= at:
+                return True
+        return False
 
     async def refresh(self, older_than_seconds: float | None = None) -> None:
         """Reads the list, if it was last read longer ago (by default five seconds)."""
@@ -107,11 +109,11 @@ class CancelledCampaigns:
             except errors.FleetError as error:
                 self._on_unreadable(error.message)
 
-    async def watch(self, has_work: Callable[[], bool]) -> NoReturn:
-        """Side task: reads the list every five seconds while there is work."""
+    async def watch(self, in_flight: Collection[object] | None = None) -> NoReturn:
+        """Side task: reads the list every five seconds, if given while jobs are *in_flight*."""
         while True:
             await asyncio.sleep(concurrency.jitter(PERIOD_SECONDS / 5))
-            if has_work():
+            if in_flight is None or in_flight:
                 await self.refresh()
 
     async def _read(self) -> None:

@@ -272,7 +272,11 @@ class RetryPolicy:
 
     async def call(self, operation: Callable[[], Awaitable[Result]]) -> Result:
         """Awaits *operation* until it succeeds; raises the error of the last attempt."""
-        return await self.call_in_doubt(lambda _: operation())
+        began_at = time.monotonic()
+        try:
+            return await operation()  # outside tenacity: most calls succeed
+        except errors.TransientError as error:
+            return await self._again(lambda _: operation(), error, began_at)
 
     async def call_in_doubt(
         self, operation: Callable[[bool], Awaitable[Result]]
@@ -280,10 +284,17 @@ class RetryPolicy:
         """Like `call`; *operation* gets whether an attempt without a reply may have done it."""
         began_at = time.monotonic()
         try:
-            return await operation(False)  # outside tenacity: most calls succeed
+            return await operation(False)
         except errors.TransientError as error:
-            failures = [error]
-        attempts = _Attempts(self, began_at)
+            return await self._again(operation, error, began_at)
+
+    async def _again(
+        self,
+        operation: Callable[[bool], Awaitable[Result]],
+        error: errors.TransientError,
+        began_at: float,
+    ) -> Result:
+        failures, attempts = [error], _Attempts(self, began_at)
 
         async def attempt() -> Result:
             if failures:

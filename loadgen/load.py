@@ -336,7 +336,7 @@ class Load:
         noted = min(self._start.noted, self.confirmed)
         sent = itertools.islice(self._source.bodies(noted), self.confirmed - noted)
         await self._campaigns.begin(sent, noted, self.confirmed)
-        watching = self._cancelled.watch(lambda: True)
+        watching = self._cancelled.watch()
         async with concurrency.beside(watching, keep_noting(self._campaigns.note)):
             return await self._sender.run(confirm)
 

@@ -83,13 +83,7 @@ class EngineThread:
     its thread alone, loading included.
     """
 
-    def __init__(
-        self,
-        load: Callable[[], contract.Engine],
-        *,
-        why_idle: Callable[[], str],
-        backlog: int,
-    ) -> None:
+    def __init__(self, load: Callable[[], contract.Engine], backlog: int) -> None:
         """*backlog*: finished images that may wait to be encoded before the engine blocks."""
         self.clock = GpuClock()
         self.capacity = 0
@@ -97,10 +91,11 @@ class EngineThread:
         self.engine: contract.Engine | None = None
         #: Called on the engine's thread for each job's ticket right before the engine begins it.
         self.is_cancelled: Callable[[int], bool] = lambda _ticket: False
+        #: Called on the engine's thread after each wait for work: an idle engine's reason.
+        self.why_idle: Callable[[], str] = lambda: "starved"
         self.tick_began_at: float | None = None
         self._began_at = time.monotonic()
         self._load = load
-        self._why_idle = why_idle
         self._waiting: deque[tuple[int, contract.PreparedRequest]] = deque()
         self._calls: deque[_Call] = deque()
         self._drawing: dict[int, Future[Delivery | None]] = {}
@@ -296,10 +291,7 @@ class EngineThread:
             self.clock.last_at = ended_at
             if outcomes and self.clock.full_speed_at is None:
                 self.clock.note_images(engine, self._began_at, ended_at)
-            self._deliver(
-                Delivery(finished, self._admitted_at.pop(finished.ticket), ended_at)
-                for finished in outcomes
-            )
+            self._deliver(outcomes, ended_at)
         # The requests that it has begun and will not finish.
         self._admitted_at.clear()
         while self._drawing:
@@ -308,17 +300,19 @@ class EngineThread:
     def _admit(self, engine: contract.Engine) -> bool:
         """Fills the engine; waits while there is nothing to do. False: stop, or it is replaced."""
         while not (self._stopping or self._wanted):
-            self._answer_calls()
+            if self._calls:
+                self._answer_calls()
             admitted: list[tuple[int, contract.PreparedRequest]] = []
-            cancelled: list[int] = []
+            cancelled: list[contract.Finished] = []
             with self._wake:
                 while self._waiting and len(admitted) < engine.free:
                     ticket, prepared = self._waiting.popleft()
-                    if self.is_cancelled(ticket):
-                        cancelled.append(ticket)
-                        continue
-                    admitted.append((ticket, prepared))
                     self._admitted_at[ticket] = time.monotonic()
+                    if self.is_cancelled(ticket):
+                        error = errors.JobCancelled()
+                        cancelled.append(contract.Finished(ticket, error))
+                    else:
+                        admitted.append((ticket, prepared))
                 if not (
                     admitted or cancelled or engine.busy or self._calls or self._wanted
                 ):
@@ -327,11 +321,7 @@ class EngineThread:
                 engine.admit(ticket, prepared)
             if admitted or cancelled or engine.capacity != self.capacity:
                 self._call(self._let_in, engine.capacity)
-            now = time.monotonic()
-            self._deliver(
-                Delivery(contract.Finished(ticket, errors.JobCancelled()), now, now)
-                for ticket in cancelled
-            )
+            self._deliver(cancelled, time.monotonic())
             if engine.busy:
                 return True
         return False
@@ -350,13 +340,15 @@ class EngineThread:
         began_at = time.monotonic()
         self._wake.wait(IDLE_TICK_SECONDS)
         if self.clock.first_at is not None:
-            self.clock.idle_seconds[self._why_idle()] += time.monotonic() - began_at
+            self.clock.idle_seconds[self.why_idle()] += time.monotonic() - began_at
 
-    def _deliver(self, deliveries: Iterable[Delivery]) -> None:
+    def _deliver(self, outcomes: Iterable[contract.Finished], at: float) -> None:
         """Hands what is finished to the loop, as much as may wait there at once."""
         for_jobs: list[Delivery] = []
-        for delivery in deliveries:
-            if drawing := self._drawing.pop(delivery.finished.ticket, None):
+        for finished in outcomes:
+            admitted_at = self._admitted_at.pop(finished.ticket)
+            delivery = Delivery(finished, admitted_at, at)
+            if drawing := self._drawing.pop(finished.ticket, None):
                 drawing.set_result(delivery)
                 continue
             if not self._room.acquire(blocking=False):

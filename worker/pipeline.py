@@ -80,7 +80,7 @@ class Pipeline:
         load: Callable[[], contract.Engine] | None,
         settings: WorkerSettings,
         *,
-        on_settled: Callable[[Outcome], None] = lambda _: None,
+        on_settled: Callable[[Outcome], None] | None = None,
         on_depth: Callable[[int], None] = lambda _: None,
         retry_policy: concurrency.RetryPolicy = STORAGE_RETRIES,
         metrics: WorkerMetrics | None = None,
@@ -102,7 +102,6 @@ class Pipeline:
         self._on_depth = on_depth
         self.engine_thread = EngineThread(
             lambda: self._checks.start_up.load(lambda: self._load(load)),
-            why_idle=lambda: self.puller.why_idle(),  # noqa: PLW0108 - it is made after the thread
             backlog=ENCODE_BACKLOG,
         )
         self.cost = CostMeter(
@@ -186,17 +185,10 @@ class Pipeline:
             await self.engine_thread.stop()
 
     async def _start_up(self) -> contract.Engine:
-        """Loads the engine and checks the node, the upload at the same time."""
+        """Loads the engine and checks the node."""
         self._hash_model()
-        async with (
-            tasks.background(
-                self._checks.start_up.upload(), "check upload"
-            ) as uploading,
-            self._checks.start_up.limited(),
-        ):
-            engine = await self.engine_thread.start()
-            await uploading
-        return engine
+        async with self._checks.start_up.limited():
+            return await self.engine_thread.start()
 
     def _hash_model(self) -> Future[str | None]:
         """The hash of the present model's file; begun by the first call."""
@@ -302,12 +294,16 @@ class Pipeline:
         )
         prepare = PrepareStage(engine, self._files, settler, self.puller, generate)
         self._side_tasks = self._start_side_tasks()
-        self._side_tasks.start("prepare", prepare.run, PREPARERS)
-        self._side_tasks.start("generate", generate.run)
-        self._side_tasks.start("encode", encode.run, ENCODING)
-        self._side_tasks.start("upload", upload.run, UPLOADS)
-        self._side_tasks.start("record", settler.pending.run)
-        self._side_tasks.start("acknowledge", settler.pending.finish, UPLOADS)
+        self._side_tasks.start("generate", generate.run())
+        self._side_tasks.start("record", settler.pending.run())
+        for name, run, count in (
+            ("prepare", prepare.run, PREPARERS),
+            ("encode", encode.run, ENCODING),
+            ("upload", upload.run, UPLOADS),
+            ("acknowledge", settler.pending.finish, UPLOADS),
+        ):
+            for _ in range(count):
+                self._side_tasks.start(name, run())
         try:
             yield prepare, generate
         finally:
@@ -366,24 +362,18 @@ class Pipeline:
 
     def _start_side_tasks(self) -> tasks.SideTasks:
         side_tasks = tasks.SideTasks()
-        side_tasks.start("keep leases", self._keeper.run)
+        side_tasks.start("keep leases", self._keeper.run())
         for name, watch in self._checks.watches().items():
             side_tasks.start(name, watch)
         if self._checks.watchdog.has_limits:
-            side_tasks.start("watch node", self._watch_node)
+            side_tasks.start("watch node", self._watch_node())
         side_tasks.start(
-            "watch cancelled campaigns",
-            lambda: self._cancelled.watch(lambda: bool(self.settler.in_flight)),
+            "watch cancelled campaigns", self._cancelled.watch(self.settler.in_flight)
         )
-        side_tasks.start(
-            "measure queues",
-            lambda: measure_depth(
-                self._queue, self._storage.poison, self.metrics, self._on_depth
-            ),
-        )
-        side_tasks.start(
-            "note models", lambda: note_served(self._storage.models, self._served)
-        )
+        poison = self._storage.poison
+        depths = measure_depth(self._queue, poison, self.metrics, self._on_depth)
+        side_tasks.start("measure queues", depths)
+        side_tasks.start("note models", note_served(self._storage.models, self._served))
         return side_tasks
 
     def _served(self) -> list[str]:
@@ -427,4 +417,5 @@ class Pipeline:
 
     def _settled(self, entry: InFlightJob, outcome: Outcome) -> None:
         self.puller.not_ahead(entry)
-        self._on_settled(outcome)
+        if self._on_settled is not None:
+            self._on_settled(outcome)

@@ -32,7 +32,7 @@ from worker.node import salad
 from worker.node.watchdog import limits_of
 from worker.pipeline import Machine, Pipeline
 from worker.progress import Counts, Phase, Progress, ProgressMeter, WorkerReport
-from worker.settings import WorkerSettings, share_of
+from worker.settings import WorkerSettings
 
 log = logs.EventLog(__name__)
 
@@ -54,7 +54,7 @@ async def run_worker(
     settings: WorkerSettings,
     *,
     load: Callable[[], contract.Engine] | None = None,
-    on_settled: Callable[[Outcome], None] = lambda _: None,
+    on_settled: Callable[[Outcome], None] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     member: Member | None = None,
 ) -> WorkerReport:
@@ -115,7 +115,7 @@ class _Worker:
 
     _settings: WorkerSettings
     _load: Callable[[], contract.Engine] | None
-    _on_settled: Callable[[Outcome], None]
+    _on_settled: Callable[[Outcome], None] | None
     _on_progress: Callable[[Progress], None] | None
     _metadata: salad.SaladMetadata | None
     _stop: asyncio.Event
@@ -162,6 +162,7 @@ class _Worker:
             ),
             salad.updating_deletion_cost(self._container, self._jobs_in_flight),
             tasks.background(self._show_progress(), "show progress"),
+            tasks.background(self._report_to_parent(), "report to the parent"),
         ):
             if self._metadata is None:
                 await self._attempt()
@@ -196,7 +197,8 @@ class _Worker:
         """Opens the storage and works until there is a reason to end."""
         self._pipeline = None
         if self._load is None:
-            self._import_engine()
+            # While the storage answers and the model comes; a failure shows later.
+            tasks.in_daemon_thread(load.import_libraries, f"{THREAD_NAME} import")
         runs_on = await asyncio.to_thread(replica.find_replica, self._settings)
         self._gpu = runs_on.gpu
         identity_token = None if self._metadata is None else self._metadata.token
@@ -270,12 +272,7 @@ class _Worker:
         checkpoints.refuse_unusable_names(found)
         models = WorkerModels(found, fetch, self._load_engine, self._read_weights)
         queue = storage.models.served(models.names if len(found) > 1 else [])
-        share = (
-            self._member.assignment.share
-            if self._member
-            else share_of(self._settings.name)
-        )
-        await models.begin(queue, share)
+        await models.begin(queue)
         return models
 
     def _is_started(self) -> bool:
@@ -329,27 +326,24 @@ class _Worker:
             now, now - self._began_at, self._phase(), self._counts(), why_waiting
         )
 
+    async def _report_to_parent(self) -> None:
+        while self._member is not None:
+            self._member.report(
+                is_ready=self._pipeline is not None and self._pipeline.ready
+            )
+            await asyncio.sleep(SAMPLE_SECONDS)
+
     async def _show_progress(self) -> NoReturn:
         """Calls `on_progress` every second, or logs a line a minute."""
-        logged_at = self._began_at
+        show = self._on_progress or progress.log_progress
+        seconds = SAMPLE_SECONDS if self._on_progress else PROGRESS_SECONDS
         try:
             while True:
-                figures = self._progress()
-                if self._member is not None:
-                    self._member.report(
-                        is_ready=self._pipeline is not None and self._pipeline.ready
-                    )
-                if self._on_progress is not None:
-                    self._on_progress(figures)
-                elif time.monotonic() - logged_at >= PROGRESS_SECONDS:
-                    logged_at = time.monotonic()
-                    progress.log_progress(figures)
-                if self._stop.is_set():
-                    await asyncio.sleep(SAMPLE_SECONDS)
+                if self._on_progress is None or self._stop.is_set():
+                    await asyncio.sleep(seconds)
                 else:  # a drain shows at once
-                    await tasks.first_of(
-                        self._stop.wait(), timeout_seconds=SAMPLE_SECONDS
-                    )
+                    await tasks.first_of(self._stop.wait(), timeout_seconds=seconds)
+                show(self._progress())
         except Exception:
             # No reason to end a worker.
             log.exception("progress is no longer shown", action="progress_failed")
@@ -370,10 +364,6 @@ class _Worker:
             gpu_dollars=cost.gpu_dollars,
             storage_dollars=cost.storage_dollars,
         )
-
-    def _import_engine(self) -> None:
-        """Imports torch while the storage answers and the model comes; a failure shows later."""
-        tasks.in_daemon_thread(load.import_libraries, f"{THREAD_NAME} import")
 
     def _load_engine(self, checkpoint: Checkpoint) -> contract.Engine:
         settings = checkpoint.settings

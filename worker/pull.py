@@ -59,6 +59,9 @@ class Puller:
     _stopped: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _warning: logs.Occasion = field(default_factory=logs.Occasion, init=False)
 
+    def __post_init__(self) -> None:
+        self.engine_thread.why_idle = self.why_idle
+
     def why_idle(self) -> str:
         """Why an idle engine has no work."""
         return "queue_empty" if self.is_idle else "starved"
@@ -155,10 +158,12 @@ class Puller:
         self, leases: list[Lease], put: Callable[[InFlightJob], Awaitable[None]]
     ) -> None:
         """Hands back what is too much, since the jobs before it have more images than expected."""
-        entries = [
-            InFlightJob(each, ahead=images_of(each.message.body)) for each in leases
-        ]
-        self._images_per_job = sum(entry.ahead for entry in entries) / len(entries)
+        entries, images = [], 0
+        for lease in leases:
+            entry = InFlightJob(lease, ahead=images_of(lease.message.body))
+            entries.append(entry)
+            images += entry.ahead
+        self._images_per_job = images / len(entries)
         target = self._target
         surplus = []
         for entry in entries:
@@ -169,7 +174,8 @@ class Puller:
             else:
                 self._ahead += entry.ahead
                 await put(entry)
-        await concurrency.gather(*map(self.settler.hand_back, surplus))
+        if surplus:
+            await concurrency.gather(*map(self.settler.hand_back, surplus))
 
     async def _is_done(self) -> bool:
         """True if nothing is visible or in flight, nor hidden by a dead worker's lease."""

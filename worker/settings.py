@@ -1,7 +1,6 @@
 """Worker settings: each field is a flag and an IMAGEFLEET_ variable."""
 
 import functools
-import hashlib
 import importlib.util
 import os
 import socket
@@ -70,12 +69,6 @@ FileOrName = Annotated[str, Field(min_length=1), AfterValidator(os.path.expandus
 def machine_name() -> str:
     """The machine's id on SaladCloud, else its host name."""
     return os.environ.get("SALAD_MACHINE_ID") or socket.gethostname()
-
-
-def share_of(worker: str, position: int = 0, workers: int = 1) -> float:
-    """A worker's place among all, from 0 to 1: by chance, but apart from its neighbours."""
-    digest = hashlib.blake2b(worker.encode(), digest_size=4).digest()
-    return (position + int.from_bytes(digest) / 2**32) / workers
 
 
 _LIBRARIES = "torch diffusers transformers peft safetensors numpy PIL isal pynvml"

@@ -67,8 +67,8 @@ class Settler:
             recording.flush_seconds(
                 self.settings.lease_seconds, is_billed=self.settings.is_billed
             ),
-            lambda: len(self.in_flight),
-            lambda: self.storage.prover,
+            self.in_flight,
+            self.storage,
         )
 
     def add(self, entry: InFlightJob) -> None:
@@ -119,14 +119,6 @@ class Settler:
             "worker": self.settings.name[:MAX_NAME_CHARACTERS],
         }
         return Record.model_validate(known | self.cost.record | facts)
-
-    async def image_stored(self, image: InFlightImage) -> None:
-        """An image is stored, and its record is in its job's."""
-        entry = image.owner
-        entry.stored.add(image.index)
-        await self.less_to_store(entry, 1)
-        if entry.images_to_store:
-            await self.pending.add(entry)
 
     async def less_to_store(self, entry: InFlightJob, images: int) -> None:
         """So many images of a job are not in the making any more."""
@@ -223,14 +215,13 @@ class Settler:
         if isinstance(error, (errors.LeaseLost, errors.TransientError)):
             self._lost(entry, error)
             return
+        queue = entry.lease.message.queue
         entry.log(
             logging.WARNING,
-            f"{why} stays in the queue {entry.lease.message.queue}: {error.message}",
+            f"{why} stays in the queue {queue}: {error.message}",
             "job_not_moved",
         )
-        await self._end(
-            entry, "handed_back", call=partial(self._release, entry, NOT_MOVED_SECONDS)
-        )
+        await self._release(entry, NOT_MOVED_SECONDS)
 
     async def cancelled(self, entry: InFlightJob) -> None:
         """Acknowledges a job of a cancelled campaign; what was begun is stored."""
@@ -319,9 +310,7 @@ class Settler:
     async def hand_back(self, entry: InFlightJob, delay_seconds: float = 0) -> None:
         """Leaves a job that was not finished in time to another worker, by default at once."""
         if entry.settle():
-            await self._end(
-                entry, "handed_back", call=partial(self._release, entry, delay_seconds)
-            )
+            await self._release(entry, delay_seconds)
 
     async def put_off(self, entry: InFlightJob) -> None:
         """Hands back a job of which some images are stored perhaps; another worker draws the rest.
@@ -329,9 +318,7 @@ class Settler:
         It does not have to look for them, since it waits for their records.
         """
         if entry.settle():
-            await self._end_after_records(
-                entry, "handed_back", partial(self._release, entry)
-            )
+            await self._release_after_records(entry)
 
     async def move(self, entry: InFlightJob) -> None:
         """Another model's job: sends it to the queue of its model, where it waits for a worker.
@@ -343,7 +330,7 @@ class Settler:
         message, model = entry.lease.message, entry.job.model
         priority = priority_of(message.queue)
         if self.storage.models.of(model)[priority].name == message.queue:
-            await self._end(entry, "handed_back", call=partial(self._release, entry))
+            await self._release(entry)
             return
         # Sent again it is younger; but who cancels its campaign waits as long as this worker may
         # not know of it.
@@ -422,8 +409,7 @@ class Settler:
             "job_retried",
             error=type(error).__name__,
         )
-        release = partial(self._release, entry, delay_seconds, failed=True)
-        await self._end_after_records(entry, "retried", release)
+        await self._release_after_records(entry, delay_seconds, failed=True)
 
     async def _wait_for_file(
         self, entry: InFlightJob, error: errors.FleetError
@@ -434,25 +420,33 @@ class Settler:
             deliveries - 1, safetensors.REST_SECONDS, LONGEST_REST_SECONDS
         )
         entry.log(logging.INFO, f"waits {seconds:.0f} s: {error}", "job_waits_for_file")
-        await self._end_after_records(
-            entry, "handed_back", partial(self._release, entry, seconds)
-        )
+        await self._release_after_records(entry, seconds)
 
     async def _release(
+        self,
+        entry: InFlightJob,
+        delay_seconds: float = 0,
+        error: errors.TransientError | None = None,
+        *,
+        failed: bool = False,
+    ) -> None:
+        """Hands a job's message back, unless an *error* has kept its records from storage."""
+
+        async def call() -> None:
+            body = entry.ended(failed=failed).write_to(entry.lease.message.body)
+            await self.keeper.release(entry.lease, delay_seconds, body)
+
+        await self._end(entry, "retried" if failed else "handed_back", error, call)
+
+    async def _release_after_records(
         self, entry: InFlightJob, delay_seconds: float = 0, *, failed: bool = False
     ) -> None:
-        body = entry.ended(failed=failed).write_to(entry.lease.message.body)
-        await self.keeper.release(entry.lease, delay_seconds, body)
-
-    async def _end_after_records(
-        self, entry: InFlightJob, outcome: Outcome, call: Callable[[], Awaitable[None]]
-    ) -> None:
-        """Ends a job, once the records of its images that are stored are stored as well."""
+        """Releases a job once the records of its images that are stored are stored as well."""
 
         async def finish(error: errors.TransientError | None = None) -> None:
             if error is None:
                 entry.recorded |= entry.stored
-            await self._end(entry, outcome, error, call)
+            await self._release(entry, delay_seconds, error, failed=failed)
 
         if entry.stored <= entry.recorded:
             await finish()

@@ -22,7 +22,7 @@ async def first_of(
     *works: Awaitable[Any], timeout_seconds: float | None = None
 ) -> set[asyncio.Future[Any]]:
     """Waits until one of *works* ends, cancels the others, and returns or raises what ended."""
-    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(work) for work in works]
+    tasks: list[asyncio.Future[Any]] = list(map(asyncio.ensure_future, works))
     try:
         done, _ = await asyncio.wait(
             tasks, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED
@@ -93,10 +93,8 @@ class SideTasks:
     def __init__(self) -> None:
         self._tasks: list[asyncio.Task[Any]] = []
 
-    def start(
-        self, name: str, work: Callable[[], Coroutine[Any, Any, None]], count: int = 1
-    ) -> None:
-        self._tasks += [asyncio.create_task(work(), name=name) for _ in range(count)]
+    def start(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.create_task(work, name=name))
 
     async def watch(self) -> NoReturn:
         """Raises what a task raised, or RuntimeError for one that returned."""

@@ -170,7 +170,7 @@ class SimulatedEngineThread(EngineThread):
                 began_at = self._loop.time()
                 await self._has_work.wait()
                 if self.clock.first_at is not None:
-                    self.clock.idle_seconds[self._why_idle()] += (
+                    self.clock.idle_seconds[self.why_idle()] += (
                         self._loop.time() - began_at
                     )
 

@@ -238,7 +238,7 @@ def test_300_jobs_of_all_fields_come_back_from_their_pictures_as_they_were(
             index,
             size,
             MODEL,
-            model_hash="0123456789",
+            model_hashes={"model": "0123456789"},
             decoder=job.sd_vae_decode_method,
         )
         suffix, form = chance.choice([*SUFFIXES.items()])[::-1]

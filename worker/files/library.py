@@ -359,18 +359,18 @@ class EmbeddingLibrary(FileLibrary):
         return path, await asyncio.to_thread(self._sha256, path)
 
     async def _list(self) -> tuple[str, ...]:
-        listed = set(await self._storage_manifest.names())
-        files: list[Path] = []
+        names = set(filter(self._is_safe, await self._storage_manifest.names()))
+        pickles: dict[str, Path] = {}
         for folder in self._listed:
-            files += await asyncio.to_thread(self._files, folder)
-        names = {name for name in listed if self._is_safe(name)}
-        names |= {path.stem for path in files if path.suffix == SUFFIX}
-        self._pickles = {
-            path.stem: path
-            for path in files
-            if path.suffix in addresses.PICKLE_SUFFIXES and path.stem not in names
-        }
-        return tuple(sorted(names | self._pickles.keys()))
+            for path in await asyncio.to_thread(self._files, folder):
+                if path.suffix == SUFFIX:
+                    names.add(path.stem)
+                else:
+                    pickles[path.stem] = path
+        for name in names & pickles.keys():  # it has a file that can be read
+            del pickles[name]
+        self._pickles = pickles
+        return tuple(sorted(names | pickles.keys()))
 
     def _files(self, folder: Path) -> list[Path]:
         try:

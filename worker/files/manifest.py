@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -218,7 +219,7 @@ class Manifest:
     ) -> Self:
         name = f"{kind.folder}/{NAME}"
         where = f"{name} in the container {blobs.name!r}"
-        return cls(where, lambda: blobs.read(name, MAX_BYTES), kind, trusted)
+        return cls(where, partial(blobs.read, name, MAX_BYTES), kind, trusted)
 
     async def sha256(self, name: str) -> str | None:
         """The hash that the file must have, or None where any will do.

@@ -59,8 +59,6 @@ class Assignment(BaseModel):
     port: int = 0
     """The port of its metrics; 0: any."""
     price_per_hour: float | None = None
-    share: float = 0.0
-    """The worker's place among the machine's workers, from 0 to 1."""
 
 
 @dataclass(eq=False)

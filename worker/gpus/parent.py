@@ -18,7 +18,7 @@ from imagefleet.telemetry import logs, metrics, probes, push
 from worker import replica, tasks
 from worker.gpus.child import HURRY, STOP, Assignment, Child
 from worker.gpus.choice import Gpu
-from worker.settings import MachineSettings, share_of
+from worker.settings import MachineSettings
 
 log = logs.EventLog(__name__)
 
@@ -99,7 +99,6 @@ class _Parent:
                     instance=self._instance,
                     port=settings.port and settings.port + 1 + number,
                     price_per_hour=price,
-                    share=share_of(settings.name, number, len(gpus)),
                 ),
             )
             for number, gpu in enumerate(gpus)
@@ -142,8 +141,8 @@ class _Parent:
 
     async def _run_children(self) -> None:
         side_tasks = tasks.SideTasks()
-        side_tasks.start("watch workers", self._watch)
-        side_tasks.start("stop workers", self._pass_on)
+        side_tasks.start("watch workers", self._watch())
+        side_tasks.start("stop workers", self._pass_on())
         keeping = asyncio.gather(*map(self._keep, self._children))
         try:
             await tasks.first_of(keeping, side_tasks.watch())

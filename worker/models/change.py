@@ -12,12 +12,13 @@ The rule:
 
 So of N models, none waits longer for this worker than N times (`stay_seconds` and one change).
 
-Workers that start together begin with different models, each model with as many of them as is its
-share of the waiting jobs.
+A worker begins with a model by chance, each as likely as is its share of the waiting jobs: so
+workers that start together begin with different ones.
 """
 
 import asyncio
 import math
+import random
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -59,17 +60,6 @@ class Waiting:
 
     jobs: int
     age_seconds: float
-
-
-def first_to_serve(waiting: Mapping[str, Waiting], share: float) -> str | None:
-    """The model to begin with; None: no job waits."""
-    jobs = sum(each.jobs for each in waiting.values())
-    passed = 0
-    for model, count in waiting.items():
-        passed += count.jobs
-        if passed > share * jobs:
-            return model
-    return None
 
 
 @dataclass(slots=True)
@@ -169,15 +159,17 @@ class WorkerModels:
     def _asked_for(self, name: str) -> set[str | None]:
         return {name, None} if name == self._default else {name}
 
-    async def begin(self, queue: RoutedQueue, share: float) -> None:
-        """Fetches the model to begin with; *share* as for `first_to_serve`.
+    async def begin(self, queue: RoutedQueue) -> None:
+        """Fetches the model to begin with.
 
         Raises SetupError or TransientError if the model of jobs without one cannot be fetched.
         """
         chosen = self.current
         if len(self._checkpoints) > 1:
             waiting = await self._measured(queue)
-            if name := first_to_serve(waiting, share):
+            jobs = [each.jobs for each in waiting.values()]
+            if any(jobs):
+                (name,) = random.choices(list(waiting), jobs)  # noqa: S311 - no secret
                 chosen = self._checkpoints[name]
                 log.info(
                     f"{waiting[name].jobs} jobs wait for {name}: beginning with it",

@@ -2,7 +2,7 @@
 
 | check | when | finds |
 | --- | --- | --- |
-| `start_up` | before the first job | a full disk, an occupied or slow GPU, a slow line |
+| `start_up` | before the first job | a full disk, an occupied or slow GPU |
 | weights | at the start, every 5 minutes, after an alarm | a flipped bit in the GPU's memory |
 | `watchdog` | every 5 minutes of work | a GPU or a line that became slow |
 | failed images | 10 in a row, then a plain one | an engine that draws nothing any more |
@@ -16,7 +16,7 @@ compared with what other nodes draw of the same jobs (`imagefleet verify`).
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, NoReturn
 
 from imagefleet import concurrency, errors
@@ -40,7 +40,7 @@ WEIGHTS_SECONDS = 300.0
 #: The time for the record of suspect images, which nobody else can write.
 RECORD_SECONDS = 60.0
 
-Watches = dict[str, Callable[[], Coroutine[Any, Any, None]]]
+Watches = dict[str, Coroutine[Any, Any, None]]
 """Side tasks by name; each raises NodeError once it has found a fault."""
 
 
@@ -56,7 +56,7 @@ class NodeChecks:
         engine_thread: EngineThread,
         retry_policy: concurrency.RetryPolicy,
     ) -> None:
-        self.start_up = StartUpCheck(storage.blobs, settings, limits, metrics)
+        self.start_up = StartUpCheck(settings, limits, metrics)
         self.watchdog = NodeWatchdog(engine_thread, limits, metrics)
         names = frozenset({settings.name, machine_name()})
         self.quarantine = Quarantine(storage.files, names)
@@ -82,10 +82,10 @@ class NodeChecks:
     def watches(self) -> Watches:
         """The checks of a node at work."""
         return {
-            "watch engine": self._engine_thread.watch,
-            "watch failures": lambda: self.watchdog.watch_failures(self.diagnose),
-            "watch weights": self.watch_weights,
-            "watch quarantine": lambda: self.quarantine.watch(self._quarantined),
+            "watch engine": self._engine_thread.watch(),
+            "watch failures": self.watchdog.watch_failures(self.diagnose),
+            "watch weights": self.watch_weights(),
+            "watch quarantine": self.quarantine.watch(self._quarantined),
         }
 
     async def watch_weights(self) -> NoReturn:

@@ -1,8 +1,9 @@
 """The check of a node before its first job.
 
-Free disk space is measured everywhere; free GPU memory, the speed of the GPU and of the upload
-only where there is a limit: on SaladCloud, or by a setting. A speed counts against a node after
-three failed measurements, since a node that is given up is kept from the group for 48 hours.
+Free disk space is measured everywhere; free GPU memory and the speed of the GPU only where there is
+a limit: on SaladCloud, or by a setting. The speed counts against a node after three failed
+measurements, since a node that is given up is kept from the group for 48 hours. The upload is
+measured while the node works (`worker.node.watchdog`).
 """
 
 import asyncio
@@ -11,7 +12,6 @@ import logging
 import os
 import shutil
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,9 +19,8 @@ from typing import Any
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from imagefleet import concurrency, errors
+from imagefleet import errors
 from imagefleet.pricing import families
-from imagefleet.storage import protocol
 from imagefleet.telemetry import logs
 from worker.engine import contract
 from worker.inputs import img2img
@@ -33,20 +32,6 @@ log = logs.EventLog(__name__)
 
 #: Measurements below the limit before a node counts as broken.
 TRIES = 3
-
-#: Seconds between two uploads: a neighbour's download may be over by then.
-UPLOAD_PAUSE_SECONDS = 5.0
-
-#: Seconds allowed for opening the connection, which says nothing about the line's speed.
-UPLOAD_SLACK_SECONDS = 1.0
-
-#: Bytes that measure a line, and are sent as images are: several at once, none over 1 MiB.
-UPLOAD_BYTES = 4_000_000
-UPLOAD_BLOBS = 4
-
-#: The folder of uploads, which is no campaign's: their names do not begin with a hyphen. What a
-#: token without the right to delete leaves there is for a life-cycle rule of the storage account.
-UPLOAD_FOLDER = "-node-checks"
 
 #: The least share of its speed that an engine makes before it is compiled.
 UNCOMPILED_SHARE = 0.5
@@ -63,7 +48,6 @@ _FINDINGS = {
     "free_disk_bytes": "Free disk space for the cache.",
     "free_gpu_bytes": "GPU memory free before the model loads.",
     "images_per_second": "Speed in 15-step 512x512 images.",
-    "upload_bytes_per_second": "Upload speed.",
 }
 
 
@@ -71,7 +55,6 @@ _FINDINGS = {
 class StartUpCheck(Collector):
     """The start-up check of one node, with its findings as metrics."""
 
-    _blobs: protocol.BlobStore
     _settings: WorkerSettings
     _limits: NodeLimits
     _metrics: WorkerMetrics
@@ -90,25 +73,6 @@ class StartUpCheck(Collector):
         if self._limits.images_per_second:
             self._check_speed(engine)
         return engine
-
-    async def upload(self) -> None:
-        """Measures the upload to the storage; removes the blobs where the credentials allow it.
-
-        Raises NodeError if it is too slow three times; else the storage's errors.
-        """
-        least = self._limits.upload_bits_per_second
-        if not least:
-            return
-        speed = 0.0
-        for left in reversed(range(TRIES)):
-            speed = await self._send(8 * UPLOAD_BYTES / least)
-            self.findings["upload_bytes_per_second"] = speed / 8
-            if speed >= least:
-                return
-            if left:
-                await asyncio.sleep(concurrency.jitter(UPLOAD_PAUSE_SECONDS, high=1.5))
-        text = f"the upload to the storage runs at {speed / 1e6:.2f} Mbit/s, less than"
-        raise self._broken("upload_speed", f"{text} {least / 1e6:g}")
 
     @contextlib.asynccontextmanager
     async def limited(self) -> AsyncIterator[None]:
@@ -200,33 +164,6 @@ class StartUpCheck(Collector):
                 return
         text = f"the GPU makes {speed:.3g} images/s, less than {least:.3g}"
         raise self._broken("gpu_speed", f"{text} (--min-images-per-second)")
-
-    async def _send(self, longest_seconds: float) -> float:
-        """Bits per second; a transfer over the time limit is given up and counts as that long."""
-        names = [f"{UPLOAD_FOLDER}/{uuid.uuid4().hex}" for _ in range(UPLOAD_BLOBS)]
-        data = os.urandom(UPLOAD_BYTES // UPLOAD_BLOBS)  # incompressible
-        began_at = time.monotonic()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(longest_seconds + UPLOAD_SLACK_SECONDS):
-                sending = [
-                    self._blobs.create(name, data, "application/octet-stream", {})
-                    for name in names
-                ]
-                await asyncio.gather(*sending)
-        seconds = time.monotonic() - began_at
-        await self._remove(names)
-        return 8 * UPLOAD_BYTES / seconds
-
-    async def _remove(self, names: list[str]) -> None:
-        try:
-            for name in names:
-                if not await self._blobs.delete(name):
-                    return
-        except errors.FleetError as error:
-            log.info(
-                f"{UPLOAD_FOLDER} keeps the check's blobs: {error}",
-                action="check_blobs_stay",
-            )
 
 
 def plain_request(engine: contract.Engine, seed: int) -> contract.ImageRequest:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from imagefleet import concurrency, errors
-from imagefleet.job.names import ASIDE, SUSPECT, worker_file_name
+from imagefleet.job.names import SUSPECT, worker_file_name
 from imagefleet.storage.open import Storage
 from imagefleet.telemetry import logs
 from worker.metrics import WorkerMetrics
@@ -30,33 +30,30 @@ class Suspects:
     retry_policy: concurrency.RetryPolicy
     good_at: float = field(default_factory=time.monotonic)
     """Start of the last check that passed (monotonic seconds); before the first, of the worker."""
-    # A dict of as many is copied as a whole now and then, which leaves megabytes of holes.
-    _stored: deque[tuple[str, float]] = field(
-        default_factory=lambda: deque(maxlen=MAX_IMAGES), init=False
-    )
+    images: deque[tuple[str, float]] = field(init=False)
+    """Names of the images that are about to be stored, as whether one was is not always known
+    later, and when they were generated."""
 
-    def storing(self, name: str, generated_at: float) -> None:
-        """An image is about to be stored: whether it was is not always known later."""
-        if name.startswith(ASIDE):
-            return  # no job's image
-        self._stored.append((name, generated_at))
+    def __post_init__(self) -> None:
+        # A dict of as many is copied as a whole now and then, which leaves megabytes of holes.
+        self.images = deque(maxlen=MAX_IMAGES)
 
     def not_stored(self, name: str) -> None:
         """Another worker's image has the name."""
-        for back, (stored, _) in enumerate(reversed(self._stored), 1):
+        for back, (stored, _) in enumerate(reversed(self.images), 1):
             if stored == name:
-                del self._stored[-back]
+                del self.images[-back]
                 break
 
     def good(self, began_at: float) -> None:
         """A check that began then (monotonic seconds) has passed: forgets older images."""
         self.good_at = began_at
-        newer = [image for image in self._stored if image[1] >= began_at]
-        self._stored = deque(newer, MAX_IMAGES)
+        newer = [image for image in self.images if image[1] >= began_at]
+        self.images = deque(newer, MAX_IMAGES)
 
     async def record(self, reason: str) -> None:
         """Stores a record of what was generated since the last good check, if anything."""
-        names = sorted({name for name, at in self._stored if at >= self.good_at})
+        names = sorted({name for name, at in self.images if at >= self.good_at})
         if not names:
             return
         self.metrics.suspect_images.inc(len(names))

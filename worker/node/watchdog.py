@@ -135,7 +135,8 @@ class NodeWatchdog:
         self._faults = metrics.node_faults
         self._uploads_in_flight = 0
         self._uploads_counted_at = time.monotonic()
-        self._failures_in_a_row = 0
+        self.failures_in_a_row = 0
+        """Images that failed on the GPU since one succeeded."""
         self._alarms: asyncio.Queue[str] = asyncio.Queue()
         self._window = self._new_window()
 
@@ -147,20 +148,19 @@ class NodeWatchdog:
 
     def image_generated(self, family: str, passes: Iterable[Pass]) -> None:
         """The GPU finished an image, failed or not."""
-        passes = [*passes]
-        self._window.enlarged_images += not any(each.is_drawn for each in passes)
-        self._window.passes.update((family, each) for each in passes)
-
-    def image_succeeded(self) -> None:
-        self._failures_in_a_row = 0
+        is_drawn = False
+        for each in passes:
+            is_drawn = is_drawn or each.is_drawn
+            self._window.passes[family, each] += 1
+        self._window.enlarged_images += not is_drawn
 
     def image_failed(self, error: errors.FleetError) -> None:
         """An image failed on the GPU; a JobError is its job's fault and does not count."""
         if not isinstance(error, errors.TransientError):
             return
-        self._failures_in_a_row += 1
+        self.failures_in_a_row += 1
         # Once: what fails while the alarm is diagnosed is part of it.
-        if self._failures_in_a_row == FAILURES_IN_A_ROW:
+        if self.failures_in_a_row == FAILURES_IN_A_ROW:
             self._alarms.put_nowait(
                 f"the engine failed {FAILURES_IN_A_ROW} images in a row, the last with: {error}"
             )
@@ -186,7 +186,7 @@ class NodeWatchdog:
             reason = await diagnose(await self._alarms.get())
             if reason is not None:
                 raise errors.NodeError(reason)
-            self._failures_in_a_row = 0
+            self.failures_in_a_row = 0
 
     async def wait_until_broken(self) -> str:
         self._window = self._new_window()

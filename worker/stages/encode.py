@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import io
 import struct
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -72,29 +73,23 @@ class EncodeStage:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _parameters(self, image: InFlightImage) -> str:
-        """The image's text; waits for the hashes in it, which were begun before it was drawn."""
+        """The image's text; waits for the hashes in it."""
         if image.job.only_upscales:
             return infotext.of_enlarged(image.job, image.owner.source_parameters)
         settings = self.settler.settings
         usual: VaeDecoder | None = "TAESD" if settings.taesd else None
-        loras = {
-            name: await _result(each) for name, each in image.owner.lora_hashes.items()
-        }
+        owner = image.owner
+        models = {"model": self.model_hash, **owner.model_hashes}
         return infotext.parameters(
             image.job,
             image.index,
             image.size,
             self.settler.model_name,
-            model_hash=await _result(self.model_hash),
             vae=settings.vae and Path(settings.vae).name.removesuffix(".safetensors"),
-            model_hashes={
-                name: await _result(each)
-                for name, each in image.owner.model_hashes.items()
-            },
-            lora_hashes={name: each for name, each in loras.items() if each},
-            embedding_hashes={each.name: each.sha256 for each in image.embeddings},
-            is_cut_out=image.owner.overlay is not None
-            and image.owner.overlay.box is not None,
+            model_hashes=await _known(models),
+            lora_hashes=await _known(owner.lora_hashes),
+            embeddings=image.embeddings,
+            is_cut_out=owner.overlay is not None and owner.overlay.box is not None,
             decoder=image.job.sd_vae_decode_method or usual,
         )
 
@@ -112,7 +107,7 @@ class EncodeStage:
             if not image.owner.failures:
                 self.watchdog.image_failed(error)
             raise
-        self.watchdog.image_succeeded()
+        self.watchdog.failures_in_a_row = 0
         await self.upload.queue.put((image, file))
 
 
@@ -126,11 +121,16 @@ def _encoded(
     return encode(pixels, output, parameters, job)
 
 
-async def _result(hashed: Future[str | None]) -> str | None:
-    if hashed.done():  # as it is from a worker's second image on
-        return hashed.result()
-    # Shielded: other images wait for the same.
-    return await asyncio.shield(asyncio.wrap_future(hashed))
+async def _known(hashes: Mapping[str, Future[str | None]]) -> dict[str, str]:
+    """The hashes of those files that have one, which were begun before the image was drawn."""
+    known: dict[str, str] = {}
+    for name, hashed in hashes.items():
+        if not hashed.done():  # as they all are from a worker's second image on
+            # Shielded: other images wait for the same.
+            await asyncio.shield(asyncio.wrap_future(hashed))
+        if sha256 := hashed.result():
+            known[name] = sha256
+    return known
 
 
 def encode(
@@ -171,13 +171,13 @@ def _png(pixels: Pixels, parameters: str, job: str) -> bytes:
         texts.add_text(PNG_KEYWORD, job)
     file = io.BytesIO()
     file.write(b"\x89PNG\r\n\x1a\n")
-    for kind, data in (
-        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),  # 8 bits, RGB
-        *(chunk[:2] for chunk in texts.chunks),
-        (b"IDAT", isal_zlib.compress(_filtered(pixels), COMPRESSION_LEVEL)),
-        (b"IEND", b""),
-    ):
-        PngImagePlugin.putchunk(file, kind, data)
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits, RGB
+    PngImagePlugin.putchunk(file, b"IHDR", header)
+    for kind, text, *_ in texts.chunks:
+        PngImagePlugin.putchunk(file, kind, text)
+    compressed = isal_zlib.compress(_filtered(pixels), COMPRESSION_LEVEL)
+    PngImagePlugin.putchunk(file, b"IDAT", compressed)
+    PngImagePlugin.putchunk(file, b"IEND", b"")
     return file.getvalue()
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
@@ -37,13 +36,10 @@ class GenerateStage:
         self.nothing_at_engine.set()
         self.engine_thread.is_cancelled = self._is_cancelled
 
-    def is_cancelled(self, entry: InFlightJob) -> bool:
-        """True if the campaign of a job has been cancelled since it was sent."""
-        return entry.is_of(self.settler.cancelled_campaigns)
-
     async def leave_out(self, entry: InFlightJob, images: int) -> None:
         """Drops this many images that have not started; those in the engine are still stored."""
-        entry.is_cancelled = entry.is_cancelled or self.is_cancelled(entry)
+        is_cancelled = entry.is_of(self.settler.cancelled_campaigns)
+        entry.is_cancelled = entry.is_cancelled or is_cancelled
         self.puller.not_ahead(entry, images)
         await self.settler.less_to_store(entry, images)
 
@@ -65,14 +61,13 @@ class GenerateStage:
 
         Of the others, the images that it has begun are stored; the rest is left to another worker.
         """
-        waiting: Counter[InFlightJob] = Counter()
         for ticket in self.engine_thread.stop_accepting():
-            waiting[(image := self._take(ticket)).owner] += 1
-            image.owner.is_first_awaited &= (
-                image.index > 0
-            )  # none of the others is begun before it
+            image = self._take(ticket)
+            image.owner.images_to_submit += 1
+            if not image.index:  # none of the others is begun before it
+                image.owner.is_first_awaited = False
         for entry in self.settler.in_flight:
-            left = waiting[entry] + entry.images_to_submit
+            left = entry.images_to_submit
             entry.is_put_off = entry.is_put_off or left > 0
             entry.images_to_store -= left
             entry.images_to_submit = 0
@@ -95,10 +90,9 @@ class GenerateStage:
                 continue
             passes = image.job.passes(*image.size, enlarges=self._family.enlarges)
             self.watchdog.image_generated(self.engine.family, passes)
-            waited = self.settler.metrics.stage_seconds["wait_gpu"]
-            waited.observe(max(0.0, delivery.admitted_at - image.ready_at))
-            generated = self.settler.metrics.stage_seconds["generate"]
-            generated.observe(delivery.finished_at - delivery.admitted_at)
+            seconds = self.settler.metrics.stage_seconds
+            seconds["wait_gpu"].observe(max(0.0, delivery.admitted_at - image.ready_at))
+            seconds["generate"].observe(delivery.finished_at - delivery.admitted_at)
             self.puller.not_ahead(entry, 1)
             await self.settler.attempt(
                 entry, partial(self._pass_on, image, delivery), image
@@ -110,7 +104,11 @@ class GenerateStage:
         if image is None:
             return False
         entry = image.owner
-        return entry.settled or entry.is_stopping or self.is_cancelled(entry)
+        return (
+            entry.settled
+            or entry.is_stopping
+            or entry.is_of(self.settler.cancelled_campaigns)
+        )
 
     def _take(self, ticket: int) -> InFlightImage:
         """The image of a ticket that has left the engine."""

@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from imagefleet.files.picture import OWN_FIELDS, OWN_WORD
 from imagefleet.job import samplers
@@ -10,6 +11,7 @@ from imagefleet.job.message import Job
 from imagefleet.job.passes import hires, img2img
 from imagefleet.job.passes.first import VaeDecoder
 from imagefleet.job.samplers import Sampler
+from worker.engine.contract import Embedding
 from worker.settings import version
 
 #: Signs that would end a LoRA's name in "Lora hashes".
@@ -46,11 +48,10 @@ def parameters(
     size: tuple[int, int],
     model: str,
     *,
-    model_hash: str | None = None,
     vae: str | None = None,
-    model_hashes: Mapping[str, str | None] | None = None,
-    lora_hashes: Mapping[str, str] | None = None,
-    embedding_hashes: Mapping[str, str] | None = None,
+    model_hashes: Mapping[str, str] = MappingProxyType({}),
+    lora_hashes: Mapping[str, str] = MappingProxyType({}),
+    embeddings: Sequence[Embedding] = (),
     is_cut_out: bool = False,
     decoder: VaeDecoder | None = None,
 ) -> str:
@@ -58,40 +59,28 @@ def parameters(
 
     *is_cut_out*: only the masked part of the image that it was given was drawn, in that size.
     *decoder*: what decoded it; None for the VAE. *vae*: the worker's own, if it has one.
-    *model_hashes*: those of the VAE and of other checkpoints, by the fields that name them.
+    *model_hashes*: that of the model itself, as "model", and those of the VAE and of other
+    checkpoints, by the fields that name them.
 
     'RNG: CPU' makes AUTOMATIC1111 draw the same noise; its default, the GPU's, is not written.
     """
     width, height = size
     sampler = samplers.NAMES[job.sampler]
-    varies, is_denoised = (
-        bool(job.subseed_strength),
-        bool(job.init_images) or job.enable_hr,
-    )
+    varies = bool(job.subseed_strength)
+    is_denoised = bool(job.init_images) or job.enable_hr
     resized, extra_noise = job.seed_resize_from, job.img2img_extra_noise
-    loras = {
-        name.translate(_SEPARATORS): each for name, each in (lora_hashes or {}).items()
-    }
-    embeddings = {name: each[:12] for name, each in (embedding_hashes or {}).items()}
-    models, switch_at = model_hashes or {}, job.refiner_switch_at
-    refiner = {
-        "Refiner": _title(job.refiner_checkpoint, models.get("refiner_checkpoint")),
-        "Refiner switch at": None if switch_at is None else _number(switch_at),
-        "Refiner switch by sampling steps": "True"
-        if job.refiner_switch_by_sample_steps
-        else None,
-    }
-    facts = {
+    vae = job.sd_vae or vae
+    facts: dict[str, str | None] = {
         "Steps": str(job.steps),
         "Sampler": sampler.title,
         "Schedule type": sampler.schedule_type,
         "CFG scale": _number(job.cfg_scale),
         "Seed": str(job.image_seed(index)),
         "Size": f"{width}x{height}",
-        "Model hash": model_hash,
+        "Model hash": model_hashes.get("model"),
         "Model": model,
-        "VAE hash": models.get("sd_vae"),
-        "VAE": f"{name}.safetensors" if (name := job.sd_vae or vae) else None,
+        "VAE hash": model_hashes.get("sd_vae"),
+        "VAE": f"{vae}.safetensors" if vae else None,
         "Variation seed": str(job.image_subseed(index)) if varies else None,
         "Variation seed strength": _number(job.subseed_strength) if varies else None,
         "Seed resize from": f"{resized[0]}x{resized[1]}" if resized else None,
@@ -101,30 +90,50 @@ def parameters(
         "ENSD": str(job.eta_noise_seed_delta) if job.eta_noise_seed_delta else None,
         "RNG": job.randn_source if job.randn_source != "GPU" else None,
         "Tiling": "True" if job.tiling else None,
-        **_controls(job),
-        **_img2img(job, is_cut_out=is_cut_out),
-        **_hires(job, models.get("hr_checkpoint_name")),
-        **(refiner if job.refiner_checkpoint else {}),
-        "NGMS": _number(job.s_min_uncond) if job.s_min_uncond else None,
-        **_options(job, sampler),
-        "Downcast alphas_cumprod": "True" if job.use_downcasted_alpha_bar else None,
-        "VAE Decoder": decoder if decoder != "Full" else None,
-        "Lora hashes": ", ".join(f"{name}: {each}" for name, each in loras.items())
-        or None,
-        "TI hashes": ", ".join(f"{name}: {each}" for name, each in embeddings.items())
-        or None,
-        # None that AUTOMATIC1111 would take for one of its own, and be compatible with.
-        "Version": f"imagefleet {version()}",
-        OWN_WORD: _own(job),
     }
+    if job.controls:
+        facts |= _controls(job)
+    if job.mask is not None:
+        facts |= _img2img(job, is_cut_out=is_cut_out)
+    if job.enable_hr:
+        facts |= _hires(job, model_hashes.get("hr_checkpoint_name"))
+    if job.refiner_checkpoint:
+        facts |= _refiner(job, model_hashes.get("refiner_checkpoint"))
+    facts["NGMS"] = _number(job.s_min_uncond) if job.s_min_uncond else None
+    facts |= _options(job, sampler)
+    facts["Downcast alphas_cumprod"] = "True" if job.use_downcasted_alpha_bar else None
+    facts["VAE Decoder"] = decoder if decoder != "Full" else None
+    if lora_hashes:
+        facts["Lora hashes"] = ", ".join(
+            f"{name.translate(_SEPARATORS)}: {sha256}"
+            for name, sha256 in lora_hashes.items()
+        )
+    if embeddings:
+        facts["TI hashes"] = ", ".join(
+            f"{each.name}: {each.sha256[:12]}" for each in embeddings
+        )
+    # None that AUTOMATIC1111 would take for one of its own, and be compatible with.
+    facts["Version"] = f"imagefleet {version()}"
+    facts[OWN_WORD] = _own(job)
     prompt, negative_prompt = job.shown_prompts
     lines = [prompt]
     if negative_prompt:
         lines.append(f"Negative prompt: {negative_prompt}")
-    lines.append(
-        ", ".join(f"{name}: {_quoted(fact)}" for name, fact in facts.items() if fact)
-    )
+    lines.append(_told(facts))
     return "\n".join(lines).strip()
+
+
+def _told(facts: Mapping[str, str | None]) -> str:
+    return ", ".join(f"{name}: {_quoted(fact)}" for name, fact in facts.items() if fact)
+
+
+def _refiner(job: Job, model_hash: str | None) -> dict[str, str | None]:
+    switch_at, by_steps = job.refiner_switch_at, job.refiner_switch_by_sample_steps
+    return {
+        "Refiner": _title(job.refiner_checkpoint, model_hash),
+        "Refiner switch at": None if switch_at is None else _number(switch_at),
+        "Refiner switch by sampling steps": "True" if by_steps else None,
+    }
 
 
 def of_enlarged(job: Job, source: str) -> str:
@@ -142,8 +151,7 @@ def of_enlarged(job: Job, source: str) -> str:
         "Postprocess crop to": size if to_size and job.upscaling_crop else None,
         **dict(zip(upscalers, job.upscalers, strict=False)),
     }
-    told = [f"{name}: {_quoted(fact)}" for name, fact in facts.items() if fact]
-    text = ", ".join(told)
+    text = _told(facts)
     source = source.rstrip()
     if not source:
         return text
@@ -155,7 +163,7 @@ def _own(job: Job) -> str | None:
     """The fields that AUTOMATIC1111 has no words for, as JSON; without images in the job itself."""
     prompts = {"prompt": job.prompt, "negative_prompt": job.negative_prompt}
     names = OWN_FIELDS - prompts.keys() - _OPTIONS.keys()
-    if any(img2img.place(source) is None for source in job.sources):
+    if not all(map(img2img.place, job.sources)):
         names -= {"init_images", "mask", "alwayson_scripts"}
     fields = {name: value for name, value in job.given_fields.items() if name in names}
     if job.init_images:
@@ -172,56 +180,45 @@ def _own(job: Job) -> str | None:
 
 
 def _img2img(job: Job, *, is_cut_out: bool) -> dict[str, str | None]:
-    if job.mask is None:
-        return {}
     blur_x, blur_y = job.blur
-    is_empty = (
-        job.inpaint_full_res and not is_cut_out
-    )  # so it is img2img without a mask
+    # With an empty mask it is img2img without one.
+    is_empty = job.inpaint_full_res and not is_cut_out
+    content = None if is_empty else _MASKED_CONTENT.get(job.inpainting_fill)
+    padding = str(job.inpaint_full_res_padding) if is_cut_out else None
     return {
         "Mask mode": "Inpaint not masked" if job.inpainting_mask_invert else None,
         # Two that differ are not written there either.
         "Mask blur": str(blur_x) if blur_x == blur_y != 0 else None,
         "Inpaint area": "Only masked" if is_cut_out else None,
-        "Masked area padding": str(job.inpaint_full_res_padding)
-        if is_cut_out
-        else None,
-        "Masked content": None
-        if is_empty
-        else _MASKED_CONTENT.get(job.inpainting_fill),
+        "Masked area padding": padding,
+        "Masked content": content,
     }
 
 
 def _hires(job: Job, model_hash: str | None) -> dict[str, str | None]:
-    if not job.enable_hr:
-        return {}
-    first, second = (
-        samplers.SAMPLERS[job.sampler],
-        samplers.SAMPLERS[hires.sampler(job)],
-    )
-    shown = job.shown_prompts
-    prompts = [
-        text if text and text != first_text else None
-        for text, first_text in zip(job.shown_hires_prompts, shown, strict=True)
-    ]
+    first = samplers.SAMPLERS[job.sampler]
+    second = samplers.SAMPLERS[hires.sampler(job)]
+    prompt, negative_prompt = job.shown_hires_prompts
+    first_prompt, first_negative = job.shown_prompts
     is_resized = job.hr_resize_x or job.hr_resize_y
     is_rescheduled = second.schedule_type != first.schedule_type
+    steps = job.hr_second_pass_steps
     return {
         "Hires sampler": second.title if second.title != first.title else None,
-        "Hires prompt": prompts[0],
-        "Hires negative prompt": prompts[1],
+        "Hires prompt": prompt if prompt != first_prompt else None,
+        "Hires negative prompt": negative_prompt
+        if negative_prompt != first_negative
+        else None,
         "Hires schedule type": second.schedule_type if is_rescheduled else None,
         "Hires upscale": None if is_resized else _number(job.hr_scale),
         "Hires resize": f"{job.hr_resize_x}x{job.hr_resize_y}" if is_resized else None,
-        "Hires steps": str(job.hr_second_pass_steps)
-        if job.hr_second_pass_steps
-        else None,
+        "Hires steps": str(steps) if steps else None,
         "Hires upscaler": job.hr_upscaler,
         "Hires checkpoint": _title(job.hr_checkpoint_name, model_hash),
     }
 
 
-def _controls(job: Job) -> dict[str, str]:
+def _controls(job: Job) -> dict[str, str | None]:
     """Units as sd-webui-controlnet writes them, with the numbers of one without preprocessor."""
     return {
         f"ControlNet {number}": (
@@ -234,17 +231,19 @@ def _controls(job: Job) -> dict[str, str]:
     }
 
 
-def _options(job: Job, sampler: Sampler) -> dict[str, str]:
+def _options(job: Job, sampler: Sampler) -> dict[str, str | None]:
     """Options of its sampler that are not as usual; churn's details matter only with some churn."""
-    words = {**_OPTIONS, "eta": _ETA_OF_TIMESTEPS.get(sampler.method, _OPTIONS["eta"])}
+    facts: dict[str, str | None] = {}
     if "s_churn" in sampler.options and not job.s_churn:
-        return {}
-    found = {field: getattr(job, field) for field in sampler.options}
-    return {
-        words[field][0]: _number(value)
-        for field, value in found.items()
-        if value not in (None, words[field][1])
-    }
+        return facts
+    for field in sampler.options:
+        word, usual = _OPTIONS[field]
+        if field == "eta":
+            word, usual = _ETA_OF_TIMESTEPS.get(sampler.method, (word, usual))
+        value = getattr(job, field)
+        if value not in (None, usual):
+            facts[word] = _number(value)
+    return facts
 
 
 def _title(name: str | None, model_hash: str | None) -> str | None:

@@ -74,7 +74,6 @@ class AsyncEngine:
     async def __aenter__(self) -> Self:
         self._thread = EngineThread(
             lambda: load.load_engine(engine_settings(self._settings)),
-            why_idle=lambda: "no_jobs",
             backlog=_BACKLOG,
         )
         self._exit.push_async_callback(self._thread.stop)

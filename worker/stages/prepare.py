@@ -96,7 +96,7 @@ class PrepareStage:
         puller: Puller,
         generate: GenerateStage,
     ) -> None:
-        self._engine = engine
+        self._own_models = {None, engine.model_name}
         self._files = files
         self._settler = settler
         self._puller = puller
@@ -140,7 +140,7 @@ class PrepareStage:
 
         Raises JobError if the workers that generated it alone died as well.
         """
-        if self._is_others(await self._read(entry)):
+        if (await self._read(entry)).model not in self._own_models:
             await self._settler.move(entry)
             return
         if entry.deliveries.is_condemned:
@@ -171,7 +171,7 @@ class PrepareStage:
         """Prepares a job's requests; adds none if none of its images is drawn here."""
         with self._settler.metrics.stage_seconds["prepare"].time():
             job = await self._read(entry)
-            if self._is_others(job):
+            if job.model not in self._own_models:
                 self._puller.not_ahead(entry)
                 await self._settler.move(entry)
                 return
@@ -204,7 +204,7 @@ class PrepareStage:
             return [0]
         if entry.lease.message.delivery_count > 1 or job.images > 1 or job.stage > 1:
             await self._settler.look_up(entry)
-        images = [index for index in range(job.images) if index not in entry.stored]
+        images = sorted({*range(job.images)} - entry.stored)
         self._puller.not_ahead(entry, entry.ahead - len(images))
         return images
 
@@ -213,7 +213,7 @@ class PrepareStage:
         left = entry.images_to_submit
         if entry.settled or not left:
             entry.requests.clear()  # handed back, or put off
-        elif entry.is_stopping or self._generate.is_cancelled(entry):
+        elif entry.is_stopping or entry.is_of(self._settler.cancelled_campaigns):
             entry.requests.clear()
             entry.images_to_submit = 0
             await self._generate.leave_out(entry, left)
@@ -260,21 +260,18 @@ class PrepareStage:
     async def _read(self, entry: InFlightJob) -> Job:
         message = entry.lease.message
         # After hours without work the list of cancelled campaigns is as old.
-        await self._settler.cancelled_campaigns.refresh(MAX_LIST_AGE_SECONDS)
+        cancelled_campaigns = self._settler.cancelled_campaigns
+        await cancelled_campaigns.refresh(MAX_LIST_AGE_SECONDS)
         job = read_job(message.body, message.id, self._files.trusted)
         # From here on, a failure is recorded with the job's id and campaign.
         entry.job = job
-        if self._generate.is_cancelled(entry):
+        if entry.is_of(cancelled_campaigns):
             # Others are pulled while it is acknowledged.
             self._puller.not_ahead(entry)
             raise errors.JobCancelled
-        if not (job.verify or self._is_others(job)):
+        if not job.verify and job.model in self._own_models:
             self._drawn_here[job_key(job.campaign, job.id)] = None
         return job
-
-    def _is_others(self, job: Job) -> bool:
-        """True if a job asks for another model than the engine has."""
-        return job.model not in {None, self._engine.model_name}
 
     async def _requests(
         self, entry: InFlightJob, job: Job, images: Collection[int]
@@ -282,17 +279,15 @@ class PrepareStage:
         """The requests of a job's *images*; notes what their files are to tell of it."""
         found = await self._reader.read(job, images)
         entry.source_parameters = found.inputs.parameters if job.only_upscales else ""
-        entry.lora_hashes = {
-            lora.name: self._files.hashes.of_lora(lora.path, lora.identity)
-            for lora in found.loras
-        }
+        hashes, inputs = self._files.hashes, found.inputs
+        for lora in found.loras:
+            entry.lora_hashes[lora.name] = hashes.of_lora(lora.path, lora.identity)
         if self._files.own and not job.only_upscales:
             own = await self._hash_own_files()
             if (accelerator := self._files.accelerator) is not None:
                 entry.lora_hashes[accelerator.name] = own["accelerator"]
             if "vae" in own:
                 entry.model_hashes["sd_vae"] = own["vae"]
-        inputs = found.inputs
         named = {
             "sd_vae": inputs.vae and inputs.vae.path,
             "hr_checkpoint_name": inputs.hires and inputs.hires.checkpoint,
@@ -300,7 +295,7 @@ class PrepareStage:
         }
         for field, path in named.items():
             if path:
-                entry.model_hashes[field] = self._files.hashes.of_model(path)
+                entry.model_hashes[field] = hashes.of_model(path)
         entry.overlay = inputs.overlay
         return found.requests
 

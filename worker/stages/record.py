@@ -9,14 +9,14 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from imagefleet import errors
 from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
-from imagefleet.storage.proofs import Prover
+from imagefleet.storage.open import Storage
 from worker import tasks
 from worker.jobs.in_flight import InFlightJob
 from worker.jobs.stored import proven
@@ -56,16 +56,12 @@ class PendingRecords:
 
     job: InFlightJob
     seconds: float
+    due_at: float
     records: list[Record]
     again: list[Record]
     finish: Finish | None = None
-    begun_at: float = field(default_factory=time.monotonic)
     error: errors.TransientError | None = None
     """Why they could not be stored."""
-
-    @property
-    def due_at(self) -> float:
-        return self.begun_at + self.seconds
 
     @property
     def count(self) -> int:
@@ -79,9 +75,9 @@ class RecordStage:
     log: RecordLog
     metrics: WorkerMetrics
     flush_seconds: float
-    in_flight: Callable[[], int]
-    """Number of jobs in flight; those that wait here are among them."""
-    prover: Callable[[], Prover | None] = lambda: None
+    in_flight: Collection[InFlightJob]
+    """The jobs in flight; those that wait here are among them."""
+    storage: Storage
     jobs: int = field(default=0, init=False)
     """Jobs that are done but for their records and the end of their messages."""
     _waiting: list[PendingRecords] = field(default_factory=list, init=False)
@@ -135,7 +131,7 @@ class RecordStage:
                     pending.error = error
                     self._end(pending)
                 elif error is not None:  # its next records may be stored
-                    pending.begun_at = time.monotonic()
+                    pending.due_at = time.monotonic() + pending.seconds
                     again.append(pending)
                 else:
                     self._early -= pending.count
@@ -167,7 +163,8 @@ class RecordStage:
         seconds = self.flush_seconds
         if job.job is not None and job.job.whole.awaited:  # by a client
             seconds = min(seconds, AWAITED_FLUSH_SECONDS)
-        pending = PendingRecords(job, seconds, records, again, finish)
+        due_at = time.monotonic() + seconds
+        pending = PendingRecords(job, seconds, due_at, records, again, finish)
         if not (pending.count or self._early):
             self._end(pending)
             return
@@ -185,7 +182,7 @@ class RecordStage:
     @property
     def _is_all(self) -> bool:
         """True if what waits is much, or no more can come."""
-        return self._records >= MAX_RECORDS or self.jobs >= self.in_flight()
+        return self._records >= MAX_RECORDS or self.jobs >= len(self.in_flight)
 
     def _take(self) -> list[PendingRecords]:
         """Removes and returns what is due, with what falls due before the next write."""
@@ -213,19 +210,16 @@ class RecordStage:
         for pending in batch:
             records += pending.records
             again += pending.again
+        if (prover := self.storage.prover) is not None:
+            records = [proven(record, prover) for record in records]
+            again = [proven(record, prover) for record in again]
         try:
             with self.metrics.stage_seconds["record"].time():
-                await self.log.add(self._proven(records))
-                await self.log.add(self._proven(again), again=True)
+                await self.log.add(records)
+                await self.log.add(again, again=True)
         except errors.TransientError as error:
             return error
         return None
-
-    def _proven(self, records: Iterable[Record]) -> list[Record]:
-        prover = self.prover()
-        if prover is None:
-            return [*records]
-        return [proven(record, prover) for record in records]
 
     def _end(self, pending: PendingRecords) -> None:
         self._stored_at.append(time.monotonic())

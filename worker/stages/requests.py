@@ -14,6 +14,7 @@ from imagefleet import concurrency, errors
 from imagefleet.files import safetensors
 from imagefleet.job import differences
 from imagefleet.job.message import Job
+from imagefleet.job.prompt import LoraTag
 from imagefleet.pricing import families
 from worker.engine import contract
 from worker.inputs.reader import NO_INPUTS, Inputs, JobFiles
@@ -42,29 +43,17 @@ class RequestReader:
         self, job: Job, images: Collection[int] | None = None
     ) -> JobRequests:
         """The requests of a job's *images*, by default all; raises as the libraries of files."""
-        size = self._size(job)
+        width, height = self.engine.default_size
+        size = job.width or width, job.height or height
         if job.only_upscales:
             inputs = await self.files.inputs.read_upscale(job)
-            return JobRequests(
-                requests_of(job, size, (), (), images, inputs), (), inputs
-            )
-        tags = job.loras
-        resolving = [
-            concurrency.UNTIL_ACCESS.call(partial(self.files.loras.resolve, tag.name))
-            for tag in tags
-        ]
-        paths = await asyncio.gather(*resolving) if resolving else []
-        loras = {
-            tag: contract.Lora(
-                name=tag.name,
-                path=path,
-                text_encoder_weight=tag.text_encoder_weight,
-                unet_weight=tag.unet_weight,
-                identity=self.files.loras.identity(path),
-            )
-            for tag, path in zip(tags, paths, strict=True)
-        }
-        drawn_with = [loras[tag] for tag in job.parsed_prompt.loras]
+            requests = requests_of(job, size, (), (), images, inputs)
+            return JobRequests(requests, (), inputs)
+        loras: dict[LoraTag, contract.Lora] = {}
+        if tags := job.loras:
+            found = await concurrency.gather(*map(self._find_lora, tags))
+            loras.update(zip(tags, found, strict=True))
+        drawn_with = tuple(map(loras.__getitem__, job.parsed_prompt.loras))
         embeddings = await self._find_embeddings(job)
         inputs = NO_INPUTS
         if job.has_inputs or self.engine.text_encoder is not None:
@@ -74,10 +63,11 @@ class RequestReader:
             )
             if inputs.init is not None:
                 height, width = inputs.init.pixels.shape[:2]
-                size = self._size(job, family.scaled((width, height)))
+                width, height = family.scaled((width, height))
+                size = job.width or width, job.height or height
             second, _ = job.hires_prompts
             if inputs.hires and second and second.loras != job.parsed_prompt.loras:
-                own = tuple(loras[tag] for tag in second.loras)
+                own = tuple(map(loras.__getitem__, second.loras))
                 inputs = replace(inputs, hires=replace(inputs.hires, loras=own))
         requests = requests_of(job, size, drawn_with, embeddings, images, inputs)
         return JobRequests(requests, list(loras.values()), inputs)
@@ -89,12 +79,17 @@ class RequestReader:
                 return await self.read(job)
             await asyncio.sleep(safetensors.REST_SECONDS)
 
-    def _size(
-        self, job: Job, default: tuple[int, int] | None = None
-    ) -> tuple[int, int]:
-        """The size of a job's first pass; *default*: in the place of the engine's."""
-        width, height = default or self.engine.default_size
-        return job.width or width, job.height or height
+    async def _find_lora(self, tag: LoraTag) -> contract.Lora:
+        library = self.files.loras
+        resolve = partial(library.resolve, tag.name)
+        path = await concurrency.UNTIL_ACCESS.call(resolve)
+        return contract.Lora(
+            name=tag.name,
+            path=path,
+            text_encoder_weight=tag.text_encoder_weight,
+            unet_weight=tag.unet_weight,
+            identity=library.identity(path),
+        )
 
     async def _find_embeddings(self, job: Job) -> tuple[contract.Embedding, ...]:
         """The embeddings that the prompts name."""
@@ -103,24 +98,18 @@ class RequestReader:
             return ()
         find = partial(self.engine.find_embeddings, job.all_prompts, names)
         found = await asyncio.get_running_loop().run_in_executor(self.threads, find)
-        files = await asyncio.gather(
-            *(
-                concurrency.UNTIL_ACCESS.call(
-                    partial(self.files.embeddings.resolve_hashed, name)
-                )
-                for name in found
-            )
-        )
-        return tuple(
-            contract.Embedding(name, path, sha256)
-            for name, (path, sha256) in zip(found, files, strict=True)
-        )
+        return await concurrency.gather(*map(self._find_embedding, found))
+
+    async def _find_embedding(self, name: str) -> contract.Embedding:
+        resolve = partial(self.files.embeddings.resolve_hashed, name)
+        path, sha256 = await concurrency.UNTIL_ACCESS.call(resolve)
+        return contract.Embedding(name, path, sha256)
 
 
 def requests_of(
     job: Job,
     size: tuple[int, int],
-    loras: Sequence[contract.Lora],
+    loras: tuple[contract.Lora, ...],
     embeddings: tuple[contract.Embedding, ...],
     images: Collection[int] | None = None,
     inputs: Inputs = NO_INPUTS,
@@ -133,11 +122,12 @@ def requests_of(
     pixels = max(width * height, hires.width * hires.height if hires else 0)
     if job.randn_source == "GPU" and pixels > differences.GPU_NOISE_PIXELS:
         differences.warn("gpu_noise")
-    return [
-        contract.ImageRequest(
+    requests = []
+    for index in range(job.images_to_draw) if images is None else images:
+        request = contract.ImageRequest(
             prompt=job.parsed_prompt,
             negative_prompt=job.parsed_negative_prompt,
-            loras=tuple(loras),
+            loras=loras,
             sampler=job.sampler,
             steps=job.steps,
             cfg_scale=job.cfg_scale,
@@ -160,5 +150,5 @@ def requests_of(
             refiner=inputs.refiner,
             upscale=inputs.upscale,
         )
-        for index in (range(job.images_to_draw) if images is None else images)
-    ]
+        requests.append(request)
+    return requests

@@ -79,7 +79,10 @@ class UploadStage:
             return
         with entry.uploading():
             await self._store(image, file)
-        await self.settler.image_stored(image)
+        entry.stored.add(image.index)
+        await self.settler.less_to_store(entry, 1)
+        if entry.images_to_store:
+            await self.settler.pending.add(entry)
         if not image.index:
             await entry.first_ended()
 
@@ -100,7 +103,8 @@ class UploadStage:
             doubt.set()
             return is_in_doubt
 
-        self.suspects.storing(name, image.generated_at)
+        if not image.job.verify:  # no job's image
+            self.suspects.images.append((name, image.generated_at))
         with self.settler.metrics.stage_seconds["upload"].time():
             written = await self.settler.retry_policy.call_in_doubt(create)
         sha256: str | None = file.sha256

@@ -316,7 +316,7 @@ async def test_a_thief_marks_no_images_of_another_worker_as_suspect(
     async with machine(M1) as broken:
         made = Suspects(f"{M1}-17", broken, WorkerMetrics(), concurrency.NEVER)
         for image in images:
-            made.storing(image, made.good_at)
+            made.images.append((image, made.good_at))
         await made.record("why")
     found = await asyncio.to_thread(ask, "redo", "--suspect", "--dry-run")
     assert (found["images"], found["damaged_records"]) == (5, 3)

@@ -25,7 +25,6 @@ from worker import process
 from worker.engine import contract
 from worker.engine.pixel import text_states
 from worker.metrics import Outcome
-from worker.node.watchdog import NO_LIMITS
 from worker.settings import WorkerSettings
 
 #: Beside images, what says something about jobs and workers.
@@ -108,10 +107,7 @@ async def owner(azurite_settings: StorageSettings) -> AsyncIterator[Storage]:
 
 
 @pytest.fixture(autouse=True)
-def _hasty_worker_that_checks_its_upload(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = dataclasses.replace(NO_LIMITS, upload_bits_per_second=1.0)
-    monkeypatch.setattr("worker.process.limits_of", lambda *_, **__: limits)
-    monkeypatch.setattr("worker.node.start_up.UPLOAD_BYTES", 4_000)
+def _hasty_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.pull.UNTIL_EMPTY_PAUSE_SECONDS", 0.1)
     monkeypatch.setattr("worker.settle.FIRST_RETRY_SECONDS", 0.05)
 
@@ -147,7 +143,7 @@ async def test_a_workers_tokens_suffice_for_all_that_it_does(
     assert await work(azurite_settings, WORKER, tmp_path) == ENDS
     names = [name async for name in owner.blobs.names() if not name.startswith(NOTES)]
     folders = Counter(name.partition("/")[0] for name in names)
-    assert folders == {"default": 6, "failed": 1, "-node-checks": 4}
+    assert folders == {"default": 6, "failed": 1}
     assert await owner.blobs.read("default/taken.png") == b"another's"
     assert (await owner.poison.depth()).messages == 3
     images = {name for name in names if name.startswith("default/")} - {

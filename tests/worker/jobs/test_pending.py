@@ -1,12 +1,11 @@
 """Every image has one record, every record an image, and no job ends before its records."""
 
 import asyncio
-import contextlib
 import json
 import threading
-from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Self
 
 import pytest
 
@@ -16,9 +15,9 @@ from imagefleet import errors
 from imagefleet.job.message import Job
 from imagefleet.records import reader
 from imagefleet.records.record import Record
-from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import BlobStore
+from worker import tasks
 from worker.engine import contract
 from worker.jobs.in_flight import InFlightJob
 from worker.metrics import WorkerMetrics
@@ -131,19 +130,18 @@ async def test_an_image_that_is_being_stored_while_another_of_its_job_fails_has_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     is_storing, has_failed = threading.Event(), asyncio.Event()
-    create, add = storage.blobs.create, dead_letter.add
+    create, image_failed = storage.blobs.create, InFlightJob.image_failed
 
     async def slow(name: str, *arguments: Any, **options: Any) -> bool:
         if name.startswith("-"):  # no image
             return await create(name, *arguments, **options)
         is_storing.set()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(has_failed.wait(), 0.5)
+        await has_failed.wait()
         return await create(name, *arguments, **options)
 
-    async def noted(*arguments: Any, **options: Any) -> dead_letter.FailedJob:
+    def noted(self: InFlightJob, index: int, error: errors.FleetError) -> None:
+        image_failed(self, index, error)
         has_failed.set()
-        return await add(*arguments, **options)
 
     def draw(request: contract.ImageRequest) -> contract.Pixels:
         if request.seed == 8:
@@ -152,7 +150,7 @@ async def test_an_image_that_is_being_stored_while_another_of_its_job_fails_has_
         return draw_noise(request)
 
     monkeypatch.setattr(storage.blobs, "create", slow)
-    monkeypatch.setattr(dead_letter, "add", noted)
+    monkeypatch.setattr(InFlightJob, "image_failed", noted)
     await storage.queue.send([message(id="j", seed=7, batch_size=2)])
     pipeline = await run_pipeline(StandInEngine(capacity=1, draw=draw))
     assert pipeline.metrics.outcomes == {"failed": 1}
@@ -191,109 +189,87 @@ def ended_job(*found: Record, **fields: Any) -> InFlightJob:
     return InFlightJob(None, job=job, records=list(found))  # type: ignore[arg-type]
 
 
+FAILED = Record.model_validate(
+    {"outcome": "failed", "id": "a", "at": "2026-11-22T12:00:00Z"}
+)
+
+
+class Stage:
+    """A record stage at work beside so many jobs in flight, and what it has done."""
+
+    def __init__(self, in_flight: int, flush_seconds: float = 60) -> None:
+        self.written: list[list[str]] = []
+        self.finished = 0
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.pending = records.RecordStage(
+            self,  # type: ignore[arg-type]
+            WorkerMetrics(),
+            flush_seconds,
+            range(in_flight),  # type: ignore[arg-type]
+            SimpleNamespace(prover=None),  # type: ignore[arg-type]
+        )
+
+    async def add(self, found: list[Record], *, again: bool = False) -> None:
+        if not again:
+            self.written.append([record.campaign for record in found])
+
+    async def put(self, campaign: str = "default", **job: Any) -> None:
+        record = FAILED.model_copy(update={"campaign": campaign})
+        await self.pending.put(ended_job(record, **job), self._finish)
+
+    async def _finish(self, _: object) -> None:
+        await self.answers.wait()
+        self.finished += 1
+
+    async def __aenter__(self) -> Self:
+        runs = (self.pending.run, self.pending.finish)
+        self._tasks = [asyncio.create_task(run()) for run in runs]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await tasks.cancel(self._tasks)
+
+
 async def test_a_record_waits_for_others_only_while_there_can_be_others() -> None:
-    ended: Counter[str] = Counter()
-    in_flight = 2
-
-    class Log:
-        async def add(self, _records: object, *, again: bool = False) -> None:
-            ended["again" if again else "written"] += 1
-
-    pending = records.RecordStage(
-        Log(),  # type: ignore[arg-type]
-        WorkerMetrics(),
-        flush_seconds=60,
-        in_flight=lambda: in_flight,
-    )
-
-    async def finish(_: object) -> None:
-        ended["finished"] += 1
-
-    tasks = [asyncio.create_task(each()) for each in (pending.run, pending.finish)]
-    record = Record.model_validate(
-        {"outcome": "failed", "id": "a", "at": "2026-11-22T12:00:00Z"}
-    )
-    await pending.put(ended_job(record), finish)
-    await polling.turn(20)
-    assert not ended["finished"], "the other job may end soon"
-    await pending.put(ended_job(record), finish)
-    await polling.until(lambda: ended["finished"] == 2)
-    assert ended == {"written": 1, "again": 1, "finished": 2}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    async with Stage(in_flight=2) as stage:
+        await stage.put()
+        await polling.turn(20)
+        assert not stage.finished, "the other job may end soon"
+        await stage.put()
+        await polling.until(lambda: stage.finished == 2)
+        assert len(stage.written) == 1
 
 
 async def test_jobs_that_wait_to_be_acknowledged_are_told_from_jobs_that_wait_for_records() -> (
     None
 ):
-    class Log:
-        async def add(self, _records: object, *, again: bool = False) -> None:
-            pass
-
-    pending = records.RecordStage(
-        Log(),  # type: ignore[arg-type]
-        WorkerMetrics(),
-        flush_seconds=0.05,
-        in_flight=lambda: 100,
-    )
-    answers = asyncio.Event()
-
-    async def finish(_: object) -> None:
-        await answers.wait()
-
-    tasks = [asyncio.create_task(each()) for each in (pending.run, pending.finish)]
-    record = Record.model_validate(
-        {"outcome": "failed", "id": "a", "at": "2026-11-22T12:00:00Z"}
-    )
-    await pending.put(ended_job(record), finish)
-    await pending.put(ended_job(record), finish)
-    assert pending.behind_seconds == 0
-    await polling.until(lambda: pending.behind_seconds > 0)
-    answers.set()
-    await polling.until(lambda: not pending.jobs)
-    assert pending.behind_seconds == 0
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    async with Stage(in_flight=100, flush_seconds=0.05) as stage:
+        stage.answers.clear()
+        await stage.put()
+        await stage.put()
+        assert stage.pending.behind_seconds == 0
+        await polling.until(lambda: stage.pending.behind_seconds > 0)
+        stage.answers.set()
+        await polling.until(lambda: not stage.pending.jobs)
+        assert stage.pending.behind_seconds == 0
 
 
 async def test_an_awaited_jobs_record_is_written_soon_and_takes_no_others_along() -> (
     None
 ):
-    written: list[list[str]] = []
-
-    class Log:
-        async def add(self, found: list[Record], *, again: bool = False) -> None:
-            written.extend([[record.campaign for record in found]] * (not again))
-
-    pending = records.RecordStage(
-        Log(),  # type: ignore[arg-type]
-        WorkerMetrics(),
-        flush_seconds=60,
-        in_flight=lambda: 1_000,
-    )
-
-    async def finish(_: object) -> None:
-        pass
-
-    def record(campaign: str) -> Record:
-        terms = {"outcome": "failed", "id": "a", "at": "2026-11-22T12:00:00Z"}
-        return Record.model_validate({**terms, "campaign": campaign})
-
-    task = asyncio.create_task(pending.run())
-    await pending.put(ended_job(record("bulk")), finish)
-    await polling.turn(20)
-    for _ in range(3):
-        await pending.put(ended_job(record("shop"), awaited=True), finish)
-    await polling.until(lambda: written)
-    assert written == [["shop"] * 3]
-    for _ in range(records.MAX_RECORDS - 1):
-        await pending.put(ended_job(record("bulk")), finish)
-    await polling.until(lambda: len(written) == 2)
-    assert written[1] == ["bulk"] * records.MAX_RECORDS
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with Stage(in_flight=1_000) as stage:
+        stage.answers.clear()  # so many jobs are in flight all the time
+        await stage.put("bulk")
+        await polling.turn(20)
+        for _ in range(3):
+            await stage.put("shop", awaited=True)
+        await polling.until(lambda: stage.written)
+        assert stage.written == [["shop"] * 3]
+        for _ in range(records.MAX_RECORDS - 1):
+            await stage.put("bulk")
+        await polling.until(lambda: len(stage.written) == 2)
+        assert stage.written[1] == ["bulk"] * records.MAX_RECORDS
 
 
 def test_records_of_short_leases_wait_no_longer_than_the_leases_allow() -> None:

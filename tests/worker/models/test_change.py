@@ -240,7 +240,7 @@ async def test_a_worker_begins_with_a_model_whose_jobs_wait_and_fetches_no_other
     engines = Engines(worker_settings, "first", "second")
     await storage.models.send([job(1, "second")])
     models = engines.models()
-    await models.begin(storage.models.served(models.names), share=0.9)
+    await models.begin(storage.models.served(models.names))
     assert (models.current.name, engines.fetched) == ("second", ["second"])
     await work(storage, worker_settings(), models)
     assert engines.loaded == ["second"]
@@ -254,7 +254,7 @@ async def test_a_worker_whose_beginning_fails_goes_on_with_the_model_of_jobs_wit
     storage: Storage, worker_settings: Callable[..., WorkerSettings], fails_to: str
 ) -> None:
     engines = Engines(worker_settings, "first", "second")
-    await storage.models.send([job(1, "second"), job(2)])
+    await storage.models.send([job(1, "second")])
     models = engines.models()
     if fails_to == "load":
         engines.broken = {"second"}
@@ -267,7 +267,8 @@ async def test_a_worker_whose_beginning_fails_goes_on_with_the_model_of_jobs_wit
             return await fetch(checkpoint)
 
         models._fetch = broken
-    await models.begin(storage.models.served(models.names), share=0.9)
+    await models.begin(storage.models.served(models.names))
+    await storage.models.send([job(2)])
     await work(storage, worker_settings(), models)
     assert models.names == ["first"]
     assert engines.fetched[-1] == "first"
@@ -417,7 +418,7 @@ async def test_an_engine_that_is_replaced_delivers_nothing_to_the_next_ones_jobs
     None
 ):
     """Tickets begin anew: an image of before would pass for another job's."""
-    thread = EngineThread(lambda: StandInEngine(capacity=2), why_idle=str, backlog=1)
+    thread = EngineThread(lambda: StandInEngine(capacity=2), backlog=1)
     engine = await thread.start()
     request = contract.ImageRequest("a", "", (), "euler", 1, 7.0, 1, 16, 16)
     for ticket in range(4):  # more than the backlog: nobody takes them
@@ -449,7 +450,7 @@ async def test_an_engine_that_takes_the_next_model_stays_and_one_that_cannot_is_
         def close(self) -> None:
             closed.append(self.capacity)
 
-    thread = EngineThread(lambda: Engine(capacity=2), why_idle=str, backlog=1)
+    thread = EngineThread(lambda: Engine(capacity=2), backlog=1)
     first = await thread.start()
     request = contract.ImageRequest("a", "", (), "euler", 1, 7.0, 1, 16, 16)
     assert await thread.replace(_fail, lambda: True) is first

@@ -13,9 +13,7 @@ from worker.models.change import (
     STAY_PER_CHANGE,
     ModelChoice,
     Waiting,
-    first_to_serve,
 )
-from worker.settings import share_of
 
 SECONDS_PER_JOB = 1.0
 
@@ -159,17 +157,3 @@ def test_the_stay_has_limits(change_seconds: float, stay_seconds: float) -> None
     choice = ModelChoice("a")
     choice.changed("b", change_seconds)
     assert choice.stay_seconds == stay_seconds
-
-
-def test_workers_that_start_together_spread_over_the_models_by_their_jobs() -> None:
-    waiting = {"a": Waiting(100, 5.0), "b": Waiting(300, 1.0), "c": Waiting(0, 0.0)}
-
-    gpus = [first_to_serve(waiting, share_of("machine", gpu, 8)) for gpu in range(8)]
-    replicas = [
-        first_to_serve(waiting, share_of(f"node-{node}")) for node in range(400)
-    ]
-
-    assert gpus == ["a"] * 2 + ["b"] * 6
-    assert replicas.count("a") == pytest.approx(100, abs=30)
-    assert "c" not in replicas
-    assert first_to_serve({"a": Waiting(0, 0.0)}, 0.0) is None

@@ -99,7 +99,7 @@ async def test_a_record_that_cannot_be_stored_is_in_the_log_with_what_to_do(
 
     monkeypatch.setattr(storage.blobs, "create", refuse)
     made = Suspects("w", storage, WorkerMetrics(), concurrency.NEVER)
-    made.storing("default/a.png", made.good_at)
+    made.images.append(("default/a.png", made.good_at))
     await made.record("wrong")
     (line,) = caplog.records
     assert "imagefleet redo --worker w --since" in line.getMessage()
@@ -113,11 +113,9 @@ async def test_a_record_has_what_was_generated_since_and_stays_bounded(
     start = made.good_at
     await made.record("nothing was stored")
     assert not await recorded(storage)
-    made.storing("old.png", start + 1)
+    made.images.append(("old.png", start + 1))
     made.good(start + 2)
-    made.storing("new.png", start + 3)
-    made.storing("not ours.png", start + 3)
-    made.storing("-checks/spring/1.png", start + 3)
+    made.images.extend([("new.png", start + 3), ("not ours.png", start + 3)])
     made.not_stored("not ours.png")
     await made.record("wrong")
     (record,) = await recorded(storage)
@@ -125,9 +123,8 @@ async def test_a_record_has_what_was_generated_since_and_stays_bounded(
     assert set(record) == {"worker", "machine", "since", "until", "reason", "images"}
     (name,) = [name async for name in storage.blobs.names("-suspect/")]
     assert name.startswith("-suspect/odd_n_me/")
-    for number in range(5):
-        made.storing(f"{number}.png", start + 4)
-    assert len(made._stored) == 3
+    made.images.extend((f"{number}.png", start + 4) for number in range(5))
+    assert len(made.images) == 3
 
 
 # The list of quarantined nodes

@@ -1,6 +1,5 @@
 import asyncio
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -10,7 +9,6 @@ import pytest
 
 from evaluation.stand_in import StandInEngine
 from imagefleet import errors
-from imagefleet.storage.open import Storage
 from worker.engine import contract
 from worker.metrics import NodeFault, WorkerMetrics
 from worker.node import start_up
@@ -18,18 +16,12 @@ from worker.node.start_up import StartUpCheck
 from worker.node.watchdog import NodeLimits, broken_below, limits_of
 from worker.settings import WorkerSettings
 
-MakeSettings = Callable[..., WorkerSettings]  # the fixture of conftest.py
-
-local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
-
-
-#: The time of the tests that use `clock`.
+#: The time of the tests, in which only drawing takes any, however busy the machine.
 CLOCK = SimpleNamespace(now=0.0)
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what draws and sends takes time, however busy the machine."""
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start_up, "time", SimpleNamespace(monotonic=lambda: CLOCK.now))
 
 
@@ -49,55 +41,47 @@ class Batches:
         return StandInEngine(capacity=1, draw=self.draw)
 
 
+Check = Callable[..., StartUpCheck]
+
+
+def settings(**changes: Any) -> WorkerSettings:
+    return WorkerSettings(model=Path("m"), **changes)
+
+
 @pytest.fixture
-def check(
-    storage: Storage, worker_settings: MakeSettings
-) -> Callable[..., StartUpCheck]:
+def check(tmp_path: Path) -> Check:
     def make(
-        blobs: Any = None,
-        device: str = "cpu",
-        metrics: WorkerMetrics | None = None,
-        **limits: float,
+        device: str = "cpu", metrics: WorkerMetrics | None = None, **limits: Any
     ) -> StartUpCheck:
         return StartUpCheck(
-            blobs or storage.blobs,
-            worker_settings(device=device),
-            NodeLimits(**limits),  # type: ignore[arg-type]
+            settings(device=device, cache=tmp_path),
+            NodeLimits(**limits),
             metrics or WorkerMetrics(),
         )
 
     return make
 
 
-@local_only
-@pytest.mark.usefixtures("clock")
-def test_a_fast_node_generates_once_and_starts_to_work(
-    check: Callable[..., StartUpCheck],
+@pytest.mark.parametrize(
+    ("seconds", "least", "count"),
+    [
+        ([0.0], 5, 1),
+        ([0.0], 0, 0),  # without a limit nothing is drawn
+        ([0.3, 0.3, 0.3, 0.0], 10, 4),  # the first batch does not count
+    ],
+)
+def test_a_node_draws_until_it_is_fast_enough(
+    check: Check, seconds: list[float], least: float, count: int
 ) -> None:
-    batches = Batches(0.0)
-    found = check(images_per_second=5)
+    batches = Batches(*seconds)
+    found = check(images_per_second=least)
     found.load(batches.load)
 
-    assert batches.count == 1
-    assert found.findings["images_per_second"] > 5
+    assert batches.count == count
+    assert found.findings.get("images_per_second", least) >= least
 
 
-@local_only
-@pytest.mark.usefixtures("clock")
-def test_a_slow_first_batch_does_not_count_against_a_node(
-    check: Callable[..., StartUpCheck],
-) -> None:
-    batches = Batches(0.3, 0.3, 0.3, 0.0)
-    check(images_per_second=10).load(batches.load)
-
-    assert batches.count == 4
-
-
-@local_only
-@pytest.mark.usefixtures("clock")
-def test_a_node_is_not_given_up_since_it_is_not_compiled_yet(
-    check: Callable[..., StartUpCheck],
-) -> None:
+def test_a_node_is_not_given_up_since_it_is_not_compiled_yet(check: Check) -> None:
     batches = Batches(0.15)
     engine: Any = batches.load()
     engine.is_compiling = True
@@ -108,10 +92,8 @@ def test_a_node_is_not_given_up_since_it_is_not_compiled_yet(
         check(images_per_second=20).load(lambda: engine)
 
 
-@local_only
-@pytest.mark.usefixtures("clock")
 def test_a_node_that_is_slow_three_times_after_its_first_batch_is_broken(
-    check: Callable[..., StartUpCheck],
+    check: Check,
 ) -> None:
     batches = Batches(0.15)
     with pytest.raises(errors.NodeError, match=r"images/s, less than 10"):
@@ -120,125 +102,8 @@ def test_a_node_that_is_slow_three_times_after_its_first_batch_is_broken(
     assert batches.count == 1 + 3
 
 
-@local_only
-@pytest.mark.usefixtures("clock")
-def test_without_a_limit_nothing_is_generated_or_sent(
-    check: Callable[..., StartUpCheck],
-) -> None:
-    batches = Batches(0.0)
-    found = check()
-    found.load(batches.load)
-    asyncio.run(found.upload())
-
-    assert batches.count == 0
-    assert "upload_bytes_per_second" not in found.findings
-
-
-async def test_the_checks_blobs_are_really_sent_and_removed(
-    storage: Storage, check: Callable[..., StartUpCheck]
-) -> None:
-    found = check(upload_bits_per_second=1e6)
-    await found.upload()
-
-    assert found.findings["upload_bytes_per_second"] > 1e6 / 8
-    assert [name async for name in storage.blobs.names()] == []
-
-
-class Line:
-    """Blobs behind a line with the given delays, or the given error."""
-
-    def __init__(self, *seconds: float, error: errors.FleetError | None = None) -> None:
-        self.seconds = list(seconds)
-        self.blobs = 0
-        self.error = error
-
-    @property
-    def sent(self) -> int:
-        """The check's tries."""
-        return math.ceil(self.blobs / start_up.UPLOAD_BLOBS)
-
-    async def create(
-        self, name: str, data: bytes, content_type: str, metadata: Mapping[str, str]
-    ) -> bool:
-        self.blobs += 1
-        if self.error:
-            raise self.error
-        seconds = self.seconds[min(self.sent, len(self.seconds)) - 1]
-        if math.isinf(seconds):
-            await asyncio.Event().wait()
-        CLOCK.now += seconds / start_up.UPLOAD_BLOBS
-        return True
-
-    async def delete(self, name: str) -> bool:
-        return False  # what a least-privilege token may do
-
-
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_up, "UPLOAD_PAUSE_SECONDS", 0.01)
-
-
-@local_only
-@pytest.mark.usefixtures("clock")
-async def test_a_line_that_is_slow_three_times_is_a_broken_node(
-    check: Callable[..., StartUpCheck], at_once: None
-) -> None:
-    line = Line(0.2)
-    limit = 8 * start_up.UPLOAD_BYTES / 0.1
-    with pytest.raises(errors.NodeError, match="Mbit/s, less than"):
-        await check(line, upload_bits_per_second=limit).upload()
-
-    assert line.sent == 3
-
-
-@local_only
-@pytest.mark.usefixtures("clock")
-async def test_a_line_that_is_slow_once_is_not(
-    check: Callable[..., StartUpCheck], at_once: None
-) -> None:
-    line = Line(0.2, 0.01)
-    await check(line, upload_bits_per_second=8 * start_up.UPLOAD_BYTES / 0.1).upload()
-
-    assert line.sent == 2
-
-
-@local_only
-async def test_a_line_that_never_ends_is_given_up(
-    check: Callable[..., StartUpCheck], at_once: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(start_up, "UPLOAD_SLACK_SECONDS", 0.05)
-    with pytest.raises(errors.NodeError, match="Mbit/s, less than"):
-        await check(
-            Line(math.inf), upload_bits_per_second=8 * start_up.UPLOAD_BYTES / 0.05
-        ).upload()
-
-
-@local_only
-@pytest.mark.parametrize("kind", [errors.TransientError, errors.SetupError])
-async def test_storage_that_is_down_is_not_the_nodes_fault(
-    kind: type[errors.FleetError], check: Callable[..., StartUpCheck]
-) -> None:
-    with pytest.raises(kind):
-        await check(Line(0, error=kind()), upload_bits_per_second=1.0).upload()
-
-
-@local_only
-async def test_a_start_up_that_takes_too_long_is_a_broken_node(
-    check: Callable[..., StartUpCheck], caplog: pytest.LogCaptureFixture
-) -> None:
-    found = check(start_up_seconds=0.05)
-    with pytest.raises(errors.NodeError, match="--start-up-seconds"):
-        async with found.limited():
-            await asyncio.Event().wait()
-
-    assert found.findings["passed"] is False
-    assert "the node check failed" in caplog.text
-
-
-@local_only
-@pytest.mark.usefixtures("clock")
 async def test_the_findings_are_one_log_line_and_the_metrics(
-    check: Callable[..., StartUpCheck], caplog: pytest.LogCaptureFixture
+    check: Check, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     found = check(images_per_second=1)
@@ -246,54 +111,33 @@ async def test_the_findings_are_one_log_line_and_the_metrics(
     async with found.limited():
         found.load(Batches(0.0).load)
 
-    (line,) = [
-        record
-        for record in caplog.records
-        if vars(record).get("action") == "node_check"
-    ]
-    facts = vars(line)
+    (facts,) = (
+        vars(line)
+        for line in caplog.records
+        if vars(line).get("action") == "node_check"
+    )
     assert facts["passed"] is True
     assert facts["images_per_second"] > 1
     assert facts["free_disk_bytes"] > 0
     assert facts["limits"]["images_per_second"] == 1
     samples = {family.name: family.samples[0].value for family in found.collect()}
     assert samples["imagefleet_node_check_passed"] == 1
-    assert (
-        samples["imagefleet_node_check_images_per_second"] == facts["images_per_second"]
-    )
+    images_per_second = samples["imagefleet_node_check_images_per_second"]
+    assert images_per_second == facts["images_per_second"]
     assert "imagefleet_node_check_free_gpu_bytes" not in samples
 
 
-@local_only
-@pytest.mark.usefixtures("clock")
-def test_a_full_disk_is_a_broken_node(check: Callable[..., StartUpCheck]) -> None:
-    with pytest.raises(errors.NodeError, match="disk"):
-        check(free_disk_bytes=2**60).load(Batches(0.0).load)
-
-
-def faults(metrics: WorkerMetrics) -> dict[str, float]:
-    """The node's faults that were counted."""
-    counted = {
-        each: metrics.registry.get_sample_value(
-            "imagefleet_node_faults_total", {"fault": each}
-        )
-        for each in get_args(NodeFault)
-    }
-    return {fault: count for fault, count in counted.items() if count}
-
-
-@local_only
-@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(
-    ("limits", "fault"),
+    ("limits", "error", "fault"),
     [
-        ({"free_disk_bytes": 2**60}, "disk"),
-        ({"images_per_second": 1e9}, "gpu_speed"),
-        ({"start_up_seconds": 0.01}, "start_up_time"),
+        ({"free_disk_bytes": 2**60}, "disk", "disk"),
+        ({"images_per_second": 1e9}, "images/s, less than", "gpu_speed"),
+        ({"start_up_seconds": 0.01}, "--start-up-seconds", "start_up_time"),
+        ({}, "the GPU miscalculates", "engine"),
     ],
 )
-async def test_the_metrics_say_which_check_failed(
-    check: Callable[..., StartUpCheck], limits: dict[str, float], fault: str
+async def test_the_error_and_the_metrics_say_which_check_failed(
+    check: Check, limits: dict[str, float], error: str, fault: str
 ) -> None:
     metrics = WorkerMetrics()
     node = check(metrics=metrics, **limits)
@@ -301,35 +145,22 @@ async def test_the_metrics_say_which_check_failed(
     async def start_up() -> None:
         async with node.limited():
             node.load(Batches(0.0).load)
-            await asyncio.Event().wait()
+            if limits:
+                await asyncio.Event().wait()
+            raise errors.NodeError("the GPU miscalculates")
 
-    with pytest.raises(errors.NodeError):
+    with pytest.raises(errors.NodeError, match=error):
         await start_up()
 
-    assert faults(metrics) == {fault: 1}
+    count = metrics.registry.get_sample_value
+    for each in get_args(NodeFault):
+        counted = count("imagefleet_node_faults_total", {"fault": each})
+        assert counted == (each == fault)
     assert node.findings["passed"] is False
 
 
-@local_only
-async def test_a_node_whose_engine_does_not_load_has_a_fault_of_its_engine(
-    check: Callable[..., StartUpCheck],
-) -> None:
-    metrics = WorkerMetrics()
-
-    async def start_up() -> None:
-        async with check(metrics=metrics).limited():
-            raise errors.NodeError("the GPU miscalculates")
-
-    with pytest.raises(errors.NodeError):
-        await start_up()
-
-    assert faults(metrics) == {"engine": 1}
-
-
-@local_only
-@pytest.mark.usefixtures("clock")
 def test_a_rented_gpu_that_torch_cannot_use_is_a_broken_node_and_not_a_cpu(
-    check: Callable[..., StartUpCheck], monkeypatch: pytest.MonkeyPatch
+    check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
 
@@ -341,19 +172,13 @@ def test_a_rented_gpu_that_torch_cannot_use_is_a_broken_node_and_not_a_cpu(
         check(device="auto", free_gpu_bytes=1).load(batches.load)
 
 
-def settings(**changes: Any) -> WorkerSettings:
-    return WorkerSettings(model=Path("m"), **changes)
-
-
-def test_off_saladcloud_there_are_no_limits_but_those_that_are_set() -> None:
+def test_limits_are_those_that_are_set_and_on_saladcloud_an_eighth_of_the_classs_record() -> (
+    None
+):
     assert limits_of(settings(), "RTX 4090 24GB", on_salad=False) == NodeLimits()
     given = settings(min_images_per_second=2, start_up_seconds=4)
     assert limits_of(given, "none", on_salad=False) == NodeLimits(2, 0, 4)
-
-
-def test_on_saladcloud_a_node_is_held_to_an_eighth_of_its_classs_record() -> None:
     limits = limits_of(settings(), "RTX 3060 Ti 8GB", on_salad=True)
-
     assert limits.images_per_second == pytest.approx(0.83 / 8)
     assert limits.upload_bits_per_second == 2e6
     assert limits.start_up_seconds == 1200

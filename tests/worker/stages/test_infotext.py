@@ -137,7 +137,7 @@ def test_each_option_is_stated_in_a1111s_words_and_place() -> None:
         1,
         (64, 64),
         "m",
-        model_hash="6ce0161689",
+        model_hashes={"model": "6ce0161689"},
         lora_hashes={"x": "0123456789ab", "y:,": "f" * 12},
     )
     assert text.split("\n") == [
